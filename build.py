@@ -1,0 +1,122 @@
+"""From flags to objects: what both entry scripts build alike.
+
+run = build.open_run(args, "resnet50_test", world)
+rows = build.split_rows(labels, args)
+trainer = build.trainer(args, run, model, train, {"test": test}, header)
+build.report(trainer.fit(state))
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import backends
+import checkpoint
+import inference
+import optim
+import options
+import runlog
+from distributed import World
+from dynamic_batch import Sampler, balanced_rows
+from engine import DataSet, Settings, Trainer
+from step import Step, classification
+
+
+@dataclass
+class Run:
+    """What a run computes with and writes to."""
+
+    script: str
+    world: World
+    precision: backends.Precision
+    folder: Path
+
+    def log(self, args: argparse.Namespace) -> runlog.RunLog:
+        """The run folder, made now, with its config.json."""
+        log = runlog.RunLog(self.folder, self.world.first, args.tensorboard)
+        log.config(vars(args), runlog.describe_machine(self.world.device))
+        return log
+
+
+def open_run(args: argparse.Namespace, script: str, world: World) -> Run:
+    """Settle threads, memory, precision and the run folder (rank 0's choice); nothing is written yet."""
+    backends.keep_freed_memory()
+    backends.use_cores(args.threads, world.local_size)
+    precision = backends.choose_precision(args.precision, world.device)
+    folder = world.from_first(args.out or str(runlog.new_run_folder(script)))
+    torch.manual_seed(args.seed)  # the same weights on every rank; `trainer` gives each its own dropout
+    return Run(script, world, precision, Path(folder))
+
+
+def split_rows(labels: Tensor, args: argparse.Namespace) -> dict[str, Tensor]:
+    """Row numbers of 'train' and, with --val_fraction, 'val': class-balanced, both within the --subset."""
+    rows = torch.arange(len(labels))
+    if args.subset < 1:
+        rows, _ = balanced_rows(labels, args.subset, args.seed)
+    if not args.val_fraction:
+        return {"train": rows}
+    val, train = balanced_rows(labels[rows], args.val_fraction, args.seed + 1)
+    return {"train": rows[train], "val": rows[val]}
+
+
+def trainer(
+    args: argparse.Namespace,
+    run: Run,
+    model: nn.Module,
+    train: DataSet,
+    tests: Mapping[str, DataSet],
+    header: dict[str, Any],
+) -> Trainer:
+    """The Trainer of these flags; `header` is what inference needs besides the flags."""
+    world, log = run.world, run.log(args)
+    global_batch = args.batch_size * args.accumulate * world.size
+    lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch, args.base_bs)
+    optimizer = optim.build_optimizer(model, args.optimizer, lr, args.weight_decay, args.momentum, args.nesterov, tuple(args.betas))
+    model = backends.apply_backend(args.backend, model)
+    task = classification(args.label_smoothing)
+    step = Step(model, task, optimizer, run.precision, world, args.accumulate, args.clip, args.sync_bn, log.say)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    log.say(
+        f"{len(train)} training samples, {parameters / 1e6:.2f} M parameters, global batch {global_batch} on {world.size} "
+        f"process(es) of {runlog.device_name(world.device)}, {run.precision.name}, {args.backend}; run folder {run.folder}"
+    )
+    torch.manual_seed(args.seed * 1009 + 1 + world.rank)
+    sampler = Sampler(len(train), args.seed, train.lengths)
+    settings = Settings(args.epochs, args.batch_size, lr, args.save_every)
+    header = {"script": run.script, "flags": vars(args), **header}
+    return Trainer(step, options.schedule(args), train, sampler, tests, log, settings, header)
+
+
+def trained(model: nn.Module, state: dict[str, Any]) -> nn.Module:
+    """`model` with the weights of a checkpoint."""
+    checkpoint.load_into(model, state["model"], "model")
+    return model
+
+
+def measure(args: argparse.Namespace, run: Run, model: nn.Module, test: DataSet, classes: list[str]) -> None:
+    """--evaluate: print accuracy on the test set, overall and per class."""
+    result = inference.report(model, test, classes, run.precision, run.world, args.batch_size)
+    if run.world.first:
+        inference.print_report(result)
+
+
+def report(run: Run, totals: dict[str, Any]) -> None:
+    """The last lines on the console (rank 0)."""
+    if not run.world.first:
+        return
+    which = "validation" if totals.get("test_accuracy") != totals["accuracy"] else "test"
+    print(
+        f"best {which} accuracy {100 * totals['accuracy']:.2f} % in epoch {totals['epoch']}"
+        + (f" (test {100 * totals['test_accuracy']:.2f} %)" if which == "validation" and totals["test_accuracy"] else "")
+    )
+    print(
+        f"{totals['seconds']:.1f} s, {totals['samples_per_second']:.0f} samples/s, peak memory "
+        f"{totals['peak_memory_bytes'] / 2**30:.2f} GiB, {totals['device_hours']:.4f} device-hours; {run.folder}"
+    )

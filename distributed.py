@@ -1,0 +1,209 @@
+"""The process group: set-up from torchrun's environment, DistributedDataParallel, sums and agreements across ranks.
+
+with distributed.world(device_type) as world:        # world size 1 without torchrun: everything works, sends nothing
+    model = distributed.wrap(model, world, ...)
+    totals = world.sum(totals)
+
+python distributed.py --nproc_per_node=4 resnet50_test.py --bs 256      torchrun, with the project's exit codes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import backends
+from errors import InputError
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun (or another launcher that sets its environment) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@dataclass
+class World:
+    """This process among its peers. `control` is a gloo group for host-side agreements that never touch the device."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    control: Any = None
+    bytes_sent: int = 0
+
+    @property
+    def first(self) -> bool:
+        """Rank 0: the one that writes."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Element-wise sum over the ranks, on every rank; one all-reduce, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def most(self, value: int) -> int:
+        """The largest value any rank gave, on every rank (host side)."""
+        if self.size == 1:
+            return value
+        box = torch.tensor(value)
+        dist.all_reduce(box, dist.ReduceOp.MAX, group=self.control)
+        return int(box)
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value on rank 0, in rank order; an empty list elsewhere."""
+        if self.size == 1:
+            return [value]
+        box: list[Any] = [None] * self.size
+        dist.gather_object(value, box if self.first else None, dst=0, group=self.control)
+        return box if self.first else []
+
+    def average_buffers(self, model: nn.Module) -> None:
+        """Make BatchNorm statistics the mean over the ranks, in place; one all-reduce."""
+        floats = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        if self.size == 1 or not floats:
+            return
+        flat = torch.cat([buffer.flatten().float() for buffer in floats])
+        dist.all_reduce(flat)
+        for buffer, mean in zip(floats, (flat / self.size).split([buffer.numel() for buffer in floats])):
+            buffer.copy_(mean.view_as(buffer))
+
+
+class Vote:
+    """Whether any rank wants to stop, agreed one step late so that asking never waits for the network.
+
+    Call `ask` once a step on every rank; the answer is the same on all of them.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.pending: tuple[Any, Tensor] | None = None
+
+    def ask(self, wish: bool) -> bool:
+        """Put in this rank's wish; True once any rank's wish of the call before was True."""
+        if self.world.size == 1:
+            return wish
+        agreed = self.finish()
+        box = torch.tensor(int(wish))
+        self.pending = dist.all_reduce(box, dist.ReduceOp.MAX, group=self.world.control, async_op=True), box
+        return agreed
+
+    def finish(self) -> bool:
+        """The answer to the last call; leaves nothing pending."""
+        if self.pending is None:
+            return False
+        work, box = self.pending
+        self.pending = None
+        work.wait()
+        return bool(box)
+
+
+@contextlib.contextmanager
+def caught_signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM are noted in the list instead of ending the process; a second Ctrl-C ends it at once."""
+    caught: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and caught and not under_torchrun():  # torchrun repeats the terminal's Ctrl-C
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def world(device_name: str = "auto") -> Iterator[World]:
+    """The process group of torchrun's environment, torn down on the way out; world size 1 without one.
+
+    Raises:
+        InputError: the device is not there.
+    """
+    env = os.environ
+    local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+    device = backends.choose_device(device_name, local_rank)
+    if not under_torchrun():
+        yield World(device=device)
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=30), device_id=device if backend == "nccl" else None)
+    try:
+        control = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, control)
+    finally:
+        dist.destroy_process_group()
+
+
+def wrap(model: nn.Module, world: World, sync_bn: bool, static_graph: bool, bucket_mib: float = 25) -> nn.Module:
+    """DistributedDataParallel whose bucketed all-reduce overlaps backward and counts its bytes; `model` at world size 1.
+
+    BatchNorm statistics stay each rank's own between evaluations (`World.average_buffers`); `sync_bn` computes them
+    over all ranks instead. `static_graph` is off with accumulation: torch's reducer cannot do both (pytorch #143580).
+    """
+    if world.size == 1:
+        return model
+    if sync_bn:
+        if world.device.type != "cuda":
+            raise InputError("--sync_bn needs GPUs: torch's SyncBatchNorm has no CPU kernel; leave it out")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    wrapped = DistributedDataParallel(
+        model,
+        gradient_as_bucket_view=True,
+        static_graph=static_graph,
+        bucket_cap_mb=bucket_mib,
+        **backends.ddp_local_buffers(),  # type: ignore[arg-type]
+    )
+    wrapped.register_comm_hook(world, counted_all_reduce)
+    return wrapped
+
+
+def counted_all_reduce(world: World, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's own mean all-reduce, with its payload added to `world.bytes_sent`."""
+    world.bytes_sent += bucket.buffer().nbytes
+    return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+
+def launch(arguments: list[str]) -> int:
+    """torchrun with these arguments; the exit code is that of the first process that failed, without torchrun's traceback."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.main(arguments)
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code
+    except (SignalException, KeyboardInterrupt):
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(launch(sys.argv[1:]))

@@ -1,0 +1,343 @@
+"""The run of both scripts: epochs, measuring, saving, resuming, recovering. The step itself is in step.py.
+
+trainer = Trainer(step, schedule, train, sampler, {"test": test}, log, Settings(epochs=50, batch_size=128, lr=0.1), header)
+totals = trainer.fit()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import backends
+import checkpoint
+import inference
+from distributed import Vote, caught_signals
+from dynamic_batch import Sampler, share
+from errors import InputError, Interrupted, NonFiniteLoss
+from optim import Schedule
+from runlog import RunLog
+from step import HITS, LOSS, SAMPLES, SKIPPED, SKIPPED_RUN, Step
+
+MAX_SKIPPED_RUN, MAX_ROLLBACKS = 10, 3  # non-finite steps in a row before going back; times of going back
+LOOK_EVERY = {"cpu": 1, "cuda": 20}  # steps between two looks at the sums; a GPU is never waited for
+PROGRESS = (  # what `Trainer.state` keeps of the run itself
+    *("epoch", "step", "step_in_epoch", "samples", "rollbacks", "lr_factor"),
+    *("seconds", "train_seconds", "best", "rows"),
+)
+
+
+class DataSet(Protocol):
+    """What a data set owes the loop; `images.ImageSet` and `texts.TextSet` are two."""
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """(rows,) tokens of each row on the CPU, or None where rows are equally long."""
+
+    def __len__(self) -> int: ...
+
+    def batches(self, plan: Sequence[Tensor], epoch: int | None = None) -> Generator[tuple[Tensor, Tensor]]:
+        """(inputs, labels) on the device for each tensor of row numbers; augmented when `epoch` is given."""
+        ...
+
+
+class Diverged(Exception):
+    """Too many non-finite steps in a row."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Named values of a run. `batch_size` is of one process and one micro-batch; `save_every` counts steps, 0 is never."""
+
+    epochs: int
+    batch_size: int
+    lr: float
+    save_every: int = 0
+
+
+class Trainer:
+    """Fits a model to `train` and measures it on the sets of `tests` after each epoch.
+
+    Args:
+        step: the training step; knows model, optimizer, precision and process group.
+        schedule: the rate before each step is `settings.lr * schedule(progress in epochs)`.
+        train, sampler: the training set, and the order of its rows.
+        tests: data sets by name ('test', 'val'); the best checkpoint is chosen by 'val' where there is one.
+        log: the run folder and the console.
+        settings: named values.
+        header: plain values stored at the top of every checkpoint (script, flags, what inference needs).
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        schedule: Schedule,
+        train: DataSet,
+        sampler: Sampler,
+        tests: Mapping[str, DataSet],
+        log: RunLog,
+        settings: Settings,
+        header: dict[str, Any],
+    ) -> None:
+        self.do_step, self.schedule, self.train_set, self.sampler, self.tests = step, schedule, train, sampler, tests
+        self.world, self.model, self.log, self.settings, self.header = step.world, step.model, log, settings, header
+        self.batch_size = settings.batch_size * step.splits * self.world.size  # global
+        self.steps_per_epoch = sampler.steps(self.batch_size)
+        if self.steps_per_epoch == 0:
+            raise InputError(
+                f"--bs {settings.batch_size}: a global batch of {self.batch_size} samples (batch x accumulation x processes) "
+                f"is larger than the training set of {len(train)}; use a smaller --bs"
+            )
+        self.vote = Vote(self.world)
+        self.epoch = self.step = self.step_in_epoch = self.rollbacks = self.samples = 0
+        self.lr_factor, self.seconds, self.train_seconds = 1.0, 0.0, 0.0
+        self.best: dict[str, Any] = {"accuracy": -1.0, "epoch": 0}
+        self.rows: list[dict[str, Any]] = []
+        self.last_look: tuple[Tensor, torch.cuda.Event] | None = None
+
+    # ---------------------------------------------------------------- the run
+
+    def fit(self, resume: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Train until the last epoch; returns the best and the totals.
+
+        Args:
+            resume: a state to go on from, as `checkpoint.load` returns it.
+        Raises:
+            Interrupted: SIGINT or SIGTERM came and last.pt was written.
+            NonFiniteLoss: the loss stayed non-finite.
+        """
+        if resume is not None:
+            self.load_state(resume)
+        self.log.restart(self.rows)
+        if self.world.device.type == "cuda":
+            self.probe_memory()
+        self.do_step.wrap()
+        if resume is None:
+            self.save()
+        with caught_signals() as signals:
+            while self.epoch < self.settings.epochs:
+                try:
+                    stop = self.train_epoch(signals)
+                except Diverged:
+                    self.roll_back()
+                    continue
+                self.finish_epoch()
+                if stop and self.epoch < self.settings.epochs:
+                    self.interrupt()
+        self.log.close()
+        return self.summary()
+
+    def train_epoch(self, signals: list[int]) -> bool:
+        """The steps of this epoch that are not yet done; True where a signal came too late to stop within it."""
+        self.model.train()
+        plan = self.sampler.epoch(self.epoch, self.batch_size)[self.step_in_epoch :]
+        mine = [share(batch, self.world.rank, self.world.size) for batch in plan]
+        bar = self.log.bar(self.epoch + 1, self.settings.epochs, len(self.sampler), self.step_in_epoch * self.batch_size)
+        every, self.last_look = LOOK_EVERY[self.world.device.type], None
+        clock = time.perf_counter()
+        with bar, contextlib.closing(self.train_set.batches(mine, self.epoch)) as batches:
+            for inputs, labels in batches:
+                self.set_lr()
+                self.do_step(inputs, labels)
+                self.step += 1
+                self.step_in_epoch += 1
+                self.samples += self.batch_size
+                bar.update(self.batch_size)
+                if self.step % every == 0:
+                    self.look(bar)
+                clock = self.lap(clock)
+                if self.settings.save_every and self.step % self.settings.save_every == 0:
+                    self.save()
+                    clock = time.perf_counter()
+                if self.vote.ask(bool(signals)):
+                    self.interrupt()
+            self.look(bar, wait=True)
+        self.lap(clock)
+        return self.vote.finish()
+
+    def finish_epoch(self) -> None:
+        """Measure, save, write the row."""
+        clock = time.perf_counter()
+        sums = self.do_step.sums
+        skipped = int(sums[SKIPPED])
+        totals = self.world.sum(sums[:SKIPPED].clone()).tolist()
+        self.world.average_buffers(self.model)
+        row = {
+            "epoch": self.epoch + 1,
+            "step": self.step,
+            "samples": self.samples,
+            "seconds": 0.0,
+            "train_seconds": round(self.train_seconds, 4),
+            "samples_per_second": round(self.steps_per_epoch * self.batch_size / max(self.train_seconds, 1e-9), 2),
+            "train_loss": totals[LOSS] / max(totals[SAMPLES], 1),
+            "train_accuracy": totals[HITS] / max(totals[SAMPLES], 1),
+        }
+        for name, data in self.tests.items():
+            batch = max(64, self.settings.batch_size)
+            row[f"{name}_loss"], row[f"{name}_accuracy"] = inference.evaluate(
+                self.model, data, self.do_step.precision, self.world, batch
+            )
+        self.seconds += time.perf_counter() - clock
+        row |= {
+            "seconds": round(self.seconds, 4),
+            "lr": self.do_step.optimizer.param_groups[0]["lr"],
+            "batch_size": self.batch_size,
+            "world_size": self.world.size,
+            "peak_memory_bytes": backends.peak_memory(self.world.device),
+            "comm_bytes": self.world.bytes_sent,
+            "skipped_steps": skipped,
+        }
+        self.rows.append(row)
+        self.epoch, self.step_in_epoch, self.train_seconds, self.world.bytes_sent = self.epoch + 1, 0, 0.0, 0
+        sums[:SKIPPED_RUN] = 0
+        accuracy = row.get("val_accuracy", row.get("test_accuracy", -1.0))
+        better = accuracy > self.best["accuracy"]
+        if better:
+            self.best = {"accuracy": accuracy, "epoch": row["epoch"], "test_accuracy": row.get("test_accuracy")}
+        self.save(best=better)
+        self.log.epoch(self.rows)
+
+    def set_lr(self) -> None:
+        """The learning rate of the step about to be done."""
+        one_step = 1 / self.steps_per_epoch
+        factor = self.schedule(self.epoch + self.step_in_epoch * one_step, one_step) * self.lr_factor
+        for group in self.do_step.optimizer.param_groups:
+            group["lr"] = self.settings.lr * factor
+
+    def look(self, bar: Any, wait: bool = False) -> None:
+        """Read the sums (on a GPU those of the look before, unless `wait`), show them, stop a run of non-finite steps."""
+        sums = self.do_step.sums
+        if self.world.device.type == "cuda":
+            event = torch.cuda.Event()
+            copy = sums.to("cpu", non_blocking=True)
+            event.record()
+            ready, self.last_look = self.last_look, (copy, event)
+            if wait:
+                ready = self.last_look
+            if ready is None:
+                return
+            sums, event = ready
+            event.synchronize()
+        values = sums.tolist()
+        if values[SKIPPED_RUN] >= MAX_SKIPPED_RUN:
+            raise Diverged
+        if not bar.disable and values[SAMPLES]:
+            loss, accuracy = values[LOSS] / values[SAMPLES], 100 * values[HITS] / values[SAMPLES]
+            bar.set_postfix_str(f"loss {loss:.4f}, accuracy {accuracy:.2f} %", refresh=False)
+
+    def probe_memory(self) -> None:
+        """Try the largest batch of the training set, so that a micro-batch that does not fit is halved before the start."""
+        rows = torch.arange(len(self.train_set))
+        if self.train_set.lengths is not None:
+            rows = torch.argsort(self.train_set.lengths, descending=True)
+        for inputs, labels in self.train_set.batches([rows[: self.batch_size // self.world.size]], epoch=0):
+            self.do_step.probe_memory(inputs, labels)
+
+    def lap(self, clock: float) -> float:
+        """Book the time since `clock` as training time; returns the time now."""
+        now = time.perf_counter()
+        self.train_seconds += now - clock
+        self.seconds += now - clock
+        return now
+
+    def summary(self) -> dict[str, Any]:
+        """Best accuracy and totals of the run."""
+        train_seconds = sum(row["train_seconds"] for row in self.rows)
+        return {
+            **self.best,
+            "seconds": self.seconds,
+            "samples_per_second": self.samples / max(train_seconds, 1e-9),
+            "peak_memory_bytes": backends.peak_memory(self.world.device),
+            "device_hours": self.seconds * self.world.size / 3600,
+        }
+
+    # ---------------------------------------------------------------- saving and recovering
+
+    def state(self) -> dict[str, Any]:
+        """Everything a run is; collective: each rank's own part is gathered on rank 0.
+
+        Saving in mid-epoch leaves the run as it is: each rank's BatchNorm statistics are kept as they are, and the
+        entry `model`, for inference and other world sizes, holds rank 0's.
+        """
+        weights = self.model.state_dict()
+        mine = {
+            "random": checkpoint.random_states(self.world.device),
+            "buffers": {name: weights[name].cpu() for name, _ in self.model.named_buffers() if name in weights},
+            "sums": self.do_step.sums.cpu(),
+            "bytes_sent": self.world.bytes_sent,
+        }
+        return {
+            **self.header,
+            "model": weights,
+            "optimizer": self.do_step.optimizer.state_dict(),
+            "scaler": self.do_step.scaler.state_dict(),
+            "batch_size": self.batch_size,
+            "ranks": self.world.gather(mine),
+            "progress": {name: getattr(self, name) for name in PROGRESS},
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Undo to `state`. At another world size or batch the ranks' parts are merged and the epoch goes on close by."""
+        ranks, weights = state["ranks"], state["model"]
+        same_world = len(ranks) == self.world.size
+        if same_world:
+            weights = {**weights, **ranks[self.world.rank]["buffers"]}
+        checkpoint.load_into(self.model, weights, "model")
+        checkpoint.load_into(self.do_step.optimizer, state["optimizer"], "optimizer")
+        if self.do_step.scaler.is_enabled() and state["scaler"]:
+            self.do_step.scaler.load_state_dict(state["scaler"])
+        for name, value in state["progress"].items():
+            setattr(self, name, value)
+        if same_world:
+            mine = ranks[self.world.rank]
+            checkpoint.set_random_states(mine["random"], self.world.device)
+            self.do_step.sums.copy_(mine["sums"])
+            self.world.bytes_sent = mine["bytes_sent"]
+        else:
+            self.do_step.sums.copy_(ranks[0]["sums"])
+            self.do_step.sums[:SKIPPED] = sum(rank["sums"][:SKIPPED] for rank in ranks) if self.world.first else 0
+        self.step_in_epoch = self.step_in_epoch * state["batch_size"] // self.batch_size
+
+    def save(self, best: bool = False) -> None:
+        """Write last.pt (and best.pt); a full disk is reported, the previous file kept, and the run goes on."""
+        state = self.state()
+        if not self.world.first:
+            return
+        try:
+            checkpoint.save(self.log.folder / "last.pt", state)
+            if best:
+                checkpoint.also_as(self.log.folder / "last.pt", "best.pt")
+        except OSError as error:
+            self.log.say(f"warning: {error}; the previous checkpoint is kept and the run goes on")
+
+    def roll_back(self) -> None:
+        """Back to the last checkpoint with half the learning rate."""
+        rollbacks, factor = self.rollbacks + 1, self.lr_factor / 2
+        where = f"epoch {self.epoch + 1}, step {self.step}"
+        if rollbacks > MAX_ROLLBACKS:
+            raise NonFiniteLoss(
+                f"the loss was not finite at {where}, after {MAX_ROLLBACKS} returns to the last checkpoint with half the "
+                "learning rate each; lower --lr, add --clip 1 or --warmup 1, or use --precision fp32"
+            )
+        self.vote.finish()
+        self.load_state(checkpoint.load(self.log.folder / "last.pt", self.header["script"]))
+        self.rollbacks, self.lr_factor = rollbacks, factor
+        self.do_step.sums[SKIPPED_RUN] = 0
+        self.log.restart(self.rows)
+        self.save()
+        self.log.say(
+            f"{MAX_SKIPPED_RUN} steps in a row were not finite at {where}: back to epoch {self.epoch + 1}, step {self.step}, "
+            f"learning rate x {factor:g} (return {rollbacks} of {MAX_ROLLBACKS})"
+        )
+
+    def interrupt(self) -> None:
+        """Write last.pt and leave."""
+        self.save()
+        where = f"epoch {self.epoch + 1}, step {self.step}"
+        raise Interrupted(f"interrupted in {where}; last.pt is written, go on with --resume {self.log.folder}")

@@ -1,0 +1,102 @@
+"""Image classification: ResNet-50 on CIFAR-10, and other models and data sets by flag.
+
+python resnet50_test.py                                          # ResNet-50, CIFAR-10, 50 epochs
+python resnet50_test.py --dataset digits --arch resnet20         # embedded data, a minute on a CPU
+bash run_distributed.sh resnet50_test.py --bs 256                # all GPUs of this node
+python resnet50_test.py --resume runs/my-run --evaluate          # accuracy of its last checkpoint
+python resnet50_test.py --resume runs/my-run --predict cat.png   # or --export model.onnx
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import build
+import distributed
+import errors
+import image_files
+import images
+import inference
+import options
+import resnet
+
+SCRIPT = "resnet50_test"
+
+
+def parser() -> options.Parser:
+    """The shared flags and those of images."""
+    parser = options.shared_parser(__doc__, datasets=list(images.DATASETS))
+    group = parser.add_argument_group("images")
+    add = group.add_argument
+    add("--arch", default="resnet50", help=f"{', '.join(resnet.STAGES)}, or any torchvision model (default %(default)s)")
+    add("--image_size", type=options.natural, default=0, metavar="PIXELS", help="side, 0 is the data set's (folder: 32)")
+    add("--augment", choices=("standard", "none"), default="standard", help="random crop and flip (default %(default)s)")
+    add("--resident", choices=("auto", "yes", "no"), default="auto", help="keep all pixels on the device (auto: if they fit)")
+    return parser
+
+
+def build_model(args: argparse.Namespace, header: dict[str, Any], run: build.Run) -> torch.nn.Module:
+    """The model, channels_last, on its device."""
+    model = resnet.build_model(args.arch, len(header["classes"]), header["channels"], header["size"])
+    return model.to(run.world.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def build_sets(
+    args: argparse.Namespace, run: build.Run, state: dict[str, Any] | None
+) -> tuple[dict[str, images.ImageSet], dict[str, Any]]:
+    """Data sets by name ('train', 'val', 'test') and the header: classes, size and statistics of the pixels."""
+    splits, classes = image_files.read_splits(args.dataset, args.data_dir, args.image_size)
+    whole = splits.pop("train")
+    for name, rows in build.split_rows(whole.labels, args).items():
+        splits[name] = whole.take(rows) if len(rows) < len(whole) else whole
+    train = splits["train"]
+    mean, std = (state["mean"], state["std"]) if state else images.statistics(train)
+    augmentation = images.DATASETS[args.dataset] if args.augment == "standard" else images.Augmentation(0, False)
+    sets = {}
+    for name, split in splits.items():
+        resident = {"auto": images.fits(split, run.world.device), "yes": True, "no": False}[args.resident]
+        sets[name] = images.ImageSet(split, augmentation, mean, std, run.world.device, args.seed, args.workers, resident)
+    return sets, {"classes": classes, "mean": mean, "std": std, "channels": train.channels, "size": train.size}
+
+
+def predict(args: argparse.Namespace, run: build.Run, state: dict[str, Any]) -> None:
+    """Classify the image files of --predict."""
+    pixels = torch.stack([image_files.read_image(Path(file), state["size"], state["channels"]) for file in args.predict])
+    inputs = images.normalise(pixels.to(run.world.device), state["mean"], state["std"])
+    inference.print_predictions(
+        build.trained(build_model(args, state, run), state), inputs, args.predict, state["classes"], args.batch_size
+    )
+
+
+def export(args: argparse.Namespace, run: build.Run, state: dict[str, Any]) -> None:
+    """Write the model of --export."""
+    example = torch.randn(2, state["channels"], state["size"], state["size"])
+    model = build.trained(build_model(args, state, run), state)
+    difference = inference.export(model, example, Path(args.export), {0: "batch"})
+    print(f"{args.export}: same probabilities as the model, to {difference:.1g}")
+
+
+def main() -> None:
+    args, state = options.parse(parser(), SCRIPT)
+    with distributed.world(args.device) as world:
+        run = build.open_run(args, SCRIPT, world)
+        if state and args.predict:
+            return predict(args, run, state)
+        if state and args.export:
+            return export(args, run, state)
+        sets, header = build_sets(args, run, state)
+        if state and args.evaluate:
+            model = build.trained(build_model(args, header, run), state)
+            return build.measure(args, run, model, sets["test"], header["classes"])
+        model = build_model(args, header, run)
+        trainer = build.trainer(args, run, model, sets.pop("train"), sets, header)
+        build.report(run, trainer.fit(state))
+
+
+if __name__ == "__main__":
+    sys.exit(errors.exit_code(main))

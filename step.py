@@ -1,0 +1,162 @@
+"""One optimizer step: micro-batches, loss scaling, clipping, skipping what is not finite, and sums kept on the device.
+
+step = Step(model, classification(), optimizer, precision, world, accumulate=4, clip=1.0)
+step.wrap()                      # data parallelism, once the micro-batch fits the memory
+step(inputs, labels)             # this rank's share of a global batch
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import checkpoint
+import distributed
+from backends import Precision
+from distributed import World
+from errors import InputError
+
+LOSS, HITS, SAMPLES, SKIPPED, SKIPPED_RUN = range(5)
+"""Entries of `Step.sums`: sums of loss, hits and samples, steps skipped this epoch, steps skipped in a row."""
+
+Task = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(model, inputs, labels) -> (mean loss, number of hits)."""
+
+
+def classification(label_smoothing: float = 0.0) -> Task:
+    """Cross-entropy in fp32 and the number of correct predictions."""
+
+    def task(model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model(inputs).float()
+        loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+        return loss, (logits.detach().argmax(1) == labels).sum()
+
+    return task
+
+
+class Step:
+    """The training step of `model` under `task`.
+
+    Args:
+        model: on its device, unwrapped.
+        task: loss and hits of a micro-batch.
+        optimizer: over parameters of `model`.
+        precision: autocast and loss scaling.
+        world: the process group; gradients are averaged over it.
+        accumulate: micro-batches of a step.
+        clip: largest norm of the averaged gradient; 0 is no limit.
+        sync_bn: BatchNorm over all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        world: World,
+        accumulate: int = 1,
+        clip: float = 0.0,
+        sync_bn: bool = False,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.model, self.task, self.optimizer = model, task, optimizer
+        self.precision, self.world, self.clip, self.sync_bn, self.say = precision, world, clip, sync_bn, say
+        self.splits = accumulate
+        self.scaler = precision.scaler()
+        self.parallel: nn.Module = model
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.sums = torch.zeros(5, dtype=torch.float64, device=world.device)
+
+    def wrap(self) -> None:
+        """Wrap the model for the process group; `splits` should be final, since a static graph rules accumulation out."""
+        self.parallel = distributed.wrap(self.model, self.world, self.sync_bn, static_graph=self.splits == 1)
+
+    def __call__(self, inputs: Tensor, labels: Tensor) -> None:
+        """Do the step; micro-batches are halved while the GPU's memory runs out."""
+        while True:
+            try:
+                sums = self.forward_backward(self.parallel, inputs, labels)
+                break
+            except torch.cuda.OutOfMemoryError:
+                if self.world.size > 1:  # the other ranks are inside a collective: there is no going back alone
+                    raise InputError(f"out of memory in mid-run on rank {self.world.rank}; use a smaller --bs") from None
+                self.halve_micro_batch(len(labels))
+        self.update(sums)
+
+    def forward_backward(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Gradients of the mean loss of the batch, in `splits` parts; returns its (loss sum, hits, samples)."""
+        sums = torch.zeros(3, dtype=torch.float64, device=labels.device)
+        splits = min(self.splits, len(labels))
+        parts = list(zip(inputs.chunk(splits), labels.chunk(splits)))
+        for number, (x, y) in enumerate(parts, 1):
+            early = number < len(parts)
+            with model.no_sync() if early and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
+                with self.precision.autocast():
+                    loss, hits = self.task(model, x, y)
+                self.scaler.scale(loss * (len(y) / len(labels))).backward()
+            sums += torch.stack([loss.detach().double() * len(y), hits.double(), hits.new_tensor(len(y)).double()])
+        return sums
+
+    def update(self, sums: Tensor) -> None:
+        """Unscale, clip, step, clear. A step with a non-finite gradient is skipped, on the device, by all ranks alike.
+
+        The gradients are already averaged, so a non-finite one on any rank is non-finite on all.
+        """
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        skip = ~torch.isfinite(norm)
+        if self.clip:
+            torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp(max=1.0))
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif getattr(self.optimizer, "_step_supports_amp_scaling", False):  # torch's fused optimizers skip on the device
+            self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not skip:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.sums[:SKIPPED] += torch.where(skip | ~torch.isfinite(sums[LOSS]), 0, sums)
+        self.sums[SKIPPED] += skip
+        self.sums[SKIPPED_RUN] = (self.sums[SKIPPED_RUN] + 1) * skip
+
+    def halve_micro_batch(self, batch: int) -> None:
+        """Twice as many micro-batches a step: the same global batch in half the memory."""
+        if self.splits >= batch:
+            raise InputError("out of memory with a micro-batch of one sample; use a smaller model or image, or another device")
+        self.splits = min(2 * self.splits, batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.say(
+            f"out of memory: micro-batch halved to {-(-batch // self.splits)}, accumulation raised to {self.splits}; "
+            "the global batch is unchanged (BatchNorm now sees the smaller micro-batch)"
+        )
+
+    def probe_memory(self, inputs: Tensor, labels: Tensor) -> None:
+        """Halve the micro-batch until this batch fits, without communication; then agree on the smallest of all ranks.
+
+        Weights, statistics and random states are left as they were.
+        """
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        states = checkpoint.random_states(self.world.device)
+        self.model.train()
+        while True:
+            try:
+                self.forward_backward(self.model, inputs, labels)
+                break
+            except torch.cuda.OutOfMemoryError:
+                self.halve_micro_batch(len(labels))
+        self.optimizer.zero_grad(set_to_none=True)
+        for buffer, before in zip(self.model.buffers(), buffers):
+            buffer.copy_(before)
+        checkpoint.set_random_states(states, self.world.device)
+        self.splits = self.world.most(self.splits)

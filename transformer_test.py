@@ -1,0 +1,128 @@
+"""Text classification: a Transformer encoder on AG News, the embedded headlines, or your own csv.
+
+python transformer_test.py                                       # AG News, 50 epochs
+python transformer_test.py --dataset headlines --epochs 10       # embedded data, seconds on a CPU
+python transformer_test.py --dataset csv --data_dir my_texts     # train.csv and test.csv: label, text...
+bash run_distributed.sh transformer_test.py --bs 256             # all GPUs of this node
+python transformer_test.py --resume runs/my-run --predict lines.txt      # or --evaluate, --export model.pt2
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+import build
+import distributed
+import errors
+import inference
+import options
+import texts
+from transformer import Transformer
+
+SCRIPT = "transformer_test"
+
+
+def parser() -> options.Parser:
+    """The shared flags and those of texts."""
+    parser = options.shared_parser(
+        __doc__, datasets=["agnews", "headlines", "csv"], lr=1e-4, optimizer="adamw", lr_schedule="onecycle", weight_decay=0.05
+    )
+    group = parser.add_argument_group("texts and model")
+    add = group.add_argument
+    add("--tokenizer", choices=("bpe", "wordpiece"), default="bpe", help="learnt from the training split (default %(default)s)")
+    add("--vocab_size", type=options.number(int, 300), default=16_000, help="tokens at most (default %(default)s)")
+    add("--max_len", type=options.number(int, 4), default=128, metavar="TOKENS", help="longest text (default %(default)s)")
+    add("--width", type=options.count, default=128, help="of the encoder (default %(default)s)")
+    add("--depth", type=options.count, default=2, help="encoder blocks (default %(default)s)")
+    add("--heads", type=options.count, default=4, help="attention heads; divides --width (default %(default)s)")
+    add("--mlp_width", type=options.count, default=512, help="of the feed-forward layers (default %(default)s)")
+    add("--dropout", type=options.below_one, default=0.3, help="on embeddings and residual branches (default %(default)s)")
+    add("--token_dropout", type=options.below_one, default=0.5, help="share of tokens hidden in training (default %(default)s)")
+    add("--positions", choices=("learned", "sinusoidal"), default="learned", help="position embedding (default %(default)s)")
+    add("--pooling", choices=("mean", "cls"), default="mean", help="of the last layer (default %(default)s)")
+    return parser
+
+
+def build_model(args: argparse.Namespace, header: dict[str, Any], run: build.Run) -> torch.nn.Module:
+    """The model on its device."""
+    if args.width % args.heads or args.width % 2:
+        raise errors.InputError(f"--width {args.width}: must be even and divisible by --heads {args.heads}")
+    vocab_size = Tokenizer.from_str(header["tokenizer"]).get_vocab_size()
+    model = Transformer(
+        vocab_size,
+        len(header["classes"]),
+        args.width,
+        args.depth,
+        args.heads,
+        args.mlp_width,
+        header["max_len"],
+        args.dropout,
+        args.token_dropout,
+        args.positions,
+        args.pooling,
+    )
+    return model.to(run.world.device)
+
+
+def build_sets(
+    args: argparse.Namespace, run: build.Run, state: dict[str, Any] | None
+) -> tuple[dict[str, texts.TextSet], dict[str, Any]]:
+    """Data sets by name ('train', 'val', 'test') and the header: classes and tokenizer."""
+    splits, classes = texts.read_splits(args.dataset, args.data_dir)
+    whole = splits.pop("train")
+    for name, rows in build.split_rows(torch.tensor(whole.labels), args).items():
+        splits[name] = whole.take(rows.tolist())
+    if state:
+        tokenizer = Tokenizer.from_str(state["tokenizer"])
+    else:
+        learnt = texts.train_tokenizer(splits["train"].texts, args.tokenizer, args.vocab_size).to_str() if run.world.first else ""
+        tokenizer = Tokenizer.from_str(run.world.from_first(learnt))
+    sets = {name: texts.TextSet(split, tokenizer, args.max_len, run.world.device) for name, split in splits.items()}
+    return sets, {"classes": classes, "tokenizer": tokenizer.to_str(), "max_len": args.max_len}
+
+
+def predict(args: argparse.Namespace, run: build.Run, state: dict[str, Any]) -> None:
+    """Classify every line of the text files of --predict."""
+    lines = [line for file in args.predict for line in texts.read_lines(Path(file))]
+    tokens = texts.encode(lines, Tokenizer.from_str(state["tokenizer"]), state["max_len"]).to(run.world.device)
+    names = [line if len(line) <= 60 else line[:57] + "..." for line in lines]
+    model = build.trained(build_model(args, state, run), state)
+    inference.print_predictions(model, tokens, names, state["classes"], args.batch_size)
+
+
+def export(args: argparse.Namespace, run: build.Run, state: dict[str, Any]) -> None:
+    """Write the model of --export."""
+    tokenizer = Tokenizer.from_str(state["tokenizer"])
+    example = texts.encode(["Stocks rise after the bank's report", "Home team wins"], tokenizer, state["max_len"])
+    model = build.trained(build_model(args, state, run), state)
+    difference = inference.export(model, example, Path(args.export), {0: "batch", 1: "length"})
+    print(f"{args.export}: same probabilities as the model, to {difference:.1g}")
+
+
+def main() -> None:
+    args, state = options.parse(parser(), SCRIPT)
+    with distributed.world(args.device) as world:
+        run = build.open_run(args, SCRIPT, world)
+        if state and args.predict:
+            return predict(args, run, state)
+        if state and args.export:
+            return export(args, run, state)
+        sets, header = build_sets(args, run, state)
+        if state and args.evaluate:
+            model = build.trained(build_model(args, header, run), state)
+            return build.measure(args, run, model, sets["test"], header["classes"])
+        model = build_model(args, header, run)
+        trainer = build.trainer(args, run, model, sets.pop("train"), sets, header)
+        if world.first:
+            (run.folder / "tokenizer.json").write_text(header["tokenizer"])
+        build.report(run, trainer.fit(state))
+
+
+if __name__ == "__main__":
+    sys.exit(errors.exit_code(main))
