@@ -26,6 +26,7 @@ import runlog
 from distributed import World
 from dynamic_batch import Sampler, balanced_rows
 from engine import DataSet, Settings, Trainer
+from errors import InputError
 from step import Step, classification
 
 
@@ -75,8 +76,14 @@ def trainer(
     header: dict[str, Any],
 ) -> Trainer:
     """The Trainer of these flags; `header` is what inference needs besides the flags."""
-    world, log = run.world, run.log(args)
+    world, sampler = run.world, Sampler(len(train), args.seed, train.lengths)
     global_batch = args.batch_size * args.accumulate * world.size
+    if sampler.steps(global_batch) == 0:
+        raise InputError(
+            f"--bs {args.batch_size}: a global batch of {global_batch} samples (batch x accumulation x processes) "
+            f"is larger than the training set of {len(train)}; use a smaller --bs"
+        )
+    log = run.log(args)
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch, args.base_bs)
     optimizer = optim.build_optimizer(model, args.optimizer, lr, args.weight_decay, args.momentum, args.nesterov, tuple(args.betas))
     model = backends.apply_backend(args.backend, model)
@@ -88,7 +95,6 @@ def trainer(
         f"process(es) of {runlog.device_name(world.device)}, {run.precision.name}, {args.backend}; run folder {run.folder}"
     )
     torch.manual_seed(args.seed * 1009 + 1 + world.rank)
-    sampler = Sampler(len(train), args.seed, train.lengths)
     settings = Settings(args.epochs, args.batch_size, lr, args.save_every)
     header = {"script": run.script, "flags": vars(args), **header}
     return Trainer(step, options.schedule(args), train, sampler, tests, log, settings, header)

@@ -183,14 +183,15 @@ def wrap(model: nn.Module, world: World, sync_bn: bool, static_graph: bool, buck
     return wrapped
 
 
-def counted_all_reduce(world: World, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's own mean all-reduce, with its payload added to `world.bytes_sent`."""
+def counted_all_reduce(world, bucket):  # no annotations: DDP checks them, and they are strings here
+    """DDP's own mean all-reduce of a `dist.GradBucket`, with its payload added to `world.bytes_sent`."""
     world.bytes_sent += bucket.buffer().nbytes
     return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
 
 
 def launch(arguments: list[str]) -> int:
     """torchrun with these arguments; the exit code is that of the first process that failed, without torchrun's traceback."""
+    os.environ.setdefault("LOGLEVEL", "CRITICAL")  # torchrun's own report of a failed process: ours is one line
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -198,8 +199,10 @@ def launch(arguments: list[str]) -> int:
     try:
         run.main(arguments)
     except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
-        return code if code > 0 else 128 - code
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            print(f"error: process {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except (SignalException, KeyboardInterrupt):
         return 130
     return 0

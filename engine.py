@@ -20,7 +20,7 @@ import checkpoint
 import inference
 from distributed import Vote, caught_signals
 from dynamic_batch import Sampler, share
-from errors import InputError, Interrupted, NonFiniteLoss
+from errors import Interrupted, NonFiniteLoss
 from optim import Schedule
 from runlog import RunLog
 from step import HITS, LOSS, SAMPLES, SKIPPED, SKIPPED_RUN, Step
@@ -89,11 +89,6 @@ class Trainer:
         self.world, self.model, self.log, self.settings, self.header = step.world, step.model, log, settings, header
         self.batch_size = settings.batch_size * step.splits * self.world.size  # global
         self.steps_per_epoch = sampler.steps(self.batch_size)
-        if self.steps_per_epoch == 0:
-            raise InputError(
-                f"--bs {settings.batch_size}: a global batch of {self.batch_size} samples (batch x accumulation x processes) "
-                f"is larger than the training set of {len(train)}; use a smaller --bs"
-            )
         self.vote = Vote(self.world)
         self.epoch = self.step = self.step_in_epoch = self.rollbacks = self.samples = 0
         self.lr_factor, self.seconds, self.train_seconds = 1.0, 0.0, 0.0
@@ -112,12 +107,12 @@ class Trainer:
             Interrupted: SIGINT or SIGTERM came and last.pt was written.
             NonFiniteLoss: the loss stayed non-finite.
         """
-        if resume is not None:
-            self.load_state(resume)
-        self.log.restart(self.rows)
         if self.world.device.type == "cuda":
             self.probe_memory()
         self.do_step.wrap()
+        if resume is not None:  # after wrap: DistributedDataParallel gives every rank the buffers of rank 0
+            self.load_state(resume)
+        self.log.restart(self.rows)
         if resume is None:
             self.save()
         with caught_signals() as signals:

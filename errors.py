@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 
 BAD_INPUT, NON_FINITE, INTERRUPTED = 2, 3, 130
+GRACE = 3.0  # seconds that rank 0 has to speak first
 
 
 class InputError(Exception):
@@ -27,12 +29,16 @@ class Interrupted(Exception):
 
 
 def exit_code(main: Callable[[], None]) -> int:
-    """Run `main` and turn the exceptions above into one line on stderr (rank 0 only) and the documented exit code."""
+    """Run `main` and turn the exceptions above into one line on stderr and the documented exit code.
+
+    Under torchrun one rank speaks for all: the others wait first, and are ended meanwhile when rank 0 failed too.
+    """
     try:
         main()
     except (InputError, NonFiniteLoss, Interrupted) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(GRACE)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return {InputError: BAD_INPUT, NonFiniteLoss: NON_FINITE, Interrupted: INTERRUPTED}[type(error)]
     except KeyboardInterrupt:
         return INTERRUPTED

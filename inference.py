@@ -1,7 +1,7 @@
 """What a trained model is for: measuring it, per-class accuracy, predictions, export.
 
 loss, accuracy = evaluate(model, test, precision, world, batch_size=256)
-export(model, example_inputs, Path("model.onnx"), dynamic={0: "batch"})
+export(model, example_inputs, Path("model.onnx"), dynamic={0: ("batch", LARGEST_BATCH)})
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from distributed import World
 from dynamic_batch import share
 from errors import InputError
 
+LARGEST_BATCH = 4096  # of an exported model
 EXPORT_TOLERANCE = 1e-4  # largest difference of a probability between the exported and the original model
 
 
@@ -84,21 +85,21 @@ def chunks(items: list[str], size: int) -> Iterator[list[str]]:
         yield items[start : start + size]
 
 
-def export(model: nn.Module, example: Tensor, path: Path, dynamic: dict[int, str]) -> float:
+def export(model: nn.Module, example: Tensor, path: Path, dynamic: dict[int, tuple[str, int]]) -> float:
     """Write the model to `path` (.onnx or .pt2), run the file on `example`, and compare.
 
     Args:
         model: on the CPU, fp32.
         example: inputs, at least 2 in every dynamic dimension.
         path: ends in .onnx or .pt2.
-        dynamic: dimensions of the input that may change, with names.
+        dynamic: dimensions of the input that may change: {dimension: (name, largest)}.
     Returns:
         The largest difference of a probability.
     Raises:
         InputError: another ending, a package is missing, or the outputs differ.
     """
     model = model.cpu().float().eval()
-    shapes = ({axis: torch.export.Dim(name, min=1, max=4096) for axis, name in dynamic.items()},)
+    shapes = ({axis: torch.export.Dim(name, min=1, max=most) for axis, (name, most) in dynamic.items()},)
     wanted = model(example).softmax(1).detach()
     if path.suffix == ".pt2":
         torch.export.save(torch.export.export(model, (example,), dynamic_shapes=shapes), path)

@@ -105,7 +105,7 @@ def scale_lr(lr: float, rule: str, batch_size: int, base: int) -> float:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two parameter groups: matrices and convolutions with weight decay; biases, norms and positions without.
+    """Two parameter groups: matrices, convolutions and embeddings with weight decay; biases and norms without.
 
     Every parameter that wants a gradient is in exactly one group.
     """
@@ -129,7 +129,11 @@ def build_optimizer(
     """The optimizer of that name over all parameters of `model`, fused."""
     groups = decay_groups(model, weight_decay)
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=True)
+        optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=True)
+        if momentum:  # torch leaves the buffer uninitialised when it skips the very first step (found_inf)
+            for parameter in model.parameters():
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimizer
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
     raise ValueError(f"unknown optimizer {name}")

@@ -77,7 +77,7 @@ def export(args: argparse.Namespace, run: build.Run, state: dict[str, Any]) -> N
     """Write the model of --export."""
     example = torch.randn(2, state["channels"], state["size"], state["size"])
     model = build.trained(build_model(args, state, run), state)
-    difference = inference.export(model, example, Path(args.export), {0: "batch"})
+    difference = inference.export(model, example, Path(args.export), {0: ("batch", inference.LARGEST_BATCH)})
     print(f"{args.export}: same probabilities as the model, to {difference:.1g}")
 
 

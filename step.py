@@ -29,10 +29,11 @@ Task = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def classification(label_smoothing: float = 0.0) -> Task:
-    """Cross-entropy in fp32 and the number of correct predictions."""
+    """Cross-entropy in fp32 or wider and the number of correct predictions."""
 
     def task(model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = model(inputs).float()
+        logits = model(inputs)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
         return loss, (logits.detach().argmax(1) == labels).sum()
 

@@ -101,7 +101,8 @@ def export(args: argparse.Namespace, run: build.Run, state: dict[str, Any]) -> N
     tokenizer = Tokenizer.from_str(state["tokenizer"])
     example = texts.encode(["Stocks rise after the bank's report", "Home team wins"], tokenizer, state["max_len"])
     model = build.trained(build_model(args, state, run), state)
-    difference = inference.export(model, example, Path(args.export), {0: "batch", 1: "length"})
+    dynamic = {0: ("batch", inference.LARGEST_BATCH), 1: ("length", state["max_len"])}
+    difference = inference.export(model, example, Path(args.export), dynamic)
     print(f"{args.export}: same probabilities as the model, to {difference:.1g}")
 
 

@@ -1,0 +1,175 @@
+"""Ranks together do what one process does; and they decide together."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import backends
+import distributed
+import optim
+from dynamic_batch import share
+from step import SAMPLES, SKIPPED, Step, classification
+from transformer import Transformer
+
+FP32 = backends.Precision("fp32", "cpu")
+
+
+def text_model() -> nn.Module:
+    torch.manual_seed(1)
+    return Transformer(50, 4, width=16, depth=1, heads=2, mlp_width=32, max_len=16, dropout=0.0).double()
+
+
+def text_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(3, 50, (rows, 12), generator=generator), torch.randint(4, (rows,), generator=generator)
+
+
+def make_step(model: nn.Module, world: distributed.World, accumulate: int = 1, lr: float = 0.1, **options) -> Step:
+    optimizer = optim.build_optimizer(model, "sgd", lr, weight_decay=0.0)
+    step = Step(model, classification(), optimizer, FP32, world, accumulate, **options)
+    step.wrap()
+    return step
+
+
+def gradients_equal_those_of_one_process(world, rows, accumulate):
+    inputs, labels = text_batch(rows)
+    alone = text_model()
+    F.cross_entropy(alone(inputs), labels).backward()
+    model = text_model()
+    step = make_step(model, world, accumulate)
+    mine = share(torch.arange(rows), world.rank, world.size)
+    for _ in range(2):  # the second backward of a static graph takes another path than the first
+        model.zero_grad(set_to_none=True)
+        step.forward_backward(step.parallel, inputs[mine], labels[mine])
+        for (name, wanted), given in zip(alone.named_parameters(), model.parameters()):
+            torch.testing.assert_close(given.grad, wanted.grad, rtol=1e-6, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 5])
+def test_micro_batches_of_unequal_size_have_the_gradient_of_the_whole(splits):
+    gradients_equal_those_of_one_process(distributed.World(), 13, splits)
+
+
+def a_bad_gradient_on_one_rank_is_skipped_by_all(world):
+    model = text_model()
+    step = make_step(model, world)
+    inputs, labels = text_batch(8)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    if world.rank == 1:
+        step.task = lambda model, x, y: (F.cross_entropy(model(x), y) * float("nan"), (y == y).sum())
+    step(inputs, labels)
+    assert all(torch.equal(parameter, old) for parameter, old in zip(model.parameters(), before))
+    assert step.sums[SKIPPED] == 1
+    assert step.sums[SAMPLES] == 0
+    step.task = classification()
+    step(inputs, labels)
+    assert step.sums[SKIPPED] == 1
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    assert flat.isfinite().all()
+    assert not torch.equal(flat, torch.cat([old.flatten() for old in before]))
+    assert torch.equal(world.sum(flat.clone()), flat * world.size), "ranks differ"
+
+
+def memory_task(limit: int):
+    def task(model, x, y):
+        if len(y) > limit:
+            raise torch.cuda.OutOfMemoryError("made up")
+        return classification()(model, x, y)
+
+    return task
+
+
+def ranks_agree_on_the_micro_batch(world):
+    model = text_model()
+    step = Step(model, memory_task(3 if world.rank else 8), torch.optim.SGD(model.parameters(), lr=0.1), FP32, world)
+    step.probe_memory(*text_batch(8))
+    assert step.splits == 4, step.splits
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_running_out_of_memory_halves_the_micro_batch_and_keeps_the_result():
+    outcomes, said = [], []
+    for task in (classification(), memory_task(3)):
+        model = text_model()
+        step = make_step(model, distributed.World(), say=said.append)
+        step.task = task
+        for _ in range(3):
+            step(*text_batch(10))
+        outcomes.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(*outcomes, rtol=1e-9, atol=1e-12)
+    assert step.splits == 4
+    assert len(said) == 2  # 10 -> 5 -> 3
+
+
+def sums_and_votes(world):
+    assert world.most(world.rank) == world.size - 1
+    assert world.from_first(f"from {world.rank}") == "from 0"
+    assert world.gather(world.rank) == (list(range(world.size)) if world.first else [])
+    norm = nn.BatchNorm1d(3)
+    norm.running_mean.fill_(float(world.rank))
+    world.average_buffers(norm)
+    assert norm.running_mean.tolist() == [(world.size - 1) / 2] * 3
+    vote, answers = distributed.Vote(world), []
+    for step in range(6):
+        answers.append(vote.ask(world.rank == 1 and step == 2))
+    assert answers == [False, False, False, True, False, False]  # one step late, the same on every rank
+    assert vote.finish() is False
+
+
+def bytes_are_counted(world):
+    model = text_model().float()
+    step = make_step(model, world)
+    step(*text_batch(8))
+    step(*text_batch(8))
+    assert world.bytes_sent == 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def all_of_it(world):
+    for rows, accumulate in ((8 * world.size, 1), (8 * world.size, 4)):
+        gradients_equal_those_of_one_process(world, rows, accumulate)
+    world.bytes_sent = 0
+    for body in (bytes_are_counted, a_bad_gradient_on_one_rank_is_skipped_by_all, ranks_agree_on_the_micro_batch, sums_and_votes):
+        body(world)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_do_together_what_one_process_does_and_decide_together(size):
+    ranks.run_ranks(all_of_it, size)  # one start of the processes for all bodies: a start takes seconds
+
+
+@pytest.mark.slow
+def test_run_distributed_trains_whatever_port_is_taken(tmp_path):
+    flags = ["--dataset", "digits", "--arch", "resnet20", "--bs", "50", "--lr", "0.1", "--epochs", "2", "--out", tmp_path / "run"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        process = ranks.start(ranks.torchrun("resnet50_test.py", *flags), tmp_path, NGPU="2", MASTER_PORT=port)
+        console = ranks.finish(process, tmp_path)
+    rows = ranks.metrics(tmp_path / "run")
+    assert [row["world_size"] for row in rows] == [2, 2]
+    assert [row["batch_size"] for row in rows] == [100, 100]
+    assert rows[0]["comm_bytes"] > 0
+    assert console.count("best test accuracy") == 1, "rank 0 alone writes"
+    # 360 test images over two ranks in batches of 64: each counted once
+    assert (rows[-1]["test_accuracy"] * 360) == pytest.approx(round(rows[-1]["test_accuracy"] * 360), abs=1e-6)
+    state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    assert not any(name.startswith("module.") for name in state["model"])
+
+
+@pytest.mark.slow
+def test_run_distributed_hands_on_the_exit_code_and_one_line(tmp_path):
+    process = ranks.start(ranks.torchrun("transformer_test.py", "--dataset", "headlines", "--bs", "9999"), tmp_path, NGPU="2")
+    console = ranks.finish(process, tmp_path, wanted=2)
+    errors = [line for line in console.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, console
+    assert "--bs 9999" in errors[0]
+    assert "Traceback" not in console
+    assert not list(Path(tmp_path).glob("runs/*")), "a refused run leaves nothing behind"

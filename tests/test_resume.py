@@ -1,0 +1,87 @@
+"""A run that is killed or interrupted and resumed equals the uninterrupted one, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+
+IMAGES = "--dataset digits --arch resnet20 --bs 64 --lr 0.05 --epochs 4 --save_every 5 --threads 1 --seed 3".split()
+TEXTS = "--dataset headlines --bs 16 --lr 4e-4 --epochs 6 --save_every 7 --threads 1 --depth 1 --width 64 --vocab_size 800".split()
+
+
+def killed_and_resumed(command: list[str], folder: Path, kills: int, **environment: str) -> None:
+    """Run to the end in `folder`/run, SIGKILLed at `kills` random moments on the way."""
+    run, dice = folder / "run", random.Random(5)
+    last = run / "last.pt"
+    for attempt in range(kills):
+        stamp = last.stat().st_mtime_ns if last.exists() else 0
+        resume = ["--resume"] if last.exists() else []
+        process = ranks.start([*command, "--out", str(run), *resume], folder, **environment)
+        saves = 1 + attempt + dice.randrange(2)
+        for _ in range(saves):  # so many checkpoints later, somewhere before or in the writing of the next one
+            ranks.wait_for(lambda stamp=stamp: last.exists() and last.stat().st_mtime_ns != stamp, process)
+            stamp = last.stat().st_mtime_ns
+        time.sleep(dice.random() * 0.1)
+        assert process.poll() is None, "the run was over before it could be killed"
+        ranks.kill(process)
+    ranks.finish(ranks.start([*command, "--out", str(run), "--resume"], folder, **environment), folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "flags"), [("resnet50_test.py", IMAGES), ("transformer_test.py", TEXTS)])
+def test_sigkill_then_resume_on_one_process(name, flags, tmp_path):
+    whole = tmp_path / "whole"
+    reference = ranks.start(ranks.script(name, *flags, "--out", whole / "run"), whole)
+    killed_and_resumed(ranks.script(name, *flags), tmp_path / "killed", kills=2)
+    ranks.finish(reference, whole)
+    ranks.same_run(whole / "run", tmp_path / "killed" / "run")
+
+
+@pytest.mark.slow
+def test_sigkill_then_resume_on_two_ranks(tmp_path):
+    flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:]]
+    whole = tmp_path / "whole"
+    ranks.finish(ranks.start(ranks.torchrun("resnet50_test.py", *flags, "--out", whole / "run"), whole, NGPU="2"), whole)
+    killed_and_resumed(ranks.torchrun("resnet50_test.py", *flags), tmp_path / "killed", kills=1, NGPU="2")
+    ranks.same_run(whole / "run", tmp_path / "killed" / "run")
+    assert len(torch.load(whole / "run" / "last.pt", weights_only=True)["ranks"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_writes_a_checkpoint_and_leaves_with_130(number, tmp_path):
+    flags = [*IMAGES[:-4], "--save_every", "0", "--threads", "1", "--seed", "3"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    ranks.finish(ranks.start(ranks.script("resnet50_test.py", *flags, "--out", whole / "run"), whole), whole)
+    process = ranks.start(ranks.script("resnet50_test.py", *flags, "--out", cut / "run"), cut)
+    ranks.wait_for(lambda: len(ranks.metrics(cut / "run")) > 0 if (cut / "run" / "metrics.jsonl").exists() else False, process)
+    process.send_signal(number)
+    console = ranks.finish(process, cut, wanted=130)
+    assert "--resume" in console.splitlines()[-1]
+    assert "Traceback" not in console
+    ranks.finish(ranks.start(ranks.script("resnet50_test.py", "--resume", cut / "run"), cut), cut)  # flags come along
+    ranks.same_run(whole / "run", cut / "run")
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_by_itself_after_a_rank_dies(tmp_path):
+    flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:]]
+    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
+    reference = ranks.torchrun("resnet50_test.py", *flags, "--out", whole / "run")
+    ranks.finish(ranks.start(reference, whole, NGPU="2"), whole)
+    process = ranks.start(ranks.torchrun("resnet50_test.py", *flags), hurt, NGPU="2", MAX_RESTARTS="1")  # --out by default
+
+    def rows() -> list[Path]:
+        return [path for path in hurt.glob("runs/*/metrics.jsonl") if path.read_text()]
+
+    ranks.wait_for(lambda: bool(rows()), process)
+    ranks.kill_one_rank(process)
+    console = ranks.finish(process, hurt)
+    assert console.count("training samples") == 2, "the job was to start twice"
+    ranks.same_run(whole / "run", rows()[0].parent)

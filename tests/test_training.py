@@ -1,0 +1,199 @@
+"""The run itself: it learns, it is deterministic, and it recovers from what is not finite."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+
+import checkpoint
+import engine
+import errors
+import resnet50_test
+import transformer_test
+
+DIGITS = ["--dataset", "digits", "--arch", "resnet20", "--bs", "64", "--lr", "0.1", "--epochs", "2", "--threads", "1"]
+LINES = ["--dataset", "headlines", "--bs", "16", "--lr", "4e-4", "--epochs", "8", "--threads", "1"]
+
+
+def run(module, *flags, monkeypatch, code: int = 0) -> str:
+    """Run a script's main in this process; returns stdout and stderr."""
+    monkeypatch.setattr(sys, "argv", [module.SCRIPT + ".py", *map(str, flags)])
+    console = io.StringIO()
+    with contextlib.redirect_stdout(console), contextlib.redirect_stderr(console):
+        given = errors.exit_code(module.main)
+    assert given == code, console.getvalue()
+    return console.getvalue()
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_resnet_learns_the_digits_and_leaves_a_whole_run_folder(here, monkeypatch):
+    console = run(resnet50_test, *DIGITS, "--epochs", "4", "--tensorboard", "--out", "run", monkeypatch=monkeypatch)
+    assert "best test accuracy" in console
+    rows = ranks.metrics(here / "run")
+    assert rows[-1]["test_accuracy"] > 0.85
+    assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
+    wanted = "epoch step samples train_loss train_accuracy test_loss test_accuracy lr batch_size world_size comm_bytes".split()
+    assert set(wanted) <= set(rows[0])
+    raw = json.loads((here / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert set(raw) >= ranks.TIMING
+    config = json.loads((here / "run" / "config.json").read_text())
+    assert config["flags"]["arch"] == "resnet20"
+    assert config["torch"] == torch.__version__
+    assert {"last.pt", "best.pt"} <= {path.name for path in (here / "run").iterdir()}
+    assert list((here / "run").glob("events.out.tfevents.*"))
+
+
+def test_transformer_learns_the_headlines(here, monkeypatch):
+    run(transformer_test, *LINES, "--out", "run", monkeypatch=monkeypatch)
+    assert max(row["test_accuracy"] for row in ranks.metrics(here / "run")) > 0.8
+    assert (here / "run" / "tokenizer.json").exists()
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(here, monkeypatch):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run(resnet50_test, *DIGITS, "--seed", seed, "--out", name, monkeypatch=monkeypatch)
+    ranks.same_run(here / "a", here / "b")
+    assert ranks.metrics(here / "a") != ranks.metrics(here / "c")
+
+
+def test_the_validation_split_chooses_the_best_and_never_holds_test_rows(here, monkeypatch):
+    run(resnet50_test, *DIGITS, "--val_fraction", "0.2", "--subset", "0.5", "--out", "run", monkeypatch=monkeypatch)
+    rows = ranks.metrics(here / "run")
+    state = torch.load("run/best.pt", weights_only=True)
+    assert state["progress"]["best"]["accuracy"] == max(row["val_accuracy"] for row in rows)
+    assert rows[0]["samples"] <= 1437 * 0.5 * 0.8 + 10
+
+
+def test_a_recipe_is_overridden_by_the_command_line_and_a_resumed_run_keeps_its_flags(here, monkeypatch):
+    Path("recipe.yaml").write_text(
+        "arch: resnet20\ndataset: digits\nbs: 64\nepochs: 2\nnesterov: true\nmilestones: [1, 2]\nlr: 0.5\n"
+    )
+    run(resnet50_test, "--recipe", "recipe.yaml", "--lr", "0.05", "--epochs", "1", "--out", "run", monkeypatch=monkeypatch)
+    run(resnet50_test, "--resume", "run", "--epochs", "3", monkeypatch=monkeypatch)
+    flags = torch.load("run/last.pt", weights_only=True)["flags"]
+    assert (flags["lr"], flags["nesterov"], flags["milestones"], flags["epochs"]) == (0.05, True, [1, 2], 3)
+    assert [row["epoch"] for row in ranks.metrics(here / "run")] == [1, 2, 3]
+
+
+def failing_after(step: int, times: int):
+    """A task whose loss is not finite from that call on, for so many calls."""
+    calls = iter(range(10**9))
+    from step import classification
+
+    task = classification()
+
+    def bad(model, x, y):
+        loss, hits = task(model, x, y)
+        call = next(calls)
+        return (loss * math.nan if step <= call < step + times else loss), hits
+
+    return bad
+
+
+def test_a_few_bad_steps_are_skipped_counted_and_survived(here, monkeypatch):
+    monkeypatch.setattr("build.classification", lambda smoothing: failing_after(4, 3))
+    run(resnet50_test, *DIGITS, "--out", "run", monkeypatch=monkeypatch)
+    rows = ranks.metrics(here / "run")
+    assert [row["skipped_steps"] for row in rows] == [3, 0]
+    assert all(math.isfinite(row["train_loss"]) for row in rows)
+
+
+def test_ten_bad_steps_in_a_row_go_back_to_the_checkpoint_with_half_the_rate(here, monkeypatch):
+    monkeypatch.setattr("build.classification", lambda smoothing: failing_after(30, 10))
+    console = run(resnet50_test, *DIGITS, "--lr_schedule", "constant", "--out", "run", monkeypatch=monkeypatch)
+    assert "back to epoch 2, step 22" in console
+    rows = ranks.metrics(here / "run")
+    assert [row["lr"] for row in rows] == [0.1, 0.05]
+    assert rows[-1]["test_accuracy"] > 0.3
+    assert rows[-1]["step"] == 44
+
+
+def test_a_loss_that_stays_bad_ends_with_exit_code_3_after_three_returns(here, monkeypatch):
+    monkeypatch.setattr("build.classification", lambda smoothing: failing_after(5, 10**9))
+    console = run(resnet50_test, *DIGITS, "--out", "run", monkeypatch=monkeypatch, code=3)
+    assert console.count("steps in a row were not finite") == engine.MAX_ROLLBACKS
+    assert console.splitlines()[-1].startswith("error:")
+    state = checkpoint.load(here / "run", "resnet50_test")
+    assert all(tensor.isfinite().all() for tensor in state["model"].values()), "the last checkpoint is sound"
+
+
+def test_evaluate_predict_and_export_of_images(here, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    run(resnet50_test, *DIGITS, "--out", "run", monkeypatch=monkeypatch)
+    report = run(resnet50_test, "--resume", "run", "--evaluate", monkeypatch=monkeypatch)
+    assert f"{100 * ranks.metrics(here / 'run')[-1]['test_accuracy']:.2f} %" in report.splitlines()[-1]
+    assert len(report.splitlines()) == 11
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    pixels = (load_digits().images[0] * 255 / 16).round().astype("uint8")
+    Image.fromarray(pixels).save("zero.png")
+    assert run(resnet50_test, "--resume", "run", "--predict", "zero.png", monkeypatch=monkeypatch).startswith("zero.png: 0 ")
+    for name in ("model.onnx", "model.pt2"):
+        assert "same probabilities" in run(resnet50_test, "--resume", "run", "--export", name, monkeypatch=monkeypatch)
+        assert Path(name).stat().st_size > 100_000
+
+
+def test_predict_and_export_of_texts(here, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    run(transformer_test, *LINES, "--out", "run", monkeypatch=monkeypatch)
+    Path("lines.txt").write_text(
+        "The striker scored twice as the team won the cup final\n\nShares of the bank fell after its profit report\n"
+    )
+    lines = run(transformer_test, "--resume", "run", "--predict", "lines.txt", monkeypatch=monkeypatch).splitlines()
+    assert len(lines) == 2
+    assert ": Sports " in lines[0]
+    assert ": Business " in lines[1]
+    for name in ("model.onnx", "model.pt2"):
+        assert "same probabilities" in run(transformer_test, "--resume", "run", "--export", name, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_precision_trains(precision, here, monkeypatch):
+    run(resnet50_test, *DIGITS, "--precision", precision, "--out", "run", monkeypatch=monkeypatch)
+    assert ranks.metrics(here / "run")[-1]["test_accuracy"] > 0.5
+
+
+def test_compile_trains_and_its_checkpoint_is_that_of_eager(here, monkeypatch):
+    flags = [*LINES[:-4], "--epochs", "1", "--depth", "1", "--width", "32", "--mlp_width", "32", "--max_len", "8"]
+    run(transformer_test, *flags, "--backend", "compile", "--out", "run", monkeypatch=monkeypatch)
+    run(transformer_test, "--resume", "run", "--backend", "eager", "--epochs", "2", monkeypatch=monkeypatch)
+    assert len(ranks.metrics(here / "run")) == 2
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint_and_the_run_goes_on(here, monkeypatch):
+    real, calls = checkpoint.os.fsync, iter(range(100))
+
+    def full(number: int) -> None:
+        if next(calls) == 2:  # the start, epoch 1, and then epoch 2 fails
+            raise OSError(28, "No space left on device")
+        real(number)
+
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    console = run(resnet50_test, *DIGITS, "--epochs", "3", "--out", "run", monkeypatch=monkeypatch)
+    assert "No space left on device" in console
+    assert [row["epoch"] for row in ranks.metrics(here / "run")] == [1, 2, 3]
+    assert checkpoint.load(here / "run", "resnet50_test")["progress"]["epoch"] == 3
+
+
+@pytest.mark.data
+def test_the_real_data_sets_train(data_dir, here, monkeypatch):
+    flags = ["--arch", "resnet20", "--subset", "0.02", "--bs", "50", "--lr", "0.1", "--epochs", "2", "--data_dir", data_dir]
+    run(resnet50_test, *flags, "--out", "cifar", monkeypatch=monkeypatch)
+    assert ranks.metrics(here / "cifar")[-1]["test_accuracy"] > 0.15
+    flags = ["--subset", "0.1", "--bs", "32", "--lr", "2e-4", "--epochs", "2", "--depth", "1", "--data_dir", data_dir]
+    run(transformer_test, *flags, "--out", "agnews", monkeypatch=monkeypatch)
+    assert ranks.metrics(here / "agnews")[-1]["test_accuracy"] > 0.4
