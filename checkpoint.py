@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,11 @@ def also_as(path: Path, name: str) -> None:
     try:
         os.link(path, part)
     except OSError:
-        shutil.copyfile(path, part)
+        try:
+            shutil.copyfile(path, part)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
     part.replace(path.with_name(name))
 
 
@@ -62,7 +67,9 @@ def load(path: Path, script: str) -> dict[str, Any]:
     if not path.exists():
         raise InputError(f"--resume {path}: no such checkpoint; give a run folder or a .pt file, or leave --resume out")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises many types for many kinds of damage; all mean the same to a user
         raise InputError(
             f"--resume {path}: truncated or not a checkpoint ({first_line(error)}); try best.pt beside it, or start anew"

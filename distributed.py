@@ -80,6 +80,15 @@ class World:
         dist.gather_object(value, box if self.first else None, dst=0, group=self.control)
         return box if self.first else []
 
+    @contextlib.contextmanager
+    def first_on_node_first(self) -> Iterator[None]:
+        """The block runs on the first process of each node before the others: one download, not one a process."""
+        if self.size > 1 and self.local_rank > 0:
+            dist.barrier(group=self.control)
+        yield
+        if self.size > 1 and self.local_rank == 0:
+            dist.barrier(group=self.control)
+
     def average_buffers(self, model: nn.Module) -> None:
         """Make BatchNorm statistics the mean over the ranks, in place; one all-reduce."""
         floats = [buffer for buffer in model.buffers() if buffer.is_floating_point()]

@@ -94,7 +94,6 @@ class Trainer:
         self.lr_factor, self.seconds, self.train_seconds = 1.0, 0.0, 0.0
         self.best: dict[str, Any] = {"accuracy": -1.0, "epoch": 0}
         self.rows: list[dict[str, Any]] = []
-        self.last_look: tuple[Tensor, torch.cuda.Event] | None = None
 
     # ---------------------------------------------------------------- the run
 
@@ -134,7 +133,7 @@ class Trainer:
         plan = self.sampler.epoch(self.epoch, self.batch_size)[self.step_in_epoch :]
         mine = [share(batch, self.world.rank, self.world.size) for batch in plan]
         bar = self.log.bar(self.epoch + 1, self.settings.epochs, len(self.sampler), self.step_in_epoch * self.batch_size)
-        every, self.last_look = LOOK_EVERY[self.world.device.type], None
+        every = LOOK_EVERY[self.world.device.type]
         clock = time.perf_counter()
         with bar, contextlib.closing(self.train_set.batches(mine, self.epoch)) as batches:
             for inputs, labels in batches:
@@ -206,24 +205,14 @@ class Trainer:
             group["lr"] = self.settings.lr * factor
 
     def look(self, bar: Any, wait: bool = False) -> None:
-        """Read the sums (on a GPU those of the look before, unless `wait`), show them, stop a run of non-finite steps."""
-        sums = self.do_step.sums
-        if self.world.device.type == "cuda":
-            event = torch.cuda.Event()
-            copy = sums.to("cpu", non_blocking=True)
-            event.record()
-            ready, self.last_look = self.last_look, (copy, event)
-            if wait:
-                ready = self.last_look
-            if ready is None:
-                return
-            sums, event = ready
-            event.synchronize()
-        values = sums.tolist()
-        if values[SKIPPED_RUN] >= MAX_SKIPPED_RUN:
+        """Show the sums so far and stop a run of non-finite steps."""
+        sums = self.do_step.read_sums(wait)
+        if sums is None:
+            return
+        if sums[SKIPPED_RUN] >= MAX_SKIPPED_RUN:
             raise Diverged
-        if not bar.disable and values[SAMPLES]:
-            loss, accuracy = values[LOSS] / values[SAMPLES], 100 * values[HITS] / values[SAMPLES]
+        if not bar.disable and sums[SAMPLES]:
+            loss, accuracy = sums[LOSS] / sums[SAMPLES], 100 * sums[HITS] / sums[SAMPLES]
             bar.set_postfix_str(f"loss {loss:.4f}, accuracy {accuracy:.2f} %", refresh=False)
 
     def probe_memory(self) -> None:

@@ -78,17 +78,18 @@ def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, Images], list[
 
     kind = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[name]
     folder = Path(data_dir) / DOWNLOADS[name]
+    missing = not folder.is_dir() or not any(folder.iterdir())
     splits, classes = {}, []
     for part in ("train", "test"):
         try:
-            data = kind(root=data_dir, train=part == "train", download=not folder.exists())
+            data = kind(root=data_dir, train=part == "train", download=missing)
             pixels = torch.as_tensor(np.ascontiguousarray(data.data))  # torchvision's is a transposed view
             labels = torch.as_tensor(data.targets)
             classes = list(data.classes)
             if len(labels) != len(pixels) or not 0 <= int(labels.min()) <= int(labels.max()) < len(classes):
                 raise ValueError("labels do not match the images")
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-            state = "is damaged" if folder.exists() else "is missing and could not be downloaded"
+            state = "is missing and could not be downloaded" if missing else "is damaged"
             raise InputError(
                 f"{folder} {state} ({str(error).splitlines()[0][:120]}): put the official {name} files there "
                 "(python version), or run with --dataset digits"
@@ -135,6 +136,8 @@ def read_folder(root: Path, size: int) -> tuple[dict[str, Images], list[str]]:
                 raise InputError(f"{folder / name} holds no images ({', '.join(sorted(SUFFIXES))}); fill it or delete it")
             files += found
             labels += [number] * len(found)
+        if not files:
+            raise InputError(f"{folder} holds no images: it wants a folder for each class, as in {root / 'train'}")
         splits[part] = Images(torch.tensor(labels), files=files, size=size)
     return splits, classes
 

@@ -105,14 +105,16 @@ def scale_lr(lr: float, rule: str, batch_size: int, base: int) -> float:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two parameter groups: matrices, convolutions and embeddings with weight decay; biases and norms without.
+    """Two parameter groups: matrices, convolutions and embeddings with weight decay; biases, norms and positions without.
 
     Every parameter that wants a gradient is in exactly one group.
     """
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decayed = [parameter for parameter in wanted if parameter.ndim > 1]
-    rest = [parameter for parameter in wanted if parameter.ndim <= 1]
-    assert len(decayed) + len(rest) == len(wanted)
+    decayed: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            bare = parameter.ndim <= 1 or "pos" in name.rpartition(".")[2]  # positions, pos_embedding, relative_position_...
+            (rest if bare else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
@@ -131,7 +133,7 @@ def build_optimizer(
     if name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=True)
         if momentum:  # torch leaves the buffer uninitialised when it skips the very first step (found_inf)
-            for parameter in model.parameters():
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
     if name == "adamw":

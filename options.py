@@ -85,7 +85,7 @@ def shared_parser(description: str | None, datasets: Sequence[str], **defaults: 
     add("--accumulate", type=count, default=1, metavar="K", help="micro-batches a step: global batch = bs x K x processes (1)")
     add("--label_smoothing", type=below_one, default=0.0, help="weight of the uniform label (default %(default)s)")
     add("--clip", type=not_negative, default=0.0, help="largest gradient norm, 0 is no limit (default %(default)s)")
-    add("--seed", type=natural, default=0, help="of weights, order, augmentation and dropout (default %(default)s)")
+    add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of weights, order, augmentation, dropout (default 0)")
 
     optimizer = parser.add_argument_group("optimizer and learning rate")
     add = optimizer.add_argument
@@ -182,7 +182,7 @@ def recipe_words(path: str, parser: Parser) -> list[str]:
         recipe = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise InputError(f"--recipe {path}: {error.strerror}; give the path of a YAML file") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"--recipe {path}: not YAML ({checkpoint.first_line(error)})") from None
     if not isinstance(recipe, dict):
         raise InputError(f"--recipe {path}: wanted lines of 'flag: value'")
@@ -211,6 +211,8 @@ def validate(args: argparse.Namespace, script: str, resumed: bool) -> None:
             raise InputError(f"--{flag} needs a trained model: add --resume PATH")
     if args.export and not args.export.endswith((".onnx", ".pt2")):
         raise InputError(f"--export {args.export}: the name must end in .onnx or .pt2")
+    if args.export and not Path(args.export).parent.is_dir():
+        raise InputError(f"--export {args.export}: the folder does not exist; make it first")
     if args.nesterov and args.momentum == 0:
         raise InputError("--nesterov needs --momentum above 0")
     if args.warmup and args.warmup >= args.epochs:

@@ -50,7 +50,8 @@ def build_sets(
     args: argparse.Namespace, run: build.Run, state: dict[str, Any] | None
 ) -> tuple[dict[str, images.ImageSet], dict[str, Any]]:
     """Data sets by name ('train', 'val', 'test') and the header: classes, size and statistics of the pixels."""
-    splits, classes = image_files.read_splits(args.dataset, args.data_dir, args.image_size)
+    with run.world.first_on_node_first():
+        splits, classes = image_files.read_splits(args.dataset, args.data_dir, args.image_size)
     whole = splits.pop("train")
     for name, rows in build.split_rows(whole.labels, args).items():
         splits[name] = whole.take(rows) if len(rows) < len(whole) else whole

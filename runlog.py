@@ -126,8 +126,12 @@ class RunLog:
 
     def config(self, flags: dict[str, Any], machine: dict[str, Any]) -> None:
         """Write config.json: flags, versions, device, commit."""
-        if self.first:
+        if not self.first:
+            return
+        try:
             write_aside(self.folder / "config.json", json.dumps({"flags": flags, **machine}, indent=2, default=str) + "\n")
+        except OSError as error:
+            raise InputError(f"--out {self.folder}: cannot be written ({error.strerror}); choose another folder") from None
 
     def restart(self, rows: list[dict[str, Any]]) -> None:
         """Make metrics.jsonl hold exactly these rows: those the checkpoint knows."""

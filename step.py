@@ -73,6 +73,7 @@ class Step:
         self.parallel: nn.Module = model
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.sums = torch.zeros(5, dtype=torch.float64, device=world.device)
+        self.copied: tuple[Tensor, torch.cuda.Event] | None = None
 
     def wrap(self) -> None:
         """Wrap the model for the process group; `splits` should be final, since a static graph rules accumulation out."""
@@ -84,6 +85,10 @@ class Step:
             try:
                 sums = self.forward_backward(self.parallel, inputs, labels)
                 break
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):
+                    raise
+                raise InputError("--bs 1: BatchNorm needs two values a channel; use a larger --bs or image") from None
             except torch.cuda.OutOfMemoryError:
                 if self.world.size > 1:  # the other ranks are inside a collective: there is no going back alone
                     raise InputError(f"out of memory in mid-run on rank {self.world.rank}; use a smaller --bs") from None
@@ -128,6 +133,21 @@ class Step:
         self.sums[:SKIPPED] += torch.where(skip | ~torch.isfinite(sums[LOSS]), 0, sums)
         self.sums[SKIPPED] += skip
         self.sums[SKIPPED_RUN] = (self.sums[SKIPPED_RUN] + 1) * skip
+
+    def read_sums(self, wait: bool) -> list[float] | None:
+        """The sums on the host. On a GPU without `wait`: those of the call before, long copied, so nothing is waited for."""
+        if self.sums.device.type == "cpu":
+            return self.sums.tolist()
+        event = torch.cuda.Event()
+        copy = self.sums.to("cpu", non_blocking=True)
+        event.record()
+        ready, self.copied = self.copied, (copy, event)
+        if wait:
+            ready, self.copied = self.copied, None
+        if ready is None:
+            return None
+        ready[1].synchronize()
+        return ready[0].tolist()
 
     def halve_micro_batch(self, batch: int) -> None:
         """Twice as many micro-batches a step: the same global batch in half the memory."""

@@ -33,7 +33,8 @@ HEADLINES = Path(__file__).with_name("headlines.csv")
 HEADLINES_TRAIN = 400  # the first rows; the others are the test set
 PAD_MULTIPLE = 8
 
-TAG = re.compile(r"<[^<>]*>")
+TAG = re.compile(r"</?[A-Za-z!][^<>]*>")
+BARE = re.compile(r"(?<![&\w])(#\d{2,4}|quot|amp|lt|gt|nbsp|apos|mdash|ndash);")  # AG News lost the ampersand
 URL = re.compile(r"(?:https?://|www\.)\S+")
 
 
@@ -58,7 +59,8 @@ def clean(text: str) -> str:
     >>> clean('Oil &lt;b&gt;up&lt;/b&gt;  at www.example.com today')
     'Oil up at today'
     """
-    text = text.replace("\\n", " ").replace("\\$", "$").replace(" #36;", " $")
+    text = text.replace("\\n", " ").replace("\\$", "$")
+    text = BARE.sub(r"&\1;", text)
     return " ".join(URL.sub(" ", TAG.sub(" ", html.unescape(text))).split())
 
 
@@ -95,7 +97,7 @@ def read_splits(name: str, data_dir: str) -> tuple[dict[str, Rows], list[str]]:
 def read_csv(path: Path, columns: int = 0) -> list[list[str]]:
     """Rows of a csv file, each of the same number of columns (`columns`, or the first row's when 0; at least 2)."""
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             rows = []
             for number, row in enumerate(csv.reader(file, strict=True), 1):
                 columns = columns or max(2, len(row))
@@ -191,6 +193,8 @@ class TextSet:
     """
 
     def __init__(self, rows: Rows, tokenizer: Tokenizer, max_len: int, device: torch.device) -> None:
+        tokenizer.encode_special_tokens = True  # "[PAD]" in a text is text
+        self.max_len = max_len
         encodings = tokenizer.encode_batch_fast(rows.texts)
         ids = [encoding.ids[:max_len] for encoding in encodings]
         self.lengths = torch.tensor([len(row) for row in ids])
@@ -210,7 +214,7 @@ class TextSet:
         `length` is the longest row of the batch rounded up to a multiple of 8. `epoch` is not used: nothing is random.
         """
         for rows in plan:
-            length = -(-int(self.lengths[rows].max()) // PAD_MULTIPLE) * PAD_MULTIPLE
+            length = min(-(-int(self.lengths[rows].max()) // PAD_MULTIPLE) * PAD_MULTIPLE, self.max_len)
             on_device = rows.to(self.device, non_blocking=True)
             yield self.gather(on_device, length), self.labels[on_device]
 

@@ -74,7 +74,8 @@ def build_sets(
     args: argparse.Namespace, run: build.Run, state: dict[str, Any] | None
 ) -> tuple[dict[str, texts.TextSet], dict[str, Any]]:
     """Data sets by name ('train', 'val', 'test') and the header: classes and tokenizer."""
-    splits, classes = texts.read_splits(args.dataset, args.data_dir)
+    with run.world.first_on_node_first():
+        splits, classes = texts.read_splits(args.dataset, args.data_dir)
     whole = splits.pop("train")
     for name, rows in build.split_rows(torch.tensor(whole.labels), args).items():
         splits[name] = whole.take(rows.tolist())

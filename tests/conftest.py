@@ -1,0 +1,81 @@
+"""Fixtures that several files use: the real data sets, a finished run of each script, and calls that must be refused."""
+
+from __future__ import annotations
+
+import os
+import urllib.error
+import urllib.request
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import errors
+import resnet50_test
+import transformer_test
+
+IMAGES = "--dataset digits --arch resnet20 --epochs 1 --bs 32 --subset 0.1 --device cpu --precision fp32 --threads 1"
+TEXTS = (
+    "--dataset headlines --epochs 1 --bs 32 --subset 0.2 --device cpu --precision fp32 --threads 1 --width 8 --heads 2 --depth 1"
+)
+SCRIPTS = {"images": (resnet50_test, IMAGES), "texts": (transformer_test, TEXTS)}
+
+
+def call(script: ModuleType, words: list[str]) -> int:
+    """The exit code of a script with these words."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [f"{script.SCRIPT}.py", *words])
+        return errors.exit_code(script.main)
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The real data sets; a test that wants them is skipped where they are not."""
+    folder = os.environ.get("DATA_DIR", "")
+    if not folder:
+        pytest.skip("DATA_DIR is not set: the real data sets are not here")
+    if not Path(folder).is_dir():
+        pytest.skip(f"DATA_DIR={folder} is not a folder")
+    return Path(folder).resolve()
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A finished run of each script, of one epoch."""
+    folders = {name: tmp_path_factory.mktemp(name) / "run" for name in SCRIPTS}
+    for name, (script, words) in SCRIPTS.items():
+        assert call(script, [*words.split(), "--out", str(folders[name])]) == 0
+    return folders
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a script in an empty folder without network; asserts exit code 2 and one line; returns the line."""
+
+    def no_network(*_: object, **__: object) -> None:
+        raise urllib.error.URLError("no network in tests")
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("DATA_DIR", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(urllib.request, "urlopen", no_network)
+
+    def run(name: str, extra: str, names: str, base: str | None = None) -> str:
+        script, words = SCRIPTS[name]
+        capsys.readouterr()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("default", UserWarning)
+            code = call(script, [*(words if base is None else base).split(), *extra.split()])
+        lines = capsys.readouterr().err.splitlines()
+        assert code == 2
+        assert len(lines) == 1, lines
+        assert lines[0].startswith("error: ")
+        assert names in lines[0]
+        assert len(lines[0]) < 500
+        assert "Traceback" not in lines[0]
+        assert not [str(warning.message) for warning in warned]  # each would be two more lines
+        return lines[0]
+
+    return run

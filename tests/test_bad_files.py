@@ -1,0 +1,178 @@
+"""Every damaged or foreign recipe, checkpoint and data set ends with exit code 2 and one line that names the file."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+Refused = Callable[..., str]
+
+
+# -------------------------------------------------------------------- recipes and checkpoints
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (b"lr: [", "not YAML"),
+        (b"just words", "flag: value"),
+        (b"", "flag: value"),
+        (b"learning: 1", "--learning"),
+        (b"epo: 1", "--epo"),
+        (b"lr: fast", "--lr"),
+        (b"bs: 0", "--bs"),
+        (b"lr:", "--lr"),
+        (b"\xff\xfe\x00binary", "not YAML"),
+    ],
+)
+def test_wrong_recipe_is_named(text: bytes, names: str, refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "fast.yaml").write_bytes(text)
+    assert "fast.yaml" in refused("images", "--recipe fast.yaml", names)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut": cut,
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_text("not a checkpoint"),
+    "tensor": lambda path: torch.save(torch.zeros(3), path),
+    "weights": lambda path: torch.save({"model": {"w": torch.zeros(3)}}, path),
+    "objects": lambda path: torch.save({"format": Path("x")}, path),
+    "protocol": lambda path: torch.save([1], path, pickle_protocol=4, _use_new_zipfile_serialization=False),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_file_that_is_no_checkpoint_is_named(damage: str, runs: dict[str, Path], refused: Refused, tmp_path: Path) -> None:
+    shutil.copy(runs["images"] / "last.pt", tmp_path / "mine.pt")
+    DAMAGE[damage](tmp_path / "mine.pt")
+    refused("images", "--resume mine.pt", "mine.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "names"),
+    [
+        ("images", "--resume {texts}", "transformer_test"),
+        ("texts", "--resume {images}", "resnet50_test"),
+        ("images", "--resume {images} --export model.txt", "model.txt"),
+        ("images", "--resume {images} --epochs 2 --arch resnet32", "--resume"),
+        ("images", "--resume {images} --epochs 2 --optimizer adamw", "--resume"),
+        ("texts", "--resume {texts} --epochs 2 --depth 2", "--resume"),
+        ("images", "--resume {images} --predict nowhere.png", "nowhere.png"),
+        ("images", "--resume {images} --predict text.png", "text.png"),
+        ("images", "--resume {images} --predict .", ".: not a readable image"),
+        ("texts", "--resume {texts} --predict nowhere.txt", "nowhere.txt"),
+        ("texts", "--resume {texts} --predict image.txt", "image.txt"),
+        ("texts", "--resume {texts} --predict empty.txt", "empty.txt"),
+        ("images", "--resume {images} --export none/model.pt2", "none/model.pt2"),
+    ],
+)
+def test_checkpoint_and_flags_that_do_not_fit_are_named(
+    name: str, extra: str, names: str, runs: dict[str, Path], refused: Refused, tmp_path: Path
+) -> None:
+    (tmp_path / "text.png").write_text("words")
+    (tmp_path / "empty.txt").write_text(" \n")
+    Image.new("RGB", (8, 8), (200, 180, 255)).save(tmp_path / "image.png")
+    (tmp_path / "image.png").rename(tmp_path / "image.txt")
+    copies = {script: shutil.copytree(folder, tmp_path / script) for script, folder in runs.items()}
+    refused(name, extra.format(**copies), names, base="--device cpu --threads 1")
+
+
+# -------------------------------------------------------------------- data
+
+
+@pytest.mark.parametrize("name", ["cifar10", "mnist"])
+def test_damaged_data_set_is_named(name: str, refused: Refused, tmp_path: Path) -> None:
+    cifar, mnist = tmp_path / "data" / "cifar-10-batches-py", tmp_path / "data" / "MNIST" / "raw"
+    if name == "cifar10":
+        cifar.mkdir(parents=True)
+        (cifar / "data_batch_1").write_bytes(b"\x80\x02}q\x01(U")
+    else:
+        mnist.mkdir(parents=True)
+        for part, rows in (("train", 60_000), ("t10k", 10_000)):
+            for kind, sizes in (("images-idx3", (rows, 28, 28)), ("labels-idx1", (rows,))):
+                header = bytes([0, 0, 8, len(sizes)]) + np.array(sizes, dtype=">i4").tobytes()
+                (mnist / f"{part}-{kind}-ubyte").write_bytes(header + bytes(1000))  # cut short
+    refused("images", f"--dataset {name} --data_dir data", f"{cifar if name == 'cifar10' else mnist}".removeprefix(f"{tmp_path}/"))
+
+
+GOOD_CSV = b"spam,win a prize\nham,see you soon\n" * 20
+
+
+@pytest.mark.parametrize(
+    ("part", "content", "names"),
+    [
+        ("train", None, "train.csv is missing"),
+        ("test", None, "test.csv is missing"),
+        ("train", b"", "train.csv is empty"),
+        ("test", b"", "test.csv is empty"),
+        ("train", GOOD_CSV + b"ham,one,two\n", "train.csv, row 41"),
+        ("train", b"ham\nspam\n", "train.csv, row 1"),
+        ("test", b"ham,a\nspam,b\neggs,c\n", "test.csv, row 3"),
+        ("test", b"ham,a\nspam,b,c\n", "test.csv, row 2"),
+        ("train", b"ham,a\nham,b\n", "train.csv"),
+        ("train", GOOD_CSV + "ham,caf\u00e9\n".encode("latin-1"), "train.csv"),
+        ("train", GOOD_CSV + b'ham,"never closed\n', "train.csv"),
+        ("train", GOOD_CSV + b"ham," + b"x" * 200_000 + b"\n", "train.csv"),
+        ("train", b"\x00\x01\x02" * 100, "train.csv"),
+    ],
+)
+def test_wrong_csv_is_named_with_its_row(part: str, content: bytes | None, names: str, refused: Refused, tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.csv").write_bytes(GOOD_CSV)
+    (tmp_path / f"{part}.csv").unlink() if content is None else (tmp_path / f"{part}.csv").write_bytes(content)
+    refused("texts", f"--dataset csv --data_dir {tmp_path} --vocab_size 300 --bs 4", names)
+
+
+def break_folder(root: Path, how: str) -> str:
+    """Damage a good image folder; returns what the message must name."""
+    victim = root / ("test" if how == "cut-test-image" else "train") / "cat" / "3.png"
+    if how == "no-train":
+        shutil.rmtree(root / "train")
+    elif how == "no-test":
+        shutil.rmtree(root / "test")
+    elif how == "bare-test":
+        shutil.rmtree(root / "test")
+        (root / "test").mkdir()
+    elif how == "one-class":
+        shutil.rmtree(root / "train" / "dog")
+    elif how == "empty-class":
+        shutil.rmtree(root / "train" / "dog")
+        (root / "train" / "dog").mkdir()
+    elif how == "unknown-class":
+        (root / "test" / "emu").mkdir()
+    elif how in ("cut-image", "cut-test-image"):
+        victim.write_bytes(victim.read_bytes()[:100])
+    elif how == "no-image":
+        victim.write_text("words")
+    return {
+        **{"no-train": "train is missing", "no-test": "test is missing", "bare-test": "test", "one-class": "train"},
+        **{"empty-class": "train/dog", "unknown-class": "test/emu", "cut-image": "train/cat/3.png", "no-image": "train/cat/3.png"},
+        "cut-test-image": "test/cat/3.png",  # found by a worker process
+    }[how]
+
+
+@pytest.mark.parametrize("resident", ["yes", "no"])
+@pytest.mark.parametrize(
+    "how",
+    ["no-train", "no-test", "bare-test", "one-class", "empty-class", "unknown-class", "cut-image", "cut-test-image", "no-image"],
+)
+def test_wrong_image_folder_is_named(how: str, resident: str, refused: Refused, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    for part in ("train", "test"):
+        for name in ("cat", "dog"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(6):
+                Image.fromarray(pixels).save(tmp_path / part / name / f"{i}.png")
+    names = break_folder(tmp_path, how)
+    base = "--dataset folder --arch resnet20 --epochs 1 --bs 4 --device cpu --precision fp32 --threads 1 --image_size 8 --workers 1"
+    refused("images", f"--data_dir {tmp_path} --resident {resident}", names, base)

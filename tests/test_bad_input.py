@@ -1,0 +1,135 @@
+"""Every wrong flag ends with exit code 2 and one line that names it; both scripts, in-process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = {"images": "resnet50_test", "texts": "transformer_test"}
+Refused = Callable[..., str]
+
+BOTH = [
+    ("--leraning_rate 1", "--leraning_rate"),
+    ("--epo 3", "--epo"),
+    ("--optim sgd", "--optim"),
+    ("stray", "stray"),
+    ("--optimizer sdg", "--optimizer"),
+    ("--lr_schedule sinus", "sinus"),
+    ("--precision int3", "int3"),
+    ("--backend jax", "jax"),
+    ("--dataset imagenet", "imagenet"),
+    ("--bs 0", "--bs"),
+    ("-b -1", "--bs"),
+    ("--batch_size x", "--bs"),
+    ("--bs 1.5", "--bs"),
+    ("--bs", "--bs"),
+    ("--bs 2000", "--bs 2000"),
+    ("--accumulate 99", "global batch"),
+    ("--lr nan", "--lr"),
+    ("--lr 0", "--lr"),
+    ("--lr inf", "--lr"),
+    ("--lr -0.1", "--lr"),
+    ("--momentum 1", "--momentum"),
+    ("--nesterov --momentum 0", "--nesterov"),
+    ("--betas 0.9", "--betas"),
+    ("--betas 0.9 1", "--betas"),
+    ("--weight_decay -1", "--weight_decay"),
+    ("--clip -1", "--clip"),
+    ("--label_smoothing 1", "--label_smoothing"),
+    ("--subset 0", "--subset"),
+    ("--subset 2", "--subset"),
+    ("--val_fraction 1", "--val_fraction"),
+    ("--epochs 0", "--epoch"),
+    ("--seed -1", "--seed"),
+    ("--seed 99999999999999999999999", "--seed"),
+    ("--threads -1", "--threads"),
+    ("--warmup 1", "--warmup 1"),
+    ("--warmup 7 --epochs 5", "--warmup 7"),
+    ("--milestones 0", "--milestones"),
+    ("--lr_end 2", "--lr_end"),
+    ("--peak 0.5", "--peak"),
+    ("--distributed", "torchrun"),
+    ("--precision tf32", "--precision tf32"),
+    ("--device toaster", "--device toaster"),
+    ("--device meta", "--device meta"),
+    ("--evaluate", "--resume"),
+    ("--predict some.file", "--resume"),
+    ("--export model.onnx", "--resume"),
+    ("--resume", "--resume"),
+    ("--resume nowhere", "nowhere"),
+    ("--resume .", "last.pt"),
+    ("--recipe nowhere.yaml", "nowhere.yaml"),
+    ("--recipe .", "--recipe ."),
+    ("--out /proc", "--out /proc"),
+    ("--out /dev/null/run", "/dev/null/run"),
+]
+IMAGES_ONLY = [
+    ("--arch resnet51", "resnet51"),
+    ("--arch alexnet --image_size 32", "--arch alexnet cannot take 32x32"),
+    ("--arch resnet18 --bs 1", "--bs 1"),  # layer4 is 1x1 for 8x8 images: BatchNorm cannot train on one value
+    ("--augment more", "--augment"),
+    ("--resident maybe", "--resident"),
+    ("--image_size -1", "--image_size"),
+    ("--dataset cifar10 --data_dir none", "none/cifar-10-batches-py is missing"),
+    ("--dataset mnist --data_dir none", "none/MNIST/raw is missing"),
+    ("--dataset folder --data_dir none", "none/train is missing"),
+]
+TEXTS_ONLY = [
+    ("--heads 3", "--heads 3"),
+    ("--width 7 --heads 7", "--width 7"),
+    ("--vocab_size 10", "--vocab_size"),
+    ("--max_len 2", "--max_len"),
+    ("--dropout 1", "--dropout"),
+    ("--tokenizer chars", "--tokenizer"),
+    ("--positions none", "--positions"),
+    ("--dataset agnews --data_dir none", "none/ag_news_csv/train.csv is missing"),
+    ("--dataset csv --data_dir none", "none/train.csv is missing"),
+]
+CASES = [(name, *case) for name in SCRIPTS for case in BOTH]
+CASES += [("images", *case) for case in IMAGES_ONLY] + [("texts", *case) for case in TEXTS_ONLY]
+
+
+@pytest.mark.parametrize(("name", "extra", "names"), CASES, ids=[f"{name}{extra}" for name, extra, _ in CASES])
+def test_wrong_flag_is_named_in_one_line(name: str, extra: str, names: str, refused: Refused) -> None:
+    refused(name, extra, names)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_gpu_that_is_not_there_is_named(name: str, refused: Refused) -> None:
+    assert "--device cpu" in refused(name, "--device cuda", "--device cuda")
+
+
+def test_failed_download_can_be_tried_again(refused: Refused) -> None:
+    for _ in range(2):  # the first attempt leaves nothing that looks like a damaged data set
+        refused("images", "--dataset mnist --data_dir none", "could not be downloaded")
+
+
+def test_out_that_holds_a_run_is_left_alone(runs: dict[str, Path], refused: Refused) -> None:
+    before = (runs["images"] / "metrics.jsonl").read_bytes()
+    refused("images", f"--out {runs['images']}", str(runs["images"]))
+    assert (runs["images"] / "metrics.jsonl").read_bytes() == before
+
+
+def test_nothing_is_written_where_the_input_is_wrong(refused: Refused, tmp_path: Path) -> None:
+    refused("images", "--bs 2000 --out made", "--bs 2000")
+    refused("texts", "--heads 3 --out made", "--heads 3")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_real_process_ends_with_two_and_one_line(name: str, tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / f"{SCRIPTS[name]}.py"
+    run = subprocess.run(
+        [sys.executable, str(script), "--bs", "0"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 2
+    assert run.stderr.splitlines() == ["error: --bs/--batch_size/-b: must be at least 1, got 0 (see --help)"]
+    assert run.stdout == ""
+    assert os.listdir(tmp_path) == []

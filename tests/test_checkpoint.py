@@ -1,0 +1,162 @@
+"""checkpoint.py: whole or not there, and nothing but plain data."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoint
+from errors import InputError
+
+ROOT = Path(__file__).parents[1]
+
+
+def state_of(seed: int, rows: int = 100) -> dict[str, Any]:
+    tensor = torch.randn(rows, 100, generator=torch.Generator().manual_seed(seed))
+    return {"script": "a_test", "model": {"w": tensor}, "flags": {"lr": 0.1, "betas": [0.9, 0.99], "out": None}, "seed": seed}
+
+
+def test_load_gives_back_what_was_saved_by_file_and_by_folder(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "last.pt", state_of(1))
+    for path in (tmp_path, tmp_path / "last.pt"):
+        state = checkpoint.load(path, "a_test")
+        torch.testing.assert_close(state.pop("model"), state_of(1)["model"], rtol=0, atol=0)
+        assert {**state, "model": None} == {**state_of(1), "format": checkpoint.FORMAT, "model": None}
+    assert os.listdir(tmp_path) == ["last.pt"]
+
+
+def full_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("broken", ["os.fsync", "torch.save"])
+@pytest.mark.parametrize("first", [True, False], ids=["nothing-before", "one-before"])
+def test_save_that_fails_keeps_the_previous_file_and_leaves_nothing(
+    broken: str, first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.pt"
+    if not first:
+        checkpoint.save(path, state_of(1))
+    before = None if first else path.read_bytes()
+    monkeypatch.setattr(broken, full_disk)
+    with pytest.raises(OSError, match="last.pt could not be written .*No space left"):
+        checkpoint.save(path, state_of(2))
+    assert (path.read_bytes() if path.exists() else None) == before
+    assert os.listdir(tmp_path) == ([] if first else ["last.pt"])
+
+
+def test_new_file_is_on_the_disk_before_it_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, events = tmp_path / "last.pt", []
+    sync, rename = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda number: (events.append(("sync", os.fstat(number).st_size)), sync(number)))
+    monkeypatch.setattr(Path, "replace", lambda part, to: (events.append(("rename", part.stat().st_size)), rename(part, to)))
+    checkpoint.save(path, state_of(1))
+    assert events == [("sync", path.stat().st_size), ("rename", path.stat().st_size)]
+
+
+LIMITED = """
+import resource, signal, sys
+from pathlib import Path
+sys.path[:0] = [{root!r}, {tests!r}]
+import checkpoint
+from test_checkpoint import state_of
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path({path!r})
+checkpoint.save(path, state_of(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (2 * path.stat().st_size, resource.RLIM_INFINITY))
+try:
+    checkpoint.save(path, state_of(2, rows=10_000))
+except OSError as error:
+    print("refused:", error)
+checkpoint.save(path.with_name("small.pt"), state_of(3))
+"""
+
+
+def test_write_that_the_system_cuts_short_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    code = LIMITED.format(root=str(ROOT), tests=str(ROOT / "tests"), path=str(path))
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(f"refused: {path} could not be written")
+    assert checkpoint.load(path, "a_test")["seed"] == 1
+    assert checkpoint.load(tmp_path / "small.pt", "a_test")["seed"] == 3  # a later save works again
+    assert sorted(os.listdir(tmp_path)) == ["last.pt", "small.pt"]
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no-links"])
+def test_best_survives_the_next_save_of_last(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not links:
+        monkeypatch.setattr(os, "link", full_disk)
+    for seed, best in ((1, True), (2, True), (3, False), (4, False)):
+        checkpoint.save(tmp_path / "last.pt", state_of(seed))
+        if best:
+            checkpoint.also_as(tmp_path / "last.pt", "best.pt")
+    assert checkpoint.load(tmp_path / "best.pt", "a_test")["seed"] == 2
+    assert checkpoint.load(tmp_path / "last.pt", "a_test")["seed"] == 4
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
+
+
+def test_second_name_that_fails_keeps_the_old_one_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path / "last.pt", state_of(1))
+    checkpoint.also_as(tmp_path / "last.pt", "best.pt")
+    checkpoint.save(tmp_path / "last.pt", state_of(2))
+
+    def cut_copy(_source: Path, target: Path) -> None:
+        target.write_bytes(b"half")
+        full_disk()
+
+    monkeypatch.setattr(os, "link", full_disk)
+    monkeypatch.setattr(shutil, "copyfile", cut_copy)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.also_as(tmp_path / "last.pt", "best.pt")
+    assert checkpoint.load(tmp_path / "best.pt", "a_test")["seed"] == 1
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
+
+
+class Trap:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("writer", ["torch", "pickle"])
+def test_load_runs_no_code_of_the_file(writer: str, tmp_path: Path) -> None:
+    state, trap = {"format": checkpoint.FORMAT, **state_of(1)}, tmp_path / "sprung"
+    path = tmp_path / "last.pt"
+    if writer == "torch":
+        torch.save({**state, "x": Trap(trap)}, path)
+    else:
+        path.write_bytes(pickle.dumps({**state, "x": Trap(trap)}))
+    with pytest.raises(InputError, match="last.pt"):
+        checkpoint.load(path, "a_test")
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.9, 0.999])
+def test_cut_file_is_named_as_such(kept: float, tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    checkpoint.save(path, state_of(1))
+    path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
+    with pytest.raises(InputError, match="last.pt: truncated or not a checkpoint"):
+        checkpoint.load(path, "a_test")
+
+
+def test_random_states_come_back() -> None:
+    before = checkpoint.random_states(torch.device("cpu"))
+    drawn = torch.rand(5)
+    torch.rand(3)
+    checkpoint.set_random_states(before, torch.device("cpu"))
+    assert torch.equal(torch.rand(5), drawn)

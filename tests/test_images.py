@@ -1,0 +1,190 @@
+"""images.py and image_files.py: augmentation against a plain reference, batches, and reading of every data set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import transforms
+
+from image_files import Images, read_image, read_splits, resize
+from images import DATASETS, Augmentation, ImageSet, crop_flip, fits, normalise, statistics
+
+CPU = torch.device("cpu")
+MEAN, STD = [0.49, 0.48, 0.45], [0.25, 0.24, 0.26]
+
+
+def random_pixels(*shape: int) -> torch.Tensor:
+    return torch.randint(256, shape, dtype=torch.uint8)
+
+
+def plain_crop_flip(pixels: torch.Tensor, moves: torch.Tensor, pad: int) -> np.ndarray:
+    """Image by image: a zero canvas, a window, a mirror."""
+    out = np.zeros(pixels.shape)
+    for i, (image, (down, right, flip)) in enumerate(zip(pixels.numpy().astype(np.float64), moves.tolist())):
+        height, width, channels = image.shape
+        canvas = np.zeros((height + 2 * pad, width + 2 * pad, channels))
+        canvas[pad : pad + height, pad : pad + width] = image
+        window = canvas[down : down + height, right : right + width]
+        out[i] = window[:, ::-1] if flip else window
+    return out
+
+
+@pytest.mark.parametrize(("height", "width", "channels", "pad"), [(32, 32, 3, 4), (28, 28, 1, 2), (5, 9, 3, 3), (4, 4, 2, 0)])
+def test_crop_flip_equals_a_plain_reference(height: int, width: int, channels: int, pad: int) -> None:
+    pixels = random_pixels(40, height, width, channels)
+    moves = torch.cat([torch.randint(2 * pad + 1, (40, 2)), torch.randint(2, (40, 1))], 1).to(torch.uint8)
+    assert np.array_equal(crop_flip(pixels, moves, pad).numpy(), plain_crop_flip(pixels, moves, pad))
+
+
+def test_normalise_equals_torchvision_and_is_channels_last() -> None:
+    pixels = random_pixels(6, 16, 12, 3)
+    peer = transforms.Compose([transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
+    ours = normalise(pixels, MEAN, STD)
+    torch.testing.assert_close(ours, torch.stack([peer(image.numpy()) for image in pixels]), rtol=0, atol=1e-6)
+    assert ours.dtype == torch.float32
+    assert ours.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_statistics_are_those_of_the_pixels() -> None:
+    pixels = random_pixels(50, 8, 8, 3) // torch.tensor([1, 2, 5], dtype=torch.uint8)
+    mean, std = statistics(Images(torch.zeros(50), pixels))
+    values = pixels.numpy().reshape(-1, 3).astype(np.float64) / 255
+    assert mean == pytest.approx(values.mean(0))
+    assert std == pytest.approx(values.std(0))
+
+
+@pytest.fixture
+def train() -> ImageSet:
+    images = Images(torch.arange(200) % 10, random_pixels(200, 12, 12, 3), size=12)
+    return ImageSet(images, Augmentation(pad=2, flip=True), MEAN, STD, CPU, seed=4)
+
+
+def by_row(data: ImageSet, plan: list[torch.Tensor], epoch: int | None) -> torch.Tensor:
+    """Batches put back in the order of the rows."""
+    out = torch.zeros(len(data), 3, 12, 12)
+    for rows, (pixels, labels) in zip(plan, data.batches(plan, epoch)):
+        assert torch.equal(labels, data.images.labels[rows])
+        assert pixels.is_contiguous(memory_format=torch.channels_last)
+        out[rows] = pixels
+    return out
+
+
+def test_augmentation_of_a_sample_does_not_depend_on_batch_and_order(train: ImageSet) -> None:
+    whole = by_row(train, [torch.arange(200)], epoch=3)
+    assert torch.equal(whole, by_row(train, list(torch.randperm(200).split(7)), epoch=3))
+
+
+def test_augmentation_changes_with_epoch_and_seed(train: ImageSet) -> None:
+    plan = [torch.arange(200)]
+    other_seed = ImageSet(train.images, train.augmentation, MEAN, STD, CPU, seed=5)
+    first = by_row(train, plan, epoch=3)
+    for second in (by_row(train, plan, epoch=4), by_row(other_seed, plan, epoch=3), by_row(train, plan, epoch=None)):
+        changed = (first != second).flatten(1).any(1)
+        assert changed.float().mean() > 0.8  # of 50 moves, one is the same by chance
+
+
+def test_augmentation_reaches_every_move_and_no_epoch_means_none(train: ImageSet) -> None:
+    moves = torch.cat([train.draw(epoch) for epoch in range(10)])
+    assert [moves[:, i].unique().tolist() for i in range(3)] == [[0, 1, 2, 3, 4]] * 2 + [[0, 1]]
+    plan = [torch.arange(200)]
+    assert torch.equal(by_row(train, plan, None), normalise(train.images.pixels, MEAN, STD))
+
+
+def test_digits_are_never_mirrored() -> None:
+    splits, _ = read_splits("digits", "", 0)
+    assert ImageSet(splits["train"], DATASETS["digits"], [0.3], [0.3], CPU).draw(0)[:, 2].sum() == 0
+
+
+def test_digits_split_and_scale() -> None:
+    splits, classes = read_splits("digits", "", image_size=0)
+    assert classes == [str(digit) for digit in range(10)]
+    assert [tuple(splits[part].pixels.shape) for part in ("train", "test")] == [(1437, 8, 8, 1), (360, 8, 8, 1)]
+    assert int(splits["train"].pixels.max()) == 255
+    assert splits["train"].labels.bincount(minlength=10).min() > 130
+    larger, _ = read_splits("digits", "", image_size=20)
+    assert tuple(larger["test"].pixels.shape) == (360, 20, 20, 1)
+    assert larger["test"].size == 20
+
+
+def test_resize_keeps_a_flat_colour_and_the_left_and_right() -> None:
+    pixels = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
+    pixels[0] = torch.tensor([10, 100, 250], dtype=torch.uint8)
+    pixels[1, :, 2:] = 200
+    scaled = resize(pixels, 8)
+    assert (scaled[0] == pixels[0, 0, 0]).all()
+    assert (scaled[1, :, 0] == 0).all()
+    assert (scaled[1, :, 7] == 200).all()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two classes of PNGs of noise, 16 pixels a side, and a file that is no image."""
+    generator = np.random.default_rng(0)
+    for part, count in (("train", 20), ("test", 6)):
+        for name in ("blue", "red"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(count):
+                Image.fromarray(generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(
+                    tmp_path / part / name / f"{i:02}.png"
+                )
+    (tmp_path / "train" / "red" / "notes.txt").write_text("not an image")
+    return tmp_path
+
+
+def test_folder_of_png_reads_as_it_was_written(folder: Path) -> None:
+    splits, classes = read_splits("folder", str(folder), image_size=16)
+    assert classes == ["blue", "red"]
+    assert [splits[part].labels.tolist() for part in ("train", "test")] == [[0] * 20 + [1] * 20, [0] * 6 + [1] * 6]
+    wanted = np.asarray(Image.open(folder / "test" / "red" / "03.png"))
+    assert np.array_equal(splits["test"].decode(torch.tensor([9]))[0].numpy(), wanted)
+    assert splits["train"].take(torch.tensor([25, 3])).labels.tolist() == [1, 0]
+
+
+def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder: Path) -> None:
+    images = read_splits("folder", str(folder), image_size=16)[0]["train"]
+    assert fits(images, CPU)
+    plan = list(torch.randperm(40).split(9))
+    sets = [ImageSet(images, DATASETS["folder"], MEAN, STD, CPU, 1, workers=2, resident=resident) for resident in (True, False)]
+    assert sets[0].pixels is not None
+    assert sets[1].pixels is None
+    for epoch in (0, None):
+        pairs = list(zip(*(data.batches(plan, epoch) for data in sets), strict=True))
+        assert len(pairs) == len(plan)
+        for (pixels, labels), (other_pixels, other_labels) in pairs:
+            assert torch.equal(pixels, other_pixels)
+            assert torch.equal(labels, other_labels)
+            assert other_pixels.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("size", [(40, 20), (20, 40)], ids=["wide", "tall"])
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "CMYK"])
+def test_image_file_of_any_mode_is_scaled_and_cut_to_the_centre(mode: str, size: tuple[int, int], tmp_path: Path) -> None:
+    image = Image.new("RGB", size, (0, 0, 0))
+    image.paste((255, 255, 255), (8, 0, 32, 20) if size[0] == 40 else (0, 8, 20, 32))  # the centre and a margin
+    path = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
+    image.convert(mode).save(path)
+    colour, grey = read_image(path, 10), read_image(path, 10, channels=1)
+    assert tuple(colour.shape) == (10, 10, 3)
+    assert tuple(grey.shape) == (10, 10, 1)
+    assert colour.min() == grey.min() == 255
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("name", "shape", "rows", "fewest"),
+    [("cifar10", (32, 32, 3), (50_000, 10_000), (5_000, 1_000)), ("mnist", (28, 28, 1), (60_000, 10_000), (5_421, 892))],
+)
+def test_official_files_have_the_official_counts(name: str, shape: tuple, rows: tuple, fewest: tuple, data_dir: Path) -> None:
+    if not (data_dir / {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}[name]).is_dir():
+        pytest.skip(f"{name} is not below {data_dir}")
+    splits, classes = read_splits(name, str(data_dir), 0)
+    assert len(classes) == 10
+    for part, count, least in zip(("train", "test"), rows, fewest):
+        assert tuple(splits[part].pixels.shape) == (count, *shape)
+        assert int(splits[part].labels.bincount(minlength=10).min()) == least
+    if name == "cifar10":
+        assert statistics(splits["train"])[0] == pytest.approx([0.4914, 0.4822, 0.4465], abs=2e-3)

@@ -1,0 +1,192 @@
+"""resnet.py and transformer.py: sizes, torchvision's weights, padding, pooling, token dropout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torchvision import models
+
+from errors import InputError
+from resnet import build_model
+from transformer import PAD, UNKNOWN, Transformer, sinusoids
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arch", "wanted"),
+    [
+        ("resnet18", 11_173_962),  # He et al.'s nets with a 3x3 stem and 10 classes
+        ("resnet50", 23_520_842),
+        ("resnet20", 272_474),  # 0.27 M in table 6 of the paper; projections add 2,752
+        ("resnet110", 1_730_714),  # 1.7 M
+    ],
+)
+def test_resnet_for_small_images_has_the_parameters_of_the_paper(arch: str, wanted: int) -> None:
+    assert count(build_model(arch, classes=10, channels=3, image_size=32)) == wanted
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnet20"])
+def test_resnet_keeps_small_images_large(arch: str) -> None:
+    model, sizes = build_model(arch, 10, 1, 32).eval(), []
+    for number in range(1, model.stages + 1):
+        getattr(model, f"layer{number}").register_forward_hook(lambda _m, _i, out: sizes.append(out.shape[-1]))
+    assert tuple(model(torch.randn(2, 1, 32, 32)).shape) == (2, 10)
+    assert sizes == [32, 16, 8, 4][: model.stages]
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnet50"])
+def test_torchvision_weights_load_by_name_and_give_the_same_outputs(arch: str) -> None:
+    peer = models.get_model(arch, weights=None).eval()
+    for module in peer.modules():  # statistics and scales that matter
+        if isinstance(module, nn.BatchNorm2d):
+            for tensor in (module.running_var, module.weight.data):
+                tensor.uniform_(0.5, 1.5)
+            for tensor in (module.running_mean, module.bias.data):
+                tensor.uniform_(-0.2, 0.2)
+    ours = build_model(arch, classes=1000, channels=3, image_size=224).eval()
+    ours.load_state_dict(peer.state_dict(), strict=True)
+    x = torch.randn(2, 3, 96, 96)
+    with torch.no_grad():
+        wanted = peer(x)
+        torch.testing.assert_close(ours(x), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("arch", ["swin_t", "mobilenet_v3_small"])
+def test_torchvision_models_take_small_and_grey_images(arch: str, channels: int) -> None:
+    model = build_model(arch, classes=7, channels=channels, image_size=32)
+    assert model.training
+    assert tuple(model.eval()(torch.randn(2, channels, 32, 32)).shape) == (2, 7)
+
+
+@pytest.mark.parametrize("arch", ["alexnet", "vit_b_16", "inception_v3"])
+def test_model_that_cannot_take_the_size_is_refused(arch: str) -> None:
+    with pytest.raises(InputError, match=f"--arch {arch} cannot take 32x32"):
+        build_model(arch, 10, 3, 32)
+
+
+def test_resnet_learns_a_batch_by_heart() -> None:
+    model = build_model("resnet20", 4, 1, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    x, y = torch.randn(16, 1, 8, 8), torch.arange(16) % 4
+    for _ in range(15):
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.3 < math.log(4)
+
+
+# -------------------------------------------------------------------- Transformer
+
+VARIANTS = pytest.mark.parametrize(
+    ("positions", "pooling"), [("learned", "mean"), ("learned", "cls"), ("sinusoidal", "mean"), ("sinusoidal", "cls")]
+)
+
+
+def small(**options: object) -> Transformer:
+    model = Transformer(60, 3, **{"width": 16, "depth": 2, "heads": 4, "mlp_width": 32, "max_len": 24, "dropout": 0.0, **options})
+    for parameter in model.parameters():  # away from the near-zero start, so that every path matters
+        nn.init.normal_(parameter, std=0.3)
+    nn.init.zeros_(model.embed.weight[PAD].data)
+    return model
+
+
+def some_tokens(length: int) -> torch.Tensor:
+    tokens = torch.randint(3, 60, (5, length))
+    tokens[:, 0] = 2
+    return tokens
+
+
+@VARIANTS
+def test_padding_does_not_change_the_logits(positions: str, pooling: str) -> None:
+    model = small(positions=positions, pooling=pooling).eval()
+    tokens = some_tokens(9)
+    padded = nn.functional.pad(tokens, (0, 15))
+    with torch.no_grad():
+        torch.testing.assert_close(model(padded), model(tokens), rtol=1e-5, atol=1e-5)
+        tokens[0, 5:] = PAD  # rows of unequal length in one batch
+        torch.testing.assert_close(model(tokens)[0], model(tokens[:1, :5])[0], rtol=1e-5, atol=1e-5)
+
+
+@VARIANTS
+def test_order_of_the_tokens_matters(positions: str, pooling: str) -> None:
+    model = small(positions=positions, pooling=pooling).eval()
+    tokens = some_tokens(9)
+    swapped = tokens.clone()
+    swapped[:, [3, 7]] = tokens[:, [7, 3]]
+    with torch.no_grad():
+        assert (model(tokens) - model(swapped)).abs().max() > 1e-3
+
+
+def test_pooling_is_the_first_token_or_the_mean_of_all_that_are_no_padding() -> None:
+    tokens = nn.functional.pad(some_tokens(6), (0, 2))
+    for pooling in ("cls", "mean"):
+        model, kept = small(pooling=pooling).eval(), []
+        model.norm.register_forward_hook(lambda _m, _i, out, kept=kept: kept.append(out))
+        with torch.no_grad():
+            logits = model(tokens)
+            pooled = kept[0][:, 0] if pooling == "cls" else kept[0][:, :6].mean(1)
+            torch.testing.assert_close(logits, model.head(pooled))
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
+def test_positions_are_learnt_only_where_asked(positions: str) -> None:
+    names = dict(small(positions=positions).named_parameters())
+    assert ("positions" in names) == (positions == "learned")
+    assert "positions" in small(positions="learned").state_dict()
+    assert "positions" not in small(positions="sinusoidal").state_dict()
+
+
+@pytest.mark.parametrize("width", [6, 16])
+def test_sinusoids_equal_their_formula(width: int) -> None:
+    table = sinusoids(11, width)
+    for place in range(11):
+        for i in range(width):
+            angle = place / 10_000 ** (2 * (i // 2) / width)
+            assert table[place, i].item() == pytest.approx(math.cos(angle) if i % 2 else math.sin(angle), abs=1e-5)
+
+
+def test_token_dropout_hides_tokens_in_training_only() -> None:
+    model, seen = small(token_dropout=0.5), []
+    model.embed.register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0]))
+    tokens = nn.functional.pad(some_tokens(20).repeat(40, 1), (0, 4))
+    model.train()(tokens)
+    model.eval()(tokens)
+    hidden = seen[0] != tokens
+    assert torch.equal(seen[1], tokens)
+    assert (seen[0][hidden] == UNKNOWN).all()
+    assert not hidden[:, 0].any()  # [CLS] stays
+    assert not hidden[:, 20:].any()  # padding stays
+    assert hidden[:, 1:20].float().mean().item() == pytest.approx(0.5, abs=0.03)
+
+
+def test_dropout_is_off_in_evaluation() -> None:
+    model, tokens = small(dropout=0.5), some_tokens(9)
+    with torch.no_grad():
+        assert not torch.equal(model.train()(tokens), model(tokens))
+        assert torch.equal(model.eval()(tokens), model(tokens))
+
+
+def test_fresh_transformer_guesses_evenly_and_padding_gets_no_gradient() -> None:
+    model = Transformer(60, 4, dropout=0.0)
+    logits = model(nn.functional.pad(some_tokens(9), (0, 7)))
+    assert logits.log_softmax(1).mean().item() == pytest.approx(-math.log(4), abs=0.1)
+    logits.square().sum().backward()
+    assert model.embed.weight.grad is not None
+    assert model.embed.weight.grad[PAD].abs().sum() == 0
+    assert model.embed.weight[PAD].abs().sum() == 0

@@ -1,0 +1,193 @@
+"""optim.py: schedules equal torch's, warm-up, scaling, groups, and steps skipped on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as peers
+
+from optim import OPTIMIZERS, SCHEDULES, Schedule, build_optimizer, decay_groups, scale_lr
+from transformer import Transformer
+
+EPOCHS, STEPS = 12, 10  # of the run; steps in an epoch
+TOTAL = EPOCHS * STEPS
+BY_EPOCH: dict[str, Callable[[torch.optim.Optimizer], peers.LRScheduler]] = {
+    "step": lambda o: peers.StepLR(o, 3, gamma=0.3),
+    "multistep": lambda o: peers.MultiStepLR(o, [2, 5, 11], gamma=0.3),
+    "exponential": lambda o: peers.ExponentialLR(o, gamma=0.3),
+}
+BY_STEP: dict[str, tuple[Callable[[torch.optim.Optimizer], peers.LRScheduler], dict]] = {
+    "polynomial": (lambda o: peers.PolynomialLR(o, TOTAL, power=1.7), {"power": 1.7}),
+    "cosine": (lambda o: peers.CosineAnnealingLR(o, TOTAL, eta_min=0.05), {"end": 0.05}),
+    # torch ends OneCycleLR on the last step, ours right after it: one step more, the rise of the same length
+    "onecycle": (
+        lambda o: peers.OneCycleLR(o, 7.0, TOTAL + 1, pct_start=(0.3 * TOTAL + 1) / (TOTAL + 1), cycle_momentum=False),
+        {"peak": 7.0},
+    ),
+    "cyclic": (
+        lambda o: peers.CyclicLR(o, 1.0, 7.0, step_size_up=2 * STEPS, mode="triangular", cycle_momentum=False),
+        {"peak": 7.0, "step_size": 2},
+    ),
+}
+
+
+def rates(peer: Callable[[torch.optim.Optimizer], peers.LRScheduler], count: int) -> list[float]:
+    """The rates torch's scheduler gives to `count` steps of an optimizer of rate 1."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler, seen = peer(optimizer), []
+    for _ in range(count):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+@pytest.mark.parametrize("name", BY_EPOCH)
+def test_epoch_schedule_equals_torch_and_changes_at_whole_epochs_only(name: str) -> None:
+    ours = Schedule(name, EPOCHS, gamma=0.3, step_size=3, milestones=[11, 2, 5])
+    wanted = [rate for rate in rates(BY_EPOCH[name], EPOCHS) for _ in range(STEPS)]
+    assert [ours(epoch + step * (1 / STEPS)) for epoch in range(EPOCHS) for step in range(STEPS)] == pytest.approx(wanted)
+
+
+def test_inverse_equals_its_formula_and_changes_at_whole_epochs_only() -> None:
+    ours = Schedule("inverse", EPOCHS, gamma=0.3)
+    for epoch in range(EPOCHS):
+        assert {ours(epoch + step * (1 / STEPS)) for step in range(STEPS)} == {1 / (1 + 0.3 * epoch)}
+
+
+@pytest.mark.parametrize("name", BY_STEP)
+def test_step_schedule_equals_torch(name: str) -> None:
+    peer, values = BY_STEP[name]
+    ours = Schedule(name, EPOCHS, **values)
+    progress = [epoch + step * (1 / STEPS) for epoch in range(EPOCHS) for step in range(STEPS)]
+    assert [ours(t) for t in progress] == pytest.approx(rates(peer, TOTAL), abs=1e-9)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 49, 390])  # 49 * (1 / 49) < 1
+def test_whole_epochs_are_counted_right_where_a_step_is_no_binary_fraction(steps: int) -> None:
+    ours = Schedule("exponential", 100, gamma=0.5)
+    for epoch in range(100):
+        assert ours(epoch) == 0.5**epoch
+        assert ours((epoch * steps + steps) * (1 / steps)) == 0.5 ** (epoch + 1)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(1, 10), (2, 7), (0.5, 30), (5, 391)])
+def test_warmup_rises_linearly_and_ends_at_one(warmup: float, steps: int) -> None:
+    ours, rise = Schedule("constant", EPOCHS, warmup=warmup), round(warmup * steps)
+    factors = [ours(k // steps + k % steps * (1 / steps), 1 / steps) for k in range(rise + 3)]
+    assert factors == pytest.approx([min(1.0, (k + 1) / rise) for k in range(rise + 3)], abs=1e-12)
+    assert factors[rise:] == [1.0] * 3
+
+
+@pytest.mark.parametrize("name", ["polynomial", "cosine", "onecycle"])
+def test_shape_begins_after_the_warmup_and_ends_with_the_run(name: str) -> None:
+    warm, plain = Schedule(name, 12, warmup=4, end=0.1, peak=3.0), Schedule(name, 8, end=0.1, peak=3.0)
+    assert [warm(4 + t) for t in (0, 1.5, 4, 8)] == pytest.approx([plain(t) for t in (0, 1.5, 4, 8)])
+    assert warm(12) == pytest.approx({"onecycle": 3 / 250_000}.get(name, 0.1))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rate_is_positive_and_finite_at_every_step(name: str) -> None:
+    ours = Schedule(name, 3, warmup=1, milestones=[1])
+    factors = [ours(k / 50, 1 / 50) for k in range(150)]
+    assert all(0 < factor <= 5 and math.isfinite(factor) for factor in factors)
+
+
+def test_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match="sinus"):
+        Schedule("sinus", 3)(0)
+
+
+@pytest.mark.parametrize(("rule", "wanted"), [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * math.sqrt(8))])
+def test_learning_rate_scales_with_the_batch(rule: str, wanted: float) -> None:
+    assert scale_lr(0.1, rule, batch_size=1024, base=128) == pytest.approx(wanted)
+    assert scale_lr(0.1, rule, batch_size=128, base=128) == pytest.approx(0.1)
+
+
+def test_decay_groups_hold_each_trained_parameter_once() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model[4].weight = model[3].weight  # tied
+    model[0].bias.requires_grad_(False)
+    groups = decay_groups(model, 0.1)
+    held = [id(parameter) for group in groups for parameter in group["params"]]
+    assert len(held) == len(set(held))
+    assert set(held) == {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
+    assert decayed == {id(model[0].weight), id(model[3].weight)}
+
+
+def test_learned_positions_are_not_decayed() -> None:
+    model = Transformer(50, 3, width=8, depth=1, heads=2, mlp_width=8, max_len=16)
+    free = {id(parameter) for group in decay_groups(model, 0.1) if not group["weight_decay"] for parameter in group["params"]}
+    assert id(model.positions) in free
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_descends(name: str) -> None:
+    weight = nn.Linear(5, 1)
+    optimizer = build_optimizer(weight, name, lr=0.05, weight_decay=1e-3)
+    x = torch.randn(64, 5)
+    y = x.sum(1, keepdim=True)
+    losses = []
+    for _ in range(50):
+        loss = (weight(x) - y).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0] / 4
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_round_trips_with_a_frozen_parameter(name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[0].bias.requires_grad_(False)
+    optimizer = build_optimizer(model, name, lr=0.1, weight_decay=0.01)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    other = build_optimizer(model, name, lr=0.1, weight_decay=0.01)
+    other.load_state_dict(optimizer.state_dict())
+    torch.testing.assert_close(other.state_dict(), optimizer.state_dict())
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised tensors hold NaN, so that reading one shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("sgd", {"momentum": 0.0}), ("sgd", {"momentum": 0.9}), ("sgd", {"momentum": 0.9, "nesterov": True}), ("adamw", {})],
+    ids=["sgd", "momentum", "nesterov", "adamw"],
+)
+@pytest.mark.parametrize("skipped", [(0,), (0, 1), (1,)], ids=["first", "first-two", "second"])
+def test_skipped_steps_leave_no_trace(name: str, options: dict, skipped: tuple[int, ...]) -> None:
+    gradients = [torch.randn(4, 3) for _ in range(4)]
+
+    def train(skips: bool) -> tuple[Tensor, dict]:
+        model = nn.Linear(3, 4, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = build_optimizer(model, name, lr=0.1, weight_decay=0.01, **options)
+        for number, gradient in enumerate(gradients):
+            bad = number in skipped
+            if bad and not skips:
+                continue
+            model.weight.grad = torch.full_like(gradient, math.nan) if bad else gradient.clone()
+            optimizer.found_inf = torch.tensor(float(bad))  # as step.Step does
+            optimizer.step()
+        return model.weight.detach(), optimizer.state_dict()["state"]
+
+    (weight, state), (wanted, wanted_state) = train(True), train(False)
+    torch.testing.assert_close(weight, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(state, wanted_state, rtol=0, atol=0)

@@ -1,0 +1,103 @@
+"""dynamic_batch.py: the order of rows is a function of (seed, epoch), whatever the number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dynamic_batch import GROUP, Sampler, balanced_rows, epoch_generator, share
+
+WITH_AND_WITHOUT = pytest.mark.parametrize("lengths", [None, torch.arange(1003) % 97 + 1], ids=["plain", "lengths"])
+
+
+@WITH_AND_WITHOUT
+@pytest.mark.parametrize("batch_size", [1, 10, 64, 1003])
+def test_epoch_draws_no_row_twice_and_fills_every_batch(batch_size: int, lengths: torch.Tensor | None) -> None:
+    sampler = Sampler(1003, seed=3, lengths=lengths)
+    batches = sampler.epoch(5, batch_size)
+    assert batches.shape == (1003 // batch_size, batch_size) == (sampler.steps(batch_size), batch_size)
+    rows = batches.flatten()
+    assert len(rows.unique()) == len(rows)
+    assert 0 <= int(rows.min()) <= int(rows.max()) < len(sampler) == 1003
+
+
+@WITH_AND_WITHOUT
+def test_order_is_a_function_of_seed_and_epoch(lengths: torch.Tensor | None) -> None:
+    first = Sampler(1003, 3, lengths).epoch(5, 32)
+    again = Sampler(1003, 3, lengths)
+    again.epoch(0, 7)  # what was drawn before does not matter, nor does the global random state
+    torch.manual_seed(99)
+    assert torch.equal(first, again.epoch(5, 32))
+    assert not torch.equal(first, Sampler(1003, 3, lengths).epoch(6, 32))
+    assert not torch.equal(first, Sampler(1003, 4, lengths).epoch(5, 32))
+
+
+def test_drawing_leaves_the_global_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    Sampler(100, 0).epoch(0, 10)
+    balanced_rows(torch.arange(100) % 4, 0.5, 0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_seeds_and_epochs_do_not_share_orders() -> None:
+    orders = {tuple(torch.randperm(50, generator=epoch_generator(s, e)).tolist()) for s in range(12) for e in range(12)}
+    assert len(orders) == 144
+
+
+def test_every_epoch_leaves_out_other_rows() -> None:
+    left = [set(range(10)) - set(Sampler(10, 0).epoch(epoch, 8).flatten().tolist()) for epoch in range(30)]
+    assert set.union(*left) == set(range(10))
+
+
+@WITH_AND_WITHOUT
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_share_one_global_batch(world_size: int, lengths: torch.Tensor | None) -> None:
+    for batch in Sampler(1003, 3, lengths).epoch(1, 64):
+        shares = [share(batch, rank, world_size) for rank in range(world_size)]
+        assert {len(rows) for rows in shares} == {64 // world_size}
+        together = torch.cat(shares).sort().values
+        assert torch.equal(together, batch.sort().values)  # equal as multisets: disjoint and complete
+
+
+def padding(batches: torch.Tensor, lengths: torch.Tensor) -> float:
+    """Share of the tokens of all batches that are padding, each batch as long as its longest row."""
+    drawn = lengths[batches]
+    return 1 - drawn.sum().item() / (drawn.max(1).values.sum().item() * batches.shape[1])
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_lengths_keep_padding_below_a_tenth(world_size: int) -> None:
+    lengths = torch.randint(8, 129, (20_000,), generator=torch.Generator().manual_seed(1))
+    shuffled, grouped = (Sampler(20_000, 0, known).epoch(0, 32) for known in (None, lengths))
+    assert padding(shuffled, lengths) > 0.4
+    for rank in range(world_size):
+        assert padding(grouped[:, rank::world_size], lengths) < 0.1
+
+
+def test_batches_of_similar_length_come_in_random_order() -> None:
+    rows = 3 * GROUP * 32
+    lengths = torch.randint(8, 129, (rows,), generator=torch.Generator().manual_seed(2))
+    means = lengths[Sampler(rows, 0, lengths).epoch(0, 32)].double().mean(1)
+    following = torch.corrcoef(torch.stack([means[:-1], means[1:]]))[0, 1]
+    steps = torch.corrcoef(torch.stack([means, torch.arange(len(means)).double()]))[0, 1]
+    assert abs(following) < 0.25
+    assert abs(steps) < 0.25
+    members = [frozenset(batch.tolist()) for batch in Sampler(rows, 0, lengths).epoch(1, 32)]
+    assert not set(members) & {frozenset(batch.tolist()) for batch in Sampler(rows, 0, lengths).epoch(0, 32)}
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.1, 0.25, 0.5, 1.0])
+def test_balanced_rows_draw_the_same_share_of_each_class(fraction: float) -> None:
+    labels = torch.tensor([0] * 400 + [1] * 200 + [2] * 8)[torch.randperm(608, generator=torch.Generator().manual_seed(0))]
+    drawn, others = balanced_rows(labels, fraction, seed=7)
+    assert labels[drawn].bincount(minlength=3).tolist() == [max(1, round(fraction * n)) for n in (400, 200, 8)]
+    assert torch.equal(torch.cat([drawn, others]).sort().values, torch.arange(608))
+    assert torch.equal(drawn, drawn.sort().values)
+    assert torch.equal(others, others.sort().values)
+
+
+def test_balanced_rows_depend_on_the_seed_only() -> None:
+    labels = torch.arange(300) % 3
+    drawn = balanced_rows(labels, 0.2, 1)[0]
+    assert torch.equal(drawn, balanced_rows(labels, 0.2, 1)[0])
+    assert not torch.equal(drawn, balanced_rows(labels, 0.2, 2)[0])

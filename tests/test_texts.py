@@ -1,0 +1,179 @@
+"""texts.py: cleaning, tokenizers, batches, and the data sets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+import texts
+import transformer_test
+from texts import Rows, TextSet, clean, encode, read_splits, train_tokenizer
+
+CPU = torch.device("cpu")
+KINDS = pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+
+
+@pytest.mark.parametrize(
+    ("raw", "wanted"),
+    [
+        ("Plain text, as it is.", "Plain text, as it is."),
+        ("  white \t space\n folded ", "white space folded"),
+        ("Oil <b>up</b>, gold<br/>down", "Oil up , gold down"),
+        ("Oil &lt;b&gt;up&lt;/b&gt; today", "Oil up today"),
+        ('See <a href="http://x.org/a?b=1">here</a> now', "See here now"),
+        ("AT&amp;T &quot;wins&quot; &#39;big&#39;", "AT&T \"wins\" 'big'"),
+        ("more at https://example.com/a?b=c today", "more at today"),
+        ("more at www.example.com today", "more at today"),
+        ("cost: 5 < 6 and 7 > 3", "cost: 5 < 6 and 7 > 3"),
+        ("first line\\nsecond", "first line second"),  # AG News writes line ends as two characters
+        ("a \\$5 note", "a $5 note"),
+        ("", ""),
+    ],
+)
+def test_clean_drops_tags_entities_and_addresses(raw: str, wanted: str) -> None:
+    assert clean(raw) == wanted
+
+
+@pytest.mark.parametrize(
+    ("raw", "wanted"),
+    [("Today #39;s news", "Today's news"), ("quot;Wait,quot; he said", '"Wait," he said'), ("a #36;5 note", "a $5 note")],
+)
+def test_clean_mends_entities_that_ag_news_has_without_their_ampersand(raw: str, wanted: str) -> None:
+    assert clean(raw).replace(" ", "") == wanted.replace(" ", "")  # white space is free
+
+
+@pytest.fixture(scope="module")
+def headlines() -> tuple[dict[str, Rows], list[str]]:
+    return read_splits("headlines", "")
+
+
+def test_headlines_are_balanced_and_split(headlines: tuple[dict[str, Rows], list[str]]) -> None:
+    splits, classes = headlines
+    assert classes == ["World", "Sports", "Business", "Sci/Tech"]
+    assert Counter(splits["train"].labels) == dict.fromkeys(range(4), 100)
+    assert Counter(splits["test"].labels) == dict.fromkeys(range(4), 20)
+    assert len(set(splits["train"].texts + splits["test"].texts)) == 480  # no row twice, none in both splits
+
+
+@pytest.fixture(scope="module", params=["bpe", "wordpiece"])
+def tokenizer(request: pytest.FixtureRequest, headlines: tuple[dict[str, Rows], list[str]]) -> Tokenizer:
+    return train_tokenizer(headlines[0]["train"].texts, request.param, vocab_size=1500)
+
+
+def test_tokenizer_puts_cls_first_and_round_trips(tokenizer: Tokenizer, headlines: tuple[dict[str, Rows], list[str]]) -> None:
+    assert [tokenizer.token_to_id(token) for token in ("[PAD]", "[UNK]", "[CLS]")] == [0, 1, 2]
+    assert 1000 < tokenizer.get_vocab_size() <= 1500
+    again = Tokenizer.from_str(tokenizer.to_str())
+    for text in [*headlines[0]["test"].texts, "", "Ünïcode 漢字 🙂"]:
+        ids = tokenizer.encode(text).ids
+        assert ids[0] == 2
+        assert 2 not in ids[1:]
+        assert 0 not in ids
+        assert again.encode(text).ids == ids
+
+
+def test_tokenizer_ignores_case_and_accents(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("Café MARKET").ids == tokenizer.encode("cafe market").ids
+
+
+def test_known_text_decodes_to_itself(tokenizer: Tokenizer) -> None:
+    text = "the government said the market will rise"
+    assert tokenizer.decode(tokenizer.encode(text).ids).strip() == text
+
+
+@KINDS
+def test_tokenizer_learns_from_the_given_texts_only(kind: str) -> None:
+    train, other = ["apple banana cherry"] * 20, ["zebra quokka"] * 20
+    alone, both = train_tokenizer(train, kind, 400), train_tokenizer(train + other, kind, 400)
+    assert len(alone.encode("banana").ids) == len(both.encode("banana").ids) == 2  # [CLS] and the word
+    assert len(both.encode("quokka").ids) == 2
+    if kind == "wordpiece":
+        assert alone.encode("quokka").ids == [2, 1]
+    else:
+        assert len(alone.encode("quokka").ids) > 4  # bytes: a byte-level alphabet knows no unknown
+
+
+@KINDS
+def test_text_that_names_a_special_token_is_only_text(kind: str) -> None:
+    tokenizer = train_tokenizer(["pad and cls and text [ ] brackets"] * 9, kind, 400)
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())  # as a checkpoint gives it back
+    tokens = encode(["text [PAD] text [CLS] text"], tokenizer, max_len=64)[0]
+    length = int((tokens != 0).nonzero().max()) + 1
+    assert tokens[0] == 2
+    assert not set(tokens[1:length].tolist()) & {0, 2}
+
+
+@pytest.mark.parametrize("max_len", [8, 16, 128])
+def test_batches_hold_the_tokens_of_their_rows(
+    max_len: int, tokenizer: Tokenizer, headlines: tuple[dict[str, Rows], list[str]]
+) -> None:
+    rows = headlines[0]["train"].take(range(101))
+    data = TextSet(rows, tokenizer, max_len, CPU)
+    wanted = [tokenizer.encode(text).ids[:max_len] for text in rows.texts]
+    assert data.lengths.tolist() == [len(ids) for ids in wanted]
+    assert data.longest == max(map(len, wanted)) <= max_len
+    plan = [*torch.randperm(101).split(13), torch.tensor([100]), torch.tensor([0, 0])]
+    for part, (tokens, labels) in zip(plan, data.batches(plan, epoch=0), strict=True):
+        assert labels.tolist() == [rows.labels[i] for i in part]
+        longest = max(len(wanted[i]) for i in part)
+        assert tokens.shape[1] % 8 == 0
+        assert longest <= tokens.shape[1] < longest + 8
+        assert (tokens[:, 0] == 2).all()
+        assert tokens.tolist() == [wanted[i] + [0] * (tokens.shape[1] - len(wanted[i])) for i in part]
+
+
+@pytest.mark.parametrize("max_len", [8, 13])
+def test_text_longer_than_the_model_takes_is_cut_whatever_the_length(
+    max_len: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "--dataset headlines --epochs 1 --bs 100 --device cpu --threads 1 --width 8 --heads 2 --depth 1 --vocab_size 400"
+    monkeypatch.setattr("sys.argv", ["x", *words.split(), "--max_len", str(max_len), "--out", str(tmp_path / "run")])
+    transformer_test.main()
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_encode_cleans_and_equals_the_set(tokenizer: Tokenizer) -> None:
+    tokens = encode(["Oil <b>up</b> today", ""], tokenizer, max_len=32)
+    ids = tokenizer.encode("Oil up today").ids
+    assert tokens[0, : len(ids)].tolist() == ids
+    assert tokens[1].tolist() == [2] + [0] * (tokens.shape[1] - 1)
+
+
+def write_csv(folder: Path, train: str, test: str, encoding: str = "utf-8") -> str:
+    for name, text in (("train.csv", train), ("test.csv", test)):
+        (folder / name).write_bytes(text.encode(encoding))
+    return str(folder)
+
+
+def test_own_csv_numbers_its_labels_in_order(tmp_path: Path) -> None:
+    folder = write_csv(tmp_path, 'spam,"Win, now",today\nham,Hello,you\n', "ham,a,b\nspam,c,d\n")
+    splits, classes = read_splits("csv", folder)
+    assert classes == ["ham", "spam"]
+    assert splits["train"] == Rows([1, 0], ["Win, now today", "Hello you"])
+    assert splits["test"].labels == [0, 1]
+    folder = write_csv(tmp_path, "10,a\n9,b\n2,c\n", "2,a\n")
+    assert read_splits("csv", folder)[1] == ["2", "9", "10"]
+
+
+def test_csv_with_a_byte_order_mark_reads_alike(tmp_path: Path) -> None:
+    folder = write_csv(tmp_path, '"ham",a\n"spam",b\n', '"ham",a\n', encoding="utf-8-sig")  # as Excel writes it
+    splits, classes = read_splits("csv", folder)
+    assert classes == ["ham", "spam"]
+    assert splits["train"].labels == [0, 1]
+
+
+@pytest.mark.data
+def test_ag_news_files_have_the_official_counts(data_dir: Path) -> None:
+    folder = data_dir / "ag_news_csv"
+    if not (folder / "train.csv").exists():
+        pytest.skip(f"AG News is not below {data_dir}")
+    splits, classes = read_splits("agnews", str(data_dir))
+    assert classes == texts.AGNEWS_CLASSES
+    assert Counter(splits["test"].labels) == dict.fromkeys(range(4), 1900)
+    counts = Counter(splits["train"].labels)
+    assert counts in (dict.fromkeys(range(4), 30_000), dict.fromkeys(range(4), 3_000))  # whole, or the balanced tenth
+    assert not any("<b>" in text or "http" in text for text in splits["test"].texts)
