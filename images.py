@@ -100,7 +100,7 @@ class ImageSet:
         assert self.pixels is not None
         for rows in plan:
             rows = rows.to(self.device, non_blocking=True)
-            yield rows, self.pixels[rows], self.labels[rows]
+            yield rows, self.pixels.index_select(0, rows), self.labels.index_select(0, rows)
 
     def streamed_batches(self, plan: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(rows, pixels, labels), decoded by worker processes; on a GPU one batch ahead, copied on a side stream."""
@@ -193,24 +193,29 @@ def fits(images: Images, device: torch.device) -> bool:
 
 def normalise(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """(batch, height, width, channels) uint8 to (batch, channels, height, width) fp32, channels_last: (x / 255 - mean) / std."""
-    means = torch.tensor([255 * value for value in mean], device=pixels.device)
-    scales = torch.tensor([1 / (255 * value) for value in std], device=pixels.device)
-    return ((pixels.float() - means) * scales).permute(0, 3, 1, 2)
+    width = pixels.shape[2]  # whole image rows: broadcasting over a last dimension of 3 is slow
+    means = torch.tensor([255 * value for value in mean] * width, device=pixels.device)
+    scales = torch.tensor([1 / (255 * value) for value in std] * width, device=pixels.device)
+    rows = (pixels.float().flatten(2) - means).mul_(scales)
+    return rows.view(pixels.shape).permute(0, 3, 1, 2)
 
 
 def crop_flip(pixels: Tensor, moves: Tensor, pad: int) -> Tensor:
-    """Shift each image within `pad` zero pixels and mirror some: one gather on bytes.
+    """Shift each image within `pad` zero pixels and mirror some: one gather of whole image rows.
 
     Args:
         pixels: (batch, height, width, channels) uint8.
         moves: (batch, 3) uint8: offsets 0..2 pad down and right, flip 0 or 1.
         pad: pixels.
     """
-    batch, height, width, _ = pixels.shape
-    padded = F.pad(pixels, (0, 0, pad, pad, pad, pad))
+    batch, height, width, channels = pixels.shape
     down, right, flip = moves.long().unbind(1)
-    row = torch.arange(height, device=pixels.device) + down[:, None]  # (batch, height)
-    column = torch.arange(width, device=pixels.device)
-    column = torch.where(flip[:, None] > 0, width - 1 - column, column) + right[:, None]  # (batch, width)
-    sample = torch.arange(batch, device=pixels.device)
-    return padded[sample[:, None, None], row[:, :, None], column[:, None, :]]
+    padded = F.pad(pixels, (0, 0, pad, pad, pad, pad))
+    stride = (width + 2 * pad) * channels  # bytes of a padded image row
+    image = torch.arange(batch, device=pixels.device) * (height + 2 * pad)
+    first = (image + down) * stride + right * channels
+    start = first[:, None] + torch.arange(height, device=pixels.device) * stride  # (batch, height)
+    length = width * channels
+    every_row = padded.flatten().as_strided((padded.numel() - length + 1, length), (1, 1))  # a row from every byte on
+    cropped = every_row.index_select(0, start.flatten()).view(pixels.shape)
+    return torch.where(flip.bool()[:, None, None, None], cropped.flip(2), cropped)

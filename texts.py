@@ -31,7 +31,7 @@ AGNEWS_FILES = {  # rows of the official files, to notice a cut download
 }
 HEADLINES = Path(__file__).with_name("headlines.csv")
 HEADLINES_TRAIN = 400  # the first rows; the others are the test set
-PAD_MULTIPLE = 8
+PAD, PAD_MULTIPLE = 0, 8
 
 TAG = re.compile(r"</?[A-Za-z!][^<>]*>")
 BARE = re.compile(r"(?<![&\w])(#\d{2,4}|quot|amp|lt|gt|nbsp|apos|mdash|ndash);")  # AG News lost the ampersand
@@ -59,8 +59,7 @@ def clean(text: str) -> str:
     >>> clean('Oil &lt;b&gt;up&lt;/b&gt;  at www.example.com today')
     'Oil up at today'
     """
-    text = text.replace("\\n", " ").replace("\\$", "$")
-    text = BARE.sub(r"&\1;", text)
+    text = BARE.sub(r"&\1;", text.replace("\\", " "))  # AG News has a backslash where a line ended
     return " ".join(URL.sub(" ", TAG.sub(" ", html.unescape(text))).split())
 
 
@@ -221,9 +220,9 @@ class TextSet:
     def gather(self, rows: Tensor, length: int) -> Tensor:
         """Tokens of `rows` padded with 0 to `length`: (len(rows), length) int32."""
         column = torch.arange(length, device=self.device)
-        inside = column < self._device_lengths[rows, None]
-        where = (self.starts[rows, None] + column).clamp_(max=len(self.flat) - 1)
-        return torch.where(inside, self.flat[where], 0)
+        beyond = column >= self._device_lengths.index_select(0, rows)[:, None]
+        where = (self.starts.index_select(0, rows)[:, None] + column).clamp_(max=len(self.flat) - 1)
+        return self.flat.index_select(0, where.flatten()).view(where.shape).masked_fill_(beyond, PAD)
 
 
 def encode(texts: Sequence[str], tokenizer: Tokenizer, max_len: int) -> Tensor:

@@ -6,7 +6,6 @@ import socket
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 import backends
 import distributed
 import optim
+import ranks
 from dynamic_batch import share
 from step import SAMPLES, SKIPPED, Step, classification
 from transformer import Transformer

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 
 import checkpoint
 import engine
 import errors
+import ranks
 import resnet50_test
 import transformer_test
 
