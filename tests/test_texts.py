@@ -29,7 +29,7 @@ KINDS = pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
         ("more at https://example.com/a?b=c today", "more at today"),
         ("more at www.example.com today", "more at today"),
         ("cost: 5 < 6 and 7 > 3", "cost: 5 < 6 and 7 > 3"),
-        ("report first-half earnings\\news from", "report first-half earnings news from"),  # AG News has a backslash where a line ended
+        ("half earnings\\news from", "half earnings news from"),  # AG News has a backslash where a line ended
         ("a \\$5 note", "a $5 note"),
         ("", ""),
     ],
