@@ -97,6 +97,8 @@ def choose_precision(name: str, device: torch.device) -> Precision:
         torch.backends.cuda.matmul.allow_tf32 = tf32
         torch.backends.cudnn.allow_tf32 = tf32
         torch.backends.cudnn.benchmark = True
+    elif name == "bf16":  # on CPUs the flash kernel's backward is slow in bf16: plain attention took a quarter of its time
+        torch.backends.cuda.enable_flash_sdp(False)  # governs the CPU's choice of kernel as well
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
     return Precision(name, device.type, dtype)
 

@@ -32,6 +32,27 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
+class Dropout(nn.Module):
+    """Dropout (Srivastava et al., 2014) with one random byte an element on CPUs, where torch draws a float each.
+
+    `p` is rounded to 1/256 there; what is kept is scaled by the exact inverse, so the mean is unchanged.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        if x.device.type != "cpu" or torch.compiler.is_compiling():  # both fuse the draw with what comes next
+            return F.dropout(x, self.p)
+        dropped = min(255, round(self.p * 256))
+        words = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // 8),))
+        keep = (words.view(torch.uint8)[: x.numel()] >= dropped).view(x.shape)
+        return x * (keep * (256 / (256 - dropped))).to(x.dtype)
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -40,7 +61,7 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.mlp = nn.Sequential(nn.Linear(width, mlp_width), nn.GELU(), nn.Linear(mlp_width, width))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x), keep))
@@ -84,7 +105,7 @@ class Transformer(nn.Module):
             self.positions = nn.Parameter(torch.zeros_like(table))
         else:
             self.register_buffer("positions", table, persistent=False)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, mlp_width, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)

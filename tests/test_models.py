@@ -12,7 +12,7 @@ from torchvision import models
 
 from errors import InputError
 from resnet import build_model
-from transformer import PAD, UNKNOWN, Transformer, sinusoids
+from transformer import PAD, UNKNOWN, Dropout, Transformer, sinusoids
 
 
 @pytest.fixture(autouse=True)
@@ -190,3 +190,17 @@ def test_fresh_transformer_guesses_evenly_and_padding_gets_no_gradient() -> None
     assert model.embed.weight.grad is not None
     assert model.embed.weight.grad[PAD].abs().sum() == 0
     assert model.embed.weight[PAD].abs().sum() == 0
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_by_bytes_drops_that_share_and_keeps_the_mean(p):
+    torch.manual_seed(4)
+    dropout = Dropout(p)
+    x = torch.ones(100, 1001, dtype=torch.float64, requires_grad=True)
+    y = dropout(x)
+    assert (y == 0).double().mean().item() == pytest.approx(p, abs=0.005)
+    assert y.mean().item() == pytest.approx(1, abs=0.02)
+    assert y.unique().numel() == 2
+    y.sum().backward()
+    assert torch.equal(x.grad, y), "the gradient passes where the value does"
+    assert torch.equal(dropout.eval()(x), x)
