@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 PAD, UNKNOWN, CLS = 0, 1, 2
+PRIOR_WEIGHT = 0.1  # at the start
 
 
 class Attention(nn.Module):
@@ -80,6 +81,9 @@ class Transformer(nn.Module):
         token_dropout: share of input tokens replaced by unknown while training (arXiv:1512.05287, section 5).
         positions: 'learned' or 'sinusoidal' (Vaswani et al., section 3.5).
         pooling: 'mean' over the tokens that are not padding, or 'cls', the first token.
+        prior: (vocab_size, classes) scores of each token, such as `texts.naive_bayes` counts. Their sum over the visible
+            tokens, divided by the square root of how many there are, is added to the logits with a learned weight, so
+            that the encoder only learns what a bag of words cannot say ("wide and deep", arXiv:1606.07792).
     """
 
     def __init__(
@@ -95,8 +99,11 @@ class Transformer(nn.Module):
         token_dropout: float = 0.0,
         positions: str = "learned",
         pooling: str = "mean",
+        prior: Tensor | None = None,
     ) -> None:
         super().__init__()
+        self.register_buffer("prior", prior)
+        self.prior_weight = nn.Parameter(torch.tensor([PRIOR_WEIGHT])) if prior is not None else None
         self.token_dropout = token_dropout
         self.pooling = pooling
         self.embed = nn.Embedding(vocab_size, width, padding_idx=PAD)
@@ -134,9 +141,16 @@ class Transformer(nn.Module):
             x = block(x, keep[:, None, None, :])
         x = self.norm(x)
         if self.pooling == "cls":
-            return self.head(x[:, 0])
-        weights = keep.unsqueeze(-1).to(x.dtype)
-        return self.head((x * weights).sum(1) / weights.sum(1).clamp(min=1))
+            logits = self.head(x[:, 0])
+        else:
+            weights = keep.unsqueeze(-1).to(x.dtype)
+            logits = self.head((x * weights).sum(1) / weights.sum(1).clamp(min=1))
+        return logits if self.prior_weight is None else logits.float() + self.prior_weight * self.bag_of_words(tokens)
+
+    def bag_of_words(self, tokens: Tensor) -> Tensor:
+        """tokens (batch, length) -> (batch, classes): sum of the prior's rows over the square root of their number."""
+        words = (tokens > CLS).sum(1, keepdim=True).clamp(min=1)
+        return F.embedding(tokens, self.get_buffer("prior")).sum(1) / words.sqrt()
 
 
 def sinusoids(length: int, width: int) -> Tensor:

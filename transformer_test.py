@@ -35,8 +35,13 @@ def parser() -> options.Parser:
     )
     group = parser.add_argument_group("texts and model")
     add = group.add_argument
-    add("--tokenizer", choices=("bpe", "wordpiece"), default="bpe", help="learnt from the training split (default %(default)s)")
-    add("--vocab_size", type=options.number(int, 300), default=16_000, help="tokens at most (default %(default)s)")
+    add(
+        "--tokenizer",
+        choices=("wordpiece", "bpe"),
+        default="wordpiece",
+        help="learnt from the training split (default %(default)s)",
+    )
+    add("--vocab_size", type=options.number(int, 300), default=30_000, help="tokens at most (default %(default)s)")
     add("--max_len", type=options.number(int, 4), default=128, metavar="TOKENS", help="longest text (default %(default)s)")
     add("--width", type=options.count, default=128, help="of the encoder (default %(default)s)")
     add("--depth", type=options.count, default=2, help="encoder blocks (default %(default)s)")
@@ -46,6 +51,7 @@ def parser() -> options.Parser:
     add("--token_dropout", type=options.below_one, default=0.5, help="share of tokens hidden in training (default %(default)s)")
     add("--positions", choices=("learned", "sinusoidal"), default="learned", help="position embedding (default %(default)s)")
     add("--pooling", choices=("mean", "cls"), default="mean", help="of the last layer (default %(default)s)")
+    add("--prior", choices=("none", "naive_bayes"), default="none", help="token scores added to the logits (default none)")
     return parser
 
 
@@ -53,9 +59,8 @@ def build_model(args: argparse.Namespace, header: dict[str, Any], run: build.Run
     """The model on its device."""
     if args.width % args.heads or args.width % 2:
         raise errors.InputError(f"--width {args.width}: must be even and divisible by --heads {args.heads}")
-    vocab_size = Tokenizer.from_str(header["tokenizer"]).get_vocab_size()
     model = Transformer(
-        vocab_size,
+        Tokenizer.from_str(header["tokenizer"]).get_vocab_size(),
         len(header["classes"]),
         args.width,
         args.depth,
@@ -66,6 +71,7 @@ def build_model(args: argparse.Namespace, header: dict[str, Any], run: build.Run
         args.token_dropout,
         args.positions,
         args.pooling,
+        header["prior"],
     )
     return model.to(run.world.device)
 
@@ -85,7 +91,8 @@ def build_sets(
         learnt = texts.train_tokenizer(splits["train"].texts, args.tokenizer, args.vocab_size).to_str() if run.world.first else ""
         tokenizer = Tokenizer.from_str(run.world.from_first(learnt))
     sets = {name: texts.TextSet(split, tokenizer, args.max_len, run.world.device) for name, split in splits.items()}
-    return sets, {"classes": classes, "tokenizer": tokenizer.to_str(), "max_len": args.max_len}
+    prior = texts.naive_bayes(sets["train"], tokenizer.get_vocab_size(), len(classes)) if args.prior == "naive_bayes" else None
+    return sets, {"classes": classes, "tokenizer": tokenizer.to_str(), "max_len": args.max_len, "prior": prior}
 
 
 def predict(args: argparse.Namespace, run: build.Run, state: dict[str, Any]) -> None:
