@@ -113,15 +113,17 @@ def measure(args: argparse.Namespace, run: Run, model: nn.Module, test: DataSet,
         inference.print_report(result)
 
 
-def report(run: Run, totals: dict[str, Any]) -> None:
-    """The last lines on the console (rank 0)."""
+def report(run: Run, totals: dict[str, Any], validated: bool) -> None:
+    """The last lines on the console (rank 0); `validated`: a validation split chose the best epoch."""
     if not run.world.first:
         return
-    which = "validation" if totals.get("test_accuracy") != totals["accuracy"] else "test"
-    print(
-        f"best {which} accuracy {100 * totals['accuracy']:.2f} % in epoch {totals['epoch']}"
-        + (f" (test {100 * totals['test_accuracy']:.2f} %)" if which == "validation" and totals["test_accuracy"] else "")
-    )
+    line = f"best test accuracy {100 * totals['test_accuracy']:.2f} % in epoch {totals['epoch']}"
+    if validated:
+        line = (
+            f"best validation accuracy {100 * totals['accuracy']:.2f} % in epoch {totals['epoch']}, "
+            f"test accuracy there {100 * totals['test_accuracy']:.2f} %"
+        )
+    print(line)
     print(
         f"{totals['seconds']:.1f} s, {totals['samples_per_second']:.0f} samples/s, peak memory "
         f"{totals['peak_memory_bytes'] / 2**30:.2f} GiB, {totals['device_hours']:.4f} device-hours; {run.folder}"

@@ -190,10 +190,11 @@ class Trainer:
         self.rows.append(row)
         self.epoch, self.step_in_epoch, self.train_seconds, self.world.bytes_sent = self.epoch + 1, 0, 0.0, 0
         sums[:SKIPPED_RUN] = 0
-        accuracy = row.get("val_accuracy", row.get("test_accuracy", -1.0))
-        better = accuracy > self.best["accuracy"]
+        chosen_by = "val" if "val" in self.tests else "test"
+        better = row[f"{chosen_by}_accuracy"] > self.best["accuracy"]
         if better:
-            self.best = {"accuracy": accuracy, "epoch": row["epoch"], "test_accuracy": row.get("test_accuracy")}
+            accuracy = row[f"{chosen_by}_accuracy"]
+            self.best = {"accuracy": accuracy, "epoch": row["epoch"], "test_accuracy": row["test_accuracy"]}
         self.save(best=better)
         self.log.epoch(self.rows)
 

@@ -96,7 +96,7 @@ def main() -> None:
             return build.measure(args, run, model, sets["test"], header["classes"])
         model = build_model(args, header, run)
         trainer = build.trainer(args, run, model, sets.pop("train"), sets, header)
-        build.report(run, trainer.fit(state))
+        build.report(run, trainer.fit(state), validated="val" in sets)
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def main() -> None:
         trainer = build.trainer(args, run, model, sets.pop("train"), sets, header)
         if world.first:
             (run.folder / "tokenizer.json").write_text(header["tokenizer"])
-        build.report(run, trainer.fit(state))
+        build.report(run, trainer.fit(state), validated="val" in sets)
 
 
 if __name__ == "__main__":

@@ -204,3 +204,18 @@ def test_dropout_by_bytes_drops_that_share_and_keeps_the_mean(p):
     y.sum().backward()
     assert torch.equal(x.grad, y), "the gradient passes where the value does"
     assert torch.equal(dropout.eval()(x), x)
+
+
+def test_a_prior_adds_its_scores_over_the_root_of_the_words() -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(40, 3)
+    scores[:3] = 0
+    model = Transformer(40, 3, width=16, depth=1, heads=2, mlp_width=16, max_len=8, prior=scores).eval()
+    tokens = torch.tensor([[2, 5, 6, 7, 0], [2, 9, 1, 0, 0]])
+    with torch.no_grad():
+        model.head.weight.zero_()  # the encoder says nothing, its bias is zero
+        wanted = torch.stack([scores[[5, 6, 7]].sum(0) / 3**0.5, scores[9]]) * model.prior_weight
+        torch.testing.assert_close(model(tokens), wanted)
+        torch.testing.assert_close(model(tokens[1:, :3]), wanted[1:])
+    assert "prior" in model.state_dict()
+    assert not any(name == "prior" for name, _ in model.named_parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -177,3 +178,21 @@ def test_ag_news_files_have_the_official_counts(data_dir: Path) -> None:
     counts = Counter(splits["train"].labels)
     assert counts in (dict.fromkeys(range(4), 30_000), dict.fromkeys(range(4), 3_000))  # whole, or the balanced tenth
     assert not any("<b>" in text or "http" in text for text in splits["test"].texts)
+
+
+def test_naive_bayes_scores_equal_a_count_by_hand() -> None:
+    rows = Rows([0, 0, 1], ["oil oil price", "oil", "cup price"])
+    tokenizer = train_tokenizer(rows.texts, "wordpiece", 400)
+    size = tokenizer.get_vocab_size()
+    scores = texts.naive_bayes(TextSet(rows, tokenizer, 16, CPU), size, 2).double()
+    held = [set(tokenizer.encode(text).ids) for text in rows.texts]
+    of_class = [held[:2], held[2:]]
+    totals = [sum(1 + sum(token in row for row in group) for token in range(size)) for group in of_class]
+    for token in range(3, size):
+        logs = [math.log((1 + sum(token in row for row in group)) / total) for group, total in zip(of_class, totals)]
+        rarity = math.log(4 / (1 + sum(token in row for row in held)))
+        for label in (0, 1):
+            assert scores[token, label] == pytest.approx((logs[label] - sum(logs) / 2) * rarity, abs=1e-5)
+    assert (scores[:3] == 0).all()
+    assert scores[tokenizer.token_to_id("oil")].argmax() == 0
+    assert scores[tokenizer.token_to_id("cup")].argmax() == 1
