@@ -3,7 +3,7 @@
 run = build.open_run(args, "resnet50_test", world)
 rows = build.split_rows(labels, args)
 trainer = build.trainer(args, run, model, train, {"test": test}, header)
-build.report(trainer.fit(state))
+build.report(run, trainer.fit(state), validated=False)
 """
 
 from __future__ import annotations

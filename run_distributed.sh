@@ -28,16 +28,16 @@ else
     rendezvous=(--standalone) # a free port of the system's choice
 fi
 
-launch() { # distributed.py is torchrun with the scripts' exit codes
+launch() { # launch SCRIPT FLAG...: distributed.py is torchrun with the scripts' exit codes
     local script=$1
     shift
     [ -f "$script" ] || script=$root/$script
-    "$python" "$root/distributed.py" "${rendezvous[@]}" --nproc_per_node "$processes" \
+    ${exec:-} "$python" "$root/distributed.py" "${rendezvous[@]}" --nproc_per_node "$processes" \
         --max_restarts "${MAX_RESTARTS:-0}" "$script" "$@"
 }
 
 if [ "$#" -gt 0 ]; then
-    launch "$@"
+    exec=exec launch "$@" # signals reach the launcher, not this shell
 elif [ "$gpus" -gt 0 ]; then
     launch resnet50_test.py
     launch transformer_test.py
