@@ -37,7 +37,7 @@ launch() { # launch SCRIPT FLAG...: distributed.py is torchrun with the scripts'
 }
 
 if [ "$#" -gt 0 ]; then
-    exec=exec launch "$@" # signals reach the launcher, not this shell
+    exec="exec" launch "$@" # signals reach the launcher, not this shell
 elif [ "$gpus" -gt 0 ]; then
     launch resnet50_test.py
     launch transformer_test.py

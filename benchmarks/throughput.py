@@ -254,7 +254,8 @@ def main() -> None:
     root, data_dir = Path(__file__).resolve().parents[1], os.environ.get("DATA_DIR", "./data")
     add = parser.add_argument
     add("--data_dir", default=data_dir, help="folder of the data sets (default $DATA_DIR or ./data)")
-    add("--agnews_log", type=Path, default=root / "figures/logs/agnews12k/prior-seed0", help="run folder (default figures/logs/agnews12k/prior-seed0)")
+    log = root / "figures/logs/agnews12k/prior-seed0"
+    add("--agnews_log", type=Path, default=log, help="run folder (default figures/logs/agnews12k/prior-seed0)")
     args = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else tokenizers warns in every worker that is forked
     with tempfile.TemporaryDirectory() as folder, distributed.world() as world:
