@@ -162,21 +162,30 @@ def download_agnews(folder: Path, file: str) -> None:
 def train_tokenizer(texts: Sequence[str], kind: str, vocab_size: int) -> Tokenizer:
     """A 'wordpiece' (arXiv:1609.08144) or byte-level 'bpe' (arXiv:1508.07909) tokenizer, learnt from `texts` alone.
 
-    Every encoding starts with [CLS]. Lower-cased, accents stripped.
+    Every encoding starts with [CLS]. Lower-cased, accents stripped. The same texts give the same tokenizer.
     """
+    normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase(), normalizers.StripAccents()])
     options: dict[str, Any] = {"vocab_size": vocab_size, "special_tokens": SPECIALS, "show_progress": False}
     if kind == "wordpiece":
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
+        # The trainer numbers ##x in the order of a hash table, and numbers break ties: give each its number beforehand.
+        letters = sorted({letter for text in texts for letter in normalizer.normalize_str(text) if not letter.isspace()})
+        options["special_tokens"] = [*SPECIALS, *letters, *(f"##{letter}" for letter in letters)]
         trainer: trainers.Trainer = trainers.WordPieceTrainer(**options)
     else:
         tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(**options, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase(), normalizers.StripAccents()])
+    tokenizer.normalizer = normalizer
     tokenizer.train_from_iterator(texts, trainer)
+    if kind == "wordpiece":  # without the trainer's notion that letters are special
+        learnt = Tokenizer(models.WordPiece(vocab=tokenizer.get_vocab(), unk_token="[UNK]", max_input_chars_per_word=100))
+        learnt.normalizer, learnt.pre_tokenizer, learnt.decoder = normalizer, tokenizer.pre_tokenizer, tokenizer.decoder
+        learnt.add_special_tokens(SPECIALS)
+        tokenizer = learnt
     tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 2)])
     return tokenizer
 

@@ -196,3 +196,9 @@ def test_naive_bayes_scores_equal_a_count_by_hand() -> None:
     assert (scores[:3] == 0).all()
     assert scores[tokenizer.token_to_id("oil")].argmax() == 0
     assert scores[tokenizer.token_to_id("cup")].argmax() == 1
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_the_same_texts_give_the_same_tokenizer(kind: str) -> None:
+    lines = read_splits("headlines", "")[0]["train"].texts
+    assert len({train_tokenizer(lines, kind, 2000).to_str() for _ in range(4)}) == 1
