@@ -1,6 +1,6 @@
 """Draw accuracy and loss of runs against epochs and seconds.
 
-python figures/draw.py                                     # every picture, from the logs in figures/logs
+python figures/draw.py                                     # every picture and the results table, from figures/logs
 python figures/draw.py --runs runs/a runs/b --out a.png    # your own runs, one line each
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -54,6 +55,30 @@ def draw_runs(folders: list[Path], out: Path) -> None:
     print(out)
 
 
+def results_table(groups: dict[str, list[Path]]) -> str:
+    """Markdown: a line for the runs that differ in the seed alone (folders NAME-seedN), all from metrics.jsonl.
+
+    Accuracy is that of the last epoch, so that the test set chooses nothing.
+    """
+    lines = [
+        "| runs | seeds | test accuracy, last epoch | seconds | device-hours | peak memory |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for group, folders in groups.items():
+        for name in sorted({folder.name.rpartition("-seed")[0] for folder in folders}):
+            last = [read_rows(folder)[-1] for folder in folders if folder.name.rpartition("-seed")[0] == name]
+            accuracy = [100 * row["test_accuracy"] for row in last]
+            spread = f" ± {statistics.stdev(accuracy):.2f}" if len(last) > 1 else ""
+            seconds = statistics.mean(row["seconds"] for row in last)
+            hours = statistics.mean(row["seconds"] * row["world_size"] / 3600 for row in last)
+            memory = max(row["peak_memory_bytes"] for row in last) / 2**30
+            lines.append(
+                f"| [{group}/{name}](figures/logs/{group}) | {len(last)} | {statistics.mean(accuracy):.2f}{spread} % "
+                f"| {seconds:.0f} | {hours:.4f} | {memory:.2f} GiB |"
+            )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", type=Path, help="run folders")
@@ -62,10 +87,13 @@ def main() -> None:
     if args.runs:
         draw_runs(args.runs, args.out)
         return
-    for group in sorted(path for path in (HERE / "logs").iterdir() if path.is_dir()):
-        folders = sorted(path.parent for path in group.glob("*/metrics.jsonl"))
-        if folders:
-            draw_runs(folders, HERE / f"{group.name}.png")
+    logs = sorted((HERE / "logs").glob("*/*/metrics.jsonl"))
+    groups = {path.parent.parent.name: [] for path in logs}
+    for path in logs:
+        groups[path.parent.parent.name].append(path.parent)
+    for group, folders in groups.items():
+        draw_runs(folders, HERE / f"{group}.png")
+    print(results_table(groups))
 
 
 if __name__ == "__main__":
