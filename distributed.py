@@ -161,7 +161,11 @@ def world(device_name: str = "auto") -> Iterator[World]:
         yield World(device=device)
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=30), device_id=device if backend == "nccl" else None)
+    store, rank, size = next(dist.rendezvous("env://"))
+    # A restarted job finds the store of its first start: without a name of its own it would read dead processes' addresses.
+    store = dist.PrefixStore(f"start-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    device_id = device if backend == "nccl" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30), device_id=device_id)
     try:
         control = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, control)

@@ -4,19 +4,21 @@
     print(bench.table([row], "plain"))
     sys.exit(bench.verdict([bench.Bar("resnet50 training", row.ratio, 2.7)]))
 
-A side is an endless iterator: each `next` does one step and says how many samples (or bytes, or calls) it took.
+A side is an endless iterator: each `next` does one step and says how many samples (or bytes, or calls) it took; or a
+`Remote`, which runs such an iterator in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from multiprocessing.process import BaseProcess
@@ -94,11 +96,50 @@ class Side:
         self.send("SIGSTOP")
         return samples / taken
 
+    def close(self) -> None:
+        """Let the workers run on: a process that stands still cannot be ended."""
+        self.send("SIGCONT")
+
     def send(self, name: str) -> None:
         """Send a signal to every worker that is left; where the system has no such signal (Windows) they run on."""
         for worker in self.workers:
             if hasattr(signal, name) and worker.is_alive() and worker.pid is not None:
                 os.kill(worker.pid, getattr(signal, name))
+
+
+class Remote:
+    """A side in a process of its own: a fresh interpreter's allocator and settings, nothing of ours.
+
+    `make(*arguments)` is called there and returns the iterator; both must be picklable. The process waits at a pipe, and
+    its workers stand still, while the other side is measured.
+    """
+
+    def __init__(self, make: Callable[..., Iterator[int]], *arguments: Any) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self.pipe, there = context.Pipe()
+        self.process = context.Process(target=serve, args=(there, make, arguments))
+        self.process.start()
+        there.close()
+
+    def rate(self, seconds: float) -> float:
+        """As `Side.rate`."""
+        self.pipe.send(seconds)
+        return self.pipe.recv()
+
+    def close(self) -> None:
+        """End the process."""
+        with contextlib.suppress(OSError):
+            self.pipe.send(None)
+        self.process.join()
+
+
+def serve(pipe: Any, make: Callable[..., Iterator[int]], arguments: tuple[Any, ...]) -> None:
+    """The other end of a `Remote`."""
+    side = Side(make(*arguments))
+    with contextlib.suppress(EOFError):
+        while (seconds := pipe.recv()) is not None:
+            pipe.send(side.rate(seconds))
+    side.close()
 
 
 def wait_for_device() -> None:
@@ -107,7 +148,7 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def interleave(name: str, ours: Iterator[int], peer: Iterator[int], block: float, blocks: int, limit: float) -> Row:
+def interleave(name: str, ours: Iterator[int], peer: Iterator[int] | Remote, block: float, blocks: int, limit: float) -> Row:
     """One untimed block of each side, then `blocks` timed ones in turn; the side that goes first changes every time.
 
     Args:
@@ -118,7 +159,7 @@ def interleave(name: str, ours: Iterator[int], peer: Iterator[int], block: float
         limit: seconds after which three blocks will do (a step can be longer than a block).
     """
     end = time.perf_counter() + limit
-    sides = Side(ours), Side(peer)
+    sides = Side(ours), peer if isinstance(peer, Remote) else Side(peer)
     rates: tuple[list[float], list[float]] = ([], [])
     try:
         for side in sides:
@@ -130,7 +171,7 @@ def interleave(name: str, ours: Iterator[int], peer: Iterator[int], block: float
                 break
     finally:
         for side in sides:
-            side.send("SIGCONT")  # a process that stands still cannot be ended
+            side.close()
     return Row(name, *rates)
 
 

@@ -5,8 +5,8 @@ python benchmarks/throughput.py --json throughput.json  # longer blocks, larger 
 
 Ours is what the scripts run with their default flags: built by their own functions, one step as engine.py does it. Plain
 is torchvision transforms on PIL images or a tokenizing collate function, DataLoader workers, fp32, eager, NCHW, and
-torch's optimizers as they come. Both start from the same weights and take turns in one process. Last comes what the
-Transformer has learnt: the accuracy of a committed run beside TF-IDF and logistic regression on the same rows.
+torch's optimizers as they come, in a process of its own. Both start from the same weights and take turns. Last comes what
+the Transformer has learnt: the accuracy of a committed run beside TF-IDF and logistic regression on the same rows.
 """
 
 from __future__ import annotations
@@ -69,14 +69,23 @@ SIZES = {
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """What the plain side is told: what it is to train, and nothing of how we do it."""
+
+    texts: bool
+    header: dict[str, Any]
+    model: nn.Module  # with our first weights, in the memory format that torch gives it (NCHW)
+    lr: float
+    momentum: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
 class Opened:
     """What a script has built just before its first step, and the seconds it took to read (and tokenise) the data."""
 
     trainer: Trainer
-    header: dict[str, Any]
-    lr: float
-    momentum: float
-    weight_decay: float
+    recipe: Recipe
     precision: str
     seconds: float
 
@@ -91,7 +100,9 @@ def open_script(script: ModuleType, words: list[str], world: distributed.World) 
     trainer = build.trainer(args, run, script.build_model(args, header, run), sets.pop("train"), sets, header)
     trainer.do_step.wrap()
     trainer.model.train()
-    return Opened(trainer, header, args.lr, args.momentum, args.weight_decay, run.precision.name, seconds)
+    plain = copy.deepcopy(trainer.model).to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    recipe = Recipe(script is transformer_test, header, plain, args.lr, args.momentum, args.weight_decay)
+    return Opened(trainer, recipe, run.precision.name, seconds)
 
 
 def our_batches(trainer: Trainer, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -138,18 +149,18 @@ class Collate:
         return pad_sequence(ids, batch_first=True), torch.tensor([label for _, label in rows])
 
 
-def image_loader(data_dir: str, opened: Opened, batch_size: int) -> DataLoader:
+def image_loader(data_dir: str, header: dict[str, Any], batch_size: int) -> DataLoader:
     """CIFAR-10 the usual way."""
     augment = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
-    scale = transforms.Normalize(opened.header["mean"], opened.header["std"])
+    scale = transforms.Normalize(header["mean"], header["std"])
     data = datasets.CIFAR10(data_dir, train=True, transform=transforms.Compose([*augment, transforms.ToTensor(), scale]))
     return loader(data, batch_size)
 
 
-def text_loader(data_dir: str, opened: Opened) -> DataLoader:
+def text_loader(data_dir: str, header: dict[str, Any], batch_size: int) -> DataLoader:
     """AG News the usual way, with the tokenizer that ours learnt."""
-    collate = Collate(Tokenizer.from_str(opened.header["tokenizer"]), opened.header["max_len"])
-    return loader(Lines(data_dir), TEXT_BATCH, collate)
+    collate = Collate(Tokenizer.from_str(header["tokenizer"]), header["max_len"])
+    return loader(Lines(data_dir), batch_size, collate)
 
 
 def loader(data: Dataset, batch_size: int, collate: Collate | None = None) -> DataLoader:
@@ -159,15 +170,22 @@ def loader(data: Dataset, batch_size: int, collate: Collate | None = None) -> Da
     )
 
 
-def plain_batches(batches: DataLoader) -> Iterator[tuple[Tensor, Tensor]]:
+def plain_batches(recipe: Recipe, data_dir: str, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Epoch after epoch."""
+    batches = (text_loader if recipe.texts else image_loader)(data_dir, recipe.header, batch_size)
     while True:
         yield from batches
 
 
-def plain_steps(model: nn.Module, batches: DataLoader, optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[int]:
+def plain_training(recipe: Recipe, data_dir: str, batch_size: int) -> Iterator[int]:
     """The training loop of every tutorial."""
-    for inputs, labels in plain_batches(batches):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = recipe.model.to(device)
+    if recipe.texts:
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), recipe.lr, weight_decay=recipe.weight_decay)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay)
+    for inputs, labels in plain_batches(recipe, data_dir, batch_size):
         inputs, labels = inputs.to(device), labels.to(device)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs), labels)
@@ -176,43 +194,35 @@ def plain_steps(model: nn.Module, batches: DataLoader, optimizer: torch.optim.Op
         yield len(labels)
 
 
+def plain_input(recipe: Recipe, data_dir: str, batch_size: int) -> Iterator[int]:
+    """Batches alone."""
+    return (len(labels) for _, labels in plain_batches(recipe, data_dir, batch_size))
+
+
 # -------------------------------------------------------------------- the pairs
 
 
-def pair(name: str, quick: bool, ours: Iterator[int], plain: Iterator[int]) -> bench.Row:
+def pair(name: str, quick: bool, ours: Iterator[int], plain: bench.Remote) -> bench.Row:
     return bench.interleave(name, ours, plain, *SIZES[name][0 if quick else 1])
 
 
-def input_pair(name: str, quick: bool, opened: Opened, plain: DataLoader) -> bench.Row:
-    return pair(name, quick, lengths(our_batches(opened.trainer, INPUT_BATCH)), lengths(plain_batches(plain)))
-
-
-def lengths(batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[int]:
-    return (len(labels) for _, labels in batches)
-
-
-def plain_copy(opened: Opened) -> nn.Module:
-    """The model with the same weights, in the memory format that torch gives it (NCHW)."""
-    return copy.deepcopy(opened.trainer.model).to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+def both_pairs(name: str, opened: Opened, data_dir: str, quick: bool, batch: int) -> list[bench.Row]:
+    """Training, and the input pipeline alone. The plain side is a process of its own, with the allocator as it comes."""
+    plain = bench.Remote(plain_training, opened.recipe, data_dir, batch)
+    training = pair(f"{name} training", quick, our_steps(opened.trainer), plain)
+    ours = (len(labels) for _, labels in our_batches(opened.trainer, INPUT_BATCH))
+    plain = bench.Remote(plain_input, opened.recipe, data_dir, INPUT_BATCH)
+    return [training, pair(f"{'text' if opened.recipe.texts else 'image'} input pipeline", quick, ours, plain)]
 
 
 def measure(data_dir: str, quick: bool, folder: str, world: distributed.World) -> tuple[list[bench.Row], dict[str, Any]]:
-    """The four pairs, and what else was seen. The plain side, too, has `backends.keep_freed_memory`: one process, one malloc."""
+    """The four pairs, and what else was seen."""
     batch = 64 if quick else 128
     words = ["--data_dir", data_dir, "--out"]
     image = open_script(resnet50_test, [*words, f"{folder}/image", "--bs", str(batch)], world)
-    rows = [input_pair("image input pipeline", quick, image, image_loader(data_dir, image, INPUT_BATCH))]
-    model = plain_copy(image)
-    sgd = torch.optim.SGD(model.parameters(), image.lr, image.momentum, weight_decay=image.weight_decay)
-    plain = plain_steps(model, image_loader(data_dir, image, batch), sgd, world.device)
-    rows.insert(0, pair("resnet50 training", quick, our_steps(image.trainer), plain))
-
+    rows = both_pairs("resnet50", image, data_dir, quick, batch)
     text = open_script(transformer_test, [*words, f"{folder}/text", "--bs", str(TEXT_BATCH)], world)
-    model = plain_copy(text)
-    adamw = torch.optim.AdamW(model.parameters(), text.lr, weight_decay=text.weight_decay)
-    plain = plain_steps(model, text_loader(data_dir, text), adamw, world.device)
-    rows.insert(1, pair("transformer training", quick, our_steps(text.trainer), plain))
-    rows.append(input_pair("text input pipeline", quick, text, text_loader(data_dir, text)))
+    rows += both_pairs("transformer", text, data_dir, quick, TEXT_BATCH)
     facts = {"precision": image.precision, "prepare_seconds": {"images": image.seconds, "texts": text.seconds}}
     return rows, {**facts, "resnet50_batch": batch, "input_batch": INPUT_BATCH, "transformer_batch": TEXT_BATCH}
 
