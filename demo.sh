@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 bash setup_venv.sh requirements.txt
 out=${1:-runs/demo-$(date +%Y%m%d-%H%M%S)}
 echo "== ResNet-50 on 1,437 embedded 8x8 digits"
-.venv/bin/python resnet50_test.py --dataset digits --bs 64 --lr 0.05 --epochs 6 --warmup 1 --out "$out/resnet50"
+.venv/bin/python resnet50_test.py --dataset digits --bs 64 --lr 0.01 --epochs 10 --warmup 1 --nesterov --out "$out/resnet50"
 echo "== Transformer on 400 embedded headlines"
 .venv/bin/python transformer_test.py --dataset headlines --bs 16 --lr 4e-4 --epochs 12 --out "$out/transformer"
 echo "== Picture and summary"
