@@ -36,9 +36,11 @@ def exit_code(main: Callable[[], None]) -> int:
     try:
         main()
     except (InputError, NonFiniteLoss, Interrupted) as error:
-        if os.environ.get("RANK", "0") != "0":
+        first = os.environ.get("RANK", "0") == "0"
+        if not first:
             time.sleep(GRACE)
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        if first or isinstance(error, InputError):  # the others happen to all ranks alike
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return {InputError: BAD_INPUT, NonFiniteLoss: NON_FINITE, Interrupted: INTERRUPTED}[type(error)]
     except KeyboardInterrupt:
         return INTERRUPTED
