@@ -73,7 +73,7 @@ class ImageSet:
             source = images.pixels if images.pixels is not None else decode_all(images, workers)
             self.pixels = source.to(device)
         self.labels = images.labels.to(device)
-        self.mean, self.std = mean, std
+        self.mean, self.std = torch.tensor(list(mean), device=device), torch.tensor(list(std), device=device)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -191,11 +191,10 @@ def fits(images: Images, device: torch.device) -> bool:
     return wanted < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 4
 
 
-def normalise(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+def normalise(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """(batch, height, width, channels) uint8 to (batch, channels, height, width) fp32, channels_last: (x / 255 - mean) / std."""
     width = pixels.shape[2]  # whole image rows: broadcasting over a last dimension of 3 is slow
-    means = torch.tensor([255 * value for value in mean] * width, device=pixels.device)
-    scales = torch.tensor([1 / (255 * value) for value in std] * width, device=pixels.device)
+    means, scales = (255 * mean).repeat(width), (1 / (255 * std)).repeat(width)
     rows = (pixels.float().flatten(2) - means).mul_(scales)
     return rows.view(pixels.shape).permute(0, 3, 1, 2)
 

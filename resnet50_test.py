@@ -68,7 +68,9 @@ def build_sets(
 def predict(args: argparse.Namespace, run: build.Run, state: dict[str, Any]) -> None:
     """Classify the image files of --predict."""
     pixels = torch.stack([image_files.read_image(Path(file), state["size"], state["channels"]) for file in args.predict])
-    inputs = images.normalise(pixels.to(run.world.device), state["mean"], state["std"])
+    device = run.world.device
+    mean, std = torch.tensor(state["mean"], device=device), torch.tensor(state["std"], device=device)
+    inputs = images.normalise(pixels.to(device), mean, std)
     inference.print_predictions(
         build.trained(build_model(args, state, run), state), inputs, args.predict, state["classes"], args.batch_size
     )

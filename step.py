@@ -106,7 +106,9 @@ class Step:
                 with self.precision.autocast():
                     loss, hits = self.task(model, x, y)
                 self.scaler.scale(loss * (len(y) / len(labels))).backward()
-            sums += torch.stack([loss.detach().double() * len(y), hits.double(), hits.new_tensor(len(y)).double()])
+            sums[LOSS] += loss.detach() * len(y)
+            sums[HITS] += hits
+            sums[SAMPLES] += len(y)
         return sums
 
     def update(self, sums: Tensor) -> None:

@@ -43,7 +43,7 @@ def test_crop_flip_equals_a_plain_reference(height: int, width: int, channels: i
 def test_normalise_equals_torchvision_and_is_channels_last() -> None:
     pixels = random_pixels(6, 16, 12, 3)
     peer = transforms.Compose([transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
-    ours = normalise(pixels, MEAN, STD)
+    ours = normalise(pixels, torch.tensor(MEAN), torch.tensor(STD))
     torch.testing.assert_close(ours, torch.stack([peer(image.numpy()) for image in pixels]), rtol=0, atol=1e-6)
     assert ours.dtype == torch.float32
     assert ours.is_contiguous(memory_format=torch.channels_last)
@@ -91,7 +91,7 @@ def test_augmentation_reaches_every_move_and_no_epoch_means_none(train: ImageSet
     moves = torch.cat([train.draw(epoch) for epoch in range(10)])
     assert [moves[:, i].unique().tolist() for i in range(3)] == [[0, 1, 2, 3, 4]] * 2 + [[0, 1]]
     plan = [torch.arange(200)]
-    assert torch.equal(by_row(train, plan, None), normalise(train.images.pixels, MEAN, STD))
+    assert torch.equal(by_row(train, plan, None), normalise(train.images.pixels, torch.tensor(MEAN), torch.tensor(STD)))
 
 
 def test_digits_are_never_mirrored() -> None:
