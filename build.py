@@ -85,7 +85,16 @@ def trainer(
         )
     log = run.log(args)
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch, args.base_bs)
-    optimizer = optim.build_optimizer(model, args.optimizer, lr, args.weight_decay, args.momentum, args.nesterov, tuple(args.betas))
+    ngd = {
+        "rank": args.ngd_rank,
+        "alpha": args.ngd_alpha,
+        "eta": args.ngd_eta,
+        "update_period": args.ngd_period,
+        "max_dim": args.ngd_max_dim,
+    }
+    optimizer = optim.build_optimizer(
+        model, args.optimizer, lr, args.weight_decay, args.momentum, args.nesterov, tuple(args.betas), ngd, args.ngd_skip
+    )
     model = backends.apply_backend(args.backend, model)
     task = classification(args.label_smoothing)
     step = Step(model, task, optimizer, run.precision, world, args.accumulate, args.clip, args.sync_bn, log.say)

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-OPTIMIZERS = ("sgd", "adamw")
+from errors import InputError
+from ngd import NGD
+
+OPTIMIZERS = ("sgd", "adamw", "ngd")
 SCHEDULES = ("constant", "step", "multistep", "exponential", "inverse", "polynomial", "cosine", "onecycle", "cyclic")
 ONECYCLE_START, ONECYCLE_RISE = 1 / 25, 0.3  # as torch.optim.lr_scheduler.OneCycleLR: first rate / peak, share of the rise
 ONECYCLE_END = 1e-4  # last rate / first rate
@@ -119,6 +123,25 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     return [group for group in groups if group["params"]]
 
 
+def ngd_groups(model: nn.Module, weight_decay: float, skip: Sequence[str] = ()) -> list[dict]:
+    """`decay_groups` for NGD: parameters whose names contain one of `skip` are put into groups with `ngd=False`.
+
+    Raises:
+        InputError: one of `skip` is in no name.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for word in skip:
+        if not any(word in name for name in names.values()):
+            raise InputError(f"--ngd_skip {word}: no parameter has this in its name; the model has {', '.join(names.values())}")
+    groups = []
+    for group in decay_groups(model, weight_decay):
+        for ngd in (True, False):
+            some = [p for p in group["params"] if any(word in names[p] for word in skip) != ngd]
+            if some:
+                groups.append({**group, "params": some, "ngd": ngd})
+    return groups
+
+
 def build_optimizer(
     model: nn.Module,
     name: str,
@@ -127,8 +150,13 @@ def build_optimizer(
     momentum: float = 0.9,
     nesterov: bool = False,
     betas: tuple[float, float] = (0.9, 0.999),
+    ngd: Mapping[str, Any] | None = None,
+    ngd_skip: Sequence[str] = (),
 ) -> torch.optim.Optimizer:
-    """The optimizer of that name over all parameters of `model`, fused."""
+    """The optimizer of that name over all parameters of `model`; `ngd` holds the settings that only `NGD` has."""
+    if name == "ngd":
+        groups = ngd_groups(model, weight_decay, ngd_skip)
+        return NGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **(ngd or {}))
     groups = decay_groups(model, weight_decay)
     if name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=True)

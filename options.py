@@ -1,6 +1,6 @@
 """Flags of both scripts: names, defaults, help, recipes, and validation with one clear line.
 
-    parser = options.shared_parser(__doc__, lr=0.02, weight_decay=5e-4, ...)
+    parser = options.shared_parser(__doc__, datasets=["cifar10", "mnist"], epochs=50)
     parser.add_argument("--arch", default="resnet50")
     args = options.parse(parser, script="resnet50_test")
 
@@ -13,7 +13,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +32,8 @@ NOT_RESTORED = {"resume", "recipe", "out", "evaluate", "predict", "export", "dis
 
 class Parser(argparse.ArgumentParser):
     """Reports a bad flag as an InputError instead of printing the usage."""
+
+    rates: dict[str, tuple[float, float]]  # see RATES
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message.removeprefix('argument ')} (see --help)")
@@ -65,8 +67,14 @@ share, below_one = number(float, 0, 1, open_low=True), number(float, 0, 0.999)
 # -------------------------------------------------------------------- the flags
 
 
-def shared_parser(description: str | None, datasets: Sequence[str], **defaults: Any) -> Parser:
-    """The flags that both scripts have; `defaults` are those in which they differ."""
+RATES = {"sgd": (0.02, 5e-4), "ngd": (0.02, 5e-4), "adamw": (1e-3, 0.05)}
+"""Learning rate and weight decay of each optimizer where the command line names neither."""
+
+
+def shared_parser(
+    description: str | None, datasets: Sequence[str], rates: Mapping[str, tuple[float, float]] = RATES, **defaults: Any
+) -> Parser:
+    """The flags that both scripts have; `rates` and `defaults` are those in which they differ."""
     parser = Parser(
         description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=True
     )
@@ -89,12 +97,21 @@ def shared_parser(description: str | None, datasets: Sequence[str], **defaults: 
 
     optimizer = parser.add_argument_group("optimizer and learning rate")
     add = optimizer.add_argument
-    add("--optimizer", choices=optim.OPTIMIZERS, default="sgd", help="optimizer (default %(default)s)")
-    add("--lr", type=positive, default=0.02, help="learning rate (default %(default)s)")
-    add("--momentum", type=below_one, default=0.9, help="of SGD (default %(default)s)")
-    add("--nesterov", action=argparse.BooleanOptionalAction, default=False, help="Nesterov momentum of SGD")
+    chosen = defaults.get("optimizer", "sgd")
+    add("--optimizer", choices=optim.OPTIMIZERS, default="sgd", help=f"optimizer (default {chosen})")
+    add("--ngd", dest="optimizer", action="store_const", const="ngd", help="the same as --optimizer ngd: online natural gradient")
+    lrs, decays = (", ".join(f"{name} {pair[i]:g}" for name, pair in rates.items()) for i in (0, 1))
+    add("--lr", type=positive, help=f"learning rate (default {lrs})")
+    add("--weight_decay", type=not_negative, help=f"of matrices and convolutions (default {decays})")
+    add("--momentum", type=below_one, default=0.9, help="of SGD and NGD (default %(default)s)")
+    add("--nesterov", action=argparse.BooleanOptionalAction, default=False, help="Nesterov momentum of SGD and NGD")
     add("--betas", type=below_one, nargs=2, default=[0.9, 0.999], metavar="B", help="of AdamW (default 0.9 0.999)")
-    add("--weight_decay", type=not_negative, default=5e-4, help="of matrices and convolutions (default %(default)s)")
+    add("--ngd_rank", type=count, default=80, help="of NGD: eigenvectors kept of an axis, at most half its length (80)")
+    add("--ngd_alpha", type=positive, default=4.0, help="of NGD: smoothing towards plain SGD (default %(default)s)")
+    add("--ngd_eta", type=number(float, 1e-6, 0.999), default=0.1, help="of NGD: weight of a new gradient in the estimate (0.1)")
+    add("--ngd_period", type=count, default=4, metavar="STEPS", help="of NGD: between updates of an estimate (default %(default)s)")
+    add("--ngd_max_dim", type=count, default=4096, help="of NGD: longer axes are left alone (default %(default)s)")
+    add("--ngd_skip", nargs="+", default=[], metavar="NAME", help="of NGD: parameters whose names hold one of these take plain SGD")
     add("--lr_schedule", choices=optim.SCHEDULES, default="cosine", help="shape of the learning rate (default %(default)s)")
     add("--warmup", type=not_negative, default=0.0, metavar="EPOCHS", help="linear rise at the start (default %(default)s)")
     add("--gamma", type=positive, default=0.1, help="factor of step, multistep, exponential; rate of inverse (0.1)")
@@ -131,6 +148,7 @@ def shared_parser(description: str | None, datasets: Sequence[str], **defaults: 
     add("--predict", nargs="+", metavar="FILE", help="with --resume: classify files")
     add("--export", metavar="FILE", help="with --resume: write the model as .onnx or .pt2 and check it")
     parser.set_defaults(**defaults)
+    parser.rates = dict(rates)
     return parser
 
 
@@ -152,7 +170,11 @@ def parse(parser: Parser, script: str, argv: Sequence[str] | None = None) -> tup
         known -= {"data_dir"} if "DATA_DIR" in os.environ else set()
         parser.set_defaults(**{name: value for name, value in state["flags"].items() if name in known})
     words = recipe_words(given.recipe, parser) if given.recipe else []
-    args = parser.parse_args([*words, *(argv if argv is not None else sys.argv[1:])])
+    words += argv if argv is not None else sys.argv[1:]
+    lr, decay = parser.rates[parser.parse_args(words).optimizer]
+    if state is None:
+        parser.set_defaults(lr=lr, weight_decay=decay)
+    args = parser.parse_args(words)
     if path is not None and args.out is None:
         args.out = str(path if path.is_dir() else path.parent)
     validate(args, script, resumed=state is not None)

@@ -2,7 +2,7 @@
 
     model = build_model("resnet50", classes=10, channels=3, image_size=32)
 
-resnet18, 34, 50, 101, 152 take a 3x3 stem without max-pooling below 65 pixels; resnet20, 32, 44, 56, 110 are the 6n+2
+resnet18, 34, 50, 101, 152 take a 3x3 stem without max-pooling below 65 pixels; resnet8, 20, 32, 44, 56, 110 are the 6n+2
 family of section 4.2 of the paper. Every other name is looked up in torchvision.
 """
 
@@ -19,7 +19,7 @@ STAGES = {
     "resnet50": ("bottleneck", [3, 4, 6, 3]),
     "resnet101": ("bottleneck", [3, 4, 23, 3]),
     "resnet152": ("bottleneck", [3, 8, 36, 3]),
-    **{f"resnet{6 * n + 2}": ("basic", [n, n, n]) for n in (3, 5, 7, 9, 18)},
+    **{f"resnet{6 * n + 2}": ("basic", [n, n, n]) for n in (1, 3, 5, 7, 9, 18)},
 }
 SMALL_IMAGE = 64  # pixels: up to here the stem does not shrink the image
 

@@ -31,7 +31,11 @@ SCRIPT = "transformer_test"
 def parser() -> options.Parser:
     """The shared flags and those of texts."""
     parser = options.shared_parser(
-        __doc__, datasets=["agnews", "headlines", "csv"], lr=1e-4, optimizer="adamw", lr_schedule="onecycle", weight_decay=0.05
+        __doc__,
+        datasets=["agnews", "headlines", "csv"],
+        rates=options.RATES | {"adamw": (1e-4, 0.05)},
+        optimizer="adamw",
+        lr_schedule="onecycle",
     )
     group = parser.add_argument_group("texts and model")
     add = group.add_argument
