@@ -9,7 +9,7 @@ build.report(run, trainer.fit(state), validated=False)
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,20 @@ def split_rows(labels: Tensor, args: argparse.Namespace) -> dict[str, Tensor]:
     return {"train": rows[train], "val": rows[val]}
 
 
+def flags_optimizer(args: argparse.Namespace, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """The optimizer of the flags, with the learning rate `lr`."""
+    ngd = {
+        "rank": args.ngd_rank,
+        "alpha": args.ngd_alpha,
+        "eta": args.ngd_eta,
+        "update_period": args.ngd_period,
+        "max_dim": args.ngd_max_dim,
+    }
+    return optim.build_optimizer(
+        model, args.optimizer, lr, args.weight_decay, args.momentum, args.nesterov, tuple(args.betas), ngd, args.ngd_skip
+    )
+
+
 def trainer(
     args: argparse.Namespace,
     run: Run,
@@ -74,6 +88,7 @@ def trainer(
     train: DataSet,
     tests: Mapping[str, DataSet],
     header: dict[str, Any],
+    make_optimizer: Callable[[argparse.Namespace, nn.Module, float], torch.optim.Optimizer] = flags_optimizer,
 ) -> Trainer:
     """The Trainer of these flags; `header` is what inference needs besides the flags."""
     world, sampler = run.world, Sampler(len(train), args.seed, train.lengths)
@@ -85,16 +100,7 @@ def trainer(
         )
     log = run.log(args)
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch, args.base_bs)
-    ngd = {
-        "rank": args.ngd_rank,
-        "alpha": args.ngd_alpha,
-        "eta": args.ngd_eta,
-        "update_period": args.ngd_period,
-        "max_dim": args.ngd_max_dim,
-    }
-    optimizer = optim.build_optimizer(
-        model, args.optimizer, lr, args.weight_decay, args.momentum, args.nesterov, tuple(args.betas), ngd, args.ngd_skip
-    )
+    optimizer = make_optimizer(args, model, lr)
     model = backends.apply_backend(args.backend, model)
     task = classification(args.label_smoothing)
     step = Step(model, task, optimizer, run.precision, world, args.accumulate, args.clip, args.sync_bn, log.say)

@@ -1,0 +1,154 @@
+"""How many epochs an optimizer needs for what tuned SGD reaches: ResNet-8 on 10,000 images of CIFAR-10, batch 256.
+
+    python benchmarks/convergence.py --logs figures/logs/ngd_convergence             # runs what is not there yet
+    python benchmarks/convergence.py --logs figures/logs/ngd_convergence --report    # the table from the logs alone
+
+Every optimizer tries the same learning rates with seed 0, at a constant rate, without warm-up; the one with the lowest
+training loss of the last epoch (running mean over the augmented epoch) goes on with seeds 1 and 2. An optimizer *passes*
+SGD in the first epoch whose mean training loss over seeds is at most SGD's mean in its last one. Seconds are training
+alone. Killed and started again, it goes on with the run it was in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the scripts and modules measured here
+
+import bench  # noqa: E402
+import build  # noqa: E402
+import distributed  # noqa: E402
+import options  # noqa: E402
+import resnet50_test  # noqa: E402
+from errors import NonFiniteLoss  # noqa: E402
+
+METHODS = ("sgd", "adamw", "muon", "ngd")
+DECAY = {"sgd": 5e-4, "ngd": 5e-4, "adamw": 0.05, "muon": 0.05}  # coupled for the first two, decoupled for the others
+FLAGS = "--arch resnet8 --bs 256 --lr_schedule constant --workers 0"
+WANTED = 1.4  # SGD's epochs over those in which NGD passes it: what makes a costlier step worth while at all
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the comparison: share of the training set, epochs, learning rates tried with the first seed, seeds."""
+
+    subset: float
+    epochs: int
+    rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+
+
+FULL = Size(0.2, 8, (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0), (0, 1, 2))
+QUICK = Size(0.05, 6, (0.03, 0.1, 0.3), (0, 1))
+
+
+def make_optimizer(args: argparse.Namespace, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """The optimizer of the flags, or Muon."""
+    if args.optimizer == "muon":
+        from peers import MuonAdamW
+
+        return MuonAdamW(model, lr=lr, weight_decay=args.weight_decay)
+    return build.flags_optimizer(args, model, lr)
+
+
+class Comparison:
+    """Its runs, each a folder below `logs`."""
+
+    def __init__(self, logs: Path, size: Size) -> None:
+        self.logs, self.size = logs, size
+
+    def folder(self, method: str, lr: float, seed: int) -> Path:
+        return self.logs / f"{method}-lr{lr:g}-seed{seed}"
+
+    def rows(self, method: str, lr: float, seed: int) -> list[dict[str, Any]]:
+        """The epochs of a run, as far as it came."""
+        file = self.folder(method, lr, seed) / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def train(self, method: str, lr: float, seed: int, threads: int) -> None:
+        """One run, as the entry script does it; nothing if it is there, its rest if a part of it is."""
+        folder = self.folder(method, lr, seed)
+        if len(self.rows(method, lr, seed)) == self.size.epochs or (folder / "diverged").exists():
+            return
+        words = f"{FLAGS} --subset {self.size.subset} --epochs {self.size.epochs} --lr {lr} --seed {seed} --threads {threads}"
+        words += f" --optimizer {'sgd' if method == 'muon' else method} --weight_decay {DECAY[method]} --out {folder}"
+        resume = ["--resume"] if (folder / "last.pt").exists() else []
+        args, state = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split() + resume)
+        args = argparse.Namespace(**{**vars(args), "optimizer": method})
+        try:
+            with distributed.world(args.device) as world:
+                run = build.open_run(args, resnet50_test.SCRIPT, world)
+                sets, header = resnet50_test.build_sets(args, run, state)
+                model = resnet50_test.build_model(args, header, run)
+                build.trainer(args, run, model, sets.pop("train"), sets, header, make_optimizer).fit(state)
+        except NonFiniteLoss as error:
+            (folder / "diverged").write_text(f"{error}\n")
+        for weights in folder.glob("*.pt"):
+            weights.unlink()
+
+    def last_loss(self, method: str, lr: float, seed: int) -> float:
+        """Training loss of the last epoch; infinite for a run that broke off."""
+        rows = self.rows(method, lr, seed)
+        return rows[-1]["train_loss"] if len(rows) == self.size.epochs else float("inf")
+
+    def best_rate(self, method: str) -> float:
+        """The learning rate with the lowest last training loss of the first seed."""
+        return min(self.size.rates, key=lambda lr: self.last_loss(method, lr, self.size.seeds[0]))
+
+    def curve(self, method: str, field: str) -> list[list[float]]:
+        """`field` of each epoch (rows) of each seed (columns) at the best learning rate."""
+        runs = [self.rows(method, self.best_rate(method), seed) for seed in self.size.seeds]
+        return [[row[field] for row in epoch] for epoch in zip(*runs)]
+
+    def report(self) -> list[bench.Bar]:
+        """Print the table and return the bar."""
+        goal = statistics.mean(self.curve("sgd", "train_loss")[-1])
+        print(f"{'':8} {'rate':>6} {'train loss':>16} {'test accuracy':>16} {'passes SGD':>11} {'s/epoch':>8} {'s to pass':>10}")
+        bars = []
+        for method in METHODS:
+            losses, hits = self.curve(method, "train_loss"), self.curve(method, "test_accuracy")
+            if not losses:
+                print(f"{method:8} not run")
+                continue
+            seconds = statistics.median(second for epoch in self.curve(method, "train_seconds") for second in epoch)
+            passed = next((epoch for epoch, loss in enumerate(losses, 1) if statistics.mean(loss) <= goal), None)
+            loss, hit = (f"{statistics.mean(last):.3f} +- {statistics.stdev(last):.3f}" for last in (losses[-1], hits[-1]))
+            time = f"{passed * seconds:.0f}" if passed else "-"
+            rate = self.best_rate(method)
+            print(f"{method:8} {rate:>6g} {loss:>16} {hit:>16} {passed or '-':>11} {seconds:>8.1f} {time:>10}")
+            if method == "ngd":
+                bars.append(bench.Bar("ngd epochs fewer than sgd", self.size.epochs / passed if passed else 0.0, WANTED))
+        return bars
+
+
+def main() -> int:
+    parser = bench.parser(__doc__)
+    parser.add_argument("--logs", type=Path, required=True, metavar="DIR", help="a folder a run")
+    parser.add_argument("--report", action="store_true", help="only the table")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--threads", type=int, default=0, help="of the processor (default: all)")
+    args = parser.parse_args()
+    runs = Comparison(args.logs, QUICK if args.quick else FULL)
+    first, *others = runs.size.seeds
+    if not args.report:
+        for method in args.methods:
+            for lr in runs.size.rates:
+                runs.train(method, lr, first, args.threads)
+            for seed in others:
+                runs.train(method, runs.best_rate(method), seed, args.threads)
+    bars = runs.report()
+    bench.write_json(args.json, [], bars, logs=str(args.logs))
+    return bench.verdict(bars)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
