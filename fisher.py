@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FLOOR = 5e-4  # of an eigenvalue, relative to the largest (Kaldi's delta), and of all at the start, relative to their mean
+FLOOR = 5e-4  # of an eigenvalue, relative to the largest (Kaldi's delta) and to the mean of those of a new gradient
 DENSE = 16  # an axis up to this long is preconditioned by one (D, D) matrix instead of two thin ones
 DENSE_KERNEL = 64  # ... and all axes of a convolution's kernel together, up to this many weights
 
@@ -44,7 +44,7 @@ def updated(
 
     Args:
         W: factors (batch, rank, dim), rows orthogonal.
-        d, rho: eigenvalues (batch, rank) and the floor below them (batch,), float64; rho = 0 where nothing is known yet.
+        d, rho: eigenvalues (batch, rank) and the floor below them (batch,), float64; 0 where nothing is known yet.
         J: W X'X (batch, rank, dim) of gradients of any scale.
         k: eta times the square of what brings those gradients to scale (batch,), float64.
         g0: their squared norm at scale (batch,), float64.
@@ -54,13 +54,13 @@ def updated(
         The new W, d and rho.
     """
     rank, dim = W.shape[1:]
-    start = torch.where(rho == 0, FLOOR / dim * g0, rho)
-    known = torch.where((rho == 0)[:, None], start[:, None], d)
+    start = torch.maximum(rho, FLOOR / dim * g0)  # what is 0 at first, or was learnt from far smaller gradients
+    known = torch.maximum(d, FLOOR / dim * g0[:, None])
     total = eta * g0 + (1 - eta) * (dim * start + known.sum(1))
     to_rows = 1 / torch.linalg.vector_norm(W, dim=2, dtype=torch.float64)  # E^-1/2: R = E^-1/2 W
-    old = (1 - eta) / total[:, None] * (known + start[:, None]) * to_rows
-    Y = J * ((k / total)[:, None] * to_rows)[:, :, None].to(J.dtype)  # R T
-    Y.addcmul_(W, old[:, :, None].to(J.dtype))
+    dtype = torch.promote_types(J.dtype, torch.float32)
+    Y = J * ((k / total)[:, None] * to_rows)[:, :, None].to(dtype)  # R T
+    Y.addcmul_(W, ((1 - eta) / total[:, None] * (known + start[:, None]) * to_rows)[:, :, None].to(dtype))
     wide = Y.double()
     c, U = torch.linalg.eigh(torch.nan_to_num(wide @ wide.mT))
     s = torch.maximum(c.flip(1), ((1 - eta) * start / total).square()[:, None]).sqrt()  # descending
@@ -69,10 +69,10 @@ def updated(
     new_d = torch.maximum(s - new_rho[:, None], least[:, None])
     new_rho = torch.maximum(new_rho, least)
     beta = new_rho * (1 + alpha) + alpha / dim * new_d.sum(1)
-    rows = (U.flip(2).mT / s[:, :, None]).to(Y.dtype) @ Y
+    rows = (U.flip(2).mT / s[:, :, None]).to(dtype) @ Y
     L, failed = torch.linalg.cholesky_ex((rows @ rows.mT).double())  # makes rows orthonormal, the larger before the smaller
     back = torch.linalg.solve_triangular(L, torch.eye(rank, dtype=L.dtype, device=L.device).expand_as(L), upper=False)
-    new_W = ((new_d / (beta[:, None] + new_d)).sqrt()[:, :, None] * back).to(Y.dtype) @ rows
+    new_W = ((new_d / (beta[:, None] + new_d)).sqrt()[:, :, None] * back).to(dtype) @ rows
     good = learn & (failed == 0)
     return (
         torch.where(good[:, None, None], new_W.to(W.dtype), W),

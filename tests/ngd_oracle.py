@@ -35,8 +35,6 @@ class Axis:
         g0 = float((X * X).sum())
         self.t += 1
         if self.t == 1:
-            self.rho = DELTA * g0 / (N * self.D)
-            self.d = torch.full((self.R,), self.rho, dtype=torch.float64)
             for _ in range(1 if N <= self.R else 3):
                 self.update(X, g0)
         H = X @ self.W.T
@@ -51,11 +49,13 @@ class Axis:
         return d / (beta + d)
 
     def update(self, X: Tensor, g0: float) -> None:
-        N, D, R, W, d, rho, eta = len(X), self.D, self.R, self.W, self.d, self.rho, self.eta
+        N, D, R, W, eta = len(X), self.D, self.R, self.W, self.eta
+        least = DELTA * g0 / (N * D)  # ours: history does not count for less than this, so that no direction drowns in rounding
+        d, rho = self.d.clamp(min=least), max(self.rho, least)
         H = X @ W.T
         J, L = H.T @ X, H.T @ H
         K = J @ J.T
-        e = self.spread(d, rho)
+        e = (W * W).sum(1)  # = E_t; of W_0 too, whose d and rho are not known yet
         left, kept = (eta / N) * e**-0.5, (1 - eta) * (d + rho) * e**-0.5
         # Y = left J + kept W and J W' = L, W W' = E
         Z = left[:, None] * K * left + left[:, None] * L * kept + kept[:, None] * L * left + torch.diag(kept**2 * e)
