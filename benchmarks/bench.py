@@ -53,16 +53,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Bar:
-    """A number that must be reached."""
+    """A number that must be reached; or, with `at_most`, not be passed."""
 
     name: str
     measured: float
     wanted: float
+    at_most: bool = False
 
     @property
     def holds(self) -> bool:
-        """Whether it is reached, before any rounding."""
-        return self.measured >= self.wanted
+        """Whether it is, before any rounding."""
+        return self.measured <= self.wanted if self.at_most else self.measured >= self.wanted
 
 
 # -------------------------------------------------------------------- measuring

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import bench  # noqa: E402
 import build  # noqa: E402
 import distributed  # noqa: E402
 import options  # noqa: E402
+import peers  # noqa: E402
 import resnet50_test  # noqa: E402
 from errors import NonFiniteLoss  # noqa: E402
 
@@ -51,13 +53,24 @@ FULL = Size(0.2, 8, (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0), (0, 1, 2))
 QUICK = Size(0.05, 6, (0.03, 0.1, 0.3), (0, 1))
 
 
+class Muon(torch.optim.Optimizer):
+    """`peers.Muon` for the Trainer, which sets the learning rate before each step. It cannot be resumed."""
+
+    def __init__(self, model: nn.Module, lr: float, weight_decay: float) -> None:
+        super().__init__(model.parameters(), {"lr": lr})
+        self.both = peers.Muon(model, lr, weight_decay)
+
+    def step(self, closure: None = None) -> None:
+        """One step."""
+        for optimizer in (self.both.muon, self.both.adamw):
+            for group in optimizer.param_groups:
+                group["lr"] = self.param_groups[0]["lr"]
+        self.both.step()
+
+
 def make_optimizer(args: argparse.Namespace, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """The optimizer of the flags, or Muon."""
-    if args.optimizer == "muon":
-        from peers import MuonAdamW
-
-        return MuonAdamW(model, lr=lr, weight_decay=args.weight_decay)
-    return build.flags_optimizer(args, model, lr)
+    return Muon(model, lr, args.weight_decay) if args.optimizer == "muon" else build.flags_optimizer(args, model, lr)
 
 
 class Comparison:
@@ -81,6 +94,8 @@ class Comparison:
             return
         words = f"{FLAGS} --subset {self.size.subset} --epochs {self.size.epochs} --lr {lr} --seed {seed} --threads {threads}"
         words += f" --optimizer {'sgd' if method == 'muon' else method} --weight_decay {DECAY[method]} --out {folder}"
+        if method == "muon":
+            shutil.rmtree(folder, ignore_errors=True)
         resume = ["--resume"] if (folder / "last.pt").exists() else []
         args, state = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split() + resume)
         args = argparse.Namespace(**{**vars(args), "optimizer": method})
