@@ -256,6 +256,9 @@ class NGD(torch.optim.Optimizer):
         min_ndim: parameters with fewer axes take plain SGD (biases, normalisation).
         factor_dtype: of the factors and of the products with them; None is the parameter's, at least float32.
 
+    A parameter whose gradient is missing or not finite stays as it is, as do its estimates; a gradient of zeros teaches
+    nothing. A skipped step counts all the same in the schedule of updates, which the host keeps.
+
     State of a parameter: `step`, `momentum_buffer`, and of each preconditioned axis `axis<n>_factor` (rank, D),
     `axis<n>_eigenvalues` (rank,) and `axis<n>_floor` (). lr, momentum, nesterov, both weight decays, alpha, eta and
     update_period may change at any step; the others are read when the parameter is first seen.

@@ -5,8 +5,9 @@
 
 Every optimizer tries the same learning rates with seed 0, at a constant rate, without warm-up; the one with the lowest
 training loss of the last epoch (running mean over the augmented epoch) goes on with seeds 1 and 2. An optimizer *passes*
-SGD in the first epoch whose mean training loss over seeds is at most SGD's mean in its last one. Seconds are training
-alone. Killed and started again, it goes on with the run it was in.
+SGD in the first epoch whose mean training loss over seeds is at most SGD's mean in its last one. Seconds an epoch are those
+of training alone in the fastest epoch, which other work on the machine met least. Killed and started again, it goes on with
+the run it was in.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class Comparison:
             if not losses:
                 print(f"{method:8} not run")
                 continue
-            seconds = statistics.median(second for epoch in self.curve(method, "train_seconds") for second in epoch)
+            seconds = min(second for epoch in self.curve(method, "train_seconds") for second in epoch)
             passed = next((epoch for epoch, loss in enumerate(losses, 1) if statistics.mean(loss) <= goal), None)
             loss, hit = (f"{statistics.mean(last):.3f} +- {statistics.stdev(last):.3f}" for last in (losses[-1], hits[-1]))
             time = f"{passed * seconds:.0f}" if passed else "-"

@@ -33,17 +33,33 @@ def read_rows(folder: Path) -> list[dict]:
     return rows
 
 
+def by_name(folders: list[Path]) -> dict[str, list[Path]]:
+    """Runs that differ in the seed alone (folders NAME-seedN), by NAME."""
+    named: dict[str, list[Path]] = {}
+    for folder in folders:
+        named.setdefault(folder.name.rpartition("-seed")[0] or folder.name, []).append(folder)
+    return named
+
+
 def draw_runs(folders: list[Path], out: Path) -> None:
-    """Test accuracy against epochs and against seconds, and training loss against epochs."""
+    """Test accuracy against epochs and seconds, training loss against epochs: the mean over seeds, and a band from least to most.
+
+    Where some were repeated with other seeds, the runs of a single seed are left out: they are the search for the setting.
+    """
+    named = by_name(folders)
+    several = {name: runs for name, runs in named.items() if len(runs) > 1}
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    for number, folder in enumerate(folders):
-        rows = read_rows(folder)
-        style = {"color": COLOURS[number % 6], "marker": MARKERS[number % 6], "markersize": 4, "label": folder.name}
-        epochs = [row["epoch"] for row in rows]
-        accuracy = [100 * row["test_accuracy"] for row in rows]
-        axes[0].plot(epochs, accuracy, **style)
-        axes[1].plot([row["seconds"] for row in rows], accuracy, **style)
-        axes[2].plot(epochs, [row["train_loss"] for row in rows], **style)
+    for number, (name, runs) in enumerate((several or named).items()):
+        epochs = list(zip(*(read_rows(folder) for folder in runs)))  # rows of all seeds, an epoch each
+        colour = COLOURS[number % 6]
+        style = {"color": colour, "marker": MARKERS[number % 6], "markersize": 4, "label": name}
+        across = [row[0]["epoch"] for row in epochs]
+        accuracy = [[100 * row["test_accuracy"] for row in rows] for rows in epochs]
+        loss = [[row["train_loss"] for row in rows] for rows in epochs]
+        seconds = [statistics.mean(row["seconds"] for row in rows) for rows in epochs]
+        for axis, horizontal, vertical in zip(axes, (across, seconds, across), (accuracy, accuracy, loss)):
+            axis.plot(horizontal, [statistics.mean(values) for values in vertical], **style)
+            axis.fill_between(horizontal, list(map(min, vertical)), list(map(max, vertical)), color=colour, alpha=0.15, linewidth=0)
     labels = (("epoch", "test accuracy / %"), ("time / s", "test accuracy / %"), ("epoch", "training loss"))
     for axis, (horizontal, vertical) in zip(axes, labels):
         axis.set(xlabel=horizontal, ylabel=vertical)
@@ -56,7 +72,7 @@ def draw_runs(folders: list[Path], out: Path) -> None:
 
 
 def results_table(groups: dict[str, list[Path]]) -> str:
-    """Markdown: a line for the runs that differ in the seed alone (folders NAME-seedN), all from metrics.jsonl.
+    """Markdown: a line for the runs that differ in the seed alone, all from metrics.jsonl.
 
     Accuracy is that of the last epoch, so that the test set chooses nothing.
     """
@@ -65,8 +81,8 @@ def results_table(groups: dict[str, list[Path]]) -> str:
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for group, folders in groups.items():
-        for name in sorted({folder.name.rpartition("-seed")[0] for folder in folders}):
-            last = [read_rows(folder)[-1] for folder in folders if folder.name.rpartition("-seed")[0] == name]
+        for name, runs in by_name(folders).items():
+            last = [read_rows(folder)[-1] for folder in runs]
             accuracy = [100 * row["test_accuracy"] for row in last]
             spread = f" ± {statistics.stdev(accuracy):.2f}" if len(last) > 1 else ""
             seconds = statistics.mean(row["seconds"] for row in last)

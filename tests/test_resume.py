@@ -46,7 +46,7 @@ def test_sigkill_then_resume_on_one_process(name, flags, tmp_path):
 
 @pytest.mark.slow
 def test_sigkill_then_resume_on_two_ranks(tmp_path):
-    flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:]]
+    flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:], "--ngd"]
     whole = tmp_path / "whole"
     ranks.finish(ranks.start(ranks.torchrun("resnet50_test.py", *flags, "--out", whole / "run"), whole, NGPU="2"), whole)
     killed_and_resumed(ranks.torchrun("resnet50_test.py", *flags), tmp_path / "killed", kills=1, NGPU="2")
@@ -72,7 +72,7 @@ def test_a_signal_writes_a_checkpoint_and_leaves_with_130(number, tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_restarts_by_itself_after_a_rank_dies(tmp_path):
-    flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:]]
+    flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:], "--ngd"]
     whole, hurt = tmp_path / "whole", tmp_path / "hurt"
     reference = ranks.torchrun("resnet50_test.py", *flags, "--out", whole / "run")
     ranks.finish(ranks.start(reference, whole, NGPU="2"), whole)
