@@ -31,7 +31,8 @@ DENSE_KERNEL = 64  # ... and all axes of a convolution's kernel together, up to 
 
 def initial_factor(rank: int, dim: int, alpha: float) -> Tensor:
     """W_0 (rank, dim): rows 1.1 e_i + e_(i + rank) + e_(i + 2 rank) + ... of equal length, which any gradient meets."""
-    rows = torch.eye(rank).repeat(1, -(-dim // rank))[:, :dim] + 0.1 * torch.eye(rank, dim)
+    eye = torch.eye(rank, dim, dtype=torch.float64)
+    rows = eye[:, :rank].repeat(1, -(-dim // rank))[:, :dim] + 0.1 * eye
     return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True) / math.sqrt(2 + (dim + rank) * alpha / dim)
 
 

@@ -52,15 +52,17 @@ class Chunk:
         self.parameters, self.states = parameters, states
         self.first = first = parameters[0]
         self.wide = torch.promote_types(first.dtype, torch.float32)
-        self.place = first.device, group["factor_dtype"] or self.wide
+        preconditioned = group["ngd"] and first.ndim >= group["min_ndim"]
+        self.place = first.device, group["factor_dtype"] or self.wide if preconditioned else self.wide
         self.weights = len(parameters) * first.numel()
         kernel = first.ndim > 2 and first.shape[2:].numel() <= DENSE_KERNEL  # laid out as (outputs, kernel, inputs)
         self.order = [0, *range(2, first.ndim), 1] if kernel else list(range(first.ndim))
         self.natural = self.order == sorted(self.order)
         self.back = sorted(range(first.ndim), key=self.order.__getitem__)
         self.shape = [first.shape[axis] for axis in self.order]
+        self.axes: list[Axis] = []
         self.modes: list[Mode] = []
-        if group["ngd"] and first.ndim >= group["min_ndim"]:
+        if preconditioned:
             make = functools.partial(self.axis, group=group)
             self.modes = build_modes(first.shape, kernel, group["max_dim"], make)
         self.missing = torch.full((), math.nan, dtype=first.dtype, device=first.device).expand(self.shape)
@@ -84,7 +86,12 @@ class Chunk:
             for state, row in zip(self.states, batch):
                 state[name] = row
             batches.append(batch)
-        return Axis(number, *batches)
+        self.axes.append(Axis(number, *batches))
+        return self.axes[-1]
+
+    def begun(self) -> bool:
+        """Whether any estimate has learnt something; the host waits for the answer, once."""
+        return bool((self.axes[0].rho > 0).any())
 
     def make_momentum(self) -> Tensor:
         """The momentum of all parameters (batch, weights), from their states or zero."""
@@ -112,11 +119,11 @@ class Chunk:
         """
         if all(p.grad is None for p in self.parameters):
             return []
+        if self.steps == 1 and self.modes and not self.begun():
+            self.steps = 0  # the first step was skipped, as a loss scale that is too large makes it: this one is the first
         batch = len(self.parameters)
         learning = self.steps < FIRST_UPDATES or (self.steps + self.phase) % group["update_period"] == 0
         X, spare = (buffer[: self.weights].view(batch, -1) for buffer in scratch)
-        if any(p.grad is not None and p.grad.is_sparse for p in self.parameters):
-            raise RuntimeError("NGD does not take sparse gradients")
         gradients = [self.missing if p.grad is None else self.laid_out(p.grad) for p in self.parameters]
         torch.stack(gradients, out=X.view(batch, *self.shape))
         norm = norms(X)
@@ -181,7 +188,7 @@ class Plan:
     def __init__(self, groups: Sequence[dict[str, Any]], state: dict[Tensor, dict[str, Any]], wanted: list[bool]) -> None:
         self.wanted = wanted
         flags = iter(wanted)
-        self.chunks = [self.split([p for p in group["params"] if next(flags)], state, group) for group in groups]
+        self.chunks = [self.split([p for p in group["params"] if next(flags) and p.numel()], state, group) for group in groups]
         self.periods = [0] * len(groups)
         sizes: dict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
         for chunk in (chunk for chunks in self.chunks for chunk in chunks):
@@ -257,7 +264,7 @@ class NGD(torch.optim.Optimizer):
         factor_dtype: of the factors and of the products with them; None is the parameter's, at least float32.
 
     A parameter whose gradient is missing or not finite stays as it is, as do its estimates; a gradient of zeros teaches
-    nothing. A skipped step counts all the same in the schedule of updates, which the host keeps.
+    nothing. Once the estimates have begun, a skipped step counts all the same in the schedule of updates, which the host keeps.
 
     State of a parameter: `step`, `momentum_buffer`, and of each preconditioned axis `axis<n>_factor` (rank, D),
     `axis<n>_eigenvalues` (rank,) and `axis<n>_floor` (). lr, momentum, nesterov, both weight decays, alpha, eta and
@@ -312,7 +319,6 @@ class NGD(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         check(self.defaults | param_group)
         super().add_param_group(param_group)
-        self.plan = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the estimates keep their own precision whatever the parameters' dtype is."""
@@ -332,7 +338,10 @@ class NGD(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        wanted = [p.requires_grad for group in self.param_groups for p in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+            raise RuntimeError("NGD does not take sparse gradients")
+        wanted = [p.requires_grad for p in parameters]
         if self.plan is None or self.plan.wanted != wanted:
             self.plan = Plan(self.param_groups, self.state, wanted)
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)

@@ -74,7 +74,8 @@ class Axis:
         rows = (U.T @ (left[:, None] * J + kept[:, None] * W)) / s[:, None]
         if bad or bad_d:
             self.reorthonormalised += bad
-            rows = torch.linalg.qr(rows.T)[0].T * torch.sign(torch.linalg.qr(rows.T)[1].diagonal())[:, None]
+            Q, T = torch.linalg.qr(rows.T)
+            rows = Q.T * torch.sign(T.diagonal())[:, None]
         self.W = e.sqrt()[:, None] * rows
 
 

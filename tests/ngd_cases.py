@@ -1,0 +1,77 @@
+"""Parameters, gradients and steps for the tests of NGD."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ngd import NGD
+
+Shapes = Sequence[tuple[int, ...]]
+# two alike, a convolution, biases, a scalar, a 3-d one laid out as a convolution, one whose middle axis lies between two others
+SHAPES: Shapes = [(40, 30), (40, 30), (20, 10, 3, 3), (7,), (7,), (), (30, 20, 4), (8, 20, 40)]
+PLAIN = (3, 4, 5)  # those of SHAPES that are not preconditioned
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+
+
+def weights(shapes: Shapes = SHAPES, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def made(**settings: Any) -> NGD:
+    return NGD(weights(), **(SGD | settings))
+
+
+def held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def feed(parameters: Sequence[Tensor], t: int, scale: float = 1.0) -> None:
+    """Random gradients of step `t`, in the memory format of the parameters."""
+    for number, p in enumerate(parameters):
+        noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * t + number))
+        p.grad = torch.empty_like(p, requires_grad=False).copy_(noise * scale)
+
+
+def train(optimizer: Any, steps: Iterable[int], scale: float = 1.0) -> Any:
+    for t in steps:
+        feed(held(optimizer), t, scale)
+        optimizer.step()
+    return optimizer
+
+
+def snapshot(optimizer: NGD, numbers: Iterable[int] | None = None) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Copies of parameters and of the tensors in their states."""
+    some = held(optimizer) if numbers is None else [held(optimizer)[number] for number in numbers]
+    tensors = [{name: value.clone() for name, value in optimizer.state[p].items() if isinstance(value, Tensor)} for p in some]
+    return [(p.detach().clone(), state) for p, state in zip(some, tensors)]
+
+
+def estimates(optimizer: NGD, part: str = "axis") -> list[Tensor]:
+    return [value for _, state in snapshot(optimizer) for name, value in state.items() if part in name]
+
+
+def assert_same(one: Any, other: Any, tolerance: float = 0.0) -> None:
+    torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one.detach().double() - other.detach().double()).norm() / other.detach().double().norm())
+
+
+def through_a_file(optimizer: NGD, **settings: Any) -> NGD:
+    """Another optimizer, of copies of the parameters, that has loaded the state; with other settings."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert all(isinstance(value, Tensor | int | float) for entry in state["state"].values() for value in entry.values())
+    state["param_groups"][0].update(settings)
+    other = NGD([nn.Parameter(p.detach().clone()) for p in held(optimizer)], lr=7.0)
+    other.load_state_dict(state)
+    return other

@@ -1,0 +1,143 @@
+"""ngd.py and fisher.py equal the float64 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ngd import NGD
+from ngd_cases import SGD, Shapes, assert_same, distance, estimates, held, weights
+from ngd_oracle import Oracle
+from optim import build_optimizer
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def correlated(shape: Sequence[int], steps: int, seed: int = 1, decay: float = 3.0, spike: float = 0.0) -> Iterator[Tensor]:
+    """Random gradients, mixed along each axis by a matrix whose spectrum falls by `decay` decades; float64.
+
+    At steps 20 to 24 a gradient of rank one, `spike` times as large, is added.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    mixing = []
+    for dim in shape:
+        left, right = torch.randn(2, dim, dim, generator=generator, dtype=torch.float64)
+        mixing.append(torch.linalg.qr(left)[0] * torch.logspace(0, -decay, dim, dtype=torch.float64) @ right / dim**0.5)
+    for step in range(steps):
+        gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if 20 <= step < 25:
+            gradient = gradient + spike * gradient[:1]
+        for axis, matrix in enumerate(mixing):
+            gradient = torch.tensordot(gradient, matrix, dims=([axis], [0])).movedim(-1, axis)
+        yield gradient
+
+
+def compare_with_oracle(
+    shapes: Shapes,
+    dtype: torch.dtype = torch.float32,
+    decay: float = 3.0,
+    spike: float = 0.0,
+    update_period: int = 4,
+    **settings: Any,
+) -> list[Oracle]:
+    """50 steps of NGD and of the oracle: equal directions of the gradient's norm, equal estimates, orthogonal factors."""
+    parameters = weights(shapes, dtype)
+    optimizer = NGD(parameters, lr=1.0, momentum=0.0, min_ndim=1, update_period=update_period, **settings)
+    oracles = [Oracle(shape, period=update_period, **settings) for shape in shapes]
+    tolerance, exact = (2e-9, 2e-9) if dtype == torch.float64 else (1e-5, 1e-6)
+    if spike or (30, 500) in shapes:  # much of the gradient cancels
+        tolerance *= 3
+    for step in zip(*(correlated(shape, 50, seed, decay, spike) for seed, shape in enumerate(shapes))):
+        for p, gradient in zip(parameters, step):
+            p.detach().zero_()
+            p.grad = gradient.to(dtype)
+        optimizer.step()
+        phases = {p: chunk.phase for chunk in optimizer.plan.chunks[0] for p in chunk.parameters}
+        for p, oracle in zip(parameters, oracles):
+            for axis in oracle.axes.values():
+                axis.phase = phases[p] - 1  # the oracle counts its steps from 1
+            assert distance(-p, oracle(p.grad)) < tolerance, tuple(p.shape)
+            assert distance(p.norm(), p.grad.norm()) < exact
+            for number, axis in oracle.axes.items():
+                rows = F.normalize(optimizer.state[p][f"axis{number}_factor"].double(), dim=1)
+                assert_same(rows @ rows.mT, torch.eye(axis.R, dtype=torch.float64), exact)
+    for p, oracle in zip(parameters, oracles):
+        assert {name for name in optimizer.state[p] if "factor" in name} == {f"axis{number}_factor" for number in oracle.axes}
+        for number, axis in oracle.axes.items():
+            estimate = [optimizer.state[p][f"axis{number}_{name}"] for name in ("eigenvalues", "floor")]
+            wanted = [value * (p.numel() // axis.D) for value in (axis.d, torch.tensor(axis.rho).double())]  # ours lack the 1 / N
+            torch.testing.assert_close(estimate, wanted, rtol=100 * tolerance, atol=0)
+    return oracles
+
+
+# N > D and N < D, N <= R, R = 80 < D / 2, one matrix and two thin ones; kernels, one too large for a matrix; a middle axis
+CASES = "40 9 300x40 30x500 170x33 2x9 16x17 1x50 50x1 1x1 64x32x3x3 2x1x3x3 16x8x5x5 3x24x4x4 60x40x1x1 6x20x9x9 8x20x100 20x30x6"
+SETTINGS = [
+    ("300x40", {"spike": 1e4}),
+    ("64x65", {"max_dim": 64}),
+    ("12x10x3x5", {"max_dim": 4}),  # of the kernel, the first axis alone
+    ("12x10x5x3", {"max_dim": 4}),  # the last alone
+    ("40x30", {"rank": 5, "alpha": 0.5, "eta": 0.3, "update_period": 3}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(("shape", "settings"), [*((case, {}) for case in CASES.split()), *SETTINGS], ids=str)
+def test_direction_and_estimates_equal_the_oracle(shape: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    compare_with_oracle([tuple(map(int, shape.split("x")))], dtype, **settings)
+
+
+def test_the_oracle_has_met_floors_and_rows_that_had_to_be_made_orthogonal() -> None:
+    steep = compare_with_oracle([(64, 48)], spike=1e4)[0].axes.values()
+    flat = compare_with_oracle([(64, 48)], decay=0.0)[0].axes.values()
+    assert all(axis.floored > 15 and axis.reorthonormalised > 1 for axis in steep)
+    assert all(axis.floored <= 1 and not axis.reorthonormalised for axis in flat)
+
+
+def test_parameters_in_one_optimizer_equal_an_oracle_each() -> None:
+    compare_with_oracle([(40, 30), (40, 30), (30, 40), (24, 10, 3, 3), (40, 30), (24, 10, 3, 3), (9, 5), (5, 8, 70)])
+
+
+def test_momentum_decay_and_rate_come_after_the_preconditioning() -> None:
+    ours, theirs, settings = weights([(40, 30)]), weights([(40, 30)]), SGD | {"nesterov": True}
+    optimizer, peer, oracle = NGD(ours, **settings), torch.optim.SGD(theirs, **settings), Oracle((40, 30), phase=-1)
+    for gradient in correlated((40, 30), 20):
+        ours[0].grad, theirs[0].grad = gradient.float(), oracle(gradient.float()).float()
+        optimizer.step()
+        peer.step()
+    assert_same(ours, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e3])
+def test_direction_does_not_depend_on_the_scale_of_the_gradient(scale: float) -> None:
+    one, other = (NGD(weights([(40, 30), (20, 10, 3, 3)]), lr=0.1) for _ in range(2))
+    for step in zip(correlated((40, 30), 20), correlated((20, 10, 3, 3), 20)):
+        for p, q, gradient in zip(held(one), held(other), step):
+            p.grad, q.grad = gradient.float(), gradient.float() * scale
+        one.step()
+        other.step()
+        for moved, scaled in zip(estimates(one, "momentum"), estimates(other, "momentum")):
+            assert distance(scaled / scale, moved) < 1e-5
+
+
+def test_it_descends_faster_than_sgd_where_directions_differ_in_scale() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 30, generator=generator) * torch.logspace(0, -1.5, 30)
+    y = x @ torch.randn(30, 20, generator=generator)
+    losses = {}
+    for name in ("sgd", "ngd"):
+        model = nn.Linear(30, 20, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = build_optimizer(model, name, lr=0.1, weight_decay=0.0)
+        for _ in range(100):
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().sum(1).mean()
+            loss.backward()
+            optimizer.step()
+        losses[name] = loss.item()
+    assert losses["ngd"] < losses["sgd"] / 2, losses

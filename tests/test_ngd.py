@@ -1,0 +1,177 @@
+"""NGD behaves as an optimizer should: bad gradients, plain SGD, live settings, validation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from errors import InputError
+from ngd import NGD
+from ngd_cases import PLAIN, SGD, assert_same, distance, estimates, feed, held, made, snapshot, through_a_file, train, weights
+from optim import build_optimizer, ngd_groups
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+# -------------------------------------------------------------------- gradients that are bad, missing, zero
+
+
+@pytest.mark.parametrize("start", [0, 13])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30, None], ids=str)  # the square of 1e30 is not finite
+def test_a_bad_gradient_leaves_its_parameter_as_it_is_and_the_others_go_on(bad: float | None, start: int) -> None:
+    ill, well = (0, 2, 4), (1, 3, 5, 6, 7)
+    optimizer, peer = (train(made(), range(start)) for _ in range(2))
+    before = snapshot(optimizer, ill)
+    for t in range(start, 17):
+        feed(held(optimizer), t)
+        for p in (held(optimizer)[number] for number in ill):
+            p.grad.view(-1)[1::3] = bad or 0.0
+            p.grad = None if bad is None else p.grad
+        optimizer.step()
+    for (p, state), (old, known) in zip(snapshot(optimizer, ill), before):
+        assert_same((p, {name: state[name] for name in known}), (old, known))
+        assert all("factor" in name or not value.any() for name, value in state.items() if name not in known)
+    assert_same(snapshot(optimizer, well), snapshot(train(peer, range(start, 17)), well), 1e-5)  # batched with others or alone
+    train(optimizer, range(17, 21))
+    for (p, state), (old, known) in zip(snapshot(optimizer, ill), before):
+        assert p.isfinite().all()
+        assert not torch.equal(p, old)
+        assert all(value.isfinite().all() and value.any() for value in state.values())
+        assert not any(torch.equal(state[name], value) for name, value in known.items())
+
+
+def test_found_inf_leaves_everything_as_it_is() -> None:
+    optimizer = train(made(), range(5))
+    before = snapshot(optimizer)
+    optimizer.found_inf = torch.tensor(1.0)  # as step.Step does
+    assert_same(snapshot(train(optimizer, range(5, 9))), before)
+    optimizer.found_inf = torch.tensor(0.0)
+    assert not any(torch.equal(p, old) for p, (old, _) in zip(held(train(optimizer, [9])), before))
+
+
+def test_steps_skipped_before_the_first_gradient_are_as_if_they_had_not_been() -> None:
+    optimizer = made()
+    optimizer.found_inf = torch.tensor(1.0)
+    train(optimizer, range(3))
+    optimizer.found_inf = torch.tensor(0.0)
+    assert_same(snapshot(train(optimizer, range(15))), snapshot(train(made(), range(15))))
+
+
+def test_a_gradient_of_zeros_teaches_nothing_while_momentum_goes_on() -> None:
+    optimizer = train(made(), range(8))
+    before, peer = estimates(optimizer), torch.optim.SGD(weights(), **SGD)
+    for p, (old, state) in zip(held(peer), snapshot(optimizer)):
+        p.detach().copy_(old)
+        peer.state[p]["momentum_buffer"] = state["momentum_buffer"]
+    assert_same(held(train(optimizer, [8, 9], scale=0.0)), held(train(peer, [8, 9], scale=0.0)), 1e-6)
+    assert_same(estimates(optimizer), before)
+
+
+def test_steps_without_any_gradient_of_a_shape_are_as_if_they_had_not_been() -> None:
+    optimizer, peer = (train(made(), range(7)) for _ in range(2))
+    for t in (50, 51):
+        feed(held(optimizer), t)
+        held(optimizer)[2].grad = None
+        optimizer.step()
+    assert_same(snapshot(train(optimizer, range(7, 16)), [2]), snapshot(train(peer, range(7, 16)), [2]), 1e-5)
+
+
+# -------------------------------------------------------------------- an optimizer like others
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.8, "nesterov": True}], ids=str)
+@pytest.mark.parametrize("decay", [0.0, 0.05])
+def test_what_is_not_preconditioned_takes_the_step_of_sgd(options: dict[str, Any], decay: float) -> None:
+    bare = [p for number, p in enumerate(weights()) if number in PLAIN]
+    optimizer = NGD([{"params": weights(), "ngd": False}, {"params": bare}], lr=0.1, weight_decay=decay, **options)
+    peer = torch.optim.SGD([nn.Parameter(p.detach().clone()) for p in held(optimizer)], lr=0.1, weight_decay=decay, **options)
+    assert_same(held(train(optimizer, range(8))), held(train(peer, range(8))), 1e-6)
+    assert not estimates(optimizer)
+
+
+def test_a_narrow_factor_dtype_is_for_what_is_preconditioned_only() -> None:
+    optimizer = NGD([{"params": weights(), "ngd": False}], **SGD, factor_dtype=torch.bfloat16)
+    assert_same(held(train(optimizer, range(5))), held(train(torch.optim.SGD(weights(), **SGD), range(5))), 1e-6)
+
+
+def test_empty_parameters_are_let_be() -> None:
+    train(NGD(weights([(0, 3), (4, 3)]), lr=0.1), range(2))
+
+
+def test_decoupled_decay_shrinks_the_weights_and_no_decay_changes_gradients() -> None:
+    shrunk, free, coupled = made(weight_decay=0.3, decoupled_weight_decay=True), made(weight_decay=0.0), made(weight_decay=0.3)
+    before = [p.detach().clone() for p in held(free)]
+    for optimizer in (shrunk, free, coupled):
+        gradients = [p.grad.clone() for p in held(train(optimizer, [0]))]
+        feed(held(optimizer), 0)
+        assert_same(gradients, [p.grad for p in held(optimizer)])
+    assert_same(held(shrunk), [p - old * 0.1 * 0.3 for p, old in zip(held(free), before)], 1e-6)
+
+
+def test_the_closure_computes_loss_and_gradients() -> None:
+    (p,) = weights([(5, 4)])
+    optimizer = NGD([p], lr=0.1, momentum=0.0)
+
+    def closure() -> Tensor:
+        loss = p.square().sum() / 2
+        loss.backward()
+        return loss
+
+    before = p.detach().clone()
+    assert optimizer.step(closure).item() == pytest.approx(float(before.square().sum() / 2))
+    assert distance(p, before) == pytest.approx(0.1)  # the gradient is p
+
+
+CHANGES: list[tuple[str, Any]] = [("lr", 0.3), ("momentum", 0.5), ("momentum", 0.0), ("nesterov", True), ("weight_decay", 0.2)]
+CHANGES += [("decoupled_weight_decay", True), ("alpha", 1.0), ("eta", 0.5), ("update_period", 1), ("update_period", 3)]
+
+
+@pytest.mark.parametrize(("name", "value"), CHANGES)
+def test_a_changed_setting_takes_effect_at_the_next_step(name: str, value: Any) -> None:
+    optimizer = train(made(), range(13))
+    old, new = through_a_file(optimizer), through_a_file(optimizer, **{name: value})
+    optimizer.param_groups[0][name] = value
+    outcome = snapshot(train(optimizer, range(13, 21)))
+    assert_same(outcome, snapshot(train(new, range(13, 21))))
+    assert not torch.equal(outcome[0][0], held(train(old, range(13, 21)))[0])
+
+
+def test_a_scheduler_sets_the_rate() -> None:
+    optimizer = made(lr=0.2)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5)
+    assert_same(snapshot(train(optimizer, range(3))), snapshot(train(made(), range(3))))
+
+
+WRONG: list[tuple[str, Any]] = [("lr", -0.1), ("lr", math.nan), ("momentum", -0.1), ("momentum", 1.0), ("weight_decay", -1e-3)]
+WRONG += [("rank", 0), ("alpha", 0.0), ("eta", 0.0), ("eta", 1.0), ("update_period", 0), ("max_dim", 0)]
+WRONG += [("factor_dtype", torch.int32), ("nesterov", True)]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_a_setting_out_of_range_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"NGD: {name}="):
+        NGD(weights(), **({"momentum": 0.0} | {name: value}))
+    with pytest.raises(ValueError, match=f"NGD: {name}="):
+        NGD(weights(), momentum=0.0).add_param_group({"params": weights([(3, 3)]), name: value})
+
+
+def test_sparse_gradients_are_refused() -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse"):
+        NGD(table.parameters()).step()
+
+
+def test_skip_words_split_the_groups() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4))
+    names = {p: name for name, p in model.named_parameters()}
+    optimizer = build_optimizer(model, "ngd", 0.1, 0.01, ngd={"rank": 7}, ngd_skip=["0.w", "1."])
+    found = sorted((names[p], g["ngd"], g["weight_decay"], g["rank"]) for g in optimizer.param_groups for p in g["params"])
+    skipped = [("0.weight", False, 0.01, 7), ("1.bias", False, 0.0, 7), ("1.weight", False, 0.0, 7)]
+    assert found == [("0.bias", True, 0.0, 7), *skipped, ("2.bias", True, 0.0, 7), ("2.weight", True, 0.01, 7)]
+    with pytest.raises(InputError, match="nothing"):
+        ngd_groups(model, 0.01, ["0.w", "nothing"])
