@@ -92,6 +92,18 @@ def load_into(target: Any, state: dict[str, Any], what: str) -> None:
         ) from None
 
 
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """`load_into`, and InputError where the state is that of another kind of optimizer, which torch takes without a word."""
+    wanted = [set(group) for group in optimizer.param_groups]
+    load_into(optimizer, state, "optimizer")
+    for names, group in zip(wanted, optimizer.param_groups):
+        if lacking := sorted(names - group.keys()):
+            raise InputError(
+                f"--resume: the checkpoint's optimizer has no {lacking[0]}, so it is not the {type(optimizer).__name__} that "
+                "these flags describe; use the flags of the first run"
+            )
+
+
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:
     """The random states of torch on the CPU and on this process's GPU."""
     states = {"cpu": torch.get_rng_state()}

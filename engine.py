@@ -274,7 +274,7 @@ class Trainer:
         if same_world:
             weights = {**weights, **ranks[self.world.rank]["buffers"]}
         checkpoint.load_into(self.model, weights, "model")
-        checkpoint.load_into(self.do_step.optimizer, state["optimizer"], "optimizer")
+        checkpoint.load_optimizer(self.do_step.optimizer, state["optimizer"])
         if self.do_step.scaler.is_enabled() and state["scaler"]:
             self.do_step.scaler.load_state_dict(state["scaler"])
         for name, value in state["progress"].items():

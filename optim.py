@@ -132,7 +132,8 @@ def ngd_groups(model: nn.Module, weight_decay: float, skip: Sequence[str] = ()) 
     names = {parameter: name for name, parameter in model.named_parameters()}
     for word in skip:
         if not any(word in name for name in names.values()):
-            raise InputError(f"--ngd_skip {word}: no parameter has this in its name; the model has {', '.join(names.values())}")
+            parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names.values()))
+            raise InputError(f"--ngd_skip {word}: no parameter has this in its name; the model's parts are {parts}")
     groups = []
     for group in decay_groups(model, weight_decay):
         for ngd in (True, False):
