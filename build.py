@@ -27,7 +27,7 @@ from distributed import World
 from dynamic_batch import Sampler, balanced_rows
 from engine import DataSet, Settings, Trainer
 from errors import InputError
-from step import Step, classification
+from step import Step, classification, mixed_classification
 
 
 @dataclass
@@ -89,8 +89,9 @@ def trainer(
     tests: Mapping[str, DataSet],
     header: dict[str, Any],
     make_optimizer: Callable[[argparse.Namespace, nn.Module, float], torch.optim.Optimizer] = flags_optimizer,
+    mixes_inside: bool = False,
 ) -> Trainer:
-    """The Trainer of these flags; `header` is what inference needs besides the flags."""
+    """The Trainer of these flags; `header`: what inference needs besides them; `mixes_inside`: see `mixed_classification`."""
     world, sampler = run.world, Sampler(len(train), args.seed, train.lengths)
     global_batch = args.batch_size * args.accumulate * world.size
     if sampler.steps(global_batch) == 0:
@@ -103,6 +104,8 @@ def trainer(
     optimizer = make_optimizer(args, model, lr)
     model = backends.apply_backend(args.backend, model)
     task = classification(args.label_smoothing)
+    if args.mixup != "none":
+        task = mixed_classification(args.mixup, args.alpha, mixes_inside, args.label_smoothing)
     step = Step(model, task, optimizer, run.precision, world, args.accumulate, args.clip, args.sync_bn, log.say)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.say(

@@ -22,6 +22,7 @@ import yaml
 import backends
 import checkpoint
 import distributed
+import mixup
 import optim
 import runlog
 from errors import InputError
@@ -72,9 +73,13 @@ RATES = {"sgd": (0.02, 5e-4), "ngd": (0.02, 5e-4), "adamw": (1e-3, 0.05)}
 
 
 def shared_parser(
-    description: str | None, datasets: Sequence[str], rates: Mapping[str, tuple[float, float]] = RATES, **defaults: Any
+    description: str | None,
+    datasets: Sequence[str],
+    rates: Mapping[str, tuple[float, float]] = RATES,
+    mixes: Sequence[str] = mixup.KINDS,
+    **defaults: Any,
 ) -> Parser:
-    """The flags that both scripts have; `rates` and `defaults` are those in which they differ."""
+    """The flags that both scripts have; `rates`, `mixes` (of --mixup) and `defaults` are those in which they differ."""
     parser = Parser(
         description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=True
     )
@@ -92,6 +97,8 @@ def shared_parser(
     add("--epoch", "--epochs", dest="epochs", type=count, default=50, help="epochs (default %(default)s)")
     add("--accumulate", type=count, default=1, metavar="K", help="micro-batches a step: global batch = bs x K x processes (1)")
     add("--label_smoothing", type=below_one, default=0.0, help="weight of the uniform label (default %(default)s)")
+    add("--mixup", choices=mixes, default="none", help="mix samples and labels; train accuracy is lambda-weighted (none)")
+    add("--alpha", type=positive, default=0.99, help="of --mixup: lambda is drawn from Beta(alpha, alpha) (default %(default)s)")
     add("--clip", type=not_negative, default=0.0, help="largest gradient norm, 0 is no limit (default %(default)s)")
     add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of weights, order, augmentation, dropout (default 0)")
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 import distributed
+import mixup
 from backends import Precision
 from distributed import World
 from errors import InputError
@@ -36,6 +37,24 @@ def classification(label_smoothing: float = 0.0) -> Task:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
         return loss, (logits.detach().argmax(1) == labels).sum()
+
+    return task
+
+
+def mixed_classification(kind: str, alpha: float, inside: bool, label_smoothing: float = 0.0) -> Task:
+    """As `classification`, of samples mixed by `mixup.draw`; hits are weighted by lambda.
+
+    Args:
+        kind, alpha: as `mixup.draw` takes them.
+        inside: the model mixes its hidden representation itself: it is called with the inputs, the partners and lambda.
+        label_smoothing: as usual.
+    """
+
+    def task(model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        mix = mixup.draw(kind, labels, alpha, *inputs.shape[-2:])
+        logits = model(inputs, mix.partner, mix.weight) if inside else model(mixup.blend(inputs, mix))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return mixup.cross_entropy(logits, labels, mix, label_smoothing), mixup.hits(logits, labels, mix)
 
     return task
 

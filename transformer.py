@@ -129,8 +129,12 @@ class Transformer(nn.Module):
         with torch.no_grad():
             self.embed.weight[PAD].zero_()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens (batch, length), integers -> logits (batch, classes)."""
+    def forward(self, tokens: Tensor, partner: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+        """tokens (batch, length), integers -> logits (batch, classes).
+
+        With `partner` (batch,), rows, and `weight` (batch,), the pooled representation of each text, and its bag of words,
+        is mixed with that of its partner: weight x own + (1 - weight) x partner's (arXiv:1905.08941).
+        """
         keep = tokens != PAD  # (batch, length)
         if self.training and self.token_dropout > 0:
             drop = torch.rand(tokens.shape, device=tokens.device) < self.token_dropout
@@ -141,16 +145,24 @@ class Transformer(nn.Module):
             x = block(x, keep[:, None, None, :])
         x = self.norm(x)
         if self.pooling == "cls":
-            logits = self.head(x[:, 0])
+            pooled = x[:, 0]
         else:
             weights = keep.unsqueeze(-1).to(x.dtype)
-            logits = self.head((x * weights).sum(1) / weights.sum(1).clamp(min=1))
-        return logits if self.prior_weight is None else logits.float() + self.prior_weight * self.bag_of_words(tokens)
+            pooled = (x * weights).sum(1) / weights.sum(1).clamp(min=1)
+        logits = self.head(mixed(pooled, partner, weight))
+        if self.prior_weight is None:
+            return logits
+        return logits.float() + self.prior_weight * mixed(self.bag_of_words(tokens), partner, weight)
 
     def bag_of_words(self, tokens: Tensor) -> Tensor:
         """tokens (batch, length) -> (batch, classes): sum of the prior's rows over the square root of their number."""
         words = (tokens > CLS).sum(1, keepdim=True).clamp(min=1)
         return F.embedding(tokens, self.get_buffer("prior")).sum(1) / words.sqrt()
+
+
+def mixed(x: Tensor, partner: Tensor | None, weight: Tensor | None) -> Tensor:
+    """x (batch, width), each row mixed with its partner's where there is one."""
+    return x if partner is None or weight is None else torch.lerp(x[partner], x, weight[:, None].to(x.dtype))
 
 
 def sinusoids(length: int, width: int) -> Tensor:

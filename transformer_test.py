@@ -34,6 +34,7 @@ def parser() -> options.Parser:
         __doc__,
         datasets=["agnews", "headlines", "csv"],
         rates=options.RATES | {"adamw": (1e-4, 0.05)},
+        mixes=("none", "mixup", "intra"),
         optimizer="adamw",
         lr_schedule="onecycle",
     )
@@ -131,7 +132,7 @@ def main() -> None:
             model = build.trained(build_model(args, header, run), state)
             return build.measure(args, run, model, sets["test"], header["classes"])
         model = build_model(args, header, run)
-        trainer = build.trainer(args, run, model, sets.pop("train"), sets, header)
+        trainer = build.trainer(args, run, model, sets.pop("train"), sets, header, mixes_inside=True)
         if world.first:
             (run.folder / "tokenizer.json").write_text(header["tokenizer"])
         build.report(run, trainer.fit(state), validated="val" in sets)

@@ -40,6 +40,11 @@ BOTH = [
     ("--betas 0.9", "--betas"),
     ("--betas 0.9 1", "--betas"),
     ("--weight_decay -1", "--weight_decay"),
+    ("--mixup blender", "--mixup"),
+    ("--alpha 0", "--alpha"),
+    ("--optimizer lamp", "--optimizer"),
+    ("--ngd --ngd_eta 1", "--ngd_eta"),
+    ("--ngd --ngd_rank 0", "--ngd_rank"),
     ("--clip -1", "--clip"),
     ("--label_smoothing 1", "--label_smoothing"),
     ("--subset 0", "--subset"),
@@ -82,6 +87,7 @@ IMAGES_ONLY = [
 ]
 TEXTS_ONLY = [
     ("--heads 3", "--heads 3"),
+    ("--mixup cutmix", "--mixup"),
     ("--width 7 --heads 7", "--width 7"),
     ("--vocab_size 10", "--vocab_size"),
     ("--max_len 2", "--max_len"),

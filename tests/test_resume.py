@@ -12,8 +12,10 @@ import torch
 
 import ranks
 
-IMAGES = "--dataset digits --arch resnet20 --bs 64 --lr 0.05 --epochs 4 --save_every 5 --threads 1 --seed 3".split()
-TEXTS = "--dataset headlines --bs 16 --lr 4e-4 --epochs 6 --save_every 7 --threads 1 --depth 1 --width 64 --vocab_size 800".split()
+IMAGES = """--dataset digits --arch resnet20 --bs 64 --lr 0.05 --mixup cutmix --epochs 4 --save_every 5
+--threads 1 --seed 3""".split()
+TEXTS = """--dataset headlines --bs 16 --lr 4e-4 --mixup mixup --alpha 0.2 --epochs 6 --save_every 7
+--threads 1 --depth 1 --width 64 --vocab_size 800""".split()
 
 
 def killed_and_resumed(command: list[str], folder: Path, kills: int, **environment: str) -> None:

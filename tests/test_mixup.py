@@ -1,0 +1,155 @@
+"""Mixing: lambda is the weight of the unpermuted sample, labels weigh as the inputs do, the loss is that of the soft label."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import mixup
+from step import classification, mixed_classification
+from transformer import Transformer
+
+SIZE = (12, 10)
+
+
+def labels_of(count: int = 64, classes: int = 5) -> Tensor:
+    return torch.randint(classes, (count,), generator=torch.Generator().manual_seed(0))
+
+
+def drawn(kind: str, labels: Tensor, seed: int = 0, alpha: float = 1.0) -> mixup.Mix:
+    torch.manual_seed(seed)
+    return mixup.draw(kind, labels, alpha, *SIZE)
+
+
+KINDS = pytest.mark.parametrize("kind", [kind for kind in mixup.KINDS if kind != "none"])
+
+
+@KINDS
+def test_blend_is_the_weighted_sum_and_the_labels_weigh_as_the_inputs_do(kind: str) -> None:
+    labels = labels_of()
+    mix = drawn(kind, labels)
+    x = torch.randn(64, 3, *SIZE, dtype=torch.float64)
+    weight = (mix.weight[:, None, None, None] if mix.map is None else mix.map).double()
+    wanted = torch.stack([weight[i] * x[i] + (1 - weight[i]) * x[mix.partner[i]] for i in range(64)])
+    torch.testing.assert_close(mixup.blend(x, mix), wanted)
+    # an image of ones among zeros: what is left of it is its label's weight
+    own = mixup.blend(torch.eye(64)[:, :, None, None].expand(64, 64, *SIZE), mix).mean((2, 3))
+    other = mix.partner != torch.arange(64)
+    torch.testing.assert_close(own.diagonal()[other], mix.weight[other])
+    assert ((mix.weight >= 0) & (mix.weight <= 1)).all()
+    assert mix.weight.std() > 0 or kind == "mixup"
+
+
+@KINDS
+def test_the_same_generator_gives_the_same_mix(kind: str) -> None:
+    one, same, other = (drawn(kind, labels_of(), seed) for seed in (3, 3, 4))
+    assert torch.equal(one.weight, same.weight)
+    assert torch.equal(one.partner, same.partner)
+    assert not torch.equal(one.weight, other.weight)
+
+
+def test_lambda_follows_the_beta_distribution() -> None:
+    for alpha in (0.3, 2.0):
+        weight = mixup.draw_beta(alpha, 20_000, torch.device("cpu"), torch.Generator().manual_seed(0))
+        assert weight.mean().item() == pytest.approx(0.5, abs=0.01)
+        assert weight.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.03)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_mixup_permutes_and_draws_one_lambda_or_one_each(per_sample: bool) -> None:
+    mix = mixup.mixup(labels_of(), 1.0, per_sample)
+    assert sorted(mix.partner.tolist()) == list(range(64))
+    assert len(mix.weight.unique()) == (64 if per_sample else 1)
+
+
+@pytest.mark.parametrize("same_class", [False, True])
+def test_intra_takes_partners_of_the_wanted_class_and_leaves_alone_who_has_none(same_class: bool) -> None:
+    labels = torch.cat([labels_of(), torch.tensor([7])])  # the only one of its class
+    mix = mixup.intra(labels, 1.0, same_class)
+    alone = torch.arange(65) == 64 if same_class else torch.zeros(65, dtype=torch.bool)
+    assert ((labels[mix.partner] == labels) == same_class)[~alone].all()
+    assert (mix.partner != torch.arange(65))[~alone].all()
+    assert (mix.weight[alone] == 1).all()
+    assert (mix.weight[~alone] < 1).all()
+    assert (mixup.intra(torch.zeros(4, dtype=torch.long), 1.0).weight == 1).all()
+
+
+def test_attention_maps_are_smooth_and_vary_over_space() -> None:
+    mix = drawn("attention", labels_of())
+    assert (mix.map.std((1, 2, 3)) > 1e-3).all()
+    steps = mix.map.diff(dim=3).abs().mean() / mix.map.std()
+    assert steps < 0.3
+
+
+def test_cutmix_pastes_one_rectangle_whose_area_follows_lambda() -> None:
+    mix = drawn("cutmix", labels_of())
+    for map, weight in zip(mix.map[:, 0], mix.weight):
+        cut = map == 0
+        rows, columns = cut.any(1), cut.any(0)
+        assert torch.equal(cut, rows[:, None] & columns)
+        assert max(rows.int().diff().abs().sum(), columns.int().diff().abs().sum()) <= 2
+        assert weight.item() == pytest.approx(1 - cut.float().mean().item())
+    torch.manual_seed(0)
+    wide = mixup.cutmix(torch.zeros(4000, dtype=torch.long), 1.0, 64, 64)
+    assert 0.5 < wide.weight.mean() < 0.75  # rectangles are cut off at the border
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_that_of_both_labels_and_of_the_soft_label(smoothing: float) -> None:
+    labels, logits = labels_of(), torch.randn(64, 5, dtype=torch.float64, requires_grad=True)
+    mix = mixup.mixup(labels, 1.0, per_sample=True)
+    mix.weight = mix.weight.double()
+    ours = mixup.cross_entropy(logits, labels, mix, smoothing)
+    both = [F.cross_entropy(logits, some, reduction="none", label_smoothing=smoothing) for some in (labels, labels[mix.partner])]
+    two = (mix.weight * both[0] + (1 - mix.weight) * both[1]).mean()
+    hot = F.one_hot(labels, 5).double()
+    soft = F.cross_entropy(logits, mixup.blend(hot, mix), label_smoothing=smoothing)
+    torch.testing.assert_close(ours, two)
+    torch.testing.assert_close(ours, soft)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (ours, soft)))
+
+
+def test_hits_weigh_both_labels() -> None:
+    labels = torch.tensor([0, 1, 2, 1])
+    mix = mixup.Mix(torch.tensor([1, 0, 3, 3]), torch.tensor([0.7, 0.4, 0.9, 0.2]))
+    logits = F.one_hot(torch.tensor([0, 0, 0, 1]), 3).float()
+    assert mixup.hits(logits, labels, mix).item() == pytest.approx(0.7 + 0.6 + 0.0 + 1.0)
+
+
+def test_weight_one_is_no_mixing() -> None:
+    labels, logits = labels_of(), torch.randn(64, 5)
+    mix = mixup.Mix(torch.randperm(64), torch.ones(64))
+    torch.testing.assert_close(mixup.cross_entropy(logits, labels, mix), F.cross_entropy(logits, labels))
+    x = torch.randn(64, 7)
+    torch.testing.assert_close(mixup.blend(x, mix), x)
+
+
+def test_the_transformer_mixes_pooled_texts_and_their_prior() -> None:
+    torch.manual_seed(0)
+    model = Transformer(50, 3, width=16, depth=1, heads=2, mlp_width=16, max_len=9, dropout=0.0, prior=torch.randn(50, 3)).eval()
+    tokens = torch.randint(3, 50, (6, 9))
+    tokens[2, 4:] = 0
+    partner, weight = torch.randperm(6), torch.rand(6)
+    plain = model(tokens)
+    # behind the pooling all is linear, so logits mix as the pooled texts do
+    torch.testing.assert_close(model(tokens, partner, weight), weight[:, None] * plain + (1 - weight[:, None]) * plain[partner])
+
+
+def test_the_task_mixes_inputs_or_lets_the_model_do_it() -> None:
+    labels = labels_of(classes=5)
+    x = torch.randn(64, 1, *SIZE)
+    seen: list[tuple[Tensor, ...]] = []
+
+    def model(*inputs: Tensor) -> Tensor:
+        seen.append(inputs)
+        return torch.zeros(64, 5)
+
+    for inside in (False, True):
+        torch.manual_seed(0)
+        loss, _ = mixed_classification("mixup", 1.0, inside)(model, x, labels)
+        torch.testing.assert_close(loss, classification()(lambda x: torch.zeros(64, 5), x, labels)[0])
+    (mixed,), (raw, partner, weight) = seen
+    assert raw is x
+    torch.testing.assert_close(mixed, mixup.blend(x, mixup.Mix(partner, weight)))
