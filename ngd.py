@@ -53,7 +53,8 @@ class Chunk:
         self.first = first = parameters[0]
         self.wide = torch.promote_types(first.dtype, torch.float32)
         preconditioned = group["ngd"] and first.ndim >= group["min_ndim"]
-        self.place = first.device, group["factor_dtype"] or self.wide if preconditioned else self.wide
+        dtype = (group["factor_dtype"] if preconditioned else None) or self.wide
+        self.place = first.device, dtype
         self.weights = len(parameters) * first.numel()
         kernel = first.ndim > 2 and first.shape[2:].numel() <= DENSE_KERNEL  # laid out as (outputs, kernel, inputs)
         self.order = [0, *range(2, first.ndim), 1] if kernel else list(range(first.ndim))
