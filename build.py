@@ -27,7 +27,7 @@ from distributed import World
 from dynamic_batch import Sampler, balanced_rows
 from engine import DataSet, Settings, Trainer
 from errors import InputError
-from step import Step, classification, mixed_classification
+from step import Step, Task, classification, mixed_classification
 
 
 @dataclass
@@ -81,6 +81,13 @@ def flags_optimizer(args: argparse.Namespace, model: nn.Module, lr: float) -> to
     )
 
 
+def choose_task(args: argparse.Namespace, mixes_inside: bool) -> Task:
+    """What a step computes under these flags; `mixes_inside`: see `mixed_classification`."""
+    if args.mixup == "none":
+        return classification(args.label_smoothing)
+    return mixed_classification(args.mixup, args.alpha, mixes_inside, args.label_smoothing)
+
+
 def trainer(
     args: argparse.Namespace,
     run: Run,
@@ -103,9 +110,7 @@ def trainer(
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch, args.base_bs)
     optimizer = make_optimizer(args, model, lr)
     model = backends.apply_backend(args.backend, model)
-    task = classification(args.label_smoothing)
-    if args.mixup != "none":
-        task = mixed_classification(args.mixup, args.alpha, mixes_inside, args.label_smoothing)
+    task = choose_task(args, mixes_inside)
     step = Step(model, task, optimizer, run.precision, world, args.accumulate, args.clip, args.sync_bn, log.say)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.say(

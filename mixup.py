@@ -42,9 +42,9 @@ class Mix:
 
 
 def draw_beta(alpha: float, count: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """(count,) draws of Beta(alpha, alpha)."""
-    first, second = torch._standard_gamma(torch.full((2, count), alpha, device=device), generator=generator)
-    return first / (first + second)
+    """(count,) draws of Beta(alpha, alpha), float32; of float64 gammas, as both of a pair underflow float32 when alpha is small."""
+    first, second = torch._standard_gamma(torch.full((2, count), alpha, dtype=torch.float64, device=device), generator=generator)
+    return (first / (first + second)).float()
 
 
 def mixup(labels: Tensor, alpha: float, per_sample: bool = False, generator: torch.Generator | None = None) -> Mix:

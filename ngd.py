@@ -13,8 +13,8 @@ products an axis, and a third every `update_period` steps for the estimate.
 
 How it is kept cheap: parameters of one shape are worked on together, in one scratch buffer; a convolution is laid out once
 as (outputs, kernel, inputs), and all axes of its kernel are one small matrix from one Gram matrix; the estimates of all
-axes of equal (rank, D) are updated together, in float64, a quarter of them each step. Nothing waits for the device, except
-torch's own eigen-decomposition on a GPU.
+axes of equal (rank, D) are updated together, in float64, a quarter of them each step. The host waits for a GPU
+only inside torch's eigen-decomposition, and once more in the second step, to learn whether the first was skipped.
 """
 
 from __future__ import annotations

@@ -83,6 +83,18 @@ def shared_parser(
     parser = Parser(
         description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=True
     )
+    add_data(parser, datasets)
+    add_training(parser, mixes)
+    add_optimizer(parser, rates, defaults.get("optimizer", "sgd"))
+    add_speed(parser)
+    add_run(parser)
+    parser.set_defaults(**defaults)
+    parser.rates = dict(rates)
+    return parser
+
+
+def add_data(parser: Parser, datasets: Sequence[str]) -> None:
+    """Flags of the group 'data'."""
     data = parser.add_argument_group("data")
     add = data.add_argument
     add("--dataset", choices=datasets, default=datasets[0], help="data set (default %(default)s)")
@@ -91,6 +103,9 @@ def shared_parser(
     add("--val_fraction", type=below_one, default=0.0, metavar="F", help="part of the training set to validate on (default 0)")
     add("--workers", type=natural, default=2, help="processes that decode images (default %(default)s)")
 
+
+def add_training(parser: Parser, mixes: Sequence[str]) -> None:
+    """Flags of the group 'training'."""
     training = parser.add_argument_group("training")
     add = training.add_argument
     add("--bs", "--batch_size", "-b", dest="batch_size", type=count, default=128, help="samples a process and micro-batch (128)")
@@ -102,9 +117,11 @@ def shared_parser(
     add("--clip", type=not_negative, default=0.0, help="largest gradient norm, 0 is no limit (default %(default)s)")
     add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of weights, order, augmentation, dropout (default 0)")
 
+
+def add_optimizer(parser: Parser, rates: Mapping[str, tuple[float, float]], chosen: str) -> None:
+    """Flags of the group 'optimizer and learning rate'; `chosen` is the default optimizer."""
     optimizer = parser.add_argument_group("optimizer and learning rate")
     add = optimizer.add_argument
-    chosen = defaults.get("optimizer", "sgd")
     add("--optimizer", choices=optim.OPTIMIZERS, default="sgd", help=f"optimizer (default {chosen})")
     add("--ngd", dest="optimizer", action="store_const", const="ngd", help="the same as --optimizer ngd: online natural gradient")
     lrs, decays = (", ".join(f"{name} {pair[i]:g}" for name, pair in rates.items()) for i in (0, 1))
@@ -135,6 +152,9 @@ def shared_parser(
     )
     add("--base_bs", type=count, default=128, help="global batch that --lr was tuned for (default %(default)s)")
 
+
+def add_speed(parser: Parser) -> None:
+    """Flags of the group 'speed and devices'."""
     speed = parser.add_argument_group("speed and devices")
     add = speed.add_argument
     add("--device", default="auto", help="auto, cpu or cuda (default auto)")
@@ -144,6 +164,9 @@ def shared_parser(
     add("--distributed", action="store_true", help="insist on torchrun (under torchrun it is understood)")
     add("--sync_bn", action=argparse.BooleanOptionalAction, default=False, help="BatchNorm statistics over all GPUs")
 
+
+def add_run(parser: Parser) -> None:
+    """Flags of the group 'run'."""
     run = parser.add_argument_group("run")
     add = run.add_argument
     add("--out", metavar="DIR", help="run folder (default runs/<script>-<time>)")
@@ -154,9 +177,6 @@ def shared_parser(
     add("--evaluate", action="store_true", help="with --resume: accuracy on the test set, overall and per class")
     add("--predict", nargs="+", metavar="FILE", help="with --resume: classify files")
     add("--export", metavar="FILE", help="with --resume: write the model as .onnx or .pt2 and check it")
-    parser.set_defaults(**defaults)
-    parser.rates = dict(rates)
-    return parser
 
 
 # -------------------------------------------------------------------- reading them

@@ -51,7 +51,7 @@ class Size:
 
 
 FULL = Size(0.2, 8, (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0), (0, 1, 2))
-QUICK = Size(0.05, 6, (0.03, 0.1, 0.3), (0, 1))
+QUICK = Size(0.05, 4, (0.03, 0.3), (0, 1))
 
 
 class Muon(torch.optim.Optimizer):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import build
 import mixup
+import options
+import resnet50_test
+import transformer_test
 from step import classification, mixed_classification
 from transformer import Transformer
 
@@ -51,7 +58,7 @@ def test_the_same_generator_gives_the_same_mix(kind: str) -> None:
 
 
 def test_lambda_follows_the_beta_distribution() -> None:
-    for alpha in (0.3, 2.0):
+    for alpha in (0.01, 0.3, 2.0):
         weight = mixup.draw_beta(alpha, 20_000, torch.device("cpu"), torch.Generator().manual_seed(0))
         assert weight.mean().item() == pytest.approx(0.5, abs=0.01)
         assert weight.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.03)
@@ -135,6 +142,18 @@ def test_the_transformer_mixes_pooled_texts_and_their_prior() -> None:
     plain = model(tokens)
     # behind the pooling all is linear, so logits mix as the pooled texts do
     torch.testing.assert_close(model(tokens, partner, weight), weight[:, None] * plain + (1 - weight[:, None]) * plain[partner])
+
+
+@pytest.mark.parametrize(("module", "words"), [(resnet50_test, "--mixup cutmix --alpha 3"), (transformer_test, "--mixup intra")])
+def test_the_flags_choose_the_task(module: ModuleType, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(build, "mixed_classification", lambda *given: seen.append(given))
+    args, _ = options.parse(module.parser(), module.SCRIPT, [*words.split(), "--label_smoothing", "0.2"])
+    build.choose_task(args, mixes_inside=module is transformer_test)
+    assert seen == [("cutmix", 3.0, False, 0.2) if module is resnet50_test else ("intra", 0.99, True, 0.2)]
+    args, _ = options.parse(module.parser(), module.SCRIPT, [])
+    assert callable(build.choose_task(args, mixes_inside=False))
+    assert len(seen) == 1
 
 
 def test_the_task_mixes_inputs_or_lets_the_model_do_it() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import build
+import options
+import resnet50_test
 from errors import InputError
 from ngd import NGD
 from ngd_cases import PLAIN, SGD, assert_same, distance, estimates, feed, held, made, snapshot, through_a_file, train, weights
@@ -164,6 +168,31 @@ def test_sparse_gradients_are_refused() -> None:
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="sparse"):
         NGD(table.parameters()).step()
+
+
+def test_the_flags_reach_the_optimizer() -> None:
+    words = "--ngd --lr 0.3 --weight_decay 0.01 --momentum 0.8 --nesterov --ngd_rank 7 --ngd_alpha 2 --ngd_eta 0.3 --ngd_period 5"
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", [*words.split(), "--ngd_max_dim", "99", "--ngd_skip", "0.w"])
+    optimizer = build.flags_optimizer(args, nn.Sequential(nn.Linear(3, 4, bias=False)), args.lr)
+    wanted = {"lr": 0.3, "weight_decay": 0.01, "momentum": 0.8, "nesterov": True, "rank": 7, "alpha": 2.0, "eta": 0.3}
+    wanted |= {"update_period": 5, "max_dim": 99, "ngd": False}
+    assert isinstance(optimizer, NGD)
+    assert {name: optimizer.param_groups[0][name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"), [("", (0.02, 5e-4)), ("--optimizer adamw", (1e-3, 0.05)), ("--ngd --lr 1", (1.0, 5e-4))]
+)
+def test_rates_default_by_optimizer(words: str, wanted: tuple[float, float]) -> None:
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words.split())
+    assert (args.lr, args.weight_decay) == wanted
+
+
+def test_a_resumed_run_keeps_its_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"optimizer": "ngd", "lr": 0.3, "weight_decay": 0.01}
+    monkeypatch.setattr(options.checkpoint, "load", lambda path, script: {"flags": flags})
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", ["--resume", str(tmp_path)])
+    assert {name: getattr(args, name) for name in flags} == flags
 
 
 def test_skip_words_split_the_groups() -> None:
