@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 import backends
 import checkpoint
 import inference
+import mixup
 import optim
 import options
 import runlog
@@ -27,7 +29,9 @@ from distributed import World
 from dynamic_batch import Sampler, balanced_rows
 from engine import DataSet, Settings, Trainer
 from errors import InputError
-from step import Step, Task, classification, mixed_classification
+from meta_learning import Held, MetaLearning
+from mixup import MetaMixup
+from step import MixedClassification, Step, Task, classification
 
 
 @dataclass
@@ -81,11 +85,18 @@ def flags_optimizer(args: argparse.Namespace, model: nn.Module, lr: float) -> to
     )
 
 
-def choose_task(args: argparse.Namespace, mixes_inside: bool) -> Task:
-    """What a step computes under these flags; `mixes_inside`: see `mixed_classification`."""
+def choose_task(
+    args: argparse.Namespace, world: World, classes: int, held_out: DataSet | None, mixes_inside: bool
+) -> tuple[Task, MetaLearning | None]:
+    """What a step computes under these flags, and what learns beside the model; `mixes_inside`: see `MixedClassification`."""
     if args.mixup == "none":
-        return classification(args.label_smoothing)
-    return mixed_classification(args.mixup, args.alpha, mixes_inside, args.label_smoothing)
+        return classification(args.label_smoothing), None
+    if args.mixup != "meta":
+        return MixedClassification(partial(mixup.draw, args.mixup, args.alpha), mixes_inside, args.label_smoothing), None
+    meta = MetaMixup(classes, args.meta_policy, args.alpha, args.meta_lr, world.device)
+    task = MixedClassification(lambda labels, height, width: meta.mix(labels), mixes_inside, args.label_smoothing)
+    assert held_out is not None, "options.validate wants a --val_fraction"
+    return task, MetaLearning(meta, task, Held(held_out, args.batch_size, args.seed + 2, world), args.meta_every)
 
 
 def trainer(
@@ -98,7 +109,7 @@ def trainer(
     make_optimizer: Callable[[argparse.Namespace, nn.Module, float], torch.optim.Optimizer] = flags_optimizer,
     mixes_inside: bool = False,
 ) -> Trainer:
-    """The Trainer of these flags; `header`: what inference needs besides them; `mixes_inside`: see `mixed_classification`."""
+    """The Trainer of these flags; `header`: what inference needs besides them; `mixes_inside`: see `MixedClassification`."""
     world, sampler = run.world, Sampler(len(train), args.seed, train.lengths)
     global_batch = args.batch_size * args.accumulate * world.size
     if sampler.steps(global_batch) == 0:
@@ -106,12 +117,12 @@ def trainer(
             f"--bs {args.batch_size}: a global batch of {global_batch} samples (batch x accumulation x processes) "
             f"is larger than the training set of {len(train)}; use a smaller --bs"
         )
+    task, learner = choose_task(args, world, len(header["classes"]), tests.get("val"), mixes_inside)
     log = run.log(args)
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch, args.base_bs)
     optimizer = make_optimizer(args, model, lr)
     model = backends.apply_backend(args.backend, model)
-    task = choose_task(args, mixes_inside)
-    step = Step(model, task, optimizer, run.precision, world, args.accumulate, args.clip, args.sync_bn, log.say)
+    step = Step(model, task, optimizer, run.precision, world, args.accumulate, args.clip, args.sync_bn, log.say, learner)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.say(
         f"{len(train)} training samples, {parameters / 1e6:.2f} M parameters, global batch {global_batch} on {world.size} "

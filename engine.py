@@ -23,7 +23,7 @@ from dynamic_batch import Sampler, share
 from errors import Interrupted, NonFiniteLoss
 from optim import Schedule
 from runlog import RunLog
-from step import HITS, LOSS, SAMPLES, SKIPPED, SKIPPED_RUN, Step
+from step import HITS, LAMBDA, LOSS, SAMPLES, SKIPPED, SKIPPED_RUN, Step
 
 MAX_SKIPPED_RUN, MAX_ROLLBACKS = 10, 3  # non-finite steps in a row before going back; times of going back
 LOOK_EVERY = {"cpu": 1, "cuda": 20}  # steps between two looks at the sums; a GPU is never waited for
@@ -172,6 +172,8 @@ class Trainer:
             "train_loss": totals[LOSS] / max(totals[SAMPLES], 1),
             "train_accuracy": totals[HITS] / max(totals[SAMPLES], 1),
         }
+        if totals[LAMBDA]:
+            row["mean_lambda"] = totals[LAMBDA] / totals[SAMPLES]
         for name, data in self.tests.items():
             batch = max(64, self.settings.batch_size)
             row[f"{name}_loss"], row[f"{name}_accuracy"] = inference.evaluate(
@@ -197,6 +199,8 @@ class Trainer:
             self.best = {"accuracy": accuracy, "epoch": row["epoch"], "test_accuracy": row["test_accuracy"]}
         self.save(best=better)
         self.log.epoch(self.rows)
+        if self.do_step.learner is not None:
+            self.log.tables("policy", self.do_step.learner.tables(), self.header["classes"])
 
     def set_lr(self) -> None:
         """The learning rate of the step about to be done."""
@@ -262,6 +266,7 @@ class Trainer:
             "model": weights,
             "optimizer": self.do_step.optimizer.state_dict(),
             "scaler": self.do_step.scaler.state_dict(),
+            "learner": self.do_step.learner.state_dict() if self.do_step.learner is not None else None,
             "batch_size": self.batch_size,
             "ranks": self.world.gather(mine),
             "progress": {name: getattr(self, name) for name in PROGRESS},
@@ -277,6 +282,8 @@ class Trainer:
         checkpoint.load_optimizer(self.do_step.optimizer, state["optimizer"])
         if self.do_step.scaler.is_enabled() and state["scaler"]:
             self.do_step.scaler.load_state_dict(state["scaler"])
+        if self.do_step.learner is not None and state.get("learner"):
+            checkpoint.load_into(self.do_step.learner, state["learner"], "mixing policy")
         for name, value in state["progress"].items():
             setattr(self, name, value)
         if same_world:

@@ -6,20 +6,25 @@
 
 lambda is the weight of the unpermuted sample, everywhere. All functions are pure and wait for nothing; their randomness
 comes from `generator` (None: torch's own). Hidden representations mix as images do: `blend` takes any (batch, ...) tensor.
+`MetaMixup` learns lambda while the model learns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meta_gradient import meta_gradient
+
 FIELD, CONTRAST = 4, 2.0  # of attention maps: side of the noise they are interpolated from, and how strong it is
-
-
-KINDS = ("none", "mixup", "intra", "attention", "cutmix")
+KINDS = ("none", "mixup", "intra", "attention", "cutmix", "meta")
+POLICIES = ("pair", "beta", "sample")
 
 
 @dataclass
@@ -114,8 +119,8 @@ def hits(logits: Tensor, labels: Tensor, mix: Mix) -> Tensor:
     return (mix.weight * (predicted == labels) + (1 - mix.weight) * (predicted == labels[mix.partner])).sum()
 
 
-def draw(kind: str, labels: Tensor, alpha: float, height: int, width: int) -> Mix:
-    """The Mix of that kind, one of `KINDS` but 'none', for images of height x width; texts have neither."""
+def draw(kind: str, alpha: float, labels: Tensor, height: int, width: int) -> Mix:
+    """The Mix of that kind, one of `KINDS` but 'none' and 'meta', for images of height x width; texts have neither."""
     match kind:
         case "mixup":
             return mixup(labels, alpha)
@@ -126,3 +131,130 @@ def draw(kind: str, labels: Tensor, alpha: float, height: int, width: int) -> Mi
         case "cutmix":
             return cutmix(labels, alpha, height, width)
     raise ValueError(f"unknown kind of mixing {kind}")
+
+
+# -------------------------------------------------------------------- learning how much
+
+
+class MetaMixup:
+    """Mixup whose lambda is learned: it follows the gradient of a clean loss through a virtual step (arXiv:1908.10059).
+
+        meta = MetaMixup(classes=10)
+        if step % 16 == 0:
+            meta.learn(model, labels, lambda mix: cross_entropy(model(blend(x, mix)), labels, mix),
+                       lambda: F.cross_entropy(model(clean_x), clean_labels), rate=lr)
+        mix = meta.mix(labels)                       # then as with any other mix
+
+    Partners are drawn as by `mixup`. The own sample takes the larger share, lambda in [0.5, 1]: the partner's row of the same
+    batch stands for the other half. 1 is no mixing. Policies:
+        pair    lambda is a number for each unordered pair of classes, C (C + 1) / 2 in all; 0.75 at the start, the mean that
+                Beta(1, 1) gives the larger share.
+        beta    as `pair`, of two numbers: lambda ~ Beta(a, b), or 1 minus it if that is larger; Beta(alpha, alpha) at first.
+        sample  as in the paper, a lambda for each sample of the batch in hand: drawn as by `beta` at first, then corrected, and
+                gone with the batch. It mixes like `mixup` on all batches it does not learn from.
+
+    Args:
+        classes: C.
+        policy: one of `POLICIES`.
+        alpha: see above.
+        lr: of Adam, on the logit of 2 lambda - 1, or on log a and log b.
+        device: of the labels.
+        process_group: whose ranks learn one policy; None is torch's default group, where there is one.
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        policy: str = "pair",
+        alpha: float = 1.0,
+        lr: float = 0.1,
+        device: torch.device | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"unknown policy {policy}, wanted one of {', '.join(POLICIES)}")
+        self.policy, self.alpha, self.lr, self.process_group = policy, alpha, lr, process_group
+        pairs = classes * (classes + 1) // 2
+        first, second = torch.triu_indices(classes, classes, device=device)
+        self.numbers = torch.empty(classes, classes, dtype=torch.long, device=device)  # of each pair, in both orders
+        self.numbers[first, second] = self.numbers[second, first] = torch.arange(pairs, device=device)
+        shape = {"pair": (1, pairs), "beta": (2, pairs), "sample": (1, 0)}[policy]
+        self.table = torch.zeros(shape, device=device, requires_grad=True)  # distances from the start
+        self.adam = self.optimizer(self.table)
+        self.learned: Mix | None = None
+
+    def optimizer(self, parameter: Tensor) -> torch.optim.Adam:
+        """Adam; its epsilon is far below the gradients, whose size is that of a learning rate over batch and pairs."""
+        return torch.optim.Adam([parameter], lr=self.lr, eps=1e-20, fused=True)
+
+    def mix(self, labels: Tensor) -> Mix:
+        """The Mix of a batch; right after `learn`, the one it learned from, as the paper orders the two steps."""
+        learned, self.learned = self.learned, None
+        if learned is not None and len(learned.weight) == len(labels):
+            return learned
+        with torch.no_grad():
+            partner = torch.randperm(len(labels), device=labels.device)
+            policy = self.start(len(labels)) if self.policy == "sample" else self.table
+            return Mix(partner, self.weigh(policy, labels, partner))
+
+    def start(self, count: int) -> Tensor:
+        """(1, count) what `sample` learns of a batch, before it has."""
+        weight = draw_beta(self.alpha, count, self.table.device)
+        return torch.logit((2 * weight - 1).abs(), eps=1e-4)[None]
+
+    def weigh(self, policy: Tensor, labels: Tensor, partner: Tensor) -> Tensor:
+        """(batch,) lambda under `policy`, differentiable."""
+        rows = policy if self.policy == "sample" else policy[:, self.numbers[labels, labels[partner]]]
+        if self.policy != "beta":
+            return (1 + torch.sigmoid(rows[0])) / 2
+        a, b = self.alpha * rows.double().exp()
+        weight = torch.distributions.Beta(a, b, validate_args=False).rsample()
+        return torch.maximum(weight, 1 - weight).float()
+
+    def learn(
+        self,
+        model: nn.Module,
+        labels: Tensor,
+        mixed_loss: Callable[[Mix], Tensor],
+        clean_loss: Callable[[], Tensor],
+        rate: float,
+        scale: Tensor | float = 1.0,
+    ) -> None:
+        """One step of the policy: see `meta_gradient.meta_gradient` for model, losses, rate and scale.
+
+        In a process group every rank calls this with its own batches; the policy follows the mean of their gradients and
+        stays the same on all ranks. A non-finite gradient changes nothing. The host waits for nothing.
+        """
+        online = self.policy == "sample"
+        partner = torch.randperm(len(labels), device=labels.device)
+        policy = self.start(len(labels)).requires_grad_() if online else self.table
+        adam = self.optimizer(policy) if online else self.adam
+        weight = self.weigh(policy, labels, partner)
+        gradient = meta_gradient(model, lambda weight: mixed_loss(Mix(partner, weight)), clean_loss, weight, rate, scale)
+        (policy.grad,) = torch.autograd.grad(weight, policy, gradient)
+        if dist.is_available() and dist.is_initialized() and not online:
+            dist.all_reduce(policy.grad, group=self.process_group)
+            policy.grad /= dist.get_world_size(self.process_group)
+        adam.found_inf = (~torch.isfinite(policy.grad)).any().float()  # type: ignore[attr-defined]
+        adam.step()
+        with torch.no_grad():
+            self.learned = Mix(partner, weight.detach() if self.policy == "beta" else self.weigh(policy, labels, partner))
+
+    def tables(self) -> dict[str, Tensor]:
+        """What was learned, by name: (classes, classes) symmetric tables of lambda, or of a and b; none for `sample`."""
+        with torch.no_grad():
+            if self.policy == "pair":
+                return {"lambda": (1 + torch.sigmoid(self.table[0, self.numbers])) / 2}
+            if self.policy == "beta":
+                return dict(zip("ab", self.alpha * self.table.exp()[:, self.numbers]))
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The policy and its optimizer, as tensors and numbers."""
+        return {"table": self.table.detach(), "adam": self.adam.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo to `state_dict`."""
+        with torch.no_grad():
+            self.table.copy_(state["table"])
+        self.adam.load_state_dict(state["adam"])

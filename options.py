@@ -70,6 +70,7 @@ share, below_one = number(float, 0, 1, open_low=True), number(float, 0, 0.999)
 
 RATES = {"sgd": (0.02, 5e-4), "ngd": (0.02, 5e-4), "adamw": (1e-3, 0.05)}
 """Learning rate and weight decay of each optimizer where the command line names neither."""
+META_VAL_FRACTION = 0.05  # of the training set, held out for --mixup meta where the command line does not say
 
 
 def shared_parser(
@@ -100,7 +101,12 @@ def add_data(parser: Parser, datasets: Sequence[str]) -> None:
     add("--dataset", choices=datasets, default=datasets[0], help="data set (default %(default)s)")
     add("--data_dir", default=os.environ.get("DATA_DIR", "./data"), help="folder of the data sets (default $DATA_DIR or ./data)")
     add("--subset", type=share, default=1.0, metavar="F", help="class-balanced fraction of the training set (default 1)")
-    add("--val_fraction", type=below_one, default=0.0, metavar="F", help="part of the training set to validate on (default 0)")
+    add(
+        "--val_fraction",
+        type=below_one,
+        metavar="F",
+        help="part of the training set to validate on (default 0; 0.05 with --mixup meta)",
+    )
     add("--workers", type=natural, default=2, help="processes that decode images (default %(default)s)")
 
 
@@ -113,7 +119,11 @@ def add_training(parser: Parser, mixes: Sequence[str]) -> None:
     add("--accumulate", type=count, default=1, metavar="K", help="micro-batches a step: global batch = bs x K x processes (1)")
     add("--label_smoothing", type=below_one, default=0.0, help="weight of the uniform label (default %(default)s)")
     add("--mixup", choices=mixes, default="none", help="mix samples and labels; train accuracy is lambda-weighted (none)")
+    add("--meta_learning", dest="mixup", action="store_const", const="meta", help="the same as --mixup meta: lambda is learned")
     add("--alpha", type=positive, default=0.99, help="of --mixup: lambda is drawn from Beta(alpha, alpha) (default %(default)s)")
+    add("--meta_policy", choices=mixup.POLICIES, default="pair", help="of --mixup meta: what has a lambda of its own (pair)")
+    add("--meta_every", type=count, default=16, metavar="STEPS", help="of --mixup meta: between its updates (default %(default)s)")
+    add("--meta_lr", type=positive, default=0.1, help="of --mixup meta: rate of its Adam (default %(default)s)")
     add("--clip", type=not_negative, default=0.0, help="largest gradient norm, 0 is no limit (default %(default)s)")
     add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of weights, order, augmentation, dropout (default 0)")
 
@@ -198,9 +208,10 @@ def parse(parser: Parser, script: str, argv: Sequence[str] | None = None) -> tup
         parser.set_defaults(**{name: value for name, value in state["flags"].items() if name in known})
     words = recipe_words(given.recipe, parser) if given.recipe else []
     words += argv if argv is not None else sys.argv[1:]
-    lr, decay = parser.rates[parser.parse_args(words).optimizer]
     if state is None:
-        parser.set_defaults(lr=lr, weight_decay=decay)
+        chosen = parser.parse_args(words)
+        lr, decay = parser.rates[chosen.optimizer]
+        parser.set_defaults(lr=lr, weight_decay=decay, val_fraction=META_VAL_FRACTION if chosen.mixup == "meta" else 0.0)
     args = parser.parse_args(words)
     if path is not None and args.out is None:
         args.out = str(path if path.is_dir() else path.parent)
@@ -262,6 +273,8 @@ def validate(args: argparse.Namespace, script: str, resumed: bool) -> None:
         raise InputError(f"--export {args.export}: the name must end in .onnx or .pt2")
     if args.export and not Path(args.export).parent.is_dir():
         raise InputError(f"--export {args.export}: the folder does not exist; make it first")
+    if args.mixup == "meta" and not args.val_fraction:
+        raise InputError("--mixup meta learns on held-out rows of the training set: give --val_fraction above 0")
     if args.nesterov and args.momentum == 0:
         raise InputError("--nesterov needs --momentum above 0")
     if args.warmup and args.warmup >= args.epochs:

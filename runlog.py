@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from errors import InputError
@@ -26,6 +27,7 @@ COLUMNS = (
     ("epoch", "epoch", "{:d}", None),
     ("train loss", "train_loss", "{:.4f}", None),
     ("train acc %", "train_accuracy", "{:.2f}", 100),
+    ("lambda", "mean_lambda", "{:.3f}", None),
     ("val acc %", "val_accuracy", "{:.2f}", 100),
     ("test loss", "test_loss", "{:.4f}", None),
     ("test acc %", "test_accuracy", "{:.2f}", 100),
@@ -162,6 +164,27 @@ class RunLog:
             for key, value in row.items():
                 if isinstance(value, int | float):
                     self.board.add_scalar(key, value, row["step"])
+
+    def tables(self, name: str, tables: dict[str, Tensor], classes: list[str]) -> None:
+        """Draw (classes, classes) tables side by side as <name>.png; nothing where there are none."""
+        if not self.first or not tables:
+            return
+        from matplotlib.figure import Figure  # only for runs that learn a table
+
+        side = 2 + 0.35 * min(len(classes), 40)
+        figure = Figure(figsize=((side + 1) * len(tables), side), layout="constrained")
+        for axis, (title, table) in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables.items()):
+            figure.colorbar(axis.imshow(table.cpu()), ax=axis, shrink=0.8)
+            axis.set_title(title)
+            if len(classes) <= 40:
+                axis.set_xticks(range(len(classes)), classes, rotation=90)
+                axis.set_yticks(range(len(classes)), classes)
+        try:
+            part = self.folder / f"{name}.png.part"
+            figure.savefig(part, dpi=100, format="png")
+            part.replace(self.folder / f"{name}.png")
+        except OSError as error:
+            self.say(f"warning: {name}.png could not be written ({error.strerror}); the run goes on")
 
     def say(self, line: str) -> None:
         """Print one line (rank 0)."""

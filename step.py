@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,42 +22,64 @@ import mixup
 from backends import Precision
 from distributed import World
 from errors import InputError
+from mixup import Mix
 
-LOSS, HITS, SAMPLES, SKIPPED, SKIPPED_RUN = range(5)
-"""Entries of `Step.sums`: sums of loss, hits and samples, steps skipped this epoch, steps skipped in a row."""
+LOSS, HITS, LAMBDA, SAMPLES, SKIPPED, SKIPPED_RUN = range(6)
+"""Entries of `Step.sums`: sums of loss, hits, lambda and samples, steps skipped this epoch, steps skipped in a row."""
 
-Task = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(model, inputs, labels) -> (mean loss, number of hits)."""
+Task = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+"""(model, inputs, labels) -> (mean loss, number of hits, sum of the samples' lambda or None where nothing is mixed)."""
 
 
 def classification(label_smoothing: float = 0.0) -> Task:
     """Cross-entropy in fp32 or wider and the number of correct predictions."""
 
-    def task(model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def task(model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, None]:
         logits = model(inputs)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
-        return loss, (logits.detach().argmax(1) == labels).sum()
+        return loss, (logits.detach().argmax(1) == labels).sum(), None
 
     return task
 
 
-def mixed_classification(kind: str, alpha: float, inside: bool, label_smoothing: float = 0.0) -> Task:
-    """As `classification`, of samples mixed by `mixup.draw`; hits are weighted by lambda.
+class MixedClassification:
+    """The task of `classification` on mixed samples; hits are weighted by lambda.
 
     Args:
-        kind, alpha: as `mixup.draw` takes them.
+        draw: (labels, height, width) -> how these are mixed; for texts the sizes mean nothing.
         inside: the model mixes its hidden representation itself: it is called with the inputs, the partners and lambda.
         label_smoothing: as usual.
     """
 
-    def task(model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        mix = mixup.draw(kind, labels, alpha, *inputs.shape[-2:])
-        logits = model(inputs, mix.partner, mix.weight) if inside else model(mixup.blend(inputs, mix))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return mixup.cross_entropy(logits, labels, mix, label_smoothing), mixup.hits(logits, labels, mix)
+    def __init__(self, draw: Callable[[Tensor, int, int], Mix], inside: bool, label_smoothing: float = 0.0) -> None:
+        self.draw, self.inside, self.label_smoothing = draw, inside, label_smoothing
 
-    return task
+    def __call__(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.under(self.draw(labels, *inputs.shape[-2:]), model, inputs, labels)
+
+    def under(self, mix: Mix, model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The task with the samples mixed like this."""
+        logits = model(inputs, mix.partner, mix.weight) if self.inside else model(mixup.blend(inputs, mix))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = mixup.cross_entropy(logits, labels, mix, self.label_smoothing)
+        return loss, mixup.hits(logits, labels, mix), mix.weight.detach().sum()
+
+
+class Learner(Protocol):
+    """Something that learns beside the model, such as `meta_learning.MetaLearning`."""
+
+    def __call__(self, step: Step, inputs: Tensor, labels: Tensor) -> None:
+        """Before a step on this rank's batch; parameters, buffers and gradients are left as they are."""
+        ...
+
+    def tables(self) -> dict[str, Tensor]:
+        """What has been learned, as square tables by name."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Step:
@@ -71,6 +94,8 @@ class Step:
         accumulate: micro-batches of a step.
         clip: largest norm of the averaged gradient; 0 is no limit.
         sync_bn: BatchNorm over all ranks.
+        say: where a line for the user goes.
+        learner: called before each step, or None.
     """
 
     def __init__(
@@ -84,14 +109,15 @@ class Step:
         clip: float = 0.0,
         sync_bn: bool = False,
         say: Callable[[str], None] = print,
+        learner: Learner | None = None,
     ) -> None:
         self.model, self.task, self.optimizer = model, task, optimizer
         self.precision, self.world, self.clip, self.sync_bn, self.say = precision, world, clip, sync_bn, say
-        self.splits = accumulate
+        self.splits, self.learner = accumulate, learner
         self.scaler = precision.scaler()
         self.parallel: nn.Module = model
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.sums = torch.zeros(5, dtype=torch.float64, device=world.device)
+        self.sums = torch.zeros(6, dtype=torch.float64, device=world.device)
         self.copied: tuple[Tensor, torch.cuda.Event] | None = None
 
     def wrap(self) -> None:
@@ -100,8 +126,12 @@ class Step:
 
     def __call__(self, inputs: Tensor, labels: Tensor) -> None:
         """Do the step; micro-batches are halved while the GPU's memory runs out."""
+        learner = self.learner
         while True:
             try:
+                if learner is not None:
+                    once, learner = learner, None
+                    once(self, inputs, labels)
                 sums = self.forward_backward(self.parallel, inputs, labels)
                 break
             except ValueError as error:
@@ -115,18 +145,20 @@ class Step:
         self.update(sums)
 
     def forward_backward(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Gradients of the mean loss of the batch, in `splits` parts; returns its (loss sum, hits, samples)."""
-        sums = torch.zeros(3, dtype=torch.float64, device=labels.device)
+        """Gradients of the mean loss of the batch, in `splits` parts; returns its sums of loss, hits, lambda and samples."""
+        sums = torch.zeros(SKIPPED, dtype=torch.float64, device=labels.device)
         splits = min(self.splits, len(labels))
         parts = list(zip(inputs.chunk(splits), labels.chunk(splits)))
         for number, (x, y) in enumerate(parts, 1):
             early = number < len(parts)
             with model.no_sync() if early and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
                 with self.precision.autocast():
-                    loss, hits = self.task(model, x, y)
+                    loss, hits, weight = self.task(model, x, y)
                 self.scaler.scale(loss * (len(y) / len(labels))).backward()
             sums[LOSS] += loss.detach() * len(y)
             sums[HITS] += hits
+            if weight is not None:
+                sums[LAMBDA] += weight
             sums[SAMPLES] += len(y)
         return sums
 

@@ -84,6 +84,8 @@ class Transformer(nn.Module):
         prior: (vocab_size, classes) scores of each token, such as `texts.naive_bayes` counts. Their sum over the visible
             tokens, divided by the square root of how many there are, is added to the logits with a learned weight, so
             that the encoder only learns what a bag of words cannot say ("wide and deep", arXiv:1606.07792).
+        mix_at: where `forward` mixes texts: 'pooled', what the pooling gives, or 'tokens', their embeddings
+            (senMixup and wordMixup of arXiv:1905.08941).
     """
 
     def __init__(
@@ -100,8 +102,10 @@ class Transformer(nn.Module):
         positions: str = "learned",
         pooling: str = "mean",
         prior: Tensor | None = None,
+        mix_at: str = "pooled",
     ) -> None:
         super().__init__()
+        self.mix_at = mix_at
         self.register_buffer("prior", prior)
         self.prior_weight = nn.Parameter(torch.tensor([PRIOR_WEIGHT])) if prior is not None else None
         self.token_dropout = token_dropout
@@ -132,24 +136,32 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, partner: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
         """tokens (batch, length), integers -> logits (batch, classes).
 
-        With `partner` (batch,), rows, and `weight` (batch,), the pooled representation of each text, and its bag of words,
-        is mixed with that of its partner: weight x own + (1 - weight) x partner's (arXiv:1905.08941).
+        With `partner` (batch,), rows, and `weight` (batch,), each text is mixed with its partner at `mix_at`, and so is its
+        bag of words: weight x own + (1 - weight) x partner's. A place that only one of two texts has takes part in
+        attention and mean with that text's weight, so that a weight of 1 is no mixing.
         """
         keep = tokens != PAD  # (batch, length)
         if self.training and self.token_dropout > 0:
             drop = torch.rand(tokens.shape, device=tokens.device) < self.token_dropout
             tokens = torch.where(drop & (tokens > CLS), UNKNOWN, tokens)
-        x = self.embed(tokens) * math.sqrt(self.embed.embedding_dim) + self.positions[: tokens.shape[1]]
-        x = self.dropout(x)  # (batch, length, width)
+        x = self.embed(tokens) * math.sqrt(self.embed.embedding_dim)
+        present, mask = keep.to(x.dtype), keep
+        if self.mix_at == "tokens" and partner is not None:
+            x, present = mixed(x, partner, weight), mixed(present, partner, weight)
+            # Added to the scores: a key's share in the attention is as large as its presence. Never -inf: log has a gradient.
+            mask = present.clamp(min=1e-30).log()
+        x = self.dropout(x + self.positions[: tokens.shape[1]])  # (batch, length, width)
         for block in self.blocks:
-            x = block(x, keep[:, None, None, :])
+            x = block(x, mask[:, None, None, :])
         x = self.norm(x)
         if self.pooling == "cls":
             pooled = x[:, 0]
         else:
-            weights = keep.unsqueeze(-1).to(x.dtype)
+            weights = present.unsqueeze(-1).to(x.dtype)
             pooled = (x * weights).sum(1) / weights.sum(1).clamp(min=1)
-        logits = self.head(mixed(pooled, partner, weight))
+        if self.mix_at == "pooled":
+            pooled = mixed(pooled, partner, weight)
+        logits = self.head(pooled)
         if self.prior_weight is None:
             return logits
         return logits.float() + self.prior_weight * mixed(self.bag_of_words(tokens), partner, weight)
@@ -161,8 +173,10 @@ class Transformer(nn.Module):
 
 
 def mixed(x: Tensor, partner: Tensor | None, weight: Tensor | None) -> Tensor:
-    """x (batch, width), each row mixed with its partner's where there is one."""
-    return x if partner is None or weight is None else torch.lerp(x[partner], x, weight[:, None].to(x.dtype))
+    """x (batch, ...), each row mixed with its partner's where there is one."""
+    if partner is None or weight is None:
+        return x
+    return torch.lerp(x[partner], x, weight.view(-1, *[1] * (x.ndim - 1)).to(x.dtype))
 
 
 def sinusoids(length: int, width: int) -> Tensor:

@@ -34,7 +34,7 @@ def parser() -> options.Parser:
         __doc__,
         datasets=["agnews", "headlines", "csv"],
         rates=options.RATES | {"adamw": (1e-4, 0.05)},
-        mixes=("none", "mixup", "intra"),
+        mixes=("none", "mixup", "intra", "meta"),
         optimizer="adamw",
         lr_schedule="onecycle",
     )
@@ -56,6 +56,7 @@ def parser() -> options.Parser:
     add("--token_dropout", type=options.below_one, default=0.5, help="share of tokens hidden in training (default %(default)s)")
     add("--positions", choices=("learned", "sinusoidal"), default="learned", help="position embedding (default %(default)s)")
     add("--pooling", choices=("mean", "cls"), default="mean", help="of the last layer (default %(default)s)")
+    add("--mix_at", choices=("pooled", "tokens"), default="pooled", help="of --mixup: what of a text is mixed (default pooled)")
     add("--prior", choices=("none", "naive_bayes"), default="none", help="token scores added to the logits (default none)")
     return parser
 
@@ -77,6 +78,7 @@ def build_model(args: argparse.Namespace, header: dict[str, Any], run: build.Run
         args.positions,
         args.pooling,
         header["prior"],
+        args.mix_at,
     )
     return model.to(run.world.device)
 

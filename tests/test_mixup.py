@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,8 @@ import mixup
 import options
 import resnet50_test
 import transformer_test
-from step import classification, mixed_classification
+from distributed import World
+from step import MixedClassification, classification
 from transformer import Transformer
 
 SIZE = (12, 10)
@@ -27,10 +29,10 @@ def labels_of(count: int = 64, classes: int = 5) -> Tensor:
 
 def drawn(kind: str, labels: Tensor, seed: int = 0, alpha: float = 1.0) -> mixup.Mix:
     torch.manual_seed(seed)
-    return mixup.draw(kind, labels, alpha, *SIZE)
+    return mixup.draw(kind, alpha, labels, *SIZE)
 
 
-KINDS = pytest.mark.parametrize("kind", [kind for kind in mixup.KINDS if kind != "none"])
+KINDS = pytest.mark.parametrize("kind", [kind for kind in mixup.KINDS if kind not in ("none", "meta")])
 
 
 @KINDS
@@ -144,16 +146,59 @@ def test_the_transformer_mixes_pooled_texts_and_their_prior() -> None:
     torch.testing.assert_close(model(tokens, partner, weight), weight[:, None] * plain + (1 - weight[:, None]) * plain[partner])
 
 
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_the_transformer_mixes_token_embeddings_with_padding_as_absence(pooling: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 16, "max_len": 9, "dropout": 0.0, "pooling": pooling}
+    model = Transformer(50, 3, **sizes, mix_at="tokens", prior=torch.randn(50, 3)).eval().double()
+    torch.nn.init.normal_(model.positions)
+    model.prior[:3] = 0  # as texts.naive_bayes has it
+    tokens = torch.randint(3, 50, (6, 9))
+    tokens[2, 4:] = tokens[3, 7:] = 0
+    partner, weight = torch.tensor([2, 3, 0, 5, 1, 4]), torch.rand(6, dtype=torch.float64)
+    plain, mixed = model(tokens), model(tokens, partner, weight)
+    torch.testing.assert_close(model(tokens, partner, torch.ones(6)), plain)
+    torch.testing.assert_close(model(tokens, partner, torch.zeros(6)), plain[partner])
+    torch.testing.assert_close(model(tokens, torch.arange(6), weight), plain)
+    torch.testing.assert_close(model(tokens[partner], partner.argsort(), 1 - weight), mixed)
+    assert (mixed - plain).abs().min() > 1e-4
+    # more padding changes nothing
+    wider = torch.cat([tokens[:, :8], torch.zeros(6, 1, dtype=torch.long)], 1)
+    torch.testing.assert_close(model(wider, partner, weight), model(tokens[:, :8], partner, weight))
+
+
+def test_mixed_tokens_attend_to_a_place_as_much_as_it_is_there() -> None:
+    torch.manual_seed(0)
+    model = Transformer(50, 3, width=16, depth=1, heads=2, mlp_width=16, max_len=5, dropout=0.0, mix_at="tokens").eval().double()
+    tokens, weight = torch.tensor([[2, 7, 8, 0, 0], [2, 9, 10, 11, 12]]), torch.tensor([0.7, 0.7], dtype=torch.float64)
+    # the same text with each place written w times 10: presence as a count of keys in plain softmax attention and mean
+    counts = [10, 10, 10, 3, 3]
+    table = model.embed(tokens) * 4
+    row = (0.7 * table[0] + 0.3 * table[1] + model.positions)[None]
+    many = row.repeat_interleave(torch.tensor(counts), 1)
+    seen = model.blocks[0](many, torch.ones(1, 1, 1, sum(counts), dtype=torch.bool))
+    wanted = model.head(model.norm(seen).mean(1))
+    torch.testing.assert_close(model(tokens, torch.tensor([1, 0]), weight)[:1], wanted)
+
+
 @pytest.mark.parametrize(("module", "words"), [(resnet50_test, "--mixup cutmix --alpha 3"), (transformer_test, "--mixup intra")])
 def test_the_flags_choose_the_task(module: ModuleType, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(build, "mixed_classification", lambda *given: seen.append(given))
+    monkeypatch.setattr(mixup, "draw", lambda *given: seen.append(given))
     args, _ = options.parse(module.parser(), module.SCRIPT, [*words.split(), "--label_smoothing", "0.2"])
-    build.choose_task(args, mixes_inside=module is transformer_test)
-    assert seen == [("cutmix", 3.0, False, 0.2) if module is resnet50_test else ("intra", 0.99, True, 0.2)]
+    for inside in (False, True):
+        task, learner = build.choose_task(args, World(), 4, None, inside)
+        assert isinstance(task, MixedClassification)
+        assert (task.inside, task.label_smoothing, learner) == (inside, 0.2, None)
+        task.draw(labels_of(), 3, 4)
+    kind, alpha, labels, *size = seen[0]
+    assert (kind, alpha) == (("cutmix", 3.0) if module is resnet50_test else ("intra", 0.99))
+    assert torch.equal(labels, labels_of())
+    assert size == [3, 4]
     args, _ = options.parse(module.parser(), module.SCRIPT, [])
-    assert callable(build.choose_task(args, mixes_inside=False))
-    assert len(seen) == 1
+    task, learner = build.choose_task(args, World(), 4, None, False)
+    assert not isinstance(task, MixedClassification)
+    assert learner is None
 
 
 def test_the_task_mixes_inputs_or_lets_the_model_do_it() -> None:
@@ -167,8 +212,9 @@ def test_the_task_mixes_inputs_or_lets_the_model_do_it() -> None:
 
     for inside in (False, True):
         torch.manual_seed(0)
-        loss, _ = mixed_classification("mixup", 1.0, inside)(model, x, labels)
+        loss, _, weight = MixedClassification(partial(mixup.draw, "mixup", 1.0), inside)(model, x, labels)
         torch.testing.assert_close(loss, classification()(lambda x: torch.zeros(64, 5), x, labels)[0])
-    (mixed,), (raw, partner, weight) = seen
+    (mixed,), (raw, partner, weights) = seen
     assert raw is x
-    torch.testing.assert_close(mixed, mixup.blend(x, mixup.Mix(partner, weight)))
+    torch.testing.assert_close(mixed, mixup.blend(x, mixup.Mix(partner, weights)))
+    torch.testing.assert_close(weight, weights.sum())

@@ -14,7 +14,7 @@ import ranks
 
 IMAGES = """--dataset digits --arch resnet20 --bs 64 --lr 0.05 --mixup cutmix --epochs 4 --save_every 5
 --threads 1 --seed 3""".split()
-TEXTS = """--dataset headlines --bs 16 --lr 4e-4 --mixup mixup --alpha 0.2 --epochs 6 --save_every 7
+TEXTS = """--dataset headlines --bs 16 --lr 4e-4 --meta_learning --meta_policy beta --mix_at tokens --meta_every 5 --epochs 6 --save_every 7
 --threads 1 --depth 1 --width 64 --vocab_size 800""".split()
 
 
@@ -48,7 +48,7 @@ def test_sigkill_then_resume_on_one_process(name, flags, tmp_path):
 
 @pytest.mark.slow
 def test_sigkill_then_resume_on_two_ranks(tmp_path):
-    flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:], "--ngd"]
+    flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:], "--ngd", "--meta_learning", "--meta_every", "4"]
     whole = tmp_path / "whole"
     ranks.finish(ranks.start(ranks.torchrun("resnet50_test.py", *flags, "--out", whole / "run"), whole, NGPU="2"), whole)
     killed_and_resumed(ranks.torchrun("resnet50_test.py", *flags), tmp_path / "killed", kills=1, NGPU="2")
@@ -74,7 +74,7 @@ def test_a_signal_writes_a_checkpoint_and_leaves_with_130(number, tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_restarts_by_itself_after_a_rank_dies(tmp_path):
-    flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:], "--ngd"]
+    flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:], "--ngd", "--meta_learning", "--meta_every", "4"]
     whole, hurt = tmp_path / "whole", tmp_path / "hurt"
     reference = ranks.torchrun("resnet50_test.py", *flags, "--out", whole / "run")
     ranks.finish(ranks.start(reference, whole, NGPU="2"), whole)
