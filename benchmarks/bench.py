@@ -18,7 +18,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from multiprocessing.process import BaseProcess
@@ -174,6 +174,18 @@ def interleave(name: str, ours: Iterator[int], peer: Iterator[int] | Remote, blo
         for side in sides:
             side.close()
     return Row(name, *rates)
+
+
+def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int, slow: Collection[str] = ()) -> dict[str, list[float]]:
+    """What each returns in each round, the first one changing; those in `slow` sit out all rounds but the first few."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for turn in range(rounds):
+        start = turn % len(names)
+        for name in names[start:] + names[:start]:
+            if turn < LEAST_BLOCKS or name not in slow:
+                found[name].append(sides[name]())
+    return found
 
 
 # -------------------------------------------------------------------- showing

@@ -15,7 +15,7 @@ import copy
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ LR, WEIGHT_DECAY = 1e-3, 5e-4
 GRADIENTS = PERIOD + 1  # in turn: no multiple of the period, so that an estimate learns from all of them
 BATCH = 128  # of forward and backward
 ROUNDS, QUICK_ROUNDS = 15, 5
-QUICK_BATCH, LEAST = 32, bench.LEAST_BLOCKS  # LEAST: rounds of what takes long (passes and K-FAC)
+QUICK_BATCH = 32
 
 # -------------------------------------------------------------------- the models and their gradients
 
@@ -146,18 +146,6 @@ def kfac_side(task: Task, gradients: list[list[Tensor | None]], quick: bool) -> 
     return side, measure
 
 
-def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int, slow: set[str]) -> dict[str, list[float]]:
-    """What each returns in each round, the first one changing; those in `slow` sit out all rounds but the first few."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
-    names = list(sides)
-    for turn in range(rounds):
-        start = turn % len(names)
-        for name in names[start:] + names[:start]:
-            if turn < LEAST or name not in slow:
-                found[name].append(sides[name]())
-    return found
-
-
 # -------------------------------------------------------------------- a task's table
 
 
@@ -187,7 +175,7 @@ def measure(task: Task, quick: bool) -> Result:
         slow.add(name)
     except peers.Absent as absent:
         note = f"K-FAC left out: {absent}"
-    seconds = take_turns(calls, QUICK_ROUNDS if quick else ROUNDS, slow)
+    seconds = bench.take_turns(calls, QUICK_ROUNDS if quick else ROUNDS, slow)
     rates = {name: [1 / taken for taken in all_taken] for name, all_taken in seconds.items()}
     rows = {name: bench.Row(f"{task.name} {name}", rates[OURS], rate) for name, rate in rates.items()}
     return Result(task, rows, {name: side.facts() for name, side in sides.items()}, sides, note)

@@ -40,15 +40,23 @@ def test_blend_is_the_weighted_sum_and_the_labels_weigh_as_the_inputs_do(kind: s
     labels = labels_of()
     mix = drawn(kind, labels)
     x = torch.randn(64, 3, *SIZE, dtype=torch.float64)
-    weight = (mix.weight[:, None, None, None] if mix.map is None else mix.map).double()
+    weight = (mix.weight[:, None, None, None] if mix.map is None else mix.map).double().expand(64, 1, *SIZE).clone()
+    if mix.box is not None:
+        top, bottom, left, right = mix.box
+        weight[:] = 1
+        weight[..., top:bottom, left:right] = 0
     wanted = torch.stack([weight[i] * x[i] + (1 - weight[i]) * x[mix.partner[i]] for i in range(64)])
     torch.testing.assert_close(mixup.blend(x, mix), wanted)
+    last = x.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(mixup.blend(last, mix), wanted)
+    assert mixup.blend(last, mix).is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(x, last), "the input is left alone"
     # an image of ones among zeros: what is left of it is its label's weight
     own = mixup.blend(torch.eye(64)[:, :, None, None].expand(64, 64, *SIZE), mix).mean((2, 3))
     other = mix.partner != torch.arange(64)
     torch.testing.assert_close(own.diagonal()[other], mix.weight[other])
     assert ((mix.weight >= 0) & (mix.weight <= 1)).all()
-    assert mix.weight.std() > 0 or kind == "mixup"
+    assert mix.weight.std() > 0 or kind in ("mixup", "cutmix")
 
 
 @KINDS
@@ -92,24 +100,38 @@ def test_attention_maps_are_smooth_and_vary_over_space() -> None:
     assert steps < 0.3
 
 
-def test_cutmix_pastes_one_rectangle_whose_area_follows_lambda() -> None:
-    mix = drawn("cutmix", labels_of())
+def test_cutmix_pastes_one_rectangle_a_sample_whose_area_follows_lambda() -> None:
+    mix = mixup.cutmix(labels_of(), 1.0, *SIZE, per_sample=True, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(64, 3, *SIZE)
+    torch.testing.assert_close(mixup.blend(x, mix), torch.where(mix.map == 0, x[mix.partner], x))
+    assert len(mix.weight.unique()) > 20
     for map, weight in zip(mix.map[:, 0], mix.weight):
         cut = map == 0
         rows, columns = cut.any(1), cut.any(0)
         assert torch.equal(cut, rows[:, None] & columns)
         assert max(rows.int().diff().abs().sum(), columns.int().diff().abs().sum()) <= 2
         assert weight.item() == pytest.approx(1 - cut.float().mean().item())
-    torch.manual_seed(0)
-    wide = mixup.cutmix(torch.zeros(4000, dtype=torch.long), 1.0, 64, 64)
-    assert 0.5 < wide.weight.mean() < 0.75  # rectangles are cut off at the border
+
+
+def test_cutmix_draws_the_same_rectangles_for_a_batch_as_for_a_sample() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.zeros(4000, dtype=torch.long)
+    many = mixup.cutmix(labels, 1.0, 64, 32, per_sample=True, generator=generator).weight
+    mixes = [mixup.cutmix(labels[:2], 1.0, 64, 32, generator=generator) for _ in range(4000)]
+    one = torch.stack([mix.weight[0] for mix in mixes])
+    for quantile in (0.1, 0.3, 0.5, 0.7, 0.9):
+        assert one.quantile(quantile).item() == pytest.approx(many.quantile(quantile).item(), abs=0.03)
+    assert 0.5 < many.mean() < 0.75  # rectangles are cut off at the border
+    assert {0, 64} <= {edge for mix in mixes for edge in mix.box[:2]}
+    assert {0, 32} <= {edge for mix in mixes for edge in mix.box[2:]}
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_is_that_of_both_labels_and_of_the_soft_label(smoothing: float) -> None:
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_the_loss_is_that_of_both_labels_and_of_the_soft_label(smoothing: float, per_sample: bool) -> None:
     labels, logits = labels_of(), torch.randn(64, 5, dtype=torch.float64, requires_grad=True)
-    mix = mixup.mixup(labels, 1.0, per_sample=True)
-    mix.weight = mix.weight.double()
+    mix = mixup.mixup(labels, 1.0, per_sample)
+    mix.weight = mix.weight.to(torch.float64) if per_sample else mix.weight[:1].double().expand(64)
     ours = mixup.cross_entropy(logits, labels, mix, smoothing)
     both = [F.cross_entropy(logits, some, reduction="none", label_smoothing=smoothing) for some in (labels, labels[mix.partner])]
     two = (mix.weight * both[0] + (1 - mix.weight) * both[1]).mean()

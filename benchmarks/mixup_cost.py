@@ -1,0 +1,265 @@
+"""What mixing costs: of a training step, and beside timm's Mixup and torchvision's MixUp and CutMix (peer: pip install timm).
+
+python benchmarks/mixup_cost.py --quick                  # at most five minutes on two cores
+python benchmarks/mixup_cost.py --json mixup-cost.json   # larger batch, more rounds
+
+Steps: ResNet-18 on 32x32 images and the Transformer on 64 tokens, `step.Step` with each kind of mixing. All kinds take turns;
+in a round each does 16 steps, one update of the policy of meta-mixup, which is also measured learning on every step, as in its
+paper. A plain kind costs less than two such rounds differ by, so its share is also taken from mixing and loss alone,
+without the model, over the median step: that is what its bar looks at.
+Peers: a batch of images mixed, and the loss of given logits, forward and backward; one lambda or box a batch for all sides.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.transforms import v2
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules measured here
+
+import backends
+import bench
+import mixup
+import optim
+import resnet
+from distributed import World
+from meta_learning import Held, MetaLearning
+from step import MixedClassification, Step, Task, classification
+from stepping import clock
+from transformer import Transformer
+
+PLAIN_SHARE = 0.02  # of a step: a batch read twice beside hundreds of passes over its activations
+META_SHARE = 0.30  # of a step, at the default of 16 steps between updates: ten passes, a third of a step each, over 16
+PEER = 1.0  # at least as fast as theirs
+
+EVERY = 16
+CLASSES = 10
+PEER_BATCH, SIZES = 128, (32, 224)
+ALPHA = 1.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained: how to make it and a batch for it, and what of a batch is mixed."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int], Tensor]
+    kinds: dict[str, tuple[str, bool]]  # name -> (kind of mixing, whether the model does it inside)
+    mixed_shape: tuple[int, ...]  # of one sample, where it is mixed
+    optimizer: str
+    batch: int
+    quick_batch: int
+
+
+def models() -> list[Model]:
+    """ResNet-18 and the Transformer, as the scripts have them."""
+
+    def images(size: int) -> Tensor:
+        return torch.randn(size, 3, 32, 32).to(memory_format=torch.channels_last)
+
+    def texts(mix_at: str) -> nn.Module:
+        return Transformer(30_000, CLASSES, dropout=0.3, token_dropout=0.5, mix_at=mix_at)
+
+    plain = {kind: (kind, False) for kind in ("mixup", "intra", "attention", "cutmix", "meta")}
+    inside = {kind: (kind, True) for kind in ("mixup", "intra", "meta")}
+    return [
+        Model(
+            "ResNet-18",
+            lambda: resnet.build_model("resnet18", CLASSES, 3, 32).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+            images,
+            plain,
+            (3, 32, 32),
+            "sgd",
+            64,
+            16,
+        ),
+        Model("Transformer, pooled", partial(texts, "pooled"), tokens, inside, (128,), "adamw", 128, 64),
+        Model("Transformer, tokens", partial(texts, "tokens"), tokens, inside, (64, 128), "adamw", 128, 64),
+    ]
+
+
+def tokens(size: int) -> Tensor:
+    return torch.randint(3, 30_000, (size, 64))
+
+
+class Clean:
+    """A held-out set of random samples."""
+
+    lengths = None
+
+    def __init__(self, inputs: Callable[[int], Tensor]) -> None:
+        self.inputs = inputs
+
+    def __len__(self) -> int:
+        return 4096
+
+    def batches(self, plan: Sequence[Tensor], epoch: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in plan:
+            yield self.inputs(len(rows)), rows % CLASSES
+
+
+def make_step(model: Model, kind: str, every: int, inside: bool, batch: int) -> Step:
+    """The training step of the scripts."""
+    world, network = World(), model.make()
+    task: Task = classification()
+    learner = None
+    if kind == "meta":
+        meta = mixup.MetaMixup(CLASSES)
+        task = mixed = MixedClassification(lambda labels, height, width: meta.mix(labels), inside)
+        learner = MetaLearning(meta, mixed, Held(Clean(model.inputs), batch, 0, world), every)
+    elif kind != "none":
+        task = MixedClassification(partial(mixup.draw, kind, ALPHA), inside)
+    optimizer = optim.build_optimizer(network, model.optimizer, 1e-3, 0.0)
+    precision = backends.choose_precision("auto", world.device)
+    return Step(network.train(), task, optimizer, precision, world, learner=learner)
+
+
+def step_sides(model: Model, batch: int) -> dict[str, Callable[[], float]]:
+    """Mean seconds of a step, by kind."""
+    inputs, labels = model.inputs(batch), torch.randint(CLASSES, (batch,))
+
+    def side(step: Step, steps: int) -> Callable[[], float]:
+        step(inputs, labels)
+        for _ in range(steps - 1 if step.learner else 0):  # so that each call sees as many updates
+            step(inputs, labels)
+        return lambda: clock(lambda: [step(inputs, labels) for _ in range(steps)]) / steps
+
+    sides = {"none": side(make_step(model, "none", 1, False, batch), EVERY)}
+    for name, (kind, inside) in model.kinds.items():
+        sides[name] = side(make_step(model, kind, EVERY, inside, batch), EVERY)
+    sides["meta, every step"] = side(make_step(model, "meta", 1, model.kinds["meta"][1], batch), 2)
+    return sides
+
+
+def alone(model: Model, batch: int) -> dict[str, Callable[[], float]]:
+    """Seconds of drawing, mixing and the loss, forward and backward, without the model; of 'none' the loss alone."""
+    labels = torch.randint(CLASSES, (batch,))
+    hidden = torch.randn(batch, *model.mixed_shape)
+    logits = torch.randn(batch, CLASSES, requires_grad=True)
+    inside = model.kinds["meta"][1]
+    if len(model.mixed_shape) == 3:
+        hidden = hidden.to(memory_format=torch.channels_last)
+    hidden.requires_grad_(inside)
+
+    def none() -> None:
+        F.cross_entropy(logits, labels).backward()
+
+    def mix(kind: str) -> None:
+        drawn = mixup.draw(kind, ALPHA, labels, 32, 32)
+        mixed = mixup.blend(hidden, drawn)
+        loss = mixup.cross_entropy(logits, labels, drawn)
+        torch.autograd.backward([loss, mixed] if inside else [loss], [None, mixed.detach()] if inside else [None])
+        mixup.hits(logits, labels, drawn)
+
+    calls = {"none": none, **{name: partial(mix, kind) for name, (kind, _) in model.kinds.items() if kind != "meta"}}
+    return {name: partial(repeated, call) for name, call in calls.items()}
+
+
+def repeated(call: Callable[[], Any], times: int = 10) -> float:
+    """Seconds of a call, the mean of several."""
+    return clock(lambda: [call() for _ in range(times)]) / times
+
+
+def peer_sides(size: int) -> dict[str, Callable[[], float]]:
+    """Seconds of mixing a batch of images and of the loss, ours and theirs."""
+    import timm.data
+    import timm.loss
+
+    images = torch.randn(PEER_BATCH, 3, size, size).to(memory_format=torch.channels_last)
+    labels, logits = torch.randint(CLASSES, (PEER_BATCH,)), torch.randn(PEER_BATCH, CLASSES, requires_grad=True)
+    soft_loss = timm.loss.SoftTargetCrossEntropy()
+    timm_mixes = {
+        "mixup": timm.data.Mixup(ALPHA, 0.0, label_smoothing=0.0, num_classes=CLASSES),
+        "cutmix": timm.data.Mixup(0.0, ALPHA, label_smoothing=0.0, num_classes=CLASSES),
+    }
+    vision_mixes = {"mixup": v2.MixUp(alpha=ALPHA, num_classes=CLASSES), "cutmix": v2.CutMix(alpha=ALPHA, num_classes=CLASSES)}
+
+    def ours(kind: str) -> None:
+        mix = mixup.draw(kind, ALPHA, labels, size, size)
+        mixup.blend(images, mix)
+        mixup.cross_entropy(logits, labels, mix).backward()
+
+    def theirs(mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        _, soft = mix(images, labels)
+        loss(logits, soft).backward()
+
+    sides: dict[str, Callable[[], Any]] = {}
+    for kind in ("mixup", "cutmix"):
+        sides[f"{kind} ours"] = partial(ours, kind)
+        sides[f"{kind} timm"] = partial(theirs, timm_mixes[kind], soft_loss)
+        sides[f"{kind} torchvision"] = partial(theirs, vision_mixes[kind], F.cross_entropy)
+    return {name: partial(repeated, call, 20 if size < 64 else 2) for name, call in sides.items()}
+
+
+def row(name: str, ours: list[float], peer: list[float]) -> bench.Row:
+    """Seconds to a row of rates."""
+    return bench.Row(name, [1 / taken for taken in ours], [1 / taken for taken in peer])
+
+
+def measure_model(model: Model, quick: bool) -> tuple[list[bench.Row], list[bench.Bar]]:
+    """Print the table of a model."""
+    batch = model.quick_batch if quick else model.batch
+    rounds = (5 if quick else 7) if model.optimizer == "sgd" else (7 if quick else 15)
+    steps = bench.take_turns(step_sides(model, batch), rounds, {"meta, every step"})
+    parts = bench.take_turns(alone(model, batch), 30)
+    median = {name: statistics.median(taken) for name, taken in steps.items()}
+    print(f"\n{model.name}, batch {batch}: {1e3 * median['none']:.1f} ms a step without mixing")
+    print(f"{'':18} {'step, x none':>13} {'spread':>14} {'alone, % of a step':>19}")
+    rows, bars = [], []
+    for name in [name for name in steps if name != "none"]:
+        ratios = [taken / none for taken, none in zip(steps[name], steps["none"])]
+        rows.append(row(f"{model.name} {name}", steps[name], steps["none"][: len(steps[name])]))
+        spread, share = f"{min(ratios):.3f}..{max(ratios):.3f}", ""
+        if name in parts:
+            extra = statistics.median(parts[name]) - statistics.median(parts["none"])
+            share = f"{100 * extra / median['none']:.2f}"
+            bars.append(bench.Bar(f"{model.name} {name} share", extra / median["none"], PLAIN_SHARE, at_most=True))
+        print(f"{name:18} {statistics.median(ratios):>13.3f} {spread:>14} {share:>19}")
+        if name == "meta":
+            bars.append(bench.Bar(f"{model.name} meta cost", statistics.median(ratios) - 1, META_SHARE, at_most=True))
+    return rows, bars
+
+
+def measure_peers(size: int, quick: bool) -> tuple[list[bench.Row], list[bench.Bar]]:
+    """Print the table beside the peers."""
+    seconds = bench.take_turns(peer_sides(size), 15 if quick else 41)
+    rows = []
+    for kind in ("mixup", "cutmix"):
+        for peer in ("timm", "torchvision"):
+            rows.append(row(f"{kind} {size}px / {peer}", seconds[f"{kind} ours"], seconds[f"{kind} {peer}"]))
+    print(f"\n{PEER_BATCH} images of {size}x{size}, mixing and loss")
+    print(bench.table(rows, "theirs", "batches/s"))
+    return rows, [bench.Bar(each.name, each.ratio, PEER) for each in rows]
+
+
+def main() -> int:
+    args = bench.parser(__doc__).parse_args()
+    torch.manual_seed(0)
+    backends.keep_freed_memory()
+    backends.use_cores(0, 1)
+    machine = bench.machine(torch.device("cpu"), ("torch", "torchvision", "timm"))
+    print(machine)
+    rows: list[bench.Row] = []
+    bars: list[bench.Bar] = []
+    for measure in [partial(measure_peers, size) for size in SIZES] + [partial(measure_model, model) for model in models()]:
+        found = measure(args.quick)
+        rows += found[0]
+        bars += found[1]
+    print()
+    bench.write_json(args.json, rows, bars, machine=machine)
+    return bench.verdict(bars)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
