@@ -125,18 +125,23 @@ def blend(x: Tensor, mix: Mix) -> Tensor:
     if mix.box is not None:
         top, bottom, left, right = mix.box
         mixed = x.clone()
-        mixed[..., top:bottom, left:right] = rows_of(x[..., top:bottom, left:right], mix.partner)
+        source, target = (each[..., top:bottom, left:right] for each in (x, mixed))
+        if x.requires_grad:
+            target.copy_(rows_of(source, mix.partner))
+        else:
+            rows_of(source, mix.partner, out=target)
         return mixed
     weight = mix.weight.view(-1, *[1] * (x.ndim - 1)) if mix.map is None else mix.map
     weight, partners = weight.to(x.dtype), rows_of(x, mix.partner)
     return torch.lerp(partners, x, weight) if weight.requires_grad or x.requires_grad else partners.lerp_(x, weight)
 
 
-def rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows] as fast as memory goes: torch's own index is three times slower in channels_last."""
+def rows_of(x: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """x[rows] as fast as memory goes: torch's own index is three times slower in channels_last. `out` has x's strides."""
     if x.ndim == 4 and x.stride(1) == 1:
-        return x.permute(0, 2, 3, 1).index_select(0, rows).permute(0, 3, 1, 2)
-    return x.index_select(0, rows)
+        into = None if out is None else out.permute(0, 2, 3, 1)
+        return torch.index_select(x.permute(0, 2, 3, 1), 0, rows, out=into).permute(0, 3, 1, 2)
+    return torch.index_select(x, 0, rows, out=out)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, mix: Mix, label_smoothing: float = 0.0) -> Tensor:

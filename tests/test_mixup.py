@@ -149,6 +149,23 @@ def test_hits_weigh_both_labels() -> None:
     assert mixup.hits(logits, labels, mix).item() == pytest.approx(0.7 + 0.6 + 0.0 + 1.0)
 
 
+@pytest.mark.parametrize("box", [(3, 3, 0, 8), (0, 8, 0, 8), (2, 5, 7, 8), (8, 8, 8, 8)])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("last", [False, True])
+def test_any_box_is_pasted_with_and_without_a_gradient(box: tuple[int, ...], channels: int, last: bool) -> None:
+    x = torch.randn(4, channels, 8, 8).to(memory_format=torch.channels_last if last else torch.contiguous_format)
+    mix = mixup.Mix(torch.tensor([1, 2, 3, 0]), torch.ones(4), box=box)
+    inside = torch.zeros(8, 8, dtype=torch.bool)
+    inside[box[0] : box[1], box[2] : box[3]] = True
+    wanted = torch.where(inside, x[mix.partner], x)
+    assert torch.equal(mixup.blend(x, mix), wanted)
+    leaf = x.clone().requires_grad_()
+    mixed = mixup.blend(leaf, mix)
+    assert torch.equal(mixed, wanted)
+    mixed.sum().backward()
+    assert torch.equal(leaf.grad, torch.ones_like(x))
+
+
 def test_weight_one_is_no_mixing() -> None:
     labels, logits = labels_of(), torch.randn(64, 5)
     mix = mixup.Mix(torch.randperm(64), torch.ones(64))
