@@ -1,0 +1,339 @@
+"""SLAMB is what its equations say, on all ranks; nothing gets lost on the way, whatever the ranks' gradients are."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ranks
+import slamb_oracle
+from flat import Lay, Ring
+from lamb import LAMB
+from slamb import SLAMB
+from slamb_oracle import SHAPES, Oracle, gradient, start
+from slamb_part import BLOCK
+
+EXACT = {"wire_dtype": torch.float64}
+SMALL_ELEMENTS = sum(math.prod(shape) for shape in SHAPES if math.prod(shape) < 9000)
+ELEMENTS = sum(math.prod(shape) for shape in SHAPES)
+LARGE_ROWS = sum(-(-math.prod(shape) // BLOCK) for shape in SHAPES if math.prod(shape) >= 9000)
+
+
+def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+    return [nn.Parameter(p) for p in start(dtype)]
+
+
+def set_gradients(mine: list[nn.Parameter], step: int, rank: int) -> None:
+    for p, g in zip(mine, gradient(step, rank)):
+        p.grad = g.to(p.dtype)
+
+
+def close(mine: list[nn.Parameter], wanted: list[torch.Tensor], tolerance: float, message: str) -> None:
+    for p, q in zip(mine, wanted):
+        torch.testing.assert_close(p.detach().double(), q, rtol=tolerance, atol=tolerance, msg=lambda text: f"{message}: {text}")
+
+
+# -------------------------------------------------------------------- units
+
+
+@pytest.mark.parametrize("shares", [[0.1], [0.3], [0.999], [1.0], [0.5, 0.5, 0.2, 0.1, 0.1, 0.01, 0.7]])
+def test_a_ring_sends_what_it_says_and_every_unit_comes_round(shares: list[float]) -> None:
+    ring, last = Ring(97, seed=3), [0] * 97
+    state = torch.get_rng_state()
+    for step in range(1, 400):
+        share = shares[step % len(shares)]
+        units = ring.take(share).tolist()
+        assert len(units) == len(set(units)) == math.ceil(share * 97 - 1e-9)
+        for unit in units:
+            last[unit] = step
+        assert step - min(last) < math.ceil(1 / min(shares)) or step < math.ceil(1 / min(shares))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert Ring(97, seed=3).take(1.0).tolist() != list(range(97))
+
+
+def test_views_have_the_memory_format_of_their_tensors() -> None:
+    tensors = [
+        torch.randn(5, 4, 3, 3).to(memory_format=torch.channels_last),
+        torch.randn(70),
+        torch.randn(6, 4).T,
+        torch.tensor(2.0),
+    ]
+    lay = Lay(tensors, 16)
+    buffer = lay.buffer()
+    for view, tensor in zip(lay.views(buffer), tensors):
+        view.copy_(tensor)
+    assert all(torch.equal(view, tensor) for view, tensor in zip(lay.views(buffer), tensors))
+    assert lay.views(buffer)[0].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(buffer.view(-1)[lay.places()].sort().values, torch.cat([t.flatten() for t in tensors]).sort().values)
+    sums = lay.sums(buffer.square().sum(1))
+    torch.testing.assert_close(sums, torch.stack([t.square().sum() for t in tensors]))
+    assert lay.owners().tolist() == [n for n, count in enumerate(lay.counts) for _ in range(count)]
+
+
+# -------------------------------------------------------------------- alone
+
+
+@pytest.mark.parametrize("selection", ["block", "random"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_alone_it_is_lamb_and_sends_nothing(selection: str, dtype: torch.dtype) -> None:
+    one, other = parameters(dtype), parameters(dtype)
+    ours, lamb = SLAMB(one, 0.01, selection=selection), LAMB(other, 0.01)
+    for step in range(30):
+        for mine, optimizer in ((one, ours), (other, lamb)):
+            set_gradients(mine, step, 0)
+            optimizer.step()
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    close(one, [p.detach().double() for p in other], tolerance, "LAMB")
+    assert ours.bytes_sent == 0
+    assert all(ours.state[p]["exp_avg"].dtype == torch.promote_types(dtype, torch.float32) for p in one)
+
+
+def test_bad_settings_are_refused() -> None:
+    for bad in (
+        {"selection": "top"},
+        {"local_steps": 0},
+        {"compress_ratio": 0.0},
+        {"compress_ratio": 1.5},
+        {"lr": -1.0},
+        {"beta3": 2.0},
+    ):
+        with pytest.raises(ValueError, match=f"SLAMB: {next(iter(bad))}="):
+            SLAMB(parameters(), **bad)
+
+
+# -------------------------------------------------------------------- on ranks
+
+
+def follows_the_oracle(world: Any, selection: str, compat: bool, k: float) -> None:
+    mine = parameters()
+    settings = {"dense": 4, "local": 9, "beta3": 0.9}
+    ours = SLAMB(mine, 0.01, compress_ratio=k, selection=selection, compat=compat, dense_steps=4, local_steps=9, beta3=0.9, **EXACT)
+    oracle = Oracle(world.size, k, selection, compat, **settings)
+    for step in range(1, 26):
+        set_gradients(mine, step, world.rank)
+        ours.step()
+        oracle.step()
+        close(mine, oracle.w[world.rank], 1e-8, f"{selection}, compat={compat}, k={k}, step {step}")
+    mean = [sum(m[number] for m in oracle.m) / world.size for number in range(len(SHAPES))]
+    dense = [torch.zeros_like(m) for m in mean]
+    for step in range(1, 26):
+        for number in range(len(SHAPES)):
+            g = sum(gradient(step, rank)[number] for rank in range(world.size)) / world.size
+            dense[number] = 0.9 * dense[number] + 0.1 * g
+    for p, wanted, also in zip(mine, dense, mean):
+        total = world.sum(ours.state[p]["exp_avg"].clone()) / world.size
+        torch.testing.assert_close(total, wanted, rtol=1e-6, atol=1e-12)
+        torch.testing.assert_close(total, also, rtol=1e-6, atol=1e-12)
+
+
+def all_oracles(world: Any) -> None:
+    for selection in ("block", "random"):
+        for compat in (False, True):
+            for k in (0.1, 0.3) if compat else (0.1, 0.3, 0.7, 1.0):
+                follows_the_oracle(world, selection, compat, k)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_it_follows_the_equations_and_the_mean_momentum_is_the_dense_one(size: int) -> None:
+    ranks.run_ranks(all_oracles, size)
+
+
+def full_exchange_is_lamb(world: Any) -> None:
+    for selection in ("block", "random"):
+        mine, other = parameters(torch.float32), parameters(torch.float32)
+        ours = SLAMB(mine, 0.01, compress_ratio=1.0, dense_steps=0, selection=selection, wire_dtype=torch.float32)
+        lamb = LAMB(other, 0.01)
+        for step in range(25):
+            set_gradients(mine, step, world.rank)
+            for p, *all_of_them in zip(other, *(gradient(step, rank) for rank in range(world.size))):
+                p.grad = (sum(all_of_them) / world.size).float()
+            ours.step()
+            lamb.step()
+            close(mine, [p.detach().double() for p in other], 1e-5, f"LAMB at step {step}")
+
+
+def early_updates_are_small(world: Any) -> None:
+    for k in (0.1, 0.02):
+        mine, other = parameters(torch.float32), parameters(torch.float32)
+        ours, lamb = SLAMB(mine, 0.01, compress_ratio=k), LAMB(other, 0.01)
+        for step in range(25):
+            before = [p.detach().clone() for p in (*mine, *other)]
+            set_gradients(mine, step, world.rank)
+            for p, *all_of_them in zip(other, *(gradient(step, rank) for rank in range(world.size))):
+                p.grad = (sum(all_of_them) / world.size).float()
+            ours.step()
+            lamb.step()
+            moves = [(p.detach() - q).abs().max() for p, q in zip((*mine, *other), before)]
+            half = len(mine)
+            assert max(moves[:half]) < 2 * max(moves[half:]), (k, step)
+
+
+def bytes_are_what_it_says(world: Any) -> None:
+    for selection, unit, count in (("block", BLOCK, LARGE_ROWS), ("random", 1, ELEMENTS - SMALL_ELEMENTS)):
+        for k in (0.01, 0.1, 0.3, 0.6, 0.9):
+            mine = parameters(torch.float32)
+            ours = SLAMB(mine, compress_ratio=k, dense_steps=1, local_steps=4, selection=selection)
+            sent = []
+            for step in range(5):
+                set_gradients(mine, step, world.rank)
+                before = ours.bytes_sent
+                ours.step()
+                sent.append(ours.bytes_sent - before)
+            sparse = 2 * (SMALL_ELEMENTS + unit * math.ceil(k * count - 1e-9) + 1)
+            assert sent[1] == sent[2] == sent[4] == sparse
+            assert sent[3] == sparse + 4 * ELEMENTS
+            assert sent[0] == 2 * (SMALL_ELEMENTS + (LARGE_ROWS * BLOCK) + 1)
+
+
+def every_step_averages(world: Any) -> None:
+    mine = parameters(torch.float32)
+    ours = SLAMB(mine, local_steps=1, dense_steps=0)
+    for step in range(3):
+        set_gradients(mine, step, world.rank)
+        ours.step()
+        for p in mine:
+            assert torch.equal(world.sum(p.detach().clone()) / world.size, p.detach())
+
+
+def a_bad_step_on_one_rank_is_skipped_by_all(world: Any) -> None:
+    for selection in ("block", "random"):
+        runs = []
+        for bad in (True, False):
+            mine = parameters(torch.float32)
+            ours = SLAMB(mine, compress_ratio=0.2, dense_steps=2, local_steps=5, selection=selection)
+            for step in range(9):
+                if bad and step in (0, 1, 4, 5):  # in front of a dense step, a sparse one and an averaging
+                    set_gradients(mine, 50 + step, world.rank)
+                    before = [p.detach().clone() for p in mine]
+                    overflow = world.rank == step % world.size
+                    if overflow:
+                        mine[step % 3].grad.view(-1)[3] = math.inf
+                    ours.found_inf = torch.tensor(float(overflow))
+                    ours.step()
+                    assert ours.skipped == 1
+                    assert all(torch.equal(p, q) for p, q in zip(mine, before))
+                set_gradients(mine, step, world.rank)
+                ours.found_inf = torch.tensor(0.0)
+                ours.step()
+                assert ours.skipped == 0
+            runs.append([p.detach().clone() for p in mine])
+        assert all(torch.equal(p, q) for p, q in zip(*runs))
+
+
+def missing_gradients_are_zeros(world: Any) -> None:
+    runs = []
+    for missing in (True, False):
+        mine = parameters(torch.float32)
+        ours = SLAMB(mine, dense_steps=2)
+        for step in range(5):
+            set_gradients(mine, step, world.rank)
+            if world.rank == 0:
+                for number in (0, 2, 3):
+                    mine[number].grad = None if missing else torch.zeros_like(mine[number])
+            ours.step()
+        runs.append([p.detach().clone() for p in mine])
+    assert all(torch.equal(p, q) for p, q in zip(*runs))
+
+
+def groups_have_their_own_settings(world: Any) -> None:
+    mine = parameters(torch.float32)
+    groups = [
+        {"params": mine[:2], "lr": 0.0},
+        {"params": mine[2:4], "compress_ratio": 1.0},
+        {"params": mine[4:], "weight_decay": 0.0},
+    ]
+    ours = SLAMB(groups, dense_steps=0)
+    before = [p.detach().clone() for p in mine]
+    for step in range(3):
+        set_gradients(mine, step, world.rank)
+        ours.step()
+    changed = [not torch.equal(p, q) for p, q in zip(mine, before)]
+    assert changed == [False, False, True, True, True, True]
+    for p in mine[2:4]:  # k = 1: exchanged whole
+        assert torch.equal(world.sum(p.detach().clone()), p.detach() * world.size)
+    with_one = copy.deepcopy(ours.state_dict())
+    assert [group["calls"] for group in with_one["param_groups"]] == [3, 3, 3]
+
+
+def a_run_goes_on_from_its_state(world: Any) -> None:
+    for selection in ("block", "random"):
+        for at in (2, 7):
+            mine = parameters(torch.float32)
+            ours = SLAMB(mine, compress_ratio=0.2, dense_steps=4, local_steps=5, selection=selection)
+            for step in range(12):
+                if step == at:
+                    file = io.BytesIO()
+                    torch.save(ours.state_dict(), file)
+                    other = [nn.Parameter(p.detach().clone()) for p in mine]
+                set_gradients(mine, step, world.rank)
+                ours.step()
+            file.seek(0)
+            theirs = SLAMB(other, compress_ratio=0.2, dense_steps=4, local_steps=5, selection=selection)
+            theirs.load_state_dict(torch.load(file, weights_only=True))
+            for step in range(at, 12):
+                set_gradients(other, step, world.rank)
+                theirs.step()
+            assert all(torch.equal(p, q) for p, q in zip(mine, other))
+
+
+def wrapping_twice_is_refused(world: Any) -> None:
+    model = nn.Linear(100, 100)
+    wrapped = DistributedDataParallel(model)
+    ours = SLAMB(model.parameters())
+    wrapped(torch.randn(2, 100)).sum().backward()
+    with pytest.raises(RuntimeError, match="do not wrap the model in DistributedDataParallel"):
+        ours.step()
+
+
+def all_small_ones(world: Any) -> None:
+    for body in (
+        full_exchange_is_lamb,
+        early_updates_are_small,
+        bytes_are_what_it_says,
+        every_step_averages,
+        a_bad_step_on_one_rank_is_skipped_by_all,
+        missing_gradients_are_zeros,
+        groups_have_their_own_settings,
+        a_run_goes_on_from_its_state,
+        wrapping_twice_is_refused,
+    ):
+        state = torch.get_rng_state()
+        body(world)
+        if body is not wrapping_twice_is_refused:
+            assert torch.equal(torch.get_rng_state(), state), "the random state is left alone"
+
+
+def test_what_ranks_do_together() -> None:
+    ranks.run_ranks(all_small_ones, 2)
+
+
+def nodes_take_the_place_of_ranks(world: Any) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    node, plain = world.rank // 2, slamb_oracle.gradient
+
+    def of_node(step: int, node: int) -> list[torch.Tensor]:
+        return [(one + other) / 2 for one, other in zip(plain(step, 2 * node), plain(step, 2 * node + 1))]
+
+    slamb_oracle.gradient = of_node  # in this process, which ends with this function
+    for selection in ("block", "random"):
+        mine = parameters()
+        ours = SLAMB(mine, 0.01, node_group=groups[node], selection=selection, dense_steps=3, local_steps=6, **EXACT)
+        alone = Oracle(2, 0.1, selection, False, dense=3, local=6)
+        for step in range(1, 15):
+            for p, g in zip(mine, plain(step, world.rank)):
+                p.grad = g
+            ours.step()
+            alone.step()
+            close(mine, alone.w[node], 1e-8, f"{selection}, step {step}")
+
+
+def test_node_groups_reduce_densely_inside_and_sparsely_between() -> None:
+    ranks.run_ranks(nodes_take_the_place_of_ranks, 4)
