@@ -33,6 +33,8 @@ from meta_learning import Held, MetaLearning
 from mixup import MetaMixup
 from step import MixedClassification, Step, Task, classification
 
+WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass
 class Run:
@@ -71,18 +73,30 @@ def split_rows(labels: Tensor, args: argparse.Namespace) -> dict[str, Tensor]:
     return {"train": rows[train], "val": rows[val]}
 
 
-def flags_optimizer(args: argparse.Namespace, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+def flags_optimizer(args: argparse.Namespace, model: nn.Module, lr: float, world: World) -> torch.optim.Optimizer:
     """The optimizer of the flags, with the learning rate `lr`."""
-    ngd = {
-        "rank": args.ngd_rank,
-        "alpha": args.ngd_alpha,
-        "eta": args.ngd_eta,
-        "update_period": args.ngd_period,
-        "max_dim": args.ngd_max_dim,
+    own: dict[str, dict[str, Any]] = {
+        "ngd": {
+            "rank": args.ngd_rank,
+            "alpha": args.ngd_alpha,
+            "eta": args.ngd_eta,
+            "update_period": args.ngd_period,
+            "max_dim": args.ngd_max_dim,
+        },
+        "lars": {"trust_coefficient": args.trust_coefficient, "clip": args.larc},
+        "slamb": {
+            "compress_ratio": args.compress_ratio,
+            "warmup": args.compress_warmup,
+            "beta3": args.beta3,
+            "local_steps": args.local_steps,
+            "dense_steps": args.dense_steps,
+            "selection": args.selection,
+            "wire_dtype": WIRE_DTYPES[args.wire_dtype],
+            "node_group": world.node_group() if args.optimizer == "slamb" and args.node_groups else None,
+        },
     }
-    return optim.build_optimizer(
-        model, args.optimizer, lr, args.weight_decay, args.momentum, args.nesterov, tuple(args.betas), ngd, args.ngd_skip
-    )
+    settings = args.weight_decay, args.momentum, args.nesterov, tuple(args.betas), own.get(args.optimizer), args.ngd_skip
+    return optim.build_optimizer(model, args.optimizer, lr, *settings)
 
 
 def choose_task(
@@ -106,7 +120,7 @@ def trainer(
     train: DataSet,
     tests: Mapping[str, DataSet],
     header: dict[str, Any],
-    make_optimizer: Callable[[argparse.Namespace, nn.Module, float], torch.optim.Optimizer] = flags_optimizer,
+    make_optimizer: Callable[[argparse.Namespace, nn.Module, float, World], torch.optim.Optimizer] = flags_optimizer,
     mixes_inside: bool = False,
 ) -> Trainer:
     """The Trainer of these flags; `header`: what inference needs besides them; `mixes_inside`: see `MixedClassification`."""
@@ -120,7 +134,7 @@ def trainer(
     task, learner = choose_task(args, world, len(header["classes"]), tests.get("val"), mixes_inside)
     log = run.log(args)
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch, args.base_bs)
-    optimizer = make_optimizer(args, model, lr)
+    optimizer = make_optimizer(args, model, lr, world)
     model = backends.apply_backend(args.backend, model)
     step = Step(model, task, optimizer, run.precision, world, args.accumulate, args.clip, args.sync_bn, log.say, learner)
     parameters = sum(parameter.numel() for parameter in model.parameters())

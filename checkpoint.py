@@ -104,6 +104,23 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
             )
 
 
+def on_cpu(state: Any) -> Any:
+    """Nested dicts and lists with all tensors copied to the CPU, so that ranks can send them to each other."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().cpu()
+    if isinstance(state, dict):
+        return {name: on_cpu(value) for name, value in state.items()}
+    return [on_cpu(value) for value in state] if isinstance(state, list | tuple) else state
+
+
+def mean(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The mean of the floating tensors of several state_dicts; the others are the first one's."""
+    return {
+        name: torch.stack([state[name] for state in states]).mean(0) if value.is_floating_point() else value
+        for name, value in states[0].items()
+    }
+
+
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:
     """The random states of torch on the CPU and on this process's GPU."""
     states = {"cpu": torch.get_rng_state()}

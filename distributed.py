@@ -80,6 +80,13 @@ class World:
         dist.gather_object(value, box if self.first else None, dst=0, group=self.control)
         return box if self.first else []
 
+    def node_group(self) -> Any:
+        """The process group of this node's ranks; None where every rank is alone on its node, or there is one node."""
+        if self.size == self.local_size or self.local_size == 1:
+            return None
+        groups = [dist.new_group(list(range(start, start + self.local_size))) for start in range(0, self.size, self.local_size)]
+        return groups[self.rank // self.local_size]
+
     @contextlib.contextmanager
     def first_on_node_first(self) -> Iterator[None]:
         """The block runs on the first process of each node before the others: one download, not one a process."""

@@ -130,6 +130,9 @@ class Trainer:
     def train_epoch(self, signals: list[int]) -> bool:
         """The steps of this epoch that are not yet done; True where a signal came too late to stop within it."""
         self.model.train()
+        optimizer = self.do_step.optimizer
+        if hasattr(optimizer, "start_epoch"):
+            optimizer.start_epoch(self.epoch)
         plan = self.sampler.epoch(self.epoch, self.batch_size)[self.step_in_epoch :]
         mine = [share(batch, self.world.rank, self.world.size) for batch in plan]
         bar = self.log.bar(self.epoch + 1, self.settings.epochs, len(self.sampler), self.step_in_epoch * self.batch_size)
@@ -161,7 +164,7 @@ class Trainer:
         sums = self.do_step.sums
         skipped = int(sums[SKIPPED])
         totals = self.world.sum(sums[:SKIPPED].clone()).tolist()
-        self.world.average_buffers(self.model)
+        self.do_step.settle()
         row = {
             "epoch": self.epoch + 1,
             "step": self.step,
@@ -189,6 +192,8 @@ class Trainer:
             "comm_bytes": self.world.bytes_sent,
             "skipped_steps": skipped,
         }
+        if "compress_ratio" in self.do_step.optimizer.param_groups[0]:
+            row["compress_ratio"] = self.do_step.optimizer.param_groups[0]["compress_ratio"]
         self.rows.append(row)
         self.epoch, self.step_in_epoch, self.train_seconds, self.world.bytes_sent = self.epoch + 1, 0, 0.0, 0
         sums[:SKIPPED_RUN] = 0
@@ -251,20 +256,22 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Everything a run is; collective: each rank's own part is gathered on rank 0.
 
-        Saving in mid-epoch leaves the run as it is: each rank's BatchNorm statistics are kept as they are, and the
-        entry `model`, for inference and other world sizes, holds rank 0's.
+        Saving in mid-epoch leaves the run as it is: each rank's BatchNorm statistics, and with an optimizer that communicates
+        itself its weights and optimizer, are kept as they are; the entry `model`, for inference, holds rank 0's.
         """
-        weights = self.model.state_dict()
+        weights, optimizer = self.model.state_dict(), self.do_step.optimizer
+        own = [name for name, _ in self.model.named_buffers() if name in weights]
         mine = {
             "random": checkpoint.random_states(self.world.device),
-            "buffers": {name: weights[name].cpu() for name, _ in self.model.named_buffers() if name in weights},
+            "weights": {name: weights[name].cpu() for name in (weights if self.do_step.communicates else own)},
+            "optimizer": checkpoint.on_cpu(optimizer.state_dict()) if self.do_step.communicates else None,
             "sums": self.do_step.sums.cpu(),
             "bytes_sent": self.world.bytes_sent,
         }
         return {
             **self.header,
             "model": weights,
-            "optimizer": self.do_step.optimizer.state_dict(),
+            "optimizer": None if self.do_step.communicates else optimizer.state_dict(),
             "scaler": self.do_step.scaler.state_dict(),
             "learner": self.do_step.learner.state_dict() if self.do_step.learner is not None else None,
             "batch_size": self.batch_size,
@@ -274,12 +281,16 @@ class Trainer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Undo to `state`. At another world size or batch the ranks' parts are merged and the epoch goes on close by."""
-        ranks, weights = state["ranks"], state["model"]
+        ranks, weights, optimizer = state["ranks"], state["model"], state["optimizer"]
         same_world = len(ranks) == self.world.size
         if same_world:
-            weights = {**weights, **ranks[self.world.rank]["buffers"]}
+            weights = {**weights, **ranks[self.world.rank]["weights"]}
+            optimizer = optimizer or ranks[self.world.rank]["optimizer"]
+        elif optimizer is None:
+            weights = checkpoint.mean([rank["weights"] for rank in ranks])
+            optimizer = self.do_step.optimizer.merge([rank["optimizer"] for rank in ranks])  # type: ignore[attr-defined]
         checkpoint.load_into(self.model, weights, "model")
-        checkpoint.load_optimizer(self.do_step.optimizer, state["optimizer"])
+        checkpoint.load_optimizer(self.do_step.optimizer, optimizer)
         if self.do_step.scaler.is_enabled() and state["scaler"]:
             self.do_step.scaler.load_state_dict(state["scaler"])
         if self.do_step.learner is not None and state.get("learner"):

@@ -21,9 +21,11 @@ import torch
 from torch import nn
 
 from errors import InputError
+from lars import LARS
 from ngd import NGD
+from slamb import LAMB, SLAMB
 
-OPTIMIZERS = ("sgd", "adamw", "ngd")
+OPTIMIZERS = ("sgd", "adamw", "ngd", "lars", "lamb", "slamb")
 SCHEDULES = ("constant", "step", "multistep", "exponential", "inverse", "polynomial", "cosine", "onecycle", "cyclic")
 ONECYCLE_START, ONECYCLE_RISE = 1 / 25, 0.3  # as torch.optim.lr_scheduler.OneCycleLR: first rate / peak, share of the rise
 ONECYCLE_END = 1e-4  # last rate / first rate
@@ -151,13 +153,14 @@ def build_optimizer(
     momentum: float = 0.9,
     nesterov: bool = False,
     betas: tuple[float, float] = (0.9, 0.999),
-    ngd: Mapping[str, Any] | None = None,
+    own: Mapping[str, Any] | None = None,
     ngd_skip: Sequence[str] = (),
 ) -> torch.optim.Optimizer:
-    """The optimizer of that name over all parameters of `model`; `ngd` holds the settings that only `NGD` has."""
+    """The optimizer of that name over all parameters of `model`; `own` holds the settings that only it has."""
+    own = own or {}
     if name == "ngd":
         groups = ngd_groups(model, weight_decay, ngd_skip)
-        return NGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **(ngd or {}))
+        return NGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **own)
     groups = decay_groups(model, weight_decay)
     if name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=True)
@@ -167,4 +170,10 @@ def build_optimizer(
         return optimizer
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+    if name == "lars":
+        return LARS(groups, lr=lr, momentum=momentum, nesterov=nesterov, **own)
+    if name == "lamb":
+        return LAMB(groups, lr=lr, betas=betas, **own)
+    if name == "slamb":
+        return SLAMB(groups, lr=lr, betas=betas, **own)
     raise ValueError(f"unknown optimizer {name}")

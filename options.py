@@ -68,7 +68,14 @@ share, below_one = number(float, 0, 1, open_low=True), number(float, 0, 0.999)
 # -------------------------------------------------------------------- the flags
 
 
-RATES = {"sgd": (0.02, 5e-4), "ngd": (0.02, 5e-4), "adamw": (1e-3, 0.05)}
+RATES = {
+    "sgd": (0.02, 5e-4),
+    "ngd": (0.02, 5e-4),
+    "adamw": (1e-3, 0.05),
+    "lars": (1.0, 5e-4),
+    "lamb": (4e-3, 0.01),
+    "slamb": (4e-3, 0.01),
+}
 """Learning rate and weight decay of each optimizer where the command line names neither."""
 META_VAL_FRACTION = 0.05  # of the training set, held out for --mixup meta where the command line does not say
 
@@ -88,6 +95,7 @@ def shared_parser(
     add_training(parser, mixes)
     add_optimizer(parser, rates, defaults.get("optimizer", "sgd"))
     add_speed(parser)
+    add_communication(parser)
     add_run(parser)
     parser.set_defaults(**defaults)
     parser.rates = dict(rates)
@@ -137,15 +145,17 @@ def add_optimizer(parser: Parser, rates: Mapping[str, tuple[float, float]], chos
     lrs, decays = (", ".join(f"{name} {pair[i]:g}" for name, pair in rates.items()) for i in (0, 1))
     add("--lr", type=positive, help=f"learning rate (default {lrs})")
     add("--weight_decay", type=not_negative, help=f"of matrices and convolutions (default {decays})")
-    add("--momentum", type=below_one, default=0.9, help="of SGD and NGD (default %(default)s)")
-    add("--nesterov", action=argparse.BooleanOptionalAction, default=False, help="Nesterov momentum of SGD and NGD")
-    add("--betas", type=below_one, nargs=2, default=[0.9, 0.999], metavar="B", help="of AdamW (default 0.9 0.999)")
+    add("--momentum", type=below_one, default=0.9, help="of SGD, NGD and LARS (default %(default)s)")
+    add("--nesterov", action=argparse.BooleanOptionalAction, default=False, help="Nesterov momentum of SGD, NGD and LARS")
+    add("--betas", type=below_one, nargs=2, default=[0.9, 0.999], metavar="B", help="of AdamW, LAMB, SLAMB (default 0.9 0.999)")
     add("--ngd_rank", type=count, default=80, help="of NGD: eigenvectors kept of an axis, at most half its length (80)")
     add("--ngd_alpha", type=positive, default=4.0, help="of NGD: smoothing towards plain SGD (default %(default)s)")
     add("--ngd_eta", type=number(float, 1e-6, 0.999), default=0.1, help="of NGD: weight of a new gradient in the estimate (0.1)")
     add("--ngd_period", type=count, default=4, metavar="STEPS", help="of NGD: between updates of an estimate (default %(default)s)")
     add("--ngd_max_dim", type=count, default=4096, help="of NGD: longer axes are left alone (default %(default)s)")
     add("--ngd_skip", nargs="+", default=[], metavar="NAME", help="of NGD: parameters whose names hold one of these take plain SGD")
+    add("--trust_coefficient", type=positive, default=1e-3, help="of LARS: a layer's rate beside its weights (default %(default)s)")
+    add("--larc", action=argparse.BooleanOptionalAction, default=False, help="of LARS: no layer's rate above --lr")
     add("--lr_schedule", choices=optim.SCHEDULES, default="cosine", help="shape of the learning rate (default %(default)s)")
     add("--warmup", type=not_negative, default=0.0, metavar="EPOCHS", help="linear rise at the start (default %(default)s)")
     add("--gamma", type=positive, default=0.1, help="factor of step, multistep, exponential; rate of inverse (0.1)")
@@ -173,6 +183,20 @@ def add_speed(parser: Parser) -> None:
     add("--threads", type=natural, default=0, help="CPU threads, 0 shares the cores among the node's processes (default 0)")
     add("--distributed", action="store_true", help="insist on torchrun (under torchrun it is understood)")
     add("--sync_bn", action=argparse.BooleanOptionalAction, default=False, help="BatchNorm statistics over all GPUs")
+
+
+def add_communication(parser: Parser) -> None:
+    """Flags of the group 'communication'."""
+    group = parser.add_argument_group("communication")
+    add = group.add_argument
+    add("--compress_ratio", type=share, default=0.1, metavar="K", help="of SLAMB: part of the momentum sent a step (0.1)")
+    add("--compress_warmup", type=share, nargs="*", default=[0.5, 0.5, 0.2], metavar="K", help="its first epochs' (0.5 0.5 0.2)")
+    add("--beta3", type=number(float, 0, 1), default=0.99, help="of SLAMB: trust kept a step in what was not sent (default 0.99)")
+    add("--local_steps", type=count, default=50, metavar="STEPS", help="of SLAMB: between averagings of the weights (default 50)")
+    add("--dense_steps", type=natural, default=10, metavar="STEPS", help="of SLAMB: at the start, everything is sent (default 10)")
+    add("--selection", choices=("block", "random"), default="block", help="of SLAMB: rows of 64 weights or single ones (block)")
+    add("--wire_dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of SLAMB: what is sent (default bf16)")
+    add("--node_groups", action=argparse.BooleanOptionalAction, default=False, help="of SLAMB: dense within a node, sparse between")
 
 
 def add_run(parser: Parser) -> None:

@@ -21,7 +21,7 @@ and all steps at k = 1 average all gradients, and then every rank does what LAMB
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class SLAMB(torch.optim.Optimizer):
         params: parameters or parameter groups of a model that is not wrapped for data parallelism.
         lr, betas, eps, weight_decay: as `LAMB`.
         compress_ratio: k, in (0, 1]; may change at any step.
+        warmup: k of the first epochs, at least `compress_ratio`; for those who call `start_epoch`.
         beta3: how fast trust in a unit's momentum fades with its age.
         local_steps: between averagings of the weights.
         dense_steps: at the start, in which all gradients are averaged.
@@ -62,7 +63,7 @@ class SLAMB(torch.optim.Optimizer):
     does not wait to hear of it, a skipped step's units wait another round.
 
     State, each rank its own: `exp_avg`, `exp_avg_sq`, `fresh` (beta3^age; of each element, or of each row of 64) of a parameter,
-    `steps`, `calls` and `cursor` of a group. `bytes_sent` counts this rank's payload; `skipped` is () and 1 after a skipped step.
+    `steps`, `calls` and `cursor` of a group. `skipped` is () and 1 after a skipped step.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
@@ -88,19 +89,21 @@ class SLAMB(torch.optim.Optimizer):
         node_group: dist.ProcessGroup | None = None,
         compat: bool = False,
         adapt: bool | None = None,
+        warmup: Sequence[float] = (),
     ) -> None:
         if selection not in ("block", "random"):
             raise ValueError(f"SLAMB: selection={selection}, wanted block or random")
         if local_steps < 1 or dense_steps < 0:
             raise ValueError(f"SLAMB: local_steps={local_steps}, dense_steps={dense_steps}, wanted at least 1 and 0")
         self.local_steps, self.dense_steps, self.selection, self.compat = local_steps, dense_steps, selection, compat
-        self.wire_dtype = wire_dtype
+        self.wire_dtype, self.warmup = wire_dtype, list(warmup)
         self._step_supports_amp_scaling = True  # GradScaler and our engine hand us found_inf instead of reading it
         self.exchange = Exchange(process_group, node_group)
         self.parts: list[Part] | None = None
         self.skipped: Tensor | None = None
         names = ("lr", "betas", "eps", "weight_decay", "compress_ratio", "beta3", "adapt")
         super().__init__(params, dict(zip(names, (lr, betas, eps, weight_decay, compress_ratio, beta3, adapt))))
+        self.ratios = [group["compress_ratio"] for group in self.param_groups]  # after the warm-up
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = self.defaults | param_group
@@ -125,10 +128,15 @@ class SLAMB(torch.optim.Optimizer):
                 group["steps"] = group["steps"].to(group["params"][0].device)
         self.parts = None
 
-    @property
-    def bytes_sent(self) -> int:
-        """This rank's payload in all collectives so far."""
-        return self.exchange.bytes_sent
+    def start_epoch(self, epoch: int) -> None:
+        """Set every group's k for an epoch, counted from 0."""
+        for group, ratio in zip(self.param_groups, self.ratios):
+            group["compress_ratio"] = max(ratio, self.warmup[epoch]) if epoch < len(self.warmup) else ratio
+
+    def take_bytes(self) -> int:
+        """This rank's payload in all collectives since the last call."""
+        sent, self.exchange.bytes_sent = self.exchange.bytes_sent, 0
+        return sent
 
     def build(self) -> list[Part]:
         """Lay everything out, at the first step and after a change of groups or state."""
@@ -209,6 +217,15 @@ class SLAMB(torch.optim.Optimizer):
                     each[lay] = next(found)
         self.skipped = (flag[0] != 0).double()
         return 1 - self.skipped
+
+    @staticmethod
+    def merge(states: list[dict[str, Any]]) -> dict[str, Any]:
+        """One state_dict of those of all ranks, for another number of ranks: each takes it, and the mean momentum stays."""
+        merged = {**states[0], "state": {number: dict(values) for number, values in states[0]["state"].items()}}
+        for number, values in merged["state"].items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                values[name] = sum(state["state"][number][name] for state in states) / len(states)
+        return merged
 
     @torch.no_grad()
     def average_weights(self) -> None:

@@ -118,10 +118,16 @@ class Step:
         self.parallel: nn.Module = model
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.sums = torch.zeros(6, dtype=torch.float64, device=world.device)
+        self.communicates = getattr(optimizer, "communicates", False)
         self.copied: tuple[Tensor, torch.cuda.Event] | None = None
 
     def wrap(self) -> None:
-        """Wrap the model for the process group; `splits` should be final, since a static graph rules accumulation out."""
+        """Wrap the model for the process group; `splits` should be final, since a static graph rules accumulation out.
+
+        An optimizer that communicates itself (`communicates`, such as SLAMB) takes each rank's own gradients.
+        """
+        if self.communicates:
+            return
         self.parallel = distributed.wrap(self.model, self.world, self.sync_bn, static_graph=self.splits == 1)
 
     def __call__(self, inputs: Tensor, labels: Tensor) -> None:
@@ -165,7 +171,8 @@ class Step:
     def update(self, sums: Tensor) -> None:
         """Unscale, clip, step, clear. A step with a non-finite gradient is skipped, on the device, by all ranks alike.
 
-        The gradients are already averaged, so a non-finite one on any rank is non-finite on all.
+        The gradients are already averaged, so a non-finite one on any rank is non-finite on all; where they are not, the
+        optimizer lets the others know.
         """
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
@@ -173,6 +180,8 @@ class Step:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         skip = ~torch.isfinite(norm)
         if self.clip:
+            if self.communicates:  # one scalar more: the root of the mean square over the ranks
+                norm = (self.world.sum(norm.square()) / self.world.size).sqrt()
             torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp(max=1.0))
         if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)
@@ -182,10 +191,20 @@ class Step:
             self.optimizer.step()
         elif not skip:
             self.optimizer.step()
+        if self.communicates:
+            skip = self.optimizer.skipped > 0  # type: ignore[attr-defined]
+            self.world.bytes_sent += self.optimizer.take_bytes()  # type: ignore[attr-defined]
         self.optimizer.zero_grad(set_to_none=True)
         self.sums[:SKIPPED] += torch.where(skip | ~torch.isfinite(sums[LOSS]), 0, sums)
         self.sums[SKIPPED] += skip
         self.sums[SKIPPED_RUN] = (self.sums[SKIPPED_RUN] + 1) * skip
+
+    def settle(self) -> None:
+        """All ranks come to have the same weights and BatchNorm statistics; in front of measuring."""
+        self.world.average_buffers(self.model)
+        if self.communicates:
+            self.optimizer.average_weights()  # type: ignore[attr-defined]
+            self.world.bytes_sent += self.optimizer.take_bytes()  # type: ignore[attr-defined]
 
     def read_sums(self, wait: bool) -> list[float] | None:
         """The sums on the host. On a GPU without `wait`: those of the call before, long copied, so nothing is waited for."""

@@ -69,9 +69,9 @@ class Muon(torch.optim.Optimizer):
         self.both.step()
 
 
-def make_optimizer(args: argparse.Namespace, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+def make_optimizer(args: argparse.Namespace, model: nn.Module, lr: float, world: distributed.World) -> torch.optim.Optimizer:
     """The optimizer of the flags, or Muon."""
-    return Muon(model, lr, args.weight_decay) if args.optimizer == "muon" else build.flags_optimizer(args, model, lr)
+    return Muon(model, lr, args.weight_decay) if args.optimizer == "muon" else build.flags_optimizer(args, model, lr, world)
 
 
 class Comparison:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import build
 import options
 import resnet50_test
+from distributed import World
 from errors import InputError
 from ngd import NGD
 from ngd_cases import PLAIN, SGD, assert_same, distance, estimates, feed, held, made, snapshot, through_a_file, train, weights
@@ -173,7 +174,7 @@ def test_sparse_gradients_are_refused() -> None:
 def test_the_flags_reach_the_optimizer() -> None:
     words = "--ngd --lr 0.3 --weight_decay 0.01 --momentum 0.8 --nesterov --ngd_rank 7 --ngd_alpha 2 --ngd_eta 0.3 --ngd_period 5"
     args, _ = options.parse(resnet50_test.parser(), "resnet50_test", [*words.split(), "--ngd_max_dim", "99", "--ngd_skip", "0.w"])
-    optimizer = build.flags_optimizer(args, nn.Sequential(nn.Linear(3, 4, bias=False)), args.lr)
+    optimizer = build.flags_optimizer(args, nn.Sequential(nn.Linear(3, 4, bias=False)), args.lr, World())
     wanted = {"lr": 0.3, "weight_decay": 0.01, "momentum": 0.8, "nesterov": True, "rank": 7, "alpha": 2.0, "eta": 0.3}
     wanted |= {"update_period": 5, "max_dim": 99, "ngd": False}
     assert isinstance(optimizer, NGD)
@@ -198,7 +199,7 @@ def test_a_resumed_run_keeps_its_rates(tmp_path: Path, monkeypatch: pytest.Monke
 def test_skip_words_split_the_groups() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4))
     names = {p: name for name, p in model.named_parameters()}
-    optimizer = build_optimizer(model, "ngd", 0.1, 0.01, ngd={"rank": 7}, ngd_skip=["0.w", "1."])
+    optimizer = build_optimizer(model, "ngd", 0.1, 0.01, own={"rank": 7}, ngd_skip=["0.w", "1."])
     found = sorted((names[p], g["ngd"], g["weight_decay"], g["rank"]) for g in optimizer.param_groups for p in g["params"])
     skipped = [("0.weight", False, 0.01, 7), ("1.bias", False, 0.0, 7), ("1.weight", False, 0.0, 7)]
     assert found == [("0.bias", True, 0.0, 7), *skipped, ("2.bias", True, 0.0, 7), ("2.weight", True, 0.01, 7)]

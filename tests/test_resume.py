@@ -48,8 +48,9 @@ def test_sigkill_then_resume_on_one_process(name, flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigkill_then_resume_on_two_ranks(tmp_path):
-    flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:], "--ngd", "--meta_learning", "--meta_every", "4"]
+@pytest.mark.parametrize("more", ["--ngd --meta_learning --meta_every 4", "--optimizer slamb --lr 3e-3 --local_steps 8"])
+def test_sigkill_then_resume_on_two_ranks(more, tmp_path):
+    flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:], *more.split()]
     whole = tmp_path / "whole"
     ranks.finish(ranks.start(ranks.torchrun("resnet50_test.py", *flags, "--out", whole / "run"), whole, NGPU="2"), whole)
     killed_and_resumed(ranks.torchrun("resnet50_test.py", *flags), tmp_path / "killed", kills=1, NGPU="2")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import backends
 import ranks
 import slamb_oracle
 from flat import Lay, Ring
@@ -20,6 +21,7 @@ from lamb import LAMB
 from slamb import SLAMB
 from slamb_oracle import SHAPES, Oracle, gradient, start
 from slamb_part import BLOCK
+from step import SAMPLES, SKIPPED, Step, classification
 
 EXACT = {"wire_dtype": torch.float64}
 SMALL_ELEMENTS = sum(math.prod(shape) for shape in SHAPES if math.prod(shape) < 9000)
@@ -92,7 +94,7 @@ def test_alone_it_is_lamb_and_sends_nothing(selection: str, dtype: torch.dtype) 
             optimizer.step()
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     close(one, [p.detach().double() for p in other], tolerance, "LAMB")
-    assert ours.bytes_sent == 0
+    assert ours.take_bytes() == 0
     assert all(ours.state[p]["exp_avg"].dtype == torch.promote_types(dtype, torch.float32) for p in one)
 
 
@@ -184,9 +186,8 @@ def bytes_are_what_it_says(world: Any) -> None:
             sent = []
             for step in range(5):
                 set_gradients(mine, step, world.rank)
-                before = ours.bytes_sent
                 ours.step()
-                sent.append(ours.bytes_sent - before)
+                sent.append(ours.take_bytes())
             sparse = 2 * (SMALL_ELEMENTS + unit * math.ceil(k * count - 1e-9) + 1)
             assert sent[1] == sent[2] == sent[4] == sparse
             assert sent[3] == sparse + 4 * ELEMENTS
@@ -284,6 +285,69 @@ def a_run_goes_on_from_its_state(world: Any) -> None:
             assert all(torch.equal(p, q) for p, q in zip(mine, other))
 
 
+def merged_states_keep_the_mean_momentum(world: Any) -> None:
+    for selection in ("block", "random"):
+        mine = parameters(torch.float32)
+        ours = SLAMB(mine, dense_steps=2, selection=selection)
+        for step in range(7):
+            set_gradients(mine, step, world.rank)
+            ours.step()
+        momenta = [world.sum(ours.state[p]["exp_avg"].clone()) / world.size for p in mine]
+        box: list[Any] = [None] * world.size
+        dist.all_gather_object(box, ours.state_dict())
+        assert not torch.equal(box[0]["state"][0]["exp_avg"], box[1]["state"][0]["exp_avg"])
+        for number_of_ranks in (4, 1):  # each of them takes the merged state
+            other = SLAMB(parameters(torch.float32), selection=selection)
+            other.load_state_dict(SLAMB.merge(box))
+            for p, wanted in zip(other.param_groups[0]["params"], momenta):
+                total = sum(other.state[p]["exp_avg"] for _ in range(number_of_ranks)) / number_of_ranks
+                torch.testing.assert_close(total, wanted)
+            assert other.param_groups[0]["calls"] == 7
+
+
+def the_step_clips_by_the_global_norm_and_counts_skips(world: Any) -> None:
+    fp32 = backends.Precision("fp32", "cpu")
+    for clip in (0.0, 0.05):
+        mine = parameters(torch.float32)
+        model = nn.ParameterList(mine)
+        ours = SLAMB(model.parameters(), dense_steps=1, wire_dtype=torch.float32)
+        step = Step(model, classification(), ours, fp32, world, clip=clip)
+        step.wrap()
+        assert step.parallel is model
+        set_gradients(mine, 0, world.rank)
+        norm = torch.stack([p.grad.square().sum() for p in mine]).sum()
+        norm = (world.sum(norm) / world.size).sqrt()
+        own = [p.grad.clone() for p in mine]
+        step.update(torch.tensor([1.0, 1.0, 0.0, 4.0], dtype=torch.float64))
+        factor = min(1.0, clip / norm.item()) if clip else 1.0
+        wanted = [world.sum(0.1 * factor * g) / world.size for g in own]
+        for p, m in zip(mine, wanted):
+            torch.testing.assert_close(ours.state[p]["exp_avg"], m, rtol=1e-4, atol=1e-9)
+        assert world.bytes_sent > 0
+        for bad_rank in range(world.size):
+            before = [p.detach().clone() for p in mine]
+            set_gradients(mine, 1, world.rank)
+            if world.rank == bad_rank:
+                mine[0].grad[0, 0, 0, 0] = math.nan
+            step.update(torch.tensor([1.0, 1.0, 0.0, 4.0], dtype=torch.float64))
+            assert all(torch.equal(p, q) for p, q in zip(mine, before))
+            assert step.sums[SKIPPED] == bad_rank + 1
+            assert step.sums[SAMPLES] == 4
+        step.settle()
+        for p in mine:
+            torch.testing.assert_close(world.sum(p.detach().clone()), p.detach() * world.size)
+
+
+def the_ratio_is_warmed_up_by_epochs(world: Any) -> None:
+    groups = [{"params": parameters()[:1]}, {"params": parameters()[3:4], "compress_ratio": 0.3}]
+    ours = SLAMB(groups, warmup=[0.5, 0.2])
+    seen = []
+    for epoch in (0, 1, 2, 1):
+        ours.start_epoch(epoch)
+        seen.append([group["compress_ratio"] for group in ours.param_groups])
+    assert seen == [[0.5, 0.5], [0.2, 0.3], [0.1, 0.3], [0.2, 0.3]]
+
+
 def wrapping_twice_is_refused(world: Any) -> None:
     model = nn.Linear(100, 100)
     wrapped = DistributedDataParallel(model)
@@ -303,6 +367,9 @@ def all_small_ones(world: Any) -> None:
         missing_gradients_are_zeros,
         groups_have_their_own_settings,
         a_run_goes_on_from_its_state,
+        merged_states_keep_the_mean_momentum,
+        the_step_clips_by_the_global_norm_and_counts_skips,
+        the_ratio_is_warmed_up_by_epochs,
         wrapping_twice_is_refused,
     ):
         state = torch.get_rng_state()
