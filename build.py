@@ -29,6 +29,7 @@ from distributed import World
 from dynamic_batch import Sampler, balanced_rows
 from engine import DataSet, Settings, Trainer
 from errors import InputError
+from hooks import Compressed, Lag, Local
 from meta_learning import Held, MetaLearning
 from mixup import MetaMixup
 from step import MixedClassification, Step, Task, classification
@@ -99,6 +100,17 @@ def flags_optimizer(args: argparse.Namespace, model: nn.Module, lr: float, world
     return optim.build_optimizer(model, args.optimizer, lr, *settings)
 
 
+def flags_hook(args: argparse.Namespace, run: Run) -> Compressed:
+    """What data parallelism sends under these flags."""
+    if args.sync == "lag":
+        if run.precision.scaled:
+            raise InputError("--sync lag: a late gradient does not fit the loss scale of fp16; use --precision bf16 or fp32")
+        return Lag(run.world, args.grad_compress)
+    if args.sync == "local":
+        return Local(run.world, args.local_steps, args.dense_steps)
+    return Compressed(run.world, args.grad_compress, args.powersgd_rank)
+
+
 def choose_task(
     args: argparse.Namespace, world: World, classes: int, held_out: DataSet | None, mixes_inside: bool
 ) -> tuple[Task, MetaLearning | None]:
@@ -136,7 +148,8 @@ def trainer(
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch, args.base_bs)
     optimizer = make_optimizer(args, model, lr, world)
     model = backends.apply_backend(args.backend, model)
-    step = Step(model, task, optimizer, run.precision, world, args.accumulate, args.clip, args.sync_bn, log.say, learner)
+    speed = args.accumulate, args.clip, args.sync_bn
+    step = Step(model, task, optimizer, run.precision, world, *speed, log.say, learner, flags_hook(args, run))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.say(
         f"{len(train)} training samples, {parameters / 1e6:.2f} M parameters, global batch {global_batch} on {world.size} "

@@ -21,11 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import backends
 from errors import InputError
+from hooks import Compressed
+
+BUCKET_MIB = 25  # of gradients in one all-reduce
 
 
 def under_torchrun() -> bool:
@@ -180,11 +182,12 @@ def world(device_name: str = "auto") -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def wrap(model: nn.Module, world: World, sync_bn: bool, static_graph: bool, bucket_mib: float = 25) -> nn.Module:
+def wrap(model: nn.Module, world: World, sync_bn: bool, static_graph: bool, hook: Compressed | None = None) -> nn.Module:
     """DistributedDataParallel whose bucketed all-reduce overlaps backward and counts its bytes; `model` at world size 1.
 
     BatchNorm statistics stay each rank's own between evaluations (`World.average_buffers`); `sync_bn` computes them
     over all ranks instead. `static_graph` is off with accumulation: torch's reducer cannot do both (pytorch #143580).
+    `hook`: what is sent; None is the gradients as they are.
     """
     if world.size == 1:
         return model
@@ -192,21 +195,17 @@ def wrap(model: nn.Module, world: World, sync_bn: bool, static_graph: bool, buck
         if world.device.type != "cuda":
             raise InputError("--sync_bn needs GPUs: torch's SyncBatchNorm has no CPU kernel; leave it out")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    hook = hook or Compressed(world)
+    one_bucket = hook.name == "powersgd" and world.device.type == "cpu"  # with two, torch's hook aborts on gloo
     wrapped = DistributedDataParallel(
         model,
         gradient_as_bucket_view=True,
         static_graph=static_graph,
-        bucket_cap_mb=bucket_mib,
+        bucket_cap_mb=1 << 20 if one_bucket else BUCKET_MIB,
         **backends.ddp_local_buffers(),  # type: ignore[arg-type]
     )
-    wrapped.register_comm_hook(world, counted_all_reduce)
+    wrapped.register_comm_hook(None, hook.run)
     return wrapped
-
-
-def counted_all_reduce(world, bucket):  # no annotations: DDP checks them, and they are strings here
-    """DDP's own mean all-reduce of a `dist.GradBucket`, with its payload added to `world.bytes_sent`."""
-    world.bytes_sent += bucket.buffer().nbytes
-    return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
 
 
 def launch(arguments: list[str]) -> int:

@@ -23,6 +23,7 @@ from dynamic_batch import Sampler, share
 from errors import Interrupted, NonFiniteLoss
 from optim import Schedule
 from runlog import RunLog
+from slamb import merge
 from step import HITS, LAMBDA, LOSS, SAMPLES, SKIPPED, SKIPPED_RUN, Step
 
 MAX_SKIPPED_RUN, MAX_ROLLBACKS = 10, 3  # non-finite steps in a row before going back; times of going back
@@ -263,15 +264,16 @@ class Trainer:
         own = [name for name, _ in self.model.named_buffers() if name in weights]
         mine = {
             "random": checkpoint.random_states(self.world.device),
-            "weights": {name: weights[name].cpu() for name in (weights if self.do_step.communicates else own)},
-            "optimizer": checkpoint.on_cpu(optimizer.state_dict()) if self.do_step.communicates else None,
+            "weights": {name: weights[name].cpu() for name in (weights if self.do_step.apart else own)},
+            "optimizer": checkpoint.on_cpu(optimizer.state_dict()) if self.do_step.apart else None,
             "sums": self.do_step.sums.cpu(),
             "bytes_sent": self.world.bytes_sent,
         }
         return {
             **self.header,
             "model": weights,
-            "optimizer": None if self.do_step.communicates else optimizer.state_dict(),
+            "optimizer": None if self.do_step.apart else optimizer.state_dict(),
+            "hook": self.do_step.hook.state_dict(self.do_step.parameters),
             "scaler": self.do_step.scaler.state_dict(),
             "learner": self.do_step.learner.state_dict() if self.do_step.learner is not None else None,
             "batch_size": self.batch_size,
@@ -288,9 +290,10 @@ class Trainer:
             optimizer = optimizer or ranks[self.world.rank]["optimizer"]
         elif optimizer is None:
             weights = checkpoint.mean([rank["weights"] for rank in ranks])
-            optimizer = self.do_step.optimizer.merge([rank["optimizer"] for rank in ranks])  # type: ignore[attr-defined]
+            optimizer = merge([rank["optimizer"] for rank in ranks])
         checkpoint.load_into(self.model, weights, "model")
         checkpoint.load_optimizer(self.do_step.optimizer, optimizer)
+        self.do_step.hook.load_state_dict(state["hook"], self.do_step.parameters)
         if self.do_step.scaler.is_enabled() and state["scaler"]:
             self.do_step.scaler.load_state_dict(state["scaler"])
         if self.do_step.learner is not None and state.get("learner"):

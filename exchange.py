@@ -6,6 +6,7 @@ gradients = exchange.mean(gradients)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,8 +64,23 @@ class Exchange:
         dist.all_gather_into_tensor(padded, mine, group=self.node_group)
         return padded[: len(values)]
 
+    def take_bytes(self) -> int:
+        """This rank's payload since the last call."""
+        sent, self.bytes_sent = self.bytes_sent, 0
+        return sent
+
     def reduce(self, values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         """Sum, in place."""
         self.bytes_sent += values.nbytes
         dist.all_reduce(values, group=group)
         return values
+
+
+@torch.no_grad()
+def average(tensors: Sequence[Tensor], exchange: Exchange) -> None:
+    """Tensors become their mean over the ranks, in place; one collective."""
+    if exchange.size == 1 or not tensors:
+        return
+    flat = exchange.mean(torch.cat([tensor.flatten() for tensor in tensors]))
+    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+        tensor.copy_(mean.view(tensor.shape))

@@ -22,6 +22,7 @@ import yaml
 import backends
 import checkpoint
 import distributed
+import hooks
 import mixup
 import optim
 import runlog
@@ -189,11 +190,14 @@ def add_communication(parser: Parser) -> None:
     """Flags of the group 'communication'."""
     group = parser.add_argument_group("communication")
     add = group.add_argument
+    add("--grad_compress", choices=hooks.COMPRESSIONS, default="none", help="gradients on the wire (default none)")
+    add("--powersgd_rank", type=count, default=2, help="of --grad_compress powersgd (default %(default)s)")
+    add("--sync", choices=hooks.SYNCS, default="sync", help="lag: a step late; local: weights every --local_steps (default sync)")
     add("--compress_ratio", type=share, default=0.1, metavar="K", help="of SLAMB: part of the momentum sent a step (0.1)")
     add("--compress_warmup", type=share, nargs="*", default=[0.5, 0.5, 0.2], metavar="K", help="its first epochs' (0.5 0.5 0.2)")
     add("--beta3", type=number(float, 0, 1), default=0.99, help="of SLAMB: trust kept a step in what was not sent (default 0.99)")
-    add("--local_steps", type=count, default=50, metavar="STEPS", help="of SLAMB: between averagings of the weights (default 50)")
-    add("--dense_steps", type=natural, default=10, metavar="STEPS", help="of SLAMB: at the start, everything is sent (default 10)")
+    add("--local_steps", type=count, default=50, metavar="STEPS", help="of SLAMB, local: between averagings of weights (50)")
+    add("--dense_steps", type=natural, default=10, metavar="STEPS", help="of SLAMB, local: at the start, everything is sent (10)")
     add("--selection", choices=("block", "random"), default="block", help="of SLAMB: rows of 64 weights or single ones (block)")
     add("--wire_dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of SLAMB: what is sent (default bf16)")
     add("--node_groups", action=argparse.BooleanOptionalAction, default=False, help="of SLAMB: dense within a node, sparse between")
@@ -299,6 +303,14 @@ def validate(args: argparse.Namespace, script: str, resumed: bool) -> None:
         raise InputError(f"--export {args.export}: the folder does not exist; make it first")
     if args.mixup == "meta" and not args.val_fraction:
         raise InputError("--mixup meta learns on held-out rows of the training set: give --val_fraction above 0")
+    if args.sync != "sync" and args.optimizer == "slamb":
+        raise InputError(f"--sync {args.sync}: SLAMB has its own way to send; leave it out, or use another --optimizer")
+    if args.grad_compress != "none" and args.optimizer == "slamb":
+        raise InputError(f"--grad_compress {args.grad_compress}: SLAMB has its own way to send; use --compress_ratio")
+    if args.grad_compress == "powersgd" and args.sync == "lag":
+        raise InputError("--sync lag goes with --grad_compress none, fp16 or bf16")
+    if args.grad_compress != "none" and args.sync == "local":
+        raise InputError("--sync local sends weights, not gradients: leave --grad_compress out")
     if args.nesterov and args.momentum == 0:
         raise InputError("--nesterov needs --momentum above 0")
     if args.warmup and args.warmup >= args.epochs:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradients
-from exchange import Exchange
+from exchange import Exchange, average
 from flat import Lay
 from lamb import LAMB
 from slamb_part import Part
@@ -135,8 +135,7 @@ class SLAMB(torch.optim.Optimizer):
 
     def take_bytes(self) -> int:
         """This rank's payload in all collectives since the last call."""
-        sent, self.exchange.bytes_sent = self.exchange.bytes_sent, 0
-        return sent
+        return self.exchange.take_bytes()
 
     def build(self) -> list[Part]:
         """Lay everything out, at the first step and after a change of groups or state."""
@@ -218,21 +217,15 @@ class SLAMB(torch.optim.Optimizer):
         self.skipped = (flag[0] != 0).double()
         return 1 - self.skipped
 
-    @staticmethod
-    def merge(states: list[dict[str, Any]]) -> dict[str, Any]:
-        """One state_dict of those of all ranks, for another number of ranks: each takes it, and the mean momentum stays."""
-        merged = {**states[0], "state": {number: dict(values) for number, values in states[0]["state"].items()}}
-        for number, values in merged["state"].items():
-            for name in ("exp_avg", "exp_avg_sq"):
-                values[name] = sum(state["state"][number][name] for state in states) / len(states)
-        return merged
-
-    @torch.no_grad()
     def average_weights(self) -> None:
         """Weights become their mean over the ranks; for a step's end, and in front of evaluation and saving."""
-        if self.exchange.size == 1:
-            return
-        tensors = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        flat = self.exchange.mean(torch.cat([p.flatten() for p in tensors]))
-        for p, mean in zip(tensors, flat.split([p.numel() for p in tensors])):
-            p.copy_(mean.view(p.shape))
+        average([p for group in self.param_groups for p in group["params"] if p.requires_grad], self.exchange)
+
+
+def merge(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """One state_dict of those of all ranks, for another number of ranks: each takes it, and mean moments stay as they were."""
+    merged = {**states[0], "state": {number: dict(values) for number, values in states[0]["state"].items()}}
+    for number, values in merged["state"].items():
+        for name in values.keys() & {"exp_avg", "exp_avg_sq", "momentum_buffer"}:
+            values[name] = torch.stack([state["state"][number][name] for state in states]).mean(0)
+    return merged

@@ -22,6 +22,7 @@ import mixup
 from backends import Precision
 from distributed import World
 from errors import InputError
+from hooks import Compressed, Local
 from mixup import Mix
 
 LOSS, HITS, LAMBDA, SAMPLES, SKIPPED, SKIPPED_RUN = range(6)
@@ -96,6 +97,7 @@ class Step:
         sync_bn: BatchNorm over all ranks.
         say: where a line for the user goes.
         learner: called before each step, or None.
+        hook: what data parallelism sends, of hooks.py; None is the gradients as they are.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Step:
         sync_bn: bool = False,
         say: Callable[[str], None] = print,
         learner: Learner | None = None,
+        hook: Compressed | None = None,
     ) -> None:
         self.model, self.task, self.optimizer = model, task, optimizer
         self.precision, self.world, self.clip, self.sync_bn, self.say = precision, world, clip, sync_bn, say
@@ -118,7 +121,9 @@ class Step:
         self.parallel: nn.Module = model
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.sums = torch.zeros(6, dtype=torch.float64, device=world.device)
+        self.hook = hook or Compressed(world)
         self.communicates = getattr(optimizer, "communicates", False)
+        self.apart = self.communicates or isinstance(self.hook, Local)  # ranks' weights differ between averagings
         self.copied: tuple[Tensor, torch.cuda.Event] | None = None
 
     def wrap(self) -> None:
@@ -128,7 +133,7 @@ class Step:
         """
         if self.communicates:
             return
-        self.parallel = distributed.wrap(self.model, self.world, self.sync_bn, static_graph=self.splits == 1)
+        self.parallel = distributed.wrap(self.model, self.world, self.sync_bn, self.splits == 1, self.hook)
 
     def __call__(self, inputs: Tensor, labels: Tensor) -> None:
         """Do the step; micro-batches are halved while the GPU's memory runs out."""
@@ -179,8 +184,10 @@ class Step:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         skip = ~torch.isfinite(norm)
+        if self.apart and not self.communicates:
+            skip = self.world.sum(skip.float()) > 0
         if self.clip:
-            if self.communicates:  # one scalar more: the root of the mean square over the ranks
+            if self.apart:  # one scalar more: the root of the mean square over the ranks
                 norm = (self.world.sum(norm.square()) / self.world.size).sqrt()
             torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp(max=1.0))
         if self.scaler.is_enabled():
@@ -194,6 +201,7 @@ class Step:
         if self.communicates:
             skip = self.optimizer.skipped > 0  # type: ignore[attr-defined]
             self.world.bytes_sent += self.optimizer.take_bytes()  # type: ignore[attr-defined]
+        self.hook.after_step(self.parameters)
         self.optimizer.zero_grad(set_to_none=True)
         self.sums[:SKIPPED] += torch.where(skip | ~torch.isfinite(sums[LOSS]), 0, sums)
         self.sums[SKIPPED] += skip
@@ -205,6 +213,8 @@ class Step:
         if self.communicates:
             self.optimizer.average_weights()  # type: ignore[attr-defined]
             self.world.bytes_sent += self.optimizer.take_bytes()  # type: ignore[attr-defined]
+        elif isinstance(self.hook, Local):
+            self.hook.settle(self.parameters)
 
     def read_sums(self, wait: bool) -> list[float] | None:
         """The sums on the host. On a GPU without `wait`: those of the call before, long copied, so nothing is waited for."""

@@ -18,7 +18,7 @@ import ranks
 import slamb_oracle
 from flat import Lay, Ring
 from lamb import LAMB
-from slamb import SLAMB
+from slamb import SLAMB, merge
 from slamb_oracle import SHAPES, Oracle, gradient, start
 from slamb_part import BLOCK
 from step import SAMPLES, SKIPPED, Step, classification
@@ -298,7 +298,7 @@ def merged_states_keep_the_mean_momentum(world: Any) -> None:
         assert not torch.equal(box[0]["state"][0]["exp_avg"], box[1]["state"][0]["exp_avg"])
         for number_of_ranks in (4, 1):  # each of them takes the merged state
             other = SLAMB(parameters(torch.float32), selection=selection)
-            other.load_state_dict(SLAMB.merge(box))
+            other.load_state_dict(merge(box))
             for p, wanted in zip(other.param_groups[0]["params"], momenta):
                 total = sum(other.state[p]["exp_avg"] for _ in range(number_of_ranks)) / number_of_ranks
                 torch.testing.assert_close(total, wanted)

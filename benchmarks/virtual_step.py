@@ -1,0 +1,129 @@
+"""How well the meta-gradient foretells what a change of lambda does to the clean loss after a step.
+
+python benchmarks/virtual_step.py --quick      # a minute on two cores; CIFAR-10 below $DATA_DIR or ./data
+
+ResNet-20 after some steps on CIFAR-10, a batch of 64 mixed in pairs, the clean loss of another after one step of SGD. Lambda of one
+sample after the other is moved up and down by 0.05: the slope of the loss is what happened. Beside it: the exact gradient
+(double backward, float64), and central differences at several stretches of the weights, in fp32 and bf16. A network of ReLUs is
+not smooth: its exact gradient is that of the facet it is on, a longer stretch averages over many.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules measured here
+
+import backends
+import bench
+import image_files
+import images
+import mixup
+import resnet
+from meta_gradient import STRETCH, meta_gradient, unchanged
+from mixup import Mix
+
+LEAST = 0.9  # cosine with what happened, of the stretch in use, in bf16: a policy of noisy signs would not learn
+STRETCHES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
+BATCH, RATE, NUDGE = 64, 0.05, 0.05
+
+
+class Problem:
+    """A trained network, a batch in pairs, and a clean one."""
+
+    def __init__(self, seed: int, steps: int) -> None:
+        torch.manual_seed(seed)
+        splits, _ = image_files.read_splits("cifar10", os.environ.get("DATA_DIR", "./data"), 0)
+        train = splits["train"]
+        mean, std = images.statistics(train)
+        data = images.ImageSet(train, images.DATASETS["cifar10"], mean, std, torch.device("cpu"))
+        plan = torch.randperm(len(train))[: (steps + 2) * BATCH].view(-1, BATCH)
+        self.model = resnet.build_model("resnet20", 10, 3, 32).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=0.9)
+        batches: Iterator[tuple[Tensor, Tensor]] = data.batches(list(plan), 0)
+        for _ in range(steps):
+            x, labels = next(batches)
+            optimizer.zero_grad()
+            F.cross_entropy(self.model(x), labels).backward()
+            optimizer.step()
+        (self.x, self.labels), (self.clean_x, self.clean_labels) = batches
+        self.partner, self.weight = torch.randperm(BATCH), 0.5 + 0.4 * torch.rand(BATCH)
+
+    def mixed_loss(self, weight: Tensor, call: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        mix = Mix(self.partner, weight)
+        return mixup.cross_entropy((call or self.model)(mixup.blend(self.x, mix)), self.labels, mix)
+
+    def clean_loss(self, call: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        return F.cross_entropy((call or self.model)(self.clean_x), self.clean_labels)
+
+    def after(self, weight: Tensor) -> float:
+        """The clean loss after the step."""
+        parameters = list(self.model.parameters())
+        with unchanged(parameters, list(self.model.buffers())):
+            gradients = torch.autograd.grad(self.mixed_loss(weight), parameters)
+            with torch.no_grad():
+                torch._foreach_add_(parameters, gradients, alpha=-RATE)
+                return self.clean_loss().item()
+
+    def happened(self, samples: int) -> Tensor:
+        """(samples,) slopes of the clean loss to lambda of the first samples."""
+        nudges = NUDGE * torch.eye(BATCH)[:samples]
+        return torch.tensor([(self.after(self.weight + n) - self.after(self.weight - n)) / (2 * NUDGE) for n in nudges])
+
+    def exact(self) -> Tensor:
+        """(batch,) gradient by double backward in float64."""
+        wide = copy.copy(self)
+        wide.model, wide.x, wide.clean_x = copy.deepcopy(self.model).double(), self.x.double(), self.clean_x.double()
+        named, weight = dict(wide.model.named_parameters()), self.weight.double().requires_grad_()
+        gradients = torch.autograd.grad(wide.mixed_loss(weight), list(named.values()), create_graph=True)
+        moved = {name: p - RATE * g for (name, p), g in zip(named.items(), gradients)}
+        loss = wide.clean_loss(lambda x: torch.func.functional_call(wide.model, moved, (x,)))
+        return torch.autograd.grad(loss, weight)[0].float()
+
+    def differences(self, stretch: float, bf16: bool) -> Tensor:
+        """(batch,) gradient by central differences."""
+
+        def network(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                return self.model(x).float()
+
+        model: nn.Module = self.model
+        loss, clean = lambda weight: self.mixed_loss(weight, network), lambda: self.clean_loss(network)
+        return meta_gradient(model, loss, clean, self.weight, RATE, stretch=stretch)
+
+
+def main() -> int:
+    args = bench.parser(__doc__).parse_args()
+    backends.use_cores(0, 1)
+    machine = bench.machine(torch.device("cpu"), ("torch",))
+    print(machine)
+    found: dict[str, list[float]] = {}
+    for seed in range(1 if args.quick else 3):
+        problem = Problem(seed, steps=60)
+        happened = problem.happened(24 if args.quick else BATCH)
+        estimates = {"double backward, float64": problem.exact()}
+        for stretch in STRETCHES:
+            for name, bf16 in (("fp32", False), ("bf16", True)):
+                estimates[f"differences at {stretch:g}, {name}"] = problem.differences(stretch, bf16)
+        for name, estimate in estimates.items():
+            cosine = F.cosine_similarity(estimate[: len(happened)], happened, dim=0).item()
+            found.setdefault(name, []).append(cosine)
+    print(f"{'cosine with what happened':32} {'median':>8} {'spread':>16}")
+    for name, cosines in found.items():
+        print(f"{name:32} {statistics.median(cosines):>8.3f} {f'{min(cosines):.3f}..{max(cosines):.3f}':>16}")
+    bars = [bench.Bar("cosine of the differences in use", statistics.median(found[f"differences at {STRETCH:g}, bf16"]), LEAST)]
+    bench.write_json(args.json, [], bars, machine=machine, cosines=found)
+    return bench.verdict(bars)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

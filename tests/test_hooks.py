@@ -1,0 +1,170 @@
+"""What data parallelism sends: counted, in fewer bits, a step late, or not at all for a while; and what ranks then agree on."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import backends
+import options
+import ranks
+import resnet50_test
+from errors import InputError
+from hooks import Compressed, Lag, Local
+from step import SAMPLES, SKIPPED, Step, classification
+
+FP32 = backends.Precision("fp32", "cpu")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 4))
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(8, 40, generator=generator), torch.randint(4, (8,), generator=generator)
+
+
+def make_step(world: Any, hook: Compressed, lr: float = 0.5, model: nn.Module | None = None, static: bool = True) -> Step:
+    model = model or network()
+    step = Step(model, classification(), torch.optim.SGD(model.parameters(), lr), FP32, world, 1 if static else 2, hook=hook)
+    step.wrap()
+    return step
+
+
+def mean_gradients(model: nn.Module, step: int, size: int) -> list[torch.Tensor]:
+    """The mean over the ranks of the gradients at these weights."""
+    copied = copy.deepcopy(model)
+    for rank in range(size):
+        x, y = batch(step, rank)
+        (F.cross_entropy(copied(x), y) / size).backward()
+    return [p.grad for p in copied.parameters()]
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def the_wire_has_what_it_says(world: Any) -> None:
+    for name, tolerance in (("none", 1e-6), ("bf16", 0.02), ("fp16", 2e-3)):
+        step = make_step(world, Compressed(world, name))
+        world.bytes_sent = 0
+        wanted = [p.detach() - 0.5 * g for p, g in zip(step.model.parameters(), mean_gradients(step.model, 0, world.size))]
+        before = flat(step.model)
+        step(*batch(0, world.rank))
+        moved, right = flat(step.model) - before, torch.cat([p.flatten() for p in wanted]) - before
+        assert (moved - right).norm() < tolerance * right.norm(), name
+        assert world.bytes_sent == flat(step.model).numel() * (4 if name == "none" else 2)
+        assert torch.equal(world.sum(flat(step.model)), flat(step.model) * world.size)
+
+
+def power_sgd_sends_little_and_descends(world: Any) -> None:
+    step = make_step(world, Compressed(world, "powersgd", rank=2))
+    sent, losses = [], []
+    for _ in range(30):
+        world.bytes_sent = 0
+        step.sums.zero_()
+        step(*batch(0, world.rank))
+        sent.append(world.bytes_sent)
+        losses.append(step.sums[0].item())
+    whole = 4 * flat(step.model).numel()
+    assert sent[0] == whole
+    # two columns of P and Q for each large matrix; the small one and the vectors as they are
+    assert sent[-1] == 4 * (2 * (40 + 60) + 2 * (60 + 50) + 60 + 50 + 4 + 50 * 4)
+    assert losses[-1] < losses[0] / 2
+    assert torch.equal(world.sum(flat(step.model)), flat(step.model) * world.size)
+
+
+def a_lagged_step_takes_the_gradient_before(world: Any) -> None:
+    for static in (True, False):
+        step = make_step(world, Lag(world), static=static)
+        wanted, last = flat(step.model), None
+        for number in range(6):
+            gradients = mean_gradients(step.model, number, world.size)
+            step(*batch(number, world.rank))
+            if last is not None:
+                wanted = wanted - 0.5 * last
+            torch.testing.assert_close(flat(step.model), wanted, rtol=1e-5, atol=1e-6)
+            last = torch.cat([g.flatten() for g in gradients])
+        assert torch.equal(world.sum(flat(step.model)), flat(step.model) * world.size)
+        # the gradient under way goes on in another process
+        state = step.hook.state_dict(step.parameters)
+        other = make_step(world, Lag(world), model=copy.deepcopy(step.model), static=static)
+        other.hook.load_state_dict(state, other.parameters)
+        for number in (6, 7):
+            for each in (step, other):
+                each(*batch(number, world.rank))
+        assert torch.equal(flat(step.model), flat(other.model))
+    world.bytes_sent = 0
+    half = make_step(world, Lag(world, "bf16"))
+    half(*batch(0, world.rank))
+    assert world.bytes_sent == 2 * flat(half.model).numel()
+
+
+def local_steps_average_weights_now_and_then(world: Any) -> None:
+    step = make_step(world, Local(world, every=3, after=2))
+    for number in range(1, 13):
+        world.bytes_sent = 0
+        step(*batch(number, world.rank))
+        together = torch.allclose(world.sum(flat(step.model)), flat(step.model) * world.size, atol=1e-6)
+        averaged = number > 2 and (number - 2) % 3 == 0
+        assert together == (number <= 2 or averaged), number
+        whole = 4 * flat(step.model).numel()
+        assert world.bytes_sent == (whole if number <= 2 or averaged else 0), number
+    own = flat(step.model).clone()
+    mean = world.sum(own.clone()) / world.size
+    assert not torch.equal(own, mean)
+    step.settle()
+    torch.testing.assert_close(flat(step.model), mean)
+    state = step.hook.state_dict(step.parameters)
+    other = Local(world, every=3, after=2)
+    other.load_state_dict(state, [])
+    assert other.steps == 12
+
+
+def a_bad_step_is_skipped_by_all_of_them(world: Any) -> None:
+    for hook in (Lag(world), Local(world, every=3)):
+        step = make_step(world, hook)
+        step(*batch(0, world.rank))
+        x, y = batch(1, world.rank)
+        step(x * (math.nan if world.rank == 1 else 1), y)  # of the lagged ones, this comes with the next step
+        step(*batch(2, world.rank))
+        assert step.sums[SKIPPED] == 1
+        assert step.sums[SAMPLES] in (8, 16)
+        assert flat(step.model).isfinite().all()
+
+
+def all_of_it(world: Any) -> None:
+    for body in (
+        the_wire_has_what_it_says,
+        power_sgd_sends_little_and_descends,
+        a_lagged_step_takes_the_gradient_before,
+        local_steps_average_weights_now_and_then,
+        a_bad_step_is_skipped_by_all_of_them,
+    ):
+        body(world)
+
+
+def test_what_ranks_send_each_other() -> None:
+    ranks.run_ranks(all_of_it, 2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--sync lag --grad_compress powersgd",
+        "--sync local --grad_compress bf16",
+        "--sync lag --optimizer slamb",
+        "--optimizer slamb --grad_compress fp16",
+    ],
+)
+def test_what_does_not_go_together_is_refused(words: str) -> None:
+    with pytest.raises(InputError, match="--(sync|grad_compress)"):
+        options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split())
