@@ -9,6 +9,7 @@ build.report(run, trainer.fit(state), validated=False)
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -155,10 +156,27 @@ def trainer(
         f"{len(train)} training samples, {parameters / 1e6:.2f} M parameters, global batch {global_batch} on {world.size} "
         f"process(es) of {runlog.device_name(world.device)}, {run.precision.name}, {args.backend}; run folder {run.folder}"
     )
+    if advice := large_batch_advice(args, global_batch, len(train)):
+        log.say(advice)
     torch.manual_seed(args.seed * 1009 + 1 + world.rank)
     settings = Settings(args.epochs, args.batch_size, lr, args.save_every)
     header = {"script": run.script, "flags": vars(args), **header}
     return Trainer(step, options.schedule(args), train, sampler, tests, log, settings, header)
+
+
+def large_batch_advice(args: argparse.Namespace, global_batch: int, rows: int) -> str:
+    """A line for runs whose batch is large for their training set and whose learning rate was not fitted to it; else empty.
+
+    The square root of the number of samples is the rule of thumb of NERSC's guidelines for distributed training.
+    """
+    fitted = args.lr_scaling != "none" and args.warmup > 0
+    if global_batch <= math.sqrt(rows) or global_batch <= args.base_bs or fitted:
+        return ""
+    return (
+        f"advice: a global batch of {global_batch} is large for {rows} samples (their square root is {math.sqrt(rows):.0f}): "
+        "scale the learning rate (--lr_scaling linear or sqrt) and warm it up (--warmup 5); beyond some thousands try "
+        "--optimizer lamb or lars"
+    )
 
 
 def trained(model: nn.Module, state: dict[str, Any]) -> nn.Module:

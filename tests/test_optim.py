@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as peers
 
+import build
+import options
+import resnet50_test
 from optim import OPTIMIZERS, SCHEDULES, Schedule, build_optimizer, decay_groups, scale_lr
 from transformer import Transformer
 
@@ -192,3 +195,22 @@ def test_skipped_steps_leave_no_trace(name: str, options: dict, skipped: tuple[i
     (weight, state), (wanted, wanted_state) = train(True), train(False)
     torch.testing.assert_close(weight, wanted, rtol=0, atol=0)
     torch.testing.assert_close(state, wanted_state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "batch", "advised"),
+    [
+        ("", 128, False),  # what --lr was tuned for
+        ("", 512, True),
+        ("--lr_scaling sqrt", 512, True),
+        ("--lr_scaling sqrt --warmup 5", 512, False),
+        ("--base_bs 512", 512, False),
+        ("", 200, False),
+    ],
+)
+def test_a_large_batch_is_advised_on(words: str, batch: int, advised: bool) -> None:
+    args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split())
+    line = build.large_batch_advice(args, batch, 50_000)
+    assert bool(line) == advised
+    assert "\n" not in line
+    assert not advised or (f"global batch of {batch}" in line and "--lr_scaling" in line and "square root is 224" in line)

@@ -48,7 +48,15 @@ def test_sigkill_then_resume_on_one_process(name, flags, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["--ngd --meta_learning --meta_every 4", "--optimizer slamb --lr 3e-3 --local_steps 8"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--ngd --meta_learning --meta_every 4",
+        "--optimizer slamb --lr 3e-3 --local_steps 8",
+        "--sync lag --grad_compress bf16",
+        "--sync local --local_steps 7",
+    ],
+)
 def test_sigkill_then_resume_on_two_ranks(more, tmp_path):
     flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:], *more.split()]
     whole = tmp_path / "whole"
