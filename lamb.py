@@ -11,13 +11,12 @@ For a layer's weights w and gradient g, with |.| the Euclidean norm (the paper's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import gradients
+from base import Base, norms, subtract
 
 
 def trust_ratios(weights: Tensor, updates: Tensor, clamp: tuple[float, float] = (0.0, math.inf)) -> Tensor:
@@ -25,7 +24,7 @@ def trust_ratios(weights: Tensor, updates: Tensor, clamp: tuple[float, float] = 
     return torch.where((weights > 0) & (updates > 0), weights / updates, 1.0).clamp(*clamp)
 
 
-class LAMB(torch.optim.Optimizer):
+class LAMB(Base):
     """Adam with layer-wise trust ratios.
 
     Args:
@@ -57,17 +56,12 @@ class LAMB(torch.optim.Optimizer):
         trust_clamp: tuple[float, float] = (0.0, math.inf),
         max_grad_norm: float = 0.0,
     ) -> None:
-        self._step_supports_amp_scaling = True  # GradScaler and our engine hand us found_inf instead of reading it
         names = ("lr", "betas", "eps", "weight_decay", "debias", "adapt", "trust_clamp", "max_grad_norm")
         super().__init__(params, dict(zip(names, (lr, betas, eps, weight_decay, debias, adapt, trust_clamp, max_grad_norm))))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._step_supports_amp_scaling = True
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group = self.defaults | param_group
-        ranges = {
+    def ranges(self, group: dict[str, Any]) -> dict[str, bool]:
+        """See Base."""
+        return {
             "lr": group["lr"] >= 0,
             "betas": all(0 <= beta < 1 for beta in group["betas"]),
             "eps": group["eps"] >= 0,
@@ -75,34 +69,18 @@ class LAMB(torch.optim.Optimizer):
             "trust_clamp": 0 <= group["trust_clamp"][0] <= group["trust_clamp"][1],
             "max_grad_norm": group["max_grad_norm"] >= 0,
         }
-        gradients.check(type(self).__name__, group, ranges)
-        super().add_param_group(param_group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but the moments keep their precision whatever the parameters' dtype is."""
-        super().load_state_dict(state_dict)
-        gradients.keep_dtypes(self, state_dict)
-        for group in self.param_groups:
-            if "steps" in group:
-                group["steps"] = group["steps"].to(group["params"][0].device)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. `closure`, if given, computes the loss and its gradients anew; its loss is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        taken = [gradients.take(group, self) for group in self.param_groups]
+    def move(self) -> None:
+        """See Base."""
+        taken = [self.take(group) for group in self.param_groups]
         everything = [gradient for _, found, _ in taken for gradient in found]
-        norm = torch.linalg.vector_norm(gradients.norms(everything)) if everything else None
+        norm = torch.linalg.vector_norm(norms(everything)) if everything else None
         for group, (parameters, found, live) in zip(self.param_groups, taken):
             if not parameters:
                 continue
             if group["max_grad_norm"]:
                 found = list(torch._foreach_div(found, (norm / group["max_grad_norm"]).clamp(min=1.0)))
             self.update(group, parameters, found, live)
-        return loss
 
     def update(self, group: dict[str, Any], parameters: list[Tensor], found: list[Tensor], live: Tensor | None) -> None:
         """The step of one group."""
@@ -120,13 +98,13 @@ class LAMB(torch.optim.Optimizer):
         wanted = [(p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters]
         adapted = [number for number, yes in enumerate(wanted) if yes]
         if adapted:
-            weights = gradients.norms([parameters[number] for number in adapted])
-            updates = gradients.norms([moves[number] for number in adapted])
+            weights = norms([parameters[number] for number in adapted])
+            updates = norms([moves[number] for number in adapted])
             ratios = trust_ratios(weights, updates, group["trust_clamp"])
             torch._foreach_mul_([moves[number] for number in adapted], list(ratios.unbind()))
         if live is not None:
             torch._foreach_mul_(moves, live)
-        gradients.subtract(parameters, moves, group["lr"])
+        subtract(parameters, moves, group["lr"])
 
 
 def direction(

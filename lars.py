@@ -10,13 +10,12 @@ LARC (`clip`) caps the layer's rate at lr: trust <- min(trust / lr, 1).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import gradients
+from base import Base, norms, subtract
 
 
 def trust_ratios(weights: Tensor, found: Tensor, coefficient: float, decay: float, eps: float) -> Tensor:
@@ -25,7 +24,7 @@ def trust_ratios(weights: Tensor, found: Tensor, coefficient: float, decay: floa
     return torch.where((weights > 0) & (found > 0), ratio, 1.0)
 
 
-class LARS(torch.optim.Optimizer):
+class LARS(Base):
     """SGD with layer-wise rates.
 
     Args:
@@ -55,18 +54,13 @@ class LARS(torch.optim.Optimizer):
         clip: bool = False,
         adapt: bool | None = None,
     ) -> None:
-        self._step_supports_amp_scaling = True  # GradScaler and our engine hand us found_inf instead of reading it
         names = ("lr", "momentum", "weight_decay", "nesterov", "trust_coefficient", "eps", "clip", "adapt")
         values = (lr, momentum, weight_decay, nesterov, trust_coefficient, eps, clip, adapt)
         super().__init__(params, dict(zip(names, values)))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._step_supports_amp_scaling = True
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group = self.defaults | param_group
-        ranges = {
+    def ranges(self, group: dict[str, Any]) -> dict[str, bool]:
+        """See Base."""
+        return {
             "lr": group["lr"] >= 0,
             "momentum": 0 <= group["momentum"] < 1,
             "weight_decay": group["weight_decay"] >= 0,
@@ -74,26 +68,13 @@ class LARS(torch.optim.Optimizer):
             "trust_coefficient": group["trust_coefficient"] > 0,
             "eps": group["eps"] >= 0,
         }
-        gradients.check(type(self).__name__, group, ranges)
-        super().add_param_group(param_group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but the momentum keeps its precision whatever the parameters' dtype is."""
-        super().load_state_dict(state_dict)
-        gradients.keep_dtypes(self, state_dict)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. `closure`, if given, computes the loss and its gradients anew; its loss is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def move(self) -> None:
+        """See Base."""
         for group in self.param_groups:
-            parameters, found, live = gradients.take(group, self)
+            parameters, found, live = self.take(group)
             if parameters:
                 self.update(group, parameters, found, live)
-        return loss
 
     def update(self, group: dict[str, Any], parameters: list[Tensor], found: list[Tensor], live: Tensor | None) -> None:
         """The step of one group."""
@@ -102,8 +83,8 @@ class LARS(torch.optim.Optimizer):
         wanted = [(p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters]
         adapted = [number for number, yes in enumerate(wanted) if yes]
         if adapted:
-            weights = gradients.norms([parameters[number] for number in adapted])
-            lengths = gradients.norms([found[number] for number in adapted])
+            weights = norms([parameters[number] for number in adapted])
+            lengths = norms([found[number] for number in adapted])
             ratios = trust_ratios(weights, lengths, group["trust_coefficient"], decay, group["eps"])
             if group["clip"]:
                 ratios = (ratios / lr).clamp(max=1.0)
@@ -122,4 +103,4 @@ class LARS(torch.optim.Optimizer):
             moves = list(torch._foreach_add(moves, buffers, alpha=momentum)) if group["nesterov"] else buffers
         if live is not None:
             moves = list(torch._foreach_mul(moves, live))
-        gradients.subtract(parameters, moves, lr)
+        subtract(parameters, moves, lr)

@@ -22,12 +22,13 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from base import Base
 from fisher import DENSE_KERNEL, Axis, Lesson, Mode, Update, apply_updates, build_modes, initial_factor, norms
 
 FIRST_UPDATES = 10  # steps at the start that update all estimates
@@ -227,26 +228,7 @@ class Plan:
 # -------------------------------------------------------------------- the optimizer
 
 
-def check(group: dict[str, Any]) -> None:
-    """Raise ValueError where a hyper-parameter of a group is out of its range."""
-    ranges = {
-        "lr": group["lr"] >= 0,
-        "momentum": 0 <= group["momentum"] < 1,
-        "weight_decay": group["weight_decay"] >= 0,
-        "nesterov": group["momentum"] > 0 or not group["nesterov"],
-        "rank": group["rank"] >= 1,
-        "alpha": group["alpha"] > 0,
-        "eta": 0 < group["eta"] < 1,
-        "update_period": group["update_period"] >= 1,
-        "max_dim": group["max_dim"] >= 1,
-        "factor_dtype": group["factor_dtype"] is None or group["factor_dtype"].is_floating_point,
-    }
-    for name, good in ranges.items():
-        if not good:
-            raise ValueError(f"NGD: {name}={group[name]} is out of its range")
-
-
-class NGD(torch.optim.Optimizer):
+class NGD(Base):
     """SGD with momentum along the natural gradient, estimated online (arXiv:1410.7455).
 
     Args:
@@ -294,7 +276,6 @@ class NGD(torch.optim.Optimizer):
         factor_dtype: torch.dtype | None = None,
     ) -> None:
         self.plan: Plan | None = None
-        self._step_supports_amp_scaling = True  # GradScaler and our engine hand us found_inf instead of reading it
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -314,31 +295,30 @@ class NGD(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._step_supports_amp_scaling = True
         self.plan = None
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        check(self.defaults | param_group)
-        super().add_param_group(param_group)
+    def ranges(self, group: dict[str, Any]) -> dict[str, bool]:
+        """See Base."""
+        return {
+            "lr": group["lr"] >= 0,
+            "momentum": 0 <= group["momentum"] < 1,
+            "weight_decay": group["weight_decay"] >= 0,
+            "nesterov": group["momentum"] > 0 or not group["nesterov"],
+            "rank": group["rank"] >= 1,
+            "alpha": group["alpha"] > 0,
+            "eta": 0 < group["eta"] < 1,
+            "update_period": group["update_period"] >= 1,
+            "max_dim": group["max_dim"] >= 1,
+            "factor_dtype": group["factor_dtype"] is None or group["factor_dtype"].is_floating_point,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but the estimates keep their own precision whatever the parameters' dtype is."""
+        """See Base."""
         super().load_state_dict(state_dict)
         self.plan = None
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters):
-            for name, value in state_dict["state"].get(number, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[parameter][name] = value.to(parameter.device)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. `closure`, if given, computes the loss and its gradients anew; its loss is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def move(self) -> None:
+        """See Base."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         if any(p.grad is not None and p.grad.is_sparse for p in parameters):
             raise RuntimeError("NGD does not take sparse gradients")
@@ -352,4 +332,3 @@ class NGD(torch.optim.Optimizer):
                 for chunk in self.plan.stagger(number, group["update_period"]):
                     updates += chunk.step(group, self.plan.scratch[chunk.place], scale, skip)
                 apply_updates(updates, group["alpha"], group["eta"])
-        return loss

@@ -21,7 +21,7 @@ and all steps at k = 1 average all gradients, and then every rank does what LAMB
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import gradients
+from base import Base
 from exchange import Exchange, average
 from flat import Lay
 from lamb import LAMB
@@ -40,7 +40,7 @@ __all__ = ["LAMB", "SLAMB"]
 Plan = tuple[Part, Tensor | None, dict[Lay, Tensor]]
 
 
-class SLAMB(torch.optim.Optimizer):
+class SLAMB(Base):
     """LAMB with sparse communication; see above. It exchanges what is to be exchanged itself.
 
     Args:
@@ -97,7 +97,6 @@ class SLAMB(torch.optim.Optimizer):
             raise ValueError(f"SLAMB: local_steps={local_steps}, dense_steps={dense_steps}, wanted at least 1 and 0")
         self.local_steps, self.dense_steps, self.selection, self.compat = local_steps, dense_steps, selection, compat
         self.wire_dtype, self.warmup = wire_dtype, list(warmup)
-        self._step_supports_amp_scaling = True  # GradScaler and our engine hand us found_inf instead of reading it
         self.exchange = Exchange(process_group, node_group)
         self.parts: list[Part] | None = None
         self.skipped: Tensor | None = None
@@ -105,9 +104,9 @@ class SLAMB(torch.optim.Optimizer):
         super().__init__(params, dict(zip(names, (lr, betas, eps, weight_decay, compress_ratio, beta3, adapt))))
         self.ratios = [group["compress_ratio"] for group in self.param_groups]  # after the warm-up
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group = self.defaults | param_group
-        ranges = {
+    def ranges(self, group: dict[str, Any]) -> dict[str, bool]:
+        """See Base."""
+        return {
             "lr": group["lr"] >= 0,
             "betas": all(0 <= beta < 1 for beta in group["betas"]),
             "eps": group["eps"] >= 0,
@@ -115,17 +114,14 @@ class SLAMB(torch.optim.Optimizer):
             "compress_ratio": 0 < group["compress_ratio"] <= 1,
             "beta3": 0 <= group["beta3"] <= 1,
         }
-        gradients.check("SLAMB", group, ranges)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         self.parts = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but the moments keep their precision whatever the parameters' dtype is."""
+        """See Base."""
         super().load_state_dict(state_dict)
-        gradients.keep_dtypes(self, state_dict)
-        for group in self.param_groups:
-            if "steps" in group:
-                group["steps"] = group["steps"].to(group["params"][0].device)
         self.parts = None
 
     def start_epoch(self, epoch: int) -> None:
@@ -153,13 +149,8 @@ class SLAMB(torch.optim.Optimizer):
             group.setdefault("calls", 0)
         return [Part(group, self.state, self.selection, self.compat, seed) for seed, group in enumerate(self.param_groups)]
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. `closure`, if given, computes the loss and its gradients anew; its loss is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def move(self) -> None:
+        """See Base."""
         if self.parts is None:
             self.parts = self.build()
         for part in self.parts:
@@ -171,13 +162,12 @@ class SLAMB(torch.optim.Optimizer):
         if live.device.type == "cpu" and not live:
             for part, units, _ in plans:
                 part.give_back(units)
-            return loss
+            return
         for part, units, received in plans:
             part.group["steps"] += live
             part.update(units, received, live, self.exchange.nodes)
         if self.exchange.size > 1 and self.parts[0].group["calls"] % self.local_steps == 0:
             self.average_weights()
-        return loss
 
     def share_in_node(self) -> None:
         """All gradients become this node's mean."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import gradients
+from base import norms, subtract
 from flat import Lay, Ring
 from lamb import trust_ratios
 
@@ -156,12 +156,12 @@ class Part:
     def move_small(self, live: Tensor) -> None:
         """LAMB's step of the small tensors; their updates lie in the buffer of the gradients."""
         lay, moves = self.small, self.g_views[self.small]
-        ratios = trust_ratios(gradients.norms(self.p_views[lay]), gradients.norms(moves))
+        ratios = trust_ratios(norms(self.p_views[lay]), norms(moves))
         if self.compat:
             ratios = torch.where(self.bare, ratios, ratios.clamp(*CLAMP))
         rates = torch.where(self.adapted[lay], ratios, 1.0) * (self.group["lr"] * live)
         torch._foreach_mul_(moves, list(rates.to(lay.dtype).unbind()))
-        gradients.subtract(lay.tensors, moves, 1.0)
+        subtract(lay.tensors, moves, 1.0)
 
     def refresh(self, units: Tensor | None, live: Tensor) -> None:
         """Ages: everything is a step older but for what was exchanged."""
@@ -186,7 +186,7 @@ class Part:
             trust.clamp_(max=CLAMP[1])
         alone = 1 / math.sqrt(nodes)
         u.mul_(trust).mul_((r * (1 - alone) + alone) * (self.group["lr"] * live))
-        gradients.subtract(lay.tensors, self.g_views[lay], 1.0)
+        subtract(lay.tensors, self.g_views[lay], 1.0)
 
 
 def adopt(state: dict[Tensor, dict[str, Any]], name: str, tensors: list[Tensor], views: list[Tensor]) -> None:
