@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from base import norms, subtract
+from base import subtract
 from flat import Lay, Ring
 from lamb import trust_ratios
 
@@ -47,9 +47,10 @@ class Part:
         self.m, self.v, self.g, self.p = ({lay: lay.buffer() for lay in self.lays} for _ in range(4))
         rows = self.large.buffer()
         self.fresh = torch.ones_like(rows if selection == "random" else rows[:, :1])  # r = beta3^age, of an element or a row
+        self.room = torch.empty_like(self.fresh)  # for what a step multiplies with
         self.ring = Ring(self.large.places() if selection == "random" else self.large.rows, seed)
         self.ring.cursor = group.get("cursor", 0)
-        self.owners = self.large.owners()
+        self.owners, self.small_owners = self.large.owners(), self.small.owners()
         self.g_views, self.p_views = ({lay: lay.views(buffer) for lay, buffer in each.items()} for each in (self.g, self.p))
         adapt = [[compat or (p.ndim > 1 if group["adapt"] is None else group["adapt"]) for p in lay.tensors] for lay in self.lays]
         self.adapted = {lay: torch.tensor(each, device=lay.device) for lay, each in zip(self.lays, adapt)}
@@ -113,7 +114,7 @@ class Part:
         if self.selection == "block":
             chosen = torch.zeros_like(squares).index_copy_(0, units, squares.index_select(0, units))
             return self.large.sums(chosen).sqrt(), self.large.sums(squares - chosen).sqrt()
-        owner = self.owners.index_select(0, units // BLOCK)
+        owner = self.owners.index_select(0, units >> BLOCK.bit_length() - 1)  # a division takes ten times as long
         inside = torch.zeros(len(self.large.tensors), dtype=buffer.dtype, device=buffer.device)
         inside.index_add_(0, owner, self.chosen(buffer, units).square())
         return inside.sqrt(), (self.large.sums(squares) - inside).clamp(min=0).sqrt()
@@ -155,13 +156,14 @@ class Part:
 
     def move_small(self, live: Tensor) -> None:
         """LAMB's step of the small tensors; their updates lie in the buffer of the gradients."""
-        lay, moves = self.small, self.g_views[self.small]
-        ratios = trust_ratios(norms(self.p_views[lay]), norms(moves))
+        lay, u = self.small, self.g[self.small]
+        weights, updates = (lay.sums(buffer.view(-1).square()).sqrt() for buffer in (self.p[lay], u))
+        ratios = trust_ratios(weights, updates)
         if self.compat:
             ratios = torch.where(self.bare, ratios, ratios.clamp(*CLAMP))
         rates = torch.where(self.adapted[lay], ratios, 1.0) * (self.group["lr"] * live)
-        torch._foreach_mul_(moves, list(rates.to(lay.dtype).unbind()))
-        subtract(lay.tensors, moves, 1.0)
+        u.mul_(rates.to(lay.dtype)[self.small_owners, None])
+        subtract(lay.tensors, self.g_views[lay], 1.0)
 
     def refresh(self, units: Tensor | None, live: Tensor) -> None:
         """Ages: everything is a step older but for what was exchanged."""
@@ -170,6 +172,9 @@ class Part:
             fresh.copy_(torch.where(live > 0, 1.0, fresh))
             return
         fresh.mul_(1 - live * (1 - beta3))
+        if live.device.type == "cpu":
+            (fresh.view(-1) if self.selection == "random" else fresh).index_fill_(0, units, 1.0)
+            return
         ones = torch.where(live > 0, 1.0, self.chosen(fresh, units))
         self.put(fresh, units, ones.to(fresh.dtype))
 
@@ -179,13 +184,15 @@ class Part:
         weights, updates = self.split_norms(self.p[lay], units), self.split_norms(u, units)
         chosen, others = (trust_ratios(*pair) for pair in zip(weights, updates))
         chosen, others = (torch.where(self.adapted[lay], ratio, 1.0)[self.owners, None] for ratio in (chosen, others))
-        trust = torch.lerp(others, chosen, r)
+        trust = torch.lerp(others, chosen, r, out=self.room)
         if self.compat:
             trust.clamp_(*CLAMP)
         elif units is not None:
             trust.clamp_(max=CLAMP[1])
         alone = 1 / math.sqrt(nodes)
-        u.mul_(trust).mul_((r * (1 - alone) + alone) * (self.group["lr"] * live))
+        rate = self.group["lr"] * live
+        u.mul_(trust)
+        u.mul_(torch.mul(r, (1 - alone) * rate, out=self.room).add_(alone * rate))
         subtract(lay.tensors, self.g_views[lay], 1.0)
 
 
