@@ -32,7 +32,7 @@ import resnet
 from meta_gradient import STRETCH, meta_gradient, unchanged
 from mixup import Mix
 
-LEAST = 0.9  # cosine with what happened, of the stretch in use, in bf16: a policy of noisy signs would not learn
+LEAST = 1.0  # cosine with what happened, of the stretch in use in bf16, beside double backward's: the cheap way is to be no worse
 STRETCHES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
 BATCH, RATE, NUDGE = 64, 0.05, 0.05
 
@@ -120,7 +120,8 @@ def main() -> int:
     print(f"{'cosine with what happened':32} {'median':>8} {'spread':>16}")
     for name, cosines in found.items():
         print(f"{name:32} {statistics.median(cosines):>8.3f} {f'{min(cosines):.3f}..{max(cosines):.3f}':>16}")
-    bars = [bench.Bar("cosine of the differences in use", statistics.median(found[f"differences at {STRETCH:g}, bf16"]), LEAST)]
+    ratios = [ours / exact for ours, exact in zip(found[f"differences at {STRETCH:g}, bf16"], found["double backward, float64"])]
+    bars = [bench.Bar("differences beside double backward", statistics.median(ratios), LEAST)]
     bench.write_json(args.json, [], bars, machine=machine, cosines=found)
     return bench.verdict(bars)
 

@@ -98,3 +98,19 @@ def test_torchrun_restarts_by_itself_after_a_rank_dies(tmp_path):
     console = ranks.finish(process, hurt)
     assert console.count("training samples") == 2, "the job was to start twice"
     ranks.same_run(whole / "run", rows()[0].parent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["--optimizer slamb --lr 3e-3", "--sync local --local_steps 7"])
+def test_ranks_with_weights_of_their_own_go_on_as_one_process(more, tmp_path):
+    flags = ["--dataset", "digits", "--arch", "resnet8", "--bs", "32", "--epochs", "1", "--threads", "1", *more.split()]
+    run = tmp_path / "run"
+    ranks.finish(ranks.start(ranks.torchrun("resnet50_test.py", *flags, "--out", run), tmp_path, NGPU="2"), tmp_path)
+    parts = torch.load(run / "last.pt", weights_only=True)["ranks"]
+    momentum = "exp_avg" if "slamb" in more else "momentum_buffer"
+    first, second = ([state[momentum] for state in part["optimizer"]["state"].values()] for part in parts)
+    assert not all(torch.equal(*pair) for pair in zip(first, second))
+    ranks.finish(ranks.start(ranks.script("resnet50_test.py", "--resume", run, "--epochs", "2"), tmp_path), tmp_path)
+    rows = ranks.metrics(run)
+    assert [row["world_size"] for row in rows] == [2, 1]
+    assert rows[1]["train_loss"] < rows[0]["train_loss"]
