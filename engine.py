@@ -18,12 +18,12 @@ from torch import Tensor
 import backends
 import checkpoint
 import inference
+import run_state
 from distributed import Vote, caught_signals
 from dynamic_batch import Sampler, share
 from errors import Interrupted, NonFiniteLoss
 from optim import Schedule
 from runlog import RunLog
-from slamb import merge
 from step import HITS, LAMBDA, LOSS, SAMPLES, SKIPPED, SKIPPED_RUN, Step
 
 MAX_SKIPPED_RUN, MAX_ROLLBACKS = 10, 3  # non-finite steps in a row before going back; times of going back
@@ -255,59 +255,18 @@ class Trainer:
     # ---------------------------------------------------------------- saving and recovering
 
     def state(self) -> dict[str, Any]:
-        """Everything a run is; collective: each rank's own part is gathered on rank 0.
+        """Everything a run is; collective. See `run_state.gather`."""
+        return {**self.header, **run_state.gather(self.do_step, self.batch_size), "progress": self.progress()}
 
-        Saving in mid-epoch leaves the run as it is: each rank's BatchNorm statistics, and with an optimizer that communicates
-        itself its weights and optimizer, are kept as they are; the entry `model`, for inference, holds rank 0's.
-        """
-        weights, optimizer = self.model.state_dict(), self.do_step.optimizer
-        own = [name for name, _ in self.model.named_buffers() if name in weights]
-        mine = {
-            "random": checkpoint.random_states(self.world.device),
-            "weights": {name: weights[name].cpu() for name in (weights if self.do_step.apart else own)},
-            "optimizer": checkpoint.on_cpu(optimizer.state_dict()) if self.do_step.apart else None,
-            "sums": self.do_step.sums.cpu(),
-            "bytes_sent": self.world.bytes_sent,
-        }
-        return {
-            **self.header,
-            "model": weights,
-            "optimizer": None if self.do_step.apart else optimizer.state_dict(),
-            "hook": self.do_step.hook.state_dict(self.do_step.parameters),
-            "scaler": self.do_step.scaler.state_dict(),
-            "learner": self.do_step.learner.state_dict() if self.do_step.learner is not None else None,
-            "batch_size": self.batch_size,
-            "ranks": self.world.gather(mine),
-            "progress": {name: getattr(self, name) for name in PROGRESS},
-        }
+    def progress(self) -> dict[str, Any]:
+        """Where the run is, as plain values."""
+        return {name: getattr(self, name) for name in PROGRESS}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Undo to `state`. At another world size or batch the ranks' parts are merged and the epoch goes on close by."""
-        ranks, weights, optimizer = state["ranks"], state["model"], state["optimizer"]
-        same_world = len(ranks) == self.world.size
-        if same_world:
-            weights = {**weights, **ranks[self.world.rank]["weights"]}
-            optimizer = optimizer or ranks[self.world.rank]["optimizer"]
-        elif optimizer is None:
-            weights = checkpoint.mean([rank["weights"] for rank in ranks])
-            optimizer = merge([rank["optimizer"] for rank in ranks])
-        checkpoint.load_into(self.model, weights, "model")
-        checkpoint.load_optimizer(self.do_step.optimizer, optimizer)
-        self.do_step.hook.load_state_dict(state["hook"], self.do_step.parameters)
-        if self.do_step.scaler.is_enabled() and state["scaler"]:
-            self.do_step.scaler.load_state_dict(state["scaler"])
-        if self.do_step.learner is not None and state.get("learner"):
-            checkpoint.load_into(self.do_step.learner, state["learner"], "mixing policy")
+        """Undo to `state`. At another batch the epoch goes on close by."""
+        run_state.restore(self.do_step, state)
         for name, value in state["progress"].items():
             setattr(self, name, value)
-        if same_world:
-            mine = ranks[self.world.rank]
-            checkpoint.set_random_states(mine["random"], self.world.device)
-            self.do_step.sums.copy_(mine["sums"])
-            self.world.bytes_sent = mine["bytes_sent"]
-        else:
-            self.do_step.sums.copy_(ranks[0]["sums"])
-            self.do_step.sums[:SKIPPED] = sum(rank["sums"][:SKIPPED] for rank in ranks) if self.world.first else 0
         self.step_in_epoch = self.step_in_epoch * state["batch_size"] // self.batch_size
 
     def save(self, best: bool = False) -> None:
