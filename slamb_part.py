@@ -47,6 +47,7 @@ class Part:
         self.m, self.v, self.g, self.p = ({lay: lay.buffer() for lay in self.lays} for _ in range(4))
         rows = self.large.buffer()
         self.fresh = torch.ones_like(rows if selection == "random" else rows[:, :1])  # r = beta3^age, of an element or a row
+        self.mask = torch.empty_like(self.fresh)  # 1 where a step exchanges, else 0
         self.room = torch.empty_like(self.fresh)  # for what a step multiplies with
         self.ring = Ring(self.large.places() if selection == "random" else self.large.rows, seed)
         self.ring.cursor = group.get("cursor", 0)
@@ -112,12 +113,10 @@ class Part:
             whole = self.large.sums(squares).sqrt()
             return whole, torch.zeros_like(whole)
         if self.selection == "block":
-            chosen = torch.zeros_like(squares).index_copy_(0, units, squares.index_select(0, units))
-            return self.large.sums(chosen).sqrt(), self.large.sums(squares - chosen).sqrt()
-        owner = self.owners.index_select(0, units >> BLOCK.bit_length() - 1)  # a division takes ten times as long
-        inside = torch.zeros(len(self.large.tensors), dtype=buffer.dtype, device=buffer.device)
-        inside.index_add_(0, owner, self.chosen(buffer, units).square())
-        return inside.sqrt(), (self.large.sums(squares) - inside).clamp(min=0).sqrt()
+            chosen = squares * self.mask[:, 0]
+        else:
+            chosen = torch.linalg.vector_norm(torch.mul(buffer, self.mask, out=self.room), dim=1).square()
+        return self.large.sums(chosen).sqrt(), self.large.sums((squares - chosen).clamp(min=0)).sqrt()
 
     def values(self, units: Tensor | None) -> dict[Lay, Tensor]:
         """What is to be averaged of each buffer, flat: momenta a gradient further, or gradients; of the large tensors `units`."""
@@ -166,23 +165,22 @@ class Part:
         subtract(lay.tensors, self.g_views[lay], 1.0)
 
     def refresh(self, units: Tensor | None, live: Tensor) -> None:
-        """Ages: everything is a step older but for what was exchanged."""
+        """The mask; and ages: everything is a step older but for what was exchanged."""
         fresh, beta3 = self.fresh, self.group["beta3"]
         if units is None:
             fresh.copy_(torch.where(live > 0, 1.0, fresh))
             return
+        self.mask.zero_().view(-1).index_fill_(0, units, 1.0)
         fresh.mul_(1 - live * (1 - beta3))
-        if live.device.type == "cpu":
-            (fresh.view(-1) if self.selection == "random" else fresh).index_fill_(0, units, 1.0)
-            return
-        ones = torch.where(live > 0, 1.0, self.chosen(fresh, units))
-        self.put(fresh, units, ones.to(fresh.dtype))
+        torch.maximum(fresh, self.mask if live.device.type == "cpu" else (self.mask * live).to(fresh.dtype), out=fresh)
 
     def move_large(self, units: Tensor | None, live: Tensor, nodes: int) -> None:
         """The step of the large tensors; their updates lie in the buffer of the gradients."""
         lay, u, r = self.large, self.g[self.large], self.fresh
         weights, updates = self.split_norms(self.p[lay], units), self.split_norms(u, units)
         chosen, others = (trust_ratios(*pair) for pair in zip(weights, updates))
+        if not self.compat:  # at a small k a step may exchange nothing of a tensor: then there is but one ratio
+            chosen = torch.where((weights[0] > 0) & (updates[0] > 0), chosen, others)
         chosen, others = (torch.where(self.adapted[lay], ratio, 1.0)[self.owners, None] for ratio in (chosen, others))
         trust = torch.lerp(others, chosen, r, out=self.room)
         if self.compat:

@@ -82,6 +82,8 @@ class Oracle:
                 w, m, v = self.w[rank][number], self.m[rank][number], self.v[rank][number]
                 u = (m / (1 - s["b1"] ** t)) / ((v / (1 - s["b2"] ** t)).sqrt() + s["eps"]) + s["decay"] * w
                 chosen, others = self.ratio(w[mask], u[mask]), self.ratio(w[~mask], u[~mask])
+                if not self.compat and not (mask.any() and w[mask].norm() > 0):
+                    chosen = others
                 trust = r * chosen + (1 - r) * others
                 if self.compat and w.ndim > 1:
                     trust = trust.clamp(*CLAMP)

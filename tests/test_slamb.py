@@ -139,7 +139,7 @@ def follows_the_oracle(world: Any, selection: str, compat: bool, k: float) -> No
 def all_oracles(world: Any) -> None:
     for selection in ("block", "random"):
         for compat in (False, True):
-            for k in (0.1, 0.3) if compat else (0.1, 0.3, 0.7, 1.0):
+            for k in (0.1, 0.3) if compat else (0.004, 0.1, 0.3, 0.7, 1.0):  # 0.004: of some tensors nothing
                 follows_the_oracle(world, selection, compat, k)
 
 

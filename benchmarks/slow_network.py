@@ -1,0 +1,124 @@
+"""Two processes on a network of a chosen rate: two network namespaces, joined by a pair of virtual Ethernet devices.
+
+with slow_network.joined("100mbit") as places:             # or slow_network.loopback()
+    found = slow_network.run(places, ["benchmarks/two_ranks.py", "resnet110"])     # the JSON that rank 0 prints last
+
+Needs Linux, root, `ip` and `tc` (package iproute2). The namespaces go when the block ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+ADDRESSES = "10.213.77.1", "10.213.77.2"
+PACKET = 32_768  # bytes at most that TCP hands to the device at once: 66 of headers for each
+BURST = {"100mbit": "40kb", "1gbit": "160kb"}  # of the token bucket: 3 ms and 1 ms at its rate, so that a pause saves up little
+SECONDS = 1800  # that a run may take
+
+
+class Unavailable(Exception):
+    """There are no such networks here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: how its command line starts, its network device, and rank 0's address."""
+
+    prefix: Sequence[str]
+    device: str
+    address: str
+
+
+@contextlib.contextmanager
+def loopback() -> Iterator[list[Place]]:
+    """Both ranks in one namespace, whose loopback device is theirs alone; in this one where that is not permitted.
+
+    Raises:
+        Unavailable: not on Linux.
+    """
+    if not sys.platform.startswith("linux"):
+        raise Unavailable("bytes are counted from Linux's /proc/net/dev")
+    name = f"slamb-{os.getpid()}"
+    try:
+        ip("netns", "add", name)
+    except Unavailable:
+        yield [Place([], "lo", "127.0.0.1")] * 2
+        return
+    try:
+        ip("-n", name, "link", "set", "lo", "up")
+        yield [Place(["ip", "netns", "exec", name], "lo", "127.0.0.1")] * 2
+    finally:
+        ip("netns", "delete", name)
+
+
+@contextlib.contextmanager
+def joined(rate: str) -> Iterator[list[Place]]:
+    """A namespace a rank; each sends at `rate`, as tc writes it.
+
+    Raises:
+        Unavailable: not permitted, or a tool is not there.
+    """
+    names = [f"slamb-{os.getpid()}-{rank}" for rank in (0, 1)]
+    devices = [f"slamb{os.getpid() % 100_000}v{rank}" for rank in (0, 1)]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "delete", name)  # and with it its device
+        ip("-n", names[0], "link", "add", devices[0], "type", "veth", "peer", "name", devices[1], "netns", names[1])
+        for name, device, address in zip(names, devices, ADDRESSES):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", device)
+            ip("-n", name, "link", "set", device, "gso_max_size", str(PACKET))
+            for each in ("lo", device):
+                ip("-n", name, "link", "set", each, "up")
+            bucket = ["tbf", "rate", rate, "burst", BURST[rate], "latency", "100ms"]
+            call(["tc", "-n", name, "qdisc", "add", "dev", device, "root", *bucket])
+        yield [Place(["ip", "netns", "exec", name], device, ADDRESSES[0]) for name, device in zip(names, devices)]
+
+
+def ip(*words: str) -> None:
+    call(["ip", *words])
+
+
+def call(command: Sequence[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except OSError as error:
+        raise Unavailable(f"{command[0]}: {error.strerror}") from None
+    except subprocess.CalledProcessError as error:
+        raise Unavailable(f"{' '.join(command)}: {error.stderr.strip()}") from None
+
+
+def run(places: Sequence[Place], command: Sequence[str]) -> dict[str, Any]:
+    """A Python command on each of the places as torchrun would start it, its device's name appended."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for rank, place in enumerate(places):
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(places), "LOCAL_WORLD_SIZE": len(places)}
+            here = {"MASTER_ADDR": place.address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": place.device}
+            here |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it warns of addresses without host names
+            environment = {**os.environ, **here, **{name: str(value) for name, value in ranks.items()}}
+            line = [*place.prefix, sys.executable, *command, place.device]
+            output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            started.append(subprocess.Popen(line, cwd=ROOT, env=environment, stdout=output, text=True))
+        printed, _ = started[0].communicate(timeout=SECONDS)
+        for process in started:
+            if process.wait(timeout=60):
+                raise RuntimeError(f"exit code {process.returncode}: {' '.join(command)}")
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return json.loads(printed.splitlines()[-1])
