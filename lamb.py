@@ -74,7 +74,8 @@ class LAMB(Base):
         """See Base."""
         taken = [self.take(group) for group in self.param_groups]
         everything = [gradient for _, found, _ in taken for gradient in found]
-        norm = torch.linalg.vector_norm(norms(everything)) if everything else None
+        wanted = everything and any(group["max_grad_norm"] for group in self.param_groups)
+        norm = torch.linalg.vector_norm(norms(everything)) if wanted else None
         for group, (parameters, found, live) in zip(self.param_groups, taken):
             if not parameters:
                 continue

@@ -155,10 +155,9 @@ class SLAMB(Base):
             self.parts = self.build()
         for part in self.parts:
             part.load(getattr(self, "grad_scale", None))
-        if self.exchange.local_size > 1:
-            self.share_in_node()
+        flag = self.share_in_node(self.parts)
         plans = [self.plan(part) for part in self.parts]
-        live = self.swap(plans)
+        live = self.swap(plans, flag)
         if live.device.type == "cpu" and not live:
             for part, units, _ in plans:
                 part.give_back(units)
@@ -169,20 +168,18 @@ class SLAMB(Base):
         if self.exchange.size > 1 and self.parts[0].group["calls"] % self.local_steps == 0:
             self.average_weights()
 
-    def share_in_node(self) -> None:
-        """All gradients become this node's mean."""
-        assert self.parts is not None
-        buffers = [part.g[lay] for part in self.parts for lay in part.lays]
-        flag = self.flag(buffers[0].device)
+    def share_in_node(self, parts: list[Part]) -> Tensor:
+        """All gradients become this node's mean. Returns (1,) more than 0 where one of its ranks wants to skip the step."""
+        buffers = [part.g[lay] for part in parts for lay in part.lays]
+        found = getattr(self, "found_inf", None)
+        flag = torch.zeros(1, device=buffers[0].device) if found is None else found.reshape(1).float()
+        if self.exchange.local_size == 1:
+            return flag
         flat = self.exchange.mean_in_node(torch.cat([flag, *(buffer.view(-1) for buffer in buffers)]))
-        self.found_inf, *means = flat.split([1, *(buffer.numel() for buffer in buffers)])
+        flag, *means = flat.split([1, *(buffer.numel() for buffer in buffers)])
         for buffer, mean in zip(buffers, means):
             buffer.copy_(mean.view_as(buffer))
-
-    def flag(self, device: torch.device) -> Tensor:
-        """(1,) more than 0 where this rank wants to skip the step."""
-        found = getattr(self, "found_inf", None)
-        return torch.zeros(1, device=device) if found is None else found.reshape(1).float()
+        return flag
 
     def plan(self, part: Part) -> Plan:
         """What of a part is exchanged on this step: units of the large tensors (None: all of them), and values."""
@@ -193,10 +190,9 @@ class SLAMB(Base):
         units = None if dense or not part.large.rows else part.units(group["calls"])
         return part, units, part.values(units)
 
-    def swap(self, plans: list[Plan]) -> Tensor:
+    def swap(self, plans: list[Plan], flag: Tensor) -> Tensor:
         """The step's one collective: values become their means over the ranks. Returns () whether the step is to be done."""
         pieces = [values for _, _, each in plans for values in each.values()]
-        flag = self.flag(pieces[0].device)
         if self.exchange.size > 1:
             flat = self.exchange.mean_across(torch.cat([flag, *pieces]).to(self.wire_dtype)).to(pieces[0].dtype)
             flag, *means = flat.split([1, *(len(piece) for piece in pieces)])
