@@ -1,6 +1,6 @@
-"""Two processes on a network of a chosen rate: two network namespaces, joined by a pair of virtual Ethernet devices.
+"""Processes on a network of a chosen rate: a network namespace each, joined by virtual Ethernet devices and a bridge.
 
-with slow_network.joined("100mbit") as places:             # or slow_network.loopback()
+with slow_network.joined("100mbit", ranks=2) as places:             # or slow_network.loopback(ranks=2)
     found = slow_network.run(places, ["benchmarks/two_ranks.py", "resnet110"])     # the JSON that rank 0 prints last
 
 Needs Linux, root, `ip` and `tc` (package iproute2). The namespaces go when the block ends.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-ADDRESSES = "10.213.77.1", "10.213.77.2"
+NET = "10.213.77"  # .1, .2, ...
 PACKET = 32_768  # bytes at most that TCP hands to the device at once: 66 of headers for each
 BURST = {"100mbit": "40kb", "1gbit": "160kb"}  # of the token bucket: 3 ms and 1 ms at its rate, so that a pause saves up little
 SECONDS = 1800  # that a run may take
@@ -40,8 +40,8 @@ class Place:
 
 
 @contextlib.contextmanager
-def loopback() -> Iterator[list[Place]]:
-    """Both ranks in one namespace, whose loopback device is theirs alone; in this one where that is not permitted.
+def loopback(ranks: int = 2) -> Iterator[list[Place]]:
+    """All ranks in one namespace, whose loopback device is theirs alone; in this one where that is not permitted.
 
     Raises:
         Unavailable: not on Linux.
@@ -52,37 +52,40 @@ def loopback() -> Iterator[list[Place]]:
     try:
         ip("netns", "add", name)
     except Unavailable:
-        yield [Place([], "lo", "127.0.0.1")] * 2
+        yield [Place([], "lo", "127.0.0.1")] * ranks
         return
     try:
         ip("-n", name, "link", "set", "lo", "up")
-        yield [Place(["ip", "netns", "exec", name], "lo", "127.0.0.1")] * 2
+        yield [Place(["ip", "netns", "exec", name], "lo", "127.0.0.1")] * ranks
     finally:
         ip("netns", "delete", name)
 
 
 @contextlib.contextmanager
-def joined(rate: str) -> Iterator[list[Place]]:
+def joined(rate: str, ranks: int = 2) -> Iterator[list[Place]]:
     """A namespace a rank; each sends at `rate`, as tc writes it.
 
     Raises:
         Unavailable: not permitted, or a tool is not there.
     """
-    names = [f"slamb-{os.getpid()}-{rank}" for rank in (0, 1)]
-    devices = [f"slamb{os.getpid() % 100_000}v{rank}" for rank in (0, 1)]
+    hub, names = f"slamb-{os.getpid()}-hub", [f"slamb-{os.getpid()}-{rank}" for rank in range(ranks)]
+    devices = [f"slamb{os.getpid() % 100_000}v{rank}" for rank in range(ranks)]
     with contextlib.ExitStack() as stack:
-        for name in names:
+        for name in [hub, *names]:
             ip("netns", "add", name)
-            stack.callback(ip, "netns", "delete", name)  # and with it its device
-        ip("-n", names[0], "link", "add", devices[0], "type", "veth", "peer", "name", devices[1], "netns", names[1])
-        for name, device, address in zip(names, devices, ADDRESSES):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", device)
+            stack.callback(ip, "netns", "delete", name)  # and with it its devices
+        ip("-n", hub, "link", "add", "bridge", "type", "bridge")
+        ip("-n", hub, "link", "set", "bridge", "up")
+        for number, (name, device) in enumerate(zip(names, devices), 1):
+            ip("-n", name, "link", "add", device, "type", "veth", "peer", "name", device, "netns", hub)
+            ip("-n", hub, "link", "set", device, "master", "bridge", "up")
+            ip("-n", name, "address", "add", f"{NET}.{number}/24", "dev", device)
             ip("-n", name, "link", "set", device, "gso_max_size", str(PACKET))
             for each in ("lo", device):
                 ip("-n", name, "link", "set", each, "up")
             bucket = ["tbf", "rate", rate, "burst", BURST[rate], "latency", "100ms"]
             call(["tc", "-n", name, "qdisc", "add", "dev", device, "root", *bucket])
-        yield [Place(["ip", "netns", "exec", name], device, ADDRESSES[0]) for name, device in zip(names, devices)]
+        yield [Place(["ip", "netns", "exec", name], device, f"{NET}.1") for name, device in zip(names, devices)]
 
 
 def ip(*words: str) -> None:

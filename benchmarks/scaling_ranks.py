@@ -1,0 +1,183 @@
+"""One of the processes whose scaling scaling.py measures: real training steps, with and without what they send.
+
+torchrun's environment says which rank this is; rank 0 prints what was measured as JSON. Turns alternate within this process:
+rank 0 alone, all ranks with nothing sent, all ranks in earnest, and all-reduces of a few sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules measured here
+
+import backends
+import bench
+import distributed
+import optim
+import resnet
+from distributed import World
+from hooks import Compressed
+from step import Step, classification
+from stepping import clock
+
+ALONE, SILENT, EARNEST = "alone", "silent", "earnest"
+METHODS = {"DDP + LAMB": "none", "DDP bf16 hook + LAMB": "bf16", "SLAMB block k=0.1 bf16": ""}  # gradients on the wire
+PROBES = 4, 2**16, 2**19, 2**22  # bytes all-reduced to find latency and bandwidth
+PROBE_TIMES = 5  # of each in a turn, but of the largest
+WARM_UP = 4  # steps
+NEVER = 10**9  # steps
+
+
+class Sent:
+    """What an all-reduce returns that has not been made: done at once."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """The values as they are."""
+        done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        done.set_result([self.values])
+        return done
+
+
+class Wire:
+    """Stands in front of dist.all_reduce: notes when in the step it is called and with how much; sends nothing while `silent`."""
+
+    def __init__(self) -> None:
+        self.inner: Callable[..., Any] = dist.all_reduce
+        self.silent, self.start = False, 0.0
+        self.sends: list[tuple[float, int, bool]] = []  # of the step begun last: seconds, bytes, whether it goes on meanwhile
+        dist.all_reduce = self  # type: ignore[assignment]
+
+    def begin(self) -> None:
+        """A step."""
+        self.start, self.sends = time.perf_counter(), []
+
+    def __call__(self, values: Tensor, *rest: Any, async_op: bool = False, **named: Any) -> Any:
+        self.sends.append((time.perf_counter() - self.start, values.nbytes, async_op))
+        if self.silent:
+            return Sent(values) if async_op else None
+        return self.inner(values, *rest, async_op=async_op, **named)
+
+
+class Training:
+    """Steps on one batch, as the scripts do them."""
+
+    def __init__(self, arch: str, batch: int, world: World, optimizer: str, compress: str) -> None:
+        torch.manual_seed(0)
+        model = resnet.build_model(arch, 10, 3, 32).train().to(memory_format=torch.channels_last)
+        own = {"local_steps": NEVER, "dense_steps": 0, "compress_ratio": 0.1} if optimizer == "slamb" else None
+        made = optim.build_optimizer(model, optimizer, 1e-3, 0.01, own=own)
+        precision = backends.choose_precision("auto", world.device)
+        self.step = Step(model, classification(), made, precision, world, hook=Compressed(world, compress or "none"))
+        self.step.wrap()
+        torch.manual_seed(1 + world.rank)
+        self.inputs = torch.randn(batch, 3, 32, 32).to(memory_format=torch.channels_last)
+        self.labels = torch.randint(10, (batch,))
+
+    def __call__(self) -> None:
+        self.step(self.inputs, self.labels)
+
+
+def repeat(work: Callable[[], Any], times: int) -> None:
+    """So often."""
+    for _ in range(times):
+        work()
+
+
+class Turns:
+    """What takes turns: so many steps each, agreed on by all ranks; returns the mean seconds of a step."""
+
+    def __init__(self, world: World, wire: Wire, seconds: float) -> None:
+        self.world, self.wire, self.seconds = world, wire, seconds
+        self.steps: dict[Training, int] = {}
+        self.sends: dict[str, list[list[tuple[float, int, bool]]]] = {}
+
+    def warm_up(self, training: Training, alone: bool) -> None:
+        """The first steps, and how many make a turn."""
+        took = torch.zeros(())
+        if not alone or self.world.first:
+            for _ in range(WARM_UP):
+                training()
+            took.fill_(clock(training))
+        dist.broadcast(took, 0)
+        self.steps[training] = max(2, round(self.seconds / took.item()))
+
+    def together(self, training: Training, name: str, silent: bool) -> float:
+        """All ranks."""
+        dist.barrier()
+        self.wire.silent, start = silent, time.perf_counter()
+        for _ in range(self.steps[training]):
+            self.wire.begin()
+            training()
+            if silent:
+                self.sends.setdefault(name, []).append(self.wire.sends)
+        taken = time.perf_counter() - start
+        self.wire.silent = False
+        return taken / self.steps[training]
+
+    def alone(self, training: Training) -> float:
+        """Rank 0 while the others wait."""
+        dist.barrier()
+        taken = 0.0
+        if self.world.first:
+            taken = clock(partial(repeat, training, self.steps[training]))
+        dist.barrier()
+        return taken / self.steps[training]
+
+    def probe(self, size: int) -> float:
+        """An all-reduce of `size` bytes."""
+        values, times = torch.zeros(max(1, size // 4)), 1 if size == PROBES[-1] else PROBE_TIMES
+        dist.barrier()
+        return clock(partial(repeat, partial(self.wire.inner, values), times)) / times
+
+
+def measure(arch: str, batch: int, rounds: int, seconds: float, world: World) -> dict[str, Any]:
+    """Everything in turn."""
+    turns = Turns(world, Wire(), seconds)
+    plain = Training(arch, batch, World(device=world.device), "lamb", "")
+    turns.warm_up(plain, alone=True)
+    sides: dict[str, Callable[[], float]] = {ALONE: partial(turns.alone, plain)}
+    if world.size > 1:
+        for size in PROBES:
+            sides[f"probe {size}"] = partial(turns.probe, size)
+        for name, compress in METHODS.items():
+            training = Training(arch, batch, world, "lamb" if compress else "slamb", compress)
+            turns.warm_up(training, alone=False)
+            sides[f"{name} {SILENT}"] = partial(turns.together, training, name, True)
+            sides[f"{name} {EARNEST}"] = partial(turns.together, training, name, False)
+    taken = bench.take_turns(sides, rounds)
+    weights = sum(p.numel() for p in plain.step.model.parameters())
+    return {"weights": weights, "batch": batch, "seconds": taken, "sends": turns.sends}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("arch")
+    parser.add_argument("batch", type=int, help="samples a process")
+    parser.add_argument("rounds", type=int)
+    parser.add_argument("seconds", type=float, help="of a turn")
+    parser.add_argument("device", help="the network device")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    backends.keep_freed_memory()
+    with distributed.world("cpu") as world:
+        found = measure(args.arch, args.batch, args.rounds, args.seconds, world)
+        if world.first:
+            print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
