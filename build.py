@@ -21,19 +21,23 @@ from torch import Tensor, nn
 
 import backends
 import checkpoint
+import dynamic_batch
 import inference
 import mixup
 import optim
 import options
 import runlog
+from batching import LEAST, Batching, Change
 from distributed import World
-from dynamic_batch import Sampler, balanced_rows
+from dynamic_batch import Balance
 from engine import DataSet, Settings, Trainer
 from errors import InputError
 from hooks import Compressed, Lag, Local
 from meta_learning import Held, MetaLearning
 from mixup import MetaMixup
-from step import MixedClassification, Step, Task, classification
+from sampler import Sampler, balanced_rows
+from step import Step
+from tasks import MixedClassification, Task, classification
 
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -137,9 +141,9 @@ def trainer(
     mixes_inside: bool = False,
 ) -> Trainer:
     """The Trainer of these flags; `header`: what inference needs besides them; `mixes_inside`: see `MixedClassification`."""
-    world, sampler = run.world, Sampler(len(train), args.seed, train.lengths)
+    world, order = run.world, Sampler(len(train), args.seed, train.lengths)
     global_batch = args.batch_size * args.accumulate * world.size
-    if sampler.steps(global_batch) == 0:
+    if order.steps(global_batch) == 0:
         raise InputError(
             f"--bs {args.batch_size}: a global batch of {global_batch} samples (batch x accumulation x processes) "
             f"is larger than the training set of {len(train)}; use a smaller --bs"
@@ -149,8 +153,9 @@ def trainer(
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch, args.base_bs)
     optimizer = make_optimizer(args, model, lr, world)
     model = backends.apply_backend(args.backend, model)
-    speed = args.accumulate, args.clip, args.sync_bn
-    step = Step(model, task, optimizer, run.precision, world, *speed, log.say, learner, flags_hook(args, run))
+    schedule = options.schedule(args)
+    batching = flags_batching(args, world, order, global_batch, schedule)
+    step = make_step(args, run, model, task, optimizer, log, learner, batching.whole)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.say(
         f"{len(train)} training samples, {parameters / 1e6:.2f} M parameters, global batch {global_batch} on {world.size} "
@@ -161,7 +166,73 @@ def trainer(
     torch.manual_seed(args.seed * 1009 + 1 + world.rank)
     settings = Settings(args.epochs, args.batch_size, lr, args.save_every)
     header = {"script": run.script, "flags": vars(args), **header}
-    return Trainer(step, options.schedule(args), train, sampler, tests, log, settings, header)
+    return Trainer(step, schedule, train, batching, tests, log, settings, header)
+
+
+def make_step(
+    args: argparse.Namespace,
+    run: Run,
+    model: nn.Module,
+    task: Task,
+    optimizer: torch.optim.Optimizer,
+    log: runlog.RunLog,
+    learner: MetaLearning | None,
+    changing: bool,
+) -> Step:
+    """The step of these flags; `changing`: batches are, so that micro-batches are as many as it takes."""
+    accumulate, micro_batch = args.accumulate, args.micro_bs
+    if changing:
+        accumulate = 1
+        if micro_batch is None and (run.world.device.type == "cpu" or args.accumulate > 1 or args.balance_workers):
+            micro_batch = args.batch_size * (2 if args.balance_workers else 1)  # a fast rank's share is still one
+    speed = accumulate, args.clip, args.sync_bn
+    step = Step(model, task, optimizer, run.precision, run.world, *speed, log.say, learner, flags_hook(args, run), micro_batch)
+    if args.noise_scale or args.dynamic_batch == "noise":
+        step.measure_noise()
+    if args.balance_workers and run.world.size > 1:
+        step.time()
+    return step
+
+
+def flags_batching(
+    args: argparse.Namespace, world: World, order: Sampler, base: int, schedule: Callable[[float], float]
+) -> Batching:
+    """Which rows make a batch under these flags; `base` is the first global batch.
+
+    Raises:
+        InputError: the limits leave no room.
+    """
+    balance = Balance() if args.balance_workers and world.size > 1 else None
+    kind = args.dynamic_batch
+    if kind == "none":
+        return Batching(world, order, base, None, balance)
+    least = LEAST * world.size
+    low = args.min_bs or (max(base // 16, least) if kind == "decrease" else base)
+    high = args.max_bs or (base if kind == "decrease" else min(16 * base, max(len(order) // 8, base)))
+    if not least <= low <= high <= len(order):
+        raise InputError(
+            f"--dynamic_batch {kind}: batches from {low} to {high} samples; wanted --min_bs at least {least} "
+            f"and at most --max_bs, and that at most the {len(order)} training samples"
+        )
+    rule: dynamic_batch.Rule
+    if kind == "loss":
+        rule = dynamic_batch.ByLoss(args.loss_rule, args.batch_factor, args.loss_threshold, args.loss_window)
+    elif kind == "noise":
+        rule = dynamic_batch.ByNoise(args.batch_factor)
+    else:
+        rule = dynamic_batch.Scheduled(base, flags_multiple(args, schedule))
+    power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[args.dynamic_lr]
+    return Batching(world, order, base, Change(rule, low, high, 1.0 if args.replace_decay else power), balance)
+
+
+def flags_multiple(args: argparse.Namespace, schedule: Callable[[float], float]) -> Callable[[int], float]:
+    """How the batch grows, or shrinks, with the epochs."""
+    if args.replace_decay:
+        return dynamic_batch.instead_of_decay(schedule)
+    if args.batch_growth:
+        return dynamic_batch.each_epoch(args.batch_growth if args.dynamic_batch == "increase" else 1 / args.batch_growth)
+    epochs = args.batch_milestones or [-(-args.epochs // 2), -(-3 * args.epochs // 4)]
+    return dynamic_batch.at_milestones(args.batch_factor if args.dynamic_batch == "increase" else 1 / args.batch_factor, epochs)
 
 
 def large_batch_advice(args: argparse.Namespace, global_batch: int, rows: int) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from errors import InputError
 
-FORMAT = "faster-training-2"
+FORMAT = "faster-training-3"
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

@@ -66,6 +66,14 @@ class World:
         dist.all_reduce(box, dist.ReduceOp.MAX, group=self.control)
         return int(box)
 
+    def everyone(self, values: list[float]) -> list[list[float]]:
+        """Every rank's values, on every rank (host side)."""
+        box = torch.zeros(self.size, len(values), dtype=torch.float64)
+        box[self.rank] = torch.tensor(values, dtype=torch.float64)
+        if self.size > 1:
+            dist.all_reduce(box, group=self.control)
+        return box.tolist()
+
     def from_first(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         if self.size == 1:

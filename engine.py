@@ -1,6 +1,6 @@
 """The run of both scripts: epochs, measuring, saving, resuming, recovering. The step itself is in step.py.
 
-trainer = Trainer(step, schedule, train, sampler, {"test": test}, log, Settings(epochs=50, batch_size=128, lr=0.1), header)
+trainer = Trainer(step, schedule, train, batching, {"test": test}, log, Settings(epochs=50, batch_size=128, lr=0.1), header)
 totals = trainer.fit()
 """
 
@@ -19,8 +19,8 @@ import backends
 import checkpoint
 import inference
 import run_state
+from batching import Batching
 from distributed import Vote, caught_signals
-from dynamic_batch import Sampler, share
 from errors import Interrupted, NonFiniteLoss
 from optim import Schedule
 from runlog import RunLog
@@ -54,7 +54,7 @@ class Diverged(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """Named values of a run. `batch_size` is of one process and one micro-batch; `save_every` counts steps, 0 is never."""
+    """Named values of a run. `batch_size` is that of measuring, of one process; `save_every` counts steps, 0 is never."""
 
     epochs: int
     batch_size: int
@@ -68,7 +68,7 @@ class Trainer:
     Args:
         step: the training step; knows model, optimizer, precision and process group.
         schedule: the rate before each step is `settings.lr * schedule(progress in epochs)`.
-        train, sampler: the training set, and the order of its rows.
+        train, batching: the training set, and which of its rows make a batch.
         tests: data sets by name ('test', 'val'); the best checkpoint is chosen by 'val' where there is one.
         log: the run folder and the console.
         settings: named values.
@@ -80,16 +80,14 @@ class Trainer:
         step: Step,
         schedule: Schedule,
         train: DataSet,
-        sampler: Sampler,
+        batching: Batching,
         tests: Mapping[str, DataSet],
         log: RunLog,
         settings: Settings,
         header: dict[str, Any],
     ) -> None:
-        self.do_step, self.schedule, self.train_set, self.sampler, self.tests = step, schedule, train, sampler, tests
+        self.do_step, self.schedule, self.train_set, self.batching, self.tests = step, schedule, train, batching, tests
         self.world, self.model, self.log, self.settings, self.header = step.world, step.model, log, settings, header
-        self.batch_size = settings.batch_size * step.splits * self.world.size  # global
-        self.steps_per_epoch = sampler.steps(self.batch_size)
         self.vote = Vote(self.world)
         self.epoch = self.step = self.step_in_epoch = self.rollbacks = self.samples = 0
         self.lr_factor, self.seconds, self.train_seconds = 1.0, 0.0, 0.0
@@ -134,25 +132,25 @@ class Trainer:
         optimizer = self.do_step.optimizer
         if hasattr(optimizer, "start_epoch"):
             optimizer.start_epoch(self.epoch)
-        plan = self.sampler.epoch(self.epoch, self.batch_size)[self.step_in_epoch :]
-        mine = [share(batch, self.world.rank, self.world.size) for batch in plan]
-        bar = self.log.bar(self.epoch + 1, self.settings.epochs, len(self.sampler), self.step_in_epoch * self.batch_size)
+        self.batching.start_epoch(self.epoch)
+        plan = self.batching.plan(self.epoch, self.step_in_epoch)
+        bar = self.log.bar(self.epoch + 1, self.settings.epochs, len(self.train_set), self.step_in_epoch * self.batching.size)
         every = LOOK_EVERY[self.world.device.type]
-        clock = time.perf_counter()
-        with bar, contextlib.closing(self.train_set.batches(mine, self.epoch)) as batches:
-            for inputs, labels in batches:
+        clock = self.start_clock()
+        with bar, contextlib.closing(self.train_set.batches([part.rows for part in plan], self.epoch)) as batches:
+            for (inputs, labels), part in zip(batches, plan):
                 self.set_lr()
-                self.do_step(inputs, labels)
+                self.do_step(inputs, labels, part.weight)
                 self.step += 1
                 self.step_in_epoch += 1
-                self.samples += self.batch_size
-                bar.update(self.batch_size)
+                self.samples += part.samples
+                bar.update(part.samples)
                 if self.step % every == 0:
                     self.look(bar)
                 clock = self.lap(clock)
                 if self.settings.save_every and self.step % self.settings.save_every == 0:
                     self.save()
-                    clock = time.perf_counter()
+                    clock = self.start_clock()
                 if self.vote.ask(bool(signals)):
                     self.interrupt()
             self.look(bar, wait=True)
@@ -160,58 +158,64 @@ class Trainer:
         return self.vote.finish()
 
     def finish_epoch(self) -> None:
-        """Measure, save, write the row."""
-        clock = time.perf_counter()
+        """Measure, settle the next epoch's batches, save, write the row."""
         sums = self.do_step.sums
         skipped = int(sums[SKIPPED])
         totals = self.world.sum(sums[:SKIPPED].clone()).tolist()
+        row = self.epoch_row(totals) | {"skipped_steps": skipped}
+        told = self.do_step.take_seconds(self.train_seconds), self.do_step.noise(totals, self.step_in_epoch - skipped)
+        row |= self.batching.end_epoch(self.epoch, row["train_loss"], self.train_seconds, *told)
+        self.rows.append(row)
+        self.epoch, self.step_in_epoch, self.train_seconds, self.world.bytes_sent = self.epoch + 1, 0, 0.0, 0
+        sums[:SKIPPED_RUN] = 0
+        accuracy = row["val_accuracy" if "val" in self.tests else "test_accuracy"]
+        better = accuracy > self.best["accuracy"]
+        if better:
+            self.best = {"accuracy": accuracy, "epoch": row["epoch"], "test_accuracy": row["test_accuracy"]}
+        self.save(best=better)
+        self.log.epoch(self.rows)
+        if advice := self.batching.advice(row["batch_size"]):
+            self.log.say(advice)
+        if self.do_step.learner is not None:
+            self.log.tables("policy", self.do_step.learner.tables(), self.header["classes"])
+
+    def epoch_row(self, totals: Sequence[float]) -> dict[str, Any]:
+        """What metrics.jsonl holds of the epoch that is over; measures the model."""
+        clock = time.perf_counter()
         self.do_step.settle()
+        before = self.rows[-1]["samples"] if self.rows else 0
+        group = self.do_step.optimizer.param_groups[0]
         row = {
             "epoch": self.epoch + 1,
             "step": self.step,
             "samples": self.samples,
             "seconds": 0.0,
             "train_seconds": round(self.train_seconds, 4),
-            "samples_per_second": round(self.steps_per_epoch * self.batch_size / max(self.train_seconds, 1e-9), 2),
+            "samples_per_second": round((self.samples - before) / max(self.train_seconds, 1e-9), 2),
             "train_loss": totals[LOSS] / max(totals[SAMPLES], 1),
             "train_accuracy": totals[HITS] / max(totals[SAMPLES], 1),
         }
         if totals[LAMBDA]:
             row["mean_lambda"] = totals[LAMBDA] / totals[SAMPLES]
+        batch = max(64, self.settings.batch_size)
         for name, data in self.tests.items():
-            batch = max(64, self.settings.batch_size)
-            row[f"{name}_loss"], row[f"{name}_accuracy"] = inference.evaluate(
-                self.model, data, self.do_step.precision, self.world, batch
-            )
+            measured = inference.evaluate(self.model, data, self.do_step.precision, self.world, batch)
+            row[f"{name}_loss"], row[f"{name}_accuracy"] = measured
         self.seconds += time.perf_counter() - clock
         row |= {
             "seconds": round(self.seconds, 4),
-            "lr": self.do_step.optimizer.param_groups[0]["lr"],
-            "batch_size": self.batch_size,
+            "lr": group["lr"],
+            "batch_size": self.batching.size,
             "world_size": self.world.size,
             "peak_memory_bytes": backends.peak_memory(self.world.device),
             "comm_bytes": self.world.bytes_sent,
-            "skipped_steps": skipped,
         }
-        if "compress_ratio" in self.do_step.optimizer.param_groups[0]:
-            row["compress_ratio"] = self.do_step.optimizer.param_groups[0]["compress_ratio"]
-        self.rows.append(row)
-        self.epoch, self.step_in_epoch, self.train_seconds, self.world.bytes_sent = self.epoch + 1, 0, 0.0, 0
-        sums[:SKIPPED_RUN] = 0
-        chosen_by = "val" if "val" in self.tests else "test"
-        better = row[f"{chosen_by}_accuracy"] > self.best["accuracy"]
-        if better:
-            accuracy = row[f"{chosen_by}_accuracy"]
-            self.best = {"accuracy": accuracy, "epoch": row["epoch"], "test_accuracy": row["test_accuracy"]}
-        self.save(best=better)
-        self.log.epoch(self.rows)
-        if self.do_step.learner is not None:
-            self.log.tables("policy", self.do_step.learner.tables(), self.header["classes"])
+        return row | {name: group[name] for name in ("compress_ratio",) if name in group}
 
     def set_lr(self) -> None:
         """The learning rate of the step about to be done."""
-        one_step = 1 / self.steps_per_epoch
-        factor = self.schedule(self.epoch + self.step_in_epoch * one_step, one_step) * self.lr_factor
+        one_step = 1 / self.batching.steps()
+        factor = self.schedule(self.epoch + self.step_in_epoch * one_step, one_step) * self.lr_factor * self.batching.lr_factor
         for group in self.do_step.optimizer.param_groups:
             group["lr"] = self.settings.lr * factor
 
@@ -231,8 +235,16 @@ class Trainer:
         rows = torch.arange(len(self.train_set))
         if self.train_set.lengths is not None:
             rows = torch.argsort(self.train_set.lengths, descending=True)
-        for inputs, labels in self.train_set.batches([rows[: self.batch_size // self.world.size]], epoch=0):
+        largest = max(self.batching.largest_share, self.do_step.micro_batch or 0)
+        for inputs, labels in self.train_set.batches([rows[:largest]], epoch=0):
             self.do_step.probe_memory(inputs, labels)
+        self.batching.limit(self.do_step.micro_batch)
+
+    def start_clock(self) -> float:
+        """The time now, after something that is not training."""
+        if self.do_step.watch is not None:
+            self.do_step.watch.start()
+        return time.perf_counter()
 
     def lap(self, clock: float) -> float:
         """Book the time since `clock` as training time; returns the time now."""
@@ -256,7 +268,7 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Everything a run is; collective. See `run_state.gather`."""
-        return {**self.header, **run_state.gather(self.do_step, self.batch_size), "progress": self.progress()}
+        return {**self.header, **run_state.gather(self.do_step, self.batching), "progress": self.progress()}
 
     def progress(self) -> dict[str, Any]:
         """Where the run is, as plain values."""
@@ -264,10 +276,10 @@ class Trainer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Undo to `state`. At another batch the epoch goes on close by."""
-        run_state.restore(self.do_step, state)
+        run_state.restore(self.do_step, self.batching, state)
         for name, value in state["progress"].items():
             setattr(self, name, value)
-        self.step_in_epoch = self.step_in_epoch * state["batch_size"] // self.batch_size
+        self.step_in_epoch = self.step_in_epoch * state["batching"]["size"] // self.batching.size
 
     def save(self, best: bool = False) -> None:
         """Write last.pt (and best.pt); a full disk is reported, the previous file kept, and the run goes on."""

@@ -8,7 +8,7 @@ Each counts its payload into `world.bytes_sent`. `state_dict` holds what a resum
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,12 +35,15 @@ class Compressed:
 
     def __init__(self, world: Any, name: str = "none", rank: int = 2) -> None:
         self.world, self.name = world, name
+        self.watchers: list[Callable[[Any], None]] = []  # called with each bucket before it is sent
         self.power = None
         if name == "powersgd":
             self.power = powerSGD_hook.PowerSGDState(None, rank, POWER_SGD_START)  # type: ignore[arg-type]
 
     def run(self, state, bucket):  # no annotations: DDP checks them, and they are strings here
         """The hook."""
+        for watcher in self.watchers:
+            watcher(bucket)
         buffer = bucket.buffer()
         if self.power is not None:
             before, early = self.power.total_numel_after_compression, self.power.iter < POWER_SGD_START
@@ -75,6 +78,8 @@ class Lag(Compressed):
 
     def run(self, state, bucket):  # as above
         """The hook."""
+        for watcher in self.watchers:
+            watcher(bucket)
         buffer, parameters, found = bucket.buffer(), bucket.parameters(), bucket.gradients()
         sent = buffer.to(WIRE.get(self.name, buffer.dtype), copy=True).div_(self.world.size)
         self.world.bytes_sent += sent.nbytes

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from dynamic_batch import epoch_generator
 from errors import InputError
 from image_files import Images
+from sampler import epoch_generator
 
 STATISTICS_ROWS = 10_000  # images used for the mean and deviation of each channel
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from backends import Precision
 from distributed import World
-from dynamic_batch import share
 from errors import InputError
+from sampler import share
 
 LARGEST_BATCH = 4096  # of an exported model
 EXPORT_TOLERANCE = 1e-4  # largest difference of a probability between the exported and the original model

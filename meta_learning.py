@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from distributed import World
-from dynamic_batch import Sampler, share
 from engine import DataSet
 from errors import InputError
 from mixup import MetaMixup, Mix
-from step import MixedClassification, Step, classification
+from sampler import Sampler, share
+from step import Step
+from tasks import MixedClassification, classification
 
 
 class Held:
@@ -72,7 +73,7 @@ class MetaLearning:
         if self.batches is None:
             self.batches = self.held.start((self.steps - 1) // self.every)
         held = next(self.batches)
-        splits = min(step.splits, len(labels))
+        splits = step.parts(len(labels))
         mine = inputs.chunk(splits)[0], labels.chunk(splits)[0]
 
         def mixed_loss(mix: Mix) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 import build
 import distributed
 import errors
+import flags
 import image_files
 import images
 import inference
@@ -28,13 +29,13 @@ import resnet
 SCRIPT = "resnet50_test"
 
 
-def parser() -> options.Parser:
+def parser() -> flags.Parser:
     """The shared flags and those of images."""
-    parser = options.shared_parser(__doc__, datasets=list(images.DATASETS))
+    parser = flags.shared_parser(__doc__, datasets=list(images.DATASETS))
     group = parser.add_argument_group("images")
     add = group.add_argument
     add("--arch", default="resnet50", help=f"{', '.join(resnet.STAGES)}, or any torchvision model (default %(default)s)")
-    add("--image_size", type=options.natural, default=0, metavar="PIXELS", help="side, 0 is the data set's (folder: 32)")
+    add("--image_size", type=flags.natural, default=0, metavar="PIXELS", help="side, 0 is the data set's (folder: 32)")
     add("--augment", choices=("standard", "none"), default="standard", help="random crop and flip (default %(default)s)")
     add("--resident", choices=("auto", "yes", "no"), default="auto", help="keep all pixels on the device (auto: if they fit)")
     return parser

@@ -1,7 +1,7 @@
-"""What a checkpoint holds of the training step: weights, optimizer, and what is each rank's own.
+"""What a checkpoint holds of the training step: weights, optimizer, batches, and what is each rank's own.
 
-state = run_state.gather(step, batch_size)          # collective; plain tensors, numbers, lists and dicts
-run_state.restore(step, state)                      # on as many ranks bit for bit, on others as near as can be
+state = run_state.gather(step, batching)            # collective; plain tensors, numbers, lists and dicts
+run_state.restore(step, batching, state)            # on as many ranks bit for bit, on others as near as can be
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import checkpoint
+from batching import Batching
 from slamb import merge
 from step import SKIPPED, Step
 
 
-def gather(step: Step, batch_size: int) -> dict[str, Any]:
+def gather(step: Step, batching: Batching) -> dict[str, Any]:
     """The state of all ranks, complete on rank 0.
 
     Saving in mid-epoch leaves the run as it is: each rank's BatchNorm statistics, and where the ranks are apart its weights and
@@ -27,6 +28,7 @@ def gather(step: Step, batch_size: int) -> dict[str, Any]:
         "optimizer": checkpoint.on_cpu(optimizer) if step.apart else None,
         "sums": step.sums.cpu(),
         "bytes_sent": step.world.bytes_sent,
+        "compute_seconds": step.watch.so_far() if step.watch is not None else 0.0,
     }
     return {
         "model": weights,
@@ -34,12 +36,12 @@ def gather(step: Step, batch_size: int) -> dict[str, Any]:
         "hook": step.hook.state_dict(step.parameters),
         "scaler": step.scaler.state_dict(),
         "learner": step.learner.state_dict() if step.learner is not None else None,
-        "batch_size": batch_size,
+        "batching": batching.state_dict(),
         "ranks": step.world.gather(mine),
     }
 
 
-def restore(step: Step, state: dict[str, Any]) -> None:
+def restore(step: Step, batching: Batching, state: dict[str, Any]) -> None:
     """Undo to `gather`. At another world size the ranks' parts are merged."""
     ranks, weights, optimizer = state["ranks"], state["model"], state["optimizer"]
     same_world = len(ranks) == step.world.size
@@ -49,6 +51,8 @@ def restore(step: Step, state: dict[str, Any]) -> None:
         checkpoint.set_random_states(mine["random"], step.world.device)
         step.sums.copy_(mine["sums"])
         step.world.bytes_sent = mine["bytes_sent"]
+        if step.watch is not None:
+            step.watch.seconds = mine["compute_seconds"]
     else:
         step.sums.copy_(ranks[0]["sums"])
         step.sums[:SKIPPED] = sum(rank["sums"][:SKIPPED] for rank in ranks) if step.world.first else 0
@@ -58,6 +62,7 @@ def restore(step: Step, state: dict[str, Any]) -> None:
     checkpoint.load_into(step.model, weights, "model")
     checkpoint.load_optimizer(step.optimizer, optimizer)
     step.hook.load_state_dict(state["hook"], step.parameters)
+    batching.load_state_dict(state["batching"])
     if step.scaler.is_enabled() and state["scaler"]:
         step.scaler.load_state_dict(state["scaler"])
     if step.learner is not None and state["learner"]:

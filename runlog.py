@@ -36,7 +36,7 @@ COLUMNS = (
     ("samples/s", "samples_per_second", "{:.0f}", None),
     ("seconds", "seconds", "{:.1f}", None),
 )
-TIMING_FIELDS = ("seconds", "train_seconds", "samples_per_second", "peak_memory_bytes")
+TIMING_FIELDS = ("seconds", "train_seconds", "samples_per_second", "worker_samples_per_second", "peak_memory_bytes")
 """Fields of metrics.jsonl that two equal runs may differ in."""
 
 

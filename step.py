@@ -8,63 +8,25 @@ step(inputs, labels)             # this rank's share of a global batch
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 import distributed
-import mixup
 from backends import Precision
 from distributed import World
 from errors import InputError
 from hooks import Compressed, Local
-from mixup import Mix
+from pace import LocalSquare, Stopwatch, squared_norm
+from tasks import Task
 
-LOSS, HITS, LAMBDA, SAMPLES, SKIPPED, SKIPPED_RUN = range(6)
-"""Entries of `Step.sums`: sums of loss, hits, lambda and samples, steps skipped this epoch, steps skipped in a row."""
-
-Task = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""(model, inputs, labels) -> (mean loss, number of hits, sum of the samples' lambda or None where nothing is mixed)."""
-
-
-def classification(label_smoothing: float = 0.0) -> Task:
-    """Cross-entropy in fp32 or wider and the number of correct predictions."""
-
-    def task(model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, None]:
-        logits = model(inputs)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
-        return loss, (logits.detach().argmax(1) == labels).sum(), None
-
-    return task
-
-
-class MixedClassification:
-    """The task of `classification` on mixed samples; hits are weighted by lambda.
-
-    Args:
-        draw: (labels, height, width) -> how these are mixed; for texts the sizes mean nothing.
-        inside: the model mixes its hidden representation itself: it is called with the inputs, the partners and lambda.
-        label_smoothing: as usual.
-    """
-
-    def __init__(self, draw: Callable[[Tensor, int, int], Mix], inside: bool, label_smoothing: float = 0.0) -> None:
-        self.draw, self.inside, self.label_smoothing = draw, inside, label_smoothing
-
-    def __call__(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.under(self.draw(labels, *inputs.shape[-2:]), model, inputs, labels)
-
-    def under(self, mix: Mix, model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The task with the samples mixed like this."""
-        logits = model(inputs, mix.partner, mix.weight) if self.inside else model(mixup.blend(inputs, mix))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = mixup.cross_entropy(logits, labels, mix, self.label_smoothing)
-        return loss, mixup.hits(logits, labels, mix), mix.weight.detach().sum()
+LOSS, HITS, LAMBDA, SAMPLES, SMALL, PER_SMALL, BIG, PER_BIG, SKIPPED, SKIPPED_RUN = range(10)
+"""Entries of `Step.sums`: sums of loss, hits, lambda and samples; of what `dynamic_batch.noise_scale` takes; steps skipped this
+epoch; steps skipped in a row."""
 
 
 class Learner(Protocol):
@@ -92,7 +54,8 @@ class Step:
         optimizer: over parameters of `model`.
         precision: autocast and loss scaling.
         world: the process group; gradients are averaged over it.
-        accumulate: micro-batches of a step.
+        accumulate: micro-batches of a step, at least.
+        micro_batch: samples of one at most; None is no limit.
         clip: largest norm of the averaged gradient; 0 is no limit.
         sync_bn: BatchNorm over all ranks.
         say: where a line for the user goes.
@@ -113,37 +76,73 @@ class Step:
         say: Callable[[str], None] = print,
         learner: Learner | None = None,
         hook: Compressed | None = None,
+        micro_batch: int | None = None,
     ) -> None:
         self.model, self.task, self.optimizer = model, task, optimizer
         self.precision, self.world, self.clip, self.sync_bn, self.say = precision, world, clip, sync_bn, say
-        self.splits, self.learner = accumulate, learner
+        self.splits, self.micro_batch, self.learner = accumulate, micro_batch, learner
         self.scaler = precision.scaler()
         self.parallel: nn.Module = model
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.sums = torch.zeros(6, dtype=torch.float64, device=world.device)
+        self.sums = torch.zeros(SKIPPED_RUN + 1, dtype=torch.float64, device=world.device)
         self.hook = hook or Compressed(world)
         self.communicates = getattr(optimizer, "communicates", False)
         self.apart = self.communicates or isinstance(self.hook, Local)  # ranks' weights differ between averagings
         self.copied: tuple[Tensor, torch.cuda.Event] | None = None
+        self.watch: Stopwatch | None = None
+        self.own: LocalSquare | None = None
+
+    def time(self) -> None:
+        """Also time what this rank computes."""
+        self.watch = Stopwatch(self.world.device)
+        self.hook.watchers.append(self.watch.handed_over)
+
+    def measure_noise(self) -> None:
+        """Also sum what the gradient noise scale is estimated from: squared norms of the averaged gradient, and of the first
+        micro-batch's; or, without accumulation, of each rank's. One process alone takes two micro-batches for it."""
+        self.own = LocalSquare(self.world.device)
+        self.hook.watchers.append(self.own.add)
+        if self.world.size == 1:
+            self.splits = max(self.splits, 2)
+
+    def noise(self, totals: Sequence[float], steps: int) -> tuple[float, ...] | None:
+        """Of so many steps, what `dynamic_batch.noise_scale` takes; None where that was not measured."""
+        if self.own is None or steps <= 0:
+            return None
+        return tuple(totals[entry] / (steps * self.world.size) for entry in (SMALL, PER_SMALL, BIG, PER_BIG))
+
+    def take_seconds(self, all_seconds: float) -> float:
+        """This rank's since the last call, without waiting for others; all there were where that was not timed."""
+        return self.watch.take() if self.watch is not None else all_seconds
+
+    def parts(self, batch: int) -> int:
+        """Micro-batches of so many samples."""
+        return min(batch, max(self.splits, -(-batch // (self.micro_batch or batch))))
 
     def wrap(self) -> None:
-        """Wrap the model for the process group; `splits` should be final, since a static graph rules accumulation out.
+        """Wrap the model for the process group, once it is known whether there are micro-batches: they rule a static graph out.
 
         An optimizer that communicates itself (`communicates`, such as SLAMB) takes each rank's own gradients.
         """
         if self.communicates:
             return
-        self.parallel = distributed.wrap(self.model, self.world, self.sync_bn, self.splits == 1, self.hook)
+        static = self.world.most(int(self.splits > 1 or self.micro_batch is not None)) == 0
+        self.parallel = distributed.wrap(self.model, self.world, self.sync_bn, static, self.hook)
 
-    def __call__(self, inputs: Tensor, labels: Tensor) -> None:
-        """Do the step; micro-batches are halved while the GPU's memory runs out."""
+    def __call__(self, inputs: Tensor, labels: Tensor, weight: float = 1.0) -> None:
+        """Do the step; micro-batches are halved while the GPU's memory runs out.
+
+        Args:
+            inputs, labels: this rank's share of the global batch.
+            weight: of its mean loss in the mean over the ranks: share x ranks / global batch.
+        """
         learner = self.learner
         while True:
             try:
                 if learner is not None:
                     once, learner = learner, None
                     once(self, inputs, labels)
-                sums = self.forward_backward(self.parallel, inputs, labels)
+                sums = self.forward_backward(self.parallel, inputs, labels, weight)
                 break
             except ValueError as error:
                 if "more than 1 value per channel" not in str(error):
@@ -153,25 +152,37 @@ class Step:
                 if self.world.size > 1:  # the other ranks are inside a collective: there is no going back alone
                     raise InputError(f"out of memory in mid-run on rank {self.world.rank}; use a smaller --bs") from None
                 self.halve_micro_batch(len(labels))
+        if self.watch is not None:
+            self.watch.stop()
         self.update(sums)
 
-    def forward_backward(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Gradients of the mean loss of the batch, in `splits` parts; returns its sums of loss, hits, lambda and samples."""
+    def forward_backward(self, model: nn.Module, inputs: Tensor, labels: Tensor, weight: float = 1.0) -> Tensor:
+        """Gradients of weight x the mean loss of the batch, in `parts` micro-batches; returns its `sums`."""
         sums = torch.zeros(SKIPPED, dtype=torch.float64, device=labels.device)
-        splits = min(self.splits, len(labels))
+        splits = self.parts(len(labels))
         parts = list(zip(inputs.chunk(splits), labels.chunk(splits)))
         for number, (x, y) in enumerate(parts, 1):
             early = number < len(parts)
             with model.no_sync() if early and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
                 with self.precision.autocast():
-                    loss, hits, weight = self.task(model, x, y)
-                self.scaler.scale(loss * (len(y) / len(labels))).backward()
+                    loss, hits, mixed = self.task(model, x, y)
+                counts = weight * len(y) / len(labels)
+                self.scaler.scale(loss * counts).backward()
             sums[LOSS] += loss.detach() * len(y)
             sums[HITS] += hits
-            if weight is not None:
-                sums[LAMBDA] += weight
+            if mixed is not None:
+                sums[LAMBDA] += mixed
             sums[SAMPLES] += len(y)
+            if self.own is not None and number == 1 and (early or self.world.size > 1):
+                square = squared_norm(self.gradients()) if early else self.own.take()
+                scale = self.scaler.scale(torch.ones((), device=labels.device))  # asked for its number, the scaler would wait
+                sums[SMALL], sums[PER_SMALL] = square / (counts * scale).square(), 1 / len(y)
+                sums[PER_BIG] = weight / (len(labels) * self.world.size)
         return sums
+
+    def gradients(self) -> list[Tensor]:
+        """Of the parameters that have one."""
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def update(self, sums: Tensor) -> None:
         """Unscale, clip, step, clear. A step with a non-finite gradient is skipped, on the device, by all ranks alike.
@@ -181,7 +192,7 @@ class Step:
         """
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        gradients = self.gradients()
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         skip = ~torch.isfinite(norm)
         if self.apart and not self.communicates:
@@ -201,6 +212,9 @@ class Step:
         if self.communicates:
             skip = self.optimizer.skipped > 0  # type: ignore[attr-defined]
             self.world.bytes_sent += self.optimizer.take_bytes()  # type: ignore[attr-defined]
+        if self.own is not None:
+            self.own.take()
+            sums[BIG] = norm.square()
         self.hook.after_step(self.parameters)
         self.optimizer.zero_grad(set_to_none=True)
         self.sums[:SKIPPED] += torch.where(skip | ~torch.isfinite(sums[LOSS]), 0, sums)
@@ -233,19 +247,20 @@ class Step:
 
     def halve_micro_batch(self, batch: int) -> None:
         """Twice as many micro-batches a step: the same global batch in half the memory."""
-        if self.splits >= batch:
+        if self.parts(batch) >= batch:
             raise InputError("out of memory with a micro-batch of one sample; use a smaller model or image, or another device")
-        self.splits = min(2 * self.splits, batch)
+        before = -(-batch // self.parts(batch))
+        self.micro_batch = -(-before // 2)
         self.optimizer.zero_grad(set_to_none=True)
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
         self.say(
-            f"out of memory: micro-batch halved to {-(-batch // self.splits)}, accumulation raised to {self.splits}; "
+            f"out of memory: micro-batch halved to {self.micro_batch}, accumulation raised to {self.parts(batch)}; "
             "the global batch is unchanged (BatchNorm now sees the smaller micro-batch)"
         )
 
     def probe_memory(self, inputs: Tensor, labels: Tensor) -> None:
-        """Halve the micro-batch until this batch fits, without communication; then agree on the smallest of all ranks.
+        """Halve this rank's micro-batch until this batch fits, without communication.
 
         Weights, statistics and random states are left as they were.
         """
@@ -262,4 +277,3 @@ class Step:
         for buffer, before in zip(self.model.buffers(), buffers):
             buffer.copy_(before)
         checkpoint.set_random_states(states, self.world.device)
-        self.splits = self.world.most(self.splits)

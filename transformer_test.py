@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 import build
 import distributed
 import errors
+import flags
 import inference
 import options
 import texts
@@ -28,12 +29,12 @@ from transformer import Transformer
 SCRIPT = "transformer_test"
 
 
-def parser() -> options.Parser:
+def parser() -> flags.Parser:
     """The shared flags and those of texts."""
-    parser = options.shared_parser(
+    parser = flags.shared_parser(
         __doc__,
         datasets=["agnews", "headlines", "csv"],
-        rates=options.RATES | {"adamw": (1e-4, 0.05)},
+        rates=flags.RATES | {"adamw": (1e-4, 0.05)},
         mixes=("none", "mixup", "intra", "meta"),
         optimizer="adamw",
         lr_schedule="onecycle",
@@ -46,14 +47,14 @@ def parser() -> options.Parser:
         default="wordpiece",
         help="learnt from the training split (default %(default)s)",
     )
-    add("--vocab_size", type=options.number(int, 300), default=30_000, help="tokens at most (default %(default)s)")
-    add("--max_len", type=options.number(int, 4), default=128, metavar="TOKENS", help="longest text (default %(default)s)")
-    add("--width", type=options.count, default=128, help="of the encoder (default %(default)s)")
-    add("--depth", type=options.count, default=2, help="encoder blocks (default %(default)s)")
-    add("--heads", type=options.count, default=4, help="attention heads; divides --width (default %(default)s)")
-    add("--mlp_width", type=options.count, default=512, help="of the feed-forward layers (default %(default)s)")
-    add("--dropout", type=options.below_one, default=0.3, help="on embeddings and residual branches (default %(default)s)")
-    add("--token_dropout", type=options.below_one, default=0.5, help="share of tokens hidden in training (default %(default)s)")
+    add("--vocab_size", type=flags.number(int, 300), default=30_000, help="tokens at most (default %(default)s)")
+    add("--max_len", type=flags.number(int, 4), default=128, metavar="TOKENS", help="longest text (default %(default)s)")
+    add("--width", type=flags.count, default=128, help="of the encoder (default %(default)s)")
+    add("--depth", type=flags.count, default=2, help="encoder blocks (default %(default)s)")
+    add("--heads", type=flags.count, default=4, help="attention heads; divides --width (default %(default)s)")
+    add("--mlp_width", type=flags.count, default=512, help="of the feed-forward layers (default %(default)s)")
+    add("--dropout", type=flags.below_one, default=0.3, help="on embeddings and residual branches (default %(default)s)")
+    add("--token_dropout", type=flags.below_one, default=0.5, help="share of tokens hidden in training (default %(default)s)")
     add("--positions", choices=("learned", "sinusoidal"), default="learned", help="position embedding (default %(default)s)")
     add("--pooling", choices=("mean", "cls"), default="mean", help="of the last layer (default %(default)s)")
     add("--mix_at", choices=("pooled", "tokens"), default="pooled", help="of --mixup: what of a text is mixed (default pooled)")

@@ -34,8 +34,9 @@ import optim
 import resnet
 from distributed import World
 from meta_learning import Held, MetaLearning
-from step import MixedClassification, Step, Task, classification
+from step import Step
 from stepping import clock
+from tasks import MixedClassification, Task, classification
 from transformer import Transformer
 
 PLAIN_SHARE = 0.02  # of a step: a batch read twice beside hundreds of passes over its activations

@@ -28,8 +28,9 @@ import optim
 import resnet
 from distributed import World
 from hooks import Compressed
-from step import Step, classification
+from step import Step
 from stepping import clock
+from tasks import classification
 
 ALONE, SILENT, EARNEST = "alone", "silent", "earnest"
 METHODS = {"DDP + LAMB": "none", "DDP bf16 hook + LAMB": "bf16", "SLAMB block k=0.1 bf16": ""}  # gradients on the wire

@@ -101,18 +101,27 @@ def call(command: Sequence[str]) -> None:
         raise Unavailable(f"{' '.join(command)}: {error.stderr.strip()}") from None
 
 
-def run(places: Sequence[Place], command: Sequence[str]) -> dict[str, Any]:
-    """A Python command on each of the places as torchrun would start it, its device's name appended."""
+def free_port() -> int:
+    """Of this machine, a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+        return probe.getsockname()[1]
+
+
+def as_rank(rank: int, size: int, address: str, port: int) -> dict[str, str]:
+    """The environment of a rank as torchrun would set it."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it warns of addresses without host names
+    return {**os.environ, **quiet, "MASTER_ADDR": address, **{name: str(value) for name, value in ranks.items()}}
+
+
+def run(places: Sequence[Place], command: Sequence[str]) -> dict[str, Any]:
+    """A Python command on each of the places as torchrun would start it, its device's name appended."""
+    port = free_port()
     started: list[subprocess.Popen[str]] = []
     try:
         for rank, place in enumerate(places):
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(places), "LOCAL_WORLD_SIZE": len(places)}
-            here = {"MASTER_ADDR": place.address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": place.device}
-            here |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it warns of addresses without host names
-            environment = {**os.environ, **here, **{name: str(value) for name, value in ranks.items()}}
+            environment = as_rank(rank, len(places), place.address, port) | {"GLOO_SOCKET_IFNAME": place.device}
             line = [*place.prefix, sys.executable, *command, place.device]
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             started.append(subprocess.Popen(line, cwd=ROOT, env=environment, stdout=output, text=True))

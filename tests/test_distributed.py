@@ -14,8 +14,9 @@ import backends
 import distributed
 import optim
 import ranks
-from dynamic_batch import share
-from step import SAMPLES, SKIPPED, Step, classification
+from sampler import share
+from step import SAMPLES, SKIPPED, Step
+from tasks import classification
 from transformer import Transformer
 
 FP32 = backends.Precision("fp32", "cpu")
@@ -86,11 +87,11 @@ def memory_task(limit: int):
     return task
 
 
-def ranks_agree_on_the_micro_batch(world):
+def each_rank_finds_its_own_micro_batch(world):
     model = text_model()
-    step = Step(model, memory_task(3 if world.rank else 8), torch.optim.SGD(model.parameters(), lr=0.1), FP32, world)
+    step = Step(model, memory_task(3 if world.rank == 1 else 8), torch.optim.SGD(model.parameters(), lr=0.1), FP32, world)
     step.probe_memory(*text_batch(8))
-    assert step.splits == 4, step.splits
+    assert step.parts(8) == (4 if world.rank == 1 else 1)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -104,7 +105,7 @@ def test_running_out_of_memory_halves_the_micro_batch_and_keeps_the_result():
             step(*text_batch(10))
         outcomes.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     torch.testing.assert_close(*outcomes, rtol=1e-9, atol=1e-12)
-    assert step.splits == 4
+    assert step.parts(10) == 4
     assert len(said) == 2  # 10 -> 5 -> 3
 
 
@@ -135,7 +136,12 @@ def all_of_it(world):
     for rows, accumulate in ((8 * world.size, 1), (8 * world.size, 4)):
         gradients_equal_those_of_one_process(world, rows, accumulate)
     world.bytes_sent = 0
-    for body in (bytes_are_counted, a_bad_gradient_on_one_rank_is_skipped_by_all, ranks_agree_on_the_micro_batch, sums_and_votes):
+    for body in (
+        bytes_are_counted,
+        a_bad_gradient_on_one_rank_is_skipped_by_all,
+        each_rank_finds_its_own_micro_batch,
+        sums_and_votes,
+    ):
         body(world)
 
 

@@ -17,7 +17,8 @@ import ranks
 import resnet50_test
 from errors import InputError
 from hooks import Compressed, Lag, Local
-from step import SAMPLES, SKIPPED, Step, classification
+from step import SAMPLES, SKIPPED, Step
+from tasks import classification
 
 FP32 = backends.Precision("fp32", "cpu")
 

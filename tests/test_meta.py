@@ -24,7 +24,8 @@ from errors import InputError
 from meta_gradient import meta_gradient
 from meta_learning import Held, MetaLearning
 from mixup import MetaMixup, Mix
-from step import MixedClassification, Step
+from step import Step
+from tasks import MixedClassification
 from transformer import Transformer
 
 RATE = 0.3

@@ -17,7 +17,7 @@ import options
 import resnet50_test
 import transformer_test
 from distributed import World
-from step import MixedClassification, classification
+from tasks import MixedClassification, classification
 from transformer import Transformer
 
 SIZE = (12, 10)

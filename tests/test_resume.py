@@ -38,7 +38,13 @@ def killed_and_resumed(command: list[str], folder: Path, kills: int, **environme
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "flags"), [("resnet50_test.py", IMAGES), ("transformer_test.py", TEXTS)])
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("resnet50_test.py", [*IMAGES, "--dynamic_batch", "noise", "--min_bs", "16", "--dynamic_lr", "sqrt"]),
+        ("transformer_test.py", [*TEXTS, "--dynamic_batch", "loss", "--loss_window", "2", "--loss_threshold", "80"]),
+    ],
+)
 def test_sigkill_then_resume_on_one_process(name, flags, tmp_path):
     whole = tmp_path / "whole"
     reference = ranks.start(ranks.script(name, *flags, "--out", whole / "run"), whole)
@@ -52,6 +58,7 @@ def test_sigkill_then_resume_on_one_process(name, flags, tmp_path):
     "more",
     [
         "--ngd --meta_learning --meta_every 4",
+        "--dynamic_batch noise --max_bs 512",
         "--optimizer slamb --lr 3e-3 --local_steps 8",
         "--sync lag --grad_compress bf16",
         "--sync local --local_steps 7",

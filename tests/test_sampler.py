@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dynamic_batch import GROUP, Sampler, balanced_rows, epoch_generator, share
+from sampler import GROUP, Sampler, balanced_rows, epoch_generator, share
 
 WITH_AND_WITHOUT = pytest.mark.parametrize("lengths", [None, torch.arange(1003) % 97 + 1], ids=["plain", "lengths"])
 

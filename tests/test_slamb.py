@@ -21,7 +21,8 @@ from lamb import LAMB
 from slamb import SLAMB, merge
 from slamb_oracle import SHAPES, Oracle, gradient, start
 from slamb_part import BLOCK
-from step import SAMPLES, SKIPPED, Step, classification
+from step import SAMPLES, SKIPPED, Step
+from tasks import classification
 
 EXACT = {"wire_dtype": torch.float64}
 SMALL_ELEMENTS = sum(math.prod(shape) for shape in SHAPES if math.prod(shape) < 9000)

@@ -91,7 +91,7 @@ def test_a_recipe_is_overridden_by_the_command_line_and_a_resumed_run_keeps_its_
 def failing_after(step: int, times: int):
     """A task whose loss is not finite from that call on, for so many calls."""
     calls = iter(range(10**9))
-    from step import classification
+    from tasks import classification
 
     task = classification()
 

@@ -1,0 +1,84 @@
+"""What a step tells besides its loss: how long this rank computed, and how noisy the gradient is; both for batching.py.
+
+hook.watchers += [stopwatch.handed_over]        # called with each bucket of gradients, before it is sent
+stopwatch.start(); ...; stopwatch.stop()
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Stopwatch:
+    """Seconds that this rank computes: from the end of one wait for the others to its last gradients of the next step.
+
+    On a GPU it is the stream's time, by events that are read at `take`: nothing waits for them before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.begin = self.last = self.now()
+        self.seconds = 0.0
+        self.spans: list[tuple[Any, Any]] = []  # of events
+
+    def now(self) -> Any:
+        """A point in time."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        """What came before does not count: measuring, saving."""
+        self.begin = self.last = self.now()
+
+    def handed_over(self, bucket: Any = None) -> None:
+        """Gradients are there to be sent."""
+        self.last = self.now()
+
+    def stop(self) -> None:
+        """All gradients have come back."""
+        if self.cuda:
+            self.spans.append((self.begin, self.last))
+        else:
+            self.seconds += self.last - self.begin
+        self.start()
+
+    def so_far(self) -> float:
+        """The seconds since they were last taken."""
+        for begin, end in self.spans:
+            end.synchronize()
+            self.seconds += begin.elapsed_time(end) / 1000
+        self.spans = []
+        return self.seconds
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        seconds, self.seconds = self.so_far(), 0.0
+        return seconds
+
+
+class LocalSquare:
+    """The squared norm of this rank's own gradient, taken from the buckets that are about to be averaged."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sum = torch.zeros((), device=device)
+
+    def add(self, bucket: Any) -> None:
+        """A bucket's part."""
+        self.sum += bucket.buffer().float().square().sum()
+
+    def take(self) -> Tensor:
+        """Of all buckets since the last call."""
+        found, self.sum = self.sum, torch.zeros_like(self.sum)
+        return found
+
+
+def squared_norm(gradients: list[Tensor]) -> Tensor:
+    """Of all of them together."""
+    return torch.stack(torch._foreach_norm(gradients)).square().sum()

@@ -1,0 +1,311 @@
+"""batching.py and the step under it: every sample once, equal weight a sample, noise of gradients that are there, going on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import optim
+import ranks
+from backends import Precision
+from batching import Batching, Change
+from distributed import World
+from dynamic_batch import Balance, ByNoise, Scheduled, at_milestones, each_epoch
+from pace import squared_norm
+from sampler import Sampler, owners, share
+from step import BIG, PER_BIG, PER_SMALL, SMALL, Step
+from tasks import classification
+
+FP32 = Precision("fp32", "cpu")
+
+
+class Alike(World):
+    """A rank of several whose host-side sums are made here, from what each would give."""
+
+    def everyone(self, values: list[float]) -> list[list[float]]:
+        return self.given if hasattr(self, "given") else [values] * self.size
+
+
+def make(rank: int, size: int, rows: int = 1003, base: int = 60, lengths: Tensor | None = None, **options) -> Batching:
+    return Batching(Alike(rank, size), Sampler(rows, 3, lengths), base, **options)
+
+
+# -------------------------------------------------------------------- rows
+
+
+def test_owners_are_as_many_as_their_shares_and_spread_evenly() -> None:
+    ranks_ = owners([40, 20, 4])
+    assert ranks_.bincount().tolist() == [40, 20, 4]
+    for start in range(0, 64, 16):
+        assert ranks_[start : start + 16].bincount(minlength=3).tolist() == [10, 5, 1]
+    for size in (1, 2, 5):
+        assert torch.equal(owners([6] * size), torch.arange(6 * size) % size)
+
+
+@pytest.mark.parametrize("lengths", [None, torch.arange(1003) % 97 + 1], ids=["plain", "lengths"])
+@pytest.mark.parametrize("shares", [[60], [30, 30], [43, 17], [20, 30, 2, 8]])
+@pytest.mark.parametrize("rows", [1003, 960, 961])
+def test_every_row_comes_once_over_all_ranks_whatever_the_shares(shares, lengths, rows) -> None:
+    seen, steps, weights = [], set(), 0.0
+    for rank in range(len(shares)):
+        batching = make(rank, len(shares), rows, lengths=lengths[:rows] if lengths is not None else None, balance=Balance())
+        batching.start_epoch(4)
+        batching.shares = shares
+        plan = batching.plan(4, 0)
+        steps.add(len(plan))
+        assert len(plan) == batching.steps()
+        assert sum(part.samples for part in plan) == rows
+        assert all(len(part.rows) == round(part.weight * part.samples / len(shares)) >= 1 for part in plan)
+        seen += [part.rows for part in plan]
+        weights += plan[-1].weight
+        assert [part.rows.tolist() for part in batching.plan(4, 5)] == [part.rows.tolist() for part in plan[5:]]
+    assert len(steps) == 1
+    assert weights == pytest.approx(len(shares))
+    assert torch.equal(torch.cat(seen).sort().values, torch.arange(rows))
+
+
+def test_a_batch_that_stays_is_as_it_always_was() -> None:
+    order = Sampler(1003, 3)
+    for rank in range(2):
+        batching = make(rank, 2)
+        batching.start_epoch(1)
+        plan = batching.plan(1, 0)
+        assert batching.steps() == len(plan) == 16
+        assert {(part.weight, part.samples) for part in plan} == {(1.0, 60)}
+        assert all(torch.equal(part.rows, share(batch, rank, 2)) for part, batch in zip(plan, order.epoch(1, 60), strict=True))
+
+
+def test_the_batch_follows_its_rule_and_the_rate_the_batch() -> None:
+    change = Change(Scheduled(60, at_milestones(2.0, [1, 2, 3])), low=60, high=250, power=0.5)
+    batching = make(0, 1, change=change)
+    sizes, factors = [], []
+    for epoch in range(4):
+        batching.start_epoch(epoch)
+        sizes.append(batching.size)
+        factors.append(batching.lr_factor)
+        batching.end_epoch(epoch, 1.0, 1.0, 1.0, None)
+    assert sizes == [60, 120, 240, 240]
+    assert factors == pytest.approx([1, 2**0.5, 2, 2])
+
+
+# -------------------------------------------------------------------- equal weight a sample
+
+
+def image_model(norm: bool = False) -> nn.Module:
+    torch.manual_seed(5)
+    first = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16)) if norm else nn.Linear(12, 16)
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(16, 4)).double()
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 12, generator=generator, dtype=torch.float64), torch.randint(4, (rows,), generator=generator)
+
+
+def make_step(model: nn.Module, world: World, **options) -> Step:
+    return Step(model, classification(), optim.build_optimizer(model, "sgd", 0.1, 0.0), FP32, world, **options)
+
+
+def unequal_shares_have_the_gradient_of_the_whole_batch(world: World) -> None:
+    inputs, labels = batch(41)
+    alone = image_model()
+    F.cross_entropy(alone(inputs), labels).backward()
+    for shares in ([30, 11], [2, 39]) if world.size == 2 else ([20, 16, 5],):
+        for micro_batch in (None, 7):
+            model = image_model()
+            step = make_step(model, world, micro_batch=micro_batch)
+            step.wrap()
+            mine = owners(shares) == world.rank
+            step.forward_backward(step.parallel, inputs[mine], labels[mine], shares[world.rank] * world.size / 41)
+            for wanted, given in zip(alone.parameters(), model.parameters()):
+                torch.testing.assert_close(given.grad, wanted.grad, rtol=1e-12, atol=1e-14)
+
+
+# -------------------------------------------------------------------- what the noise scale is estimated from
+
+
+def gradient_square(rows: Tensor) -> float:
+    inputs, labels = batch(40)
+    model = image_model()
+    F.cross_entropy(model(inputs[rows]), labels[rows]).backward()
+    return squared_norm([p.grad for p in model.parameters()]).item()
+
+
+@pytest.mark.parametrize(("accumulate", "first"), [(1, 20), (4, 10)])
+def test_noise_is_measured_between_a_micro_batch_and_the_batch(accumulate: int, first: int) -> None:
+    step = make_step(image_model(), World(), accumulate=accumulate)
+    step.measure_noise()  # one process takes two micro-batches for it
+    step(*batch(40))
+    wanted = [gradient_square(torch.arange(first)), 1 / first, gradient_square(torch.arange(40)), 1 / 40]
+    assert step.sums[[SMALL, PER_SMALL, BIG, PER_BIG]].tolist() == pytest.approx(wanted, rel=1e-5)
+
+
+def noise_is_measured_between_a_rank_and_all(world: World) -> None:
+    inputs, labels = batch(40)
+    shares = [28, 12]
+    for micro_batch in (None, 6):
+        step = make_step(image_model(), world, micro_batch=micro_batch)
+        step.measure_noise()
+        step.wrap()
+        mine = (owners(shares) == world.rank).nonzero().flatten()
+        for _ in range(2):  # what the first left behind does not count
+            step.model.load_state_dict(image_model().state_dict())
+            step.sums.zero_()
+            step(inputs[mine], labels[mine], shares[world.rank] * 2 / 40)
+        rows = mine if micro_batch is None else mine[: -(-len(mine) // -(-len(mine) // micro_batch))]
+        wanted = [gradient_square(rows), 1 / len(rows), gradient_square(torch.arange(40)), 1 / 40]
+        assert step.sums[[SMALL, PER_SMALL, BIG, PER_BIG]].tolist() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_loss_scale_leaves_the_noise_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled = Precision("fp16", "cpu", torch.float16)
+    found = []
+    for precision in (FP32, scaled):
+        model = image_model().float()
+        step = Step(model, classification(), optim.build_optimizer(model, "sgd", 0.1, 0.0), precision, World())
+        step.measure_noise()
+        inputs, labels = batch(40)
+        step(inputs.float(), labels)
+        found.append(step.sums[[SMALL, BIG]])
+    assert step.scaler.get_scale() > 1
+    torch.testing.assert_close(*found, rtol=2e-2, atol=0)
+
+
+# -------------------------------------------------------------------- compute time
+
+
+def a_slow_rank_is_seen_to_be_slow(world: World) -> None:
+    """Rank 1 takes longer over its batch; rank 0, which waits for it, is not taken for slow."""
+    import time
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.06 if world.rank else 0.01)
+            return x
+
+    model = nn.Sequential(Slow(), image_model())
+    step = make_step(model, world)
+    step.time()
+    step.wrap()
+    step(*batch(8))
+    step.watch.take()
+    step.watch.start()
+    started = time.perf_counter()
+    for _ in range(5):
+        step(*batch(8))
+    taken, computed = time.perf_counter() - started, step.watch.take()
+    assert taken >= 0.3
+    assert (computed >= 0.29) if world.rank else (0.05 <= computed < 0.2)
+
+
+BODIES = [
+    unequal_shares_have_the_gradient_of_the_whole_batch,
+    noise_is_measured_between_a_rank_and_all,
+    a_slow_rank_is_seen_to_be_slow,
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_two_ranks(body) -> None:
+    ranks.run_ranks(body, 2)
+
+
+def test_three_ranks() -> None:
+    ranks.run_ranks(unequal_shares_have_the_gradient_of_the_whole_batch, 3)
+
+
+# -------------------------------------------------------------------- going on
+
+
+def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
+    def new(size: int = 2, base: int = 60) -> Batching:
+        change = Change(ByNoise(2.0), low=60, high=960)
+        return make(0, size, base=base, change=change, balance=Balance())
+
+    first = new()
+    first.start_epoch(0)
+    first.world.given = [[1.0, 1.0], [1.0, 3.0]]
+    row = first.end_epoch(0, 1.0, 1.0, 1.0, (3 + 500 / 30, 1 / 30, 3 + 500 / 60, 1 / 60))
+    speed = 30 * 17 / 3  # 1003 rows are 17 steps
+    assert row["shares"] == [30, 30]
+    assert row["noise_scale"] == pytest.approx(500 / 3)
+    assert row["worker_samples_per_second"] == pytest.approx([3 * speed, speed])
+    assert first.size == 120
+    assert first.shares == [90, 30]
+    second = new()
+    second.load_state_dict(first.state_dict())
+    for batching in (first, second):
+        batching.start_epoch(1)
+        batching.world.given = [[1.0, 1.0], [1.0, 1.0]]
+    assert [part.rows.tolist() for part in first.plan(1, 3)] == [part.rows.tolist() for part in second.plan(1, 3)]
+    noise = 3 + 500 / 30, 1 / 30, 3 + 500 / 60, 1 / 60
+    assert first.end_epoch(1, 1.0, 1.0, 1.0, noise) == second.end_epoch(1, 1.0, 1.0, 1.0, noise)
+    assert (first.size, first.shares) == (second.size, second.shares)
+    fewer = new(size=1, base=30)  # a rank has stopped: its batch goes, the rest grows as before
+    fewer.load_state_dict(first.state_dict())
+    assert (fewer.size, fewer.shares) == (first.size // 2, [first.size // 2])
+    more = new(size=3, base=90)
+    more.load_state_dict(first.state_dict())
+    assert more.shares == [more.size // 3] * 3
+
+
+def test_the_limit_of_memory_holds_while_it_can() -> None:
+    batching = make(0, 2, balance=Balance(), base=100)
+    batching.world.given = [[60.0], [100.0]]
+    batching.limit(60)
+    assert batching.most is None  # an equal share fits anyway, and a larger one in two parts
+    batching.world.given = [[40.0], [100.0]]
+    batching.limit(40)
+    batching.balance.learn([50, 50], [1.0, 4.0])
+    assert batching.divide(100) == [40, 60]
+    batching.world.given = [[40.0], [20.0]]
+    batching.limit(40)
+    assert batching.divide(100) == [80, 20]  # 60 at once are too few for 100: two micro-batches, limits of 80 and 40
+
+
+@pytest.mark.parametrize("growth", [1.07, 1.4])
+def test_a_compiled_model_is_not_compiled_anew_for_every_size(growth: float) -> None:
+    torch._dynamo.reset()
+    compiled = []
+
+    def backend(graph, example):
+        compiled.append(graph)
+        return graph.forward
+
+    model = image_model()
+    step = make_step(model, World(), micro_batch=60)
+    model.compile(backend=backend)
+    batching = make(0, 1, change=Change(Scheduled(60, each_epoch(growth)), low=60, high=480))
+    sizes = set()
+    for epoch in range(30):
+        batching.start_epoch(epoch)
+        for part in batching.plan(epoch, 0)[:2]:
+            step(*batch(len(part.rows)))
+        sizes.add(batching.size)
+        batching.end_epoch(epoch, 1.0, 1.0, 1.0, None)
+    assert len(sizes) >= 5
+    assert len(compiled) <= 3
+    torch._dynamo.reset()
+
+
+DIGITS = (
+    "--dataset digits --arch resnet8 --bs 32 --lr 0.05 --epochs 4 --threads 1 --warmup 1 --lr_schedule step --step_size 2".split()
+)
+
+
+@pytest.mark.slow
+def test_ranks_are_balanced_while_one_is_slow_and_go_on_as_one(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = ranks.torchrun("resnet50_test.py", *DIGITS, "--balance_workers", "--dynamic_batch", "increase", "--out", run)
+    ranks.finish(ranks.start(command, tmp_path, NGPU="2"), tmp_path)
+    rows = ranks.metrics(run)
+    assert [row["samples"] for row in rows] == [1437 * epoch for epoch in range(1, 5)]
+    assert all(sum(row["shares"]) == row["batch_size"] for row in rows)
+    ranks.finish(ranks.start(ranks.script("resnet50_test.py", "--resume", run, "--epochs", "5"), tmp_path), tmp_path)
+    rows = ranks.metrics(run)
+    assert [row["world_size"] for row in rows] == [2, 2, 2, 2, 1]
+    assert rows[-1]["batch_size"] < rows[-2]["batch_size"]

@@ -1,0 +1,221 @@
+"""dynamic_batch.py: ladders, shares, rules and the noise scale; pure functions, against what they promise."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from dynamic_batch import (
+    Balance,
+    ByLoss,
+    ByNoise,
+    NoiseScale,
+    Scheduled,
+    apportion,
+    at_milestones,
+    each_epoch,
+    instead_of_decay,
+    noise_scale,
+    on_ladder,
+)
+from optim import Schedule
+
+# -------------------------------------------------------------------- sizes
+
+
+def test_the_ladder_takes_the_nearest_size_as_a_ratio() -> None:
+    sizes = [on_ladder(wanted, 128, 32, 1024) for wanted in (1, 32, 60, 100, 128, 150, 230, 300, 700, 1e9, math.inf)]
+    assert sizes == [32, 32, 64, 96, 128, 128, 256, 256, 768, 1024, 1024]
+
+
+@pytest.mark.parametrize("base", [96, 128, 130])
+def test_the_ladder_has_few_sizes_within_the_limits_and_shared_out_evenly(base: int) -> None:
+    sizes = {on_ladder(wanted, base, 50, 3000, unit=6) for wanted in range(1, 5000)}
+    assert len(sizes) <= 13
+    assert all(size % 6 == 0 and 50 <= size <= 3000 for size in sizes)
+
+
+def test_between_limits_without_a_step_the_nearer_limit_is_taken() -> None:
+    assert [on_ladder(wanted, 64, 70, 90) for wanted in (1, 75, 85, 1000)] == [70, 70, 90, 90]
+
+
+def test_shares_sum_to_the_total_and_keep_the_limits() -> None:
+    dice = random.Random(1)
+    for _ in range(2000):
+        ranks, total = dice.randint(1, 9), dice.randint(40, 600)
+        weights = [dice.uniform(0.01, 5) for _ in range(ranks)]
+        least = dice.randint(0, total // ranks // 2)
+        most = [dice.randint(min(total, total // ranks + 1), total) for _ in range(ranks)] if dice.random() < 0.5 else None
+        shares = apportion(total, weights, least, most)
+        assert sum(shares) == total
+        assert all(least <= share for share in shares)
+        assert most is None or all(share <= limit for share, limit in zip(shares, most))
+        free = [i for i in range(ranks) if least < shares[i] < (most[i] if most else total) - 1]
+        for i in free:  # what no limit touches is in proportion
+            for j in free:
+                assert abs(shares[i] / weights[i] - shares[j] / weights[j]) <= 1 / weights[i] + 1 / weights[j] + 1e-6
+
+
+def test_shares_are_multiples_of_the_unit_but_for_the_rest() -> None:
+    shares = apportion(131, [2.0, 1.0, 1.0], unit=8)
+    assert sum(shares) == 131
+    assert sorted(share % 8 for share in shares) == [0, 0, 3]
+    assert apportion(128, [1.0, 0.5], unit=8) == [88, 40]
+    assert apportion(10, [1.0] * 4) == [3, 3, 2, 2]
+
+
+@pytest.mark.parametrize(("least", "most"), [(6, None), (0, [4, 5])])
+def test_limits_that_leave_no_way_are_refused(least: int, most: list[int] | None) -> None:
+    with pytest.raises(ValueError, match="cannot be shared out"):
+        apportion(10, [1.0, 2.0], least, most)
+
+
+# -------------------------------------------------------------------- over time
+
+
+def walk(rule, losses, size: int = 100, seconds=None, noise=None) -> list[float]:
+    """The sizes that a rule wants, fed with an epoch's loss (time, noise scale) at a time."""
+    sizes = []
+    for epoch, loss in enumerate(losses):
+        size = rule.wanted(epoch, size)
+        sizes.append(size)
+        rule.learn(size, loss, seconds[epoch] if seconds else 1.0, noise[epoch] if noise else None)
+    return [*sizes, rule.wanted(len(losses), size)]
+
+
+def test_schedules_are_functions_of_the_epoch() -> None:
+    assert walk(Scheduled(100, at_milestones(2.0, [3, 1])), [1.0] * 4) == [100, 200, 200, 400, 400]
+    assert walk(Scheduled(100, at_milestones(0.5, [2])), [1.0] * 2) == [100, 100, 50]
+    assert walk(Scheduled(100, each_epoch(1.5)), [1.0] * 2) == [100, 150, 225]
+
+
+def test_a_batch_instead_of_a_decay_keeps_the_ratio_of_rate_and_batch() -> None:
+    schedule = Schedule("step", epochs=9, warmup=2, gamma=0.2, step_size=3)
+    multiple = instead_of_decay(schedule)
+    assert [multiple(epoch) for epoch in range(9)] == pytest.approx([1, 1, 1, 5, 5, 5, 25, 25, 25])
+    assert instead_of_decay(Schedule("polynomial", epochs=4))(4) == math.inf
+    for epoch in range(9):  # rate = schedule x multiple: constant after the warm-up
+        assert schedule(epoch) * multiple(epoch) == pytest.approx(min(1.0, epoch / 2))
+
+
+def test_progress_grows_the_batch_on_a_plateau_and_shrinks_it_before() -> None:
+    # P = 1000 (sum / (k min) - 1): of 1.0 .9 .8 it is 125, of .5 .5 .499 it is 1.3
+    assert walk(ByLoss("progress", 2.0, 10.0, window=3), [1.0, 0.9, 0.8, 0.5, 0.5, 0.499])[2:] == [100, 50, 25, 12.5, 25]
+    loss = [1.02, 1.01, 1.0]
+    progress = 1000 * (sum(loss) / (3 * min(loss)) - 1)
+    for threshold, wanted in ((progress + 1e-6, 200), (progress - 1e-6, 50)):
+        assert walk(ByLoss("progress", 2.0, threshold, window=3), loss)[-1] == wanted
+
+
+def test_score_weighs_loss_and_time_against_the_epoch_before() -> None:
+    rule = ByLoss("score", 2.0, 10.0)
+    # gain = 1000 (1 - .8 L/L' - .2 T/T'): 1.0 -> .9 at equal time is 80; 1.0 -> 1.02 at .9 of the time 4; .98 at 1.2 -24
+    assert walk(rule, [1.0, 0.9, 0.918, 0.89964], seconds=[1.0, 1.0, 0.9, 1.08]) == [100, 100, 200, 200, 100]
+
+
+def test_noise_is_followed_no_faster_than_by_the_factor() -> None:
+    assert walk(ByNoise(2.0), [1.0] * 4, noise=[1000.0, 300.0, 10.0, None]) == [100, 200, 300, 150, 150]
+
+
+@pytest.mark.parametrize("make", [lambda: ByLoss("progress", window=3), lambda: ByLoss("score"), lambda: ByNoise()])
+def test_a_rule_goes_on_from_its_state(make) -> None:
+    losses, seconds, noise = [1.0, 0.7, 0.69, 0.4, 0.39, 0.388], [1, 3, 1, 1, 2, 1], [50.0, 70.0, 400.0, 300.0, 80.0, 90.0]
+    whole = make()
+    wanted = walk(whole, losses, seconds=seconds, noise=noise)
+    first, second = make(), make()
+    walk(first, losses[:3], seconds=seconds, noise=noise)
+    second.load_state_dict(first.state_dict())
+    size = second.wanted(3, wanted[2])
+    assert size == wanted[3]
+    second.learn(size, losses[3], seconds[3], noise[3])
+    assert second.wanted(4, size) == wanted[4]
+
+
+# -------------------------------------------------------------------- the noise scale
+
+
+@pytest.mark.parametrize(("small", "big"), [(1, 8), (16, 64), (32, 64)])
+def test_noise_scale_of_a_quadratic_with_known_covariance(small: int, big: int) -> None:
+    """Per-sample gradients H (x - x_i): the mean is known, the covariance is H C H; the estimate is within a tenth of the truth."""
+    generator = torch.Generator().manual_seed(small)
+    size = 40
+    hessian, spread = torch.linspace(0.1, 2, size).double(), torch.linspace(1, 3, size).double()
+    gradient = 0.5 * torch.randn(size, generator=generator, dtype=torch.float64)
+    trace = (hessian * spread).square().sum()
+    truth = (trace / gradient.square().sum()).item()
+    estimate, epochs = NoiseScale(), 12
+    found = None
+    for _ in range(epochs):
+        sums = torch.zeros(2, dtype=torch.float64)
+        steps = 400
+        for _ in range(steps):
+            noise = hessian * spread * torch.randn(big, size, generator=generator, dtype=torch.float64)
+            each = gradient + noise
+            sums += torch.stack([each[:small].mean(0).square().sum(), each.mean(0).square().sum()])
+        found = estimate.learn(sums[0].item() / steps, 1 / small, sums[1].item() / steps, 1 / big)
+    assert found == pytest.approx(truth, rel=0.1)
+
+
+def test_noise_scale_is_exact_where_the_norms_are_as_expected() -> None:
+    square, trace = 3.0, 50.0
+    norms = [square + trace * per for per in (1 / 8, 1 / 64)]
+    assert noise_scale(norms[0], 1 / 8, norms[1], 1 / 64) == pytest.approx((trace, square))
+    assert NoiseScale().learn(norms[0], 1 / 8, norms[1], 1 / 64) == pytest.approx(trace / square)
+    assert NoiseScale().learn(5.0, 1 / 8, 0.1, 1 / 64) is None  # the true gradient is not told from zero
+
+
+def test_noise_scale_is_smoothed_and_goes_on_from_its_state() -> None:
+    first, second = NoiseScale(), NoiseScale()
+    first.learn(3 + 50 / 8, 1 / 8, 3 + 50 / 64, 1 / 64)
+    second.load_state_dict(first.state_dict())
+    values = [each.learn(1 + 90 / 8, 1 / 8, 1 + 90 / 64, 1 / 64) for each in (first, second)]
+    assert values[0] == values[1] == pytest.approx((0.25 * 50 + 0.5 * 90) / (0.25 * 3 + 0.5 * 1))
+
+
+# -------------------------------------------------------------------- over workers
+
+
+def settle(speeds: list[float], total: int, epochs: int, overhead: float = 0.0) -> list[int]:
+    """Shares after so many epochs on ranks of these speeds, whose step takes an overhead beside the samples."""
+    balance = Balance()
+    shares = balance.shares(total, [total // len(speeds)] * len(speeds), 2)
+    for _ in range(epochs):
+        balance.learn(shares, [overhead + share / speed for share, speed in zip(shares, speeds)])
+        shares = balance.shares(total, shares, 2)
+    return shares
+
+
+@pytest.mark.parametrize("total", [32, 64, 128, 1000])
+def test_shares_come_to_those_of_the_speeds(total: int) -> None:
+    shares = settle([100.0, 50.0], total, epochs=1)
+    slowest = max(shares[0] / 100, shares[1] / 50)
+    static, best = total / 2 / 50, total / 150
+    assert (static - slowest) / (static - best) >= 0.85
+    assert sum(shares) == total
+
+
+def test_shares_allow_for_the_fixed_part_of_a_step() -> None:
+    first, later = (settle([100.0, 50.0], 256, epochs, overhead=0.5) for epochs in (1, 3))
+    times = [[0.5 + share / speed for share, speed in zip(shares, (100, 50))] for shares in (first, later)]
+    assert max(times[1]) <= max(times[0])
+    assert max(times[1]) / min(times[1]) < 1.06
+
+
+def test_shares_stay_where_little_is_won() -> None:
+    assert settle([100.0, 98.0], 128, epochs=3) == [64, 64]
+    balance = Balance()
+    balance.learn([64.0, 64.0], [1.0, 0.0])  # not measured
+    assert balance.shares(128, [64, 64], 2) == [64, 64]
+    balance.learn([64.0, 64.0], [1.0, 2.0])
+    assert balance.shares(128, [64, 64, 0][:3], 0) == [43, 43, 42]  # another world: equal until measured
+
+
+def test_a_rank_takes_no_more_than_its_limit() -> None:
+    balance = Balance()
+    balance.learn([64.0, 64.0], [1.0, 4.0])
+    assert balance.shares(128, [64, 64], 2) == [104, 24]
+    assert balance.shares(128, [64, 64], 2, most=[80, 128]) == [80, 48]
+    assert balance.shares(4, [2, 2], 2) == [2, 2]
