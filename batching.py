@@ -20,7 +20,7 @@ from dynamic_batch import Balance, NoiseScale, Rule
 from sampler import Sampler
 
 LEAST = 2  # rows of a rank: BatchNorm wants two
-NOISE_LIMIT = 2.0  # noise scales: with such a batch a step brings two thirds of what it could at most (arXiv:1812.06162, equation 2.6)
+NOISE_LIMIT = 2.0  # noise scales: such a batch brings two thirds of the most that a step can (arXiv:1812.06162, equation 2.6)
 
 
 class Part(NamedTuple):
@@ -193,23 +193,26 @@ class Batching:
             "shares": list(self.shares),
             "decided": self.decided,
             "speeds": list(self.balance.speeds) if self.balance else [],
-            "rule": self.change.rule.state_dict() if self.change else {},
+            "rule": {"kind": type(self.change.rule).__name__, **self.change.rule.state_dict()} if self.change else {},
             "noise": self.noise.state_dict(),
             "noise_scale": self.noise_scale,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo to `state_dict`; with other ranks or another first batch as near as can be, in equal shares until measured."""
+        """Undo to `state_dict`; with other ranks, first batch or rule as near as can be, in equal shares until measured."""
         self.noise.load_state_dict(state["noise"])
         self.noise_scale, self.decided = state["noise_scale"], state["decided"]
-        if self.change is not None and state["rule"]:
+        if self.change is not None and state["rule"].get("kind") == type(self.change.rule).__name__:
             self.change.rule.load_state_dict(state["rule"])
-        if state["base"] == self.base and len(state["shares"]) == self.world.size:
-            self.size, self.shares = state["size"], list(state["shares"])
-            if self.balance is not None:
-                self.balance.speeds = list(state["speeds"])
-            return
-        if self.change is not None:
+        same_ranks = state["base"] == self.base and len(state["shares"]) == self.world.size
+        if self.change is None:
+            self.size = self.base
+        elif same_ranks:
+            self.size = state["size"]
+        else:
             wanted = self.base * state["size"] / state["base"]
             self.size = dynamic_batch.on_ladder(wanted, self.base, self.change.low, self.change.high, self.world.size)
         self.shares = self.equal()
+        if same_ranks and self.balance is not None:
+            self.balance.speeds = list(state["speeds"])
+            self.shares = list(state["shares"]) if sum(state["shares"]) == self.size else self.divide(self.size)

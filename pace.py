@@ -71,7 +71,7 @@ class LocalSquare:
 
     def add(self, bucket: Any) -> None:
         """A bucket's part."""
-        self.sum += bucket.buffer().float().square().sum()
+        self.sum += torch.linalg.vector_norm(bucket.buffer()).square()
 
     def take(self) -> Tensor:
         """Of all buckets since the last call."""

@@ -33,6 +33,7 @@ COLUMNS = (
     ("test acc %", "test_accuracy", "{:.2f}", 100),
     ("lr", "lr", "{:.3g}", None),
     ("batch", "batch_size", "{:d}", None),
+    ("noise", "noise_scale", "{:.0f}", None),
     ("samples/s", "samples_per_second", "{:.0f}", None),
     ("seconds", "seconds", "{:.1f}", None),
 )

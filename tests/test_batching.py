@@ -14,7 +14,7 @@ import ranks
 from backends import Precision
 from batching import Batching, Change
 from distributed import World
-from dynamic_batch import Balance, ByNoise, Scheduled, at_milestones, each_epoch
+from dynamic_batch import Balance, ByLoss, ByNoise, Scheduled, at_milestones, each_epoch
 from pace import squared_norm
 from sampler import Sampler, owners, share
 from step import BIG, PER_BIG, PER_SMALL, SMALL, Step
@@ -248,6 +248,12 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
     fewer = new(size=1, base=30)  # a rank has stopped: its batch goes, the rest grows as before
     fewer.load_state_dict(first.state_dict())
     assert (fewer.size, fewer.shares) == (first.size // 2, [first.size // 2])
+    plain = make(0, 2)  # the rule is taken away, or another one
+    plain.load_state_dict(first.state_dict())
+    assert (plain.size, plain.shares) == (60, [30, 30])
+    other = make(0, 2, change=Change(ByLoss(), low=60, high=960))
+    other.load_state_dict(first.state_dict())
+    assert (other.size, other.shares) == (first.size, [first.size // 2] * 2)
     more = new(size=3, base=90)
     more.load_state_dict(first.state_dict())
     assert more.shares == [more.size // 3] * 3
