@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import backends
 import checkpoint
 import dynamic_batch
+import fusion
 import inference
 import mixup
 import optim
@@ -149,6 +150,7 @@ def trainer(
             f"is larger than the training set of {len(train)}; use a smaller --bs"
         )
     task, learner = choose_task(args, world, len(header["classes"]), tests.get("val"), mixes_inside)
+    save_memory(args, model)
     log = run.log(args)
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch, args.base_bs)
     optimizer = make_optimizer(args, model, lr, world)
@@ -167,6 +169,14 @@ def trainer(
     settings = Settings(args.epochs, args.batch_size, lr, args.save_every)
     header = {"script": run.script, "flags": vars(args), **header}
     return Trainer(step, schedule, train, batching, tests, log, settings, header)
+
+
+def save_memory(args: argparse.Namespace, model: nn.Module) -> None:
+    """What --fuse and --checkpoint_activations do to a model."""
+    if args.fuse and not fusion.fuse(model):
+        raise InputError("--fuse: there is nothing to fuse in this model; the ResNets of --help and the Transformer can be")
+    if args.checkpoint_activations and not fusion.checkpoint_activations(model):
+        raise InputError("--checkpoint_activations: this model has no residual blocks of ours; leave it out")
 
 
 def make_step(
@@ -257,7 +267,12 @@ def trained(model: nn.Module, state: dict[str, Any]) -> nn.Module:
 
 
 def measure(args: argparse.Namespace, run: Run, model: nn.Module, test: DataSet, classes: list[str]) -> None:
-    """--evaluate: print accuracy on the test set, overall and per class."""
+    """--evaluate: print accuracy on the test set, overall and per class.
+
+    In fp32 batch-norm is folded into the convolutions; in 16 bits their rounding would make it another accuracy than training saw.
+    """
+    if run.precision.dtype is None:
+        model = fusion.fold(model)
     result = inference.report(model, test, classes, run.precision, run.world, args.batch_size)
     if run.world.first:
         inference.print_report(result)

@@ -169,6 +169,8 @@ def add_speed(parser: Parser) -> None:
     add("--device", default="auto", help="auto, cpu or cuda (default auto)")
     add("--precision", choices=backends.PRECISIONS, default="auto", help="auto: bf16 where native, else fp16 on GPUs, fp32 on CPUs")
     add("--backend", choices=backends.BACKENDS, default="eager", help="how the model runs (default %(default)s)")
+    add("--fuse", action="store_true", help="convolution, batch-norm, ReLU and MLPs keep their input alone: less memory")
+    add("--checkpoint_activations", action="store_true", help="residual blocks keep their input alone: least memory")
     add("--threads", type=natural, default=0, help="CPU threads, 0 shares the cores among the node's processes (default 0)")
     add("--distributed", action="store_true", help="insist on torchrun (under torchrun it is understood)")
     add("--sync_bn", action=argparse.BooleanOptionalAction, default=False, help="BatchNorm statistics over all GPUs")

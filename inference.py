@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fusion
 from backends import Precision
 from distributed import World
 from errors import InputError
@@ -86,10 +87,10 @@ def chunks(items: list[str], size: int) -> Iterator[list[str]]:
 
 
 def export(model: nn.Module, example: Tensor, path: Path, dynamic: dict[int, tuple[str, int]]) -> float:
-    """Write the model to `path` (.onnx or .pt2), run the file on `example`, and compare.
+    """Write the model to `path` (.onnx or .pt2), batch-norm folded into its convolutions; run the file on `example`, and compare.
 
     Args:
-        model: on the CPU, fp32.
+        model: any; it is folded in place.
         example: inputs, at least 2 in every dynamic dimension.
         path: ends in .onnx or .pt2.
         dynamic: dimensions of the input that may change: {dimension: (name, largest)}.
@@ -99,8 +100,9 @@ def export(model: nn.Module, example: Tensor, path: Path, dynamic: dict[int, tup
         InputError: another ending, a package is missing, or the outputs differ.
     """
     model = model.cpu().float().eval()
-    shapes = ({axis: torch.export.Dim(name, min=1, max=most) for axis, (name, most) in dynamic.items()},)
     wanted = model(example).softmax(1).detach()
+    model = fusion.fold(model)
+    shapes = ({axis: torch.export.Dim(name, min=1, max=most) for axis, (name, most) in dynamic.items()},)
     if path.suffix == ".pt2":
         torch.export.save(torch.export.export(model, (example,), dynamic_shapes=shapes), path)
         given = torch.export.load(path).module()(example)

@@ -125,6 +125,8 @@ def validate(args: argparse.Namespace, script: str, resumed: bool) -> None:
     if args.grad_compress != "none" and args.sync == "local":
         raise InputError("--sync local sends weights, not gradients: leave --grad_compress out")
     validate_batches(args)
+    if args.fuse and args.sync_bn:
+        raise InputError("--fuse: batch-norm over all GPUs (--sync_bn) cannot be fused; leave one of them out")
     if args.nesterov and args.momentum == 0:
         raise InputError("--nesterov needs --momentum above 0")
     if args.warmup and args.warmup >= args.epochs:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from errors import InputError
 
@@ -29,10 +30,17 @@ def conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
 
 
+def in_turn(x: Tensor, conv: nn.Module, norm: nn.Module, relu: bool = False) -> Tensor:
+    """relu(norm(conv(x)))."""
+    y = norm(conv(x))
+    return F.relu(y, inplace=True) if relu else y
+
+
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut."""
 
-    expansion = 1
+    residual, expansion = True, 1
+    join = staticmethod(in_turn)  # how convolution, normalisation and activation are computed; fusion.py has another way
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -42,15 +50,16 @@ class BasicBlock(nn.Module):
         self.downsample = shortcut(inputs, width * self.expansion, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.relu(self.bn1(self.conv1(x)))
-        y = self.bn2(self.conv2(y))
+        y = self.join(x, self.conv1, self.bn1, relu=True)
+        y = self.join(y, self.conv2, self.bn2)
         return self.relu(y + (x if self.downsample is None else self.downsample(x)))
 
 
 class Bottleneck(nn.Module):
     """1x1, 3x3 (with the stride, as in torchvision), 1x1 to four times the width, and a shortcut."""
 
-    expansion = 4
+    residual, expansion = True, 4
+    join = staticmethod(in_turn)
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -61,17 +70,26 @@ class Bottleneck(nn.Module):
         self.downsample = shortcut(inputs, width * 4, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.relu(self.bn1(self.conv1(x)))
-        y = self.relu(self.bn2(self.conv2(y)))
-        y = self.bn3(self.conv3(y))
+        y = self.join(x, self.conv1, self.bn1, relu=True)
+        y = self.join(y, self.conv2, self.bn2, relu=True)
+        y = self.join(y, self.conv3, self.bn3)
         return self.relu(y + (x if self.downsample is None else self.downsample(x)))
+
+
+class Projection(nn.Sequential):
+    """1x1 convolution and normalisation."""
+
+    join = staticmethod(in_turn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(x, self[0], self[1])
 
 
 def shortcut(inputs: int, outputs: int, stride: int) -> nn.Module | None:
     """Projection (option B of the paper) where the shape changes, else None for the identity."""
     if stride == 1 and inputs == outputs:
         return None
-    return nn.Sequential(conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+    return Projection(conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
 
 
 class ResNet(nn.Module):
@@ -85,6 +103,8 @@ class ResNet(nn.Module):
         small_stem: 3x3 stem at stride 1 instead of 7x7 at stride 2 and max-pooling.
     """
 
+    join = staticmethod(in_turn)
+
     def __init__(
         self,
         block: type[BasicBlock] | type[Bottleneck],
@@ -97,7 +117,6 @@ class ResNet(nn.Module):
         super().__init__()
         self.conv1 = conv(channels, width, 3) if small_stem else conv(channels, width, 7, stride=2)
         self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.Identity() if small_stem else nn.MaxPool2d(3, stride=2, padding=1)
         inputs, layers = width, []
         for stage, blocks in enumerate(stages):
@@ -117,7 +136,7 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, channels, height, width) -> logits (batch, classes)."""
-        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.maxpool(self.join(x, self.conv1, self.bn1, relu=True))
         for number in range(1, self.stages + 1):
             x = getattr(self, f"layer{number}")(x)
         return self.fc(self.avgpool(x).flatten(1))

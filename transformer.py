@@ -57,6 +57,8 @@ class Dropout(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
+    residual = True
+
     def __init__(self, width: int, heads: int, mlp_width: int, dropout: float) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)

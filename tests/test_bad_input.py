@@ -61,6 +61,7 @@ BOTH = [
     ("--noise_scale --grad_compress powersgd", "powersgd"),
     ("--balance_workers --optimizer slamb", "--balance_workers"),
     ("--micro_bs 0", "--micro_bs"),
+    ("--fuse --sync_bn", "--fuse"),
     ("--subset 0", "--subset"),
     ("--subset 2", "--subset"),
     ("--val_fraction 1", "--val_fraction"),
@@ -89,6 +90,8 @@ BOTH = [
     ("--out /dev/null/run", "/dev/null/run"),
 ]
 IMAGES_ONLY = [
+    ("--arch squeezenet1_1 --image_size 32 --fuse", "--fuse"),
+    ("--arch squeezenet1_1 --image_size 32 --checkpoint_activations", "--checkpoint_activations"),
     ("--arch resnet51", "resnet51"),
     ("--arch alexnet --image_size 32", "--arch alexnet cannot take 32x32"),
     ("--arch resnet18 --bs 1", "--bs 1"),  # layer4 is 1x1 for 8x8 images: BatchNorm cannot train on one value

@@ -1,0 +1,207 @@
+"""fusion.py: the same numbers as the modules it stands for, gradients included, with less kept for the backward pass."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusion
+from resnet import build_model
+from transformer import Transformer
+
+LAYERS = [
+    {"kernel_size": 1},
+    {"kernel_size": 3, "padding": 1},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "groups": 2},
+    {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 0), "dilation": (2, 1), "groups": 4},
+]
+
+
+def layers(settings: dict, **norm) -> tuple[nn.Conv2d, nn.BatchNorm2d, Tensor]:
+    torch.manual_seed(1)
+    conv, bn = nn.Conv2d(4, 8, bias=False, **settings).double(), nn.BatchNorm2d(8, **norm).double()
+    for parameter in bn.parameters():
+        nn.init.normal_(parameter)
+    return conv, bn, torch.randn(3, 4, 7, 6, dtype=torch.float64, requires_grad=True)
+
+
+def outcome(run, x: Tensor, modules: list[nn.Module]) -> list[Tensor]:
+    """Output, gradients of the input and of all parameters, buffers."""
+    y = run(x)
+    torch.manual_seed(2)
+    parameters = [p for module in modules for p in module.parameters()]
+    grads = torch.autograd.grad(y, [x, *parameters], torch.randn_like(y))
+    return [y.detach(), *grads, *(b.clone() for module in modules for b in module.buffers())]
+
+
+@pytest.mark.parametrize("settings", LAYERS, ids=str)
+@pytest.mark.parametrize("relu", [False, True])
+def test_gradcheck(settings: dict, relu: bool) -> None:
+    conv, bn, x = layers(settings)
+    inputs = x, conv.weight, bn.weight, bn.bias
+
+    def run(x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        geometry = list(conv.stride), list(conv.padding), list(conv.dilation), conv.groups
+        return fusion._ConvBatchNorm.apply(x, weight, gamma, beta, None, None, 0.1, 1e-5, geometry, relu)
+
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("settings", LAYERS, ids=str)
+@pytest.mark.parametrize("norm", [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}, {"eps": 0.1}], ids=str)
+@pytest.mark.parametrize("relu", [False, True])
+def test_it_equals_the_modules_over_several_steps(settings: dict, norm: dict, relu: bool) -> None:
+    conv, bn, x = layers(settings, **norm)
+    conv2, bn2 = copy.deepcopy(conv), copy.deepcopy(bn)
+
+    def modules(x: Tensor) -> Tensor:
+        return torch.relu(bn(conv(x))) if relu else bn(conv(x))
+
+    def fused(x: Tensor) -> Tensor:
+        return fusion.conv_batch_norm(x, conv2, bn2, relu)
+
+    for step in range(3):
+        x = (torch.randn_like(x) * (step + 1)).requires_grad_()
+        for one, other in zip(outcome(modules, x, [conv, bn]), outcome(fused, x, [conv2, bn2]), strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
+    bn.eval()
+    bn2.eval()
+    torch.testing.assert_close(fused(x), modules(x), rtol=1e-9, atol=1e-11)
+
+
+def kept_bytes(run) -> int:
+    """Of distinct memory that the backward pass keeps, parameters aside."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(kept.values())
+
+
+def test_it_keeps_its_input_alone() -> None:
+    conv, bn, x = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), torch.randn(8, 16, 12, 12, requires_grad=True)
+    plain = kept_bytes(lambda: torch.relu(bn(conv(x))))
+    fused = kept_bytes(lambda: fusion.conv_batch_norm(x, conv, bn, relu=True))
+    assert plain >= 3 * x.nbytes
+    assert fused <= x.nbytes + 16 * 4 * 4
+
+
+@pytest.mark.parametrize("norm", [nn.SyncBatchNorm(8), nn.GroupNorm(2, 8)], ids=str)
+def test_other_normalisation_is_refused(norm: nn.Module) -> None:
+    with pytest.raises(ValueError, match="cannot be fused"):
+        fusion.conv_batch_norm(torch.randn(2, 4, 5, 5), nn.Conv2d(4, 8, 1, bias=False), norm)
+
+
+@pytest.mark.parametrize("settings", [{"bias": True}, {"padding": "same"}, {"padding_mode": "reflect", "padding": 1}], ids=str)
+def test_other_convolutions_are_refused(settings: dict) -> None:
+    conv = nn.Conv2d(4, 8, 3, **{"bias": False, **settings})
+    with pytest.raises(ValueError, match="cannot be fused"):
+        fusion.conv_batch_norm(torch.randn(2, 4, 5, 5), conv, nn.BatchNorm2d(8))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_mlp_passes_gradcheck_and_equals_the_modules(activation: str) -> None:
+    torch.manual_seed(3)
+    kind = {"gelu": nn.GELU, "relu": nn.ReLU}[activation]
+    modules = nn.Sequential(nn.Linear(5, 7), kind(), nn.Linear(7, 3)).double()
+    x = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
+    inputs = x.detach().flatten(0, 1).requires_grad_(), *modules.parameters()
+    assert torch.autograd.gradcheck(lambda *tensors: fusion._Mlp.apply(*tensors, activation), inputs)
+    wanted = outcome(modules, x, [modules])
+    assert fusion.fuse(nn.ModuleList([modules])) == 1
+    for one, other in zip(wanted, outcome(modules, x, [modules])):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("arch", ["resnet8", "resnet18", "resnet50"])
+def test_a_fused_resnet_has_the_same_gradients_names_and_statistics(arch: str) -> None:
+    torch.manual_seed(4)
+    model = build_model(arch, 10, 3, 32).double()
+    fused = copy.deepcopy(model)
+    assert fusion.fuse(fused) > 4
+    x = torch.randn(4, 3, 16, 16, dtype=torch.float64, requires_grad=True)
+    for one, other in itertools.zip_longest(outcome(model, x, [model]), outcome(fused, x, [fused])):
+        torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-9)
+    assert model.state_dict().keys() == fused.state_dict().keys()
+    assert kept_bytes(lambda: fused(x)) < 0.75 * kept_bytes(lambda: model(x))
+
+
+def test_a_fused_transformer_has_the_same_gradients() -> None:
+    torch.manual_seed(5)
+    model = Transformer(50, 4, width=16, depth=2, heads=2, mlp_width=32, max_len=16, dropout=0.0).double()
+    fused = copy.deepcopy(model)
+    assert fusion.fuse(fused) == 2
+    tokens = torch.randint(3, 50, (6, 9))
+    for each in (model, fused):
+        each(tokens).square().sum().backward()
+    assert model.state_dict().keys() == fused.state_dict().keys()
+    for one, other in zip(model.parameters(), fused.parameters()):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_under_autocast_it_computes_in_bf16_as_the_modules_do() -> None:
+    torch.manual_seed(6)
+    model = build_model("resnet8", 10, 3, 32)
+    fused, x = copy.deepcopy(model), torch.randn(16, 3, 32, 32)
+    fusion.fuse(fused)
+    losses = []
+    for each in (model, fused):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(each(x).float().square().mean())
+        losses[-1].backward()
+    assert losses[0] == losses[1]
+    for one, other in zip(model.parameters(), fused.parameters()):
+        assert other.grad.dtype is torch.float32
+        assert torch.nn.functional.cosine_similarity(one.grad.flatten(), other.grad.flatten(), 0) > 0.99
+
+
+@pytest.mark.parametrize("arch", ["resnet8", "resnet50"])
+def test_folding_leaves_the_outputs_as_they_are(arch: str) -> None:
+    torch.manual_seed(7)
+    model = build_model(arch, 10, 3, 32).double()
+    x = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    for _ in range(2):
+        model(x)
+    wanted = model.eval()(x)
+    fusion.fuse(model)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in fusion.fold(model).modules())
+    torch.testing.assert_close(model(x), wanted, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_checkpointed_blocks_have_the_same_gradients_and_statistics(fused: bool) -> None:
+    torch.manual_seed(8)
+    model = build_model("resnet8", 10, 3, 32).double()
+    names = list(model.state_dict())
+    if fused:
+        fusion.fuse(model)
+    less = copy.deepcopy(model)
+    assert fusion.checkpoint_activations(less) == 3
+    x = torch.randn(4, 3, 16, 16, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        for one, other in zip(outcome(model, x, [model]), outcome(less, x, [less]), strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
+    assert list(less.state_dict()) == names
+    assert kept_bytes(lambda: less(x)) < (0.8 if fused else 0.5) * kept_bytes(lambda: model(x))
+
+
+def test_checkpointed_blocks_draw_the_same_dropout() -> None:
+    torch.manual_seed(9)
+    model = Transformer(50, 4, width=16, depth=2, heads=2, mlp_width=32, max_len=16, dropout=0.3).double()
+    less = copy.deepcopy(model)
+    assert fusion.checkpoint_activations(less) == 2
+    tokens = torch.randint(3, 50, (6, 9))
+    for each in (model, less):
+        torch.manual_seed(10)
+        each(tokens).square().sum().backward()
+    for one, other in zip(model.parameters(), less.parameters()):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-9, atol=1e-12)
