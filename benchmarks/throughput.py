@@ -109,12 +109,12 @@ def our_batches(trainer: Trainer, batch_size: int) -> Iterator[tuple[Tensor, Ten
     """Batches of epoch after epoch, as `Trainer.train_epoch` asks for them; it keeps its place in the schedule."""
     for epoch in itertools.count():
         trainer.epoch, trainer.step_in_epoch = epoch, 0
-        yield from trainer.train_set.batches(list(trainer.sampler.epoch(epoch, batch_size)), epoch)
+        yield from trainer.train_set.batches(list(trainer.batching.order.epoch(epoch, batch_size)), epoch)
 
 
 def our_steps(trainer: Trainer) -> Iterator[int]:
     """Training steps as in `Trainer.train_epoch`."""
-    for inputs, labels in our_batches(trainer, trainer.batch_size):
+    for inputs, labels in our_batches(trainer, trainer.batching.size):
         trainer.set_lr()
         trainer.do_step(inputs, labels)
         trainer.step_in_epoch += 1
