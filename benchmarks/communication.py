@@ -5,8 +5,8 @@ python benchmarks/communication.py --json communication.json # more rounds, ResN
 
 Compute: a step of each optimizer in one process on one thread, with fixed gradients. SLAMB does its sparse steps as one of two
 ranks, with the collective left out.
-Networks: two gloo ranks, one thread each, take a step without a model's forward and backward (two_ranks.py), on the loopback
-device and between two network namespaces at 1 Gbit/s and 100 Mbit/s (slow_network.py; Linux and root). Bytes are what rank 0's
+Networks: two gloo ranks (--ranks), one thread each, take a step without forward and backward (two_ranks.py), on the loopback
+device and between network namespaces at 1 Gbit/s and 100 Mbit/s (slow_network.py; Linux and root). Bytes are what rank 0's
 network device has sent, the headers of its packets (up to 32 KiB on a slow network, 64 KiB on loopback) included; payload is what a
 rank gave to all_reduce. SLAMB's mean of the weights, once in 50 steps, is measured apart: 'with weights' are a step and a fiftieth
 of it. Where there is a backward pass, DDP hides behind it what it sends, which SLAMB does not.
@@ -132,7 +132,7 @@ def amortised(found: dict[str, Any], name: str, key: str) -> list[float]:
     return [step + mean / LOCAL_STEPS for step, mean in zip(own, found["methods"][MEAN_OF_WEIGHTS][key])]
 
 
-def measure_network(name: str, network: str, quick: bool) -> tuple[dict[str, Any], dict[str, bench.Row]]:
+def measure_network(name: str, network: str, ranks: int, quick: bool) -> tuple[dict[str, Any], dict[str, bench.Row]]:
     """Print a model's table on a network; its rows are the rate of DDP over the method's, so that the ratio is of times.
 
     Raises:
@@ -140,12 +140,12 @@ def measure_network(name: str, network: str, quick: bool) -> tuple[dict[str, Any
     """
     rate = NETWORKS[network]
     rounds, seconds = ("3", "0.3") if quick else ("5", "0.5")
-    with slow_network.joined(rate) if rate else slow_network.loopback() as places:
+    with slow_network.joined(rate, ranks) if rate else slow_network.loopback(ranks) as places:
         found = slow_network.run(places, ["benchmarks/two_ranks.py", ARCHS[name], rounds, seconds])
     steps = {method: amortised(found, method, "seconds") for method in found["methods"]}
     rates = {method: [1 / taken for taken in each] for method, each in steps.items()}
     rows = {method: bench.Row(f"{name} {network} {method}", rates[DDP], rate) for method, rate in rates.items()}
-    title = f"{name}, {network} ({found['rate'] / 1e6:.0f} Mbit/s)"
+    title = f"{name}, {ranks} x {network} ({found['rate'] / 1e6:.0f} Mbit/s)"
     times = f"{'ms a step':>10} {'with weights':>13} {'x DDP':>7} {'spread':>12}"
     columns = f"{times} {'kB sent':>9} {'with weights':>13} {'payload':>9}"
     print(f"\n{title:<40} {columns}")
@@ -176,7 +176,9 @@ def network_bars(network: str, found: dict[str, Any], rows: dict[str, bench.Row]
 
 def main() -> int:
     started = time.perf_counter()
-    args = bench.parser(__doc__).parse_args()
+    parser = bench.parser(__doc__)
+    parser.add_argument("--ranks", type=int, choices=(2, 3, 4), default=2, help="on the networks; the bars are for two (default 2)")
+    args = parser.parse_args()
     backends.keep_freed_memory()
     torch.set_num_threads(1)
     machine = bench.machine(torch.device("cpu"), ("torch", "timm"))
@@ -193,18 +195,18 @@ def main() -> int:
     for network in NETWORKS:
         for name in [JUDGED] if args.quick else ARCHS:
             try:
-                found, timed = measure_network(name, network, args.quick)
+                found, timed = measure_network(name, network, args.ranks, args.quick)
             except slow_network.Unavailable as reason:
                 print(f"\n{network} left out: {reason}")
                 break
             networks[f"{name} {network}"] = found
             rows += timed.values()
-            bars += network_bars(network, found, timed) if name == JUDGED else []
+            bars += network_bars(network, found, timed) if name == JUDGED and args.ranks == 2 else []
     seconds = time.perf_counter() - started
     print("\nx Adam, x DDP: median over the rounds of the ratio of times; spread: smallest and largest")
     print(f"with weights: a step, and 1/{LOCAL_STEPS} of SLAMB's mean of the weights; sent: by rank 0's device, with headers")
     print(f"{seconds:.0f} s")
-    bench.write_json(args.json, rows, bars, machine=machine, took=seconds, quick=args.quick, networks=networks)
+    bench.write_json(args.json, rows, bars, machine=machine, took=seconds, quick=args.quick, ranks=args.ranks, networks=networks)
     return bench.verdict(bars)
 
 

@@ -1,4 +1,4 @@
-"""One of two ranks that measure ways to train data-parallel, without a model's forward and backward; started by communication.py.
+"""One of the ranks that measure ways to train data-parallel, without a model's forward and backward; started by communication.py.
 
 torchrun's environment says which rank this is; rank 0 prints what was measured as JSON. The methods take turns within this
 process. A step is: no gradients, a backward pass that only hands over fixed ones, the exchange, the optimizer.
@@ -186,7 +186,8 @@ def measure(arch: str, rounds: int, seconds: float, device: str) -> dict[str, An
         name: {"seconds": taken[name], "sent_bytes": turn.sent_bytes, "payload_bytes": turn.payload_bytes, "steps": turn.steps}
         for name, turn in turns.items()
     }
-    return {"weights": weights, "rate": PROBE * 8 / min(found.pop("probe")["seconds"]), "methods": found}
+    ring = 2 * (dist.get_world_size() - 1) / dist.get_world_size()  # of the bytes are sent by a rank
+    return {"weights": weights, "rate": ring * PROBE * 8 / min(found.pop("probe")["seconds"]), "methods": found}
 
 
 def main() -> None:
