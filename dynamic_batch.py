@@ -301,7 +301,7 @@ class Balance:
         """Of a global batch of `total`; `now`: the shares so far, of another total perhaps."""
         if len(self.speeds) != len(now):
             return apportion(total, [1.0] * len(now), least, most)
-        unit = 1 << max(0, min(3, math.floor(math.log2(max(total / (16 * len(now)), 1)))))
+        unit = 1 << max(0, min(3, math.floor(math.log2(max(total / (32 * len(now)), 1)))))
         try:
             better = apportion(total, self.speeds, least, most, unit)
         except ValueError:

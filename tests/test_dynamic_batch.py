@@ -216,6 +216,6 @@ def test_shares_stay_where_little_is_won() -> None:
 def test_a_rank_takes_no_more_than_its_limit() -> None:
     balance = Balance()
     balance.learn([64.0, 64.0], [1.0, 4.0])
-    assert balance.shares(128, [64, 64], 2) == [104, 24]
+    assert balance.shares(128, [64, 64], 2) == [102, 26]
     assert balance.shares(128, [64, 64], 2, most=[80, 128]) == [80, 48]
     assert balance.shares(4, [2, 2], 2) == [2, 2]
