@@ -27,8 +27,10 @@ from typing import Any
 
 import torch
 
+import backends
 import runlog
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LEAST_BLOCKS = 3  # blocks of each side that a median wants, however slow the machine is
 
 
@@ -127,6 +129,11 @@ class Remote:
         self.pipe.send(seconds)
         return self.pipe.recv()
 
+    def peak_memory(self) -> int:
+        """Bytes the process has held at most."""
+        self.pipe.send("memory")
+        return self.pipe.recv()
+
     def close(self) -> None:
         """End the process."""
         with contextlib.suppress(OSError):
@@ -138,8 +145,8 @@ def serve(pipe: Any, make: Callable[..., Iterator[int]], arguments: tuple[Any, .
     """The other end of a `Remote`."""
     side = Side(make(*arguments))
     with contextlib.suppress(EOFError):
-        while (seconds := pipe.recv()) is not None:
-            pipe.send(side.rate(seconds))
+        while (wish := pipe.recv()) is not None:
+            pipe.send(backends.peak_memory(DEVICE) if wish == "memory" else side.rate(wish))
     side.close()
 
 

@@ -1,0 +1,193 @@
+"""A training step of both scripts under each combination of precision, backend and what is kept, beside other ways to write it.
+
+python benchmarks/step.py --quick                    # without compiled sides; five minutes on two cores
+python benchmarks/step.py --json step.json           # all; a quarter of an hour
+python benchmarks/step.py --only resnet50 --sides ours 'ours, fuse'
+
+Every side is a process of its own and trains on the real data, input pipeline included; they take turns. 'plain' is the recipe of
+throughput.py (fp32, eager, NCHW, DataLoader workers), 'compiled' the same under torch.compile, 'as timm' does what timm's train.py
+does with --amp --channels-last --torchcompile: autocast, channels_last, compiled model, timm's optimizer factory. Utilisation:
+three times the forward pass's floating-point operations, over what a large matrix product reaches here in bf16.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import timm.optim
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the scripts and modules measured here
+
+import backends
+import bench
+import distributed
+import resnet50_test
+import throughput
+import transformer_test
+
+RESNET, TRANSFORMER = 5.0, 2.5  # x plain, on two cores with AMX: bf16, channels_last and compile give 3.0 of the first
+SCRIPTS: dict[str, ModuleType] = {"resnet50": resnet50_test, "transformer": transformer_test}
+BARS = {"resnet50": RESNET, "transformer": TRANSFORMER}
+BATCHES = {"resnet50": 64, "transformer": 128}
+PLAIN = "plain"
+OURS = {
+    "ours": "",
+    "ours, fuse": "--fuse",
+    "ours, checkpoint": "--checkpoint_activations",
+    "ours, fp32": "--precision fp32",
+    "ours, compile": "--backend compile",
+    "ours, compile, fuse": "--backend compile --fuse",
+    "ours, fp32, compile": "--precision fp32 --backend compile",
+}
+PEERS = ("compiled", "as timm")  # besides plain; both compile
+SQUARE = 4096  # of the matrix product that utilisation is measured against
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a process is told."""
+
+    script: str
+    name: str
+    data_dir: str
+    folder: str
+
+    def steps(self) -> Iterator[int]:
+        """Endless training steps: samples of each."""
+        words = [
+            "--data_dir",
+            self.data_dir,
+            "--bs",
+            str(BATCHES[self.script]),
+            "--out",
+            f"{self.folder}/{self.name.replace(' ', '-')}",
+        ]
+        with distributed.world() as world:
+            script = SCRIPTS[self.script]
+            opened = throughput.open_script(script, [*words, *OURS.get(self.name, "").split()], world)
+            if self.name in OURS:
+                yield from throughput.our_steps(opened.trainer)
+            yield from peer_steps(self.name, opened.recipe, self.data_dir, BATCHES[self.script])
+
+
+def peer_steps(name: str, recipe: throughput.Recipe, data_dir: str, batch: int) -> Iterator[int]:
+    """A side that is not ours."""
+    if name == "compiled":
+        recipe.model.compile()
+    if name != "as timm":
+        yield from throughput.plain_training(recipe, data_dir, batch)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = recipe.model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    kind = {"opt": "adamw"} if recipe.texts else {"opt": "sgd", "momentum": recipe.momentum}
+    optimizer = timm.optim.create_optimizer_v2(model, lr=recipe.lr, weight_decay=recipe.weight_decay, **kind)
+    model.compile()
+    for inputs, labels in throughput.plain_batches(recipe, data_dir, batch):
+        inputs, labels = inputs.to(device), labels.to(device)
+        if not recipe.texts:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield len(labels)
+
+
+def flops_of_sample(name: str, data_dir: str, folder: str) -> float:
+    """Floating-point operations of a training step, for each sample."""
+    with distributed.world() as world:
+        words = ["--data_dir", data_dir, "--bs", "16", "--out", f"{folder}/flops", "--precision", "fp32"]
+        trainer = throughput.open_script(SCRIPTS[name], words, world).trainer
+        inputs, _ = next(throughput.our_batches(trainer, 16))
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            trainer.model(inputs)
+    return 3 * counter.get_total_flops() / 16
+
+
+def peak_flops() -> float:
+    """What a large bf16 matrix product reaches, per second."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    square = torch.randn(SQUARE, SQUARE, device=device, dtype=torch.bfloat16)
+    best = float("inf")
+    for _ in range(5):
+        bench.wait_for_device()
+        start = time.perf_counter()
+        square @ square
+        bench.wait_for_device()
+        best = min(best, time.perf_counter() - start)
+    return 2 * SQUARE**3 / best
+
+
+def measure(
+    name: str, sides: list[str], data_dir: str, folder: str, rounds: int, seconds: float
+) -> tuple[dict[str, bench.Row], Any]:
+    """All sides of a script in turn; their rates beside plain's, and the most memory each held."""
+    remotes = {side: bench.Remote(Side.steps, Side(name, side, data_dir, folder)) for side in sides}
+    try:
+        for remote in remotes.values():
+            remote.rate(seconds)
+        rates = bench.take_turns({side: lambda remote=remote: remote.rate(seconds) for side, remote in remotes.items()}, rounds)
+        memory = {side: remote.peak_memory() for side, remote in remotes.items()}
+    finally:
+        for remote in remotes.values():
+            remote.close()
+    return {side: bench.Row(f"{name} {side}", rates[side], rates[PLAIN]) for side in sides}, memory
+
+
+def main() -> int:
+    started = time.perf_counter()
+    parser = bench.parser(__doc__)
+    parser.add_argument("--data_dir", default=os.environ.get("DATA_DIR", "./data"), help="folder of the data sets")
+    parser.add_argument("--only", choices=list(SCRIPTS), help="one of the two")
+    parser.add_argument(
+        "--sides", nargs="+", choices=[*OURS, *PEERS], help="besides plain (default all; --quick: those not compiled)"
+    )
+    args = parser.parse_args()
+    backends.keep_freed_memory()
+    machine = bench.machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"), ("torch", "torchvision", "timm"))
+    peak = peak_flops()
+    print(f"{machine}; bf16 matrix product {peak / 1e9:.0f} GFLOP/s")
+    wanted = args.sides or [side for side in [*OURS, *PEERS] if not args.quick or ("compile" not in side and side not in PEERS)]
+    rows: list[bench.Row] = []
+    bars: list[bench.Bar] = []
+    memories: dict[str, Any] = {}
+    for name in [args.only] if args.only else SCRIPTS:
+        with tempfile.TemporaryDirectory() as folder:
+            flops = flops_of_sample(name, args.data_dir, folder)
+            found, memory = measure(name, [PLAIN, *wanted], args.data_dir, folder, *((3, 4.0) if args.quick else (7, 8.0)))
+        title, columns = (
+            f"{name}, batch {BATCHES[name]}",
+            f"{'samples/s':>10} {'x plain':>8} {'spread':>12} {'peak GiB':>9} {'of peak':>8}",
+        )
+        print(f"\n{title:<26} {columns}")
+        for side, row in found.items():
+            rate, spread = statistics.median(row.ours), f"{min(row.ratios):.2f}..{max(row.ratios):.2f}"
+            used = 100 * rate * flops / peak
+            print(f"{side:<26} {rate:>10.1f} {row.ratio:>8.2f} {spread:>12} {memory[side] / 2**30:>9.2f} {used:>7.1f}%")
+        rows += found.values()
+        memories[name] = memory
+        best = max((row for side, row in found.items() if side in OURS), key=lambda row: row.ratio)
+        bars.append(bench.Bar(f"{best.name} of plain", best.ratio, BARS[name]))
+        for peer in (found[side] for side in PEERS if side in found):
+            ahead = statistics.median(ours / other for ours, other in zip(best.ours, peer.ours))
+            bars.append(bench.Bar(f"{best.name} of {peer.name}", ahead, 1.0))
+    seconds = time.perf_counter() - started
+    print(f"{seconds:.0f} s")
+    bench.write_json(args.json, rows, bars, machine=machine, peak=peak, took=seconds, quick=args.quick, memory=memories)
+    return bench.verdict(bars)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
