@@ -97,6 +97,7 @@ def test_a_batch_instead_of_a_decay_keeps_the_ratio_of_rate_and_batch() -> None:
     multiple = instead_of_decay(schedule)
     assert [multiple(epoch) for epoch in range(9)] == pytest.approx([1, 1, 1, 5, 5, 5, 25, 25, 25])
     assert instead_of_decay(Schedule("polynomial", epochs=4))(4) == math.inf
+    assert [instead_of_decay(lambda t: [2.0, 4.0, 1.0][int(t)])(epoch) for epoch in range(3)] == [1, 1, 4]
     for epoch in range(9):  # rate = schedule x multiple: constant after the warm-up
         assert schedule(epoch) * multiple(epoch) == pytest.approx(min(1.0, epoch / 2))
 
@@ -205,7 +206,8 @@ def test_shares_allow_for_the_fixed_part_of_a_step() -> None:
 
 
 def test_shares_stay_where_little_is_won() -> None:
-    assert settle([100.0, 98.0], 128, epochs=3) == [64, 64]
+    assert settle([100.0, 96.0], 1000, epochs=3) == [500, 500]
+    assert settle([100.0, 90.0], 1000, epochs=3) == [528, 472]
     balance = Balance()
     balance.learn([64.0, 64.0], [1.0, 0.0])  # not measured
     assert balance.shares(128, [64, 64], 2) == [64, 64]
