@@ -7,6 +7,7 @@ stopwatch.start(); ...; stopwatch.stop()
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,18 +65,29 @@ class Stopwatch:
 
 
 class LocalSquare:
-    """The squared norm of this rank's own gradient, taken from the buckets that are about to be averaged."""
+    """The squared norm of this rank's own gradient, taken from the buckets that are about to be averaged.
 
-    def __init__(self, device: torch.device) -> None:
-        self.sum = torch.zeros((), device=device)
+    A number for each parameter, summed in their order: DistributedDataParallel lays its buckets out anew after its first step, and
+    a resumed run is to come to the same sum.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
+        self.places = {parameter: place for place, parameter in enumerate(parameters)}
+        self.squares = torch.zeros(len(self.places), device=device)
+        self.indices: dict[tuple[int, ...], Tensor] = {}  # by the places in a bucket
 
     def add(self, bucket: Any) -> None:
         """A bucket's part."""
-        self.sum += torch.linalg.vector_norm(bucket.buffer()).square()
+        here = tuple(self.places[parameter] for parameter in bucket.parameters())
+        if here not in self.indices:
+            self.indices[here] = torch.tensor(here, device=self.squares.device)
+        norms = torch.stack(torch._foreach_norm(bucket.gradients()))
+        self.squares.index_copy_(0, self.indices[here], norms.square().to(self.squares.dtype))
 
     def take(self) -> Tensor:
         """Of all buckets since the last call."""
-        found, self.sum = self.sum, torch.zeros_like(self.sum)
+        found = self.squares.sum()
+        self.squares.zero_()
         return found
 
 

@@ -100,7 +100,7 @@ class Step:
     def measure_noise(self) -> None:
         """Also sum what the gradient noise scale is estimated from: squared norms of the averaged gradient, and of the first
         micro-batch's; or, without accumulation, of each rank's. One process alone takes two micro-batches for it."""
-        self.own = LocalSquare(self.world.device)
+        self.own = LocalSquare(self.parameters, self.world.device)
         self.hook.watchers.append(self.own.add)
         if self.world.size == 1:
             self.splits = max(self.splits, 2)

@@ -319,7 +319,7 @@ def the_step_clips_by_the_global_norm_and_counts_skips(world: Any) -> None:
         norm = torch.stack([p.grad.square().sum() for p in mine]).sum()
         norm = (world.sum(norm) / world.size).sqrt()
         own = [p.grad.clone() for p in mine]
-        step.update(torch.tensor([1.0, 1.0, 0.0, 4.0], dtype=torch.float64))
+        step.update(torch.tensor([1.0, 1.0, 0.0, 4.0] + [0.0] * (SKIPPED - SAMPLES - 1), dtype=torch.float64))
         factor = min(1.0, clip / norm.item()) if clip else 1.0
         wanted = [world.sum(0.1 * factor * g) / world.size for g in own]
         for p, m in zip(mine, wanted):
@@ -330,7 +330,7 @@ def the_step_clips_by_the_global_norm_and_counts_skips(world: Any) -> None:
             set_gradients(mine, 1, world.rank)
             if world.rank == bad_rank:
                 mine[0].grad[0, 0, 0, 0] = math.nan
-            step.update(torch.tensor([1.0, 1.0, 0.0, 4.0], dtype=torch.float64))
+            step.update(torch.tensor([1.0, 1.0, 0.0, 4.0] + [0.0] * (SKIPPED - SAMPLES - 1), dtype=torch.float64))
             assert all(torch.equal(p, q) for p, q in zip(mine, before))
             assert step.sums[SKIPPED] == bad_rank + 1
             assert step.sums[SAMPLES] == 4
