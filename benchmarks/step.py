@@ -57,15 +57,18 @@ SQUARE = 4096  # of the matrix product that utilisation is measured against
 
 @dataclass(frozen=True)
 class Side:
-    """What a process is told."""
+    """What a process is told; a peer's gets a recipe, and so nothing of our allocator's settings."""
 
     script: str
     name: str
     data_dir: str
     folder: str
+    recipe: throughput.Recipe
 
     def steps(self) -> Iterator[int]:
         """Endless training steps: samples of each."""
+        if self.name not in OURS:
+            yield from peer_steps(self.name, self.recipe, self.data_dir, BATCHES[self.script])
         words = [
             "--data_dir",
             self.data_dir,
@@ -77,9 +80,7 @@ class Side:
         with distributed.world() as world:
             script = SCRIPTS[self.script]
             opened = throughput.open_script(script, [*words, *OURS.get(self.name, "").split()], world)
-            if self.name in OURS:
-                yield from throughput.our_steps(opened.trainer)
-            yield from peer_steps(self.name, opened.recipe, self.data_dir, BATCHES[self.script])
+            yield from throughput.our_steps(opened.trainer)
 
 
 def peer_steps(name: str, recipe: throughput.Recipe, data_dir: str, batch: int) -> Iterator[int]:
@@ -105,15 +106,16 @@ def peer_steps(name: str, recipe: throughput.Recipe, data_dir: str, batch: int) 
         yield len(labels)
 
 
-def flops_of_sample(name: str, data_dir: str, folder: str) -> float:
-    """Floating-point operations of a training step, for each sample."""
+def look_at(name: str, data_dir: str, folder: str) -> tuple[throughput.Recipe, float]:
+    """What a script trains, and the floating-point operations of a training step for each sample."""
     with distributed.world() as world:
         words = ["--data_dir", data_dir, "--bs", "16", "--out", f"{folder}/flops", "--precision", "fp32"]
-        trainer = throughput.open_script(SCRIPTS[name], words, world).trainer
+        opened = throughput.open_script(SCRIPTS[name], words, world)
+        trainer = opened.trainer
         inputs, _ = next(throughput.our_batches(trainer, 16))
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             trainer.model(inputs)
-    return 3 * counter.get_total_flops() / 16
+    return opened.recipe, 3 * counter.get_total_flops() / 16
 
 
 def peak_flops() -> float:
@@ -143,7 +145,7 @@ def measure(
     finally:
         for remote in remotes.values():
             remote.close()
-    return {side: bench.Row(f"{name} {side}", rates[side], rates[PLAIN]) for side in sides}, memory
+    return {name: bench.Row(f"{side.script} {name}", rates[name], rates[PLAIN]) for name, side in sides.items()}, memory
 
 
 def main() -> int:
@@ -165,8 +167,9 @@ def main() -> int:
     memories: dict[str, Any] = {}
     for name in [args.only] if args.only else SCRIPTS:
         with tempfile.TemporaryDirectory() as folder:
-            flops = flops_of_sample(name, args.data_dir, folder)
-            found, memory = measure(name, [PLAIN, *wanted], args.data_dir, folder, *((3, 4.0) if args.quick else (7, 8.0)))
+            recipe, flops = look_at(name, args.data_dir, folder)
+            sides = {side: Side(name, side, args.data_dir, folder, recipe) for side in (PLAIN, *wanted)}
+            found, memory = measure(sides, *((3, 4.0) if args.quick else (7, 8.0)))
         title, columns = (
             f"{name}, batch {BATCHES[name]}",
             f"{'samples/s':>10} {'x plain':>8} {'spread':>12} {'peak GiB':>9} {'of peak':>8}",
