@@ -84,11 +84,9 @@ class LocalSquare:
         norms = torch.stack(torch._foreach_norm(bucket.gradients()))
         self.squares.index_copy_(0, self.indices[here], norms.square().to(self.squares.dtype))
 
-    def take(self) -> Tensor:
-        """Of all buckets since the last call."""
-        found = self.squares.sum()
-        self.squares.zero_()
-        return found
+    def read(self) -> Tensor:
+        """Of the buckets of the last backward pass."""
+        return self.squares.sum()
 
 
 def squared_norm(gradients: list[Tensor]) -> Tensor:

@@ -174,7 +174,7 @@ class Step:
                 sums[LAMBDA] += mixed
             sums[SAMPLES] += len(y)
             if self.own is not None and number == 1 and (early or self.world.size > 1):
-                square = squared_norm(self.gradients()) if early else self.own.take()
+                square = squared_norm(self.gradients()) if early else self.own.read()
                 scale = self.scaler.scale(torch.ones((), device=labels.device))  # asked for its number, the scaler would wait
                 sums[SMALL], sums[PER_SMALL] = square / (counts * scale).square(), 1 / len(y)
                 sums[PER_BIG] = weight / (len(labels) * self.world.size)
@@ -213,7 +213,6 @@ class Step:
             skip = self.optimizer.skipped > 0  # type: ignore[attr-defined]
             self.world.bytes_sent += self.optimizer.take_bytes()  # type: ignore[attr-defined]
         if self.own is not None:
-            self.own.take()
             sums[BIG] = norm.square()
         self.hook.after_step(self.parameters)
         self.optimizer.zero_grad(set_to_none=True)

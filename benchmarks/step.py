@@ -132,11 +132,9 @@ def peak_flops() -> float:
     return 2 * SQUARE**3 / best
 
 
-def measure(
-    name: str, sides: list[str], data_dir: str, folder: str, rounds: int, seconds: float
-) -> tuple[dict[str, bench.Row], Any]:
+def measure(sides: dict[str, Side], rounds: int, seconds: float) -> tuple[dict[str, bench.Row], dict[str, int]]:
     """All sides of a script in turn; their rates beside plain's, and the most memory each held."""
-    remotes = {side: bench.Remote(Side.steps, Side(name, side, data_dir, folder)) for side in sides}
+    remotes = {name: bench.Remote(Side.steps, side) for name, side in sides.items()}
     try:
         for remote in remotes.values():
             remote.rate(seconds)
