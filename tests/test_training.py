@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import batching
 import checkpoint
 import engine
 import errors
 import ranks
 import resnet50_test
 import transformer_test
+from step import Step
 
 DIGITS = ["--dataset", "digits", "--arch", "resnet20", "--bs", "64", "--lr", "0.1", "--epochs", "2", "--threads", "1"]
 LINES = ["--dataset", "headlines", "--bs", "16", "--lr", "4e-4", "--epochs", "8", "--threads", "1"]
@@ -197,3 +199,15 @@ def test_the_real_data_sets_train(data_dir, here, monkeypatch):
     flags = ["--subset", "0.1", "--bs", "32", "--lr", "2e-4", "--epochs", "2", "--depth", "1", "--data_dir", data_dir]
     run(transformer_test, *flags, "--out", "agnews", monkeypatch=monkeypatch)
     assert ranks.metrics(here / "agnews")[-1]["test_accuracy"] > 0.4
+
+
+def test_the_step_gets_the_weight_of_its_share_and_the_rate_of_its_batch(here, monkeypatch):
+    plan, step, given = batching.Batching.plan, Step.__call__, []
+    monkeypatch.setattr(batching.Batching, "plan", lambda *args: [part._replace(weight=0.5) for part in plan(*args)])
+    monkeypatch.setattr(Step, "__call__", lambda *args: (given.append(args[3]), step(*args)))
+    growth = "--lr_schedule constant --dynamic_batch increase --batch_growth 2 --dynamic_lr linear".split()
+    run(resnet50_test, *DIGITS, *growth, "--out", "run", monkeypatch=monkeypatch)
+    rows = ranks.metrics(here / "run")
+    assert set(given) == {0.5}
+    assert [row["batch_size"] for row in rows] == [64, 128]
+    assert [row["lr"] for row in rows] == [0.1, 0.2]
