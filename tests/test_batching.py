@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import build
 import optim
+import options
 import ranks
+import resnet50_test
+import runlog
 from backends import Precision
 from batching import Batching, Change
 from distributed import World
@@ -304,6 +308,73 @@ def test_a_compiled_model_is_not_compiled_anew_for_every_size(growth: float) -> 
     assert len(sizes) >= 5
     assert len(compiled) <= 3
     torch._dynamo.reset()
+
+
+def batching_of(words: str, world: World, rows: int = 8000) -> Batching:
+    """What the flags build."""
+    args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, ["--bs", "32", *words.split()])
+    return build.flags_batching(args, world, Sampler(rows, 0), 32 * world.size, options.schedule(args))
+
+
+@pytest.mark.parametrize(
+    ("words", "low", "high", "power", "sizes"),
+    [
+        ("increase --epochs 8", 64, 1000, 0.0, [64, 64, 64, 64, 128, 128, 256, 256]),
+        ("increase --epochs 4 --batch_growth 4 --max_bs 512 --dynamic_lr linear", 64, 512, 1.0, [64, 256, 512, 512]),
+        ("decrease --epochs 4 --batch_milestones 1 2 --batch_factor 4 --min_bs 8 --dynamic_lr sqrt", 8, 64, 0.5, [64, 16, 8, 8]),
+        ("increase --epochs 4 --replace_decay --lr_schedule step --step_size 1", 64, 1000, 1.0, [64, 768, 768, 768]),
+    ],
+)
+def test_the_flags_build_the_schedule(words: str, low: int, high: int, power: float, sizes: list[int]) -> None:
+    batching = batching_of(f"--dynamic_batch {words}", Alike(0, 2))
+    change = batching.change
+    assert (change.low, change.high, change.power) == (low, high, power)
+    found = []
+    for epoch in range(len(sizes)):
+        batching.start_epoch(epoch)
+        found.append(batching.size)
+    assert found == sizes
+
+
+def test_the_flags_build_the_rules_and_the_balance() -> None:
+    words = "--dynamic_batch loss --loss_rule score --loss_window 7 --loss_threshold 3 --batch_factor 3"
+    rule = batching_of(words, World()).change.rule
+    assert (rule.kind, rule.window, rule.threshold, rule.factor) == ("score", 7, 3.0, 3.0)
+    assert isinstance(batching_of("--dynamic_batch noise", World()).change.rule, ByNoise)
+    assert batching_of("--balance_workers", World()).balance is None  # alone
+    assert batching_of("--balance_workers", World(0, 2)).whole
+    assert not batching_of("", World(0, 2)).whole
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "micro_batch", "accumulate"),
+    [
+        ("", 2, None, 1),
+        ("--accumulate 4", 2, None, 4),
+        ("--dynamic_batch increase", 2, 32, 1),
+        ("--dynamic_batch increase --accumulate 4", 2, 32, 1),
+        ("--dynamic_batch increase --micro_bs 50", 2, 50, 1),
+        ("--balance_workers", 2, 64, 1),
+        ("--noise_scale", 1, None, 2),
+    ],
+)
+def test_the_flags_say_how_many_samples_are_taken_at_once(words: str, size: int, micro_batch: int | None, accumulate: int) -> None:
+    args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, ["--bs", "32", *words.split()])
+    run, model = build.Run("x", World(0, size), FP32, Path()), image_model()
+    optimizer, log = optim.build_optimizer(model, "sgd", 0.1, 0.0), runlog.RunLog(Path(), False, False)
+    step = build.make_step(args, run, model, classification(), optimizer, log, None, batching_of(words, run.world).whole)
+    assert (step.micro_batch, step.splits) == (micro_batch, accumulate)
+    assert (step.watch is not None) == ("balance" in words)
+    assert (step.own is not None) == ("noise" in words)
+
+
+def test_a_batch_beyond_the_noise_is_told_once() -> None:
+    batching = make(0, 1)
+    assert batching.advice(10**6) == ""
+    batching.noise_scale = 100.0
+    assert batching.advice(200) == ""
+    assert "noise scale of 100" in batching.advice(201)
+    assert batching.advice(10**6) == ""
 
 
 DIGITS = (
