@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import backends
 import checkpoint
+import distributed
 import dynamic_batch
 import fusion
 import inference
@@ -28,12 +29,13 @@ import mixup
 import optim
 import options
 import runlog
+import sharding
 from batching import LEAST, Batching, Change
 from distributed import World
 from dynamic_batch import Balance
 from engine import DataSet, Settings, Trainer
 from errors import InputError
-from hooks import Compressed, Lag, Local
+from hooks import WIRE, Compressed, Lag, Local
 from meta_learning import Held, MetaLearning
 from mixup import MetaMixup
 from sampler import Sampler, balanced_rows
@@ -153,6 +155,9 @@ def trainer(
     save_memory(args, model)
     log = run.log(args)
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch, args.base_bs)
+    if args.parallel != "ddp" and world.size > 1:
+        model = distributed.synchronised(model, world) if args.sync_bn else model
+        sharding.shard(model, world, args.parallel, WIRE.get(args.grad_compress))
     optimizer = make_optimizer(args, model, lr, world)
     model = backends.apply_backend(args.backend, model)
     schedule = options.schedule(args)
@@ -262,7 +267,8 @@ def large_batch_advice(args: argparse.Namespace, global_batch: int, rows: int) -
 
 def trained(model: nn.Module, state: dict[str, Any]) -> nn.Module:
     """`model` with the weights of a checkpoint."""
-    checkpoint.load_into(model, state["model"], "model")
+    weights = sharding.whole(Path(state["shards"])) if state.get("shards") else state["model"]
+    checkpoint.load_into(model, weights, "model")
     return model
 
 

@@ -55,7 +55,7 @@ def also_as(path: Path, name: str) -> None:
 
 
 def load(path: Path, script: str) -> dict[str, Any]:
-    """The state saved at `path`, on the CPU.
+    """The state saved at `path`, on the CPU; weights in shards are left where they are, its 'shards' names the folder.
 
     Args:
         path: a checkpoint, or a run folder (then its last.pt).
@@ -76,6 +76,8 @@ def load(path: Path, script: str) -> dict[str, Any]:
         ) from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise InputError(f"--resume {path}: not a checkpoint of this project; give the last.pt or best.pt of a run folder")
+    if state.get("shards"):
+        state["shards"] = str(path.parent / state["shards"])
     if state["script"] != script:
         raise InputError(f"--resume {path}: written by {state['script']}.py, not {script}.py; resume it with its own script")
     return state

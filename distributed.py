@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import backends
+import sharding
 from errors import InputError
 from hooks import Compressed
 
@@ -190,6 +191,13 @@ def world(device_name: str = "auto") -> Iterator[World]:
         dist.destroy_process_group()
 
 
+def synchronised(model: nn.Module, world: World) -> nn.Module:
+    """The model with BatchNorm statistics over all ranks; parameters stay the same objects."""
+    if world.device.type != "cuda":
+        raise InputError("--sync_bn needs GPUs: torch's SyncBatchNorm has no CPU kernel; leave it out")
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
 def wrap(model: nn.Module, world: World, sync_bn: bool, static_graph: bool, hook: Compressed | None = None) -> nn.Module:
     """DistributedDataParallel whose bucketed all-reduce overlaps backward and counts its bytes; `model` at world size 1.
 
@@ -199,10 +207,7 @@ def wrap(model: nn.Module, world: World, sync_bn: bool, static_graph: bool, hook
     """
     if world.size == 1:
         return model
-    if sync_bn:
-        if world.device.type != "cuda":
-            raise InputError("--sync_bn needs GPUs: torch's SyncBatchNorm has no CPU kernel; leave it out")
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = synchronised(model, world) if sync_bn else model
     hook = hook or Compressed(world)
     one_bucket = hook.name == "powersgd" and world.device.type == "cpu"  # with two, torch's hook aborts on gloo
     wrapped = DistributedDataParallel(
@@ -214,6 +219,13 @@ def wrap(model: nn.Module, world: World, sync_bn: bool, static_graph: bool, hook
     )
     wrapped.register_comm_hook(None, hook.run)
     return wrapped
+
+
+def gradients_stay(model: nn.Module) -> contextlib.AbstractContextManager:
+    """Within the block backward passes add up this rank's own gradients, of a model that is wrapped, sharded or neither."""
+    if isinstance(model, DistributedDataParallel):
+        return model.no_sync()
+    return sharding.gradients_stay(model) if sharding.is_sharded(model) else contextlib.nullcontext()
 
 
 def launch(arguments: list[str]) -> int:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import backends
-import checkpoint
 import inference
 import run_state
 from batching import Batching
@@ -89,6 +88,7 @@ class Trainer:
         self.do_step, self.schedule, self.train_set, self.batching, self.tests = step, schedule, train, batching, tests
         self.world, self.model, self.log, self.settings, self.header = step.world, step.model, log, settings, header
         self.vote = Vote(self.world)
+        self.keeper = run_state.Keeper(step, batching, log, header)
         self.epoch = self.step = self.step_in_epoch = self.rollbacks = self.samples = 0
         self.lr_factor, self.seconds, self.train_seconds = 1.0, 0.0, 0.0
         self.best: dict[str, Any] = {"accuracy": -1.0, "epoch": 0}
@@ -105,7 +105,7 @@ class Trainer:
             Interrupted: SIGINT or SIGTERM came and last.pt was written.
             NonFiniteLoss: the loss stayed non-finite.
         """
-        if self.world.device.type == "cuda":
+        if self.world.device.type == "cuda" and not self.do_step.lockstep:
             self.probe_memory()
         self.do_step.wrap()
         if resume is not None:  # after wrap: DistributedDataParallel gives every rank the buffers of rank 0
@@ -266,32 +266,20 @@ class Trainer:
 
     # ---------------------------------------------------------------- saving and recovering
 
-    def state(self) -> dict[str, Any]:
-        """Everything a run is; collective. See `run_state.gather`."""
-        return {**self.header, **run_state.gather(self.do_step, self.batching), "progress": self.progress()}
-
     def progress(self) -> dict[str, Any]:
         """Where the run is, as plain values."""
         return {name: getattr(self, name) for name in PROGRESS}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Undo to `state`. At another batch the epoch goes on close by."""
-        run_state.restore(self.do_step, self.batching, state)
+        """Go on from a checkpoint. At another batch the epoch goes on close by."""
+        self.keeper.restore(state)
         for name, value in state["progress"].items():
             setattr(self, name, value)
         self.step_in_epoch = self.step_in_epoch * state["batching"]["size"] // self.batching.size
 
     def save(self, best: bool = False) -> None:
-        """Write last.pt (and best.pt); a full disk is reported, the previous file kept, and the run goes on."""
-        state = self.state()
-        if not self.world.first:
-            return
-        try:
-            checkpoint.save(self.log.folder / "last.pt", state)
-            if best:
-                checkpoint.also_as(self.log.folder / "last.pt", "best.pt")
-        except OSError as error:
-            self.log.say(f"warning: {error}; the previous checkpoint is kept and the run goes on")
+        """Write last.pt (and best.pt); collective."""
+        self.keeper.save(self.progress(), best)
 
     def roll_back(self) -> None:
         """Back to the last checkpoint with half the learning rate."""
@@ -303,7 +291,7 @@ class Trainer:
                 "learning rate each; lower --lr, add --clip 1 or --warmup 1, or use --precision fp32"
             )
         self.vote.finish()
-        self.load_state(checkpoint.load(self.log.folder / "last.pt", self.header["script"]))
+        self.load_state(self.keeper.load_last())
         self.rollbacks, self.lr_factor = rollbacks, factor
         self.do_step.sums[SKIPPED_RUN] = 0
         self.log.restart(self.rows)

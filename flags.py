@@ -17,6 +17,7 @@ import dynamic_batch
 import hooks
 import mixup
 import optim
+import sharding
 from errors import InputError
 
 
@@ -172,6 +173,7 @@ def add_speed(parser: Parser) -> None:
     add("--fuse", action="store_true", help="convolution, batch-norm, ReLU and MLPs keep their input alone: less memory")
     add("--checkpoint_activations", action="store_true", help="residual blocks keep their input alone: least memory")
     add("--threads", type=natural, default=0, help="CPU threads, 0 shares the cores among the node's processes (default 0)")
+    add("--parallel", choices=sharding.PARALLEL, default="ddp", help="fits a device: ddp; does not: fsdp; many nodes: hsdp (ddp)")
     add("--distributed", action="store_true", help="insist on torchrun (under torchrun it is understood)")
     add("--sync_bn", action=argparse.BooleanOptionalAction, default=False, help="BatchNorm statistics over all GPUs")
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusion
+import sharding
 from backends import Precision
 from distributed import World
 from errors import InputError
@@ -29,10 +30,15 @@ def logits_of(model: nn.Module, data: Any, precision: Precision, world: World, b
     """(logits, labels) of this rank's rows, batch by batch; each row comes once over all ranks."""
     model.eval()
     order = torch.arange(len(data)) if data.lengths is None else torch.argsort(data.lengths, stable=True)
-    for inputs, labels in data.batches(share(order, world.rank, world.size).split(batch_size)):
+    plan = list(share(order, world.rank, world.size).split(batch_size))
+    mine = len(plan)
+    if sharding.is_sharded(model):  # weights are gathered from all ranks in every batch: all take part in as many
+        plan += [order[:1]] * (world.most(mine) - mine)
+    for number, (inputs, labels) in enumerate(data.batches(plan)):
         with precision.autocast():
             logits = model(inputs)
-        yield logits.float(), labels
+        if number < mine:
+            yield logits.float(), labels
 
 
 def evaluate(model: nn.Module, data: Any, precision: Precision, world: World, batch_size: int) -> tuple[float, float]:

@@ -163,7 +163,10 @@ def build_optimizer(
         return NGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **own)
     groups = decay_groups(model, weight_decay)
     if name == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=True)
+        fused = not any(
+            hasattr(p, "full_tensor") for group in groups for p in group["params"]
+        )  # torch cannot where they are in shards
+        optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=fused)
         if momentum:  # torch leaves the buffer uninitialised when it skips the very first step (found_inf)
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -125,6 +125,7 @@ def validate(args: argparse.Namespace, script: str, resumed: bool) -> None:
     if args.grad_compress != "none" and args.sync == "local":
         raise InputError("--sync local sends weights, not gradients: leave --grad_compress out")
     validate_batches(args)
+    validate_parallel(args)
     if args.fuse and args.sync_bn:
         raise InputError("--fuse: batch-norm over all GPUs (--sync_bn) cannot be fused; leave one of them out")
     if args.nesterov and args.momentum == 0:
@@ -152,6 +153,25 @@ def validate_batches(args: argparse.Namespace) -> None:
         raise InputError("--batch_growth and --batch_milestones go with --dynamic_batch increase or decrease")
     if sum(map(bool, (args.batch_growth, args.batch_milestones, args.replace_decay))) > 1:
         raise InputError("--batch_growth, --batch_milestones and --replace_decay are three ways: choose one")
+
+
+def validate_parallel(args: argparse.Namespace) -> None:
+    """Of weights in shards: what each rank does for itself on whole weights does not go."""
+    if args.parallel == "ddp":
+        return
+    refused = {
+        f"--optimizer {args.optimizer} (sgd and adamw do)": args.optimizer not in ("sgd", "adamw"),
+        f"--sync {args.sync}": args.sync != "sync",
+        "--grad_compress powersgd": args.grad_compress == "powersgd",
+        "--mixup meta": args.mixup == "meta",
+        "the noise scale": args.noise_scale or args.dynamic_batch == "noise",
+        "--balance_workers": args.balance_workers,
+        f"--dynamic_batch {args.dynamic_batch}": args.dynamic_batch != "none",
+        f"--backend {args.backend}": args.backend != "eager",  # torch 2.15's compiler fails on it
+    }
+    for what, wanted in refused.items():
+        if wanted:
+            raise InputError(f"--parallel {args.parallel} does not go with {what}; use --parallel ddp")
 
 
 def schedule(args: argparse.Namespace) -> optim.Schedule:

@@ -2,14 +2,19 @@
 
 state = run_state.gather(step, batching)            # collective; plain tensors, numbers, lists and dicts
 run_state.restore(step, batching, state)            # on as many ranks bit for bit, on others as near as can be
+keeper = Keeper(step, batching, log, header)        # last.pt and best.pt of a run folder
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import checkpoint
+import sharding
 from batching import Batching
+from errors import InputError
+from runlog import RunLog
 from slamb import merge
 from step import SKIPPED, Step
 
@@ -21,6 +26,7 @@ def gather(step: Step, batching: Batching) -> dict[str, Any]:
     optimizer, are kept as they are; the entry `model`, for inference, holds rank 0's.
     """
     weights, optimizer = step.model.state_dict(), step.optimizer.state_dict()
+    in_shards = sharding.is_sharded(step.model)  # then `sharding.save` writes both
     buffers = [name for name, _ in step.model.named_buffers() if name in weights]
     mine = {
         "random": checkpoint.random_states(step.world.device),
@@ -31,8 +37,9 @@ def gather(step: Step, batching: Batching) -> dict[str, Any]:
         "compute_seconds": step.watch.so_far() if step.watch is not None else 0.0,
     }
     return {
-        "model": weights,
-        "optimizer": None if step.apart else optimizer,
+        "model": {} if in_shards else weights,
+        "optimizer": None if step.apart or in_shards else optimizer,
+        "optimizer_kind": type(step.optimizer).__name__,
         "hook": step.hook.state_dict(step.parameters),
         "scaler": step.scaler.state_dict(),
         "learner": step.learner.state_dict() if step.learner is not None else None,
@@ -56,14 +63,81 @@ def restore(step: Step, batching: Batching, state: dict[str, Any]) -> None:
     else:
         step.sums.copy_(ranks[0]["sums"])
         step.sums[:SKIPPED] = sum(rank["sums"][:SKIPPED] for rank in ranks) if step.world.first else 0
-        if optimizer is None:
+        if optimizer is None and step.apart:
             weights = checkpoint.mean([rank["weights"] for rank in ranks])
             optimizer = merge([rank["optimizer"] for rank in ranks])
-    checkpoint.load_into(step.model, weights, "model")
-    checkpoint.load_optimizer(step.optimizer, optimizer)
+    if state.get("shards"):
+        if (kind := type(step.optimizer).__name__) != state["optimizer_kind"]:
+            raise InputError(
+                f"--resume: the checkpoint's optimizer is {state['optimizer_kind']}, not {kind}; use the flags of the first run"
+            )
+        sharding.load(Path(state["shards"]), step.model, step.optimizer, step.world)
+        step.model.load_state_dict(weights, strict=False)  # this rank's buffers
+    else:
+        load_whole(step, weights, optimizer)
     step.hook.load_state_dict(state["hook"], step.parameters)
     batching.load_state_dict(state["batching"])
     if step.scaler.is_enabled() and state["scaler"]:
         step.scaler.load_state_dict(state["scaler"])
     if step.learner is not None and state["learner"]:
         checkpoint.load_into(step.learner, state["learner"], "mixing policy")
+
+
+def load_whole(step: Step, weights: dict[str, Any], optimizer: dict[str, Any]) -> None:
+    """Load what is in one piece, into shards where the step has them."""
+    own = step.model.state_dict()
+    weights = {name: sharding.spread(value, own.get(name, value)) for name, value in weights.items()}
+    checkpoint.load_into(step.model, weights, "model")
+    moments = {
+        number: {key: sharding.spread(value, step.parameters[number]) for key, value in moments.items()}
+        for number, moments in optimizer["state"].items()
+        if number < len(step.parameters)
+    }
+    checkpoint.load_optimizer(step.optimizer, {**optimizer, "state": moments} if sharding.is_sharded(step.model) else optimizer)
+
+
+class Keeper:
+    """Writes last.pt and best.pt of a run folder, and beside them the weights that are in shards.
+
+    Args:
+        step, batching: whose state it is.
+        log: the run folder and the console.
+        header: plain values at the top of every checkpoint (script, flags, what inference needs).
+    """
+
+    def __init__(self, step: Step, batching: Batching, log: RunLog, header: dict[str, Any]) -> None:
+        self.step, self.batching, self.log, self.header = step, batching, log, header
+        self.shards: dict[str, str] = {}  # of 'last' and 'best': the folder's name
+
+    def save(self, progress: dict[str, Any], best: bool = False) -> None:
+        """Write last.pt (and best.pt); a full disk is reported, the previous file kept, and the run goes on. Collective."""
+        world, folder, step = self.step.world, self.log.folder, self.step
+        shards = world.from_first(sharding.next_name(folder)) if sharding.is_sharded(step.model) else ""
+        state = {**self.header, **gather(step, self.batching), "progress": progress, "shards": shards}
+        try:
+            if shards:
+                sharding.save(folder / shards, step.model, step.optimizer, world)
+            if not world.first:
+                return
+            checkpoint.save(folder / "last.pt", state)
+            self.shards["last"] = shards
+            if best:
+                checkpoint.also_as(folder / "last.pt", "best.pt")
+                self.shards["best"] = shards
+        except OSError as error:
+            self.log.say(f"warning: {error}; the previous checkpoint is kept and the run goes on")
+        if world.first:
+            sharding.tidy(folder, set(self.shards.values()))
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Undo to `save`, but for the progress."""
+        restore(self.step, self.batching, state)
+        folder = self.log.folder
+        if self.step.world.first and any(folder.glob("shards-*")):
+            for path in (folder / "last.pt", folder / "best.pt"):
+                if path.exists():
+                    self.shards[path.stem] = Path(checkpoint.load(path, self.header["script"]).get("shards", "")).name
+
+    def load_last(self) -> dict[str, Any]:
+        """The state in last.pt."""
+        return checkpoint.load(self.log.folder / "last.pt", self.header["script"])

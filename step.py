@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 import distributed
+import sharding
 from backends import Precision
 from distributed import World
 from errors import InputError
@@ -88,6 +88,8 @@ class Step:
         self.hook = hook or Compressed(world)
         self.communicates = getattr(optimizer, "communicates", False)
         self.apart = self.communicates or isinstance(self.hook, Local)  # ranks' weights differ between averagings
+        self.lockstep = sharding.is_sharded(model)  # ranks gather weights from each other in every micro-batch
+        self.traffic = sharding.traffic(model) if self.lockstep else (0, 0)
         self.copied: tuple[Tensor, torch.cuda.Event] | None = None
         self.watch: Stopwatch | None = None
         self.own: LocalSquare | None = None
@@ -126,6 +128,8 @@ class Step:
         """
         if self.communicates:
             return
+        if self.lockstep:
+            return
         static = self.world.most(int(self.splits > 1 or self.micro_batch is not None)) == 0
         self.parallel = distributed.wrap(self.model, self.world, self.sync_bn, static, self.hook)
 
@@ -163,11 +167,12 @@ class Step:
         parts = list(zip(inputs.chunk(splits), labels.chunk(splits)))
         for number, (x, y) in enumerate(parts, 1):
             early = number < len(parts)
-            with model.no_sync() if early and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
+            with distributed.gradients_stay(model) if early else contextlib.nullcontext():
                 with self.precision.autocast():
                     loss, hits, mixed = self.task(model, x, y)
                 counts = weight * len(y) / len(labels)
                 self.scaler.scale(loss * counts).backward()
+            self.world.bytes_sent += self.traffic[0] + (0 if early else self.traffic[1])
             sums[LOSS] += loss.detach() * len(y)
             sums[HITS] += hits
             if mixed is not None:
@@ -193,7 +198,7 @@ class Step:
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         gradients = self.gradients()
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        norm = sharding.full(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
         skip = ~torch.isfinite(norm)
         if self.apart and not self.communicates:
             skip = self.world.sum(skip.float()) > 0
