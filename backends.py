@@ -20,6 +20,7 @@ from errors import InputError
 
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
 BACKENDS = ("eager", "compile")
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,11 @@ def keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, (1 << 31) - 1)
     except (OSError, AttributeError):
         pass
+
+
+def fused_optimizer(model: nn.Module) -> bool:
+    """Whether torch's fused SGD and AdamW take these parameters: on GPUs, and on CPUs from torch 2.5 on."""
+    return TORCH >= (2, 5) or all(parameter.device.type == "cuda" for parameter in model.parameters())
 
 
 def ddp_local_buffers() -> dict[str, bool]:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import backends
+import sharding
 from errors import InputError
 from lars import LARS
 from ngd import NGD
@@ -163,16 +165,14 @@ def build_optimizer(
         return NGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **own)
     groups = decay_groups(model, weight_decay)
     if name == "sgd":
-        fused = not any(
-            hasattr(p, "full_tensor") for group in groups for p in group["params"]
-        )  # torch cannot where they are in shards
+        fused = backends.fused_optimizer(model) and not sharding.is_sharded(model)  # torch cannot where weights are in shards
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=fused)
         if momentum:  # torch leaves the buffer uninitialised when it skips the very first step (found_inf)
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
     if name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=backends.fused_optimizer(model))
     if name == "lars":
         return LARS(groups, lr=lr, momentum=momentum, nesterov=nesterov, **own)
     if name == "lamb":
