@@ -132,12 +132,13 @@ def test_learned_positions_are_not_decayed() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_descends(name: str) -> None:
     weight = nn.Linear(5, 1)
+    nn.init.constant_(weight.weight, 0.5)  # steps of LARS and LAMB are in proportion to the weights
     own = {"trust_coefficient": 1.0} if name == "lars" else {}
     optimizer = build_optimizer(weight, name, lr=0.05, weight_decay=1e-3, own=own)
     x = torch.randn(64, 5)
     y = x.sum(1, keepdim=True)
     losses = []
-    for _ in range(50):
+    for _ in range(100):
         loss = (weight(x) - y).square().mean()
         losses.append(loss.item())
         optimizer.zero_grad()
