@@ -11,15 +11,25 @@ import contextlib
 import ctypes
 import inspect
 import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import apex_backend
+import errors
+import ort_backend
+import words
 from errors import InputError
 
-PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
-BACKENDS = ("eager", "compile")
+PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16", *apex_backend.LEVELS)
+BACKENDS = ("eager", "compile", "ort")
+warnings.filterwarnings("ignore", message=".*cudart_version")  # onnxruntime-training, which old torch imports by itself
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
@@ -42,9 +52,11 @@ class Precision:
             return contextlib.nullcontext()
         return torch.autocast(self.device_type, self.dtype)
 
-    def scaler(self) -> torch.amp.GradScaler:
-        """A GradScaler that does nothing unless `scaled`."""
-        return torch.amp.GradScaler(self.device_type, enabled=self.scaled)
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        """Model and optimizer as this precision wants them, and a GradScaler, or what acts like one."""
+        if self.name in apex_backend.LEVELS:
+            return apex_backend.prepare(self.name, model, optimizer)
+        return model, optimizer, torch.amp.GradScaler(self.device_type, enabled=self.scaled)
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -91,6 +103,8 @@ def choose_precision(name: str, device: torch.device) -> Precision:
     """
     if name == "auto":
         name = "bf16" if has_bf16(device) else "fp16" if device.type == "cuda" else "fp32"
+    if name in apex_backend.LEVELS and (lacking := apex_backend.lacks_amp()):
+        raise InputError(f"--precision {name}: {lacking}; --precision fp16 is torch's own mixed precision")
     if name == "tf32" and device.type != "cuda":
         raise InputError("--precision tf32 needs a GPU; use bf16 or fp32 on a CPU")
     if device.type == "cuda":
@@ -105,9 +119,17 @@ def choose_precision(name: str, device: torch.device) -> Precision:
 
 
 def apply_backend(name: str, model: nn.Module) -> nn.Module:
-    """The module to call in training: itself, or compiled. Parameters and state_dict stay those of `model`."""
+    """`model`, compiled or through ONNX Runtime in place: parameters and state_dict stay what they are.
+
+    Raises:
+        InputError: the backend is not here.
+    """
     if name == "compile":
         model.compile()  # in place: no `_orig_mod.` prefix in the state_dict
+    if name == "ort":
+        if lacking := ort_backend.lacks():
+            raise InputError(f"--backend ort: {lacking}; --backend compile is torch's own")
+        ort_backend.apply(model)
     return model
 
 
@@ -140,9 +162,18 @@ def keep_freed_memory() -> None:
         pass
 
 
-def fused_optimizer(model: nn.Module) -> bool:
-    """Whether torch's fused SGD and AdamW take these parameters: on GPUs, and on CPUs from torch 2.5 on."""
-    return TORCH >= (2, 5) or all(parameter.device.type == "cuda" for parameter in model.parameters())
+def fused_optimizer(parameters: Iterable[Tensor]) -> bool:
+    """Whether torch's fused optimizers take these parameters: on GPUs, and on CPUs from torch 2.5 on."""
+    return TORCH >= (2, 5) or all(parameter.device.type == "cuda" for parameter in parameters)
+
+
+def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
+    """The optimizer's step unless `skip`, a scalar; torch's fused kernels look at it on the device, so that nothing waits."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not skip:
+        optimizer.step()
 
 
 def ddp_local_buffers() -> dict[str, bool]:
@@ -158,3 +189,44 @@ def peak_memory(device: torch.device) -> int:
     import resource  # not on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# -------------------------------------------------------------------- python backends.py: what there is here
+
+
+def listing(device: torch.device) -> list[tuple[str, str]]:
+    """(flag, 'available', or why it is not and how to get it)."""
+
+    def status(lacking: str) -> str:
+        return f"not available: {lacking}" if lacking else "available"
+
+    gpu = device.type == "cuda"
+    compiler = "" if gpu or shutil.which("g++") or shutil.which("clang++") else "needs a C++ compiler: install g++"
+    old = "" if TORCH >= (2, 9) else f"needs torch 2.9, this is {torch.__version__}: bash setup_venv.sh requirements.txt"
+    return [
+        ("--backend eager", "available"),
+        ("--backend compile", status(compiler)),
+        ("--backend ort", status(ort_backend.lacks())),
+        ("--precision fp32", "available"),
+        ("--precision tf32", status("" if gpu else "needs a GPU")),
+        ("--precision bf16", "available" if has_bf16(device) else "available, but slow: this device has no bf16 of its own"),
+        ("--precision fp16", "available" if gpu else "available, but slow on a CPU"),
+        *((f"--precision {level}", status(apex_backend.lacks_amp())) for level in apex_backend.LEVELS),
+        *((f"--optimizer {name}", status(apex_backend.lacks(name))) for name in apex_backend.OPTIMIZERS),
+        ("--tokenizer torchtext", status(words.lacks())),
+        ("--parallel fsdp, hsdp", status(old)),
+        ("--fuse", status("" if TORCH >= (2, 4) else old)),
+        ("--export", status(old)),
+    ]
+
+
+def main() -> None:
+    """Print what is available here."""
+    device = choose_device("auto", 0)
+    print(f"torch {torch.__version__} on {device.type}, Python {sys.version.split()[0]}")
+    for flag, status in listing(device):
+        print(f"{flag:<26} {status}")
+
+
+if __name__ == "__main__":
+    sys.exit(errors.exit_code(main))

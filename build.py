@@ -65,7 +65,8 @@ def open_run(args: argparse.Namespace, script: str, world: World) -> Run:
     """Settle threads, memory, precision and the run folder (rank 0's choice); nothing is written yet."""
     backends.keep_freed_memory()
     backends.use_cores(args.threads, world.local_size)
-    precision = backends.choose_precision(args.precision, world.device)
+    auto = args.precision == "auto" and args.backend == "ort"  # ORTModule computes in fp32
+    precision = backends.choose_precision("fp32" if auto else args.precision, world.device)
     folder = world.from_first(args.out or str(runlog.new_run_folder(script)))
     torch.manual_seed(args.seed)  # the same weights on every rank; `trainer` gives each its own dropout
     return Run(script, world, precision, Path(folder))
@@ -158,8 +159,8 @@ def trainer(
     if args.parallel != "ddp" and world.size > 1:
         model = distributed.synchronised(model, world) if args.sync_bn else model
         sharding.shard(model, world, args.parallel, WIRE.get(args.grad_compress))
-    optimizer = make_optimizer(args, model, lr, world)
     model = backends.apply_backend(args.backend, model)
+    optimizer = make_optimizer(args, model, lr, world)
     schedule = options.schedule(args)
     batching = flags_batching(args, world, order, global_batch, schedule)
     step = make_step(args, run, model, task, optimizer, log, learner, batching.whole)
@@ -178,6 +179,8 @@ def trainer(
 
 def save_memory(args: argparse.Namespace, model: nn.Module) -> None:
     """What --fuse and --checkpoint_activations do to a model."""
+    if args.fuse and backends.TORCH < (2, 4):
+        raise InputError(f"--fuse needs torch 2.4 or newer, this is {torch.__version__}; leave it out")
     if args.fuse and not fusion.fuse(model):
         raise InputError("--fuse: there is nothing to fuse in this model; the ResNets of --help and the Transformer can be")
     if args.checkpoint_activations and not fusion.checkpoint_activations(model):

@@ -65,6 +65,9 @@ RATES = {
     "lars": (1.0, 5e-4),
     "lamb": (4e-3, 0.01),
     "slamb": (4e-3, 0.01),
+    "apex_sgd": (0.02, 5e-4),
+    "apex_lamb": (4e-3, 0.01),
+    "apex_larc": (1.0, 5e-4),
 }
 """Learning rate and weight decay of each optimizer where the command line names neither."""
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import backends
 from meta_gradient import meta_gradient
 
 FIELD, CONTRAST = 4, 2.0  # of attention maps: side of the noise they are interpolated from, and how strong it is
@@ -230,7 +231,7 @@ class MetaMixup:
 
     def optimizer(self, parameter: Tensor) -> torch.optim.Adam:
         """Adam; its epsilon is far below the gradients, whose size is that of a learning rate over batch and pairs."""
-        return torch.optim.Adam([parameter], lr=self.lr, eps=1e-20, fused=True)
+        return torch.optim.Adam([parameter], lr=self.lr, eps=1e-20, fused=backends.fused_optimizer([parameter]))
 
     def mix(self, labels: Tensor) -> Mix:
         """The Mix of a batch; right after `learn`, the one it learned from, as the paper orders the two steps."""
@@ -280,8 +281,7 @@ class MetaMixup:
         if dist.is_available() and dist.is_initialized() and not online:
             dist.all_reduce(policy.grad, group=self.process_group)
             policy.grad /= dist.get_world_size(self.process_group)
-        adam.found_inf = (~torch.isfinite(policy.grad)).any().float()  # type: ignore[attr-defined]
-        adam.step()
+        backends.step_unless(adam, (~torch.isfinite(policy.grad)).any())
         with torch.no_grad():
             self.learned = Mix(partner, weight.detach() if self.policy == "beta" else self.weigh(policy, labels, partner))
 

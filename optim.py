@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import apex_backend
 import backends
 import sharding
 from errors import InputError
@@ -27,7 +28,7 @@ from lars import LARS
 from ngd import NGD
 from slamb import LAMB, SLAMB
 
-OPTIMIZERS = ("sgd", "adamw", "ngd", "lars", "lamb", "slamb")
+OPTIMIZERS = ("sgd", "adamw", "ngd", "lars", "lamb", "slamb", *apex_backend.OPTIMIZERS)
 SCHEDULES = ("constant", "step", "multistep", "exponential", "inverse", "polynomial", "cosine", "onecycle", "cyclic")
 ONECYCLE_START, ONECYCLE_RISE = 1 / 25, 0.3  # as torch.optim.lr_scheduler.OneCycleLR: first rate / peak, share of the rise
 ONECYCLE_END = 1e-4  # last rate / first rate
@@ -165,18 +166,26 @@ def build_optimizer(
         return NGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **own)
     groups = decay_groups(model, weight_decay)
     if name == "sgd":
-        fused = backends.fused_optimizer(model) and not sharding.is_sharded(model)  # torch cannot where weights are in shards
+        fused = backends.fused_optimizer(model.parameters()) and not sharding.is_sharded(
+            model
+        )  # torch cannot where weights are in shards
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=fused)
         if momentum:  # torch leaves the buffer uninitialised when it skips the very first step (found_inf)
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
     if name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=backends.fused_optimizer(model))
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=backends.fused_optimizer(model.parameters()))
     if name == "lars":
         return LARS(groups, lr=lr, momentum=momentum, nesterov=nesterov, **own)
     if name == "lamb":
         return LAMB(groups, lr=lr, betas=betas, **own)
     if name == "slamb":
         return SLAMB(groups, lr=lr, betas=betas, **own)
+    if name in apex_backend.OPTIMIZERS:
+        if lacking := apex_backend.lacks(name):
+            raise InputError(
+                f"--optimizer {name}: {lacking}; ours is --optimizer {name.removeprefix('apex_').replace('larc', 'lars')}"
+            )
+        return apex_backend.build_optimizer(name, groups, lr, momentum, nesterov, betas)
     raise ValueError(f"unknown optimizer {name}")

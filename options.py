@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+import backends
 import checkpoint
 import distributed
 import optim
@@ -112,6 +113,10 @@ def validate(args: argparse.Namespace, script: str, resumed: bool) -> None:
             raise InputError(f"--{flag} needs a trained model: add --resume PATH")
     if args.export and not args.export.endswith((".onnx", ".pt2")):
         raise InputError(f"--export {args.export}: the name must end in .onnx or .pt2")
+    if args.export and backends.TORCH < (2, 9):
+        raise InputError(
+            "--export needs torch 2.9 or newer: export from the stack of requirements.txt, which reads this run as well"
+        )
     if args.export and not Path(args.export).parent.is_dir():
         raise InputError(f"--export {args.export}: the folder does not exist; make it first")
     if args.mixup == "meta" and not args.val_fraction:
@@ -126,6 +131,10 @@ def validate(args: argparse.Namespace, script: str, resumed: bool) -> None:
         raise InputError("--sync local sends weights, not gradients: leave --grad_compress out")
     validate_batches(args)
     validate_parallel(args)
+    if args.backend == "ort" and args.precision not in ("auto", "fp32"):
+        raise InputError(f"--backend ort computes in fp32: leave --precision {args.precision} out")
+    if args.backend == "ort" and (args.fuse or args.checkpoint_activations):
+        raise InputError("--backend ort keeps what it likes: leave --fuse and --checkpoint_activations out")
     if args.fuse and args.sync_bn:
         raise InputError("--fuse: batch-norm over all GPUs (--sync_bn) cannot be fused; leave one of them out")
     if args.nesterov and args.momentum == 0:
@@ -167,6 +176,7 @@ def validate_parallel(args: argparse.Namespace) -> None:
         "the noise scale": args.noise_scale or args.dynamic_batch == "noise",
         "--balance_workers": args.balance_workers,
         f"--dynamic_batch {args.dynamic_batch}": args.dynamic_batch != "none",
+        f"--precision {args.precision}": args.precision.startswith("apex"),
         f"--backend {args.backend}": args.backend != "eager",  # torch 2.15's compiler fails on it
     }
     for what, wanted in refused.items():

@@ -21,15 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from errors import InputError
 
 PARALLEL = ("ddp", "fsdp", "hsdp")
 MODEL, OPTIMIZER = "model/", "optimizer/"  # prefixes of names in a sharded checkpoint
-FAILURES = (Exception, dcp.api.CheckpointException)  # the latter, of several ranks, is no Exception
 
 
 def shard(model: nn.Module, world: Any, kind: str, wire: torch.dtype | None = None) -> None:
@@ -56,8 +53,10 @@ def shard(model: nn.Module, world: Any, kind: str, wire: torch.dtype | None = No
     cut(model)
 
 
-def device_mesh(world: Any, kind: str) -> DeviceMesh:
-    """The ranks as a line ('fsdp'), or as nodes x ranks of a node ('hsdp')."""
+def device_mesh(world: Any, kind: str) -> Any:
+    """The ranks as a DeviceMesh: a line ('fsdp'), or nodes x ranks of a node ('hsdp')."""
+    from torch.distributed.device_mesh import init_device_mesh  # this and torch.distributed.checkpoint load the compiler
+
     if kind == "fsdp":
         return init_device_mesh(world.device.type, (world.size,))
     nodes = world.size // world.local_size
@@ -115,10 +114,12 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world
     Raises:
         OSError: a rank could not write.
     """
+    import torch.distributed.checkpoint as dcp
+
     try:
         with quiet():
             dcp.save(tensors(model, optimizer), checkpoint_id=folder, process_group=world.control, no_dist=world.size == 1)
-    except FAILURES as error:
+    except (Exception, dcp.api.CheckpointException) as error:  # the latter, of several ranks, is no Exception
         raise OSError(f"{folder} could not be written ({last_line(error)})") from error
 
 
@@ -128,8 +129,8 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world
     Raises:
         InputError: missing, damaged, or of another model or optimizer.
     """
-    with reading(folder):
-        held = names_in(folder)
+    with reading(folder) as dcp:
+        held = set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
         make_state(model, optimizer, held)
         wanted = tensors(model, optimizer)
         if lacking := sorted(wanted.keys() ^ held):
@@ -157,29 +158,29 @@ def whole(folder: Path) -> dict[str, Tensor]:
     Raises:
         InputError: missing or damaged.
     """
-    with reading(folder):
+    with reading(folder) as dcp:
         held: dict[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         found = {name: torch.empty(of.size, dtype=of.properties.dtype) for name, of in held.items() if name.startswith(MODEL)}
         dcp.load(found, checkpoint_id=folder, no_dist=True)
     return {name.removeprefix(MODEL): value for name, value in found.items()}
 
 
-def names_in(folder: Path) -> set[str]:
-    """Names of the tensors in a sharded checkpoint."""
-    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
-
-
 @contextlib.contextmanager
-def reading(folder: Path) -> Iterator[None]:
-    """Errors of the block become one InputError."""
+def reading(folder: Path) -> Iterator[Any]:
+    """Gives torch.distributed.checkpoint; errors of the block become one InputError."""
+    import torch.distributed.checkpoint as dcp
+
     if not folder.is_dir():
         raise InputError(f"--resume: the folder {folder} is missing; it belongs to the checkpoint beside it")
     try:
         with quiet():
-            yield
+            yield dcp
     except InputError:
         raise
-    except FAILURES as error:  # torch's readers raise many types for many kinds of damage; all mean the same to a user
+    except (
+        Exception,
+        dcp.api.CheckpointException,
+    ) as error:  # torch's readers raise many types for many kinds of damage; all mean the same to a user
         raise InputError(f"--resume {folder}: damaged or of another model ({last_line(error)}); start anew") from None
 
 

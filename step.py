@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+import backends
 import checkpoint
 import distributed
 import sharding
@@ -78,12 +79,12 @@ class Step:
         hook: Compressed | None = None,
         micro_batch: int | None = None,
     ) -> None:
-        self.model, self.task, self.optimizer = model, task, optimizer
+        self.model, self.optimizer, self.scaler = precision.prepare(model, optimizer)
+        self.task = task
         self.precision, self.world, self.clip, self.sync_bn, self.say = precision, world, clip, sync_bn, say
         self.splits, self.micro_batch, self.learner = accumulate, micro_batch, learner
-        self.scaler = precision.scaler()
-        self.parallel: nn.Module = model
-        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.parallel: nn.Module = self.model
+        self.parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self.sums = torch.zeros(SKIPPED_RUN + 1, dtype=torch.float64, device=world.device)
         self.hook = hook or Compressed(world)
         self.communicates = getattr(optimizer, "communicates", False)
@@ -209,11 +210,8 @@ class Step:
         if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        elif getattr(self.optimizer, "_step_supports_amp_scaling", False):  # torch's fused optimizers skip on the device
-            self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
-            self.optimizer.step()
-        elif not skip:
-            self.optimizer.step()
+        else:
+            backends.step_unless(self.optimizer, skip)
         if self.communicates:
             skip = self.optimizer.skipped > 0  # type: ignore[attr-defined]
             self.world.bytes_sent += self.optimizer.take_bytes()  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 
+import words
 from errors import InputError
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]"]  # ids 0, 1, 2
@@ -159,11 +160,22 @@ def download_agnews(folder: Path, file: str) -> None:
         ) from None
 
 
-def train_tokenizer(texts: Sequence[str], kind: str, vocab_size: int) -> Tokenizer:
-    """A 'wordpiece' (arXiv:1609.08144) or byte-level 'bpe' (arXiv:1508.07909) tokenizer, learnt from `texts` alone.
+TOKENIZERS = ("wordpiece", "bpe", "torchtext")
+AnyTokenizer = Tokenizer | words.Words
+
+
+def load_tokenizer(text: str) -> AnyTokenizer:
+    """Undo to a tokenizer's `to_str`."""
+    return words.Words.from_str(text) if text.startswith('{"torchtext"') else Tokenizer.from_str(text)
+
+
+def train_tokenizer(texts: Sequence[str], kind: str, vocab_size: int) -> AnyTokenizer:
+    """A 'wordpiece' (arXiv:1609.08144), byte-level 'bpe' (arXiv:1508.07909) or 'torchtext' tokenizer, learnt from `texts` alone.
 
     Every encoding starts with [CLS]. Lower-cased, accents stripped. The same texts give the same tokenizer.
     """
+    if kind == "torchtext":
+        return words.learn(texts, vocab_size, SPECIALS)
     normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase(), normalizers.StripAccents()])
     options: dict[str, Any] = {"vocab_size": vocab_size, "special_tokens": SPECIALS, "show_progress": False}
     if kind == "wordpiece":
@@ -200,7 +212,7 @@ class TextSet:
         device: where tokens and labels live.
     """
 
-    def __init__(self, rows: Rows, tokenizer: Tokenizer, max_len: int, device: torch.device) -> None:
+    def __init__(self, rows: Rows, tokenizer: AnyTokenizer, max_len: int, device: torch.device) -> None:
         tokenizer.encode_special_tokens = True  # "[PAD]" in a text is text
         self.max_len = max_len
         encodings = tokenizer.encode_batch_fast(rows.texts)
@@ -254,7 +266,7 @@ def naive_bayes(data: TextSet, vocab_size: int, classes: int) -> Tensor:
     return scores.float()
 
 
-def encode(texts: Sequence[str], tokenizer: Tokenizer, max_len: int) -> Tensor:
+def encode(texts: Sequence[str], tokenizer: AnyTokenizer, max_len: int) -> Tensor:
     """Padded tokens of a few texts: (len(texts), length) int32; for predictions."""
     rows = Rows([0] * len(texts), [clean(text) for text in texts])
     data = TextSet(rows, tokenizer, max_len, torch.device("cpu"))

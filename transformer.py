@@ -46,7 +46,9 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        if x.device.type != "cpu" or torch.compiler.is_compiling():  # both fuse the draw with what comes next
+        if (
+            x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing()
+        ):  # they fuse the draw with what follows
             return F.dropout(x, self.p)
         dropped = min(255, round(self.p * 256))
         words = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // 8),))

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
 import build
 import distributed
@@ -43,7 +42,7 @@ def parser() -> flags.Parser:
     add = group.add_argument
     add(
         "--tokenizer",
-        choices=("wordpiece", "bpe"),
+        choices=texts.TOKENIZERS,
         default="wordpiece",
         help="learnt from the training split (default %(default)s)",
     )
@@ -67,7 +66,7 @@ def build_model(args: argparse.Namespace, header: dict[str, Any], run: build.Run
     if args.width % args.heads or args.width % 2:
         raise errors.InputError(f"--width {args.width}: must be even and divisible by --heads {args.heads}")
     model = Transformer(
-        Tokenizer.from_str(header["tokenizer"]).get_vocab_size(),
+        texts.load_tokenizer(header["tokenizer"]).get_vocab_size(),
         len(header["classes"]),
         args.width,
         args.depth,
@@ -94,10 +93,10 @@ def build_sets(
     for name, rows in build.split_rows(torch.tensor(whole.labels), args).items():
         splits[name] = whole.take(rows.tolist())
     if state:
-        tokenizer = Tokenizer.from_str(state["tokenizer"])
+        tokenizer = texts.load_tokenizer(state["tokenizer"])
     else:
         learnt = texts.train_tokenizer(splits["train"].texts, args.tokenizer, args.vocab_size).to_str() if run.world.first else ""
-        tokenizer = Tokenizer.from_str(run.world.from_first(learnt))
+        tokenizer = texts.load_tokenizer(run.world.from_first(learnt))
     sets = {name: texts.TextSet(split, tokenizer, args.max_len, run.world.device) for name, split in splits.items()}
     prior = texts.naive_bayes(sets["train"], tokenizer.get_vocab_size(), len(classes)) if args.prior == "naive_bayes" else None
     return sets, {"classes": classes, "tokenizer": tokenizer.to_str(), "max_len": args.max_len, "prior": prior}
@@ -106,7 +105,7 @@ def build_sets(
 def predict(args: argparse.Namespace, run: build.Run, state: dict[str, Any]) -> None:
     """Classify every line of the text files of --predict."""
     lines = [line for file in args.predict for line in texts.read_lines(Path(file))]
-    tokens = texts.encode(lines, Tokenizer.from_str(state["tokenizer"]), state["max_len"]).to(run.world.device)
+    tokens = texts.encode(lines, texts.load_tokenizer(state["tokenizer"]), state["max_len"]).to(run.world.device)
     names = [line if len(line) <= 60 else line[:57] + "..." for line in lines]
     model = build.trained(build_model(args, state, run), state)
     inference.print_predictions(model, tokens, names, state["classes"], args.batch_size)
@@ -114,7 +113,7 @@ def predict(args: argparse.Namespace, run: build.Run, state: dict[str, Any]) -> 
 
 def export(args: argparse.Namespace, run: build.Run, state: dict[str, Any]) -> None:
     """Write the model of --export."""
-    tokenizer = Tokenizer.from_str(state["tokenizer"])
+    tokenizer = texts.load_tokenizer(state["tokenizer"])
     example = texts.encode(["Stocks rise after the bank's report", "Home team wins"], tokenizer, state["max_len"])
     model = build.trained(build_model(args, state, run), state)
     dynamic = {0: ("batch", inference.LARGEST_BATCH), 1: ("length", state["max_len"])}

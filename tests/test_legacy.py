@@ -1,0 +1,353 @@
+"""ONNX Runtime's training and torchtext, in the stack of requirements-legacy.txt; apex, by its documented interface, in any."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import apex_backend
+import backends
+import conftest
+import errors
+import optim
+import ort_backend
+import ranks
+import transformer_test
+import words
+from distributed import World
+from step import Step
+from tasks import classification
+from transformer import Transformer
+
+ORT, TORCHTEXT = ort_backend.lacks(), words.lacks()
+needs_ort = pytest.mark.skipif(bool(ORT), reason=ORT)
+needs_torchtext = pytest.mark.skipif(bool(TORCHTEXT), reason=TORCHTEXT)
+IMAGES = "--dataset digits --arch resnet20 --bs 64 --lr 0.05 --epochs 2 --subset 0.5 --threads 1 --backend ort".split()
+TEXTS = (
+    "--dataset headlines --bs 16 --lr 4e-4 --epochs 3 --threads 1 --depth 1 --width 64 --backend ort --tokenizer torchtext".split()
+)
+
+
+class Smooth(nn.Module):
+    """Convolution, batch-norm and GELU: no kinks at which two ways to compute part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.GELU()),
+            *(nn.Conv2d(8, 8, 3, stride=2, groups=2, bias=False), nn.BatchNorm2d(8, momentum=0.3), nn.GELU()),
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+def images(rows: int) -> tuple[torch.Tensor, ...]:
+    return (torch.randn(rows, 3, 12, 12).to(memory_format=torch.channels_last),)
+
+
+def texts(rows: int, mixed: bool = False) -> tuple[torch.Tensor, ...]:
+    tokens = torch.randint(3, 50, (rows, 4 + rows % 5), dtype=torch.int32)
+    tokens[0, 2:] = 0
+    return (tokens, torch.randperm(rows), torch.rand(rows)) if mixed else (tokens,)
+
+
+def transformer(mix_at: str = "pooled") -> nn.Module:
+    return Transformer(50, 4, width=16, depth=2, heads=2, mlp_width=32, max_len=16, dropout=0.0, mix_at=mix_at)
+
+
+@needs_ort
+@pytest.mark.parametrize(
+    ("make", "batch"),
+    [
+        (Smooth, images),
+        (transformer, texts),
+        (transformer, lambda rows: texts(rows, True)),
+        (lambda: transformer("tokens"), lambda rows: texts(rows, True)),
+    ],
+)
+def test_gradients_and_statistics_are_those_of_torch(make, batch):
+    ours = make()
+    plain = copy.deepcopy(ours)
+    names = list(ours.state_dict())
+    ort_backend.apply(ours)
+    for rows in (6, 9, 5):  # batches of other sizes go through the same graph
+        inputs = batch(rows)
+        weight = torch.randn(rows, 4)
+        for model in (ours, plain):
+            model.zero_grad(set_to_none=True)
+            (model(*inputs) * weight).sum().backward()
+        for name, wanted in plain.named_parameters():
+            given = dict(ours.named_parameters())[name].grad
+            torch.testing.assert_close(given, wanted.grad, rtol=1e-4, atol=1e-5 * wanted.grad.abs().max().item(), msg=name)
+    assert list(ours.state_dict()) == names
+    for name, wanted in plain.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
+    for model in (ours, plain):
+        model.eval()
+    torch.testing.assert_close(ours(*batch(6)[:1]).shape, plain(*batch(6)[:1]).shape)
+    inputs = batch(7)
+    torch.testing.assert_close(ours(*inputs), plain(*inputs), rtol=1e-5, atol=1e-5)
+
+
+@needs_ort
+def test_dropout_is_drawn_anew_and_token_dropout_hides_tokens():
+    torch.manual_seed(3)
+    model = Transformer(50, 4, width=64, depth=1, heads=2, mlp_width=32, max_len=16, dropout=0.5, token_dropout=0.5)
+    ort_backend.apply(model)
+    tokens = torch.randint(3, 50, (4, 16), dtype=torch.int32)
+    assert not torch.equal(model(tokens), model(tokens))
+
+
+@needs_ort
+def test_a_pass_through_torch_is_no_pass_through_ort():
+    model = Smooth()
+    ort_backend.apply(model)
+    model.forward.graph = model.forward.eager  # what ORTModule's own fallback does without a word
+    with pytest.raises(errors.InputError, match="ran in torch"):
+        model(*images(4))
+
+
+class Unexportable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.matrix_exp(torch.outer(self.weight, x[0]))
+
+
+@needs_ort
+def test_a_model_that_cannot_be_exported_is_one_line():
+    model = Unexportable()
+    ort_backend.apply(model)
+    with pytest.raises(errors.InputError, match="cannot be exported"):
+        model(torch.ones(1, 3))
+
+
+@needs_ort
+@pytest.mark.parametrize(
+    ("processes", "more"), [(1, "--mixup cutmix"), (1, "--meta_learning --meta_every 3 --ngd"), (2, "--accumulate 2")]
+)
+def test_images_through_ort_learn_and_resume_bit_for_bit(processes, more, tmp_path):
+    flags = [*IMAGES, *more.split(), "--save_every", "3"]
+
+    def command(*extra):
+        return (ranks.torchrun if processes > 1 else ranks.script)("resnet50_test.py", *flags, *extra)
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    console = ranks.finish(ranks.start(command("--out", whole), tmp_path, NGPU="2"), tmp_path)
+    assert "fp32, ort" in console
+    assert ranks.metrics(whole)[-1]["train_loss"] < ranks.metrics(whole)[0]["train_loss"]
+    process = ranks.start(command("--out", cut), tmp_path, NGPU="2")
+    ranks.wait_for(lambda: (cut / "metrics.jsonl").exists() and len(ranks.metrics(cut)) == 1, process)
+    ranks.kill(process)
+    ranks.finish(ranks.start(command("--out", cut, "--resume"), tmp_path, NGPU="2"), tmp_path)
+    ranks.same_run(whole, cut)
+
+
+@needs_ort
+@needs_torchtext
+def test_texts_through_ort_and_torchtext_learn_and_predict(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert conftest.call(transformer_test, [*TEXTS, "--out", str(run)]) == 0
+    assert ranks.metrics(run)[-1]["test_accuracy"] > 0.5
+    lines = tmp_path / "lines.txt"
+    lines.write_text("Striker scores twice as United win the final\n")
+    capsys.readouterr()
+    assert conftest.call(transformer_test, ["--resume", str(run), "--predict", str(lines)]) == 0
+    assert "Striker" in capsys.readouterr().out
+    assert conftest.call(transformer_test, ["--resume", str(run), "--evaluate"]) == 0
+    accuracy = ranks.metrics(run)[-1]["test_accuracy"]
+    assert f"{100 * accuracy:.2f} %" in capsys.readouterr().out
+
+
+@needs_torchtext
+def test_torchtext_gives_words_by_frequency():
+    learnt = words.learn(["Oil up, oil down", "oil UP [PAD]"], 6, ["[PAD]", "[UNK]", "[CLS]"])
+    assert learnt.get_vocab_size() == 6
+    assert [encoding.ids for encoding in learnt.encode_batch_fast(["up OIL gas", ""])] == [[2, 4, 3, 1], [2]]
+    again = words.Words.from_str(learnt.to_str())
+    assert again.encode("oil, gas up").ids == learnt.encode("oil, gas up").ids
+    assert again.to_str() == learnt.to_str()
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "lacking"),
+    [
+        ("images", "--backend ort", ORT),
+        ("texts", "--tokenizer torchtext", TORCHTEXT),
+        ("images", "--precision apex_O1", apex_backend.lacks_amp()),
+        ("texts", "--precision apex_O2", apex_backend.lacks_amp()),
+        ("images", "--optimizer apex_sgd", apex_backend.lacks("apex_sgd")),
+        ("texts", "--optimizer apex_lamb", apex_backend.lacks("apex_lamb")),
+        ("images", "--optimizer apex_larc", apex_backend.lacks("apex_larc")),
+    ],
+)
+def test_what_is_not_here_is_named_with_the_way_to_get_it(script, flags, lacking, refused):
+    if not lacking:
+        pytest.skip("it is here")
+    base = conftest.SCRIPTS[script][1].replace(" --precision fp32", "") if "--precision" in flags else None
+    line = refused(script, flags, flags.split()[0], base)
+    assert "requirements-legacy.txt" in line or "github.com/NVIDIA/apex" in line
+
+
+def test_the_listing_names_every_choice():
+    listed = " ".join(flag for flag, _ in backends.listing(torch.device("cpu")))
+    for name in (*backends.BACKENDS, *backends.PRECISIONS[1:], *apex_backend.OPTIMIZERS):
+        assert name in listed
+
+
+# -------------------------------------------------------------------- apex: a stand-in with the interface it documents
+
+
+@pytest.fixture
+def apex(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """The modules of apex, of which amp scales losses by 1,024 and skips steps after an overflow."""
+    amp = types.ModuleType("apex.amp")
+    amp.calls, amp.scale = [], 1024.0
+
+    def initialize(models, optimizers=None, enabled=True, opt_level="O1", verbosity=1):
+        amp.calls.append(opt_level)
+        step = optimizers.step
+
+        def skipping_step(closure=None):
+            gradients = [p.grad for group in optimizers.param_groups for p in group["params"] if p.grad is not None]
+            if all(gradient.isfinite().all() for gradient in gradients):
+                step()
+            else:
+                amp.scale /= 2
+
+        optimizers.step = skipping_step
+        return models, optimizers
+
+    @contextlib.contextmanager
+    def scale_loss(loss, optimizers):
+        parameters = [p for group in optimizers.param_groups for p in group["params"]]
+        before = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        yield loss * amp.scale
+        for p, old in zip(parameters, before):
+            if p.grad is not None:
+                p.grad = p.grad / amp.scale + (0 if old is None else old)
+
+    amp.initialize, amp.scale_loss = initialize, scale_loss
+    amp.state_dict = lambda: {"loss_scaler0": {"loss_scale": amp.scale, "unskipped": 0}}
+    amp.load_state_dict = lambda state: setattr(amp, "scale", state["loss_scaler0"]["loss_scale"])
+    optimizers = types.ModuleType("apex.optimizers")
+
+    class FusedSGD(torch.optim.SGD):
+        def __init__(self, params, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False):
+            super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
+
+    class FusedLAMB(torch.optim.AdamW):
+        def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01):
+            super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    optimizers.FusedSGD, optimizers.FusedLAMB = FusedSGD, FusedLAMB
+    larc = types.ModuleType("apex.parallel.LARC")
+
+    class LARC:
+        def __init__(self, optimizer, trust_coefficient=0.02, clip=True, eps=1e-8):
+            self.optim, self.trust_coefficient = optimizer, trust_coefficient
+
+        def __getattr__(self, name):
+            return getattr(self.optim, name)
+
+    larc.LARC = LARC
+    applier = types.ModuleType("apex.multi_tensor_apply")
+    applier.multi_tensor_applier = types.SimpleNamespace(available=True)
+    root, parallel = types.ModuleType("apex"), types.ModuleType("apex.parallel")
+    root.__spec__ = types.SimpleNamespace(name="apex")
+    for name, module in {
+        "apex": root,
+        "apex.amp": amp,
+        "apex.optimizers": optimizers,
+        "apex.parallel": parallel,
+        "apex.parallel.LARC": larc,
+        "apex.multi_tensor_apply": applier,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(apex_backend, "lacks_cuda", lambda: "")
+    return types.SimpleNamespace(amp=amp, applier=applier, larc=larc, optimizers=optimizers)
+
+
+@pytest.mark.parametrize("level", apex_backend.LEVELS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_step_under_amp_is_the_step_in_fp32(level, accumulate, apex):
+    found = []
+    for name in ("fp32", level):
+        torch.manual_seed(0)
+        model = Smooth()
+        optimizer = optim.build_optimizer(model, "sgd", 0.1, 1e-3)
+        step = Step(
+            model, classification(), optimizer, backends.choose_precision(name, torch.device("cpu")), World(), accumulate, 0.5
+        )
+        for _ in range(3):
+            step(torch.randn(6, 3, 12, 12), torch.randint(4, (6,)))
+        found.append((step.sums.clone(), torch.cat([p.detach().flatten() for p in model.parameters()])))
+    assert apex.amp.calls == [level.removeprefix("apex_")]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+def test_amp_skips_an_overflow_and_its_scale_is_saved(apex):
+    model = Smooth()
+    precision = backends.choose_precision("apex_O1", torch.device("cpu"))
+    step = Step(model, classification(), optim.build_optimizer(model, "sgd", 0.1, 0.0), precision, World())
+    before = copy.deepcopy(list(model.parameters()))
+    step.task = lambda model, x, y: (F.cross_entropy(model(x), y) * float("inf"), torch.zeros(()), None)
+    step(torch.randn(6, 3, 12, 12), torch.randint(4, (6,)))
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
+    assert step.sums[8] == 1
+    state = step.scaler.state_dict()
+    assert state["loss_scaler0"]["loss_scale"] == 512
+    apex.amp.scale = 1.0
+    step.scaler.load_state_dict(state)
+    assert apex.amp.scale == 512
+
+
+def test_parts_of_apex_are_looked_for_by_themselves(apex, monkeypatch):
+    names = ("apex_sgd", "apex_lamb", "apex_larc")
+    assert [apex_backend.lacks(name) for name in names] == ["", "", ""]
+    model = Smooth()
+    built = [optim.build_optimizer(model, name, 0.1, 1e-3) for name in names]
+    assert [type(optimizer).__name__ for optimizer in built] == ["FusedSGD", "FusedLAMB", "LARC"]
+    assert all([group["weight_decay"] for group in optimizer.param_groups] == [1e-3, 0.0] for optimizer in built)
+    apex.applier.multi_tensor_applier.available = False
+    assert "CUDA extensions" in apex_backend.lacks("apex_lamb")
+    del apex.amp.initialize, apex.larc.LARC
+    assert "left in May 2025" in apex_backend.lacks_amp()
+    assert "left in May 2025" in apex_backend.lacks("apex_larc")
+
+
+def test_the_registrys_apex_is_not_taken_for_nvidias(tmp_path, monkeypatch):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("import zope_that_is_not_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "no amp" in apex_backend.lacks_amp()
+    assert "CUDA extensions" in apex_backend.lacks("apex_sgd")
+
+
+def test_ort_computes_in_fp32_and_says_so(refused):
+    base = conftest.IMAGES.replace("fp32", "bf16")
+    refused("images", "--backend ort", "fp32", base)
+    refused("images", "--backend ort --fuse", "--fuse")
+
+
+def test_the_folder_of_a_script_is_not_needed_to_list(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    backends.main()
+    out = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in out
+    assert len(out.splitlines()) == 1 + len(backends.listing(torch.device("cpu")))
