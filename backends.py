@@ -28,7 +28,7 @@ import words
 from errors import InputError
 
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16", *apex_backend.LEVELS)
-BACKENDS = ("eager", "compile", "ort")
+BACKENDS = ("eager", "compile", "cudagraph", "ort")
 warnings.filterwarnings("ignore", message=".*cudart_version")  # onnxruntime-training, which old torch imports by itself
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -124,7 +124,9 @@ def apply_backend(name: str, model: nn.Module) -> nn.Module:
     Raises:
         InputError: the backend is not here.
     """
-    if name == "compile":
+    if name == "cudagraph" and next(model.parameters()).device.type != "cuda":
+        raise InputError("--backend cudagraph needs a GPU; use --backend eager or compile")
+    if name in ("compile", "cudagraph"):  # the whole step is recorded around the compiled model: see graphs.py
         model.compile()  # in place: no `_orig_mod.` prefix in the state_dict
     if name == "ort":
         if lacking := ort_backend.lacks():
@@ -206,6 +208,7 @@ def listing(device: torch.device) -> list[tuple[str, str]]:
     return [
         ("--backend eager", "available"),
         ("--backend compile", status(compiler)),
+        ("--backend cudagraph", status("" if gpu else "needs a GPU")),
         ("--backend ort", status(ort_backend.lacks())),
         ("--precision fp32", "available"),
         ("--precision tf32", status("" if gpu else "needs a GPU")),

@@ -209,6 +209,8 @@ def make_step(
         step.measure_noise()
     if args.balance_workers and run.world.size > 1:
         step.time()
+    if args.backend == "cudagraph":
+        step.capture()
     return step
 
 

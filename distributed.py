@@ -187,6 +187,8 @@ def world(device_name: str = "auto") -> Iterator[World]:
     try:
         control = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, control)
+        if backends.TORCH < (2, 9) and control is not None:
+            dist.barrier(group=control)  # old gloo may wait for ever where another rank has left
     finally:
         dist.destroy_process_group()
 

@@ -204,7 +204,7 @@ class Trainer:
         self.seconds += time.perf_counter() - clock
         row |= {
             "seconds": round(self.seconds, 4),
-            "lr": group["lr"],
+            "lr": float(group["lr"]),
             "batch_size": self.batching.size,
             "world_size": self.world.size,
             "peak_memory_bytes": backends.peak_memory(self.world.device),
@@ -216,8 +216,7 @@ class Trainer:
         """The learning rate of the step about to be done."""
         one_step = 1 / self.batching.steps()
         factor = self.schedule(self.epoch + self.step_in_epoch * one_step, one_step) * self.lr_factor * self.batching.lr_factor
-        for group in self.do_step.optimizer.param_groups:
-            group["lr"] = self.settings.lr * factor
+        self.do_step.set_lr(self.settings.lr * factor)
 
     def look(self, bar: Any, wait: bool = False) -> None:
         """Show the sums so far and stop a run of non-finite steps."""

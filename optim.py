@@ -175,7 +175,9 @@ def build_optimizer(
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
     if name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=backends.fused_optimizer(model.parameters()))
+        fused = backends.fused_optimizer(model.parameters())
+        capturable = all(parameter.is_cuda for parameter in model.parameters())  # in a CUDA graph
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused, capturable=capturable)
     if name == "lars":
         return LARS(groups, lr=lr, momentum=momentum, nesterov=nesterov, **own)
     if name == "lamb":

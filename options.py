@@ -131,6 +131,7 @@ def validate(args: argparse.Namespace, script: str, resumed: bool) -> None:
         raise InputError("--sync local sends weights, not gradients: leave --grad_compress out")
     validate_batches(args)
     validate_parallel(args)
+    validate_graph(args)
     if args.backend == "ort" and args.precision not in ("auto", "fp32"):
         raise InputError(f"--backend ort computes in fp32: leave --precision {args.precision} out")
     if args.backend == "ort" and (args.fuse or args.checkpoint_activations):
@@ -182,6 +183,22 @@ def validate_parallel(args: argparse.Namespace) -> None:
     for what, wanted in refused.items():
         if wanted:
             raise InputError(f"--parallel {args.parallel} does not go with {what}; use --parallel ddp")
+
+
+def validate_graph(args: argparse.Namespace) -> None:
+    """Of steps that are recorded: what the host decides within a step does not go."""
+    if args.backend != "cudagraph":
+        return
+    refused = {
+        f"--optimizer {args.optimizer} (sgd and adamw do)": args.optimizer not in ("sgd", "adamw"),
+        f"--precision {args.precision}": args.precision == "fp16" or args.precision.startswith("apex"),
+        "--mixup cutmix, whose rectangle the host draws": args.mixup == "cutmix",
+        "--mixup meta": args.mixup == "meta",
+        "several processes": int(os.environ.get("WORLD_SIZE", 1)) > 1,
+    }
+    for what, wanted in refused.items():
+        if wanted:
+            raise InputError(f"--backend cudagraph does not go with {what}; use --backend compile")
 
 
 def schedule(args: argparse.Namespace) -> optim.Schedule:

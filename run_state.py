@@ -75,6 +75,7 @@ def restore(step: Step, batching: Batching, state: dict[str, Any]) -> None:
         step.model.load_state_dict(weights, strict=False)  # this rank's buffers
     else:
         load_whole(step, weights, optimizer)
+    step.moved()
     step.hook.load_state_dict(state["hook"], step.parameters)
     batching.load_state_dict(state["batching"])
     if step.scaler.is_enabled() and state["scaler"]:

@@ -21,6 +21,7 @@ import sharding
 from backends import Precision
 from distributed import World
 from errors import InputError
+from graphs import Record, Replay
 from hooks import Compressed, Local
 from pace import LocalSquare, Stopwatch, squared_norm
 from tasks import Task
@@ -93,6 +94,7 @@ class Step:
         self.traffic = sharding.traffic(model) if self.lockstep else (0, 0)
         self.copied: tuple[Tensor, torch.cuda.Event] | None = None
         self.watch: Stopwatch | None = None
+        self.replay: Replay | None = None
         self.own: LocalSquare | None = None
 
     def time(self) -> None:
@@ -141,6 +143,9 @@ class Step:
             inputs, labels: this rank's share of the global batch.
             weight: of its mean loss in the mean over the ranks: share x ranks / global batch.
         """
+        if self.replay is not None:
+            self.replay(inputs, labels, weight=weight)
+            return
         learner = self.learner
         while True:
             try:
@@ -160,6 +165,29 @@ class Step:
         if self.watch is not None:
             self.watch.stop()
         self.update(sums)
+
+    def body(self, inputs: Tensor, labels: Tensor, weight: float) -> None:
+        """The step without its exceptions: nothing in it waits for the device."""
+        self.update(self.forward_backward(self.parallel, inputs, labels, weight))
+
+    def capture(self, record: Record | None = None) -> None:
+        """Record the step and replay it, each shape of batch for itself: see graphs.py."""
+        self.replay = Replay(self.body, record)
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the steps to come; where they are replayed, it is written where they read it."""
+        for group in self.optimizer.param_groups:
+            if self.replay is None:
+                group["lr"] = lr
+            elif isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = torch.tensor(lr, device=self.world.device)
+
+    def moved(self) -> None:
+        """Weights or the optimizer's state were loaded, and may lie elsewhere now."""
+        if self.replay is not None:
+            self.replay.forget()
 
     def forward_backward(self, model: nn.Module, inputs: Tensor, labels: Tensor, weight: float = 1.0) -> Tensor:
         """Gradients of weight x the mean loss of the batch, in `parts` micro-batches; returns its `sums`."""

@@ -1,0 +1,164 @@
+"""Recorded steps: a stand-in for CUDA graphs that reads and writes fixed tensors, as they do; on a GPU, the graphs themselves."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import backends
+import conftest
+import graphs
+import mixup
+import optim
+import resnet50_test
+import run_state
+from distributed import World
+from resnet import build_model
+from step import Step
+from tasks import MixedClassification, classification
+
+FP32 = backends.Precision("fp32", "cpu")
+
+
+class StandIn:
+    """Does on `replay` what was recorded, on the tensors of the recording."""
+
+    made = 0
+
+    def __init__(self, body, tensors, weight):
+        StandIn.made += 1
+        self.call = lambda: body(*tensors, weight)
+
+    def replay(self):
+        self.call()
+
+
+def batches(device: str = "cpu"):
+    generator = torch.Generator().manual_seed(3)
+    for rows in (8, 8, 6, 8, 8, 6, 8, 6, 6, 8, 6):
+        x = torch.randn(rows, 1, 8, 8, generator=generator)
+        yield x.to(device), torch.randint(10, (rows,), generator=generator).to(device)
+
+
+def make(name: str, device: str = "cpu", task=None) -> Step:
+    torch.manual_seed(0)
+    model = build_model("resnet8", 10, 1, 8).to(device)
+    optimizer = optim.build_optimizer(model, name, 0.1 if name == "sgd" else 1e-3, 1e-3)
+    precision = backends.Precision("fp32", device)
+    return Step(
+        model, task or classification(0.1), optimizer, precision, World(device=torch.device(device)), accumulate=2, clip=1.0
+    )
+
+
+def run(step: Step, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    for number, (x, y) in enumerate(batches(device)):
+        step.set_lr(0.1 / (1 + number))
+        step(x, y)
+    return torch.cat([p.detach().flatten() for p in step.parameters]).cpu(), step.sums.cpu()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_recorded_steps_are_the_steps(name):
+    StandIn.made = 0
+    plain, recorded = make(name), make(name)
+    recorded.capture(StandIn)
+    torch.testing.assert_close(run(recorded), run(plain), rtol=1e-5, atol=1e-6)  # the rate is an fp32 tensor
+    assert StandIn.made == 2  # two shapes
+    assert isinstance(recorded.optimizer.param_groups[0]["lr"], torch.Tensor)
+
+
+def test_the_first_calls_of_a_shape_run_as_they_are_and_weights_count():
+    calls, seen = [], []
+
+    def record(body, tensors, weight):
+        seen.append((tensors[0].shape, weight))
+        return StandIn(body, tensors, weight)
+
+    replay = graphs.Replay(lambda x, weight: calls.append((x.tolist(), weight)), record)
+    for number in range(graphs.WARM_UP + 2):
+        replay(torch.tensor([float(number)]), weight=0.5)
+        replay(torch.tensor([float(-number)]), weight=2.0)
+    assert calls == [pair for n in range(graphs.WARM_UP + 2) for pair in (([float(n)], 0.5), ([float(-n)], 2.0))]
+    assert seen == [((1,), 0.5), ((1,), 2.0)]
+    replay.forget()
+    replay(torch.zeros(1), weight=0.5)
+    assert not replay.recorded
+
+
+def test_no_more_than_so_many_are_recorded(monkeypatch):
+    monkeypatch.setattr(graphs, "MOST", 2)
+    made, calls = [], []
+
+    def record(body, tensors, weight):
+        made.append(weight)
+        return StandIn(body, tensors, weight)
+
+    replay = graphs.Replay(lambda x, weight: calls.append(len(x)), record)
+    for rows in (1, 2, 3):
+        for _ in range(graphs.WARM_UP + 1):
+            replay(torch.zeros(rows))
+    assert calls == [rows for rows in (1, 2, 3) for _ in range(graphs.WARM_UP + 1)]
+    assert len(made) == 2
+
+
+def test_a_loaded_state_is_recorded_anew():
+    step, other = make("adamw"), make("adamw")
+    step.capture(StandIn)
+    run(step)
+    assert step.replay is not None
+    assert step.replay.recorded
+    state = copy.deepcopy({"weights": other.model.state_dict(), "optimizer": other.optimizer.state_dict()})
+    run_state.load_whole(step, state["weights"], state["optimizer"])
+    step.moved()
+    assert not step.replay.recorded
+    step.sums.zero_()
+    torch.testing.assert_close(run(step), run(other), rtol=1e-5, atol=1e-6)
+
+
+def test_it_needs_a_gpu_and_says_what_does_not_go(refused, monkeypatch):
+    if not torch.cuda.is_available():
+        refused("images", "--backend cudagraph", "needs a GPU")
+    for more, named in (
+        ("--ngd", "--optimizer ngd"),
+        ("--mixup cutmix", "cutmix"),
+        ("--meta_learning", "--mixup meta"),
+    ):
+        refused("images", f"--backend cudagraph {more}", named)
+    refused("images", "--backend cudagraph", "--precision fp16", conftest.IMAGES.replace("fp32", "fp16"))
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_graphs_are_the_steps(name):
+    plain, recorded = make(name, "cuda"), make(name, "cuda")
+    recorded.capture()
+    torch.testing.assert_close(run(recorded, "cuda"), run(plain, "cuda"), rtol=1e-3, atol=1e-4)
+
+
+@needs_gpu
+def test_each_replay_draws_its_own_mix():
+    drawn = []
+
+    class Noted(MixedClassification):
+        def under(self, mix, *rest):
+            drawn.append(mix.weight)
+            return super().under(mix, *rest)
+
+    step = make("sgd", "cuda", Noted(lambda labels, height, width: mixup.draw("mixup", 1.0, labels, height, width), False))
+    step.capture()
+    seen = set()
+    for _ in range(8):
+        step(torch.randn(8, 1, 8, 8, device="cuda"), torch.randint(10, (8,), device="cuda"))
+        seen.add(float(drawn[-1][0]))
+    assert len(seen) == 8
+
+
+@needs_gpu
+def test_a_run_through_graphs_learns(tmp_path):
+    words = "--dataset digits --arch resnet20 --bs 64 --lr 0.1 --epochs 3 --backend cudagraph --out".split()
+    assert conftest.call(resnet50_test, [*words, str(tmp_path / "run")]) == 0
