@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 LEVELS = ("apex_O1", "apex_O2")
 OPTIMIZERS = ("apex_sgd", "apex_lamb", "apex_larc")
-GET = "build github.com/NVIDIA/apex at tag 24.04.01 with --cpp_ext --cuda_ext (the package registry's apex is another)"
+GET = "build github.com/NVIDIA/apex, as of before May 2025, with --cpp_ext --cuda_ext (the apex of package registries is another)"
 
 
 def part(name: str) -> Any:

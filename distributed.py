@@ -188,7 +188,7 @@ def world(device_name: str = "auto") -> Iterator[World]:
         control = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, control)
         if backends.TORCH < (2, 9) and control is not None:
-            dist.barrier(group=control)  # old gloo may wait for ever where another rank has left
+            dist.barrier(group=control)  # type: ignore[arg-type]  # old gloo may wait for ever where another rank has left
     finally:
         dist.destroy_process_group()
 

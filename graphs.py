@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 WARM_UP = 3  # calls of a shape before it is recorded: kernels are chosen and compiled, moments come into being
-MOST = 32  # graphs kept; other shapes run as they are. Texts in lengths of a multiple of 8 up to 128 have 16
+MOST = 32  # graphs kept; other shapes run as they are. Texts in lengths of a multiple of 4 up to 128 have 32
 
 
 class Recorded(Protocol):

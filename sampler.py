@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-GROUP = 64  # batches that are sorted by length together: padding falls, the order stays random
+GROUP = 128  # batches that are sorted by length together: padding falls, the order stays random
 
 
 class Sampler:

@@ -112,6 +112,9 @@ def look_at(name: str, data_dir: str, folder: str) -> tuple[throughput.Recipe, f
         words = ["--data_dir", data_dir, "--bs", "16", "--out", f"{folder}/flops", "--precision", "fp32"]
         opened = throughput.open_script(SCRIPTS[name], words, world)
         trainer = opened.trainer
+        if opened.recipe.texts:
+            plan = list(trainer.batching.order.epoch(0, BATCHES[name]))
+            print(f"padding of batches of {BATCHES[name]}: {100 * trainer.train_set.padding(plan):.1f} % of the tokens")  # type: ignore[attr-defined]
         inputs, _ = next(throughput.our_batches(trainer, 16))
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             trainer.model(inputs)
@@ -167,7 +170,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             recipe, flops = look_at(name, args.data_dir, folder)
             sides = {side: Side(name, side, args.data_dir, folder, recipe) for side in (PLAIN, *wanted)}
-            found, memory = measure(sides, *((3, 4.0) if args.quick else (7, 8.0)))
+            found, memory = measure(sides, *((3, 4.0) if args.quick else (5, 8.0)))
         title, columns = (
             f"{name}, batch {BATCHES[name]}",
             f"{'samples/s':>10} {'x plain':>8} {'spread':>12} {'peak GiB':>9} {'of peak':>8}",

@@ -121,8 +121,7 @@ def test_batches_hold_the_tokens_of_their_rows(
     for part, (tokens, labels) in zip(plan, data.batches(plan, epoch=0), strict=True):
         assert labels.tolist() == [rows.labels[i] for i in part]
         longest = max(len(wanted[i]) for i in part)
-        assert tokens.shape[1] % 8 == 0
-        assert longest <= tokens.shape[1] < longest + 8
+        assert tokens.shape[1] == longest
         assert (tokens[:, 0] == 2).all()
         assert tokens.tolist() == [wanted[i] + [0] * (tokens.shape[1] - len(wanted[i])) for i in part]
 
@@ -135,6 +134,15 @@ def test_text_longer_than_the_model_takes_is_cut_whatever_the_length(
     monkeypatch.setattr("sys.argv", ["x", *words.split(), "--max_len", str(max_len), "--out", str(tmp_path / "run")])
     transformer_test.main()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_padding_is_counted_and_on_gpus_even() -> None:
+    data = TextSet.__new__(TextSet)
+    data.lengths, data.max_len, data.device = torch.tensor([5, 9, 9, 30]), 31, CPU
+    plan = [torch.tensor([0, 1]), torch.tensor([2, 3])]
+    assert data.padding(plan) == pytest.approx((18 + 60) / 53 - 1)
+    data.device = torch.device("cuda")
+    assert [data.padded_length(rows) for rows in plan] == [12, 31]
 
 
 def test_encode_cleans_and_equals_the_set(tokenizer: Tokenizer) -> None:

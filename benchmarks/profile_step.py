@@ -1,0 +1,80 @@
+"""Where the time of a training step goes: both scripts under torch's profiler, operators by their own time.
+
+python benchmarks/profile_step.py                        # a minute on two cores
+python benchmarks/profile_step.py --text profile.txt     # keeps the tables
+python benchmarks/profile_step.py --only resnet50 --more --backend compile
+
+Data from the real sets, input pipeline included.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the scripts and modules measured here
+
+import backends
+import bench
+import distributed
+import resnet50_test
+import throughput
+import transformer_test
+
+SCRIPTS = {"resnet50": (resnet50_test, 64), "transformer": (transformer_test, 128)}
+WARM_UP, STEPS, ROWS = 4, 6, 14  # steps before, steps profiled, operators shown
+
+
+def table(name: str, words: list[str], data_dir: str) -> Iterator[str]:
+    """Lines: each operator's share of a step, milliseconds and calls a step."""
+    script, batch = SCRIPTS[name]
+    cuda = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with tempfile.TemporaryDirectory() as folder, distributed.world() as world:
+        flags = ["--data_dir", data_dir, "--bs", str(batch), "--out", f"{folder}/run", *words]
+        opened = throughput.open_script(script, flags, world)
+        steps = throughput.our_steps(opened.trainer)
+        for _ in range(WARM_UP):
+            next(steps)
+        bench.wait_for_device()
+        with profile(activities=activities) as profiler:
+            for _ in range(STEPS):
+                next(steps)
+            bench.wait_for_device()
+    rows = [
+        (event.self_device_time_total if cuda else event.self_cpu_time_total, event.count, event.key)
+        for event in profiler.key_averages()
+    ]
+    rows = sorted((row for row in rows if not row[2].startswith("ProfilerStep")), reverse=True)
+    total = sum(time for time, _, _ in rows)
+    yield f"{name}, batch {batch}, {opened.precision} {' '.join(words)}: {total / STEPS / 1e3:.1f} ms of operators a step"
+    yield f"{'share':>7} {'ms/step':>9} {'calls/step':>11}  operator"
+    for time, calls, key in rows[:ROWS]:
+        yield f"{100 * time / total:>6.1f}% {time / STEPS / 1e3:>9.2f} {calls / STEPS:>11.1f}  {key}"
+
+
+def main() -> int:
+    parser = bench.parser(__doc__)
+    parser.add_argument("--data_dir", default=os.environ.get("DATA_DIR", "./data"), help="folder of the data sets")
+    parser.add_argument("--only", choices=list(SCRIPTS), help="one of the two")
+    parser.add_argument("--text", metavar="FILE", help="write the tables there as well")
+    parser.add_argument("--more", nargs="...", default=[], metavar="FLAG", help="flags of the script, last")
+    args = parser.parse_args()
+    backends.keep_freed_memory()
+    lines = [bench.machine(bench.DEVICE, ("torch",))]
+    for name in [args.only] if args.only else SCRIPTS:
+        lines += ["", *table(name, args.more, args.data_dir)]
+    print("\n".join(lines))
+    if args.text:
+        Path(args.text).write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
