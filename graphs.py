@@ -9,6 +9,7 @@ What the step reads and writes must lie where it was when it was recorded: weigh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -62,10 +63,16 @@ class Replay:
         self.recorded.clear()
 
 
+@functools.cache
+def memory_pool() -> Any:
+    """One for all graphs: they replay one at a time, and nothing that a step makes in it outlives the step."""
+    return torch.cuda.graph_pool_handle()
+
+
 def record_cuda(body: Callable[..., None], tensors: tuple[Tensor, ...], weight: float) -> Recorded:
     """A CUDA graph; random numbers come from the device's generator, whose state each replay moves on."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=memory_pool()):
         body(*tensors, weight)
     return graph

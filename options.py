@@ -132,6 +132,10 @@ def validate(args: argparse.Namespace, script: str, resumed: bool) -> None:
     validate_batches(args)
     validate_parallel(args)
     validate_graph(args)
+    if args.precision.startswith("apex") and (args.mixup == "meta" or args.noise_scale or args.dynamic_batch == "noise"):
+        raise InputError(
+            f"--precision {args.precision}: meta-mixup and the noise scale need torch's own loss scale; use --precision fp16"
+        )
     if args.backend == "ort" and args.precision not in ("auto", "fp32"):
         raise InputError(f"--backend ort computes in fp32: leave --precision {args.precision} out")
     if args.backend == "ort" and (args.fuse or args.checkpoint_activations):

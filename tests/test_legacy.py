@@ -201,6 +201,11 @@ def test_what_is_not_here_is_named_with_the_way_to_get_it(script, flags, lacking
     assert "requirements-legacy.txt" in line or "github.com/NVIDIA/apex" in line
 
 
+@pytest.mark.parametrize("more", ["--meta_learning", "--noise_scale", "--dynamic_batch noise"])
+def test_what_needs_torchs_loss_scale_is_refused_under_apex(more, refused):
+    refused("images", f"--precision apex_O1 {more}", "loss scale", conftest.IMAGES.replace(" --precision fp32", ""))
+
+
 def test_the_listing_names_every_choice():
     listed = " ".join(flag for flag, _ in backends.listing(torch.device("cpu")))
     for name in (*backends.BACKENDS, *backends.PRECISIONS[1:], *apex_backend.OPTIMIZERS):
