@@ -63,7 +63,7 @@ def restore(step: Step, batching: Batching, state: dict[str, Any]) -> None:
     else:
         step.sums.copy_(ranks[0]["sums"])
         step.sums[:SKIPPED] = sum(rank["sums"][:SKIPPED] for rank in ranks) if step.world.first else 0
-        if optimizer is None and step.apart:
+        if optimizer is None and not state.get("shards"):
             weights = checkpoint.mean([rank["weights"] for rank in ranks])
             optimizer = merge([rank["optimizer"] for rank in ranks])
     if state.get("shards"):
