@@ -106,7 +106,8 @@ class Forward:
             with silence():
                 output = self.graph(*inputs)
         except Exception as error:  # ORTModule's own types, and those of torch's exporter
-            raise InputError(f"--backend ort: the model cannot be exported ({str(error).strip().splitlines()[-1][:160]})") from None
+            line = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            raise InputError(f"--backend ort: the model cannot be exported ({line[:160]})") from None
         if type(output.grad_fn).__name__ != PROOF:
             raise InputError(f"--backend ort: the model ran in torch ({type(output.grad_fn).__name__}), not in ONNX Runtime")
         for buffer, value in zip(self.model.buffers(), before):
