@@ -1,0 +1,220 @@
+"""Search hyper-parameters on a fraction of the training set: each trial is an entry script in a process of its own.
+
+python tuning/sweep.py --script resnet50_test.py --space tuning/resnet50.yaml --trials 20 --subset 0.1 --epoch 5
+bash tuning/resnet50_tuning.sh --trials 40 --jobs 4              # the same with its defaults; four GPUs side by side
+bash tuning/transformer_tuning.sh --sampler random --objective time_to:0.85 --dataset agnews
+
+Flags that are not listed below go to the script. The objective is measured on rows held out of the training set, never on the test
+set. A sweep that was killed goes on where it stopped when it is started again with the same --out; several machines can share one
+through --storage. It ends with a table, results.csv, pictures, and a recipe that --recipe takes as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the scripts and modules of the project
+
+import optuna
+from optuna.trial import TrialState
+
+import errors
+import findings
+import flags
+import space
+from errors import InputError, Interrupted
+from space import Space
+from trials import ROOT, Objective, Runner, TrialFailed, TrialStopped, slots
+
+SAMPLERS, PRUNERS = ("tpe", "random", "grid"), ("median", "hyperband", "none")
+SCRIPTS = ("resnet50_test.py", "transformer_test.py")
+
+
+def parser(**defaults: Any) -> flags.Parser:
+    """The flags of a sweep."""
+    parser = flags.Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--script", choices=SCRIPTS, default=SCRIPTS[0], help="what is tuned (default %(default)s)")
+    add("--space", type=Path, metavar="YAML", help="where values come from: see space.py (default tuning/<script>.yaml)")
+    add("--trials", type=flags.count, default=20, help="in all, those of an earlier start included (default %(default)s)")
+    add("--sampler", choices=SAMPLERS, default="tpe", help="which values come next (default %(default)s)")
+    add("--pruner", choices=PRUNERS, default="median", help="which runs are given up early (default %(default)s)")
+    add("--pruner_trials", type=flags.count, default=4, metavar="N", help="of median: whole runs before it judges (default 4)")
+    add("--objective", default="accuracy", help="validation accuracy, or time_to:0.9, the seconds to it (default %(default)s)")
+    add(
+        "--val_fraction",
+        type=flags.below_one,
+        default=0.1,
+        metavar="F",
+        help="of the training rows, held out (default %(default)s)",
+    )
+    add("--jobs", type=flags.count, default=1, help="trials at a time, each on GPUs or cores of its own (default %(default)s)")
+    add("--nproc", type=flags.count, default=1, help="processes of a trial, through torchrun (default %(default)s)")
+    add("--sweep_seed", type=flags.natural, default=0, metavar="N", help="of the sampler (default %(default)s)")
+    add("--storage", metavar="URL", help="Optuna's, to be shared by machines (default sqlite in --out)")
+    add("--out", type=Path, metavar="DIR", help="folder of the sweep (default runs/tuning-<script>)")
+    add("--recipe_out", type=Path, metavar="YAML", help="where the recipe goes (default recipes/tuned_<script>.yaml)")
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def script_flags(args: argparse.Namespace, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
+    """The script's flags under these words, and the names it has; InputError for a word it does not know."""
+    script = importlib.import_module(args.script.removesuffix(".py")).parser()
+    names = {option.removeprefix("--") for action in script._actions for option in action.option_strings}
+    for name in ("out", "resume", "val_fraction"):
+        if any(word.split("=")[0] == f"--{name}" for word in words):
+            raise InputError(f"--{name} is the sweep's own flag, not a trial's")
+    return script.parse_args(list(words)), names
+
+
+def make_study(args: argparse.Namespace, searched: Space, objective: Objective) -> optuna.Study:
+    """The study in its storage, made or gone on with."""
+    if args.sampler == "grid":
+        sampler: optuna.samplers.BaseSampler = optuna.samplers.GridSampler(space.grid(args.space, searched), args.sweep_seed)
+    elif args.sampler == "random":
+        sampler = optuna.samplers.RandomSampler(args.sweep_seed)
+    else:
+        sampler = optuna.samplers.TPESampler(seed=args.sweep_seed, n_startup_trials=max(4, args.trials // 4))
+    pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
+    if args.pruner == "median":
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=args.pruner_trials, n_warmup_steps=0)
+    elif args.pruner == "hyperband":
+        pruner = optuna.pruners.HyperbandPruner()
+    args.out.mkdir(parents=True, exist_ok=True)
+    storage = args.storage or f"sqlite:///{args.out.resolve() / 'study.db'}"
+    try:
+        study = optuna.create_study(
+            study_name=args.script.removesuffix(".py"),
+            storage=storage,
+            sampler=sampler,
+            pruner=pruner,
+            direction=objective.direction,
+            load_if_exists=True,
+        )
+    except Exception as error:  # of the data base's driver, of its address
+        raise InputError(f"--storage {storage}: {str(error).splitlines()[0]}") from None
+    if study.direction.name.lower() != objective.direction:
+        raise InputError(f"--out {args.out}: holds a sweep with another --objective; choose another folder")
+    return study
+
+
+def take_up(study: optuna.Study) -> int:
+    """Trials that a killed sweep left running on this machine go on from their checkpoints; returns how many."""
+    left = []
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        if trial.user_attrs.get("host", socket.gethostname()) == socket.gethostname() and not alive(trial.user_attrs.get("pid", 0)):
+            left.append(trial)
+    for trial in left:
+        study.tell(trial.number, state=TrialState.FAIL)
+        put_back(study, trial)
+    return len(left)
+
+
+def put_back(study: optuna.Study, trial: optuna.Trial | optuna.trial.FrozenTrial) -> None:
+    """Another trial goes on with this one's values, from its checkpoint."""
+    kept = {"folder": trial.user_attrs["folder"]} if "folder" in trial.user_attrs else {}
+    study.enqueue_trial(trial.params, user_attrs=kept | {"after": trial.number})
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this number runs."""
+    if not pid:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def finished(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
+    """Trials that are over, but for those that another one goes on with."""
+    trials = study.get_trials(deepcopy=False)
+    gone_on = {trial.user_attrs["after"] for trial in trials if "after" in trial.user_attrs}
+    return [trial for trial in trials if trial.state.is_finished() and trial.number not in gone_on]
+
+
+class Progress:
+    """A line after each trial, with the time left."""
+
+    def __init__(self, wanted: int, before: int) -> None:
+        self.wanted, self.before, self.start = wanted, before, time.monotonic()
+
+    def __call__(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+        """As Optuna calls it."""
+        over = len(finished(study))
+        pace = (time.monotonic() - self.start) / max(1, over - self.before)
+        left = max(0.0, pace * (self.wanted - over))
+        what = {TrialState.PRUNED: "given up", TrialState.FAIL: "failed: " + trial.user_attrs.get("error", "")}
+        result = what.get(trial.state) or f"{trial.value:.4f}"
+        print(f"trial {over} of {self.wanted}: {findings.show(trial.params)}: {result}; {left / 60:.1f} min left", flush=True)
+
+
+def run(args: argparse.Namespace, words: list[str]) -> None:
+    """The sweep.
+
+    Raises:
+        InputError: a flag, the space or the storage is wrong.
+        Interrupted: Ctrl-C; it goes on when started again.
+    """
+    name = args.script.removesuffix("_test.py")
+    args.space = args.space or ROOT / "tuning" / f"{name}.yaml"
+    args.out = args.out or Path("runs") / f"tuning-{name}"
+    args.recipe_out = args.recipe_out or ROOT / "recipes" / f"tuned_{name}.yaml"
+    objective = Objective.read(args.objective)
+    if not args.val_fraction:
+        raise InputError("--val_fraction 0: a sweep needs rows to choose by; the test set is not for that")
+    base, names = script_flags(args, words)
+    searched = space.read_space(args.space, names)
+    if args.sampler == "grid":
+        args.trials = min(args.trials, findings.product(space.grid(args.space, searched)))
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = make_study(args, searched, objective)
+    again, before = take_up(study), len(finished(study))
+    print(f"{args.trials} trials of {args.script} in {args.out}, {before} of them done, {again} taken up again")
+    import torch
+
+    threads = [] if torch.cuda.is_available() or args.jobs == 1 else ["--threads", str(max(1, (os.cpu_count() or 1) // args.jobs))]
+    fixed = [*words, "--val_fraction", str(args.val_fraction), *threads]
+    runner = Runner(
+        args.script, fixed, objective, args.out.resolve(), args.nproc, slots(args.jobs, args.nproc, torch.cuda.device_count())
+    )
+
+    def one(trial: optuna.Trial) -> float:
+        try:
+            return runner(trial, space.suggest(trial, searched))
+        except (KeyboardInterrupt, TrialStopped):
+            put_back(study, trial)
+            raise
+        except TrialFailed as error:
+            trial.set_user_attr("error", str(error))
+            raise
+
+    try:
+        study.optimize(one, args.trials - before, n_jobs=args.jobs, catch=(TrialFailed,), callbacks=[Progress(args.trials, before)])
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted; the same command goes on with the sweep in {args.out}") from None
+    findings.report(study, finished(study), args, base, words)
+
+
+def main(argv: Sequence[str] | None = None, **defaults: Any) -> None:
+    """Flags of the sweep and of the script, mixed; `defaults` of either kind."""
+    own = parser(**{name: value for name, value in defaults.items() if name != "words"})
+    words = list(sys.argv[1:] if argv is None else argv)
+    args, rest = own.parse_known_args(words)
+    run(args, [*defaults.get("words", []), *rest])
+
+
+if __name__ == "__main__":
+    sys.exit(errors.exit_code(main))

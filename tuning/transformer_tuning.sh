@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Search hyper-parameters of transformer_test.py on a tenth of the training set; works from any folder. Flags: see sweep.py --help
+#   bash tuning/transformer_tuning.sh --trials 40 --jobs 4
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
+exec "$python" "$root/tuning/transformer_tuning.py" "$@"
