@@ -93,6 +93,7 @@ def test_gradients_and_statistics_are_those_of_torch(make, batch):
     for name, wanted in plain.state_dict().items():
         biased = name.endswith("running_var")  # ONNX divides by n, torch by n - 1; the least n here is 125
         torch.testing.assert_close(ours.state_dict()[name], wanted, rtol=0.01 if biased else 1e-5, atol=1e-6, msg=name)
+    ours.load_state_dict(plain.state_dict())
     for model in (ours, plain):
         model.eval()
     torch.testing.assert_close(ours(*batch(6)[:1]).shape, plain(*batch(6)[:1]).shape)

@@ -173,6 +173,7 @@ def test_a_sweep_is_killed_goes_on_and_beats_a_rate_that_is_wrong(tmp_path):
         found = list(csv.DictReader(file))
     assert len(found) == 12
     assert [row["rank"] for row in found] == [str(rank) for rank in range(1, 13)]
+    assert len({row["lr"] for row in found}) == 12  # no values twice
     pruned = [row for row in found if row["state"] == "PRUNED"]
     assert len(pruned) >= 4
     assert float(found[0]["value"]) > 0.5  # a rate of 1e-6 stays at chance

@@ -78,33 +78,30 @@ def script_flags(args: argparse.Namespace, words: Sequence[str]) -> tuple[argpar
 
 def make_study(args: argparse.Namespace, searched: Space, objective: Objective) -> optuna.Study:
     """The study in its storage, made or gone on with."""
-    if args.sampler == "grid":
-        sampler: optuna.samplers.BaseSampler = optuna.samplers.GridSampler(space.grid(args.space, searched), args.sweep_seed)
-    elif args.sampler == "random":
-        sampler = optuna.samplers.RandomSampler(args.sweep_seed)
-    else:
-        sampler = optuna.samplers.TPESampler(seed=args.sweep_seed, n_startup_trials=max(4, args.trials // 4))
-    pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
-    if args.pruner == "median":
-        pruner = optuna.pruners.MedianPruner(n_startup_trials=args.pruner_trials, n_warmup_steps=0)
-    elif args.pruner == "hyperband":
-        pruner = optuna.pruners.HyperbandPruner()
     args.out.mkdir(parents=True, exist_ok=True)
     storage = args.storage or f"sqlite:///{args.out.resolve() / 'study.db'}"
+    named = {"study_name": args.script.removesuffix(".py"), "storage": storage}
     try:
-        study = optuna.create_study(
-            study_name=args.script.removesuffix(".py"),
-            storage=storage,
-            sampler=sampler,
-            pruner=pruner,
-            direction=objective.direction,
-            load_if_exists=True,
-        )
+        study = optuna.create_study(**named, direction=objective.direction, load_if_exists=True)
     except Exception as error:  # of the data base's driver, of its address
         raise InputError(f"--storage {storage}: {str(error).splitlines()[0]}") from None
     if study.direction.name.lower() != objective.direction:
         raise InputError(f"--out {args.out}: holds a sweep with another --objective; choose another folder")
+    study.sampler = make_sampler(args, searched, args.sweep_seed + len(study.get_trials(deepcopy=False)))
+    if args.pruner == "median":
+        study.pruner = optuna.pruners.MedianPruner(n_startup_trials=args.pruner_trials, n_warmup_steps=0)
+    else:
+        study.pruner = optuna.pruners.HyperbandPruner() if args.pruner == "hyperband" else optuna.pruners.NopPruner()
     return study
+
+
+def make_sampler(args: argparse.Namespace, searched: Space, seed: int) -> optuna.samplers.BaseSampler:
+    """Of a sweep that is gone on with, the seed is another: the same one would draw the same values again."""
+    if args.sampler == "grid":
+        return optuna.samplers.GridSampler(space.grid(args.space, searched), args.sweep_seed)
+    if args.sampler == "random":
+        return optuna.samplers.RandomSampler(seed)
+    return optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(4, args.trials // 4))
 
 
 def take_up(study: optuna.Study) -> int:
