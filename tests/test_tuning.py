@@ -211,7 +211,7 @@ def test_ctrl_c_puts_trials_back(jobs, tmp_path):
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         for _ in range(1200):
-            if len(list((tmp_path / "sweep" / "trials").glob("*/metrics.jsonl"))) == int(jobs):
+            if len(list((tmp_path / "sweep" / "trials").glob("*/last.pt"))) == int(jobs):
                 break
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the sweep and its trials

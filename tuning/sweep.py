@@ -12,12 +12,15 @@ through --storage. It ends with a table, results.csv, pictures, and a recipe tha
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import importlib
+import itertools
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,7 @@ import flags
 import space
 from errors import InputError, Interrupted
 from space import Space
-from trials import ROOT, Objective, Runner, TrialFailed, TrialStopped, slots
+from trials import ROOT, STOPPED, Objective, Runner, TrialFailed, slots
 
 SAMPLERS, PRUNERS = ("tpe", "random", "grid"), ("median", "hyperband", "none")
 SCRIPTS = ("resnet50_test.py", "transformer_test.py")
@@ -87,21 +90,18 @@ def make_study(args: argparse.Namespace, searched: Space, objective: Objective) 
         raise InputError(f"--storage {storage}: {str(error).splitlines()[0]}") from None
     if study.direction.name.lower() != objective.direction:
         raise InputError(f"--out {args.out}: holds a sweep with another --objective; choose another folder")
-    study.sampler = make_sampler(args, searched, args.sweep_seed + len(study.get_trials(deepcopy=False)))
+    seed = args.sweep_seed + len(study.get_trials(deepcopy=False))  # gone on with, the same one would draw the same values again
+    tpe = optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(4, args.trials // 4))
+    study.sampler = tpe if args.sampler == "tpe" else optuna.samplers.RandomSampler(seed)
+    if args.sampler == "grid":
+        axes = space.grid(args.space, searched)
+        for values in itertools.product(*axes.values()):
+            study.enqueue_trial(dict(zip(axes, values)), skip_if_exists=True)
     if args.pruner == "median":
         study.pruner = optuna.pruners.MedianPruner(n_startup_trials=args.pruner_trials, n_warmup_steps=0)
     else:
         study.pruner = optuna.pruners.HyperbandPruner() if args.pruner == "hyperband" else optuna.pruners.NopPruner()
     return study
-
-
-def make_sampler(args: argparse.Namespace, searched: Space, seed: int) -> optuna.samplers.BaseSampler:
-    """Of a sweep that is gone on with, the seed is another: the same one would draw the same values again."""
-    if args.sampler == "grid":
-        return optuna.samplers.GridSampler(space.grid(args.space, searched), args.sweep_seed)
-    if args.sampler == "random":
-        return optuna.samplers.RandomSampler(seed)
-    return optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(4, args.trials // 4))
 
 
 def take_up(study: optuna.Study) -> int:
@@ -142,20 +142,54 @@ def finished(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
     return [trial for trial in trials if trial.state.is_finished() and trial.number not in gone_on]
 
 
-class Progress:
+def search(
+    study: optuna.Study, one: Callable[[optuna.Trial], float], args: argparse.Namespace, before: int, stop: threading.Event
+) -> None:
+    """Ask for trials, run and tell them, as many at a time as there are jobs. Optuna's own threads may take a waiting trial twice.
+
+    Raises:
+        Interrupted: Ctrl-C; the trials under way are put back.
+    """
+    one_at_a_time, left, start = threading.Lock(), iter(range(args.trials - before)), time.monotonic()
+
+    def worker() -> None:
+        while not stop.is_set():
+            with one_at_a_time:
+                if next(left, None) is None:
+                    return
+                trial = study.ask()
+            state, value = TrialState.COMPLETE, None
+            try:
+                value = one(trial)
+            except optuna.TrialPruned:
+                state = TrialState.PRUNED
+            except TrialFailed as error:
+                state = TrialState.FAIL
+                trial.set_user_attr("error", str(error))
+            with one_at_a_time:
+                done = study.tell(trial, value, state)
+                if stop.is_set() or done.user_attrs.get("error") == STOPPED:
+                    put_back(study, done)
+                else:
+                    tell_progress(study, done, args.trials, before, start)
+
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        workers = [pool.submit(worker) for _ in range(args.jobs)]
+        try:
+            for future in workers:
+                future.result()
+        except KeyboardInterrupt:
+            stop.set()
+            raise Interrupted(f"interrupted; the same command goes on with the sweep in {args.out}") from None
+
+
+def tell_progress(study: optuna.Study, trial: optuna.trial.FrozenTrial, wanted: int, before: int, start: float) -> None:
     """A line after each trial, with the time left."""
-
-    def __init__(self, wanted: int, before: int) -> None:
-        self.wanted, self.before, self.start = wanted, before, time.monotonic()
-
-    def __call__(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
-        """As Optuna calls it."""
-        over = len(finished(study))
-        pace = (time.monotonic() - self.start) / max(1, over - self.before)
-        left = max(0.0, pace * (self.wanted - over))
-        what = {TrialState.PRUNED: "given up", TrialState.FAIL: "failed: " + trial.user_attrs.get("error", "")}
-        result = what.get(trial.state) or f"{trial.value:.4f}"
-        print(f"trial {over} of {self.wanted}: {findings.show(trial.params)}: {result}; {left / 60:.1f} min left", flush=True)
+    over = len(finished(study))
+    left = max(0.0, (time.monotonic() - start) / max(1, over - before) * (wanted - over))
+    what = {TrialState.PRUNED: "given up", TrialState.FAIL: "failed: " + trial.user_attrs.get("error", "")}
+    result = what.get(trial.state) or f"{trial.value:.4f}"
+    print(f"trial {over} of {wanted}: {findings.show(trial.params)}: {result}; {left / 60:.1f} min left", flush=True)
 
 
 def run(args: argparse.Namespace, words: list[str]) -> None:
@@ -188,20 +222,7 @@ def run(args: argparse.Namespace, words: list[str]) -> None:
         args.script, fixed, objective, args.out.resolve(), args.nproc, slots(args.jobs, args.nproc, torch.cuda.device_count())
     )
 
-    def one(trial: optuna.Trial) -> float:
-        try:
-            return runner(trial, space.suggest(trial, searched))
-        except (KeyboardInterrupt, TrialStopped):
-            put_back(study, trial)
-            raise
-        except TrialFailed as error:
-            trial.set_user_attr("error", str(error))
-            raise
-
-    try:
-        study.optimize(one, args.trials - before, n_jobs=args.jobs, catch=(TrialFailed,), callbacks=[Progress(args.trials, before)])
-    except KeyboardInterrupt:
-        raise Interrupted(f"interrupted; the same command goes on with the sweep in {args.out}") from None
+    search(study, lambda trial: runner(trial, space.suggest(trial, searched)), args, before, runner.stop)
     findings.report(study, finished(study), args, base, words)
 
 

@@ -15,9 +15,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import space
 from errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
+STOPPED = "interrupted"  # what a trial fails with that can go on from its checkpoint
 LOOK_EVERY = 0.1  # seconds between two looks at metrics.jsonl
 LEAVE = 60.0  # seconds that a script has to write its checkpoint
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: a forked child of a threaded process must not load
@@ -36,10 +38,6 @@ NOT_REACHED = 1e6  # seconds, at least, of a run that never gets there
 
 class TrialFailed(Exception):
     """The script ended with an error; the message is its line."""
-
-
-class TrialStopped(TrialFailed):
-    """The script was interrupted, after it had written a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,7 @@ class Runner:
     objective: Objective
     out: Path
     nproc: int
+    stop: threading.Event = field(default_factory=threading.Event, kw_only=True)  # set to end all trials
     slots: queue.Queue[str | None]  # a GPU, or a comma-separated list of them, for each trial at a time; None on CPUs
 
     def __call__(self, trial: optuna.Trial, values: dict[str, Any]) -> float:
@@ -129,11 +128,13 @@ class Runner:
                     return self.objective.value(rows)
                 if ended:
                     break
+                if self.stop.is_set():
+                    raise TrialFailed(STOPPED)
                 time.sleep(LOOK_EVERY)
         finally:
             end(process)
         if process.returncode == errors.INTERRUPTED:
-            raise TrialStopped("interrupted")
+            raise TrialFailed(STOPPED)
         if process.returncode or not rows:
             raise TrialFailed(last_line(folder) or f"exit code {process.returncode}")
         return self.objective.value(rows)
