@@ -78,6 +78,7 @@ def test_the_first_calls_of_a_shape_run_as_they_are_and_weights_count():
 
     replay = graphs.Replay(lambda x, weight: calls.append((x.tolist(), weight)), record)
     for number in range(graphs.WARM_UP + 2):
+        assert bool(replay.recorded) == (number > graphs.WARM_UP)
         replay(torch.tensor([float(number)]), weight=0.5)
         replay(torch.tensor([float(-number)]), weight=2.0)
     assert calls == [pair for n in range(graphs.WARM_UP + 2) for pair in (([float(n)], 0.5), ([float(-n)], 2.0))]
@@ -127,6 +128,14 @@ def test_it_needs_a_gpu_and_says_what_does_not_go(refused, monkeypatch):
     ):
         refused("images", f"--backend cudagraph {more}", named)
     refused("images", "--backend cudagraph", "--precision fp16", conftest.IMAGES.replace("fp32", "fp16"))
+
+
+def test_compile_compiles_in_place():
+    models = {name: torch.nn.Linear(1, 1) for name in ("eager", "compile")}
+    for name, model in models.items():
+        assert backends.apply_backend(name, model) is model
+    assert models["eager"]._compiled_call_impl is None
+    assert models["compile"]._compiled_call_impl is not None
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
