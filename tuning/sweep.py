@@ -16,6 +16,7 @@ import concurrent.futures
 import importlib
 import itertools
 import os
+import signal
 import socket
 import sys
 import threading
@@ -222,6 +223,8 @@ def run(args: argparse.Namespace, words: list[str]) -> None:
         args.script, fixed, objective, args.out.resolve(), args.nproc, slots(args.jobs, args.nproc, torch.cuda.device_count())
     )
 
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs start with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     search(study, lambda trial: runner(trial, space.suggest(trial, searched)), args, before, runner.stop)
     findings.report(study, finished(study), args, base, words)
 
