@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,9 +111,8 @@ def test_a_loaded_state_is_recorded_anew():
     run(step)
     assert step.replay is not None
     assert step.replay.recorded
-    state = copy.deepcopy({"weights": other.model.state_dict(), "optimizer": other.optimizer.state_dict()})
-    run_state.load_whole(step, state["weights"], state["optimizer"])
-    step.moved()
+    batching = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    run_state.restore(step, batching, copy.deepcopy(run_state.gather(other, batching)))
     assert not step.replay.recorded
     step.sums.zero_()
     torch.testing.assert_close(run(step), run(other), rtol=1e-5, atol=1e-6)
