@@ -173,6 +173,7 @@ def trainer(
         log.say(advice)
     torch.manual_seed(args.seed * 1009 + 1 + world.rank)
     settings = Settings(args.epochs, args.batch_size, lr, args.save_every)
+    tests = {name: data for name, data in tests.items() if args.test or name != "test"}
     header = {"script": run.script, "flags": vars(args), **header}
     return Trainer(step, schedule, train, batching, tests, log, settings, header)
 
@@ -293,12 +294,9 @@ def report(run: Run, totals: dict[str, Any], validated: bool) -> None:
     """The last lines on the console (rank 0); `validated`: a validation split chose the best epoch."""
     if not run.world.first:
         return
-    line = f"best test accuracy {100 * totals['test_accuracy']:.2f} % in epoch {totals['epoch']}"
-    if validated:
-        line = (
-            f"best validation accuracy {100 * totals['accuracy']:.2f} % in epoch {totals['epoch']}, "
-            f"test accuracy there {100 * totals['test_accuracy']:.2f} %"
-        )
+    line = f"best {'validation' if validated else 'test'} accuracy {100 * totals['accuracy']:.2f} % in epoch {totals['epoch']}"
+    if validated and totals["test_accuracy"] is not None:
+        line += f", test accuracy there {100 * totals['test_accuracy']:.2f} %"
     print(line)
     print(
         f"{totals['seconds']:.1f} s, {totals['samples_per_second']:.0f} samples/s, peak memory "

@@ -171,7 +171,7 @@ class Trainer:
         accuracy = row["val_accuracy" if "val" in self.tests else "test_accuracy"]
         better = accuracy > self.best["accuracy"]
         if better:
-            self.best = {"accuracy": accuracy, "epoch": row["epoch"], "test_accuracy": row["test_accuracy"]}
+            self.best = {"accuracy": accuracy, "epoch": row["epoch"], "test_accuracy": row.get("test_accuracy")}
         self.save(best=better)
         self.log.epoch(self.rows)
         if advice := self.batching.advice(row["batch_size"]):

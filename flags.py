@@ -108,6 +108,12 @@ def add_data(parser: Parser, datasets: Sequence[str]) -> None:
         metavar="F",
         help="part of the training set to validate on (default 0; 0.05 with --mixup meta)",
     )
+    add(
+        "--test",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure the test set after each epoch (default); --no-test, with --val_fraction: not at all, as in a search",
+    )
     add("--workers", type=natural, default=2, help="processes that decode images (default %(default)s)")
 
 

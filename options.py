@@ -119,6 +119,8 @@ def validate(args: argparse.Namespace, script: str, resumed: bool) -> None:
         )
     if args.export and not Path(args.export).parent.is_dir():
         raise InputError(f"--export {args.export}: the folder does not exist; make it first")
+    if not args.test and not args.val_fraction:
+        raise InputError("--no-test: nothing is left to choose the best epoch by; give --val_fraction above 0")
     if args.mixup == "meta" and not args.val_fraction:
         raise InputError("--mixup meta learns on held-out rows of the training set: give --val_fraction above 0")
     if args.sync != "sync" and args.optimizer == "slamb":

@@ -75,6 +75,7 @@ BOTH = [
     ("--subset 0", "--subset"),
     ("--subset 2", "--subset"),
     ("--val_fraction 1", "--val_fraction"),
+    ("--no-test", "--val_fraction"),
     ("--epochs 0", "--epoch"),
     ("--seed -1", "--seed"),
     ("--seed 99999999999999999999999", "--seed"),

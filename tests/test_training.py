@@ -79,6 +79,20 @@ def test_the_validation_split_chooses_the_best_and_never_holds_test_rows(here, m
     assert rows[0]["samples"] <= 1437 * 0.5 * 0.8 + 10
 
 
+def test_without_the_test_set_a_run_is_the_same_but_for_it(here, monkeypatch):
+    held = [*DIGITS, "--val_fraction", "0.2"]
+    run(resnet50_test, *held, "--out", "with", monkeypatch=monkeypatch)
+    last = run(resnet50_test, *held, "--no-test", "--out", "without", monkeypatch=monkeypatch).rsplit(
+        "best validation accuracy", 1
+    )[1]
+    assert "test accuracy" not in last
+    rows = ranks.metrics(here / "with")
+    for row in rows:
+        assert row.pop("test_accuracy")
+        assert row.pop("test_loss")
+    assert ranks.metrics(here / "without") == rows
+
+
 def test_a_recipe_is_overridden_by_the_command_line_and_a_resumed_run_keeps_its_flags(here, monkeypatch):
     Path("recipe.yaml").write_text(
         "arch: resnet20\ndataset: digits\nbs: 64\nepochs: 2\nnesterov: true\nmilestones: [1, 2]\nlr: 0.5\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import os
 import signal
@@ -21,6 +22,7 @@ sys.path.insert(0, str(ROOT / "tuning"))
 
 import errors  # noqa: E402
 import findings  # noqa: E402
+import options  # noqa: E402
 import resnet50_test  # noqa: E402
 import space  # noqa: E402
 import sweep  # noqa: E402
@@ -93,6 +95,7 @@ def called(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         ("--space nowhere.yaml", "nowhere.yaml"),
         ("--val_fraction 0", "--val_fraction"),
         ("--resume x", "--resume"),
+        ("--no-test", "--no-test"),
         ("--trials 0", "--trials"),
         ("--storage nonsense://x", "--storage"),
     ],
@@ -182,10 +185,34 @@ def test_a_sweep_is_killed_goes_on_and_beats_a_rate_that_is_wrong(tmp_path):
     recipe = yaml.safe_load((tmp_path / "tuned.yaml").read_text())
     assert recipe["base_bs"] == 64
     assert recipe["lr_scaling"] == "linear"
+    assert recipe["batch_size"] == 64  # what was given beside the space
+    assert not {"subset", "epochs", "seed"} & set(recipe)
+    assert "test_accuracy" not in ranks.metrics(folder / "trials" / "0000")[0]
     run = tmp_path / "run"
     flags = ["--recipe", tmp_path / "tuned.yaml", *DIGITS[:-2], "--bs", "128", "--epochs", "1", "--out", run]
     assert ranks.finish(ranks.start(ranks.script("resnet50_test.py", *flags), tmp_path / "full"), tmp_path / "full")
     assert ranks.metrics(run)[0]["batch_size"] == 128
+
+
+@pytest.mark.parametrize(
+    ("given", "params", "nproc", "wanted"),
+    [
+        ({}, {"lr": 0.1}, 2, {"lr_scaling": "linear", "base_bs": 256}),
+        ({"optimizer": "lamb"}, {"lr": 0.1, "bs": 32, "accumulate": 3}, 1, {"lr_scaling": "sqrt", "base_bs": 96}),
+        ({"batch_size": 512, "lr_scaling": "sqrt", "base_bs": 64}, {"lr": 0.1}, 1, {"lr_scaling": "sqrt", "base_bs": 64}),
+        ({"mixup": "meta"}, {"alpha": 0.3}, 1, {"mixup": "meta"}),
+    ],
+)
+def test_the_rate_of_a_recipe_carries_its_batch(given, params, nproc, wanted, tmp_path):
+    args = argparse.Namespace(script="resnet50_test.py", objective="accuracy", nproc=nproc, recipe_out=tmp_path / "tuned.yaml")
+    base = resnet50_test.parser().parse_args([])
+    vars(base).update(given)
+    best = optuna.trial.create_trial(
+        value=0.5, params=params, distributions={name: optuna.distributions.FloatDistribution(0, 1000) for name in params}
+    )
+    findings.write_recipe(args, base, given | {"epochs": 5, "subset": 0.1}, best, 3)
+    assert yaml.safe_load(args.recipe_out.read_text()) == given | params | wanted
+    assert options.recipe_words(str(args.recipe_out), resnet50_test.parser())
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """What a sweep has found: ranked table, results.csv, recipe, pictures.
 
-findings.report(study, trials, args, base, words)
+findings.report(study, trials, args, base, given)
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from errors import InputError
 
+MACHINE = ("workers", "threads", "device", "resident")
+OF_A_SEARCH = {"subset", "epochs", "seed", "recipe", "data_dir", *MACHINE, "save_every", "tensorboard"}
+"""Flags of a trial that its recipe leaves to the run."""
 LINEAR = ("sgd", "ngd", "lars", "apex_sgd", "apex_larc")  # rates that go with the batch; those of Adam and LAMB go with its root
 
 
@@ -45,9 +48,9 @@ def ranked(study: optuna.Study, trials: Sequence[FrozenTrial]) -> list[FrozenTri
 
 
 def report(
-    study: optuna.Study, trials: Sequence[FrozenTrial], args: argparse.Namespace, base: argparse.Namespace, words: Sequence[str]
+    study: optuna.Study, trials: Sequence[FrozenTrial], args: argparse.Namespace, base: argparse.Namespace, given: Mapping[str, Any]
 ) -> None:
-    """Write and print all of it.
+    """Write and print all of it; `base`, `given`: the script's flags, and those of them that were given.
 
     Raises:
         InputError: no trial came to its end.
@@ -67,7 +70,7 @@ def report(
     if not order or order[0].state is not TrialState.COMPLETE:
         why = next((trial.user_attrs["error"] for trial in order if "error" in trial.user_attrs), "")
         raise InputError(f"no trial came to its end, so there is no recipe. {why}")
-    write_recipe(args, base, words, order[0], len(trials))
+    write_recipe(args, base, given, order[0], len(trials))
     print(f"recipe: python {args.script} --recipe {args.recipe_out}")
     for picture in draw(study, args.out):
         print(f"picture: {picture}")
@@ -87,19 +90,25 @@ def write_csv(path: Path, trials: Sequence[FrozenTrial]) -> None:
             writer.writerow([rank, trial.number, trial.state.name, values, len(trial.intermediate_values), seconds, *own, *attrs])
 
 
-def write_recipe(args: argparse.Namespace, base: argparse.Namespace, words: Sequence[str], best: FrozenTrial, count: int) -> None:
-    """The best values, and the rule by which their learning rate goes to other batches and numbers of processes."""
-    values = dict(best.params)
-    tuned_at = values.get("bs", base.batch_size) * values.get("accumulate", base.accumulate) * args.nproc
+def write_recipe(
+    args: argparse.Namespace, base: argparse.Namespace, given: Mapping[str, Any], best: FrozenTrial, count: int
+) -> None:
+    """The best values, what was given beside them, and the rule by which their learning rate goes to other batches and worlds."""
+    values = {name: value for name, value in given.items() if name not in OF_A_SEARCH} | best.params
     lines = [
         f"# The best of {count} trials of {args.script} by {args.objective}: {best.value:.4f} on held-out training rows.",
-        f"# Each: {' '.join(words) or 'defaults'}, {args.nproc} process(es).",
+        f"# Each: {base.epochs} epochs of {base.subset:.0%} of the training set, {args.nproc} process(es).",
         f"# python {args.script} --recipe {args.recipe_out}",
     ]
-    if "lr" in values:
-        rule = "linear" if values.get("optimizer", base.optimizer) in LINEAR else "sqrt"
-        lines.append(f"# The rate was found at a global batch of {tuned_at}; at others it is scaled with its {rule_of(rule)}.")
-        values |= {"lr_scaling": rule, "base_bs": tuned_at}
+    if "lr" in best.params:
+        scaled = {"lr_scaling": values.get("lr_scaling", base.lr_scaling), "base_bs": values.get("base_bs", base.base_bs)}
+        if scaled["lr_scaling"] == "none":  # else the rate is one for that batch already
+            optimizer = values.get("optimizer", base.optimizer)
+            share = values.get("bs", values.get("batch_size", base.batch_size)) * values.get("accumulate", base.accumulate)
+            scaled = {"lr_scaling": "linear" if optimizer in LINEAR else "sqrt", "base_bs": share * args.nproc}
+        rule = rule_of(scaled["lr_scaling"])
+        lines.append(f"# The rate is one for a global batch of {scaled['base_bs']}; at others it is scaled with their {rule}.")
+        values |= scaled
     args.recipe_out.parent.mkdir(parents=True, exist_ok=True)
     args.recipe_out.write_text("\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False))
 

@@ -33,6 +33,7 @@ from optuna.trial import TrialState
 import errors
 import findings
 import flags
+import options
 import space
 from errors import InputError, Interrupted
 from space import Space
@@ -70,14 +71,23 @@ def parser(**defaults: Any) -> flags.Parser:
     return parser
 
 
-def script_flags(args: argparse.Namespace, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
-    """The script's flags under these words, and the names it has; InputError for a word it does not know."""
+def script_flags(args: argparse.Namespace, words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any], set[str]]:
+    """The script's flags under these words and their --recipe, those of them that were given, and the names it has.
+
+    Raises:
+        InputError: the script does not know a word.
+    """
     script = importlib.import_module(args.script.removesuffix(".py")).parser()
     names = {option.removeprefix("--") for action in script._actions for option in action.option_strings}
-    for name in ("out", "resume", "val_fraction"):
+    for name in ("out", "resume", "val_fraction", "test", "no-test"):
         if any(word.split("=")[0] == f"--{name}" for word in words):
             raise InputError(f"--{name} is the sweep's own flag, not a trial's")
-    return script.parse_args(list(words)), names
+    recipe = script.parse_args(list(words)).recipe
+    whole = [*(options.recipe_words(recipe, script) if recipe else []), *words]
+    base = script.parse_args(whole)
+    for action in script._actions:
+        action.default = argparse.SUPPRESS
+    return base, vars(script.parse_args(whole)), names
 
 
 def make_study(args: argparse.Namespace, searched: Space, objective: Objective) -> optuna.Study:
@@ -207,7 +217,7 @@ def run(args: argparse.Namespace, words: list[str]) -> None:
     objective = Objective.read(args.objective)
     if not args.val_fraction:
         raise InputError("--val_fraction 0: a sweep needs rows to choose by; the test set is not for that")
-    base, names = script_flags(args, words)
+    base, given, names = script_flags(args, words)
     searched = space.read_space(args.space, names)
     if args.sampler == "grid":
         args.trials = min(args.trials, findings.product(space.grid(args.space, searched)))
@@ -218,7 +228,7 @@ def run(args: argparse.Namespace, words: list[str]) -> None:
     import torch
 
     threads = [] if torch.cuda.is_available() or args.jobs == 1 else ["--threads", str(max(1, (os.cpu_count() or 1) // args.jobs))]
-    fixed = [*words, "--val_fraction", str(args.val_fraction), *threads]
+    fixed = [*words, "--val_fraction", str(args.val_fraction), "--no-test", *threads]
     runner = Runner(
         args.script, fixed, objective, args.out.resolve(), args.nproc, slots(args.jobs, args.nproc, torch.cuda.device_count())
     )
@@ -226,7 +236,7 @@ def run(args: argparse.Namespace, words: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs start with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     search(study, lambda trial: runner(trial, space.suggest(trial, searched)), args, before, runner.stop)
-    findings.report(study, finished(study), args, base, words)
+    findings.report(study, finished(study), args, base, given)
 
 
 def main(argv: Sequence[str] | None = None, **defaults: Any) -> None:
