@@ -85,6 +85,7 @@ def script_flags(args: argparse.Namespace, words: Sequence[str]) -> tuple[argpar
     recipe = script.parse_args(list(words)).recipe
     whole = [*(options.recipe_words(recipe, script) if recipe else []), *words]
     base = script.parse_args(whole)
+    script._defaults.clear()
     for action in script._actions:
         action.default = argparse.SUPPRESS
     return base, vars(script.parse_args(whole)), names

@@ -1,0 +1,167 @@
+"""Run the experiments of experiments.yaml that are not done yet: see run_all.sh.
+
+python figures/experiments.py cpu --only ngd_batch --minutes 30
+python figures/experiments.py gpu --list
+
+Each run is a command as one would type it, to which `--seed N --out figures/logs/GROUP/NAME-seedN` is added. The entry scripts record flags,
+device, versions and commit in config.json. A run is done when its log holds its last epoch; its weights are then deleted. One that
+was stopped goes on from its checkpoint. One that fails is named at the end, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import yaml  # noqa: E402
+
+import errors  # noqa: E402
+from errors import InputError, Interrupted  # noqa: E402
+
+HERE = ROOT / "figures"
+PLAN = HERE / "experiments.yaml"
+SEEDS = (0, 1, 2)
+LEAVE = 120.0  # seconds that a run has to write its checkpoint
+LEFT_OVERS = ("*.pt", "*.part", "tokenizer.json", "shards-*")  # of a finished run: nothing that a figure needs
+
+
+@dataclass(frozen=True)
+class Run:
+    """One command, with one seed; a group whose own script runs it has no name and no seed."""
+
+    group: str
+    name: str
+    seed: int
+    command: str
+    logs: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.logs / self.group / f"{self.name}-seed{self.seed}" if self.name else self.logs / self.group
+
+    @property
+    def done(self) -> bool:
+        """Whether its log holds its last epoch. Scripts of a group know by themselves: they are asked."""
+        try:
+            epochs = json.loads((self.folder / "config.json").read_text())["flags"]["epochs"]
+            rows = (self.folder / "metrics.jsonl").read_text().splitlines()
+            return json.loads(rows[-1])["epoch"] >= epochs
+        except (OSError, IndexError, ValueError):
+            return False
+
+    def words(self) -> tuple[list[str], dict[str, str]]:
+        """The command's words, and the variables in front of them."""
+        words = shlex.split(self.command)
+        given = {}
+        while "=" in words[0]:
+            name, _, value = words.pop(0).partition("=")
+            given[name] = value
+        if words[0] == "python":
+            words[0] = sys.executable
+        if self.name:
+            words += ["--seed", str(self.seed), "--out", str(self.folder)]
+            words += ["--resume", str(self.folder)] if (self.folder / "last.pt").exists() else []
+        return words, given
+
+
+def read_plan(path: Path, device: str, logs: Path) -> list[Run]:
+    """The runs of experiments.yaml for a device: all first seeds, in the plan's order, then all second ones."""
+    runs = []
+    for group, entry in yaml.safe_load(path.read_text())[device].items():
+        for name, flags in entry.get("runs", {"": ""}).items():
+            for place, seed in enumerate(entry.get("seeds", SEEDS) if name else [0]):
+                runs.append((place, Run(group, name, seed, f"{entry['command']} {flags or ''}".strip(), logs)))
+    return [run for _, run in sorted(runs, key=lambda pair: pair[0])]
+
+
+def perform(run: Run, until: float) -> int:
+    """Run it, at most until then (monotonic); its exit code.
+
+    Raises:
+        Interrupted: the time was over, or Ctrl-C; its checkpoint is written.
+    """
+    words, given = run.words()
+    env = os.environ | {"PYTHON": sys.executable} | given
+    process = subprocess.Popen(words, cwd=ROOT, env=env)
+    try:
+        code = process.wait(max(0.0, until - time.monotonic()) if until else None)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+        if isinstance(error, subprocess.TimeoutExpired):
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(LEAVE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise Interrupted(f"stopped in {run.folder.name} of {run.group}; the same command goes on with it") from None
+    if run.done:
+        tidy(run.folder)
+    return code
+
+
+def tidy(folder: Path) -> None:
+    """Delete what only a resume needs."""
+    for pattern in LEFT_OVERS:
+        for path in folder.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def chosen(runs: Sequence[Run], only: Sequence[str]) -> Iterator[Run]:
+    """Those of some groups; of all where none is named.
+
+    Raises:
+        InputError: there is no such group.
+    """
+    groups = dict.fromkeys(run.group for run in runs)
+    for group in only:
+        if group not in groups:
+            raise InputError(f"--only {group}: no such group; there are {', '.join(groups)}")
+    return (run for run in runs if not only or run.group in only)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("device", nargs="?", choices=("cpu", "gpu"), help="whose experiments (default: gpu where there is one)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="GROUP", help="groups of the plan")
+    parser.add_argument("--minutes", type=float, default=0, help="stop after so long (default: when all is done)")
+    parser.add_argument("--list", action="store_true", help="print what is done and what is open")
+    parser.add_argument("--plan", type=Path, default=PLAN, help="(default %(default)s)")
+    parser.add_argument("--logs", type=Path, default=HERE / "logs", help="(default %(default)s)")
+    args = parser.parse_args(argv)
+    until = time.monotonic() + 60 * args.minutes if args.minutes else 0.0
+    runs = list(chosen(read_plan(args.plan, args.device or default_device(), args.logs.resolve()), args.only))
+    failed = []
+    for number, run in enumerate(runs, 1):
+        what = f"[{number}/{len(runs)}] {run.group}/{run.folder.name}"
+        if args.list or run.done:
+            print(f"{what}: {'done' if run.done else 'open: ' + run.command}", flush=True)
+        elif not args.list:
+            print(f"{what}: {run.command}", flush=True)
+            if perform(run, until):
+                failed.append(run)
+    if failed:
+        raise InputError(f"{len(failed)} run(s) failed, see above: {', '.join(f'{run.group}/{run.folder.name}' for run in failed)}")
+
+
+def default_device() -> str:
+    """gpu where there is one."""
+    import torch  # slow to load, and not needed otherwise
+
+    return "gpu" if torch.cuda.is_available() else "cpu"
+
+
+if __name__ == "__main__":
+    sys.exit(errors.exit_code(main))
