@@ -77,7 +77,8 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         index = local_rank if device.index is None else device.index
         if index >= torch.cuda.device_count():
             raise InputError(
-                f"process {local_rank} of this node has no GPU ({torch.cuda.device_count()} there); start one process per GPU"
+                f"process {local_rank} of this node has no GPU ({torch.cuda.device_count()} there); start one process per GPU, "
+                "or let all of them share one: --device cuda:0"
             )
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)

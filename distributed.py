@@ -165,6 +165,12 @@ def caught_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+def collectives(device_name: str, device: torch.device, local_size: int) -> str:
+    """nccl between GPUs; gloo between CPUs, and where --device cuda:N puts all processes of a node on one GPU, which nccl refuses."""
+    shared = local_size > 1 and ":" in device_name
+    return "nccl" if device.type == "cuda" and not shared else "gloo"
+
+
 @contextlib.contextmanager
 def world(device_name: str = "auto") -> Iterator[World]:
     """The process group of torchrun's environment, torn down on the way out; world size 1 without one.
@@ -178,7 +184,7 @@ def world(device_name: str = "auto") -> Iterator[World]:
     if not under_torchrun():
         yield World(device=device)
         return
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = collectives(device_name, device, local_size)
     store, rank, size = next(dist.rendezvous("env://"))
     # A restarted job finds the store of its first start: without a name of its own it would read dead processes' addresses.
     store = dist.PrefixStore(f"start-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -176,7 +176,7 @@ def add_speed(parser: Parser) -> None:
     """Flags of the group 'speed and devices'."""
     speed = parser.add_argument_group("speed and devices")
     add = speed.add_argument
-    add("--device", default="auto", help="auto, cpu or cuda (default auto)")
+    add("--device", default="auto", help="auto, cpu, cuda, or cuda:N: one GPU, also for many processes (auto)")
     add("--precision", choices=backends.PRECISIONS, default="auto", help="auto: bf16 where native, else fp16 on GPUs, fp32 on CPUs")
     add("--backend", choices=backends.BACKENDS, default="eager", help="how the model runs (default %(default)s)")
     add("--fuse", action="store_true", help="convolution, batch-norm, ReLU and MLPs keep their input alone: less memory")

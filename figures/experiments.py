@@ -3,9 +3,9 @@
 python figures/experiments.py cpu --only ngd_batch --minutes 30
 python figures/experiments.py gpu --list
 
-Each run is a command as one would type it, to which `--seed N --out figures/logs/GROUP/NAME-seedN` is added. The entry scripts record flags,
-device, versions and commit in config.json. A run is done when its log holds its last epoch; its weights are then deleted. One that
-was stopped goes on from its checkpoint. One that fails is named at the end, and the others go on.
+Each run is a command as one would type it, to which `--seed N --out figures/logs/GROUP/NAME-seedN` is added. The entry scripts
+record flags, device, versions and commit in config.json. A run is done when its log holds its last epoch; its weights are then
+deleted. One that was stopped goes on from its checkpoint. One that fails is named at the end, and the others go on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -73,8 +72,9 @@ class Run:
         if words[0] == "python":
             words[0] = sys.executable
         if self.name:
-            words += ["--seed", str(self.seed), "--out", str(self.folder)]
-            words += ["--resume", str(self.folder)] if (self.folder / "last.pt").exists() else []
+            folder = os.path.relpath(self.folder, ROOT)  # a log is to name no machine's folders
+            words += ["--seed", str(self.seed), "--out", folder]
+            words += ["--resume", folder] if (self.folder / "last.pt").exists() else []
         return words, given
 
 

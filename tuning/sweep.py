@@ -52,6 +52,7 @@ def parser(**defaults: Any) -> flags.Parser:
     add("--trials", type=flags.count, default=20, help="in all, those of an earlier start included (default %(default)s)")
     add("--sampler", choices=SAMPLERS, default="tpe", help="which values come next (default %(default)s)")
     add("--pruner", choices=PRUNERS, default="median", help="which runs are given up early (default %(default)s)")
+    add("--pruner_epochs", type=flags.natural, default=1, metavar="N", help="of median: a run's before it judges it (default 1)")
     add("--pruner_trials", type=flags.count, default=4, metavar="N", help="of median: whole runs before it judges (default 4)")
     add("--objective", default="accuracy", help="validation accuracy, or time_to:0.9, the seconds to it (default %(default)s)")
     add(
@@ -110,7 +111,7 @@ def make_study(args: argparse.Namespace, searched: Space, objective: Objective) 
         for values in itertools.product(*axes.values()):
             study.enqueue_trial(dict(zip(axes, values)), skip_if_exists=True)
     if args.pruner == "median":
-        study.pruner = optuna.pruners.MedianPruner(n_startup_trials=args.pruner_trials, n_warmup_steps=0)
+        study.pruner = optuna.pruners.MedianPruner(n_startup_trials=args.pruner_trials, n_warmup_steps=args.pruner_epochs + 1)
     else:
         study.pruner = optuna.pruners.HyperbandPruner() if args.pruner == "hyperband" else optuna.pruners.NopPruner()
     return study
