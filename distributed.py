@@ -166,7 +166,7 @@ def caught_signals() -> Iterator[list[int]]:
 
 
 def collectives(device_name: str, device: torch.device, local_size: int) -> str:
-    """nccl between GPUs; gloo between CPUs, and where --device cuda:N puts all processes of a node on one GPU, which nccl refuses."""
+    """nccl between GPUs; gloo between CPUs, and where --device cuda:N puts a node's processes on one GPU, which nccl refuses."""
     shared = local_size > 1 and ":" in device_name
     return "nccl" if device.type == "cuda" and not shared else "gloo"
 

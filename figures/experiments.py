@@ -99,9 +99,8 @@ def perform(run: Run, until: float) -> int:
     process = subprocess.Popen(words, cwd=ROOT, env=env)
     try:
         code = process.wait(max(0.0, until - time.monotonic()) if until else None)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
-        if isinstance(error, subprocess.TimeoutExpired):
-            process.send_signal(signal.SIGTERM)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.send_signal(signal.SIGTERM)
         try:
             process.wait(LEAVE)
         except subprocess.TimeoutExpired:
@@ -143,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     until = time.monotonic() + 60 * args.minutes if args.minutes else 0.0
     runs = list(chosen(read_plan(args.plan, args.device or default_device(), args.logs.resolve()), args.only))
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs start with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     failed = []
     for number, run in enumerate(runs, 1):
         what = f"[{number}/{len(runs)}] {run.group}/{run.folder.name}"
