@@ -15,5 +15,5 @@ bash setup_venv.sh requirements-dev.txt
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
 .venv/bin/python -m mypy
-if command -v shellcheck >/dev/null; then shellcheck ./*.sh tuning/*.sh; fi
+if command -v shellcheck >/dev/null; then shellcheck ./*.sh figures/*.sh tuning/*.sh; fi
 exec .venv/bin/python -m pytest -rs --durations=10 "$@"

@@ -1,0 +1,198 @@
+"""Evidence: the plan's commands, what README.md and the recipes say, pictures, and the runner that goes on where it stopped."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import ranks
+
+ROOT = ranks.ROOT
+FIGURES = ROOT / "figures"
+sys.path.insert(0, str(FIGURES))
+
+import experiments  # noqa: E402
+import logbook  # noqa: E402
+import options  # noqa: E402
+import pictures  # noqa: E402
+import resnet50_test  # noqa: E402
+import table  # noqa: E402
+import transformer_test  # noqa: E402
+
+SCRIPTS = {"resnet50_test.py": resnet50_test, "transformer_test.py": transformer_test}
+PLANNED = [run for device in ("cpu", "gpu") for run in experiments.read_plan(experiments.PLAN, device, logbook.LOGS)]
+
+
+@pytest.mark.parametrize("run", [run for run in PLANNED if run.seed == 0 and run.name], ids=lambda run: f"{run.group}-{run.name}")
+def test_the_scripts_take_every_command_of_the_plan(run, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words, _ = run.words()
+    name = next(word for word in words if word in SCRIPTS)
+    args, _ = options.parse(SCRIPTS[name].parser(), SCRIPTS[name].SCRIPT, words[words.index(name) + 1 :])
+    assert args.out == f"figures/logs/{run.group}/{run.name}-seed0"
+
+
+def test_logs_were_made_with_the_plan_s_flags(monkeypatch):
+    """Of all runs that are done, but for threads and where data lie."""
+    import json
+
+    monkeypatch.chdir(ROOT)
+    checked = 0
+    for run in PLANNED:
+        if not run.done or not run.name:
+            continue
+        words, _ = run.words()
+        name = next(word for word in words if word in SCRIPTS)
+        args, _ = options.parse(SCRIPTS[name].parser(), SCRIPTS[name].SCRIPT, words[words.index(name) + 1 :])
+        logged = json.loads((run.folder / "config.json").read_text())["flags"]
+        told = {key: value for key, value in vars(args).items() if key in logged and key not in IRRELEVANT}
+        assert told == {key: logged[key] for key in told}, run.folder
+        checked += 1
+    assert checked > 50
+
+
+IRRELEVANT = {"data_dir", "threads", "recipe", "out", "workers", "distributed", "resume"}
+
+
+def test_the_readme_s_table_is_that_of_the_logs():
+    text = (ROOT / "README.md").read_text()
+    shown = text.split(table.BEGIN)[1].split(table.END)[0].strip()
+    assert shown == table.text(logbook.read_groups(logbook.LOGS), experiments.PLAN)
+
+
+def test_pictures_and_logs_the_readme_names_are_there():
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
+        if not target.startswith("http"):
+            assert (ROOT / target).exists(), target
+
+
+MEASURED = re.compile(r"(\d+\.\d+)(?: \+- (\d+\.\d+))? %[^()]*\(figures/logs/(\S+)/(\S+)\)")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_s_header_says_what_the_logs_say(path):
+    header = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
+    found = MEASURED.findall(header)
+    assert found
+    for value, deviation, group, name in found:
+        values = logbook.last(logbook.read_groups(logbook.LOGS)[group][name], logbook.accuracy)
+        assert float(value) == pytest.approx(statistics.mean(values), abs=0.006)
+        assert not deviation or float(deviation) == pytest.approx(statistics.stdev(values), abs=0.006)
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_every_picture_can_be_drawn_from_the_logs(name):
+    figure = pictures.PICTURES[name](logbook.read_groups(logbook.LOGS))
+    assert figure is not None
+    for axis in figure.axes:
+        assert axis.get_ylabel()
+        assert axis.get_xlabel() or name == "time"  # the waterfall's bars have names
+    pictures.plt.close(figure)
+
+
+def test_a_picture_whose_runs_are_missing_is_left_out():
+    for name, picture in pictures.PICTURES.items():
+        assert picture({}) is None or name == "scaling"
+
+
+def runs(*accuracies: float) -> logbook.Runs:
+    return [[{"epoch": n, "seconds": 10.0 * n, "test_accuracy": value} for n, value in enumerate(accuracies, 1)]]
+
+
+def test_time_to_an_accuracy():
+    assert logbook.seconds_to(runs(0.2, 0.5, 0.4), 45) == 20
+    assert logbook.seconds_to(runs(0.2, 0.5) + runs(0.2, 0.3), 45) is None
+    assert logbook.seconds_to(runs(0.2, 0.5, 0.7) + runs(0.2, 0.5), 35) == 20, "epochs that all seeds have"
+
+
+def test_the_frontier_holds_what_no_other_run_beats():
+    assert pictures.frontier([(1, 50), (2, 40), (2, 70), (3, 70), (4, 90), (0.5, 60)]) == [(0.5, 60), (2, 70), (4, 90)]
+
+
+TINY = """
+cpu:
+  one:
+    what: digits
+    seeds: [3, 4]
+    command: python resnet50_test.py --dataset digits --arch resnet8 --bs 64 --precision fp32 --warmup 0
+    runs:
+      short: --epochs 1 --subset 0.1
+      long: --epochs {epochs} --subset 0.5
+"""
+
+
+def started(folder: Path, *words: str, epochs: int = 2, code: int = 0) -> str:
+    (folder / "plan.yaml").write_text(TINY.format(epochs=epochs))
+    command = [
+        sys.executable,
+        str(FIGURES / "experiments.py"),
+        "cpu",
+        "--plan",
+        str(folder / "plan.yaml"),
+        "--logs",
+        str(folder / "logs"),
+    ]
+    done = subprocess.run([*command, *words], capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_plan_comes_seed_by_seed_and_what_is_done_is_skipped(tmp_path):
+    (tmp_path / "plan.yaml").write_text(TINY.format(epochs=2))
+    plan = experiments.read_plan(tmp_path / "plan.yaml", "cpu", tmp_path / "logs")
+    assert [run.folder.name for run in plan] == ["short-seed3", "long-seed3", "short-seed4", "long-seed4"]
+    assert started(tmp_path, "--list").count("open") == 4
+    started(tmp_path)
+    assert started(tmp_path, "--list").count("done") == 4
+    assert not list((tmp_path / "logs").glob("*/*/*.pt"))
+    assert shlex.split(plan[0].command)[0] == "python"
+    assert started(tmp_path).count("done") == 4
+    config = (tmp_path / "logs" / "one" / "long-seed3" / "config.json").read_text()
+    assert yaml.safe_load(config)["flags"]["seed"] == 3
+
+
+def test_a_plan_that_runs_out_of_time_goes_on_from_its_checkpoint(tmp_path):
+    said = started(tmp_path, "--minutes", "0.3", epochs=4000, code=130)
+    assert "the same command goes on with it" in said
+    folder = tmp_path / "logs" / "one" / "long-seed3"
+    before = len(ranks.metrics(folder))
+    assert (folder / "last.pt").exists()
+    assert "long-seed4" not in said, "nothing is started after the end"
+    said = started(tmp_path, "--minutes", "0.2", epochs=4000, code=130)
+    assert len(ranks.metrics(folder)) > before
+    assert [row["epoch"] for row in ranks.metrics(folder)] == list(range(1, len(ranks.metrics(folder)) + 1))
+    assert "short-seed3: done" in said
+
+
+def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path):
+    said = started(tmp_path, epochs=0, code=2)
+    assert "2 run(s) failed" in said
+    assert "one/long-seed3, one/long-seed4" in said
+    assert "--epoch" in said
+    assert started(tmp_path, "--list").count("done") == 2
+
+
+def test_an_unknown_group_is_one_line(tmp_path):
+    assert "there are one" in started(tmp_path, "--only", "two", code=2)
+
+
+def test_sigterm_stops_the_runner_and_its_run(tmp_path):
+    (tmp_path / "plan.yaml").write_text(TINY.format(epochs=4000))
+    command = [sys.executable, str(FIGURES / "experiments.py"), "cpu", "--plan", str(tmp_path / "plan.yaml")]
+    process = subprocess.Popen(
+        [*command, "--logs", str(tmp_path / "logs")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    folder = tmp_path / "logs" / "one" / "long-seed3"
+    ranks.wait_for(lambda: (folder / "metrics.jsonl").exists() and ranks.metrics(folder), process)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert (folder / "last.pt").exists()
