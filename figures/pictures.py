@@ -18,6 +18,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend comes first
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: E402
 
 from logbook import ROOT, Row, Runs, accuracy, device_hours, last, mean, per_epoch, repeated, seconds_to  # noqa: E402
 
@@ -63,9 +64,8 @@ def line(axis: Axes, runs: Runs, across: Callable[[Row], float], up: Callable[[R
     values = per_epoch(runs, up)
     horizontal = mean(per_epoch(runs, across))
     axis.plot(horizontal, mean(values), label=label, **style(number))
-    axis.fill_between(
-        horizontal, list(map(min, values)), list(map(max, values)), color=COLOURS[number % 7], alpha=0.15, linewidth=0
-    )
+    low, high = [min(each) for each in values], [max(each) for each in values]
+    axis.fill_between(horizontal, low, high, color=COLOURS[number % 7], alpha=0.15, linewidth=0)
 
 
 def finish(axis: Axes, across: str, up: str, title: str = "", legend: bool = False) -> None:
@@ -73,6 +73,13 @@ def finish(axis: Axes, across: str, up: str, title: str = "", legend: bool = Fal
     axis.grid(alpha=0.3)
     if legend:
         axis.legend(fontsize=8)
+
+
+def logarithmic(axis: Any, base: int = 10) -> None:
+    """An axis (`axes.xaxis`) in powers, its ticks plain numbers."""
+    axis.set_major_locator(LogLocator(base, subs=(1.0, 3.0) if base == 10 else (1.0,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def panels(rows: int, columns: int) -> tuple[Figure, Any]:
@@ -160,6 +167,7 @@ def dynamic_batching(processes: int, groups: Groups) -> Figure | None:
         finish(axes[0, column], "epoch", "test accuracy / %", heading, legend=True)
         finish(axes[1, column], "epoch", "global batch / samples")
         axes[1, column].set_yscale("log", base=2)
+        logarithmic(axes[1, column].yaxis, 2)
     return figure
 
 
@@ -173,6 +181,7 @@ def slamb(groups: Groups) -> Figure | None:
         line(axes[0, 0], runs, epoch, accuracy, number, name)
         line(axes[0, 1], [with_sent(rows) for rows in runs], value_of("sent"), accuracy, number, name)
     axes[0, 1].set_xscale("log")
+    logarithmic(axes[0, 1].xaxis)
     finish(axes[0, 0], "epoch", "test accuracy / %", f"{IMAGES}, two ranks", legend=True)
     finish(axes[0, 1], "sent by each rank / MB", "test accuracy / %")
     return figure
@@ -190,6 +199,7 @@ def scaling(groups: Groups) -> Figure | None:
     found = json.loads(SCALING.read_text())
     spread = {row["name"]: row["ratios"] for row in found["rows"]}
     figure, axes = panels(1, 2)
+    figure.set_size_inches(8, 4.2)
     for axis, (arch, batch) in zip(axes[0], (("resnet20", 64), ("resnet110", 32))):
         for network, dashes, mbits in (("1 Gbit/s", "-", "1000 Mbit/s"), ("100 Mbit/s", "--", "100 Mbit/s")):
             for number, (method, values) in enumerate(found["measured"][f"{arch} predicted"][mbits].items()):
@@ -201,8 +211,10 @@ def scaling(groups: Groups) -> Figure | None:
                     bars = [[middle - min(ratios)], [max(ratios) - middle]]
                     axis.errorbar([2], [middle], bars, fmt=MARKERS[number], color=COLOURS[number], capsize=3)
         axis.set_xscale("log", base=2)
+        logarithmic(axis.xaxis, 2)
         axis.set_ylim(0, 1.05)
-        finish(axis, "processes", "efficiency", f"{arch.replace('resnet', 'ResNet-')}, {batch} images a process", legend=True)
+        finish(axis, "processes", "efficiency", f"{arch.replace('resnet', 'ResNet-')}, {batch} images a process")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 
@@ -226,6 +238,7 @@ def pareto(groups: Groups) -> Figure | None:
         best = frontier([point for points in found.values() for point in points])
         axis.plot(*zip(*best), color="0.5", linewidth=1, zorder=0)
         axis.set_xscale("log")
+        logarithmic(axis.xaxis)
         finish(axis, "device-hours", "test accuracy / %", f"{task}: every run, last epoch", legend=True)
     return figure
 

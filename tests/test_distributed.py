@@ -151,6 +151,20 @@ def test_ranks_do_together_what_one_process_does_and_decide_together(size):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "device", "processes", "backend"),
+    [
+        ("auto", "cpu", 4, "gloo"),
+        ("auto", "cuda:1", 4, "nccl"),
+        ("cuda", "cuda:0", 1, "nccl"),
+        ("cuda:0", "cuda:0", 1, "nccl"),
+        ("cuda:0", "cuda:0", 4, "gloo"),
+    ],
+)
+def test_processes_that_share_a_gpu_speak_gloo(name, device, processes, backend):
+    assert distributed.collectives(name, torch.device(device), processes) == backend
+
+
 def test_run_distributed_trains_whatever_port_is_taken(tmp_path):
     flags = ["--dataset", "digits", "--arch", "resnet20", "--bs", "50", "--lr", "0.1", "--epochs", "2", "--out", tmp_path / "run"]
     with socket.socket() as taken:
