@@ -38,7 +38,10 @@ def under_torchrun() -> bool:
 
 @dataclass
 class World:
-    """This process among its peers. `control` is a gloo group for host-side agreements that never touch the device."""
+    """This process among its peers. `control` is a gloo group for host-side agreements that never touch the device.
+
+    `one_gpu`: the processes of a node share a GPU.
+    """
 
     rank: int = 0
     size: int = 1
@@ -47,11 +50,17 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     control: Any = None
     bytes_sent: int = 0
+    one_gpu: bool = False
 
     @property
     def first(self) -> bool:
         """Rank 0: the one that writes."""
         return self.rank == 0
+
+    @property
+    def devices(self) -> int:
+        """GPUs in use; on CPUs, nodes: what device-hours count."""
+        return self.size if self.device.type == "cuda" and not self.one_gpu else self.size // self.local_size
 
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over the ranks, on every rank; one all-reduce, in place."""
@@ -192,7 +201,8 @@ def world(device_name: str = "auto") -> Iterator[World]:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30), device_id=device_id)
     try:
         control = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
-        yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, control)
+        one_gpu = device.type == "cuda" and backend == "gloo"
+        yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, control, one_gpu=one_gpu)
         if backends.TORCH < (2, 9) and control is not None:
             dist.barrier(group=control)  # type: ignore[arg-type]  # old gloo may wait for ever where another rank has left
     finally:

@@ -110,9 +110,9 @@ class Trainer:
         self.do_step.wrap()
         if resume is not None:  # after wrap: DistributedDataParallel gives every rank the buffers of rank 0
             self.load_state(resume)
-        self.log.restart(self.rows)
         if resume is None:
-            self.save()
+            self.save()  # before there is a log: what has one can be gone on with
+        self.log.restart(self.rows)
         with caught_signals() as signals:
             while self.epoch < self.settings.epochs:
                 try:
@@ -207,6 +207,7 @@ class Trainer:
             "lr": float(group["lr"]),
             "batch_size": self.batching.size,
             "world_size": self.world.size,
+            "devices": self.world.devices,
             "peak_memory_bytes": backends.peak_memory(self.world.device),
             "comm_bytes": self.world.bytes_sent,
         }
@@ -260,7 +261,7 @@ class Trainer:
             "seconds": self.seconds,
             "samples_per_second": self.samples / max(train_seconds, 1e-9),
             "peak_memory_bytes": backends.peak_memory(self.world.device),
-            "device_hours": self.seconds * self.world.size / 3600,
+            "device_hours": self.seconds * self.world.devices / 3600,
         }
 
     # ---------------------------------------------------------------- saving and recovering

@@ -90,8 +90,9 @@ def recipe_words(path: str, parser: Parser) -> list[str]:
         raise InputError(f"--recipe {path}: wanted lines of 'flag: value'")
     words: list[str] = []
     for name, value in recipe.items():
-        if isinstance(value, bool):
-            words += [f"--{name}"] if value else [f"--no-{name}"]
+        if isinstance(value, bool):  # false of a flag without an opposite is its absence
+            known = any(f"--no-{name}" in action.option_strings for action in parser._actions)
+            words += [f"--{name}"] if value else [f"--no-{name}"] if known else []
         else:
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     try:

@@ -75,7 +75,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "commit": commit.stdout.strip() or None,
         "elastic_id": os.environ.get("TORCHELASTIC_RUN_ID"),
-        "command": sys.argv,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
 
 

@@ -11,7 +11,6 @@ deleted. One that was stopped goes on from its checkpoint. One that fails is nam
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import shutil
@@ -19,16 +18,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import torch  # noqa: E402
 import yaml  # noqa: E402
 
 import errors  # noqa: E402
+import flags  # noqa: E402
+import logbook  # noqa: E402
 from errors import InputError, Interrupted  # noqa: E402
 
 HERE = ROOT / "figures"
@@ -47,6 +49,7 @@ class Run:
     seed: int
     command: str
     logs: Path
+    rows: int = 0  # of the training set, where it can be had in several sizes
 
     @property
     def folder(self) -> Path:
@@ -54,13 +57,8 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether its log holds its last epoch. Scripts of a group know by themselves: they are asked."""
-        try:
-            epochs = json.loads((self.folder / "config.json").read_text())["flags"]["epochs"]
-            rows = (self.folder / "metrics.jsonl").read_text().splitlines()
-            return json.loads(rows[-1])["epoch"] >= epochs
-        except (OSError, IndexError, ValueError):
-            return False
+        """Whether its log holds its last epoch. A group's own script knows by itself, and is asked."""
+        return bool(self.name) and logbook.finished(self.folder)
 
     def words(self) -> tuple[list[str], dict[str, str]]:
         """The command's words, and the variables in front of them."""
@@ -82,21 +80,23 @@ def read_plan(path: Path, device: str, logs: Path) -> list[Run]:
     """The runs of experiments.yaml for a device: all first seeds, in the plan's order, then all second ones."""
     runs = []
     for group, entry in yaml.safe_load(path.read_text())[device].items():
-        for name, flags in entry.get("runs", {"": ""}).items():
+        for name, words in entry.get("runs", {"": ""}).items():
             for place, seed in enumerate(entry.get("seeds", SEEDS) if name else [0]):
-                runs.append((place, Run(group, name, seed, f"{entry['command']} {flags or ''}".strip(), logs)))
+                command = f"{entry['command']} {words or ''}".strip()
+                runs.append((place, Run(group, name, seed, command, logs, entry.get("rows", 0))))
     return [run for _, run in sorted(runs, key=lambda pair: pair[0])]
 
 
-def perform(run: Run, until: float) -> int:
-    """Run it, at most until then (monotonic); its exit code.
+def perform(run: Run, until: float, hidden: Mapping[str, str]) -> str:
+    """Run it, at most until then (monotonic), with more variables set; what went wrong, or nothing.
 
     Raises:
         Interrupted: the time was over, or Ctrl-C; its checkpoint is written.
     """
+    if run.name and run.folder.exists() and not (run.folder / "last.pt").exists():
+        shutil.rmtree(run.folder)  # it never came to its first checkpoint
     words, given = run.words()
-    env = os.environ | {"PYTHON": sys.executable} | given
-    process = subprocess.Popen(words, cwd=ROOT, env=env)
+    process = subprocess.Popen(words, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable} | hidden | given)
     try:
         code = process.wait(max(0.0, until - time.monotonic()) if until else None)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
@@ -106,9 +106,16 @@ def perform(run: Run, until: float) -> int:
         except subprocess.TimeoutExpired:
             process.kill()
         raise Interrupted(f"stopped in {run.folder.name} of {run.group}; the same command goes on with it") from None
-    if run.done:
-        tidy(run.folder)
-    return code
+    if not run.name:  # a benchmark: 1 is a bar that does not hold, not a failure
+        return f"exit code {code}" if code > 1 else ""
+    if code or not run.done:
+        return f"exit code {code}"
+    trained = logbook.read_rows(run.folder)[0]["samples"]
+    tidy(run.folder)
+    if run.rows and not 0.9 * run.rows <= trained <= run.rows:
+        shutil.rmtree(run.folder)
+        return f"trained on {trained} rows, the plan wants {run.rows}: other data lie here, so its log is deleted"
+    return ""
 
 
 def tidy(folder: Path) -> None:
@@ -132,36 +139,50 @@ def chosen(runs: Sequence[Run], only: Sequence[str]) -> Iterator[Run]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("device", nargs="?", choices=("cpu", "gpu"), help="whose experiments (default: gpu where there is one)")
     parser.add_argument("--only", nargs="+", default=[], metavar="GROUP", help="groups of the plan")
-    parser.add_argument("--minutes", type=float, default=0, help="stop after so long (default: when all is done)")
+    parser.add_argument("--minutes", type=flags.positive, help="stop after so long (default: when all is done)")
     parser.add_argument("--list", action="store_true", help="print what is done and what is open")
+    parser.add_argument("--draw", action="store_true", help="then draw, whatever became of the runs")
     parser.add_argument("--plan", type=Path, default=PLAN, help="(default %(default)s)")
     parser.add_argument("--logs", type=Path, default=HERE / "logs", help="(default %(default)s)")
     args = parser.parse_args(argv)
-    until = time.monotonic() + 60 * args.minutes if args.minutes else 0.0
-    runs = list(chosen(read_plan(args.plan, args.device or default_device(), args.logs.resolve()), args.only))
+    gpu = torch.cuda.is_available()
+    device = args.device or ("gpu" if gpu else "cpu")
+    runs = list(chosen(read_plan(args.plan, device, args.logs.resolve()), args.only))
+    if args.list:
+        for run in runs:
+            print(f"{run.group}/{run.folder.name}: {'done' if run.done else 'open: ' + run.command}")
+        return
+    if device == "gpu" and not gpu:
+        raise InputError("gpu: there is none here; bash figures/run_all.sh cpu")
+    try:
+        run_all(runs, time.monotonic() + 60 * args.minutes if args.minutes else 0.0, device)
+    finally:
+        if args.draw:
+            subprocess.run([sys.executable, str(HERE / "draw.py")], check=False)
+
+
+def run_all(runs: Sequence[Run], until: float, device: str) -> None:
+    """All that are not done; on a CPU where that is wanted.
+
+    Raises:
+        InputError: some failed.
+        Interrupted: see `perform`.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs start with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     failed = []
     for number, run in enumerate(runs, 1):
-        what = f"[{number}/{len(runs)}] {run.group}/{run.folder.name}"
-        if args.list or run.done:
-            print(f"{what}: {'done' if run.done else 'open: ' + run.command}", flush=True)
-        elif not args.list:
-            print(f"{what}: {run.command}", flush=True)
-            if perform(run, until):
-                failed.append(run)
+        what = f"{run.group}/{run.folder.name}"
+        print(f"[{number}/{len(runs)}] {what}: {'done' if run.done else run.command}", flush=True)
+        if run.done:
+            tidy(run.folder)  # it may have come to its end while it was being stopped
+        elif wrong := perform(run, until, {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}):
+            failed.append(f"{what} ({wrong})")
     if failed:
-        raise InputError(f"{len(failed)} run(s) failed, see above: {', '.join(f'{run.group}/{run.folder.name}' for run in failed)}")
-
-
-def default_device() -> str:
-    """gpu where there is one."""
-    import torch  # slow to load, and not needed otherwise
-
-    return "gpu" if torch.cuda.is_available() else "cpu"
+        raise InputError(f"{len(failed)} run(s) failed, see above: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

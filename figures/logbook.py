@@ -40,11 +40,23 @@ def by_name(folders: Sequence[Path]) -> dict[str, Runs]:
     return named
 
 
+def finished(folder: Path) -> bool:
+    """Whether a run's log holds its last epoch."""
+    try:
+        epochs = json.loads((folder / "config.json").read_text())["flags"]["epochs"]
+        return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["epoch"] >= epochs
+    except (OSError, IndexError, ValueError):
+        return False
+
+
 def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
-    """All runs below a folder of groups."""
+    """All runs below a folder of groups that have come to their end: an unfinished one is no result."""
     folders: dict[str, list[Path]] = {}
     for path in sorted(logs.glob("*/*/metrics.jsonl")):
-        folders.setdefault(path.parent.parent.name, []).append(path.parent)
+        if finished(path.parent):
+            folders.setdefault(path.parent.parent.name, []).append(path.parent)
+        else:
+            print(f"{path.parent}: not finished, left out")
     return {group: by_name(each) for group, each in folders.items()}
 
 
@@ -59,8 +71,8 @@ def mean(values: Sequence[Sequence[float]]) -> list[float]:
 
 
 def accuracy(row: Row) -> float:
-    """On the test set, in percent."""
-    return 100 * row["test_accuracy"]
+    """On the test set, in percent; on held-out rows in a run that leaves the test set alone."""
+    return 100 * row.get("test_accuracy", row.get("val_accuracy"))
 
 
 def last(runs: Runs, value: Callable[[Row], float]) -> list[float]:
@@ -69,8 +81,8 @@ def last(runs: Runs, value: Callable[[Row], float]) -> list[float]:
 
 
 def device_hours(row: Row) -> float:
-    """From the start of the run, evaluation included."""
-    return row["seconds"] * row["world_size"] / 3600
+    """Of GPUs, or of nodes that compute on their CPUs, from the start of the run, evaluation included."""
+    return row["seconds"] * row.get("devices", 1) / 3600  # the first logs, all of one node's CPU, do not say
 
 
 def spread(values: Sequence[float]) -> str:

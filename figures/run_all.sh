@@ -8,5 +8,4 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
-"$python" "$root/figures/experiments.py" "$@"
-case " $* " in *" --list "*) ;; *) exec "$python" "$root/figures/draw.py" ;; esac
+exec "$python" "$root/figures/experiments.py" --draw "$@"

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import ranks
@@ -58,6 +59,8 @@ def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
             planned = vars(flags_of(run, tmp_path))
             common = (planned.keys() & logged.keys()) - OF_A_MACHINE
             assert {key: planned[key] for key in common} == {key: logged[key] for key in common}, run.folder
+            trained = logbook.read_rows(run.folder)[0]["samples"]
+            assert not run.rows or 0.9 * run.rows <= trained <= run.rows, run.folder
             checked += 1
     assert checked > 50
 
@@ -121,6 +124,7 @@ TINY = """
 cpu:
   one:
     what: digits
+    {rows}
     seeds: [3, 4]
     command: python resnet50_test.py --dataset digits --arch resnet8 --bs 64 --precision fp32 --warmup 0
     runs:
@@ -134,15 +138,15 @@ def runner(folder: Path) -> list[str]:
     return [sys.executable, str(FIGURES / "experiments.py"), "cpu", *plan]
 
 
-def started(folder: Path, *words: str, epochs: int = 2, code: int = 0) -> str:
-    (folder / "plan.yaml").write_text(TINY.format(epochs=epochs))
+def started(folder: Path, *words: str, epochs: int = 2, rows: str = "", code: int = 0) -> str:
+    (folder / "plan.yaml").write_text(TINY.format(epochs=epochs, rows=rows))
     done = subprocess.run([*runner(folder), *words], capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def test_the_plan_comes_seed_by_seed_and_what_is_done_is_skipped(tmp_path):
-    (tmp_path / "plan.yaml").write_text(TINY.format(epochs=2))
+    (tmp_path / "plan.yaml").write_text(TINY.format(epochs=2, rows=""))
     plan = experiments.read_plan(tmp_path / "plan.yaml", "cpu", tmp_path / "logs")
     assert [run.folder.name for run in plan] == ["short-seed3", "long-seed3", "short-seed4", "long-seed4"]
     assert started(tmp_path, "--list").count("open") == 4
@@ -171,9 +175,48 @@ def test_a_plan_that_runs_out_of_time_goes_on_from_its_checkpoint(tmp_path):
 def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path):
     said = started(tmp_path, epochs=0, code=2)
     assert "2 run(s) failed" in said
-    assert "one/long-seed3, one/long-seed4" in said
+    assert "one/long-seed3 (exit code 2), one/long-seed4 (exit code 2)" in said
     assert "--epoch" in said
     assert started(tmp_path, "--list").count("done") == 2
+
+
+def test_other_data_than_the_plan_s_are_not_taken_for_them(tmp_path):
+    said = started(tmp_path, rows="rows: 5000", code=2)
+    assert "the plan wants 5000" in said
+    assert not list((tmp_path / "logs").glob("*/*/metrics.jsonl"))
+
+
+def test_a_log_without_a_checkpoint_is_begun_anew(tmp_path):
+    folder = tmp_path / "logs" / "one" / "short-seed3"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("")
+    (folder / "config.json").write_text("{}")
+    started(tmp_path)
+    assert started(tmp_path, "--list").count("done") == 4
+
+
+def test_unfinished_runs_are_no_results(tmp_path):
+    started(tmp_path)
+    folder = tmp_path / "logs" / "one" / "long-seed3"
+    text = (folder / "metrics.jsonl").read_text()
+    for kept in ("", text[: len(text) // 2], text.splitlines(keepends=True)[0]):
+        (folder / "metrics.jsonl").write_text(kept)
+        assert len(logbook.read_groups(tmp_path / "logs")["one"]["long"]) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_experiments_want_a_gpu(tmp_path):
+    command = [word if word != "cpu" else "gpu" for word in runner(tmp_path)]
+    (tmp_path / "plan.yaml").write_text(TINY.replace("cpu:", "gpu:").format(epochs=1, rows=""))
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "gpu: there is none here" in done.stderr
+
+
+def test_held_out_rows_are_drawn_where_the_test_set_was_left_alone():
+    figure = pictures.overview({"run": [[{"epoch": 1, "seconds": 1.0, "train_loss": 1.0, "val_accuracy": 0.5}]]})
+    assert "held-out" in figure.axes[0].get_ylabel()
+    pictures.plt.close(figure)
 
 
 def test_an_unknown_group_is_one_line(tmp_path):
@@ -181,7 +224,7 @@ def test_an_unknown_group_is_one_line(tmp_path):
 
 
 def test_sigterm_stops_the_runner_and_its_run(tmp_path):
-    (tmp_path / "plan.yaml").write_text(TINY.format(epochs=4000))
+    (tmp_path / "plan.yaml").write_text(TINY.format(epochs=4000, rows=""))
     process = subprocess.Popen(runner(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     folder = tmp_path / "logs" / "one" / "long-seed3"
     ranks.wait_for(lambda: (folder / "metrics.jsonl").exists() and ranks.metrics(folder), process)

@@ -51,10 +51,11 @@ def test_a_space_is_read(tmp_path):
     trial = optuna.create_study().ask(read)
     values = space.suggest(trial, read)
     assert 1e-3 <= values["lr"] <= 0.5
-    assert space.as_words({"lr": 0.0123456789, "bs": 32, "ngd": True, "nesterov": False, "mixup": "none"}) == (
+    assert space.as_words({"lr": 0.0123456789, "bs": 32, "ngd": True, "nesterov": False, "mixup": "none"}, {"lr"}) == (
         "--lr 0.0123457 --bs 32 --ngd --mixup none".split()
     )
-    assert "--momentum" in space.as_words(values)
+    assert "--momentum" in space.as_words(values, set())
+    assert space.as_words({"nesterov": False}, {"nesterov", "no-nesterov"}) == ["--no-nesterov"]
 
 
 @pytest.mark.parametrize(
@@ -126,10 +127,14 @@ def test_objectives():
     assert time.so_far(rows(0.3)[0]) > time.so_far(rows(0.4)[0])
 
 
-def test_gpus_are_given_out():
+def test_gpus_are_given_out(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     places = trials.slots(2, 2, 4)
     assert [places.get(), places.get()] == ["0,1", "2,3"]
     assert trials.slots(3, 1, 0).get() is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert trials.slots(1, 2, 2).get() == "5,7", "those that this process may see"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(errors.InputError, match="4 GPUs, 3 are here"):
         trials.slots(2, 2, 3)
 
@@ -195,24 +200,87 @@ def test_a_sweep_is_killed_goes_on_and_beats_a_rate_that_is_wrong(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "params", "nproc", "wanted"),
+    ("words", "params", "nproc", "wanted"),
     [
-        ({}, {"lr": 0.1}, 2, {"lr_scaling": "linear", "base_bs": 256}),
-        ({"optimizer": "lamb"}, {"lr": 0.1, "bs": 32, "accumulate": 3}, 1, {"lr_scaling": "sqrt", "base_bs": 96}),
-        ({"batch_size": 512, "lr_scaling": "sqrt", "base_bs": 64}, {"lr": 0.1}, 1, {"lr_scaling": "sqrt", "base_bs": 64}),
-        ({"mixup": "meta"}, {"alpha": 0.3}, 1, {"mixup": "meta"}),
+        ("", {"lr": 0.1}, 2, {"lr_scaling": "linear", "base_bs": 256}),
+        ("--optimizer lamb", {"lr": 0.1, "bs": 32, "accumulate": 3}, 1, {"optimizer": "lamb", "lr_scaling": "sqrt", "base_bs": 96}),
+        ("--optimizer adamw", {"lr": 0.1, "ngd": True}, 1, {"optimizer": "adamw", "lr_scaling": "linear", "base_bs": 128}),
+        ("--bs 512 --lr_scaling sqrt --base_bs 64", {"lr": 0.1}, 1, {"batch_size": 512, "lr_scaling": "sqrt", "base_bs": 64}),
+        ("--recipe RECIPE", {"nesterov": False, "fuse": False}, 1, {"arch": "resnet20"}),
+        ("--meta_learning --subset 0.1 --threads 1", {"alpha": 0.3}, 1, {"mixup": "meta"}),
     ],
 )
-def test_the_rate_of_a_recipe_carries_its_batch(given, params, nproc, wanted, tmp_path):
-    args = argparse.Namespace(script="resnet50_test.py", objective="accuracy", nproc=nproc, recipe_out=tmp_path / "tuned.yaml")
-    base = resnet50_test.parser().parse_args([])
-    vars(base).update(given)
-    best = optuna.trial.create_trial(
-        value=0.5, params=params, distributions={name: optuna.distributions.FloatDistribution(0, 1000) for name in params}
-    )
-    findings.write_recipe(args, base, given | {"epochs": 5, "subset": 0.1}, best, 3)
-    assert yaml.safe_load(args.recipe_out.read_text()) == given | params | wanted
-    assert options.recipe_words(str(args.recipe_out), resnet50_test.parser())
+def test_a_recipe_holds_what_the_best_trial_had(words, params, nproc, wanted, tmp_path):
+    (tmp_path / "given.yaml").write_text("nesterov: true\narch: resnet20\n")
+    script = sweep.Script.read("resnet50_test.py", words.replace("RECIPE", str(tmp_path / "given.yaml")).split())
+    args = argparse.Namespace(objective="accuracy", nproc=nproc, recipe_out=tmp_path / "tuned.yaml")
+    distributions = {name: optuna.distributions.CategoricalDistribution([value]) for name, value in params.items()}
+    findings.write_recipe(args, script, optuna.trial.create_trial(value=0.5, params=params, distributions=distributions), 3)
+    assert yaml.safe_load(args.recipe_out.read_text()) == params | wanted
+    read = resnet50_test.parser().parse_args(options.recipe_words(str(args.recipe_out), resnet50_test.parser()))
+    assert vars(read) == vars(script.flags(params)) | {
+        "recipe": None,
+        "subset": 1.0,
+        "threads": 0,
+        "lr_scaling": wanted.get("lr_scaling", "none"),
+        "base_bs": wanted.get("base_bs", 128),
+    }
+
+
+def test_a_folder_holds_one_sweep(tmp_path):
+    """Another objective, space or flag would rank trials that do not compare."""
+    path = write(tmp_path, "lr: {choice: [0.05]}\n")
+    grid = ["--space", str(path), "--sampler", "grid", "--epochs", "1", *DIGITS]
+    assert called(tmp_path, *grid).returncode == 0
+    write(tmp_path, "lr: {choice: [0.05, 0.1]}\n")
+    for words, named in (
+        ([], "the space's lr"),
+        (["--subset", "0.3"], "--subset"),
+        (["--objective", "time_to:0.1"], "--objective"),
+    ):
+        done = called(tmp_path, *grid, *words)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert named in done.stderr
+    write(tmp_path, "lr: {choice: [0.05]}\n")
+    assert "1 of them done" in called(tmp_path, *grid).stdout
+
+
+def test_what_no_trial_could_do_is_said_before_the_first(tmp_path):
+    done = called(tmp_path, "--epochs", "3", *DIGITS, "--warmup", "5")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--warmup 5" in done.stderr
+
+
+class Trial:
+    """As much of one as `hopeless` looks at."""
+
+    def __init__(self, pruner: optuna.pruners.BasePruner, *values: float) -> None:
+        self.study = optuna.create_study(direction="minimize", pruner=pruner)
+        for value in values:
+            self.study.add_trial(optuna.trial.create_trial(value=value))
+
+    def should_prune(self) -> bool:
+        return False
+
+
+def test_a_run_that_is_later_than_the_best_is_given_up():
+    runner = trials.Runner("resnet50_test.py", [], trials.Objective(0.5), Path(), 1, trials.slots(1, 1, 0))
+    median, none = optuna.pruners.MedianPruner(), optuna.pruners.NopPruner()
+    late, early = {"seconds": 30.0}, {"seconds": 29.0}
+    assert runner.hopeless(Trial(median, 40.0, 30.0), late)
+    assert not runner.hopeless(Trial(median, 40.0, 30.0), early)
+    assert not runner.hopeless(Trial(median), late)
+    assert not runner.hopeless(Trial(none, 10.0), late)
+
+
+@pytest.mark.slow
+def test_a_time_that_no_trial_reaches_makes_no_recipe(tmp_path):
+    path = write(tmp_path, "lr: {choice: [1.0e-6]}\n")
+    done = called(tmp_path, "--space", str(path), "--sampler", "grid", "--objective", "time_to:0.99", "--epochs", "1", *DIGITS)
+    assert done.returncode == 2
+    assert "never reached" in done.stdout
+    assert "no trial reached it" in done.stderr
+    assert not (tmp_path / "tuned.yaml").exists()
 
 
 @pytest.mark.slow

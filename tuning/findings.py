@@ -1,6 +1,6 @@
 """What a sweep has found: ranked table, results.csv, recipe, pictures.
 
-findings.report(study, trials, args, base, given)
+findings.report(study, trials, args, script)
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import yaml
 from optuna.trial import FrozenTrial, TrialState
 
 from errors import InputError
+from script import Script
+from trials import NOT_REACHED
 
-MACHINE = ("workers", "threads", "device", "resident")
-OF_A_SEARCH = {"subset", "epochs", "seed", "recipe", "data_dir", *MACHINE, "save_every", "tensorboard"}
-"""Flags of a trial that its recipe leaves to the run."""
+NEVER = "never reached"
 LINEAR = ("sgd", "ngd", "lars", "apex_sgd", "apex_larc")  # rates that go with the batch; those of Adam and LAMB go with its root
 
 
@@ -47,10 +47,8 @@ def ranked(study: optuna.Study, trials: Sequence[FrozenTrial]) -> list[FrozenTri
     return sorted(trials, key=key)
 
 
-def report(
-    study: optuna.Study, trials: Sequence[FrozenTrial], args: argparse.Namespace, base: argparse.Namespace, given: Mapping[str, Any]
-) -> None:
-    """Write and print all of it; `base`, `given`: the script's flags, and those of them that were given.
+def report(study: optuna.Study, trials: Sequence[FrozenTrial], args: argparse.Namespace, script: Script) -> None:
+    """Write and print all of it.
 
     Raises:
         InputError: no trial came to its end.
@@ -59,8 +57,7 @@ def report(
     write_csv(args.out / "results.csv", order)
     print(f"\n{'rank':>4} {'trial':>5} {args.objective:>14}  values")
     for rank, trial in enumerate(order, 1):
-        result = f"{trial.value:.4f}" if trial.state is TrialState.COMPLETE else trial.state.name.lower()
-        print(f"{rank:>4} {trial.number:>5} {result:>14}  {show(trial.params)}")
+        print(f"{rank:>4} {trial.number:>5} {result(trial):>14}  {show(trial.params)}")
     pruned = sum(trial.state is TrialState.PRUNED for trial in trials)
     failed = sum(trial.state is TrialState.FAIL for trial in trials)
     print(
@@ -70,10 +67,19 @@ def report(
     if not order or order[0].state is not TrialState.COMPLETE:
         why = next((trial.user_attrs["error"] for trial in order if "error" in trial.user_attrs), "")
         raise InputError(f"no trial came to its end, so there is no recipe. {why}")
-    write_recipe(args, base, given, order[0], len(trials))
+    if result(order[0]) == NEVER:
+        raise InputError(f"--objective {args.objective}: no trial reached it: no recipe; give more --epoch or a lower target")
+    write_recipe(args, script, order[0], len(trials))
     print(f"recipe: python {args.script} --recipe {args.recipe_out}")
     for picture in draw(study, args.out):
         print(f"picture: {picture}")
+
+
+def result(trial: FrozenTrial) -> str:
+    """In a word."""
+    if trial.state is not TrialState.COMPLETE or trial.value is None:
+        return trial.state.name.lower()
+    return f"{trial.value:.4f}" if trial.value < NOT_REACHED else NEVER
 
 
 def write_csv(path: Path, trials: Sequence[FrozenTrial]) -> None:
@@ -85,27 +91,25 @@ def write_csv(path: Path, trials: Sequence[FrozenTrial]) -> None:
         for rank, trial in enumerate(trials, 1):
             seconds = trial.duration.total_seconds() if trial.duration else ""
             own = [trial.params.get(name, "") for name in names]
-            attrs = [trial.user_attrs.get(name, "") for name in ("folder", "error")]
+            folder = Path(trial.user_attrs.get("folder", "")).name  # below trials/
+            attrs = [folder, trial.user_attrs.get("error", "")]
             values = trial.value if trial.state is TrialState.COMPLETE else ""
             writer.writerow([rank, trial.number, trial.state.name, values, len(trial.intermediate_values), seconds, *own, *attrs])
 
 
-def write_recipe(
-    args: argparse.Namespace, base: argparse.Namespace, given: Mapping[str, Any], best: FrozenTrial, count: int
-) -> None:
+def write_recipe(args: argparse.Namespace, script: Script, best: FrozenTrial, count: int) -> None:
     """The best values, what was given beside them, and the rule by which their learning rate goes to other batches and worlds."""
-    values = {name: value for name, value in given.items() if name not in OF_A_SEARCH} | best.params
+    values, flags = script.recipe(best.params), script.flags(best.params)
     lines = [
-        f"# The best of {count} trials of {args.script} by {args.objective}: {best.value:.4f} on held-out training rows.",
-        f"# Each: {base.epochs} epochs of {base.subset:.0%} of the training set, {args.nproc} process(es).",
-        f"# python {args.script} --recipe {args.recipe_out}",
+        f"# The best of {count} trials of {script.file} by {args.objective}: {best.value:.4f} on held-out training rows.",
+        f"# Each: {flags.epochs} epochs of {flags.subset:.0%} of the training set, {args.nproc} process(es).",
+        f"# python {script.file} --recipe {args.recipe_out}",
     ]
     if "lr" in best.params:
-        scaled = {"lr_scaling": values.get("lr_scaling", base.lr_scaling), "base_bs": values.get("base_bs", base.base_bs)}
-        if scaled["lr_scaling"] == "none":  # else the rate is one for that batch already
-            optimizer = values.get("optimizer", base.optimizer)
-            share = values.get("bs", values.get("batch_size", base.batch_size)) * values.get("accumulate", base.accumulate)
-            scaled = {"lr_scaling": "linear" if optimizer in LINEAR else "sqrt", "base_bs": share * args.nproc}
+        scaled = {"lr_scaling": flags.lr_scaling, "base_bs": flags.base_bs}
+        if flags.lr_scaling == "none":  # else the rate is one for that batch already
+            rule = "linear" if flags.optimizer in LINEAR else "sqrt"
+            scaled = {"lr_scaling": rule, "base_bs": flags.batch_size * flags.accumulate * args.nproc}
         rule = rule_of(scaled["lr_scaling"])
         lines.append(f"# The rate is one for a global batch of {scaled['base_bs']}; at others it is scaled with their {rule}.")
         values |= scaled

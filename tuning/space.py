@@ -2,7 +2,7 @@
 
 space = read_space(Path("tuning/resnet50.yaml"), known={"lr", "momentum", ...})
 values = suggest(trial, space)                       # {"lr": 0.03, "alpha": 0.2}
-words = as_words(values)                             # ["--lr", "0.03", "--alpha", "0.2"]
+words = as_words(values, names)                       # ["--lr", "0.03", "--alpha", "0.2"]
 
 Each line of the file names a flag and says where its values come from:
 
@@ -100,12 +100,12 @@ def suggest(trial: optuna.Trial, space: Space) -> dict[str, Any]:
     return values
 
 
-def as_words(values: Mapping[str, Any]) -> list[str]:
-    """Command-line words; true and false are flags that are given or not."""
+def as_words(values: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """Command-line words; true and false are a flag and its opposite, or its absence where there is no opposite."""
     words: list[str] = []
     for name, value in values.items():
         if isinstance(value, bool):
-            words += [f"--{name}"] if value else []
+            words += [f"--{name}"] if value else [f"--no-{name}"] if f"no-{name}" in known else []
         else:
             words += [f"--{name}", f"{value:.6g}" if isinstance(value, float) else str(value)]
     return words

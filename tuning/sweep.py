@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import importlib
 import itertools
 import os
 import signal
@@ -28,14 +27,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the scripts and modules of the project
 
 import optuna
+import torch
+from optuna.distributions import distribution_to_json
 from optuna.trial import TrialState
 
 import errors
 import findings
 import flags
-import options
 import space
 from errors import InputError, Interrupted
+from script import Script
 from space import Space
 from trials import ROOT, STOPPED, Objective, Runner, TrialFailed, slots
 
@@ -72,37 +73,26 @@ def parser(**defaults: Any) -> flags.Parser:
     return parser
 
 
-def script_flags(args: argparse.Namespace, words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any], set[str]]:
-    """The script's flags under these words and their --recipe, those of them that were given, and the names it has.
+def make_study(args: argparse.Namespace, script: Script, searched: Space, objective: Objective) -> optuna.Study:
+    """The study in its storage, made or gone on with.
 
     Raises:
-        InputError: the script does not know a word.
+        InputError: the storage cannot be used, or holds a sweep whose trials do not compare with these.
     """
-    script = importlib.import_module(args.script.removesuffix(".py")).parser()
-    names = {option.removeprefix("--") for action in script._actions for option in action.option_strings}
-    for name in ("out", "resume", "val_fraction", "test", "no-test"):
-        if any(word.split("=")[0] == f"--{name}" for word in words):
-            raise InputError(f"--{name} is the sweep's own flag, not a trial's")
-    recipe = script.parse_args(list(words)).recipe
-    whole = [*(options.recipe_words(recipe, script) if recipe else []), *words]
-    base = script.parse_args(whole)
-    script._defaults.clear()
-    for action in script._actions:
-        action.default = argparse.SUPPRESS
-    return base, vars(script.parse_args(whole)), names
-
-
-def make_study(args: argparse.Namespace, searched: Space, objective: Objective) -> optuna.Study:
-    """The study in its storage, made or gone on with."""
     args.out.mkdir(parents=True, exist_ok=True)
     storage = args.storage or f"sqlite:///{args.out.resolve() / 'study.db'}"
-    named = {"study_name": args.script.removesuffix(".py"), "storage": storage}
+    named = {"study_name": script.file.removesuffix(".py"), "storage": storage}
     try:
         study = optuna.create_study(**named, direction=objective.direction, load_if_exists=True)
     except Exception as error:  # of the data base's driver, of its address
         raise InputError(f"--storage {storage}: {str(error).splitlines()[0]}") from None
-    if study.direction.name.lower() != objective.direction:
-        raise InputError(f"--out {args.out}: holds a sweep with another --objective; choose another folder")
+    wanted = {f"--{name}": value for name, value in script.settings().items()}
+    wanted |= {f"the space's {name}": distribution_to_json(of) for name, of in searched.items()}
+    wanted |= {"--objective": args.objective, "--val_fraction": args.val_fraction, "--nproc": args.nproc}
+    if (held := study.user_attrs.setdefault("settings", wanted)) != wanted:
+        names = ", ".join(sorted(name for name in held.keys() | wanted if held.get(name) != wanted.get(name)))
+        raise InputError(f"--out {args.out}: holds a sweep with another {names}; choose another folder")
+    study.set_user_attr("settings", wanted)
     seed = args.sweep_seed + len(study.get_trials(deepcopy=False))  # gone on with, the same one would draw the same values again
     tpe = optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(4, args.trials // 4))
     study.sampler = tpe if args.sampler == "tpe" else optuna.samplers.RandomSampler(seed)
@@ -136,8 +126,8 @@ def put_back(study: optuna.Study, trial: optuna.Trial | optuna.trial.FrozenTrial
 
 
 def alive(pid: int) -> bool:
-    """Whether a process of this number runs."""
-    if not pid:
+    """Whether a process of this number runs, other than this one: a container may give the same number again."""
+    if pid in (0, os.getpid()):
         return False
     try:
         os.kill(pid, 0)
@@ -163,12 +153,13 @@ def search(
     Raises:
         Interrupted: Ctrl-C; the trials under way are put back.
     """
-    one_at_a_time, left, start = threading.Lock(), iter(range(args.trials - before)), time.monotonic()
+    one_at_a_time, start = threading.Lock(), time.monotonic()
 
     def worker() -> None:
         while not stop.is_set():
             with one_at_a_time:
-                if next(left, None) is None:
+                running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+                if len(finished(study)) + len(running) >= args.trials:  # other machines may have begun some
                     return
                 trial = study.ask()
             state, value = TrialState.COMPLETE, None
@@ -179,6 +170,9 @@ def search(
             except TrialFailed as error:
                 state = TrialState.FAIL
                 trial.set_user_attr("error", str(error))
+            except BaseException:
+                stop.set()  # the others must not go on alone
+                raise
             with one_at_a_time:
                 done = study.tell(trial, value, state)
                 if stop.is_set() or done.user_attrs.get("error") == STOPPED:
@@ -219,26 +213,28 @@ def run(args: argparse.Namespace, words: list[str]) -> None:
     objective = Objective.read(args.objective)
     if not args.val_fraction:
         raise InputError("--val_fraction 0: a sweep needs rows to choose by; the test set is not for that")
-    base, given, names = script_flags(args, words)
-    searched = space.read_space(args.space, names)
+    script = Script.read(args.script, words)
+    searched = space.read_space(args.space, script.names)
     if args.sampler == "grid":
         args.trials = min(args.trials, findings.product(space.grid(args.space, searched)))
+    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
+    fixed = [*words, "--val_fraction", str(args.val_fraction), "--no-test"]
+    if not gpus and "threads" not in script.given:
+        fixed += ["--threads", str(max(1, cores // (args.jobs * args.nproc)))]
+    script.check(fixed)
+    runner = Runner(args.script, fixed, objective, args.out.resolve(), args.nproc, slots(args.jobs, args.nproc, gpus))
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = make_study(args, searched, objective)
+    study = make_study(args, script, searched, objective)
     again, before = take_up(study), len(finished(study))
     print(f"{args.trials} trials of {args.script} in {args.out}, {before} of them done, {again} taken up again")
-    import torch
-
-    threads = [] if torch.cuda.is_available() or args.jobs == 1 else ["--threads", str(max(1, (os.cpu_count() or 1) // args.jobs))]
-    fixed = [*words, "--val_fraction", str(args.val_fraction), "--no-test", *threads]
-    runner = Runner(
-        args.script, fixed, objective, args.out.resolve(), args.nproc, slots(args.jobs, args.nproc, torch.cuda.device_count())
-    )
-
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs start with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
-    search(study, lambda trial: runner(trial, space.suggest(trial, searched)), args, before, runner.stop)
-    findings.report(study, finished(study), args, base, given)
+
+    def one(trial: optuna.Trial) -> float:
+        return runner(trial, space.as_words(space.suggest(trial, searched), script.names))
+
+    search(study, one, args, before, runner.stop)
+    findings.report(study, finished(study), args, script)
 
 
 def main(argv: Sequence[str] | None = None, **defaults: Any) -> None:

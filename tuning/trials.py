@@ -1,7 +1,7 @@
 """One trial of a sweep: the entry script as a process of its own, watched through its metrics.jsonl.
 
 runner = Runner("resnet50_test.py", ["--subset", "0.1"], Objective.read("accuracy"), out, nproc=1, jobs=2)
-value = runner(trial, values)             # raises optuna.TrialPruned, or TrialFailed with the script's own line
+value = runner(trial, ["--lr", "0.1"])    # raises optuna.TrialPruned, or TrialFailed with the script's own line
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Any
 import optuna
 
 import errors
-import space
 from errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,14 +88,14 @@ class Runner:
     stop: threading.Event = field(default_factory=threading.Event, kw_only=True)  # set to end all trials
     slots: queue.Queue[str | None]  # a GPU, or a comma-separated list of them, for each trial at a time; None on CPUs
 
-    def __call__(self, trial: optuna.Trial, values: dict[str, Any]) -> float:
-        """The objective's value."""
+    def __call__(self, trial: optuna.Trial, words: list[str]) -> float:
+        """The objective's value of a trial with these flags."""
         folder = Path(trial.user_attrs.get("folder", self.out / "trials" / f"{trial.number:04d}"))
         for name, value in {"folder": str(folder), "host": socket.gethostname(), "pid": os.getpid()}.items():
             trial.set_user_attr(name, value)
         slot = self.slots.get()
         try:
-            return self.watch(trial, folder, self.start(folder, space.as_words(values), slot))
+            return self.watch(trial, folder, self.start(folder, words, slot))
         finally:
             self.slots.put(slot)
 
@@ -104,6 +103,8 @@ class Runner:
         """The script as a process, going on from a checkpoint where there is one."""
         folder.mkdir(parents=True, exist_ok=True)
         resume = ["--resume", str(folder)] if (folder / "last.pt").exists() else []
+        if not resume:  # it was stopped before its first checkpoint
+            (folder / "metrics.jsonl").unlink(missing_ok=True)
         head = [str(ROOT / self.script)]
         if self.nproc > 1:
             head = [str(ROOT / "distributed.py"), "--standalone", f"--nproc_per_node={self.nproc}", *head]
@@ -119,13 +120,13 @@ class Runner:
             while True:
                 ended = process.poll() is not None
                 rows = read_rows(folder)
+                if any(map(self.objective.done, rows)):
+                    return self.objective.value(rows)
                 for row in rows[seen:]:
                     trial.report(self.objective.so_far(row), row["epoch"])
-                    if trial.should_prune():
+                    if self.hopeless(trial, row):
                         raise optuna.TrialPruned
                 seen = len(rows)
-                if rows and self.objective.done(rows[-1]):
-                    return self.objective.value(rows)
                 if ended:
                     break
                 if self.stop.is_set():
@@ -138,6 +139,13 @@ class Runner:
         if process.returncode or not rows:
             raise TrialFailed(last_line(folder) or f"exit code {process.returncode}")
         return self.objective.value(rows)
+
+    def hopeless(self, trial: optuna.Trial, row: dict[str, Any]) -> bool:
+        """Whether to give a run up after an epoch: as the pruner says; of time_to, where the best one was there by now."""
+        if self.objective.target is None or isinstance(trial.study.pruner, optuna.pruners.NopPruner):
+            return trial.should_prune()
+        reached = [done.value for done in trial.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))]
+        return row["seconds"] >= min((value for value in reached if value is not None), default=NOT_REACHED)
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
@@ -174,7 +182,7 @@ def die_with_parent() -> None:
 
 
 def slots(jobs: int, nproc: int, gpus: int) -> queue.Queue[str | None]:
-    """A place for each trial at a time: as many GPUs as it has processes, or None where there are no GPUs.
+    """A place for each trial at a time: as many of the visible GPUs as it has processes, or None where there are no GPUs.
 
     Raises:
         InputError: more GPUs are wanted than there are.
@@ -182,6 +190,8 @@ def slots(jobs: int, nproc: int, gpus: int) -> queue.Queue[str | None]:
     places: queue.Queue[str | None] = queue.Queue()
     if gpus and jobs * nproc > gpus:
         raise InputError(f"--jobs {jobs} of --nproc {nproc} want {jobs * nproc} GPUs, {gpus} are here")
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = names if len(names) >= gpus and names[0] else list(map(str, range(gpus)))
     for job in range(jobs):
-        places.put(",".join(map(str, range(job * nproc, (job + 1) * nproc))) if gpus else None)
+        places.put(",".join(names[job * nproc : (job + 1) * nproc]) if gpus else None)
     return places
