@@ -45,7 +45,7 @@ def finished(folder: Path) -> bool:
     try:
         epochs = json.loads((folder / "config.json").read_text())["flags"]["epochs"]
         return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["epoch"] >= epochs
-    except (OSError, IndexError, ValueError):
+    except (OSError, IndexError, KeyError, ValueError):
         return False
 
 

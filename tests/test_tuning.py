@@ -326,7 +326,7 @@ def test_trials_of_other_machines_are_left_alone(tmp_path):
     study = optuna.create_study(storage=f"sqlite:///{tmp_path / 'study.db'}")
     away, gone, here = study.ask(), study.ask(), study.ask()
     away.set_user_attr("host", "elsewhere")
-    for trial, pid in ((gone, 2**22 + 1), (here, os.getpid())):
+    for trial, pid in ((gone, 2**22 + 1), (here, os.getppid())):
         trial.set_user_attr("host", sweep.socket.gethostname())
         trial.set_user_attr("pid", pid)
         trial.set_user_attr("folder", str(tmp_path / str(trial.number)))
@@ -335,6 +335,11 @@ def test_trials_of_other_machines_are_left_alone(tmp_path):
     assert states == ["RUNNING", "FAIL", "RUNNING", "WAITING"]
     assert study.get_trials()[3].user_attrs == {"folder": str(tmp_path / "1"), "after": 1}
     assert not sweep.finished(study)
+
+
+def test_a_container_may_give_a_dead_sweep_s_number_to_the_next():
+    assert not sweep.alive(os.getpid())
+    assert sweep.alive(os.getppid())
 
 
 def test_ranking_puts_whole_runs_first():
