@@ -165,6 +165,14 @@ def test_processes_that_share_a_gpu_speak_gloo(name, device, processes, backend)
     assert distributed.collectives(name, torch.device(device), processes) == backend
 
 
+def test_device_hours_count_gpus_or_nodes():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
+    assert distributed.World().devices == 1
+    assert distributed.World(size=4, local_size=2, device=cpu).devices == 2
+    assert distributed.World(size=4, local_size=2, device=gpu).devices == 4
+    assert distributed.World(size=4, local_size=4, device=gpu, one_gpu=True).devices == 1
+
+
 def test_run_distributed_trains_whatever_port_is_taken(tmp_path):
     flags = ["--dataset", "digits", "--arch", "resnet20", "--bs", "50", "--lr", "0.1", "--epochs", "2", "--out", tmp_path / "run"]
     with socket.socket() as taken:
