@@ -96,7 +96,7 @@ def perform(run: Run, until: float, hidden: Mapping[str, str]) -> str:
     if run.name and run.folder.exists() and not (run.folder / "last.pt").exists():
         shutil.rmtree(run.folder)  # it never came to its first checkpoint
     words, given = run.words()
-    process = subprocess.Popen(words, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable} | hidden | given)
+    process = subprocess.Popen(words, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable, **hidden} | given)
     try:
         code = process.wait(max(0.0, until - time.monotonic()) if until else None)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
@@ -171,8 +171,8 @@ def run_all(runs: Sequence[Run], until: float, device: str) -> None:
         InputError: some failed.
         Interrupted: see `perform`.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs start with SIGINT ignored
-        signal.signal(number, signal.default_int_handler)
+    for way in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs start with SIGINT ignored
+        signal.signal(way, signal.default_int_handler)
     failed = []
     for number, run in enumerate(runs, 1):
         what = f"{run.group}/{run.folder.name}"

@@ -9,7 +9,7 @@ import argparse
 import csv
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ def draw(study: optuna.Study, folder: Path) -> list[Path]:
     from optuna.visualization import matplotlib as pictures
 
     drawn = []
-    plots = {
+    plots: dict[str, Callable[[optuna.Study], Any]] = {
         "history": pictures.plot_optimization_history,
         "importance": pictures.plot_param_importances,
         "parallel": pictures.plot_parallel_coordinate,

@@ -81,9 +81,9 @@ def make_study(args: argparse.Namespace, script: Script, searched: Space, object
     """
     args.out.mkdir(parents=True, exist_ok=True)
     storage = args.storage or f"sqlite:///{args.out.resolve() / 'study.db'}"
-    named = {"study_name": script.file.removesuffix(".py"), "storage": storage}
+    name = script.file.removesuffix(".py")
     try:
-        study = optuna.create_study(**named, direction=objective.direction, load_if_exists=True)
+        study = optuna.create_study(study_name=name, storage=storage, direction=objective.direction, load_if_exists=True)
     except Exception as error:  # of the data base's driver, of its address
         raise InputError(f"--storage {storage}: {str(error).splitlines()[0]}") from None
     wanted = {f"--{name}": value for name, value in script.settings().items()}

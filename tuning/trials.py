@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import optuna
 
@@ -57,7 +57,7 @@ class Objective:
         raise InputError(f"--objective {text}: wanted accuracy, or time_to:0.9 with an accuracy in 0..1")
 
     @property
-    def direction(self) -> str:
+    def direction(self) -> Literal["maximize", "minimize"]:
         return "maximize" if self.target is None else "minimize"
 
     def so_far(self, row: dict[str, Any]) -> float:
