@@ -93,6 +93,8 @@ def perform(run: Run, until: float, hidden: Mapping[str, str]) -> str:
     Raises:
         Interrupted: the time was over, or Ctrl-C; its checkpoint is written.
     """
+    if until and time.monotonic() >= until:
+        raise Interrupted("the time is over; the same command goes on")
     if run.name and run.folder.exists() and not (run.folder / "last.pt").exists():
         shutil.rmtree(run.folder)  # it never came to its first checkpoint
     words, given = run.words()
