@@ -16,6 +16,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend comes first
+import numpy as np  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: E402
@@ -31,12 +32,12 @@ LADDERS = {  # each trick added to those before
     IMAGES: {
         "plain: fp32, SGD": ("resnet20_batch", "sgd-64-fp32"),
         "+ bf16": ("resnet20_batch", "sgd-64"),
-        "+ natural gradient": ("resnet20_batch", "ngd-64"),
+        "+ natural\ngradient": ("resnet20_batch", "ngd-64"),
     },
     TEXTS: {
         "plain: fp32": ("agnews12k", "plain-fp32"),
         "+ bf16": ("agnews12k", "plain"),
-        "+ prior, which wants\nhalf the epochs and\na lower rate": ("agnews12k", "prior"),
+        "+ prior,\nhalf the epochs,\na lower rate": ("agnews12k", "prior"),
     },
 }
 SCALING = ROOT / "benchmarks" / "results" / "scaling-cpu.json"
@@ -243,6 +244,8 @@ def pareto(groups: Groups) -> Figure | None:
         axis.plot(*zip(*best), color="0.5", linewidth=1, zorder=0)
         axis.set_xscale("log")
         logarithmic(axis.xaxis)
+        axis.set_yscale("function", functions=(lambda a: -np.log(102 - a), lambda e: 102 - np.exp(-e)))  # room at the top
+        axis.set_yticks([percent for percent in (10, 30, 50, 60, 70, 80, 85, 90, 95, 98) if percent < axis.get_ylim()[1]])
         finish(axis, "device-hours", "test accuracy / %", f"{task}: every run, last epoch", legend=True)
     return figure
 
