@@ -77,7 +77,7 @@ def test_pictures_and_logs_the_readme_names_are_there():
             assert (ROOT / target).exists(), target
 
 
-MEASURED = re.compile(r"(\d+\.\d+)(?: \+- (\d+\.\d+))? %[^()]*\(figures/logs/(\S+)/(\S+)\)")
+MEASURED = re.compile(r"(\d+\.\d+)(?: \+- (\d+\.\d+))? %[^()%]*\(figures/logs/(\S+)/(\S+)\)")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
