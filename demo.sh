@@ -10,7 +10,7 @@ echo "== ResNet-50 on 1,437 embedded 8x8 digits"
 echo "== Transformer on 400 embedded headlines"
 .venv/bin/python transformer_test.py --dataset headlines --bs 16 --lr 4e-4 --epochs 12 --out "$out/transformer"
 echo "== Picture and summary"
-.venv/bin/python figures/draw.py --runs "$out/resnet50" "$out/transformer" --out "$out/accuracy.png"
+.venv/bin/python -m figures.draw --runs "$out/resnet50" "$out/transformer" --out "$out/accuracy.png"
 cat <<EOF
 
 Next:

@@ -36,13 +36,26 @@ def on_ladder(wanted: float, base: int, low: int, high: int, unit: int = 1) -> i
         unit: the number of ranks, so that equal shares are whole.
     """
     octaves = range(math.floor(math.log2(low / base)) - 1, math.ceil(math.log2(high / base)) + 1)
-    steps = {max(round(base * 2.0**octave * step / unit), 1) * unit for octave in octaves for step in (1, 1.5)}
-    steps = {step for step in steps if low <= step <= high} or {max(low // unit, 1) * unit, max(high // unit, 1) * unit}
+    steps = {
+        max(round(base * 2.0**octave * step / unit), 1) * unit
+        for octave in octaves
+        for step in (1, 1.5)
+    }
+    steps = {step for step in steps if low <= step <= high} or {
+        max(low // unit, 1) * unit,
+        max(high // unit, 1) * unit,
+    }
     wanted = min(max(wanted, low), high)
     return min(sorted(steps), key=lambda size: abs(math.log(size / wanted)))
 
 
-def apportion(total: int, weights: Sequence[float], least: int = 0, most: Sequence[int] | None = None, unit: int = 1) -> list[int]:
+def apportion(
+    total: int,
+    weights: Sequence[float],
+    least: int = 0,
+    most: Sequence[int] | None = None,
+    unit: int = 1,
+) -> list[int]:
     """Integers that sum to `total`, in proportion to `weights` as far as the limits allow.
 
     Args:
@@ -59,9 +72,16 @@ def apportion(total: int, weights: Sequence[float], least: int = 0, most: Sequen
     highs = [min(limit, total) // unit for limit in most or [total] * len(weights)]
     units, rest = divmod(total, unit)
     if sum(lows) > units or sum(highs) < units or any(low > high for low, high in zip(lows, highs)):
-        raise ValueError(f"{total} cannot be shared out: at least {least} each, at most {list(most or [])}")
+        raise ValueError(
+            f"{total} cannot be shared out: at least {least} each, at most {list(most or [])}"
+        )
     ideal = [units * weight / sum(weights) for weight in weights]
-    factor = _level(lambda level: sum(_within(level * each, low, high) for each, low, high in zip(ideal, lows, highs)), units)
+    factor = _level(
+        lambda level: sum(
+            _within(level * each, low, high) for each, low, high in zip(ideal, lows, highs)
+        ),
+        units,
+    )
     real = [_within(factor * each, low, high) for each, low, high in zip(ideal, lows, highs)]
     shares = [math.floor(each + 1e-9) for each in real]
     by_need = sorted(range(len(real)), key=lambda i: shares[i] - real[i])
@@ -180,14 +200,19 @@ class ByLoss:
         window: k.
     """
 
-    def __init__(self, kind: str = "progress", factor: float = 2.0, threshold: float = 10.0, window: int = 5) -> None:
+    def __init__(
+        self, kind: str = "progress", factor: float = 2.0, threshold: float = 10.0, window: int = 5
+    ) -> None:
         self.kind, self.factor, self.threshold, self.window = kind, factor, threshold, window
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
     def wanted(self, epoch: int, size: int) -> float:
         """As above; as it was until there are enough epochs."""
-        if len(self.losses) < (self.window if self.kind == "progress" else 2) or not min(self.losses) > 0:
+        if (
+            len(self.losses) < (self.window if self.kind == "progress" else 2)
+            or not min(self.losses) > 0
+        ):
             return size
         if self.kind == "progress":
             progress = 1000 * (sum(self.losses) / (self.window * min(self.losses)) - 1)
@@ -295,9 +320,15 @@ class Balance:
 
     def learn(self, samples: Sequence[float], seconds: Sequence[float]) -> None:
         """What each rank computed in an epoch, and how long it took without waiting for others."""
-        self.speeds = [n / s for n, s in zip(samples, seconds)] if min(seconds) > 0 and min(samples) > 0 else []
+        self.speeds = (
+            [n / s for n, s in zip(samples, seconds)]
+            if min(seconds) > 0 and min(samples) > 0
+            else []
+        )
 
-    def shares(self, total: int, now: Sequence[int], least: int, most: Sequence[int] | None = None) -> list[int]:
+    def shares(
+        self, total: int, now: Sequence[int], least: int, most: Sequence[int] | None = None
+    ) -> list[int]:
         """Of a global batch of `total`; `now`: the shares so far, of another total perhaps."""
         if len(self.speeds) != len(now):
             return apportion(total, [1.0] * len(now), least, most)
@@ -307,5 +338,8 @@ class Balance:
         except ValueError:
             better = apportion(total, self.speeds, least, most)
         stay = apportion(total, [float(share) for share in now], least, most)
-        times = [max(share / speed for share, speed in zip(shares, self.speeds)) for shares in (better, stay)]
+        times = [
+            max(share / speed for share, speed in zip(shares, self.speeds))
+            for shares in (better, stay)
+        ]
         return better if times[0] < (1 - self.keep) * times[1] else stay

@@ -41,7 +41,9 @@ def exit_code(main: Callable[[], None]) -> int:
             time.sleep(GRACE)
         if first or isinstance(error, InputError):  # the others happen to all ranks alike
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return {InputError: BAD_INPUT, NonFiniteLoss: NON_FINITE, Interrupted: INTERRUPTED}[type(error)]
+        return {InputError: BAD_INPUT, NonFiniteLoss: NON_FINITE, Interrupted: INTERRUPTED}[
+            type(error)
+        ]
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0

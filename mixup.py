@@ -11,8 +11,9 @@ comes from `generator` (None: torch's own). Hidden representations mix as images
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import backends
-from meta_gradient import meta_gradient
+from backends import torch_compat
+from optimizers import base
 
-FIELD, CONTRAST = 4, 2.0  # of attention maps: side of the noise they are interpolated from, and how strong it is
+FIELD, CONTRAST = (
+    4,
+    2.0,
+)  # of attention maps: side of the noise they are interpolated from, and how strong it is
 KINDS = ("none", "mixup", "intra", "attention", "cutmix", "meta")
+STRETCH = 0.01  # length of e v beside that of theta
 POLICIES = ("pair", "beta", "sample")
 
 
@@ -50,30 +55,42 @@ class Mix:
 # -------------------------------------------------------------------- whom with, and how much
 
 
-def draw_beta(alpha: float, count: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+def draw_beta(
+    alpha: float, count: int, device: torch.device, generator: torch.Generator | None = None
+) -> Tensor:
     """(count,) draws of Beta(alpha, alpha), float32; of float64 gammas, as both of a pair underflow float32 when alpha is small."""
-    first, second = torch._standard_gamma(torch.full((2, count), alpha, dtype=torch.float64, device=device), generator=generator)
+    first, second = torch._standard_gamma(
+        torch.full((2, count), alpha, dtype=torch.float64, device=device), generator=generator
+    )
     return (first / (first + second)).float()
 
 
-def mixup(labels: Tensor, alpha: float, per_sample: bool = False, generator: torch.Generator | None = None) -> Mix:
+def mixup(
+    labels: Tensor, alpha: float, per_sample: bool = False, generator: torch.Generator | None = None
+) -> Mix:
     """Partners by a random permutation, lambda ~ Beta(alpha, alpha), one for the batch or `per_sample` (arXiv:1710.09412)."""
     count, device = len(labels), labels.device
     weight = draw_beta(alpha, count if per_sample else 1, device, generator).expand(count)
     return Mix(torch.randperm(count, generator=generator, device=device), weight)
 
 
-def intra(labels: Tensor, alpha: float, same_class: bool = False, generator: torch.Generator | None = None) -> Mix:
+def intra(
+    labels: Tensor, alpha: float, same_class: bool = False, generator: torch.Generator | None = None
+) -> Mix:
     """As `mixup` per sample, with partners of another class, or of the same class; who finds none stays as it is."""
     wanted = (labels[:, None] == labels) == same_class
     wanted.fill_diagonal_(False)
-    order = torch.rand(wanted.shape, generator=generator, device=labels.device).masked_fill_(~wanted, -1.0)
+    order = torch.rand(wanted.shape, generator=generator, device=labels.device).masked_fill_(
+        ~wanted, -1.0
+    )
     best, partner = order.max(1)
     weight = draw_beta(alpha, len(labels), labels.device, generator)
     return Mix(partner, torch.where(best < 0, 1.0, weight))
 
 
-def attention(labels: Tensor, alpha: float, height: int, width: int, generator: torch.Generator | None = None) -> Mix:
+def attention(
+    labels: Tensor, alpha: float, height: int, width: int, generator: torch.Generator | None = None
+) -> Mix:
     """As `mixup` per sample, with a smooth random map over space around lambda; its mean is the label's weight."""
     mix = mixup(labels, alpha, True, generator)
     noise = torch.randn(len(labels), 1, FIELD, FIELD, generator=generator, device=labels.device)
@@ -83,7 +100,12 @@ def attention(labels: Tensor, alpha: float, height: int, width: int, generator: 
 
 
 def cutmix(
-    labels: Tensor, alpha: float, height: int, width: int, per_sample: bool = False, generator: torch.Generator | None = None
+    labels: Tensor,
+    alpha: float,
+    height: int,
+    width: int,
+    per_sample: bool = False,
+    generator: torch.Generator | None = None,
 ) -> Mix:
     """A rectangle of up to 1 - lambda of the image comes from the partner; the labels weigh as the pixels do (arXiv:1905.04899).
 
@@ -91,7 +113,9 @@ def cutmix(
     """
     count, device = len(labels), labels.device
     if not per_sample:
-        partner = torch.randperm(count, generator=generator if device.type == "cpu" else None, device=device)
+        partner = torch.randperm(
+            count, generator=generator if device.type == "cpu" else None, device=device
+        )
         lam = draw_beta(alpha, 1, torch.device("cpu"), generator).item()
         top, bottom, left, right = box = (
             *edges(torch.rand((), generator=generator).item(), lam, height),
@@ -134,7 +158,11 @@ def blend(x: Tensor, mix: Mix) -> Tensor:
         return mixed
     weight = mix.weight.view(-1, *[1] * (x.ndim - 1)) if mix.map is None else mix.map
     weight, partners = weight.to(x.dtype), rows_of(x, mix.partner)
-    return torch.lerp(partners, x, weight) if weight.requires_grad or x.requires_grad else partners.lerp_(x, weight)
+    return (
+        torch.lerp(partners, x, weight)
+        if weight.requires_grad or x.requires_grad
+        else partners.lerp_(x, weight)
+    )
 
 
 def rows_of(x: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
@@ -151,18 +179,24 @@ def cross_entropy(logits: Tensor, labels: Tensor, mix: Mix, label_smoothing: flo
     one = mix.weight.stride(0) == 0  # lambda for the whole batch: the means can be taken first
     weight = (mix.weight[0] if one else mix.weight).to(scores.dtype)
     own, other = (
-        F.nll_loss(scores, some, reduction="mean" if one else "none") for some in (labels, labels.index_select(0, mix.partner))
+        F.nll_loss(scores, some, reduction="mean" if one else "none")
+        for some in (labels, labels.index_select(0, mix.partner))
     )
     loss = torch.lerp(other, own, weight)
     if not one:
         loss = loss.mean()
-    return (1 - label_smoothing) * loss - label_smoothing * scores.mean() if label_smoothing else loss
+    return (
+        (1 - label_smoothing) * loss - label_smoothing * scores.mean() if label_smoothing else loss
+    )
 
 
 def hits(logits: Tensor, labels: Tensor, mix: Mix) -> Tensor:
     """Sum over the batch of the predicted labels' weights: accuracy under mixing is lambda-weighted, as the field reports it."""
     predicted = logits.detach().argmax(1)
-    return (mix.weight * (predicted == labels) + (1 - mix.weight) * (predicted == labels.index_select(0, mix.partner))).sum()
+    return (
+        mix.weight * (predicted == labels)
+        + (1 - mix.weight) * (predicted == labels.index_select(0, mix.partner))
+    ).sum()
 
 
 def draw(kind: str, alpha: float, labels: Tensor, height: int, width: int) -> Mix:
@@ -177,6 +211,77 @@ def draw(kind: str, alpha: float, labels: Tensor, height: int, width: int) -> Mi
         case "cutmix":
             return cutmix(labels, alpha, height, width)
     raise ValueError(f"unknown kind of mixing {kind}")
+
+
+# -------------------------------------------------------------------- the gradient through a virtual step
+
+
+def meta_gradient(
+    model: nn.Module,
+    mixed_loss: Callable[[Tensor], Tensor],
+    clean_loss: Callable[[], Tensor],
+    weights: Tensor,
+    rate: float,
+    scale: Tensor | float = 1.0,
+    stretch: float = STRETCH,
+) -> Tensor:
+    """Gradient to `weights` of `clean_loss()` at theta - rate * grad `mixed_loss(weights)`; of the shape of `weights`.
+
+    Parameters, buffers (BatchNorm's statistics) and random states are left as they were; no `.grad` is touched. All
+    passes see the same random numbers, so dropout is part of the function that is differentiated.
+
+    Args:
+        model: whose parameters step; not wrapped for data parallelism.
+        mixed_loss, clean_loss: scalars, computed by `model`.
+        weights: what the first depends on.
+        rate: of the virtual step, a.
+        scale: losses are multiplied by it in front of each backward pass, for fp16.
+        stretch: length of the differences' step beside the parameters' own.
+    """
+    parameters: list[Tensor] = [
+        parameter for parameter in model.parameters() if parameter.requires_grad
+    ]
+    devices = {parameter.device for parameter in parameters if parameter.device.type != "cpu"}
+
+    def gradient(loss: Callable[[], Tensor], to: list[Tensor]) -> list[Tensor]:
+        with torch.random.fork_rng(list(devices)), torch.enable_grad():
+            found = torch.autograd.grad(
+                loss() * scale, to, allow_unused=True, materialize_grads=True
+            )
+        return list(torch._foreach_div(found, scale))
+
+    with torch.no_grad(), unchanged(parameters, list(model.buffers())) as start:
+        step = gradient(lambda: mixed_loss(weights.detach()), parameters)
+        torch._foreach_add_(parameters, step, alpha=-rate)
+        del step  # a copy of the model less
+        direction = gradient(clean_loss, parameters)
+        epsilon = stretch * length(start) / length(direction)
+        torch._foreach_mul_(direction, epsilon)
+        leaf, sides = weights.detach().requires_grad_(), []
+        for sign in (1, -1):
+            torch._foreach_copy_(parameters, start)
+            torch._foreach_add_(parameters, direction, alpha=sign)
+            sides += gradient(lambda: mixed_loss(leaf), [leaf])
+        return (sides[1] - sides[0]) * (rate / (2 * epsilon))
+
+
+@contextlib.contextmanager
+def unchanged(parameters: list[Tensor], buffers: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters and buffers are bit for bit what they were, whatever the block does to them; gives the parameters' copies."""
+    start, before = (
+        [tensor.detach().clone() for tensor in tensors] for tensors in (parameters, buffers)
+    )
+    try:
+        yield start
+    finally:
+        with torch.no_grad():
+            for tensor, old in zip([*parameters, *buffers], [*start, *before]):
+                tensor.copy_(old)
+
+
+def length(tensors: list[Tensor]) -> Tensor:
+    """Euclidean norm of all of them together."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
 
 
 # -------------------------------------------------------------------- learning how much
@@ -222,16 +327,24 @@ class MetaMixup:
         self.policy, self.alpha, self.lr, self.process_group = policy, alpha, lr, process_group
         pairs = classes * (classes + 1) // 2
         first, second = torch.triu_indices(classes, classes, device=device)
-        self.numbers = torch.empty(classes, classes, dtype=torch.long, device=device)  # of each pair, in both orders
-        self.numbers[first, second] = self.numbers[second, first] = torch.arange(pairs, device=device)
+        self.numbers = torch.empty(
+            classes, classes, dtype=torch.long, device=device
+        )  # of each pair, in both orders
+        self.numbers[first, second] = self.numbers[second, first] = torch.arange(
+            pairs, device=device
+        )
         shape = {"pair": (1, pairs), "beta": (2, pairs), "sample": (1, 0)}[policy]
-        self.table = torch.zeros(shape, device=device, requires_grad=True)  # distances from the start
+        self.table = torch.zeros(
+            shape, device=device, requires_grad=True
+        )  # distances from the start
         self.adam = self.optimizer(self.table)
         self.learned: Mix | None = None
 
     def optimizer(self, parameter: Tensor) -> torch.optim.Adam:
         """Adam; its epsilon is far below the gradients, whose size is that of a learning rate over batch and pairs."""
-        return torch.optim.Adam([parameter], lr=self.lr, eps=1e-20, fused=backends.fused_optimizer([parameter]))
+        return torch.optim.Adam(
+            [parameter], lr=self.lr, eps=1e-20, fused=torch_compat.fused_optimizer([parameter])
+        )
 
     def mix(self, labels: Tensor) -> Mix:
         """The Mix of a batch; right after `learn`, the one it learned from, as the paper orders the two steps."""
@@ -250,7 +363,9 @@ class MetaMixup:
 
     def weigh(self, policy: Tensor, labels: Tensor, partner: Tensor) -> Tensor:
         """(batch,) lambda under `policy`, differentiable."""
-        rows = policy if self.policy == "sample" else policy[:, self.numbers[labels, labels[partner]]]
+        rows = (
+            policy if self.policy == "sample" else policy[:, self.numbers[labels, labels[partner]]]
+        )
         if self.policy != "beta":
             return (1 + torch.sigmoid(rows[0])) / 2
         a, b = self.alpha * rows.double().exp()
@@ -276,14 +391,19 @@ class MetaMixup:
         policy = self.start(len(labels)).requires_grad_() if online else self.table
         adam = self.optimizer(policy) if online else self.adam
         weight = self.weigh(policy, labels, partner)
-        gradient = meta_gradient(model, lambda weight: mixed_loss(Mix(partner, weight)), clean_loss, weight, rate, scale)
+        gradient = meta_gradient(
+            model, lambda weight: mixed_loss(Mix(partner, weight)), clean_loss, weight, rate, scale
+        )
         (policy.grad,) = torch.autograd.grad(weight, policy, gradient)
         if dist.is_available() and dist.is_initialized() and not online:
             dist.all_reduce(policy.grad, group=self.process_group)
             policy.grad /= dist.get_world_size(self.process_group)
-        backends.step_unless(adam, (~torch.isfinite(policy.grad)).any())
+        base.step_unless(adam, (~torch.isfinite(policy.grad)).any())
         with torch.no_grad():
-            self.learned = Mix(partner, weight.detach() if self.policy == "beta" else self.weigh(policy, labels, partner))
+            self.learned = Mix(
+                partner,
+                weight.detach() if self.policy == "beta" else self.weigh(policy, labels, partner),
+            )
 
     def tables(self) -> dict[str, Tensor]:
         """What was learned, by name: (classes, classes) symmetric tables of lambda, or of a and b; none for `sample`."""

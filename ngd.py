@@ -28,13 +28,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from base import Base
-from fisher import DENSE_KERNEL, Axis, Lesson, Mode, Update, apply_updates, build_modes, initial_factor, norms
+from optimizers.base import Base
+from optimizers.fisher import (
+    DENSE_KERNEL,
+    Axis,
+    Lesson,
+    Mode,
+    Update,
+    apply_updates,
+    build_modes,
+    initial_factor,
+    norms,
+)
 
 FIRST_UPDATES = 10  # steps at the start that update all estimates
 CHUNK_BYTES = {"cpu": 16 * 2**20}  # of parameters worked on together: what a cache holds
 OTHER_CHUNK_BYTES = 2**28  # ... and elsewhere: few launches
-STATE = ("factor", "eigenvalues", "floor")  # what state[parameter] holds of an axis: W (rank, D), d (rank,), rho ()
+STATE = (
+    "factor",
+    "eigenvalues",
+    "floor",
+)  # what state[parameter] holds of an axis: W (rank, D), d (rank,), rho ()
 
 
 # -------------------------------------------------------------------- parameters of one shape
@@ -49,7 +63,9 @@ class Chunk:
         group: the hyper-parameters; the settings of the constructor are read now, those that may change at each step.
     """
 
-    def __init__(self, parameters: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any]) -> None:
+    def __init__(
+        self, parameters: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any]
+    ) -> None:
         self.parameters, self.states = parameters, states
         self.first = first = parameters[0]
         self.wide = torch.promote_types(first.dtype, torch.float32)
@@ -57,7 +73,9 @@ class Chunk:
         dtype = (group["factor_dtype"] if preconditioned else None) or self.wide
         self.place = first.device, dtype
         self.weights = len(parameters) * first.numel()
-        kernel = first.ndim > 2 and first.shape[2:].numel() <= DENSE_KERNEL  # laid out as (outputs, kernel, inputs)
+        kernel = (
+            first.ndim > 2 and first.shape[2:].numel() <= DENSE_KERNEL
+        )  # laid out as (outputs, kernel, inputs)
         self.order = [0, *range(2, first.ndim), 1] if kernel else list(range(first.ndim))
         self.natural = self.order == sorted(self.order)
         self.back = sorted(range(first.ndim), key=self.order.__getitem__)
@@ -67,7 +85,9 @@ class Chunk:
         if preconditioned:
             make = functools.partial(self.axis, group=group)
             self.modes = build_modes(first.shape, kernel, group["max_dim"], make)
-        self.missing = torch.full((), math.nan, dtype=first.dtype, device=first.device).expand(self.shape)
+        self.missing = torch.full((), math.nan, dtype=first.dtype, device=first.device).expand(
+            self.shape
+        )
         self.momentum: Tensor | None = None
         self.steps: int = states[0].get("step", 0)
         self.phase = 0
@@ -113,7 +133,11 @@ class Chunk:
         return len(self.parameters) * sum(mode.cost() for mode in self.modes)
 
     def step(
-        self, group: dict[str, Any], scratch: tuple[Tensor, Tensor], scale: Tensor | None, skip: Tensor | None
+        self,
+        group: dict[str, Any],
+        scratch: tuple[Tensor, Tensor],
+        scale: Tensor | None,
+        skip: Tensor | None,
     ) -> list[Update]:
         """Move the parameters by their gradients, which are `scale` times too large; returns what the estimates are to learn.
 
@@ -124,9 +148,13 @@ class Chunk:
         if self.steps == 1 and self.modes and not self.begun():
             self.steps = 0  # the first step was skipped, as a loss scale that is too large makes it: this one is the first
         batch = len(self.parameters)
-        learning = self.steps < FIRST_UPDATES or (self.steps + self.phase) % group["update_period"] == 0
+        learning = (
+            self.steps < FIRST_UPDATES or (self.steps + self.phase) % group["update_period"] == 0
+        )
         X, spare = (buffer[: self.weights].view(batch, -1) for buffer in scratch)
-        gradients = [self.missing if p.grad is None else self.laid_out(p.grad) for p in self.parameters]
+        gradients = [
+            self.missing if p.grad is None else self.laid_out(p.grad) for p in self.parameters
+        ]
         torch.stack(gradients, out=X.view(batch, *self.shape))
         norm = norms(X)
         live = torch.isfinite(norm)
@@ -138,7 +166,11 @@ class Chunk:
         if self.modes:
             learn = live & (norm > 0)
             g0 = torch.where(learn, wanted.square(), 1)
-            lesson = Lesson(learn, g0, norm.square(), group["alpha"], group["eta"], self.steps == 0) if learning else None
+            lesson = (
+                Lesson(learn, g0, norm.square(), group["alpha"], group["eta"], self.steps == 0)
+                if learning
+                else None
+            )
             for mode in self.modes:
                 X, spare = mode(X, spare, lesson)
                 if lesson is not None:
@@ -159,7 +191,9 @@ class Chunk:
     def rows(self, X: Tensor) -> list[Tensor]:
         """Each row of X (batch, weights) in the shape of the parameters."""
         X = X.view(-1, *self.shape)
-        return list((X if self.natural else X.permute(0, *(1 + axis for axis in self.back))).unbind())
+        return list(
+            (X if self.natural else X.permute(0, *(1 + axis for axis in self.back))).unbind()
+        )
 
     def move(self, X: Tensor, live: Tensor, group: dict[str, Any]) -> None:
         """SGD's step along X (batch, weights) where `live` (batch,) is 1: weight decay, momentum, step."""
@@ -168,7 +202,9 @@ class Chunk:
         if decay and group["decoupled_weight_decay"]:
             torch._foreach_addcmul_(self.parameters, self.parameters, steps, value=decay)
         elif decay:
-            torch._foreach_addcmul_(self.rows(X), self.parameters, list(live.to(X.dtype).unbind()), value=decay)
+            torch._foreach_addcmul_(
+                self.rows(X), self.parameters, list(live.to(X.dtype).unbind()), value=decay
+            )
         moves = X
         if momentum:
             if self.momentum is None:
@@ -187,20 +223,36 @@ class Plan:
         wanted: whether each parameter wants a gradient; the others are left out.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], state: dict[Tensor, dict[str, Any]], wanted: list[bool]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        state: dict[Tensor, dict[str, Any]],
+        wanted: list[bool],
+    ) -> None:
         self.wanted = wanted
         flags = iter(wanted)
-        self.chunks = [self.split([p for p in group["params"] if next(flags) and p.numel()], state, group) for group in groups]
+        self.chunks = [
+            self.split([p for p in group["params"] if next(flags) and p.numel()], state, group)
+            for group in groups
+        ]
         self.periods = [0] * len(groups)
         sizes: dict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
         for chunk in (chunk for chunks in self.chunks for chunk in chunks):
             sizes[chunk.place] = max(sizes[chunk.place], chunk.weights)
         self.scratch = {
-            (device, dtype): (torch.empty(size, device=device, dtype=dtype), torch.empty(size, device=device, dtype=dtype))
+            (device, dtype): (
+                torch.empty(size, device=device, dtype=dtype),
+                torch.empty(size, device=device, dtype=dtype),
+            )
             for (device, dtype), size in sizes.items()
         }
 
-    def split(self, parameters: Sequence[Tensor], state: dict[Tensor, dict[str, Any]], group: dict[str, Any]) -> list[Chunk]:
+    def split(
+        self,
+        parameters: Sequence[Tensor],
+        state: dict[Tensor, dict[str, Any]],
+        group: dict[str, Any],
+    ) -> list[Chunk]:
         """Chunks of one group."""
         alike: dict[Any, list[Tensor]] = defaultdict(list)
         for p in parameters:
@@ -309,7 +361,8 @@ class NGD(Base):
             "eta": 0 < group["eta"] < 1,
             "update_period": group["update_period"] >= 1,
             "max_dim": group["max_dim"] >= 1,
-            "factor_dtype": group["factor_dtype"] is None or group["factor_dtype"].is_floating_point,
+            "factor_dtype": group["factor_dtype"] is None
+            or group["factor_dtype"].is_floating_point,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

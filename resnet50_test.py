@@ -16,90 +16,140 @@ from typing import Any
 
 import torch
 
-import build
-import distributed
 import errors
-import flags
-import image_files
-import images
-import inference
-import options
-import resnet
+from cli import factory, flags, options
+from distributed.world import init_world
+from input_pipeline import image_batches, image_datasets
+from models import resnet
+from training import evaluation
+from training import export as exporting
 
 SCRIPT = "resnet50_test"
 
 
 def parser() -> flags.Parser:
     """The shared flags and those of images."""
-    parser = flags.shared_parser(__doc__, datasets=list(images.DATASETS))
+    parser = flags.shared_parser(__doc__, datasets=list(image_batches.DATASETS))
     group = parser.add_argument_group("images")
     add = group.add_argument
-    add("--arch", default="resnet50", help=f"{', '.join(resnet.STAGES)}, or any torchvision model (default %(default)s)")
-    add("--image_size", type=flags.natural, default=0, metavar="PIXELS", help="side, 0 is the data set's (folder: 32)")
-    add("--augment", choices=("standard", "none"), default="standard", help="random crop and flip (default %(default)s)")
-    add("--resident", choices=("auto", "yes", "no"), default="auto", help="keep all pixels on the device (auto: if they fit)")
+    add(
+        "--arch",
+        default="resnet50",
+        help=f"{', '.join(resnet.STAGES)}, or any torchvision model (default %(default)s)",
+    )
+    add(
+        "--image_size",
+        type=flags.natural,
+        default=0,
+        metavar="PIXELS",
+        help="side, 0 is the data set's (folder: 32)",
+    )
+    add(
+        "--augment",
+        choices=("standard", "none"),
+        default="standard",
+        help="random crop and flip (default %(default)s)",
+    )
+    add(
+        "--resident",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="keep all pixels on the device (auto: if they fit)",
+    )
     return parser
 
 
-def build_model(args: argparse.Namespace, header: dict[str, Any], run: build.Run) -> torch.nn.Module:
+def build_model(
+    args: argparse.Namespace, header: dict[str, Any], run: factory.Run
+) -> torch.nn.Module:
     """The model, channels_last, on its device."""
-    model = resnet.build_model(args.arch, len(header["classes"]), header["channels"], header["size"])
+    model = resnet.build_model(
+        args.arch, len(header["classes"]), header["channels"], header["size"]
+    )
     return model.to(run.world.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def build_sets(
-    args: argparse.Namespace, run: build.Run, state: dict[str, Any] | None
-) -> tuple[dict[str, images.ImageSet], dict[str, Any]]:
+    args: argparse.Namespace, run: factory.Run, state: dict[str, Any] | None
+) -> tuple[dict[str, image_batches.ImageSet], dict[str, Any]]:
     """Data sets by name ('train', 'val', 'test') and the header: classes, size and statistics of the pixels."""
     with run.world.first_on_node_first():
-        splits, classes = image_files.read_splits(args.dataset, args.data_dir, args.image_size)
+        splits, classes = image_datasets.read_splits(args.dataset, args.data_dir, args.image_size)
     whole = splits.pop("train")
-    for name, rows in build.split_rows(whole.labels, args).items():
+    for name, rows in factory.split_rows(whole.labels, args).items():
         splits[name] = whole.take(rows) if len(rows) < len(whole) else whole
     train = splits["train"]
-    mean, std = (state["mean"], state["std"]) if state else images.statistics(train)
-    augmentation = images.DATASETS[args.dataset] if args.augment == "standard" else images.Augmentation(0, False)
+    mean, std = (state["mean"], state["std"]) if state else image_batches.statistics(train)
+    augmentation = (
+        image_batches.DATASETS[args.dataset]
+        if args.augment == "standard"
+        else image_batches.Augmentation(0, False)
+    )
     sets = {}
     for name, split in splits.items():
-        resident = {"auto": images.fits(split, run.world.device), "yes": True, "no": False}[args.resident]
-        sets[name] = images.ImageSet(split, augmentation, mean, std, run.world.device, args.seed, args.workers, resident)
-    return sets, {"classes": classes, "mean": mean, "std": std, "channels": train.channels, "size": train.size}
+        resident = {"auto": image_batches.fits(split, run.world.device), "yes": True, "no": False}[
+            args.resident
+        ]
+        sets[name] = image_batches.ImageSet(
+            split, augmentation, mean, std, run.world.device, args.seed, args.workers, resident
+        )
+    return sets, {
+        "classes": classes,
+        "mean": mean,
+        "std": std,
+        "channels": train.channels,
+        "size": train.size,
+    }
 
 
-def predict(args: argparse.Namespace, run: build.Run, state: dict[str, Any]) -> None:
+def predict(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) -> None:
     """Classify the image files of --predict."""
-    pixels = torch.stack([image_files.read_image(Path(file), state["size"], state["channels"]) for file in args.predict])
+    pixels = torch.stack(
+        [
+            image_datasets.read_image(Path(file), state["size"], state["channels"])
+            for file in args.predict
+        ]
+    )
     device = run.world.device
-    mean, std = torch.tensor(state["mean"], device=device), torch.tensor(state["std"], device=device)
-    inputs = images.normalise(pixels.to(device), mean, std)
-    inference.print_predictions(
-        build.trained(build_model(args, state, run), state), inputs, args.predict, state["classes"], args.batch_size
+    mean, std = (
+        torch.tensor(state["mean"], device=device),
+        torch.tensor(state["std"], device=device),
+    )
+    inputs = image_batches.normalise(pixels.to(device), mean, std)
+    evaluation.print_predictions(
+        factory.trained(build_model(args, state, run), state),
+        inputs,
+        args.predict,
+        state["classes"],
+        args.batch_size,
     )
 
 
-def export(args: argparse.Namespace, run: build.Run, state: dict[str, Any]) -> None:
+def export(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) -> None:
     """Write the model of --export."""
     example = torch.randn(2, state["channels"], state["size"], state["size"])
-    model = build.trained(build_model(args, state, run), state)
-    difference = inference.export(model, example, Path(args.export), {0: ("batch", inference.LARGEST_BATCH)})
+    model = factory.trained(build_model(args, state, run), state)
+    difference = exporting.export(
+        model, example, Path(args.export), {0: ("batch", exporting.LARGEST_BATCH)}
+    )
     print(f"{args.export}: same probabilities as the model, to {difference:.1g}")
 
 
 def main() -> None:
     args, state = options.parse(parser(), SCRIPT)
-    with distributed.world(args.device) as world:
-        run = build.open_run(args, SCRIPT, world)
+    with init_world(args.device) as world:
+        run = factory.open_run(args, SCRIPT, world)
         if state and args.predict:
             return predict(args, run, state)
         if state and args.export:
             return export(args, run, state)
         sets, header = build_sets(args, run, state)
         if state and args.evaluate:
-            model = build.trained(build_model(args, header, run), state)
-            return build.measure(args, run, model, sets["test"], header["classes"])
+            model = factory.trained(build_model(args, header, run), state)
+            return factory.measure(args, run, model, sets["test"], header["classes"])
         model = build_model(args, header, run)
-        trainer = build.trainer(args, run, model, sets.pop("train"), sets, header)
-        build.report(run, trainer.fit(state), validated="val" in sets)
+        trainer = factory.trainer(args, run, model, sets.pop("train"), sets, header)
+        factory.report(run, trainer.fit(state), validated="val" in sets)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ if ! gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev
 fi
 processes=${NGPU:-$((gpus > 0 ? gpus : 2))}
 cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)))')
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
 
 if [ "${NNODES:-1}" -gt 1 ]; then
@@ -28,11 +29,11 @@ else
     rendezvous=(--standalone) # a free port of the system's choice
 fi
 
-launch() { # launch SCRIPT FLAG...: distributed.py is torchrun with the scripts' exit codes
+launch() { # launch SCRIPT FLAG...: distributed.launch is torchrun with the scripts' exit codes
     local script=$1
     shift
     [ -f "$script" ] || script=$root/$script
-    ${exec:-} "$python" "$root/distributed.py" "${rendezvous[@]}" --nproc_per_node "$processes" \
+    ${exec:-} "$python" -m distributed.launch "${rendezvous[@]}" --nproc_per_node "$processes" \
         --max_restarts "${MAX_RESTARTS:-0}" "$script" "$@"
 }
 

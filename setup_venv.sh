@@ -26,7 +26,7 @@ if [ ! -f "$stamp" ] || ! cat requirements*.txt | cmp -s - "$stamp"; then
     if [ "$venv" = .venv-legacy ]; then
         echo "building ORTModule's C++ extensions (some minutes)"
         log=$venv/extensions.log
-        if ! PATH=$PWD/$venv/bin:$PATH "$venv/bin/python" build_ort_extensions.py >"$log" 2>&1; then
+        if ! PATH=$PWD/$venv/bin:$PATH "$venv/bin/python" -m backends.build_ort_extensions >"$log" 2>&1; then
             tail -n 5 "$log" >&2
             echo "error: ORTModule's C++ extensions were not built: they need g++; all of the log is in $log" >&2
             exit 2

@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 if [ "${1:-}" = --legacy ]; then
     shift
     bash setup_venv.sh requirements-legacy.txt
-    .venv-legacy/bin/python backends.py
+    .venv-legacy/bin/python -m cli.capabilities
     exec .venv-legacy/bin/python -m pytest -rs --durations=5 tests/test_{legacy,texts,models,checkpoint,mixup,images}.py "$@"
 fi
 bash setup_venv.sh requirements-dev.txt

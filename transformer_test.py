@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-import build
-import distributed
 import errors
-import flags
-import inference
-import options
-import texts
-from transformer import Transformer
+from cli import factory, flags, options
+from distributed.world import init_world
+from input_pipeline import naive_bayes, text_batches, text_datasets, tokenization
+from models.transformer import Transformer
+from training import evaluation
+from training import export as exporting
 
 SCRIPT = "transformer_test"
 
@@ -42,31 +41,86 @@ def parser() -> flags.Parser:
     add = group.add_argument
     add(
         "--tokenizer",
-        choices=texts.TOKENIZERS,
+        choices=tokenization.TOKENIZERS,
         default="wordpiece",
         help="learnt from the training split (default %(default)s)",
     )
-    add("--vocab_size", type=flags.number(int, 300), default=30_000, help="tokens at most (default %(default)s)")
-    add("--max_len", type=flags.number(int, 4), default=128, metavar="TOKENS", help="longest text (default %(default)s)")
+    add(
+        "--vocab_size",
+        type=flags.number(int, 300),
+        default=30_000,
+        help="tokens at most (default %(default)s)",
+    )
+    add(
+        "--max_len",
+        type=flags.number(int, 4),
+        default=128,
+        metavar="TOKENS",
+        help="longest text (default %(default)s)",
+    )
     add("--width", type=flags.count, default=128, help="of the encoder (default %(default)s)")
     add("--depth", type=flags.count, default=2, help="encoder blocks (default %(default)s)")
-    add("--heads", type=flags.count, default=4, help="attention heads; divides --width (default %(default)s)")
-    add("--mlp_width", type=flags.count, default=512, help="of the feed-forward layers (default %(default)s)")
-    add("--dropout", type=flags.below_one, default=0.3, help="on embeddings and residual branches (default %(default)s)")
-    add("--token_dropout", type=flags.below_one, default=0.5, help="share of tokens hidden in training (default %(default)s)")
-    add("--positions", choices=("learned", "sinusoidal"), default="learned", help="position embedding (default %(default)s)")
-    add("--pooling", choices=("mean", "cls"), default="mean", help="of the last layer (default %(default)s)")
-    add("--mix_at", choices=("pooled", "tokens"), default="pooled", help="of --mixup: what of a text is mixed (default pooled)")
-    add("--prior", choices=("none", "naive_bayes"), default="none", help="token scores added to the logits (default none)")
+    add(
+        "--heads",
+        type=flags.count,
+        default=4,
+        help="attention heads; divides --width (default %(default)s)",
+    )
+    add(
+        "--mlp_width",
+        type=flags.count,
+        default=512,
+        help="of the feed-forward layers (default %(default)s)",
+    )
+    add(
+        "--dropout",
+        type=flags.below_one,
+        default=0.3,
+        help="on embeddings and residual branches (default %(default)s)",
+    )
+    add(
+        "--token_dropout",
+        type=flags.below_one,
+        default=0.5,
+        help="share of tokens hidden in training (default %(default)s)",
+    )
+    add(
+        "--positions",
+        choices=("learned", "sinusoidal"),
+        default="learned",
+        help="position embedding (default %(default)s)",
+    )
+    add(
+        "--pooling",
+        choices=("mean", "cls"),
+        default="mean",
+        help="of the last layer (default %(default)s)",
+    )
+    add(
+        "--mix_at",
+        choices=("pooled", "tokens"),
+        default="pooled",
+        help="of --mixup: what of a text is mixed (default pooled)",
+    )
+    add(
+        "--prior",
+        choices=("none", "naive_bayes"),
+        default="none",
+        help="token scores added to the logits (default none)",
+    )
     return parser
 
 
-def build_model(args: argparse.Namespace, header: dict[str, Any], run: build.Run) -> torch.nn.Module:
+def build_model(
+    args: argparse.Namespace, header: dict[str, Any], run: factory.Run
+) -> torch.nn.Module:
     """The model on its device."""
     if args.width % args.heads or args.width % 2:
-        raise errors.InputError(f"--width {args.width}: must be even and divisible by --heads {args.heads}")
+        raise errors.InputError(
+            f"--width {args.width}: must be even and divisible by --heads {args.heads}"
+        )
     model = Transformer(
-        texts.load_tokenizer(header["tokenizer"]).get_vocab_size(),
+        tokenization.load_tokenizer(header["tokenizer"]).get_vocab_size(),
         len(header["classes"]),
         args.width,
         args.depth,
@@ -84,60 +138,84 @@ def build_model(args: argparse.Namespace, header: dict[str, Any], run: build.Run
 
 
 def build_sets(
-    args: argparse.Namespace, run: build.Run, state: dict[str, Any] | None
-) -> tuple[dict[str, texts.TextSet], dict[str, Any]]:
+    args: argparse.Namespace, run: factory.Run, state: dict[str, Any] | None
+) -> tuple[dict[str, text_batches.TextSet], dict[str, Any]]:
     """Data sets by name ('train', 'val', 'test') and the header: classes and tokenizer."""
     with run.world.first_on_node_first():
-        splits, classes = texts.read_splits(args.dataset, args.data_dir)
+        splits, classes = text_datasets.read_splits(args.dataset, args.data_dir)
     whole = splits.pop("train")
-    for name, rows in build.split_rows(torch.tensor(whole.labels), args).items():
+    for name, rows in factory.split_rows(torch.tensor(whole.labels), args).items():
         splits[name] = whole.take(rows.tolist())
     if state:
-        tokenizer = texts.load_tokenizer(state["tokenizer"])
+        tokenizer = tokenization.load_tokenizer(state["tokenizer"])
     else:
-        learnt = texts.train_tokenizer(splits["train"].texts, args.tokenizer, args.vocab_size).to_str() if run.world.first else ""
-        tokenizer = texts.load_tokenizer(run.world.from_first(learnt))
-    sets = {name: texts.TextSet(split, tokenizer, args.max_len, run.world.device) for name, split in splits.items()}
-    prior = texts.naive_bayes(sets["train"], tokenizer.get_vocab_size(), len(classes)) if args.prior == "naive_bayes" else None
-    return sets, {"classes": classes, "tokenizer": tokenizer.to_str(), "max_len": args.max_len, "prior": prior}
+        learnt = (
+            tokenization.train_tokenizer(
+                splits["train"].texts, args.tokenizer, args.vocab_size
+            ).to_str()
+            if run.world.first
+            else ""
+        )
+        tokenizer = tokenization.load_tokenizer(run.world.from_first(learnt))
+    sets = {
+        name: text_batches.TextSet(split, tokenizer, args.max_len, run.world.device)
+        for name, split in splits.items()
+    }
+    prior = (
+        naive_bayes.naive_bayes(sets["train"], tokenizer.get_vocab_size(), len(classes))
+        if args.prior == "naive_bayes"
+        else None
+    )
+    return sets, {
+        "classes": classes,
+        "tokenizer": tokenizer.to_str(),
+        "max_len": args.max_len,
+        "prior": prior,
+    }
 
 
-def predict(args: argparse.Namespace, run: build.Run, state: dict[str, Any]) -> None:
+def predict(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) -> None:
     """Classify every line of the text files of --predict."""
-    lines = [line for file in args.predict for line in texts.read_lines(Path(file))]
-    tokens = texts.encode(lines, texts.load_tokenizer(state["tokenizer"]), state["max_len"]).to(run.world.device)
+    lines = [line for file in args.predict for line in text_datasets.read_lines(Path(file))]
+    tokens = text_batches.encode(
+        lines, tokenization.load_tokenizer(state["tokenizer"]), state["max_len"]
+    ).to(run.world.device)
     names = [line if len(line) <= 60 else line[:57] + "..." for line in lines]
-    model = build.trained(build_model(args, state, run), state)
-    inference.print_predictions(model, tokens, names, state["classes"], args.batch_size)
+    model = factory.trained(build_model(args, state, run), state)
+    evaluation.print_predictions(model, tokens, names, state["classes"], args.batch_size)
 
 
-def export(args: argparse.Namespace, run: build.Run, state: dict[str, Any]) -> None:
+def export(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) -> None:
     """Write the model of --export."""
-    tokenizer = texts.load_tokenizer(state["tokenizer"])
-    example = texts.encode(["Stocks rise after the bank's report", "Home team wins"], tokenizer, state["max_len"])
-    model = build.trained(build_model(args, state, run), state)
-    dynamic = {0: ("batch", inference.LARGEST_BATCH), 1: ("length", state["max_len"])}
-    difference = inference.export(model, example, Path(args.export), dynamic)
+    tokenizer = tokenization.load_tokenizer(state["tokenizer"])
+    example = text_batches.encode(
+        ["Stocks rise after the bank's report", "Home team wins"], tokenizer, state["max_len"]
+    )
+    model = factory.trained(build_model(args, state, run), state)
+    dynamic = {0: ("batch", exporting.LARGEST_BATCH), 1: ("length", state["max_len"])}
+    difference = exporting.export(model, example, Path(args.export), dynamic)
     print(f"{args.export}: same probabilities as the model, to {difference:.1g}")
 
 
 def main() -> None:
     args, state = options.parse(parser(), SCRIPT)
-    with distributed.world(args.device) as world:
-        run = build.open_run(args, SCRIPT, world)
+    with init_world(args.device) as world:
+        run = factory.open_run(args, SCRIPT, world)
         if state and args.predict:
             return predict(args, run, state)
         if state and args.export:
             return export(args, run, state)
         sets, header = build_sets(args, run, state)
         if state and args.evaluate:
-            model = build.trained(build_model(args, header, run), state)
-            return build.measure(args, run, model, sets["test"], header["classes"])
+            model = factory.trained(build_model(args, header, run), state)
+            return factory.measure(args, run, model, sets["test"], header["classes"])
         model = build_model(args, header, run)
-        trainer = build.trainer(args, run, model, sets.pop("train"), sets, header, mixes_inside=True)
+        trainer = factory.trainer(
+            args, run, model, sets.pop("train"), sets, header, mixes_inside=True
+        )
         if world.first:
             (run.folder / "tokenizer.json").write_text(header["tokenizer"])
-        build.report(run, trainer.fit(state), validated="val" in sets)
+        factory.report(run, trainer.fit(state), validated="val" in sets)
 
 
 if __name__ == "__main__":

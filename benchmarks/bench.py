@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 
-import backends
-import runlog
+from backends.device import peak_memory
+from training import run_log
+from training.machine import device_name
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LEAST_BLOCKS = 3  # blocks of each side that a median wants, however slow the machine is
@@ -146,7 +147,7 @@ def serve(pipe: Any, make: Callable[..., Iterator[int]], arguments: tuple[Any, .
     side = Side(make(*arguments))
     with contextlib.suppress(EOFError):
         while (wish := pipe.recv()) is not None:
-            pipe.send(backends.peak_memory(DEVICE) if wish == "memory" else side.rate(wish))
+            pipe.send(peak_memory(DEVICE) if wish == "memory" else side.rate(wish))
     side.close()
 
 
@@ -156,7 +157,14 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def interleave(name: str, ours: Iterator[int], peer: Iterator[int] | Remote, block: float, blocks: int, limit: float) -> Row:
+def interleave(
+    name: str,
+    ours: Iterator[int],
+    peer: Iterator[int] | Remote,
+    block: float,
+    blocks: int,
+    limit: float,
+) -> Row:
     """One untimed block of each side, then `blocks` timed ones in turn; the side that goes first changes every time.
 
     Args:
@@ -183,7 +191,9 @@ def interleave(name: str, ours: Iterator[int], peer: Iterator[int] | Remote, blo
     return Row(name, *rates)
 
 
-def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int, slow: Collection[str] = ()) -> dict[str, list[float]]:
+def take_turns(
+    sides: Mapping[str, Callable[[], float]], rounds: int, slow: Collection[str] = ()
+) -> dict[str, list[float]]:
     """What each returns in each round, the first one changing; those in `slow` sit out all rounds but the first few."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
@@ -201,7 +211,9 @@ def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int, slow: Coll
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The flags of every benchmark."""
     parser = argparse.ArgumentParser(
-        description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="at most five minutes on two cores")
     parser.add_argument("--json", metavar="FILE", help="write everything measured")
@@ -210,13 +222,21 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def machine(device: torch.device, packages: Sequence[str]) -> str:
     """Versions of the peers, the processor and its threads, and how busy others keep it."""
-    load = f"; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores" if hasattr(os, "getloadavg") else ""
-    return f"{', '.join(f'{name} {version(name)}' for name in packages)}; {runlog.device_name(device)}{load}"
+    load = (
+        f"; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+        if hasattr(os, "getloadavg")
+        else ""
+    )
+    return (
+        f"{', '.join(f'{name} {version(name)}' for name in packages)}; {device_name(device)}{load}"
+    )
 
 
 def table(rows: Sequence[Row], peer: str, unit: str = "samples/s") -> str:
     """A line a pair: median rate of ours and of `peer`, median ratio, smallest and largest ratio."""
-    lines = [f"{'pair':<24} {'ours ' + unit:>16} {peer + ' ' + unit:>16} {'ratio':>8} {'spread':>16}"]
+    lines = [
+        f"{'pair':<24} {'ours ' + unit:>16} {peer + ' ' + unit:>16} {'ratio':>8} {'spread':>16}"
+    ]
     for row in rows:
         spread = f"{min(row.ratios):.2f}..{max(row.ratios):.2f}"
         ours, other = statistics.median(row.ours), statistics.median(row.peer)
@@ -228,7 +248,9 @@ def verdict(bars: Sequence[Bar]) -> int:
     """Print a line a bar; the exit code: 1 where one is short, else 0."""
     for bar in bars:
         name = bar.name.replace(" ", "_")
-        print(f"BAR {name} measured={bar.measured:.3f} wanted={bar.wanted:.3f} {'holds' if bar.holds else 'short'}")
+        print(
+            f"BAR {name} measured={bar.measured:.3f} wanted={bar.wanted:.3f} {'holds' if bar.holds else 'short'}"
+        )
     return int(not all(bar.holds for bar in bars))
 
 
@@ -241,4 +263,4 @@ def write_json(path: str | None, rows: Sequence[Row], bars: Sequence[Bar], **fac
         "rows": [{**asdict(row), "ratios": row.ratios, "ratio": row.ratio} for row in rows],
         "bars": [{**asdict(bar), "holds": bar.holds} for bar in bars],
     }
-    runlog.write_aside(Path(path), json.dumps(everything, indent=2) + "\n")
+    run_log.write_aside(Path(path), json.dumps(everything, indent=2) + "\n")

@@ -1,7 +1,7 @@
 """How many epochs an optimizer needs for what tuned SGD reaches: ResNet-8 on 10,000 images of CIFAR-10, batch 256.
 
-    python benchmarks/convergence.py --logs figures/logs/ngd_convergence             # runs what is not there yet
-    python benchmarks/convergence.py --logs figures/logs/ngd_convergence --report    # the table from the logs alone
+    python -m benchmarks.convergence --logs figures/logs/ngd_convergence             # runs what is not there yet
+    python -m benchmarks.convergence --logs figures/logs/ngd_convergence --report    # the table from the logs alone
 
 Every optimizer tries the same learning rates with seed 0, at a constant rate, without warm-up; the one with the lowest
 training loss of the last epoch (running mean over the augmented epoch) goes on with seeds 1 and 2. An optimizer *passes*
@@ -24,18 +24,19 @@ from typing import Any
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the scripts and modules measured here
-
-import bench  # noqa: E402
-import build  # noqa: E402
-import distributed  # noqa: E402
-import options  # noqa: E402
-import peers  # noqa: E402
 import resnet50_test  # noqa: E402
+from benchmarks import bench, peers
+from cli import factory, options
+from distributed.world import World, init_world
 from errors import NonFiniteLoss  # noqa: E402
 
 METHODS = ("sgd", "adamw", "muon", "ngd")
-DECAY = {"sgd": 5e-4, "ngd": 5e-4, "adamw": 0.05, "muon": 0.05}  # coupled for the first two, decoupled for the others
+DECAY = {
+    "sgd": 5e-4,
+    "ngd": 5e-4,
+    "adamw": 0.05,
+    "muon": 0.05,
+}  # coupled for the first two, decoupled for the others
 FLAGS = "--arch resnet8 --bs 256 --lr_schedule constant --workers 0"
 WANTED = 1.4  # SGD's epochs over those in which NGD passes it: what makes a costlier step worth while at all
 
@@ -69,9 +70,15 @@ class Muon(torch.optim.Optimizer):
         self.both.step()
 
 
-def make_optimizer(args: argparse.Namespace, model: nn.Module, lr: float, world: distributed.World) -> torch.optim.Optimizer:
+def make_optimizer(
+    args: argparse.Namespace, model: nn.Module, lr: float, world: World
+) -> torch.optim.Optimizer:
     """The optimizer of the flags, or Muon."""
-    return Muon(model, lr, args.weight_decay) if args.optimizer == "muon" else build.flags_optimizer(args, model, lr, world)
+    return (
+        Muon(model, lr, args.weight_decay)
+        if args.optimizer == "muon"
+        else factory.flags_optimizer(args, model, lr, world)
+    )
 
 
 class Comparison:
@@ -98,14 +105,18 @@ class Comparison:
         if method == "muon":
             shutil.rmtree(folder, ignore_errors=True)
         resume = ["--resume"] if (folder / "last.pt").exists() else []
-        args, state = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split() + resume)
+        args, state = options.parse(
+            resnet50_test.parser(), resnet50_test.SCRIPT, words.split() + resume
+        )
         args = argparse.Namespace(**{**vars(args), "optimizer": method})
         try:
-            with distributed.world(args.device) as world:
-                run = build.open_run(args, resnet50_test.SCRIPT, world)
+            with init_world(args.device) as world:
+                run = factory.open_run(args, resnet50_test.SCRIPT, world)
                 sets, header = resnet50_test.build_sets(args, run, state)
                 model = resnet50_test.build_model(args, header, run)
-                build.trainer(args, run, model, sets.pop("train"), sets, header, make_optimizer).fit(state)
+                factory.trainer(
+                    args, run, model, sets.pop("train"), sets, header, make_optimizer
+                ).fit(state)
         except NonFiniteLoss as error:
             (folder / "diverged").write_text(f"{error}\n")
         for weights in folder.glob("*.pt"):
@@ -128,21 +139,39 @@ class Comparison:
     def report(self) -> list[bench.Bar]:
         """Print the table and return the bar."""
         goal = statistics.mean(self.curve("sgd", "train_loss")[-1])
-        print(f"{'':8} {'rate':>6} {'train loss':>16} {'test accuracy':>16} {'passes SGD':>11} {'s/epoch':>8} {'s to pass':>10}")
+        print(
+            f"{'':8} {'rate':>6} {'train loss':>16} {'test accuracy':>16} {'passes SGD':>11} {'s/epoch':>8} {'s to pass':>10}"
+        )
         bars = []
         for method in METHODS:
             losses, hits = self.curve(method, "train_loss"), self.curve(method, "test_accuracy")
             if not losses:
                 print(f"{method:8} not run")
                 continue
-            seconds = min(second for epoch in self.curve(method, "train_seconds") for second in epoch)
-            passed = next((epoch for epoch, loss in enumerate(losses, 1) if statistics.mean(loss) <= goal), None)
-            loss, hit = (f"{statistics.mean(last):.3f} +- {statistics.stdev(last):.3f}" for last in (losses[-1], hits[-1]))
+            seconds = min(
+                second for epoch in self.curve(method, "train_seconds") for second in epoch
+            )
+            passed = next(
+                (epoch for epoch, loss in enumerate(losses, 1) if statistics.mean(loss) <= goal),
+                None,
+            )
+            loss, hit = (
+                f"{statistics.mean(last):.3f} +- {statistics.stdev(last):.3f}"
+                for last in (losses[-1], hits[-1])
+            )
             time = f"{passed * seconds:.0f}" if passed else "-"
             rate = self.best_rate(method)
-            print(f"{method:8} {rate:>6g} {loss:>16} {hit:>16} {passed or '-':>11} {seconds:>8.1f} {time:>10}")
+            print(
+                f"{method:8} {rate:>6g} {loss:>16} {hit:>16} {passed or '-':>11} {seconds:>8.1f} {time:>10}"
+            )
             if method == "ngd":
-                bars.append(bench.Bar("ngd epochs fewer than sgd", self.size.epochs / passed if passed else 0.0, WANTED))
+                bars.append(
+                    bench.Bar(
+                        "ngd epochs fewer than sgd",
+                        self.size.epochs / passed if passed else 0.0,
+                        WANTED,
+                    )
+                )
         return bars
 
 

@@ -1,7 +1,7 @@
 """What balancing the shares of unequal workers wins, and what it costs where they are equal.
 
-python benchmarks/dynamic_batch.py --quick          # three rounds
-python benchmarks/dynamic_batch.py --json FILE      # six
+python -m benchmarks.dynamic_batch --quick          # three rounds
+python -m benchmarks.dynamic_batch --json FILE      # six
 
 Two processes of one thread train a ResNet-20 on the embedded digits at 32 x 32 through resnet50_test.py, with and without
 --balance_workers in turn. The slow one is stopped and woken by signals, so that it runs half of the time. Compared are samples/s
@@ -27,10 +27,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules measured here
-
-import bench
-import slow_network
+from benchmarks import bench, slow_network
 
 GAIN = 0.85  # of the best possible, in the third epoch: the first is measured, the second mends, the third mends what was left
 EQUAL = 1.03  # of the static time: shares that flutter, or timing that waits, would cost more
@@ -67,11 +64,21 @@ class Halved:
 def train(balanced: bool, slow: bool) -> list[dict[str, Any]]:
     """Rows of a run's metrics."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = [*FLAGS, "--epochs", str(EPOCHS), "--out", f"{folder}/run", *(["--balance_workers"] if balanced else [])]
+        flags = [
+            *FLAGS,
+            "--epochs",
+            str(EPOCHS),
+            "--out",
+            f"{folder}/run",
+            *(["--balance_workers"] if balanced else []),
+        ]
         port, command = slow_network.free_port(), [sys.executable, "resnet50_test.py", *flags]
         ranks = [
             subprocess.Popen(
-                command, cwd=slow_network.ROOT, env=slow_network.as_rank(rank, 2, "127.0.0.1", port), stdout=subprocess.DEVNULL
+                command,
+                cwd=slow_network.ROOT,
+                env=slow_network.as_rank(rank, 2, "127.0.0.1", port),
+                stdout=subprocess.DEVNULL,
             )
             for rank in (0, 1)
         ]
@@ -83,15 +90,23 @@ def train(balanced: bool, slow: bool) -> list[dict[str, Any]]:
             for process in ranks:
                 process.kill()
                 process.wait()
-        return [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+        ]
 
 
 def compare(slow: bool, rounds: int) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
     """Rows of a static and a balanced run, so many times; prints a line for each."""
-    print(f"\n{'one rank at half speed' if slow else 'equal ranks':<24} static s, epochs 1..{EPOCHS} | balanced s | shares")
+    print(
+        f"\n{'one rank at half speed' if slow else 'equal ranks':<24} static s, epochs 1..{EPOCHS} | balanced s | shares"
+    )
     pairs = []
     for turn in range(rounds):
-        sides = {balanced: train(balanced, slow) for balanced in ((False, True) if turn % 2 == 0 else (True, False))}
+        sides = {
+            balanced: train(balanced, slow)
+            for balanced in ((False, True) if turn % 2 == 0 else (True, False))
+        }
         pairs.append((sides[False], sides[True]))
         times = (" ".join(f"{row['train_seconds']:.2f}" for row in rows) for rows in pairs[-1])
         shares = " ".join("/".join(map(str, row["shares"])) for row in sides[True])
@@ -109,19 +124,36 @@ def main() -> int:
     rates: dict[str, bench.Row] = {}
     for name, pairs in found.items():
         for epoch in range(EPOCHS):
-            ours, peer = ([pair[side][epoch]["samples_per_second"] for pair in pairs] for side in (1, 0))
-            rates[f"{name}, epoch {epoch + 1}"] = bench.Row(f"{name}, epoch {epoch + 1}", ours, peer)
+            ours, peer = (
+                [pair[side][epoch]["samples_per_second"] for pair in pairs] for side in (1, 0)
+            )
+            rates[f"{name}, epoch {epoch + 1}"] = bench.Row(
+                f"{name}, epoch {epoch + 1}", ours, peer
+            )
     print("\n" + bench.table(list(rates.values()), "static"))
     won = [(ratio - 1) / (BEST - 1) for ratio in rates["slow, epoch 3"].ratios]
-    equal = [statistics.mean(ratios) for ratios in zip(*(rates[f"equal, epoch {epoch + 1}"].ratios for epoch in range(EPOCHS)))]
-    print(f"part of the best possible gain in epoch 3: {statistics.median(won):.2f} ({min(won):.2f}..{max(won):.2f})")
+    equal = [
+        statistics.mean(ratios)
+        for ratios in zip(*(rates[f"equal, epoch {epoch + 1}"].ratios for epoch in range(EPOCHS)))
+    ]
+    print(
+        f"part of the best possible gain in epoch 3: {statistics.median(won):.2f} ({min(won):.2f}..{max(won):.2f})"
+    )
     seconds = time.perf_counter() - started
     bars = [
         bench.Bar("gain, third epoch", statistics.median(won), GAIN),
         bench.Bar("time of equal ranks", 1 / statistics.median(equal), EQUAL, at_most=True),
     ]
     print(f"{seconds:.0f} s")
-    bench.write_json(args.json, list(rates.values()), bars, machine=machine, took=seconds, quick=args.quick, runs=found)
+    bench.write_json(
+        args.json,
+        list(rates.values()),
+        bars,
+        machine=machine,
+        took=seconds,
+        quick=args.quick,
+        runs=found,
+    )
     return bench.verdict(bars)
 
 

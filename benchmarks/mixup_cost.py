@@ -1,7 +1,7 @@
 """What mixing costs: of a training step, and beside timm's Mixup and torchvision's MixUp and CutMix (peer: pip install timm).
 
-python benchmarks/mixup_cost.py --quick                  # at most five minutes on two cores
-python benchmarks/mixup_cost.py --json mixup-cost.json   # larger batch, more rounds
+python -m benchmarks.mixup_cost --quick                  # at most five minutes on two cores
+python -m benchmarks.mixup_cost --json mixup-cost.json   # larger batch, more rounds
 
 Steps: ResNet-18 on 32x32 images and the Transformer on 64 tokens, `step.Step` with each kind of mixing. All kinds take turns;
 in a round each does 16 steps, one update of the policy of meta-mixup, which is also measured learning on every step, as in its
@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,19 +24,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules measured here
-
-import backends
-import bench
 import mixup
-import optim
-import resnet
-from distributed import World
-from meta_learning import Held, MetaLearning
-from step import Step
-from stepping import clock
-from tasks import MixedClassification, Task, classification
-from transformer import Transformer
+from backends.device import keep_freed_memory, use_cores
+from backends.precision import choose_precision
+from benchmarks import bench
+from benchmarks.step import Step
+from benchmarks.stepping import clock
+from cli import factory
+from distributed.world import World
+from models import resnet
+from models.transformer import Transformer
+from training.losses import MixedClassification, Task, classification
+from training.meta_mixup_step import Held, MetaLearning
 
 PLAIN_SHARE = 0.02  # of a step: a batch read twice beside hundreds of passes over its activations
 META_SHARE = 0.30  # of a step, at the default of 16 steps between updates: ten passes, a third of a step each, over 16
@@ -77,7 +75,9 @@ def models() -> list[Model]:
     return [
         Model(
             "ResNet-18",
-            lambda: resnet.build_model("resnet18", CLASSES, 3, 32).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+            lambda: resnet.build_model("resnet18", CLASSES, 3, 32).to(
+                memory_format=torch.channels_last
+            ),  # type: ignore[call-overload]
             images,
             plain,
             (3, 32, 32),
@@ -85,8 +85,26 @@ def models() -> list[Model]:
             64,
             16,
         ),
-        Model("Transformer, pooled", partial(texts, "pooled"), tokens, inside, (128,), "adamw", 128, 64),
-        Model("Transformer, tokens", partial(texts, "tokens"), tokens, inside, (64, 128), "adamw", 128, 64),
+        Model(
+            "Transformer, pooled",
+            partial(texts, "pooled"),
+            tokens,
+            inside,
+            (128,),
+            "adamw",
+            128,
+            64,
+        ),
+        Model(
+            "Transformer, tokens",
+            partial(texts, "tokens"),
+            tokens,
+            inside,
+            (64, 128),
+            "adamw",
+            128,
+            64,
+        ),
     ]
 
 
@@ -105,7 +123,9 @@ class Clean:
     def __len__(self) -> int:
         return 4096
 
-    def batches(self, plan: Sequence[Tensor], epoch: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(
+        self, plan: Sequence[Tensor], epoch: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         for rows in plan:
             yield self.inputs(len(rows)), rows % CLASSES
 
@@ -121,8 +141,8 @@ def make_step(model: Model, kind: str, every: int, inside: bool, batch: int) -> 
         learner = MetaLearning(meta, mixed, Held(Clean(model.inputs), batch, 0, world), every)
     elif kind != "none":
         task = MixedClassification(partial(mixup.draw, kind, ALPHA), inside)
-    optimizer = optim.build_optimizer(network, model.optimizer, 1e-3, 0.0)
-    precision = backends.choose_precision("auto", world.device)
+    optimizer = factory.build_optimizer(network, model.optimizer, 1e-3, 0.0)
+    precision = choose_precision("auto", world.device)
     return Step(network.train(), task, optimizer, precision, world, learner=learner)
 
 
@@ -160,10 +180,15 @@ def alone(model: Model, batch: int) -> dict[str, Callable[[], float]]:
         drawn = mixup.draw(kind, ALPHA, labels, 32, 32)
         mixed = mixup.blend(hidden, drawn)
         loss = mixup.cross_entropy(logits, labels, drawn)
-        torch.autograd.backward([loss, mixed] if inside else [loss], [None, mixed.detach()] if inside else [None])
+        torch.autograd.backward(
+            [loss, mixed] if inside else [loss], [None, mixed.detach()] if inside else [None]
+        )
         mixup.hits(logits, labels, drawn)
 
-    calls = {"none": none, **{name: partial(mix, kind) for name, (kind, _) in model.kinds.items() if kind != "meta"}}
+    calls = {
+        "none": none,
+        **{name: partial(mix, kind) for name, (kind, _) in model.kinds.items() if kind != "meta"},
+    }
     return {name: partial(repeated, call) for name, call in calls.items()}
 
 
@@ -178,20 +203,29 @@ def peer_sides(size: int) -> dict[str, Callable[[], float]]:
     import timm.loss
 
     images = torch.randn(PEER_BATCH, 3, size, size).to(memory_format=torch.channels_last)
-    labels, logits = torch.randint(CLASSES, (PEER_BATCH,)), torch.randn(PEER_BATCH, CLASSES, requires_grad=True)
+    labels, logits = (
+        torch.randint(CLASSES, (PEER_BATCH,)),
+        torch.randn(PEER_BATCH, CLASSES, requires_grad=True),
+    )
     soft_loss = timm.loss.SoftTargetCrossEntropy()
     timm_mixes = {
         "mixup": timm.data.Mixup(ALPHA, 0.0, label_smoothing=0.0, num_classes=CLASSES),
         "cutmix": timm.data.Mixup(0.0, ALPHA, label_smoothing=0.0, num_classes=CLASSES),
     }
-    vision_mixes = {"mixup": v2.MixUp(alpha=ALPHA, num_classes=CLASSES), "cutmix": v2.CutMix(alpha=ALPHA, num_classes=CLASSES)}
+    vision_mixes = {
+        "mixup": v2.MixUp(alpha=ALPHA, num_classes=CLASSES),
+        "cutmix": v2.CutMix(alpha=ALPHA, num_classes=CLASSES),
+    }
 
     def ours(kind: str) -> None:
         mix = mixup.draw(kind, ALPHA, labels, size, size)
         mixup.blend(images, mix)
         mixup.cross_entropy(logits, labels, mix).backward()
 
-    def theirs(mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def theirs(
+        mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        loss: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
         _, soft = mix(images, labels)
         loss(logits, soft).backward()
 
@@ -225,10 +259,21 @@ def measure_model(model: Model, quick: bool) -> tuple[list[bench.Row], list[benc
         if name in parts:
             extra = statistics.median(parts[name]) - statistics.median(parts["none"])
             share = f"{100 * extra / median['none']:.2f}"
-            bars.append(bench.Bar(f"{model.name} {name} share", extra / median["none"], PLAIN_SHARE, at_most=True))
+            bars.append(
+                bench.Bar(
+                    f"{model.name} {name} share", extra / median["none"], PLAIN_SHARE, at_most=True
+                )
+            )
         print(f"{name:18} {statistics.median(ratios):>13.3f} {spread:>14} {share:>19}")
         if name == "meta":
-            bars.append(bench.Bar(f"{model.name} meta cost", statistics.median(ratios) - 1, META_SHARE, at_most=True))
+            bars.append(
+                bench.Bar(
+                    f"{model.name} meta cost",
+                    statistics.median(ratios) - 1,
+                    META_SHARE,
+                    at_most=True,
+                )
+            )
     return rows, bars
 
 
@@ -238,7 +283,9 @@ def measure_peers(size: int, quick: bool) -> tuple[list[bench.Row], list[bench.B
     rows = []
     for kind in ("mixup", "cutmix"):
         for peer in ("timm", "torchvision"):
-            rows.append(row(f"{kind} {size}px / {peer}", seconds[f"{kind} ours"], seconds[f"{kind} {peer}"]))
+            rows.append(
+                row(f"{kind} {size}px / {peer}", seconds[f"{kind} ours"], seconds[f"{kind} {peer}"])
+            )
     print(f"\n{PEER_BATCH} images of {size}x{size}, mixing and loss")
     print(bench.table(rows, "theirs", "batches/s"))
     return rows, [bench.Bar(each.name, each.ratio, PEER) for each in rows]
@@ -247,13 +294,15 @@ def measure_peers(size: int, quick: bool) -> tuple[list[bench.Row], list[bench.B
 def main() -> int:
     args = bench.parser(__doc__).parse_args()
     torch.manual_seed(0)
-    backends.keep_freed_memory()
-    backends.use_cores(0, 1)
+    keep_freed_memory()
+    use_cores(0, 1)
     machine = bench.machine(torch.device("cpu"), ("torch", "torchvision", "timm"))
     print(machine)
     rows: list[bench.Row] = []
     bars: list[bench.Bar] = []
-    for measure in [partial(measure_peers, size) for size in SIZES] + [partial(measure_model, model) for model in models()]:
+    for measure in [partial(measure_peers, size) for size in SIZES] + [
+        partial(measure_model, model) for model in models()
+    ]:
         found = measure(args.quick)
         rows += found[0]
         bars += found[1]

@@ -32,7 +32,9 @@ class NaiveSLAMB(torch.optim.Optimizer):
         ranks: int = 1,
     ) -> None:
         names = ("lr", "betas", "eps", "weight_decay", "compress_ratio", "beta3")
-        super().__init__(params, dict(zip(names, (lr, betas, eps, weight_decay, compress_ratio, beta3))))
+        super().__init__(
+            params, dict(zip(names, (lr, betas, eps, weight_decay, compress_ratio, beta3)))
+        )
         self.local_steps, self.ranks, self.t = local_steps, ranks, 0
         self.parameters = [p for group in self.param_groups for p in group["params"]]
         self.large = [p for p in self.parameters if p.ndim > 1 and p.numel() >= SMALL]
@@ -48,7 +50,10 @@ class NaiveSLAMB(torch.optim.Optimizer):
         """Of each large parameter, which elements are exchanged on this step."""
         chosen = torch.zeros(sum(p.numel() for p in self.large), dtype=torch.bool)
         chosen[self.chunks[self.t % len(self.chunks)]] = True
-        return {p: part.view(p.shape) for p, part in zip(self.large, chosen.split([p.numel() for p in self.large]))}
+        return {
+            p: part.view(p.shape)
+            for p, part in zip(self.large, chosen.split([p.numel() for p in self.large]))
+        }
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -77,7 +82,9 @@ class NaiveSLAMB(torch.optim.Optimizer):
         sent /= self.ranks
         if mask is not None:
             m[mask] = sent
-        u = (m / (1 - b1**self.t)) / ((v / (1 - b2**self.t)).sqrt() + group["eps"]) + group["weight_decay"] * p
+        u = (m / (1 - b1**self.t)) / ((v / (1 - b2**self.t)).sqrt() + group["eps"]) + group[
+            "weight_decay"
+        ] * p
         if mask is None:
             trust = ratio(p, u)
             p.sub_(u * (trust.clamp(*CLAMP) if p.ndim > 1 else trust) * lr)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stepping import clock
+from benchmarks.stepping import clock
 
 try:
     import nngeometry.layercollection
@@ -23,7 +23,12 @@ try:
 except ImportError:
     nngeometry = None
 
-NOT_MATRICES = ("embed.", "positions", "fc.", "head.")  # embeddings and classifiers, which Muon's authors leave to AdamW
+NOT_MATRICES = (
+    "embed.",
+    "positions",
+    "fc.",
+    "head.",
+)  # embeddings and classifiers, which Muon's authors leave to AdamW
 
 
 class Absent(Exception):
@@ -39,7 +44,9 @@ class Muon:
             (others if p.ndim < 2 or name.startswith(NOT_MATRICES) else self.weights).append(p)
         self.matrices = [nn.Parameter(self.matrix(p.detach())) for p in self.weights]
         # steps as large as AdamW's, so that one learning rate serves both
-        self.muon = torch.optim.Muon(self.matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw")
+        self.muon = torch.optim.Muon(
+            self.matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
         self.adamw = torch.optim.AdamW(others, lr, weight_decay=weight_decay, fused=True)
 
     @staticmethod
@@ -79,7 +86,11 @@ class KFAC:
             raise Absent(f"{self.name} takes neither token numbers nor linear layers on sequences")
         self.model, self.images = model, images
         self.layers = nngeometry.layercollection.LayerCollection()
-        self.modules = {name: part for name, part in model.named_modules() if isinstance(part, nn.Conv2d | nn.Linear)}
+        self.modules = {
+            name: part
+            for name, part in model.named_modules()
+            if isinstance(part, nn.Conv2d | nn.Linear)
+        }
         for module in self.modules.values():
             self.layers.add_layer_from_model(model, module)
         self.sgd = torch.optim.SGD(model.parameters(), self.LR, 0.9, foreach=True)
@@ -90,12 +101,17 @@ class KFAC:
     @property
     def state(self) -> dict[Any, Any]:
         """Momentum, factors and inverses."""
-        return {**self.sgd.state, "kfac": {"factors": self.factors.data, "inverses": self.inverses.data}}
+        return {
+            **self.sgd.state,
+            "kfac": {"factors": self.factors.data, "inverses": self.inverses.data},
+        }
 
     def gather(self) -> None:
         """The factors of one batch, with labels drawn from the model."""
         matrix = nngeometry.object.PMatKFAC
-        self.factors = nngeometry.metrics.FIM_MonteCarlo(self.model, (self.images,), matrix, layer_collection=self.layers)
+        self.factors = nngeometry.metrics.FIM_MonteCarlo(
+            self.model, (self.images,), matrix, layer_collection=self.layers
+        )
 
     def same_pass(self) -> None:
         """The forward and backward pass of `gather`, which goes to the inputs only."""
@@ -111,7 +127,8 @@ class KFAC:
         """Precondition the gradients and step."""
         parameters = {name: list(module.parameters()) for name, module in self.modules.items()}
         gradients = {  # `mv` takes a view (outputs, rest), which a gradient in channels_last does not have
-            name: tuple(p.grad.contiguous() for p in some if p.grad is not None) for name, some in parameters.items()
+            name: tuple(p.grad.contiguous() for p in some if p.grad is not None)
+            for name, some in parameters.items()
         }
         vector = nngeometry.object.PVector(self.layers, dict_repr=gradients)
         for name, directions in self.inverses.mv(vector).to_dict().items():
@@ -130,4 +147,9 @@ class KFAC:
         set_gradients()
         stepping, factors = clock(self.step), scale * (gathering - passing)
         amortised = stepping + factors / self.FACTORS + self.inverting / self.INVERSES
-        return {"step": stepping, "factors": factors, "inverses": self.inverting, "amortised": amortised}
+        return {
+            "step": stepping,
+            "factors": factors,
+            "inverses": self.inverting,
+            "amortised": amortised,
+        }

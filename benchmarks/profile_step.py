@@ -1,8 +1,8 @@
 """Where the time of a training step goes: both scripts under torch's profiler, operators by their own time.
 
-python benchmarks/profile_step.py                        # a minute on two cores
-python benchmarks/profile_step.py --text profile.txt     # keeps the tables
-python benchmarks/profile_step.py --only resnet50 --more --backend compile
+python -m benchmarks.profile_step                        # a minute on two cores
+python -m benchmarks.profile_step --text profile.txt     # keeps the tables
+python -m benchmarks.profile_step --only resnet50 --more --backend compile
 
 Data from the real sets, input pipeline included.
 """
@@ -18,14 +18,11 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the scripts and modules measured here
-
-import backends
-import bench
-import distributed
 import resnet50_test
-import throughput
 import transformer_test
+from backends.device import keep_freed_memory
+from benchmarks import bench, throughput
+from distributed.world import init_world
 
 SCRIPTS = {"resnet50": (resnet50_test, 64), "transformer": (transformer_test, 128)}
 WARM_UP, STEPS, ROWS = 4, 6, 14  # steps before, steps profiled, operators shown
@@ -36,7 +33,7 @@ def table(name: str, words: list[str], data_dir: str) -> Iterator[str]:
     script, batch = SCRIPTS[name]
     cuda = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with tempfile.TemporaryDirectory() as folder, distributed.world() as world:
+    with tempfile.TemporaryDirectory() as folder, init_world() as world:
         flags = ["--data_dir", data_dir, "--bs", str(batch), "--out", f"{folder}/run", *words]
         opened = throughput.open_script(script, flags, world)
         steps = throughput.our_steps(opened.trainer)
@@ -48,7 +45,11 @@ def table(name: str, words: list[str], data_dir: str) -> Iterator[str]:
                 next(steps)
             bench.wait_for_device()
     rows = [
-        (event.self_device_time_total if cuda else event.self_cpu_time_total, event.count, event.key)
+        (
+            event.self_device_time_total if cuda else event.self_cpu_time_total,
+            event.count,
+            event.key,
+        )
         for event in profiler.key_averages()
     ]
     rows = sorted((row for row in rows if not row[2].startswith("ProfilerStep")), reverse=True)
@@ -61,12 +62,16 @@ def table(name: str, words: list[str], data_dir: str) -> Iterator[str]:
 
 def main() -> int:
     parser = bench.parser(__doc__)
-    parser.add_argument("--data_dir", default=os.environ.get("DATA_DIR", "./data"), help="folder of the data sets")
+    parser.add_argument(
+        "--data_dir", default=os.environ.get("DATA_DIR", "./data"), help="folder of the data sets"
+    )
     parser.add_argument("--only", choices=list(SCRIPTS), help="one of the two")
     parser.add_argument("--text", metavar="FILE", help="write the tables there as well")
-    parser.add_argument("--more", nargs="...", default=[], metavar="FLAG", help="flags of the script, last")
+    parser.add_argument(
+        "--more", nargs="...", default=[], metavar="FLAG", help="flags of the script, last"
+    )
     args = parser.parse_args()
-    backends.keep_freed_memory()
+    keep_freed_memory()
     lines = [bench.machine(bench.DEVICE, ("torch",))]
     for name in [args.only] if args.only else SCRIPTS:
         lines += ["", *table(name, args.more, args.data_dir)]

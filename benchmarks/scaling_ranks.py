@@ -8,32 +8,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules measured here
-
-import backends
-import bench
-import distributed
-import optim
-import resnet
-from distributed import World
-from hooks import Compressed
-from step import Step
-from stepping import clock
-from tasks import classification
+from backends.device import keep_freed_memory
+from backends.precision import choose_precision
+from benchmarks import bench
+from benchmarks.step import Step
+from benchmarks.stepping import clock
+from cli import factory
+from distributed.comm_hooks import Compressed
+from distributed.world import World, init_world
+from models import resnet
+from training.losses import classification
 
 ALONE, SILENT, EARNEST = "alone", "silent", "earnest"
-METHODS = {"DDP + LAMB": "none", "DDP bf16 hook + LAMB": "bf16", "SLAMB block k=0.1 bf16": ""}  # gradients on the wire
+METHODS = {
+    "DDP + LAMB": "none",
+    "DDP bf16 hook + LAMB": "bf16",
+    "SLAMB block k=0.1 bf16": "",
+}  # gradients on the wire
 PROBES = 4, 2**16, 2**19, 2**22  # bytes all-reduced to find latency and bandwidth
 PROBE_TIMES = 5  # of each in a turn, but of the largest
 WARM_UP = 4  # steps
@@ -59,7 +59,9 @@ class Wire:
     def __init__(self) -> None:
         self.inner: Callable[..., Any] = dist.all_reduce
         self.silent, self.start = False, 0.0
-        self.sends: list[tuple[float, int, bool]] = []  # of the step begun last: seconds, bytes, whether it goes on meanwhile
+        self.sends: list[
+            tuple[float, int, bool]
+        ] = []  # of the step begun last: seconds, bytes, whether it goes on meanwhile
         dist.all_reduce = self  # type: ignore[assignment]
 
     def begin(self) -> None:
@@ -79,10 +81,21 @@ class Training:
     def __init__(self, arch: str, batch: int, world: World, optimizer: str, compress: str) -> None:
         torch.manual_seed(0)
         model = resnet.build_model(arch, 10, 3, 32).train().to(memory_format=torch.channels_last)
-        own = {"local_steps": NEVER, "dense_steps": 0, "compress_ratio": 0.1} if optimizer == "slamb" else None
-        made = optim.build_optimizer(model, optimizer, 1e-3, 0.01, own=own)
-        precision = backends.choose_precision("auto", world.device)
-        self.step = Step(model, classification(), made, precision, world, hook=Compressed(world, compress or "none"))
+        own = (
+            {"local_steps": NEVER, "dense_steps": 0, "compress_ratio": 0.1}
+            if optimizer == "slamb"
+            else None
+        )
+        made = factory.build_optimizer(model, optimizer, 1e-3, 0.01, own=own)
+        precision = choose_precision("auto", world.device)
+        self.step = Step(
+            model,
+            classification(),
+            made,
+            precision,
+            world,
+            hook=Compressed(world, compress or "none"),
+        )
         self.step.wrap()
         torch.manual_seed(1 + world.rank)
         self.inputs = torch.randn(batch, 3, 32, 32).to(memory_format=torch.channels_last)
@@ -173,8 +186,8 @@ def main() -> None:
     parser.add_argument("device", help="the network device")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    backends.keep_freed_memory()
-    with distributed.world("cpu") as world:
+    keep_freed_memory()
+    with init_world("cpu") as world:
         found = measure(args.arch, args.batch, args.rounds, args.seconds, world)
         if world.first:
             print(json.dumps(found))

@@ -1,7 +1,7 @@
 """Processes on a network of a chosen rate: a network namespace each, joined by virtual Ethernet devices and a bridge.
 
 with slow_network.joined("100mbit", ranks=2) as places:             # or slow_network.loopback(ranks=2)
-    found = slow_network.run(places, ["benchmarks/two_ranks.py", "resnet110"])     # the JSON that rank 0 prints last
+    found = slow_network.run(places, ["-m", "benchmarks.two_ranks", "resnet110"])     # the JSON that rank 0 prints last
 
 Needs Linux, root, `ip` and `tc` (package iproute2). The namespaces go when the block ends.
 """
@@ -22,7 +22,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 NET = "10.213.77"  # .1, .2, ...
 PACKET = 32_768  # bytes at most that TCP hands to the device at once: 66 of headers for each
-BURST = {"100mbit": "40kb", "1gbit": "160kb"}  # of the token bucket: 3 ms and 1 ms at its rate, so that a pause saves up little
+BURST = {
+    "100mbit": "40kb",
+    "1gbit": "160kb",
+}  # of the token bucket: 3 ms and 1 ms at its rate, so that a pause saves up little
 SECONDS = 1800  # that a run may take
 
 
@@ -68,7 +71,10 @@ def joined(rate: str, ranks: int = 2) -> Iterator[list[Place]]:
     Raises:
         Unavailable: not permitted, or a tool is not there.
     """
-    hub, names = f"slamb-{os.getpid()}-hub", [f"slamb-{os.getpid()}-{rank}" for rank in range(ranks)]
+    hub, names = (
+        f"slamb-{os.getpid()}-hub",
+        [f"slamb-{os.getpid()}-{rank}" for rank in range(ranks)],
+    )
     devices = [f"slamb{os.getpid() % 100_000}v{rank}" for rank in range(ranks)]
     with contextlib.ExitStack() as stack:
         for name in [hub, *names]:
@@ -77,7 +83,20 @@ def joined(rate: str, ranks: int = 2) -> Iterator[list[Place]]:
         ip("-n", hub, "link", "add", "bridge", "type", "bridge")
         ip("-n", hub, "link", "set", "bridge", "up")
         for number, (name, device) in enumerate(zip(names, devices), 1):
-            ip("-n", name, "link", "add", device, "type", "veth", "peer", "name", device, "netns", hub)
+            ip(
+                "-n",
+                name,
+                "link",
+                "add",
+                device,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                device,
+                "netns",
+                hub,
+            )
             ip("-n", hub, "link", "set", device, "master", "bridge", "up")
             ip("-n", name, "address", "add", f"{NET}.{number}/24", "dev", device)
             ip("-n", name, "link", "set", device, "gso_max_size", str(PACKET))
@@ -85,7 +104,10 @@ def joined(rate: str, ranks: int = 2) -> Iterator[list[Place]]:
                 ip("-n", name, "link", "set", each, "up")
             bucket = ["tbf", "rate", rate, "burst", BURST[rate], "latency", "100ms"]
             call(["tc", "-n", name, "qdisc", "add", "dev", device, "root", *bucket])
-        yield [Place(["ip", "netns", "exec", name], device, f"{NET}.1") for name, device in zip(names, devices)]
+        yield [
+            Place(["ip", "netns", "exec", name], device, f"{NET}.1")
+            for name, device in zip(names, devices)
+        ]
 
 
 def ip(*words: str) -> None:
@@ -110,9 +132,23 @@ def free_port() -> int:
 
 def as_rank(rank: int, size: int, address: str, port: int) -> dict[str, str]:
     """The environment of a rank as torchrun would set it."""
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it warns of addresses without host names
-    return {**os.environ, **quiet, "MASTER_ADDR": address, **{name: str(value) for name, value in ranks.items()}}
+    ranks = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_PORT": port,
+    }
+    quiet = {
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }  # it warns of addresses without host names
+    return {
+        **os.environ,
+        **quiet,
+        "MASTER_ADDR": address,
+        **{name: str(value) for name, value in ranks.items()},
+    }
 
 
 def run(places: Sequence[Place], command: Sequence[str]) -> dict[str, Any]:
@@ -121,10 +157,14 @@ def run(places: Sequence[Place], command: Sequence[str]) -> dict[str, Any]:
     started: list[subprocess.Popen[str]] = []
     try:
         for rank, place in enumerate(places):
-            environment = as_rank(rank, len(places), place.address, port) | {"GLOO_SOCKET_IFNAME": place.device}
+            environment = as_rank(rank, len(places), place.address, port) | {
+                "GLOO_SOCKET_IFNAME": place.device
+            }
             line = [*place.prefix, sys.executable, *command, place.device]
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            started.append(subprocess.Popen(line, cwd=ROOT, env=environment, stdout=output, text=True))
+            started.append(
+                subprocess.Popen(line, cwd=ROOT, env=environment, stdout=output, text=True)
+            )
         printed, _ = started[0].communicate(timeout=SECONDS)
         for process in started:
             if process.wait(timeout=60):

@@ -1,8 +1,8 @@
 """A training step of both scripts under each combination of precision, backend and what is kept, beside other ways to write it.
 
-python benchmarks/step.py --quick                    # without compiled sides; five minutes on two cores
-python benchmarks/step.py --json step.json           # all; a quarter of an hour
-python benchmarks/step.py --only resnet50 --sides ours 'ours, fuse'
+python -m benchmarks.step --quick                    # without compiled sides; five minutes on two cores
+python -m benchmarks.step --json step.json           # all; a quarter of an hour
+python -m benchmarks.step --only resnet50 --sides ours 'ours, fuse'
 
 Every side is a process of its own and trains on the real data, input pipeline included; they take turns. 'plain' is the recipe of
 throughput.py (fp32, eager, NCHW, DataLoader workers), 'compiled' the same under torch.compile, 'as timm' does what timm's train.py
@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,16 +27,16 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the scripts and modules measured here
-
-import backends
-import bench
-import distributed
 import resnet50_test
-import throughput
 import transformer_test
+from backends.device import keep_freed_memory
+from benchmarks import bench, throughput
+from distributed.world import init_world
 
-RESNET, TRANSFORMER = 5.0, 2.5  # x plain, on two cores with AMX: bf16, channels_last and compile give 3.0 of the first
+RESNET, TRANSFORMER = (
+    5.0,
+    2.5,
+)  # x plain, on two cores with AMX: bf16, channels_last and compile give 3.0 of the first
 SCRIPTS: dict[str, ModuleType] = {"resnet50": resnet50_test, "transformer": transformer_test}
 BARS = {"resnet50": RESNET, "transformer": TRANSFORMER}
 BATCHES = {"resnet50": 64, "transformer": 128}
@@ -79,9 +78,11 @@ class Side:
             "--out",
             f"{self.folder}/{self.name.replace(' ', '-')}",
         ]
-        with distributed.world() as world:
+        with init_world() as world:
             script = SCRIPTS[self.script]
-            opened = throughput.open_script(script, [*words, *OURS.get(self.name, "").split()], world)
+            opened = throughput.open_script(
+                script, [*words, *OURS.get(self.name, "").split()], world
+            )
             yield from throughput.our_steps(opened.trainer)
 
 
@@ -94,7 +95,9 @@ def peer_steps(name: str, recipe: throughput.Recipe, data_dir: str, batch: int) 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = recipe.model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     kind = {"opt": "adamw"} if recipe.texts else {"opt": "sgd", "momentum": recipe.momentum}
-    optimizer = timm.optim.create_optimizer_v2(model, lr=recipe.lr, weight_decay=recipe.weight_decay, **kind)
+    optimizer = timm.optim.create_optimizer_v2(
+        model, lr=recipe.lr, weight_decay=recipe.weight_decay, **kind
+    )
     model.compile()
     for inputs, labels in throughput.plain_batches(recipe, data_dir, batch):
         inputs, labels = inputs.to(device), labels.to(device)
@@ -110,13 +113,24 @@ def peer_steps(name: str, recipe: throughput.Recipe, data_dir: str, batch: int) 
 
 def look_at(name: str, data_dir: str, folder: str) -> tuple[throughput.Recipe, float]:
     """What a script trains, and the floating-point operations of a training step for each sample."""
-    with distributed.world() as world:
-        words = ["--data_dir", data_dir, "--bs", "16", "--out", f"{folder}/flops", "--precision", "fp32"]
+    with init_world() as world:
+        words = [
+            "--data_dir",
+            data_dir,
+            "--bs",
+            "16",
+            "--out",
+            f"{folder}/flops",
+            "--precision",
+            "fp32",
+        ]
         opened = throughput.open_script(SCRIPTS[name], words, world)
         trainer = opened.trainer
         if opened.recipe.texts:
             plan = list(trainer.batching.order.epoch(0, BATCHES[name]))
-            print(f"padding of batches of {BATCHES[name]}: {100 * trainer.train_set.padding(plan):.1f} % of the tokens")  # type: ignore[attr-defined]
+            print(
+                f"padding of batches of {BATCHES[name]}: {100 * trainer.train_set.padding(plan):.1f} % of the tokens"
+            )  # type: ignore[attr-defined]
         inputs, _ = next(throughput.our_batches(trainer, 16))
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             trainer.model(inputs)
@@ -137,18 +151,26 @@ def peak_flops() -> float:
     return 2 * SQUARE**3 / best
 
 
-def measure(sides: dict[str, Side], rounds: int, seconds: float) -> tuple[dict[str, bench.Row], dict[str, int]]:
+def measure(
+    sides: dict[str, Side], rounds: int, seconds: float
+) -> tuple[dict[str, bench.Row], dict[str, int]]:
     """All sides of a script in turn; their rates beside plain's, and the most memory each held."""
     remotes = {name: bench.Remote(Side.steps, side) for name, side in sides.items()}
     try:
         for remote in remotes.values():
             remote.rate(seconds)
-        rates = bench.take_turns({side: lambda remote=remote: remote.rate(seconds) for side, remote in remotes.items()}, rounds)
+        rates = bench.take_turns(
+            {side: lambda remote=remote: remote.rate(seconds) for side, remote in remotes.items()},
+            rounds,
+        )
         memory = {side: remote.peak_memory() for side, remote in remotes.items()}
     finally:
         for remote in remotes.values():
             remote.close()
-    return {name: bench.Row(f"{side.script} {name}", rates[name], rates[PLAIN]) for name, side in sides.items()}, memory
+    return {
+        name: bench.Row(f"{side.script} {name}", rates[name], rates[PLAIN])
+        for name, side in sides.items()
+    }, memory
 
 
 def measure_script(
@@ -161,32 +183,50 @@ def measure_script(
         recipe, flops = look_at(name, data_dir, folder)
         for first in range(0, len(wanted), AT_ONCE):
             some = (PLAIN, *wanted[first : first + AT_ONCE])
-            rates, held = measure({side: Side(name, side, data_dir, folder, recipe) for side in some}, *SIZES[quick])
+            rates, held = measure(
+                {side: Side(name, side, data_dir, folder, recipe) for side in some}, *SIZES[quick]
+            )
             found, memory = rates | found, held | memory
     title = f"{name}, batch {BATCHES[name]}"
-    print(f"\n{title:<26} {'samples/s':>10} {'x plain':>8} {'spread':>12} {'peak GiB':>9} {'of peak':>8}")
+    print(
+        f"\n{title:<26} {'samples/s':>10} {'x plain':>8} {'spread':>12} {'peak GiB':>9} {'of peak':>8}"
+    )
     for side, row in found.items():
         rate, spread = statistics.median(row.ours), f"{min(row.ratios):.2f}..{max(row.ratios):.2f}"
         used = 100 * rate * flops / peak
-        print(f"{side:<26} {rate:>10.1f} {row.ratio:>8.2f} {spread:>12} {memory[side] / 2**30:>9.2f} {used:>7.1f}%", flush=True)
+        print(
+            f"{side:<26} {rate:>10.1f} {row.ratio:>8.2f} {spread:>12} {memory[side] / 2**30:>9.2f} {used:>7.1f}%",
+            flush=True,
+        )
     return found, memory
 
 
 def main() -> int:
     started = time.perf_counter()
     parser = bench.parser(__doc__)
-    parser.add_argument("--data_dir", default=os.environ.get("DATA_DIR", "./data"), help="folder of the data sets")
+    parser.add_argument(
+        "--data_dir", default=os.environ.get("DATA_DIR", "./data"), help="folder of the data sets"
+    )
     parser.add_argument("--only", choices=list(SCRIPTS), help="one of the two")
     parser.add_argument(
-        "--sides", nargs="+", choices=[*OURS, *PEERS], help="besides plain (default all; --quick: those not compiled)"
+        "--sides",
+        nargs="+",
+        choices=[*OURS, *PEERS],
+        help="besides plain (default all; --quick: those not compiled)",
     )
     args = parser.parse_args()
-    backends.keep_freed_memory()
+    keep_freed_memory()
     machine = bench.machine(bench.DEVICE, ("torch", "torchvision", "timm"))
     peak = peak_flops()
     print(f"{machine}; bf16 matrix product {peak / 1e9:.0f} GFLOP/s")
-    every = [*list(OURS)[:2], *PEERS, *list(OURS)[2:]]  # peers take turns with what they are to be compared with
-    wanted = args.sides or [side for side in every if not args.quick or ("compile" not in side and side not in PEERS)]
+    every = [
+        *list(OURS)[:2],
+        *PEERS,
+        *list(OURS)[2:],
+    ]  # peers take turns with what they are to be compared with
+    wanted = args.sides or [
+        side for side in every if not args.quick or ("compile" not in side and side not in PEERS)
+    ]
     rows: list[bench.Row] = []
     bars: list[bench.Bar] = []
     memories: dict[str, Any] = {}
@@ -199,7 +239,16 @@ def main() -> int:
             bars.append(bench.Bar(f"{best.name} of {peer.name}", best.ratio / peer.ratio, 1.0))
     seconds = time.perf_counter() - started
     print(f"{seconds:.0f} s")
-    bench.write_json(args.json, rows, bars, machine=machine, peak=peak, took=seconds, quick=args.quick, memory=memories)
+    bench.write_json(
+        args.json,
+        rows,
+        bars,
+        machine=machine,
+        peak=peak,
+        took=seconds,
+        quick=args.quick,
+        memory=memories,
+    )
     return bench.verdict(bars)
 
 

@@ -79,7 +79,9 @@ class Side:
 
     def set_gradients(self) -> None:
         """The next ones."""
-        for p, gradient in zip(self.model.parameters(), self.gradients[self.done % len(self.gradients)]):
+        for p, gradient in zip(
+            self.model.parameters(), self.gradients[self.done % len(self.gradients)]
+        ):
             p.grad = gradient
         self.done += 1
 
@@ -114,6 +116,7 @@ class Side:
             "operators": self.operators.all,
             "syncs": self.operators.syncs,
             "state_bytes": state_bytes(self.optimizer) / weights,
-            "factor_bytes": state_bytes(self.optimizer, "axis") / weights,  # of ours: its keys start so
+            "factor_bytes": state_bytes(self.optimizer, "axis")
+            / weights,  # of ours: its keys start so
             "scratch_bytes": scratch / weights,
         }

@@ -16,7 +16,9 @@ EPSILON, DELTA = 1e-10, 5e-4
 class OnlineNaturalGradient:
     """The running estimate of one axis."""
 
-    def __init__(self, rank: int = 80, alpha: float = 4.0, eta: float = 0.1, period: int = 4) -> None:
+    def __init__(
+        self, rank: int = 80, alpha: float = 4.0, eta: float = 0.1, period: int = 4
+    ) -> None:
         self.rank, self.alpha, self.eta, self.period = rank, alpha, eta, period
         self.t = 0
 
@@ -59,7 +61,12 @@ class OnlineNaturalGradient:
         beta = self.rho * (1 + self.alpha) + self.alpha * total / D
         e = self.d / (beta + self.d)
         left, kept = (eta / N) * e**-0.5, (1 - eta) * (self.d + self.rho) * e**-0.5
-        Z = left[:, None] * K * left + left[:, None] * L * kept + kept[:, None] * L * left + torch.diag(kept**2 * e)
+        Z = (
+            left[:, None] * K * left
+            + left[:, None] * L * kept
+            + kept[:, None] * L * left
+            + torch.diag(kept**2 * e)
+        )
         scale = max(1.0, Z.trace().item())
         c, U = torch.linalg.eigh(Z / scale)
         c, U = c.flip(0) * scale, U.flip(1)
@@ -77,7 +84,14 @@ class OnlineNaturalGradient:
 class StraightforwardNGD(torch.optim.Optimizer):
     """SGD with momentum on gradients preconditioned axis by axis."""
 
-    def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 0.0, **settings: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        **settings: Any,
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.settings = settings
 
@@ -90,13 +104,21 @@ class StraightforwardNGD(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 if not state:
-                    state["axes"] = {a: OnlineNaturalGradient(**self.settings) for a in range(p.ndim) if p.shape[a] > 1}
+                    state["axes"] = {
+                        a: OnlineNaturalGradient(**self.settings)
+                        for a in range(p.ndim)
+                        if p.shape[a] > 1
+                    }
                     state["momentum"] = torch.zeros_like(p)
                 X = p.grad
                 if group["weight_decay"]:
                     X = X.add(p, alpha=group["weight_decay"])
                 for a, axis in state["axes"].items():
                     moved = X.movedim(a, -1)
-                    X = axis.precondition(moved.reshape(-1, moved.shape[-1])).view(moved.shape).movedim(-1, a)
+                    X = (
+                        axis.precondition(moved.reshape(-1, moved.shape[-1]))
+                        .view(moved.shape)
+                        .movedim(-1, a)
+                    )
                 state["momentum"].mul_(group["momentum"]).add_(X)
                 p.add_(state["momentum"], alpha=-group["lr"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,16 +20,15 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules measured here
-
-import backends
-import bench
-import distributed
-import resnet
-from lamb import LAMB
-from naive_slamb import NaiveSLAMB
+from backends import torch_compat
+from backends.device import keep_freed_memory
+from benchmarks import bench
+from benchmarks.naive_slamb import NaiveSLAMB
+from benchmarks.stepping import clock
+from distributed.world import init_world
+from models import resnet
+from optimizers.lamb import LAMB
 from slamb import SLAMB
-from stepping import clock
 
 MEAN_OF_WEIGHTS = "SLAMB's mean of the weights"
 WARM_UP = 5  # steps: DDP lays its buckets out anew after the first, PowerSGD begins at the third; the last is clocked
@@ -81,8 +79,10 @@ class Method:
 
 def wrapped(parameters: Parameters, hook: Callable[..., Any], rank: int = 0) -> Method:
     """DistributedDataParallel with a hook, and LAMB; `rank` is PowerSGD's, which on gloo aborts where there are several buckets."""
-    local: dict[str, Any] = dict(backends.ddp_local_buffers())
-    model = DistributedDataParallel(parameters, gradient_as_bucket_view=True, bucket_cap_mb=1000, **local)
+    local: dict[str, Any] = dict(torch_compat.ddp_local_buffers())
+    model = DistributedDataParallel(
+        parameters, gradient_as_bucket_view=True, bucket_cap_mb=1000, **local
+    )
     state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2) if rank else None
     model.register_comm_hook(state, hook)
     return Method(model, LAMB(parameters.parameters()))
@@ -90,11 +90,16 @@ def wrapped(parameters: Parameters, hook: Callable[..., Any], rank: int = 0) -> 
 
 def sparse(parameters: Parameters, **settings: Any) -> Method:
     """SLAMB from its first sparse step on; the mean of the weights is measured apart."""
-    return Method(parameters, SLAMB(parameters.parameters(), dense_steps=0, local_steps=10**9, **settings))
+    return Method(
+        parameters, SLAMB(parameters.parameters(), dense_steps=0, local_steps=10**9, **settings)
+    )
 
 
 def naive(parameters: Parameters) -> Method:
-    return Method(parameters, NaiveSLAMB(parameters.parameters(), ranks=dist.get_world_size(), local_steps=10**9))
+    return Method(
+        parameters,
+        NaiveSLAMB(parameters.parameters(), ranks=dist.get_world_size(), local_steps=10**9),
+    )
 
 
 def methods(weights: int) -> dict[str, Callable[[Parameters], Method]]:
@@ -142,7 +147,9 @@ def sent(device: str) -> int:
 class Turn:
     """So many steps of one method, on all ranks at once."""
 
-    def __init__(self, step: Callable[[], None], seconds: float, device: str, payload: Payload) -> None:
+    def __init__(
+        self, step: Callable[[], None], seconds: float, device: str, payload: Payload
+    ) -> None:
         self.step, self.device, self.payload = step, device, payload
         self.sent_bytes: list[float] = []  # a step of each turn
         self.payload_bytes = 0.0  # a step
@@ -180,14 +187,27 @@ def measure(arch: str, rounds: int, seconds: float, device: str) -> dict[str, An
         method = make(Parameters(network, gradients))
         turns[name] = Turn(method.step, seconds, device, payload)
         if isinstance(method.optimizer, SLAMB) and MEAN_OF_WEIGHTS not in turns:
-            turns[MEAN_OF_WEIGHTS] = Turn(method.optimizer.average_weights, seconds, device, payload)
+            turns[MEAN_OF_WEIGHTS] = Turn(
+                method.optimizer.average_weights, seconds, device, payload
+            )
     taken = bench.take_turns(turns, rounds)
     found: dict[str, dict[str, Any]] = {
-        name: {"seconds": taken[name], "sent_bytes": turn.sent_bytes, "payload_bytes": turn.payload_bytes, "steps": turn.steps}
+        name: {
+            "seconds": taken[name],
+            "sent_bytes": turn.sent_bytes,
+            "payload_bytes": turn.payload_bytes,
+            "steps": turn.steps,
+        }
         for name, turn in turns.items()
     }
-    ring = 2 * (dist.get_world_size() - 1) / dist.get_world_size()  # of the bytes are sent by a rank
-    return {"weights": weights, "rate": ring * PROBE * 8 / min(found.pop("probe")["seconds"]), "methods": found}
+    ring = (
+        2 * (dist.get_world_size() - 1) / dist.get_world_size()
+    )  # of the bytes are sent by a rank
+    return {
+        "weights": weights,
+        "rate": ring * PROBE * 8 / min(found.pop("probe")["seconds"]),
+        "methods": found,
+    }
 
 
 def main() -> None:
@@ -198,8 +218,8 @@ def main() -> None:
     parser.add_argument("device", help="the network device whose bytes are counted")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    backends.keep_freed_memory()
-    with distributed.world("cpu") as world:
+    keep_freed_memory()
+    with init_world("cpu") as world:
         found = measure(args.arch, args.rounds, args.seconds, args.device)
         if world.first:
             print(json.dumps(found))

@@ -1,6 +1,6 @@
 """How well the meta-gradient foretells what a change of lambda does to the clean loss after a step.
 
-python benchmarks/virtual_step.py --quick      # a minute on two cores; CIFAR-10 below $DATA_DIR or ./data
+python -m benchmarks.virtual_step --quick      # a minute on two cores; CIFAR-10 below $DATA_DIR or ./data
 
 ResNet-20 after some steps on CIFAR-10, a batch of 64 mixed in pairs, the clean loss of another after one step of SGD. Lambda of one
 sample after the other is moved up and down by 0.05: the slope of the loss is what happened. Beside it: the exact gradient
@@ -15,22 +15,17 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules measured here
-
-import backends
-import bench
-import image_files
-import images
 import mixup
-import resnet
-from meta_gradient import STRETCH, meta_gradient, unchanged
-from mixup import Mix
+from backends.device import use_cores
+from benchmarks import bench
+from input_pipeline import image_batches, image_datasets
+from mixup import STRETCH, Mix, meta_gradient, unchanged
+from models import resnet
 
 LEAST = 1.0  # cosine with what happened, of the stretch in use in bf16, beside double backward's: the cheap way is to be no worse
 STRETCHES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
@@ -42,10 +37,12 @@ class Problem:
 
     def __init__(self, seed: int, steps: int) -> None:
         torch.manual_seed(seed)
-        splits, _ = image_files.read_splits("cifar10", os.environ.get("DATA_DIR", "./data"), 0)
+        splits, _ = image_datasets.read_splits("cifar10", os.environ.get("DATA_DIR", "./data"), 0)
         train = splits["train"]
-        mean, std = images.statistics(train)
-        data = images.ImageSet(train, images.DATASETS["cifar10"], mean, std, torch.device("cpu"))
+        mean, std = image_batches.statistics(train)
+        data = image_batches.ImageSet(
+            train, image_batches.DATASETS["cifar10"], mean, std, torch.device("cpu")
+        )
         plan = torch.randperm(len(train))[: (steps + 2) * BATCH].view(-1, BATCH)
         self.model = resnet.build_model("resnet20", 10, 3, 32).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=0.9)
@@ -77,14 +74,25 @@ class Problem:
     def happened(self, samples: int) -> Tensor:
         """(samples,) slopes of the clean loss to lambda of the first samples."""
         nudges = NUDGE * torch.eye(BATCH)[:samples]
-        return torch.tensor([(self.after(self.weight + n) - self.after(self.weight - n)) / (2 * NUDGE) for n in nudges])
+        return torch.tensor(
+            [
+                (self.after(self.weight + n) - self.after(self.weight - n)) / (2 * NUDGE)
+                for n in nudges
+            ]
+        )
 
     def exact(self) -> Tensor:
         """(batch,) gradient by double backward in float64."""
         wide = copy.copy(self)
-        wide.model, wide.x, wide.clean_x = copy.deepcopy(self.model).double(), self.x.double(), self.clean_x.double()
+        wide.model, wide.x, wide.clean_x = (
+            copy.deepcopy(self.model).double(),
+            self.x.double(),
+            self.clean_x.double(),
+        )
         named, weight = dict(wide.model.named_parameters()), self.weight.double().requires_grad_()
-        gradients = torch.autograd.grad(wide.mixed_loss(weight), list(named.values()), create_graph=True)
+        gradients = torch.autograd.grad(
+            wide.mixed_loss(weight), list(named.values()), create_graph=True
+        )
         moved = {name: p - RATE * g for (name, p), g in zip(named.items(), gradients)}
         loss = wide.clean_loss(lambda x: torch.func.functional_call(wide.model, moved, (x,)))
         return torch.autograd.grad(loss, weight)[0].float()
@@ -97,13 +105,16 @@ class Problem:
                 return self.model(x).float()
 
         model: nn.Module = self.model
-        loss, clean = lambda weight: self.mixed_loss(weight, network), lambda: self.clean_loss(network)
+        loss, clean = (
+            lambda weight: self.mixed_loss(weight, network),
+            lambda: self.clean_loss(network),
+        )
         return meta_gradient(model, loss, clean, self.weight, RATE, stretch=stretch)
 
 
 def main() -> int:
     args = bench.parser(__doc__).parse_args()
-    backends.use_cores(0, 1)
+    use_cores(0, 1)
     machine = bench.machine(torch.device("cpu"), ("torch",))
     print(machine)
     found: dict[str, list[float]] = {}
@@ -113,14 +124,23 @@ def main() -> int:
         estimates = {"double backward, float64": problem.exact()}
         for stretch in STRETCHES:
             for name, bf16 in (("fp32", False), ("bf16", True)):
-                estimates[f"differences at {stretch:g}, {name}"] = problem.differences(stretch, bf16)
+                estimates[f"differences at {stretch:g}, {name}"] = problem.differences(
+                    stretch, bf16
+                )
         for name, estimate in estimates.items():
             cosine = F.cosine_similarity(estimate[: len(happened)], happened, dim=0).item()
             found.setdefault(name, []).append(cosine)
     print(f"{'cosine with what happened':32} {'median':>8} {'spread':>16}")
     for name, cosines in found.items():
-        print(f"{name:32} {statistics.median(cosines):>8.3f} {f'{min(cosines):.3f}..{max(cosines):.3f}':>16}")
-    ratios = [ours / exact for ours, exact in zip(found[f"differences at {STRETCH:g}, bf16"], found["double backward, float64"])]
+        print(
+            f"{name:32} {statistics.median(cosines):>8.3f} {f'{min(cosines):.3f}..{max(cosines):.3f}':>16}"
+        )
+    ratios = [
+        ours / exact
+        for ours, exact in zip(
+            found[f"differences at {STRETCH:g}, bf16"], found["double backward, float64"]
+        )
+    ]
     bars = [bench.Bar("differences beside double backward", statistics.median(ratios), LEAST)]
     bench.write_json(args.json, [], bars, machine=machine, cosines=found)
     return bench.verdict(bars)

@@ -1,7 +1,7 @@
 """Draw every picture, and write the results table of README.md, from the logs.
 
-python figures/draw.py                                     # all of it, from figures/logs
-python figures/draw.py --runs runs/a runs/b --out a.png    # your own runs; those named NAME-seedN become one line
+python -m figures.draw                                     # all of it, from figures/logs
+python -m figures.draw --runs runs/a runs/b --out a.png    # your own runs; those named NAME-seedN become one line
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-import table
-from logbook import LOGS, ROOT, by_name, read_groups
-from pictures import PICTURES, overview
+from figures import table
+from figures.logs import LOGS, ROOT, by_name, read_groups
+from figures.pictures import PICTURES, overview
 
 HERE = ROOT / "figures"
 
@@ -30,9 +30,13 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", nargs="+", type=Path, help="run folders")
-    parser.add_argument("--out", type=Path, default=Path("accuracy.png"), help="picture (default accuracy.png)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("accuracy.png"), help="picture (default accuracy.png)"
+    )
     args = parser.parse_args()
     if args.runs:
         save(overview(by_name(args.runs)), args.out)

@@ -1,7 +1,7 @@
 """Run the experiments of experiments.yaml that are not done yet: see run_all.sh.
 
-python figures/experiments.py cpu --only ngd_batch --minutes 30
-python figures/experiments.py gpu --list
+python -m figures.experiments cpu --only ngd_batch --minutes 30
+python -m figures.experiments gpu --list
 
 Each run is a command as one would type it, to which `--seed N --out figures/logs/GROUP/NAME-seedN` is added. The entry scripts
 record flags, device, versions and commit in config.json. A run is done when its log holds its last epoch; its weights are then
@@ -23,21 +23,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import yaml  # noqa: E402
 
 import errors  # noqa: E402
-import flags  # noqa: E402
-import logbook  # noqa: E402
+from cli import flags
 from errors import InputError, Interrupted  # noqa: E402
+from figures.logs import finished, read_rows
 
 HERE = ROOT / "figures"
 PLAN = HERE / "experiments.yaml"
 SEEDS = (0, 1, 2)
 LEAVE = 120.0  # seconds that a run has to write its checkpoint
-LEFT_OVERS = ("*.pt", "*.part", "tokenizer.json", "shards-*")  # of a finished run: nothing that a figure needs
+LEFT_OVERS = (
+    "*.pt",
+    "*.part",
+    "tokenizer.json",
+    "shards-*",
+)  # of a finished run: nothing that a figure needs
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,16 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return self.logs / self.group / f"{self.name}-seed{self.seed}" if self.name else self.logs / self.group
+        return (
+            self.logs / self.group / f"{self.name}-seed{self.seed}"
+            if self.name
+            else self.logs / self.group
+        )
 
     @property
     def done(self) -> bool:
         """Whether its log holds its last epoch. A group's own script knows by itself, and is asked."""
-        return bool(self.name) and logbook.finished(self.folder)
+        return bool(self.name) and finished(self.folder)
 
     def words(self) -> tuple[list[str], dict[str, str]]:
         """The command's words, and the variables in front of them."""
@@ -98,7 +106,9 @@ def perform(run: Run, until: float, hidden: Mapping[str, str]) -> str:
     if run.name and run.folder.exists() and not (run.folder / "last.pt").exists():
         shutil.rmtree(run.folder)  # it never came to its first checkpoint
     words, given = run.words()
-    process = subprocess.Popen(words, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable, **hidden} | given)
+    process = subprocess.Popen(
+        words, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable, **hidden} | given
+    )
     try:
         code = process.wait(max(0.0, until - time.monotonic()) if until else None)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
@@ -107,12 +117,14 @@ def perform(run: Run, until: float, hidden: Mapping[str, str]) -> str:
             process.wait(LEAVE)
         except subprocess.TimeoutExpired:
             process.kill()
-        raise Interrupted(f"stopped in {run.folder.name} of {run.group}; the same command goes on with it") from None
+        raise Interrupted(
+            f"stopped in {run.folder.name} of {run.group}; the same command goes on with it"
+        ) from None
     if not run.name:  # a benchmark: 1 is a bar that does not hold, not a failure
         return f"exit code {code}" if code > 1 else ""
     if code or not run.done:
         return f"exit code {code}"
-    trained = logbook.read_rows(run.folder)[0]["samples"]
+    trained = read_rows(run.folder)[0]["samples"]
     tidy(run.folder)
     if run.rows and not 0.9 * run.rows <= trained <= run.rows:
         shutil.rmtree(run.folder)
@@ -141,12 +153,25 @@ def chosen(runs: Sequence[Run], only: Sequence[str]) -> Iterator[Run]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = flags.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("device", nargs="?", choices=("cpu", "gpu"), help="whose experiments (default: gpu where there is one)")
+    parser = flags.Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "device",
+        nargs="?",
+        choices=("cpu", "gpu"),
+        help="whose experiments (default: gpu where there is one)",
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="GROUP", help="groups of the plan")
-    parser.add_argument("--minutes", type=flags.positive, help="stop after so long (default: when all is done)")
+    parser.add_argument(
+        "--minutes", type=flags.positive, help="stop after so long (default: when all is done)"
+    )
     parser.add_argument("--list", action="store_true", help="print what is done and what is open")
-    parser.add_argument("--draw", action="store_true", help="then draw, whatever became of the runs")
+    parser.add_argument(
+        "--draw", action="store_true", help="then draw, whatever became of the runs"
+    )
     parser.add_argument("--plan", type=Path, default=PLAN, help="(default %(default)s)")
     parser.add_argument("--logs", type=Path, default=HERE / "logs", help="(default %(default)s)")
     args = parser.parse_args(argv)
@@ -155,7 +180,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = list(chosen(read_plan(args.plan, device, args.logs.resolve()), args.only))
     if args.list:
         for run in runs:
-            print(f"{run.group}/{run.folder.name}: {'done' if run.done else 'open: ' + run.command}")
+            print(
+                f"{run.group}/{run.folder.name}: {'done' if run.done else 'open: ' + run.command}"
+            )
         return
     if device == "gpu" and not gpu:
         raise InputError("gpu: there is none here; bash figures/run_all.sh cpu")
@@ -163,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_all(runs, time.monotonic() + 60 * args.minutes if args.minutes else 0.0, device)
     finally:
         if args.draw:
-            subprocess.run([sys.executable, str(HERE / "draw.py")], check=False)
+            subprocess.run([sys.executable, "-m", "figures.draw"], cwd=ROOT, check=False)
 
 
 def run_all(runs: Sequence[Run], until: float, device: str) -> None:
@@ -173,7 +200,10 @@ def run_all(runs: Sequence[Run], until: float, device: str) -> None:
         InputError: some failed.
         Interrupted: see `perform`.
     """
-    for way in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs start with SIGINT ignored
+    for way in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a shell's background jobs start with SIGINT ignored
         signal.signal(way, signal.default_int_handler)
     failed = []
     for number, run in enumerate(runs, 1):

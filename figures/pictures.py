@@ -21,9 +21,28 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: E402
 
-from logbook import ROOT, Row, Runs, accuracy, device_hours, last, mean, per_epoch, repeated, seconds_to  # noqa: E402
+from figures.logs import (
+    ROOT,
+    Row,
+    Runs,
+    accuracy,
+    device_hours,
+    last,
+    mean,
+    per_epoch,
+    repeated,
+    seconds_to,
+)
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's, for the colour-blind too
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)  # Okabe and Ito's, for the colour-blind too
 MARKERS = "os^Dv*P"
 Groups = Mapping[str, Mapping[str, Runs]]
 
@@ -60,7 +79,14 @@ def style(number: int) -> dict[str, Any]:
     return {"color": COLOURS[number % 7], "marker": MARKERS[number % 7], "markersize": 4}
 
 
-def line(axis: Axes, runs: Runs, across: Callable[[Row], float], up: Callable[[Row], float], number: int, label: str) -> None:
+def line(
+    axis: Axes,
+    runs: Runs,
+    across: Callable[[Row], float],
+    up: Callable[[Row], float],
+    number: int,
+    label: str,
+) -> None:
     """The mean over seeds, and a band from the least to the most."""
     values = per_epoch(runs, up)
     horizontal = mean(per_epoch(runs, across))
@@ -84,14 +110,20 @@ def logarithmic(axis: Any, base: int = 10) -> None:
 
 
 def panels(rows: int, columns: int) -> tuple[Figure, Any]:
-    return plt.subplots(rows, columns, figsize=(4 * columns, 3.6 * rows), layout="constrained", squeeze=False)
+    return plt.subplots(
+        rows, columns, figsize=(4 * columns, 3.6 * rows), layout="constrained", squeeze=False
+    )
 
 
 def overview(named: Mapping[str, Runs]) -> Figure:
     """Test accuracy against epochs and seconds, training loss against epochs."""
     figure, axes = panels(1, 3)
     tested = all("test_accuracy" in rows[0] for runs in named.values() for rows in runs)
-    what = "test accuracy / %" if tested else "accuracy (held-out rows where the test set was left alone) / %"
+    what = (
+        "test accuracy / %"
+        if tested
+        else "accuracy (held-out rows where the test set was left alone) / %"
+    )
     for number, (name, runs) in enumerate(named.items()):
         line(axes[0, 0], runs, epoch, accuracy, number, name)
         line(axes[0, 1], runs, seconds, accuracy, number, name)
@@ -105,7 +137,11 @@ def overview(named: Mapping[str, Runs]) -> Figure:
 def time(groups: Groups) -> Figure | None:
     """Time against epochs with and without the tricks, and what each takes off the time to an accuracy that all of them reach."""
     ladders = {
-        title: {name: groups[group][run] for name, (group, run) in ladder.items() if run in groups.get(group, {})}
+        title: {
+            name: groups[group][run]
+            for name, (group, run) in ladder.items()
+            if run in groups.get(group, {})
+        }
         for title, ladder in LADDERS.items()
     }
     if any(len(ladder) < 2 for ladder in ladders.values()):
@@ -116,7 +152,9 @@ def time(groups: Groups) -> Figure | None:
             line(axes[0, column], runs, epoch, seconds, number, name)
         finish(axes[0, column], "epoch", "time / s", title, legend=True)
         target = min(statistics.mean(last(runs, accuracy)) for runs in ladder.values())
-        reached = {name: taken for name, runs in ladder.items() if (taken := seconds_to(runs, target))}
+        reached = {
+            name: taken for name, runs in ladder.items() if (taken := seconds_to(runs, target))
+        }
         waterfall(axes[1, column], list(reached), list(reached.values()))
         finish(axes[1, column], "", f"time to {target:.1f} % test accuracy / s")
     return figure
@@ -126,19 +164,32 @@ def waterfall(axis: Axes, names: Sequence[str], taken: Sequence[float]) -> None:
     """Bars from the time before a trick to the time with it; the first and the last stand on the ground."""
     axis.bar(0, taken[0], color=COLOURS[0])
     for place, (before, after) in enumerate(zip(taken, taken[1:]), 1):
-        axis.bar(place, before - after, bottom=after, color=COLOURS[2] if after <= before else COLOURS[1])
+        axis.bar(
+            place, before - after, bottom=after, color=COLOURS[2] if after <= before else COLOURS[1]
+        )
     axis.bar(len(taken), taken[-1], color=COLOURS[0])
     heights = [taken[0], *map(max, taken, taken[1:]), taken[-1]]
-    texts = [f"{taken[0]:.0f} s", *(f"{after - before:+.0f} s" for before, after in zip(taken, taken[1:]))]
-    for place, (height, text) in enumerate(zip(heights, [*texts, f"{taken[-1]:.0f} s\n{taken[0] / taken[-1]:.1f} x faster"])):
+    texts = [
+        f"{taken[0]:.0f} s",
+        *(f"{after - before:+.0f} s" for before, after in zip(taken, taken[1:])),
+    ]
+    for place, (height, text) in enumerate(
+        zip(heights, [*texts, f"{taken[-1]:.0f} s\n{taken[0] / taken[-1]:.1f} x faster"])
+    ):
         axis.annotate(text, (place, height), ha="center", va="bottom", fontsize=8)
-    axis.set_xticks(range(len(taken) + 1), [name.replace(": ", ":\n") for name in names] + ["all"], fontsize=8)
+    axis.set_xticks(
+        range(len(taken) + 1), [name.replace(": ", ":\n") for name in names] + ["all"], fontsize=8
+    )
     axis.set_ylim(0, 1.2 * max(heights))
 
 
 def ngd_batches(groups: Groups) -> Figure | None:
     """SGD and NGD, small and large batch, train and test."""
-    named = {name: runs for name, runs in groups.get("resnet20_batch", {}).items() if not name.endswith("fp32")}
+    named = {
+        name: runs
+        for name, runs in groups.get("resnet20_batch", {}).items()
+        if not name.endswith("fp32")
+    }
     if not named:
         return None
     figure, axes = panels(1, 2)
@@ -159,7 +210,10 @@ def of_group(group: str, groups: Groups, searched: bool = False) -> Figure | Non
 
 def dynamic_batching(processes: int, groups: Groups) -> Figure | None:
     """Ways to change the batch, on so many processes: accuracy and batch of MNIST and CIFAR-10."""
-    found = {name: groups.get(f"dynamic_batch_{name.lower().replace('-', '')}_{processes}p", {}) for name in ("MNIST", "CIFAR-10")}
+    found = {
+        name: groups.get(f"dynamic_batch_{name.lower().replace('-', '')}_{processes}p", {})
+        for name in ("MNIST", "CIFAR-10")
+    }
     if not all(found.values()):
         return None
     figure, axes = panels(2, 2)
@@ -183,7 +237,9 @@ def slamb(groups: Groups) -> Figure | None:
     figure, axes = panels(1, 2)
     for number, (name, runs) in enumerate(named.items()):
         line(axes[0, 0], runs, epoch, accuracy, number, name)
-        line(axes[0, 1], [with_sent(rows) for rows in runs], value_of("sent"), accuracy, number, name)
+        line(
+            axes[0, 1], [with_sent(rows) for rows in runs], value_of("sent"), accuracy, number, name
+        )
     axes[0, 1].set_xscale("log")
     logarithmic(axes[0, 1].xaxis)
     finish(axes[0, 0], "epoch", "test accuracy / %", f"{IMAGES}, two ranks", legend=True)
@@ -193,7 +249,10 @@ def slamb(groups: Groups) -> Figure | None:
 
 def with_sent(rows: Sequence[Row]) -> list[Row]:
     """Rows with the megabytes sent since the start."""
-    return [{**row, "sent": sent / 1e6} for row, sent in zip(rows, itertools.accumulate(row["comm_bytes"] for row in rows))]
+    return [
+        {**row, "sent": sent / 1e6}
+        for row, sent in zip(rows, itertools.accumulate(row["comm_bytes"] for row in rows))
+    ]
 
 
 def scaling(groups: Groups) -> Figure | None:
@@ -205,20 +264,40 @@ def scaling(groups: Groups) -> Figure | None:
     figure, axes = panels(1, 2)
     figure.set_size_inches(8, 4.2)
     for axis, (arch, batch) in zip(axes[0], (("resnet20", 64), ("resnet110", 32))):
-        for network, dashes, mbits in (("1 Gbit/s", "-", "1000 Mbit/s"), ("100 Mbit/s", "--", "100 Mbit/s")):
-            for number, (method, values) in enumerate(found["measured"][f"{arch} predicted"][mbits].items()):
+        for network, dashes, mbits in (
+            ("1 Gbit/s", "-", "1000 Mbit/s"),
+            ("100 Mbit/s", "--", "100 Mbit/s"),
+        ):
+            for number, (method, values) in enumerate(
+                found["measured"][f"{arch} predicted"][mbits].items()
+            ):
                 label = method.replace(" hook", "").replace(" block k=0.1", "")
-                axis.plot(found["many"], values, dashes, color=COLOURS[number], label=f"{label}, {network}")
+                axis.plot(
+                    found["many"],
+                    values,
+                    dashes,
+                    color=COLOURS[number],
+                    label=f"{label}, {network}",
+                )
                 ratios = spread.get(f"{arch} {network} N=2 {method}", [])
                 if ratios:
                     middle = statistics.median(ratios)
                     bars = [[middle - min(ratios)], [max(ratios) - middle]]
-                    axis.errorbar([2], [middle], bars, fmt=MARKERS[number], color=COLOURS[number], capsize=3)
+                    axis.errorbar(
+                        [2], [middle], bars, fmt=MARKERS[number], color=COLOURS[number], capsize=3
+                    )
         axis.set_xscale("log", base=2)
         logarithmic(axis.xaxis, 2)
         axis.set_ylim(0, 1.05)
-        finish(axis, "processes", "efficiency", f"{arch.replace('resnet', 'ResNet-')}, {batch} images a process")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+        finish(
+            axis,
+            "processes",
+            "efficiency",
+            f"{arch.replace('resnet', 'ResNet-')}, {batch} images a process",
+        )
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8
+    )
     return figure
 
 
@@ -229,8 +308,12 @@ def pareto(groups: Groups) -> Figure | None:
         if "mnist" in group:
             continue
         task = "AG News" if "agnews" in group or "transformer" in group else "CIFAR-10"
-        points = [(device_hours(rows[-1]), accuracy(rows[-1])) for runs in named.values() for rows in runs]
-        tasks.setdefault(f"{task}, {'GPU' if group.startswith('gpu_') else 'CPU'}", {})[group] = points
+        points = [
+            (device_hours(rows[-1]), accuracy(rows[-1])) for runs in named.values() for rows in runs
+        ]
+        tasks.setdefault(f"{task}, {'GPU' if group.startswith('gpu_') else 'CPU'}", {})[group] = (
+            points
+        )
     if not tasks:
         return None
     figure, axes = panels(1, len(tasks))
@@ -239,14 +322,31 @@ def pareto(groups: Groups) -> Figure | None:
         for number, (group, points) in enumerate(found.items()):
             colour = COLOURS[number % 7]
             inside = "none" if number >= 7 else colour
-            axis.scatter(*zip(*points), s=22, marker=MARKERS[number % 7], edgecolors=colour, facecolors=inside, label=group)
+            axis.scatter(
+                *zip(*points),
+                s=22,
+                marker=MARKERS[number % 7],
+                edgecolors=colour,
+                facecolors=inside,
+                label=group,
+            )
         best = frontier([point for points in found.values() for point in points])
         axis.plot(*zip(*best), color="0.5", linewidth=1, zorder=0)
         axis.set_xscale("log")
         logarithmic(axis.xaxis)
-        axis.set_yscale("function", functions=(lambda a: -np.log(102 - a), lambda e: 102 - np.exp(-e)))  # room at the top
-        axis.set_yticks([percent for percent in (10, 30, 50, 60, 70, 80, 85, 90, 95, 98) if percent < axis.get_ylim()[1]])
-        finish(axis, "device-hours", "test accuracy / %", f"{task}: every run, last epoch", legend=True)
+        axis.set_yscale(
+            "function", functions=(lambda a: -np.log(102 - a), lambda e: 102 - np.exp(-e))
+        )  # room at the top
+        axis.set_yticks(
+            [
+                percent
+                for percent in (10, 30, 50, 60, 70, 80, 85, 90, 95, 98)
+                if percent < axis.get_ylim()[1]
+            ]
+        )
+        finish(
+            axis, "device-hours", "test accuracy / %", f"{task}: every run, last epoch", legend=True
+        )
     return figure
 
 
@@ -267,7 +367,10 @@ PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "slamb": slamb,
     "scaling": scaling,
     "pareto": pareto,
-    **{group: partial(of_group, group) for group in ("agnews12k", "mixup_agnews12k", "mixup_cifar10_10pct")},
+    **{
+        group: partial(of_group, group)
+        for group in ("agnews12k", "mixup_agnews12k", "mixup_cifar10_10pct")
+    },
     **{group: partial(of_group, group) for group in ("recipes_cifar10_20pct", "tuning_agnews12k")},
     "ngd_convergence": partial(of_group, "ngd_convergence", searched=True),
 }

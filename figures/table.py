@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from logbook import Runs, accuracy, device_hours, last, spread
+from figures.logs import Runs, accuracy, device_hours, last, spread
 
 BEGIN, END = "<!-- results: written by figures/draw.py -->", "<!-- end of results -->"
 HEAD = """| method | seeds | test accuracy | time / s | device-hours | peak memory | command | log |
@@ -31,9 +31,18 @@ def lines(groups: Mapping[str, Mapping[str, Runs]], plan: Mapping[str, Any]) -> 
             for name in shown:
                 runs = groups.get(group, {}).get(name)
                 if runs or device == "gpu":
-                    found.append(row(f"{entry['what']}: {name}", command(entry, name), f"figures/logs/{group}", runs))
+                    found.append(
+                        row(
+                            f"{entry['what']}: {name}",
+                            command(entry, name),
+                            f"figures/logs/{group}",
+                            runs,
+                        )
+                    )
     for entry in plan["published"]:
-        found.append(f"| *published:* {entry['method']} | | {entry['accuracy']} | | | | | {entry['source']} |")
+        found.append(
+            f"| *published:* {entry['method']} | | {entry['accuracy']} | | | | | {entry['source']} |"
+        )
     return found
 
 

@@ -17,9 +17,7 @@ import resnet50_test
 import transformer_test
 
 IMAGES = "--dataset digits --arch resnet20 --epochs 1 --bs 32 --subset 0.1 --device cpu --precision fp32 --threads 1"
-TEXTS = (
-    "--dataset headlines --epochs 1 --bs 32 --subset 0.2 --device cpu --precision fp32 --threads 1 --width 8 --heads 2 --depth 1"
-)
+TEXTS = "--dataset headlines --epochs 1 --bs 32 --subset 0.2 --device cpu --precision fp32 --threads 1 --width 8 --heads 2 --depth 1"
 SCRIPTS = {"images": (resnet50_test, IMAGES), "texts": (transformer_test, TEXTS)}
 
 
@@ -51,7 +49,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
     """Runs a script in an empty folder without network; asserts exit code 2 and one line; returns the line."""
 
     def no_network(*_: object, **__: object) -> None:

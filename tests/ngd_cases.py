@@ -45,15 +45,26 @@ def train(optimizer: Any, steps: Iterable[int], scale: float = 1.0) -> Any:
     return optimizer
 
 
-def snapshot(optimizer: NGD, numbers: Iterable[int] | None = None) -> list[tuple[Tensor, dict[str, Tensor]]]:
+def snapshot(
+    optimizer: NGD, numbers: Iterable[int] | None = None
+) -> list[tuple[Tensor, dict[str, Tensor]]]:
     """Copies of parameters and of the tensors in their states."""
     some = held(optimizer) if numbers is None else [held(optimizer)[number] for number in numbers]
-    tensors = [{name: value.clone() for name, value in optimizer.state[p].items() if isinstance(value, Tensor)} for p in some]
+    tensors = [
+        {
+            name: value.clone()
+            for name, value in optimizer.state[p].items()
+            if isinstance(value, Tensor)
+        }
+        for p in some
+    ]
     return [(p.detach().clone(), state) for p, state in zip(some, tensors)]
 
 
 def estimates(optimizer: NGD, part: str = "axis") -> list[Tensor]:
-    return [value for _, state in snapshot(optimizer) for name, value in state.items() if part in name]
+    return [
+        value for _, state in snapshot(optimizer) for name, value in state.items() if part in name
+    ]
 
 
 def assert_same(one: Any, other: Any, tolerance: float = 0.0) -> None:
@@ -61,7 +72,9 @@ def assert_same(one: Any, other: Any, tolerance: float = 0.0) -> None:
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    return float((one.detach().double() - other.detach().double()).norm() / other.detach().double().norm())
+    return float(
+        (one.detach().double() - other.detach().double()).norm() / other.detach().double().norm()
+    )
 
 
 def through_a_file(optimizer: NGD, **settings: Any) -> NGD:
@@ -70,7 +83,11 @@ def through_a_file(optimizer: NGD, **settings: Any) -> NGD:
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
-    assert all(isinstance(value, Tensor | int | float) for entry in state["state"].values() for value in entry.values())
+    assert all(
+        isinstance(value, Tensor | int | float)
+        for entry in state["state"].values()
+        for value in entry.values()
+    )
     state["param_groups"][0].update(settings)
     other = NGD([nn.Parameter(p.detach().clone()) for p in held(optimizer)], lr=7.0)
     other.load_state_dict(state)

@@ -15,7 +15,15 @@ DELTA, CONDITION = 5e-4, 1e6
 class Axis:
     """The Fisher factor F_t = R_t' D_t R_t + rho_t I of one axis of length `dim`."""
 
-    def __init__(self, dim: int, rank: int = 80, alpha: float = 4.0, eta: float = 0.1, period: int = 4, phase: int = 0) -> None:
+    def __init__(
+        self,
+        dim: int,
+        rank: int = 80,
+        alpha: float = 4.0,
+        eta: float = 0.1,
+        period: int = 4,
+        phase: int = 0,
+    ) -> None:
         self.D, self.R = dim, min((dim + 1) // 2, rank)
         self.alpha, self.eta, self.period, self.phase = alpha, eta, period, phase
         rows = torch.zeros(self.R, dim, dtype=torch.float64)
@@ -50,7 +58,9 @@ class Axis:
 
     def update(self, X: Tensor, g0: float) -> None:
         N, D, R, W, eta = len(X), self.D, self.R, self.W, self.eta
-        least = DELTA * g0 / (N * D)  # ours: history does not count for less than this, so that no direction drowns in rounding
+        least = (
+            DELTA * g0 / (N * D)
+        )  # ours: history does not count for less than this, so that no direction drowns in rounding
         d, rho = self.d.clamp(min=least), max(self.rho, least)
         H = X @ W.T
         J, L = H.T @ X, H.T @ H
@@ -58,7 +68,12 @@ class Axis:
         e = (W * W).sum(1)  # = E_t; of W_0 too, whose d and rho are not known yet
         left, kept = (eta / N) * e**-0.5, (1 - eta) * (d + rho) * e**-0.5
         # Y = left J + kept W and J W' = L, W W' = E
-        Z = left[:, None] * K * left + left[:, None] * L * kept + kept[:, None] * L * left + torch.diag(kept**2 * e)
+        Z = (
+            left[:, None] * K * left
+            + left[:, None] * L * kept
+            + kept[:, None] * L * left
+            + torch.diag(kept**2 * e)
+        )
         c, U = torch.linalg.eigh(Z)
         c, U = c.flip(0), U.flip(1)
         limit = (rho * (1 - eta)) ** 2
@@ -89,5 +104,10 @@ class Oracle:
         X = gradient.double()
         for a in sorted(self.axes, reverse=True):
             moved = X.movedim(a, -1)
-            X = self.axes[a].precondition(moved.reshape(-1, moved.shape[-1])).view(moved.shape).movedim(-1, a)
+            X = (
+                self.axes[a]
+                .precondition(moved.reshape(-1, moved.shape[-1]))
+                .view(moved.shape)
+                .movedim(-1, a)
+            )
         return X

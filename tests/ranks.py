@@ -29,7 +29,9 @@ def run_ranks(body: Callable[..., None], size: int, *arguments: Any) -> None:
     mp.spawn(_one_rank, args=(size, port, body, arguments), nprocs=size)
 
 
-def _one_rank(rank: int, size: int, port: int, body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _one_rank(
+    rank: int, size: int, port: int, body: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -39,9 +41,9 @@ def _one_rank(rank: int, size: int, port: int, body: Callable[..., None], argume
         "MASTER_PORT": str(port),
     }
     torch.set_num_threads(1)
-    import distributed
+    from distributed.world import init_world
 
-    with distributed.world("cpu") as world:
+    with init_world("cpu") as world:
         body(world, *arguments)
 
 
@@ -66,7 +68,9 @@ def torchrun(name: str, *flags: object) -> list[str]:
     return ["bash", str(ROOT / "run_distributed.sh"), name, *map(str, flags)]
 
 
-def finish(process: subprocess.Popen[str], folder: Path, wanted: int = 0, seconds: float = 240) -> str:
+def finish(
+    process: subprocess.Popen[str], folder: Path, wanted: int = 0, seconds: float = 240
+) -> str:
     """Wait for the exit code `wanted`; returns the console."""
     try:
         code = process.wait(timeout=seconds)
@@ -88,7 +92,9 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 def kill_one_rank(process: subprocess.Popen[str]) -> None:
     """SIGKILL to rank 1 of a started torchrun job."""
-    worker = next(number for number, environment in relatives(process) if b"\0RANK=1\0" in environment)
+    worker = next(
+        number for number, environment in relatives(process) if b"\0RANK=1\0" in environment
+    )
     os.kill(worker, signal.SIGKILL)
 
 
@@ -103,7 +109,9 @@ def relatives(process: subprocess.Popen[str]) -> list[tuple[int, bytes]]:
     return found
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120) -> None:
+def wait_for(
+    condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120
+) -> None:
     """Until `condition` holds or the process has ended."""
     end = time.monotonic() + seconds
     while not condition() and process.poll() is None:

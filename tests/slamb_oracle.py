@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from flat import Lay, Ring
-from slamb_part import BLOCK, CLAMP, SMALL
+from optimizers.flat_buffer import Lay, Ring
+from slamb import BLOCK, CLAMP, SMALL
 
 SHAPES = [(20, 16, 6, 6), (30, 10), (7,), (96, 101), (20,), (5, 3, 2)]
 
@@ -16,12 +16,18 @@ SHAPES = [(20, 16, 6, 6), (30, 10), (7,), (96, 101), (20,), (5, 3, 2)]
 def start(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """The weights that every rank begins with."""
     generator = torch.Generator().manual_seed(0)
-    return [(0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype) for shape in SHAPES]
+    return [
+        (0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+        for shape in SHAPES
+    ]
 
 
 def gradient(step: int, rank: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """The gradients of a rank at a step: a part that all have in common, and noise."""
-    common, own = torch.Generator().manual_seed(1000 + step), torch.Generator().manual_seed(77 * step + rank + 5)
+    common, own = (
+        torch.Generator().manual_seed(1000 + step),
+        torch.Generator().manual_seed(77 * step + rank + 5),
+    )
     parts = []
     for shape in SHAPES:
         one, other = (torch.randn(shape, generator=g, dtype=torch.float64) for g in (common, own))
@@ -32,14 +38,29 @@ def gradient(step: int, rank: int, dtype: torch.dtype = torch.float64) -> list[T
 class Oracle:
     """Weights, moments and ages of every rank."""
 
-    def __init__(self, ranks: int, k: float, selection: str, compat: bool, **settings: float) -> None:
+    def __init__(
+        self, ranks: int, k: float, selection: str, compat: bool, **settings: float
+    ) -> None:
         self.ranks, self.k, self.compat, self.t, self.selection = ranks, k, compat, 0, selection
-        self.settings = {"lr": 0.01, "b1": 0.9, "b2": 0.999, "eps": 1e-6, "decay": 0.01, "beta3": 0.99, "local": 50, "dense": 10}
+        self.settings = {
+            "lr": 0.01,
+            "b1": 0.9,
+            "b2": 0.999,
+            "eps": 1e-6,
+            "decay": 0.01,
+            "beta3": 0.99,
+            "local": 50,
+            "dense": 10,
+        }
         self.settings |= settings
         self.w = [start() for _ in range(ranks)]
-        self.m, self.v = ([[torch.zeros_like(p) for p in start()] for _ in range(ranks)] for _ in range(2))
+        self.m, self.v = (
+            [[torch.zeros_like(p) for p in start()] for _ in range(ranks)] for _ in range(2)
+        )
         self.age = [torch.zeros_like(p) for p in start()]
-        self.large = [number for number, p in enumerate(start()) if p.ndim > 1 and p.numel() >= SMALL]
+        self.large = [
+            number for number, p in enumerate(start()) if p.ndim > 1 and p.numel() >= SMALL
+        ]
         self.lay = Lay([start()[number] for number in self.large], BLOCK)
         self.ring = Ring(self.lay.places() if selection == "random" else self.lay.rows, 0)
 
@@ -80,7 +101,9 @@ class Oracle:
             r = s["beta3"] ** self.age[number]
             for rank in range(W):
                 w, m, v = self.w[rank][number], self.m[rank][number], self.v[rank][number]
-                u = (m / (1 - s["b1"] ** t)) / ((v / (1 - s["b2"] ** t)).sqrt() + s["eps"]) + s["decay"] * w
+                u = (m / (1 - s["b1"] ** t)) / ((v / (1 - s["b2"] ** t)).sqrt() + s["eps"]) + s[
+                    "decay"
+                ] * w
                 chosen, others = self.ratio(w[mask], u[mask]), self.ratio(w[~mask], u[~mask])
                 if not self.compat and not (mask.any() and w[mask].norm() > 0):
                     chosen = others

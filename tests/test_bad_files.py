@@ -47,12 +47,16 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "tensor": lambda path: torch.save(torch.zeros(3), path),
     "weights": lambda path: torch.save({"model": {"w": torch.zeros(3)}}, path),
     "objects": lambda path: torch.save({"format": Path("x")}, path),
-    "protocol": lambda path: torch.save([1], path, pickle_protocol=4, _use_new_zipfile_serialization=False),
+    "protocol": lambda path: torch.save(
+        [1], path, pickle_protocol=4, _use_new_zipfile_serialization=False
+    ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_file_that_is_no_checkpoint_is_named(damage: str, runs: dict[str, Path], refused: Refused, tmp_path: Path) -> None:
+def test_file_that_is_no_checkpoint_is_named(
+    damage: str, runs: dict[str, Path], refused: Refused, tmp_path: Path
+) -> None:
     shutil.copy(runs["images"] / "last.pt", tmp_path / "mine.pt")
     DAMAGE[damage](tmp_path / "mine.pt")
     refused("images", "--resume mine.pt", "mine.pt")
@@ -103,7 +107,11 @@ def test_damaged_data_set_is_named(name: str, refused: Refused, tmp_path: Path) 
             for kind, sizes in (("images-idx3", (rows, 28, 28)), ("labels-idx1", (rows,))):
                 header = bytes([0, 0, 8, len(sizes)]) + np.array(sizes, dtype=">i4").tobytes()
                 (mnist / f"{part}-{kind}-ubyte").write_bytes(header + bytes(1000))  # cut short
-    refused("images", f"--dataset {name} --data_dir data", f"{cifar if name == 'cifar10' else mnist}".removeprefix(f"{tmp_path}/"))
+    refused(
+        "images",
+        f"--dataset {name} --data_dir data",
+        f"{cifar if name == 'cifar10' else mnist}".removeprefix(f"{tmp_path}/"),
+    )
 
 
 GOOD_CSV = b"spam,win a prize\nham,see you soon\n" * 20
@@ -127,10 +135,14 @@ GOOD_CSV = b"spam,win a prize\nham,see you soon\n" * 20
         ("train", b"\x00\x01\x02" * 100, "train.csv"),
     ],
 )
-def test_wrong_csv_is_named_with_its_row(part: str, content: bytes | None, names: str, refused: Refused, tmp_path: Path) -> None:
+def test_wrong_csv_is_named_with_its_row(
+    part: str, content: bytes | None, names: str, refused: Refused, tmp_path: Path
+) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.csv").write_bytes(GOOD_CSV)
-    (tmp_path / f"{part}.csv").unlink() if content is None else (tmp_path / f"{part}.csv").write_bytes(content)
+    (tmp_path / f"{part}.csv").unlink() if content is None else (
+        tmp_path / f"{part}.csv"
+    ).write_bytes(content)
     refused("texts", f"--dataset csv --data_dir {tmp_path} --vocab_size 300 --bs 4", names)
 
 
@@ -156,8 +168,18 @@ def break_folder(root: Path, how: str) -> str:
     elif how == "no-image":
         victim.write_text("words")
     return {
-        **{"no-train": "train is missing", "no-test": "test is missing", "bare-test": "test", "one-class": "train"},
-        **{"empty-class": "train/dog", "unknown-class": "test/emu", "cut-image": "train/cat/3.png", "no-image": "train/cat/3.png"},
+        **{
+            "no-train": "train is missing",
+            "no-test": "test is missing",
+            "bare-test": "test",
+            "one-class": "train",
+        },
+        **{
+            "empty-class": "train/dog",
+            "unknown-class": "test/emu",
+            "cut-image": "train/cat/3.png",
+            "no-image": "train/cat/3.png",
+        },
         "cut-test-image": "test/cat/3.png",  # found by a worker process
     }[how]
 
@@ -165,9 +187,21 @@ def break_folder(root: Path, how: str) -> str:
 @pytest.mark.parametrize("resident", ["yes", "no"])
 @pytest.mark.parametrize(
     "how",
-    ["no-train", "no-test", "bare-test", "one-class", "empty-class", "unknown-class", "cut-image", "cut-test-image", "no-image"],
+    [
+        "no-train",
+        "no-test",
+        "bare-test",
+        "one-class",
+        "empty-class",
+        "unknown-class",
+        "cut-image",
+        "cut-test-image",
+        "no-image",
+    ],
 )
-def test_wrong_image_folder_is_named(how: str, resident: str, refused: Refused, tmp_path: Path) -> None:
+def test_wrong_image_folder_is_named(
+    how: str, resident: str, refused: Refused, tmp_path: Path
+) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     for part in ("train", "test"):
         for name in ("cat", "dog"):

@@ -105,7 +105,10 @@ IMAGES_ONLY = [
     ("--arch squeezenet1_1 --image_size 32 --checkpoint_activations", "--checkpoint_activations"),
     ("--arch resnet51", "resnet51"),
     ("--arch alexnet --image_size 32", "--arch alexnet cannot take 32x32"),
-    ("--arch resnet18 --bs 1", "--bs 1"),  # layer4 is 1x1 for 8x8 images: BatchNorm cannot train on one value
+    (
+        "--arch resnet18 --bs 1",
+        "--bs 1",
+    ),  # layer4 is 1x1 for 8x8 images: BatchNorm cannot train on one value
     ("--augment more", "--augment"),
     ("--resident maybe", "--resident"),
     ("--image_size -1", "--image_size"),
@@ -129,8 +132,12 @@ CASES = [(name, *case) for name in SCRIPTS for case in BOTH]
 CASES += [("images", *case) for case in IMAGES_ONLY] + [("texts", *case) for case in TEXTS_ONLY]
 
 
-@pytest.mark.parametrize(("name", "extra", "names"), CASES, ids=[f"{name}{extra}" for name, extra, _ in CASES])
-def test_wrong_flag_is_named_in_one_line(name: str, extra: str, names: str, refused: Refused) -> None:
+@pytest.mark.parametrize(
+    ("name", "extra", "names"), CASES, ids=[f"{name}{extra}" for name, extra, _ in CASES]
+)
+def test_wrong_flag_is_named_in_one_line(
+    name: str, extra: str, names: str, refused: Refused
+) -> None:
     refused(name, extra, names)
 
 
@@ -161,9 +168,16 @@ def test_nothing_is_written_where_the_input_is_wrong(refused: Refused, tmp_path:
 def test_real_process_ends_with_two_and_one_line(name: str, tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / f"{SCRIPTS[name]}.py"
     run = subprocess.run(
-        [sys.executable, str(script), "--bs", "0"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(script), "--bs", "0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert run.returncode == 2
-    assert run.stderr.splitlines() == ["error: --bs/--batch_size/-b: must be at least 1, got 0 (see --help)"]
+    assert run.stderr.splitlines() == [
+        "error: --bs/--batch_size/-b: must be at least 1, got 0 (see --help)"
+    ]
     assert run.stdout == ""
     assert os.listdir(tmp_path) == []

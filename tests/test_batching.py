@@ -9,20 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import build
-import optim
-import options
 import ranks
 import resnet50_test
-import runlog
-from backends import Precision
-from batching import Batching, Change
-from distributed import World
+from backends.precision import Precision
+from cli import factory, options
+from distributed.world import World
 from dynamic_batch import Balance, ByLoss, ByNoise, Scheduled, at_milestones, each_epoch
-from pace import squared_norm
-from sampler import Sampler, owners, share
-from step import BIG, PER_BIG, PER_SMALL, SMALL, Step
-from tasks import classification
+from input_pipeline.sampler import Sampler, owners, share
+from training import run_log
+from training.batch_schedule import Batching, Change
+from training.losses import classification
+from training.step import BIG, PER_BIG, PER_SMALL, SMALL, Step
+from training.step_stats import squared_norm
 
 FP32 = Precision("fp32", "cpu")
 
@@ -34,7 +32,9 @@ class Alike(World):
         return self.given if hasattr(self, "given") else [values] * self.size
 
 
-def make(rank: int, size: int, rows: int = 1003, base: int = 60, lengths: Tensor | None = None, **options) -> Batching:
+def make(
+    rank: int, size: int, rows: int = 1003, base: int = 60, lengths: Tensor | None = None, **options
+) -> Batching:
     return Batching(Alike(rank, size), Sampler(rows, 3, lengths), base, **options)
 
 
@@ -56,17 +56,27 @@ def test_owners_are_as_many_as_their_shares_and_spread_evenly() -> None:
 def test_every_row_comes_once_over_all_ranks_whatever_the_shares(shares, lengths, rows) -> None:
     seen, steps, weights = [], set(), 0.0
     for rank in range(len(shares)):
-        batching = make(rank, len(shares), rows, lengths=lengths[:rows] if lengths is not None else None, balance=Balance())
+        batching = make(
+            rank,
+            len(shares),
+            rows,
+            lengths=lengths[:rows] if lengths is not None else None,
+            balance=Balance(),
+        )
         batching.start_epoch(4)
         batching.shares = shares
         plan = batching.plan(4, 0)
         steps.add(len(plan))
         assert len(plan) == batching.steps()
         assert sum(part.samples for part in plan) == rows
-        assert all(len(part.rows) == round(part.weight * part.samples / len(shares)) >= 1 for part in plan)
+        assert all(
+            len(part.rows) == round(part.weight * part.samples / len(shares)) >= 1 for part in plan
+        )
         seen += [part.rows for part in plan]
         weights += plan[-1].weight
-        assert [part.rows.tolist() for part in batching.plan(4, 5)] == [part.rows.tolist() for part in plan[5:]]
+        assert [part.rows.tolist() for part in batching.plan(4, 5)] == [
+            part.rows.tolist() for part in plan[5:]
+        ]
     assert len(steps) == 1
     assert weights == pytest.approx(len(shares))
     assert torch.equal(torch.cat(seen).sort().values, torch.arange(rows))
@@ -80,7 +90,10 @@ def test_a_batch_that_stays_is_as_it_always_was() -> None:
         plan = batching.plan(1, 0)
         assert batching.steps() == len(plan) == 16
         assert {(part.weight, part.samples) for part in plan} == {(1.0, 60)}
-        assert all(torch.equal(part.rows, share(batch, rank, 2)) for part, batch in zip(plan, order.epoch(1, 60), strict=True))
+        assert all(
+            torch.equal(part.rows, share(batch, rank, 2))
+            for part, batch in zip(plan, order.epoch(1, 60), strict=True)
+        )
 
 
 def test_the_batch_follows_its_rule_and_the_rate_the_batch() -> None:
@@ -114,11 +127,20 @@ def image_model(norm: bool = False) -> nn.Module:
 
 def batch(rows: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, 12, generator=generator, dtype=torch.float64), torch.randint(4, (rows,), generator=generator)
+    return torch.randn(rows, 12, generator=generator, dtype=torch.float64), torch.randint(
+        4, (rows,), generator=generator
+    )
 
 
 def make_step(model: nn.Module, world: World, **options) -> Step:
-    return Step(model, classification(), optim.build_optimizer(model, "sgd", 0.1, 0.0), FP32, world, **options)
+    return Step(
+        model,
+        classification(),
+        factory.build_optimizer(model, "sgd", 0.1, 0.0),
+        FP32,
+        world,
+        **options,
+    )
 
 
 def unequal_shares_have_the_gradient_of_the_whole_batch(world: World) -> None:
@@ -131,7 +153,9 @@ def unequal_shares_have_the_gradient_of_the_whole_batch(world: World) -> None:
             step = make_step(model, world, micro_batch=micro_batch)
             step.wrap()
             mine = owners(shares) == world.rank
-            step.forward_backward(step.parallel, inputs[mine], labels[mine], shares[world.rank] * world.size / 41)
+            step.forward_backward(
+                step.parallel, inputs[mine], labels[mine], shares[world.rank] * world.size / 41
+            )
             for wanted, given in zip(alone.parameters(), model.parameters()):
                 torch.testing.assert_close(given.grad, wanted.grad, rtol=1e-12, atol=1e-14)
 
@@ -151,7 +175,12 @@ def test_noise_is_measured_between_a_micro_batch_and_the_batch(accumulate: int, 
     step = make_step(image_model(), World(), accumulate=accumulate)
     step.measure_noise()  # one process takes two micro-batches for it
     step(*batch(40))
-    wanted = [gradient_square(torch.arange(first)), 1 / first, gradient_square(torch.arange(40)), 1 / 40]
+    wanted = [
+        gradient_square(torch.arange(first)),
+        1 / first,
+        gradient_square(torch.arange(40)),
+        1 / 40,
+    ]
     assert step.sums[[SMALL, PER_SMALL, BIG, PER_BIG]].tolist() == pytest.approx(wanted, rel=1e-5)
 
 
@@ -161,16 +190,23 @@ def noise_is_measured_between_a_rank_and_all(world: World) -> None:
     step = make_step(image_model(), world, micro_batch=6)
     step.measure_noise()
     step.wrap()
-    for micro_batch in (6, None):  # what is left over from steps with micro-batches does not count in those without
+    for micro_batch in (
+        6,
+        None,
+    ):  # what is left over from steps with micro-batches does not count in those without
         step.micro_batch = micro_batch
         mine = (owners(shares) == world.rank).nonzero().flatten()
         for _ in range(2):  # what the first left behind does not count
             step.model.load_state_dict(image_model().state_dict())
             step.sums.zero_()
             step(inputs[mine], labels[mine], shares[world.rank] * 2 / 40)
-        rows = mine if micro_batch is None else mine[: -(-len(mine) // -(-len(mine) // micro_batch))]
+        rows = (
+            mine if micro_batch is None else mine[: -(-len(mine) // -(-len(mine) // micro_batch))]
+        )
         wanted = [gradient_square(rows), 1 / len(rows), gradient_square(torch.arange(40)), 1 / 40]
-        assert step.sums[[SMALL, PER_SMALL, BIG, PER_BIG]].tolist() == pytest.approx(wanted, rel=1e-5)
+        assert step.sums[[SMALL, PER_SMALL, BIG, PER_BIG]].tolist() == pytest.approx(
+            wanted, rel=1e-5
+        )
 
 
 def test_a_loss_scale_leaves_the_noise_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +214,13 @@ def test_a_loss_scale_leaves_the_noise_as_it_is(monkeypatch: pytest.MonkeyPatch)
     found = []
     for precision in (FP32, scaled):
         model = image_model().float()
-        step = Step(model, classification(), optim.build_optimizer(model, "sgd", 0.1, 0.0), precision, World())
+        step = Step(
+            model,
+            classification(),
+            factory.build_optimizer(model, "sgd", 0.1, 0.0),
+            precision,
+            World(),
+        )
         step.measure_noise()
         inputs, labels = batch(40)
         step(inputs.float(), labels)
@@ -253,7 +295,9 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
     for batching in (first, second):
         batching.start_epoch(1)
         batching.world.given = [[1.0, 1.0], [1.0, 1.0]]
-    assert [part.rows.tolist() for part in first.plan(1, 3)] == [part.rows.tolist() for part in second.plan(1, 3)]
+    assert [part.rows.tolist() for part in first.plan(1, 3)] == [
+        part.rows.tolist() for part in second.plan(1, 3)
+    ]
     noise = 3 + 500 / 30, 1 / 30, 3 + 500 / 60, 1 / 60
     assert first.end_epoch(1, 1.0, 1.0, 1.0, noise) == second.end_epoch(1, 1.0, 1.0, 1.0, noise)
     assert (first.size, first.shares) == (second.size, second.shares)
@@ -282,7 +326,10 @@ def test_the_limit_of_memory_holds_while_it_can() -> None:
     assert batching.divide(100) == [40, 60]
     batching.world.given = [[40.0], [20.0]]
     batching.limit(40)
-    assert batching.divide(100) == [80, 20]  # 60 at once are too few for 100: two micro-batches, limits of 80 and 40
+    assert batching.divide(100) == [
+        80,
+        20,
+    ]  # 60 at once are too few for 100: two micro-batches, limits of 80 and 40
 
 
 @pytest.mark.parametrize("growth", [1.07, 1.4])
@@ -312,20 +359,44 @@ def test_a_compiled_model_is_not_compiled_anew_for_every_size(growth: float) -> 
 
 def batching_of(words: str, world: World, rows: int = 8000) -> Batching:
     """What the flags build."""
-    args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, ["--bs", "32", *words.split()])
-    return build.flags_batching(args, world, Sampler(rows, 0), 32 * world.size, options.schedule(args))
+    args, _ = options.parse(
+        resnet50_test.parser(), resnet50_test.SCRIPT, ["--bs", "32", *words.split()]
+    )
+    return factory.flags_batching(
+        args, world, Sampler(rows, 0), 32 * world.size, options.schedule(args)
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "low", "high", "power", "sizes"),
     [
         ("increase --epochs 8", 64, 1000, 0.0, [64, 64, 64, 64, 128, 128, 256, 256]),
-        ("increase --epochs 4 --batch_growth 4 --max_bs 512 --dynamic_lr linear", 64, 512, 1.0, [64, 256, 512, 512]),
-        ("decrease --epochs 4 --batch_milestones 1 2 --batch_factor 4 --min_bs 8 --dynamic_lr sqrt", 8, 64, 0.5, [64, 16, 8, 8]),
-        ("increase --epochs 4 --replace_decay --lr_schedule step --step_size 1", 64, 1000, 1.0, [64, 768, 768, 768]),
+        (
+            "increase --epochs 4 --batch_growth 4 --max_bs 512 --dynamic_lr linear",
+            64,
+            512,
+            1.0,
+            [64, 256, 512, 512],
+        ),
+        (
+            "decrease --epochs 4 --batch_milestones 1 2 --batch_factor 4 --min_bs 8 --dynamic_lr sqrt",
+            8,
+            64,
+            0.5,
+            [64, 16, 8, 8],
+        ),
+        (
+            "increase --epochs 4 --replace_decay --lr_schedule step --step_size 1",
+            64,
+            1000,
+            1.0,
+            [64, 768, 768, 768],
+        ),
     ],
 )
-def test_the_flags_build_the_schedule(words: str, low: int, high: int, power: float, sizes: list[int]) -> None:
+def test_the_flags_build_the_schedule(
+    words: str, low: int, high: int, power: float, sizes: list[int]
+) -> None:
     batching = batching_of(f"--dynamic_batch {words}", Alike(0, 2))
     change = batching.change
     assert (change.low, change.high, change.power) == (low, high, power)
@@ -337,7 +408,9 @@ def test_the_flags_build_the_schedule(words: str, low: int, high: int, power: fl
 
 
 def test_the_flags_build_the_rules_and_the_balance() -> None:
-    words = "--dynamic_batch loss --loss_rule score --loss_window 7 --loss_threshold 3 --batch_factor 3"
+    words = (
+        "--dynamic_batch loss --loss_rule score --loss_window 7 --loss_threshold 3 --batch_factor 3"
+    )
     rule = batching_of(words, World()).change.rule
     assert (rule.kind, rule.window, rule.threshold, rule.factor) == ("score", 7, 3.0, 3.0)
     assert isinstance(batching_of("--dynamic_batch noise", World()).change.rule, ByNoise)
@@ -358,11 +431,27 @@ def test_the_flags_build_the_rules_and_the_balance() -> None:
         ("--noise_scale", 1, None, 2),
     ],
 )
-def test_the_flags_say_how_many_samples_are_taken_at_once(words: str, size: int, micro_batch: int | None, accumulate: int) -> None:
-    args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, ["--bs", "32", *words.split()])
-    run, model = build.Run("x", World(0, size), FP32, Path()), image_model()
-    optimizer, log = optim.build_optimizer(model, "sgd", 0.1, 0.0), runlog.RunLog(Path(), False, False)
-    step = build.make_step(args, run, model, classification(), optimizer, log, None, batching_of(words, run.world).whole)
+def test_the_flags_say_how_many_samples_are_taken_at_once(
+    words: str, size: int, micro_batch: int | None, accumulate: int
+) -> None:
+    args, _ = options.parse(
+        resnet50_test.parser(), resnet50_test.SCRIPT, ["--bs", "32", *words.split()]
+    )
+    run, model = factory.Run("x", World(0, size), FP32, Path()), image_model()
+    optimizer, log = (
+        factory.build_optimizer(model, "sgd", 0.1, 0.0),
+        run_log.RunLog(Path(), False, False),
+    )
+    step = factory.make_step(
+        args,
+        run,
+        model,
+        classification(),
+        optimizer,
+        log,
+        None,
+        batching_of(words, run.world).whole,
+    )
     assert (step.micro_batch, step.splits) == (micro_batch, accumulate)
     assert (step.watch is not None) == ("balance" in words)
     assert (step.own is not None) == ("noise" in words)
@@ -377,20 +466,29 @@ def test_a_batch_beyond_the_noise_is_told_once() -> None:
     assert batching.advice(10**6) == ""
 
 
-DIGITS = (
-    "--dataset digits --arch resnet8 --bs 32 --lr 0.05 --epochs 4 --threads 1 --warmup 1 --lr_schedule step --step_size 2".split()
-)
+DIGITS = "--dataset digits --arch resnet8 --bs 32 --lr 0.05 --epochs 4 --threads 1 --warmup 1 --lr_schedule step --step_size 2".split()
 
 
 @pytest.mark.slow
 def test_ranks_are_balanced_while_one_is_slow_and_go_on_as_one(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = ranks.torchrun("resnet50_test.py", *DIGITS, "--balance_workers", "--dynamic_batch", "increase", "--out", run)
+    command = ranks.torchrun(
+        "resnet50_test.py",
+        *DIGITS,
+        "--balance_workers",
+        "--dynamic_batch",
+        "increase",
+        "--out",
+        run,
+    )
     ranks.finish(ranks.start(command, tmp_path, NGPU="2"), tmp_path)
     rows = ranks.metrics(run)
     assert [row["samples"] for row in rows] == [1437 * epoch for epoch in range(1, 5)]
     assert all(sum(row["shares"]) == row["batch_size"] for row in rows)
-    ranks.finish(ranks.start(ranks.script("resnet50_test.py", "--resume", run, "--epochs", "5"), tmp_path), tmp_path)
+    ranks.finish(
+        ranks.start(ranks.script("resnet50_test.py", "--resume", run, "--epochs", "5"), tmp_path),
+        tmp_path,
+    )
     rows = ranks.metrics(run)
     assert [row["world_size"] for row in rows] == [2, 2, 2, 2, 1]
     assert rows[-1]["batch_size"] < rows[-2]["batch_size"]

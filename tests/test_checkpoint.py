@@ -14,15 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-import checkpoint
 from errors import InputError
+from training import checkpoint
 
 ROOT = Path(__file__).parents[1]
 
 
 def state_of(seed: int, rows: int = 100) -> dict[str, Any]:
     tensor = torch.randn(rows, 100, generator=torch.Generator().manual_seed(seed))
-    return {"script": "a_test", "model": {"w": tensor}, "flags": {"lr": 0.1, "betas": [0.9, 0.99], "out": None}, "seed": seed}
+    return {
+        "script": "a_test",
+        "model": {"w": tensor},
+        "flags": {"lr": 0.1, "betas": [0.9, 0.99], "out": None},
+        "seed": seed,
+    }
 
 
 def test_load_gives_back_what_was_saved_by_file_and_by_folder(tmp_path: Path) -> None:
@@ -30,7 +35,11 @@ def test_load_gives_back_what_was_saved_by_file_and_by_folder(tmp_path: Path) ->
     for path in (tmp_path, tmp_path / "last.pt"):
         state = checkpoint.load(path, "a_test")
         torch.testing.assert_close(state.pop("model"), state_of(1)["model"], rtol=0, atol=0)
-        assert {**state, "model": None} == {**state_of(1), "format": checkpoint.FORMAT, "model": None}
+        assert {**state, "model": None} == {
+            **state_of(1),
+            "format": checkpoint.FORMAT,
+            "model": None,
+        }
     assert os.listdir(tmp_path) == ["last.pt"]
 
 
@@ -54,11 +63,21 @@ def test_save_that_fails_keeps_the_previous_file_and_leaves_nothing(
     assert os.listdir(tmp_path) == ([] if first else ["last.pt"])
 
 
-def test_new_file_is_on_the_disk_before_it_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_file_is_on_the_disk_before_it_takes_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, events = tmp_path / "last.pt", []
     sync, rename = os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda number: (events.append(("sync", os.fstat(number).st_size)), sync(number)))
-    monkeypatch.setattr(Path, "replace", lambda part, to: (events.append(("rename", part.stat().st_size)), rename(part, to)))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda number: (events.append(("sync", os.fstat(number).st_size)), sync(number)),
+    )
+    monkeypatch.setattr(
+        Path,
+        "replace",
+        lambda part, to: (events.append(("rename", part.stat().st_size)), rename(part, to)),
+    )
     checkpoint.save(path, state_of(1))
     assert events == [("sync", path.stat().st_size), ("rename", path.stat().st_size)]
 
@@ -84,7 +103,9 @@ checkpoint.save(path.with_name("small.pt"), state_of(3))
 def test_write_that_the_system_cuts_short_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
     code = LIMITED.format(root=str(ROOT), tests=str(ROOT / "tests"), path=str(path))
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith(f"refused: {path} could not be written")
     assert checkpoint.load(path, "a_test")["seed"] == 1
@@ -93,7 +114,9 @@ def test_write_that_the_system_cuts_short_keeps_the_previous_checkpoint(tmp_path
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no-links"])
-def test_best_survives_the_next_save_of_last(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_survives_the_next_save_of_last(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not links:
         monkeypatch.setattr(os, "link", full_disk)
     for seed, best in ((1, True), (2, True), (3, False), (4, False)):
@@ -105,7 +128,9 @@ def test_best_survives_the_next_save_of_last(links: bool, tmp_path: Path, monkey
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
 
 
-def test_second_name_that_fails_keeps_the_old_one_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_name_that_fails_keeps_the_old_one_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint.save(tmp_path / "last.pt", state_of(1))
     checkpoint.also_as(tmp_path / "last.pt", "best.pt")
     checkpoint.save(tmp_path / "last.pt", state_of(2))

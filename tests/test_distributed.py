@@ -10,30 +10,36 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import backends
-import distributed
-import optim
 import ranks
-from sampler import share
-from step import SAMPLES, SKIPPED, Step
-from tasks import classification
-from transformer import Transformer
+from backends.precision import Precision
+from cli import factory
+from distributed.world import Vote, World, collectives
+from input_pipeline.sampler import share
+from models.transformer import Transformer
+from training.losses import classification
+from training.step import SAMPLES, SKIPPED, Step
 
-FP32 = backends.Precision("fp32", "cpu")
+FP32 = Precision("fp32", "cpu")
 
 
 def text_model() -> nn.Module:
     torch.manual_seed(1)
-    return Transformer(50, 4, width=16, depth=1, heads=2, mlp_width=32, max_len=16, dropout=0.0).double()
+    return Transformer(
+        50, 4, width=16, depth=1, heads=2, mlp_width=32, max_len=16, dropout=0.0
+    ).double()
 
 
 def text_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return torch.randint(3, 50, (rows, 12), generator=generator), torch.randint(4, (rows,), generator=generator)
+    return torch.randint(3, 50, (rows, 12), generator=generator), torch.randint(
+        4, (rows,), generator=generator
+    )
 
 
-def make_step(model: nn.Module, world: distributed.World, accumulate: int = 1, lr: float = 0.1, **options) -> Step:
-    optimizer = optim.build_optimizer(model, "sgd", lr, weight_decay=0.0)
+def make_step(
+    model: nn.Module, world: World, accumulate: int = 1, lr: float = 0.1, **options
+) -> Step:
+    optimizer = factory.build_optimizer(model, "sgd", lr, weight_decay=0.0)
     step = Step(model, classification(), optimizer, FP32, world, accumulate, **options)
     step.wrap()
     return step
@@ -55,7 +61,7 @@ def gradients_equal_those_of_one_process(world, rows, accumulate):
 
 @pytest.mark.parametrize("splits", [2, 3, 5])
 def test_micro_batches_of_unequal_size_have_the_gradient_of_the_whole(splits):
-    gradients_equal_those_of_one_process(distributed.World(), 13, splits)
+    gradients_equal_those_of_one_process(World(), 13, splits)
 
 
 def a_bad_gradient_on_one_rank_is_skipped_by_all(world):
@@ -64,7 +70,11 @@ def a_bad_gradient_on_one_rank_is_skipped_by_all(world):
     inputs, labels = text_batch(8)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     if world.rank == 1:
-        step.task = lambda model, x, y: (F.cross_entropy(model(x), y) * float("nan"), (y == y).sum(), None)
+        step.task = lambda model, x, y: (
+            F.cross_entropy(model(x), y) * float("nan"),
+            (y == y).sum(),
+            None,
+        )
     step(inputs, labels)
     assert all(torch.equal(parameter, old) for parameter, old in zip(model.parameters(), before))
     assert step.sums[SKIPPED] == 1
@@ -89,7 +99,13 @@ def memory_task(limit: int):
 
 def each_rank_finds_its_own_micro_batch(world):
     model = text_model()
-    step = Step(model, memory_task(3 if world.rank == 1 else 8), torch.optim.SGD(model.parameters(), lr=0.1), FP32, world)
+    step = Step(
+        model,
+        memory_task(3 if world.rank == 1 else 8),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        FP32,
+        world,
+    )
     step.probe_memory(*text_batch(8))
     assert step.parts(8) == (4 if world.rank == 1 else 1)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -99,11 +115,13 @@ def test_running_out_of_memory_halves_the_micro_batch_and_keeps_the_result():
     outcomes, said = [], []
     for task in (classification(), memory_task(3)):
         model = text_model()
-        step = make_step(model, distributed.World(), say=said.append)
+        step = make_step(model, World(), say=said.append)
         step.task = task
         for _ in range(3):
             step(*text_batch(10))
-        outcomes.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+        outcomes.append(
+            torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        )
     torch.testing.assert_close(*outcomes, rtol=1e-9, atol=1e-12)
     assert step.parts(10) == 4
     assert len(said) == 2  # 10 -> 5 -> 3
@@ -117,10 +135,17 @@ def sums_and_votes(world):
     norm.running_mean.fill_(float(world.rank))
     world.average_buffers(norm)
     assert norm.running_mean.tolist() == [(world.size - 1) / 2] * 3
-    vote, answers = distributed.Vote(world), []
+    vote, answers = Vote(world), []
     for step in range(6):
         answers.append(vote.ask(world.rank == 1 and step == 2))
-    assert answers == [False, False, False, True, False, False]  # one step late, the same on every rank
+    assert answers == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]  # one step late, the same on every rank
     assert vote.finish() is False
 
 
@@ -147,7 +172,9 @@ def all_of_it(world):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_do_together_what_one_process_does_and_decide_together(size):
-    ranks.run_ranks(all_of_it, size)  # one start of the processes for all bodies: a start takes seconds
+    ranks.run_ranks(
+        all_of_it, size
+    )  # one start of the processes for all bodies: a start takes seconds
 
 
 @pytest.mark.slow
@@ -162,24 +189,39 @@ def test_ranks_do_together_what_one_process_does_and_decide_together(size):
     ],
 )
 def test_processes_that_share_a_gpu_speak_gloo(name, device, processes, backend):
-    assert distributed.collectives(name, torch.device(device), processes) == backend
+    assert collectives(name, torch.device(device), processes) == backend
 
 
 def test_device_hours_count_gpus_or_nodes():
     cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
-    assert distributed.World().devices == 1
-    assert distributed.World(size=4, local_size=2, device=cpu).devices == 2
-    assert distributed.World(size=4, local_size=2, device=gpu).devices == 4
-    assert distributed.World(size=4, local_size=4, device=gpu, one_gpu=True).devices == 1
+    assert World().devices == 1
+    assert World(size=4, local_size=2, device=cpu).devices == 2
+    assert World(size=4, local_size=2, device=gpu).devices == 4
+    assert World(size=4, local_size=4, device=gpu, one_gpu=True).devices == 1
 
 
 def test_run_distributed_trains_whatever_port_is_taken(tmp_path):
-    flags = ["--dataset", "digits", "--arch", "resnet20", "--bs", "50", "--lr", "0.1", "--epochs", "2", "--out", tmp_path / "run"]
+    flags = [
+        "--dataset",
+        "digits",
+        "--arch",
+        "resnet20",
+        "--bs",
+        "50",
+        "--lr",
+        "0.1",
+        "--epochs",
+        "2",
+        "--out",
+        tmp_path / "run",
+    ]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        process = ranks.start(ranks.torchrun("resnet50_test.py", *flags), tmp_path, NGPU="2", MASTER_PORT=port)
+        process = ranks.start(
+            ranks.torchrun("resnet50_test.py", *flags), tmp_path, NGPU="2", MASTER_PORT=port
+        )
         console = ranks.finish(process, tmp_path)
     rows = ranks.metrics(tmp_path / "run")
     assert [row["world_size"] for row in rows] == [2, 2]
@@ -187,14 +229,20 @@ def test_run_distributed_trains_whatever_port_is_taken(tmp_path):
     assert rows[0]["comm_bytes"] > 0
     assert console.count("best test accuracy") == 1, "rank 0 alone writes"
     # 360 test images over two ranks in batches of 64: each counted once
-    assert (rows[-1]["test_accuracy"] * 360) == pytest.approx(round(rows[-1]["test_accuracy"] * 360), abs=1e-6)
+    assert (rows[-1]["test_accuracy"] * 360) == pytest.approx(
+        round(rows[-1]["test_accuracy"] * 360), abs=1e-6
+    )
     state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
     assert not any(name.startswith("module.") for name in state["model"])
 
 
 @pytest.mark.slow
 def test_run_distributed_hands_on_the_exit_code_and_one_line(tmp_path):
-    process = ranks.start(ranks.torchrun("transformer_test.py", "--dataset", "headlines", "--bs", "9999"), tmp_path, NGPU="2")
+    process = ranks.start(
+        ranks.torchrun("transformer_test.py", "--dataset", "headlines", "--bs", "9999"),
+        tmp_path,
+        NGPU="2",
+    )
     console = ranks.finish(process, tmp_path, wanted=2)
     errors = [line for line in console.splitlines() if line.startswith("error:")]
     assert len(errors) == 1, console

@@ -21,13 +21,16 @@ from dynamic_batch import (
     noise_scale,
     on_ladder,
 )
-from optim import Schedule
+from optimizers.schedules import Schedule
 
 # -------------------------------------------------------------------- sizes
 
 
 def test_the_ladder_takes_the_nearest_size_as_a_ratio() -> None:
-    sizes = [on_ladder(wanted, 128, 32, 1024) for wanted in (1, 32, 60, 100, 128, 150, 230, 300, 700, 1e9, math.inf)]
+    sizes = [
+        on_ladder(wanted, 128, 32, 1024)
+        for wanted in (1, 32, 60, 100, 128, 150, 230, 300, 700, 1e9, math.inf)
+    ]
     assert sizes == [32, 32, 64, 96, 128, 128, 256, 256, 768, 1024, 1024]
 
 
@@ -48,7 +51,11 @@ def test_shares_sum_to_the_total_and_keep_the_limits() -> None:
         ranks, total = dice.randint(1, 9), dice.randint(40, 600)
         weights = [dice.uniform(0.01, 5) for _ in range(ranks)]
         least = dice.randint(0, total // ranks // 2)
-        most = [dice.randint(min(total, total // ranks + 1), total) for _ in range(ranks)] if dice.random() < 0.5 else None
+        most = (
+            [dice.randint(min(total, total // ranks + 1), total) for _ in range(ranks)]
+            if dice.random() < 0.5
+            else None
+        )
         shares = apportion(total, weights, least, most)
         assert sum(shares) == total
         assert all(least <= share for share in shares)
@@ -56,7 +63,10 @@ def test_shares_sum_to_the_total_and_keep_the_limits() -> None:
         free = [i for i in range(ranks) if least < shares[i] < (most[i] if most else total) - 1]
         for i in free:  # what no limit touches is in proportion
             for j in free:
-                assert abs(shares[i] / weights[i] - shares[j] / weights[j]) <= 1 / weights[i] + 1 / weights[j] + 1e-6
+                assert (
+                    abs(shares[i] / weights[i] - shares[j] / weights[j])
+                    <= 1 / weights[i] + 1 / weights[j] + 1e-6
+                )
 
 
 def test_shares_are_multiples_of_the_unit_but_for_the_rest() -> None:
@@ -97,14 +107,24 @@ def test_a_batch_instead_of_a_decay_keeps_the_ratio_of_rate_and_batch() -> None:
     multiple = instead_of_decay(schedule)
     assert [multiple(epoch) for epoch in range(9)] == pytest.approx([1, 1, 1, 5, 5, 5, 25, 25, 25])
     assert instead_of_decay(Schedule("polynomial", epochs=4))(4) == math.inf
-    assert [instead_of_decay(lambda t: [2.0, 4.0, 1.0][int(t)])(epoch) for epoch in range(3)] == [1, 1, 4]
+    assert [instead_of_decay(lambda t: [2.0, 4.0, 1.0][int(t)])(epoch) for epoch in range(3)] == [
+        1,
+        1,
+        4,
+    ]
     for epoch in range(9):  # rate = schedule x multiple: constant after the warm-up
         assert schedule(epoch) * multiple(epoch) == pytest.approx(min(1.0, epoch / 2))
 
 
 def test_progress_grows_the_batch_on_a_plateau_and_shrinks_it_before() -> None:
     # P = 1000 (sum / (k min) - 1): of 1.0 .9 .8 it is 125, of .5 .5 .499 it is 1.3
-    assert walk(ByLoss("progress", 2.0, 10.0, window=3), [1.0, 0.9, 0.8, 0.5, 0.5, 0.499])[2:] == [100, 50, 25, 12.5, 25]
+    assert walk(ByLoss("progress", 2.0, 10.0, window=3), [1.0, 0.9, 0.8, 0.5, 0.5, 0.499])[2:] == [
+        100,
+        50,
+        25,
+        12.5,
+        25,
+    ]
     loss = [1.02, 1.01, 1.0]
     progress = 1000 * (sum(loss) / (3 * min(loss)) - 1)
     for threshold, wanted in ((progress + 1e-6, 200), (progress - 1e-6, 50)):
@@ -114,16 +134,34 @@ def test_progress_grows_the_batch_on_a_plateau_and_shrinks_it_before() -> None:
 def test_score_weighs_loss_and_time_against_the_epoch_before() -> None:
     rule = ByLoss("score", 2.0, 10.0)
     # gain = 1000 (1 - .8 L/L' - .2 T/T'): 1.0 -> .9 at equal time is 80; 1.0 -> 1.02 at .9 of the time 4; .98 at 1.2 -24
-    assert walk(rule, [1.0, 0.9, 0.918, 0.89964], seconds=[1.0, 1.0, 0.9, 1.08]) == [100, 100, 200, 200, 100]
+    assert walk(rule, [1.0, 0.9, 0.918, 0.89964], seconds=[1.0, 1.0, 0.9, 1.08]) == [
+        100,
+        100,
+        200,
+        200,
+        100,
+    ]
 
 
 def test_noise_is_followed_no_faster_than_by_the_factor() -> None:
-    assert walk(ByNoise(2.0), [1.0] * 4, noise=[1000.0, 300.0, 10.0, None]) == [100, 200, 300, 150, 150]
+    assert walk(ByNoise(2.0), [1.0] * 4, noise=[1000.0, 300.0, 10.0, None]) == [
+        100,
+        200,
+        300,
+        150,
+        150,
+    ]
 
 
-@pytest.mark.parametrize("make", [lambda: ByLoss("progress", window=3), lambda: ByLoss("score"), lambda: ByNoise()])
+@pytest.mark.parametrize(
+    "make", [lambda: ByLoss("progress", window=3), lambda: ByLoss("score"), lambda: ByNoise()]
+)
 def test_a_rule_goes_on_from_its_state(make) -> None:
-    losses, seconds, noise = [1.0, 0.7, 0.69, 0.4, 0.39, 0.388], [1, 3, 1, 1, 2, 1], [50.0, 70.0, 400.0, 300.0, 80.0, 90.0]
+    losses, seconds, noise = (
+        [1.0, 0.7, 0.69, 0.4, 0.39, 0.388],
+        [1, 3, 1, 1, 2, 1],
+        [50.0, 70.0, 400.0, 300.0, 80.0, 90.0],
+    )
     whole = make()
     wanted = walk(whole, losses, seconds=seconds, noise=noise)
     first, second = make(), make()
@@ -153,7 +191,9 @@ def test_noise_scale_of_a_quadratic_with_known_covariance(small: int, big: int) 
         sums = torch.zeros(2, dtype=torch.float64)
         steps = 400
         for _ in range(steps):
-            noise = hessian * spread * torch.randn(big, size, generator=generator, dtype=torch.float64)
+            noise = (
+                hessian * spread * torch.randn(big, size, generator=generator, dtype=torch.float64)
+            )
             each = gradient + noise
             sums += torch.stack([each[:small].mean(0).square().sum(), each.mean(0).square().sum()])
         found = estimate.learn(sums[0].item() / steps, 1 / small, sums[1].item() / steps, 1 / big)
@@ -165,7 +205,9 @@ def test_noise_scale_is_exact_where_the_norms_are_as_expected() -> None:
     norms = [square + trace * per for per in (1 / 8, 1 / 64)]
     assert noise_scale(norms[0], 1 / 8, norms[1], 1 / 64) == pytest.approx((trace, square))
     assert NoiseScale().learn(norms[0], 1 / 8, norms[1], 1 / 64) == pytest.approx(trace / square)
-    assert NoiseScale().learn(5.0, 1 / 8, 0.1, 1 / 64) is None  # the true gradient is not told from zero
+    assert (
+        NoiseScale().learn(5.0, 1 / 8, 0.1, 1 / 64) is None
+    )  # the true gradient is not told from zero
 
 
 def test_noise_scale_is_smoothed_and_goes_on_from_its_state() -> None:
@@ -200,7 +242,10 @@ def test_shares_come_to_those_of_the_speeds(total: int) -> None:
 
 def test_shares_allow_for_the_fixed_part_of_a_step() -> None:
     first, later = (settle([100.0, 50.0], 256, epochs, overhead=0.5) for epochs in (1, 3))
-    times = [[0.5 + share / speed for share, speed in zip(shares, (100, 50))] for shares in (first, later)]
+    times = [
+        [0.5 + share / speed for share, speed in zip(shares, (100, 50))]
+        for shares in (first, later)
+    ]
     assert max(times[1]) <= max(times[0])
     assert max(times[1]) / min(times[1]) < 1.06
 
@@ -212,7 +257,11 @@ def test_shares_stay_where_little_is_won() -> None:
     balance.learn([64.0, 64.0], [1.0, 0.0])  # not measured
     assert balance.shares(128, [64, 64], 2) == [64, 64]
     balance.learn([64.0, 64.0], [1.0, 2.0])
-    assert balance.shares(128, [64, 64, 0][:3], 0) == [43, 43, 42]  # another world: equal until measured
+    assert balance.shares(128, [64, 64, 0][:3], 0) == [
+        43,
+        43,
+        42,
+    ]  # another world: equal until measured
 
 
 def test_a_rank_takes_no_more_than_its_limit() -> None:

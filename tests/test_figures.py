@@ -21,18 +21,19 @@ import ranks
 
 ROOT = ranks.ROOT
 FIGURES = ROOT / "figures"
-sys.path.insert(0, str(FIGURES))
 
-import experiments  # noqa: E402
-import logbook  # noqa: E402
-import options  # noqa: E402
-import pictures  # noqa: E402
 import resnet50_test  # noqa: E402
-import table  # noqa: E402
 import transformer_test  # noqa: E402
+from cli import options
+from figures import experiments, logs, pictures, table
 
 SCRIPTS = {"resnet50_test.py": resnet50_test, "transformer_test.py": transformer_test}
-PLANNED = [run for device in ("cpu", "gpu") for run in experiments.read_plan(experiments.PLAN, device, logbook.LOGS) if run.name]
+PLANNED = [
+    run
+    for device in ("cpu", "gpu")
+    for run in experiments.read_plan(experiments.PLAN, device, logs.LOGS)
+    if run.name
+]
 OF_A_MACHINE = {"data_dir", "threads", "workers", "out", "resume", "recipe"}
 
 
@@ -40,11 +41,15 @@ def flags_of(run: experiments.Run, elsewhere: Path) -> argparse.Namespace:
     """What the script makes of the command, were it to write elsewhere."""
     words, _ = dataclasses.replace(run, logs=elsewhere).words()
     name = next(word for word in words if word in SCRIPTS)
-    args, _ = options.parse(SCRIPTS[name].parser(), SCRIPTS[name].SCRIPT, words[words.index(name) + 1 :])
+    args, _ = options.parse(
+        SCRIPTS[name].parser(), SCRIPTS[name].SCRIPT, words[words.index(name) + 1 :]
+    )
     return args
 
 
-@pytest.mark.parametrize("run", [run for run in PLANNED if run.seed == 0], ids=lambda run: f"{run.group}-{run.name}")
+@pytest.mark.parametrize(
+    "run", [run for run in PLANNED if run.seed == 0], ids=lambda run: f"{run.group}-{run.name}"
+)
 def test_the_scripts_take_every_command_of_the_plan(run, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     assert flags_of(run, tmp_path).out.endswith(f"{run.group}/{run.name}-seed0")
@@ -58,8 +63,10 @@ def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
             logged = json.loads((run.folder / "config.json").read_text())["flags"]
             planned = vars(flags_of(run, tmp_path))
             common = (planned.keys() & logged.keys()) - OF_A_MACHINE
-            assert {key: planned[key] for key in common} == {key: logged[key] for key in common}, run.folder
-            trained = logbook.read_rows(run.folder)[0]["samples"]
+            assert {key: planned[key] for key in common} == {key: logged[key] for key in common}, (
+                run.folder
+            )
+            trained = logs.read_rows(run.folder)[0]["samples"]
             assert not run.rows or 0.9 * run.rows <= trained <= run.rows, run.folder
             checked += 1
     assert checked > 50
@@ -68,7 +75,7 @@ def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
 def test_the_readme_s_table_is_that_of_the_logs():
     text = (ROOT / "README.md").read_text()
     shown = text.split(table.BEGIN)[1].split(table.END)[0].strip()
-    assert shown == table.text(logbook.read_groups(logbook.LOGS), experiments.PLAN)
+    assert shown == table.text(logs.read_groups(logs.LOGS), experiments.PLAN)
 
 
 def test_pictures_and_logs_the_readme_names_are_there():
@@ -80,20 +87,26 @@ def test_pictures_and_logs_the_readme_names_are_there():
 MEASURED = re.compile(r"(\d+\.\d+)(?: \+- (\d+\.\d+))? %[^()%]*\(figures/logs/(\S+)/(\S+)\)")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_a_recipe_s_header_says_what_the_logs_say(path):
-    header = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
+    header = " ".join(
+        line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")
+    )
     found = MEASURED.findall(header)
     assert found
     for value, deviation, group, name in found:
-        values = logbook.last(logbook.read_groups(logbook.LOGS)[group][name], logbook.accuracy)
+        values = logs.last(logs.read_groups(logs.LOGS)[group][name], logs.accuracy)
         assert float(value) == pytest.approx(statistics.mean(values), abs=0.006)
-        assert not deviation or float(deviation) == pytest.approx(statistics.stdev(values), abs=0.006)
+        assert not deviation or float(deviation) == pytest.approx(
+            statistics.stdev(values), abs=0.006
+        )
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_every_picture_can_be_drawn_from_the_logs(name):
-    figure = pictures.PICTURES[name](logbook.read_groups(logbook.LOGS))
+    figure = pictures.PICTURES[name](logs.read_groups(logs.LOGS))
     assert figure is not None
     for axis in figure.axes:
         assert axis.get_ylabel()
@@ -106,18 +119,29 @@ def test_a_picture_whose_runs_are_missing_is_left_out():
         assert picture({}) is None or name == "scaling"
 
 
-def runs(*accuracies: float) -> logbook.Runs:
-    return [[{"epoch": n, "seconds": 10.0 * n, "test_accuracy": value} for n, value in enumerate(accuracies, 1)]]
+def runs(*accuracies: float) -> logs.Runs:
+    return [
+        [
+            {"epoch": n, "seconds": 10.0 * n, "test_accuracy": value}
+            for n, value in enumerate(accuracies, 1)
+        ]
+    ]
 
 
 def test_time_to_an_accuracy():
-    assert logbook.seconds_to(runs(0.2, 0.5, 0.4), 45) == 20
-    assert logbook.seconds_to(runs(0.2, 0.5) + runs(0.2, 0.3), 45) is None
-    assert logbook.seconds_to(runs(0.2, 0.5, 0.7) + runs(0.2, 0.5), 35) == 20, "epochs that all seeds have"
+    assert logs.seconds_to(runs(0.2, 0.5, 0.4), 45) == 20
+    assert logs.seconds_to(runs(0.2, 0.5) + runs(0.2, 0.3), 45) is None
+    assert logs.seconds_to(runs(0.2, 0.5, 0.7) + runs(0.2, 0.5), 35) == 20, (
+        "epochs that all seeds have"
+    )
 
 
 def test_the_frontier_holds_what_no_other_run_beats():
-    assert pictures.frontier([(1, 50), (2, 40), (2, 70), (3, 70), (4, 90), (0.5, 60)]) == [(0.5, 60), (2, 70), (4, 90)]
+    assert pictures.frontier([(1, 50), (2, 40), (2, 70), (3, 70), (4, 90), (0.5, 60)]) == [
+        (0.5, 60),
+        (2, 70),
+        (4, 90),
+    ]
 
 
 TINY = """
@@ -135,7 +159,7 @@ cpu:
 
 def runner(folder: Path) -> list[str]:
     plan = ["--plan", str(folder / "plan.yaml"), "--logs", str(folder / "logs")]
-    return [sys.executable, str(FIGURES / "experiments.py"), "cpu", *plan]
+    return [sys.executable, "-m", "figures.experiments", "cpu", *plan]
 
 
 def started(folder: Path, *words: str, epochs: int = 2, rows: str = "", code: int = 0) -> str:
@@ -148,7 +172,12 @@ def started(folder: Path, *words: str, epochs: int = 2, rows: str = "", code: in
 def test_the_plan_comes_seed_by_seed_and_what_is_done_is_skipped(tmp_path):
     (tmp_path / "plan.yaml").write_text(TINY.format(epochs=2, rows=""))
     plan = experiments.read_plan(tmp_path / "plan.yaml", "cpu", tmp_path / "logs")
-    assert [run.folder.name for run in plan] == ["short-seed3", "long-seed3", "short-seed4", "long-seed4"]
+    assert [run.folder.name for run in plan] == [
+        "short-seed3",
+        "long-seed3",
+        "short-seed4",
+        "long-seed4",
+    ]
     assert started(tmp_path, "--list").count("open") == 4
     started(tmp_path)
     assert started(tmp_path, "--list").count("done") == 4
@@ -168,7 +197,9 @@ def test_a_plan_that_runs_out_of_time_goes_on_from_its_checkpoint(tmp_path):
     assert "long-seed4" not in said, "nothing is started after the end"
     said = started(tmp_path, "--minutes", "0.2", epochs=4000, code=130)
     assert len(ranks.metrics(folder)) > before
-    assert [row["epoch"] for row in ranks.metrics(folder)] == list(range(1, len(ranks.metrics(folder)) + 1))
+    assert [row["epoch"] for row in ranks.metrics(folder)] == list(
+        range(1, len(ranks.metrics(folder)) + 1)
+    )
     assert "short-seed3: done" in said
 
 
@@ -201,7 +232,7 @@ def test_unfinished_runs_are_no_results(tmp_path):
     text = (folder / "metrics.jsonl").read_text()
     for kept in ("", text[: len(text) // 2], text.splitlines(keepends=True)[0]):
         (folder / "metrics.jsonl").write_text(kept)
-        assert len(logbook.read_groups(tmp_path / "logs")["one"]["long"]) == 1
+        assert len(logs.read_groups(tmp_path / "logs")["one"]["long"]) == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -214,7 +245,9 @@ def test_gpu_experiments_want_a_gpu(tmp_path):
 
 
 def test_held_out_rows_are_drawn_where_the_test_set_was_left_alone():
-    figure = pictures.overview({"run": [[{"epoch": 1, "seconds": 1.0, "train_loss": 1.0, "val_accuracy": 0.5}]]})
+    figure = pictures.overview(
+        {"run": [[{"epoch": 1, "seconds": 1.0, "train_loss": 1.0, "val_accuracy": 0.5}]]}
+    )
     assert "held-out" in figure.axes[0].get_ylabel()
     pictures.plt.close(figure)
 
@@ -225,7 +258,9 @@ def test_an_unknown_group_is_one_line(tmp_path):
 
 def test_sigterm_stops_the_runner_and_its_run(tmp_path):
     (tmp_path / "plan.yaml").write_text(TINY.format(epochs=4000, rows=""))
-    process = subprocess.Popen(runner(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        runner(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     folder = tmp_path / "logs" / "one" / "long-seed3"
     ranks.wait_for(lambda: (folder / "metrics.jsonl").exists() and ranks.metrics(folder), process)
     process.send_signal(signal.SIGTERM)

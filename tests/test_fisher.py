@@ -10,15 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cli.factory import build_optimizer
 from ngd import NGD
 from ngd_cases import SGD, Shapes, assert_same, distance, estimates, held, weights
 from ngd_oracle import Oracle
-from optim import build_optimizer
 
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def correlated(shape: Sequence[int], steps: int, seed: int = 1, decay: float = 3.0, spike: float = 0.0) -> Iterator[Tensor]:
+def correlated(
+    shape: Sequence[int], steps: int, seed: int = 1, decay: float = 3.0, spike: float = 0.0
+) -> Iterator[Tensor]:
     """Random gradients, mixed along each axis by a matrix whose spectrum falls by `decay` decades; float64.
 
     At steps 20 to 24 a gradient of rank one, `spike` times as large, is added.
@@ -27,7 +29,12 @@ def correlated(shape: Sequence[int], steps: int, seed: int = 1, decay: float = 3
     mixing = []
     for dim in shape:
         left, right = torch.randn(2, dim, dim, generator=generator, dtype=torch.float64)
-        mixing.append(torch.linalg.qr(left)[0] * torch.logspace(0, -decay, dim, dtype=torch.float64) @ right / dim**0.5)
+        mixing.append(
+            torch.linalg.qr(left)[0]
+            * torch.logspace(0, -decay, dim, dtype=torch.float64)
+            @ right
+            / dim**0.5
+        )
     for step in range(steps):
         gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
         if 20 <= step < 25:
@@ -47,12 +54,16 @@ def compare_with_oracle(
 ) -> list[Oracle]:
     """50 steps of NGD and of the oracle: equal directions of the gradient's norm, equal estimates, orthogonal factors."""
     parameters = weights(shapes, dtype)
-    optimizer = NGD(parameters, lr=1.0, momentum=0.0, min_ndim=1, update_period=update_period, **settings)
+    optimizer = NGD(
+        parameters, lr=1.0, momentum=0.0, min_ndim=1, update_period=update_period, **settings
+    )
     oracles = [Oracle(shape, period=update_period, **settings) for shape in shapes]
     tolerance, exact = (2e-9, 2e-9) if dtype == torch.float64 else (1e-5, 1e-6)
     if spike or (30, 500) in shapes:  # much of the gradient cancels
         tolerance *= 3
-    for step in zip(*(correlated(shape, 50, seed, decay, spike) for seed, shape in enumerate(shapes))):
+    for step in zip(
+        *(correlated(shape, 50, seed, decay, spike) for seed, shape in enumerate(shapes))
+    ):
         for p, gradient in zip(parameters, step):
             p.detach().zero_()
             p.grad = gradient.to(dtype)
@@ -67,10 +78,16 @@ def compare_with_oracle(
                 rows = F.normalize(optimizer.state[p][f"axis{number}_factor"].double(), dim=1)
                 assert_same(rows @ rows.mT, torch.eye(axis.R, dtype=torch.float64), exact)
     for p, oracle in zip(parameters, oracles):
-        assert {name for name in optimizer.state[p] if "factor" in name} == {f"axis{number}_factor" for number in oracle.axes}
+        assert {name for name in optimizer.state[p] if "factor" in name} == {
+            f"axis{number}_factor" for number in oracle.axes
+        }
         for number, axis in oracle.axes.items():
-            estimate = [optimizer.state[p][f"axis{number}_{name}"] for name in ("eigenvalues", "floor")]
-            wanted = [value * (p.numel() // axis.D) for value in (axis.d, torch.tensor(axis.rho).double())]  # ours lack the 1 / N
+            estimate = [
+                optimizer.state[p][f"axis{number}_{name}"] for name in ("eigenvalues", "floor")
+            ]
+            wanted = [
+                value * (p.numel() // axis.D) for value in (axis.d, torch.tensor(axis.rho).double())
+            ]  # ours lack the 1 / N
             torch.testing.assert_close(estimate, wanted, rtol=100 * tolerance, atol=0)
     return oracles
 
@@ -87,8 +104,12 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize(("shape", "settings"), [*((case, {}) for case in CASES.split()), *SETTINGS], ids=str)
-def test_direction_and_estimates_equal_the_oracle(shape: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("shape", "settings"), [*((case, {}) for case in CASES.split()), *SETTINGS], ids=str
+)
+def test_direction_and_estimates_equal_the_oracle(
+    shape: str, settings: dict[str, Any], dtype: torch.dtype
+) -> None:
     compare_with_oracle([tuple(map(int, shape.split("x")))], dtype, **settings)
 
 
@@ -100,12 +121,18 @@ def test_the_oracle_has_met_floors_and_rows_that_had_to_be_made_orthogonal() -> 
 
 
 def test_parameters_in_one_optimizer_equal_an_oracle_each() -> None:
-    compare_with_oracle([(40, 30), (40, 30), (30, 40), (24, 10, 3, 3), (40, 30), (24, 10, 3, 3), (9, 5), (5, 8, 70)])
+    compare_with_oracle(
+        [(40, 30), (40, 30), (30, 40), (24, 10, 3, 3), (40, 30), (24, 10, 3, 3), (9, 5), (5, 8, 70)]
+    )
 
 
 def test_momentum_decay_and_rate_come_after_the_preconditioning() -> None:
     ours, theirs, settings = weights([(40, 30)]), weights([(40, 30)]), SGD | {"nesterov": True}
-    optimizer, peer, oracle = NGD(ours, **settings), torch.optim.SGD(theirs, **settings), Oracle((40, 30), phase=-1)
+    optimizer, peer, oracle = (
+        NGD(ours, **settings),
+        torch.optim.SGD(theirs, **settings),
+        Oracle((40, 30), phase=-1),
+    )
     for gradient in correlated((40, 30), 20):
         ours[0].grad, theirs[0].grad = gradient.float(), oracle(gradient.float()).float()
         optimizer.step()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fusion
-from resnet import build_model
-from transformer import Transformer
+from models import activation_checkpointing, fusion
+from models.resnet import build_model
+from models.transformer import Transformer
 
 LAYERS = [
     {"kernel_size": 1},
@@ -46,13 +46,19 @@ def test_gradcheck(settings: dict, relu: bool) -> None:
 
     def run(x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         geometry = list(conv.stride), list(conv.padding), list(conv.dilation), conv.groups
-        return fusion._ConvBatchNorm.apply(x, weight, gamma, beta, None, None, 0.1, 1e-5, geometry, relu)
+        return fusion._ConvBatchNorm.apply(
+            x, weight, gamma, beta, None, None, 0.1, 1e-5, geometry, relu
+        )
 
     assert torch.autograd.gradcheck(run, inputs)
 
 
 @pytest.mark.parametrize("settings", LAYERS, ids=str)
-@pytest.mark.parametrize("norm", [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}, {"eps": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "norm",
+    [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}, {"eps": 0.1}],
+    ids=str,
+)
 @pytest.mark.parametrize("relu", [False, True])
 def test_it_equals_the_modules_over_several_steps(settings: dict, norm: dict, relu: bool) -> None:
     conv, bn, x = layers(settings, **norm)
@@ -66,7 +72,9 @@ def test_it_equals_the_modules_over_several_steps(settings: dict, norm: dict, re
 
     for step in range(3):
         x = (torch.randn_like(x) * (step + 1)).requires_grad_()
-        for one, other in zip(outcome(modules, x, [conv, bn]), outcome(fused, x, [conv2, bn2]), strict=True):
+        for one, other in zip(
+            outcome(modules, x, [conv, bn]), outcome(fused, x, [conv2, bn2]), strict=True
+        ):
             torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
     bn.eval()
     bn2.eval()
@@ -88,7 +96,11 @@ def kept_bytes(run) -> int:
 
 
 def test_it_keeps_its_input_alone() -> None:
-    conv, bn, x = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), torch.randn(8, 16, 12, 12, requires_grad=True)
+    conv, bn, x = (
+        nn.Conv2d(16, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        torch.randn(8, 16, 12, 12, requires_grad=True),
+    )
     plain = kept_bytes(lambda: torch.relu(bn(conv(x))))
     fused = kept_bytes(lambda: fusion.conv_batch_norm(x, conv, bn, relu=True))
     assert plain >= 3 * x.nbytes
@@ -101,7 +113,11 @@ def test_other_normalisation_is_refused(norm: nn.Module) -> None:
         fusion.conv_batch_norm(torch.randn(2, 4, 5, 5), nn.Conv2d(4, 8, 1, bias=False), norm)
 
 
-@pytest.mark.parametrize("settings", [{"bias": True}, {"padding": "same"}, {"padding_mode": "reflect", "padding": 1}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"bias": True}, {"padding": "same"}, {"padding_mode": "reflect", "padding": 1}],
+    ids=str,
+)
 def test_other_convolutions_are_refused(settings: dict) -> None:
     conv = nn.Conv2d(4, 8, 3, **{"bias": False, **settings})
     with pytest.raises(ValueError, match="cannot be fused"):
@@ -115,7 +131,9 @@ def test_mlp_passes_gradcheck_and_equals_the_modules(activation: str) -> None:
     modules = nn.Sequential(nn.Linear(5, 7), kind(), nn.Linear(7, 3)).double()
     x = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
     inputs = x.detach().flatten(0, 1).requires_grad_(), *modules.parameters()
-    assert torch.autograd.gradcheck(lambda *tensors: fusion._Mlp.apply(*tensors, activation), inputs)
+    assert torch.autograd.gradcheck(
+        lambda *tensors: fusion._Mlp.apply(*tensors, activation), inputs
+    )
     wanted = outcome(modules, x, [modules])
     assert fusion.fuse(nn.ModuleList([modules])) == 1
     for one, other in zip(wanted, outcome(modules, x, [modules])):
@@ -137,7 +155,9 @@ def test_a_fused_resnet_has_the_same_gradients_names_and_statistics(arch: str) -
 
 def test_a_fused_transformer_has_the_same_gradients() -> None:
     torch.manual_seed(5)
-    model = Transformer(50, 4, width=16, depth=2, heads=2, mlp_width=32, max_len=16, dropout=0.0).double()
+    model = Transformer(
+        50, 4, width=16, depth=2, heads=2, mlp_width=32, max_len=16, dropout=0.0
+    ).double()
     fused = copy.deepcopy(model)
     assert fusion.fuse(fused) == 2
     tokens = torch.randint(3, 50, (6, 9))
@@ -161,7 +181,10 @@ def test_under_autocast_it_computes_in_bf16_as_the_modules_do() -> None:
     assert losses[0] == losses[1]
     for one, other in zip(model.parameters(), fused.parameters()):
         assert other.grad.dtype is torch.float32
-        assert torch.nn.functional.cosine_similarity(one.grad.flatten(), other.grad.flatten(), 0) > 0.99
+        assert (
+            torch.nn.functional.cosine_similarity(one.grad.flatten(), other.grad.flatten(), 0)
+            > 0.99
+        )
 
 
 @pytest.mark.parametrize("arch", ["resnet8", "resnet50"])
@@ -185,7 +208,7 @@ def test_checkpointed_blocks_have_the_same_gradients_and_statistics(fused: bool)
     if fused:
         fusion.fuse(model)
     less = copy.deepcopy(model)
-    assert fusion.checkpoint_activations(less) == 3
+    assert activation_checkpointing.checkpoint_activations(less) == 3
     x = torch.randn(4, 3, 16, 16, dtype=torch.float64, requires_grad=True)
     for _ in range(2):
         for one, other in zip(outcome(model, x, [model]), outcome(less, x, [less]), strict=True):
@@ -196,9 +219,11 @@ def test_checkpointed_blocks_have_the_same_gradients_and_statistics(fused: bool)
 
 def test_checkpointed_blocks_draw_the_same_dropout() -> None:
     torch.manual_seed(9)
-    model = Transformer(50, 4, width=16, depth=2, heads=2, mlp_width=32, max_len=16, dropout=0.3).double()
+    model = Transformer(
+        50, 4, width=16, depth=2, heads=2, mlp_width=32, max_len=16, dropout=0.3
+    ).double()
     less = copy.deepcopy(model)
-    assert fusion.checkpoint_activations(less) == 2
+    assert activation_checkpointing.checkpoint_activations(less) == 2
     tokens = torch.randint(3, 50, (6, 9))
     for each in (model, less):
         torch.manual_seed(10)

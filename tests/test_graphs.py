@@ -8,19 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import backends
 import conftest
-import graphs
 import mixup
-import optim
 import resnet50_test
-import run_state
-from distributed import World
-from resnet import build_model
-from step import Step
-from tasks import MixedClassification, classification
+from backends import cuda_graph, execution
+from backends.precision import Precision
+from cli import factory
+from distributed.world import World
+from models.resnet import build_model
+from training import train_state
+from training.losses import MixedClassification, classification
+from training.step import Step
 
-FP32 = backends.Precision("fp32", "cpu")
+FP32 = Precision("fp32", "cpu")
 
 
 class StandIn:
@@ -46,10 +46,16 @@ def batches(device: str = "cpu"):
 def make(name: str, device: str = "cpu", task=None) -> Step:
     torch.manual_seed(0)
     model = build_model("resnet8", 10, 1, 8).to(device)
-    optimizer = optim.build_optimizer(model, name, 0.1 if name == "sgd" else 1e-3, 1e-3)
-    precision = backends.Precision("fp32", device)
+    optimizer = factory.build_optimizer(model, name, 0.1 if name == "sgd" else 1e-3, 1e-3)
+    precision = Precision("fp32", device)
     return Step(
-        model, task or classification(0.1), optimizer, precision, World(device=torch.device(device)), accumulate=2, clip=1.0
+        model,
+        task or classification(0.1),
+        optimizer,
+        precision,
+        World(device=torch.device(device)),
+        accumulate=2,
+        clip=1.0,
     )
 
 
@@ -65,7 +71,9 @@ def test_recorded_steps_are_the_steps(name):
     StandIn.made = 0
     plain, recorded = make(name), make(name)
     recorded.capture(StandIn)
-    torch.testing.assert_close(run(recorded), run(plain), rtol=1e-5, atol=1e-6)  # the rate is an fp32 tensor
+    torch.testing.assert_close(
+        run(recorded), run(plain), rtol=1e-5, atol=1e-6
+    )  # the rate is an fp32 tensor
     assert StandIn.made == 2  # two shapes
     assert isinstance(recorded.optimizer.param_groups[0]["lr"], torch.Tensor)
 
@@ -77,12 +85,16 @@ def test_the_first_calls_of_a_shape_run_as_they_are_and_weights_count():
         seen.append((tensors[0].shape, weight))
         return StandIn(body, tensors, weight)
 
-    replay = graphs.Replay(lambda x, weight: calls.append((x.tolist(), weight)), record)
-    for number in range(graphs.WARM_UP + 2):
-        assert bool(replay.recorded) == (number > graphs.WARM_UP)
+    replay = cuda_graph.Replay(lambda x, weight: calls.append((x.tolist(), weight)), record)
+    for number in range(cuda_graph.WARM_UP + 2):
+        assert bool(replay.recorded) == (number > cuda_graph.WARM_UP)
         replay(torch.tensor([float(number)]), weight=0.5)
         replay(torch.tensor([float(-number)]), weight=2.0)
-    assert calls == [pair for n in range(graphs.WARM_UP + 2) for pair in (([float(n)], 0.5), ([float(-n)], 2.0))]
+    assert calls == [
+        pair
+        for n in range(cuda_graph.WARM_UP + 2)
+        for pair in (([float(n)], 0.5), ([float(-n)], 2.0))
+    ]
     assert seen == [((1,), 0.5), ((1,), 2.0)]
     replay.forget()
     replay(torch.zeros(1), weight=0.5)
@@ -90,18 +102,18 @@ def test_the_first_calls_of_a_shape_run_as_they_are_and_weights_count():
 
 
 def test_no_more_than_so_many_are_recorded(monkeypatch):
-    monkeypatch.setattr(graphs, "MOST", 2)
+    monkeypatch.setattr(cuda_graph, "MOST", 2)
     made, calls = [], []
 
     def record(body, tensors, weight):
         made.append(weight)
         return StandIn(body, tensors, weight)
 
-    replay = graphs.Replay(lambda x, weight: calls.append(len(x)), record)
+    replay = cuda_graph.Replay(lambda x, weight: calls.append(len(x)), record)
     for rows in (1, 2, 3):
-        for _ in range(graphs.WARM_UP + 1):
+        for _ in range(cuda_graph.WARM_UP + 1):
             replay(torch.zeros(rows))
-    assert calls == [rows for rows in (1, 2, 3) for _ in range(graphs.WARM_UP + 1)]
+    assert calls == [rows for rows in (1, 2, 3) for _ in range(cuda_graph.WARM_UP + 1)]
     assert len(made) == 2
 
 
@@ -112,7 +124,7 @@ def test_a_loaded_state_is_recorded_anew():
     assert step.replay is not None
     assert step.replay.recorded
     batching = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-    run_state.restore(step, batching, copy.deepcopy(run_state.gather(other, batching)))
+    train_state.restore(step, batching, copy.deepcopy(train_state.gather(other, batching)))
     assert not step.replay.recorded
     step.sums.zero_()
     torch.testing.assert_close(run(step), run(other), rtol=1e-5, atol=1e-6)
@@ -127,13 +139,15 @@ def test_it_needs_a_gpu_and_says_what_does_not_go(refused, monkeypatch):
         ("--meta_learning", "--mixup meta"),
     ):
         refused("images", f"--backend cudagraph {more}", named)
-    refused("images", "--backend cudagraph", "--precision fp16", conftest.IMAGES.replace("fp32", "fp16"))
+    refused(
+        "images", "--backend cudagraph", "--precision fp16", conftest.IMAGES.replace("fp32", "fp16")
+    )
 
 
 def test_compile_compiles_in_place():
     models = {name: torch.nn.Linear(1, 1) for name in ("eager", "compile")}
     for name, model in models.items():
-        assert backends.apply_backend(name, model) is model
+        assert execution.apply_backend(name, model) is model
     assert models["eager"]._compiled_call_impl is None
     assert models["compile"]._compiled_call_impl is not None
 
@@ -158,7 +172,11 @@ def test_each_replay_draws_its_own_mix():
             drawn.append(mix.weight)
             return super().under(mix, *rest)
 
-    step = make("sgd", "cuda", Noted(lambda labels, height, width: mixup.draw("mixup", 1.0, labels, height, width), False))
+    step = make(
+        "sgd",
+        "cuda",
+        Noted(lambda labels, height, width: mixup.draw("mixup", 1.0, labels, height, width), False),
+    )
     step.capture()
     seen = set()
     for _ in range(8):

@@ -11,21 +11,23 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import backends
-import options
 import ranks
 import resnet50_test
+from backends.precision import Precision
+from cli import options
+from distributed.comm_hooks import Compressed, Lag, Local
 from errors import InputError
-from hooks import Compressed, Lag, Local
-from step import SAMPLES, SKIPPED, Step
-from tasks import classification
+from training.losses import classification
+from training.step import SAMPLES, SKIPPED, Step
 
-FP32 = backends.Precision("fp32", "cpu")
+FP32 = Precision("fp32", "cpu")
 
 
 def network() -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 4))
+    return nn.Sequential(
+        nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 4)
+    )
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,9 +35,23 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 40, generator=generator), torch.randint(4, (8,), generator=generator)
 
 
-def make_step(world: Any, hook: Compressed, lr: float = 0.5, model: nn.Module | None = None, static: bool = True) -> Step:
+def make_step(
+    world: Any,
+    hook: Compressed,
+    lr: float = 0.5,
+    model: nn.Module | None = None,
+    static: bool = True,
+) -> Step:
     model = model or network()
-    step = Step(model, classification(), torch.optim.SGD(model.parameters(), lr), FP32, world, 1 if static else 2, hook=hook)
+    step = Step(
+        model,
+        classification(),
+        torch.optim.SGD(model.parameters(), lr),
+        FP32,
+        world,
+        1 if static else 2,
+        hook=hook,
+    )
     step.wrap()
     return step
 
@@ -57,7 +73,10 @@ def the_wire_has_what_it_says(world: Any) -> None:
     for name, tolerance in (("none", 1e-6), ("bf16", 0.02), ("fp16", 2e-3)):
         step = make_step(world, Compressed(world, name))
         world.bytes_sent = 0
-        wanted = [p.detach() - 0.5 * g for p, g in zip(step.model.parameters(), mean_gradients(step.model, 0, world.size))]
+        wanted = [
+            p.detach() - 0.5 * g
+            for p, g in zip(step.model.parameters(), mean_gradients(step.model, 0, world.size))
+        ]
         before = flat(step.model)
         step(*batch(0, world.rank))
         moved, right = flat(step.model) - before, torch.cat([p.flatten() for p in wanted]) - before
@@ -114,7 +133,9 @@ def local_steps_average_weights_now_and_then(world: Any) -> None:
     for number in range(1, 13):
         world.bytes_sent = 0
         step(*batch(number, world.rank))
-        together = torch.allclose(world.sum(flat(step.model)), flat(step.model) * world.size, atol=1e-6)
+        together = torch.allclose(
+            world.sum(flat(step.model)), flat(step.model) * world.size, atol=1e-6
+        )
         averaged = number > 2 and (number - 2) % 3 == 0
         assert together == (number <= 2 or averaged), number
         whole = 4 * flat(step.model).numel()
@@ -135,7 +156,9 @@ def a_bad_step_is_skipped_by_all_of_them(world: Any) -> None:
         step = make_step(world, hook)
         step(*batch(0, world.rank))
         x, y = batch(1, world.rank)
-        step(x * (math.nan if world.rank == 1 else 1), y)  # of the lagged ones, this comes with the next step
+        step(
+            x * (math.nan if world.rank == 1 else 1), y
+        )  # of the lagged ones, this comes with the next step
         step(*batch(2, world.rank))
         assert step.sums[SKIPPED] == 1
         assert step.sums[SAMPLES] in (8, 16)

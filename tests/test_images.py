@@ -10,8 +10,16 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
-from image_files import Images, read_image, read_splits, resize
-from images import DATASETS, Augmentation, ImageSet, crop_flip, fits, normalise, statistics
+from input_pipeline.image_batches import (
+    DATASETS,
+    Augmentation,
+    ImageSet,
+    crop_flip,
+    fits,
+    normalise,
+    statistics,
+)
+from input_pipeline.image_datasets import Images, read_image, read_splits, resize
 
 CPU = torch.device("cpu")
 MEAN, STD = [0.49, 0.48, 0.45], [0.25, 0.24, 0.26]
@@ -24,7 +32,9 @@ def random_pixels(*shape: int) -> torch.Tensor:
 def plain_crop_flip(pixels: torch.Tensor, moves: torch.Tensor, pad: int) -> np.ndarray:
     """Image by image: a zero canvas, a window, a mirror."""
     out = np.zeros(pixels.shape)
-    for i, (image, (down, right, flip)) in enumerate(zip(pixels.numpy().astype(np.float64), moves.tolist())):
+    for i, (image, (down, right, flip)) in enumerate(
+        zip(pixels.numpy().astype(np.float64), moves.tolist())
+    ):
         height, width, channels = image.shape
         canvas = np.zeros((height + 2 * pad, width + 2 * pad, channels))
         canvas[pad : pad + height, pad : pad + width] = image
@@ -33,18 +43,29 @@ def plain_crop_flip(pixels: torch.Tensor, moves: torch.Tensor, pad: int) -> np.n
     return out
 
 
-@pytest.mark.parametrize(("height", "width", "channels", "pad"), [(32, 32, 3, 4), (28, 28, 1, 2), (5, 9, 3, 3), (4, 4, 2, 0)])
-def test_crop_flip_equals_a_plain_reference(height: int, width: int, channels: int, pad: int) -> None:
+@pytest.mark.parametrize(
+    ("height", "width", "channels", "pad"),
+    [(32, 32, 3, 4), (28, 28, 1, 2), (5, 9, 3, 3), (4, 4, 2, 0)],
+)
+def test_crop_flip_equals_a_plain_reference(
+    height: int, width: int, channels: int, pad: int
+) -> None:
     pixels = random_pixels(40, height, width, channels)
-    moves = torch.cat([torch.randint(2 * pad + 1, (40, 2)), torch.randint(2, (40, 1))], 1).to(torch.uint8)
-    assert np.array_equal(crop_flip(pixels, moves, pad).numpy(), plain_crop_flip(pixels, moves, pad))
+    moves = torch.cat([torch.randint(2 * pad + 1, (40, 2)), torch.randint(2, (40, 1))], 1).to(
+        torch.uint8
+    )
+    assert np.array_equal(
+        crop_flip(pixels, moves, pad).numpy(), plain_crop_flip(pixels, moves, pad)
+    )
 
 
 def test_normalise_equals_torchvision_and_is_channels_last() -> None:
     pixels = random_pixels(6, 16, 12, 3)
     peer = transforms.Compose([transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
     ours = normalise(pixels, torch.tensor(MEAN), torch.tensor(STD))
-    torch.testing.assert_close(ours, torch.stack([peer(image.numpy()) for image in pixels]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        ours, torch.stack([peer(image.numpy()) for image in pixels]), rtol=0, atol=1e-6
+    )
     assert ours.dtype == torch.float32
     assert ours.is_contiguous(memory_format=torch.channels_last)
 
@@ -82,7 +103,11 @@ def test_augmentation_changes_with_epoch_and_seed(train: ImageSet) -> None:
     plan = [torch.arange(200)]
     other_seed = ImageSet(train.images, train.augmentation, MEAN, STD, CPU, seed=5)
     first = by_row(train, plan, epoch=3)
-    for second in (by_row(train, plan, epoch=4), by_row(other_seed, plan, epoch=3), by_row(train, plan, epoch=None)):
+    for second in (
+        by_row(train, plan, epoch=4),
+        by_row(other_seed, plan, epoch=3),
+        by_row(train, plan, epoch=None),
+    ):
         changed = (first != second).flatten(1).any(1)
         assert changed.float().mean() > 0.8  # of 50 moves, one is the same by chance
 
@@ -91,7 +116,10 @@ def test_augmentation_reaches_every_move_and_no_epoch_means_none(train: ImageSet
     moves = torch.cat([train.draw(epoch) for epoch in range(10)])
     assert [moves[:, i].unique().tolist() for i in range(3)] == [[0, 1, 2, 3, 4]] * 2 + [[0, 1]]
     plan = [torch.arange(200)]
-    assert torch.equal(by_row(train, plan, None), normalise(train.images.pixels, torch.tensor(MEAN), torch.tensor(STD)))
+    assert torch.equal(
+        by_row(train, plan, None),
+        normalise(train.images.pixels, torch.tensor(MEAN), torch.tensor(STD)),
+    )
 
 
 def test_digits_are_never_mirrored() -> None:
@@ -102,7 +130,10 @@ def test_digits_are_never_mirrored() -> None:
 def test_digits_split_and_scale() -> None:
     splits, classes = read_splits("digits", "", image_size=0)
     assert classes == [str(digit) for digit in range(10)]
-    assert [tuple(splits[part].pixels.shape) for part in ("train", "test")] == [(1437, 8, 8, 1), (360, 8, 8, 1)]
+    assert [tuple(splits[part].pixels.shape) for part in ("train", "test")] == [
+        (1437, 8, 8, 1),
+        (360, 8, 8, 1),
+    ]
     assert int(splits["train"].pixels.max()) == 255
     assert splits["train"].labels.bincount(minlength=10).min() > 130
     larger, _ = read_splits("digits", "", image_size=20)
@@ -138,7 +169,10 @@ def folder(tmp_path: Path) -> Path:
 def test_folder_of_png_reads_as_it_was_written(folder: Path) -> None:
     splits, classes = read_splits("folder", str(folder), image_size=16)
     assert classes == ["blue", "red"]
-    assert [splits[part].labels.tolist() for part in ("train", "test")] == [[0] * 20 + [1] * 20, [0] * 6 + [1] * 6]
+    assert [splits[part].labels.tolist() for part in ("train", "test")] == [
+        [0] * 20 + [1] * 20,
+        [0] * 6 + [1] * 6,
+    ]
     wanted = np.asarray(Image.open(folder / "test" / "red" / "03.png"))
     assert np.array_equal(splits["test"].decode(torch.tensor([9]))[0].numpy(), wanted)
     assert splits["train"].take(torch.tensor([25, 3])).labels.tolist() == [1, 0]
@@ -148,7 +182,10 @@ def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder: Path) 
     images = read_splits("folder", str(folder), image_size=16)[0]["train"]
     assert fits(images, CPU)
     plan = list(torch.randperm(40).split(9))
-    sets = [ImageSet(images, DATASETS["folder"], MEAN, STD, CPU, 1, workers=2, resident=resident) for resident in (True, False)]
+    sets = [
+        ImageSet(images, DATASETS["folder"], MEAN, STD, CPU, 1, workers=2, resident=resident)
+        for resident in (True, False)
+    ]
     assert sets[0].pixels is not None
     assert sets[1].pixels is None
     for epoch in (0, None):
@@ -162,9 +199,13 @@ def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder: Path) 
 
 @pytest.mark.parametrize("size", [(40, 20), (20, 40)], ids=["wide", "tall"])
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "CMYK"])
-def test_image_file_of_any_mode_is_scaled_and_cut_to_the_centre(mode: str, size: tuple[int, int], tmp_path: Path) -> None:
+def test_image_file_of_any_mode_is_scaled_and_cut_to_the_centre(
+    mode: str, size: tuple[int, int], tmp_path: Path
+) -> None:
     image = Image.new("RGB", size, (0, 0, 0))
-    image.paste((255, 255, 255), (8, 0, 32, 20) if size[0] == 40 else (0, 8, 20, 32))  # the centre and a margin
+    image.paste(
+        (255, 255, 255), (8, 0, 32, 20) if size[0] == 40 else (0, 8, 20, 32)
+    )  # the centre and a margin
     path = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
     image.convert(mode).save(path)
     colour, grey = read_image(path, 10), read_image(path, 10, channels=1)
@@ -176,9 +217,14 @@ def test_image_file_of_any_mode_is_scaled_and_cut_to_the_centre(mode: str, size:
 @pytest.mark.data
 @pytest.mark.parametrize(
     ("name", "shape", "rows", "fewest"),
-    [("cifar10", (32, 32, 3), (50_000, 10_000), (5_000, 1_000)), ("mnist", (28, 28, 1), (60_000, 10_000), (5_421, 892))],
+    [
+        ("cifar10", (32, 32, 3), (50_000, 10_000), (5_000, 1_000)),
+        ("mnist", (28, 28, 1), (60_000, 10_000), (5_421, 892)),
+    ],
 )
-def test_official_files_have_the_official_counts(name: str, shape: tuple, rows: tuple, fewest: tuple, data_dir: Path) -> None:
+def test_official_files_have_the_official_counts(
+    name: str, shape: tuple, rows: tuple, fewest: tuple, data_dir: Path
+) -> None:
     if not (data_dir / {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}[name]).is_dir():
         pytest.skip(f"{name} is not below {data_dir}")
     splits, classes = read_splits(name, str(data_dir), 0)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from base import norms
-from lamb import LAMB
-from lars import LARS
+from optimizers.base import norms
+from optimizers.lamb import LAMB
+from optimizers.lars import LARS
 
 timm_optim = pytest.importorskip("timm.optim", reason="pip install timm")
 
@@ -31,24 +31,39 @@ def set_gradients(parameters: list[nn.Parameter], step: int, scale: float = 1.0)
         p.grad = (scale * torch.randn(p.shape, generator=generator)).to(p.dtype)
 
 
-def follow(ours: torch.optim.Optimizer, theirs: Any, one: list[nn.Parameter], other: list[nn.Parameter], **close: float) -> None:
+def follow(
+    ours: torch.optim.Optimizer,
+    theirs: Any,
+    one: list[nn.Parameter],
+    other: list[nn.Parameter],
+    **close: float,
+) -> None:
     for step in range(25):
         for parameters in (one, other):
             set_gradients(parameters, step, scale=10 ** (step % 4 - 2))
         ours.step()
         theirs.step()
         for p, q in zip(one, other):
-            torch.testing.assert_close(p.double(), q.double(), **(close or {"rtol": 1e-5, "atol": 1e-6}))
+            torch.testing.assert_close(
+                p.double(), q.double(), **(close or {"rtol": 1e-5, "atol": 1e-6})
+            )
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.02])
-@pytest.mark.parametrize(("debias", "clip", "norm"), [(True, False, 0.0), (False, True, 0.0), (True, True, 1.0)])
+@pytest.mark.parametrize(
+    ("debias", "clip", "norm"), [(True, False, 0.0), (False, True, 0.0), (True, True, 1.0)]
+)
 def test_lamb_equals_timm(decay: float, debias: bool, clip: bool, norm: float) -> None:
     one, other = weights(), weights()
     ours = LAMB(one, 0.01, weight_decay=decay, debias=debias, adapt=True, max_grad_norm=norm)
     if clip:
         ours.param_groups[0]["trust_clamp"] = (0.0, 1.0)
-    options = {"bias_correction": debias, "trust_clip": clip, "always_adapt": True, "max_grad_norm": norm or None}
+    options = {
+        "bias_correction": debias,
+        "trust_clip": clip,
+        "always_adapt": True,
+        "max_grad_norm": norm or None,
+    }
     follow(ours, timm_optim.Lamb(other, 0.01, weight_decay=decay, **options), one, other)
 
 

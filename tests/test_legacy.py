@@ -13,27 +13,24 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import apex_backend
-import backends
 import conftest
 import errors
-import optim
-import ort_backend
 import ranks
 import transformer_test
-import words
-from distributed import World
-from step import Step
-from tasks import classification
-from transformer import Transformer
+from backends import execution, nvidia_apex, onnx_runtime
+from backends.precision import PRECISIONS, choose_precision
+from cli import capabilities, factory
+from distributed.world import World
+from input_pipeline import torchtext_tokenizer
+from models.transformer import Transformer
+from training.losses import classification
+from training.step import Step
 
-ORT, TORCHTEXT = ort_backend.lacks(), words.lacks()
+ORT, TORCHTEXT = onnx_runtime.lacks(), torchtext_tokenizer.lacks()
 needs_ort = pytest.mark.skipif(bool(ORT), reason=ORT)
 needs_torchtext = pytest.mark.skipif(bool(TORCHTEXT), reason=TORCHTEXT)
 IMAGES = "--dataset digits --arch resnet20 --bs 64 --lr 0.05 --epochs 2 --subset 0.5 --threads 1 --backend ort".split()
-TEXTS = (
-    "--dataset headlines --bs 16 --lr 4e-4 --epochs 3 --threads 1 --depth 1 --width 64 --backend ort --tokenizer torchtext".split()
-)
+TEXTS = "--dataset headlines --bs 16 --lr 4e-4 --epochs 3 --threads 1 --depth 1 --width 64 --backend ort --tokenizer torchtext".split()
 
 
 class Smooth(nn.Module):
@@ -43,7 +40,11 @@ class Smooth(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(
             *(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.GELU()),
-            *(nn.Conv2d(8, 8, 3, stride=2, groups=2, bias=False), nn.BatchNorm2d(8, momentum=0.3), nn.GELU()),
+            *(
+                nn.Conv2d(8, 8, 3, stride=2, groups=2, bias=False),
+                nn.BatchNorm2d(8, momentum=0.3),
+                nn.GELU(),
+            ),
         )
         self.head = nn.Linear(8, 4)
 
@@ -62,7 +63,9 @@ def texts(rows: int, mixed: bool = False) -> tuple[torch.Tensor, ...]:
 
 
 def transformer(mix_at: str = "pooled") -> nn.Module:
-    return Transformer(50, 4, width=16, depth=2, heads=2, mlp_width=32, max_len=16, dropout=0.0, mix_at=mix_at)
+    return Transformer(
+        50, 4, width=16, depth=2, heads=2, mlp_width=32, max_len=16, dropout=0.0, mix_at=mix_at
+    )
 
 
 @needs_ort
@@ -79,7 +82,7 @@ def test_gradients_and_statistics_are_those_of_torch(make, batch):
     ours = make()
     plain = copy.deepcopy(ours)
     names = list(ours.state_dict())
-    ort_backend.apply(ours)
+    onnx_runtime.apply(ours)
     for rows in (6, 9, 5):  # batches of other sizes go through the same graph
         inputs = batch(rows)
         weight = torch.randn(rows, 4)
@@ -88,11 +91,17 @@ def test_gradients_and_statistics_are_those_of_torch(make, batch):
             (model(*inputs) * weight).sum().backward()
         for name, wanted in plain.named_parameters():
             given = dict(ours.named_parameters())[name].grad
-            torch.testing.assert_close(given, wanted.grad, rtol=1e-4, atol=1e-5 * wanted.grad.abs().max().item(), msg=name)
+            torch.testing.assert_close(
+                given, wanted.grad, rtol=1e-4, atol=1e-5 * wanted.grad.abs().max().item(), msg=name
+            )
     assert list(ours.state_dict()) == names
     for name, wanted in plain.state_dict().items():
-        biased = name.endswith("running_var")  # ONNX divides by n, torch by n - 1; the least n here is 125
-        torch.testing.assert_close(ours.state_dict()[name], wanted, rtol=0.01 if biased else 1e-5, atol=1e-6, msg=name)
+        biased = name.endswith(
+            "running_var"
+        )  # ONNX divides by n, torch by n - 1; the least n here is 125
+        torch.testing.assert_close(
+            ours.state_dict()[name], wanted, rtol=0.01 if biased else 1e-5, atol=1e-6, msg=name
+        )
     ours.load_state_dict(plain.state_dict())
     for model in (ours, plain):
         model.eval()
@@ -104,8 +113,10 @@ def test_gradients_and_statistics_are_those_of_torch(make, batch):
 @needs_ort
 def test_dropout_is_drawn_anew_and_token_dropout_hides_tokens():
     torch.manual_seed(3)
-    model = Transformer(50, 4, width=64, depth=1, heads=2, mlp_width=32, max_len=16, dropout=0.5, token_dropout=0.5)
-    ort_backend.apply(model)
+    model = Transformer(
+        50, 4, width=64, depth=1, heads=2, mlp_width=32, max_len=16, dropout=0.5, token_dropout=0.5
+    )
+    onnx_runtime.apply(model)
     tokens = torch.randint(3, 50, (4, 16), dtype=torch.int32)
     assert not torch.equal(model(tokens), model(tokens))
 
@@ -113,7 +124,7 @@ def test_dropout_is_drawn_anew_and_token_dropout_hides_tokens():
 @needs_ort
 def test_a_pass_through_torch_is_no_pass_through_ort():
     model = Smooth()
-    ort_backend.apply(model)
+    onnx_runtime.apply(model)
     model.forward.graph = model.forward.eager  # what ORTModule's own fallback does without a word
     with pytest.raises(errors.InputError, match="ran in torch"):
         model(*images(4))
@@ -131,27 +142,32 @@ class Unexportable(nn.Module):
 @needs_ort
 def test_a_model_that_cannot_be_exported_is_one_line():
     model = Unexportable()
-    ort_backend.apply(model)
+    onnx_runtime.apply(model)
     with pytest.raises(errors.InputError, match="cannot be exported"):
         model(torch.ones(1, 3))
 
 
 @needs_ort
 @pytest.mark.parametrize(
-    ("processes", "more"), [(1, "--mixup cutmix"), (1, "--meta_learning --meta_every 3 --ngd"), (2, "--accumulate 2")]
+    ("processes", "more"),
+    [(1, "--mixup cutmix"), (1, "--meta_learning --meta_every 3 --ngd"), (2, "--accumulate 2")],
 )
 def test_images_through_ort_learn_and_resume_bit_for_bit(processes, more, tmp_path):
     flags = [*IMAGES, *more.split(), "--save_every", "3"]
 
     def command(*extra):
-        return (ranks.torchrun if processes > 1 else ranks.script)("resnet50_test.py", *flags, *extra)
+        return (ranks.torchrun if processes > 1 else ranks.script)(
+            "resnet50_test.py", *flags, *extra
+        )
 
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     console = ranks.finish(ranks.start(command("--out", whole), tmp_path, NGPU="2"), tmp_path)
     assert "fp32, ort" in console
     assert ranks.metrics(whole)[-1]["train_loss"] < ranks.metrics(whole)[0]["train_loss"]
     process = ranks.start(command("--out", cut), tmp_path, NGPU="2")
-    ranks.wait_for(lambda: (cut / "metrics.jsonl").exists() and len(ranks.metrics(cut)) == 1, process)
+    ranks.wait_for(
+        lambda: (cut / "metrics.jsonl").exists() and len(ranks.metrics(cut)) == 1, process
+    )
     ranks.kill(process)
     ranks.finish(ranks.start(command("--out", cut, "--resume"), tmp_path, NGPU="2"), tmp_path)
     ranks.same_run(whole, cut)
@@ -175,10 +191,15 @@ def test_texts_through_ort_and_torchtext_learn_and_predict(tmp_path, capsys):
 
 @needs_torchtext
 def test_torchtext_gives_words_by_frequency():
-    learnt = words.learn(["Oil up, oil down", "oil UP [PAD]"], 6, ["[PAD]", "[UNK]", "[CLS]"])
+    learnt = torchtext_tokenizer.learn(
+        ["Oil up, oil down", "oil UP [PAD]"], 6, ["[PAD]", "[UNK]", "[CLS]"]
+    )
     assert learnt.get_vocab_size() == 6
-    assert [encoding.ids for encoding in learnt.encode_batch_fast(["up OIL gas", ""])] == [[2, 4, 3, 1], [2]]
-    again = words.Words.from_str(learnt.to_str())
+    assert [encoding.ids for encoding in learnt.encode_batch_fast(["up OIL gas", ""])] == [
+        [2, 4, 3, 1],
+        [2],
+    ]
+    again = torchtext_tokenizer.Words.from_str(learnt.to_str())
     assert again.encode("oil, gas up").ids == learnt.encode("oil, gas up").ids
     assert again.to_str() == learnt.to_str()
 
@@ -188,29 +209,38 @@ def test_torchtext_gives_words_by_frequency():
     [
         ("images", "--backend ort", ORT),
         ("texts", "--tokenizer torchtext", TORCHTEXT),
-        ("images", "--precision apex_O1", apex_backend.lacks_amp()),
-        ("texts", "--precision apex_O2", apex_backend.lacks_amp()),
-        ("images", "--optimizer apex_sgd", apex_backend.lacks("apex_sgd")),
-        ("texts", "--optimizer apex_lamb", apex_backend.lacks("apex_lamb")),
-        ("images", "--optimizer apex_larc", apex_backend.lacks("apex_larc")),
+        ("images", "--precision apex_O1", nvidia_apex.lacks_amp()),
+        ("texts", "--precision apex_O2", nvidia_apex.lacks_amp()),
+        ("images", "--optimizer apex_sgd", nvidia_apex.lacks("apex_sgd")),
+        ("texts", "--optimizer apex_lamb", nvidia_apex.lacks("apex_lamb")),
+        ("images", "--optimizer apex_larc", nvidia_apex.lacks("apex_larc")),
     ],
 )
 def test_what_is_not_here_is_named_with_the_way_to_get_it(script, flags, lacking, refused):
     if not lacking:
         pytest.skip("it is here")
-    base = conftest.SCRIPTS[script][1].replace(" --precision fp32", "") if "--precision" in flags else None
+    base = (
+        conftest.SCRIPTS[script][1].replace(" --precision fp32", "")
+        if "--precision" in flags
+        else None
+    )
     line = refused(script, flags, flags.split()[0], base)
     assert "requirements-legacy.txt" in line or "github.com/NVIDIA/apex" in line
 
 
 @pytest.mark.parametrize("more", ["--meta_learning", "--noise_scale", "--dynamic_batch noise"])
 def test_what_needs_torchs_loss_scale_is_refused_under_apex(more, refused):
-    refused("images", f"--precision apex_O1 {more}", "loss scale", conftest.IMAGES.replace(" --precision fp32", ""))
+    refused(
+        "images",
+        f"--precision apex_O1 {more}",
+        "loss scale",
+        conftest.IMAGES.replace(" --precision fp32", ""),
+    )
 
 
 def test_the_listing_names_every_choice():
-    listed = " ".join(flag for flag, _ in backends.listing(torch.device("cpu")))
-    for name in (*backends.BACKENDS, *backends.PRECISIONS[1:], *apex_backend.OPTIMIZERS):
+    listed = " ".join(flag for flag, _ in capabilities.listing(torch.device("cpu")))
+    for name in (*execution.BACKENDS, *PRECISIONS[1:], *nvidia_apex.OPTIMIZERS):
         assert name in listed
 
 
@@ -228,7 +258,12 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         step = optimizers.step
 
         def skipping_step(closure=None):
-            gradients = [p.grad for group in optimizers.param_groups for p in group["params"] if p.grad is not None]
+            gradients = [
+                p.grad
+                for group in optimizers.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            ]
             if all(gradient.isfinite().all() for gradient in gradients):
                 step()
             else:
@@ -254,11 +289,23 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     optimizers = types.ModuleType("apex.optimizers")
 
     class FusedSGD(torch.optim.SGD):
-        def __init__(self, params, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False):
-            super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
+        def __init__(
+            self, params, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False
+        ):
+            super().__init__(
+                params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov
+            )
 
     class FusedLAMB(torch.optim.AdamW):
-        def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01):
+        def __init__(
+            self,
+            params,
+            lr=1e-3,
+            bias_correction=True,
+            betas=(0.9, 0.999),
+            eps=1e-6,
+            weight_decay=0.01,
+        ):
             super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     optimizers.FusedSGD, optimizers.FusedLAMB = FusedSGD, FusedLAMB
@@ -285,34 +332,48 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         "apex.multi_tensor_apply": applier,
     }.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(apex_backend, "lacks_cuda", lambda: "")
+    monkeypatch.setattr(nvidia_apex, "lacks_cuda", lambda: "")
     return types.SimpleNamespace(amp=amp, applier=applier, larc=larc, optimizers=optimizers)
 
 
-@pytest.mark.parametrize("level", apex_backend.LEVELS)
+@pytest.mark.parametrize("level", nvidia_apex.LEVELS)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_step_under_amp_is_the_step_in_fp32(level, accumulate, apex):
     found = []
     for name in ("fp32", level):
         torch.manual_seed(0)
         model = Smooth()
-        optimizer = optim.build_optimizer(model, "sgd", 0.1, 1e-3)
+        optimizer = factory.build_optimizer(model, "sgd", 0.1, 1e-3)
         step = Step(
-            model, classification(), optimizer, backends.choose_precision(name, torch.device("cpu")), World(), accumulate, 0.5
+            model,
+            classification(),
+            optimizer,
+            choose_precision(name, torch.device("cpu")),
+            World(),
+            accumulate,
+            0.5,
         )
         for _ in range(3):
             step(torch.randn(6, 3, 12, 12), torch.randint(4, (6,)))
-        found.append((step.sums.clone(), torch.cat([p.detach().flatten() for p in model.parameters()])))
+        found.append(
+            (step.sums.clone(), torch.cat([p.detach().flatten() for p in model.parameters()]))
+        )
     assert apex.amp.calls == [level.removeprefix("apex_")]
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
 def test_amp_skips_an_overflow_and_its_scale_is_saved(apex):
     model = Smooth()
-    precision = backends.choose_precision("apex_O1", torch.device("cpu"))
-    step = Step(model, classification(), optim.build_optimizer(model, "sgd", 0.1, 0.0), precision, World())
+    precision = choose_precision("apex_O1", torch.device("cpu"))
+    step = Step(
+        model, classification(), factory.build_optimizer(model, "sgd", 0.1, 0.0), precision, World()
+    )
     before = copy.deepcopy(list(model.parameters()))
-    step.task = lambda model, x, y: (F.cross_entropy(model(x), y) * float("inf"), torch.zeros(()), None)
+    step.task = lambda model, x, y: (
+        F.cross_entropy(model(x), y) * float("inf"),
+        torch.zeros(()),
+        None,
+    )
     step(torch.randn(6, 3, 12, 12), torch.randint(4, (6,)))
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
     assert step.sums[8] == 1
@@ -325,16 +386,19 @@ def test_amp_skips_an_overflow_and_its_scale_is_saved(apex):
 
 def test_parts_of_apex_are_looked_for_by_themselves(apex, monkeypatch):
     names = ("apex_sgd", "apex_lamb", "apex_larc")
-    assert [apex_backend.lacks(name) for name in names] == ["", "", ""]
+    assert [nvidia_apex.lacks(name) for name in names] == ["", "", ""]
     model = Smooth()
-    built = [optim.build_optimizer(model, name, 0.1, 1e-3) for name in names]
+    built = [factory.build_optimizer(model, name, 0.1, 1e-3) for name in names]
     assert [type(optimizer).__name__ for optimizer in built] == ["FusedSGD", "FusedLAMB", "LARC"]
-    assert all([group["weight_decay"] for group in optimizer.param_groups] == [1e-3, 0.0] for optimizer in built)
+    assert all(
+        [group["weight_decay"] for group in optimizer.param_groups] == [1e-3, 0.0]
+        for optimizer in built
+    )
     apex.applier.multi_tensor_applier.available = False
-    assert "CUDA extensions" in apex_backend.lacks("apex_lamb")
+    assert "CUDA extensions" in nvidia_apex.lacks("apex_lamb")
     del apex.amp.initialize, apex.larc.LARC
-    assert "left in May 2025" in apex_backend.lacks_amp()
-    assert "left in May 2025" in apex_backend.lacks("apex_larc")
+    assert "left in May 2025" in nvidia_apex.lacks_amp()
+    assert "left in May 2025" in nvidia_apex.lacks("apex_larc")
 
 
 def test_the_registrys_apex_is_not_taken_for_nvidias(tmp_path, monkeypatch):
@@ -342,8 +406,8 @@ def test_the_registrys_apex_is_not_taken_for_nvidias(tmp_path, monkeypatch):
     (tmp_path / "apex" / "__init__.py").write_text("import zope_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "no amp" in apex_backend.lacks_amp()
-    assert "CUDA extensions" in apex_backend.lacks("apex_sgd")
+    assert "no amp" in nvidia_apex.lacks_amp()
+    assert "CUDA extensions" in nvidia_apex.lacks("apex_sgd")
 
 
 def test_ort_computes_in_fp32_and_says_so(refused):
@@ -354,7 +418,7 @@ def test_ort_computes_in_fp32_and_says_so(refused):
 
 def test_the_folder_of_a_script_is_not_needed_to_list(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    backends.main()
+    capabilities.main()
     out = capsys.readouterr().out
     assert f"torch {torch.__version__}" in out
-    assert len(out.splitlines()) == 1 + len(backends.listing(torch.device("cpu")))
+    assert len(out.splitlines()) == 1 + len(capabilities.listing(torch.device("cpu")))

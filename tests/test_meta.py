@@ -11,22 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import build
 import mixup
-import optim
-import options
 import ranks
 import resnet50_test
 import transformer_test
-from backends import Precision
-from distributed import World
+from backends.precision import Precision
+from cli import factory, options
+from distributed.world import World
 from errors import InputError
-from meta_gradient import meta_gradient
-from meta_learning import Held, MetaLearning
-from mixup import MetaMixup, Mix
-from step import Step
-from tasks import MixedClassification
-from transformer import Transformer
+from mixup import MetaMixup, Mix, meta_gradient
+from models.transformer import Transformer
+from training.losses import MixedClassification
+from training.meta_mixup_step import Held, MetaLearning
+from training.step import Step
 
 RATE = 0.3
 POLICIES = pytest.mark.parametrize("policy", mixup.POLICIES)
@@ -37,7 +34,15 @@ class Problem:
 
     def __init__(self, seed: int = 0, dropout: float = 0.3) -> None:
         torch.manual_seed(seed)
-        layers = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Dropout(dropout), nn.Linear(12, 8), nn.GELU(), nn.Linear(8, 3)
+        layers = (
+            nn.Linear(6, 12),
+            nn.BatchNorm1d(12),
+            nn.Tanh(),
+            nn.Dropout(dropout),
+            nn.Linear(12, 8),
+            nn.GELU(),
+            nn.Linear(8, 3),
+        )
         self.model = nn.Sequential(*layers).double()
         self.x, self.clean_x = torch.randn(2, 10, 6, dtype=torch.float64)
         self.labels, self.clean_labels = torch.randint(3, (2, 10))
@@ -45,11 +50,19 @@ class Problem:
 
     def loss_of(self, mix: Mix, weights: dict[str, Tensor] | None = None) -> Tensor:
         mixed = mixup.blend(self.x, mix)
-        logits = torch.func.functional_call(self.model, weights, (mixed,)) if weights else self.model(mixed)
+        logits = (
+            torch.func.functional_call(self.model, weights, (mixed,))
+            if weights
+            else self.model(mixed)
+        )
         return mixup.cross_entropy(logits, self.labels, mix)
 
     def clean_loss(self, weights: dict[str, Tensor] | None = None) -> Tensor:
-        logits = torch.func.functional_call(self.model, weights, (self.clean_x,)) if weights else self.model(self.clean_x)
+        logits = (
+            torch.func.functional_call(self.model, weights, (self.clean_x,))
+            if weights
+            else self.model(self.clean_x)
+        )
         return F.cross_entropy(logits, self.clean_labels)
 
     def after_the_step(self, weight: Tensor, rate: float = RATE) -> Tensor:
@@ -59,13 +72,20 @@ class Problem:
         loss = self.loss_of(Mix(self.partner, weight), named)
         gradients = torch.autograd.grad(loss, list(named.values()), create_graph=True)
         torch.set_rng_state(state)
-        value = self.clean_loss({name: p - rate * g for (name, p), g in zip(named.items(), gradients)})
+        value = self.clean_loss(
+            {name: p - rate * g for (name, p), g in zip(named.items(), gradients)}
+        )
         torch.set_rng_state(state)
         return value
 
     def gradient(self, rate: float = RATE, **options: float) -> Tensor:
         return meta_gradient(
-            self.model, lambda weight: self.loss_of(Mix(self.partner, weight)), self.clean_loss, self.weight, rate, **options
+            self.model,
+            lambda weight: self.loss_of(Mix(self.partner, weight)),
+            self.clean_loss,
+            self.weight,
+            rate,
+            **options,
         )
 
 
@@ -77,7 +97,10 @@ def test_the_meta_gradient_is_that_of_double_backward_and_of_finite_differences(
     (exact,) = torch.autograd.grad(problem.after_the_step(weight), weight)
     torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-9)
     nudges = 1e-5 * torch.eye(10, dtype=torch.float64)
-    values = [[problem.after_the_step(problem.weight + sign * nudge).item() for sign in (1, -1)] for nudge in nudges]
+    values = [
+        [problem.after_the_step(problem.weight + sign * nudge).item() for sign in (1, -1)]
+        for nudge in nudges
+    ]
     differences = torch.tensor([(up - down) / 2e-5 for up, down in values], dtype=torch.float64)
     torch.testing.assert_close(ours, differences, rtol=1e-4, atol=1e-9)
     assert F.cosine_similarity(problem.gradient(), exact, dim=0) > 0.99, "at the stretch of use"
@@ -89,18 +112,28 @@ def test_the_meta_gradient_is_that_of_torch_func() -> None:
     problem.model.eval()  # func wants no statistics written in place
 
     def after(weight: Tensor) -> Tensor:
-        gradients = torch.func.grad(lambda named: problem.loss_of(Mix(problem.partner, weight), named))(named)
+        gradients = torch.func.grad(
+            lambda named: problem.loss_of(Mix(problem.partner, weight), named)
+        )(named)
         return problem.clean_loss({name: named[name] - RATE * gradients[name] for name in named})
 
-    torch.testing.assert_close(problem.gradient(stretch=1e-4), torch.func.grad(after)(problem.weight), rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(
+        problem.gradient(stretch=1e-4), torch.func.grad(after)(problem.weight), rtol=1e-5, atol=1e-9
+    )
 
 
 def test_the_loss_scale_cancels_and_the_rate_is_linear_at_first() -> None:
     problem = Problem()
-    torch.testing.assert_close(problem.gradient(scale=2.0**14), problem.gradient(), rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(
+        problem.gradient(scale=2.0**14), problem.gradient(), rtol=1e-6, atol=1e-12
+    )
     tensor = torch.tensor(2.0**14)
-    torch.testing.assert_close(problem.gradient(scale=tensor), problem.gradient(), rtol=1e-6, atol=1e-12)
-    torch.testing.assert_close(problem.gradient(rate=1e-6) * 2, problem.gradient(rate=2e-6), rtol=1e-4, atol=1e-12)
+    torch.testing.assert_close(
+        problem.gradient(scale=tensor), problem.gradient(), rtol=1e-6, atol=1e-12
+    )
+    torch.testing.assert_close(
+        problem.gradient(rate=1e-6) * 2, problem.gradient(rate=2e-6), rtol=1e-4, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -125,15 +158,22 @@ def test_nothing_is_left_behind(fails: bool, monkeypatch: pytest.MonkeyPatch) ->
         assert problem.gradient().abs().sum() > 0
     for (name, now), then in zip(problem.model.state_dict().items(), before.state_dict().values()):
         assert torch.equal(now, then), name
-    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in problem.model.parameters())
+    assert all(
+        torch.equal(parameter.grad, torch.ones_like(parameter))
+        for parameter in problem.model.parameters()
+    )
     assert torch.equal(torch.get_rng_state(), noise)
 
 
 # -------------------------------------------------------------------- the policy
 
 
-def learn(meta: MetaMixup, problem: Problem, clean_loss: Callable[[], Tensor] | None = None) -> None:
-    meta.learn(problem.model, problem.labels, problem.loss_of, clean_loss or problem.clean_loss, RATE)
+def learn(
+    meta: MetaMixup, problem: Problem, clean_loss: Callable[[], Tensor] | None = None
+) -> None:
+    meta.learn(
+        problem.model, problem.labels, problem.loss_of, clean_loss or problem.clean_loss, RATE
+    )
 
 
 @POLICIES
@@ -166,7 +206,9 @@ def test_beta_draws_from_the_parameters_of_the_pair() -> None:
     apart = labels != labels[mix.partner]
     for rows, (a, b) in ((apart, (3 * torch.e, 3 / torch.e)), (~apart, (3.0, 3.0))):
         draws = torch.distributions.Beta(a, b).sample((200_000,))
-        assert mix.weight[rows].mean().item() == pytest.approx(torch.maximum(draws, 1 - draws).mean().item(), abs=0.003)
+        assert mix.weight[rows].mean().item() == pytest.approx(
+            torch.maximum(draws, 1 - draws).mean().item(), abs=0.003
+        )
 
 
 @POLICIES
@@ -178,7 +220,11 @@ def test_learning_follows_the_exact_gradient_and_hands_its_batch_on_once(policy:
             meta.table += 0.1 * torch.randn(meta.table.shape)
     state = torch.get_rng_state()
     partner = torch.randperm(10)
-    table = meta.start(10).requires_grad_() if policy == "sample" else meta.table.detach().clone().requires_grad_()
+    table = (
+        meta.start(10).requires_grad_()
+        if policy == "sample"
+        else meta.table.detach().clone().requires_grad_()
+    )
     weight = meta.weigh(table, problem.labels, partner)
     problem.partner = partner
     (exact,) = torch.autograd.grad(problem.after_the_step(weight), table)
@@ -195,7 +241,9 @@ def test_learning_follows_the_exact_gradient_and_hands_its_batch_on_once(policy:
         sure = exact[0].abs() > 0.05 * exact.abs().max()
         assert torch.equal(moved[sure].sign(), -exact[0][sure].sign())
     elif policy == "pair":
-        torch.testing.assert_close(mix.weight, meta.tables()["lambda"][problem.labels, problem.labels[partner]])
+        torch.testing.assert_close(
+            mix.weight, meta.tables()["lambda"][problem.labels, problem.labels[partner]]
+        )
         assert (moved != 0).any()
     else:
         assert (moved == 0).all(), "the draw itself, which the policy was judged by"
@@ -242,14 +290,21 @@ def points(rows: int, noise: float) -> tuple[Tensor, Tensor]:
     """Four clouds; class 2 lies between 0 and 1, so that what is mixed of those two lies in the midst of it."""
     labels = torch.randint(4, (rows,))
     wrong = torch.rand(rows) < noise
-    return CENTRES[labels] + 0.6 * torch.randn(rows, 2), torch.where(wrong, torch.randint(4, (rows,)), labels)
+    return CENTRES[labels] + 0.6 * torch.randn(rows, 2), torch.where(
+        wrong, torch.randint(4, (rows,)), labels
+    )
 
 
 @pytest.mark.parametrize("policy", ["pair", "beta"])
 def test_the_policy_mixes_within_noisy_classes_and_not_across_another_class(policy: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
-    meta, sgd = MetaMixup(4, policy, lr=0.05), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model = nn.Sequential(
+        nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+    )
+    meta, sgd = (
+        MetaMixup(4, policy, lr=0.05),
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    )
     held = points(200, noise=0.0)
     for _ in range(400):
         x, labels = points(64, noise=0.3)
@@ -258,7 +313,13 @@ def test_the_policy_mixes_within_noisy_classes_and_not_across_another_class(poli
         def loss(mix: Mix, x: Tensor = x, labels: Tensor = labels) -> Tensor:
             return mixup.cross_entropy(model(mixup.blend(x, mix)), labels, mix)
 
-        meta.learn(model, labels, loss, lambda rows=rows: F.cross_entropy(model(held[0][rows]), held[1][rows]), rate=0.1)
+        meta.learn(
+            model,
+            labels,
+            loss,
+            lambda rows=rows: F.cross_entropy(model(held[0][rows]), held[1][rows]),
+            rate=0.1,
+        )
         sgd.zero_grad()
         loss(meta.mix(labels)).backward()
         sgd.step()
@@ -268,7 +329,11 @@ def test_the_policy_mixes_within_noisy_classes_and_not_across_another_class(poli
     for i in range(4):
         for j in range(4):
             mean[i, j] = mix.weight[(labels == i) & (labels[mix.partner] == j)].mean()
-    between, beside, within = (mean[0, 1] + mean[1, 0]) / 2, mean[[0, 1], [2, 2]].mean(), mean.diagonal().mean()
+    between, beside, within = (
+        (mean[0, 1] + mean[1, 0]) / 2,
+        mean[[0, 1], [2, 2]].mean(),
+        mean.diagonal().mean(),
+    )
     assert between > 0.95, mean
     assert beside < between - 0.1, mean
     assert within < 0.7, mean
@@ -288,7 +353,9 @@ class Rows:
     def __len__(self) -> int:
         return self.rows
 
-    def batches(self, plan: Sequence[Tensor], epoch: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(
+        self, plan: Sequence[Tensor], epoch: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         assert epoch is None, "held-out batches are not augmented"
         for rows in plan:
             yield rows, rows % 3
@@ -298,7 +365,9 @@ def test_held_out_batches_go_on_from_any_number_and_are_shared_out() -> None:
     held = Held(Rows(23), 4, seed=1, world=World())
     stream = held.start(0)
     first = [next(stream)[0].tolist() for _ in range(12)]
-    assert sorted(row for batch in first[:5] for row in batch) != list(range(20)), "shuffled, three rows wait"
+    assert sorted(row for batch in first[:5] for row in batch) != list(range(20)), (
+        "shuffled, three rows wait"
+    )
     assert len({row for batch in first[:5] for row in batch}) == 20
     assert first[:5] != first[5:10]
     later = held.start(7)
@@ -308,29 +377,50 @@ def test_held_out_batches_go_on_from_any_number_and_are_shared_out() -> None:
     assert [len(part) for part in parts] == [4, 4]
     assert not set(parts[0]) & set(parts[1])
     assert Held(Rows(5), 64, 1, World(size=2)).rows == 2
-    with pytest.raises(InputError, match="3 held-out rows are too few; use a larger --val_fraction"):
+    with pytest.raises(
+        InputError, match="3 held-out rows are too few; use a larger --val_fraction"
+    ):
         Held(Rows(3), 64, 1, World(size=2))
 
 
 class Texts(Rows):
     """Held-out texts whose first token tells the class."""
 
-    def batches(self, plan: Sequence[Tensor], epoch: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(
+        self, plan: Sequence[Tensor], epoch: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         for rows in plan:
-            tokens = torch.randint(6, 50, (len(rows), 8), generator=torch.Generator().manual_seed(int(rows.sum())))
+            tokens = torch.randint(
+                6, 50, (len(rows), 8), generator=torch.Generator().manual_seed(int(rows.sum()))
+            )
             tokens[:, 0] = 3 + rows % 3
             yield tokens, rows % 3
 
 
 def text_step(
-    world: World, precision: Precision, every: int = 2, optimizer: str = "sgd", accumulate: int = 1, mix_at: str = "tokens"
+    world: World,
+    precision: Precision,
+    every: int = 2,
+    optimizer: str = "sgd",
+    accumulate: int = 1,
+    mix_at: str = "tokens",
 ) -> Step:
     torch.manual_seed(1)
-    model = Transformer(50, 3, width=16, depth=1, heads=2, mlp_width=32, max_len=16, dropout=0.1, mix_at=mix_at)
+    model = Transformer(
+        50, 3, width=16, depth=1, heads=2, mlp_width=32, max_len=16, dropout=0.1, mix_at=mix_at
+    )
     meta = MetaMixup(3, lr=0.05)
     task = MixedClassification(lambda labels, height, width: meta.mix(labels), inside=True)
     learner = MetaLearning(meta, task, Held(Texts(30), 8, 0, world), every)
-    step = Step(model, task, optim.build_optimizer(model, optimizer, 0.1, 0.0), precision, world, accumulate, learner=learner)
+    step = Step(
+        model,
+        task,
+        factory.build_optimizer(model, optimizer, 0.1, 0.0),
+        precision,
+        world,
+        accumulate,
+        learner=learner,
+    )
     step.wrap()
     torch.manual_seed(10 + world.rank)
     return step
@@ -342,12 +432,23 @@ def table_of(step: Step) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)], ids=lambda value: str(value)
+    ("name", "dtype"),
+    [("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+    ids=lambda value: str(value),
 )
 @pytest.mark.parametrize("optimizer", ["sgd", "ngd", "adamw"])
 @pytest.mark.parametrize("mix_at", ["tokens", "pooled"])
-def test_the_step_learns_the_policy_now_and_then(name: str, dtype: torch.dtype | None, optimizer: str, mix_at: str) -> None:
-    step = text_step(World(), Precision(name, "cpu", dtype), every=3, optimizer=optimizer, accumulate=2, mix_at=mix_at)
+def test_the_step_learns_the_policy_now_and_then(
+    name: str, dtype: torch.dtype | None, optimizer: str, mix_at: str
+) -> None:
+    step = text_step(
+        World(),
+        Precision(name, "cpu", dtype),
+        every=3,
+        optimizer=optimizer,
+        accumulate=2,
+        mix_at=mix_at,
+    )
     stream, tables = Texts(64).batches(list(torch.arange(64).view(8, 8))), [table_of(step)]
     for tokens, labels in stream:
         step(tokens, labels)
@@ -363,7 +464,10 @@ def test_micro_batches_bound_what_the_policy_learns_from() -> None:
     sizes: list[int] = []
     assert isinstance(step.learner, MetaLearning)
     under = step.learner.task.under
-    step.learner.task.under = lambda mix, model, x, y: (sizes.append(len(y)), under(mix, model, x, y))[1]  # type: ignore[method-assign]
+    step.learner.task.under = lambda mix, model, x, y: (
+        sizes.append(len(y)),
+        under(mix, model, x, y),
+    )[1]  # type: ignore[method-assign]
     step(*next(Texts(64).batches([torch.arange(16)])))
     assert sizes == [4, 4, 4] + [4] * 4
 
@@ -386,7 +490,12 @@ def test_a_compiled_model_learns_the_same() -> None:
 
 def all_ranks_learn_one_policy(world: World) -> None:
     for optimizer, accumulate in (("sgd", 1), ("ngd", 2)):
-        step = text_step(world, Precision("bf16", "cpu", torch.bfloat16), optimizer=optimizer, accumulate=accumulate)
+        step = text_step(
+            world,
+            Precision("bf16", "cpu", torch.bfloat16),
+            optimizer=optimizer,
+            accumulate=accumulate,
+        )
         mine = torch.arange(64).view(4, 16)[:, world.rank :: world.size]
         for tokens, labels in Texts(64).batches(list(mine)):
             step(tokens, labels)
@@ -411,20 +520,29 @@ def test_all_ranks_learn_one_policy() -> None:
 def test_meta_learning_holds_rows_out_by_itself() -> None:
     for words in ("--meta_learning", "--mixup meta", "--ngd --meta_learning"):
         args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split())
-        assert (args.mixup, args.val_fraction, args.meta_policy, args.meta_every) == ("meta", 0.05, "pair", 16)
+        assert (args.mixup, args.val_fraction, args.meta_policy, args.meta_every) == (
+            "meta",
+            0.05,
+            "pair",
+            16,
+        )
     args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, ["--mixup", "mixup"])
     assert args.val_fraction == 0
-    args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, "--meta_learning --val_fraction 0.2".split())
+    args, _ = options.parse(
+        resnet50_test.parser(), resnet50_test.SCRIPT, "--meta_learning --val_fraction 0.2".split()
+    )
     assert args.val_fraction == 0.2
     with pytest.raises(InputError, match="--mixup meta learns on held-out rows"):
-        options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, "--meta_learning --val_fraction 0".split())
+        options.parse(
+            resnet50_test.parser(), resnet50_test.SCRIPT, "--meta_learning --val_fraction 0".split()
+        )
 
 
 def test_the_flags_build_the_learner_on_the_validation_rows() -> None:
     words = "--meta_learning --meta_policy beta --meta_every 5 --meta_lr 0.3 --alpha 0.4 --bs 7 --label_smoothing 0.1"
     args, _ = options.parse(transformer_test.parser(), transformer_test.SCRIPT, words.split())
     rows = Rows(50)
-    task, learner = build.choose_task(args, World(), 6, rows, True)
+    task, learner = factory.choose_task(args, World(), 6, rows, True)
     assert isinstance(task, MixedClassification)
     assert isinstance(learner, MetaLearning)
     assert (learner.every, learner.held.data, learner.held.rows, learner.task) == (5, rows, 7, task)
@@ -439,12 +557,23 @@ def test_the_flags_build_the_learner_on_the_validation_rows() -> None:
 @pytest.mark.parametrize(
     ("script", "words", "picture"),
     [
-        (resnet50_test, "--dataset digits --arch resnet8 --bs 64 --lr 0.05 --epochs 2 --ngd --meta_learning --meta_every 4", True),
-        (transformer_test, "--dataset headlines --bs 16 --epochs 2 --width 32 --meta_learning --meta_policy sample", False),
+        (
+            resnet50_test,
+            "--dataset digits --arch resnet8 --bs 64 --lr 0.05 --epochs 2 --ngd --meta_learning --meta_every 4",
+            True,
+        ),
+        (
+            transformer_test,
+            "--dataset headlines --bs 16 --epochs 2 --width 32 --meta_learning --meta_policy sample",
+            False,
+        ),
     ],
 )
 def test_a_run_logs_its_policy(script, words, picture, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("sys.argv", [script.SCRIPT, *words.split(), "--out", str(tmp_path / "run"), "--threads", "1"])
+    monkeypatch.setattr(
+        "sys.argv",
+        [script.SCRIPT, *words.split(), "--out", str(tmp_path / "run"), "--threads", "1"],
+    )
     script.main()
     assert all(0.5 < row["mean_lambda"] < 1 for row in ranks.metrics(tmp_path / "run"))
     assert all("val_accuracy" in row for row in ranks.metrics(tmp_path / "run"))

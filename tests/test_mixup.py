@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import build
 import mixup
-import options
 import resnet50_test
 import transformer_test
-from distributed import World
-from tasks import MixedClassification, classification
-from transformer import Transformer
+from cli import factory, options
+from distributed.world import World
+from models.transformer import Transformer
+from training.losses import MixedClassification, classification
 
 SIZE = (12, 10)
 
@@ -32,7 +31,9 @@ def drawn(kind: str, labels: Tensor, seed: int = 0, alpha: float = 1.0) -> mixup
     return mixup.draw(kind, alpha, labels, *SIZE)
 
 
-KINDS = pytest.mark.parametrize("kind", [kind for kind in mixup.KINDS if kind not in ("none", "meta")])
+KINDS = pytest.mark.parametrize(
+    "kind", [kind for kind in mixup.KINDS if kind not in ("none", "meta")]
+)
 
 
 @KINDS
@@ -40,12 +41,19 @@ def test_blend_is_the_weighted_sum_and_the_labels_weigh_as_the_inputs_do(kind: s
     labels = labels_of()
     mix = drawn(kind, labels)
     x = torch.randn(64, 3, *SIZE, dtype=torch.float64)
-    weight = (mix.weight[:, None, None, None] if mix.map is None else mix.map).double().expand(64, 1, *SIZE).clone()
+    weight = (
+        (mix.weight[:, None, None, None] if mix.map is None else mix.map)
+        .double()
+        .expand(64, 1, *SIZE)
+        .clone()
+    )
     if mix.box is not None:
         top, bottom, left, right = mix.box
         weight[:] = 1
         weight[..., top:bottom, left:right] = 0
-    wanted = torch.stack([weight[i] * x[i] + (1 - weight[i]) * x[mix.partner[i]] for i in range(64)])
+    wanted = torch.stack(
+        [weight[i] * x[i] + (1 - weight[i]) * x[mix.partner[i]] for i in range(64)]
+    )
     torch.testing.assert_close(mixup.blend(x, mix), wanted)
     last = x.to(memory_format=torch.channels_last)
     torch.testing.assert_close(mixup.blend(last, mix), wanted)
@@ -69,7 +77,9 @@ def test_the_same_generator_gives_the_same_mix(kind: str) -> None:
 
 def test_lambda_follows_the_beta_distribution() -> None:
     for alpha in (0.01, 0.3, 2.0):
-        weight = mixup.draw_beta(alpha, 20_000, torch.device("cpu"), torch.Generator().manual_seed(0))
+        weight = mixup.draw_beta(
+            alpha, 20_000, torch.device("cpu"), torch.Generator().manual_seed(0)
+        )
         assert weight.mean().item() == pytest.approx(0.5, abs=0.01)
         assert weight.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.03)
 
@@ -82,7 +92,9 @@ def test_mixup_permutes_and_draws_one_lambda_or_one_each(per_sample: bool) -> No
 
 
 @pytest.mark.parametrize("same_class", [False, True])
-def test_intra_takes_partners_of_the_wanted_class_and_leaves_alone_who_has_none(same_class: bool) -> None:
+def test_intra_takes_partners_of_the_wanted_class_and_leaves_alone_who_has_none(
+    same_class: bool,
+) -> None:
     labels = torch.cat([labels_of(), torch.tensor([7])])  # the only one of its class
     mix = mixup.intra(labels, 1.0, same_class)
     alone = torch.arange(65) == 64 if same_class else torch.zeros(65, dtype=torch.bool)
@@ -101,7 +113,9 @@ def test_attention_maps_are_smooth_and_vary_over_space() -> None:
 
 
 def test_cutmix_pastes_one_rectangle_a_sample_whose_area_follows_lambda() -> None:
-    mix = mixup.cutmix(labels_of(), 1.0, *SIZE, per_sample=True, generator=torch.Generator().manual_seed(0))
+    mix = mixup.cutmix(
+        labels_of(), 1.0, *SIZE, per_sample=True, generator=torch.Generator().manual_seed(0)
+    )
     x = torch.randn(64, 3, *SIZE)
     torch.testing.assert_close(mixup.blend(x, mix), torch.where(mix.map == 0, x[mix.partner], x))
     assert len(mix.weight.unique()) > 20
@@ -120,7 +134,9 @@ def test_cutmix_draws_the_same_rectangles_for_a_batch_as_for_a_sample() -> None:
     mixes = [mixup.cutmix(labels[:2], 1.0, 64, 32, generator=generator) for _ in range(4000)]
     one = torch.stack([mix.weight[0] for mix in mixes])
     for quantile in (0.1, 0.3, 0.5, 0.7, 0.9):
-        assert one.quantile(quantile).item() == pytest.approx(many.quantile(quantile).item(), abs=0.03)
+        assert one.quantile(quantile).item() == pytest.approx(
+            many.quantile(quantile).item(), abs=0.03
+        )
     assert 0.5 < many.mean() < 0.75  # rectangles are cut off at the border
     assert {0, 64} <= {edge for mix in mixes for edge in mix.box[:2]}
     assert {0, 32} <= {edge for mix in mixes for edge in mix.box[2:]}
@@ -128,12 +144,17 @@ def test_cutmix_draws_the_same_rectangles_for_a_batch_as_for_a_sample() -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("per_sample", [False, True])
-def test_the_loss_is_that_of_both_labels_and_of_the_soft_label(smoothing: float, per_sample: bool) -> None:
+def test_the_loss_is_that_of_both_labels_and_of_the_soft_label(
+    smoothing: float, per_sample: bool
+) -> None:
     labels, logits = labels_of(), torch.randn(64, 5, dtype=torch.float64, requires_grad=True)
     mix = mixup.mixup(labels, 1.0, per_sample)
     mix.weight = mix.weight.to(torch.float64) if per_sample else mix.weight[:1].double().expand(64)
     ours = mixup.cross_entropy(logits, labels, mix, smoothing)
-    both = [F.cross_entropy(logits, some, reduction="none", label_smoothing=smoothing) for some in (labels, labels[mix.partner])]
+    both = [
+        F.cross_entropy(logits, some, reduction="none", label_smoothing=smoothing)
+        for some in (labels, labels[mix.partner])
+    ]
     two = (mix.weight * both[0] + (1 - mix.weight) * both[1]).mean()
     hot = F.one_hot(labels, 5).double()
     soft = F.cross_entropy(logits, mixup.blend(hot, mix), label_smoothing=smoothing)
@@ -152,8 +173,12 @@ def test_hits_weigh_both_labels() -> None:
 @pytest.mark.parametrize("box", [(3, 3, 0, 8), (0, 8, 0, 8), (2, 5, 7, 8), (8, 8, 8, 8)])
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("last", [False, True])
-def test_any_box_is_pasted_with_and_without_a_gradient(box: tuple[int, ...], channels: int, last: bool) -> None:
-    x = torch.randn(4, channels, 8, 8).to(memory_format=torch.channels_last if last else torch.contiguous_format)
+def test_any_box_is_pasted_with_and_without_a_gradient(
+    box: tuple[int, ...], channels: int, last: bool
+) -> None:
+    x = torch.randn(4, channels, 8, 8).to(
+        memory_format=torch.channels_last if last else torch.contiguous_format
+    )
     mix = mixup.Mix(torch.tensor([1, 2, 3, 0]), torch.ones(4), box=box)
     inside = torch.zeros(8, 8, dtype=torch.bool)
     inside[box[0] : box[1], box[2] : box[3]] = True
@@ -169,26 +194,49 @@ def test_any_box_is_pasted_with_and_without_a_gradient(box: tuple[int, ...], cha
 def test_weight_one_is_no_mixing() -> None:
     labels, logits = labels_of(), torch.randn(64, 5)
     mix = mixup.Mix(torch.randperm(64), torch.ones(64))
-    torch.testing.assert_close(mixup.cross_entropy(logits, labels, mix), F.cross_entropy(logits, labels))
+    torch.testing.assert_close(
+        mixup.cross_entropy(logits, labels, mix), F.cross_entropy(logits, labels)
+    )
     x = torch.randn(64, 7)
     torch.testing.assert_close(mixup.blend(x, mix), x)
 
 
 def test_the_transformer_mixes_pooled_texts_and_their_prior() -> None:
     torch.manual_seed(0)
-    model = Transformer(50, 3, width=16, depth=1, heads=2, mlp_width=16, max_len=9, dropout=0.0, prior=torch.randn(50, 3)).eval()
+    model = Transformer(
+        50,
+        3,
+        width=16,
+        depth=1,
+        heads=2,
+        mlp_width=16,
+        max_len=9,
+        dropout=0.0,
+        prior=torch.randn(50, 3),
+    ).eval()
     tokens = torch.randint(3, 50, (6, 9))
     tokens[2, 4:] = 0
     partner, weight = torch.randperm(6), torch.rand(6)
     plain = model(tokens)
     # behind the pooling all is linear, so logits mix as the pooled texts do
-    torch.testing.assert_close(model(tokens, partner, weight), weight[:, None] * plain + (1 - weight[:, None]) * plain[partner])
+    torch.testing.assert_close(
+        model(tokens, partner, weight),
+        weight[:, None] * plain + (1 - weight[:, None]) * plain[partner],
+    )
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_the_transformer_mixes_token_embeddings_with_padding_as_absence(pooling: str) -> None:
     torch.manual_seed(0)
-    sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 16, "max_len": 9, "dropout": 0.0, "pooling": pooling}
+    sizes = {
+        "width": 16,
+        "depth": 2,
+        "heads": 2,
+        "mlp_width": 16,
+        "max_len": 9,
+        "dropout": 0.0,
+        "pooling": pooling,
+    }
     model = Transformer(50, 3, **sizes, mix_at="tokens", prior=torch.randn(50, 3)).eval().double()
     torch.nn.init.normal_(model.positions)
     model.prior[:3] = 0  # as texts.naive_bayes has it
@@ -208,8 +256,17 @@ def test_the_transformer_mixes_token_embeddings_with_padding_as_absence(pooling:
 
 def test_mixed_tokens_attend_to_a_place_as_much_as_it_is_there() -> None:
     torch.manual_seed(0)
-    model = Transformer(50, 3, width=16, depth=1, heads=2, mlp_width=16, max_len=5, dropout=0.0, mix_at="tokens").eval().double()
-    tokens, weight = torch.tensor([[2, 7, 8, 0, 0], [2, 9, 10, 11, 12]]), torch.tensor([0.7, 0.7], dtype=torch.float64)
+    model = (
+        Transformer(
+            50, 3, width=16, depth=1, heads=2, mlp_width=16, max_len=5, dropout=0.0, mix_at="tokens"
+        )
+        .eval()
+        .double()
+    )
+    tokens, weight = (
+        torch.tensor([[2, 7, 8, 0, 0], [2, 9, 10, 11, 12]]),
+        torch.tensor([0.7, 0.7], dtype=torch.float64),
+    )
     # the same text with each place written w times 10: presence as a count of keys in plain softmax attention and mean
     counts = [10, 10, 10, 3, 3]
     table = model.embed(tokens) * 4
@@ -220,13 +277,20 @@ def test_mixed_tokens_attend_to_a_place_as_much_as_it_is_there() -> None:
     torch.testing.assert_close(model(tokens, torch.tensor([1, 0]), weight)[:1], wanted)
 
 
-@pytest.mark.parametrize(("module", "words"), [(resnet50_test, "--mixup cutmix --alpha 3"), (transformer_test, "--mixup intra")])
-def test_the_flags_choose_the_task(module: ModuleType, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [(resnet50_test, "--mixup cutmix --alpha 3"), (transformer_test, "--mixup intra")],
+)
+def test_the_flags_choose_the_task(
+    module: ModuleType, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(mixup, "draw", lambda *given: seen.append(given))
-    args, _ = options.parse(module.parser(), module.SCRIPT, [*words.split(), "--label_smoothing", "0.2"])
+    args, _ = options.parse(
+        module.parser(), module.SCRIPT, [*words.split(), "--label_smoothing", "0.2"]
+    )
     for inside in (False, True):
-        task, learner = build.choose_task(args, World(), 4, None, inside)
+        task, learner = factory.choose_task(args, World(), 4, None, inside)
         assert isinstance(task, MixedClassification)
         assert (task.inside, task.label_smoothing, learner) == (inside, 0.2, None)
         task.draw(labels_of(), 3, 4)
@@ -235,7 +299,7 @@ def test_the_flags_choose_the_task(module: ModuleType, words: str, monkeypatch: 
     assert torch.equal(labels, labels_of())
     assert size == [3, 4]
     args, _ = options.parse(module.parser(), module.SCRIPT, [])
-    task, learner = build.choose_task(args, World(), 4, None, False)
+    task, learner = factory.choose_task(args, World(), 4, None, False)
     assert not isinstance(task, MixedClassification)
     assert learner is None
 
@@ -251,8 +315,12 @@ def test_the_task_mixes_inputs_or_lets_the_model_do_it() -> None:
 
     for inside in (False, True):
         torch.manual_seed(0)
-        loss, _, weight = MixedClassification(partial(mixup.draw, "mixup", 1.0), inside)(model, x, labels)
-        torch.testing.assert_close(loss, classification()(lambda x: torch.zeros(64, 5), x, labels)[0])
+        loss, _, weight = MixedClassification(partial(mixup.draw, "mixup", 1.0), inside)(
+            model, x, labels
+        )
+        torch.testing.assert_close(
+            loss, classification()(lambda x: torch.zeros(64, 5), x, labels)[0]
+        )
     (mixed,), (raw, partner, weights) = seen
     assert raw is x
     torch.testing.assert_close(mixed, mixup.blend(x, mixup.Mix(partner, weights)))

@@ -11,8 +11,8 @@ from torch import nn
 from torchvision import models
 
 from errors import InputError
-from resnet import build_model
-from transformer import PAD, UNKNOWN, Dropout, Transformer, sinusoids
+from models.resnet import build_model
+from models.transformer import PAD, UNKNOWN, Dropout, Transformer, sinusoids
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,9 @@ def test_resnet_for_small_images_has_the_parameters_of_the_paper(arch: str, want
 def test_resnet_keeps_small_images_large(arch: str) -> None:
     model, sizes = build_model(arch, 10, 1, 32).eval(), []
     for number in range(1, model.stages + 1):
-        getattr(model, f"layer{number}").register_forward_hook(lambda _m, _i, out: sizes.append(out.shape[-1]))
+        getattr(model, f"layer{number}").register_forward_hook(
+            lambda _m, _i, out: sizes.append(out.shape[-1])
+        )
     assert tuple(model(torch.randn(2, 1, 32, 32)).shape) == (2, 10)
     assert sizes == [32, 16, 8, 4][: model.stages]
 
@@ -62,7 +64,9 @@ def test_torchvision_weights_load_by_name_and_give_the_same_outputs(arch: str) -
     x = torch.randn(2, 3, 96, 96)
     with torch.no_grad():
         wanted = peer(x)
-        torch.testing.assert_close(ours(x), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+        torch.testing.assert_close(
+            ours(x), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item()
+        )
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -94,13 +98,28 @@ def test_resnet_learns_a_batch_by_heart() -> None:
 # -------------------------------------------------------------------- Transformer
 
 VARIANTS = pytest.mark.parametrize(
-    ("positions", "pooling"), [("learned", "mean"), ("learned", "cls"), ("sinusoidal", "mean"), ("sinusoidal", "cls")]
+    ("positions", "pooling"),
+    [("learned", "mean"), ("learned", "cls"), ("sinusoidal", "mean"), ("sinusoidal", "cls")],
 )
 
 
 def small(**options: object) -> Transformer:
-    model = Transformer(60, 3, **{"width": 16, "depth": 2, "heads": 4, "mlp_width": 32, "max_len": 24, "dropout": 0.0, **options})
-    for parameter in model.parameters():  # away from the near-zero start, so that every path matters
+    model = Transformer(
+        60,
+        3,
+        **{
+            "width": 16,
+            "depth": 2,
+            "heads": 4,
+            "mlp_width": 32,
+            "max_len": 24,
+            "dropout": 0.0,
+            **options,
+        },
+    )
+    for (
+        parameter
+    ) in model.parameters():  # away from the near-zero start, so that every path matters
         nn.init.normal_(parameter, std=0.3)
     nn.init.zeros_(model.embed.weight[PAD].data)
     return model
@@ -158,7 +177,9 @@ def test_sinusoids_equal_their_formula(width: int) -> None:
     for place in range(11):
         for i in range(width):
             angle = place / 10_000 ** (2 * (i // 2) / width)
-            assert table[place, i].item() == pytest.approx(math.cos(angle) if i % 2 else math.sin(angle), abs=1e-5)
+            assert table[place, i].item() == pytest.approx(
+                math.cos(angle) if i % 2 else math.sin(angle), abs=1e-5
+            )
 
 
 def test_token_dropout_hides_tokens_in_training_only() -> None:
@@ -210,7 +231,9 @@ def test_a_prior_adds_its_scores_over_the_root_of_the_words() -> None:
     torch.manual_seed(0)
     scores = torch.randn(40, 3)
     scores[:3] = 0
-    model = Transformer(40, 3, width=16, depth=1, heads=2, mlp_width=16, max_len=8, prior=scores).eval()
+    model = Transformer(
+        40, 3, width=16, depth=1, heads=2, mlp_width=16, max_len=8, prior=scores
+    ).eval()
     tokens = torch.tensor([[2, 5, 6, 7, 0], [2, 9, 1, 0, 0]])
     with torch.no_grad():
         model.head.weight.zero_()  # the encoder says nothing, its bias is zero

@@ -10,14 +10,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import build
-import options
 import resnet50_test
-from distributed import World
+from cli import factory, options
+from cli.factory import build_optimizer
+from distributed.world import World
 from errors import InputError
 from ngd import NGD
-from ngd_cases import PLAIN, SGD, assert_same, distance, estimates, feed, held, made, snapshot, through_a_file, train, weights
-from optim import build_optimizer, ngd_groups
+from ngd_cases import (
+    PLAIN,
+    SGD,
+    assert_same,
+    distance,
+    estimates,
+    feed,
+    held,
+    made,
+    snapshot,
+    through_a_file,
+    train,
+    weights,
+)
+from optimizers.param_groups import ngd_groups
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -26,8 +39,12 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 @pytest.mark.parametrize("start", [0, 13])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30, None], ids=str)  # the square of 1e30 is not finite
-def test_a_bad_gradient_leaves_its_parameter_as_it_is_and_the_others_go_on(bad: float | None, start: int) -> None:
+@pytest.mark.parametrize(
+    "bad", [math.nan, math.inf, -math.inf, 1e30, None], ids=str
+)  # the square of 1e30 is not finite
+def test_a_bad_gradient_leaves_its_parameter_as_it_is_and_the_others_go_on(
+    bad: float | None, start: int
+) -> None:
     ill, well = (0, 2, 4), (1, 3, 5, 6, 7)
     optimizer, peer = (train(made(), range(start)) for _ in range(2))
     before = snapshot(optimizer, ill)
@@ -39,8 +56,14 @@ def test_a_bad_gradient_leaves_its_parameter_as_it_is_and_the_others_go_on(bad: 
         optimizer.step()
     for (p, state), (old, known) in zip(snapshot(optimizer, ill), before):
         assert_same((p, {name: state[name] for name in known}), (old, known))
-        assert all("factor" in name or not value.any() for name, value in state.items() if name not in known)
-    assert_same(snapshot(optimizer, well), snapshot(train(peer, range(start, 17)), well), 1e-5)  # batched with others or alone
+        assert all(
+            "factor" in name or not value.any()
+            for name, value in state.items()
+            if name not in known
+        )
+    assert_same(
+        snapshot(optimizer, well), snapshot(train(peer, range(start, 17)), well), 1e-5
+    )  # batched with others or alone
     train(optimizer, range(17, 21))
     for (p, state), (old, known) in zip(snapshot(optimizer, ill), before):
         assert p.isfinite().all()
@@ -72,7 +95,9 @@ def test_a_gradient_of_zeros_teaches_nothing_while_momentum_goes_on() -> None:
     for p, (old, state) in zip(held(peer), snapshot(optimizer)):
         p.detach().copy_(old)
         peer.state[p]["momentum_buffer"] = state["momentum_buffer"]
-    assert_same(held(train(optimizer, [8, 9], scale=0.0)), held(train(peer, [8, 9], scale=0.0)), 1e-6)
+    assert_same(
+        held(train(optimizer, [8, 9], scale=0.0)), held(train(peer, [8, 9], scale=0.0)), 1e-6
+    )
     assert_same(estimates(optimizer), before)
 
 
@@ -82,25 +107,47 @@ def test_steps_without_any_gradient_of_a_shape_are_as_if_they_had_not_been() -> 
         feed(held(optimizer), t)
         held(optimizer)[2].grad = None
         optimizer.step()
-    assert_same(snapshot(train(optimizer, range(7, 16)), [2]), snapshot(train(peer, range(7, 16)), [2]), 1e-5)
+    assert_same(
+        snapshot(train(optimizer, range(7, 16)), [2]),
+        snapshot(train(peer, range(7, 16)), [2]),
+        1e-5,
+    )
 
 
 # -------------------------------------------------------------------- an optimizer like others
 
 
-@pytest.mark.parametrize("options", [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.8, "nesterov": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.8, "nesterov": True}], ids=str
+)
 @pytest.mark.parametrize("decay", [0.0, 0.05])
-def test_what_is_not_preconditioned_takes_the_step_of_sgd(options: dict[str, Any], decay: float) -> None:
+def test_what_is_not_preconditioned_takes_the_step_of_sgd(
+    options: dict[str, Any], decay: float
+) -> None:
     bare = [p for number, p in enumerate(weights()) if number in PLAIN]
-    optimizer = NGD([{"params": weights(), "ngd": False}, {"params": bare}], lr=0.1, weight_decay=decay, **options)
-    peer = torch.optim.SGD([nn.Parameter(p.detach().clone()) for p in held(optimizer)], lr=0.1, weight_decay=decay, **options)
+    optimizer = NGD(
+        [{"params": weights(), "ngd": False}, {"params": bare}],
+        lr=0.1,
+        weight_decay=decay,
+        **options,
+    )
+    peer = torch.optim.SGD(
+        [nn.Parameter(p.detach().clone()) for p in held(optimizer)],
+        lr=0.1,
+        weight_decay=decay,
+        **options,
+    )
     assert_same(held(train(optimizer, range(8))), held(train(peer, range(8))), 1e-6)
     assert not estimates(optimizer)
 
 
 def test_a_narrow_factor_dtype_is_for_what_is_preconditioned_only() -> None:
     optimizer = NGD([{"params": weights(), "ngd": False}], **SGD, factor_dtype=torch.bfloat16)
-    assert_same(held(train(optimizer, range(5))), held(train(torch.optim.SGD(weights(), **SGD), range(5))), 1e-6)
+    assert_same(
+        held(train(optimizer, range(5))),
+        held(train(torch.optim.SGD(weights(), **SGD), range(5))),
+        1e-6,
+    )
 
 
 def test_empty_parameters_are_let_be() -> None:
@@ -108,7 +155,11 @@ def test_empty_parameters_are_let_be() -> None:
 
 
 def test_decoupled_decay_shrinks_the_weights_and_no_decay_changes_gradients() -> None:
-    shrunk, free, coupled = made(weight_decay=0.3, decoupled_weight_decay=True), made(weight_decay=0.0), made(weight_decay=0.3)
+    shrunk, free, coupled = (
+        made(weight_decay=0.3, decoupled_weight_decay=True),
+        made(weight_decay=0.0),
+        made(weight_decay=0.3),
+    )
     before = [p.detach().clone() for p in held(free)]
     for optimizer in (shrunk, free, coupled):
         gradients = [p.grad.clone() for p in held(train(optimizer, [0]))]
@@ -131,8 +182,20 @@ def test_the_closure_computes_loss_and_gradients() -> None:
     assert distance(p, before) == pytest.approx(0.1)  # the gradient is p
 
 
-CHANGES: list[tuple[str, Any]] = [("lr", 0.3), ("momentum", 0.5), ("momentum", 0.0), ("nesterov", True), ("weight_decay", 0.2)]
-CHANGES += [("decoupled_weight_decay", True), ("alpha", 1.0), ("eta", 0.5), ("update_period", 1), ("update_period", 3)]
+CHANGES: list[tuple[str, Any]] = [
+    ("lr", 0.3),
+    ("momentum", 0.5),
+    ("momentum", 0.0),
+    ("nesterov", True),
+    ("weight_decay", 0.2),
+]
+CHANGES += [
+    ("decoupled_weight_decay", True),
+    ("alpha", 1.0),
+    ("eta", 0.5),
+    ("update_period", 1),
+    ("update_period", 3),
+]
 
 
 @pytest.mark.parametrize(("name", "value"), CHANGES)
@@ -151,8 +214,21 @@ def test_a_scheduler_sets_the_rate() -> None:
     assert_same(snapshot(train(optimizer, range(3))), snapshot(train(made(), range(3))))
 
 
-WRONG: list[tuple[str, Any]] = [("lr", -0.1), ("lr", math.nan), ("momentum", -0.1), ("momentum", 1.0), ("weight_decay", -1e-3)]
-WRONG += [("rank", 0), ("alpha", 0.0), ("eta", 0.0), ("eta", 1.0), ("update_period", 0), ("max_dim", 0)]
+WRONG: list[tuple[str, Any]] = [
+    ("lr", -0.1),
+    ("lr", math.nan),
+    ("momentum", -0.1),
+    ("momentum", 1.0),
+    ("weight_decay", -1e-3),
+]
+WRONG += [
+    ("rank", 0),
+    ("alpha", 0.0),
+    ("eta", 0.0),
+    ("eta", 1.0),
+    ("update_period", 0),
+    ("max_dim", 0),
+]
 WRONG += [("factor_dtype", torch.int32), ("nesterov", True)]
 
 
@@ -173,16 +249,31 @@ def test_sparse_gradients_are_refused() -> None:
 
 def test_the_flags_reach_the_optimizer() -> None:
     words = "--ngd --lr 0.3 --weight_decay 0.01 --momentum 0.8 --nesterov --ngd_rank 7 --ngd_alpha 2 --ngd_eta 0.3 --ngd_period 5"
-    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", [*words.split(), "--ngd_max_dim", "99", "--ngd_skip", "0.w"])
-    optimizer = build.flags_optimizer(args, nn.Sequential(nn.Linear(3, 4, bias=False)), args.lr, World())
-    wanted = {"lr": 0.3, "weight_decay": 0.01, "momentum": 0.8, "nesterov": True, "rank": 7, "alpha": 2.0, "eta": 0.3}
+    args, _ = options.parse(
+        resnet50_test.parser(),
+        "resnet50_test",
+        [*words.split(), "--ngd_max_dim", "99", "--ngd_skip", "0.w"],
+    )
+    optimizer = factory.flags_optimizer(
+        args, nn.Sequential(nn.Linear(3, 4, bias=False)), args.lr, World()
+    )
+    wanted = {
+        "lr": 0.3,
+        "weight_decay": 0.01,
+        "momentum": 0.8,
+        "nesterov": True,
+        "rank": 7,
+        "alpha": 2.0,
+        "eta": 0.3,
+    }
     wanted |= {"update_period": 5, "max_dim": 99, "ngd": False}
     assert isinstance(optimizer, NGD)
     assert {name: optimizer.param_groups[0][name] for name in wanted} == wanted
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"), [("", (0.02, 5e-4)), ("--optimizer adamw", (1e-3, 0.05)), ("--ngd --lr 1", (1.0, 5e-4))]
+    ("words", "wanted"),
+    [("", (0.02, 5e-4)), ("--optimizer adamw", (1e-3, 0.05)), ("--ngd --lr 1", (1.0, 5e-4))],
 )
 def test_rates_default_by_optimizer(words: str, wanted: tuple[float, float]) -> None:
     args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words.split())
@@ -200,8 +291,17 @@ def test_skip_words_split_the_groups() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4))
     names = {p: name for name, p in model.named_parameters()}
     optimizer = build_optimizer(model, "ngd", 0.1, 0.01, own={"rank": 7}, ngd_skip=["0.w", "1."])
-    found = sorted((names[p], g["ngd"], g["weight_decay"], g["rank"]) for g in optimizer.param_groups for p in g["params"])
+    found = sorted(
+        (names[p], g["ngd"], g["weight_decay"], g["rank"])
+        for g in optimizer.param_groups
+        for p in g["params"]
+    )
     skipped = [("0.weight", False, 0.01, 7), ("1.bias", False, 0.0, 7), ("1.weight", False, 0.0, 7)]
-    assert found == [("0.bias", True, 0.0, 7), *skipped, ("2.bias", True, 0.0, 7), ("2.weight", True, 0.01, 7)]
+    assert found == [
+        ("0.bias", True, 0.0, 7),
+        *skipped,
+        ("2.bias", True, 0.0, 7),
+        ("2.weight", True, 0.01, 7),
+    ]
     with pytest.raises(InputError, match="nothing"):
         ngd_groups(model, 0.01, ["0.w", "nothing"])

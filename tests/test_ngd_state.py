@@ -14,12 +14,26 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import distributed
 import ngd
 import ranks
+from cli.factory import build_optimizer
+from distributed import ddp
+from distributed.world import World
 from ngd import NGD
-from ngd_cases import SGD, SHAPES, assert_same, distance, estimates, feed, held, made, snapshot, through_a_file, train, weights
-from optim import build_optimizer
+from ngd_cases import (
+    SGD,
+    SHAPES,
+    assert_same,
+    distance,
+    estimates,
+    feed,
+    held,
+    made,
+    snapshot,
+    through_a_file,
+    train,
+    weights,
+)
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -27,17 +41,27 @@ pytestmark = pytest.mark.filterwarnings("error")
 # -------------------------------------------------------------------- state
 
 
-WAYS: list[Callable[[NGD], NGD]] = [through_a_file, copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))]
+WAYS: list[Callable[[NGD], NGD]] = [
+    through_a_file,
+    copy.deepcopy,
+    lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["file", "deepcopy", "pickle"])
 @pytest.mark.parametrize("factor_dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_resumed_equals_uninterrupted(way: Callable[[NGD], NGD], factor_dtype: torch.dtype | None) -> None:
+def test_resumed_equals_uninterrupted(
+    way: Callable[[NGD], NGD], factor_dtype: torch.dtype | None
+) -> None:
     for steps in (3, 13):  # in the first ten, in mid-period
         optimizer = train(made(factor_dtype=factor_dtype), range(steps))
-        outcomes = [snapshot(train(some, range(steps, steps + 5))) for some in (way(optimizer), optimizer)]
+        outcomes = [
+            snapshot(train(some, range(steps, steps + 5))) for some in (way(optimizer), optimizer)
+        ]
         assert_same(*outcomes)
-        assert {value.dtype for value in estimates(optimizer, "factor")} == {factor_dtype or torch.float32}
+        assert {value.dtype for value in estimates(optimizer, "factor")} == {
+            factor_dtype or torch.float32
+        }
         assert way(optimizer)._step_supports_amp_scaling
 
 
@@ -58,7 +82,10 @@ def test_bf16_parameters_keep_wide_state_and_follow_fp32_ones() -> None:
 
 
 def test_factors_in_bf16_give_nearly_the_same_direction() -> None:
-    one, other = (estimates(train(made(factor_dtype=dtype), range(15)), "momentum") for dtype in (None, torch.bfloat16))
+    one, other = (
+        estimates(train(made(factor_dtype=dtype), range(15)), "momentum")
+        for dtype in (None, torch.bfloat16)
+    )
     assert all(distance(narrow, wide) < 2e-2 for narrow, wide in zip(other, one))
 
 
@@ -91,7 +118,9 @@ def test_grad_scaler_scales_away_and_skips(unscale: bool) -> None:
         if t == 12:
             before, held(peer)[0].grad[1, 1] = snapshot(optimizer), math.inf
         optimizer.zero_grad(set_to_none=bool(t % 2))
-        scaler.scale(sum((p * q.grad).sum() for p, q in zip(held(optimizer), held(peer)))).backward()
+        scaler.scale(
+            sum((p * q.grad).sum() for p, q in zip(held(optimizer), held(peer)))
+        ).backward()
         if unscale:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
@@ -100,7 +129,9 @@ def test_grad_scaler_scales_away_and_skips(unscale: bool) -> None:
             peer.step()
     assert_same(before, snapshot(peer), 1e-6)
     assert_same(snapshot(optimizer), before)
-    assert {state["step"] for state in optimizer.state.values()} == {13}  # called all the same: it skips on the device
+    assert {state["step"] for state in optimizer.state.values()} == {
+        13
+    }  # called all the same: it skips on the device
     assert scaler.get_scale() == 512.0
 
 
@@ -126,9 +157,15 @@ def test_channels_last_weights_take_the_same_step() -> None:
     assert all(p.is_contiguous(memory_format=torch.channels_last) for p in last)
 
 
-@pytest.mark.parametrize(("limit", "wanted"), [(1, [1, 1, 1]), (2 * 4 * 30 * 40, [2, 1]), (2**30, [3])])
-def test_parameters_are_worked_on_together_up_to_a_limit(limit: int, wanted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    one = train(NGD(weights([(40, 30)] * 3), update_period=1), range(15))  # of period 1, as chunks have phases of their own
+@pytest.mark.parametrize(
+    ("limit", "wanted"), [(1, [1, 1, 1]), (2 * 4 * 30 * 40, [2, 1]), (2**30, [3])]
+)
+def test_parameters_are_worked_on_together_up_to_a_limit(
+    limit: int, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = train(
+        NGD(weights([(40, 30)] * 3), update_period=1), range(15)
+    )  # of period 1, as chunks have phases of their own
     monkeypatch.setattr(ngd, "CHUNK_BYTES", {"cpu": limit})
     other = train(NGD(weights([(40, 30)] * 3), update_period=1), range(15))
     assert [len(chunk.parameters) for chunk in other.plan.chunks[0]] == wanted
@@ -142,7 +179,12 @@ def test_each_factor_changes_once_a_period_and_not_all_at_once(period: int) -> N
     optimizer, rows = train(NGD(weights(shapes), update_period=period), [0]), []
     for t in range(1, 10 + 3 * period):
         before = estimates(optimizer, "factor")
-        rows.append([not torch.equal(*pair) for pair in zip(before, estimates(train(optimizer, [t]), "factor"))])
+        rows.append(
+            [
+                not torch.equal(*pair)
+                for pair in zip(before, estimates(train(optimizer, [t]), "factor"))
+            ]
+        )
     first, later = torch.tensor(rows).int().split([9, 3 * period])
     assert first.all()
     assert (later.unfold(0, period, 1).sum(2) == 1).all()
@@ -152,16 +194,28 @@ def test_each_factor_changes_once_a_period_and_not_all_at_once(period: int) -> N
 class NoHostReads(TorchDispatchMode):
     """Fails on what waits for a device, or copies to or from one."""
 
-    WAITS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "lift_fresh"}
+    WAITS = {
+        "_local_scalar_dense",
+        "item",
+        "nonzero",
+        "is_nonzero",
+        "equal",
+        "masked_select",
+        "lift_fresh",
+    }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         assert name not in self.WAITS, name
-        assert name != "_to_copy" or (kwargs or {}).get("device") in (None, args[0].device), "copied to another device"
+        assert name != "_to_copy" or (kwargs or {}).get("device") in (None, args[0].device), (
+            "copied to another device"
+        )
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"decoupled_weight_decay": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"nesterov": True}, {"decoupled_weight_decay": True}], ids=str
+)
 def test_no_step_waits_for_the_device(options: dict[str, Any]) -> None:
     optimizer = train(made(**options), [0, 1])  # the second one asks whether the first was skipped
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
@@ -171,14 +225,24 @@ def test_no_step_waits_for_the_device(options: dict[str, Any]) -> None:
             optimizer.step()
 
 
-def one_rank(world: distributed.World) -> None:
+def one_rank(world: World) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 20, 3), nn.ReLU(), nn.Conv2d(20, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 5))
+    model = nn.Sequential(
+        nn.Conv2d(3, 20, 3),
+        nn.ReLU(),
+        nn.Conv2d(20, 8, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32, 5),
+    )
     optimizer = build_optimizer(model, "ngd", lr=0.05, weight_decay=1e-3)
-    parallel = distributed.wrap(model, world, sync_bn=False, static_graph=True)
+    parallel = ddp.wrap(model, world, sync_bn=False, static_graph=True)
     generator = torch.Generator().manual_seed(world.rank)
     for _ in range(100):
-        x, y = torch.randn(8, 3, 6, 6, generator=generator), torch.randint(5, (8,), generator=generator)
+        x, y = (
+            torch.randn(8, 3, 6, 6, generator=generator),
+            torch.randint(5, (8,), generator=generator),
+        )
         optimizer.zero_grad()
         F.cross_entropy(parallel(x), y).backward()
         optimizer.step()

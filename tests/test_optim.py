@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as peers
 
-import build
-import options
 import resnet50_test
-from optim import OPTIMIZERS, SCHEDULES, Schedule, build_optimizer, decay_groups, scale_lr
-from transformer import Transformer
+from cli import factory, options
+from cli.factory import build_optimizer
+from cli.flags import OPTIMIZERS
+from models.transformer import Transformer
+from optimizers.param_groups import decay_groups
+from optimizers.schedules import SCHEDULES, Schedule, scale_lr
 
 EPOCHS, STEPS = 12, 10  # of the run; steps in an epoch
 TOTAL = EPOCHS * STEPS
@@ -28,11 +30,15 @@ BY_STEP: dict[str, tuple[Callable[[torch.optim.Optimizer], peers.LRScheduler], d
     "cosine": (lambda o: peers.CosineAnnealingLR(o, TOTAL, eta_min=0.05), {"end": 0.05}),
     # torch ends OneCycleLR on the last step, ours right after it: one step more, the rise of the same length
     "onecycle": (
-        lambda o: peers.OneCycleLR(o, 7.0, TOTAL + 1, pct_start=(0.3 * TOTAL + 1) / (TOTAL + 1), cycle_momentum=False),
+        lambda o: peers.OneCycleLR(
+            o, 7.0, TOTAL + 1, pct_start=(0.3 * TOTAL + 1) / (TOTAL + 1), cycle_momentum=False
+        ),
         {"peak": 7.0},
     ),
     "cyclic": (
-        lambda o: peers.CyclicLR(o, 1.0, 7.0, step_size_up=2 * STEPS, mode="triangular", cycle_momentum=False),
+        lambda o: peers.CyclicLR(
+            o, 1.0, 7.0, step_size_up=2 * STEPS, mode="triangular", cycle_momentum=False
+        ),
         {"peak": 7.0, "step_size": 2},
     ),
 }
@@ -55,13 +61,17 @@ def rates(peer: Callable[[torch.optim.Optimizer], peers.LRScheduler], count: int
 def test_epoch_schedule_equals_torch_and_changes_at_whole_epochs_only(name: str) -> None:
     ours = Schedule(name, EPOCHS, gamma=0.3, step_size=3, milestones=[11, 2, 5])
     wanted = [rate for rate in rates(BY_EPOCH[name], EPOCHS) for _ in range(STEPS)]
-    assert [ours(epoch + step * (1 / STEPS)) for epoch in range(EPOCHS) for step in range(STEPS)] == pytest.approx(wanted)
+    assert [
+        ours(epoch + step * (1 / STEPS)) for epoch in range(EPOCHS) for step in range(STEPS)
+    ] == pytest.approx(wanted)
 
 
 def test_inverse_equals_its_formula_and_changes_at_whole_epochs_only() -> None:
     ours = Schedule("inverse", EPOCHS, gamma=0.3)
     for epoch in range(EPOCHS):
-        assert {ours(epoch + step * (1 / STEPS)) for step in range(STEPS)} == {1 / (1 + 0.3 * epoch)}
+        assert {ours(epoch + step * (1 / STEPS)) for step in range(STEPS)} == {
+            1 / (1 + 0.3 * epoch)
+        }
 
 
 @pytest.mark.parametrize("name", BY_STEP)
@@ -90,8 +100,13 @@ def test_warmup_rises_linearly_and_ends_at_one(warmup: float, steps: int) -> Non
 
 @pytest.mark.parametrize("name", ["polynomial", "cosine", "onecycle"])
 def test_shape_begins_after_the_warmup_and_ends_with_the_run(name: str) -> None:
-    warm, plain = Schedule(name, 12, warmup=4, end=0.1, peak=3.0), Schedule(name, 8, end=0.1, peak=3.0)
-    assert [warm(4 + t) for t in (0, 1.5, 4, 8)] == pytest.approx([plain(t) for t in (0, 1.5, 4, 8)])
+    warm, plain = (
+        Schedule(name, 12, warmup=4, end=0.1, peak=3.0),
+        Schedule(name, 8, end=0.1, peak=3.0),
+    )
+    assert [warm(4 + t) for t in (0, 1.5, 4, 8)] == pytest.approx(
+        [plain(t) for t in (0, 1.5, 4, 8)]
+    )
     assert warm(12) == pytest.approx({"onecycle": 3 / 250_000}.get(name, 0.1))
 
 
@@ -107,27 +122,44 @@ def test_unknown_schedule_is_refused() -> None:
         Schedule("sinus", 3)(0)
 
 
-@pytest.mark.parametrize(("rule", "wanted"), [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * math.sqrt(8))])
+@pytest.mark.parametrize(
+    ("rule", "wanted"), [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * math.sqrt(8))]
+)
 def test_learning_rate_scales_with_the_batch(rule: str, wanted: float) -> None:
     assert scale_lr(0.1, rule, batch_size=1024, base=128) == pytest.approx(wanted)
     assert scale_lr(0.1, rule, batch_size=128, base=128) == pytest.approx(0.1)
 
 
 def test_decay_groups_hold_each_trained_parameter_once() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.Linear(4, 4),
+        nn.Linear(4, 4, bias=False),
+    )
     model[4].weight = model[3].weight  # tied
     model[0].bias.requires_grad_(False)
     groups = decay_groups(model, 0.1)
     held = [id(parameter) for group in groups for parameter in group["params"]]
     assert len(held) == len(set(held))
-    assert set(held) == {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
+    assert set(held) == {
+        id(parameter) for parameter in model.parameters() if parameter.requires_grad
+    }
+    decayed = {
+        id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]
+    }
     assert decayed == {id(model[0].weight), id(model[3].weight)}
 
 
 def test_learned_positions_are_not_decayed() -> None:
     model = Transformer(50, 3, width=8, depth=1, heads=2, mlp_width=8, max_len=16)
-    free = {id(parameter) for group in decay_groups(model, 0.1) if not group["weight_decay"] for parameter in group["params"]}
+    free = {
+        id(parameter)
+        for group in decay_groups(model, 0.1)
+        if not group["weight_decay"]
+        for parameter in group["params"]
+    }
     assert id(model.positions) in free
 
 
@@ -175,7 +207,12 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("sgd", {"momentum": 0.0}), ("sgd", {"momentum": 0.9}), ("sgd", {"momentum": 0.9, "nesterov": True}), ("adamw", {})],
+    [
+        ("sgd", {"momentum": 0.0}),
+        ("sgd", {"momentum": 0.9}),
+        ("sgd", {"momentum": 0.9, "nesterov": True}),
+        ("adamw", {}),
+    ],
     ids=["sgd", "momentum", "nesterov", "adamw"],
 )
 @pytest.mark.parametrize("skipped", [(0,), (0, 1), (1,)], ids=["first", "first-two", "second"])
@@ -213,7 +250,11 @@ def test_skipped_steps_leave_no_trace(name: str, options: dict, skipped: tuple[i
 )
 def test_a_large_batch_is_advised_on(words: str, batch: int, advised: bool) -> None:
     args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split())
-    line = build.large_batch_advice(args, batch, 50_000)
+    line = factory.large_batch_advice(args, batch, 50_000)
     assert bool(line) == advised
     assert "\n" not in line
-    assert not advised or (f"global batch of {batch}" in line and "--lr_scaling" in line and "square root is 224" in line)
+    assert not advised or (
+        f"global batch of {batch}" in line
+        and "--lr_scaling" in line
+        and "square root is 224" in line
+    )

@@ -28,21 +28,33 @@ def killed_and_resumed(command: list[str], folder: Path, kills: int, **environme
         resume = ["--resume"] if last.exists() else []
         process = ranks.start([*command, "--out", str(run), *resume], folder, **environment)
         saves = 1 + attempt + dice.randrange(2)
-        for _ in range(saves):  # so many checkpoints later, somewhere before or in the writing of the next one
-            ranks.wait_for(lambda stamp=stamp: last.exists() and last.stat().st_mtime_ns != stamp, process)
+        for _ in range(
+            saves
+        ):  # so many checkpoints later, somewhere before or in the writing of the next one
+            ranks.wait_for(
+                lambda stamp=stamp: last.exists() and last.stat().st_mtime_ns != stamp, process
+            )
             stamp = last.stat().st_mtime_ns
         time.sleep(dice.random() * 0.1)
         assert process.poll() is None, "the run was over before it could be killed"
         ranks.kill(process)
-    ranks.finish(ranks.start([*command, "--out", str(run), "--resume"], folder, **environment), folder)
+    ranks.finish(
+        ranks.start([*command, "--out", str(run), "--resume"], folder, **environment), folder
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("resnet50_test.py", [*IMAGES, "--dynamic_batch", "noise", "--min_bs", "16", "--dynamic_lr", "sqrt"]),
-        ("transformer_test.py", [*TEXTS, "--dynamic_batch", "loss", "--loss_window", "2", "--loss_threshold", "80"]),
+        (
+            "resnet50_test.py",
+            [*IMAGES, "--dynamic_batch", "noise", "--min_bs", "16", "--dynamic_lr", "sqrt"],
+        ),
+        (
+            "transformer_test.py",
+            [*TEXTS, "--dynamic_batch", "loss", "--loss_window", "2", "--loss_threshold", "80"],
+        ),
     ],
 )
 def test_sigkill_then_resume_on_one_process(name, flags, tmp_path):
@@ -67,8 +79,15 @@ def test_sigkill_then_resume_on_one_process(name, flags, tmp_path):
 def test_sigkill_then_resume_on_two_ranks(more, tmp_path):
     flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:], *more.split()]
     whole = tmp_path / "whole"
-    ranks.finish(ranks.start(ranks.torchrun("resnet50_test.py", *flags, "--out", whole / "run"), whole, NGPU="2"), whole)
-    killed_and_resumed(ranks.torchrun("resnet50_test.py", *flags), tmp_path / "killed", kills=1, NGPU="2")
+    ranks.finish(
+        ranks.start(
+            ranks.torchrun("resnet50_test.py", *flags, "--out", whole / "run"), whole, NGPU="2"
+        ),
+        whole,
+    )
+    killed_and_resumed(
+        ranks.torchrun("resnet50_test.py", *flags), tmp_path / "killed", kills=1, NGPU="2"
+    )
     ranks.same_run(whole / "run", tmp_path / "killed" / "run")
     assert len(torch.load(whole / "run" / "last.pt", weights_only=True)["ranks"]) == 2
 
@@ -78,24 +97,46 @@ def test_sigkill_then_resume_on_two_ranks(more, tmp_path):
 def test_a_signal_writes_a_checkpoint_and_leaves_with_130(number, tmp_path):
     flags = [*IMAGES[:-4], "--save_every", "0", "--threads", "1", "--seed", "3"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    ranks.finish(ranks.start(ranks.script("resnet50_test.py", *flags, "--out", whole / "run"), whole), whole)
+    ranks.finish(
+        ranks.start(ranks.script("resnet50_test.py", *flags, "--out", whole / "run"), whole), whole
+    )
     process = ranks.start(ranks.script("resnet50_test.py", *flags, "--out", cut / "run"), cut)
-    ranks.wait_for(lambda: len(ranks.metrics(cut / "run")) > 0 if (cut / "run" / "metrics.jsonl").exists() else False, process)
+    ranks.wait_for(
+        lambda: (
+            len(ranks.metrics(cut / "run")) > 0
+            if (cut / "run" / "metrics.jsonl").exists()
+            else False
+        ),
+        process,
+    )
     process.send_signal(number)
     console = ranks.finish(process, cut, wanted=130)
     assert "--resume" in console.splitlines()[-1]
     assert "Traceback" not in console
-    ranks.finish(ranks.start(ranks.script("resnet50_test.py", "--resume", cut / "run"), cut), cut)  # flags come along
+    ranks.finish(
+        ranks.start(ranks.script("resnet50_test.py", "--resume", cut / "run"), cut), cut
+    )  # flags come along
     ranks.same_run(whole / "run", cut / "run")
 
 
 @pytest.mark.slow
 def test_torchrun_restarts_by_itself_after_a_rank_dies(tmp_path):
-    flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:], "--ngd", "--meta_learning", "--meta_every", "4"]
+    flags = [
+        *IMAGES[:4],
+        "--bs",
+        "32",
+        *IMAGES[6:],
+        "--ngd",
+        "--meta_learning",
+        "--meta_every",
+        "4",
+    ]
     whole, hurt = tmp_path / "whole", tmp_path / "hurt"
     reference = ranks.torchrun("resnet50_test.py", *flags, "--out", whole / "run")
     ranks.finish(ranks.start(reference, whole, NGPU="2"), whole)
-    process = ranks.start(ranks.torchrun("resnet50_test.py", *flags), hurt, NGPU="2", MAX_RESTARTS="1")  # --out by default
+    process = ranks.start(
+        ranks.torchrun("resnet50_test.py", *flags), hurt, NGPU="2", MAX_RESTARTS="1"
+    )  # --out by default
 
     def rows() -> list[Path]:
         return [path for path in hurt.glob("runs/*/metrics.jsonl") if path.read_text()]
@@ -110,14 +151,34 @@ def test_torchrun_restarts_by_itself_after_a_rank_dies(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("more", ["--optimizer slamb --lr 3e-3", "--sync local --local_steps 7"])
 def test_ranks_with_weights_of_their_own_go_on_as_one_process(more, tmp_path):
-    flags = ["--dataset", "digits", "--arch", "resnet8", "--bs", "32", "--epochs", "1", "--threads", "1", *more.split()]
+    flags = [
+        "--dataset",
+        "digits",
+        "--arch",
+        "resnet8",
+        "--bs",
+        "32",
+        "--epochs",
+        "1",
+        "--threads",
+        "1",
+        *more.split(),
+    ]
     run = tmp_path / "run"
-    ranks.finish(ranks.start(ranks.torchrun("resnet50_test.py", *flags, "--out", run), tmp_path, NGPU="2"), tmp_path)
+    ranks.finish(
+        ranks.start(ranks.torchrun("resnet50_test.py", *flags, "--out", run), tmp_path, NGPU="2"),
+        tmp_path,
+    )
     parts = torch.load(run / "last.pt", weights_only=True)["ranks"]
     momentum = "exp_avg" if "slamb" in more else "momentum_buffer"
-    first, second = ([state[momentum] for state in part["optimizer"]["state"].values()] for part in parts)
+    first, second = (
+        [state[momentum] for state in part["optimizer"]["state"].values()] for part in parts
+    )
     assert not all(torch.equal(*pair) for pair in zip(first, second))
-    ranks.finish(ranks.start(ranks.script("resnet50_test.py", "--resume", run, "--epochs", "2"), tmp_path), tmp_path)
+    ranks.finish(
+        ranks.start(ranks.script("resnet50_test.py", "--resume", run, "--epochs", "2"), tmp_path),
+        tmp_path,
+    )
     rows = ranks.metrics(run)
     assert [row["world_size"] for row in rows] == [2, 1]
     assert rows[1]["train_loss"] < rows[0]["train_loss"]

@@ -5,17 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sampler import GROUP, Sampler, balanced_rows, epoch_generator, share
+from input_pipeline.sampler import GROUP, Sampler, balanced_rows, epoch_generator, share
 
-WITH_AND_WITHOUT = pytest.mark.parametrize("lengths", [None, torch.arange(1003) % 97 + 1], ids=["plain", "lengths"])
+WITH_AND_WITHOUT = pytest.mark.parametrize(
+    "lengths", [None, torch.arange(1003) % 97 + 1], ids=["plain", "lengths"]
+)
 
 
 @WITH_AND_WITHOUT
 @pytest.mark.parametrize("batch_size", [1, 10, 64, 1003])
-def test_epoch_draws_no_row_twice_and_fills_every_batch(batch_size: int, lengths: torch.Tensor | None) -> None:
+def test_epoch_draws_no_row_twice_and_fills_every_batch(
+    batch_size: int, lengths: torch.Tensor | None
+) -> None:
     sampler = Sampler(1003, seed=3, lengths=lengths)
     batches = sampler.epoch(5, batch_size)
-    assert batches.shape == (1003 // batch_size, batch_size) == (sampler.steps(batch_size), batch_size)
+    assert (
+        batches.shape == (1003 // batch_size, batch_size) == (sampler.steps(batch_size), batch_size)
+    )
     rows = batches.flatten()
     assert len(rows.unique()) == len(rows)
     assert 0 <= int(rows.min()) <= int(rows.max()) < len(sampler) == 1003
@@ -40,12 +46,19 @@ def test_drawing_leaves_the_global_random_state_alone() -> None:
 
 
 def test_seeds_and_epochs_do_not_share_orders() -> None:
-    orders = {tuple(torch.randperm(50, generator=epoch_generator(s, e)).tolist()) for s in range(12) for e in range(12)}
+    orders = {
+        tuple(torch.randperm(50, generator=epoch_generator(s, e)).tolist())
+        for s in range(12)
+        for e in range(12)
+    }
     assert len(orders) == 144
 
 
 def test_every_epoch_leaves_out_other_rows() -> None:
-    left = [set(range(10)) - set(Sampler(10, 0).epoch(epoch, 8).flatten().tolist()) for epoch in range(30)]
+    left = [
+        set(range(10)) - set(Sampler(10, 0).epoch(epoch, 8).flatten().tolist())
+        for epoch in range(30)
+    ]
     assert set.union(*left) == set(range(10))
 
 
@@ -56,7 +69,9 @@ def test_ranks_share_one_global_batch(world_size: int, lengths: torch.Tensor | N
         shares = [share(batch, rank, world_size) for rank in range(world_size)]
         assert {len(rows) for rows in shares} == {64 // world_size}
         together = torch.cat(shares).sort().values
-        assert torch.equal(together, batch.sort().values)  # equal as multisets: disjoint and complete
+        assert torch.equal(
+            together, batch.sort().values
+        )  # equal as multisets: disjoint and complete
 
 
 def padding(batches: torch.Tensor, lengths: torch.Tensor) -> float:
@@ -83,14 +98,20 @@ def test_batches_of_similar_length_come_in_random_order() -> None:
     assert abs(following) < 0.25
     assert abs(steps) < 0.25
     members = [frozenset(batch.tolist()) for batch in Sampler(rows, 0, lengths).epoch(1, 32)]
-    assert not set(members) & {frozenset(batch.tolist()) for batch in Sampler(rows, 0, lengths).epoch(0, 32)}
+    assert not set(members) & {
+        frozenset(batch.tolist()) for batch in Sampler(rows, 0, lengths).epoch(0, 32)
+    }
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.1, 0.25, 0.5, 1.0])
 def test_balanced_rows_draw_the_same_share_of_each_class(fraction: float) -> None:
-    labels = torch.tensor([0] * 400 + [1] * 200 + [2] * 8)[torch.randperm(608, generator=torch.Generator().manual_seed(0))]
+    labels = torch.tensor([0] * 400 + [1] * 200 + [2] * 8)[
+        torch.randperm(608, generator=torch.Generator().manual_seed(0))
+    ]
     drawn, others = balanced_rows(labels, fraction, seed=7)
-    assert labels[drawn].bincount(minlength=3).tolist() == [max(1, round(fraction * n)) for n in (400, 200, 8)]
+    assert labels[drawn].bincount(minlength=3).tolist() == [
+        max(1, round(fraction * n)) for n in (400, 200, 8)
+    ]
     assert torch.equal(torch.cat([drawn, others]).sort().values, torch.arange(608))
     assert torch.equal(drawn, drawn.sort().values)
     assert torch.equal(others, others.sort().values)

@@ -8,42 +8,56 @@ from pathlib import Path
 import pytest
 import torch
 
-import backends
 import conftest
-import hooks
-import optim
 import ranks
-import sharding
 import transformer_test
-from distributed import World
+from backends.precision import Precision
+from cli import factory
+from distributed import comm_hooks, fsdp, sharded_checkpoint
+from distributed.world import World
 from errors import InputError
-from step import Step
-from tasks import classification
-from transformer import Transformer
+from models.transformer import Transformer
+from training.losses import classification
+from training.step import Step
 
-TEXTS = (
-    "--dataset headlines --bs 16 --lr 4e-4 --epochs 2 --depth 2 --width 32 --vocab_size 800 --precision fp32 --threads 1".split()
-)
-FP32 = backends.Precision("fp32", "cpu")
+TEXTS = "--dataset headlines --bs 16 --lr 4e-4 --epochs 2 --depth 2 --width 32 --vocab_size 800 --precision fp32 --threads 1".split()
+FP32 = Precision("fp32", "cpu")
 
 
 def model() -> Transformer:
     torch.manual_seed(1)
-    return Transformer(50, 4, width=16, depth=2, heads=2, mlp_width=32, max_len=16, dropout=0.0).double()
+    return Transformer(
+        50, 4, width=16, depth=2, heads=2, mlp_width=32, max_len=16, dropout=0.0
+    ).double()
 
 
 def batch(rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(10 * rank + number)
-    return torch.randint(3, 50, (6, 12), generator=generator), torch.randint(4, (6,), generator=generator)
+    return torch.randint(3, 50, (6, 12), generator=generator), torch.randint(
+        4, (6,), generator=generator
+    )
 
 
-def trained(world: World, parallel: str, name: str, accumulate: int, clip: float, wire: str = "none") -> Step:
+def trained(
+    world: World, parallel: str, name: str, accumulate: int, clip: float, wire: str = "none"
+) -> Step:
     """Five steps; the third of them has a gradient that is not finite on one rank."""
     net = model()
     if parallel != "ddp":
-        sharding.shard(net, world, parallel, hooks.WIRE.get(wire))
-    optimizer = optim.build_optimizer(net, name, 0.05 if name == "sgd" else 1e-2, weight_decay=0.01)
-    step = Step(net, classification(), optimizer, FP32, world, accumulate, clip, hook=hooks.Compressed(world, wire))
+        fsdp.shard(net, world, parallel, comm_hooks.WIRE.get(wire))
+    optimizer = factory.build_optimizer(
+        net, name, 0.05 if name == "sgd" else 1e-2, weight_decay=0.01
+    )
+    step = Step(
+        net,
+        classification(),
+        optimizer,
+        FP32,
+        world,
+        accumulate,
+        clip,
+        hook=comm_hooks.Compressed(world, wire),
+    )
     step.wrap()
     net.train()
     for number in range(5):
@@ -58,22 +72,32 @@ def not_a_number(net, inputs, labels):
 
 
 def whole_parameters(step: Step) -> torch.Tensor:
-    return torch.cat([sharding.full(parameter.detach()).flatten() for parameter in step.parameters])
+    return torch.cat([fsdp.full(parameter.detach()).flatten() for parameter in step.parameters])
 
 
 def shards_train_as_copies_do(world, parallel, local_size):
     world.local_size = local_size
-    for name, accumulate, clip in (("sgd", 1, 0.0), ("sgd", 3, 0.1), ("adamw", 1, 0.1), ("adamw", 2, 0.0)):
+    for name, accumulate, clip in (
+        ("sgd", 1, 0.0),
+        ("sgd", 3, 0.1),
+        ("adamw", 1, 0.1),
+        ("adamw", 2, 0.0),
+    ):
         whole, cut = (trained(world, kind, name, accumulate, clip) for kind in ("ddp", parallel))
-        torch.testing.assert_close(whole_parameters(cut), whole_parameters(whole), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            whole_parameters(cut), whole_parameters(whole), rtol=1e-9, atol=1e-12
+        )
         torch.testing.assert_close(cut.sums, whole.sums, rtol=1e-9, atol=1e-12)
         held = sum(parameter.to_local().numel() for parameter in cut.parameters)
         assert held <= sum(parameter.numel() for parameter in cut.parameters) / local_size * 1.1
-        assert sharding.is_sharded(cut.model)
-        assert not sharding.is_sharded(whole.model)
+        assert fsdp.is_sharded(cut.model)
+        assert not fsdp.is_sharded(whole.model)
 
 
-@pytest.mark.parametrize(("parallel", "size", "local_size"), [("fsdp", 2, 2), ("fsdp", 3, 3), ("hsdp", 2, 1), ("hsdp", 4, 2)])
+@pytest.mark.parametrize(
+    ("parallel", "size", "local_size"),
+    [("fsdp", 2, 2), ("fsdp", 3, 3), ("hsdp", 2, 1), ("hsdp", 4, 2)],
+)
 def test_shards_train_as_copies_do(parallel, size, local_size):
     ranks.run_ranks(shards_train_as_copies_do, size, parallel, local_size)
 
@@ -81,9 +105,14 @@ def test_shards_train_as_copies_do(parallel, size, local_size):
 def bytes_and_precision_of_the_wire(world):
     every = sum(parameter.numel() for parameter in model().parameters())
     blocks = sum(parameter.numel() for parameter in model().blocks.parameters())
-    exact, rounded = trained(world, "fsdp", "sgd", 2, 0.0), trained(world, "fsdp", "sgd", 2, 0.0, "bf16")
+    exact, rounded = (
+        trained(world, "fsdp", "sgd", 2, 0.0),
+        trained(world, "fsdp", "sgd", 2, 0.0, "bf16"),
+    )
     assert exact.world.bytes_sent == 2 * 5 * 8 * (2 * (every + blocks) + every)
-    apart = (whole_parameters(rounded) - whole_parameters(exact)).norm() / whole_parameters(exact).norm()
+    apart = (whole_parameters(rounded) - whole_parameters(exact)).norm() / whole_parameters(
+        exact
+    ).norm()
     assert 1e-7 < apart < 1e-2
 
 
@@ -92,13 +121,13 @@ def test_bytes_and_precision_of_the_wire():
 
 
 def test_images_have_the_losses_of_data_parallelism(tmp_path):
-    flags = (
-        "--dataset digits --arch resnet8 --bs 64 --lr 0.01 --epochs 1 --precision fp32 --threads 1 --accumulate 2 --fuse".split()
-    )
+    flags = "--dataset digits --arch resnet8 --bs 64 --lr 0.01 --epochs 1 --precision fp32 --threads 1 --accumulate 2 --fuse".split()
     found = []
     for parallel in ("ddp", "fsdp"):
         folder = tmp_path / parallel
-        command = ranks.torchrun("resnet50_test.py", *flags, "--parallel", parallel, "--out", folder / "run")
+        command = ranks.torchrun(
+            "resnet50_test.py", *flags, "--parallel", parallel, "--out", folder / "run"
+        )
         ranks.finish(ranks.start(command, folder, NGPU="2"), folder)
         found.append([row["train_loss"] for row in ranks.metrics(folder / "run")])
     assert found[1] == pytest.approx(found[0], rel=1e-4)
@@ -112,15 +141,15 @@ def test_texts_have_the_losses_of_data_parallelism(runs):
 
 def test_two_nodes_share_out_what_one_node_holds(tmp_path):
     with pytest.raises(InputError, match="several nodes"):
-        sharding.device_mesh(World(size=2, local_size=2), "hsdp")
+        fsdp.device_mesh(World(size=2, local_size=2), "hsdp")
     with pytest.raises(InputError, match="several nodes"):
-        sharding.device_mesh(World(size=5, local_size=2), "hsdp")
+        fsdp.device_mesh(World(size=5, local_size=2), "hsdp")
 
 
 def whole_weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
     state = torch.load(run / f"{name}.pt", weights_only=True)
     assert not state["model"]
-    return sharding.whole(run / state["shards"])
+    return sharded_checkpoint.whole(run / state["shards"])
 
 
 @pytest.fixture(scope="module")
@@ -128,61 +157,114 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with 'cut', a run of two epochs in shards on two ranks, and 'copied', the same by data parallelism."""
     folder = tmp_path_factory.mktemp("shards")
     for name, parallel in (("cut", "fsdp"), ("copied", "ddp")):
-        command = ranks.torchrun("transformer_test.py", *TEXTS, "--save_every", 5, "--parallel", parallel, "--out", folder / name)
+        command = ranks.torchrun(
+            "transformer_test.py",
+            *TEXTS,
+            "--save_every",
+            5,
+            "--parallel",
+            parallel,
+            "--out",
+            folder / name,
+        )
         ranks.finish(ranks.start(command, folder, NGPU="2"), folder)
     return folder
 
 
 def test_only_the_last_and_the_best_shards_stay(runs):
-    kept = {torch.load(runs / "cut" / f"{name}.pt", weights_only=True)["shards"] for name in ("last", "best")}
+    kept = {
+        torch.load(runs / "cut" / f"{name}.pt", weights_only=True)["shards"]
+        for name in ("last", "best")
+    }
     assert {path.name for path in (runs / "cut").glob("shards-*")} == kept
 
 
 def test_sigkill_then_resume_in_shards(runs, tmp_path):
     run, flags = tmp_path / "run", [*TEXTS, "--save_every", "5", "--parallel", "fsdp"]
-    process = ranks.start(ranks.torchrun("transformer_test.py", *flags, "--out", run), tmp_path, NGPU="2")
-    ranks.wait_for(lambda: len(ranks.metrics(run)) == 1 if (run / "metrics.jsonl").exists() else False, process)
+    process = ranks.start(
+        ranks.torchrun("transformer_test.py", *flags, "--out", run), tmp_path, NGPU="2"
+    )
+    ranks.wait_for(
+        lambda: len(ranks.metrics(run)) == 1 if (run / "metrics.jsonl").exists() else False, process
+    )
     ranks.kill(process)
-    ranks.finish(ranks.start(ranks.torchrun("transformer_test.py", *flags, "--out", run, "--resume"), tmp_path, NGPU="2"), tmp_path)
+    ranks.finish(
+        ranks.start(
+            ranks.torchrun("transformer_test.py", *flags, "--out", run, "--resume"),
+            tmp_path,
+            NGPU="2",
+        ),
+        tmp_path,
+    )
     assert ranks.metrics(run) == ranks.metrics(runs / "cut")
     whole, resumed = whole_weights(runs / "cut"), whole_weights(run)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("run", "size", "parallel"), [("cut", 1, "fsdp"), ("cut", 3, "fsdp"), ("copied", 2, "fsdp")])
+@pytest.mark.parametrize(
+    ("run", "size", "parallel"), [("cut", 1, "fsdp"), ("cut", 3, "fsdp"), ("copied", 2, "fsdp")]
+)
 def test_a_run_goes_on_with_other_ranks_and_other_ways(runs, tmp_path, run, size, parallel):
     """The third epoch is as good as the second; weights and moments of another make would not be."""
     shutil.copytree(runs / run, tmp_path / "run")
-    flags = ["--epochs", "3", "--lr_schedule", "constant", "--resume", tmp_path / "run", "--bs", 32 // size, "--parallel", parallel]
-    ranks.finish(ranks.start(ranks.torchrun("transformer_test.py", *flags), tmp_path, NGPU=str(size)), tmp_path)
+    flags = [
+        "--epochs",
+        "3",
+        "--lr_schedule",
+        "constant",
+        "--resume",
+        tmp_path / "run",
+        "--bs",
+        32 // size,
+        "--parallel",
+        parallel,
+    ]
+    ranks.finish(
+        ranks.start(ranks.torchrun("transformer_test.py", *flags), tmp_path, NGPU=str(size)),
+        tmp_path,
+    )
     rows = ranks.metrics(tmp_path / "run")
     assert rows[2]["train_loss"] < rows[1]["train_loss"] < rows[0]["train_loss"]
     assert rows[2]["world_size"] == size
-    states = [torch.load(tmp_path / "run" / f"{name}.pt", weights_only=True) for name in ("last", "best")]
+    states = [
+        torch.load(tmp_path / "run" / f"{name}.pt", weights_only=True) for name in ("last", "best")
+    ]
     assert bool(states[0]["shards"]) == (size > 1)
-    assert {path.name for path in (tmp_path / "run").glob("shards-*")} == {state["shards"] for state in states} - {""}
+    assert {path.name for path in (tmp_path / "run").glob("shards-*")} == {
+        state["shards"] for state in states
+    } - {""}
 
 
 def a_checkpoint_fits_any_ranks(world, folder, parallel):
     """Weights and moments, bit for bit; `folder` holds shards of two ranks and what they were put together."""
     net = model()
     if parallel != "ddp":
-        sharding.shard(net, world, parallel)
-    step = Step(net, classification(), optim.build_optimizer(net, "adamw", 1e-2, 0.01), FP32, world)
-    sharding.load(Path(folder) / "shards-1", net, step.optimizer, world)
+        fsdp.shard(net, world, parallel)
+    step = Step(
+        net, classification(), factory.build_optimizer(net, "adamw", 1e-2, 0.01), FP32, world
+    )
+    sharded_checkpoint.load(Path(folder) / "shards-1", net, step.optimizer, world)
     assert same_tensors(step, torch.load(Path(folder) / "whole.pt"))
 
 
 def same_tensors(step: Step, wanted: dict[str, torch.Tensor]) -> bool:
-    found = {name: sharding.full(value) for name, value in sharding.tensors(step.model, step.optimizer).items()}
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    found = {
+        name: fsdp.full(value)
+        for name, value in sharded_checkpoint.tensors(step.model, step.optimizer).items()
+    }
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[name], wanted[name]) for name in wanted
+    )
 
 
 def write_both_kinds(world, folder):
     step = trained(world, "fsdp", "adamw", 1, 0.0)
-    sharding.save(Path(folder) / "shards-1", step.model, step.optimizer, world)
-    found = {name: sharding.full(value) for name, value in sharding.tensors(step.model, step.optimizer).items()}
+    sharded_checkpoint.save(Path(folder) / "shards-1", step.model, step.optimizer, world)
+    found = {
+        name: fsdp.full(value)
+        for name, value in sharded_checkpoint.tensors(step.model, step.optimizer).items()
+    }
     if world.first:
         torch.save(found, Path(folder) / "whole.pt")
 
@@ -199,7 +281,13 @@ def test_evaluate_predict_and_export_read_shards(runs, tmp_path, capsys):
     assert conftest.call(transformer_test, ["--resume", run, "--evaluate"]) == 0
     accuracy = ranks.metrics(runs / "cut")[-1]["test_accuracy"]
     assert f"{100 * accuracy:.2f} %" in capsys.readouterr().out
-    assert conftest.call(transformer_test, ["--resume", f"{run}/best.pt", "--export", str(tmp_path / "model.pt2")]) == 0
+    assert (
+        conftest.call(
+            transformer_test,
+            ["--resume", f"{run}/best.pt", "--export", str(tmp_path / "model.pt2")],
+        )
+        == 0
+    )
 
 
 def test_broken_shards_are_one_line(runs, tmp_path, refused):
@@ -225,7 +313,7 @@ def test_a_full_disk_keeps_the_previous_shards(tmp_path):
 
 def a_full_disk_keeps_the_previous_shards(world, folder):
     step = trained(world, "fsdp", "adamw", 1, 0.0)
-    sharding.save(Path(folder) / "shards-1", step.model, step.optimizer, world)
+    sharded_checkpoint.save(Path(folder) / "shards-1", step.model, step.optimizer, world)
     before = whole_parameters(step)
     step(*batch(world.rank, 9))
     (Path(folder) / "shards-2").mkdir(exist_ok=True)
@@ -233,8 +321,8 @@ def a_full_disk_keeps_the_previous_shards(world, folder):
         (Path(folder) / "shards-2" / "__1_0.distcp").mkdir()  # rank 1 cannot write there
     world.most(0)
     with pytest.raises(OSError, match="could not be written"):
-        sharding.save(Path(folder) / "shards-2", step.model, step.optimizer, world)
+        sharded_checkpoint.save(Path(folder) / "shards-2", step.model, step.optimizer, world)
     assert not torch.equal(whole_parameters(step), before)
-    sharding.load(Path(folder) / "shards-1", step.model, step.optimizer, world)
+    sharded_checkpoint.load(Path(folder) / "shards-1", step.model, step.optimizer, world)
     assert torch.equal(whole_parameters(step), before)
     assert {float(state["step"]) for state in step.optimizer.state.values()} == {4.0}

@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import backends
 import ranks
 import slamb_oracle
-from flat import Lay, Ring
-from lamb import LAMB
-from slamb import SLAMB, merge
+from backends.precision import Precision
+from optimizers.flat_buffer import Lay, Ring
+from optimizers.lamb import LAMB
+from slamb import BLOCK, SLAMB
 from slamb_oracle import SHAPES, Oracle, gradient, start
-from slamb_part import BLOCK
-from step import SAMPLES, SKIPPED, Step
-from tasks import classification
+from training.losses import classification
+from training.step import SAMPLES, SKIPPED, Step
+from training.train_state import merge
 
 EXACT = {"wire_dtype": torch.float64}
 SMALL_ELEMENTS = sum(math.prod(shape) for shape in SHAPES if math.prod(shape) < 9000)
@@ -39,15 +39,25 @@ def set_gradients(mine: list[nn.Parameter], step: int, rank: int) -> None:
         p.grad = g.to(p.dtype)
 
 
-def close(mine: list[nn.Parameter], wanted: list[torch.Tensor], tolerance: float, message: str) -> None:
+def close(
+    mine: list[nn.Parameter], wanted: list[torch.Tensor], tolerance: float, message: str
+) -> None:
     for p, q in zip(mine, wanted):
-        torch.testing.assert_close(p.detach().double(), q, rtol=tolerance, atol=tolerance, msg=lambda text: f"{message}: {text}")
+        torch.testing.assert_close(
+            p.detach().double(),
+            q,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text: f"{message}: {text}",
+        )
 
 
 # -------------------------------------------------------------------- units
 
 
-@pytest.mark.parametrize("shares", [[0.1], [0.3], [0.999], [1.0], [0.5, 0.5, 0.2, 0.1, 0.1, 0.01, 0.7]])
+@pytest.mark.parametrize(
+    "shares", [[0.1], [0.3], [0.999], [1.0], [0.5, 0.5, 0.2, 0.1, 0.1, 0.01, 0.7]]
+)
 def test_a_ring_sends_what_it_says_and_every_unit_comes_round(shares: list[float]) -> None:
     ring, last = Ring(97, seed=3), [0] * 97
     state = torch.get_rng_state()
@@ -75,7 +85,10 @@ def test_views_have_the_memory_format_of_their_tensors() -> None:
         view.copy_(tensor)
     assert all(torch.equal(view, tensor) for view, tensor in zip(lay.views(buffer), tensors))
     assert lay.views(buffer)[0].is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(buffer.view(-1)[lay.places()].sort().values, torch.cat([t.flatten() for t in tensors]).sort().values)
+    assert torch.equal(
+        buffer.view(-1)[lay.places()].sort().values,
+        torch.cat([t.flatten() for t in tensors]).sort().values,
+    )
     sums = lay.sums(buffer.square().sum(1))
     torch.testing.assert_close(sums, torch.stack([t.square().sum() for t in tensors]))
     assert lay.owners().tolist() == [n for n, count in enumerate(lay.counts) for _ in range(count)]
@@ -96,7 +109,9 @@ def test_alone_it_is_lamb_and_sends_nothing(selection: str, dtype: torch.dtype) 
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     close(one, [p.detach().double() for p in other], tolerance, "LAMB")
     assert ours.take_bytes() == 0
-    assert all(ours.state[p]["exp_avg"].dtype == torch.promote_types(dtype, torch.float32) for p in one)
+    assert all(
+        ours.state[p]["exp_avg"].dtype == torch.promote_types(dtype, torch.float32) for p in one
+    )
 
 
 def test_bad_settings_are_refused() -> None:
@@ -118,7 +133,17 @@ def test_bad_settings_are_refused() -> None:
 def follows_the_oracle(world: Any, selection: str, compat: bool, k: float) -> None:
     mine = parameters()
     settings = {"dense": 4, "local": 9, "beta3": 0.9}
-    ours = SLAMB(mine, 0.01, compress_ratio=k, selection=selection, compat=compat, dense_steps=4, local_steps=9, beta3=0.9, **EXACT)
+    ours = SLAMB(
+        mine,
+        0.01,
+        compress_ratio=k,
+        selection=selection,
+        compat=compat,
+        dense_steps=4,
+        local_steps=9,
+        beta3=0.9,
+        **EXACT,
+    )
     oracle = Oracle(world.size, k, selection, compat, **settings)
     for step in range(1, 26):
         set_gradients(mine, step, world.rank)
@@ -140,7 +165,9 @@ def follows_the_oracle(world: Any, selection: str, compat: bool, k: float) -> No
 def all_oracles(world: Any) -> None:
     for selection in ("block", "random"):
         for compat in (False, True):
-            for k in (0.1, 0.3) if compat else (0.004, 0.1, 0.3, 0.7, 1.0):  # 0.004: of some tensors nothing
+            for k in (
+                (0.1, 0.3) if compat else (0.004, 0.1, 0.3, 0.7, 1.0)
+            ):  # 0.004: of some tensors nothing
                 follows_the_oracle(world, selection, compat, k)
 
 
@@ -152,11 +179,20 @@ def test_it_follows_the_equations_and_the_mean_momentum_is_the_dense_one(size: i
 def full_exchange_is_lamb(world: Any) -> None:
     for selection in ("block", "random"):
         mine, other = parameters(torch.float32), parameters(torch.float32)
-        ours = SLAMB(mine, 0.01, compress_ratio=1.0, dense_steps=0, selection=selection, wire_dtype=torch.float32)
+        ours = SLAMB(
+            mine,
+            0.01,
+            compress_ratio=1.0,
+            dense_steps=0,
+            selection=selection,
+            wire_dtype=torch.float32,
+        )
         lamb = LAMB(other, 0.01)
         for step in range(25):
             set_gradients(mine, step, world.rank)
-            for p, *all_of_them in zip(other, *(gradient(step, rank) for rank in range(world.size))):
+            for p, *all_of_them in zip(
+                other, *(gradient(step, rank) for rank in range(world.size))
+            ):
                 p.grad = (sum(all_of_them) / world.size).float()
             ours.step()
             lamb.step()
@@ -170,7 +206,9 @@ def early_updates_are_small(world: Any) -> None:
         for step in range(25):
             before = [p.detach().clone() for p in (*mine, *other)]
             set_gradients(mine, step, world.rank)
-            for p, *all_of_them in zip(other, *(gradient(step, rank) for rank in range(world.size))):
+            for p, *all_of_them in zip(
+                other, *(gradient(step, rank) for rank in range(world.size))
+            ):
                 p.grad = (sum(all_of_them) / world.size).float()
             ours.step()
             lamb.step()
@@ -180,7 +218,10 @@ def early_updates_are_small(world: Any) -> None:
 
 
 def bytes_are_what_it_says(world: Any) -> None:
-    for selection, unit, count in (("block", BLOCK, LARGE_ROWS), ("random", 1, ELEMENTS - SMALL_ELEMENTS)):
+    for selection, unit, count in (
+        ("block", BLOCK, LARGE_ROWS),
+        ("random", 1, ELEMENTS - SMALL_ELEMENTS),
+    ):
         for k in (0.01, 0.1, 0.3, 0.6, 0.9):
             mine = parameters(torch.float32)
             ours = SLAMB(mine, compress_ratio=k, dense_steps=1, local_steps=4, selection=selection)
@@ -210,9 +251,16 @@ def a_bad_step_on_one_rank_is_skipped_by_all(world: Any) -> None:
         runs = []
         for bad in (True, False):
             mine = parameters(torch.float32)
-            ours = SLAMB(mine, compress_ratio=0.2, dense_steps=2, local_steps=5, selection=selection)
+            ours = SLAMB(
+                mine, compress_ratio=0.2, dense_steps=2, local_steps=5, selection=selection
+            )
             for step in range(9):
-                if bad and step in (0, 1, 4, 5):  # in front of a dense step, a sparse one and an averaging
+                if bad and step in (
+                    0,
+                    1,
+                    4,
+                    5,
+                ):  # in front of a dense step, a sparse one and an averaging
                     set_gradients(mine, 50 + step, world.rank)
                     before = [p.detach().clone() for p in mine]
                     overflow = world.rank == step % world.size
@@ -269,7 +317,9 @@ def a_run_goes_on_from_its_state(world: Any) -> None:
     for selection in ("block", "random"):
         for at in (2, 7):
             mine = parameters(torch.float32)
-            ours = SLAMB(mine, compress_ratio=0.2, dense_steps=4, local_steps=5, selection=selection)
+            ours = SLAMB(
+                mine, compress_ratio=0.2, dense_steps=4, local_steps=5, selection=selection
+            )
             for step in range(12):
                 if step == at:
                     file = io.BytesIO()
@@ -278,7 +328,9 @@ def a_run_goes_on_from_its_state(world: Any) -> None:
                 set_gradients(mine, step, world.rank)
                 ours.step()
             file.seek(0)
-            theirs = SLAMB(other, compress_ratio=0.2, dense_steps=4, local_steps=5, selection=selection)
+            theirs = SLAMB(
+                other, compress_ratio=0.2, dense_steps=4, local_steps=5, selection=selection
+            )
             theirs.load_state_dict(torch.load(file, weights_only=True))
             for step in range(at, 12):
                 set_gradients(other, step, world.rank)
@@ -301,13 +353,15 @@ def merged_states_keep_the_mean_momentum(world: Any) -> None:
             other = SLAMB(parameters(torch.float32), selection=selection)
             other.load_state_dict(merge(box))
             for p, wanted in zip(other.param_groups[0]["params"], momenta):
-                total = sum(other.state[p]["exp_avg"] for _ in range(number_of_ranks)) / number_of_ranks
+                total = (
+                    sum(other.state[p]["exp_avg"] for _ in range(number_of_ranks)) / number_of_ranks
+                )
                 torch.testing.assert_close(total, wanted)
             assert other.param_groups[0]["calls"] == 7
 
 
 def the_step_clips_by_the_global_norm_and_counts_skips(world: Any) -> None:
-    fp32 = backends.Precision("fp32", "cpu")
+    fp32 = Precision("fp32", "cpu")
     for clip in (0.0, 0.05):
         mine = parameters(torch.float32)
         model = nn.ParameterList(mine)
@@ -319,7 +373,11 @@ def the_step_clips_by_the_global_norm_and_counts_skips(world: Any) -> None:
         norm = torch.stack([p.grad.square().sum() for p in mine]).sum()
         norm = (world.sum(norm) / world.size).sqrt()
         own = [p.grad.clone() for p in mine]
-        step.update(torch.tensor([1.0, 1.0, 0.0, 4.0] + [0.0] * (SKIPPED - SAMPLES - 1), dtype=torch.float64))
+        step.update(
+            torch.tensor(
+                [1.0, 1.0, 0.0, 4.0] + [0.0] * (SKIPPED - SAMPLES - 1), dtype=torch.float64
+            )
+        )
         factor = min(1.0, clip / norm.item()) if clip else 1.0
         wanted = [world.sum(0.1 * factor * g) / world.size for g in own]
         for p, m in zip(mine, wanted):
@@ -330,7 +388,11 @@ def the_step_clips_by_the_global_norm_and_counts_skips(world: Any) -> None:
             set_gradients(mine, 1, world.rank)
             if world.rank == bad_rank:
                 mine[0].grad[0, 0, 0, 0] = math.nan
-            step.update(torch.tensor([1.0, 1.0, 0.0, 4.0] + [0.0] * (SKIPPED - SAMPLES - 1), dtype=torch.float64))
+            step.update(
+                torch.tensor(
+                    [1.0, 1.0, 0.0, 4.0] + [0.0] * (SKIPPED - SAMPLES - 1), dtype=torch.float64
+                )
+            )
             assert all(torch.equal(p, q) for p, q in zip(mine, before))
             assert step.sums[SKIPPED] == bad_rank + 1
             assert step.sums[SAMPLES] == 4
@@ -388,12 +450,23 @@ def nodes_take_the_place_of_ranks(world: Any) -> None:
     node, plain = world.rank // 2, slamb_oracle.gradient
 
     def of_node(step: int, node: int) -> list[torch.Tensor]:
-        return [(one + other) / 2 for one, other in zip(plain(step, 2 * node), plain(step, 2 * node + 1))]
+        return [
+            (one + other) / 2
+            for one, other in zip(plain(step, 2 * node), plain(step, 2 * node + 1))
+        ]
 
     slamb_oracle.gradient = of_node  # in this process, which ends with this function
     for selection in ("block", "random"):
         mine = parameters()
-        ours = SLAMB(mine, 0.01, node_group=groups[node], selection=selection, dense_steps=3, local_steps=6, **EXACT)
+        ours = SLAMB(
+            mine,
+            0.01,
+            node_group=groups[node],
+            selection=selection,
+            dense_steps=3,
+            local_steps=6,
+            **EXACT,
+        )
         alone = Oracle(2, 0.1, selection, False, dense=3, local=6)
         for step in range(1, 15):
             for p, g in zip(mine, plain(step, world.rank)):

@@ -10,9 +10,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-import texts
 import transformer_test
-from texts import Rows, TextSet, clean, encode, read_splits, train_tokenizer
+from input_pipeline import naive_bayes, text_datasets
+from input_pipeline.text_batches import TextSet, encode
+from input_pipeline.text_datasets import Rows, clean, read_splits
+from input_pipeline.tokenization import train_tokenizer
 
 CPU = torch.device("cpu")
 KINDS = pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
@@ -30,7 +32,10 @@ KINDS = pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
         ("more at https://example.com/a?b=c today", "more at today"),
         ("more at www.example.com today", "more at today"),
         ("cost: 5 < 6 and 7 > 3", "cost: 5 < 6 and 7 > 3"),
-        ("half earnings\\news from", "half earnings news from"),  # AG News has a backslash where a line ended
+        (
+            "half earnings\\news from",
+            "half earnings news from",
+        ),  # AG News has a backslash where a line ended
         ("a \\$5 note", "a $5 note"),
         ("", ""),
     ],
@@ -41,9 +46,15 @@ def test_clean_drops_tags_entities_and_addresses(raw: str, wanted: str) -> None:
 
 @pytest.mark.parametrize(
     ("raw", "wanted"),
-    [("Today #39;s news", "Today's news"), ("quot;Wait,quot; he said", '"Wait," he said'), ("a #36;5 note", "a $5 note")],
+    [
+        ("Today #39;s news", "Today's news"),
+        ("quot;Wait,quot; he said", '"Wait," he said'),
+        ("a #36;5 note", "a $5 note"),
+    ],
 )
-def test_clean_mends_entities_that_ag_news_has_without_their_ampersand(raw: str, wanted: str) -> None:
+def test_clean_mends_entities_that_ag_news_has_without_their_ampersand(
+    raw: str, wanted: str
+) -> None:
     assert clean(raw).replace(" ", "") == wanted.replace(" ", "")  # white space is free
 
 
@@ -57,15 +68,21 @@ def test_headlines_are_balanced_and_split(headlines: tuple[dict[str, Rows], list
     assert classes == ["World", "Sports", "Business", "Sci/Tech"]
     assert Counter(splits["train"].labels) == dict.fromkeys(range(4), 100)
     assert Counter(splits["test"].labels) == dict.fromkeys(range(4), 20)
-    assert len(set(splits["train"].texts + splits["test"].texts)) == 480  # no row twice, none in both splits
+    assert (
+        len(set(splits["train"].texts + splits["test"].texts)) == 480
+    )  # no row twice, none in both splits
 
 
 @pytest.fixture(scope="module", params=["bpe", "wordpiece"])
-def tokenizer(request: pytest.FixtureRequest, headlines: tuple[dict[str, Rows], list[str]]) -> Tokenizer:
+def tokenizer(
+    request: pytest.FixtureRequest, headlines: tuple[dict[str, Rows], list[str]]
+) -> Tokenizer:
     return train_tokenizer(headlines[0]["train"].texts, request.param, vocab_size=1500)
 
 
-def test_tokenizer_puts_cls_first_and_round_trips(tokenizer: Tokenizer, headlines: tuple[dict[str, Rows], list[str]]) -> None:
+def test_tokenizer_puts_cls_first_and_round_trips(
+    tokenizer: Tokenizer, headlines: tuple[dict[str, Rows], list[str]]
+) -> None:
     assert [tokenizer.token_to_id(token) for token in ("[PAD]", "[UNK]", "[CLS]")] == [0, 1, 2]
     assert 1000 < tokenizer.get_vocab_size() <= 1500
     again = Tokenizer.from_str(tokenizer.to_str())
@@ -90,7 +107,9 @@ def test_known_text_decodes_to_itself(tokenizer: Tokenizer) -> None:
 def test_tokenizer_learns_from_the_given_texts_only(kind: str) -> None:
     train, other = ["apple banana cherry"] * 20, ["zebra quokka"] * 20
     alone, both = train_tokenizer(train, kind, 400), train_tokenizer(train + other, kind, 400)
-    assert len(alone.encode("banana").ids) == len(both.encode("banana").ids) == 2  # [CLS] and the word
+    assert (
+        len(alone.encode("banana").ids) == len(both.encode("banana").ids) == 2
+    )  # [CLS] and the word
     assert len(both.encode("quokka").ids) == 2
     if kind == "wordpiece":
         assert alone.encode("quokka").ids == [2, 1]
@@ -123,7 +142,9 @@ def test_batches_hold_the_tokens_of_their_rows(
         longest = max(len(wanted[i]) for i in part)
         assert tokens.shape[1] == longest
         assert (tokens[:, 0] == 2).all()
-        assert tokens.tolist() == [wanted[i] + [0] * (tokens.shape[1] - len(wanted[i])) for i in part]
+        assert tokens.tolist() == [
+            wanted[i] + [0] * (tokens.shape[1] - len(wanted[i])) for i in part
+        ]
 
 
 @pytest.mark.parametrize("max_len", [8, 13])
@@ -131,7 +152,9 @@ def test_text_longer_than_the_model_takes_is_cut_whatever_the_length(
     max_len: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = "--dataset headlines --epochs 1 --bs 100 --device cpu --threads 1 --width 8 --heads 2 --depth 1 --vocab_size 400"
-    monkeypatch.setattr("sys.argv", ["x", *words.split(), "--max_len", str(max_len), "--out", str(tmp_path / "run")])
+    monkeypatch.setattr(
+        "sys.argv", ["x", *words.split(), "--max_len", str(max_len), "--out", str(tmp_path / "run")]
+    )
     transformer_test.main()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
@@ -169,7 +192,9 @@ def test_own_csv_numbers_its_labels_in_order(tmp_path: Path) -> None:
 
 
 def test_csv_with_a_byte_order_mark_reads_alike(tmp_path: Path) -> None:
-    folder = write_csv(tmp_path, '"ham",a\n"spam",b\n', '"ham",a\n', encoding="utf-8-sig")  # as Excel writes it
+    folder = write_csv(
+        tmp_path, '"ham",a\n"spam",b\n', '"ham",a\n', encoding="utf-8-sig"
+    )  # as Excel writes it
     splits, classes = read_splits("csv", folder)
     assert classes == ["ham", "spam"]
     assert splits["train"].labels == [0, 1]
@@ -181,10 +206,13 @@ def test_ag_news_files_have_the_official_counts(data_dir: Path) -> None:
     if not (folder / "train.csv").exists():
         pytest.skip(f"AG News is not below {data_dir}")
     splits, classes = read_splits("agnews", str(data_dir))
-    assert classes == texts.AGNEWS_CLASSES
+    assert classes == text_datasets.AGNEWS_CLASSES
     assert Counter(splits["test"].labels) == dict.fromkeys(range(4), 1900)
     counts = Counter(splits["train"].labels)
-    assert counts in (dict.fromkeys(range(4), 30_000), dict.fromkeys(range(4), 3_000))  # whole, or the balanced tenth
+    assert counts in (
+        dict.fromkeys(range(4), 30_000),
+        dict.fromkeys(range(4), 3_000),
+    )  # whole, or the balanced tenth
     assert not any("<b>" in text or "http" in text for text in splits["test"].texts)
 
 
@@ -192,15 +220,22 @@ def test_naive_bayes_scores_equal_a_count_by_hand() -> None:
     rows = Rows([0, 0, 1], ["oil oil price", "oil", "cup price"])
     tokenizer = train_tokenizer(rows.texts, "wordpiece", 400)
     size = tokenizer.get_vocab_size()
-    scores = texts.naive_bayes(TextSet(rows, tokenizer, 16, CPU), size, 2).double()
+    scores = naive_bayes.naive_bayes(TextSet(rows, tokenizer, 16, CPU), size, 2).double()
     held = [set(tokenizer.encode(text).ids) for text in rows.texts]
     of_class = [held[:2], held[2:]]
-    totals = [sum(1 + sum(token in row for row in group) for token in range(size)) for group in of_class]
+    totals = [
+        sum(1 + sum(token in row for row in group) for token in range(size)) for group in of_class
+    ]
     for token in range(3, size):
-        logs = [math.log((1 + sum(token in row for row in group)) / total) for group, total in zip(of_class, totals)]
+        logs = [
+            math.log((1 + sum(token in row for row in group)) / total)
+            for group, total in zip(of_class, totals)
+        ]
         rarity = math.log(4 / (1 + sum(token in row for row in held)))
         for label in (0, 1):
-            assert scores[token, label] == pytest.approx((logs[label] - sum(logs) / 2) * rarity, abs=1e-5)
+            assert scores[token, label] == pytest.approx(
+                (logs[label] - sum(logs) / 2) * rarity, abs=1e-5
+            )
     assert (scores[:3] == 0).all()
     assert scores[tokenizer.token_to_id("oil")].argmax() == 0
     assert scores[tokenizer.token_to_id("cup")].argmax() == 1

@@ -12,16 +12,28 @@ from pathlib import Path
 import pytest
 import torch
 
-import batching
-import checkpoint
-import engine
 import errors
 import ranks
 import resnet50_test
 import transformer_test
-from step import Step
+from training import batch_schedule, checkpoint, trainer
+from training.losses import classification
+from training.step import Step
 
-DIGITS = ["--dataset", "digits", "--arch", "resnet20", "--bs", "64", "--lr", "0.1", "--epochs", "2", "--threads", "1"]
+DIGITS = [
+    "--dataset",
+    "digits",
+    "--arch",
+    "resnet20",
+    "--bs",
+    "64",
+    "--lr",
+    "0.1",
+    "--epochs",
+    "2",
+    "--threads",
+    "1",
+]
 LINES = ["--dataset", "headlines", "--bs", "16", "--lr", "4e-4", "--epochs", "8", "--threads", "1"]
 
 
@@ -42,7 +54,16 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 def test_resnet_learns_the_digits_and_leaves_a_whole_run_folder(here, monkeypatch):
-    console = run(resnet50_test, *DIGITS, "--epochs", "4", "--tensorboard", "--out", "run", monkeypatch=monkeypatch)
+    console = run(
+        resnet50_test,
+        *DIGITS,
+        "--epochs",
+        "4",
+        "--tensorboard",
+        "--out",
+        "run",
+        monkeypatch=monkeypatch,
+    )
     assert "best test accuracy" in console
     rows = ranks.metrics(here / "run")
     assert rows[-1]["test_accuracy"] > 0.85
@@ -72,7 +93,17 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(here, monkeyp
 
 
 def test_the_validation_split_chooses_the_best_and_never_holds_test_rows(here, monkeypatch):
-    run(resnet50_test, *DIGITS, "--val_fraction", "0.2", "--subset", "0.5", "--out", "run", monkeypatch=monkeypatch)
+    run(
+        resnet50_test,
+        *DIGITS,
+        "--val_fraction",
+        "0.2",
+        "--subset",
+        "0.5",
+        "--out",
+        "run",
+        monkeypatch=monkeypatch,
+    )
     rows = ranks.metrics(here / "run")
     state = torch.load("run/best.pt", weights_only=True)
     assert state["progress"]["best"]["accuracy"] == max(row["val_accuracy"] for row in rows)
@@ -82,9 +113,9 @@ def test_the_validation_split_chooses_the_best_and_never_holds_test_rows(here, m
 def test_without_the_test_set_a_run_is_the_same_but_for_it(here, monkeypatch):
     held = [*DIGITS, "--val_fraction", "0.2"]
     run(resnet50_test, *held, "--out", "with", monkeypatch=monkeypatch)
-    last = run(resnet50_test, *held, "--no-test", "--out", "without", monkeypatch=monkeypatch).rsplit(
-        "best validation accuracy", 1
-    )[1]
+    last = run(
+        resnet50_test, *held, "--no-test", "--out", "without", monkeypatch=monkeypatch
+    ).rsplit("best validation accuracy", 1)[1]
     assert "test accuracy" not in last
     rows = ranks.metrics(here / "with")
     for row in rows:
@@ -93,21 +124,38 @@ def test_without_the_test_set_a_run_is_the_same_but_for_it(here, monkeypatch):
     assert ranks.metrics(here / "without") == rows
 
 
-def test_a_recipe_is_overridden_by_the_command_line_and_a_resumed_run_keeps_its_flags(here, monkeypatch):
+def test_a_recipe_is_overridden_by_the_command_line_and_a_resumed_run_keeps_its_flags(
+    here, monkeypatch
+):
     Path("recipe.yaml").write_text(
         "arch: resnet20\ndataset: digits\nbs: 64\nepochs: 2\nnesterov: true\nmilestones: [1, 2]\nlr: 0.5\n"
     )
-    run(resnet50_test, "--recipe", "recipe.yaml", "--lr", "0.05", "--epochs", "1", "--out", "run", monkeypatch=monkeypatch)
+    run(
+        resnet50_test,
+        "--recipe",
+        "recipe.yaml",
+        "--lr",
+        "0.05",
+        "--epochs",
+        "1",
+        "--out",
+        "run",
+        monkeypatch=monkeypatch,
+    )
     run(resnet50_test, "--resume", "run", "--epochs", "3", monkeypatch=monkeypatch)
     flags = torch.load("run/last.pt", weights_only=True)["flags"]
-    assert (flags["lr"], flags["nesterov"], flags["milestones"], flags["epochs"]) == (0.05, True, [1, 2], 3)
+    assert (flags["lr"], flags["nesterov"], flags["milestones"], flags["epochs"]) == (
+        0.05,
+        True,
+        [1, 2],
+        3,
+    )
     assert [row["epoch"] for row in ranks.metrics(here / "run")] == [1, 2, 3]
 
 
 def failing_after(step: int, times: int):
     """A task whose loss is not finite from that call on, for so many calls."""
     calls = iter(range(10**9))
-    from tasks import classification
 
     task = classification()
 
@@ -129,7 +177,9 @@ def test_a_few_bad_steps_are_skipped_counted_and_survived(here, monkeypatch):
 
 def test_ten_bad_steps_in_a_row_go_back_to_the_checkpoint_with_half_the_rate(here, monkeypatch):
     monkeypatch.setattr("build.classification", lambda smoothing: failing_after(30, 10))
-    console = run(resnet50_test, *DIGITS, "--lr_schedule", "constant", "--out", "run", monkeypatch=monkeypatch)
+    console = run(
+        resnet50_test, *DIGITS, "--lr_schedule", "constant", "--out", "run", monkeypatch=monkeypatch
+    )
     assert "back to epoch 2, step 22" in console
     rows = ranks.metrics(here / "run")
     assert [row["lr"] for row in rows] == [0.1, 0.05]
@@ -140,26 +190,34 @@ def test_ten_bad_steps_in_a_row_go_back_to_the_checkpoint_with_half_the_rate(her
 def test_a_loss_that_stays_bad_ends_with_exit_code_3_after_three_returns(here, monkeypatch):
     monkeypatch.setattr("build.classification", lambda smoothing: failing_after(5, 10**9))
     console = run(resnet50_test, *DIGITS, "--out", "run", monkeypatch=monkeypatch, code=3)
-    assert console.count("steps in a row were not finite") == engine.MAX_ROLLBACKS
+    assert console.count("steps in a row were not finite") == trainer.MAX_ROLLBACKS
     assert console.splitlines()[-1].startswith("error:")
     state = checkpoint.load(here / "run", "resnet50_test")
-    assert all(tensor.isfinite().all() for tensor in state["model"].values()), "the last checkpoint is sound"
+    assert all(tensor.isfinite().all() for tensor in state["model"].values()), (
+        "the last checkpoint is sound"
+    )
 
 
 def test_evaluate_predict_and_export_of_images(here, monkeypatch):
     pytest.importorskip("onnxruntime")
     run(resnet50_test, *DIGITS, "--out", "run", monkeypatch=monkeypatch)
     report = run(resnet50_test, "--resume", "run", "--evaluate", monkeypatch=monkeypatch)
-    assert f"{100 * ranks.metrics(here / 'run')[-1]['test_accuracy']:.2f} %" in report.splitlines()[-1]
+    assert (
+        f"{100 * ranks.metrics(here / 'run')[-1]['test_accuracy']:.2f} %" in report.splitlines()[-1]
+    )
     assert len(report.splitlines()) == 11
     from PIL import Image
     from sklearn.datasets import load_digits
 
     pixels = (load_digits().images[0] * 255 / 16).round().astype("uint8")
     Image.fromarray(pixels).save("zero.png")
-    assert run(resnet50_test, "--resume", "run", "--predict", "zero.png", monkeypatch=monkeypatch).startswith("zero.png: 0 ")
+    assert run(
+        resnet50_test, "--resume", "run", "--predict", "zero.png", monkeypatch=monkeypatch
+    ).startswith("zero.png: 0 ")
     for name in ("model.onnx", "model.pt2"):
-        assert "same probabilities" in run(resnet50_test, "--resume", "run", "--export", name, monkeypatch=monkeypatch)
+        assert "same probabilities" in run(
+            resnet50_test, "--resume", "run", "--export", name, monkeypatch=monkeypatch
+        )
         assert Path(name).stat().st_size > 100_000
 
 
@@ -169,12 +227,16 @@ def test_predict_and_export_of_texts(here, monkeypatch):
     Path("lines.txt").write_text(
         "The striker scored twice as the team won the cup final\n\nShares of the bank fell after its profit report\n"
     )
-    lines = run(transformer_test, "--resume", "run", "--predict", "lines.txt", monkeypatch=monkeypatch).splitlines()
+    lines = run(
+        transformer_test, "--resume", "run", "--predict", "lines.txt", monkeypatch=monkeypatch
+    ).splitlines()
     assert len(lines) == 2
     assert ": Sports " in lines[0]
     assert ": Business " in lines[1]
     for name in ("model.onnx", "model.pt2"):
-        assert "same probabilities" in run(transformer_test, "--resume", "run", "--export", name, monkeypatch=monkeypatch)
+        assert "same probabilities" in run(
+            transformer_test, "--resume", "run", "--export", name, monkeypatch=monkeypatch
+        )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -184,9 +246,30 @@ def test_every_precision_trains(precision, here, monkeypatch):
 
 
 def test_compile_trains_and_its_checkpoint_is_that_of_eager(here, monkeypatch):
-    flags = [*LINES[:-4], "--epochs", "1", "--depth", "1", "--width", "32", "--mlp_width", "32", "--max_len", "8"]
+    flags = [
+        *LINES[:-4],
+        "--epochs",
+        "1",
+        "--depth",
+        "1",
+        "--width",
+        "32",
+        "--mlp_width",
+        "32",
+        "--max_len",
+        "8",
+    ]
     run(transformer_test, *flags, "--backend", "compile", "--out", "run", monkeypatch=monkeypatch)
-    run(transformer_test, "--resume", "run", "--backend", "eager", "--epochs", "2", monkeypatch=monkeypatch)
+    run(
+        transformer_test,
+        "--resume",
+        "run",
+        "--backend",
+        "eager",
+        "--epochs",
+        "2",
+        monkeypatch=monkeypatch,
+    )
     assert len(ranks.metrics(here / "run")) == 2
 
 
@@ -207,17 +290,47 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_the_run_goes_on(here, mon
 
 @pytest.mark.data
 def test_the_real_data_sets_train(data_dir, here, monkeypatch):
-    flags = ["--arch", "resnet20", "--subset", "0.02", "--bs", "50", "--lr", "0.1", "--epochs", "2", "--data_dir", data_dir]
+    flags = [
+        "--arch",
+        "resnet20",
+        "--subset",
+        "0.02",
+        "--bs",
+        "50",
+        "--lr",
+        "0.1",
+        "--epochs",
+        "2",
+        "--data_dir",
+        data_dir,
+    ]
     run(resnet50_test, *flags, "--out", "cifar", monkeypatch=monkeypatch)
     assert ranks.metrics(here / "cifar")[-1]["test_accuracy"] > 0.15
-    flags = ["--subset", "0.1", "--bs", "32", "--lr", "2e-4", "--epochs", "2", "--depth", "1", "--data_dir", data_dir]
+    flags = [
+        "--subset",
+        "0.1",
+        "--bs",
+        "32",
+        "--lr",
+        "2e-4",
+        "--epochs",
+        "2",
+        "--depth",
+        "1",
+        "--data_dir",
+        data_dir,
+    ]
     run(transformer_test, *flags, "--out", "agnews", monkeypatch=monkeypatch)
     assert ranks.metrics(here / "agnews")[-1]["test_accuracy"] > 0.4
 
 
 def test_the_step_gets_the_weight_of_its_share_and_the_rate_of_its_batch(here, monkeypatch):
-    plan, step, given = batching.Batching.plan, Step.__call__, []
-    monkeypatch.setattr(batching.Batching, "plan", lambda *args: [part._replace(weight=0.5) for part in plan(*args)])
+    plan, step, given = batch_schedule.Batching.plan, Step.__call__, []
+    monkeypatch.setattr(
+        batch_schedule.Batching,
+        "plan",
+        lambda *args: [part._replace(weight=0.5) for part in plan(*args)],
+    )
     monkeypatch.setattr(Step, "__call__", lambda *args: (given.append(args[3]), step(*args)))
     growth = "--lr_schedule constant --dynamic_batch increase --batch_growth 2 --dynamic_lr linear".split()
     run(resnet50_test, *DIGITS, *growth, "--out", "run", monkeypatch=monkeypatch)

@@ -18,15 +18,11 @@ import yaml
 import ranks
 
 ROOT = ranks.ROOT
-sys.path.insert(0, str(ROOT / "tuning"))
 
 import errors  # noqa: E402
-import findings  # noqa: E402
-import options  # noqa: E402
 import resnet50_test  # noqa: E402
-import space  # noqa: E402
-import sweep  # noqa: E402
-import trials  # noqa: E402
+from cli import options
+from tuning import report, space, sweep, trials
 
 DIGITS = "--dataset digits --arch resnet8 --bs 64 --subset 0.5 --precision fp32 --warmup 0".split()
 
@@ -39,7 +35,8 @@ def write(folder: Path, text: str) -> Path:
 
 def test_a_space_is_read(tmp_path):
     path = write(
-        tmp_path, "lr: {log: [1e-3, 0.5]}\nmomentum: {uniform: [0.8, 0.9]}\nbs: {uniform: [16, 64]}\nngd: {choice: [true, false]}\n"
+        tmp_path,
+        "lr: {log: [1e-3, 0.5]}\nmomentum: {uniform: [0.8, 0.9]}\nbs: {uniform: [16, 64]}\nngd: {choice: [true, false]}\n",
     )
     read = space.read_space(path, {"lr", "momentum", "bs", "ngd"})
     assert [type(of).__name__ for of in read.values()] == [
@@ -51,9 +48,9 @@ def test_a_space_is_read(tmp_path):
     trial = optuna.create_study().ask(read)
     values = space.suggest(trial, read)
     assert 1e-3 <= values["lr"] <= 0.5
-    assert space.as_words({"lr": 0.0123456789, "bs": 32, "ngd": True, "nesterov": False, "mixup": "none"}, {"lr"}) == (
-        "--lr 0.0123457 --bs 32 --ngd --mixup none".split()
-    )
+    assert space.as_words(
+        {"lr": 0.0123456789, "bs": 32, "ngd": True, "nesterov": False, "mixup": "none"}, {"lr"}
+    ) == ("--lr 0.0123457 --bs 32 --ngd --mixup none".split())
     assert "--momentum" in space.as_words(values, set())
     assert space.as_words({"nesterov": False}, {"nesterov", "no-nesterov"}) == ["--no-nesterov"]
 
@@ -82,8 +79,13 @@ def test_a_space_that_will_not_do_is_named(text, named, tmp_path):
 
 
 def called(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tuning" / "sweep.py"), *words, "--out", str(folder / "sweep")]
-    return subprocess.run([*command, "--recipe_out", str(folder / "tuned.yaml")], capture_output=True, text=True, cwd=folder)
+    command = [sys.executable, "-m", "tuning.sweep", *words, "--out", str(folder / "sweep")]
+    return subprocess.run(
+        [*command, "--recipe_out", str(folder / "tuned.yaml")],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,10 @@ def test_a_wrong_flag_is_one_line(words, named, tmp_path):
 
 
 def rows(*accuracies: float) -> list[dict[str, float]]:
-    return [{"epoch": n, "val_accuracy": a, "test_accuracy": 1.0, "seconds": 10.0 * n} for n, a in enumerate(accuracies, 1)]
+    return [
+        {"epoch": n, "val_accuracy": a, "test_accuracy": 1.0, "seconds": 10.0 * n}
+        for n, a in enumerate(accuracies, 1)
+    ]
 
 
 def test_objectives():
@@ -142,7 +147,13 @@ def test_gpus_are_given_out(monkeypatch):
 @pytest.mark.parametrize("name", ["resnet50", "transformer"])
 def test_the_two_sweeps_start_from_any_folder(name, tmp_path):
     command = ["bash", str(ROOT / "tuning" / f"{name}_tuning.sh"), "--sampler", "grid"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHON": sys.executable})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHON": sys.executable},
+    )
     assert done.returncode == 2
     assert f"tuning/{name}.yaml is a range" in done.stderr
 
@@ -167,14 +178,16 @@ def test_a_sweep_is_killed_goes_on_and_beats_a_rate_that_is_wrong(tmp_path):
         "1e-6",
     ]
     folder = tmp_path / "sweep"
-    command = [sys.executable, str(ROOT / "tuning" / "sweep.py"), *words, "--out", str(folder)]
+    command = [sys.executable, "-m", "tuning.sweep", *words, "--out", str(folder)]
     command += ["--recipe_out", str(tmp_path / "tuned.yaml")]
     process = ranks.start(command, tmp_path)
     console = tmp_path / "console.log"
     ranks.wait_for(lambda: console.exists() and "trial 4 of 12" in console.read_text(), process)
     process.kill()  # the sweep alone: its trials are to end by themselves
     process.wait()
-    ranks.wait_for(lambda: not ranks.relatives(process), process, 30) if process.poll() is None else None
+    ranks.wait_for(
+        lambda: not ranks.relatives(process), process, 30
+    ) if process.poll() is None else None
     done = ranks.finish(ranks.start(command, tmp_path), tmp_path)
     assert "taken up again" in done
     with open(folder / "results.csv", newline="") as file:
@@ -194,8 +207,20 @@ def test_a_sweep_is_killed_goes_on_and_beats_a_rate_that_is_wrong(tmp_path):
     assert not {"subset", "epochs", "seed"} & set(recipe)
     assert "test_accuracy" not in ranks.metrics(folder / "trials" / "0000")[0]
     run = tmp_path / "run"
-    flags = ["--recipe", tmp_path / "tuned.yaml", *DIGITS[:-2], "--bs", "128", "--epochs", "1", "--out", run]
-    assert ranks.finish(ranks.start(ranks.script("resnet50_test.py", *flags), tmp_path / "full"), tmp_path / "full")
+    flags = [
+        "--recipe",
+        tmp_path / "tuned.yaml",
+        *DIGITS[:-2],
+        "--bs",
+        "128",
+        "--epochs",
+        "1",
+        "--out",
+        run,
+    ]
+    assert ranks.finish(
+        ranks.start(ranks.script("resnet50_test.py", *flags), tmp_path / "full"), tmp_path / "full"
+    )
     assert ranks.metrics(run)[0]["batch_size"] == 128
 
 
@@ -203,21 +228,48 @@ def test_a_sweep_is_killed_goes_on_and_beats_a_rate_that_is_wrong(tmp_path):
     ("words", "params", "nproc", "wanted"),
     [
         ("", {"lr": 0.1}, 2, {"lr_scaling": "linear", "base_bs": 256}),
-        ("--optimizer lamb", {"lr": 0.1, "bs": 32, "accumulate": 3}, 1, {"optimizer": "lamb", "lr_scaling": "sqrt", "base_bs": 96}),
-        ("--optimizer adamw", {"lr": 0.1, "ngd": True}, 1, {"optimizer": "adamw", "lr_scaling": "linear", "base_bs": 128}),
-        ("--bs 512 --lr_scaling sqrt --base_bs 64", {"lr": 0.1}, 1, {"batch_size": 512, "lr_scaling": "sqrt", "base_bs": 64}),
+        (
+            "--optimizer lamb",
+            {"lr": 0.1, "bs": 32, "accumulate": 3},
+            1,
+            {"optimizer": "lamb", "lr_scaling": "sqrt", "base_bs": 96},
+        ),
+        (
+            "--optimizer adamw",
+            {"lr": 0.1, "ngd": True},
+            1,
+            {"optimizer": "adamw", "lr_scaling": "linear", "base_bs": 128},
+        ),
+        (
+            "--bs 512 --lr_scaling sqrt --base_bs 64",
+            {"lr": 0.1},
+            1,
+            {"batch_size": 512, "lr_scaling": "sqrt", "base_bs": 64},
+        ),
         ("--recipe RECIPE", {"nesterov": False, "fuse": False}, 1, {"arch": "resnet20"}),
         ("--meta_learning --subset 0.1 --threads 1", {"alpha": 0.3}, 1, {"mixup": "meta"}),
     ],
 )
 def test_a_recipe_holds_what_the_best_trial_had(words, params, nproc, wanted, tmp_path):
     (tmp_path / "given.yaml").write_text("nesterov: true\narch: resnet20\n")
-    script = sweep.Script.read("resnet50_test.py", words.replace("RECIPE", str(tmp_path / "given.yaml")).split())
+    script = sweep.Script.read(
+        "resnet50_test.py", words.replace("RECIPE", str(tmp_path / "given.yaml")).split()
+    )
     args = argparse.Namespace(objective="accuracy", nproc=nproc, recipe_out=tmp_path / "tuned.yaml")
-    distributions = {name: optuna.distributions.CategoricalDistribution([value]) for name, value in params.items()}
-    findings.write_recipe(args, script, optuna.trial.create_trial(value=0.5, params=params, distributions=distributions), 3)
+    distributions = {
+        name: optuna.distributions.CategoricalDistribution([value])
+        for name, value in params.items()
+    }
+    report.write_recipe(
+        args,
+        script,
+        optuna.trial.create_trial(value=0.5, params=params, distributions=distributions),
+        3,
+    )
     assert yaml.safe_load(args.recipe_out.read_text()) == params | wanted
-    read = resnet50_test.parser().parse_args(options.recipe_words(str(args.recipe_out), resnet50_test.parser()))
+    read = resnet50_test.parser().parse_args(
+        options.recipe_words(str(args.recipe_out), resnet50_test.parser())
+    )
     assert vars(read) == vars(script.flags(params)) | {
         "recipe": None,
         "subset": 1.0,
@@ -264,7 +316,9 @@ class Trial:
 
 
 def test_a_run_that_is_later_than_the_best_is_given_up():
-    runner = trials.Runner("resnet50_test.py", [], trials.Objective(0.5), Path(), 1, trials.slots(1, 1, 0))
+    runner = trials.Runner(
+        "resnet50_test.py", [], trials.Objective(0.5), Path(), 1, trials.slots(1, 1, 0)
+    )
     median, none = optuna.pruners.MedianPruner(), optuna.pruners.NopPruner()
     late, early = {"seconds": 30.0}, {"seconds": 29.0}
     assert runner.hopeless(Trial(median, 40.0, 30.0), late)
@@ -276,7 +330,18 @@ def test_a_run_that_is_later_than_the_best_is_given_up():
 @pytest.mark.slow
 def test_a_time_that_no_trial_reaches_makes_no_recipe(tmp_path):
     path = write(tmp_path, "lr: {choice: [1.0e-6]}\n")
-    done = called(tmp_path, "--space", str(path), "--sampler", "grid", "--objective", "time_to:0.99", "--epochs", "1", *DIGITS)
+    done = called(
+        tmp_path,
+        "--space",
+        str(path),
+        "--sampler",
+        "grid",
+        "--objective",
+        "time_to:0.99",
+        "--epochs",
+        "1",
+        *DIGITS,
+    )
     assert done.returncode == 2
     assert "never reached" in done.stdout
     assert "no trial reached it" in done.stderr
@@ -286,14 +351,40 @@ def test_a_time_that_no_trial_reaches_makes_no_recipe(tmp_path):
 @pytest.mark.slow
 def test_a_trial_that_fails_is_recorded_and_a_grid_ends_by_itself(tmp_path):
     path = write(tmp_path, "lr: {choice: [0.05, 1.0e+30]}\n")
-    done = called(tmp_path, "--space", str(path), "--sampler", "grid", "--epochs", "1", "--pruner", "none", *DIGITS, "--bs", "16")
+    done = called(
+        tmp_path,
+        "--space",
+        str(path),
+        "--sampler",
+        "grid",
+        "--epochs",
+        "1",
+        "--pruner",
+        "none",
+        *DIGITS,
+        "--bs",
+        "16",
+    )
     assert done.returncode == 0, done.stderr
     assert "2 trials: 1 whole, 0 given up, 1 failed" in done.stdout
     with open(tmp_path / "sweep" / "results.csv", newline="") as file:
         found = list(csv.DictReader(file))
     assert [row["state"] for row in found] == ["COMPLETE", "FAIL"]
     assert "not finite" in found[1]["error"]
-    again = called(tmp_path, "--space", str(path), "--sampler", "grid", "--epochs", "1", "--pruner", "none", *DIGITS, "--bs", "16")
+    again = called(
+        tmp_path,
+        "--space",
+        str(path),
+        "--sampler",
+        "grid",
+        "--epochs",
+        "1",
+        "--pruner",
+        "none",
+        *DIGITS,
+        "--bs",
+        "16",
+    )
     assert "2 of them done" in again.stdout
 
 
@@ -301,9 +392,29 @@ def test_a_trial_that_fails_is_recorded_and_a_grid_ends_by_itself(tmp_path):
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_ctrl_c_puts_trials_back(jobs, tmp_path):
     path = write(tmp_path, "lr: {choice: [0.05, 0.1]}\n")
-    command = [sys.executable, str(ROOT / "tuning" / "sweep.py"), "--space", str(path), "--trials", "3", "--jobs", jobs]
-    command += ["--epochs", "500", *DIGITS, "--out", str(tmp_path / "sweep"), "--recipe_out", str(tmp_path / "tuned.yaml")]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        "tuning.sweep",
+        "--space",
+        str(path),
+        "--trials",
+        "3",
+        "--jobs",
+        jobs,
+    ]
+    command += [
+        "--epochs",
+        "500",
+        *DIGITS,
+        "--out",
+        str(tmp_path / "sweep"),
+        "--recipe_out",
+        str(tmp_path / "tuned.yaml"),
+    ]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         for _ in range(1200):
             if len(list((tmp_path / "sweep" / "trials").glob("*/last.pt"))) == int(jobs):
@@ -315,7 +426,9 @@ def test_ctrl_c_puts_trials_back(jobs, tmp_path):
         process.kill()
     assert process.returncode == 130
     assert "goes on with the sweep" in console
-    study = optuna.load_study(study_name="resnet50_test", storage=f"sqlite:///{tmp_path / 'sweep' / 'study.db'}")
+    study = optuna.load_study(
+        study_name="resnet50_test", storage=f"sqlite:///{tmp_path / 'sweep' / 'study.db'}"
+    )
     assert not sweep.finished(study)
     waiting = study.get_trials(states=(optuna.trial.TrialState.WAITING,))
     assert len(waiting) == int(jobs)
@@ -352,6 +465,6 @@ def test_ranking_puts_whole_runs_first():
         make(state=optuna.trial.TrialState.PRUNED, intermediate_values={1: 0.1, 2: 0.2}),
         make(value=0.7),
     ]
-    order = findings.ranked(study, given)
+    order = report.ranked(study, given)
     assert [given.index(trial) for trial in order] == [4, 2, 3, 1, 0]
     assert resnet50_test.SCRIPT in "resnet50_test.py"

@@ -2,7 +2,11 @@
 
 import sys
 
-import sweep
+from tuning import sweep
 
 if __name__ == "__main__":
-    sys.exit(sweep.errors.exit_code(lambda: sweep.main(script="resnet50_test.py", words=["--subset", "0.1", "--epoch", "5"])))
+    sys.exit(
+        sweep.errors.exit_code(
+            lambda: sweep.main(script="resnet50_test.py", words=["--subset", "0.1", "--epoch", "5"])
+        )
+    )

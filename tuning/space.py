@@ -19,7 +19,12 @@ from typing import Any
 
 import optuna
 import yaml
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 
 from errors import InputError
 
@@ -38,7 +43,9 @@ def read_space(path: Path, known: Collection[str]) -> Space:
     try:
         lines = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise InputError(f"--space {path}: {error.strerror}; give the path of a YAML file") from None
+        raise InputError(
+            f"--space {path}: {error.strerror}; give the path of a YAML file"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"--space {path}: not YAML ({str(error).splitlines()[0]})") from None
     if not isinstance(lines, dict) or not lines:
@@ -51,8 +58,14 @@ def distribution(path: Path, name: str, what: Any, known: Collection[str]) -> Ba
     where = f"--space {path}, {name}"
     if name not in known:
         raise InputError(f"{where}: the script has no flag --{name}")
-    if not isinstance(what, dict) or len(what) != 1 or not isinstance(next(iter(what.values())), list):
-        raise InputError(f"{where}: wanted {{log: [low, high]}}, {{uniform: [low, high]}} or {{choice: [...]}}, got {what}")
+    if (
+        not isinstance(what, dict)
+        or len(what) != 1
+        or not isinstance(next(iter(what.values())), list)
+    ):
+        raise InputError(
+            f"{where}: wanted {{log: [low, high]}}, {{uniform: [low, high]}} or {{choice: [...]}}, got {what}"
+        )
     ((kind, values),) = what.items()
     try:
         if kind == "choice":
@@ -83,7 +96,9 @@ def grid(path: Path, space: Space) -> dict[str, list[Any]]:
     """
     for name, of in space.items():
         if not isinstance(of, CategoricalDistribution):
-            raise InputError(f"--sampler grid: {name} in {path} is a range; list its values: {name}: {{choice: [...]}}")
+            raise InputError(
+                f"--sampler grid: {name} in {path} is a range; list its values: {name}: {{choice: [...]}}"
+            )
     return {name: list(of.choices) for name, of in space.items()}  # type: ignore[attr-defined]
 
 

@@ -31,7 +31,9 @@ ROOT = Path(__file__).resolve().parents[1]
 STOPPED = "interrupted"  # what a trial fails with that can go on from its checkpoint
 LOOK_EVERY = 0.1  # seconds between two looks at metrics.jsonl
 LEAVE = 60.0  # seconds that a script has to write its checkpoint
-LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: a forked child of a threaded process must not load
+LIBC = (
+    ctypes.CDLL(None) if sys.platform == "linux" else None
+)  # loaded here: a forked child of a threaded process must not load
 NOT_REACHED = 1e6  # seconds, at least, of a run that never gets there
 
 
@@ -54,7 +56,9 @@ class Objective:
         with contextlib.suppress(ValueError):
             if name == "time_to" and 0 < float(target) <= 1:
                 return cls(float(target))
-        raise InputError(f"--objective {text}: wanted accuracy, or time_to:0.9 with an accuracy in 0..1")
+        raise InputError(
+            f"--objective {text}: wanted accuracy, or time_to:0.9 with an accuracy in 0..1"
+        )
 
     @property
     def direction(self) -> Literal["maximize", "minimize"]:
@@ -73,7 +77,9 @@ class Objective:
         if self.target is None:
             return rows[-1]["val_accuracy"]
         reached = [row["seconds"] for row in rows if row["val_accuracy"] >= self.target]
-        return reached[0] if reached else NOT_REACHED * (2 - max(row["val_accuracy"] for row in rows))
+        return (
+            reached[0] if reached else NOT_REACHED * (2 - max(row["val_accuracy"] for row in rows))
+        )
 
 
 @dataclass(frozen=True)
@@ -85,13 +91,21 @@ class Runner:
     objective: Objective
     out: Path
     nproc: int
-    stop: threading.Event = field(default_factory=threading.Event, kw_only=True)  # set to end all trials
-    slots: queue.Queue[str | None]  # a GPU, or a comma-separated list of them, for each trial at a time; None on CPUs
+    stop: threading.Event = field(
+        default_factory=threading.Event, kw_only=True
+    )  # set to end all trials
+    slots: queue.Queue[
+        str | None
+    ]  # a GPU, or a comma-separated list of them, for each trial at a time; None on CPUs
 
     def __call__(self, trial: optuna.Trial, words: list[str]) -> float:
         """The objective's value of a trial with these flags."""
         folder = Path(trial.user_attrs.get("folder", self.out / "trials" / f"{trial.number:04d}"))
-        for name, value in {"folder": str(folder), "host": socket.gethostname(), "pid": os.getpid()}.items():
+        for name, value in {
+            "folder": str(folder),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }.items():
             trial.set_user_attr(name, value)
         slot = self.slots.get()
         try:
@@ -107,11 +121,27 @@ class Runner:
             (folder / "metrics.jsonl").unlink(missing_ok=True)
         head = [str(ROOT / self.script)]
         if self.nproc > 1:
-            head = [str(ROOT / "distributed.py"), "--standalone", f"--nproc_per_node={self.nproc}", *head]
-        env = os.environ | ({"CUDA_VISIBLE_DEVICES": slot} if slot is not None else {})
+            head = [
+                "-m",
+                "distributed.launch",
+                "--standalone",
+                f"--nproc_per_node={self.nproc}",
+                *head,
+            ]
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        }
+        env |= {"CUDA_VISIBLE_DEVICES": slot} if slot is not None else {}
         with open(folder / "console.log", "a") as console:
             command = [sys.executable, *head, *self.words, *words, *resume, "--out", str(folder)]
-            return subprocess.Popen(command, stdout=console, stderr=console, text=True, env=env, preexec_fn=die_with_parent)
+            return subprocess.Popen(
+                command,
+                stdout=console,
+                stderr=console,
+                text=True,
+                env=env,
+                preexec_fn=die_with_parent,
+            )
 
     def watch(self, trial: optuna.Trial, folder: Path, process: subprocess.Popen[str]) -> float:
         """Report each epoch; end a hopeless run, or one that has reached its target."""
@@ -142,10 +172,19 @@ class Runner:
 
     def hopeless(self, trial: optuna.Trial, row: dict[str, Any]) -> bool:
         """Whether to give a run up after an epoch: as the pruner says; of time_to, where the best one was there by now."""
-        if self.objective.target is None or isinstance(trial.study.pruner, optuna.pruners.NopPruner):
+        if self.objective.target is None or isinstance(
+            trial.study.pruner, optuna.pruners.NopPruner
+        ):
             return trial.should_prune()
-        reached = [done.value for done in trial.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))]
-        return row["seconds"] >= min((value for value in reached if value is not None), default=NOT_REACHED)
+        reached = [
+            done.value
+            for done in trial.study.get_trials(
+                deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)
+            )
+        ]
+        return row["seconds"] >= min(
+            (value for value in reached if value is not None), default=NOT_REACHED
+        )
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
@@ -189,7 +228,9 @@ def slots(jobs: int, nproc: int, gpus: int) -> queue.Queue[str | None]:
     """
     places: queue.Queue[str | None] = queue.Queue()
     if gpus and jobs * nproc > gpus:
-        raise InputError(f"--jobs {jobs} of --nproc {nproc} want {jobs * nproc} GPUs, {gpus} are here")
+        raise InputError(
+            f"--jobs {jobs} of --nproc {nproc} want {jobs * nproc} GPUs, {gpus} are here"
+        )
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = names if len(names) >= gpus and names[0] else list(map(str, range(gpus)))
     for job in range(jobs):

@@ -1,0 +1,1 @@
+"""The networks, and rewrites of them that need less memory."""

@@ -1,0 +1,52 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Versions, device and commit: what a number in metrics.jsonl depends on."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": device_name(device),
+        "commit": commit.stdout.strip() or None,
+        "elastic_id": os.environ.get("TORCHELASTIC_RUN_ID"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name; or the processor's, with the threads torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def cpu_name() -> str:
+    """The processor's name and its matrix instructions, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
+    flags = fields.get("flags", "").split()
+    extras = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in flags][:1]
+    return " ".join([fields.get("model name", platform.machine()), *extras])
