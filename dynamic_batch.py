@@ -1,7 +1,7 @@
 """Batch sizes that change: over time by a rule, over workers by their speed; and the gradient noise scale.
 
     rule = Scheduled(128, at_milestones(2.0, [15, 23]))
-    size = on_ladder(rule.wanted(epoch, size), 128, low=128, high=2048, unit=world_size)
+    size = on_ladder(rule.next_batch_size(epoch, size), 128, low=128, high=2048, unit=world_size)
     shares = apportion(size, speeds)                  # integers that sum to size, in proportion to samples/s
     trace, square = noise_scale(small, 1 / 32, big, 1 / 128)        # of squared norms of gradients of 32 and 128 samples
 
@@ -24,7 +24,7 @@ SMOOTHING = 0.5  # weight of what was known in the noise scale of an epoch
 # -------------------------------------------------------------------- sizes
 
 
-def on_ladder(wanted: float, base: int, low: int, high: int, unit: int = 1) -> int:
+def nearest_batch_size(wanted: float, base: int, low: int, high: int, unit: int = 1) -> int:
     """The size nearest to `wanted`, as a ratio, among base x 2**i and base x 1.5 x 2**i within limits; a multiple of `unit`.
 
     Few sizes occur, however a rule wanders: each one that is new may have to be compiled.
@@ -116,11 +116,11 @@ def _level(total: Callable[[float], float], wanted: float) -> float:
 class Rule(Protocol):
     """Which batch an epoch should have."""
 
-    def wanted(self, epoch: int, size: int) -> float:
+    def next_batch_size(self, epoch: int, size: int) -> float:
         """Samples of the global batch of `epoch` (0 is the first), the one before having had `size`; once an epoch, in order."""
         ...
 
-    def learn(self, size: int, loss: float, seconds: float, noise: float | None) -> None:
+    def observe(self, size: int, loss: float, seconds: float, noise: float | None) -> None:
         """What an epoch of batches of `size` brought: training loss, the slowest rank's time, noise scale."""
         ...
 
@@ -140,11 +140,11 @@ class Scheduled:
     def __init__(self, base: int, multiple: Callable[[int], float]) -> None:
         self.base, self.multiple = base, multiple
 
-    def wanted(self, epoch: int, size: int) -> float:
+    def next_batch_size(self, epoch: int, size: int) -> float:
         """The schedule's."""
         return self.base * self.multiple(epoch)
 
-    def learn(self, size: int, loss: float, seconds: float, noise: float | None) -> None:
+    def observe(self, size: int, loss: float, seconds: float, noise: float | None) -> None:
         """Nothing."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -160,12 +160,12 @@ def at_milestones(factor: float, epochs: Sequence[int]) -> Callable[[int], float
     return lambda epoch: factor ** bisect_right(sorted(epochs), epoch)
 
 
-def each_epoch(factor: float) -> Callable[[int], float]:
+def every_epoch(factor: float) -> Callable[[int], float]:
     """A multiple that is multiplied by `factor` after every epoch."""
     return lambda epoch: factor**epoch
 
 
-def instead_of_decay(schedule: Callable[[float], float]) -> Callable[[int], float]:
+def replacing_decay(schedule: Callable[[float], float]) -> Callable[[int], float]:
     """A batch that grows as the learning rate would fall (Smith et al., arXiv:1711.00489): most so far / now.
 
     Taken together with a rate that is scaled with the batch, rate / batch goes as it would have under the schedule.
@@ -207,7 +207,7 @@ class ByLoss:
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
-    def wanted(self, epoch: int, size: int) -> float:
+    def next_batch_size(self, epoch: int, size: int) -> float:
         """As above; as it was until there are enough epochs."""
         if (
             len(self.losses) < (self.window if self.kind == "progress" else 2)
@@ -221,7 +221,7 @@ class ByLoss:
         gain = 1000 * (1 - LOSS_SHARE * loss - (1 - LOSS_SHARE) * time)
         return size * self.factor ** ((gain > self.threshold) - (gain < -self.threshold))
 
-    def learn(self, size: int, loss: float, seconds: float, noise: float | None) -> None:
+    def observe(self, size: int, loss: float, seconds: float, noise: float | None) -> None:
         """Remember."""
         self.losses = [*self.losses, loss][-self.window :]
         self.seconds = [*self.seconds, max(seconds, 1e-9)][-2:]
@@ -246,13 +246,13 @@ class ByNoise:
         self.factor = factor
         self.noise: float | None = None
 
-    def wanted(self, epoch: int, size: int) -> float:
+    def next_batch_size(self, epoch: int, size: int) -> float:
         """The noise scale, as far as one epoch may go."""
         if self.noise is None:
             return size
         return _within(self.noise, size / self.factor, size * self.factor)
 
-    def learn(self, size: int, loss: float, seconds: float, noise: float | None) -> None:
+    def observe(self, size: int, loss: float, seconds: float, noise: float | None) -> None:
         """Remember the noise scale."""
         self.noise = noise
 
@@ -288,7 +288,7 @@ class NoiseScale:
     def __init__(self) -> None:
         self.trace = self.square = 0.0
 
-    def learn(self, small: float, per_small: float, big: float, per_big: float) -> float | None:
+    def observe(self, small: float, per_small: float, big: float, per_big: float) -> float | None:
         """The means of an epoch; returns the noise scale, None while the true gradient is not told from zero."""
         trace, square = noise_scale(small, per_small, big, per_big)
         self.trace = SMOOTHING * self.trace + (1 - SMOOTHING) * trace
@@ -307,7 +307,7 @@ class NoiseScale:
 # -------------------------------------------------------------------- over workers
 
 
-class Balance:
+class WorkerBalancer:
     """Dynamic batch size of each worker (DBS, arXiv:2007.11831): shares in proportion to samples/s.
 
     Args:
@@ -318,7 +318,7 @@ class Balance:
         self.keep = keep
         self.speeds: list[float] = []  # samples/s of each rank; empty: not known
 
-    def learn(self, samples: Sequence[float], seconds: Sequence[float]) -> None:
+    def observe(self, samples: Sequence[float], seconds: Sequence[float]) -> None:
         """What each rank computed in an epoch, and how long it took without waiting for others."""
         self.speeds = (
             [n / s for n, s in zip(samples, seconds)]

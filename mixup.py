@@ -190,7 +190,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, mix: Mix, label_smoothing: flo
     )
 
 
-def hits(logits: Tensor, labels: Tensor, mix: Mix) -> Tensor:
+def num_correct(logits: Tensor, labels: Tensor, mix: Mix) -> Tensor:
     """Sum over the batch of the predicted labels' weights: accuracy under mixing is lambda-weighted, as the field reports it."""
     predicted = logits.detach().argmax(1)
     return (
@@ -199,7 +199,7 @@ def hits(logits: Tensor, labels: Tensor, mix: Mix) -> Tensor:
     ).sum()
 
 
-def draw(kind: str, alpha: float, labels: Tensor, height: int, width: int) -> Mix:
+def sample_mix(kind: str, alpha: float, labels: Tensor, height: int, width: int) -> Mix:
     """The Mix of that kind, one of `KINDS` but 'none' and 'meta', for images of height x width; texts have neither."""
     match kind:
         case "mixup":
@@ -343,7 +343,10 @@ class MetaMixup:
     def optimizer(self, parameter: Tensor) -> torch.optim.Adam:
         """Adam; its epsilon is far below the gradients, whose size is that of a learning rate over batch and pairs."""
         return torch.optim.Adam(
-            [parameter], lr=self.lr, eps=1e-20, fused=torch_compat.fused_optimizer([parameter])
+            [parameter],
+            lr=self.lr,
+            eps=1e-20,
+            fused=torch_compat.supports_fused_optimizers([parameter]),
         )
 
     def mix(self, labels: Tensor) -> Mix:
@@ -398,7 +401,7 @@ class MetaMixup:
         if dist.is_available() and dist.is_initialized() and not online:
             dist.all_reduce(policy.grad, group=self.process_group)
             policy.grad /= dist.get_world_size(self.process_group)
-        base.step_unless(adam, (~torch.isfinite(policy.grad)).any())
+        base.step_unless_skipped(adam, (~torch.isfinite(policy.grad)).any())
         with torch.no_grad():
             self.learned = Mix(
                 partner,

@@ -28,15 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimizers.base import Base
+from optimizers.base import GradScalerOptimizer
 from optimizers.fisher import (
     DENSE_KERNEL,
     Axis,
-    Lesson,
     Mode,
     Update,
+    UpdateContext,
     apply_updates,
-    build_modes,
+    build_preconditioners,
     initial_factor,
     norms,
 )
@@ -54,7 +54,7 @@ STATE = (
 # -------------------------------------------------------------------- parameters of one shape
 
 
-class Chunk:
+class ParameterBatch:
     """Parameters of one shape, dtype and device that are worked on together, one row each.
 
     Args:
@@ -84,7 +84,7 @@ class Chunk:
         self.modes: list[Mode] = []
         if preconditioned:
             make = functools.partial(self.axis, group=group)
-            self.modes = build_modes(first.shape, kernel, group["max_dim"], make)
+            self.modes = build_preconditioners(first.shape, kernel, group["max_dim"], make)
         self.missing = torch.full((), math.nan, dtype=first.dtype, device=first.device).expand(
             self.shape
         )
@@ -167,7 +167,9 @@ class Chunk:
             learn = live & (norm > 0)
             g0 = torch.where(learn, wanted.square(), 1)
             lesson = (
-                Lesson(learn, g0, norm.square(), group["alpha"], group["eta"], self.steps == 0)
+                UpdateContext(
+                    learn, g0, norm.square(), group["alpha"], group["eta"], self.steps == 0
+                )
                 if learning
                 else None
             )
@@ -214,7 +216,7 @@ class Chunk:
         torch._foreach_addcmul_(self.parameters, self.rows(moves), steps)
 
 
-class Plan:
+class UpdateSchedule:
     """Which parameters are worked on together, and when each updates its estimates.
 
     Args:
@@ -252,7 +254,7 @@ class Plan:
         parameters: Sequence[Tensor],
         state: dict[Tensor, dict[str, Any]],
         group: dict[str, Any],
-    ) -> list[Chunk]:
+    ) -> list[ParameterBatch]:
         """Chunks of one group."""
         alike: dict[Any, list[Tensor]] = defaultdict(list)
         for p in parameters:
@@ -263,15 +265,15 @@ class Plan:
             most = max(1, limit // (some[0].numel() * some[0].element_size()))
             for start in range(0, len(some), most):
                 part = some[start : start + most]
-                chunks.append(Chunk(part, [state[p] for p in part], group))
+                chunks.append(ParameterBatch(part, [state[p] for p in part], group))
         return chunks
 
-    def stagger(self, number: int, period: int) -> list[Chunk]:
+    def stagger(self, number: int, period: int) -> list[ParameterBatch]:
         """The chunks of a group, each with the phase of the period that had least to do so far, the costliest first."""
         if self.periods[number] != period:
             self.periods[number] = period
             load = [0] * period
-            for chunk in sorted(self.chunks[number], key=Chunk.cost, reverse=True):
+            for chunk in sorted(self.chunks[number], key=ParameterBatch.cost, reverse=True):
                 chunk.phase = load.index(min(load))
                 load[chunk.phase] += chunk.cost()
         return self.chunks[number]
@@ -280,7 +282,7 @@ class Plan:
 # -------------------------------------------------------------------- the optimizer
 
 
-class NGD(Base):
+class NGD(GradScalerOptimizer):
     """SGD with momentum along the natural gradient, estimated online (arXiv:1410.7455).
 
     Args:
@@ -327,7 +329,7 @@ class NGD(Base):
         min_ndim: int = 2,
         factor_dtype: torch.dtype | None = None,
     ) -> None:
-        self.plan: Plan | None = None
+        self.plan: UpdateSchedule | None = None
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -349,7 +351,7 @@ class NGD(Base):
         super().__setstate__(state)
         self.plan = None
 
-    def ranges(self, group: dict[str, Any]) -> dict[str, bool]:
+    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
         """See Base."""
         return {
             "lr": group["lr"] >= 0,
@@ -370,14 +372,14 @@ class NGD(Base):
         super().load_state_dict(state_dict)
         self.plan = None
 
-    def move(self) -> None:
+    def _apply_step(self) -> None:
         """See Base."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         if any(p.grad is not None and p.grad.is_sparse for p in parameters):
             raise RuntimeError("NGD does not take sparse gradients")
         wanted = [p.requires_grad for p in parameters]
         if self.plan is None or self.plan.wanted != wanted:
-            self.plan = Plan(self.param_groups, self.state, wanted)
+            self.plan = UpdateSchedule(self.param_groups, self.state, wanted)
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             for number, group in enumerate(self.param_groups):

@@ -59,27 +59,29 @@ def parser() -> flags.Parser:
     return parser
 
 
-def build_model(
-    args: argparse.Namespace, header: dict[str, Any], run: factory.Run
+def create_model(
+    args: argparse.Namespace, metadata: dict[str, Any], run: factory.Run
 ) -> torch.nn.Module:
     """The model, channels_last, on its device."""
-    model = resnet.build_model(
-        args.arch, len(header["classes"]), header["channels"], header["size"]
+    model = resnet.create_model(
+        args.arch, len(metadata["classes"]), metadata["channels"], metadata["size"]
     )
     return model.to(run.world.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def build_sets(
     args: argparse.Namespace, run: factory.Run, state: dict[str, Any] | None
-) -> tuple[dict[str, image_batches.ImageSet], dict[str, Any]]:
+) -> tuple[dict[str, image_batches.ImageDataset], dict[str, Any]]:
     """Data sets by name ('train', 'val', 'test') and the header: classes, size and statistics of the pixels."""
-    with run.world.first_on_node_first():
-        splits, classes = image_datasets.read_splits(args.dataset, args.data_dir, args.image_size)
+    with run.world.local_main_first():
+        splits, classes = image_datasets.read_image_splits(
+            args.dataset, args.data_dir, args.image_size
+        )
     whole = splits.pop("train")
     for name, rows in factory.split_rows(whole.labels, args).items():
         splits[name] = whole.take(rows) if len(rows) < len(whole) else whole
     train = splits["train"]
-    mean, std = (state["mean"], state["std"]) if state else image_batches.statistics(train)
+    mean, std = (state["mean"], state["std"]) if state else image_batches.channel_statistics(train)
     augmentation = (
         image_batches.DATASETS[args.dataset]
         if args.augment == "standard"
@@ -87,10 +89,12 @@ def build_sets(
     )
     sets = {}
     for name, split in splits.items():
-        resident = {"auto": image_batches.fits(split, run.world.device), "yes": True, "no": False}[
-            args.resident
-        ]
-        sets[name] = image_batches.ImageSet(
+        resident = {
+            "auto": image_batches.fits_in_memory(split, run.world.device),
+            "yes": True,
+            "no": False,
+        }[args.resident]
+        sets[name] = image_batches.ImageDataset(
             split, augmentation, mean, std, run.world.device, args.seed, args.workers, resident
         )
     return sets, {
@@ -117,7 +121,7 @@ def predict(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) -
     )
     inputs = image_batches.normalise(pixels.to(device), mean, std)
     evaluation.print_predictions(
-        factory.trained(build_model(args, state, run), state),
+        factory.load_weights(create_model(args, state, run), state),
         inputs,
         args.predict,
         state["classes"],
@@ -128,7 +132,7 @@ def predict(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) -
 def export(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) -> None:
     """Write the model of --export."""
     example = torch.randn(2, state["channels"], state["size"], state["size"])
-    model = factory.trained(build_model(args, state, run), state)
+    model = factory.load_weights(create_model(args, state, run), state)
     difference = exporting.export(
         model, example, Path(args.export), {0: ("batch", exporting.LARGEST_BATCH)}
     )
@@ -138,17 +142,17 @@ def export(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) ->
 def main() -> None:
     args, state = options.parse(parser(), SCRIPT)
     with init_world(args.device) as world:
-        run = factory.open_run(args, SCRIPT, world)
+        run = factory.create_run(args, SCRIPT, world)
         if state and args.predict:
             return predict(args, run, state)
         if state and args.export:
             return export(args, run, state)
-        sets, header = build_sets(args, run, state)
+        sets, metadata = build_sets(args, run, state)
         if state and args.evaluate:
-            model = factory.trained(build_model(args, header, run), state)
-            return factory.measure(args, run, model, sets["test"], header["classes"])
-        model = build_model(args, header, run)
-        trainer = factory.trainer(args, run, model, sets.pop("train"), sets, header)
+            model = factory.load_weights(create_model(args, metadata, run), state)
+            return factory.evaluate_checkpoint(args, run, model, sets["test"], metadata["classes"])
+        model = create_model(args, metadata, run)
+        trainer = factory.trainer(args, run, model, sets.pop("train"), sets, metadata)
         factory.report(run, trainer.fit(state), validated="val" in sets)
 
 

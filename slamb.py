@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.averaging import Exchange, average
-from optimizers.base import Base, subtract
-from optimizers.flat_buffer import Lay, Ring
-from optimizers.lamb import LAMB, trust_ratios
+from distributed.averaging import RankAverager, average
+from optimizers.base import GradScalerOptimizer, subtract_updates
+from optimizers.flat_buffer import FlatLayout, RoundRobin
+from optimizers.lamb import LAMB, lamb_trust_ratios
 
 __all__ = ["LAMB", "SLAMB"]
 
@@ -42,7 +42,7 @@ SMALL = 9000  # tensors with fewer elements are exchanged whole on every step
 CLAMP = (0.01, 1000.0)  # of trust ratios of what is exchanged in parts
 
 
-class Part:
+class ParamGroupBuffers:
     """The parameters of a group and their moments, in flat buffers: small tensors, and large ones in rows.
 
     Args:
@@ -64,8 +64,8 @@ class Part:
         parameters = [p for p in group["params"] if p.requires_grad and p.numel()]
         small = [p.ndim < 2 or p.numel() < SMALL for p in parameters]
         self.group, self.selection, self.compat = group, selection, compat
-        self.small = Lay([p for p, yes in zip(parameters, small) if yes], 1)
-        self.large = Lay([p for p, yes in zip(parameters, small) if not yes], BLOCK)
+        self.small = FlatLayout([p for p, yes in zip(parameters, small) if yes], 1)
+        self.large = FlatLayout([p for p, yes in zip(parameters, small) if not yes], BLOCK)
         self.lays = [lay for lay in (self.small, self.large) if lay.rows]
         self.m, self.v, self.g, self.p = (
             {lay: lay.buffer() for lay in self.lays} for _ in range(4)
@@ -76,7 +76,9 @@ class Part:
         )  # r = beta3^age, of an element or a row
         self.mask = torch.empty_like(self.fresh)  # 1 where a step exchanges, else 0
         self.room = torch.empty_like(self.fresh)  # for what a step multiplies with
-        self.ring = Ring(self.large.places() if selection == "random" else self.large.rows, seed)
+        self.ring = RoundRobin(
+            self.large.places() if selection == "random" else self.large.rows, seed
+        )
         self.ring.cursor = group.get("cursor", 0)
         self.owners, self.small_owners = self.large.owners(), self.small.owners()
         self.g_views, self.p_views = (
@@ -168,7 +170,7 @@ class Part:
             (squares - chosen).clamp(min=0)
         ).sqrt()
 
-    def values(self, units: Tensor | None) -> dict[Lay, Tensor]:
+    def values(self, units: Tensor | None) -> dict[FlatLayout, Tensor]:
         """What is to be averaged of each buffer, flat: momenta a gradient further, or gradients; of the large tensors `units`."""
         keep, found = 1 - self.group["betas"][0], {}
         for lay in self.lays:
@@ -180,7 +182,7 @@ class Part:
         return found
 
     def update(
-        self, units: Tensor | None, received: dict[Lay, Tensor], live: Tensor, nodes: int
+        self, units: Tensor | None, received: dict[FlatLayout, Tensor], live: Tensor, nodes: int
     ) -> None:
         """The step with what was received, of `nodes` in all; nothing where `live` is 0."""
         group = self.group
@@ -213,12 +215,12 @@ class Part:
         weights, updates = (
             lay.sums(buffer.view(-1).square()).sqrt() for buffer in (self.p[lay], u)
         )
-        ratios = trust_ratios(weights, updates)
+        ratios = lamb_trust_ratios(weights, updates)
         if self.compat:
             ratios = torch.where(self.bare, ratios, ratios.clamp(*CLAMP))
         rates = torch.where(self.adapted[lay], ratios, 1.0) * (self.group["lr"] * live)
         u.mul_(rates.to(lay.dtype)[self.small_owners, None])
-        subtract(lay.tensors, self.g_views[lay], 1.0)
+        subtract_updates(lay.tensors, self.g_views[lay], 1.0)
 
     def refresh(self, units: Tensor | None, live: Tensor) -> None:
         """The mask; and ages: everything is a step older but for what was exchanged."""
@@ -238,7 +240,7 @@ class Part:
         """The step of the large tensors; their updates lie in the buffer of the gradients."""
         lay, u, r = self.large, self.g[self.large], self.fresh
         weights, updates = self.split_norms(self.p[lay], units), self.split_norms(u, units)
-        chosen, others = (trust_ratios(*pair) for pair in zip(weights, updates))
+        chosen, others = (lamb_trust_ratios(*pair) for pair in zip(weights, updates))
         if (
             not self.compat
         ):  # at a small k a step may exchange nothing of a tensor: then there is but one ratio
@@ -256,7 +258,7 @@ class Part:
         rate = self.group["lr"] * live
         u.mul_(trust)
         u.mul_(torch.mul(r, (1 - alone) * rate, out=self.room).add_(alone * rate))
-        subtract(lay.tensors, self.g_views[lay], 1.0)
+        subtract_updates(lay.tensors, self.g_views[lay], 1.0)
 
 
 def adopt(
@@ -294,10 +296,10 @@ def adam_direction(
     return torch.div(m, out, out=out)
 
 
-Plan = tuple[Part, Tensor | None, dict[Lay, Tensor]]
+Plan = tuple[ParamGroupBuffers, Tensor | None, dict[FlatLayout, Tensor]]
 
 
-class SLAMB(Base):
+class SLAMB(GradScalerOptimizer):
     """LAMB with sparse communication; see above. It exchanges what is to be exchanged itself.
 
     Args:
@@ -361,8 +363,8 @@ class SLAMB(Base):
             compat,
         )
         self.wire_dtype, self.warmup = wire_dtype, list(warmup)
-        self.exchange = Exchange(process_group, node_group)
-        self.parts: list[Part] | None = None
+        self.exchange = RankAverager(process_group, node_group)
+        self.parts: list[ParamGroupBuffers] | None = None
         self.skipped: Tensor | None = None
         names = ("lr", "betas", "eps", "weight_decay", "compress_ratio", "beta3", "adapt")
         super().__init__(
@@ -370,7 +372,7 @@ class SLAMB(Base):
         )
         self.ratios = [group["compress_ratio"] for group in self.param_groups]  # after the warm-up
 
-    def ranges(self, group: dict[str, Any]) -> dict[str, bool]:
+    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
         """See Base."""
         return {
             "lr": group["lr"] >= 0,
@@ -401,7 +403,7 @@ class SLAMB(Base):
         """This rank's payload in all collectives since the last call."""
         return self.exchange.take_bytes()
 
-    def build(self) -> list[Part]:
+    def build(self) -> list[ParamGroupBuffers]:
         """Lay everything out, at the first step and after a change of groups or state."""
         if self.exchange.size > 1:
             mine = {p for group in self.param_groups for p in group["params"]}
@@ -420,11 +422,11 @@ class SLAMB(Base):
                 )
             group.setdefault("calls", 0)
         return [
-            Part(group, self.state, self.selection, self.compat, seed)
+            ParamGroupBuffers(group, self.state, self.selection, self.compat, seed)
             for seed, group in enumerate(self.param_groups)
         ]
 
-    def move(self) -> None:
+    def _apply_step(self) -> None:
         """See Base."""
         if self.parts is None:
             self.parts = self.build()
@@ -443,7 +445,7 @@ class SLAMB(Base):
         if self.exchange.size > 1 and self.parts[0].group["calls"] % self.local_steps == 0:
             self.average_weights()
 
-    def share_in_node(self, parts: list[Part]) -> Tensor:
+    def share_in_node(self, parts: list[ParamGroupBuffers]) -> Tensor:
         """All gradients become this node's mean. Returns (1,) more than 0 where one of its ranks wants to skip the step."""
         buffers = [part.g[lay] for part in parts for lay in part.lays]
         found = getattr(self, "found_inf", None)
@@ -460,7 +462,7 @@ class SLAMB(Base):
             buffer.copy_(mean.view_as(buffer))
         return flag
 
-    def plan(self, part: Part) -> Plan:
+    def plan(self, part: ParamGroupBuffers) -> Plan:
         """What of a part is exchanged on this step: units of the large tensors (None: all of them), and values."""
         group = part.group
         group["calls"] += 1

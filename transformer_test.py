@@ -111,8 +111,8 @@ def parser() -> flags.Parser:
     return parser
 
 
-def build_model(
-    args: argparse.Namespace, header: dict[str, Any], run: factory.Run
+def create_model(
+    args: argparse.Namespace, metadata: dict[str, Any], run: factory.Run
 ) -> torch.nn.Module:
     """The model on its device."""
     if args.width % args.heads or args.width % 2:
@@ -120,18 +120,18 @@ def build_model(
             f"--width {args.width}: must be even and divisible by --heads {args.heads}"
         )
     model = Transformer(
-        tokenization.load_tokenizer(header["tokenizer"]).get_vocab_size(),
-        len(header["classes"]),
+        tokenization.load_tokenizer(metadata["tokenizer"]).get_vocab_size(),
+        len(metadata["classes"]),
         args.width,
         args.depth,
         args.heads,
         args.mlp_width,
-        header["max_len"],
+        metadata["max_len"],
         args.dropout,
         args.token_dropout,
         args.positions,
         args.pooling,
-        header["prior"],
+        metadata["prior"],
         args.mix_at,
     )
     return model.to(run.world.device)
@@ -139,10 +139,10 @@ def build_model(
 
 def build_sets(
     args: argparse.Namespace, run: factory.Run, state: dict[str, Any] | None
-) -> tuple[dict[str, text_batches.TextSet], dict[str, Any]]:
+) -> tuple[dict[str, text_batches.TextDataset], dict[str, Any]]:
     """Data sets by name ('train', 'val', 'test') and the header: classes and tokenizer."""
-    with run.world.first_on_node_first():
-        splits, classes = text_datasets.read_splits(args.dataset, args.data_dir)
+    with run.world.local_main_first():
+        splits, classes = text_datasets.read_text_splits(args.dataset, args.data_dir)
     whole = splits.pop("train")
     for name, rows in factory.split_rows(torch.tensor(whole.labels), args).items():
         splits[name] = whole.take(rows.tolist())
@@ -153,12 +153,12 @@ def build_sets(
             tokenization.train_tokenizer(
                 splits["train"].texts, args.tokenizer, args.vocab_size
             ).to_str()
-            if run.world.first
+            if run.world.is_main
             else ""
         )
-        tokenizer = tokenization.load_tokenizer(run.world.from_first(learnt))
+        tokenizer = tokenization.load_tokenizer(run.world.broadcast(learnt))
     sets = {
-        name: text_batches.TextSet(split, tokenizer, args.max_len, run.world.device)
+        name: text_batches.TextDataset(split, tokenizer, args.max_len, run.world.device)
         for name, split in splits.items()
     }
     prior = (
@@ -177,21 +177,21 @@ def build_sets(
 def predict(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) -> None:
     """Classify every line of the text files of --predict."""
     lines = [line for file in args.predict for line in text_datasets.read_lines(Path(file))]
-    tokens = text_batches.encode(
+    tokens = text_batches.encode_texts(
         lines, tokenization.load_tokenizer(state["tokenizer"]), state["max_len"]
     ).to(run.world.device)
     names = [line if len(line) <= 60 else line[:57] + "..." for line in lines]
-    model = factory.trained(build_model(args, state, run), state)
+    model = factory.load_weights(create_model(args, state, run), state)
     evaluation.print_predictions(model, tokens, names, state["classes"], args.batch_size)
 
 
 def export(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) -> None:
     """Write the model of --export."""
     tokenizer = tokenization.load_tokenizer(state["tokenizer"])
-    example = text_batches.encode(
+    example = text_batches.encode_texts(
         ["Stocks rise after the bank's report", "Home team wins"], tokenizer, state["max_len"]
     )
-    model = factory.trained(build_model(args, state, run), state)
+    model = factory.load_weights(create_model(args, state, run), state)
     dynamic = {0: ("batch", exporting.LARGEST_BATCH), 1: ("length", state["max_len"])}
     difference = exporting.export(model, example, Path(args.export), dynamic)
     print(f"{args.export}: same probabilities as the model, to {difference:.1g}")
@@ -200,21 +200,21 @@ def export(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) ->
 def main() -> None:
     args, state = options.parse(parser(), SCRIPT)
     with init_world(args.device) as world:
-        run = factory.open_run(args, SCRIPT, world)
+        run = factory.create_run(args, SCRIPT, world)
         if state and args.predict:
             return predict(args, run, state)
         if state and args.export:
             return export(args, run, state)
-        sets, header = build_sets(args, run, state)
+        sets, metadata = build_sets(args, run, state)
         if state and args.evaluate:
-            model = factory.trained(build_model(args, header, run), state)
-            return factory.measure(args, run, model, sets["test"], header["classes"])
-        model = build_model(args, header, run)
+            model = factory.load_weights(create_model(args, metadata, run), state)
+            return factory.evaluate_checkpoint(args, run, model, sets["test"], metadata["classes"])
+        model = create_model(args, metadata, run)
         trainer = factory.trainer(
-            args, run, model, sets.pop("train"), sets, header, mixes_inside=True
+            args, run, model, sets.pop("train"), sets, metadata, model_mixes=True
         )
-        if world.first:
-            (run.folder / "tokenizer.json").write_text(header["tokenizer"])
+        if world.is_main:
+            (run.folder / "tokenizer.json").write_text(metadata["tokenizer"])
         factory.report(run, trainer.fit(state), validated="val" in sets)
 
 

@@ -30,7 +30,7 @@ Record = Callable[[Callable[..., None], tuple[Tensor, ...], float], Recorded]
 """(body, tensors, weight) -> the recorded call; recording computes nothing."""
 
 
-class Replay:
+class CudaGraphRunner:
     """Calls `body(*tensors, weight)`, which returns nothing, through recordings.
 
     Args:

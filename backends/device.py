@@ -56,7 +56,7 @@ def has_bf16(device: torch.device) -> bool:
     return any(probe() for probe in probes if probe)
 
 
-def use_cores(threads: int, local_world_size: int) -> int:
+def set_num_threads(threads: int, local_world_size: int) -> int:
     """Set torch's CPU threads: `threads`, or the cores shared out among this node's processes; returns the number.
 
     torchrun sets OMP_NUM_THREADS=1 when nobody did, which would idle all other cores: 1 is therefore not taken as a wish.

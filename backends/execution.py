@@ -29,7 +29,7 @@ def apply_backend(name: str, model: nn.Module) -> nn.Module:
     ):  # the whole step is recorded around the compiled model: see graphs.py
         model.compile()  # in place: no `_orig_mod.` prefix in the state_dict
     if name == "ort":
-        if lacking := onnx_runtime.lacks():
-            raise InputError(f"--backend ort: {lacking}; --backend compile is torch's own")
+        if reason := onnx_runtime.unavailable_reason():
+            raise InputError(f"--backend ort: {reason}; --backend compile is torch's own")
         onnx_runtime.apply(model)
     return model

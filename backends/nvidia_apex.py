@@ -29,37 +29,37 @@ def part(name: str) -> Any:
         return None
 
 
-def lacks_cuda() -> str:
+def cuda_unavailable_reason() -> str:
     """Why nothing of apex runs here; '' where it may."""
     if importlib.util.find_spec("apex") is None:
         return f"apex is not installed: {GET}"
     return "" if torch.cuda.is_available() else "apex needs a GPU"
 
 
-def lacks_amp() -> str:
+def amp_unavailable_reason() -> str:
     """Why apex's mixed precision cannot be used, and how to get it; '' where it can."""
-    return lacks_cuda() or (
+    return cuda_unavailable_reason() or (
         ""
         if hasattr(part("amp"), "initialize")
         else f"this apex has no amp, which left in May 2025: {GET}"
     )
 
 
-def lacks_kernels() -> str:
+def kernels_unavailable_reason() -> str:
     """Why apex's fused optimizers cannot be used, and how to get them; '' where they can."""
     applier = getattr(part("multi_tensor_apply"), "multi_tensor_applier", None)
-    return lacks_cuda() or (
+    return cuda_unavailable_reason() or (
         ""
         if getattr(applier, "available", False)
         else f"apex was built without its CUDA extensions: {GET}"
     )
 
 
-def lacks(optimizer: str) -> str:
+def unavailable_reason(optimizer: str) -> str:
     """Why that optimizer of `OPTIMIZERS` cannot be used, and how to get it; '' where it can."""
     if optimizer != "apex_larc":
-        return lacks_kernels()
-    return lacks_cuda() or (
+        return kernels_unavailable_reason()
+    return cuda_unavailable_reason() or (
         ""
         if hasattr(part("parallel.LARC"), "LARC")
         else f"this apex has no LARC, which left in May 2025: {GET}"

@@ -27,7 +27,7 @@ INSTALL = "bash setup_venv.sh requirements-legacy.txt makes .venv-legacy, which 
 PROOF = "_ORTModuleFunctionBackward"  # what the gradient of an output goes through, unless ORTModule fell back to torch
 
 
-def lacks() -> str:
+def unavailable_reason() -> str:
     """Why ORTModule cannot be used here, and how to get it; '' where it can."""
     if (
         importlib.util.find_spec("onnxruntime") is None

@@ -263,4 +263,4 @@ def write_json(path: str | None, rows: Sequence[Row], bars: Sequence[Bar], **fac
         "rows": [{**asdict(row), "ratios": row.ratios, "ratio": row.ratio} for row in rows],
         "bars": [{**asdict(bar), "holds": bar.holds} for bar in bars],
     }
-    run_log.write_aside(Path(path), json.dumps(everything, indent=2) + "\n")
+    run_log.atomic_write_text(Path(path), json.dumps(everything, indent=2) + "\n")

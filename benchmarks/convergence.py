@@ -77,7 +77,7 @@ def make_optimizer(
     return (
         Muon(model, lr, args.weight_decay)
         if args.optimizer == "muon"
-        else factory.flags_optimizer(args, model, lr, world)
+        else factory.create_optimizer(args, model, lr, world)
     )
 
 
@@ -111,11 +111,11 @@ class Comparison:
         args = argparse.Namespace(**{**vars(args), "optimizer": method})
         try:
             with init_world(args.device) as world:
-                run = factory.open_run(args, resnet50_test.SCRIPT, world)
-                sets, header = resnet50_test.build_sets(args, run, state)
-                model = resnet50_test.build_model(args, header, run)
+                run = factory.create_run(args, resnet50_test.SCRIPT, world)
+                sets, metadata = resnet50_test.build_sets(args, run, state)
+                model = resnet50_test.create_model(args, metadata, run)
                 factory.trainer(
-                    args, run, model, sets.pop("train"), sets, header, make_optimizer
+                    args, run, model, sets.pop("train"), sets, metadata, make_optimizer
                 ).fit(state)
         except NonFiniteLoss as error:
             (folder / "diverged").write_text(f"{error}\n")
@@ -144,7 +144,10 @@ class Comparison:
         )
         bars = []
         for method in METHODS:
-            losses, hits = self.curve(method, "train_loss"), self.curve(method, "test_accuracy")
+            losses, num_correct = (
+                self.curve(method, "train_loss"),
+                self.curve(method, "test_accuracy"),
+            )
             if not losses:
                 print(f"{method:8} not run")
                 continue
@@ -157,7 +160,7 @@ class Comparison:
             )
             loss, hit = (
                 f"{statistics.mean(last):.3f} +- {statistics.stdev(last):.3f}"
-                for last in (losses[-1], hits[-1])
+                for last in (losses[-1], num_correct[-1])
             )
             time = f"{passed * seconds:.0f}" if passed else "-"
             rate = self.best_rate(method)

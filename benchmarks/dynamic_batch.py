@@ -62,7 +62,7 @@ class Halved:
 
 
 def train(balanced: bool, slow: bool) -> list[dict[str, Any]]:
-    """Rows of a run's metrics."""
+    """TextSplit of a run's metrics."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [
             *FLAGS,
@@ -97,7 +97,7 @@ def train(balanced: bool, slow: bool) -> list[dict[str, Any]]:
 
 
 def compare(slow: bool, rounds: int) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
-    """Rows of a static and a balanced run, so many times; prints a line for each."""
+    """TextSplit of a static and a balanced run, so many times; prints a line for each."""
     print(
         f"\n{'one rank at half speed' if slow else 'equal ranks':<24} static s, epochs 1..{EPOCHS} | balanced s | shares"
     )

@@ -25,17 +25,17 @@ from torch.nn import functional as F
 from torchvision.transforms import v2
 
 import mixup
-from backends.device import keep_freed_memory, use_cores
+from backends.device import keep_freed_memory, set_num_threads
 from backends.precision import choose_precision
 from benchmarks import bench
-from benchmarks.step import Step
 from benchmarks.stepping import clock
 from cli import factory
 from distributed.world import World
 from models import resnet
 from models.transformer import Transformer
-from training.losses import MixedClassification, Task, classification
-from training.meta_mixup_step import Held, MetaLearning
+from training.losses import LossFn, MixedCrossEntropy, classification
+from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
+from training.step import Step
 
 PLAIN_SHARE = 0.02  # of a step: a batch read twice beside hundreds of passes over its activations
 META_SHARE = 0.30  # of a step, at the default of 16 steps between updates: ten passes, a third of a step each, over 16
@@ -75,7 +75,7 @@ def models() -> list[Model]:
     return [
         Model(
             "ResNet-18",
-            lambda: resnet.build_model("resnet18", CLASSES, 3, 32).to(
+            lambda: resnet.create_model("resnet18", CLASSES, 3, 32).to(
                 memory_format=torch.channels_last
             ),  # type: ignore[call-overload]
             images,
@@ -133,14 +133,16 @@ class Clean:
 def make_step(model: Model, kind: str, every: int, inside: bool, batch: int) -> Step:
     """The training step of the scripts."""
     world, network = World(), model.make()
-    task: Task = classification()
+    task: LossFn = classification()
     learner = None
     if kind == "meta":
         meta = mixup.MetaMixup(CLASSES)
-        task = mixed = MixedClassification(lambda labels, height, width: meta.mix(labels), inside)
-        learner = MetaLearning(meta, mixed, Held(Clean(model.inputs), batch, 0, world), every)
+        task = mixed = MixedCrossEntropy(lambda labels, height, width: meta.mix(labels), inside)
+        learner = MetaMixupStep(
+            meta, mixed, HeldOutBatches(Clean(model.inputs), batch, 0, world), every
+        )
     elif kind != "none":
-        task = MixedClassification(partial(mixup.draw, kind, ALPHA), inside)
+        task = MixedCrossEntropy(partial(mixup.sample_mix, kind, ALPHA), inside)
     optimizer = factory.build_optimizer(network, model.optimizer, 1e-3, 0.0)
     precision = choose_precision("auto", world.device)
     return Step(network.train(), task, optimizer, precision, world, learner=learner)
@@ -177,13 +179,13 @@ def alone(model: Model, batch: int) -> dict[str, Callable[[], float]]:
         F.cross_entropy(logits, labels).backward()
 
     def mix(kind: str) -> None:
-        drawn = mixup.draw(kind, ALPHA, labels, 32, 32)
+        drawn = mixup.sample_mix(kind, ALPHA, labels, 32, 32)
         mixed = mixup.blend(hidden, drawn)
         loss = mixup.cross_entropy(logits, labels, drawn)
         torch.autograd.backward(
             [loss, mixed] if inside else [loss], [None, mixed.detach()] if inside else [None]
         )
-        mixup.hits(logits, labels, drawn)
+        mixup.num_correct(logits, labels, drawn)
 
     calls = {
         "none": none,
@@ -218,7 +220,7 @@ def peer_sides(size: int) -> dict[str, Callable[[], float]]:
     }
 
     def ours(kind: str) -> None:
-        mix = mixup.draw(kind, ALPHA, labels, size, size)
+        mix = mixup.sample_mix(kind, ALPHA, labels, size, size)
         mixup.blend(images, mix)
         mixup.cross_entropy(logits, labels, mix).backward()
 
@@ -295,7 +297,7 @@ def main() -> int:
     args = bench.parser(__doc__).parse_args()
     torch.manual_seed(0)
     keep_freed_memory()
-    use_cores(0, 1)
+    set_num_threads(0, 1)
     machine = bench.machine(torch.device("cpu"), ("torch", "torchvision", "timm"))
     print(machine)
     rows: list[bench.Row] = []

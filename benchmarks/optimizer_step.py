@@ -53,7 +53,7 @@ QUICK_BATCH = 32
 
 
 @dataclass(frozen=True)
-class Task:
+class LossFn:
     """A model, and how to draw a batch of so many samples for it."""
 
     name: str
@@ -76,26 +76,26 @@ class Task:
         return found
 
 
-def resnet_task() -> Task:
+def resnet_task() -> LossFn:
     def batch(size: int) -> tuple[Tensor, Tensor]:
         images = torch.randn(size, 3, 32, 32).to(memory_format=torch.channels_last)
         return images, torch.randint(10, (size,))
 
-    model = resnet.build_model("resnet50", 10, 3, 32).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return Task("ResNet-50", model, batch, 8, images=True)
+    model = resnet.create_model("resnet50", 10, 3, 32).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return LossFn("ResNet-50", model, batch, 8, images=True)
 
 
-def transformer_task() -> Task:
+def transformer_task() -> LossFn:
     def batch(size: int) -> tuple[Tensor, Tensor]:
         return torch.randint(3, 30_000, (size, 64)), torch.randint(4, (size,))
 
-    return Task("Transformer", Transformer(30_000, 4), batch, 32, images=False)
+    return LossFn("Transformer", Transformer(30_000, 4), batch, 32, images=False)
 
 
 # -------------------------------------------------------------------- the optimizers
 
 
-def build_sides(task: Task) -> dict[str, Side]:
+def build_sides(task: LossFn) -> dict[str, Side]:
     """All optimizers but K-FAC, warm."""
     gradients, common = task.gradients(), {"lr": LR, "weight_decay": WEIGHT_DECAY}
     makers: dict[str, Callable[[nn.Module], Any]] = {
@@ -118,7 +118,7 @@ def build_sides(task: Task) -> dict[str, Side]:
 # -------------------------------------------------------------------- what is not an optimizer
 
 
-def passes(task: Task, quick: bool) -> dict[str, Callable[[], float]]:
+def passes(task: LossFn, quick: bool) -> dict[str, Callable[[], float]]:
     """Seconds of forward and backward at the full batch, in fp32 and bf16; with `quick` from a smaller one."""
     size = QUICK_BATCH if quick else BATCH
     samples = task.batch(size)
@@ -133,7 +133,7 @@ def passes(task: Task, quick: bool) -> dict[str, Callable[[], float]]:
 
 
 def kfac_side(
-    task: Task, gradients: list[list[Tensor | None]], quick: bool
+    task: LossFn, gradients: list[list[Tensor | None]], quick: bool
 ) -> tuple[Side, Callable[[], float]]:
     """K-FAC; the function returns its amortised seconds. Raises peers.Absent."""
     size, model = QUICK_BATCH if quick else BATCH, copy.deepcopy(task.model)
@@ -155,14 +155,14 @@ def kfac_side(
 class Result:
     """Of one model: a row an optimizer, what was counted, and a note on K-FAC."""
 
-    task: Task
+    task: LossFn
     rows: dict[str, bench.Row]
     facts: dict[str, dict[str, Any]]
     sides: dict[str, Side]
     note: str
 
 
-def measure(task: Task, quick: bool) -> Result:
+def measure(task: LossFn, quick: bool) -> Result:
     """All sides of a task, interleaved."""
     sides = build_sides(task)
     calls: dict[str, Callable[[], float]] = dict(sides)

@@ -20,13 +20,13 @@ from torch import Tensor
 from backends.device import keep_freed_memory
 from backends.precision import choose_precision
 from benchmarks import bench
-from benchmarks.step import Step
 from benchmarks.stepping import clock
 from cli import factory
-from distributed.comm_hooks import Compressed
+from distributed.comm_hooks import AllReduceHook
 from distributed.world import World, init_world
 from models import resnet
 from training.losses import classification
+from training.step import Step
 
 ALONE, SILENT, EARNEST = "alone", "silent", "earnest"
 METHODS = {
@@ -80,7 +80,7 @@ class Training:
 
     def __init__(self, arch: str, batch: int, world: World, optimizer: str, compress: str) -> None:
         torch.manual_seed(0)
-        model = resnet.build_model(arch, 10, 3, 32).train().to(memory_format=torch.channels_last)
+        model = resnet.create_model(arch, 10, 3, 32).train().to(memory_format=torch.channels_last)
         own = (
             {"local_steps": NEVER, "dense_steps": 0, "compress_ratio": 0.1}
             if optimizer == "slamb"
@@ -94,7 +94,7 @@ class Training:
             made,
             precision,
             world,
-            hook=Compressed(world, compress or "none"),
+            hook=AllReduceHook(world, compress or "none"),
         )
         self.step.wrap()
         torch.manual_seed(1 + world.rank)
@@ -122,7 +122,7 @@ class Turns:
     def warm_up(self, training: Training, alone: bool) -> None:
         """The first steps, and how many make a turn."""
         took = torch.zeros(())
-        if not alone or self.world.first:
+        if not alone or self.world.is_main:
             for _ in range(WARM_UP):
                 training()
             took.fill_(clock(training))
@@ -146,7 +146,7 @@ class Turns:
         """Rank 0 while the others wait."""
         dist.barrier()
         taken = 0.0
-        if self.world.first:
+        if self.world.is_main:
             taken = clock(partial(repeat, training, self.steps[training]))
         dist.barrier()
         return taken / self.steps[training]
@@ -189,7 +189,7 @@ def main() -> None:
     keep_freed_memory()
     with init_world("cpu") as world:
         found = measure(args.arch, args.batch, args.rounds, args.seconds, world)
-        if world.first:
+        if world.is_main:
             print(json.dumps(found))
 
 

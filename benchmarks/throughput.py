@@ -70,7 +70,7 @@ class Recipe:
     """What the plain side is told: what it is to train, and nothing of how we do it."""
 
     text_datasets: bool
-    header: dict[str, Any]
+    metadata: dict[str, Any]
     model: nn.Module  # with our first weights, in the memory format that torch gives it (NCHW)
     lr: float
     momentum: float
@@ -90,18 +90,18 @@ class Opened:
 def open_script(script: ModuleType, words: list[str], world: World) -> Opened:
     """What `script` builds from these command-line words, by its own functions."""
     args, _ = options.parse(script.parser(), script.SCRIPT, words)
-    run = factory.open_run(args, script.SCRIPT, world)
+    run = factory.create_run(args, script.SCRIPT, world)
     clock = time.perf_counter()
-    sets, header = script.build_sets(args, run, None)
+    sets, metadata = script.build_sets(args, run, None)
     seconds = time.perf_counter() - clock
     trainer = factory.trainer(
-        args, run, script.build_model(args, header, run), sets.pop("train"), sets, header
+        args, run, script.create_model(args, metadata, run), sets.pop("train"), sets, metadata
     )
     trainer.do_step.wrap()
     trainer.model.train()
     plain = copy.deepcopy(trainer.model).to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     recipe = Recipe(
-        script is transformer_test, header, plain, args.lr, args.momentum, args.weight_decay
+        script is transformer_test, metadata, plain, args.lr, args.momentum, args.weight_decay
     )
     return Opened(trainer, recipe, run.precision.name, seconds)
 
@@ -155,19 +155,19 @@ class Collate:
         return pad_sequence(ids, batch_first=True), torch.tensor([label for _, label in rows])
 
 
-def image_loader(data_dir: str, header: dict[str, Any], batch_size: int) -> DataLoader:
+def image_loader(data_dir: str, metadata: dict[str, Any], batch_size: int) -> DataLoader:
     """CIFAR-10 the usual way."""
     augment = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
-    scale = transforms.Normalize(header["mean"], header["std"])
+    scale = transforms.Normalize(metadata["mean"], metadata["std"])
     data = datasets.CIFAR10(
         data_dir, train=True, transform=transforms.Compose([*augment, transforms.ToTensor(), scale])
     )
     return loader(data, batch_size)
 
 
-def text_loader(data_dir: str, header: dict[str, Any], batch_size: int) -> DataLoader:
+def text_loader(data_dir: str, metadata: dict[str, Any], batch_size: int) -> DataLoader:
     """AG News the usual way, with the tokenizer that ours learnt."""
-    collate = Collate(Tokenizer.from_str(header["tokenizer"]), header["max_len"])
+    collate = Collate(Tokenizer.from_str(metadata["tokenizer"]), metadata["max_len"])
     return loader(Lines(data_dir), batch_size, collate)
 
 
@@ -188,7 +188,7 @@ def plain_batches(
     recipe: Recipe, data_dir: str, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Epoch after epoch."""
-    batches = (text_loader if recipe.texts else image_loader)(data_dir, recipe.header, batch_size)
+    batches = (text_loader if recipe.texts else image_loader)(data_dir, recipe.metadata, batch_size)
     while True:
         yield from batches
 
@@ -280,7 +280,7 @@ def accuracies(log: Path, data_dir: str) -> dict[str, Any]:
     args, _ = options.parse(
         transformer_test.parser(), transformer_test.SCRIPT, ["--data_dir", data_dir, *words]
     )
-    splits, _ = text_datasets.read_splits("agnews", data_dir)
+    splits, _ = text_datasets.read_text_splits("agnews", data_dir)
     train = splits["train"].take(
         factory.split_rows(torch.tensor(splits["train"].labels), args)["train"].tolist()
     )

@@ -79,7 +79,7 @@ class Method:
 
 def wrapped(parameters: Parameters, hook: Callable[..., Any], rank: int = 0) -> Method:
     """DistributedDataParallel with a hook, and LAMB; `rank` is PowerSGD's, which on gloo aborts where there are several buckets."""
-    local: dict[str, Any] = dict(torch_compat.ddp_local_buffers())
+    local: dict[str, Any] = dict(torch_compat.ddp_buffer_arguments())
     model = DistributedDataParallel(
         parameters, gradient_as_bucket_view=True, bucket_cap_mb=1000, **local
     )
@@ -177,7 +177,7 @@ class Turn:
 def measure(arch: str, rounds: int, seconds: float, device: str) -> dict[str, Any]:
     """All methods in turn: seconds and bytes of a step, a number a round."""
     torch.manual_seed(0)
-    network = resnet.build_model(arch, 10, 3, 32)
+    network = resnet.create_model(arch, 10, 3, 32)
     torch.manual_seed(1 + dist.get_rank())
     gradients = [0.01 * torch.randn_like(p) for p in network.parameters()]
     weights, payload = sum(p.numel() for p in network.parameters()), Payload()
@@ -221,7 +221,7 @@ def main() -> None:
     keep_freed_memory()
     with init_world("cpu") as world:
         found = measure(args.arch, args.rounds, args.seconds, args.device)
-        if world.first:
+        if world.is_main:
             print(json.dumps(found))
 
 

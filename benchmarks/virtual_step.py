@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mixup
-from backends.device import use_cores
+from backends.device import set_num_threads
 from benchmarks import bench
 from input_pipeline import image_batches, image_datasets
 from mixup import STRETCH, Mix, meta_gradient, unchanged
@@ -37,14 +37,18 @@ class Problem:
 
     def __init__(self, seed: int, steps: int) -> None:
         torch.manual_seed(seed)
-        splits, _ = image_datasets.read_splits("cifar10", os.environ.get("DATA_DIR", "./data"), 0)
+        splits, _ = image_datasets.read_image_splits(
+            "cifar10", os.environ.get("DATA_DIR", "./data"), 0
+        )
         train = splits["train"]
-        mean, std = image_batches.statistics(train)
-        data = image_batches.ImageSet(
+        mean, std = image_batches.channel_statistics(train)
+        data = image_batches.ImageDataset(
             train, image_batches.DATASETS["cifar10"], mean, std, torch.device("cpu")
         )
         plan = torch.randperm(len(train))[: (steps + 2) * BATCH].view(-1, BATCH)
-        self.model = resnet.build_model("resnet20", 10, 3, 32).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.model = resnet.create_model("resnet20", 10, 3, 32).to(
+            memory_format=torch.channels_last
+        )  # type: ignore[call-overload]
         optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=0.9)
         batches: Iterator[tuple[Tensor, Tensor]] = data.batches(list(plan), 0)
         for _ in range(steps):
@@ -114,7 +118,7 @@ class Problem:
 
 def main() -> int:
     args = bench.parser(__doc__).parse_args()
-    use_cores(0, 1)
+    set_num_threads(0, 1)
     machine = bench.machine(torch.device("cpu"), ("torch",))
     print(machine)
     found: dict[str, list[float]] = {}

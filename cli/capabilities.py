@@ -10,7 +10,7 @@ import torch
 import errors
 from backends import nvidia_apex, onnx_runtime
 from backends.device import choose_device, has_bf16
-from backends.torch_compat import TORCH
+from backends.torch_compat import TORCH_VERSION
 from input_pipeline import torchtext_tokenizer
 
 # -------------------------------------------------------------------- python backends.py: what there is here
@@ -19,8 +19,8 @@ from input_pipeline import torchtext_tokenizer
 def listing(device: torch.device) -> list[tuple[str, str]]:
     """(flag, 'available', or why it is not and how to get it)."""
 
-    def status(lacking: str) -> str:
-        return f"not available: {lacking}" if lacking else "available"
+    def status(reason: str) -> str:
+        return f"not available: {reason}" if reason else "available"
 
     gpu = device.type == "cuda"
     compiler = (
@@ -30,14 +30,14 @@ def listing(device: torch.device) -> list[tuple[str, str]]:
     )
     old = (
         ""
-        if TORCH >= (2, 9)
+        if TORCH_VERSION >= (2, 9)
         else f"needs torch 2.9, this is {torch.__version__}: bash setup_venv.sh requirements.txt"
     )
     return [
         ("--backend eager", "available"),
         ("--backend compile", status(compiler)),
         ("--backend cudagraph", status("" if gpu else "needs a GPU")),
-        ("--backend ort", status(onnx_runtime.lacks())),
+        ("--backend ort", status(onnx_runtime.unavailable_reason())),
         ("--precision fp32", "available"),
         ("--precision tf32", status("" if gpu else "needs a GPU")),
         (
@@ -48,16 +48,16 @@ def listing(device: torch.device) -> list[tuple[str, str]]:
         ),
         ("--precision fp16", "available" if gpu else "available, but slow on a CPU"),
         *(
-            (f"--precision {level}", status(nvidia_apex.lacks_amp()))
+            (f"--precision {level}", status(nvidia_apex.amp_unavailable_reason()))
             for level in nvidia_apex.LEVELS
         ),
         *(
-            (f"--optimizer {name}", status(nvidia_apex.lacks(name)))
+            (f"--optimizer {name}", status(nvidia_apex.unavailable_reason(name)))
             for name in nvidia_apex.OPTIMIZERS
         ),
-        ("--tokenizer torchtext", status(torchtext_tokenizer.lacks())),
+        ("--tokenizer torchtext", status(torchtext_tokenizer.unavailable_reason())),
         ("--parallel fsdp, hsdp", status(old)),
-        ("--fuse", status("" if TORCH >= (2, 4) else old)),
+        ("--fuse", status("" if TORCH_VERSION >= (2, 4) else old)),
         ("--export", status(old)),
     ]
 

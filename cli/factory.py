@@ -22,16 +22,16 @@ from torch import Tensor, nn
 import dynamic_batch
 import mixup
 from backends import execution, nvidia_apex, torch_compat
-from backends.device import keep_freed_memory, use_cores
+from backends.device import keep_freed_memory, set_num_threads
 from backends.precision import Precision, choose_precision
 from cli import options
 from distributed import ddp, fsdp, sharded_checkpoint
-from distributed.comm_hooks import WIRE, Compressed, Lag, Local
+from distributed.comm_hooks import WIRE, AllReduceHook, DelayedAllReduce, LocalSGD
 from distributed.world import World
-from dynamic_batch import Balance
+from dynamic_batch import WorkerBalancer
 from errors import InputError
-from input_pipeline.dataset import DataSet
-from input_pipeline.sampler import Sampler, balanced_rows
+from input_pipeline.dataset import BatchedDataset
+from input_pipeline.sampler import Sampler, stratified_rows
 from mixup import MetaMixup
 from models import activation_checkpointing, fusion
 from ngd import NGD
@@ -40,9 +40,9 @@ from optimizers.lars import LARS
 from optimizers.param_groups import decay_groups, ngd_groups
 from slamb import LAMB, SLAMB
 from training import checkpoint, evaluation, machine, run_log
-from training.batch_schedule import LEAST, Batching, Change
-from training.losses import MixedClassification, Task, classification
-from training.meta_mixup_step import Held, MetaLearning
+from training.batch_schedule import LEAST, BatchSchedule, BatchSizePolicy
+from training.losses import LossFn, MixedCrossEntropy, classification
+from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
 from training.step import Step
 from training.trainer import Settings, Trainer
 
@@ -60,18 +60,18 @@ class Run:
 
     def log(self, args: argparse.Namespace) -> run_log.RunLog:
         """The run folder, made now, with its config.json."""
-        log = run_log.RunLog(self.folder, self.world.first, args.tensorboard)
+        log = run_log.RunLog(self.folder, self.world.is_main, args.tensorboard)
         log.config(vars(args), machine.describe_machine(self.world.device))
         return log
 
 
-def open_run(args: argparse.Namespace, script: str, world: World) -> Run:
+def create_run(args: argparse.Namespace, script: str, world: World) -> Run:
     """Settle threads, memory, precision and the run folder (rank 0's choice); nothing is written yet."""
     keep_freed_memory()
-    use_cores(args.threads, world.local_size)
+    set_num_threads(args.threads, world.local_size)
     auto = args.precision == "auto" and args.backend == "ort"  # ORTModule computes in fp32
     precision = choose_precision("fp32" if auto else args.precision, world.device)
-    folder = world.from_first(args.out or str(run_log.new_run_folder(script)))
+    folder = world.broadcast(args.out or str(run_log.new_run_folder(script)))
     torch.manual_seed(
         args.seed
     )  # the same weights on every rank; `trainer` gives each its own dropout
@@ -82,14 +82,14 @@ def split_rows(labels: Tensor, args: argparse.Namespace) -> dict[str, Tensor]:
     """Row numbers of 'train' and, with --val_fraction, 'val': class-balanced, both within the --subset."""
     rows = torch.arange(len(labels))
     if args.subset < 1:
-        rows, _ = balanced_rows(labels, args.subset, args.seed)
+        rows, _ = stratified_rows(labels, args.subset, args.seed)
     if not args.val_fraction:
         return {"train": rows}
-    val, train = balanced_rows(labels[rows], args.val_fraction, args.seed + 1)
+    val, train = stratified_rows(labels[rows], args.val_fraction, args.seed + 1)
     return {"train": rows[train], "val": rows[val]}
 
 
-def flags_optimizer(
+def create_optimizer(
     args: argparse.Namespace, model: nn.Module, lr: float, world: World
 ) -> torch.optim.Optimizer:
     """The optimizer of the flags, with the learning rate `lr`."""
@@ -126,40 +126,40 @@ def flags_optimizer(
     return build_optimizer(model, args.optimizer, lr, *settings)
 
 
-def flags_hook(args: argparse.Namespace, run: Run) -> Compressed:
+def create_comm_hook(args: argparse.Namespace, run: Run) -> AllReduceHook:
     """What data parallelism sends under these flags."""
     if args.sync == "lag":
         if run.precision.scaled:
             raise InputError(
                 "--sync lag: a late gradient does not fit the loss scale of fp16; use --precision bf16 or fp32"
             )
-        return Lag(run.world, args.grad_compress)
+        return DelayedAllReduce(run.world, args.grad_compress)
     if args.sync == "local":
-        return Local(run.world, args.local_steps, args.dense_steps)
-    return Compressed(run.world, args.grad_compress, args.powersgd_rank)
+        return LocalSGD(run.world, args.local_steps, args.dense_steps)
+    return AllReduceHook(run.world, args.grad_compress, args.powersgd_rank)
 
 
-def choose_task(
+def create_loss(
     args: argparse.Namespace,
     world: World,
     classes: int,
-    held_out: DataSet | None,
-    mixes_inside: bool,
-) -> tuple[Task, MetaLearning | None]:
-    """What a step computes under these flags, and what learns beside the model; `mixes_inside`: see `MixedClassification`."""
+    held_out: BatchedDataset | None,
+    model_mixes: bool,
+) -> tuple[LossFn, MetaMixupStep | None]:
+    """What a step computes under these flags, and what learns beside the model; `model_mixes`: see `MixedCrossEntropy`."""
     if args.mixup == "none":
         return classification(args.label_smoothing), None
     if args.mixup != "meta":
-        return MixedClassification(
-            partial(mixup.draw, args.mixup, args.alpha), mixes_inside, args.label_smoothing
+        return MixedCrossEntropy(
+            partial(mixup.sample_mix, args.mixup, args.alpha), model_mixes, args.label_smoothing
         ), None
     meta = MetaMixup(classes, args.meta_policy, args.alpha, args.meta_lr, world.device)
-    task = MixedClassification(
-        lambda labels, height, width: meta.mix(labels), mixes_inside, args.label_smoothing
+    task = MixedCrossEntropy(
+        lambda labels, height, width: meta.mix(labels), model_mixes, args.label_smoothing
     )
     assert held_out is not None, "options.validate wants a --val_fraction"
-    return task, MetaLearning(
-        meta, task, Held(held_out, args.batch_size, args.seed + 2, world), args.meta_every
+    return task, MetaMixupStep(
+        meta, task, HeldOutBatches(held_out, args.batch_size, args.seed + 2, world), args.meta_every
     )
 
 
@@ -167,15 +167,15 @@ def trainer(
     args: argparse.Namespace,
     run: Run,
     model: nn.Module,
-    train: DataSet,
-    tests: Mapping[str, DataSet],
-    header: dict[str, Any],
+    train: BatchedDataset,
+    tests: Mapping[str, BatchedDataset],
+    metadata: dict[str, Any],
     make_optimizer: Callable[
         [argparse.Namespace, nn.Module, float, World], torch.optim.Optimizer
-    ] = flags_optimizer,
-    mixes_inside: bool = False,
+    ] = create_optimizer,
+    model_mixes: bool = False,
 ) -> Trainer:
-    """The Trainer of these flags; `header`: what inference needs besides them; `mixes_inside`: see `MixedClassification`."""
+    """The Trainer of these flags; `metadata`: what inference needs besides them; `model_mixes`: see `MixedCrossEntropy`."""
     world, order = run.world, Sampler(len(train), args.seed, train.lengths)
     global_batch = args.batch_size * args.accumulate * world.size
     if order.steps(global_batch) == 0:
@@ -183,35 +183,37 @@ def trainer(
             f"--bs {args.batch_size}: a global batch of {global_batch} samples (batch x accumulation x processes) "
             f"is larger than the training set of {len(train)}; use a smaller --bs"
         )
-    task, learner = choose_task(args, world, len(header["classes"]), tests.get("val"), mixes_inside)
+    task, learner = create_loss(
+        args, world, len(metadata["classes"]), tests.get("val"), model_mixes
+    )
     save_memory(args, model)
     log = run.log(args)
     lr = schedules.scale_lr(args.lr, args.lr_scaling, global_batch, args.base_bs)
     if args.parallel != "ddp" and world.size > 1:
-        model = ddp.synchronised(model, world) if args.sync_bn else model
+        model = ddp.with_sync_batch_norm(model, world) if args.sync_bn else model
         fsdp.shard(model, world, args.parallel, WIRE.get(args.grad_compress))
     model = execution.apply_backend(args.backend, model)
     optimizer = make_optimizer(args, model, lr, world)
     schedule = options.schedule(args)
-    batching = flags_batching(args, world, order, global_batch, schedule)
+    batching = create_batch_schedule(args, world, order, global_batch, schedule)
     step = make_step(args, run, model, task, optimizer, log, learner, batching.whole)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    log.say(
+    log.info(
         f"{len(train)} training samples, {parameters / 1e6:.2f} M parameters, global batch {global_batch} on {world.size} "
         f"process(es) of {machine.device_name(world.device)}, {run.precision.name}, {args.backend}; run folder {run.folder}"
     )
     if advice := large_batch_advice(args, global_batch, len(train)):
-        log.say(advice)
+        log.info(advice)
     torch.manual_seed(args.seed * 1009 + 1 + world.rank)
     settings = Settings(args.epochs, args.batch_size, lr, args.save_every)
     tests = {name: data for name, data in tests.items() if args.test or name != "test"}
-    header = {"script": run.script, "flags": vars(args), **header}
-    return Trainer(step, schedule, train, batching, tests, log, settings, header)
+    metadata = {"script": run.script, "flags": vars(args), **metadata}
+    return Trainer(step, schedule, train, batching, tests, log, settings, metadata)
 
 
 def save_memory(args: argparse.Namespace, model: nn.Module) -> None:
     """What --fuse and --checkpoint_activations do to a model."""
-    if args.fuse and torch_compat.TORCH < (2, 4):
+    if args.fuse and torch_compat.TORCH_VERSION < (2, 4):
         raise InputError(
             f"--fuse needs torch 2.4 or newer, this is {torch.__version__}; leave it out"
         )
@@ -229,10 +231,10 @@ def make_step(
     args: argparse.Namespace,
     run: Run,
     model: nn.Module,
-    task: Task,
+    task: LossFn,
     optimizer: torch.optim.Optimizer,
     log: run_log.RunLog,
-    learner: MetaLearning | None,
+    learner: MetaMixupStep | None,
     changing: bool,
 ) -> Step:
     """The step of these flags; `changing`: batches are, so that micro-batches are as many as it takes."""
@@ -253,9 +255,9 @@ def make_step(
         run.precision,
         run.world,
         *speed,
-        log.say,
+        log.info,
         learner,
-        flags_hook(args, run),
+        create_comm_hook(args, run),
         micro_batch,
     )
     if args.noise_scale or args.dynamic_batch == "noise":
@@ -267,22 +269,22 @@ def make_step(
     return step
 
 
-def flags_batching(
+def create_batch_schedule(
     args: argparse.Namespace,
     world: World,
     order: Sampler,
     base: int,
     schedule: Callable[[float], float],
-) -> Batching:
+) -> BatchSchedule:
     """Which rows make a batch under these flags; `base` is the first global batch.
 
     Raises:
         InputError: the limits leave no room.
     """
-    balance = Balance() if args.balance_workers and world.size > 1 else None
+    balance = WorkerBalancer() if args.balance_workers and world.size > 1 else None
     kind = args.dynamic_batch
     if kind == "none":
-        return Batching(world, order, base, None, balance)
+        return BatchSchedule(world, order, base, None, balance)
     least = LEAST * world.size
     low = args.min_bs or (max(base // 16, least) if kind == "decrease" else base)
     high = args.max_bs or (
@@ -303,8 +305,12 @@ def flags_batching(
     else:
         rule = dynamic_batch.Scheduled(base, flags_multiple(args, schedule))
     power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[args.dynamic_lr]
-    return Batching(
-        world, order, base, Change(rule, low, high, 1.0 if args.replace_decay else power), balance
+    return BatchSchedule(
+        world,
+        order,
+        base,
+        BatchSizePolicy(rule, low, high, 1.0 if args.replace_decay else power),
+        balance,
     )
 
 
@@ -313,9 +319,9 @@ def flags_multiple(
 ) -> Callable[[int], float]:
     """How the batch grows, or shrinks, with the epochs."""
     if args.replace_decay:
-        return dynamic_batch.instead_of_decay(schedule)
+        return dynamic_batch.replacing_decay(schedule)
     if args.batch_growth:
-        return dynamic_batch.each_epoch(
+        return dynamic_batch.every_epoch(
             args.batch_growth if args.dynamic_batch == "increase" else 1 / args.batch_growth
         )
     epochs = args.batch_milestones or [-(-args.epochs // 2), -(-3 * args.epochs // 4)]
@@ -339,7 +345,7 @@ def large_batch_advice(args: argparse.Namespace, global_batch: int, rows: int) -
     )
 
 
-def trained(model: nn.Module, state: dict[str, Any]) -> nn.Module:
+def load_weights(model: nn.Module, state: dict[str, Any]) -> nn.Module:
     """`model` with the weights of a checkpoint."""
     weights = (
         sharded_checkpoint.whole(Path(state["shards"])) if state.get("shards") else state["model"]
@@ -348,23 +354,23 @@ def trained(model: nn.Module, state: dict[str, Any]) -> nn.Module:
     return model
 
 
-def measure(
-    args: argparse.Namespace, run: Run, model: nn.Module, test: DataSet, classes: list[str]
+def evaluate_checkpoint(
+    args: argparse.Namespace, run: Run, model: nn.Module, test: BatchedDataset, classes: list[str]
 ) -> None:
     """--evaluate: print accuracy on the test set, overall and per class.
 
     In fp32 batch-norm is folded into the convolutions; in 16 bits their rounding would make it another accuracy than training saw.
     """
     if run.precision.dtype is None:
-        model = fusion.fold(model)
+        model = fusion.fold_batch_norm(model)
     result = evaluation.report(model, test, classes, run.precision, run.world, args.batch_size)
-    if run.world.first:
+    if run.world.is_main:
         evaluation.print_report(result)
 
 
 def report(run: Run, totals: dict[str, Any], validated: bool) -> None:
     """The last lines on the console (rank 0); `validated`: a validation split chose the best epoch."""
-    if not run.world.first:
+    if not run.world.is_main:
         return
     line = f"best {'validation' if validated else 'test'} accuracy {100 * totals['accuracy']:.2f} % in epoch {totals['epoch']}"
     if validated and totals["test_accuracy"] is not None:
@@ -394,7 +400,7 @@ def build_optimizer(
         return NGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **own)
     groups = decay_groups(model, weight_decay)
     if name == "sgd":
-        fused = torch_compat.fused_optimizer(model.parameters()) and not fsdp.is_sharded(
+        fused = torch_compat.supports_fused_optimizers(model.parameters()) and not fsdp.is_sharded(
             model
         )  # torch cannot where weights are in shards
         optimizer = torch.optim.SGD(
@@ -407,7 +413,7 @@ def build_optimizer(
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
     if name == "adamw":
-        fused = torch_compat.fused_optimizer(model.parameters())
+        fused = torch_compat.supports_fused_optimizers(model.parameters())
         capturable = all(parameter.is_cuda for parameter in model.parameters())  # in a CUDA graph
         return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused, capturable=capturable)
     if name == "lars":
@@ -417,9 +423,9 @@ def build_optimizer(
     if name == "slamb":
         return SLAMB(groups, lr=lr, betas=betas, **own)
     if name in nvidia_apex.OPTIMIZERS:
-        if lacking := nvidia_apex.lacks(name):
+        if reason := nvidia_apex.unavailable_reason(name):
             raise InputError(
-                f"--optimizer {name}: {lacking}; ours is --optimizer {name.removeprefix('apex_').replace('larc', 'lars')}"
+                f"--optimizer {name}: {reason}; ours is --optimizer {name.removeprefix('apex_').replace('larc', 'lars')}"
             )
         return nvidia_apex.build_optimizer(name, groups, lr, momentum, nesterov, betas)
     raise ValueError(f"unknown optimizer {name}")

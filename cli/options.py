@@ -136,7 +136,7 @@ def validate(args: argparse.Namespace, script: str, resumed: bool) -> None:
             raise InputError(f"--{flag} needs a trained model: add --resume PATH")
     if args.export and not args.export.endswith((".onnx", ".pt2")):
         raise InputError(f"--export {args.export}: the name must end in .onnx or .pt2")
-    if args.export and torch_compat.TORCH < (2, 9):
+    if args.export and torch_compat.TORCH_VERSION < (2, 9):
         raise InputError(
             "--export needs torch 2.9 or newer: export from the stack of requirements.txt, which reads this run as well"
         )
@@ -196,8 +196,8 @@ def validate(args: argparse.Namespace, script: str, resumed: bool) -> None:
 def validate_batches(args: argparse.Namespace) -> None:
     """Of batches that change: what goes together."""
     noise = args.noise_scale or args.dynamic_batch == "noise"
-    apart = args.optimizer == "slamb" or args.sync == "local"
-    if apart and (noise or args.balance_workers):
+    replicas_diverge = args.optimizer == "slamb" or args.sync == "local"
+    if replicas_diverge and (noise or args.balance_workers):
         name = "--balance_workers" if args.balance_workers else "the noise scale"
         raise InputError(
             f"{name} needs averaged gradients: not with --optimizer slamb or --sync local"

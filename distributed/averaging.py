@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Exchange:
+class RankAverager:
     """Means over the ranks, and the bytes this rank has put in.
 
     Args:
@@ -83,7 +83,7 @@ class Exchange:
 
 
 @torch.no_grad()
-def average(tensors: Sequence[Tensor], exchange: Exchange) -> None:
+def average(tensors: Sequence[Tensor], exchange: RankAverager) -> None:
     """Tensors become their mean over the ranks, in place; one collective."""
     if exchange.size == 1 or not tensors:
         return

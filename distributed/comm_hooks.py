@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from distributed.averaging import Exchange, average
+from distributed.averaging import RankAverager, average
 
 COMPRESSIONS = ("none", "fp16", "bf16", "powersgd")
 SYNCS = ("sync", "lag", "local")
@@ -24,7 +24,7 @@ WIRE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 POWER_SGD_START = 2  # steps before PowerSGD compresses: torch's least with error feedback
 
 
-class Compressed:
+class AllReduceHook:
     """Averaged gradients through torch's own hooks.
 
     Args:
@@ -69,7 +69,7 @@ class Compressed:
         """Nothing."""
 
 
-class Lag(Compressed):
+class DelayedAllReduce(AllReduceHook):
     """Each step takes the averaged gradient of the step before, so that sending overlaps a whole step (arXiv:1810.01993).
 
     The first step takes zeros. A copy of the gradients more is kept.
@@ -126,7 +126,7 @@ def arrived(work: Any, gradient: Tensor) -> Tensor:
     return gradient
 
 
-class Local(Compressed):
+class LocalSGD(AllReduceHook):
     """Post-local SGD (arXiv:1808.07217): averaged gradients at first, then each rank alone, and the mean of weights now and then.
 
     torch's own averager puts new memory under the weights, which takes them out of channels_last; ours keeps them where they are.
@@ -140,7 +140,7 @@ class Local(Compressed):
     def __init__(self, world: Any, every: int, after: int = 0) -> None:
         super().__init__(world)
         self.every, self.after, self.steps = every, after, 0
-        self.exchange = Exchange(None, None)
+        self.exchange = RankAverager(None, None)
 
     def run(self, state, bucket):  # as above
         """The hook."""

@@ -9,14 +9,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from backends import torch_compat
 from distributed import fsdp
-from distributed.comm_hooks import Compressed
+from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
 from errors import InputError
 
 BUCKET_MIB = 25  # of gradients in one all-reduce
 
 
-def synchronised(model: nn.Module, world: World) -> nn.Module:
+def with_sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
     """The model with BatchNorm statistics over all ranks; parameters stay the same objects."""
     if world.device.type != "cuda":
         raise InputError(
@@ -30,7 +30,7 @@ def wrap(
     world: World,
     sync_bn: bool,
     static_graph: bool,
-    hook: Compressed | None = None,
+    hook: AllReduceHook | None = None,
 ) -> nn.Module:
     """DistributedDataParallel whose bucketed all-reduce overlaps backward and counts its bytes; `model` at world size 1.
 
@@ -40,8 +40,8 @@ def wrap(
     """
     if world.size == 1:
         return model
-    model = synchronised(model, world) if sync_bn else model
-    hook = hook or Compressed(world)
+    model = with_sync_batch_norm(model, world) if sync_bn else model
+    hook = hook or AllReduceHook(world)
     one_bucket = (
         hook.name == "powersgd" and world.device.type == "cpu"
     )  # with two, torch's hook aborts on gloo
@@ -50,14 +50,14 @@ def wrap(
         gradient_as_bucket_view=True,
         static_graph=static_graph,
         bucket_cap_mb=1 << 20 if one_bucket else BUCKET_MIB,
-        **torch_compat.ddp_local_buffers(),  # type: ignore[arg-type]
+        **torch_compat.ddp_buffer_arguments(),  # type: ignore[arg-type]
     )
     wrapped.register_comm_hook(None, hook.run)
     return wrapped
 
 
-def gradients_stay(model: nn.Module) -> contextlib.AbstractContextManager:
+def no_gradient_sync(model: nn.Module) -> contextlib.AbstractContextManager:
     """Within the block backward passes add up this rank's own gradients, of a model that is wrapped, sharded or neither."""
     if isinstance(model, DistributedDataParallel):
         return model.no_sync()
-    return fsdp.gradients_stay(model) if fsdp.is_sharded(model) else contextlib.nullcontext()
+    return fsdp.no_gradient_sync(model) if fsdp.is_sharded(model) else contextlib.nullcontext()

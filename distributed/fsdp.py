@@ -76,7 +76,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def gradients_stay(model: nn.Module) -> Iterator[None]:
+def no_gradient_sync(model: nn.Module) -> Iterator[None]:
     """Backward passes within the block add up this rank's own gradients."""
     model.set_requires_gradient_sync(False)  # type: ignore[operator]
     try:

@@ -63,9 +63,9 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world
         held = set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
         make_state(model, optimizer, held)
         wanted = tensors(model, optimizer)
-        if lacking := sorted(wanted.keys() ^ held):
+        if reason := sorted(wanted.keys() ^ held):
             raise InputError(
-                f"--resume {folder}: {lacking[0]} is in the checkpoint or in what these flags describe, but not in both; "
+                f"--resume {folder}: {reason[0]} is in the checkpoint or in what these flags describe, but not in both; "
                 "use the flags of the first run"
             )
         dcp.load(wanted, checkpoint_id=folder, process_group=world.control, no_dist=world.size == 1)

@@ -34,7 +34,7 @@ def under_torchrun() -> bool:
 class World:
     """This process among its peers. `control` is a gloo group for host-side agreements that never touch the device.
 
-    `one_gpu`: the processes of a node share a GPU.
+    `shares_gpu`: the processes of a node share a GPU.
     """
 
     rank: int = 0
@@ -44,10 +44,10 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     control: Any = None
     bytes_sent: int = 0
-    one_gpu: bool = False
+    shares_gpu: bool = False
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Rank 0: the one that writes."""
         return self.rank == 0
 
@@ -56,7 +56,7 @@ class World:
         """GPUs in use; on CPUs, nodes: what device-hours count."""
         return (
             self.size
-            if self.device.type == "cuda" and not self.one_gpu
+            if self.device.type == "cuda" and not self.shares_gpu
             else self.size // self.local_size
         )
 
@@ -66,7 +66,7 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def most(self, value: int) -> int:
+    def max_over_ranks(self, value: int) -> int:
         """The largest value any rank gave, on every rank (host side)."""
         if self.size == 1:
             return value
@@ -74,7 +74,7 @@ class World:
         dist.all_reduce(box, dist.ReduceOp.MAX, group=self.control)
         return int(box)
 
-    def everyone(self, values: list[float]) -> list[list[float]]:
+    def all_gather(self, values: list[float]) -> list[list[float]]:
         """Every rank's values, on every rank (host side)."""
         box = torch.zeros(self.size, len(values), dtype=torch.float64)
         box[self.rank] = torch.tensor(values, dtype=torch.float64)
@@ -82,7 +82,7 @@ class World:
             dist.all_reduce(box, group=self.control)
         return box.tolist()
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         if self.size == 1:
             return value
@@ -95,8 +95,8 @@ class World:
         if self.size == 1:
             return [value]
         box: list[Any] = [None] * self.size
-        dist.gather_object(value, box if self.first else None, dst=0, group=self.control)
-        return box if self.first else []
+        dist.gather_object(value, box if self.is_main else None, dst=0, group=self.control)
+        return box if self.is_main else []
 
     def node_group(self) -> Any:
         """The process group of this node's ranks; None where every rank is alone on its node, or there is one node."""
@@ -109,7 +109,7 @@ class World:
         return groups[self.rank // self.local_size]
 
     @contextlib.contextmanager
-    def first_on_node_first(self) -> Iterator[None]:
+    def local_main_first(self) -> Iterator[None]:
         """The block runs on the first process of each node before the others: one download, not one a process."""
         if self.size > 1 and self.local_rank > 0:
             dist.barrier(group=self.control)
@@ -216,7 +216,7 @@ def init_world(device_name: str = "auto") -> Iterator[World]:
     )
     try:
         control = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
-        one_gpu = device.type == "cuda" and backend == "gloo"
+        shares_gpu = device.type == "cuda" and backend == "gloo"
         yield World(
             dist.get_rank(),
             dist.get_world_size(),
@@ -224,9 +224,9 @@ def init_world(device_name: str = "auto") -> Iterator[World]:
             local_size,
             device,
             control,
-            one_gpu=one_gpu,
+            shares_gpu=shares_gpu,
         )
-        if torch_compat.TORCH < (2, 9) and control is not None:
+        if torch_compat.TORCH_VERSION < (2, 9) and control is not None:
             dist.barrier(group=control)  # type: ignore[arg-type]  # old gloo may wait for ever where another rank has left
     finally:
         dist.destroy_process_group()

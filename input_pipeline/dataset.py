@@ -8,8 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 
-class DataSet(Protocol):
-    """What a data set owes the loop; `images.ImageSet` and `texts.TextSet` are two."""
+class BatchedDataset(Protocol):
+    """What a data set owes the loop; `images.ImageDataset` and `texts.TextDataset` are two."""
 
     @property
     def lengths(self) -> Tensor | None:

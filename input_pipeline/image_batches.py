@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from errors import InputError
-from input_pipeline.image_datasets import Images
+from input_pipeline.image_datasets import ImageSplit
 from input_pipeline.sampler import epoch_generator
 
 STATISTICS_ROWS = 10_000  # images used for the mean and deviation of each channel
@@ -41,7 +41,7 @@ DATASETS = {
 }
 
 
-class ImageSet:
+class ImageDataset:
     """Batches of one split, resident on the device or streamed by worker processes.
 
     Args:
@@ -58,7 +58,7 @@ class ImageSet:
 
     def __init__(
         self,
-        images: Images,
+        images: ImageSplit,
         augmentation: Augmentation,
         mean: Sequence[float],
         std: Sequence[float],
@@ -154,7 +154,7 @@ class ImageSet:
         return rows, pixels, self.labels[rows]
 
 
-def statistics(images: Images) -> tuple[list[float], list[float]]:
+def channel_statistics(images: ImageSplit) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel, of pixels in 0..1, over up to 10,000 images spread over the set."""
     rows = torch.linspace(0, len(images) - 1, min(len(images), STATISTICS_ROWS)).long().unique()
     pixels = images.decode(rows).flatten(0, 2)  # (pixels, channels)
@@ -169,7 +169,7 @@ def statistics(images: Images) -> tuple[list[float], list[float]]:
 class DecodedBatches(Dataset):
     """Item i is (rows, pixels) of the i-th batch of a plan, or the InputError that stopped it."""
 
-    def __init__(self, images: Images, plan: Sequence[Tensor]) -> None:
+    def __init__(self, images: ImageSplit, plan: Sequence[Tensor]) -> None:
         self.images, self.plan = images, list(plan)
 
     def __len__(self) -> int:
@@ -191,7 +191,7 @@ def checked(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         yield item
 
 
-def decode_all(images: Images, workers: int) -> Tensor:
+def decode_all(images: ImageSplit, workers: int) -> Tensor:
     """All files decoded once, in parallel: (rows, height, width, channels) uint8."""
     pixels = torch.empty(len(images), images.size, images.size, images.channels, dtype=torch.uint8)
     plan = torch.arange(len(images)).split(256)
@@ -201,7 +201,7 @@ def decode_all(images: Images, workers: int) -> Tensor:
     return pixels
 
 
-def fits(images: Images, device: torch.device) -> bool:
+def fits_in_memory(images: ImageSplit, device: torch.device) -> bool:
     """Whether the split takes less than a quarter of the memory that is free where it would live."""
     if images.pixels is not None and device.type == "cpu":
         return True

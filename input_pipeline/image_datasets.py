@@ -1,6 +1,6 @@
 """Image data sets as read from their files: labels, and pixels as one uint8 tensor or the list of files that hold them.
 
-splits, classes = read_splits("cifar10", "data", image_size=0)      # {'train': Images, 'test': Images}
+splits, classes = read_image_splits("cifar10", "data", image_size=0)      # {'train': Images, 'test': Images}
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DOWNLOADS = {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}  # folder b
 
 
 @dataclass
-class Images:
+class ImageSplit:
     """One split: labels, and either pixels (rows, height, width, channels) uint8 or the files that hold them."""
 
     labels: Tensor
@@ -34,12 +34,12 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def take(self, rows: Tensor) -> Images:
+    def take(self, rows: Tensor) -> ImageSplit:
         """The given rows, in that order."""
         if self.pixels is not None:
-            return Images(self.labels[rows], self.pixels[rows], None, self.size, self.channels)
+            return ImageSplit(self.labels[rows], self.pixels[rows], None, self.size, self.channels)
         assert self.files is not None
-        return Images(
+        return ImageSplit(
             self.labels[rows],
             None,
             [self.files[i] for i in rows.tolist()],
@@ -57,7 +57,9 @@ class Images:
         )
 
 
-def read_splits(name: str, data_dir: str, image_size: int) -> tuple[dict[str, Images], list[str]]:
+def read_image_splits(
+    name: str, data_dir: str, image_size: int
+) -> tuple[dict[str, ImageSplit], list[str]]:
     """Training and test images of a data set, and the names of its classes.
 
     Args:
@@ -80,7 +82,7 @@ def read_splits(name: str, data_dir: str, image_size: int) -> tuple[dict[str, Im
     return splits, classes
 
 
-def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, Images], list[str]]:
+def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], list[str]]:
     """CIFAR-10 or MNIST through torchvision, downloaded with checksum where the folder is missing."""
     from torchvision import datasets  # only here: digits and folders do without
 
@@ -113,11 +115,11 @@ def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, Images], list[
                 f"{folder} {state} ({str(error).splitlines()[0][:120]}): put the official {name} files there "
                 "(python version), or run with --dataset digits"
             ) from None
-        splits[part] = Images(labels, pixels if pixels.ndim == 4 else pixels.unsqueeze(-1))
+        splits[part] = ImageSplit(labels, pixels if pixels.ndim == 4 else pixels.unsqueeze(-1))
     return splits, classes
 
 
-def read_digits() -> tuple[dict[str, Images], list[str]]:
+def read_digits() -> tuple[dict[str, ImageSplit], list[str]]:
     """scikit-learn's embedded 8x8 digits: 1,437 to train on and the last 360 to test."""
     from sklearn.datasets import load_digits  # embedded in the package, no download
 
@@ -126,15 +128,15 @@ def read_digits() -> tuple[dict[str, Images], list[str]]:
     labels = torch.from_numpy(data.target).long()
     border = len(labels) * 4 // 5
     splits = {
-        "train": Images(labels[:border], pixels[:border]),
-        "test": Images(labels[border:], pixels[border:]),
+        "train": ImageSplit(labels[:border], pixels[:border]),
+        "test": ImageSplit(labels[border:], pixels[border:]),
     }
     return splits, [str(digit) for digit in range(10)]
 
 
-def read_folder(root: Path, size: int) -> tuple[dict[str, Images], list[str]]:
+def read_folder(root: Path, size: int) -> tuple[dict[str, ImageSplit], list[str]]:
     """root/train/CLASS/* and root/test/CLASS/*: file lists; the classes are those of train/, sorted."""
-    splits: dict[str, Images] = {}
+    splits: dict[str, ImageSplit] = {}
     classes: list[str] = []
     for part in ("train", "test"):
         folder = root / part
@@ -167,7 +169,7 @@ def read_folder(root: Path, size: int) -> tuple[dict[str, Images], list[str]]:
             raise InputError(
                 f"{folder} holds no images: it wants a folder for each class, as in {root / 'train'}"
             )
-        splits[part] = Images(torch.tensor(labels), files=files, size=size)
+        splits[part] = ImageSplit(torch.tensor(labels), files=files, size=size)
     return splits, classes
 
 

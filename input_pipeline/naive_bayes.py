@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from input_pipeline.text_batches import TextSet
+from input_pipeline.text_batches import TextDataset
 from input_pipeline.tokenization import SPECIALS
 
 
-def naive_bayes(data: TextSet, vocab_size: int, classes: int) -> Tensor:
+def naive_bayes(data: TextDataset, vocab_size: int, classes: int) -> Tensor:
     """Scores of each token for each class, counted on a training split: (vocab_size, classes) fp32.
 
     score(t, c) = (log p(t | c) - mean over c of log p(t | c)) * log((1 + rows) / (1 + df(t)))

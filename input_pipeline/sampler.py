@@ -2,7 +2,7 @@
 
     sampler = Sampler(rows=50_000, seed=0)
     for batch in sampler.epoch(3, batch_size=512):     # global batches, the same on every rank
-        mine = share(batch, rank=1, world_size=4)      # or batch[owners([200, 100, 100, 112]) == 1]
+        mine = rank_share(batch, rank=1, world_size=4)      # or batch[row_owners([200, 100, 100, 112]) == 1]
 
 The order is a function of (seed, epoch) alone: no random state to save, a run resumes at any step of any epoch, and
 W ranks of b rows draw the same global batch as one rank of W b rows.
@@ -73,19 +73,19 @@ def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
 
 
-def share(batch: Tensor, rank: int, world_size: int) -> Tensor:
+def rank_share(batch: Tensor, rank: int, world_size: int) -> Tensor:
     """This rank's rows of a global batch: every `world_size`-th, so that lengths are shared out evenly."""
     return batch[rank::world_size]
 
 
-def owners(shares: Sequence[int]) -> Tensor:
+def row_owners(shares: Sequence[int]) -> Tensor:
     """The rank of each place of a global batch of sum(shares) rows, each rank's spread evenly; equal shares go in turn."""
     ranks = torch.repeat_interleave(torch.arange(len(shares)), torch.tensor(shares))
     places = torch.cat([(torch.arange(n, dtype=torch.float64) + 0.5) / max(n, 1) for n in shares])
     return ranks[torch.argsort(places, stable=True)]
 
 
-def balanced_rows(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+def stratified_rows(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     """Draw `fraction` of the rows of each class (at least one), without replacement.
 
     Args:

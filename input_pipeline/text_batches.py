@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from input_pipeline.text_datasets import Rows, clean
+from input_pipeline.text_datasets import TextSplit, clean_text
 from input_pipeline.tokenization import AnyTokenizer
 
 PAD = 0
@@ -19,7 +19,7 @@ PAD_MULTIPLE = {
 }  # GPU kernels, compiled ones and recorded steps want few lengths, and even ones
 
 
-class TextSet:
+class TextDataset:
     """A tokenised split: one flat tensor of token ids, resident on the device, and where each row starts.
 
     Args:
@@ -30,7 +30,7 @@ class TextSet:
     """
 
     def __init__(
-        self, rows: Rows, tokenizer: AnyTokenizer, max_len: int, device: torch.device
+        self, rows: TextSplit, tokenizer: AnyTokenizer, max_len: int, device: torch.device
     ) -> None:
         tokenizer.encode_special_tokens = True  # "[PAD]" in a text is text
         self.max_len = max_len
@@ -84,8 +84,8 @@ class TextSet:
         )
 
 
-def encode(texts: Sequence[str], tokenizer: AnyTokenizer, max_len: int) -> Tensor:
+def encode_texts(texts: Sequence[str], tokenizer: AnyTokenizer, max_len: int) -> Tensor:
     """Padded tokens of a few texts: (len(texts), length) int32; for predictions."""
-    rows = Rows([0] * len(texts), [clean(text) for text in texts])
-    data = TextSet(rows, tokenizer, max_len, torch.device("cpu"))
+    rows = TextSplit([0] * len(texts), [clean_text(text) for text in texts])
+    data = TextDataset(rows, tokenizer, max_len, torch.device("cpu"))
     return next(data.batches([torch.arange(len(rows))]))[0]

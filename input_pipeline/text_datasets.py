@@ -1,6 +1,6 @@
 """Text data sets: csv files to one flat integer tensor, the tokenizer, and batches of similar length.
 
-splits, classes = read_splits("agnews", "data")          # {'train': Rows, 'test': Rows}
+splits, classes = read_text_splits("agnews", "data")          # {'train': TextSplit, 'test': TextSplit}
 tokenizer = train_tokenizer(splits["train"].texts, "wordpiece", vocab_size=16_000)
 train = TextSet(splits["train"], tokenizer, max_len=128, device=torch.device("cpu"))
 """
@@ -33,7 +33,7 @@ URL = re.compile(r"(?:https?://|www\.)\S+")
 
 
 @dataclass
-class Rows:
+class TextSplit:
     """Labels 0..classes-1 and cleaned texts of one split."""
 
     labels: list[int]
@@ -42,22 +42,22 @@ class Rows:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def take(self, rows: Sequence[int]) -> Rows:
+    def take(self, rows: Sequence[int]) -> TextSplit:
         """The given rows, in that order."""
-        return Rows([self.labels[i] for i in rows], [self.texts[i] for i in rows])
+        return TextSplit([self.labels[i] for i in rows], [self.texts[i] for i in rows])
 
 
-def clean(text: str) -> str:
+def clean_text(text: str) -> str:
     """Drop HTML tags, entities and URLs; fold white space.
 
-    >>> clean('Oil &lt;b&gt;up&lt;/b&gt;  at www.example.com today')
+    >>> clean_text('Oil &lt;b&gt;up&lt;/b&gt;  at www.example.com today')
     'Oil up at today'
     """
     text = BARE.sub(r"&\1;", text.replace("\\", " "))  # AG News has a backslash where a line ended
     return " ".join(URL.sub(" ", TAG.sub(" ", html.unescape(text))).split())
 
 
-def read_splits(name: str, data_dir: str) -> tuple[dict[str, Rows], list[str]]:
+def read_text_splits(name: str, data_dir: str) -> tuple[dict[str, TextSplit], list[str]]:
     """The training and test rows of a data set, and the names of its classes.
 
     Args:
@@ -69,7 +69,7 @@ def read_splits(name: str, data_dir: str) -> tuple[dict[str, Rows], list[str]]:
         rows = read_csv(HEADLINES, columns=3)
         labels, classes = number_labels(rows, AGNEWS_CLASSES, HEADLINES)
         split = {"train": range(HEADLINES_TRAIN), "test": range(HEADLINES_TRAIN, len(rows))}
-        every = Rows(labels, [clean(" ".join(row[1:])) for row in rows])
+        every = TextSplit(labels, [clean_text(" ".join(row[1:])) for row in rows])
         return {part: every.take(numbers) for part, numbers in split.items()}, classes
     if name == "agnews":
         folder, columns, classes = Path(data_dir) / "ag_news_csv", 3, AGNEWS_CLASSES
@@ -83,12 +83,12 @@ def read_splits(name: str, data_dir: str) -> tuple[dict[str, Rows], list[str]]:
         path = folder / f"{part}.csv"
         rows = read_csv(path, columns)
         labels, classes = number_labels(rows, classes, path)
-        splits[part] = Rows(labels, [clean(" ".join(row[1:])) for row in rows])
+        splits[part] = TextSplit(labels, [clean_text(" ".join(row[1:])) for row in rows])
     return splits, classes
 
 
 def read_csv(path: Path, columns: int = 0) -> list[list[str]]:
-    """Rows of a csv file, each of the same number of columns (`columns`, or the first row's when 0; at least 2)."""
+    """TextSplit of a csv file, each of the same number of columns (`columns`, or the first row's when 0; at least 2)."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             rows = []

@@ -23,13 +23,13 @@ SPECIALS = ["[PAD]", "[UNK]", "[CLS]"]  # ids 0, 1, 2
 TOKENIZERS = ("wordpiece", "bpe", "torchtext")
 
 
-AnyTokenizer = Tokenizer | torchtext_tokenizer.Words
+AnyTokenizer = Tokenizer | torchtext_tokenizer.TorchtextTokenizer
 
 
 def load_tokenizer(text: str) -> AnyTokenizer:
     """Undo to a tokenizer's `to_str`."""
     return (
-        torchtext_tokenizer.Words.from_str(text)
+        torchtext_tokenizer.TorchtextTokenizer.from_str(text)
         if text.startswith('{"torchtext"')
         else Tokenizer.from_str(text)
     )

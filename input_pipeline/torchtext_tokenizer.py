@@ -18,7 +18,7 @@ INSTALL = "bash setup_venv.sh requirements-legacy.txt makes .venv-legacy, which 
 UNKNOWN, CLS = 1, 2  # of the specials
 
 
-def lacks() -> str:
+def unavailable_reason() -> str:
     """Why torchtext cannot be used here, and how to get it; '' where it can."""
     if importlib.util.find_spec("torchtext") is None:
         return f"torchtext is not installed: {INSTALL}"
@@ -50,7 +50,7 @@ class Encoding(NamedTuple):
     ids: list[int]
 
 
-class Words:
+class TorchtextTokenizer:
     """What of `tokenizers.Tokenizer` the texts need, with whole words.
 
     Args:
@@ -60,15 +60,15 @@ class Words:
     encode_special_tokens = True  # "[PAD]" in a text is text: basic_english lower-cases it
 
     def __init__(self, vocabulary: Sequence[str]) -> None:
-        if lacking := lacks():
-            raise InputError(f"--tokenizer torchtext: {lacking}; or use --tokenizer wordpiece")
+        if reason := unavailable_reason():
+            raise InputError(f"--tokenizer torchtext: {reason}; or use --tokenizer wordpiece")
         torchtext = load()
         self.split = torchtext.data.get_tokenizer("basic_english")
         self.vocab = torchtext.vocab.vocab(OrderedDict((word, 1) for word in vocabulary))
         self.vocab.set_default_index(UNKNOWN)
 
     @classmethod
-    def from_str(cls, text: str) -> Words:
+    def from_str(cls, text: str) -> TorchtextTokenizer:
         """Undo to `to_str`."""
         return cls(json.loads(text)["torchtext"])
 
@@ -88,17 +88,17 @@ class Words:
         return [self.encode(text) for text in texts]
 
 
-def learn(texts: Sequence[str], vocab_size: int, specials: Sequence[str]) -> Words:
+def learn(texts: Sequence[str], vocab_size: int, specials: Sequence[str]) -> TorchtextTokenizer:
     """The most frequent words of `texts`, `vocab_size` with the special ones.
 
     Raises:
         InputError: torchtext is not here.
     """
-    if lacking := lacks():
-        raise InputError(f"--tokenizer torchtext: {lacking}; or use --tokenizer wordpiece")
+    if reason := unavailable_reason():
+        raise InputError(f"--tokenizer torchtext: {reason}; or use --tokenizer wordpiece")
     torchtext = load()
     split = torchtext.data.get_tokenizer("basic_english")
     learnt = torchtext.vocab.build_vocab_from_iterator(
         map(split, texts), specials=list(specials), max_tokens=vocab_size
     )
-    return Words(learnt.get_itos())
+    return TorchtextTokenizer(learnt.get_itos())

@@ -3,7 +3,7 @@
     fuse(model)                                    # in place; parameter names and checkpoints stay as they are
     y = conv_batch_norm(x, conv, norm, relu=True)  # relu(norm(conv(x)))
     y = mlp(x, w1, b1, w2, b2, "gelu")             # linear, activation, linear
-    fold(model)                                    # for evaluation: batch-norm goes into the convolution's weights
+    fold_batch_norm(model)                                    # for evaluation: batch-norm goes into the convolution's weights
 
 Written as three modules, convolution, batch-norm and ReLU keep three buffers: the input of the convolution, that of batch-norm and,
 for ReLU, the output, which the next convolution keeps as its input anyway. Here the middle one goes, for one more convolution.
@@ -213,7 +213,7 @@ def pairs(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
                 yield module, first, second
 
 
-def fold(model: nn.Module) -> nn.Module:
+def fold_batch_norm(model: nn.Module) -> nn.Module:
     """For evaluation, in place: batch-norm goes into the weights of the convolution before it."""
     model.eval()
     for module, conv, norm in list(pairs(model)):

@@ -144,7 +144,7 @@ class ResNet(nn.Module):
         return self.fc(self.avgpool(x).flatten(1))
 
 
-def build_model(arch: str, classes: int, channels: int, image_size: int) -> nn.Module:
+def create_model(arch: str, classes: int, channels: int, image_size: int) -> nn.Module:
     """The model of that name for `image_size` x `image_size` images.
 
     Raises:

@@ -4,13 +4,13 @@ class Plain(Base):
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
 
-    def ranges(self, group):
+    def check_hyperparameters(self, group):
         return {"lr": group["lr"] >= 0}
 
     def move(self):
         for group in self.param_groups:
-            parameters, gradients, live = self.take(group)
-            subtract(parameters, gradients, group["lr"])            # zeros where the step is to be skipped
+            parameters, gradients, live = self.unscaled_grads(group)
+            subtract_updates(parameters, gradients, group["lr"])            # zeros where the step is to be skipped
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 
-class Base(torch.optim.Optimizer):
+class GradScalerOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer that a GradScaler, and our engine, hand `found_inf` and `grad_scale` instead of reading them.
 
     Raises:
@@ -39,16 +39,16 @@ class Base(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True
 
     @abstractmethod
-    def ranges(self, group: dict[str, Any]) -> dict[str, bool]:
+    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
         """Whether each setting of a group is in its range."""
 
     @abstractmethod
-    def move(self) -> None:
+    def _apply_step(self) -> None:
         """The step, without gradients to it."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = self.defaults | param_group
-        for name, good in self.ranges(group).items():
+        for name, good in self.check_hyperparameters(group).items():
             if not good:
                 raise ValueError(f"{type(self).__name__}: {name}={group[name]} is out of its range")
         super().add_param_group(param_group)
@@ -74,10 +74,12 @@ class Base(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.move()
+        self._apply_step()
         return loss
 
-    def take(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    def unscaled_grads(
+        self, group: dict[str, Any]
+    ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
         """(parameters, gradients, live) of a group: gradients that are there, unscaled, in fp32 at least.
 
         `live` is () and 0 where `found_inf` says that the step is to be skipped, else 1; None where nobody says so. The
@@ -105,13 +107,13 @@ class Base(torch.optim.Optimizer):
         )
 
 
-def norms(tensors: list[Tensor]) -> Tensor:
+def tensor_norms(tensors: list[Tensor]) -> Tensor:
     """(tensors,) Euclidean norms, of fp16 and bf16 taken in fp32: the norm of 2,000 fp16 weights of 2,000 is past fp16's range."""
     wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
     return torch.stack(torch._foreach_norm(wide))
 
 
-def subtract(parameters: list[Tensor], moves: list[Tensor], rate: float) -> None:
+def subtract_updates(parameters: list[Tensor], moves: list[Tensor], rate: float) -> None:
     """parameters -= rate * moves, the product in the moves' precision."""
     if all(p.dtype == move.dtype for p, move in zip(parameters, moves)):
         torch._foreach_add_(parameters, moves, alpha=-rate)
@@ -120,7 +122,7 @@ def subtract(parameters: list[Tensor], moves: list[Tensor], rate: float) -> None
             p.copy_(p - rate * move)
 
 
-def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
+def step_unless_skipped(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """The optimizer's step unless `skip`, a scalar; torch's fused kernels look at it on the device, so that nothing waits."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]

@@ -188,7 +188,7 @@ def apply_updates(updates: Sequence[Update], alpha: float, eta: float) -> None:
 
 
 @dataclass
-class Lesson:
+class UpdateContext:
     """How the axes of a chunk learn in one step; `learn` and `g0` (batch,) as in `updated`."""
 
     learn: Tensor
@@ -218,7 +218,7 @@ class Lesson:
 
 
 @dataclass
-class ThinMode:
+class LowRankPreconditioner:
     """One axis, preconditioned by two thin products: X (batch, left, dim, right) becomes X - X W'W along `dim`."""
 
     left: int
@@ -226,7 +226,9 @@ class ThinMode:
     right: int
     axis: Axis
 
-    def __call__(self, X: Tensor, spare: Tensor, lesson: Lesson | None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, X: Tensor, spare: Tensor, lesson: UpdateContext | None
+    ) -> tuple[Tensor, Tensor]:
         """X (batch, weights) preconditioned, in place, and `spare`."""
         view = X.view(len(X), self.left, self.dim, self.right)
         if self.left == 1 or self.right == 1:
@@ -237,7 +239,7 @@ class ThinMode:
             view.copy_(moved.view(len(X), self.left, self.right, self.dim).transpose(2, 3))
         return X, spare
 
-    def precondition(self, X: Tensor, buffer: Tensor, lesson: Lesson | None) -> None:
+    def precondition(self, X: Tensor, buffer: Tensor, lesson: UpdateContext | None) -> None:
         axis = self.axis
         if lesson is not None:
             squared = norms(X.view(len(X), -1)) ** 2 if lesson.squared is None else lesson.squared
@@ -263,7 +265,7 @@ class ThinMode:
 
 
 @dataclass
-class DenseMode:
+class DensePreconditioner:
     """Short axes, preconditioned by one product: X (batch, left, dim, right) times the product of their I - W'W."""
 
     left: int
@@ -274,7 +276,9 @@ class DenseMode:
     ]  # before, axis, after: dim = before x D x after; the last axis comes first
     projector: Tensor | None = None
 
-    def __call__(self, X: Tensor, spare: Tensor, lesson: Lesson | None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, X: Tensor, spare: Tensor, lesson: UpdateContext | None
+    ) -> tuple[Tensor, Tensor]:
         """X (batch, weights) preconditioned, in `spare`, and the buffer that X was in."""
         view = X.view(len(X), self.left, self.dim, self.right)
         if lesson is not None:
@@ -292,7 +296,7 @@ class DenseMode:
             torch.matmul(self.projector[:, None], view, out=spare.view(view.shape))
         return spare, X
 
-    def learn(self, G: Tensor, lesson: Lesson) -> None:
+    def learn(self, G: Tensor, lesson: UpdateContext) -> None:
         """The moments of each axis from the Gram matrix (batch, dim, dim) of all, which it sees preconditioned by those before."""
         for before, axis, after in self.axes:
             dim = axis.W.shape[2]
@@ -325,10 +329,10 @@ class DenseMode:
         return self.left * self.dim * self.right * self.dim
 
 
-Mode = ThinMode | DenseMode
+Mode = LowRankPreconditioner | DensePreconditioner
 
 
-def build_modes(
+def build_preconditioners(
     shape: Sequence[int], kernel: bool, max_dim: int, axis: Callable[[int], Axis]
 ) -> list[Mode]:
     """The products of a parameter of this shape, from its last axis to its first; `axis` makes the estimates of one.
@@ -352,11 +356,11 @@ def build_modes(
         left, right = math.prod(sizes[:place]), math.prod(sizes[place + len(block) :])
         dim = math.prod(shape[a] for a in block)
         if dim > DENSE and len(block) == 1:
-            modes.append(ThinMode(left, dim, right, axis(used[0])))
+            modes.append(LowRankPreconditioner(left, dim, right, axis(used[0])))
         else:
             inside = [
                 (math.prod(shape[block[0] : a]), axis(a), math.prod(shape[a + 1 : block[-1] + 1]))
                 for a in used
             ]
-            modes.append(DenseMode(left, dim, right, inside))
+            modes.append(DensePreconditioner(left, dim, right, inside))
     return modes

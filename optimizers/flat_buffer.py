@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-class Lay:
+class FlatLayout:
     """Where each of some tensors lies in a buffer of shape (rows, width): each starts a row, the last row of each is padded.
 
     Args:
@@ -76,7 +76,7 @@ class Lay:
         return torch.segment_reduce(rows, "sum", lengths=self.lengths)
 
 
-class Ring:
+class RoundRobin:
     """Units in a fixed random order that take turns: each step takes the next share, the end of the order followed by its start.
 
     At any sequence of shares in (0, 1], a unit's turn comes again within ceil(1 / k) steps, k the smallest share meanwhile.

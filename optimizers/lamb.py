@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimizers.base import Base, norms, subtract
+from optimizers.base import GradScalerOptimizer, subtract_updates, tensor_norms
 
 
-def trust_ratios(
+def lamb_trust_ratios(
     weights: Tensor, updates: Tensor, clamp: tuple[float, float] = (0.0, math.inf)
 ) -> Tensor:
     """Of layers whose weights and updates have these norms (layers,): weights / updates within `clamp`, 1 where one is 0."""
     return torch.where((weights > 0) & (updates > 0), weights / updates, 1.0).clamp(*clamp)
 
 
-class LAMB(Base):
+class LAMB(GradScalerOptimizer):
     """Adam with layer-wise trust ratios.
 
     Args:
@@ -77,7 +77,7 @@ class LAMB(Base):
             ),
         )
 
-    def ranges(self, group: dict[str, Any]) -> dict[str, bool]:
+    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
         """See Base."""
         return {
             "lr": group["lr"] >= 0,
@@ -88,12 +88,12 @@ class LAMB(Base):
             "max_grad_norm": group["max_grad_norm"] >= 0,
         }
 
-    def move(self) -> None:
+    def _apply_step(self) -> None:
         """See Base."""
-        taken = [self.take(group) for group in self.param_groups]
+        taken = [self.unscaled_grads(group) for group in self.param_groups]
         everything = [gradient for _, found, _ in taken for gradient in found]
         wanted = everything and any(group["max_grad_norm"] for group in self.param_groups)
-        norm = torch.linalg.vector_norm(norms(everything)) if wanted else None
+        norm = torch.linalg.vector_norm(tensor_norms(everything)) if wanted else None
         for group, (parameters, found, live) in zip(self.param_groups, taken):
             if not parameters:
                 continue
@@ -129,13 +129,13 @@ class LAMB(Base):
         wanted = [(p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters]
         adapted = [number for number, yes in enumerate(wanted) if yes]
         if adapted:
-            weights = norms([parameters[number] for number in adapted])
-            updates = norms([moves[number] for number in adapted])
-            ratios = trust_ratios(weights, updates, group["trust_clamp"])
+            weights = tensor_norms([parameters[number] for number in adapted])
+            updates = tensor_norms([moves[number] for number in adapted])
+            ratios = lamb_trust_ratios(weights, updates, group["trust_clamp"])
             torch._foreach_mul_([moves[number] for number in adapted], list(ratios.unbind()))
         if live is not None:
             torch._foreach_mul_(moves, live)
-        subtract(parameters, moves, group["lr"])
+        subtract_updates(parameters, moves, group["lr"])
 
 
 def direction(

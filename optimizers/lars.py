@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimizers.base import Base, norms, subtract
+from optimizers.base import GradScalerOptimizer, subtract_updates, tensor_norms
 
 
-def trust_ratios(
+def lars_trust_ratios(
     weights: Tensor, found: Tensor, coefficient: float, decay: float, eps: float
 ) -> Tensor:
     """Of layers whose weights and gradients have these norms (layers,); see above."""
@@ -26,7 +26,7 @@ def trust_ratios(
     return torch.where((weights > 0) & (found > 0), ratio, 1.0)
 
 
-class LARS(Base):
+class LARS(GradScalerOptimizer):
     """SGD with layer-wise rates.
 
     Args:
@@ -69,7 +69,7 @@ class LARS(Base):
         values = (lr, momentum, weight_decay, nesterov, trust_coefficient, eps, clip, adapt)
         super().__init__(params, dict(zip(names, values)))
 
-    def ranges(self, group: dict[str, Any]) -> dict[str, bool]:
+    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
         """See Base."""
         return {
             "lr": group["lr"] >= 0,
@@ -80,10 +80,10 @@ class LARS(Base):
             "eps": group["eps"] >= 0,
         }
 
-    def move(self) -> None:
+    def _apply_step(self) -> None:
         """See Base."""
         for group in self.param_groups:
-            parameters, found, live = self.take(group)
+            parameters, found, live = self.unscaled_grads(group)
             if parameters:
                 self.update(group, parameters, found, live)
 
@@ -104,9 +104,11 @@ class LARS(Base):
         wanted = [(p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters]
         adapted = [number for number, yes in enumerate(wanted) if yes]
         if adapted:
-            weights = norms([parameters[number] for number in adapted])
-            lengths = norms([found[number] for number in adapted])
-            ratios = trust_ratios(weights, lengths, group["trust_coefficient"], decay, group["eps"])
+            weights = tensor_norms([parameters[number] for number in adapted])
+            lengths = tensor_norms([found[number] for number in adapted])
+            ratios = lars_trust_ratios(
+                weights, lengths, group["trust_coefficient"], decay, group["eps"]
+            )
             if group["clip"]:
                 ratios = (ratios / lr).clamp(max=1.0)
             torch._foreach_mul_([moves[number] for number in adapted], list(ratios.unbind()))
@@ -128,4 +130,4 @@ class LARS(Base):
             )
         if live is not None:
             moves = list(torch._foreach_mul(moves, live))
-        subtract(parameters, moves, lr)
+        subtract_updates(parameters, moves, lr)

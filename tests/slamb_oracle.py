@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from optimizers.flat_buffer import Lay, Ring
+from optimizers.flat_buffer import FlatLayout, RoundRobin
 from slamb import BLOCK, CLAMP, SMALL
 
 SHAPES = [(20, 16, 6, 6), (30, 10), (7,), (96, 101), (20,), (5, 3, 2)]
@@ -61,8 +61,8 @@ class Oracle:
         self.large = [
             number for number, p in enumerate(start()) if p.ndim > 1 and p.numel() >= SMALL
         ]
-        self.lay = Lay([start()[number] for number in self.large], BLOCK)
-        self.ring = Ring(self.lay.places() if selection == "random" else self.lay.rows, 0)
+        self.lay = FlatLayout([start()[number] for number in self.large], BLOCK)
+        self.ring = RoundRobin(self.lay.places() if selection == "random" else self.lay.rows, 0)
 
     def masks(self, dense: bool) -> list[Tensor]:
         """Of each tensor, which elements are exchanged on this step."""

@@ -105,8 +105,8 @@ def test_damaged_data_set_is_named(name: str, refused: Refused, tmp_path: Path) 
         mnist.mkdir(parents=True)
         for part, rows in (("train", 60_000), ("t10k", 10_000)):
             for kind, sizes in (("images-idx3", (rows, 28, 28)), ("labels-idx1", (rows,))):
-                header = bytes([0, 0, 8, len(sizes)]) + np.array(sizes, dtype=">i4").tobytes()
-                (mnist / f"{part}-{kind}-ubyte").write_bytes(header + bytes(1000))  # cut short
+                metadata = bytes([0, 0, 8, len(sizes)]) + np.array(sizes, dtype=">i4").tobytes()
+                (mnist / f"{part}-{kind}-ubyte").write_bytes(metadata + bytes(1000))  # cut short
     refused(
         "images",
         f"--dataset {name} --data_dir data",

@@ -14,10 +14,10 @@ import resnet50_test
 from backends.precision import Precision
 from cli import factory, options
 from distributed.world import World
-from dynamic_batch import Balance, ByLoss, ByNoise, Scheduled, at_milestones, each_epoch
-from input_pipeline.sampler import Sampler, owners, share
+from dynamic_batch import ByLoss, ByNoise, Scheduled, WorkerBalancer, at_milestones, every_epoch
+from input_pipeline.sampler import Sampler, rank_share, row_owners
 from training import run_log
-from training.batch_schedule import Batching, Change
+from training.batch_schedule import BatchSchedule, BatchSizePolicy
 from training.losses import classification
 from training.step import BIG, PER_BIG, PER_SMALL, SMALL, Step
 from training.step_stats import squared_norm
@@ -28,26 +28,26 @@ FP32 = Precision("fp32", "cpu")
 class Alike(World):
     """A rank of several whose host-side sums are made here, from what each would give."""
 
-    def everyone(self, values: list[float]) -> list[list[float]]:
+    def all_gather(self, values: list[float]) -> list[list[float]]:
         return self.given if hasattr(self, "given") else [values] * self.size
 
 
 def make(
     rank: int, size: int, rows: int = 1003, base: int = 60, lengths: Tensor | None = None, **options
-) -> Batching:
-    return Batching(Alike(rank, size), Sampler(rows, 3, lengths), base, **options)
+) -> BatchSchedule:
+    return BatchSchedule(Alike(rank, size), Sampler(rows, 3, lengths), base, **options)
 
 
 # -------------------------------------------------------------------- rows
 
 
 def test_owners_are_as_many_as_their_shares_and_spread_evenly() -> None:
-    ranks_ = owners([40, 20, 4])
+    ranks_ = row_owners([40, 20, 4])
     assert ranks_.bincount().tolist() == [40, 20, 4]
     for start in range(0, 64, 16):
         assert ranks_[start : start + 16].bincount(minlength=3).tolist() == [10, 5, 1]
     for size in (1, 2, 5):
-        assert torch.equal(owners([6] * size), torch.arange(6 * size) % size)
+        assert torch.equal(row_owners([6] * size), torch.arange(6 * size) % size)
 
 
 @pytest.mark.parametrize("lengths", [None, torch.arange(1003) % 97 + 1], ids=["plain", "lengths"])
@@ -61,7 +61,7 @@ def test_every_row_comes_once_over_all_ranks_whatever_the_shares(shares, lengths
             len(shares),
             rows,
             lengths=lengths[:rows] if lengths is not None else None,
-            balance=Balance(),
+            balance=WorkerBalancer(),
         )
         batching.start_epoch(4)
         batching.shares = shares
@@ -91,13 +91,15 @@ def test_a_batch_that_stays_is_as_it_always_was() -> None:
         assert batching.steps() == len(plan) == 16
         assert {(part.weight, part.samples) for part in plan} == {(1.0, 60)}
         assert all(
-            torch.equal(part.rows, share(batch, rank, 2))
+            torch.equal(part.rows, rank_share(batch, rank, 2))
             for part, batch in zip(plan, order.epoch(1, 60), strict=True)
         )
 
 
 def test_the_batch_follows_its_rule_and_the_rate_the_batch() -> None:
-    change = Change(Scheduled(60, at_milestones(2.0, [1, 2, 3])), low=60, high=250, power=0.5)
+    change = BatchSizePolicy(
+        Scheduled(60, at_milestones(2.0, [1, 2, 3])), low=60, high=250, power=0.5
+    )
     batching = make(0, 1, change=change)
     sizes, factors = [], []
     for epoch in range(4):
@@ -110,7 +112,7 @@ def test_the_batch_follows_its_rule_and_the_rate_the_batch() -> None:
 
 
 def test_the_slowest_rank_s_time_counts() -> None:
-    batching = make(0, 2, change=Change(ByLoss("score"), low=60, high=960))
+    batching = make(0, 2, change=BatchSizePolicy(ByLoss("score"), low=60, high=960))
     batching.world.given = [[1.0, 1.0], [3.0, 1.0]]
     batching.end_epoch(0, 1.0, 1.0, 1.0, None)
     assert batching.change.rule.seconds == [3.0]
@@ -152,7 +154,7 @@ def unequal_shares_have_the_gradient_of_the_whole_batch(world: World) -> None:
             model = image_model()
             step = make_step(model, world, micro_batch=micro_batch)
             step.wrap()
-            mine = owners(shares) == world.rank
+            mine = row_owners(shares) == world.rank
             step.forward_backward(
                 step.parallel, inputs[mine], labels[mine], shares[world.rank] * world.size / 41
             )
@@ -195,7 +197,7 @@ def noise_is_measured_between_a_rank_and_all(world: World) -> None:
         None,
     ):  # what is left over from steps with micro-batches does not count in those without
         step.micro_batch = micro_batch
-        mine = (owners(shares) == world.rank).nonzero().flatten()
+        mine = (row_owners(shares) == world.rank).nonzero().flatten()
         for _ in range(2):  # what the first left behind does not count
             step.model.load_state_dict(image_model().state_dict())
             step.sums.zero_()
@@ -276,9 +278,9 @@ def test_three_ranks() -> None:
 
 
 def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
-    def new(size: int = 2, base: int = 60) -> Batching:
-        change = Change(ByNoise(2.0), low=60, high=960)
-        return make(0, size, base=base, change=change, balance=Balance())
+    def new(size: int = 2, base: int = 60) -> BatchSchedule:
+        change = BatchSizePolicy(ByNoise(2.0), low=60, high=960)
+        return make(0, size, base=base, change=change, balance=WorkerBalancer())
 
     first = new()
     first.start_epoch(0)
@@ -307,7 +309,7 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
     plain = make(0, 2)  # the rule is taken away, or another one
     plain.load_state_dict(first.state_dict())
     assert (plain.size, plain.shares) == (60, [30, 30])
-    other = make(0, 2, change=Change(ByLoss(), low=60, high=960))
+    other = make(0, 2, change=BatchSizePolicy(ByLoss(), low=60, high=960))
     other.load_state_dict(first.state_dict())
     assert (other.size, other.shares) == (first.size, [first.size // 2] * 2)
     more = new(size=3, base=90)
@@ -316,13 +318,13 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
 
 
 def test_the_limit_of_memory_holds_while_it_can() -> None:
-    batching = make(0, 2, balance=Balance(), base=100)
+    batching = make(0, 2, balance=WorkerBalancer(), base=100)
     batching.world.given = [[60.0], [100.0]]
     batching.limit(60)
     assert batching.most is None  # an equal share fits anyway, and a larger one in two parts
     batching.world.given = [[40.0], [100.0]]
     batching.limit(40)
-    batching.balance.learn([50, 50], [1.0, 4.0])
+    batching.balance.observe([50, 50], [1.0, 4.0])
     assert batching.divide(100) == [40, 60]
     batching.world.given = [[40.0], [20.0]]
     batching.limit(40)
@@ -344,7 +346,9 @@ def test_a_compiled_model_is_not_compiled_anew_for_every_size(growth: float) -> 
     model = image_model()
     step = make_step(model, World(), micro_batch=60)
     model.compile(backend=backend)
-    batching = make(0, 1, change=Change(Scheduled(60, each_epoch(growth)), low=60, high=480))
+    batching = make(
+        0, 1, change=BatchSizePolicy(Scheduled(60, every_epoch(growth)), low=60, high=480)
+    )
     sizes = set()
     for epoch in range(30):
         batching.start_epoch(epoch)
@@ -357,12 +361,12 @@ def test_a_compiled_model_is_not_compiled_anew_for_every_size(growth: float) -> 
     torch._dynamo.reset()
 
 
-def batching_of(words: str, world: World, rows: int = 8000) -> Batching:
+def batching_of(words: str, world: World, rows: int = 8000) -> BatchSchedule:
     """What the flags build."""
     args, _ = options.parse(
         resnet50_test.parser(), resnet50_test.SCRIPT, ["--bs", "32", *words.split()]
     )
-    return factory.flags_batching(
+    return factory.create_batch_schedule(
         args, world, Sampler(rows, 0), 32 * world.size, options.schedule(args)
     )
 

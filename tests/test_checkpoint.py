@@ -122,7 +122,7 @@ def test_best_survives_the_next_save_of_last(
     for seed, best in ((1, True), (2, True), (3, False), (4, False)):
         checkpoint.save(tmp_path / "last.pt", state_of(seed))
         if best:
-            checkpoint.also_as(tmp_path / "last.pt", "best.pt")
+            checkpoint.link_checkpoint(tmp_path / "last.pt", "best.pt")
     assert checkpoint.load(tmp_path / "best.pt", "a_test")["seed"] == 2
     assert checkpoint.load(tmp_path / "last.pt", "a_test")["seed"] == 4
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
@@ -132,7 +132,7 @@ def test_second_name_that_fails_keeps_the_old_one_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint.save(tmp_path / "last.pt", state_of(1))
-    checkpoint.also_as(tmp_path / "last.pt", "best.pt")
+    checkpoint.link_checkpoint(tmp_path / "last.pt", "best.pt")
     checkpoint.save(tmp_path / "last.pt", state_of(2))
 
     def cut_copy(_source: Path, target: Path) -> None:
@@ -142,7 +142,7 @@ def test_second_name_that_fails_keeps_the_old_one_and_leaves_nothing(
     monkeypatch.setattr(os, "link", full_disk)
     monkeypatch.setattr(shutil, "copyfile", cut_copy)
     with pytest.raises(OSError, match="No space left"):
-        checkpoint.also_as(tmp_path / "last.pt", "best.pt")
+        checkpoint.link_checkpoint(tmp_path / "last.pt", "best.pt")
     assert checkpoint.load(tmp_path / "best.pt", "a_test")["seed"] == 1
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
 
@@ -180,8 +180,8 @@ def test_cut_file_is_named_as_such(kept: float, tmp_path: Path) -> None:
 
 
 def test_random_states_come_back() -> None:
-    before = checkpoint.random_states(torch.device("cpu"))
+    before = checkpoint.rng_states(torch.device("cpu"))
     drawn = torch.rand(5)
     torch.rand(3)
-    checkpoint.set_random_states(before, torch.device("cpu"))
+    checkpoint.set_rng_states(before, torch.device("cpu"))
     assert torch.equal(torch.rand(5), drawn)

@@ -14,7 +14,7 @@ import ranks
 from backends.precision import Precision
 from cli import factory
 from distributed.world import Vote, World, collectives
-from input_pipeline.sampler import share
+from input_pipeline.sampler import rank_share
 from models.transformer import Transformer
 from training.losses import classification
 from training.step import SAMPLES, SKIPPED, Step
@@ -51,7 +51,7 @@ def gradients_equal_those_of_one_process(world, rows, accumulate):
     F.cross_entropy(alone(inputs), labels).backward()
     model = text_model()
     step = make_step(model, world, accumulate)
-    mine = share(torch.arange(rows), world.rank, world.size)
+    mine = rank_share(torch.arange(rows), world.rank, world.size)
     for _ in range(2):  # the second backward of a static graph takes another path than the first
         model.zero_grad(set_to_none=True)
         step.forward_backward(step.parallel, inputs[mine], labels[mine])
@@ -115,7 +115,7 @@ def test_running_out_of_memory_halves_the_micro_batch_and_keeps_the_result():
     outcomes, said = [], []
     for task in (classification(), memory_task(3)):
         model = text_model()
-        step = make_step(model, World(), say=said.append)
+        step = make_step(model, World(), info=said.append)
         step.task = task
         for _ in range(3):
             step(*text_batch(10))
@@ -128,9 +128,9 @@ def test_running_out_of_memory_halves_the_micro_batch_and_keeps_the_result():
 
 
 def sums_and_votes(world):
-    assert world.most(world.rank) == world.size - 1
-    assert world.from_first(f"from {world.rank}") == "from 0"
-    assert world.gather(world.rank) == (list(range(world.size)) if world.first else [])
+    assert world.max_over_ranks(world.rank) == world.size - 1
+    assert world.broadcast(f"from {world.rank}") == "from 0"
+    assert world.gather(world.rank) == (list(range(world.size)) if world.is_main else [])
     norm = nn.BatchNorm1d(3)
     norm.running_mean.fill_(float(world.rank))
     world.average_buffers(norm)
@@ -197,7 +197,7 @@ def test_device_hours_count_gpus_or_nodes():
     assert World().devices == 1
     assert World(size=4, local_size=2, device=cpu).devices == 2
     assert World(size=4, local_size=2, device=gpu).devices == 4
-    assert World(size=4, local_size=4, device=gpu, one_gpu=True).devices == 1
+    assert World(size=4, local_size=4, device=gpu, shares_gpu=True).devices == 1
 
 
 def test_run_distributed_trains_whatever_port_is_taken(tmp_path):

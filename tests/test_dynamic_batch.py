@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from dynamic_batch import (
-    Balance,
     ByLoss,
     ByNoise,
     NoiseScale,
     Scheduled,
+    WorkerBalancer,
     apportion,
     at_milestones,
-    each_epoch,
-    instead_of_decay,
+    every_epoch,
+    nearest_batch_size,
     noise_scale,
-    on_ladder,
+    replacing_decay,
 )
 from optimizers.schedules import Schedule
 
@@ -28,7 +28,7 @@ from optimizers.schedules import Schedule
 
 def test_the_ladder_takes_the_nearest_size_as_a_ratio() -> None:
     sizes = [
-        on_ladder(wanted, 128, 32, 1024)
+        nearest_batch_size(wanted, 128, 32, 1024)
         for wanted in (1, 32, 60, 100, 128, 150, 230, 300, 700, 1e9, math.inf)
     ]
     assert sizes == [32, 32, 64, 96, 128, 128, 256, 256, 768, 1024, 1024]
@@ -36,13 +36,18 @@ def test_the_ladder_takes_the_nearest_size_as_a_ratio() -> None:
 
 @pytest.mark.parametrize("base", [96, 128, 130])
 def test_the_ladder_has_few_sizes_within_the_limits_and_shared_out_evenly(base: int) -> None:
-    sizes = {on_ladder(wanted, base, 50, 3000, unit=6) for wanted in range(1, 5000)}
+    sizes = {nearest_batch_size(wanted, base, 50, 3000, unit=6) for wanted in range(1, 5000)}
     assert len(sizes) <= 13
     assert all(size % 6 == 0 and 50 <= size <= 3000 for size in sizes)
 
 
 def test_between_limits_without_a_step_the_nearer_limit_is_taken() -> None:
-    assert [on_ladder(wanted, 64, 70, 90) for wanted in (1, 75, 85, 1000)] == [70, 70, 90, 90]
+    assert [nearest_batch_size(wanted, 64, 70, 90) for wanted in (1, 75, 85, 1000)] == [
+        70,
+        70,
+        90,
+        90,
+    ]
 
 
 def test_shares_sum_to_the_total_and_keep_the_limits() -> None:
@@ -90,24 +95,26 @@ def walk(rule, losses, size: int = 100, seconds=None, noise=None) -> list[float]
     """The sizes that a rule wants, fed with an epoch's loss (time, noise scale) at a time."""
     sizes = []
     for epoch, loss in enumerate(losses):
-        size = rule.wanted(epoch, size)
+        size = rule.next_batch_size(epoch, size)
         sizes.append(size)
-        rule.learn(size, loss, seconds[epoch] if seconds else 1.0, noise[epoch] if noise else None)
-    return [*sizes, rule.wanted(len(losses), size)]
+        rule.observe(
+            size, loss, seconds[epoch] if seconds else 1.0, noise[epoch] if noise else None
+        )
+    return [*sizes, rule.next_batch_size(len(losses), size)]
 
 
 def test_schedules_are_functions_of_the_epoch() -> None:
     assert walk(Scheduled(100, at_milestones(2.0, [3, 1])), [1.0] * 4) == [100, 200, 200, 400, 400]
     assert walk(Scheduled(100, at_milestones(0.5, [2])), [1.0] * 2) == [100, 100, 50]
-    assert walk(Scheduled(100, each_epoch(1.5)), [1.0] * 2) == [100, 150, 225]
+    assert walk(Scheduled(100, every_epoch(1.5)), [1.0] * 2) == [100, 150, 225]
 
 
 def test_a_batch_instead_of_a_decay_keeps_the_ratio_of_rate_and_batch() -> None:
     schedule = Schedule("step", epochs=9, warmup=2, gamma=0.2, step_size=3)
-    multiple = instead_of_decay(schedule)
+    multiple = replacing_decay(schedule)
     assert [multiple(epoch) for epoch in range(9)] == pytest.approx([1, 1, 1, 5, 5, 5, 25, 25, 25])
-    assert instead_of_decay(Schedule("polynomial", epochs=4))(4) == math.inf
-    assert [instead_of_decay(lambda t: [2.0, 4.0, 1.0][int(t)])(epoch) for epoch in range(3)] == [
+    assert replacing_decay(Schedule("polynomial", epochs=4))(4) == math.inf
+    assert [replacing_decay(lambda t: [2.0, 4.0, 1.0][int(t)])(epoch) for epoch in range(3)] == [
         1,
         1,
         4,
@@ -167,10 +174,10 @@ def test_a_rule_goes_on_from_its_state(make) -> None:
     first, second = make(), make()
     walk(first, losses[:3], seconds=seconds, noise=noise)
     second.load_state_dict(first.state_dict())
-    size = second.wanted(3, wanted[2])
+    size = second.next_batch_size(3, wanted[2])
     assert size == wanted[3]
-    second.learn(size, losses[3], seconds[3], noise[3])
-    assert second.wanted(4, size) == wanted[4]
+    second.observe(size, losses[3], seconds[3], noise[3])
+    assert second.next_batch_size(4, size) == wanted[4]
 
 
 # -------------------------------------------------------------------- the noise scale
@@ -196,7 +203,7 @@ def test_noise_scale_of_a_quadratic_with_known_covariance(small: int, big: int) 
             )
             each = gradient + noise
             sums += torch.stack([each[:small].mean(0).square().sum(), each.mean(0).square().sum()])
-        found = estimate.learn(sums[0].item() / steps, 1 / small, sums[1].item() / steps, 1 / big)
+        found = estimate.observe(sums[0].item() / steps, 1 / small, sums[1].item() / steps, 1 / big)
     assert found == pytest.approx(truth, rel=0.1)
 
 
@@ -204,17 +211,17 @@ def test_noise_scale_is_exact_where_the_norms_are_as_expected() -> None:
     square, trace = 3.0, 50.0
     norms = [square + trace * per for per in (1 / 8, 1 / 64)]
     assert noise_scale(norms[0], 1 / 8, norms[1], 1 / 64) == pytest.approx((trace, square))
-    assert NoiseScale().learn(norms[0], 1 / 8, norms[1], 1 / 64) == pytest.approx(trace / square)
+    assert NoiseScale().observe(norms[0], 1 / 8, norms[1], 1 / 64) == pytest.approx(trace / square)
     assert (
-        NoiseScale().learn(5.0, 1 / 8, 0.1, 1 / 64) is None
+        NoiseScale().observe(5.0, 1 / 8, 0.1, 1 / 64) is None
     )  # the true gradient is not told from zero
 
 
 def test_noise_scale_is_smoothed_and_goes_on_from_its_state() -> None:
     first, second = NoiseScale(), NoiseScale()
-    first.learn(3 + 50 / 8, 1 / 8, 3 + 50 / 64, 1 / 64)
+    first.observe(3 + 50 / 8, 1 / 8, 3 + 50 / 64, 1 / 64)
     second.load_state_dict(first.state_dict())
-    values = [each.learn(1 + 90 / 8, 1 / 8, 1 + 90 / 64, 1 / 64) for each in (first, second)]
+    values = [each.observe(1 + 90 / 8, 1 / 8, 1 + 90 / 64, 1 / 64) for each in (first, second)]
     assert values[0] == values[1] == pytest.approx((0.25 * 50 + 0.5 * 90) / (0.25 * 3 + 0.5 * 1))
 
 
@@ -223,10 +230,10 @@ def test_noise_scale_is_smoothed_and_goes_on_from_its_state() -> None:
 
 def settle(speeds: list[float], total: int, epochs: int, overhead: float = 0.0) -> list[int]:
     """Shares after so many epochs on ranks of these speeds, whose step takes an overhead beside the samples."""
-    balance = Balance()
+    balance = WorkerBalancer()
     shares = balance.shares(total, [total // len(speeds)] * len(speeds), 2)
     for _ in range(epochs):
-        balance.learn(shares, [overhead + share / speed for share, speed in zip(shares, speeds)])
+        balance.observe(shares, [overhead + share / speed for share, speed in zip(shares, speeds)])
         shares = balance.shares(total, shares, 2)
     return shares
 
@@ -253,10 +260,10 @@ def test_shares_allow_for_the_fixed_part_of_a_step() -> None:
 def test_shares_stay_where_little_is_won() -> None:
     assert settle([100.0, 96.0], 1000, epochs=3) == [500, 500]
     assert settle([100.0, 90.0], 1000, epochs=3) == [528, 472]
-    balance = Balance()
-    balance.learn([64.0, 64.0], [1.0, 0.0])  # not measured
+    balance = WorkerBalancer()
+    balance.observe([64.0, 64.0], [1.0, 0.0])  # not measured
     assert balance.shares(128, [64, 64], 2) == [64, 64]
-    balance.learn([64.0, 64.0], [1.0, 2.0])
+    balance.observe([64.0, 64.0], [1.0, 2.0])
     assert balance.shares(128, [64, 64, 0][:3], 0) == [
         43,
         43,
@@ -265,8 +272,8 @@ def test_shares_stay_where_little_is_won() -> None:
 
 
 def test_a_rank_takes_no_more_than_its_limit() -> None:
-    balance = Balance()
-    balance.learn([64.0, 64.0], [1.0, 4.0])
+    balance = WorkerBalancer()
+    balance.observe([64.0, 64.0], [1.0, 4.0])
     assert balance.shares(128, [64, 64], 2) == [102, 26]
     assert balance.shares(128, [64, 64], 2, most=[80, 128]) == [80, 48]
     assert balance.shares(4, [2, 2], 2) == [2, 2]

@@ -91,10 +91,10 @@ MEASURED = re.compile(r"(\d+\.\d+)(?: \+- (\d+\.\d+))? %[^()%]*\(figures/logs/(\
     "path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem
 )
 def test_a_recipe_s_header_says_what_the_logs_say(path):
-    header = " ".join(
+    metadata = " ".join(
         line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")
     )
-    found = MEASURED.findall(header)
+    found = MEASURED.findall(metadata)
     assert found
     for value, deviation, group, name in found:
         values = logs.last(logs.read_groups(logs.LOGS)[group][name], logs.accuracy)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models import activation_checkpointing, fusion
-from models.resnet import build_model
+from models.resnet import create_model
 from models.transformer import Transformer
 
 LAYERS = [
@@ -143,7 +143,7 @@ def test_mlp_passes_gradcheck_and_equals_the_modules(activation: str) -> None:
 @pytest.mark.parametrize("arch", ["resnet8", "resnet18", "resnet50"])
 def test_a_fused_resnet_has_the_same_gradients_names_and_statistics(arch: str) -> None:
     torch.manual_seed(4)
-    model = build_model(arch, 10, 3, 32).double()
+    model = create_model(arch, 10, 3, 32).double()
     fused = copy.deepcopy(model)
     assert fusion.fuse(fused) > 4
     x = torch.randn(4, 3, 16, 16, dtype=torch.float64, requires_grad=True)
@@ -170,7 +170,7 @@ def test_a_fused_transformer_has_the_same_gradients() -> None:
 
 def test_under_autocast_it_computes_in_bf16_as_the_modules_do() -> None:
     torch.manual_seed(6)
-    model = build_model("resnet8", 10, 3, 32)
+    model = create_model("resnet8", 10, 3, 32)
     fused, x = copy.deepcopy(model), torch.randn(16, 3, 32, 32)
     fusion.fuse(fused)
     losses = []
@@ -190,20 +190,22 @@ def test_under_autocast_it_computes_in_bf16_as_the_modules_do() -> None:
 @pytest.mark.parametrize("arch", ["resnet8", "resnet50"])
 def test_folding_leaves_the_outputs_as_they_are(arch: str) -> None:
     torch.manual_seed(7)
-    model = build_model(arch, 10, 3, 32).double()
+    model = create_model(arch, 10, 3, 32).double()
     x = torch.randn(4, 3, 16, 16, dtype=torch.float64)
     for _ in range(2):
         model(x)
     wanted = model.eval()(x)
     fusion.fuse(model)
-    assert not any(isinstance(module, nn.BatchNorm2d) for module in fusion.fold(model).modules())
+    assert not any(
+        isinstance(module, nn.BatchNorm2d) for module in fusion.fold_batch_norm(model).modules()
+    )
     torch.testing.assert_close(model(x), wanted, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_checkpointed_blocks_have_the_same_gradients_and_statistics(fused: bool) -> None:
     torch.manual_seed(8)
-    model = build_model("resnet8", 10, 3, 32).double()
+    model = create_model("resnet8", 10, 3, 32).double()
     names = list(model.state_dict())
     if fused:
         fusion.fuse(model)

@@ -15,9 +15,9 @@ from backends import cuda_graph, execution
 from backends.precision import Precision
 from cli import factory
 from distributed.world import World
-from models.resnet import build_model
+from models.resnet import create_model
 from training import train_state
-from training.losses import MixedClassification, classification
+from training.losses import MixedCrossEntropy, classification
 from training.step import Step
 
 FP32 = Precision("fp32", "cpu")
@@ -45,7 +45,7 @@ def batches(device: str = "cpu"):
 
 def make(name: str, device: str = "cpu", task=None) -> Step:
     torch.manual_seed(0)
-    model = build_model("resnet8", 10, 1, 8).to(device)
+    model = create_model("resnet8", 10, 1, 8).to(device)
     optimizer = factory.build_optimizer(model, name, 0.1 if name == "sgd" else 1e-3, 1e-3)
     precision = Precision("fp32", device)
     return Step(
@@ -85,7 +85,9 @@ def test_the_first_calls_of_a_shape_run_as_they_are_and_weights_count():
         seen.append((tensors[0].shape, weight))
         return StandIn(body, tensors, weight)
 
-    replay = cuda_graph.Replay(lambda x, weight: calls.append((x.tolist(), weight)), record)
+    replay = cuda_graph.CudaGraphRunner(
+        lambda x, weight: calls.append((x.tolist(), weight)), record
+    )
     for number in range(cuda_graph.WARM_UP + 2):
         assert bool(replay.recorded) == (number > cuda_graph.WARM_UP)
         replay(torch.tensor([float(number)]), weight=0.5)
@@ -109,7 +111,7 @@ def test_no_more_than_so_many_are_recorded(monkeypatch):
         made.append(weight)
         return StandIn(body, tensors, weight)
 
-    replay = cuda_graph.Replay(lambda x, weight: calls.append(len(x)), record)
+    replay = cuda_graph.CudaGraphRunner(lambda x, weight: calls.append(len(x)), record)
     for rows in (1, 2, 3):
         for _ in range(cuda_graph.WARM_UP + 1):
             replay(torch.zeros(rows))
@@ -167,7 +169,7 @@ def test_graphs_are_the_steps(name):
 def test_each_replay_draws_its_own_mix():
     drawn = []
 
-    class Noted(MixedClassification):
+    class Noted(MixedCrossEntropy):
         def under(self, mix, *rest):
             drawn.append(mix.weight)
             return super().under(mix, *rest)
@@ -175,7 +177,10 @@ def test_each_replay_draws_its_own_mix():
     step = make(
         "sgd",
         "cuda",
-        Noted(lambda labels, height, width: mixup.draw("mixup", 1.0, labels, height, width), False),
+        Noted(
+            lambda labels, height, width: mixup.sample_mix("mixup", 1.0, labels, height, width),
+            False,
+        ),
     )
     step.capture()
     seen = set()

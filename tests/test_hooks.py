@@ -15,7 +15,7 @@ import ranks
 import resnet50_test
 from backends.precision import Precision
 from cli import options
-from distributed.comm_hooks import Compressed, Lag, Local
+from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD
 from errors import InputError
 from training.losses import classification
 from training.step import SAMPLES, SKIPPED, Step
@@ -37,7 +37,7 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def make_step(
     world: Any,
-    hook: Compressed,
+    hook: AllReduceHook,
     lr: float = 0.5,
     model: nn.Module | None = None,
     static: bool = True,
@@ -71,7 +71,7 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 def the_wire_has_what_it_says(world: Any) -> None:
     for name, tolerance in (("none", 1e-6), ("bf16", 0.02), ("fp16", 2e-3)):
-        step = make_step(world, Compressed(world, name))
+        step = make_step(world, AllReduceHook(world, name))
         world.bytes_sent = 0
         wanted = [
             p.detach() - 0.5 * g
@@ -86,7 +86,7 @@ def the_wire_has_what_it_says(world: Any) -> None:
 
 
 def power_sgd_sends_little_and_descends(world: Any) -> None:
-    step = make_step(world, Compressed(world, "powersgd", rank=2))
+    step = make_step(world, AllReduceHook(world, "powersgd", rank=2))
     sent, losses = [], []
     for _ in range(30):
         world.bytes_sent = 0
@@ -104,7 +104,7 @@ def power_sgd_sends_little_and_descends(world: Any) -> None:
 
 def a_lagged_step_takes_the_gradient_before(world: Any) -> None:
     for static in (True, False):
-        step = make_step(world, Lag(world), static=static)
+        step = make_step(world, DelayedAllReduce(world), static=static)
         wanted, last = flat(step.model), None
         for number in range(6):
             gradients = mean_gradients(step.model, number, world.size)
@@ -116,20 +116,22 @@ def a_lagged_step_takes_the_gradient_before(world: Any) -> None:
         assert torch.equal(world.sum(flat(step.model)), flat(step.model) * world.size)
         # the gradient under way goes on in another process
         state = step.hook.state_dict(step.parameters)
-        other = make_step(world, Lag(world), model=copy.deepcopy(step.model), static=static)
+        other = make_step(
+            world, DelayedAllReduce(world), model=copy.deepcopy(step.model), static=static
+        )
         other.hook.load_state_dict(state, other.parameters)
         for number in (6, 7):
             for each in (step, other):
                 each(*batch(number, world.rank))
         assert torch.equal(flat(step.model), flat(other.model))
     world.bytes_sent = 0
-    half = make_step(world, Lag(world, "bf16"))
+    half = make_step(world, DelayedAllReduce(world, "bf16"))
     half(*batch(0, world.rank))
     assert world.bytes_sent == 2 * flat(half.model).numel()
 
 
 def local_steps_average_weights_now_and_then(world: Any) -> None:
-    step = make_step(world, Local(world, every=3, after=2))
+    step = make_step(world, LocalSGD(world, every=3, after=2))
     for number in range(1, 13):
         world.bytes_sent = 0
         step(*batch(number, world.rank))
@@ -146,13 +148,13 @@ def local_steps_average_weights_now_and_then(world: Any) -> None:
     step.settle()
     torch.testing.assert_close(flat(step.model), mean)
     state = step.hook.state_dict(step.parameters)
-    other = Local(world, every=3, after=2)
+    other = LocalSGD(world, every=3, after=2)
     other.load_state_dict(state, [])
     assert other.steps == 12
 
 
 def a_bad_step_is_skipped_by_all_of_them(world: Any) -> None:
-    for hook in (Lag(world), Local(world, every=3)):
+    for hook in (DelayedAllReduce(world), LocalSGD(world, every=3)):
         step = make_step(world, hook)
         step(*batch(0, world.rank))
         x, y = batch(1, world.rank)

@@ -13,13 +13,13 @@ from torchvision import transforms
 from input_pipeline.image_batches import (
     DATASETS,
     Augmentation,
-    ImageSet,
+    ImageDataset,
+    channel_statistics,
     crop_flip,
-    fits,
+    fits_in_memory,
     normalise,
-    statistics,
 )
-from input_pipeline.image_datasets import Images, read_image, read_splits, resize
+from input_pipeline.image_datasets import ImageSplit, read_image, read_image_splits, resize
 
 CPU = torch.device("cpu")
 MEAN, STD = [0.49, 0.48, 0.45], [0.25, 0.24, 0.26]
@@ -72,19 +72,19 @@ def test_normalise_equals_torchvision_and_is_channels_last() -> None:
 
 def test_statistics_are_those_of_the_pixels() -> None:
     pixels = random_pixels(50, 8, 8, 3) // torch.tensor([1, 2, 5], dtype=torch.uint8)
-    mean, std = statistics(Images(torch.zeros(50), pixels))
+    mean, std = channel_statistics(ImageSplit(torch.zeros(50), pixels))
     values = pixels.numpy().reshape(-1, 3).astype(np.float64) / 255
     assert mean == pytest.approx(values.mean(0))
     assert std == pytest.approx(values.std(0))
 
 
 @pytest.fixture
-def train() -> ImageSet:
-    images = Images(torch.arange(200) % 10, random_pixels(200, 12, 12, 3), size=12)
-    return ImageSet(images, Augmentation(pad=2, flip=True), MEAN, STD, CPU, seed=4)
+def train() -> ImageDataset:
+    images = ImageSplit(torch.arange(200) % 10, random_pixels(200, 12, 12, 3), size=12)
+    return ImageDataset(images, Augmentation(pad=2, flip=True), MEAN, STD, CPU, seed=4)
 
 
-def by_row(data: ImageSet, plan: list[torch.Tensor], epoch: int | None) -> torch.Tensor:
+def by_row(data: ImageDataset, plan: list[torch.Tensor], epoch: int | None) -> torch.Tensor:
     """Batches put back in the order of the rows."""
     out = torch.zeros(len(data), 3, 12, 12)
     for rows, (pixels, labels) in zip(plan, data.batches(plan, epoch)):
@@ -94,14 +94,14 @@ def by_row(data: ImageSet, plan: list[torch.Tensor], epoch: int | None) -> torch
     return out
 
 
-def test_augmentation_of_a_sample_does_not_depend_on_batch_and_order(train: ImageSet) -> None:
+def test_augmentation_of_a_sample_does_not_depend_on_batch_and_order(train: ImageDataset) -> None:
     whole = by_row(train, [torch.arange(200)], epoch=3)
     assert torch.equal(whole, by_row(train, list(torch.randperm(200).split(7)), epoch=3))
 
 
-def test_augmentation_changes_with_epoch_and_seed(train: ImageSet) -> None:
+def test_augmentation_changes_with_epoch_and_seed(train: ImageDataset) -> None:
     plan = [torch.arange(200)]
-    other_seed = ImageSet(train.images, train.augmentation, MEAN, STD, CPU, seed=5)
+    other_seed = ImageDataset(train.images, train.augmentation, MEAN, STD, CPU, seed=5)
     first = by_row(train, plan, epoch=3)
     for second in (
         by_row(train, plan, epoch=4),
@@ -112,7 +112,7 @@ def test_augmentation_changes_with_epoch_and_seed(train: ImageSet) -> None:
         assert changed.float().mean() > 0.8  # of 50 moves, one is the same by chance
 
 
-def test_augmentation_reaches_every_move_and_no_epoch_means_none(train: ImageSet) -> None:
+def test_augmentation_reaches_every_move_and_no_epoch_means_none(train: ImageDataset) -> None:
     moves = torch.cat([train.draw(epoch) for epoch in range(10)])
     assert [moves[:, i].unique().tolist() for i in range(3)] == [[0, 1, 2, 3, 4]] * 2 + [[0, 1]]
     plan = [torch.arange(200)]
@@ -123,12 +123,15 @@ def test_augmentation_reaches_every_move_and_no_epoch_means_none(train: ImageSet
 
 
 def test_digits_are_never_mirrored() -> None:
-    splits, _ = read_splits("digits", "", 0)
-    assert ImageSet(splits["train"], DATASETS["digits"], [0.3], [0.3], CPU).draw(0)[:, 2].sum() == 0
+    splits, _ = read_image_splits("digits", "", 0)
+    assert (
+        ImageDataset(splits["train"], DATASETS["digits"], [0.3], [0.3], CPU).draw(0)[:, 2].sum()
+        == 0
+    )
 
 
 def test_digits_split_and_scale() -> None:
-    splits, classes = read_splits("digits", "", image_size=0)
+    splits, classes = read_image_splits("digits", "", image_size=0)
     assert classes == [str(digit) for digit in range(10)]
     assert [tuple(splits[part].pixels.shape) for part in ("train", "test")] == [
         (1437, 8, 8, 1),
@@ -136,7 +139,7 @@ def test_digits_split_and_scale() -> None:
     ]
     assert int(splits["train"].pixels.max()) == 255
     assert splits["train"].labels.bincount(minlength=10).min() > 130
-    larger, _ = read_splits("digits", "", image_size=20)
+    larger, _ = read_image_splits("digits", "", image_size=20)
     assert tuple(larger["test"].pixels.shape) == (360, 20, 20, 1)
     assert larger["test"].size == 20
 
@@ -167,7 +170,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_folder_of_png_reads_as_it_was_written(folder: Path) -> None:
-    splits, classes = read_splits("folder", str(folder), image_size=16)
+    splits, classes = read_image_splits("folder", str(folder), image_size=16)
     assert classes == ["blue", "red"]
     assert [splits[part].labels.tolist() for part in ("train", "test")] == [
         [0] * 20 + [1] * 20,
@@ -179,11 +182,11 @@ def test_folder_of_png_reads_as_it_was_written(folder: Path) -> None:
 
 
 def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder: Path) -> None:
-    images = read_splits("folder", str(folder), image_size=16)[0]["train"]
-    assert fits(images, CPU)
+    images = read_image_splits("folder", str(folder), image_size=16)[0]["train"]
+    assert fits_in_memory(images, CPU)
     plan = list(torch.randperm(40).split(9))
     sets = [
-        ImageSet(images, DATASETS["folder"], MEAN, STD, CPU, 1, workers=2, resident=resident)
+        ImageDataset(images, DATASETS["folder"], MEAN, STD, CPU, 1, workers=2, resident=resident)
         for resident in (True, False)
     ]
     assert sets[0].pixels is not None
@@ -227,10 +230,12 @@ def test_official_files_have_the_official_counts(
 ) -> None:
     if not (data_dir / {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}[name]).is_dir():
         pytest.skip(f"{name} is not below {data_dir}")
-    splits, classes = read_splits(name, str(data_dir), 0)
+    splits, classes = read_image_splits(name, str(data_dir), 0)
     assert len(classes) == 10
     for part, count, least in zip(("train", "test"), rows, fewest):
         assert tuple(splits[part].pixels.shape) == (count, *shape)
         assert int(splits[part].labels.bincount(minlength=10).min()) == least
     if name == "cifar10":
-        assert statistics(splits["train"])[0] == pytest.approx([0.4914, 0.4822, 0.4465], abs=2e-3)
+        assert channel_statistics(splits["train"])[0] == pytest.approx(
+            [0.4914, 0.4822, 0.4465], abs=2e-3
+        )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optimizers.base import norms
+from optimizers.base import tensor_norms
 from optimizers.lamb import LAMB
 from optimizers.lars import LARS
 
@@ -150,7 +150,7 @@ def test_fp16_weights_have_fp32_norms_and_state(name: str) -> None:
     """2,000 weights of 2,000 have a norm of 89,443, which fp16 does not reach."""
     p = nn.Parameter(torch.full((40, 50), 2000.0, dtype=torch.float16))
     assert not torch.isfinite(p.detach().norm()) or abs(p.detach().norm().item() - 89443) > 100
-    assert norms([p.detach()]).item() == pytest.approx(2000 * math.sqrt(2000))
+    assert tensor_norms([p.detach()]).item() == pytest.approx(2000 * math.sqrt(2000))
     wide = nn.Parameter(p.detach().float())
     one, other = make(name, [p]), make(name, [wide])
     for q in (p, wide):

@@ -26,7 +26,7 @@ from models.transformer import Transformer
 from training.losses import classification
 from training.step import Step
 
-ORT, TORCHTEXT = onnx_runtime.lacks(), torchtext_tokenizer.lacks()
+ORT, TORCHTEXT = onnx_runtime.unavailable_reason(), torchtext_tokenizer.unavailable_reason()
 needs_ort = pytest.mark.skipif(bool(ORT), reason=ORT)
 needs_torchtext = pytest.mark.skipif(bool(TORCHTEXT), reason=TORCHTEXT)
 IMAGES = "--dataset digits --arch resnet20 --bs 64 --lr 0.05 --epochs 2 --subset 0.5 --threads 1 --backend ort".split()
@@ -199,25 +199,25 @@ def test_torchtext_gives_words_by_frequency():
         [2, 4, 3, 1],
         [2],
     ]
-    again = torchtext_tokenizer.Words.from_str(learnt.to_str())
+    again = torchtext_tokenizer.TorchtextTokenizer.from_str(learnt.to_str())
     assert again.encode("oil, gas up").ids == learnt.encode("oil, gas up").ids
     assert again.to_str() == learnt.to_str()
 
 
 @pytest.mark.parametrize(
-    ("script", "flags", "lacking"),
+    ("script", "flags", "reason"),
     [
         ("images", "--backend ort", ORT),
         ("texts", "--tokenizer torchtext", TORCHTEXT),
-        ("images", "--precision apex_O1", nvidia_apex.lacks_amp()),
-        ("texts", "--precision apex_O2", nvidia_apex.lacks_amp()),
-        ("images", "--optimizer apex_sgd", nvidia_apex.lacks("apex_sgd")),
-        ("texts", "--optimizer apex_lamb", nvidia_apex.lacks("apex_lamb")),
-        ("images", "--optimizer apex_larc", nvidia_apex.lacks("apex_larc")),
+        ("images", "--precision apex_O1", nvidia_apex.amp_unavailable_reason()),
+        ("texts", "--precision apex_O2", nvidia_apex.amp_unavailable_reason()),
+        ("images", "--optimizer apex_sgd", nvidia_apex.unavailable_reason("apex_sgd")),
+        ("texts", "--optimizer apex_lamb", nvidia_apex.unavailable_reason("apex_lamb")),
+        ("images", "--optimizer apex_larc", nvidia_apex.unavailable_reason("apex_larc")),
     ],
 )
-def test_what_is_not_here_is_named_with_the_way_to_get_it(script, flags, lacking, refused):
-    if not lacking:
+def test_what_is_not_here_is_named_with_the_way_to_get_it(script, flags, reason, refused):
+    if not reason:
         pytest.skip("it is here")
     base = (
         conftest.SCRIPTS[script][1].replace(" --precision fp32", "")
@@ -386,7 +386,7 @@ def test_amp_skips_an_overflow_and_its_scale_is_saved(apex):
 
 def test_parts_of_apex_are_looked_for_by_themselves(apex, monkeypatch):
     names = ("apex_sgd", "apex_lamb", "apex_larc")
-    assert [nvidia_apex.lacks(name) for name in names] == ["", "", ""]
+    assert [nvidia_apex.unavailable_reason(name) for name in names] == ["", "", ""]
     model = Smooth()
     built = [factory.build_optimizer(model, name, 0.1, 1e-3) for name in names]
     assert [type(optimizer).__name__ for optimizer in built] == ["FusedSGD", "FusedLAMB", "LARC"]
@@ -395,10 +395,10 @@ def test_parts_of_apex_are_looked_for_by_themselves(apex, monkeypatch):
         for optimizer in built
     )
     apex.applier.multi_tensor_applier.available = False
-    assert "CUDA extensions" in nvidia_apex.lacks("apex_lamb")
+    assert "CUDA extensions" in nvidia_apex.unavailable_reason("apex_lamb")
     del apex.amp.initialize, apex.larc.LARC
-    assert "left in May 2025" in nvidia_apex.lacks_amp()
-    assert "left in May 2025" in nvidia_apex.lacks("apex_larc")
+    assert "left in May 2025" in nvidia_apex.amp_unavailable_reason()
+    assert "left in May 2025" in nvidia_apex.unavailable_reason("apex_larc")
 
 
 def test_the_registrys_apex_is_not_taken_for_nvidias(tmp_path, monkeypatch):
@@ -406,8 +406,8 @@ def test_the_registrys_apex_is_not_taken_for_nvidias(tmp_path, monkeypatch):
     (tmp_path / "apex" / "__init__.py").write_text("import zope_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "no amp" in nvidia_apex.lacks_amp()
-    assert "CUDA extensions" in nvidia_apex.lacks("apex_sgd")
+    assert "no amp" in nvidia_apex.amp_unavailable_reason()
+    assert "CUDA extensions" in nvidia_apex.unavailable_reason("apex_sgd")
 
 
 def test_ort_computes_in_fp32_and_says_so(refused):

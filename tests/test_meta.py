@@ -21,8 +21,8 @@ from distributed.world import World
 from errors import InputError
 from mixup import MetaMixup, Mix, meta_gradient
 from models.transformer import Transformer
-from training.losses import MixedClassification
-from training.meta_mixup_step import Held, MetaLearning
+from training.losses import MixedCrossEntropy
+from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
 from training.step import Step
 
 RATE = 0.3
@@ -203,8 +203,11 @@ def test_beta_draws_from_the_parameters_of_the_pair() -> None:
     assert meta.tables()["a"][0, 1].item() == pytest.approx(3 * torch.e)
     labels = torch.arange(2).repeat(20_000)
     mix = meta.mix(labels)
-    apart = labels != labels[mix.partner]
-    for rows, (a, b) in ((apart, (3 * torch.e, 3 / torch.e)), (~apart, (3.0, 3.0))):
+    replicas_diverge = labels != labels[mix.partner]
+    for rows, (a, b) in (
+        (replicas_diverge, (3 * torch.e, 3 / torch.e)),
+        (~replicas_diverge, (3.0, 3.0)),
+    ):
         draws = torch.distributions.Beta(a, b).sample((200_000,))
         assert mix.weight[rows].mean().item() == pytest.approx(
             torch.maximum(draws, 1 - draws).mean().item(), abs=0.003
@@ -343,7 +346,7 @@ def test_the_policy_mixes_within_noisy_classes_and_not_across_another_class(poli
 
 
 class Rows:
-    """A data set for `Held`: row i is (i, i % 3); counts what is read."""
+    """A data set for `HeldOutBatches`: row i is (i, i % 3); counts what is read."""
 
     lengths = None
 
@@ -362,7 +365,7 @@ class Rows:
 
 
 def test_held_out_batches_go_on_from_any_number_and_are_shared_out() -> None:
-    held = Held(Rows(23), 4, seed=1, world=World())
+    held = HeldOutBatches(Rows(23), 4, seed=1, world=World())
     stream = held.start(0)
     first = [next(stream)[0].tolist() for _ in range(12)]
     assert sorted(row for batch in first[:5] for row in batch) != list(range(20)), (
@@ -372,15 +375,15 @@ def test_held_out_batches_go_on_from_any_number_and_are_shared_out() -> None:
     assert first[:5] != first[5:10]
     later = held.start(7)
     assert [next(later)[0].tolist() for _ in range(5)] == first[7:]
-    halves = [Held(Rows(23), 4, 1, World(rank=rank, size=2)).start(0) for rank in (0, 1)]
+    halves = [HeldOutBatches(Rows(23), 4, 1, World(rank=rank, size=2)).start(0) for rank in (0, 1)]
     parts = [next(half)[0].tolist() for half in halves]
     assert [len(part) for part in parts] == [4, 4]
     assert not set(parts[0]) & set(parts[1])
-    assert Held(Rows(5), 64, 1, World(size=2)).rows == 2
+    assert HeldOutBatches(Rows(5), 64, 1, World(size=2)).rows == 2
     with pytest.raises(
         InputError, match="3 held-out rows are too few; use a larger --val_fraction"
     ):
-        Held(Rows(3), 64, 1, World(size=2))
+        HeldOutBatches(Rows(3), 64, 1, World(size=2))
 
 
 class Texts(Rows):
@@ -410,8 +413,8 @@ def text_step(
         50, 3, width=16, depth=1, heads=2, mlp_width=32, max_len=16, dropout=0.1, mix_at=mix_at
     )
     meta = MetaMixup(3, lr=0.05)
-    task = MixedClassification(lambda labels, height, width: meta.mix(labels), inside=True)
-    learner = MetaLearning(meta, task, Held(Texts(30), 8, 0, world), every)
+    task = MixedCrossEntropy(lambda labels, height, width: meta.mix(labels), inside=True)
+    learner = MetaMixupStep(meta, task, HeldOutBatches(Texts(30), 8, 0, world), every)
     step = Step(
         model,
         task,
@@ -427,7 +430,7 @@ def text_step(
 
 
 def table_of(step: Step) -> Tensor:
-    assert isinstance(step.learner, MetaLearning)
+    assert isinstance(step.learner, MetaMixupStep)
     return step.learner.meta.table.detach().clone()
 
 
@@ -462,7 +465,7 @@ def test_the_step_learns_the_policy_now_and_then(
 def test_micro_batches_bound_what_the_policy_learns_from() -> None:
     step = text_step(World(), Precision("fp32", "cpu"), accumulate=4)
     sizes: list[int] = []
-    assert isinstance(step.learner, MetaLearning)
+    assert isinstance(step.learner, MetaMixupStep)
     under = step.learner.task.under
     step.learner.task.under = lambda mix, model, x, y: (
         sizes.append(len(y)),
@@ -505,7 +508,7 @@ def all_ranks_learn_one_policy(world: World) -> None:
         assert torch.equal(total, table * world.size), "ranks differ"
         weights = torch.cat([parameter.detach().flatten() for parameter in step.model.parameters()])
         assert torch.equal(world.sum(weights.clone()), weights * world.size), "ranks differ"
-        assert isinstance(step.learner, MetaLearning)
+        assert isinstance(step.learner, MetaMixupStep)
         gradients = step.learner.meta.table.grad
         assert torch.equal(world.sum(gradients.clone()), gradients * world.size)
 
@@ -542,9 +545,9 @@ def test_the_flags_build_the_learner_on_the_validation_rows() -> None:
     words = "--meta_learning --meta_policy beta --meta_every 5 --meta_lr 0.3 --alpha 0.4 --bs 7 --label_smoothing 0.1"
     args, _ = options.parse(transformer_test.parser(), transformer_test.SCRIPT, words.split())
     rows = Rows(50)
-    task, learner = factory.choose_task(args, World(), 6, rows, True)
-    assert isinstance(task, MixedClassification)
-    assert isinstance(learner, MetaLearning)
+    task, learner = factory.create_loss(args, World(), 6, rows, True)
+    assert isinstance(task, MixedCrossEntropy)
+    assert isinstance(learner, MetaMixupStep)
     assert (learner.every, learner.held.data, learner.held.rows, learner.task) == (5, rows, 7, task)
     meta = learner.meta
     assert (meta.policy, meta.alpha, meta.lr, meta.numbers.shape) == ("beta", 0.4, 0.3, (6, 6))

@@ -17,7 +17,7 @@ import transformer_test
 from cli import factory, options
 from distributed.world import World
 from models.transformer import Transformer
-from training.losses import MixedClassification, classification
+from training.losses import MixedCrossEntropy, classification
 
 SIZE = (12, 10)
 
@@ -28,7 +28,7 @@ def labels_of(count: int = 64, classes: int = 5) -> Tensor:
 
 def drawn(kind: str, labels: Tensor, seed: int = 0, alpha: float = 1.0) -> mixup.Mix:
     torch.manual_seed(seed)
-    return mixup.draw(kind, alpha, labels, *SIZE)
+    return mixup.sample_mix(kind, alpha, labels, *SIZE)
 
 
 KINDS = pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_hits_weigh_both_labels() -> None:
     labels = torch.tensor([0, 1, 2, 1])
     mix = mixup.Mix(torch.tensor([1, 0, 3, 3]), torch.tensor([0.7, 0.4, 0.9, 0.2]))
     logits = F.one_hot(torch.tensor([0, 0, 0, 1]), 3).float()
-    assert mixup.hits(logits, labels, mix).item() == pytest.approx(0.7 + 0.6 + 0.0 + 1.0)
+    assert mixup.num_correct(logits, labels, mix).item() == pytest.approx(0.7 + 0.6 + 0.0 + 1.0)
 
 
 @pytest.mark.parametrize("box", [(3, 3, 0, 8), (0, 8, 0, 8), (2, 5, 7, 8), (8, 8, 8, 8)])
@@ -290,8 +290,8 @@ def test_the_flags_choose_the_task(
         module.parser(), module.SCRIPT, [*words.split(), "--label_smoothing", "0.2"]
     )
     for inside in (False, True):
-        task, learner = factory.choose_task(args, World(), 4, None, inside)
-        assert isinstance(task, MixedClassification)
+        task, learner = factory.create_loss(args, World(), 4, None, inside)
+        assert isinstance(task, MixedCrossEntropy)
         assert (task.inside, task.label_smoothing, learner) == (inside, 0.2, None)
         task.draw(labels_of(), 3, 4)
     kind, alpha, labels, *size = seen[0]
@@ -299,8 +299,8 @@ def test_the_flags_choose_the_task(
     assert torch.equal(labels, labels_of())
     assert size == [3, 4]
     args, _ = options.parse(module.parser(), module.SCRIPT, [])
-    task, learner = factory.choose_task(args, World(), 4, None, False)
-    assert not isinstance(task, MixedClassification)
+    task, learner = factory.create_loss(args, World(), 4, None, False)
+    assert not isinstance(task, MixedCrossEntropy)
     assert learner is None
 
 
@@ -315,7 +315,7 @@ def test_the_task_mixes_inputs_or_lets_the_model_do_it() -> None:
 
     for inside in (False, True):
         torch.manual_seed(0)
-        loss, _, weight = MixedClassification(partial(mixup.draw, "mixup", 1.0), inside)(
+        loss, _, weight = MixedCrossEntropy(partial(mixup.sample_mix, "mixup", 1.0), inside)(
             model, x, labels
         )
         torch.testing.assert_close(

@@ -11,7 +11,7 @@ from torch import nn
 from torchvision import models
 
 from errors import InputError
-from models.resnet import build_model
+from models.resnet import create_model
 from models.transformer import PAD, UNKNOWN, Dropout, Transformer, sinusoids
 
 
@@ -36,12 +36,12 @@ def count(model: nn.Module) -> int:
     ],
 )
 def test_resnet_for_small_images_has_the_parameters_of_the_paper(arch: str, wanted: int) -> None:
-    assert count(build_model(arch, classes=10, channels=3, image_size=32)) == wanted
+    assert count(create_model(arch, classes=10, channels=3, image_size=32)) == wanted
 
 
 @pytest.mark.parametrize("arch", ["resnet18", "resnet20"])
 def test_resnet_keeps_small_images_large(arch: str) -> None:
-    model, sizes = build_model(arch, 10, 1, 32).eval(), []
+    model, sizes = create_model(arch, 10, 1, 32).eval(), []
     for number in range(1, model.stages + 1):
         getattr(model, f"layer{number}").register_forward_hook(
             lambda _m, _i, out: sizes.append(out.shape[-1])
@@ -59,7 +59,7 @@ def test_torchvision_weights_load_by_name_and_give_the_same_outputs(arch: str) -
                 tensor.uniform_(0.5, 1.5)
             for tensor in (module.running_mean, module.bias.data):
                 tensor.uniform_(-0.2, 0.2)
-    ours = build_model(arch, classes=1000, channels=3, image_size=224).eval()
+    ours = create_model(arch, classes=1000, channels=3, image_size=224).eval()
     ours.load_state_dict(peer.state_dict(), strict=True)
     x = torch.randn(2, 3, 96, 96)
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_torchvision_weights_load_by_name_and_give_the_same_outputs(arch: str) -
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("arch", ["swin_t", "mobilenet_v3_small"])
 def test_torchvision_models_take_small_and_grey_images(arch: str, channels: int) -> None:
-    model = build_model(arch, classes=7, channels=channels, image_size=32)
+    model = create_model(arch, classes=7, channels=channels, image_size=32)
     assert model.training
     assert tuple(model.eval()(torch.randn(2, channels, 32, 32)).shape) == (2, 7)
 
@@ -80,11 +80,11 @@ def test_torchvision_models_take_small_and_grey_images(arch: str, channels: int)
 @pytest.mark.parametrize("arch", ["alexnet", "vit_b_16", "inception_v3"])
 def test_model_that_cannot_take_the_size_is_refused(arch: str) -> None:
     with pytest.raises(InputError, match=f"--arch {arch} cannot take 32x32"):
-        build_model(arch, 10, 3, 32)
+        create_model(arch, 10, 3, 32)
 
 
 def test_resnet_learns_a_batch_by_heart() -> None:
-    model = build_model("resnet20", 4, 1, 8)
+    model = create_model("resnet20", 4, 1, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     x, y = torch.randn(16, 1, 8, 8), torch.arange(16) % 4
     for _ in range(15):

@@ -254,7 +254,7 @@ def test_the_flags_reach_the_optimizer() -> None:
         "resnet50_test",
         [*words.split(), "--ngd_max_dim", "99", "--ngd_skip", "0.w"],
     )
-    optimizer = factory.flags_optimizer(
+    optimizer = factory.create_optimizer(
         args, nn.Sequential(nn.Linear(3, 4, bias=False)), args.lr, World()
     )
     wanted = {

@@ -247,7 +247,7 @@ def one_rank(world: World) -> None:
         F.cross_entropy(parallel(x), y).backward()
         optimizer.step()
     outcomes = world.gather(snapshot(optimizer))
-    if world.first:
+    if world.is_main:
         assert len(estimates(optimizer)) == 3 * (4 + 4 + 2)
         assert_same(*outcomes)
 

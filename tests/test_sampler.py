@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from input_pipeline.sampler import GROUP, Sampler, balanced_rows, epoch_generator, share
+from input_pipeline.sampler import GROUP, Sampler, epoch_generator, rank_share, stratified_rows
 
 WITH_AND_WITHOUT = pytest.mark.parametrize(
     "lengths", [None, torch.arange(1003) % 97 + 1], ids=["plain", "lengths"]
@@ -41,7 +41,7 @@ def test_order_is_a_function_of_seed_and_epoch(lengths: torch.Tensor | None) -> 
 def test_drawing_leaves_the_global_random_state_alone() -> None:
     before = torch.get_rng_state()
     Sampler(100, 0).epoch(0, 10)
-    balanced_rows(torch.arange(100) % 4, 0.5, 0)
+    stratified_rows(torch.arange(100) % 4, 0.5, 0)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -66,7 +66,7 @@ def test_every_epoch_leaves_out_other_rows() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_share_one_global_batch(world_size: int, lengths: torch.Tensor | None) -> None:
     for batch in Sampler(1003, 3, lengths).epoch(1, 64):
-        shares = [share(batch, rank, world_size) for rank in range(world_size)]
+        shares = [rank_share(batch, rank, world_size) for rank in range(world_size)]
         assert {len(rows) for rows in shares} == {64 // world_size}
         together = torch.cat(shares).sort().values
         assert torch.equal(
@@ -108,7 +108,7 @@ def test_balanced_rows_draw_the_same_share_of_each_class(fraction: float) -> Non
     labels = torch.tensor([0] * 400 + [1] * 200 + [2] * 8)[
         torch.randperm(608, generator=torch.Generator().manual_seed(0))
     ]
-    drawn, others = balanced_rows(labels, fraction, seed=7)
+    drawn, others = stratified_rows(labels, fraction, seed=7)
     assert labels[drawn].bincount(minlength=3).tolist() == [
         max(1, round(fraction * n)) for n in (400, 200, 8)
     ]
@@ -119,6 +119,6 @@ def test_balanced_rows_draw_the_same_share_of_each_class(fraction: float) -> Non
 
 def test_balanced_rows_depend_on_the_seed_only() -> None:
     labels = torch.arange(300) % 3
-    drawn = balanced_rows(labels, 0.2, 1)[0]
-    assert torch.equal(drawn, balanced_rows(labels, 0.2, 1)[0])
-    assert not torch.equal(drawn, balanced_rows(labels, 0.2, 2)[0])
+    drawn = stratified_rows(labels, 0.2, 1)[0]
+    assert torch.equal(drawn, stratified_rows(labels, 0.2, 1)[0])
+    assert not torch.equal(drawn, stratified_rows(labels, 0.2, 2)[0])

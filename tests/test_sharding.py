@@ -56,7 +56,7 @@ def trained(
         world,
         accumulate,
         clip,
-        hook=comm_hooks.Compressed(world, wire),
+        hook=comm_hooks.AllReduceHook(world, wire),
     )
     step.wrap()
     net.train()
@@ -110,10 +110,10 @@ def bytes_and_precision_of_the_wire(world):
         trained(world, "fsdp", "sgd", 2, 0.0, "bf16"),
     )
     assert exact.world.bytes_sent == 2 * 5 * 8 * (2 * (every + blocks) + every)
-    apart = (whole_parameters(rounded) - whole_parameters(exact)).norm() / whole_parameters(
-        exact
-    ).norm()
-    assert 1e-7 < apart < 1e-2
+    replicas_diverge = (
+        whole_parameters(rounded) - whole_parameters(exact)
+    ).norm() / whole_parameters(exact).norm()
+    assert 1e-7 < replicas_diverge < 1e-2
 
 
 def test_bytes_and_precision_of_the_wire():
@@ -265,7 +265,7 @@ def write_both_kinds(world, folder):
         name: fsdp.full(value)
         for name, value in sharded_checkpoint.tensors(step.model, step.optimizer).items()
     }
-    if world.first:
+    if world.is_main:
         torch.save(found, Path(folder) / "whole.pt")
 
 
@@ -317,9 +317,9 @@ def a_full_disk_keeps_the_previous_shards(world, folder):
     before = whole_parameters(step)
     step(*batch(world.rank, 9))
     (Path(folder) / "shards-2").mkdir(exist_ok=True)
-    if world.first:
+    if world.is_main:
         (Path(folder) / "shards-2" / "__1_0.distcp").mkdir()  # rank 1 cannot write there
-    world.most(0)
+    world.max_over_ranks(0)
     with pytest.raises(OSError, match="could not be written"):
         sharded_checkpoint.save(Path(folder) / "shards-2", step.model, step.optimizer, world)
     assert not torch.equal(whole_parameters(step), before)

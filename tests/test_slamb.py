@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ranks
 import slamb_oracle
 from backends.precision import Precision
-from optimizers.flat_buffer import Lay, Ring
+from optimizers.flat_buffer import FlatLayout, RoundRobin
 from optimizers.lamb import LAMB
 from slamb import BLOCK, SLAMB
 from slamb_oracle import SHAPES, Oracle, gradient, start
@@ -59,7 +59,7 @@ def close(
     "shares", [[0.1], [0.3], [0.999], [1.0], [0.5, 0.5, 0.2, 0.1, 0.1, 0.01, 0.7]]
 )
 def test_a_ring_sends_what_it_says_and_every_unit_comes_round(shares: list[float]) -> None:
-    ring, last = Ring(97, seed=3), [0] * 97
+    ring, last = RoundRobin(97, seed=3), [0] * 97
     state = torch.get_rng_state()
     for step in range(1, 400):
         share = shares[step % len(shares)]
@@ -69,7 +69,7 @@ def test_a_ring_sends_what_it_says_and_every_unit_comes_round(shares: list[float
             last[unit] = step
         assert step - min(last) < math.ceil(1 / min(shares)) or step < math.ceil(1 / min(shares))
     assert torch.equal(torch.get_rng_state(), state)
-    assert Ring(97, seed=3).take(1.0).tolist() != list(range(97))
+    assert RoundRobin(97, seed=3).take(1.0).tolist() != list(range(97))
 
 
 def test_views_have_the_memory_format_of_their_tensors() -> None:
@@ -79,7 +79,7 @@ def test_views_have_the_memory_format_of_their_tensors() -> None:
         torch.randn(6, 4).T,
         torch.tensor(2.0),
     ]
-    lay = Lay(tensors, 16)
+    lay = FlatLayout(tensors, 16)
     buffer = lay.buffer()
     for view, tensor in zip(lay.views(buffer), tensors):
         view.copy_(tensor)

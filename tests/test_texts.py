@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 import transformer_test
 from input_pipeline import naive_bayes, text_datasets
-from input_pipeline.text_batches import TextSet, encode
-from input_pipeline.text_datasets import Rows, clean, read_splits
+from input_pipeline.text_batches import TextDataset, encode_texts
+from input_pipeline.text_datasets import TextSplit, clean_text, read_text_splits
 from input_pipeline.tokenization import train_tokenizer
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ KINDS = pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
     ],
 )
 def test_clean_drops_tags_entities_and_addresses(raw: str, wanted: str) -> None:
-    assert clean(raw) == wanted
+    assert clean_text(raw) == wanted
 
 
 @pytest.mark.parametrize(
@@ -55,15 +55,17 @@ def test_clean_drops_tags_entities_and_addresses(raw: str, wanted: str) -> None:
 def test_clean_mends_entities_that_ag_news_has_without_their_ampersand(
     raw: str, wanted: str
 ) -> None:
-    assert clean(raw).replace(" ", "") == wanted.replace(" ", "")  # white space is free
+    assert clean_text(raw).replace(" ", "") == wanted.replace(" ", "")  # white space is free
 
 
 @pytest.fixture(scope="module")
-def headlines() -> tuple[dict[str, Rows], list[str]]:
-    return read_splits("headlines", "")
+def headlines() -> tuple[dict[str, TextSplit], list[str]]:
+    return read_text_splits("headlines", "")
 
 
-def test_headlines_are_balanced_and_split(headlines: tuple[dict[str, Rows], list[str]]) -> None:
+def test_headlines_are_balanced_and_split(
+    headlines: tuple[dict[str, TextSplit], list[str]],
+) -> None:
     splits, classes = headlines
     assert classes == ["World", "Sports", "Business", "Sci/Tech"]
     assert Counter(splits["train"].labels) == dict.fromkeys(range(4), 100)
@@ -75,13 +77,13 @@ def test_headlines_are_balanced_and_split(headlines: tuple[dict[str, Rows], list
 
 @pytest.fixture(scope="module", params=["bpe", "wordpiece"])
 def tokenizer(
-    request: pytest.FixtureRequest, headlines: tuple[dict[str, Rows], list[str]]
+    request: pytest.FixtureRequest, headlines: tuple[dict[str, TextSplit], list[str]]
 ) -> Tokenizer:
     return train_tokenizer(headlines[0]["train"].texts, request.param, vocab_size=1500)
 
 
 def test_tokenizer_puts_cls_first_and_round_trips(
-    tokenizer: Tokenizer, headlines: tuple[dict[str, Rows], list[str]]
+    tokenizer: Tokenizer, headlines: tuple[dict[str, TextSplit], list[str]]
 ) -> None:
     assert [tokenizer.token_to_id(token) for token in ("[PAD]", "[UNK]", "[CLS]")] == [0, 1, 2]
     assert 1000 < tokenizer.get_vocab_size() <= 1500
@@ -121,7 +123,7 @@ def test_tokenizer_learns_from_the_given_texts_only(kind: str) -> None:
 def test_text_that_names_a_special_token_is_only_text(kind: str) -> None:
     tokenizer = train_tokenizer(["pad and cls and text [ ] brackets"] * 9, kind, 400)
     tokenizer = Tokenizer.from_str(tokenizer.to_str())  # as a checkpoint gives it back
-    tokens = encode(["text [PAD] text [CLS] text"], tokenizer, max_len=64)[0]
+    tokens = encode_texts(["text [PAD] text [CLS] text"], tokenizer, max_len=64)[0]
     length = int((tokens != 0).nonzero().max()) + 1
     assert tokens[0] == 2
     assert not set(tokens[1:length].tolist()) & {0, 2}
@@ -129,10 +131,10 @@ def test_text_that_names_a_special_token_is_only_text(kind: str) -> None:
 
 @pytest.mark.parametrize("max_len", [8, 16, 128])
 def test_batches_hold_the_tokens_of_their_rows(
-    max_len: int, tokenizer: Tokenizer, headlines: tuple[dict[str, Rows], list[str]]
+    max_len: int, tokenizer: Tokenizer, headlines: tuple[dict[str, TextSplit], list[str]]
 ) -> None:
     rows = headlines[0]["train"].take(range(101))
-    data = TextSet(rows, tokenizer, max_len, CPU)
+    data = TextDataset(rows, tokenizer, max_len, CPU)
     wanted = [tokenizer.encode(text).ids[:max_len] for text in rows.texts]
     assert data.lengths.tolist() == [len(ids) for ids in wanted]
     assert data.longest == max(map(len, wanted)) <= max_len
@@ -160,7 +162,7 @@ def test_text_longer_than_the_model_takes_is_cut_whatever_the_length(
 
 
 def test_padding_is_counted_and_on_gpus_even() -> None:
-    data = TextSet.__new__(TextSet)
+    data = TextDataset.__new__(TextDataset)
     data.lengths, data.max_len, data.device = torch.tensor([5, 9, 9, 30]), 31, CPU
     plan = [torch.tensor([0, 1]), torch.tensor([2, 3])]
     assert data.padding(plan) == pytest.approx((18 + 60) / 53 - 1)
@@ -169,7 +171,7 @@ def test_padding_is_counted_and_on_gpus_even() -> None:
 
 
 def test_encode_cleans_and_equals_the_set(tokenizer: Tokenizer) -> None:
-    tokens = encode(["Oil <b>up</b> today", ""], tokenizer, max_len=32)
+    tokens = encode_texts(["Oil <b>up</b> today", ""], tokenizer, max_len=32)
     ids = tokenizer.encode("Oil up today").ids
     assert tokens[0, : len(ids)].tolist() == ids
     assert tokens[1].tolist() == [2] + [0] * (tokens.shape[1] - 1)
@@ -183,19 +185,19 @@ def write_csv(folder: Path, train: str, test: str, encoding: str = "utf-8") -> s
 
 def test_own_csv_numbers_its_labels_in_order(tmp_path: Path) -> None:
     folder = write_csv(tmp_path, 'spam,"Win, now",today\nham,Hello,you\n', "ham,a,b\nspam,c,d\n")
-    splits, classes = read_splits("csv", folder)
+    splits, classes = read_text_splits("csv", folder)
     assert classes == ["ham", "spam"]
-    assert splits["train"] == Rows([1, 0], ["Win, now today", "Hello you"])
+    assert splits["train"] == TextSplit([1, 0], ["Win, now today", "Hello you"])
     assert splits["test"].labels == [0, 1]
     folder = write_csv(tmp_path, "10,a\n9,b\n2,c\n", "2,a\n")
-    assert read_splits("csv", folder)[1] == ["2", "9", "10"]
+    assert read_text_splits("csv", folder)[1] == ["2", "9", "10"]
 
 
 def test_csv_with_a_byte_order_mark_reads_alike(tmp_path: Path) -> None:
     folder = write_csv(
         tmp_path, '"ham",a\n"spam",b\n', '"ham",a\n', encoding="utf-8-sig"
     )  # as Excel writes it
-    splits, classes = read_splits("csv", folder)
+    splits, classes = read_text_splits("csv", folder)
     assert classes == ["ham", "spam"]
     assert splits["train"].labels == [0, 1]
 
@@ -205,7 +207,7 @@ def test_ag_news_files_have_the_official_counts(data_dir: Path) -> None:
     folder = data_dir / "ag_news_csv"
     if not (folder / "train.csv").exists():
         pytest.skip(f"AG News is not below {data_dir}")
-    splits, classes = read_splits("agnews", str(data_dir))
+    splits, classes = read_text_splits("agnews", str(data_dir))
     assert classes == text_datasets.AGNEWS_CLASSES
     assert Counter(splits["test"].labels) == dict.fromkeys(range(4), 1900)
     counts = Counter(splits["train"].labels)
@@ -217,10 +219,10 @@ def test_ag_news_files_have_the_official_counts(data_dir: Path) -> None:
 
 
 def test_naive_bayes_scores_equal_a_count_by_hand() -> None:
-    rows = Rows([0, 0, 1], ["oil oil price", "oil", "cup price"])
+    rows = TextSplit([0, 0, 1], ["oil oil price", "oil", "cup price"])
     tokenizer = train_tokenizer(rows.texts, "wordpiece", 400)
     size = tokenizer.get_vocab_size()
-    scores = naive_bayes.naive_bayes(TextSet(rows, tokenizer, 16, CPU), size, 2).double()
+    scores = naive_bayes.naive_bayes(TextDataset(rows, tokenizer, 16, CPU), size, 2).double()
     held = [set(tokenizer.encode(text).ids) for text in rows.texts]
     of_class = [held[:2], held[2:]]
     totals = [
@@ -243,5 +245,5 @@ def test_naive_bayes_scores_equal_a_count_by_hand() -> None:
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 def test_the_same_texts_give_the_same_tokenizer(kind: str) -> None:
-    lines = read_splits("headlines", "")[0]["train"].texts
+    lines = read_text_splits("headlines", "")[0]["train"].texts
     assert len({train_tokenizer(lines, kind, 2000).to_str() for _ in range(4)}) == 1

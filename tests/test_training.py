@@ -160,9 +160,9 @@ def failing_after(step: int, times: int):
     task = classification()
 
     def bad(model, x, y):
-        loss, hits, _ = task(model, x, y)
+        loss, num_correct, _ = task(model, x, y)
         call = next(calls)
-        return (loss * math.nan if step <= call < step + times else loss), hits, None
+        return (loss * math.nan if step <= call < step + times else loss), num_correct, None
 
     return bad
 
@@ -325,9 +325,9 @@ def test_the_real_data_sets_train(data_dir, here, monkeypatch):
 
 
 def test_the_step_gets_the_weight_of_its_share_and_the_rate_of_its_batch(here, monkeypatch):
-    plan, step, given = batch_schedule.Batching.plan, Step.__call__, []
+    plan, step, given = batch_schedule.BatchSchedule.plan, Step.__call__, []
     monkeypatch.setattr(
-        batch_schedule.Batching,
+        batch_schedule.BatchSchedule,
         "plan",
         lambda *args: [part._replace(weight=0.5) for part in plan(*args)],
     )

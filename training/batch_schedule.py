@@ -15,7 +15,7 @@ from torch import Tensor
 
 import dynamic_batch
 from distributed.world import World
-from dynamic_batch import Balance, NoiseScale, Rule
+from dynamic_batch import NoiseScale, Rule, WorkerBalancer
 from input_pipeline import sampler
 from input_pipeline.sampler import Sampler
 
@@ -23,7 +23,7 @@ LEAST = 2  # rows of a rank: BatchNorm wants two
 NOISE_LIMIT = 2.0  # noise scales: such a batch brings two thirds of the most that a step can (arXiv:1812.06162, equation 2.6)
 
 
-class Part(NamedTuple):
+class RankBatch(NamedTuple):
     """A step of one rank: its rows, what its mean loss counts beside the other ranks', and the rows of all ranks."""
 
     rows: Tensor
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Change:
+class BatchSizePolicy:
     """A batch that changes from epoch to epoch.
 
     Attributes:
@@ -47,7 +47,7 @@ class Change:
     power: float = 0.0
 
 
-class Batching:
+class BatchSchedule:
     """The batches of a run; every rank computes the same.
 
     Without `change` and `balance` an epoch has whole batches only, and the few rows left over wait for another epoch's order; with
@@ -66,8 +66,8 @@ class Batching:
         world: World,
         order: Sampler,
         base: int,
-        change: Change | None = None,
-        balance: Balance | None = None,
+        change: BatchSizePolicy | None = None,
+        balance: WorkerBalancer | None = None,
     ) -> None:
         self.world, self.order, self.base, self.change, self.balance = (
             world,
@@ -106,7 +106,7 @@ class Batching:
     def limit(self, micro_batch: int | None) -> None:
         """Tell how many rows fit this rank's memory at once (None: all); shares keep to it while that is possible."""
         mine = float(micro_batch or self.largest_share * self.world.size)
-        limits = [int(limit) for [limit] in self.world.everyone([mine])]
+        limits = [int(limit) for [limit] in self.world.all_gather([mine])]
         self.most = limits if min(limits) < self.largest_share else None
 
     # ---------------------------------------------------------------- an epoch
@@ -117,8 +117,8 @@ class Batching:
             return
         if self.change is not None:
             unit = self.world.size
-            wanted = self.change.rule.wanted(epoch, self.size)
-            self.size = dynamic_batch.on_ladder(
+            wanted = self.change.rule.next_batch_size(epoch, self.size)
+            self.size = dynamic_batch.nearest_batch_size(
                 wanted, self.base, self.change.low, self.change.high, unit
             )
         self.shares = self.divide(self.size)
@@ -145,7 +145,7 @@ class Batching:
         full, rest = divmod(len(self.order), self.size)
         return full + (self.whole and rest >= LEAST * self.world.size)
 
-    def plan(self, epoch: int, done: int) -> list[Part]:
+    def plan(self, epoch: int, done: int) -> list[RankBatch]:
         """This rank's part of the steps from number `done` on.
 
         The average over the ranks of weight x mean loss is the mean loss of the global batch, whatever the shares.
@@ -162,13 +162,13 @@ class Batching:
                         [float(share) for share in shares],
                         min(LEAST, size // self.world.size),
                     )
-                places = sampler.owners(shares) == self.world.rank
+                places = sampler.row_owners(shares) == self.world.rank
                 owners[size] = (
                     places.nonzero().flatten(),
                     shares[self.world.rank] * self.world.size / size,
                 )
             places, weight = owners[size]
-            parts.append(Part(batch[places], weight, size))
+            parts.append(RankBatch(batch[places], weight, size))
         return parts
 
     def end_epoch(
@@ -189,15 +189,15 @@ class Batching:
         """
         row: dict[str, Any] = {}
         if noise is not None:
-            row["noise_scale"] = self.noise_scale = self.noise.learn(*noise)
+            row["noise_scale"] = self.noise_scale = self.noise.observe(*noise)
         if self.change is not None or self.balance is not None:
-            times = self.world.everyone([seconds, compute])
+            times = self.world.all_gather([seconds, compute])
             if self.change is not None:
-                self.change.rule.learn(
+                self.change.rule.observe(
                     self.size, loss, max(pair[0] for pair in times), self.noise_scale
                 )
             if self.balance is not None:
-                self.balance.learn(
+                self.balance.observe(
                     [share * self.steps() for share in self.shares], [pair[1] for pair in times]
                 )
                 row |= {
@@ -247,7 +247,7 @@ class Batching:
             self.size = state["size"]
         else:
             wanted = self.base * state["size"] / state["base"]
-            self.size = dynamic_batch.on_ladder(
+            self.size = dynamic_batch.nearest_batch_size(
                 wanted, self.base, self.change.low, self.change.high, self.world.size
             )
         self.shares = self.equal()

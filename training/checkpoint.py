@@ -42,7 +42,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
         raise OSError(f"{path} could not be written ({first_line(error)})") from error
 
 
-def also_as(path: Path, name: str) -> None:
+def link_checkpoint(path: Path, name: str) -> None:
     """Give the checkpoint a second name in its folder, without writing it again where the file system can link."""
     part = path.with_name(name + ".part")
     part.unlink(missing_ok=True)
@@ -108,20 +108,20 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     wanted = [set(group) for group in optimizer.param_groups]
     load_into(optimizer, state, "optimizer")
     for names, group in zip(wanted, optimizer.param_groups):
-        if lacking := sorted(names - group.keys()):
+        if reason := sorted(names - group.keys()):
             raise InputError(
-                f"--resume: the checkpoint's optimizer has no {lacking[0]}, so it is not the {type(optimizer).__name__} that "
+                f"--resume: the checkpoint's optimizer has no {reason[0]}, so it is not the {type(optimizer).__name__} that "
                 "these flags describe; use the flags of the first run"
             )
 
 
-def on_cpu(state: Any) -> Any:
+def to_cpu(state: Any) -> Any:
     """Nested dicts and lists with all tensors copied to the CPU, so that ranks can send them to each other."""
     if isinstance(state, torch.Tensor):
         return state.detach().cpu()
     if isinstance(state, dict):
-        return {name: on_cpu(value) for name, value in state.items()}
-    return [on_cpu(value) for value in state] if isinstance(state, list | tuple) else state
+        return {name: to_cpu(value) for name, value in state.items()}
+    return [to_cpu(value) for value in state] if isinstance(state, list | tuple) else state
 
 
 def mean(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -134,7 +134,7 @@ def mean(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     }
 
 
-def random_states(device: torch.device) -> dict[str, torch.Tensor]:
+def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
     """The random states of torch on the CPU and on this process's GPU."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -142,8 +142,8 @@ def random_states(device: torch.device) -> dict[str, torch.Tensor]:
     return states
 
 
-def set_random_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Undo to `random_states`."""
+def set_rng_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Undo to `rng_states`."""
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from backends.precision import Precision
 from distributed import fsdp
 from distributed.world import World
-from input_pipeline.sampler import share
+from input_pipeline.sampler import rank_share
 
 
 @torch.inference_mode()
-def logits_of(
+def predict_logits(
     model: nn.Module, data: Any, precision: Precision, world: World, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(logits, labels) of this rank's rows, batch by batch; each row comes once over all ranks."""
@@ -30,12 +30,12 @@ def logits_of(
         if data.lengths is None
         else torch.argsort(data.lengths, stable=True)
     )
-    plan = list(share(order, world.rank, world.size).split(batch_size))
+    plan = list(rank_share(order, world.rank, world.size).split(batch_size))
     mine = len(plan)
     if fsdp.is_sharded(
         model
     ):  # weights are gathered from all ranks in every batch: all take part in as many
-        plan += [order[:1]] * (world.most(mine) - mine)
+        plan += [order[:1]] * (world.max_over_ranks(mine) - mine)
     for number, (inputs, labels) in enumerate(data.batches(plan)):
         with precision.autocast():
             logits = model(inputs)
@@ -48,12 +48,12 @@ def evaluate(
 ) -> tuple[float, float]:
     """(mean cross-entropy, accuracy in 0..1) over the whole set; one read of the device at the end."""
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)
-    for logits, labels in logits_of(model, data, precision, world, batch_size):
+    for logits, labels in predict_logits(model, data, precision, world, batch_size):
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += len(labels)
-    loss, hits, count = world.sum(sums).tolist()
-    return loss / count, hits / count
+    loss, num_correct, count = world.sum(sums).tolist()
+    return loss / count, num_correct / count
 
 
 def report(
@@ -68,16 +68,17 @@ def report(
     table = torch.zeros(
         3, len(classes), dtype=torch.float64, device=world.device
     )  # loss, hits, samples per class
-    for logits, labels in logits_of(model, data, precision, world, batch_size):
+    for logits, labels in predict_logits(model, data, precision, world, batch_size):
         table[0].index_add_(0, labels, F.cross_entropy(logits, labels, reduction="none").double())
         table[1].index_add_(0, labels, (logits.argmax(1) == labels).double())
         table[2].index_add_(0, labels, torch.ones_like(labels, dtype=torch.float64))
-    losses, hits, counts = world.sum(table).cpu()
+    losses, num_correct, counts = world.sum(table).cpu()
     return {
-        "accuracy": (hits.sum() / counts.sum()).item(),
+        "accuracy": (num_correct.sum() / counts.sum()).item(),
         "loss": (losses.sum() / counts.sum()).item(),
         "per_class": {
-            name: ((h / max(n, 1)).item(), int(n)) for name, h, n in zip(classes, hits, counts)
+            name: ((h / max(n, 1)).item(), int(n))
+            for name, h, n in zip(classes, num_correct, counts)
         },
     }
 

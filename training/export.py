@@ -35,7 +35,7 @@ def export(
     """
     model = model.cpu().float().eval()
     wanted = model(example).softmax(1).detach()
-    model = fusion.fold(model)
+    model = fusion.fold_batch_norm(model)
     shapes = (
         {axis: torch.export.Dim(name, min=1, max=most) for axis, (name, most) in dynamic.items()},
     )

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 import mixup
 from mixup import Mix
 
-Task = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+LossFn = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 """(model, inputs, labels) -> (mean loss, number of hits, sum of the samples' lambda or None where nothing is mixed)."""
 
 
-def classification(label_smoothing: float = 0.0) -> Task:
+def classification(label_smoothing: float = 0.0) -> LossFn:
     """Cross-entropy in fp32 or wider and the number of correct predictions."""
 
     def task(model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -31,7 +31,7 @@ def classification(label_smoothing: float = 0.0) -> Task:
     return task
 
 
-class MixedClassification:
+class MixedCrossEntropy:
     """The task of `classification` on mixed samples; hits are weighted by lambda.
 
     Args:
@@ -61,4 +61,4 @@ class MixedClassification:
         )
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = mixup.cross_entropy(logits, labels, mix, self.label_smoothing)
-        return loss, mixup.hits(logits, labels, mix), mix.weight.detach().sum()
+        return loss, mixup.num_correct(logits, labels, mix), mix.weight.detach().sum()

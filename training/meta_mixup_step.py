@@ -15,14 +15,14 @@ from torch import Tensor
 
 from distributed.world import World
 from errors import InputError
-from input_pipeline.dataset import DataSet
-from input_pipeline.sampler import Sampler, share
+from input_pipeline.dataset import BatchedDataset
+from input_pipeline.sampler import Sampler, rank_share
 from mixup import MetaMixup, Mix
-from training.losses import MixedClassification, classification
+from training.losses import MixedCrossEntropy, classification
 from training.step import Step
 
 
-class Held:
+class HeldOutBatches:
     """Batches of a held-out set for ever, each rank its own; the same after `start(n)` as after n of them.
 
     Args:
@@ -32,7 +32,7 @@ class Held:
         world: the ranks.
     """
 
-    def __init__(self, data: DataSet, batch_size: int, seed: int, world: World) -> None:
+    def __init__(self, data: BatchedDataset, batch_size: int, seed: int, world: World) -> None:
         self.data, self.world = data, world
         self.rows = min(batch_size, len(data) // world.size)
         if self.rows < 2:  # BatchNorm wants two
@@ -47,15 +47,15 @@ class Held:
         epoch, skip = divmod(number, self.sampler.steps(size))
         while True:
             plan = [
-                share(batch, self.world.rank, self.world.size)
+                rank_share(batch, self.world.rank, self.world.size)
                 for batch in self.sampler.epoch(epoch, size)[skip:]
             ]
             yield from self.data.batches(plan)
             epoch, skip = epoch + 1, 0
 
 
-class MetaLearning:
-    """The `step.Learner` of a MetaMixup.
+class MetaMixupStep:
+    """The `step.MetaLearner` of a MetaMixup.
 
     Args:
         meta: the policy.
@@ -64,7 +64,9 @@ class MetaLearning:
         every: steps from one update of the policy to the next.
     """
 
-    def __init__(self, meta: MetaMixup, task: MixedClassification, held: Held, every: int) -> None:
+    def __init__(
+        self, meta: MetaMixup, task: MixedCrossEntropy, held: HeldOutBatches, every: int
+    ) -> None:
         self.meta, self.task, self.held, self.every = meta, task, held, every
         self.clean = classification(task.label_smoothing)
         self.steps = 0

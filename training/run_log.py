@@ -104,7 +104,7 @@ class RunLog:
         if not self.first:
             return
         try:
-            write_aside(
+            atomic_write_text(
                 self.folder / "config.json",
                 json.dumps({"flags": flags, **machine}, indent=2, default=str) + "\n",
             )
@@ -116,7 +116,7 @@ class RunLog:
     def restart(self, rows: list[dict[str, Any]]) -> None:
         """Make metrics.jsonl hold exactly these rows: those the checkpoint knows."""
         if self.first:
-            write_aside(
+            atomic_write_text(
                 self.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
             )
             self.written = len(rows)
@@ -133,7 +133,7 @@ class RunLog:
                 file.write("".join(json.dumps(row) + "\n" for row in rows[self.written :]))
             self.written = len(rows)
         except OSError as error:
-            self.say(
+            self.info(
                 f"warning: {self.folder / 'metrics.jsonl'} could not be written ({error.strerror}); the run goes on"
             )
         row = rows[-1]
@@ -143,9 +143,9 @@ class RunLog:
             if row.get(key) is not None
         ]
         if self.shown % 20 == 0:
-            self.say("  ".join(f"{title:>11}" for title, *_ in shown))
+            self.info("  ".join(f"{title:>11}" for title, *_ in shown))
         self.shown += 1
-        self.say(
+        self.info(
             "  ".join(
                 f"{form.format(row[key] * (scale or 1)):>11}" for _, key, form, scale in shown
             )
@@ -176,11 +176,11 @@ class RunLog:
             figure.savefig(part, dpi=100, format="png")
             part.replace(self.folder / f"{name}.png")
         except OSError as error:
-            self.say(
+            self.info(
                 f"warning: {name}.png could not be written ({error.strerror}); the run goes on"
             )
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         """Print one line (rank 0)."""
         if self.first:
             tqdm.write(line, file=sys.stdout)
@@ -204,7 +204,7 @@ class RunLog:
             self.board.close()
 
 
-def write_aside(path: Path, text: str) -> None:
+def atomic_write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)

@@ -14,24 +14,24 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from backends.cuda_graph import Record, Replay
+from backends.cuda_graph import CudaGraphRunner, Record
 from backends.precision import Precision
 from distributed import ddp, fsdp
-from distributed.comm_hooks import Compressed, Local
+from distributed.comm_hooks import AllReduceHook, LocalSGD
 from distributed.world import World
 from errors import InputError
 from optimizers import base
 from training import checkpoint
-from training.losses import Task
-from training.step_stats import LocalSquare, Stopwatch, squared_norm
+from training.losses import LossFn
+from training.step_stats import ComputeTimer, LocalGradNorm, squared_norm
 
 LOSS, HITS, LAMBDA, SAMPLES, SMALL, PER_SMALL, BIG, PER_BIG, SKIPPED, SKIPPED_RUN = range(10)
 """Entries of `Step.sums`: sums of loss, hits, lambda and samples; of what `dynamic_batch.noise_scale` takes; steps skipped this
 epoch; steps skipped in a row."""
 
 
-class Learner(Protocol):
-    """Something that learns beside the model, such as `meta_learning.MetaLearning`."""
+class MetaLearner(Protocol):
+    """Something that learns beside the model, such as `meta_learning.MetaMixupStep`."""
 
     def __call__(self, step: Step, inputs: Tensor, labels: Tensor) -> None:
         """Before a step on this rank's batch; parameters, buffers and gradients are left as they are."""
@@ -67,7 +67,7 @@ class Step:
     def __init__(
         self,
         model: nn.Module,
-        task: Task,
+        task: LossFn,
         optimizer: torch.optim.Optimizer,
         precision: Precision,
         world: World,
@@ -75,13 +75,13 @@ class Step:
         clip: float = 0.0,
         sync_bn: bool = False,
         say: Callable[[str], None] = print,
-        learner: Learner | None = None,
-        hook: Compressed | None = None,
+        learner: MetaLearner | None = None,
+        hook: AllReduceHook | None = None,
         micro_batch: int | None = None,
     ) -> None:
         self.model, self.optimizer, self.scaler = precision.prepare(model, optimizer)
         self.task = task
-        self.precision, self.world, self.clip, self.sync_bn, self.say = (
+        self.precision, self.world, self.clip, self.sync_bn, self.info = (
             precision,
             world,
             clip,
@@ -94,29 +94,29 @@ class Step:
             parameter for group in self.optimizer.param_groups for parameter in group["params"]
         ]
         self.sums = torch.zeros(SKIPPED_RUN + 1, dtype=torch.float64, device=world.device)
-        self.hook = hook or Compressed(world)
+        self.hook = hook or AllReduceHook(world)
         self.communicates = getattr(optimizer, "communicates", False)
-        self.apart = self.communicates or isinstance(
-            self.hook, Local
+        self.replicas_diverge = self.communicates or isinstance(
+            self.hook, LocalSGD
         )  # ranks' weights differ between averagings
-        self.lockstep = fsdp.is_sharded(
+        self.is_sharded_model = fsdp.is_sharded(
             model
         )  # ranks gather weights from each other in every micro-batch
-        self.traffic = fsdp.traffic(model) if self.lockstep else (0, 0)
+        self.traffic = fsdp.traffic(model) if self.is_sharded_model else (0, 0)
         self.copied: tuple[Tensor, torch.cuda.Event] | None = None
-        self.watch: Stopwatch | None = None
-        self.replay: Replay | None = None
-        self.own: LocalSquare | None = None
+        self.watch: ComputeTimer | None = None
+        self.replay: CudaGraphRunner | None = None
+        self.own: LocalGradNorm | None = None
 
     def time(self) -> None:
         """Also time what this rank computes."""
-        self.watch = Stopwatch(self.world.device)
+        self.watch = ComputeTimer(self.world.device)
         self.hook.watchers.append(self.watch.handed_over)
 
     def measure_noise(self) -> None:
         """Also sum what the gradient noise scale is estimated from: squared norms of the averaged gradient, and of the first
         micro-batch's; or, without accumulation, of each rank's. One process alone takes two micro-batches for it."""
-        self.own = LocalSquare(self.parameters, self.world.device)
+        self.own = LocalGradNorm(self.parameters, self.world.device)
         self.hook.watchers.append(self.own.add)
         if self.world.size == 1:
             self.splits = max(self.splits, 2)
@@ -144,9 +144,11 @@ class Step:
         """
         if self.communicates:
             return
-        if self.lockstep:
+        if self.is_sharded_model:
             return
-        static = self.world.most(int(self.splits > 1 or self.micro_batch is not None)) == 0
+        static = (
+            self.world.max_over_ranks(int(self.splits > 1 or self.micro_batch is not None)) == 0
+        )
         self.parallel = ddp.wrap(self.model, self.world, self.sync_bn, static, self.hook)
 
     def __call__(self, inputs: Tensor, labels: Tensor, weight: float = 1.0) -> None:
@@ -191,7 +193,7 @@ class Step:
 
     def capture(self, record: Record | None = None) -> None:
         """Record the step and replay it, each shape of batch for itself: see graphs.py."""
-        self.replay = Replay(self.body, record)
+        self.replay = CudaGraphRunner(self.body, record)
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the steps to come; where they are replayed, it is written where they read it."""
@@ -217,14 +219,14 @@ class Step:
         parts = list(zip(inputs.chunk(splits), labels.chunk(splits)))
         for number, (x, y) in enumerate(parts, 1):
             early = number < len(parts)
-            with ddp.gradients_stay(model) if early else contextlib.nullcontext():
+            with ddp.no_gradient_sync(model) if early else contextlib.nullcontext():
                 with self.precision.autocast():
-                    loss, hits, mixed = self.task(model, x, y)
+                    loss, num_correct, mixed = self.task(model, x, y)
                 counts = weight * len(y) / len(labels)
                 self.scaler.scale(loss * counts).backward()
             self.world.bytes_sent += self.traffic[0] + (0 if early else self.traffic[1])
             sums[LOSS] += loss.detach() * len(y)
-            sums[HITS] += hits
+            sums[HITS] += num_correct
             if mixed is not None:
                 sums[LAMBDA] += mixed
             sums[SAMPLES] += len(y)
@@ -252,17 +254,17 @@ class Step:
         gradients = self.gradients()
         norm = fsdp.full(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
         skip = ~torch.isfinite(norm)
-        if self.apart and not self.communicates:
+        if self.replicas_diverge and not self.communicates:
             skip = self.world.sum(skip.float()) > 0
         if self.clip:
-            if self.apart:  # one scalar more: the root of the mean square over the ranks
+            if self.replicas_diverge:  # one scalar more: the root of the mean square over the ranks
                 norm = (self.world.sum(norm.square()) / self.world.size).sqrt()
             torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp(max=1.0))
         if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
-            base.step_unless(self.optimizer, skip)
+            base.step_unless_skipped(self.optimizer, skip)
         if self.communicates:
             skip = self.optimizer.skipped > 0  # type: ignore[attr-defined]
             self.world.bytes_sent += self.optimizer.take_bytes()  # type: ignore[attr-defined]
@@ -280,7 +282,7 @@ class Step:
         if self.communicates:
             self.optimizer.average_weights()  # type: ignore[attr-defined]
             self.world.bytes_sent += self.optimizer.take_bytes()  # type: ignore[attr-defined]
-        elif isinstance(self.hook, Local):
+        elif isinstance(self.hook, LocalSGD):
             self.hook.settle(self.parameters)
 
     def read_sums(self, wait: bool) -> list[float] | None:
@@ -309,7 +311,7 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.say(
+        self.info(
             f"out of memory: micro-batch halved to {self.micro_batch}, accumulation raised to {self.parts(batch)}; "
             "the global batch is unchanged (BatchNorm now sees the smaller micro-batch)"
         )
@@ -320,7 +322,7 @@ class Step:
         Weights, statistics and random states are left as they were.
         """
         buffers = [buffer.clone() for buffer in self.model.buffers()]
-        states = checkpoint.random_states(self.world.device)
+        states = checkpoint.rng_states(self.world.device)
         self.model.train()
         while True:
             try:
@@ -331,4 +333,4 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         for buffer, before in zip(self.model.buffers(), buffers):
             buffer.copy_(before)
-        checkpoint.set_random_states(states, self.world.device)
+        checkpoint.set_rng_states(states, self.world.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class Stopwatch:
+class ComputeTimer:
     """Seconds that this rank computes: from the end of one wait for the others to its last gradients of the next step.
 
     On a GPU it is the stream's time, by events that are read at `take`: nothing waits for them before.
@@ -64,7 +64,7 @@ class Stopwatch:
         return seconds
 
 
-class LocalSquare:
+class LocalGradNorm:
     """The squared norm of this rank's own gradient, taken from the buckets that are about to be averaged.
 
     A number for each parameter, summed in their order: DistributedDataParallel lays its buckets out anew after its first step, and

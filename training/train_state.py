@@ -15,12 +15,12 @@ import torch
 from distributed import fsdp, sharded_checkpoint
 from errors import InputError
 from training import checkpoint
-from training.batch_schedule import Batching
+from training.batch_schedule import BatchSchedule
 from training.run_log import RunLog
 from training.step import SKIPPED, Step
 
 
-def gather(step: Step, batching: Batching) -> dict[str, Any]:
+def gather(step: Step, batching: BatchSchedule) -> dict[str, Any]:
     """The state of all ranks, complete on rank 0.
 
     Saving in mid-epoch leaves the run as it is: each rank's BatchNorm statistics, and where the ranks are apart its weights and
@@ -30,16 +30,18 @@ def gather(step: Step, batching: Batching) -> dict[str, Any]:
     in_shards = fsdp.is_sharded(step.model)  # then `sharding.save` writes both
     buffers = [name for name, _ in step.model.named_buffers() if name in weights]
     mine = {
-        "random": checkpoint.random_states(step.world.device),
-        "weights": {name: weights[name].cpu() for name in (weights if step.apart else buffers)},
-        "optimizer": checkpoint.on_cpu(optimizer) if step.apart else None,
+        "random": checkpoint.rng_states(step.world.device),
+        "weights": {
+            name: weights[name].cpu() for name in (weights if step.replicas_diverge else buffers)
+        },
+        "optimizer": checkpoint.to_cpu(optimizer) if step.replicas_diverge else None,
         "sums": step.sums.cpu(),
         "bytes_sent": step.world.bytes_sent,
         "compute_seconds": step.watch.so_far() if step.watch is not None else 0.0,
     }
     return {
         "model": {} if in_shards else weights,
-        "optimizer": None if step.apart or in_shards else optimizer,
+        "optimizer": None if step.replicas_diverge or in_shards else optimizer,
         "optimizer_kind": type(step.optimizer).__name__,
         "hook": step.hook.state_dict(step.parameters),
         "scaler": step.scaler.state_dict(),
@@ -49,14 +51,14 @@ def gather(step: Step, batching: Batching) -> dict[str, Any]:
     }
 
 
-def restore(step: Step, batching: Batching, state: dict[str, Any]) -> None:
+def restore(step: Step, batching: BatchSchedule, state: dict[str, Any]) -> None:
     """Undo to `gather`. At another world size the ranks' parts are merged."""
     ranks, weights, optimizer = state["ranks"], state["model"], state["optimizer"]
     same_world = len(ranks) == step.world.size
     if same_world:
         mine = ranks[step.world.rank]
         weights, optimizer = {**weights, **mine["weights"]}, optimizer or mine["optimizer"]
-        checkpoint.set_random_states(mine["random"], step.world.device)
+        checkpoint.set_rng_states(mine["random"], step.world.device)
         step.sums.copy_(mine["sums"])
         step.world.bytes_sent = mine["bytes_sent"]
         if step.watch is not None:
@@ -64,7 +66,7 @@ def restore(step: Step, batching: Batching, state: dict[str, Any]) -> None:
     else:
         step.sums.copy_(ranks[0]["sums"])
         step.sums[:SKIPPED] = (
-            sum(rank["sums"][:SKIPPED] for rank in ranks) if step.world.first else 0
+            sum(rank["sums"][:SKIPPED] for rank in ranks) if step.world.is_main else 0
         )
         if optimizer is None and not state.get("shards"):
             weights = checkpoint.mean([rank["weights"] for rank in ranks])
@@ -103,7 +105,7 @@ def load_whole(step: Step, weights: dict[str, Any], optimizer: dict[str, Any]) -
     )
 
 
-class Keeper:
+class CheckpointManager:
     """Writes last.pt and best.pt of a run folder, and beside them the weights that are in shards.
 
     Args:
@@ -112,20 +114,22 @@ class Keeper:
         header: plain values at the top of every checkpoint (script, flags, what inference needs).
     """
 
-    def __init__(self, step: Step, batching: Batching, log: RunLog, header: dict[str, Any]) -> None:
-        self.step, self.batching, self.log, self.header = step, batching, log, header
+    def __init__(
+        self, step: Step, batching: BatchSchedule, log: RunLog, metadata: dict[str, Any]
+    ) -> None:
+        self.step, self.batching, self.log, self.metadata = step, batching, log, metadata
         self.shards: dict[str, str] = {}  # of 'last' and 'best': the folder's name
 
     def save(self, progress: dict[str, Any], best: bool = False) -> None:
         """Write last.pt (and best.pt); a full disk is reported, the previous file kept, and the run goes on. Collective."""
         world, folder, step = self.step.world, self.log.folder, self.step
         shards = (
-            world.from_first(sharded_checkpoint.next_name(folder))
+            world.broadcast(sharded_checkpoint.next_name(folder))
             if fsdp.is_sharded(step.model)
             else ""
         )
         state = {
-            **self.header,
+            **self.metadata,
             **gather(step, self.batching),
             "progress": progress,
             "shards": shards,
@@ -133,32 +137,32 @@ class Keeper:
         try:
             if shards:
                 sharded_checkpoint.save(folder / shards, step.model, step.optimizer, world)
-            if not world.first:
+            if not world.is_main:
                 return
             checkpoint.save(folder / "last.pt", state)
             self.shards["last"] = shards
             if best:
-                checkpoint.also_as(folder / "last.pt", "best.pt")
+                checkpoint.link_checkpoint(folder / "last.pt", "best.pt")
                 self.shards["best"] = shards
         except OSError as error:
-            self.log.say(f"warning: {error}; the previous checkpoint is kept and the run goes on")
-        if world.first:
+            self.log.info(f"warning: {error}; the previous checkpoint is kept and the run goes on")
+        if world.is_main:
             sharded_checkpoint.tidy(folder, set(self.shards.values()))
 
     def restore(self, state: dict[str, Any]) -> None:
         """Undo to `save`, but for the progress."""
         restore(self.step, self.batching, state)
         folder = self.log.folder
-        if self.step.world.first and any(folder.glob("shards-*")):
+        if self.step.world.is_main and any(folder.glob("shards-*")):
             for path in (folder / "last.pt", folder / "best.pt"):
                 if path.exists():
                     self.shards[path.stem] = Path(
-                        checkpoint.load(path, self.header["script"]).get("shards", "")
+                        checkpoint.load(path, self.metadata["script"]).get("shards", "")
                     ).name
 
     def load_last(self) -> dict[str, Any]:
         """The state in last.pt."""
-        return checkpoint.load(self.log.folder / "last.pt", self.header["script"])
+        return checkpoint.load(self.log.folder / "last.pt", self.metadata["script"])
 
 
 def merge(states: list[dict[str, Any]]) -> dict[str, Any]:

@@ -17,10 +17,10 @@ import torch
 from backends.device import peak_memory
 from distributed.world import Vote, caught_signals
 from errors import Interrupted, NonFiniteLoss
-from input_pipeline.dataset import DataSet
+from input_pipeline.dataset import BatchedDataset
 from optimizers.schedules import Schedule
 from training import evaluation, train_state
-from training.batch_schedule import Batching
+from training.batch_schedule import BatchSchedule
 from training.run_log import RunLog
 from training.step import HITS, LAMBDA, LOSS, SAMPLES, SKIPPED, SKIPPED_RUN, Step
 
@@ -69,12 +69,12 @@ class Trainer:
         self,
         step: Step,
         schedule: Schedule,
-        train: DataSet,
-        batching: Batching,
-        tests: Mapping[str, DataSet],
+        train: BatchedDataset,
+        batching: BatchSchedule,
+        tests: Mapping[str, BatchedDataset],
         log: RunLog,
         settings: Settings,
-        header: dict[str, Any],
+        metadata: dict[str, Any],
     ) -> None:
         self.do_step, self.schedule, self.train_set, self.batching, self.tests = (
             step,
@@ -83,15 +83,15 @@ class Trainer:
             batching,
             tests,
         )
-        self.world, self.model, self.log, self.settings, self.header = (
+        self.world, self.model, self.log, self.settings, self.metadata = (
             step.world,
             step.model,
             log,
             settings,
-            header,
+            metadata,
         )
         self.vote = Vote(self.world)
-        self.keeper = train_state.Keeper(step, batching, log, header)
+        self.keeper = train_state.CheckpointManager(step, batching, log, metadata)
         self.epoch = self.step = self.step_in_epoch = self.rollbacks = self.samples = 0
         self.lr_factor, self.seconds, self.train_seconds = 1.0, 0.0, 0.0
         self.best: dict[str, Any] = {"accuracy": -1.0, "epoch": 0}
@@ -108,7 +108,7 @@ class Trainer:
             Interrupted: SIGINT or SIGTERM came and last.pt was written.
             NonFiniteLoss: the loss stayed non-finite.
         """
-        if self.world.device.type == "cuda" and not self.do_step.lockstep:
+        if self.world.device.type == "cuda" and not self.do_step.is_sharded_model:
             self.probe_memory()
         self.do_step.wrap()
         if (
@@ -202,9 +202,9 @@ class Trainer:
         self.save(best=better)
         self.log.epoch(self.rows)
         if advice := self.batching.advice(row["batch_size"]):
-            self.log.say(advice)
+            self.log.info(advice)
         if self.do_step.learner is not None:
-            self.log.tables("policy", self.do_step.learner.tables(), self.header["classes"])
+            self.log.tables("policy", self.do_step.learner.tables(), self.metadata["classes"])
 
     def epoch_row(self, totals: Sequence[float]) -> dict[str, Any]:
         """What metrics.jsonl holds of the epoch that is over; measures the model."""
@@ -329,7 +329,7 @@ class Trainer:
         self.do_step.sums[SKIPPED_RUN] = 0
         self.log.restart(self.rows)
         self.save()
-        self.log.say(
+        self.log.info(
             f"{MAX_SKIPPED_RUN} steps in a row were not finite at {where}: back to epoch {self.epoch + 1}, step {self.step}, "
             f"learning rate x {factor:g} (return {rollbacks} of {MAX_ROLLBACKS})"
         )
