@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.averaging import RankAverager, average
+from distributed.averaging import RankAverager, average_tensors
 from optimizers.base import GradScalerOptimizer, subtract_updates
 from optimizers.flat_buffer import FlatLayout, RoundRobin
 from optimizers.lamb import LAMB, lamb_trust_ratios
@@ -488,7 +488,7 @@ class SLAMB(GradScalerOptimizer):
 
     def average_weights(self) -> None:
         """Weights become their mean over the ranks; for a step's end, and in front of evaluation and saving."""
-        average(
+        average_tensors(
             [p for group in self.param_groups for p in group["params"] if p.requires_grad],
             self.exchange,
         )

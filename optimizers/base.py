@@ -129,3 +129,9 @@ def step_unless_skipped(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
         optimizer.step()
     elif not skip:
         optimizer.step()
+
+
+class CommunicatingOptimizer(GradScalerOptimizer):
+    """Placeholder until the optimizers' branch lands."""
+
+    skipped: Tensor
