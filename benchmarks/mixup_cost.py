@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.transforms import v2
+from training.step import Step
 
 import mixup
 from backends.device import keep_freed_memory, set_num_threads
@@ -35,7 +36,6 @@ from models import resnet
 from models.transformer import Transformer
 from training.losses import LossFn, MixedCrossEntropy, classification
 from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
-from training.step import Step
 
 PLAIN_SHARE = 0.02  # of a step: a batch read twice beside hundreds of passes over its activations
 META_SHARE = 0.30  # of a step, at the default of 16 steps between updates: ten passes, a third of a step each, over 16

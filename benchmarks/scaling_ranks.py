@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from training.step import Step
 
 from backends.device import keep_freed_memory
 from backends.precision import choose_precision
@@ -26,7 +27,6 @@ from distributed.comm_hooks import AllReduceHook
 from distributed.world import World, init_world
 from models import resnet
 from training.losses import classification
-from training.step import Step
 
 ALONE, SILENT, EARNEST = "alone", "silent", "earnest"
 METHODS = {

@@ -149,8 +149,10 @@ CONFLICTS = (
         "--dynamic_batch {dynamic_batch=none, loss, noise}",
         "they say when a batch grows or shrinks",
         "use --dynamic_batch increase or decrease",
-        lambda a: bool(a.batch_growth or a.batch_milestones)
-        and a.dynamic_batch not in ("increase", "decrease"),
+        lambda a: (
+            bool(a.batch_growth or a.batch_milestones)
+            and a.dynamic_batch not in ("increase", "decrease")
+        ),
     ),
     Conflict(
         "--batch_growth, --batch_milestones or --replace_decay",

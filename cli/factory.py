@@ -1,11 +1,11 @@
 """From flags to objects: one function for each part of a run that both entry scripts name.
 
-    run = create_run(args, "resnet50_test", world)
-    optimizer = create_optimizer(args, run, model, OPTIMIZERS)
-    loss_fn, meta_learner = create_loss(args, run, data)
-    batches = create_batch_schedule(args, run, data)
-    trainer = create_trainer(args, run, data, model=model, ...)
-    report_result(run, trainer.fit(checkpoint), validated=False)
+run = create_run(args, "resnet50_test", world)
+optimizer = create_optimizer(args, run, model, OPTIMIZERS)
+loss_fn, meta_learner = create_loss(args, run, data)
+batches = create_batch_schedule(args, run, data)
+trainer = create_trainer(args, run, data, model=model, ...)
+report_result(run, trainer.fit(checkpoint), validated=False)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models.residual import residual_blocks
 from torch import Tensor, nn
 
 import dynamic_batch
@@ -35,7 +36,6 @@ from input_pipeline.dataset import BatchedDataset
 from input_pipeline.sampler import Sampler, stratified_rows
 from mixup import MetaMixup
 from models import activation_checkpointing, fusion
-from models.residual import residual_blocks
 from optimizers.param_groups import decay_groups, ngd_groups
 from optimizers.schedules import Schedule, scale_lr
 from training import checkpoint, evaluation, run_log
@@ -223,7 +223,9 @@ def create_loss(args: Namespace, run: Run, data: Data) -> tuple[LossFn, MetaLear
     if args.mixup != "meta":
         return mixed(partial(mixup.sample_mix, args.mixup, args.alpha)), None
     classes = len(data.metadata["classes"])
-    meta = MetaMixup(classes, args.meta_policy, alpha=args.alpha, lr=args.meta_lr, device=run.world.device)
+    meta = MetaMixup(
+        classes, args.meta_policy, alpha=args.alpha, lr=args.meta_lr, device=run.world.device
+    )
     loss_fn = mixed(lambda labels, height, width: meta.mix(labels))
     held_out = HeldOutBatches(
         data.eval_sets["val"], args.batch_size, seed=args.seed + 2, world=run.world

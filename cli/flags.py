@@ -245,9 +245,7 @@ def add_training(parser: Parser, mixing: Sequence[str]) -> None:
     )
 
 
-def add_optimizer(
-    parser: Parser, optimizers: Mapping[str, OptimizerChoice], default: str
-) -> None:
+def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice], default: str) -> None:
     """Add the group 'optimizer'; `default` is the name of the default one."""
     add = parser.add_argument_group("optimizer").add_argument
     add("--optimizer", choices=optimizers, default="sgd", help=f"optimizer (default {default})")

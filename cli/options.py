@@ -104,7 +104,9 @@ def recipe_arguments(path: str, parser: Parser) -> list[str]:
     try:
         recipe = yaml.safe_load(Path(path).read_text())
     except OSError as error:
-        raise InputError(f"--recipe {path}: {error.strerror}; give the path of a YAML file") from None
+        raise InputError(
+            f"--recipe {path}: {error.strerror}; give the path of a YAML file"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"--recipe {path}: not YAML ({first_line(error)})") from None
     if not isinstance(recipe, dict):

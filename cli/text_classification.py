@@ -120,9 +120,7 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
         trained = ""
         if world.is_main:
             texts = splits["train"].texts
-            trained = tokenization.train_tokenizer(
-                texts, args.tokenizer, args.vocab_size
-            ).to_str()
+            trained = tokenization.train_tokenizer(texts, args.tokenizer, args.vocab_size).to_str()
         tokenizer = tokenization.load_tokenizer(world.broadcast(trained))
     sets = {
         name: TextDataset(split, tokenizer, args.max_len, world.device)

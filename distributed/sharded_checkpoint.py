@@ -1,8 +1,8 @@
 """Checkpoints of sharded models: each rank writes what it holds, in torch's distributed format.
 
-    save(folder, model, optimizer, world)      # collective
-    load(folder, model, optimizer, world)      # collective; on any number of ranks, in shards or whole
-    weights = load_whole_model(folder)         # the model's state_dict, in one process
+save(folder, model, optimizer, world)      # collective
+load(folder, model, optimizer, world)      # collective; on any number of ranks, in shards or whole
+weights = load_whole_model(folder)         # the model's state_dict, in one process
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world
     try:
         with _silence():
             dcp.save(
-                _named_tensors(model, optimizer),
+                named_tensors(model, optimizer),
                 checkpoint_id=folder,
                 process_group=world.control,
                 no_dist=world.size == 1,
@@ -54,7 +54,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world
     with _reading(folder) as dcp:
         stored = set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
         _create_optimizer_state(model, optimizer, stored)
-        targets = _named_tensors(model, optimizer)
+        targets = named_tensors(model, optimizer)
         if unmatched := sorted(targets.keys() ^ stored):
             raise InputError(
                 f"--resume {folder}: {unmatched[0]} is in the checkpoint or in what these flags "
@@ -99,7 +99,7 @@ def delete_others(folder: Path, keep: set[str]) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Everything that is saved, by name; the tensors share memory with model and optimizer."""
     named = {MODEL + name: value for name, value in model.state_dict().items()}
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}

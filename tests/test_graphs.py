@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from training.step import Step
 
 import conftest
 import mixup
@@ -18,7 +19,6 @@ from distributed.world import World
 from models.resnet import create_model
 from training import train_state
 from training.losses import MixedCrossEntropy, classification
-from training.step import Step
 
 FP32 = Precision("fp32", "cpu")
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from training.step import Step
 
 import conftest
 import errors
@@ -24,7 +25,6 @@ from distributed.world import World
 from input_pipeline import torchtext_tokenizer
 from models.transformer import Transformer
 from training.losses import classification
-from training.step import Step
 
 ORT, TORCHTEXT = onnx_runtime.unavailable_reason(), torchtext_tokenizer.unavailable_reason()
 needs_ort = pytest.mark.skipif(bool(ORT), reason=ORT)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training.step import Step
 
 import mixup
 import ranks
@@ -23,7 +24,6 @@ from mixup import MetaMixup, Mix, meta_gradient
 from models.transformer import Transformer
 from training.losses import MixedCrossEntropy
 from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
-from training.step import Step
 
 RATE = 0.3
 POLICIES = pytest.mark.parametrize("policy", mixup.POLICIES)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training.step import SAMPLES, SKIPPED, Step
 
 import ranks
 import slamb_oracle
@@ -21,7 +22,6 @@ from optimizers.lamb import LAMB
 from slamb import BLOCK, SLAMB
 from slamb_oracle import SHAPES, Oracle, gradient, start
 from training.losses import classification
-from training.step import SAMPLES, SKIPPED, Step
 from training.train_state import merge
 
 EXACT = {"wire_dtype": torch.float64}

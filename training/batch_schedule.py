@@ -122,7 +122,9 @@ class BatchSchedule:
         if self.decided >= epoch + 1:
             return
         if self.policy is not None:
-            self.size = self._nearest(self.policy, self.policy.rule.next_batch_size(epoch, self.size))
+            self.size = self._nearest(
+                self.policy, self.policy.rule.next_batch_size(epoch, self.size)
+            )
         self.shares = self._share_out(self.size)
         self.decided = epoch + 1
 

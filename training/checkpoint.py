@@ -39,7 +39,10 @@ def save(path: Path, state: dict[str, Any]) -> None:
             torch.save({"format": FORMAT, **state}, file)
             file.flush()
             os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as RuntimeError
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # torch's zip writer reports a full disk as RuntimeError
         raise OSError(f"{path} could not be written ({first_line(error)})") from error
 
 

@@ -38,7 +38,8 @@ def export(
     expected = model(example).softmax(1).detach()
     model = fusion.fold_batch_norm(model)
     sizes = {
-        axis: torch.export.Dim(name, min=1, max=largest) for axis, (name, largest) in dynamic.items()
+        axis: torch.export.Dim(name, min=1, max=largest)
+        for axis, (name, largest) in dynamic.items()
     }
     if path.suffix == ".pt2":
         program = torch.export.export(model, (example,), dynamic_shapes=(sizes,))

@@ -1,9 +1,9 @@
 """Meta-mixup in the training step: now and then the mixing policy learns from a held-out batch, then the step is done.
 
-    meta = MetaMixup(classes=10, device=device)
-    loss_fn = MixedCrossEntropy(lambda labels, height, width: meta.mix(labels), model_mixes=False)
-    held_out = HeldOutBatches(val, 128, seed=2, world=world)
-    trainer = Trainer(..., loss_fn=loss_fn, meta_learner=MetaMixupStep(meta, loss_fn, held_out, every=16))
+meta = MetaMixup(classes=10, device=device)
+loss_fn = MixedCrossEntropy(lambda labels, height, width: meta.mix(labels), model_mixes=False)
+held_out = HeldOutBatches(val, 128, seed=2, world=world)
+trainer = Trainer(..., loss_fn=loss_fn, meta_learner=MetaMixupStep(meta, loss_fn, held_out, every=16))
 """
 
 from __future__ import annotations

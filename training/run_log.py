@@ -118,9 +118,7 @@ class RunLog:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
-                raise InputError(
-                    "--tensorboard needs a package: pip install tensorboard"
-                ) from None
+                raise InputError("--tensorboard needs a package: pip install tensorboard") from None
             self.board = SummaryWriter(str(folder))
 
     # ---------------------------------------------------------------- files
@@ -156,9 +154,7 @@ class RunLog:
             self.written = len(rows)
         except OSError as error:
             path = self.folder / "metrics.jsonl"
-            self.info(
-                f"warning: {path} could not be written ({error.strerror}); the run goes on"
-            )
+            self.info(f"warning: {path} could not be written ({error.strerror}); the run goes on")
         self._show(rows[-1])
         if self.board is not None:
             for key, value in rows[-1].items():

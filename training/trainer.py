@@ -643,6 +643,5 @@ class Trainer:
         self.save()
         where = f"epoch {self.progress.epoch + 1}, step {self.progress.step}"
         raise Interrupted(
-            f"interrupted in {where}; last.pt is written, "
-            f"go on with --resume {self.log.folder}"
+            f"interrupted in {where}; last.pt is written, go on with --resume {self.log.folder}"
         )
