@@ -1,4 +1,4 @@
-"""The ways in which a run ends early, and their exit codes. The lowest module: everything may import it.
+"""The ways in which a run ends early, and their exit codes.
 
 raise InputError("--bs 0: must be at least 1")       # one line on stderr, exit code 2
 raise NonFiniteLoss("...")                            # exit code 3
@@ -30,10 +30,10 @@ class Interrupted(Exception):
 
 
 def exit_code(main: Callable[[], None]) -> int:
-    """Run `main` and turn the exceptions above into one line on stderr and the documented exit code.
+    """Run `main`; its exceptions become one line on stderr and the documented exit code.
 
-    Under torchrun one rank speaks for all: the others wait first, and are ended meanwhile when rank 0
-    failed too.
+    Under torchrun one rank speaks for all: the others wait first, and are ended meanwhile when rank
+    0 failed too.
     """
     try:
         main()

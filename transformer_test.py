@@ -2,9 +2,10 @@
 
 python transformer_test.py                                       # AG News, 50 epochs
 python transformer_test.py --dataset headlines --epochs 10       # embedded data, seconds on a CPU
-python transformer_test.py --dataset csv --data_dir my_texts     # train.csv and test.csv: label, text...
-bash run_distributed.sh transformer_test.py --bs 256             # all GPUs of this node
-python transformer_test.py --resume runs/my-run --predict lines.txt    # or --evaluate, --export model.pt2
+python transformer_test.py --dataset csv --data_dir my_texts     # train.csv and test.csv: label,
+text... bash run_distributed.sh transformer_test.py --bs 256             # all GPUs of this node
+python transformer_test.py --resume runs/my-run --predict lines.txt    # or --evaluate, --export
+model.pt2
 """
 
 from __future__ import annotations

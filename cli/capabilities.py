@@ -13,7 +13,8 @@ from backends.device import choose_device, has_bf16
 from backends.torch_compat import TORCH_VERSION
 from input_pipeline import torchtext_tokenizer
 
-# -------------------------------------------------------------------- python backends.py: what there is here
+# -------------------------------------------------------------------- python backends.py: what
+# there is here
 
 
 def listing(device: torch.device) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Which flags are not supported together: one table, checked at the start of a run and printed into docs/.
+"""The flags that are not supported together: one table, checked at the start of a run.
 
 check(args)                          # raises InputError with one line for the first conflict
 python -m cli.compatibility          # writes the table into docs/flag_compatibility.md
@@ -27,8 +27,8 @@ class Conflict:
     """A flag and others that it is not supported with.
 
     Attributes:
-        flag, others: as a user writes them. `{sync=lag, local}` is the value of --sync in a message, and the values
-            that conflict in the table.
+        flag, others: as a user writes them. `{sync=lag, local}` is the value of --sync in a
+            message, and the values that conflict in the table.
         reason: why, beginning in lower case.
         remedy: what to do.
         applies: whether the given flags conflict.

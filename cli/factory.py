@@ -68,7 +68,8 @@ class Data:
     Attributes:
         train: the training set.
         eval_sets: 'test', and 'val' with --val_fraction.
-        metadata: plain values that a checkpoint keeps for inference: class names and what preprocessing needs.
+        metadata: plain values that a checkpoint keeps for inference: class names and what
+            preprocessing needs.
         model_mixes: the model mixes hidden representations itself; see `MixedCrossEntropy`.
     """
 
@@ -79,7 +80,7 @@ class Data:
 
 
 def create_run(args: Namespace, script: str, world: World) -> Run:
-    """Settle threads, memory, precision, seed and the run folder (rank 0's choice); nothing is written yet."""
+    """Settle threads, memory, precision, seed and run folder; nothing is written yet."""
     device.keep_freed_memory()
     device.set_num_threads(args.threads, world.local_size)
     ort_auto = args.precision == "auto" and args.backend == "ort"  # ORTModule computes in fp32
@@ -90,7 +91,7 @@ def create_run(args: Namespace, script: str, world: World) -> Run:
 
 
 def split_rows(args: Namespace, labels: Tensor) -> dict[str, Tensor]:
-    """Row numbers of 'train' and, with --val_fraction, 'val': class-balanced, both within the --subset."""
+    """Class-balanced row numbers of 'train' and, with --val_fraction, of 'val'."""
     rows = torch.arange(len(labels))
     if args.subset < 1:
         rows, _ = stratified_rows(labels, args.subset, args.seed)
@@ -214,7 +215,7 @@ def create_lr_schedule(args: Namespace) -> Schedule:
 
 
 def create_loss(args: Namespace, run: Run, data: Data) -> tuple[LossFn, MetaLearner | None]:
-    """The loss of --mixup and --label_smoothing, and with meta-mixup what learns beside the model."""
+    """The loss function; and, with --mixup meta, what learns beside the model."""
     if args.mixup == "none":
         return CrossEntropy(args.label_smoothing), None
     mixed = partial(
@@ -305,7 +306,7 @@ def create_batch_rule(args: Namespace, base: int) -> dynamic_batch.Rule:
 
 
 def batch_multiple(args: Namespace) -> Callable[[int], float]:
-    """By how much the batch of an epoch is larger than the first one, with increase and decrease."""
+    """Epoch -> its batch as a multiple of the first one, for increase and decrease."""
     grows = args.dynamic_batch == "increase"
     if args.replace_decay:
         return dynamic_batch.replacing_decay(create_lr_schedule(args))
@@ -365,7 +366,10 @@ def create_trainer(
 
 
 def create_trainer_config(args: Namespace, run: Run, batches: BatchSchedule) -> TrainerConfig:
-    """The named values of a run; batches that change are cut into as many micro-batches as it takes."""
+    """The named values of a run.
+
+    Batches that change are cut into as many micro-batches as it takes.
+    """
     accumulation_steps, micro_batch_size = args.accumulate, args.micro_bs
     if batches.keeps_every_row:
         accumulation_steps = 1
@@ -412,9 +416,10 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def large_batch_advice(args: Namespace, global_batch: int, rows: int) -> str:
-    """A line for runs whose batch is large and whose learning rate was not fitted to it; else empty.
+    """A line of advice where a large batch has a learning rate that was not fitted to it; else ''.
 
-    The square root of the number of samples is the rule of thumb of NERSC's guidelines for distributed training.
+    The square root of the number of samples is the rule of thumb of NERSC's guidelines for
+    distributed training.
     """
     fitted = args.lr_scaling != "none" and args.warmup > 0
     if global_batch <= math.sqrt(rows) or global_batch <= args.base_bs or fitted:
@@ -440,8 +445,8 @@ def load_weights(model: nn.Module, state: Mapping[str, Any]) -> nn.Module:
 def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module) -> None:
     """--evaluate: print the accuracy on the test set, overall and of each class.
 
-    In fp32 batch-norm is folded into the convolutions. In 16 bits the rounding of the folded weights would give
-    another accuracy than training saw.
+    In fp32 batch-norm is folded into the convolutions. In 16 bits the rounding of the folded
+    weights would give another accuracy than training saw.
     """
     if run.precision.dtype is None:
         model = fusion.fold_batch_norm(model)

@@ -1,4 +1,4 @@
-"""Flags of both scripts: names, defaults, help. Reading and checking them is the business of cli/options.py.
+"""Flags of both scripts: names, defaults, help; cli/options.py reads and checks them.
 
 parser = shared_parser(__doc__, datasets=["cifar10", "mnist"], optimizers=OPTIMIZERS)
 parser.add_argument("--arch", default="resnet50")
@@ -28,8 +28,8 @@ class OptimizerChoice:
     """A value of --optimizer.
 
     Attributes:
-        make: called as make(parameter_groups, lr=..., **settings), where the settings are those that
-            `cli.factory.optimizer_settings` knows for this name.
+        make: called as make(parameter_groups, lr=..., **settings), where the settings are those
+            that `cli.factory.optimizer_settings` knows for this name.
         lr, weight_decay: where the command line gives neither.
     """
 

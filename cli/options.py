@@ -1,9 +1,10 @@
-"""Reading the flags of cli/flags.py: command line, recipe, checkpoint; and checking them with one clear line.
+"""Reading and checking flags: command line, recipe, checkpoint.
 
     parser = flags.shared_parser(__doc__, datasets=["cifar10", "mnist"], optimizers=OPTIMIZERS)
     args, checkpoint = parse(parser, script="resnet50_test")
 
-A value comes from the command line, else from --recipe, else from the checkpoint of --resume, else from the default.
+A value comes from the command line, else from --recipe, else from the checkpoint of --resume, else
+from the default.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ def parse(
 
 
 def resume_path(args: Namespace, script: str) -> Path | None:
-    """Where to resume from: --resume, or by itself where torchrun has restarted this job; None for a new run."""
+    """Where to resume from, or None for a new run.
+
+    That is --resume; a job that torchrun has restarted resumes by itself.
+    """
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
         job = os.environ.get("TORCHELASTIC_RUN_ID")
         folder = Path(args.out) if args.out else run_log.latest_run(script, elastic_id=job)

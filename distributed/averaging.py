@@ -19,8 +19,8 @@ class RankAverager:
 
     Args:
         group: the ranks; None is torch's default group, or this process alone where there is none.
-        node_group: the ranks of this node. When given, what the ranks of a node have in common is sent
-            between nodes in equal parts, one part by each rank.
+        node_group: the ranks of this node. When given, what the ranks of a node have in common is
+            sent between nodes in equal parts, one part by each rank.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
-"""What data-parallel training sends: gradients as they are, in 16 bits or of low rank; a step late; or weights.
+"""What data-parallel training sends: gradients, compressed or a step late; or weights.
 
-    hook = DelayedAllReduce(world)               # or AllReduceHook(world, "bf16"), LocalSGD(world, every=8)
-    wrapped.register_comm_hook(None, hook.run)   # wrapped: a DistributedDataParallel
+    hook = DelayedAllReduce(world)       # or AllReduceHook(world, "bf16"), LocalSGD(world, every=8)
+    wrapped.register_comm_hook(None, hook.run)     # wrapped: a DistributedDataParallel
 
-Each hook counts its payload into `world.bytes_sent`; its `state_dict` holds what a resumed run needs.
-To add one, subclass `AllReduceHook`: it declares everything that the training loop asks of a hook.
+Each hook counts its payload into `world.bytes_sent`; its `state_dict` holds what a resumed run
+needs. To add one, subclass `AllReduceHook`: it declares everything that the training loop asks of a
+hook.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class AllReduceHook:
             )
 
     def run(self, state, bucket):  # DDP compares annotations with types, and ours are strings
-        """The hook that DistributedDataParallel calls: (None, GradBucket) -> Future of the buffer."""
+        """What DistributedDataParallel calls: (None, GradBucket) -> Future of its buffer."""
         self._notify_observers(bucket)
         if self.power_sgd is not None:
             return self._power_sgd(bucket)
@@ -100,12 +101,14 @@ class AllReduceHook:
 class DelayedAllReduce(AllReduceHook):
     """Each step takes the averaged gradient of the step before (arXiv:1810.01993).
 
-    Sending then overlaps a whole step. The first step takes zeros. One more copy of the gradients is kept.
+    Sending then overlaps a whole step. The first step takes zeros. One more copy of the gradients
+    is kept.
     """
 
     def __init__(self, world: World, compression: str = "none") -> None:
         super().__init__(world, compression)
-        # Of each parameter: the work that averages its last gradient, and where that gradient arrives.
+        # Of each parameter: the work that averages its last gradient, and where that gradient
+        # arrives.
         self.in_flight: dict[Tensor, tuple[dist.Work | None, Tensor]] = {}
 
     def run(self, state, bucket):  # see AllReduceHook.run
@@ -145,8 +148,8 @@ class DelayedAllReduce(AllReduceHook):
 class LocalSGD(AllReduceHook):
     """Post-local SGD (arXiv:1808.07217): averaged gradients first, later only averaged weights.
 
-    torch's own averager puts new memory under the weights, which takes them out of channels_last; this
-    one keeps them where they are.
+    torch's own averager puts new memory under the weights, which takes them out of channels_last;
+    this one keeps them where they are.
 
     Args:
         world: the ranks.

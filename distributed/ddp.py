@@ -1,6 +1,6 @@
 """DistributedDataParallel as this project uses it.
 
-parallel = wrap(model, world, hook=AllReduceHook(world, "bf16"), sync_batch_norm=False, static_graph=True)
+parallel = wrap(model, world, hook=AllReduceHook(world), sync_batch_norm=False, static_graph=True)
 with no_gradient_sync(parallel): ...        # micro-batches before the last one of a step
 """
 
@@ -48,10 +48,10 @@ def wrap(
         model: on its device.
         world: the ranks; `model` itself is returned where there is only one.
         hook: what is sent.
-        sync_batch_norm: compute BatchNorm's statistics over all ranks. Otherwise they stay each rank's own
-            until `World.average_buffers` is called before an evaluation.
-        static_graph: the same parameters get a gradient in every backward pass. It must be False when
-            gradients are accumulated: torch's reducer cannot do both (pytorch #143580).
+        sync_batch_norm: compute BatchNorm's statistics over all ranks. Otherwise they stay each
+            rank's own until `World.average_buffers` is called before an evaluation.
+        static_graph: the same parameters get a gradient in every backward pass. It must be False
+            when gradients are accumulated: torch's reducer cannot do both (pytorch #143580).
     """
     if world.size == 1:
         return model

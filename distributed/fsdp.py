@@ -1,10 +1,11 @@
 """Weights, gradients and optimizer state in shards, a part of each on every rank.
 
-    shard(model, world, kind="fsdp", blocks=residual_blocks(model))   # in place, before the optimizer is made
+    shard(model, world, kind="fsdp", blocks=residual_blocks(model))   # before the optimizer is made
 
-Through torch's `fully_shard` (FSDP, arXiv:2304.11277; ZeRO, arXiv:1910.02054). Weights are gathered block by
-block just before they are needed, and again in the backward pass; gradients are averaged into shards. With
-'hsdp' the ranks of a node hold the shards, and every node a copy of them. See sharded_checkpoint.py for files.
+Through torch's `fully_shard` (FSDP, arXiv:2304.11277; ZeRO, arXiv:1910.02054). Weights are gathered
+block by block just before they are needed, and again in the backward pass; gradients are averaged
+into shards. With 'hsdp' the ranks of a node hold the shards, and every node a copy of them. See
+sharded_checkpoint.py for files.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def shard(
     """Cut the parameters of a model into shards, in place: each block for itself, then the rest.
 
     Args:
-        model: on its device, before the optimizer is made; its parameters become DTensors in torch's
-            default memory format.
+        model: on its device, before the optimizer is made; its parameters become DTensors in
+            torch's default memory format.
         world: several ranks.
         kind: 'fsdp' over all ranks; 'hsdp' within each node, with a copy on every node.
         blocks: modules of the model whose weights are gathered together.
@@ -117,7 +118,7 @@ def distribute_like(value: Any, like: Tensor) -> Any:
 
 
 def bytes_per_micro_batch(model: nn.Module) -> tuple[int, int]:
-    """What a rank's micro-batch has in collectives: bytes of weights, and of gradients if they are averaged."""
+    """Bytes of weights that a micro-batch gathers, and of gradients where they are averaged."""
 
     def size(module: nn.Module) -> int:
         return sum(p.numel() * p.element_size() for p in module.parameters())

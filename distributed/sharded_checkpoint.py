@@ -117,7 +117,7 @@ def _without_prefix(named: dict[str, Tensor]) -> dict[str, Tensor]:
 def _create_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, stored: set[str]
 ) -> None:
-    """Make the state that a checkpoint holds, zero as yet: a scalar for 'step', else like the parameter."""
+    """Make the state that a checkpoint holds, filled with zeros."""
     optimizer.state.clear()
     for name, parameter in model.named_parameters():
         prefix = f"{OPTIMIZER}{name}/"

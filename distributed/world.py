@@ -1,6 +1,6 @@
 """The process group: set up from torchrun's environment, with sums and agreements across the ranks.
 
-    with init_world("auto") as world:        # one process without torchrun: everything works, nothing is sent
+    with init_world("auto") as world:        # without torchrun one process, which sends nothing
         totals = world.sum(totals)           # on the devices
         folder = world.broadcast(folder)     # between the hosts: any picklable value of rank 0
 
@@ -37,8 +37,10 @@ class World:
         rank, size: this process's number and how many processes there are.
         local_rank, local_size: the same on this node.
         device: where this process computes.
-        control: a gloo group for agreements between the hosts, which never touch the device; None in a single process.
-        bytes_sent: payload that this rank has put into collectives since the epoch began; whoever sends adds to it.
+        control: a gloo group for agreements between the hosts, which never touch the device; None
+            in a single process.
+        bytes_sent: payload that this rank has put into collectives since the epoch began; whoever
+            sends adds to it.
         shares_gpu: whether all processes of a node share one GPU.
     """
 
@@ -66,7 +68,7 @@ class World:
     # ---------------------------------------------------------------- on the devices
 
     def sum(self, values: Tensor) -> Tensor:
-        """Replace `values` by their element-wise sum over the ranks, on every rank; one all-reduce."""
+        """Replace `values` by their sum over the ranks, on every rank; one all-reduce."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
@@ -109,7 +111,7 @@ class World:
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, any picklable object, on rank 0 in rank order; an empty list elsewhere."""
+        """Every rank's value, any picklable object, on rank 0; an empty list elsewhere."""
         if self.size == 1:
             return [value]
         box: list[Any] = [None] * self.size
@@ -118,7 +120,7 @@ class World:
 
     @contextlib.contextmanager
     def local_main_first(self) -> Iterator[None]:
-        """Let the first process of each node run the block before the others: one download a node."""
+        """Let each node's first process run the block before the others: one download a node."""
         if self.size > 1 and self.local_rank > 0:
             dist.barrier(group=self.control)
         yield
@@ -148,7 +150,7 @@ class World:
 
 
 class StopVote:
-    """Whether any rank wants to stop, agreed one step late so that asking never waits for the network.
+    """Whether any rank wants to stop; agreed a step late, so that asking never waits.
 
     Call `ask` once a step on every rank; the answer is the same on all of them.
     """
@@ -191,7 +193,7 @@ def choose_collectives(device_name: str, device: torch.device, local_size: int) 
 
 @contextlib.contextmanager
 def init_world(device_name: str = "auto") -> Iterator[World]:
-    """The process group of torchrun's environment, torn down at the end; a single process without one.
+    """The process group of torchrun's environment; without one, a single process.
 
     Args:
         device_name: 'auto', 'cpu', 'cuda' or 'cuda:N'.

@@ -1,6 +1,6 @@
-"""Which rows every rank takes in every step of an epoch, and how large the next epoch's batches are.
+"""Which rows each rank takes in each step, and how large the next epoch's batches are.
 
-    batches = BatchSchedule(world, sampler, base=256)                      # the same batch size throughout
+    batches = BatchSchedule(world, sampler, base=256)            # the same batch size throughout
     policy = BatchSizePolicy(rule, low=256, high=4096)
     batches = BatchSchedule(world, sampler, base=256, policy=policy, balancer=WorkerBalancer())
     for rows, weight, samples in batches.plan(epoch, done=0): ...
@@ -23,7 +23,8 @@ from dynamic_batch import NoiseScale, Rule, WorkerBalancer
 from input_pipeline.sampler import Sampler, row_owners
 
 MIN_RANK_ROWS = 2  # rows of a rank in a step: BatchNorm needs two
-# A batch of two noise scales brings two thirds of the most that a step can (arXiv:1812.06162, eq. 2.6).
+# A batch of two noise scales brings two thirds of the most that a step can (arXiv:1812.06162, eq.
+# 2.6).
 NOISE_LIMIT = 2.0
 
 
@@ -60,8 +61,9 @@ class BatchSizePolicy:
 class BatchSchedule:
     """The batches of a run; every rank computes the same.
 
-    Without `policy` and `balancer` an epoch has full batches only, and the few rows left over wait for another
-    epoch's order. With either, every row comes once an epoch, in a smaller last batch where need be.
+    Without `policy` and `balancer` an epoch has full batches only, and the few rows left over wait
+    for another epoch's order. With either, every row comes once an epoch, in a smaller last batch
+    where need be.
 
     Args:
         world: the ranks.
@@ -118,7 +120,7 @@ class BatchSchedule:
     # ---------------------------------------------------------------- an epoch
 
     def start_epoch(self, epoch: int) -> None:
-        """Decide the batch size of an epoch, counted from 0; a second call for the same epoch does nothing."""
+        """Decide the batch size of an epoch, counted from 0, once."""
         if self.decided >= epoch + 1:
             return
         if self.policy is not None:
@@ -137,7 +139,8 @@ class BatchSchedule:
     def _share_out(self, size: int) -> list[int]:
         """A batch among the ranks.
 
-        Shares stay below the rows of one micro-batch of each rank where that is possible, else of two, and so on.
+        Shares stay below the rows of one micro-batch of each rank where that is possible, else of
+        two, and so on.
         """
         if self.balancer is None:
             return dynamic_batch.apportion(size, [1.0] * self.world.size)
@@ -162,7 +165,8 @@ class BatchSchedule:
     def plan(self, epoch: int, done: int) -> list[RankBatch]:
         """This rank's part of the steps of an epoch, beginning with step number `done`.
 
-        The average over the ranks of weight x mean loss is the mean loss of the global batch, whatever the shares.
+        The average over the ranks of weight x mean loss is the mean loss of the global batch,
+        whatever the shares.
         """
         places_of: dict[int, tuple[Tensor, float]] = {}  # by the size of the global batch
         plan = []
@@ -198,7 +202,8 @@ class BatchSchedule:
         Args:
             epoch: the one that is over, counted from 0.
             loss: its mean training loss.
-            seconds, compute_seconds: this rank's time for all steps, and without waiting for others.
+            seconds, compute_seconds: this rank's time for all steps, and without waiting for
+                others.
             noise: the arguments of `NoiseScale.observe`, or None where they were not measured.
         Returns:
             What the epoch's row in metrics.jsonl says of its batches.
@@ -220,7 +225,7 @@ class BatchSchedule:
         return row
 
     def advice(self, batch_size: int) -> str:
-        """A line, once, where batches have become larger than the noise scale: they add samples, not progress."""
+        """A line, once, where batches have become much larger than the noise scale; else ''."""
         if self.advised or self.noise_scale is None or batch_size <= NOISE_LIMIT * self.noise_scale:
             return ""
         self.advised = True
@@ -249,8 +254,8 @@ class BatchSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of `state_dict`.
 
-        With other ranks, another first batch or another rule, it comes as near as can be, in equal shares until
-        the ranks' speeds are measured again.
+        With other ranks, another first batch or another rule, it comes as near as can be, in equal
+        shares until the ranks' speeds are measured again.
         """
         self.noise.load_state_dict(state["noise"])
         self.noise_scale, self.decided = state["noise_scale"], state["decided"]

@@ -3,7 +3,8 @@
     save(folder / "last.pt", state)
     state = load(folder / "last.pt", script="resnet50_test")
 
-A state holds plain tensors, numbers, strings, lists and dicts only, so that it loads under weights_only=True.
+A state holds plain tensors, numbers, strings, lists and dicts only, so that it loads under
+weights_only=True.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def link_checkpoint(path: Path, name: str) -> None:
-    """Give a checkpoint a second name in its folder, by a hard link where the file system can, else by a copy."""
+    """Give a checkpoint a second name in its folder, by a hard link or else by a copy."""
     target = path.with_name(name)
     target.with_name(name + ".part").unlink(missing_ok=True)
     with atomic_write(target) as temporary:
@@ -60,7 +61,8 @@ def link_checkpoint(path: Path, name: str) -> None:
 def load(path: Path, script: str) -> dict[str, Any]:
     """The state saved at `path`, on the CPU.
 
-    The weights of a sharded checkpoint are left where they are: its entry 'shards' names the folder.
+    The weights of a sharded checkpoint are left where they are: its entry 'shards' names the
+    folder.
 
     Args:
         path: a checkpoint, or a run folder (then its last.pt).
@@ -115,7 +117,7 @@ def load_into(target: Stateful, state: dict[str, Any], what: str) -> None:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """`load_into` for an optimizer, refusing the state of another kind of optimizer, which torch would take.
+    """`load_into` for an optimizer; torch alone would take another optimizer's state.
 
     Raises:
         InputError: the state is that of another optimizer.
@@ -132,7 +134,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def to_cpu(state: Any) -> Any:
-    """Nested dicts and lists with all tensors copied to the CPU, so that ranks can send them to each other."""
+    """Nested dicts and lists with all tensors copied to the CPU."""
     if isinstance(state, torch.Tensor):
         return state.detach().cpu()
     if isinstance(state, dict):

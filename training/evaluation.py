@@ -1,7 +1,8 @@
 """What a trained model is good for: accuracy, accuracy of each class, predictions.
 
 loss, accuracy = evaluate(model, test, precision=precision, world=world, batch_size=256)
-report = evaluate_per_class(model, test, classes=classes, precision=precision, world=world, batch_size=256)
+report = evaluate_per_class(model, test, classes=classes, precision=precision, world=world,
+batch_size=256)
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def predict_logits(
     world: World,
     batch_size: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits (batch, classes) fp32, labels (batch,)) of this rank's rows; each row comes once over all ranks."""
+    """(logits (batch, classes) fp32, labels (batch,)) of this rank's share of the rows."""
     model.eval()
     lengths = data.lengths
     order = torch.arange(len(data)) if lengths is None else torch.argsort(lengths, stable=True)
@@ -55,7 +56,7 @@ def evaluate(
     world: World,
     batch_size: int,
 ) -> tuple[float, float]:
-    """(mean cross-entropy, accuracy in 0..1) over a whole set; the device is read once, at the end."""
+    """(mean cross-entropy, accuracy in 0..1) over a set; one read of the device at the end."""
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss, correct, samples
     batches = predict_logits(model, data, precision=precision, world=world, batch_size=batch_size)
     for logits, labels in batches:
@@ -120,7 +121,7 @@ def print_predictions(
     classes: Sequence[str],
     batch_size: int,
 ) -> None:
-    """Print a line for each input (rows, ...): its name, and the most likely classes with their probabilities."""
+    """Print for each input (rows, ...) its name and its most likely classes."""
     model.eval()
     for start in range(0, len(names), batch_size):
         part = slice(start, start + batch_size)

@@ -1,4 +1,4 @@
-"""What a training step computes of a batch: loss and correct predictions, of samples as they are or mixed.
+"""What a training step computes of a batch: loss and correct predictions.
 
 loss_fn = CrossEntropy(label_smoothing=0.1)
 batch = loss_fn(model, inputs, labels)         # batch.loss, batch.num_correct, batch.mix_weight
@@ -59,9 +59,10 @@ class MixedCrossEntropy:
     """Cross-entropy of mixed samples.
 
     Args:
-        sample_mix: (labels, height, width) -> how these samples are mixed; texts have no height and width.
-        model_mixes: the model mixes its hidden representation itself: it is called with the inputs, the
-            partners and lambda.
+        sample_mix: (labels, height, width) -> how these samples are mixed; texts have no height and
+            width.
+        model_mixes: the model mixes its hidden representation itself: it is called with the inputs,
+            the partners and lambda.
         label_smoothing: as of `CrossEntropy`.
     """
 

@@ -1,9 +1,10 @@
-"""Meta-mixup in the training step: now and then the mixing policy learns from a held-out batch, then the step is done.
+"""Meta-mixup in the training step: before some steps the policy learns from a held-out batch.
 
 meta = MetaMixup(classes=10, device=device)
 loss_fn = MixedCrossEntropy(lambda labels, height, width: meta.mix(labels), model_mixes=False)
 held_out = HeldOutBatches(val, 128, seed=2, world=world)
-trainer = Trainer(..., loss_fn=loss_fn, meta_learner=MetaMixupStep(meta, loss_fn, held_out, every=16))
+trainer = Trainer(..., loss_fn=loss_fn, meta_learner=MetaMixupStep(meta, loss_fn, held_out,
+every=16))
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class MetaLearner(Protocol):
 
 
 class HeldOutBatches:
-    """Batches of a held-out set without end, each rank its own; the same after `start(n)` as after n batches.
+    """Batches of a held-out set without end, each rank its own.
+
+    `start(n)` begins with what would come after n batches.
 
     Args:
         data: the set.

@@ -19,7 +19,7 @@ class Diverged(Exception):
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Note SIGINT and SIGTERM in a list instead of ending the process; a second Ctrl-C ends it at once."""
+    """Note SIGINT and SIGTERM in a list; only a second Ctrl-C ends the process at once."""
     caught: list[int] = []
 
     def note(number: int, frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows while it goes: config.json, metrics.jsonl, a row an epoch, a progress bar.
+"""What a run writes and shows: config.json, metrics.jsonl, a row an epoch, a progress bar.
 
 log = RunLog(folder, is_main=True, tensorboard=False)
 log.config(flags, describe_machine(device))
@@ -24,7 +24,7 @@ from training.atomic_file import atomic_write, atomic_write_text
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the console's table: its title, its key in metrics.jsonl, its format, a factor."""
+    """A column of the console's table; `key` is its name in metrics.jsonl."""
 
     title: str
     key: str
@@ -92,7 +92,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 class RunLog:
-    """Writes a run folder and the console; on ranks other than the main one every method does nothing.
+    """Writes the run folder and the console; does nothing on other ranks than the main one.
 
     Args:
         folder: the run folder; made here.
@@ -162,7 +162,7 @@ class RunLog:
                     self.board.add_scalar(key, value, rows[-1]["step"])
 
     def tables(self, name: str, tables: Mapping[str, Tensor], classes: Sequence[str]) -> None:
-        """Draw (classes, classes) tables side by side as <name>.png; nothing where there are none."""
+        """Draw (classes, classes) tables side by side as <name>.png, if there are any."""
         if not self.is_main or not tables:
             return
         from matplotlib.figure import Figure  # only for runs that learn a table

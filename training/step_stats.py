@@ -2,8 +2,8 @@
 
 sums = StepSums(device)                          # on the device, read once in a while
 timer = ComputeTimer(device)                     # seconds without waiting for other ranks
-local = LocalGradNorm(parameters, device)        # of this rank's own gradient, before it is averaged
-hook.observers += [timer.gradients_ready, local.add]
+local = LocalGradNorm(parameters, device)        # of this rank's own gradient, before it is
+averaged hook.observers += [timer.gradients_ready, local.add]
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class StepTotals(NamedTuple):
 
     Attributes:
         loss, num_correct, mix_weight, samples: sums over the samples.
-        small_square, small_inverse: of the gradient of few samples, its squared norm and 1 / their number.
+        small_square, small_inverse: of the gradient of few samples, its squared norm and 1 / their
+            number.
         big_square, big_inverse: the same of the averaged gradient of all samples of the step.
         skipped: steps of this epoch that were not finite.
         skipped_in_a_row: steps up to the last one that were not finite.
@@ -42,11 +43,11 @@ class StepTotals(NamedTuple):
     skipped_in_a_row: float
 
 
-COUNTERS = 2  # the last fields count steps, alike on all ranks; those before them are sums of each rank's own
+COUNTERS = 2  # the last fields, which count steps, are alike on all ranks
 
 
 class StepSums:
-    """`StepTotals` as one float64 tensor on the device, so that nothing waits for it within an epoch.
+    """`StepTotals` as one float64 tensor on the device, so that nothing waits for it.
 
     Each field is an attribute too, a view () of the tensor.
 
@@ -72,7 +73,7 @@ class StepSums:
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
 
     def add_step(self, step: StepSums, skip: Tensor) -> None:
-        """Add the sums of one step; of a step that is skipped, or whose loss is not finite, only the counters."""
+        """Add the sums of a step; of one that is skipped or not finite, only count it."""
         of_step, counted = step.values[:-COUNTERS], self.values[:-COUNTERS]
         counted += torch.where(skip | ~torch.isfinite(step.loss), 0, of_step)
         self.skipped += skip
@@ -92,8 +93,9 @@ class StepSums:
         """This rank's sums on the host.
 
         Args:
-            wait: for a GPU to have done all its steps. Otherwise a GPU gives the sums of the call before,
-                which were copied meanwhile, so that nothing is waited for; None at the first call.
+            wait: for a GPU to have done all its steps. Otherwise a GPU gives the sums of the call
+                before, which were copied meanwhile, so that nothing is waited for; None at the
+                first call.
         """
         if self.values.device.type == "cpu":
             return StepTotals(*self.values.tolist())
@@ -125,9 +127,10 @@ class StepSums:
 
 
 class ComputeTimer:
-    """Seconds in which this rank computes: from the end of one wait for the others to its last gradients.
+    """Seconds in which this rank computes, without waiting for the others.
 
-    On a GPU it is the stream's time, by events that are read at the end: nothing waits for them before.
+    A span begins when averaged gradients are back and ends with this rank's next own ones. On a GPU
+    it is the stream's time, by events that are read at the end: nothing waits for them before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -152,7 +155,7 @@ class ComputeTimer:
         self.last = self._now()
 
     def stop(self) -> None:
-        """End a span at the last gradients, and begin the next one: all averaged gradients have come back."""
+        """End a span at the last gradients and begin the next; averaged gradients are back."""
         if self.on_gpu:
             self.spans.append((self.begin, self.last))
         else:
@@ -182,10 +185,10 @@ class ComputeTimer:
 
 
 class LocalGradNorm:
-    """The squared norm of this rank's own gradient, taken from the buckets that are about to be averaged.
+    """The squared norm of this rank's own gradient, taken before it is averaged.
 
-    It keeps a number for each parameter and sums them in their order, since DistributedDataParallel lays
-    its buckets out anew after its first step, and a resumed run is to come to the same sum.
+    It keeps a number for each parameter and sums them in their order, since DistributedDataParallel
+    lays its buckets out anew after its first step, and a resumed run is to come to the same sum.
     """
 
     def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:

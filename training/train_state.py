@@ -1,7 +1,8 @@
 """Everything of a run that a checkpoint holds, each part through the `state_dict` of its owner.
 
 state = train_state.state_dict()           # collective; plain tensors, numbers, lists and dicts
-train_state.load_state_dict(state)         # on as many ranks bit for bit, on others as near as can be
+train_state.load_state_dict(state)         # on as many ranks bit for bit, on others as near as can
+be
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Progress:
 
     Attributes:
         epoch, step, step_in_epoch, samples: what is done.
-        rollbacks, lr_factor: returns to a checkpoint after divergence, and what they did to the learning rate.
+        rollbacks, lr_factor: returns to a checkpoint after divergence, and what they did to the
+            learning rate.
         seconds, train_seconds: time since the run, and since the epoch, began.
         best: the best epoch so far: its accuracy, its number, its test accuracy.
         rows: the epochs' rows in metrics.jsonl.
@@ -70,8 +72,10 @@ class TrainState:
     """The owners of a run's state.
 
     Attributes:
-        model, optimizer, scaler: as the training step uses them; the model is not wrapped for data parallelism.
-        comm_hook, batches, sums, world: what sends, what comes next, what was added up, and the ranks.
+        model, optimizer, scaler: as the training step uses them; the model is not wrapped for data
+            parallelism.
+        comm_hook, batches, sums, world: what sends, what comes next, what was added up, and the
+            ranks.
         compute_timer, meta_learner: None where the run has none.
         replicas_diverge: each rank has weights and optimizer of its own between averagings.
     """
@@ -97,9 +101,10 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks, complete on rank 0; collective.
 
-        Saving in the middle of an epoch leaves the run as it is: each rank's BatchNorm statistics, and where
-        replicas diverge its weights and optimizer, are kept as they are. The entry `model`, for inference, holds
-        rank 0's weights; those of a sharded model are written by `sharded_checkpoint.save`.
+        Saving in the middle of an epoch leaves the run as it is: each rank's BatchNorm statistics,
+        and where replicas diverge its weights and optimizer, are kept as they are. The entry
+        `model`, for inference, holds rank 0's weights; those of a sharded model are written by
+        `sharded_checkpoint.save`.
         """
         weights, optimizer = self.model.state_dict(), self.optimizer.state_dict()
         is_sharded = fsdp.is_sharded(self.model)

@@ -1,16 +1,15 @@
 """The training loop, from the run down to the optimizer step, in reading order.
 
-    fit              epochs until the last one; resumes, rolls back after divergence, leaves on a signal
-    train_epoch      the steps of an epoch
-    train_step       one optimizer step on this rank's share of a global batch
-    forward_backward gradients of the micro-batches
-    optimizer_step   unscale, clip, skip what is not finite, step
-    evaluate         loss and accuracy on each evaluation set
+    fit              epochs until the last one; resumes, rolls back after divergence, leaves on a
+    signal train_epoch      the steps of an epoch train_step       one optimizer step on this rank's
+    share of a global batch forward_backward gradients of the micro-batches optimizer_step
+    unscale, clip, skip what is not finite, step evaluate         loss and accuracy on each
+    evaluation set
 
-A step's order is: learning rate, backward, unscale, clip, step, update of the loss scale, clear. Sums of loss and
-accuracy stay on the device: within an epoch nothing waits for a GPU.
+A step's order is: learning rate, backward, unscale, clip, step, update of the loss scale, clear.
+Sums of loss and accuracy stay on the device: within an epoch nothing waits for a GPU.
 
-    trainer = Trainer(model, optimizer, CrossEntropy(), batches, train_set=train, eval_sets={"test": test}, ...)
+    trainer = Trainer(model, optimizer, CrossEntropy(), batches, train_set=train, ...)
     summary = trainer.fit(checkpoint)
 """
 
@@ -87,18 +86,20 @@ class Trainer:
 
     Args:
         model: on its device, not wrapped for data parallelism.
-        optimizer: over parameters of `model`. A `CommunicatingOptimizer` exchanges what it needs by itself and takes
-            each rank's own gradients; for any other one they are averaged.
+        optimizer: over parameters of `model`. A `CommunicatingOptimizer` exchanges what it needs by
+            itself and takes each rank's own gradients; for any other one they are averaged.
         loss_fn: what a step computes of a batch.
         batches: which rows of the training set make a batch.
         train_set: the training set.
-        eval_sets: by name ('test', 'val'); the best checkpoint is chosen by 'val' where there is one.
+        eval_sets: by name ('test', 'val'); the best checkpoint is chosen by 'val' where there is
+            one.
         lr_schedule: (progress in epochs, one step in epochs) -> multiple of `config.lr`.
         precision: autocast and loss scaling.
         world: the ranks.
         log: the run folder and the console.
         config: named values.
-        metadata: plain values stored at the top of every checkpoint: script, flags, what inference needs.
+        metadata: plain values stored at the top of every checkpoint: script, flags, what inference
+            needs.
         comm_hook: what data parallelism sends; None is averaged gradients.
         meta_learner: learns beside the model, or None.
     """
@@ -293,7 +294,7 @@ class Trainer:
     def forward_backward(
         self, model: nn.Module, inputs: Tensor, labels: Tensor, weight: float = 1.0
     ) -> StepSums:
-        """Gradients of weight x the mean loss of the batch, micro-batch by micro-batch; returns its sums.
+        """Gradients of weight x the mean loss, micro-batch by micro-batch; returns the sums.
 
         Args:
             model: wrapped for data parallelism, or not.
@@ -327,13 +328,15 @@ class Trainer:
     ) -> None:
         """Take the squared norm of the gradient of few samples, for the gradient noise scale.
 
-        It is the first micro-batch's; or, where that is the whole step, this rank's before it was averaged.
+        It is the first micro-batch's; or, where that is the whole step, this rank's before it was
+        averaged.
 
         Args:
             sums: of the step.
             share: by which the loss was multiplied.
             count: samples of the gradient.
-            averaged: whether the micro-batch was the step's last, so that gradients are averaged already.
+            averaged: whether the micro-batch was the step's last, so that gradients are averaged
+                already.
         """
         assert self.local_grad_norm is not None
         square = self.local_grad_norm.squared() if averaged else squared_norm(self.gradients())
@@ -343,10 +346,10 @@ class Trainer:
         sums.small_inverse.fill_(1 / count)
 
     def optimizer_step(self, step_sums: StepSums) -> None:
-        """Unscale, clip, step, clear. All ranks skip a step with a non-finite gradient, without asking the device.
+        """Unscale, clip, step, clear; all ranks skip a step with a non-finite gradient.
 
-        Gradients are averaged already, so a non-finite one on any rank is non-finite on all. Where replicas
-        diverge, the ranks tell each other.
+        The host does not wait to hear of it. Gradients are averaged already, so a non-finite one on
+        any rank is non-finite on all. Where replicas diverge, the ranks tell each other.
         """
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
@@ -445,7 +448,7 @@ class Trainer:
             self.log.tables("policy", self.meta_learner.tables(), self.metadata["classes"])
 
     def evaluate(self) -> dict[str, float]:
-        """Loss and accuracy on each evaluation set, with the same weights on all ranks; collective."""
+        """Loss and accuracy on each evaluation set, all ranks having the same weights."""
         self.sync_replicas()
         results: dict[str, float] = {}
         for name, data in self.eval_sets.items():
@@ -528,7 +531,7 @@ class Trainer:
         self.clock = now
 
     def _take_compute_seconds(self) -> float:
-        """This rank's seconds in the epoch without waiting for others; all of them where that was not timed."""
+        """This rank's seconds without waiting for others; all seconds where that was not timed."""
         if self.compute_timer is None:
             return self.progress.train_seconds
         return self.compute_timer.take()
@@ -536,9 +539,10 @@ class Trainer:
     # ---------------------------------------------------------------- parallelism and memory
 
     def wrap_model(self) -> None:
-        """Wrap the model for data parallelism, once it is known whether there are micro-batches; collective.
+        """Wrap the model for data parallelism; collective.
 
-        A sharded model stays as it is, and so does one whose optimizer communicates by itself.
+        It comes once it is known whether there are micro-batches. A sharded model stays as it is,
+        and so does one whose optimizer communicates by itself.
         """
         if self.communicating is not None or self.is_sharded:
             return
@@ -552,7 +556,7 @@ class Trainer:
         )
 
     def probe_memory(self) -> None:
-        """Try the largest batch of the training set, so that a micro-batch that does not fit is halved at the start.
+        """Try the largest batch, so that a micro-batch that does not fit is halved at the start.
 
         Weights, BatchNorm statistics and random states are left as they were.
         """
@@ -565,7 +569,7 @@ class Trainer:
         self.batches.limit(self.micro_batches.limit)
 
     def probe_step(self, inputs: Tensor, labels: Tensor) -> None:
-        """Halve this rank's micro-batch until a batch fits, without communication and without an optimizer step."""
+        """Halve this rank's micro-batch until a batch fits, without an optimizer step."""
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         states = rng_states(self.world.device)
         self.model.train()
