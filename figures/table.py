@@ -9,6 +9,7 @@ below the table.
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,11 @@ def published_row(entry: Mapping[str, str]) -> str:
 def not_run_yet(experiments: list[str], *, device: str) -> str:
     """Return a sentence that names the planned experiments without a log."""
     command = f"bash figures/run_all.sh {device}"
-    return (
+    sentence = (
         f"**Planned for a {device.upper()} and not run yet** (`{command}` runs them, "
         f"`{command} --list` shows their commands): {'; '.join(experiments)}."
     )
+    return textwrap.fill(sentence, 98, break_long_words=False, break_on_hyphens=False)
 
 
 def write(generated: str, page: Path) -> None:
