@@ -1,4 +1,7 @@
-"""Evidence: the plan's commands, what README.md and the recipes say, pictures, and the runner that goes on where it stopped."""
+"""Evidence: the plan's commands, the results page, the recipes' headers, pictures, and the runner.
+
+The runner of the experiments continues where it was stopped.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ FIGURES = ROOT / "figures"
 
 import resnet50_test  # noqa: E402
 import transformer_test  # noqa: E402
-from cli import options
-from figures import experiments, logs, pictures, table
+from cli import options  # noqa: E402
+from figures import draw, experiments, logs, pictures, table  # noqa: E402
 
 SCRIPTS = {"resnet50_test.py": resnet50_test, "transformer_test.py": transformer_test}
 PLANNED = [
@@ -72,16 +75,18 @@ def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
     assert checked > 50
 
 
-def test_the_readme_s_table_is_that_of_the_logs():
-    text = (ROOT / "README.md").read_text()
+def test_the_results_page_shows_what_the_logs_say():
+    text = draw.RESULTS_PAGE.read_text()
     shown = text.split(table.BEGIN)[1].split(table.END)[0].strip()
-    assert shown == table.text(logs.read_groups(logs.LOGS), experiments.PLAN)
+    assert shown == table.results(logs.read_groups(logs.LOGS), experiments.PLAN)
 
 
-def test_pictures_and_logs_the_readme_names_are_there():
-    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
-        if not target.startswith("http"):
-            assert (ROOT / target).exists(), target
+def test_planned_experiments_without_a_log_are_named_below_the_table():
+    empty = table.results({}, experiments.PLAN)
+    assert "log](" not in empty
+    assert "Planned for a CPU and not run yet" in empty
+    assert "Planned for a GPU and not run yet" in empty
+    assert "open" not in empty
 
 
 MEASURED = re.compile(r"(\d+\.\d+)(?: \+- (\d+\.\d+))? %[^()%]*\(figures/logs/(\S+)/(\S+)\)")
@@ -150,7 +155,8 @@ cpu:
     what: digits
     {rows}
     seeds: [3, 4]
-    command: python resnet50_test.py --dataset digits --arch resnet8 --bs 64 --precision fp32 --warmup 0
+    command: >-
+      python resnet50_test.py --dataset digits --arch resnet8 --bs 64 --precision fp32 --warmup 0
     runs:
       short: --epochs 1 --subset 0.1
       long: --epochs {epochs} --subset 0.5
