@@ -29,7 +29,7 @@ SCRIPT = "resnet50_test"
 
 def parser() -> flags.Parser:
     """The shared flags and those of images."""
-    parser = flags.shared_parser(__doc__, datasets=list(image_batches.DATASETS))
+    parser = flags.shared_parser(__doc__, datasets=list(image_batches.AUGMENTATIONS))
     group = parser.add_argument_group("images")
     add = group.add_argument
     add(
@@ -75,7 +75,7 @@ def build_sets(
     """Data sets by name ('train', 'val', 'test') and the header: classes, size and statistics of the pixels."""
     with run.world.local_main_first():
         splits, classes = image_datasets.read_image_splits(
-            args.dataset, args.data_dir, args.image_size
+            args.dataset, args.data_dir, image_size=args.image_size
         )
     whole = splits.pop("train")
     for name, rows in factory.split_rows(whole.labels, args).items():
@@ -83,7 +83,7 @@ def build_sets(
     train = splits["train"]
     mean, std = (state["mean"], state["std"]) if state else image_batches.channel_statistics(train)
     augmentation = (
-        image_batches.DATASETS[args.dataset]
+        image_batches.AUGMENTATIONS[args.dataset]
         if args.augment == "standard"
         else image_batches.Augmentation(0, False)
     )
@@ -95,7 +95,14 @@ def build_sets(
             "no": False,
         }[args.resident]
         sets[name] = image_batches.ImageDataset(
-            split, augmentation, mean, std, run.world.device, args.seed, args.workers, resident
+            split,
+            augmentation,
+            mean=mean,
+            std=std,
+            device=run.world.device,
+            seed=args.seed,
+            workers=args.workers,
+            resident=resident,
         )
     return sets, {
         "classes": classes,
@@ -119,7 +126,7 @@ def predict(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) -
         torch.tensor(state["mean"], device=device),
         torch.tensor(state["std"], device=device),
     )
-    inputs = image_batches.normalise(pixels.to(device), mean, std)
+    inputs = image_batches.normalise(pixels.to(device), mean, std=std)
     evaluation.print_predictions(
         factory.load_weights(create_model(args, state, run), state),
         inputs,

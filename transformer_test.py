@@ -151,18 +151,22 @@ def build_sets(
     else:
         learnt = (
             tokenization.train_tokenizer(
-                splits["train"].texts, args.tokenizer, args.vocab_size
+                splits["train"].texts, args.tokenizer, vocab_size=args.vocab_size
             ).to_str()
             if run.world.is_main
             else ""
         )
         tokenizer = tokenization.load_tokenizer(run.world.broadcast(learnt))
     sets = {
-        name: text_batches.TextDataset(split, tokenizer, args.max_len, run.world.device)
+        name: text_batches.TextDataset(
+            split, tokenizer, max_len=args.max_len, device=run.world.device
+        )
         for name, split in splits.items()
     }
     prior = (
-        naive_bayes.naive_bayes(sets["train"], tokenizer.get_vocab_size(), len(classes))
+        naive_bayes.naive_bayes_scores(
+            sets["train"], tokenizer.get_vocab_size(), classes=len(classes)
+        )
         if args.prior == "naive_bayes"
         else None
     )
@@ -178,7 +182,7 @@ def predict(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) -
     """Classify every line of the text files of --predict."""
     lines = [line for file in args.predict for line in text_datasets.read_lines(Path(file))]
     tokens = text_batches.encode_texts(
-        lines, tokenization.load_tokenizer(state["tokenizer"]), state["max_len"]
+        lines, tokenization.load_tokenizer(state["tokenizer"]), max_len=state["max_len"]
     ).to(run.world.device)
     names = [line if len(line) <= 60 else line[:57] + "..." for line in lines]
     model = factory.load_weights(create_model(args, state, run), state)
@@ -189,7 +193,9 @@ def export(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) ->
     """Write the model of --export."""
     tokenizer = tokenization.load_tokenizer(state["tokenizer"])
     example = text_batches.encode_texts(
-        ["Stocks rise after the bank's report", "Home team wins"], tokenizer, state["max_len"]
+        ["Stocks rise after the bank's report", "Home team wins"],
+        tokenizer,
+        max_len=state["max_len"],
     )
     model = factory.load_weights(create_model(args, state, run), state)
     dynamic = {0: ("batch", exporting.LARGEST_BATCH), 1: ("length", state["max_len"])}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import dynamic_batch
 import mixup
-from backends import execution, nvidia_apex, torch_compat
+from backends import execution, nvidia_apex, onnx_runtime, torch_compat
 from backends.device import keep_freed_memory, set_num_threads
 from backends.precision import Precision, choose_precision
 from cli import options
@@ -68,6 +68,7 @@ class Run:
 def create_run(args: argparse.Namespace, script: str, world: World) -> Run:
     """Settle threads, memory, precision and the run folder (rank 0's choice); nothing is written yet."""
     keep_freed_memory()
+    onnx_runtime.silence_onnxruntime_notice()
     set_num_threads(args.threads, world.local_size)
     auto = args.precision == "auto" and args.backend == "ort"  # ORTModule computes in fp32
     precision = choose_precision("fp32" if auto else args.precision, world.device)
@@ -82,10 +83,10 @@ def split_rows(labels: Tensor, args: argparse.Namespace) -> dict[str, Tensor]:
     """Row numbers of 'train' and, with --val_fraction, 'val': class-balanced, both within the --subset."""
     rows = torch.arange(len(labels))
     if args.subset < 1:
-        rows, _ = stratified_rows(labels, args.subset, args.seed)
+        rows, _ = stratified_rows(labels, args.subset, seed=args.seed)
     if not args.val_fraction:
         return {"train": rows}
-    val, train = stratified_rows(labels[rows], args.val_fraction, args.seed + 1)
+    val, train = stratified_rows(labels[rows], args.val_fraction, seed=args.seed + 1)
     return {"train": rows[train], "val": rows[val]}
 
 
@@ -129,7 +130,7 @@ def create_optimizer(
 def create_comm_hook(args: argparse.Namespace, run: Run) -> AllReduceHook:
     """What data parallelism sends under these flags."""
     if args.sync == "lag":
-        if run.precision.scaled:
+        if run.precision.uses_grad_scaler:
             raise InputError(
                 "--sync lag: a late gradient does not fit the loss scale of fp16; use --precision bf16 or fp32"
             )
@@ -176,7 +177,7 @@ def trainer(
     model_mixes: bool = False,
 ) -> Trainer:
     """The Trainer of these flags; `metadata`: what inference needs besides them; `model_mixes`: see `MixedCrossEntropy`."""
-    world, order = run.world, Sampler(len(train), args.seed, train.lengths)
+    world, order = run.world, Sampler(len(train), args.seed, lengths=train.lengths)
     global_batch = args.batch_size * args.accumulate * world.size
     if order.steps(global_batch) == 0:
         raise InputError(
@@ -213,10 +214,8 @@ def trainer(
 
 def save_memory(args: argparse.Namespace, model: nn.Module) -> None:
     """What --fuse and --checkpoint_activations do to a model."""
-    if args.fuse and torch_compat.TORCH_VERSION < (2, 4):
-        raise InputError(
-            f"--fuse needs torch 2.4 or newer, this is {torch.__version__}; leave it out"
-        )
+    if args.fuse and (reason := torch_compat.unavailable_reason("fuse")):
+        raise InputError(f"--fuse {reason}; leave it out")
     if args.fuse and not fusion.fuse(model):
         raise InputError(
             "--fuse: there is nothing to fuse in this model; the ResNets of --help and the Transformer can be"
@@ -427,5 +426,7 @@ def build_optimizer(
             raise InputError(
                 f"--optimizer {name}: {reason}; ours is --optimizer {name.removeprefix('apex_').replace('larc', 'lars')}"
             )
-        return nvidia_apex.build_optimizer(name, groups, lr, momentum, nesterov, betas)
+        return nvidia_apex.create_optimizer(
+            name, groups, lr=lr, momentum=momentum, nesterov=nesterov, betas=betas
+        )
     raise ValueError(f"unknown optimizer {name}")

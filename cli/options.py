@@ -136,9 +136,9 @@ def validate(args: argparse.Namespace, script: str, resumed: bool) -> None:
             raise InputError(f"--{flag} needs a trained model: add --resume PATH")
     if args.export and not args.export.endswith((".onnx", ".pt2")):
         raise InputError(f"--export {args.export}: the name must end in .onnx or .pt2")
-    if args.export and torch_compat.TORCH_VERSION < (2, 9):
+    if args.export and (reason := torch_compat.unavailable_reason("export")):
         raise InputError(
-            "--export needs torch 2.9 or newer: export from the stack of requirements.txt, which reads this run as well"
+            f"--export {reason}: export from the stack of requirements.txt, which reads this run as well"
         )
     if args.export and not Path(args.export).parent.is_dir():
         raise InputError(f"--export {args.export}: the folder does not exist; make it first")

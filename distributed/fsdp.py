@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from backends import torch_compat
 from errors import InputError
 
 PARALLEL = ("ddp", "fsdp", "hsdp")
@@ -35,12 +36,10 @@ def shard(model: nn.Module, world: Any, kind: str, wire: torch.dtype | None = No
     Raises:
         InputError: this torch cannot, or 'hsdp' on one node.
     """
-    try:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    except ImportError:
-        raise InputError(
-            f"--parallel {kind} needs torch 2.9 or newer, this is {torch.__version__}; use --parallel ddp"
-        ) from None
+    if reason := torch_compat.unavailable_reason("fsdp"):
+        raise InputError(f"--parallel {kind} {reason}; use --parallel ddp")
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     policy = MixedPrecisionPolicy(
         reduce_dtype=wire, cast_forward_inputs=False

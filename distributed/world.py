@@ -226,7 +226,7 @@ def init_world(device_name: str = "auto") -> Iterator[World]:
             control,
             shares_gpu=shares_gpu,
         )
-        if torch_compat.TORCH_VERSION < (2, 9) and control is not None:
-            dist.barrier(group=control)  # type: ignore[arg-type]  # old gloo may wait for ever where another rank has left
+        if torch_compat.gloo_needs_final_barrier() and control is not None:
+            dist.barrier(group=control)  # type: ignore[arg-type]
     finally:
         dist.destroy_process_group()

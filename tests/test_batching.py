@@ -35,7 +35,7 @@ class Alike(World):
 def make(
     rank: int, size: int, rows: int = 1003, base: int = 60, lengths: Tensor | None = None, **options
 ) -> BatchSchedule:
-    return BatchSchedule(Alike(rank, size), Sampler(rows, 3, lengths), base, **options)
+    return BatchSchedule(Alike(rank, size), Sampler(rows, 3, lengths=lengths), base, **options)
 
 
 # -------------------------------------------------------------------- rows
@@ -91,7 +91,7 @@ def test_a_batch_that_stays_is_as_it_always_was() -> None:
         assert batching.steps() == len(plan) == 16
         assert {(part.weight, part.samples) for part in plan} == {(1.0, 60)}
         assert all(
-            torch.equal(part.rows, rank_share(batch, rank, 2))
+            torch.equal(part.rows, rank_share(batch, rank, world_size=2))
             for part, batch in zip(plan, order.epoch(1, 60), strict=True)
         )
 

@@ -51,7 +51,7 @@ def gradients_equal_those_of_one_process(world, rows, accumulate):
     F.cross_entropy(alone(inputs), labels).backward()
     model = text_model()
     step = make_step(model, world, accumulate)
-    mine = rank_share(torch.arange(rows), world.rank, world.size)
+    mine = rank_share(torch.arange(rows), world.rank, world_size=world.size)
     for _ in range(2):  # the second backward of a static graph takes another path than the first
         model.zero_grad(set_to_none=True)
         step.forward_backward(step.parallel, inputs[mine], labels[mine])

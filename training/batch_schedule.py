@@ -137,7 +137,7 @@ class BatchSchedule:
     def batches(self, epoch: int) -> list[Tensor]:
         """Global."""
         if self.whole:
-            return self.order.whole_epoch(epoch, self.size, LEAST * self.world.size)
+            return self.order.whole_epoch(epoch, self.size, min_size=LEAST * self.world.size)
         return list(self.order.epoch(epoch, self.size))
 
     def steps(self) -> int:

@@ -30,7 +30,7 @@ def predict_logits(
         if data.lengths is None
         else torch.argsort(data.lengths, stable=True)
     )
-    plan = list(rank_share(order, world.rank, world.size).split(batch_size))
+    plan = list(rank_share(order, world.rank, world_size=world.size).split(batch_size))
     mine = len(plan)
     if fsdp.is_sharded(
         model

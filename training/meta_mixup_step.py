@@ -39,7 +39,7 @@ class HeldOutBatches:
             raise InputError(
                 f"--mixup meta: {len(data)} held-out rows are too few; use a larger --val_fraction"
             )
-        self.sampler = Sampler(len(data), seed, data.lengths)
+        self.sampler = Sampler(len(data), seed, lengths=data.lengths)
 
     def start(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(inputs, labels) from the batch of this number on."""
@@ -47,7 +47,7 @@ class HeldOutBatches:
         epoch, skip = divmod(number, self.sampler.steps(size))
         while True:
             plan = [
-                rank_share(batch, self.world.rank, self.world.size)
+                rank_share(batch, self.world.rank, world_size=self.world.size)
                 for batch in self.sampler.epoch(epoch, size)[skip:]
             ]
             yield from self.data.batches(plan)

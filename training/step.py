@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from backends.cuda_graph import CudaGraphRunner, Record
+from backends.cuda_graph import CudaGraphRunner
 from backends.precision import Precision
 from distributed import ddp, fsdp
 from distributed.comm_hooks import AllReduceHook, LocalSGD
@@ -191,9 +191,9 @@ class Step:
         """The step without its exceptions: nothing in it waits for the device."""
         self.update(self.forward_backward(self.parallel, inputs, labels, weight))
 
-    def capture(self, record: Record | None = None) -> None:
-        """Record the step and replay it, each shape of batch for itself: see graphs.py."""
-        self.replay = CudaGraphRunner(self.body, record)
+    def capture(self) -> None:
+        """Record the step and replay it, each shape of batch for itself: see cuda_graph.py."""
+        self.replay = CudaGraphRunner(self.body)
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the steps to come; where they are replayed, it is written where they read it."""
@@ -208,7 +208,7 @@ class Step:
     def moved(self) -> None:
         """Weights or the optimizer's state were loaded, and may lie elsewhere now."""
         if self.replay is not None:
-            self.replay.forget()
+            self.replay.invalidate()
 
     def forward_backward(
         self, model: nn.Module, inputs: Tensor, labels: Tensor, weight: float = 1.0
