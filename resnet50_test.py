@@ -117,7 +117,7 @@ def predict(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) -
     """Classify the image files of --predict."""
     pixels = torch.stack(
         [
-            image_datasets.read_image(Path(file), state["size"], state["channels"])
+            image_datasets.read_image(Path(file), state["size"], channels=state["channels"])
             for file in args.predict
         ]
     )

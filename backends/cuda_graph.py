@@ -7,7 +7,7 @@ A replay launches all kernels of the step at once, without the host's time for e
 and writes the memory that was in use when it was recorded: weights, optimizer state, sums, and
 learning rates, which must be tensors. Call `invalidate` after any of these has been reallocated.
 
-Source: Ng et al., "Accelerating PyTorch with CUDA Graphs", pytorch.org blog, 2021.
+Source: Nguyen et al., "Accelerating PyTorch with CUDA Graphs", pytorch.org, 2021.
 """
 
 from __future__ import annotations

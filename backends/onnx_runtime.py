@@ -34,8 +34,8 @@ ORT_GRAD_FN = "_ORTModuleFunctionBackward"
 def silence_onnxruntime_notice() -> None:
     """Ignore onnxruntime-training's warning that it was not built for CUDA.
 
-    The warning comes when onnxruntime is imported, which torch 2.3 does by itself as soon as an
-    optimizer is created or torchvision is imported.
+    The warning comes when onnxruntime is imported, which torch 2.3 does by itself together with
+    torch.onnx, which torchvision imports.
     """
     warnings.filterwarnings("ignore", message=".*cudart_version")
 

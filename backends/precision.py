@@ -95,4 +95,4 @@ def choose_precision(name: str, device: torch.device) -> Precision:
         # In bf16 the backward pass of the CPU's flash attention is slow: plain attention took a
         # quarter of its time. In spite of its name the switch also governs the CPU's kernels.
         torch.backends.cuda.enable_flash_sdp(False)
-    return Precision(name, device.type, AUTOCAST_DTYPES.get(name))
+    return Precision(name, device.type, dtype=AUTOCAST_DTYPES.get(name))

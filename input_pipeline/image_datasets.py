@@ -63,9 +63,8 @@ class ImageSplit:
         if self.pixels is not None:
             return self.pixels[rows]
         assert self.files is not None
-        return torch.stack(
-            [read_image(self.files[row], self.size, self.channels) for row in rows.tolist()]
-        )
+        files = [self.files[row] for row in rows.tolist()]
+        return torch.stack([read_image(file, self.size, channels=self.channels) for file in files])
 
 
 def read_image_splits(
@@ -196,7 +195,7 @@ def list_images(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("**/*") if path.suffix.lower() in SUFFIXES)
 
 
-def read_image(path: Path, size: int, channels: int = 3) -> Tensor:
+def read_image(path: Path, size: int, *, channels: int = 3) -> Tensor:
     """Read one image file, scale its shorter side to `size` and crop the centre.
 
     Args:
