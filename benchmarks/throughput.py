@@ -149,7 +149,7 @@ class Collate:
 
     def __call__(self, rows: list[tuple[str, int]]) -> tuple[Tensor, Tensor]:
         ids = [
-            torch.tensor(self.tokenizer.encode(text_datasets.clean(text)).ids[: self.max_len])
+            torch.tensor(self.tokenizer.encode(text_datasets.clean_text(text)).ids[: self.max_len])
             for text, _ in rows
         ]
         return pad_sequence(ids, batch_first=True), torch.tensor([label for _, label in rows])

@@ -38,12 +38,16 @@ class Problem:
     def __init__(self, seed: int, steps: int) -> None:
         torch.manual_seed(seed)
         splits, _ = image_datasets.read_image_splits(
-            "cifar10", os.environ.get("DATA_DIR", "./data"), 0
+            "cifar10", os.environ.get("DATA_DIR", "./data")
         )
         train = splits["train"]
         mean, std = image_batches.channel_statistics(train)
         data = image_batches.ImageDataset(
-            train, image_batches.DATASETS["cifar10"], mean, std, torch.device("cpu")
+            train,
+            image_batches.AUGMENTATIONS["cifar10"],
+            mean=mean,
+            std=std,
+            device=torch.device("cpu"),
         )
         plan = torch.randperm(len(train))[: (steps + 2) * BATCH].view(-1, BATCH)
         self.model = resnet.create_model("resnet20", 10, 3, 32).to(

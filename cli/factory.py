@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import dynamic_batch
 import mixup
-from backends import device, execution, torch_compat
+from backends import device, execution, nvidia_apex, onnx_runtime, torch_compat
 from backends.precision import Precision, choose_precision
 from cli.flags import OptimizerChoice
 from distributed import ddp, fsdp, sharded_checkpoint
@@ -81,6 +81,7 @@ class Data:
 
 def create_run(args: Namespace, script: str, world: World) -> Run:
     """Settle threads, memory, precision, seed and run folder; nothing is written yet."""
+    onnx_runtime.silence_onnxruntime_notice()
     device.keep_freed_memory()
     device.set_num_threads(args.threads, world.local_size)
     ort_auto = args.precision == "auto" and args.backend == "ort"  # ORTModule computes in fp32
@@ -94,10 +95,10 @@ def split_rows(args: Namespace, labels: Tensor) -> dict[str, Tensor]:
     """Class-balanced row numbers of 'train' and, with --val_fraction, of 'val'."""
     rows = torch.arange(len(labels))
     if args.subset < 1:
-        rows, _ = stratified_rows(labels, args.subset, args.seed)
+        rows, _ = stratified_rows(labels, args.subset, seed=args.seed)
     if not args.val_fraction:
         return {"train": rows}
-    val, train = stratified_rows(labels[rows], args.val_fraction, args.seed + 1)
+    val, train = stratified_rows(labels[rows], args.val_fraction, seed=args.seed + 1)
     return {"train": rows[train], "val": rows[val]}
 
 
@@ -115,10 +116,8 @@ def prepare_model(args: Namespace, run: Run, model: nn.Module) -> nn.Module:
     Raises:
         InputError: the model, or this torch, does not support a flag.
     """
-    if args.fuse and torch_compat.TORCH_VERSION < (2, 4):
-        raise InputError(
-            f"--fuse needs torch 2.4 or newer, this is {torch.__version__}; leave it out"
-        )
+    if args.fuse and (reason := torch_compat.unavailable_reason("fuse")):
+        raise InputError(f"--fuse {reason}; leave it out")
     if args.fuse and not fusion.fuse(model):
         raise InputError(
             "--fuse: there is nothing to fuse in this model; "
@@ -147,13 +146,21 @@ def prepare_model(args: Namespace, run: Run, model: nn.Module) -> nn.Module:
 def create_optimizer(
     args: Namespace, run: Run, model: nn.Module, optimizers: Mapping[str, OptimizerChoice]
 ) -> torch.optim.Optimizer:
-    """The optimizer of --optimizer over all parameters of the model."""
-    if args.optimizer == "ngd":
+    """The optimizer of --optimizer over all parameters of the model.
+
+    Raises:
+        InputError: it is apex's, and apex is not there.
+    """
+    name = args.optimizer
+    if name in nvidia_apex.OPTIMIZERS and (reason := nvidia_apex.unavailable_reason(name)):
+        ours = name.removeprefix("apex_").replace("larc", "lars")
+        raise InputError(f"--optimizer {name}: {reason}; ours is --optimizer {ours}")
+    if name == "ngd":
         groups = ngd_groups(model, args.weight_decay, args.ngd_skip)
     else:
         groups = decay_groups(model, args.weight_decay)
-    settings = optimizer_settings(args, run.world).get(args.optimizer, {})
-    return optimizers[args.optimizer].make(groups, lr=scaled_lr(args, run.world), **settings)
+    settings = optimizer_settings(args, run.world).get(name, {})
+    return optimizers[name].make(groups, lr=scaled_lr(args, run.world), **settings)
 
 
 def optimizer_settings(args: Namespace, world: World) -> dict[str, dict[str, Any]]:
@@ -244,7 +251,7 @@ def create_batch_schedule(args: Namespace, run: Run, data: Data) -> BatchSchedul
         InputError: the batch, or its limits, do not fit the training set.
     """
     world, base = run.world, global_batch_size(args, run.world)
-    order = Sampler(len(data.train), args.seed, data.train.lengths)
+    order = Sampler(len(data.train), args.seed, lengths=data.train.lengths)
     if order.steps(base) == 0:
         raise InputError(
             f"--bs {args.batch_size}: a global batch of {base} samples (batch x accumulation x "

@@ -60,7 +60,7 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
     """
     with run.world.local_main_first():
         splits, classes = image_datasets.read_image_splits(
-            args.dataset, args.data_dir, args.image_size
+            args.dataset, args.data_dir, image_size=args.image_size
         )
     labelled = splits.pop("train")
     for name, rows in split_rows(args, labelled.labels).items():
@@ -110,13 +110,13 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Classify the image files of --predict."""
     size, channels = checkpoint["size"], checkpoint["channels"]
     files = [Path(file) for file in args.predict]
-    pixels = torch.stack([image_datasets.read_image(file, size, channels) for file in files])
+    pixels = torch.stack([image_datasets.read_image(file, size, channels=channels) for file in files])
     device = run.world.device
     mean = torch.tensor(checkpoint["mean"], device=device)
     std = torch.tensor(checkpoint["std"], device=device)
     evaluation.print_predictions(
         load_weights(create_model(args, run, checkpoint), checkpoint),
-        image_batches.normalise(pixels.to(device), mean, std),
+        image_batches.normalise(pixels.to(device), mean, std=std),
         names=args.predict,
         classes=checkpoint["classes"],
         batch_size=args.batch_size,

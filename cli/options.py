@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from backends.torch_compat import TORCH_VERSION
+from backends import torch_compat
 from cli import compatibility
 from cli.flags import Parser
 from distributed.world import under_torchrun
@@ -181,9 +181,9 @@ def validate_inference(args: Namespace, resumed: bool) -> None:
         raise InputError(
             f"--export {args.export}: the name must end in {' or '.join(export.SUFFIXES)}"
         )
-    if TORCH_VERSION < (2, 9):
+    if reason := torch_compat.unavailable_reason("export"):
         raise InputError(
-            "--export needs torch 2.9 or newer: export from the stack of requirements.txt, "
+            f"--export {reason}: export from the stack of requirements.txt, "
             "which reads this run as well"
         )
     if not Path(args.export).parent.is_dir():

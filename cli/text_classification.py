@@ -123,12 +123,14 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
             trained = tokenization.train_tokenizer(texts, args.tokenizer, args.vocab_size).to_str()
         tokenizer = tokenization.load_tokenizer(world.broadcast(trained))
     sets = {
-        name: TextDataset(split, tokenizer, args.max_len, world.device)
+        name: TextDataset(split, tokenizer, max_len=args.max_len, device=world.device)
         for name, split in splits.items()
     }
     prior = None
     if args.prior == "naive_bayes":
-        prior = naive_bayes_scores(sets["train"], tokenizer.get_vocab_size(), len(classes))
+        prior = naive_bayes_scores(
+            sets["train"], tokenizer.get_vocab_size(), classes=len(classes)
+        )
     metadata = {
         "classes": classes,
         "tokenizer": tokenizer.to_str(),
@@ -176,7 +178,7 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Classify every line of the text files of --predict."""
     lines = [line for file in args.predict for line in text_datasets.read_lines(Path(file))]
     tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
-    tokens = text_batches.encode_texts(lines, tokenizer, checkpoint["max_len"])
+    tokens = text_batches.encode_texts(lines, tokenizer, max_len=checkpoint["max_len"])
     names = [
         line if len(line) <= LONGEST_NAME else line[: LONGEST_NAME - 3] + "..." for line in lines
     ]
@@ -193,7 +195,7 @@ def export_model(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> No
     """Write the model to the file of --export."""
     tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
     texts = ["Stocks rise after the bank's report", "Home team wins"]
-    example = text_batches.encode_texts(texts, tokenizer, checkpoint["max_len"])
+    example = text_batches.encode_texts(texts, tokenizer, max_len=checkpoint["max_len"])
     model = load_weights(create_model(args, run, checkpoint), checkpoint)
     dynamic = {0: ("batch", LARGEST_BATCH), 1: ("length", checkpoint["max_len"])}
     difference = export(model, example, Path(args.export), dynamic=dynamic)

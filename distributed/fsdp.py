@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from backends import torch_compat
 from distributed.world import World
 from errors import InputError
 
@@ -45,13 +46,10 @@ def shard(
     Raises:
         InputError: this torch is too old, or 'hsdp' was asked for on one node.
     """
-    try:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    except ImportError:
-        raise InputError(
-            f"--parallel {kind} needs torch 2.9 or newer, this is {torch.__version__}; "
-            "use --parallel ddp"
-        ) from None
+    if reason := torch_compat.unavailable_reason("fsdp"):
+        raise InputError(f"--parallel {kind} {reason}; use --parallel ddp")
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     # Inputs are not cast: autocast does that, and normalisation stays in fp32.
     policy = MixedPrecisionPolicy(reduce_dtype=wire_dtype, cast_forward_inputs=False)
@@ -80,12 +78,10 @@ def _device_mesh(world: World, kind: str) -> Any:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether `shard` has cut this module's parameters."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized() or torch_compat.unavailable_reason("fsdp"):
         return False
-    try:
-        from torch.distributed.fsdp import FSDPModule
-    except ImportError:  # torch before 2.6
-        return False
+    from torch.distributed.fsdp import FSDPModule
+
     return isinstance(module, FSDPModule)
 
 

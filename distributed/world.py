@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from backends.device import choose_device
-from backends.torch_compat import TORCH_VERSION
+from backends.torch_compat import gloo_needs_final_barrier
 
 
 def under_torchrun() -> bool:
@@ -230,8 +230,7 @@ def init_world(device_name: str = "auto") -> Iterator[World]:
             control=control,
             shares_gpu=device.type == "cuda" and backend == "gloo",
         )
-        if TORCH_VERSION < (2, 9) and control is not None:
-            # Old gloo may wait for ever where another rank has already left.
+        if gloo_needs_final_barrier() and control is not None:
             dist.barrier(group=control)
     finally:
         dist.destroy_process_group()

@@ -87,7 +87,7 @@ class Transformer(nn.Module):
         token_dropout: share of input tokens replaced by unknown while training (arXiv:1512.05287, section 5).
         positions: 'learned' or 'sinusoidal' (Vaswani et al., section 3.5).
         pooling: 'mean' over the tokens that are not padding, or 'cls', the first token.
-        prior: (vocab_size, classes) scores of each token, such as `texts.naive_bayes` counts. Their sum over the visible
+        prior: (vocab_size, classes) scores of each token, such as `naive_bayes_scores` counts. Their sum over the visible
             tokens, divided by the square root of how many there are, is added to the logits with a learned weight, so
             that the encoder only learns what a bag of words cannot say ("wide and deep", arXiv:1606.07792).
         mix_at: where `forward` mixes texts: 'pooled', what the pooling gives, or 'tokens', their embeddings

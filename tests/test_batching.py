@@ -34,7 +34,7 @@ class Alike(World):
 def make(
     rank: int, size: int, rows: int = 1003, base: int = 60, lengths: Tensor | None = None, **options
 ) -> BatchSchedule:
-    return BatchSchedule(Alike(rank, size), Sampler(rows, 3, lengths), base=base, **options)
+    return BatchSchedule(Alike(rank, size), Sampler(rows, 3, lengths=lengths), base=base, **options)
 
 
 # -------------------------------------------------------------------- rows

@@ -239,7 +239,7 @@ def test_the_transformer_mixes_token_embeddings_with_padding_as_absence(pooling:
     }
     model = Transformer(50, 3, **sizes, mix_at="tokens", prior=torch.randn(50, 3)).eval().double()
     torch.nn.init.normal_(model.positions)
-    model.prior[:3] = 0  # as texts.naive_bayes has it
+    model.prior[:3] = 0  # as naive_bayes_scores has it
     tokens = torch.randint(3, 50, (6, 9))
     tokens[2, 4:] = tokens[3, 7:] = 0
     partner, weight = torch.tensor([2, 3, 0, 5, 1, 4]), torch.rand(6, dtype=torch.float64)

@@ -154,7 +154,9 @@ class BatchSchedule:
     def _global_batches(self, epoch: int) -> list[Tensor]:
         """The row numbers of each global batch of an epoch."""
         if self.keeps_every_row:
-            return self.order.whole_epoch(epoch, self.size, MIN_RANK_ROWS * self.world.size)
+            return self.order.whole_epoch(
+                epoch, self.size, min_size=MIN_RANK_ROWS * self.world.size
+            )
         return list(self.order.epoch(epoch, self.size))
 
     def steps(self) -> int:

@@ -36,7 +36,7 @@ def predict_logits(
     model.eval()
     lengths = data.lengths
     order = torch.arange(len(data)) if lengths is None else torch.argsort(lengths, stable=True)
-    plan = list(rank_share(order, world.rank, world.size).split(batch_size))
+    plan = list(rank_share(order, world.rank, world_size=world.size).split(batch_size))
     mine = len(plan)
     if fsdp.is_sharded(model):
         # Every batch gathers weights from all ranks, so all ranks take part in as many batches.

@@ -78,7 +78,7 @@ class HeldOutBatches:
             raise InputError(
                 f"--mixup meta: {len(data)} held-out rows are too few; use a larger --val_fraction"
             )
-        self.sampler = Sampler(len(data), seed, data.lengths)
+        self.sampler = Sampler(len(data), seed, lengths=data.lengths)
 
     def start(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(inputs, labels), beginning with the batch of this number."""
@@ -87,7 +87,7 @@ class HeldOutBatches:
         while True:
             batches = self.sampler.epoch(epoch, batch_size)[skip:]
             yield from self.data.batches(
-                [rank_share(rows, self.world.rank, self.world.size) for rows in batches]
+                [rank_share(rows, self.world.rank, world_size=self.world.size) for rows in batches]
             )
             epoch, skip = epoch + 1, 0
 
