@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from errors import InputError
+from errors import InputError, first_line, last_line
 
 INSTALL_HINT = "bash setup_venv.sh requirements-legacy.txt makes .venv-legacy, which has it"
 ORT_GRAD_FN = "_ORTModuleFunctionBackward"
@@ -50,8 +50,7 @@ def unavailable_reason() -> str:
     try:
         _import_ortmodule()
     except Exception as error:  # which type it is depends on versions and machine
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return f"ORTModule does not load ({first_line[:120]}): {INSTALL_HINT}"
+        return f"ORTModule does not load ({first_line(error)}): {INSTALL_HINT}"
     return ""
 
 
@@ -108,9 +107,8 @@ class OrtForward:
             with _no_output():
                 output = self.graph(*inputs)
         except Exception as error:  # types of ORTModule and of torch's exporter
-            last_line = (str(error).strip() or type(error).__name__).splitlines()[-1]
             raise InputError(
-                f"--backend ort: the model cannot be exported ({last_line[:160]})"
+                f"--backend ort: the model cannot be exported ({last_line(error)})"
             ) from None
         if type(output.grad_fn).__name__ != ORT_GRAD_FN:
             raise InputError(

@@ -110,7 +110,9 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Classify the image files of --predict."""
     size, channels = checkpoint["size"], checkpoint["channels"]
     files = [Path(file) for file in args.predict]
-    pixels = torch.stack([image_datasets.read_image(file, size, channels=channels) for file in files])
+    pixels = torch.stack(
+        [image_datasets.read_image(file, size, channels=channels) for file in files]
+    )
     device = run.world.device
     mean = torch.tensor(checkpoint["mean"], device=device)
     std = torch.tensor(checkpoint["std"], device=device)

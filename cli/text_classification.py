@@ -120,7 +120,9 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
         trained = ""
         if world.is_main:
             texts = splits["train"].texts
-            trained = tokenization.train_tokenizer(texts, args.tokenizer, args.vocab_size).to_str()
+            trained = tokenization.train_tokenizer(
+                texts, args.tokenizer, vocab_size=args.vocab_size
+            ).to_str()
         tokenizer = tokenization.load_tokenizer(world.broadcast(trained))
     sets = {
         name: TextDataset(split, tokenizer, max_len=args.max_len, device=world.device)
@@ -128,9 +130,7 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
     }
     prior = None
     if args.prior == "naive_bayes":
-        prior = naive_bayes_scores(
-            sets["train"], tokenizer.get_vocab_size(), classes=len(classes)
-        )
+        prior = naive_bayes_scores(sets["train"], tokenizer.get_vocab_size(), classes=len(classes))
     metadata = {
         "classes": classes,
         "tokenizer": tokenizer.to_str(),

@@ -19,7 +19,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
-from errors import InputError
+from errors import InputError, first_line
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 TORCHVISION_FOLDERS = {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}  # below --data_dir
@@ -117,7 +117,7 @@ def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], l
         except READ_ERRORS as error:
             state = "is missing and could not be downloaded" if is_missing else "is damaged"
             raise InputError(
-                f"{folder} {state} ({str(error).splitlines()[0][:120]}): put the official {name} "
+                f"{folder} {state} ({first_line(error)}): put the official {name} "
                 "files there (python version), or run with --dataset digits"
             ) from None
         splits[part] = ImageSplit(labels, pixels if pixels.ndim == 4 else pixels.unsqueeze(-1))

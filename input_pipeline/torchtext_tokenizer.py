@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
-from errors import InputError
+from errors import InputError, first_line
 
 INSTALL_HINT = "bash setup_venv.sh requirements-legacy.txt makes .venv-legacy, which has it"
 UNKNOWN, CLS = 1, 2  # ids of two special tokens
@@ -29,7 +29,7 @@ def unavailable_reason() -> str:
     try:
         _import_torchtext()
     except (OSError, ImportError, AttributeError) as error:  # a build for another torch: OSError
-        return f"torchtext does not load ({str(error).splitlines()[0][:120]}): {INSTALL_HINT}"
+        return f"torchtext does not load ({first_line(error)}): {INSTALL_HINT}"
     return ""
 
 

@@ -90,7 +90,7 @@ def test_a_batch_that_stays_is_as_it_always_was() -> None:
         assert batching.steps() == len(plan) == 16
         assert {(part.weight, part.samples) for part in plan} == {(1.0, 60)}
         assert all(
-            torch.equal(part.rows, rank_share(batch, rank, 2))
+            torch.equal(part.rows, rank_share(batch, rank, world_size=2))
             for part, batch in zip(plan, order.epoch(1, 60), strict=True)
         )
 
