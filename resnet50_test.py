@@ -64,7 +64,10 @@ def create_model(
 ) -> torch.nn.Module:
     """The model, channels_last, on its device."""
     model = resnet.create_model(
-        args.arch, len(metadata["classes"]), metadata["channels"], metadata["size"]
+        args.arch,
+        classes=len(metadata["classes"]),
+        channels=metadata["channels"],
+        image_size=metadata["size"],
     )
     return model.to(run.world.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import errors
+import mixup
 from cli import factory, flags, options
 from distributed.world import init_world
 from input_pipeline import naive_bayes, text_batches, text_datasets, tokenization
@@ -33,7 +34,7 @@ def parser() -> flags.Parser:
         __doc__,
         datasets=["agnews", "headlines", "csv"],
         rates=flags.RATES | {"adamw": (1e-4, 0.05)},
-        mixes=("none", "mixup", "intra", "meta"),
+        mixes=mixup.TEXT_KINDS,
         optimizer="adamw",
         lr_schedule="onecycle",
     )
@@ -122,17 +123,17 @@ def create_model(
     model = Transformer(
         tokenization.load_tokenizer(metadata["tokenizer"]).get_vocab_size(),
         len(metadata["classes"]),
-        args.width,
-        args.depth,
-        args.heads,
-        args.mlp_width,
-        metadata["max_len"],
-        args.dropout,
-        args.token_dropout,
-        args.positions,
-        args.pooling,
-        metadata["prior"],
-        args.mix_at,
+        width=args.width,
+        depth=args.depth,
+        heads=args.heads,
+        mlp_width=args.mlp_width,
+        max_len=metadata["max_len"],
+        dropout=args.dropout,
+        token_dropout=args.token_dropout,
+        positions=args.positions,
+        pooling=args.pooling,
+        prior=metadata["prior"],
+        mix_at=args.mix_at,
     )
     return model.to(run.world.device)
 

@@ -32,7 +32,7 @@ from dynamic_batch import WorkerBalancer
 from errors import InputError
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.sampler import Sampler, stratified_rows
-from mixup import MetaMixup
+from mixup import MetaMixup, Mix
 from models import activation_checkpointing, fusion
 from ngd import NGD
 from optimizers import schedules
@@ -150,10 +150,11 @@ def create_loss(
     if args.mixup == "none":
         return classification(args.label_smoothing), None
     if args.mixup != "meta":
-        return MixedCrossEntropy(
-            partial(mixup.sample_mix, args.mixup, args.alpha), model_mixes, args.label_smoothing
-        ), None
-    meta = MetaMixup(classes, args.meta_policy, args.alpha, args.meta_lr, world.device)
+        sample_mix = partial(_sample_mix, args.mixup, args.alpha)
+        return MixedCrossEntropy(sample_mix, model_mixes, args.label_smoothing), None
+    meta = MetaMixup(
+        classes, args.meta_policy, alpha=args.alpha, lr=args.meta_lr, device=world.device
+    )
     task = MixedCrossEntropy(
         lambda labels, height, width: meta.mix(labels), model_mixes, args.label_smoothing
     )
@@ -161,6 +162,10 @@ def create_loss(
     return task, MetaMixupStep(
         meta, task, HeldOutBatches(held_out, args.batch_size, args.seed + 2, world), args.meta_every
     )
+
+
+def _sample_mix(kind: str, alpha: float, labels: Tensor, height: int, width: int) -> Mix:
+    return mixup.sample_mix(kind, labels, alpha=alpha, height=height, width=width)
 
 
 def trainer(

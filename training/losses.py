@@ -60,5 +60,5 @@ class MixedCrossEntropy:
             else model(mixup.blend(inputs, mix))
         )
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = mixup.cross_entropy(logits, labels, mix, self.label_smoothing)
-        return loss, mixup.num_correct(logits, labels, mix), mix.weight.detach().sum()
+        loss = mixup.cross_entropy(logits, labels, mix=mix, label_smoothing=self.label_smoothing)
+        return loss, mixup.num_correct(logits, labels, mix=mix), mix.weight.detach().sum()

@@ -95,7 +95,14 @@ class MetaMixupStep:
             torch.ones((), device=labels.device)
         )  # asked for its number, the scaler would wait
         rate = step.optimizer.param_groups[0]["lr"]
-        self.meta.learn(step.model, mine[1], mixed_loss, clean_loss, rate, scale)
+        self.meta.learn(
+            step.model,
+            mine[1],
+            mixed_loss=mixed_loss,
+            clean_loss=clean_loss,
+            rate=rate,
+            scale=scale,
+        )
 
     def tables(self) -> dict[str, Tensor]:
         """As `MetaMixup.tables`."""
