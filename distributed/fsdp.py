@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from errors import InputError
+from models.residual import residual_blocks
 
 PARALLEL = ("ddp", "fsdp", "hsdp")
 
 
 def shard(model: nn.Module, world: Any, kind: str, wire: torch.dtype | None = None) -> None:
-    """Cut the parameters of `model`, in place: residual blocks (class attribute `residual`) each for itself, then the rest.
+    """Cut the parameters of `model`, in place: residual blocks each for itself, then the rest.
 
     Args:
         model: on its device, before the optimizer is made; its parameters become DTensors in torch's default memory format.
@@ -46,9 +47,8 @@ def shard(model: nn.Module, world: Any, kind: str, wire: torch.dtype | None = No
         reduce_dtype=wire, cast_forward_inputs=False
     )  # autocast casts: norms stay in fp32
     cut = partial(fully_shard, mesh=device_mesh(world, kind), mp_policy=policy)
-    for module in list(model.modules()):
-        if getattr(module, "residual", False):
-            cut(module)
+    for block in residual_blocks(model):
+        cut(block)
     cut(model)
 
 
