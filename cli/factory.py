@@ -303,7 +303,10 @@ def create_batch_schedule(
     rule: dynamic_batch.Rule
     if kind == "loss":
         rule = dynamic_batch.ByLoss(
-            args.loss_rule, args.batch_factor, args.loss_threshold, args.loss_window
+            args.loss_rule,
+            args.batch_factor,
+            threshold=args.loss_threshold,
+            window=args.loss_window,
         )
     elif kind == "noise":
         rule = dynamic_batch.ByNoise(args.batch_factor)

@@ -549,7 +549,8 @@ def test_meta_learning_holds_rows_out_by_itself() -> None:
 
 
 def test_the_flags_build_the_learner_on_the_validation_rows() -> None:
-    words = "--meta_learning --meta_policy beta --meta_every 5 --meta_lr 0.3 --alpha 0.4 --bs 7 --label_smoothing 0.1"
+    words = "--meta_learning --meta_policy beta --meta_every 5 --meta_lr 0.3 --alpha 0.4 --bs 7"
+    words += " --label_smoothing 0.1"
     args, _ = options.parse(transformer_test.parser(), transformer_test.SCRIPT, words.split())
     rows = Rows(50)
     task, learner = factory.create_loss(args, World(), 6, rows, True)
@@ -569,12 +570,14 @@ def test_the_flags_build_the_learner_on_the_validation_rows() -> None:
     [
         (
             resnet50_test,
-            "--dataset digits --arch resnet8 --bs 64 --lr 0.05 --epochs 2 --ngd --meta_learning --meta_every 4",
+            "--dataset digits --arch resnet8 --bs 64 --lr 0.05 --epochs 2 --ngd --meta_learning "
+            "--meta_every 4",
             True,
         ),
         (
             transformer_test,
-            "--dataset headlines --bs 16 --epochs 2 --width 32 --meta_learning --meta_policy sample",
+            "--dataset headlines --bs 16 --epochs 2 --width 32 --meta_learning "
+            "--meta_policy sample",
             False,
         ),
     ],

@@ -1,4 +1,4 @@
-"""Mixing: lambda weighs the unpermuted sample, labels as inputs; the loss is that of soft labels."""
+"""Mixing: inputs and labels have the same weights, and the loss is that of the soft labels."""
 
 from __future__ import annotations
 
@@ -270,11 +270,9 @@ def test_mixed_tokens_attend_to_a_place_as_much_as_it_is_there() -> None:
         .eval()
         .double()
     )
-    tokens, weight = (
-        torch.tensor([[2, 7, 8, 0, 0], [2, 9, 10, 11, 12]]),
-        torch.tensor([0.7, 0.7], dtype=torch.float64),
-    )
-    # the same text with each place written w times 10: presence as a count of keys in plain softmax attention and mean
+    tokens = torch.tensor([[2, 7, 8, 0, 0], [2, 9, 10, 11, 12]])
+    weight = torch.tensor([0.7, 0.7], dtype=torch.float64)
+    # the same text with each position written 10 times its presence, in plain attention and mean
     counts = [10, 10, 10, 3, 3]
     table = model.embed(tokens) * 4
     row = (0.7 * table[0] + 0.3 * table[1] + model.positions)[None]

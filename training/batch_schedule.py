@@ -119,7 +119,7 @@ class BatchSchedule:
             unit = self.world.size
             wanted = self.change.rule.next_batch_size(epoch, self.size)
             self.size = dynamic_batch.nearest_batch_size(
-                wanted, self.base, self.change.low, self.change.high, unit
+                wanted, self.base, low=self.change.low, high=self.change.high, unit=unit
             )
         self.shares = self.divide(self.size)
         self.decided = epoch + 1
@@ -132,7 +132,7 @@ class BatchSchedule:
         while most is not None and parts * sum(most) < size:
             parts += 1
         limits = [parts * limit for limit in most] if most is not None else None
-        return self.balance.shares(size, self.shares, LEAST, limits)
+        return self.balance.shares(size, self.shares, least=LEAST, most=limits)
 
     def batches(self, epoch: int) -> list[Tensor]:
         """Global."""
@@ -160,7 +160,7 @@ class BatchSchedule:
                     shares = dynamic_batch.apportion(
                         size,
                         [float(share) for share in shares],
-                        min(LEAST, size // self.world.size),
+                        least=min(LEAST, size // self.world.size),
                     )
                 places = sampler.row_owners(shares) == self.world.rank
                 owners[size] = (
@@ -189,12 +189,18 @@ class BatchSchedule:
         """
         row: dict[str, Any] = {}
         if noise is not None:
-            row["noise_scale"] = self.noise_scale = self.noise.observe(*noise)
+            small, inverse_small, big, inverse_big = noise
+            row["noise_scale"] = self.noise_scale = self.noise.observe(
+                small, big, inverse_small=inverse_small, inverse_big=inverse_big
+            )
         if self.change is not None or self.balance is not None:
             times = self.world.all_gather([seconds, compute])
             if self.change is not None:
                 self.change.rule.observe(
-                    self.size, loss, max(pair[0] for pair in times), self.noise_scale
+                    self.size,
+                    loss,
+                    seconds=max(pair[0] for pair in times),
+                    noise=self.noise_scale,
                 )
             if self.balance is not None:
                 self.balance.observe(
@@ -248,7 +254,11 @@ class BatchSchedule:
         else:
             wanted = self.base * state["size"] / state["base"]
             self.size = dynamic_batch.nearest_batch_size(
-                wanted, self.base, self.change.low, self.change.high, self.world.size
+                wanted,
+                self.base,
+                low=self.change.low,
+                high=self.change.high,
+                unit=self.world.size,
             )
         self.shares = self.equal()
         if same_ranks and self.balance is not None:
