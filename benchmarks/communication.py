@@ -94,7 +94,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
 def measure_compute(name: str, rounds: int, leave_out: str = "") -> dict[str, bench.Row]:
     """Print a model's table; its rows are foreach Adam's rate over the optimizer's, so that the ratio is of times."""
     torch.manual_seed(0)
-    model = resnet.create_model(ARCHS[name], 10, 3, 32)
+    model = resnet.create_model(ARCHS[name], classes=10, channels=3, image_size=32)
     gradients: list[list[Tensor | None]] = [
         [0.01 * torch.randn_like(p) for p in model.parameters()] for _ in range(3)
     ]

@@ -80,7 +80,11 @@ class Training:
 
     def __init__(self, arch: str, batch: int, world: World, optimizer: str, compress: str) -> None:
         torch.manual_seed(0)
-        model = resnet.create_model(arch, 10, 3, 32).train().to(memory_format=torch.channels_last)
+        model = (
+            resnet.create_model(arch, classes=10, channels=3, image_size=32)
+            .train()
+            .to(memory_format=torch.channels_last)
+        )
         own = (
             {"local_steps": NEVER, "dense_steps": 0, "compress_ratio": 0.1}
             if optimizer == "slamb"

@@ -229,12 +229,12 @@ def create_loss(args: Namespace, run: Run, data: Data) -> tuple[LossFn, MetaLear
         MixedCrossEntropy, model_mixes=data.model_mixes, label_smoothing=args.label_smoothing
     )
     if args.mixup != "meta":
-        return mixed(partial(mixup.sample_mix, args.mixup, args.alpha)), None
+        return mixed(partial(mixup.sample_mix, args.mixup, alpha=args.alpha)), None
     classes = len(data.metadata["classes"])
     meta = MetaMixup(
         classes, args.meta_policy, alpha=args.alpha, lr=args.meta_lr, device=run.world.device
     )
-    loss_fn = mixed(lambda labels, height, width: meta.mix(labels))
+    loss_fn = mixed(lambda labels, **size: meta.mix(labels))
     held_out = HeldOutBatches(
         data.eval_sets["val"], args.batch_size, seed=args.seed + 2, world=run.world
     )

@@ -279,9 +279,9 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
     first.world.given = [[1.0, 1.0], [1.0, 3.0]]
     noise = {
         "small": 3 + 500 / 30,
-        "per_small": 1 / 30,
+        "inverse_small": 1 / 30,
         "big": 3 + 500 / 60,
-        "per_big": 1 / 60,
+        "inverse_big": 1 / 60,
     }
     epoch = {"loss": 1.0, "seconds": 1.0, "compute_seconds": 1.0, "noise": noise}
     row = first.end_epoch(0, **epoch)

@@ -45,7 +45,7 @@ def batches(device: str = "cpu"):
 
 def make(name: str, device: str = "cpu", task=None) -> Step:
     torch.manual_seed(0)
-    model = create_model("resnet8", 10, 1, 8).to(device)
+    model = create_model("resnet8", classes=10, channels=1, image_size=8).to(device)
     optimizer = factory.build_optimizer(model, name, 0.1 if name == "sgd" else 1e-3, 1e-3)
     precision = Precision("fp32", device)
     return Step(
@@ -175,7 +175,9 @@ def test_each_replay_draws_its_own_mix():
         "sgd",
         "cuda",
         Noted(
-            lambda labels, height, width: mixup.sample_mix("mixup", 1.0, labels, height, width),
+            lambda labels, height, width: mixup.sample_mix(
+                "mixup", labels, alpha=1.0, height=height, width=width
+            ),
             False,
         ),
     )

@@ -6,7 +6,6 @@ batch = loss_fn(model, inputs, labels)         # batch.loss, batch.num_correct, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,6 +38,17 @@ class LossFn(Protocol):
         ...
 
 
+class MixSampler(Protocol):
+    """How the samples of a batch are mixed."""
+
+    def __call__(self, labels: Tensor, *, height: int, width: int) -> Mix:
+        """Sample partners and lambda for labels (batch,) of images height x width.
+
+        Of a batch of texts the sizes mean nothing.
+        """
+        ...
+
+
 class CrossEntropy:
     """Cross-entropy in fp32 or wider.
 
@@ -68,7 +78,7 @@ class MixedCrossEntropy:
 
     def __init__(
         self,
-        sample_mix: Callable[[Tensor, int, int], Mix],
+        sample_mix: MixSampler,
         model_mixes: bool,
         *,
         label_smoothing: float = 0.0,
@@ -77,7 +87,8 @@ class MixedCrossEntropy:
         self.label_smoothing = label_smoothing
 
     def __call__(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> BatchLoss:
-        mix = self.sample_mix(labels, *inputs.shape[-2:])
+        height, width = inputs.shape[-2:]
+        mix = self.sample_mix(labels, height=height, width=width)
         return self.with_mix(mix, model, inputs=inputs, labels=labels)
 
     def with_mix(self, mix: Mix, model: nn.Module, *, inputs: Tensor, labels: Tensor) -> BatchLoss:
@@ -88,8 +99,8 @@ class MixedCrossEntropy:
             logits = model(mixup.blend(inputs, mix))
         logits = at_least_fp32(logits)
         return BatchLoss(
-            mixup.cross_entropy(logits, labels, mix, self.label_smoothing),
-            mixup.num_correct(logits, labels, mix),
+            mixup.cross_entropy(logits, labels, mix=mix, label_smoothing=self.label_smoothing),
+            mixup.num_correct(logits, labels, mix=mix),
             mix.weight.detach().sum(),
         )
 

@@ -138,7 +138,9 @@ class MetaMixupStep:
 
         # Asking the scaler for its number would make the host wait.
         scale = scaler.scale(torch.ones((), device=labels.device))
-        self.meta.learn(model, labels, mixed_loss, clean_loss, rate=lr, scale=scale)
+        self.meta.learn(
+            model, labels, mixed_loss=mixed_loss, clean_loss=clean_loss, rate=lr, scale=scale
+        )
 
     def tables(self) -> dict[str, Tensor]:
         """As `MetaMixup.tables`."""

@@ -512,9 +512,9 @@ class Trainer:
             return None
         return {
             "small": totals.small_square / steps,
-            "per_small": totals.small_inverse / steps,
+            "inverse_small": totals.small_inverse / steps,
             "big": totals.big_square / steps,
-            "per_big": totals.big_inverse / steps,
+            "inverse_big": totals.big_inverse / steps,
         }
 
     def start_timing(self) -> None:
