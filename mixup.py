@@ -255,7 +255,7 @@ def meta_gradient(
         torch._foreach_add_(parameters, step, alpha=-rate)
         del step  # a copy of the model less
         direction = gradient(clean_loss, parameters)
-        epsilon = stretch * length(start) / length(direction)
+        epsilon = stretch * base.global_norm(start) / base.global_norm(direction)
         torch._foreach_mul_(direction, epsilon)
         leaf, sides = weights.detach().requires_grad_(), []
         for sign in (1, -1):
@@ -277,11 +277,6 @@ def unchanged(parameters: list[Tensor], buffers: list[Tensor]) -> Iterator[list[
         with torch.no_grad():
             for tensor, old in zip([*parameters, *buffers], [*start, *before]):
                 tensor.copy_(old)
-
-
-def length(tensors: list[Tensor]) -> Tensor:
-    """Euclidean norm of all of them together."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
 
 
 # -------------------------------------------------------------------- learning how much

@@ -38,6 +38,7 @@ from ngd import NGD
 from optimizers import schedules
 from optimizers.lars import LARS
 from optimizers.param_groups import decay_groups, ngd_groups
+from optimizers.torch_fused import fused_adamw, fused_sgd
 from slamb import LAMB, SLAMB
 from training import checkpoint, evaluation, machine, run_log
 from training.batch_schedule import LEAST, BatchSchedule, BatchSizePolicy
@@ -188,7 +189,9 @@ def trainer(
     )
     save_memory(args, model)
     log = run.log(args)
-    lr = schedules.scale_lr(args.lr, args.lr_scaling, global_batch, args.base_bs)
+    lr = schedules.scale_lr(
+        args.lr, args.lr_scaling, batch_size=global_batch, base_batch_size=args.base_bs
+    )
     if args.parallel != "ddp" and world.size > 1:
         model = ddp.with_sync_batch_norm(model, world) if args.sync_bn else model
         fsdp.shard(model, world, args.parallel, WIRE.get(args.grad_compress))
@@ -400,22 +403,9 @@ def build_optimizer(
         return NGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **own)
     groups = decay_groups(model, weight_decay)
     if name == "sgd":
-        fused = torch_compat.supports_fused_optimizers(model.parameters()) and not fsdp.is_sharded(
-            model
-        )  # torch cannot where weights are in shards
-        optimizer = torch.optim.SGD(
-            groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=fused
-        )
-        if (
-            momentum
-        ):  # torch leaves the buffer uninitialised when it skips the very first step (found_inf)
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return optimizer
+        return fused_sgd(groups, lr=lr, momentum=momentum, nesterov=nesterov)
     if name == "adamw":
-        fused = torch_compat.supports_fused_optimizers(model.parameters())
-        capturable = all(parameter.is_cuda for parameter in model.parameters())  # in a CUDA graph
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused, capturable=capturable)
+        return fused_adamw(groups, lr=lr, betas=betas)
     if name == "lars":
         return LARS(groups, lr=lr, momentum=momentum, nesterov=nesterov, **own)
     if name == "lamb":

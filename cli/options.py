@@ -269,11 +269,11 @@ def schedule(args: argparse.Namespace) -> schedules.Schedule:
     return schedules.Schedule(
         args.lr_schedule,
         args.epochs,
-        args.warmup,
-        args.gamma,
-        args.step_size,
-        args.milestones,
-        args.power,
-        args.lr_end,
-        args.peak,
+        warmup=args.warmup,
+        gamma=args.gamma,
+        step_size=args.step_size,
+        milestones=args.milestones,
+        power=args.power,
+        end=args.lr_end,
+        peak=args.peak,
     )

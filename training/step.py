@@ -95,7 +95,7 @@ class Step:
         ]
         self.sums = torch.zeros(SKIPPED_RUN + 1, dtype=torch.float64, device=world.device)
         self.hook = hook or AllReduceHook(world)
-        self.communicates = getattr(optimizer, "communicates", False)
+        self.communicates = isinstance(optimizer, base.CommunicatingOptimizer)
         self.replicas_diverge = self.communicates or isinstance(
             self.hook, LocalSGD
         )  # ranks' weights differ between averagings

@@ -18,6 +18,7 @@ from backends.device import peak_memory
 from distributed.world import Vote, caught_signals
 from errors import Interrupted, NonFiniteLoss
 from input_pipeline.dataset import BatchedDataset
+from optimizers.base import CommunicatingOptimizer
 from optimizers.schedules import Schedule
 from training import evaluation, train_state
 from training.batch_schedule import BatchSchedule
@@ -135,7 +136,7 @@ class Trainer:
         """The steps of this epoch that are not yet done; True where a signal came too late to stop within it."""
         self.model.train()
         optimizer = self.do_step.optimizer
-        if hasattr(optimizer, "start_epoch"):
+        if isinstance(optimizer, CommunicatingOptimizer):
             optimizer.start_epoch(self.epoch)
         self.batching.start_epoch(self.epoch)
         plan = self.batching.plan(self.epoch, self.step_in_epoch)
@@ -240,7 +241,10 @@ class Trainer:
             "peak_memory_bytes": peak_memory(self.world.device),
             "comm_bytes": self.world.bytes_sent,
         }
-        return row | {name: group[name] for name in ("compress_ratio",) if name in group}
+        optimizer = self.do_step.optimizer
+        if isinstance(optimizer, CommunicatingOptimizer):
+            row |= optimizer.epoch_metrics()
+        return row
 
     def set_lr(self) -> None:
         """The learning rate of the step about to be done."""
