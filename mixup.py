@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backends import torch_compat
-from optimizers import base
+from optimizers.base import global_norm, step_unless_skipped
 
 KINDS = ("none", "mixup", "intra", "attention", "cutmix", "meta")
 TEXT_KINDS = ("none", "mixup", "intra", "meta")  # those that need no height and width
@@ -411,7 +411,7 @@ def meta_gradient(
         torch._foreach_add_(parameters, step, alpha=-rate)
         del step  # frees a copy of the model
         direction = gradient(clean_loss, parameters)
-        epsilon = finite_difference_step * _global_norm(start) / _global_norm(direction)
+        epsilon = finite_difference_step * global_norm(start) / global_norm(direction)
         torch._foreach_mul_(direction, epsilon)
         leaf = weights.detach().requires_grad_()
         sides = []  # the gradient of the mixed loss with respect to the leaf at theta +- e v
@@ -437,11 +437,6 @@ def restore_on_exit(parameters: list[Tensor], buffers: list[Tensor]) -> Iterator
         with torch.no_grad():
             for tensor, old in zip([*parameters, *buffers], [*start, *statistics]):
                 tensor.copy_(old)
-
-
-def _global_norm(tensors: list[Tensor]) -> Tensor:
-    """Euclidean norm of all tensors together, a scalar."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
 
 
 # -------------------------------------------------------------------- meta-mixup
@@ -609,7 +604,7 @@ class MetaMixup:
         if dist.is_available() and dist.is_initialized() and not online:
             dist.all_reduce(policy.grad, group=self.process_group)
             policy.grad /= dist.get_world_size(self.process_group)
-        base.step_unless_skipped(adam, (~torch.isfinite(policy.grad)).any())
+        step_unless_skipped(adam, (~torch.isfinite(policy.grad)).any())
         with torch.no_grad():
             if self.policy == "beta":  # the very samples by which the policy was judged
                 self.learned_mix = Mix(partner, weight.detach())

@@ -13,8 +13,6 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from optimizers.torch_fused import fused_adamw, fused_sgd
-
 import dynamic_batch
 import mixup
 from backends import nvidia_apex
@@ -25,6 +23,7 @@ from errors import exit_code
 from input_pipeline.image_batches import AUGMENTATIONS
 from ngd import NGD
 from optimizers.lars import LARS
+from optimizers.torch_fused import fused_adamw, fused_sgd
 from slamb import LAMB, SLAMB
 
 SCRIPT = "resnet50_test"

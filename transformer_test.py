@@ -13,8 +13,6 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from optimizers.torch_fused import fused_adamw, fused_sgd
-
 import dynamic_batch
 import mixup
 from backends import nvidia_apex
@@ -24,6 +22,7 @@ from distributed.world import init_world
 from errors import exit_code
 from ngd import NGD
 from optimizers.lars import LARS
+from optimizers.torch_fused import fused_adamw, fused_sgd
 from slamb import LAMB, SLAMB
 
 SCRIPT = "transformer_test"

@@ -63,8 +63,8 @@ NEVER = 10**9  # steps
 
 def without_network(optimizer: Any) -> Any:
     """SLAMB as one of two ranks that always agree."""
-    optimizer.exchange.size = optimizer.exchange.nodes = 2
-    optimizer.exchange.reduce = lambda values, group: values.mul_(2)
+    optimizer.averager.size = optimizer.averager.nodes = 2
+    optimizer.averager.reduce = lambda values, group: values.mul_(2)
     return optimizer
 
 

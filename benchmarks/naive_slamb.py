@@ -1,6 +1,6 @@
 """SLAMB as its equations read: boolean masks and ages of elements, a loop and a collective a tensor.
 
-What `communication.py` measures slamb.py against; the authors' formulas, those of `SLAMB(compat=True, selection="random")`.
+What `communication.py` measures slamb.py against; the authors' formulas, those of `AuthorsSLAMB(selection="random")`.
 """
 
 from __future__ import annotations

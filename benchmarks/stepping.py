@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ngd import NGD
+
 PERIOD = 4  # steps between updates of both NGDs; a round of everything else
 WARM_UP = 12  # steps: the first ten update all estimates, and the first starts them
 COUNTED = 5  # the step, of those, whose operators are counted
@@ -110,8 +112,10 @@ class Side:
     def facts(self) -> dict[str, Any]:
         """For the table: operators, and bytes a weight."""
         weights = sum(p.numel() for p in self.model.parameters())
-        plan = getattr(self.optimizer, "plan", None)  # ours: what it keeps besides its state
-        scratch = sum(t.numel() * t.element_size() for t in tensors(plan.scratch)) if plan else 0
+        scratch = 0  # what our NGD keeps besides its state
+        if isinstance(self.optimizer, NGD) and self.optimizer.schedule is not None:
+            buffers = tensors(self.optimizer.schedule.scratch)
+            scratch = sum(t.numel() * t.element_size() for t in buffers)
         return {
             "operators": self.operators.all,
             "syncs": self.operators.syncs,

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models.residual import residual_blocks
 from torch import Tensor, nn
 
 import dynamic_batch
@@ -36,6 +35,7 @@ from input_pipeline.dataset import BatchedDataset
 from input_pipeline.sampler import Sampler, stratified_rows
 from mixup import MetaMixup
 from models import activation_checkpointing, fusion
+from models.residual import residual_blocks
 from optimizers.param_groups import decay_groups, ngd_groups
 from optimizers.schedules import Schedule, scale_lr
 from training import checkpoint, evaluation, run_log
@@ -200,7 +200,12 @@ def optimizer_settings(args: Namespace, world: World) -> dict[str, dict[str, Any
 
 def scaled_lr(args: Namespace, world: World) -> float:
     """--lr, scaled with the global batch by --lr_scaling."""
-    return scale_lr(args.lr, args.lr_scaling, global_batch_size(args, world), args.base_bs)
+    return scale_lr(
+        args.lr,
+        args.lr_scaling,
+        batch_size=global_batch_size(args, world),
+        base_batch_size=args.base_bs,
+    )
 
 
 def create_lr_schedule(args: Namespace) -> Schedule:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from distributed.world import new_group
+
 
 class RankAverager:
     """Means over the ranks, and the bytes that this rank has put into them.
@@ -44,7 +46,7 @@ class RankAverager:
         if len({len(node) for node in nodes}) > 1:
             raise ValueError(f"nodes have different numbers of ranks: {[len(n) for n in nodes]}")
         places = range(self.local_size)
-        groups = [dist.new_group([node[place] for node in nodes]) for place in places]
+        groups = [new_group([node[place] for node in nodes]) for place in places]
         return groups[dist.get_rank(self.node_group)]
 
     def mean(self, values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,11 @@ from torch import Tensor, nn
 
 from backends.device import choose_device
 from backends.torch_compat import gloo_needs_final_barrier
+
+
+def new_group(ranks: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    """A process group of some ranks, or of all; every rank makes every group, its own or not."""
+    return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend))
 
 
 def under_torchrun() -> bool:
@@ -135,7 +140,7 @@ class World:
         if self.local_size in (1, self.size):
             return None
         starts = range(0, self.size, self.local_size)
-        groups = [dist.new_group(list(range(start, start + self.local_size))) for start in starts]
+        groups = [new_group(list(range(start, start + self.local_size))) for start in starts]
         return groups[self.rank // self.local_size]
 
     # ---------------------------------------------------------------- in a checkpoint
@@ -220,7 +225,7 @@ def init_world(device_name: str = "auto") -> Iterator[World]:
         device_id=device if backend == "nccl" else None,
     )
     try:
-        control = dist.new_group(backend="gloo") if size > 1 else None
+        control = new_group(backend="gloo") if size > 1 else None
         yield World(
             rank=dist.get_rank(),
             size=dist.get_world_size(),

@@ -217,9 +217,7 @@ class BatchSchedule:
             times = self.world.all_gather([seconds, compute_seconds])
             if self.policy is not None:
                 slowest = max(seconds for seconds, _ in times)
-                self.policy.rule.observe(
-                    self.size, loss, seconds=slowest, noise=self.noise_scale
-                )
+                self.policy.rule.observe(self.size, loss, seconds=slowest, noise=self.noise_scale)
             if self.balancer is not None:
                 samples = [share * self.steps() for share in self.shares]
                 self.balancer.observe(samples, [compute for _, compute in times])

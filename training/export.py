@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ def export(
     return difference
 
 
-def _export_onnx(model: nn.Module, example: Tensor, path: Path, sizes: dict[int, object]) -> Tensor:
+def _export_onnx(model: nn.Module, example: Tensor, path: Path, sizes: Mapping[int, Any]) -> Tensor:
     """Write an ONNX file; returns the logits that ONNX Runtime computes with it."""
     try:
         import onnxruntime
