@@ -166,25 +166,26 @@ def run_plan(folder: Path, *arguments: str, epochs: int = 2, rows: str = "", cod
     return done.stdout + done.stderr
 
 
-def test_the_plan_runs_seed_by_seed_and_skips_finished_runs(tmp_path):
+def test_the_plan_runs_all_of_a_seed_before_the_next(tmp_path):
     (tmp_path / "plan.yaml").write_text(TINY.format(epochs=2, rows=""))
     plan = experiments.read_plan(tmp_path / "plan.yaml", "cpu", tmp_path / "logs")
-    assert [run.folder.name for run in plan] == [
-        "short-seed3",
-        "long-seed3",
-        "short-seed4",
-        "long-seed4",
-    ]
+    names = [run.folder.name for run in plan]
+    assert names == ["short-seed3", "long-seed3", "short-seed4", "long-seed4"]
+    assert shlex.split(plan[0].command)[0] == "python"
+
+
+@pytest.mark.slow
+def test_finished_runs_are_skipped(tmp_path):
     assert run_plan(tmp_path, "--list").count("open") == 4
     run_plan(tmp_path)
     assert run_plan(tmp_path, "--list").count("done") == 4
     assert not list((tmp_path / "logs").glob("*/*/*.pt"))
-    assert shlex.split(plan[0].command)[0] == "python"
     assert run_plan(tmp_path).count("done") == 4
     config = (tmp_path / "logs" / "one" / "long-seed3" / "config.json").read_text()
     assert yaml.safe_load(config)["flags"]["seed"] == 3
 
 
+@pytest.mark.slow
 def test_a_plan_that_runs_out_of_time_resumes_from_its_checkpoint(tmp_path):
     console = run_plan(tmp_path, "--minutes", "0.3", epochs=4000, code=130)
     assert "run the same command again to resume it" in console
@@ -200,6 +201,7 @@ def test_a_plan_that_runs_out_of_time_resumes_from_its_checkpoint(tmp_path):
     assert "short-seed3: done" in console
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_named_and_the_others_run(tmp_path):
     console = run_plan(tmp_path, epochs=0, code=2)
     assert "2 run(s) failed" in console
@@ -208,12 +210,14 @@ def test_a_failed_run_is_named_and_the_others_run(tmp_path):
     assert run_plan(tmp_path, "--list").count("done") == 2
 
 
+@pytest.mark.slow
 def test_logs_of_another_data_set_are_deleted(tmp_path):
     console = run_plan(tmp_path, rows="rows: 5000", code=2)
     assert "the plan expects 5000" in console
     assert not list((tmp_path / "logs").glob("*/*/metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_starts_again(tmp_path):
     folder = tmp_path / "logs" / "one" / "short-seed3"
     folder.mkdir(parents=True)
@@ -224,12 +228,13 @@ def test_a_run_without_a_checkpoint_starts_again(tmp_path):
 
 
 def test_unfinished_runs_are_left_out(tmp_path):
-    run_plan(tmp_path)
-    folder = tmp_path / "logs" / "one" / "long-seed3"
-    text = (folder / "metrics.jsonl").read_text()
-    for kept in ("", text[: len(text) // 2], text.splitlines(keepends=True)[0]):
-        (folder / "metrics.jsonl").write_text(kept)
-        assert len(logs.read_groups(tmp_path / "logs")["one"]["long"]) == 1
+    rows = [json.dumps({"epoch": epoch, "test_accuracy": 0.5}) + "\n" for epoch in (1, 2)]
+    for seed, text in enumerate(("".join(rows), rows[0], rows[0] + rows[1][:9], "")):
+        folder = tmp_path / "one" / f"long-seed{seed}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text('{"flags": {"epochs": 2}}')
+        (folder / "metrics.jsonl").write_text(text)
+    assert logs.read_groups(tmp_path) == {"one": {"long": [[json.loads(row) for row in rows]]}}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -253,6 +258,7 @@ def test_an_unknown_group_is_one_line(tmp_path):
     assert "there are one" in run_plan(tmp_path, "--only", "two", code=2)
 
 
+@pytest.mark.slow
 def test_sigterm_stops_the_runner_and_its_run(tmp_path):
     (tmp_path / "plan.yaml").write_text(TINY.format(epochs=4000, rows=""))
     process = subprocess.Popen(
