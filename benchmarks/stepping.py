@@ -63,11 +63,13 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.all = self.syncs = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, inputs: Any = (), options: Any = None
+    ) -> Any:
         listed = func.overloadpacket.__name__.startswith(("_foreach_", "_fused_"))
-        self.all += len(args[0]) if listed else not func.is_view
+        self.all += len(inputs[0]) if listed else not func.is_view
         self.syncs += func.overloadpacket is torch.ops.aten._local_scalar_dense
-        return func(*args, **(kwargs or {}))
+        return func(*inputs, **(options or {}))
 
 
 @dataclass
