@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The same as run_distributed.sh under Slurm: one launcher a node, which starts one process a GPU.
+# Train on several nodes under Slurm: run_distributed.sh on each node, one process per GPU.
 #
 #   sbatch --nodes=2 --gpus-per-node=4 run_slurm.sh resnet50_test.py --bs 256
 #
@@ -8,11 +8,12 @@
 #SBATCH --signal=TERM@120
 set -euo pipefail
 
-here=${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")}
+root=${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")}
 export NNODES=${SLURM_JOB_NUM_NODES:?run this through sbatch or salloc}
 export JOB_ID=${SLURM_JOB_ID}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
 
 # shellcheck disable=SC2016  # SLURM_NODEID is expanded on each node
-exec srun --ntasks-per-node=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' "$here/run_distributed.sh" "$@"
+exec srun --ntasks-per-node=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' \
+    "$root/run_distributed.sh" "$@"

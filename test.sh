@@ -1,19 +1,32 @@
 #!/usr/bin/env bash
-# The whole test suite, under 20 minutes on two cores. Arguments go to pytest: bash test.sh -k resume
-#   bash test.sh --legacy    the ancestors' stack in .venv-legacy: ORTModule, torchtext, and both scripts on torch 2.3.1
-# DATA_DIR names the folder of the real data sets; tests that need one that is missing are skipped with the reason.
+# Run the checks and tests. Further arguments go to pytest: bash test.sh -k resume
+#   bash test.sh             style, types, fast tests: at most six minutes on two cores
+#   bash test.sh --all       the same with all tests
+#   bash test.sh --legacy    the tests of the legacy stack (torch 2.3.1, ORTModule, torchtext)
+# DATA_DIR names the folder of the real data sets; tests that need a missing one are skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-if [ "${1:-}" = --legacy ]; then
+case ${1:-} in
+--legacy)
     shift
     bash setup_venv.sh requirements-legacy.txt
     .venv-legacy/bin/python -m cli.capabilities
-    exec .venv-legacy/bin/python -m pytest -rs --durations=5 tests/test_{legacy,texts,models,checkpoint,mixup,images}.py "$@"
-fi
+    exec .venv-legacy/bin/python -m pytest -rs --durations=5 \
+        tests/test_{legacy,texts,models,checkpoint,mixup,images}.py "$@"
+    ;;
+--all)
+    shift
+    selection=""
+    ;;
+*)
+    selection="not slow"
+    ;;
+esac
+
 bash setup_venv.sh requirements-dev.txt
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
 .venv/bin/python -m mypy
-if command -v shellcheck >/dev/null; then shellcheck ./*.sh figures/*.sh tuning/*.sh; fi
-exec .venv/bin/python -m pytest -rs --durations=10 "$@"
+if command -v shellcheck >/dev/null; then shellcheck ./*.sh figures/*.sh tuning/*.sh .ci/run; fi
+exec .venv/bin/python -m pytest -rs --durations=10 -m "$selection" "$@"

@@ -1,1 +1,1 @@
-"""Comparisons with named peers, both sides interleaved in one run: `python -m benchmarks.NAME [--quick]`."""
+"""Comparisons with named peers: `python -m benchmarks.NAME [--quick] [--json FILE]`."""

@@ -1,11 +1,11 @@
-"""What all benchmarks do alike: interleaved blocks of two sides, a table of ratios, bars, a JSON file.
+"""What all benchmarks share: interleaved blocks of two sides, a table of ratios, bars, a JSON file.
 
     row = bench.interleave("resnet50 training", ours, plain, block=5, blocks=9, limit=90)
     print(bench.table([row], "plain"))
     sys.exit(bench.verdict([bench.Bar("resnet50 training", row.ratio, 2.7)]))
 
-A side is an endless iterator: each `next` does one step and says how many samples (or bytes, or calls) it took; or a
-`Remote`, which runs such an iterator in a process of its own.
+A side is an endless iterator, each `next` of which does one step and returns its number of samples
+(or bytes, or calls); or a `Remote`, which runs such an iterator in a process of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,12 +33,15 @@ from training import run_log
 from training.machine import device_name
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LEAST_BLOCKS = 3  # blocks of each side that a median wants, however slow the machine is
+MIN_BLOCKS = 3  # blocks of each side that a median needs, however slow the machine is
 
 
 @dataclass(frozen=True)
 class Row:
-    """A measured pair: the rate (samples/s) of each block of ours and of the peer; block i of both ran one after the other."""
+    """A measured pair: samples/s of each block of ours and of the peer.
+
+    Block i of one side ran directly before or after block i of the other.
+    """
 
     name: str
     ours: list[float]
@@ -45,40 +49,42 @@ class Row:
 
     @property
     def ratios(self) -> list[float]:
-        """Ours over the peer's, block by block: what else the machine did in that minute met both."""
+        """Ours over the peer's, block by block, so that other load on the machine met both."""
         return [ours / peer for ours, peer in zip(self.ours, self.peer)]
 
     @property
     def ratio(self) -> float:
-        """The median of `ratios`."""
+        """The median ratio of all blocks."""
         return statistics.median(self.ratios)
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A number that must be reached; or, with `at_most`, not be passed."""
+    """A target that a measured number must reach; with `at_most`, one that it must not exceed."""
 
     name: str
     measured: float
-    wanted: float
+    target: float
     at_most: bool = False
 
     @property
     def holds(self) -> bool:
-        """Whether it is, before any rounding."""
-        return self.measured <= self.wanted if self.at_most else self.measured >= self.wanted
+        """Whether the target is met, before any rounding."""
+        return self.measured <= self.target if self.at_most else self.measured >= self.target
 
 
 # -------------------------------------------------------------------- measuring
 
 
 class Side:
-    """One side of a pair. Its worker processes stand still while the other side is measured.
+    """One side of a pair. Its worker processes are stopped while the other side is measured.
 
-    A DataLoader's workers fill their queue (2 batches each) while nobody asks for batches. Left running, the peer's would
-    take the processor from our block and hand the peer's next block batches made on our time. So the workers get SIGSTOP
-    in the instant a block ends and SIGCONT after the clock of their next block has started: what was ready at the end of
-    one block is ready at the start of the next, neither side computes on the other's time, and nothing has to be drained.
+    A DataLoader's workers fill their queue (2 batches each) while nobody asks for batches. Left
+    running, the peer's would take the processor from our block, and the peer's next block would
+    start with batches made in our time. So the workers get SIGSTOP when a block ends and SIGCONT
+    after the clock of their next block has started: what was ready at the end of one block is ready
+    at the start of the next, neither side computes in the other's time, and no queue has to be
+    drained.
     """
 
     def __init__(self, steps: Iterator[int]) -> None:
@@ -86,7 +92,7 @@ class Side:
         self.workers: set[BaseProcess] = set()
 
     def rate(self, seconds: float) -> float:
-        """Samples/s of the steps of the next `seconds`, at least one."""
+        """Run steps for `seconds`, at least one step, and return samples/s."""
         others = set(multiprocessing.active_children()) - self.workers
         wait_for_device()
         start = time.perf_counter()
@@ -101,21 +107,21 @@ class Side:
         return samples / taken
 
     def close(self) -> None:
-        """Let the workers run on: a process that stands still cannot be ended."""
+        """Let the workers run again: a stopped process cannot be ended."""
         self.send("SIGCONT")
 
     def send(self, name: str) -> None:
-        """Send a signal to every worker that is left; where the system has no such signal (Windows) they run on."""
+        """Send a signal to every worker that is alive, if the system has it (Windows has not)."""
         for worker in self.workers:
             if hasattr(signal, name) and worker.is_alive() and worker.pid is not None:
                 os.kill(worker.pid, getattr(signal, name))
 
 
 class Remote:
-    """A side in a process of its own: a fresh interpreter's allocator and settings, nothing of ours.
+    """A side in a process of its own, with a fresh interpreter's allocator and settings.
 
-    `make(*arguments)` is called there and returns the iterator; both must be picklable. The process waits at a pipe, and
-    its workers stand still, while the other side is measured.
+    `make(*arguments)` is called there and returns the iterator; both must be picklable. The process
+    waits at a pipe, and its workers are stopped, while the other side is measured.
     """
 
     def __init__(self, make: Callable[..., Iterator[int]], *arguments: Any) -> None:
@@ -126,12 +132,12 @@ class Remote:
         there.close()
 
     def rate(self, seconds: float) -> float:
-        """As `Side.rate`."""
+        """Run `Side.rate` in the process."""
         self.pipe.send(seconds)
         return self.pipe.recv()
 
     def peak_memory(self) -> int:
-        """Bytes the process has held at most."""
+        """Return the peak memory of the process in bytes."""
         self.pipe.send("memory")
         return self.pipe.recv()
 
@@ -143,16 +149,16 @@ class Remote:
 
 
 def serve(pipe: Any, make: Callable[..., Iterator[int]], arguments: tuple[Any, ...]) -> None:
-    """The other end of a `Remote`."""
+    """Serve the requests of a `Remote`, in its process."""
     side = Side(make(*arguments))
     with contextlib.suppress(EOFError):
-        while (wish := pipe.recv()) is not None:
-            pipe.send(peak_memory(DEVICE) if wish == "memory" else side.rate(wish))
+        while (request := pipe.recv()) is not None:
+            pipe.send(peak_memory(DEVICE) if request == "memory" else side.rate(request))
     side.close()
 
 
 def wait_for_device() -> None:
-    """Until a GPU has done what it was given."""
+    """Wait until the GPU, if there is one, has finished its queue."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -165,14 +171,15 @@ def interleave(
     blocks: int,
     limit: float,
 ) -> Row:
-    """One untimed block of each side, then `blocks` timed ones in turn; the side that goes first changes every time.
+    """Measure two sides in turn: one untimed block each, then timed ones, in alternating order.
 
     Args:
-        name: of the row.
-        ours, peer: the two sides.
-        block: seconds of each block of each side: the same effort on a slow machine, a busy one and a GPU.
-        blocks: of each side.
-        limit: seconds after which three blocks will do (a step can be longer than a block).
+        name: name of the row.
+        ours: our side.
+        peer: the other side.
+        block: seconds of a block, and so the same effort on a slow machine, a busy one and a GPU.
+        blocks: number of blocks of each side.
+        limit: seconds after which three blocks are enough (a step can take longer than a block).
     """
     end = time.perf_counter() + limit
     sides = Side(ours), peer if isinstance(peer, Remote) else Side(peer)
@@ -183,7 +190,7 @@ def interleave(
         for turn in range(blocks):
             for number in (0, 1) if turn % 2 == 0 else (1, 0):
                 rates[number].append(sides[number].rate(block))
-            if turn + 1 >= LEAST_BLOCKS and time.perf_counter() > end:
+            if turn + 1 >= MIN_BLOCKS and time.perf_counter() > end:
                 break
     finally:
         for side in sides:
@@ -194,22 +201,28 @@ def interleave(
 def take_turns(
     sides: Mapping[str, Callable[[], float]], rounds: int, slow: Collection[str] = ()
 ) -> dict[str, list[float]]:
-    """What each returns in each round, the first one changing; those in `slow` sit out all rounds but the first few."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    """Call each side in each round and return its values, one per round.
+
+    Args:
+        sides: by name; a different one comes first in each round.
+        rounds: number of rounds.
+        slow: names of sides that take part in the first few rounds only.
+    """
+    values: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
     for turn in range(rounds):
         start = turn % len(names)
         for name in names[start:] + names[:start]:
-            if turn < LEAST_BLOCKS or name not in slow:
-                found[name].append(sides[name]())
-    return found
+            if turn < MIN_BLOCKS or name not in slow:
+                values[name].append(sides[name]())
+    return values
 
 
 # -------------------------------------------------------------------- showing
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The flags of every benchmark."""
+    """Return a parser with the flags that every benchmark has."""
     parser = argparse.ArgumentParser(
         description=description,
         allow_abbrev=False,
@@ -221,19 +234,16 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def machine(device: torch.device, packages: Sequence[str]) -> str:
-    """Versions of the peers, the processor and its threads, and how busy others keep it."""
-    load = (
-        f"; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-        if hasattr(os, "getloadavg")
-        else ""
-    )
-    return (
-        f"{', '.join(f'{name} {version(name)}' for name in packages)}; {device_name(device)}{load}"
-    )
+    """Describe versions of the packages, the processor and its load by other programs."""
+    load = ""
+    if sys.platform != "win32":
+        load = f"; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    return f"{versions}; {device_name(device)}{load}"
 
 
 def table(rows: Sequence[Row], peer: str, unit: str = "samples/s") -> str:
-    """A line a pair: median rate of ours and of `peer`, median ratio, smallest and largest ratio."""
+    """Write a line for each pair: median rates, median ratio, smallest and largest ratio."""
     lines = [
         f"{'pair':<24} {'ours ' + unit:>16} {peer + ' ' + unit:>16} {'ratio':>8} {'spread':>16}"
     ]
@@ -245,22 +255,29 @@ def table(rows: Sequence[Row], peer: str, unit: str = "samples/s") -> str:
 
 
 def verdict(bars: Sequence[Bar]) -> int:
-    """Print a line a bar; the exit code: 1 where one is short, else 0."""
+    """Print a line for each bar; return the exit code: 1 if a bar is short, else 0."""
     for bar in bars:
-        name = bar.name.replace(" ", "_")
-        print(
-            f"BAR {name} measured={bar.measured:.3f} wanted={bar.wanted:.3f} {'holds' if bar.holds else 'short'}"
-        )
+        name, result = bar.name.replace(" ", "_"), "holds" if bar.holds else "short"
+        print(f"BAR {name} measured={bar.measured:.3f} wanted={bar.target:.3f} {result}")
     return int(not all(bar.holds for bar in bars))
 
 
 def write_json(path: str | None, rows: Sequence[Row], bars: Sequence[Bar], **facts: Any) -> None:
-    """Everything measured, to the file of --json; nothing where there is none."""
+    """Write everything measured to the file of --json, if it was given."""
     if path is None:
         return
     everything = {
         **facts,
         "rows": [{**asdict(row), "ratios": row.ratios, "ratio": row.ratio} for row in rows],
-        "bars": [{**asdict(bar), "holds": bar.holds} for bar in bars],
+        "bars": [
+            {
+                "name": bar.name,
+                "measured": bar.measured,
+                "wanted": bar.target,  # named as in the printed line
+                "at_most": bar.at_most,
+                "holds": bar.holds,
+            }
+            for bar in bars
+        ],
     }
     run_log.atomic_write_text(Path(path), json.dumps(everything, indent=2) + "\n")

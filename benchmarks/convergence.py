@@ -1,13 +1,14 @@
-"""How many epochs an optimizer needs for what tuned SGD reaches: ResNet-8 on 10,000 images of CIFAR-10, batch 256.
+"""How many epochs an optimizer needs to reach the training loss of tuned SGD.
 
-    python -m benchmarks.convergence --logs figures/logs/ngd_convergence             # runs what is not there yet
-    python -m benchmarks.convergence --logs figures/logs/ngd_convergence --report    # the table from the logs alone
+    python -m benchmarks.convergence --logs figures/logs/ngd_convergence          # missing runs
+    python -m benchmarks.convergence --logs figures/logs/ngd_convergence --report # the table only
 
-Every optimizer tries the same learning rates with seed 0, at a constant rate, without warm-up; the one with the lowest
-training loss of the last epoch (running mean over the augmented epoch) goes on with seeds 1 and 2. An optimizer *passes*
-SGD in the first epoch whose mean training loss over seeds is at most SGD's mean in its last one. Seconds an epoch are those
-of training alone in the fastest epoch, which other work on the machine met least. Killed and started again, it goes on with
-the run it was in.
+ResNet-8 on 10,000 images of CIFAR-10, batch size 256. Every optimizer tries the same constant
+learning rates with seed 0, without warm-up; the rate with the lowest training loss of the last
+epoch (running mean over the augmented epoch) is repeated with seeds 1 and 2. An optimizer *passes*
+SGD in the first epoch whose mean training loss over seeds is at most SGD's in its last epoch.
+Seconds per epoch are those of training alone in the fastest epoch, which other load on the machine
+affected least. When it is killed, the same command resumes the run that it was in.
 """
 
 from __future__ import annotations
@@ -24,26 +25,23 @@ from typing import Any
 import torch
 from torch import nn
 
-import resnet50_test  # noqa: E402
+import resnet50_test
 from benchmarks import bench, peers
 from cli import factory, options
 from distributed.world import World, init_world
-from errors import NonFiniteLoss  # noqa: E402
+from errors import NonFiniteLoss
 
 METHODS = ("sgd", "adamw", "muon", "ngd")
-DECAY = {
-    "sgd": 5e-4,
-    "ngd": 5e-4,
-    "adamw": 0.05,
-    "muon": 0.05,
-}  # coupled for the first two, decoupled for the others
+# Weight decay, coupled for the first two, decoupled for the others.
+WEIGHT_DECAY = {"sgd": 5e-4, "ngd": 5e-4, "adamw": 0.05, "muon": 0.05}
 FLAGS = "--arch resnet8 --bs 256 --lr_schedule constant --workers 0"
-WANTED = 1.4  # SGD's epochs over those in which NGD passes it: what makes a costlier step worth while at all
+# SGD's epochs over those in which NGD passes it: fewer would not pay for NGD's costlier step.
+SPEED_UP = 1.4
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of the comparison: share of the training set, epochs, learning rates tried with the first seed, seeds."""
+    """The size of the comparison; every learning rate is tried with the first seed."""
 
     subset: float
     epochs: int
@@ -56,14 +54,17 @@ QUICK = Size(0.05, 4, (0.03, 0.3), (0, 1))
 
 
 class Muon(torch.optim.Optimizer):
-    """`peers.Muon` for the Trainer, which sets the learning rate before each step. It cannot be resumed."""
+    """`peers.Muon` for the Trainer, which sets the learning rate before each step.
+
+    Its runs cannot be resumed.
+    """
 
     def __init__(self, model: nn.Module, lr: float, weight_decay: float) -> None:
         super().__init__(model.parameters(), {"lr": lr})
         self.both = peers.Muon(model, lr, weight_decay)
 
     def step(self, closure: None = None) -> None:
-        """One step."""
+        """Step Muon and AdamW with the current learning rate."""
         for optimizer in (self.both.muon, self.both.adamw):
             for group in optimizer.param_groups:
                 group["lr"] = self.param_groups[0]["lr"]
@@ -73,7 +74,7 @@ class Muon(torch.optim.Optimizer):
 def make_optimizer(
     args: argparse.Namespace, model: nn.Module, lr: float, world: World
 ) -> torch.optim.Optimizer:
-    """The optimizer of the flags, or Muon."""
+    """Return the optimizer of the flags, or Muon."""
     return (
         Muon(model, lr, args.weight_decay)
         if args.optimizer == "muon"
@@ -82,7 +83,7 @@ def make_optimizer(
 
 
 class Comparison:
-    """Its runs, each a folder below `logs`."""
+    """The runs of the comparison, each in a folder below `logs`."""
 
     def __init__(self, logs: Path, size: Size) -> None:
         self.logs, self.size = logs, size
@@ -91,17 +92,19 @@ class Comparison:
         return self.logs / f"{method}-lr{lr:g}-seed{seed}"
 
     def rows(self, method: str, lr: float, seed: int) -> list[dict[str, Any]]:
-        """The epochs of a run, as far as it came."""
+        """Return the rows of metrics.jsonl of a run, finished or not."""
         file = self.folder(method, lr, seed) / "metrics.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def train(self, method: str, lr: float, seed: int, threads: int) -> None:
-        """One run, as the entry script does it; nothing if it is there, its rest if a part of it is."""
+        """Do what is missing of a run, in the way of the entry script."""
         folder = self.folder(method, lr, seed)
         if len(self.rows(method, lr, seed)) == self.size.epochs or (folder / "diverged").exists():
             return
-        words = f"{FLAGS} --subset {self.size.subset} --epochs {self.size.epochs} --lr {lr} --seed {seed} --threads {threads}"
-        words += f" --optimizer {'sgd' if method == 'muon' else method} --weight_decay {DECAY[method]} --out {folder}"
+        optimizer = "sgd" if method == "muon" else method
+        words = f"{FLAGS} --subset {self.size.subset} --epochs {self.size.epochs} --lr {lr}"
+        words += f" --seed {seed} --threads {threads} --optimizer {optimizer}"
+        words += f" --weight_decay {WEIGHT_DECAY[method]} --out {folder}"
         if method == "muon":
             shutil.rmtree(folder, ignore_errors=True)
         resume = ["--resume"] if (folder / "last.pt").exists() else []
@@ -123,31 +126,28 @@ class Comparison:
             weights.unlink()
 
     def last_loss(self, method: str, lr: float, seed: int) -> float:
-        """Training loss of the last epoch; infinite for a run that broke off."""
+        """Return the training loss of the last epoch; infinity for a run that diverged."""
         rows = self.rows(method, lr, seed)
         return rows[-1]["train_loss"] if len(rows) == self.size.epochs else float("inf")
 
     def best_rate(self, method: str) -> float:
-        """The learning rate with the lowest last training loss of the first seed."""
+        """Return the learning rate with the lowest final training loss of the first seed."""
         return min(self.size.rates, key=lambda lr: self.last_loss(method, lr, self.size.seeds[0]))
 
     def curve(self, method: str, field: str) -> list[list[float]]:
-        """`field` of each epoch (rows) of each seed (columns) at the best learning rate."""
+        """Return a field of shape (epochs, seeds) at the best learning rate."""
         runs = [self.rows(method, self.best_rate(method), seed) for seed in self.size.seeds]
         return [[row[field] for row in epoch] for epoch in zip(*runs)]
 
     def report(self) -> list[bench.Bar]:
-        """Print the table and return the bar."""
+        """Print the table and return the bar of NGD."""
         goal = statistics.mean(self.curve("sgd", "train_loss")[-1])
-        print(
-            f"{'':8} {'rate':>6} {'train loss':>16} {'test accuracy':>16} {'passes SGD':>11} {'s/epoch':>8} {'s to pass':>10}"
-        )
+        columns = f"{'train loss':>16} {'test accuracy':>16} {'passes SGD':>11} {'s/epoch':>8}"
+        print(f"{'':8} {'lr':>6} {columns} {'s to pass':>10}")
         bars = []
         for method in METHODS:
-            losses, num_correct = (
-                self.curve(method, "train_loss"),
-                self.curve(method, "test_accuracy"),
-            )
+            losses = self.curve(method, "train_loss")
+            accuracies = self.curve(method, "test_accuracy")
             if not losses:
                 print(f"{method:8} not run")
                 continue
@@ -158,21 +158,19 @@ class Comparison:
                 (epoch for epoch, loss in enumerate(losses, 1) if statistics.mean(loss) <= goal),
                 None,
             )
-            loss, hit = (
+            loss, accuracy = (
                 f"{statistics.mean(last):.3f} +- {statistics.stdev(last):.3f}"
-                for last in (losses[-1], num_correct[-1])
+                for last in (losses[-1], accuracies[-1])
             )
             time = f"{passed * seconds:.0f}" if passed else "-"
-            rate = self.best_rate(method)
-            print(
-                f"{method:8} {rate:>6g} {loss:>16} {hit:>16} {passed or '-':>11} {seconds:>8.1f} {time:>10}"
-            )
+            values = f"{loss:>16} {accuracy:>16} {passed or '-':>11} {seconds:>8.1f} {time:>10}"
+            print(f"{method:8} {self.best_rate(method):>6g} {values}")
             if method == "ngd":
                 bars.append(
                     bench.Bar(
                         "ngd epochs fewer than sgd",
                         self.size.epochs / passed if passed else 0.0,
-                        WANTED,
+                        SPEED_UP,
                     )
                 )
         return bars
@@ -180,10 +178,12 @@ class Comparison:
 
 def main() -> int:
     parser = bench.parser(__doc__)
-    parser.add_argument("--logs", type=Path, required=True, metavar="DIR", help="a folder a run")
-    parser.add_argument("--report", action="store_true", help="only the table")
+    parser.add_argument(
+        "--logs", type=Path, required=True, metavar="DIR", help="folder of the runs' folders"
+    )
+    parser.add_argument("--report", action="store_true", help="print the table without running")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--threads", type=int, default=0, help="of the processor (default: all)")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default 0: all)")
     args = parser.parse_args()
     runs = Comparison(args.logs, QUICK if args.quick else FULL)
     first, *others = runs.size.seeds

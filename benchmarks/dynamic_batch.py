@@ -1,14 +1,16 @@
-"""What balancing the shares of unequal workers wins, and what it costs where they are equal.
+"""What balancing batch shares gains with unequal workers, and what it costs with equal ones.
 
 python -m benchmarks.dynamic_batch --quick          # three rounds
 python -m benchmarks.dynamic_batch --json FILE      # six
 
-Two processes of one thread train a ResNet-20 on the embedded digits at 32 x 32 through resnet50_test.py, with and without
---balance_workers in turn. The slow one is stopped and woken by signals, so that it runs half of the time. Compared are samples/s
-of all training steps of an epoch, communication included: balanced, an epoch has one small step more, for the rows left over.
+Two processes of one thread train a ResNet-20 on the embedded digits at 32 x 32 through
+resnet50_test.py, with and without --balance_workers in turn. The slow process is stopped and
+continued by signals, so that it runs half of the time. Compared are samples/s of all training steps
+of an epoch, communication included; a balanced epoch has one more small step for the last rows.
 
-The best possible: with speeds s and s / 2 a batch takes B / s in equal shares, as the slow one needs for its half, and
-B / 1.5 s in shares in proportion: 1.5 times as fast. 'gain' is what was won of these 50 %.
+The upper bound: at speeds s and s / 2, a batch of B samples takes B / s in equal shares, as the
+slow process needs for its half, and B / 1.5 s in proportional shares, which is 1.5 times as fast.
+'gain' is the fraction of these 50 % that was reached.
 """
 
 from __future__ import annotations
@@ -29,23 +31,27 @@ import torch
 
 from benchmarks import bench, slow_network
 
-GAIN = 0.85  # of the best possible, in the third epoch: the first is measured, the second mends, the third mends what was left
-EQUAL = 1.03  # of the static time: shares that flutter, or timing that waits, would cost more
+# Of the upper bound, in the third epoch: the first epoch measures, the next two correct the shares.
+GAIN = 0.85
+# Of the time with static shares: shares that fluctuate, or a timer that waits, would cost more.
+EQUAL = 1.03
 
 EPOCHS = 4
-BEST = 1.5  # see above
-SLICE = 0.01  # seconds that the slow one runs, and stands still
-FLAGS = "--dataset digits --image_size 32 --arch resnet20 --bs 64 --threads 1 --device cpu --lr 0.02".split()
+UPPER_BOUND = 1.5  # see above
+SLICE = 0.01  # seconds for which the slow process runs, and for which it is stopped
+FLAGS = (
+    "--dataset digits --image_size 32 --arch resnet20 --bs 64 --lr 0.02 --threads 1 --device cpu"
+).split()
 
 
-class Halved:
-    """A process that runs half of the time."""
+class HalfSpeed:
+    """Makes a process run half of the time while the context lasts."""
 
     def __init__(self, process: subprocess.Popen[Any]) -> None:
         self.process, self.over = process, threading.Event()
         self.thread = threading.Thread(target=self.run)
 
-    def __enter__(self) -> Halved:
+    def __enter__(self) -> HalfSpeed:
         self.thread.start()
         return self
 
@@ -54,7 +60,7 @@ class Halved:
         self.thread.join()
 
     def run(self) -> None:
-        """Until the block ends."""
+        """Stop and continue the process until the context ends."""
         while not self.over.is_set() and self.process.poll() is None:
             for number in (signal.SIGSTOP, signal.SIGCONT):
                 self.process.send_signal(number)
@@ -62,7 +68,7 @@ class Halved:
 
 
 def train(balanced: bool, slow: bool) -> list[dict[str, Any]]:
-    """TextSplit of a run's metrics."""
+    """Train on two ranks and return the rows of metrics.jsonl."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [
             *FLAGS,
@@ -83,7 +89,7 @@ def train(balanced: bool, slow: bool) -> list[dict[str, Any]]:
             for rank in (0, 1)
         ]
         try:
-            with Halved(ranks[1]) if slow else contextlib.nullcontext():
+            with HalfSpeed(ranks[1]) if slow else contextlib.nullcontext():
                 if any(process.wait() for process in ranks):
                     raise RuntimeError(f"exit codes {[process.returncode for process in ranks]}")
         finally:
@@ -97,10 +103,9 @@ def train(balanced: bool, slow: bool) -> list[dict[str, Any]]:
 
 
 def compare(slow: bool, rounds: int) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
-    """TextSplit of a static and a balanced run, so many times; prints a line for each."""
-    print(
-        f"\n{'one rank at half speed' if slow else 'equal ranks':<24} static s, epochs 1..{EPOCHS} | balanced s | shares"
-    )
+    """Return the metrics of a static and a balanced run for each round; print a line for each."""
+    title = "one rank at half speed" if slow else "equal ranks"
+    print(f"\n{title:<24} static s, epochs 1..{EPOCHS} | balanced s | shares")
     pairs = []
     for turn in range(rounds):
         sides = {
@@ -120,9 +125,9 @@ def main() -> int:
     machine = bench.machine(torch.device("cpu"), ("torch",))
     print(machine)
     rounds = 3 if args.quick else 6
-    found = {name: compare(name == "slow", rounds) for name in ("slow", "equal")}
+    runs = {name: compare(name == "slow", rounds) for name in ("slow", "equal")}
     rates: dict[str, bench.Row] = {}
-    for name, pairs in found.items():
+    for name, pairs in runs.items():
         for epoch in range(EPOCHS):
             ours, peer = (
                 [pair[side][epoch]["samples_per_second"] for pair in pairs] for side in (1, 0)
@@ -131,17 +136,16 @@ def main() -> int:
                 f"{name}, epoch {epoch + 1}", ours, peer
             )
     print("\n" + bench.table(list(rates.values()), "static"))
-    won = [(ratio - 1) / (BEST - 1) for ratio in rates["slow, epoch 3"].ratios]
+    gains = [(ratio - 1) / (UPPER_BOUND - 1) for ratio in rates["slow, epoch 3"].ratios]
     equal = [
         statistics.mean(ratios)
         for ratios in zip(*(rates[f"equal, epoch {epoch + 1}"].ratios for epoch in range(EPOCHS)))
     ]
-    print(
-        f"part of the best possible gain in epoch 3: {statistics.median(won):.2f} ({min(won):.2f}..{max(won):.2f})"
-    )
+    spread = f"{min(gains):.2f}..{max(gains):.2f}"
+    print(f"share of the possible gain in epoch 3: {statistics.median(gains):.2f} ({spread})")
     seconds = time.perf_counter() - started
     bars = [
-        bench.Bar("gain, third epoch", statistics.median(won), GAIN),
+        bench.Bar("gain, third epoch", statistics.median(gains), GAIN),
         bench.Bar("time of equal ranks", 1 / statistics.median(equal), EQUAL, at_most=True),
     ]
     print(f"{seconds:.0f} s")
@@ -152,7 +156,7 @@ def main() -> int:
         machine=machine,
         took=seconds,
         quick=args.quick,
-        runs=found,
+        runs=runs,
     )
     return bench.verdict(bars)
 

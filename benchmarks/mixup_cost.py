@@ -1,13 +1,16 @@
-"""What mixing costs: of a training step, and beside timm's Mixup and torchvision's MixUp and CutMix (peer: pip install timm).
+"""What mixing costs: as a share of a training step, and compared with timm and torchvision.
 
 python -m benchmarks.mixup_cost --quick                  # at most five minutes on two cores
 python -m benchmarks.mixup_cost --json mixup-cost.json   # larger batch, more rounds
 
-Steps: ResNet-18 on 32x32 images and the Transformer on 64 tokens, `step.Step` with each kind of mixing. All kinds take turns;
-in a round each does 16 steps, one update of the policy of meta-mixup, which is also measured learning on every step, as in its
-paper. A plain kind costs less than two such rounds differ by, so its share is also taken from mixing and loss alone,
-without the model, over the median step: that is what its bar looks at.
-Peers: a batch of images mixed, and the loss of given logits, forward and backward; one lambda or box a batch for all sides.
+Steps: ResNet-18 on 32x32 images and the Transformer on 64 tokens, a training step with each kind of
+mixing. The kinds take turns; in a round each takes 16 steps, with one update of the policy of
+meta-mixup, which is also measured with an update on every step, as in its paper. Other kinds cost
+less than rounds differ from each other, so their bar is the time of mixing and loss alone, without
+the model, over the median step.
+
+Peers: timm's Mixup and torchvision's MixUp and CutMix mix a batch of images and compute the loss of
+given logits, forward and backward, with one lambda or box per batch.
 """
 
 from __future__ import annotations
@@ -37,8 +40,10 @@ from models.transformer import Transformer
 from training.losses import LossFn, MixedCrossEntropy, classification
 from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
 
-PLAIN_SHARE = 0.02  # of a step: a batch read twice beside hundreds of passes over its activations
-META_SHARE = 0.30  # of a step, at the default of 16 steps between updates: ten passes, a third of a step each, over 16
+# Share of a step: the batch is read twice, its activations hundreds of times.
+PLAIN_SHARE = 0.02
+# Share of a step with 16 steps between updates, the default: ten passes of a third of a step each.
+META_SHARE = 0.30
 PEER = 1.0  # at least as fast as theirs
 
 EVERY = 16
@@ -49,12 +54,12 @@ ALPHA = 1.0
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained: how to make it and a batch for it, and what of a batch is mixed."""
+    """A model with its batches, and the kinds of mixing that it is measured with."""
 
     name: str
     make: Callable[[], nn.Module]
     inputs: Callable[[int], Tensor]
-    kinds: dict[str, tuple[str, bool]]  # name -> (kind of mixing, whether the model does it inside)
+    kinds: dict[str, tuple[str, bool]]  # name -> (kind of mixing, whether the model mixes)
     mixed_shape: tuple[int, ...]  # of one sample, where it is mixed
     optimizer: str
     batch: int
@@ -62,7 +67,7 @@ class Model:
 
 
 def models() -> list[Model]:
-    """ResNet-18 and the Transformer, as the scripts have them."""
+    """Return ResNet-18 and the Transformer with the sizes of the scripts."""
 
     def images(size: int) -> Tensor:
         return torch.randn(size, 3, 32, 32).to(memory_format=torch.channels_last)
@@ -112,7 +117,7 @@ def tokens(size: int) -> Tensor:
     return torch.randint(3, 30_000, (size, 64))
 
 
-class Clean:
+class RandomHeldOut:
     """A held-out set of random samples."""
 
     lengths = None
@@ -131,7 +136,7 @@ class Clean:
 
 
 def make_step(model: Model, kind: str, every: int, inside: bool, batch: int) -> Step:
-    """The training step of the scripts."""
+    """Return the training step of the scripts."""
     world, network = World(), model.make()
     task: LossFn = classification()
     learner = None
@@ -139,7 +144,7 @@ def make_step(model: Model, kind: str, every: int, inside: bool, batch: int) -> 
         meta = mixup.MetaMixup(CLASSES)
         task = mixed = MixedCrossEntropy(lambda labels, height, width: meta.mix(labels), inside)
         learner = MetaMixupStep(
-            meta, mixed, HeldOutBatches(Clean(model.inputs), batch, 0, world), every
+            meta, mixed, HeldOutBatches(RandomHeldOut(model.inputs), batch, 0, world), every
         )
     elif kind != "none":
         task = MixedCrossEntropy(
@@ -154,7 +159,7 @@ def make_step(model: Model, kind: str, every: int, inside: bool, batch: int) -> 
 
 
 def step_sides(model: Model, batch: int) -> dict[str, Callable[[], float]]:
-    """Mean seconds of a step, by kind."""
+    """Return functions that measure the mean seconds of a step, by kind of mixing."""
     inputs, labels = model.inputs(batch), torch.randint(CLASSES, (batch,))
 
     def side(step: Step, steps: int) -> Callable[[], float]:
@@ -171,7 +176,7 @@ def step_sides(model: Model, batch: int) -> dict[str, Callable[[], float]]:
 
 
 def alone(model: Model, batch: int) -> dict[str, Callable[[], float]]:
-    """Seconds of drawing, mixing and the loss, forward and backward, without the model; of 'none' the loss alone."""
+    """Return functions that measure mixing and loss, forward and backward, without the model."""
     labels = torch.randint(CLASSES, (batch,))
     hidden = torch.randn(batch, *model.mixed_shape)
     logits = torch.randn(batch, CLASSES, requires_grad=True)
@@ -200,12 +205,12 @@ def alone(model: Model, batch: int) -> dict[str, Callable[[], float]]:
 
 
 def repeated(call: Callable[[], Any], times: int = 10) -> float:
-    """Seconds of a call, the mean of several."""
+    """Return the mean seconds of a call."""
     return clock(lambda: [call() for _ in range(times)]) / times
 
 
 def peer_sides(size: int) -> dict[str, Callable[[], float]]:
-    """Seconds of mixing a batch of images and of the loss, ours and theirs."""
+    """Return functions that measure mixing and loss of a batch of images, ours and theirs."""
     import timm.data
     import timm.loss
 
@@ -245,18 +250,18 @@ def peer_sides(size: int) -> dict[str, Callable[[], float]]:
 
 
 def row(name: str, ours: list[float], peer: list[float]) -> bench.Row:
-    """Seconds to a row of rates."""
+    """Return a row of rates from seconds."""
     return bench.Row(name, [1 / taken for taken in ours], [1 / taken for taken in peer])
 
 
 def measure_model(model: Model, quick: bool) -> tuple[list[bench.Row], list[bench.Bar]]:
-    """Print the table of a model."""
+    """Print the table of a model and return its rows and bars."""
     batch = model.quick_batch if quick else model.batch
     rounds = (5 if quick else 7) if model.optimizer == "sgd" else (7 if quick else 15)
     steps = bench.take_turns(step_sides(model, batch), rounds, {"meta, every step"})
     parts = bench.take_turns(alone(model, batch), 30)
     median = {name: statistics.median(taken) for name, taken in steps.items()}
-    print(f"\n{model.name}, batch {batch}: {1e3 * median['none']:.1f} ms a step without mixing")
+    print(f"\n{model.name}, batch {batch}: {1e3 * median['none']:.1f} ms/step without mixing")
     print(f"{'':18} {'step, x none':>13} {'spread':>14} {'alone, % of a step':>19}")
     rows, bars = [], []
     for name in [name for name in steps if name != "none"]:
@@ -285,7 +290,7 @@ def measure_model(model: Model, quick: bool) -> tuple[list[bench.Row], list[benc
 
 
 def measure_peers(size: int, quick: bool) -> tuple[list[bench.Row], list[bench.Bar]]:
-    """Print the table beside the peers."""
+    """Print the table of the peers and return its rows and bars."""
     seconds = bench.take_turns(peer_sides(size), 15 if quick else 41)
     rows = []
     for kind in ("mixup", "cutmix"):
@@ -310,9 +315,9 @@ def main() -> int:
     for measure in [partial(measure_peers, size) for size in SIZES] + [
         partial(measure_model, model) for model in models()
     ]:
-        found = measure(args.quick)
-        rows += found[0]
-        bars += found[1]
+        more_rows, more_bars = measure(args.quick)
+        rows += more_rows
+        bars += more_bars
     print()
     bench.write_json(args.json, rows, bars, machine=machine)
     return bench.verdict(bars)

@@ -1,6 +1,7 @@
-"""SLAMB as its equations read: boolean masks and ages of elements, a loop and a collective a tensor.
+"""SLAMB as a literal translation of its equations: element masks, a loop, a collective per tensor.
 
-What `communication.py` measures slamb.py against; the authors' formulas, those of `AuthorsSLAMB(selection="random")`.
+communication.py compares slamb.py with it. The formulas are those of
+`AuthorsSLAMB(selection="random")`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SMALL = 9000  # tensors with one axis or fewer elements are exchanged whole
+MIN_SPARSE = 9000  # tensors with fewer elements, or one dimension, are sent in full
 CLAMP = (0.01, 1000.0)
 
 
 class NaiveSLAMB(torch.optim.Optimizer):
-    """LAMB with sparse communication of momentum; `ranks` of them."""
+    """LAMB with sparse communication of the momentum among `ranks` ranks."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class NaiveSLAMB(torch.optim.Optimizer):
         )
         self.local_steps, self.ranks, self.t = local_steps, ranks, 0
         self.parameters = [p for group in self.param_groups for p in group["params"]]
-        self.large = [p for p in self.parameters if p.ndim > 1 and p.numel() >= SMALL]
+        self.large = [p for p in self.parameters if p.ndim > 1 and p.numel() >= MIN_SPARSE]
         total = sum(p.numel() for p in self.large)
         order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
         self.chunks = order.tensor_split(max(1, int(1 / self.defaults["compress_ratio"])))
@@ -47,7 +48,7 @@ class NaiveSLAMB(torch.optim.Optimizer):
         dist.all_reduce(values)
 
     def masks(self) -> dict[Tensor, Tensor]:
-        """Of each large parameter, which elements are exchanged on this step."""
+        """Return a mask of the elements that are sent in this step, for each large parameter."""
         chosen = torch.zeros(sum(p.numel() for p in self.large), dtype=torch.bool)
         chosen[self.chunks[self.t % len(self.chunks)]] = True
         return {
@@ -57,7 +58,7 @@ class NaiveSLAMB(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step."""
+        """Step all parameters; average the weights every `local_steps` steps."""
         self.t += 1
         masks = self.masks()
         for group in self.param_groups:
@@ -70,7 +71,7 @@ class NaiveSLAMB(torch.optim.Optimizer):
                 p.div_(self.ranks)
 
     def update(self, p: Tensor, g: Tensor, group: dict[str, Any], mask: Tensor | None) -> None:
-        """The step of one parameter; without a mask all of it is exchanged."""
+        """Step one parameter; without a mask all of its momentum is sent."""
         state, (b1, b2), lr = self.state[p], group["betas"], group["lr"]
         if not state:
             state.update(m=torch.zeros_like(p), v=torch.zeros_like(p), age=torch.zeros_like(p))
@@ -97,6 +98,6 @@ class NaiveSLAMB(torch.optim.Optimizer):
 
 
 def ratio(w: Tensor, u: Tensor) -> Tensor:
-    """|w| / |u|; 1 where either is 0."""
+    """Return the trust ratio |w| / |u|, or 1 if either norm is 0."""
     weights, updates = w.norm(), u.norm()
     return torch.where((weights > 0) & (updates > 0), weights / updates, 1.0)

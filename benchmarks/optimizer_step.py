@@ -1,12 +1,13 @@
-"""What a step of NGD costs, in time, memory and launched operators, beside torch's optimizers, K-FAC and the plain way to write it.
+"""What a step of NGD costs in time, memory and launched operators, compared with other optimizers.
 
 python -m benchmarks.optimizer_step --quick                 # at most five minutes on two cores
-python -m benchmarks.optimizer_step --json optimizers.json  # more rounds, forward and backward at the full batch
+python -m benchmarks.optimizer_step --json optimizers.json  # more rounds, passes at the full batch
 
-On one CPU thread, for ResNet-50 on 32x32 images and for the Transformer with its default sizes. Every optimizer has its own
-copy of the model and takes the same gradients, of several random batches in turn. After a warm-up the optimizers take turns:
-in a round each does one update period of ours, and its mean step counts. K-FAC (optional: pip install nngeometry) is put
-together from its parts, see peers.py.
+On one CPU thread, for ResNet-50 on 32x32 images and for the Transformer with its default sizes.
+Every optimizer has its own copy of the model and takes the same gradients, of several random
+batches in turn. After a warm-up the optimizers take turns: in a round each takes the steps of one
+update period of ours, and their mean counts. K-FAC (optional: pip install nngeometry) is composed
+of its parts, see peers.py.
 """
 
 from __future__ import annotations
@@ -32,29 +33,35 @@ from models.transformer import Transformer
 from ngd import NGD
 
 # Bars, all for ResNet-50 on one CPU thread.
-SPEED_UP = 2.7  # over the straightforward NGD: fewer passes over a gradient and batched updates must pay; 3.5 is hoped for
-TRAINING_SHARE = 0.025  # of forward and backward at batch 128 in fp32: a better direction must cost next to nothing
-MUON_SHARE = 0.65  # of Muon's step: what people pay today for a preconditioned direction
-WORST_SHARE = 0.35  # our worst steady step, of the straightforward update step: updates are spread over the period
-OPERATOR_SHARE = 0.2  # launched on a step that updates all estimates: what a GPU's queue sees
-SYNCS = 0  # reads of a tensor by the host in such a step: each would drain that queue
-FACTOR_BYTES = 0.7  # of our factors, a parameter: small beside momentum's 4
+# Over the straightforward NGD: ours passes over a gradient less often and batches its updates.
+SPEED_UP = 2.7
+# Of forward and backward at batch size 128 in fp32: a better direction must cost next to nothing.
+TRAINING_SHARE = 0.025
+# Of Muon's step, which is what people pay today for a preconditioned direction.
+MUON_SHARE = 0.65
+# Our longest step over the straightforward update step: ours spreads updates over the period.
+WORST_SHARE = 0.35
+# Operators launched by a step that updates all estimates, which is what a GPU's queue sees.
+OPERATOR_SHARE = 0.2
+# Reads of a tensor by the host in such a step: each would drain that queue.
+SYNCS = 0
+# Bytes of our factors per weight, small compared with the momentum's 4.
+FACTOR_BYTES = 0.7
 
 OURS, PLAIN, MUON, PASS = "NGD (ours)", "straightforward NGD", "Muon + AdamW", "forward + backward"
 LR, WEIGHT_DECAY = 1e-3, 5e-4
-GRADIENTS = (
-    PERIOD + 1
-)  # in turn: no multiple of the period, so that an estimate learns from all of them
-BATCH = 128  # of forward and backward
+# Not a multiple of the period, so that each gradient comes to update an estimate.
+GRADIENTS = PERIOD + 1
+BATCH = 128  # batch size of forward and backward
 ROUNDS, QUICK_ROUNDS = 15, 5
 QUICK_BATCH = 32
 
-# -------------------------------------------------------------------- the models and their gradients
+# -------------------------------------------------------------------- models and gradients
 
 
 @dataclass(frozen=True)
-class LossFn:
-    """A model, and how to draw a batch of so many samples for it."""
+class Workload:
+    """A model, and how to draw a batch of a given size for it."""
 
     name: str
     model: nn.Module
@@ -63,43 +70,42 @@ class LossFn:
     images: bool
 
     def backward(self, samples: tuple[Tensor, Tensor]) -> None:
-        """The gradients of one batch."""
+        """Compute the gradients of one batch."""
         self.model.zero_grad(set_to_none=True)
         F.cross_entropy(self.model(samples[0]), samples[1]).backward()
 
     def gradients(self) -> list[list[Tensor | None]]:
-        """Of random batches; a list of parameters' each."""
-        found = []
+        """Return the gradients of random batches, a list over the parameters for each."""
+        gradients = []
         for _ in range(GRADIENTS):
             self.backward(self.batch(self.gradient_batch))
-            found.append([p.grad for p in self.model.parameters()])
-        return found
+            gradients.append([p.grad for p in self.model.parameters()])
+        return gradients
 
 
-def resnet_task() -> LossFn:
+def resnet_workload() -> Workload:
     def batch(size: int) -> tuple[Tensor, Tensor]:
         images = torch.randn(size, 3, 32, 32).to(memory_format=torch.channels_last)
         return images, torch.randint(10, (size,))
 
-    model = resnet.create_model("resnet50", classes=10, channels=3, image_size=32).to(
-        memory_format=torch.channels_last
-    )  # type: ignore[call-overload]
-    return LossFn("ResNet-50", model, batch, 8, images=True)
+    model = resnet.create_model("resnet50", classes=10, channels=3, image_size=32)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Workload("ResNet-50", model, batch, 8, images=True)
 
 
-def transformer_task() -> LossFn:
+def transformer_workload() -> Workload:
     def batch(size: int) -> tuple[Tensor, Tensor]:
         return torch.randint(3, 30_000, (size, 64)), torch.randint(4, (size,))
 
-    return LossFn("Transformer", Transformer(30_000, 4), batch, 32, images=False)
+    return Workload("Transformer", Transformer(30_000, 4), batch, 32, images=False)
 
 
 # -------------------------------------------------------------------- the optimizers
 
 
-def build_sides(task: LossFn) -> dict[str, Side]:
-    """All optimizers but K-FAC, warm."""
-    gradients, common = task.gradients(), {"lr": LR, "weight_decay": WEIGHT_DECAY}
+def build_sides(workload: Workload) -> dict[str, Side]:
+    """Return all optimizers but K-FAC, after their first steps."""
+    gradients, common = workload.gradients(), {"lr": LR, "weight_decay": WEIGHT_DECAY}
     makers: dict[str, Callable[[nn.Module], Any]] = {
         OURS: lambda m: NGD(m.parameters(), momentum=0.9, update_period=PERIOD, **common),
         PLAIN: lambda m: StraightforwardNGD(m.parameters(), momentum=0.9, period=PERIOD, **common),
@@ -111,7 +117,7 @@ def build_sides(task: LossFn) -> dict[str, Side]:
     }
     sides = {}
     for name, make in makers.items():
-        model = copy.deepcopy(task.model)
+        model = copy.deepcopy(workload.model)
         sides[name] = Side(model, make(model), gradients)
         sides[name].warm_up()
     return sides
@@ -120,14 +126,17 @@ def build_sides(task: LossFn) -> dict[str, Side]:
 # -------------------------------------------------------------------- what is not an optimizer
 
 
-def passes(task: LossFn, quick: bool) -> dict[str, Callable[[], float]]:
-    """Seconds of forward and backward at the full batch, in fp32 and bf16; with `quick` from a smaller one."""
+def passes(workload: Workload, quick: bool) -> dict[str, Callable[[], float]]:
+    """Return functions that measure forward and backward at the full batch, in fp32 and bf16.
+
+    With `quick` a smaller batch is measured and scaled.
+    """
     size = QUICK_BATCH if quick else BATCH
-    samples = task.batch(size)
+    samples = workload.batch(size)
 
     def measure(bf16: bool) -> float:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            return clock(lambda: task.backward(samples)) * BATCH / size
+            return clock(lambda: workload.backward(samples)) * BATCH / size
 
     for bf16 in (False, True):
         measure(bf16)
@@ -135,11 +144,15 @@ def passes(task: LossFn, quick: bool) -> dict[str, Callable[[], float]]:
 
 
 def kfac_side(
-    task: LossFn, gradients: list[list[Tensor | None]], quick: bool
+    workload: Workload, gradients: list[list[Tensor | None]], quick: bool
 ) -> tuple[Side, Callable[[], float]]:
-    """K-FAC; the function returns its amortised seconds. Raises peers.Absent."""
-    size, model = QUICK_BATCH if quick else BATCH, copy.deepcopy(task.model)
-    optimizer = peers.KFAC(model, task.batch(size)[0] if task.images else None)
+    """Return K-FAC and a function that measures its amortised seconds.
+
+    Raises:
+        peers.Absent: K-FAC cannot be measured here.
+    """
+    size, model = QUICK_BATCH if quick else BATCH, copy.deepcopy(workload.model)
+    optimizer = peers.KFAC(model, workload.batch(size)[0] if workload.images else None)
     side = Side(model, optimizer, gradients)
 
     def measure() -> float:
@@ -150,30 +163,30 @@ def kfac_side(
     return side, measure
 
 
-# -------------------------------------------------------------------- a task's table
+# -------------------------------------------------------------------- the table of a workload
 
 
 @dataclass
 class Result:
-    """Of one model: a row an optimizer, what was counted, and a note on K-FAC."""
+    """The results of one model: a row and counts for each optimizer, and a note on K-FAC."""
 
-    task: LossFn
+    workload: Workload
     rows: dict[str, bench.Row]
     facts: dict[str, dict[str, Any]]
     sides: dict[str, Side]
     note: str
 
 
-def measure(task: LossFn, quick: bool) -> Result:
-    """All sides of a task, interleaved."""
-    sides = build_sides(task)
+def measure(workload: Workload, quick: bool) -> Result:
+    """Measure all sides of a workload in turn."""
+    sides = build_sides(workload)
     calls: dict[str, Callable[[], float]] = dict(sides)
     slow: set[str] = set()
-    if task.images:
-        slow = set(new := passes(task, quick))
+    if workload.images:
+        slow = set(new := passes(workload, quick))
         calls.update(new)
     try:
-        side, call = kfac_side(task, sides[OURS].gradients, quick)
+        side, call = kfac_side(workload, sides[OURS].gradients, quick)
         name = f"K-FAC ({side.optimizer.name})"
         sides[name], calls[name], note = side, call, ""
         slow.add(name)
@@ -182,16 +195,18 @@ def measure(task: LossFn, quick: bool) -> Result:
     seconds = bench.take_turns(calls, QUICK_ROUNDS if quick else ROUNDS, slow)
     rates = {name: [1 / taken for taken in all_taken] for name, all_taken in seconds.items()}
     rows = {
-        name: bench.Row(f"{task.name} {name}", rates[OURS], rate) for name, rate in rates.items()
+        name: bench.Row(f"{workload.name} {name}", rates[OURS], rate)
+        for name, rate in rates.items()
     }
-    return Result(task, rows, {name: side.facts() for name, side in sides.items()}, sides, note)
+    return Result(workload, rows, {name: side.facts() for name, side in sides.items()}, sides, note)
 
 
 def table(result: Result) -> str:
-    """A line an optimizer and a pass."""
-    weights = sum(p.numel() for p in result.task.model.parameters()) / 1e6
-    title = f"{result.task.name}, {weights:.1f} M weights"
-    columns = f"{'ms a step':>10} {'x ours':>8} {'spread':>14} {'state B/weight':>15} {'factors':>8} {'operators':>10} {'syncs':>6}"
+    """Write a line for each optimizer and each pass."""
+    weights = sum(p.numel() for p in result.workload.model.parameters()) / 1e6
+    title = f"{result.workload.name}, {weights:.1f} M weights"
+    columns = f"{'ms/step':>10} {'x ours':>8} {'spread':>14} {'state B/weight':>15} {'factors':>8}"
+    columns += f" {'operators':>10} {'syncs':>6}"
     lines = [f"{title:<28} {columns}"]
     for name, row in result.rows.items():
         spread = f"{min(row.ratios):.2f}..{max(row.ratios):.2f}"
@@ -205,22 +220,20 @@ def table(result: Result) -> str:
             line += f" {facts['state_bytes']:>15.2f} {factors:>8} {counted[0]:>10} {counted[1]:>6}"
         lines.append(line.rstrip())
     ours, plain = result.sides[OURS], result.sides[PLAIN]
-    lines.append(
-        f"longest step of a period: ours {1000 * ours.worst():.1f} ms, {PLAIN} {1000 * plain.worst():.1f} ms"
-    )
+    longest = f"ours {1000 * ours.worst():.1f} ms, {PLAIN} {1000 * plain.worst():.1f} ms"
+    lines.append(f"longest step of a period: {longest}")
     lines += [
         f"ours is {100 / row.ratio:.1f} % of {name}"
         for name, row in result.rows.items()
         if name.startswith(PASS)
     ]
-    lines.append(
-        f"ours also keeps {result.facts[OURS]['scratch_bytes']:.2f} B/weight of scratch memory between steps"
-    )
+    scratch_bytes = result.facts[OURS]["scratch_bytes"]
+    lines.append(f"ours also keeps {scratch_bytes:.2f} B/weight of scratch memory between steps")
     return "\n".join([*lines, *([result.note] if result.note else [])])
 
 
-def bars_of(result: Result) -> list[bench.Bar]:
-    """The bars, from ResNet-50's result."""
+def create_bars(result: Result) -> list[bench.Bar]:
+    """Return the bars, from the result of ResNet-50."""
     rows, facts = result.rows, result.facts
 
     def share(name: str) -> float:
@@ -245,7 +258,10 @@ def main() -> None:
     started = time.perf_counter()
     parser = bench.parser(__doc__)
     parser.add_argument(
-        "--threads", type=int, default=1, help="of torch; the bars are for %(default)s, the default"
+        "--threads",
+        type=int,
+        default=1,
+        help="CPU threads; the bars are for the default of %(default)s",
     )
     args = parser.parse_args()
     keep_freed_memory()
@@ -253,8 +269,8 @@ def main() -> None:
     torch.manual_seed(0)
     packages = ["torch", *(["nngeometry"] if peers.nngeometry else [])]
     machine = bench.machine(torch.device("cpu"), packages)
-    results = [measure(make(), args.quick) for make in (resnet_task, transformer_task)]
-    bars, seconds = bars_of(results[0]), time.perf_counter() - started
+    results = [measure(make(), args.quick) for make in (resnet_workload, transformer_workload)]
+    bars, seconds = create_bars(results[0]), time.perf_counter() - started
     for result in results:
         print(table(result), end="\n\n")
     size = (
@@ -263,16 +279,13 @@ def main() -> None:
         else "measured"
     )
     print(f"{PASS}, and the factors of K-FAC, are of batch {BATCH}, {size}")
-    print(
-        "operators: launched by a step that updates all estimates; no views, a foreach or fused one for each of its tensors"
-    )
-    print(
-        "x ours: median over the rounds of the time of a step, as a multiple of ours; spread: smallest and largest"
-    )
+    print("operators: launched by a step that updates all estimates, without views; a foreach or")
+    print("fused operator counts once for each of its tensors")
+    print("x ours: median over the rounds of the step's time in units of ours; spread: min..max")
     print(f"{machine}; {seconds:.0f} s")
     rows = [row for result in results for row in result.rows.values()]
     facts = {
-        result.task.name: {
+        result.workload.name: {
             "counted": result.facts,
             "seconds": {name: side.seconds for name, side in result.sides.items()},
             "note": result.note,

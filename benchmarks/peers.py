@@ -1,7 +1,7 @@
-"""The peers of optimizers.py that are not in torch as they are used: Muon for a whole model, and K-FAC.
+"""Peers of optimizer_step.py that torch does not have ready to use: Muon for a model, and K-FAC.
 
 optimizer = Muon(model, lr=1e-3, weight_decay=5e-4)
-optimizer = KFAC(model, images)          # raises Absent where there is no K-FAC here, or it cannot take the model
+optimizer = KFAC(model, images)     # raises Absent if not installed, or not for such a model
 """
 
 from __future__ import annotations
@@ -23,12 +23,8 @@ try:
 except ImportError:
     nngeometry = None
 
-NOT_MATRICES = (
-    "embed.",
-    "positions",
-    "fc.",
-    "head.",
-)  # embeddings and classifiers, which Muon's authors leave to AdamW
+# Embeddings and classifiers, which Muon's authors leave to AdamW.
+NOT_MATRICES = ("embed.", "positions", "fc.", "head.")
 
 
 class Absent(Exception):
@@ -36,14 +32,17 @@ class Absent(Exception):
 
 
 class Muon:
-    """torch.optim.Muon for the hidden layers' weights, a convolution's as (outputs, rest); AdamW for all others."""
+    """torch.optim.Muon for the hidden layers' weights, AdamW for all other parameters.
+
+    The weight of a convolution is a matrix of shape (outputs, rest).
+    """
 
     def __init__(self, model: nn.Module, lr: float, weight_decay: float) -> None:
         self.weights, others = [], []
         for name, p in model.named_parameters():
             (others if p.ndim < 2 or name.startswith(NOT_MATRICES) else self.weights).append(p)
         self.matrices = [nn.Parameter(self.matrix(p.detach())) for p in self.weights]
-        # steps as large as AdamW's, so that one learning rate serves both
+        # Its steps are scaled to the size of AdamW's, so that one learning rate fits both.
         self.muon = torch.optim.Muon(
             self.matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw"
         )
@@ -51,16 +50,16 @@ class Muon:
 
     @staticmethod
     def matrix(weight: Tensor) -> Tensor:
-        """A view (outputs, rest) of a weight in channels_last."""
+        """Return a view of shape (outputs, rest) of a weight in channels_last."""
         return weight.permute(0, *range(2, weight.ndim), 1).view(len(weight), -1)
 
     @property
     def state(self) -> dict[Tensor, Any]:
-        """Of both."""
+        """The states of both optimizers."""
         return {**self.muon.state, **self.adamw.state}
 
     def step(self) -> None:
-        """One step of both."""
+        """Step both optimizers."""
         for p, matrix in zip(self.weights, self.matrices):
             matrix.grad = None if p.grad is None else self.matrix(p.grad)
         self.muon.step()
@@ -68,15 +67,17 @@ class Muon:
 
 
 class KFAC:
-    """K-FAC from the matrices of nngeometry: SGD along F^-1 g for convolutions and linear layers, along g for the rest.
+    """K-FAC from the matrices of nngeometry, with SGD along F^-1 g, or along g for other layers.
 
-    Time is what it costs beyond the training pass: the pass in which the factors are gathered runs once more without
-    gathering them, and is taken off. No running average of the factors and no clipping; a user would pay for those too.
+    Convolutions and linear layers are preconditioned. Time is what K-FAC costs beyond the training
+    pass: the pass that collects the factors runs once more without collecting them, and its time
+    is subtracted. There is no running average of the factors and no clipping, which a user would
+    pay for as well.
     """
 
     FACTORS, INVERSES = 10, 100  # steps between updates
     DAMPING = 1e-2
-    LR = 1e-6  # too small to train: with it the model stays where its factors are finite
+    LR = 1e-6  # too small to train, so that the factors stay finite
 
     def __init__(self, model: nn.Module, images: Tensor | None) -> None:
         if nngeometry is None:
@@ -96,7 +97,7 @@ class KFAC:
         self.sgd = torch.optim.SGD(model.parameters(), self.LR, 0.9, foreach=True)
         self.factors: Any = None
         self.inverses: Any = None
-        self.inverting = 0.0  # seconds
+        self.inverse_seconds = 0.0  # 0 until measured
 
     @property
     def state(self) -> dict[Any, Any]:
@@ -106,27 +107,27 @@ class KFAC:
             "kfac": {"factors": self.factors.data, "inverses": self.inverses.data},
         }
 
-    def gather(self) -> None:
-        """The factors of one batch, with labels drawn from the model."""
+    def collect_factors(self) -> None:
+        """Compute the factors of one batch, with labels sampled from the model."""
         matrix = nngeometry.object.PMatKFAC
         self.factors = nngeometry.metrics.FIM_MonteCarlo(
             self.model, (self.images,), matrix, layer_collection=self.layers
         )
 
-    def same_pass(self) -> None:
-        """The forward and backward pass of `gather`, which goes to the inputs only."""
+    def pass_alone(self) -> None:
+        """Run the forward and backward pass of `collect_factors`, without collecting."""
         images = self.images.clone().requires_grad_()
         output = F.log_softmax(self.model(images), dim=1)[:, 0].sum()
         torch.autograd.grad(output, images)
 
     def invert(self) -> None:
-        """Their inverses."""
+        """Invert the factors."""
         self.inverses = self.factors.inverse(self.DAMPING)
 
     def step(self) -> None:
         """Precondition the gradients and step."""
         parameters = {name: list(module.parameters()) for name, module in self.modules.items()}
-        gradients = {  # `mv` takes a view (outputs, rest), which a gradient in channels_last does not have
+        gradients = {  # contiguous, because `mv` needs a view of shape (outputs, rest)
             name: tuple(p.grad.contiguous() for p in some if p.grad is not None)
             for name, some in parameters.items()
         }
@@ -137,19 +138,23 @@ class KFAC:
         self.sgd.step()
 
     def seconds(self, set_gradients: Callable[[], None], scale: float) -> dict[str, float]:
-        """Of each of its parts, and amortised; what depends on the batch is multiplied by `scale`.
+        """Measure the seconds of each part, and the amortised seconds of a step.
 
-        The inverses are timed on the first call only: they are the longest to take and the least of the sum.
+        The inverses are timed on the first call only: they take longest and count least.
+
+        Args:
+            set_gradients: gives the parameters their next gradients.
+            scale: factor for what depends on the batch size.
         """
-        gathering, passing = clock(self.gather), clock(self.same_pass)
-        if not self.inverting:
-            self.inverting = clock(self.invert)
+        collecting, passing = clock(self.collect_factors), clock(self.pass_alone)
+        if not self.inverse_seconds:
+            self.inverse_seconds = clock(self.invert)
         set_gradients()
-        stepping, factors = clock(self.step), scale * (gathering - passing)
-        amortised = stepping + factors / self.FACTORS + self.inverting / self.INVERSES
+        stepping, factors = clock(self.step), scale * (collecting - passing)
+        amortised = stepping + factors / self.FACTORS + self.inverse_seconds / self.INVERSES
         return {
             "step": stepping,
             "factors": factors,
-            "inverses": self.inverting,
+            "inverses": self.inverse_seconds,
             "amortised": amortised,
         }

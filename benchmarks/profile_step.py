@@ -1,10 +1,11 @@
-"""Where the time of a training step goes: both scripts under torch's profiler, operators by their own time.
+"""Where a training step spends its time: both scripts under torch's profiler, by operator.
 
 python -m benchmarks.profile_step                        # a minute on two cores
-python -m benchmarks.profile_step --text profile.txt     # keeps the tables
+python -m benchmarks.profile_step --text profile.txt     # also writes the tables
 python -m benchmarks.profile_step --only resnet50 --more --backend compile
 
-Data from the real sets, input pipeline included.
+The data sets are the real ones and the input pipeline is included; times are those of an operator
+without the operators that it calls.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ from benchmarks import bench, throughput
 from distributed.world import init_world
 
 SCRIPTS = {"resnet50": (resnet50_test, 64), "transformer": (transformer_test, 128)}
-WARM_UP, STEPS, ROWS = 4, 6, 14  # steps before, steps profiled, operators shown
+WARM_UP, STEPS = 4, 6  # steps before profiling, profiled steps
+ROWS = 14  # operators in the table
 
 
-def table(name: str, words: list[str], data_dir: str) -> Iterator[str]:
-    """Lines: each operator's share of a step, milliseconds and calls a step."""
+def table(name: str, arguments: list[str], data_dir: str) -> Iterator[str]:
+    """Yield lines with each operator's share of a step, milliseconds and calls per step."""
     script, batch = SCRIPTS[name]
     cuda = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with tempfile.TemporaryDirectory() as folder, init_world() as world:
-        flags = ["--data_dir", data_dir, "--bs", str(batch), "--out", f"{folder}/run", *words]
+        flags = ["--data_dir", data_dir, "--bs", str(batch), "--out", f"{folder}/run", *arguments]
         opened = throughput.open_script(script, flags, world)
         steps = throughput.our_steps(opened.trainer)
         for _ in range(WARM_UP):
@@ -54,10 +56,12 @@ def table(name: str, words: list[str], data_dir: str) -> Iterator[str]:
     ]
     rows = sorted((row for row in rows if not row[2].startswith("ProfilerStep")), reverse=True)
     total = sum(time for time, _, _ in rows)
-    yield f"{name}, batch {batch}, {opened.precision} {' '.join(words)}: {total / STEPS / 1e3:.1f} ms of operators a step"
+    title = f"{name}, batch {batch}, {opened.precision} {' '.join(arguments)}"
+    yield f"{title}: {total / STEPS / 1e3:.1f} ms of operators per step"
     yield f"{'share':>7} {'ms/step':>9} {'calls/step':>11}  operator"
     for time, calls, key in rows[:ROWS]:
-        yield f"{100 * time / total:>6.1f}% {time / STEPS / 1e3:>9.2f} {calls / STEPS:>11.1f}  {key}"
+        share, milliseconds = 100 * time / total, time / STEPS / 1e3
+        yield f"{share:>6.1f}% {milliseconds:>9.2f} {calls / STEPS:>11.1f}  {key}"
 
 
 def main() -> int:
@@ -65,10 +69,14 @@ def main() -> int:
     parser.add_argument(
         "--data_dir", default=os.environ.get("DATA_DIR", "./data"), help="folder of the data sets"
     )
-    parser.add_argument("--only", choices=list(SCRIPTS), help="one of the two")
-    parser.add_argument("--text", metavar="FILE", help="write the tables there as well")
+    parser.add_argument("--only", choices=list(SCRIPTS), help="profile one script only")
+    parser.add_argument("--text", metavar="FILE", help="also write the tables to this file")
     parser.add_argument(
-        "--more", nargs="...", default=[], metavar="FLAG", help="flags of the script, last"
+        "--more",
+        nargs="...",
+        default=[],
+        metavar="FLAG",
+        help="further flags for the script; must come last",
     )
     args = parser.parse_args()
     keep_freed_memory()

@@ -1,7 +1,8 @@
-"""One of the processes whose scaling scaling.py measures: real training steps, with and without what they send.
+"""One rank of scaling.py: real training steps, with and without the communication.
 
-torchrun's environment says which rank this is; rank 0 prints what was measured as JSON. Turns alternate within this process:
-rank 0 alone, all ranks with nothing sent, all ranks in earnest, and all-reduces of a few sizes.
+scaling.py starts `python -m benchmarks.scaling_ranks` with torchrun's environment; rank 0 prints
+the measurements as JSON. In turn run: rank 0 alone, all ranks without sending, all ranks with
+sending, and all-reduces of several sizes.
 """
 
 from __future__ import annotations
@@ -28,55 +29,57 @@ from distributed.world import World, init_world
 from models import resnet
 from training.losses import classification
 
-ALONE, SILENT, EARNEST = "alone", "silent", "earnest"
-METHODS = {
+ALONE, SILENT, SENDING = "alone", "silent", "sending"
+METHODS = {  # compression of DDP's gradients; empty for SLAMB
     "DDP + LAMB": "none",
     "DDP bf16 hook + LAMB": "bf16",
     "SLAMB block k=0.1 bf16": "",
-}  # gradients on the wire
-PROBES = 4, 2**16, 2**19, 2**22  # bytes all-reduced to find latency and bandwidth
-PROBE_TIMES = 5  # of each in a turn, but of the largest
+}
+PROBES = 4, 2**16, 2**19, 2**22  # bytes of the all-reduces that latency is fitted to
+PROBE_TIMES = 5  # all-reduces of each size in a turn; one of the largest
 WARM_UP = 4  # steps
-NEVER = 10**9  # steps
+NEVER = 10**9  # steps; beyond the end of any measurement
 
 
-class Sent:
-    """What an all-reduce returns that has not been made: done at once."""
+class SkippedWork:
+    """The handle of an all-reduce that was skipped: complete at once."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """The values as they are."""
+        """Return a completed future with the unchanged values."""
         done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         done.set_result([self.values])
         return done
 
 
-class Wire:
-    """Stands in front of dist.all_reduce: notes when in the step it is called and with how much; sends nothing while `silent`."""
+class AllReduceRecorder:
+    """Replaces dist.all_reduce and records when in a step it is called, and with how many bytes.
+
+    While `silent`, nothing is sent.
+    """
 
     def __init__(self) -> None:
         self.inner: Callable[..., Any] = dist.all_reduce
         self.silent, self.start = False, 0.0
-        self.sends: list[
-            tuple[float, int, bool]
-        ] = []  # of the step begun last: seconds, bytes, whether it goes on meanwhile
+        # Of the current step: seconds from its start, bytes, whether the call is asynchronous.
+        self.sends: list[tuple[float, int, bool]] = []
         dist.all_reduce = self  # type: ignore[assignment]
 
-    def begin(self) -> None:
-        """A step."""
+    def start_step(self) -> None:
+        """Start the clock and the records of a step."""
         self.start, self.sends = time.perf_counter(), []
 
     def __call__(self, values: Tensor, *rest: Any, async_op: bool = False, **named: Any) -> Any:
         self.sends.append((time.perf_counter() - self.start, values.nbytes, async_op))
         if self.silent:
-            return Sent(values) if async_op else None
+            return SkippedWork(values) if async_op else None
         return self.inner(values, *rest, async_op=async_op, **named)
 
 
 class Training:
-    """Steps on one batch, as the scripts do them."""
+    """Training steps on one batch, as the scripts take them."""
 
     def __init__(self, arch: str, batch: int, world: World, optimizer: str, compress: str) -> None:
         torch.manual_seed(0)
@@ -110,21 +113,21 @@ class Training:
 
 
 def repeat(work: Callable[[], Any], times: int) -> None:
-    """So often."""
+    """Call a function several times."""
     for _ in range(times):
         work()
 
 
 class Turns:
-    """What takes turns: so many steps each, agreed on by all ranks; returns the mean seconds of a step."""
+    """Measures one turn at a time, of a number of steps on which all ranks agree."""
 
-    def __init__(self, world: World, wire: Wire, seconds: float) -> None:
-        self.world, self.wire, self.seconds = world, wire, seconds
+    def __init__(self, world: World, recorder: AllReduceRecorder, seconds: float) -> None:
+        self.world, self.recorder, self.seconds = world, recorder, seconds
         self.steps: dict[Training, int] = {}
         self.sends: dict[str, list[list[tuple[float, int, bool]]]] = {}
 
     def warm_up(self, training: Training, alone: bool) -> None:
-        """The first steps, and how many make a turn."""
+        """Take the first steps, and choose the number of steps of a turn."""
         took = torch.zeros(())
         if not alone or self.world.is_main:
             for _ in range(WARM_UP):
@@ -134,20 +137,20 @@ class Turns:
         self.steps[training] = max(2, round(self.seconds / took.item()))
 
     def together(self, training: Training, name: str, silent: bool) -> float:
-        """All ranks."""
+        """Return the mean seconds of a step of all ranks."""
         dist.barrier()
-        self.wire.silent, start = silent, time.perf_counter()
+        self.recorder.silent, start = silent, time.perf_counter()
         for _ in range(self.steps[training]):
-            self.wire.begin()
+            self.recorder.start_step()
             training()
             if silent:
-                self.sends.setdefault(name, []).append(self.wire.sends)
+                self.sends.setdefault(name, []).append(self.recorder.sends)
         taken = time.perf_counter() - start
-        self.wire.silent = False
+        self.recorder.silent = False
         return taken / self.steps[training]
 
     def alone(self, training: Training) -> float:
-        """Rank 0 while the others wait."""
+        """Return the mean seconds of a step of rank 0 while the others wait."""
         dist.barrier()
         taken = 0.0
         if self.world.is_main:
@@ -156,15 +159,15 @@ class Turns:
         return taken / self.steps[training]
 
     def probe(self, size: int) -> float:
-        """An all-reduce of `size` bytes."""
+        """Return the mean seconds of an all-reduce of `size` bytes."""
         values, times = torch.zeros(max(1, size // 4)), 1 if size == PROBES[-1] else PROBE_TIMES
         dist.barrier()
-        return clock(partial(repeat, partial(self.wire.inner, values), times)) / times
+        return clock(partial(repeat, partial(self.recorder.inner, values), times)) / times
 
 
 def measure(arch: str, batch: int, rounds: int, seconds: float, world: World) -> dict[str, Any]:
-    """Everything in turn."""
-    turns = Turns(world, Wire(), seconds)
+    """Measure everything in turn and return the values of each round."""
+    turns = Turns(world, AllReduceRecorder(), seconds)
     plain = Training(arch, batch, World(device=world.device), "lamb", "")
     turns.warm_up(plain, alone=True)
     sides: dict[str, Callable[[], float]] = {ALONE: partial(turns.alone, plain)}
@@ -175,7 +178,7 @@ def measure(arch: str, batch: int, rounds: int, seconds: float, world: World) ->
             training = Training(arch, batch, world, "lamb" if compress else "slamb", compress)
             turns.warm_up(training, alone=False)
             sides[f"{name} {SILENT}"] = partial(turns.together, training, name, True)
-            sides[f"{name} {EARNEST}"] = partial(turns.together, training, name, False)
+            sides[f"{name} {SENDING}"] = partial(turns.together, training, name, False)
     taken = bench.take_turns(sides, rounds)
     weights = sum(p.numel() for p in plain.step.model.parameters())
     return {"weights": weights, "batch": batch, "seconds": taken, "sends": turns.sends}
@@ -184,10 +187,10 @@ def measure(arch: str, batch: int, rounds: int, seconds: float, world: World) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("arch")
-    parser.add_argument("batch", type=int, help="samples a process")
+    parser.add_argument("batch", type=int, help="samples per process")
     parser.add_argument("rounds", type=int)
-    parser.add_argument("seconds", type=float, help="of a turn")
-    parser.add_argument("device", help="the network device")
+    parser.add_argument("seconds", type=float, help="seconds of a turn")
+    parser.add_argument("device", help="network device (not used)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()

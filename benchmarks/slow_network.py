@@ -1,9 +1,11 @@
-"""Processes on a network of a chosen rate: a network namespace each, joined by virtual Ethernet devices and a bridge.
+"""Processes on a network of a chosen bandwidth, each in a network namespace of its own.
 
-with slow_network.joined("100mbit", ranks=2) as places:             # or slow_network.loopback(ranks=2)
-    found = slow_network.run(places, ["-m", "benchmarks.two_ranks", "resnet110"])     # the JSON that rank 0 prints last
+with slow_network.joined("100mbit", ranks=2) as places:         # or slow_network.loopback(ranks=2)
+    results = slow_network.run(places, ["-m", "benchmarks.two_ranks", "resnet110"])
 
-Needs Linux, root, `ip` and `tc` (package iproute2). The namespaces go when the block ends.
+`run` returns the JSON that rank 0 prints last. The namespaces are joined by virtual Ethernet
+devices and a bridge, and deleted when the block ends. Needs Linux, root, and `ip` and `tc` of the
+package iproute2.
 """
 
 from __future__ import annotations
@@ -21,21 +23,25 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NET = "10.213.77"  # .1, .2, ...
-PACKET = 32_768  # bytes at most that TCP hands to the device at once: 66 of headers for each
-BURST = {
-    "100mbit": "40kb",
-    "1gbit": "160kb",
-}  # of the token bucket: 3 ms and 1 ms at its rate, so that a pause saves up little
-SECONDS = 1800  # that a run may take
+MAX_PACKET = 32_768  # bytes that TCP hands to the device at once, with 66 bytes of headers each
+# Burst of the token bucket: 3 ms and 1 ms at its rate, so that a pause saves up little.
+BURST = {"100mbit": "40kb", "1gbit": "160kb"}
+TIMEOUT = 1800  # seconds of a run
 
 
 class Unavailable(Exception):
-    """There are no such networks here; the message says why."""
+    """This machine cannot set up such a network; the message says why."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs: how its command line starts, its network device, and rank 0's address."""
+    """Where a rank runs.
+
+    Attributes:
+        prefix: start of its command line.
+        device: its network device.
+        address: address of rank 0.
+    """
 
     prefix: Sequence[str]
     device: str
@@ -44,10 +50,10 @@ class Place:
 
 @contextlib.contextmanager
 def loopback(ranks: int = 2) -> Iterator[list[Place]]:
-    """All ranks in one namespace, whose loopback device is theirs alone; in this one where that is not permitted.
+    """Place all ranks in one new namespace, or without the permission for that in the current one.
 
     Raises:
-        Unavailable: not on Linux.
+        Unavailable: the system is not Linux.
     """
     if not sys.platform.startswith("linux"):
         raise Unavailable("bytes are counted from Linux's /proc/net/dev")
@@ -66,40 +72,26 @@ def loopback(ranks: int = 2) -> Iterator[list[Place]]:
 
 @contextlib.contextmanager
 def joined(rate: str, ranks: int = 2) -> Iterator[list[Place]]:
-    """A namespace a rank; each sends at `rate`, as tc writes it.
+    """Place each rank in a namespace of its own that sends at `rate`, in the notation of tc.
 
     Raises:
-        Unavailable: not permitted, or a tool is not there.
+        Unavailable: root or a tool is missing.
     """
-    hub, names = (
-        f"slamb-{os.getpid()}-hub",
-        [f"slamb-{os.getpid()}-{rank}" for rank in range(ranks)],
-    )
+    hub = f"slamb-{os.getpid()}-hub"
+    names = [f"slamb-{os.getpid()}-{rank}" for rank in range(ranks)]
     devices = [f"slamb{os.getpid() % 100_000}v{rank}" for rank in range(ranks)]
     with contextlib.ExitStack() as stack:
         for name in [hub, *names]:
             ip("netns", "add", name)
-            stack.callback(ip, "netns", "delete", name)  # and with it its devices
+            stack.callback(ip, "netns", "delete", name)  # which deletes its devices too
         ip("-n", hub, "link", "add", "bridge", "type", "bridge")
         ip("-n", hub, "link", "set", "bridge", "up")
         for number, (name, device) in enumerate(zip(names, devices), 1):
-            ip(
-                "-n",
-                name,
-                "link",
-                "add",
-                device,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                device,
-                "netns",
-                hub,
-            )
+            pair = ["type", "veth", "peer", "name", device, "netns", hub]
+            ip("-n", name, "link", "add", device, *pair)
             ip("-n", hub, "link", "set", device, "master", "bridge", "up")
             ip("-n", name, "address", "add", f"{NET}.{number}/24", "dev", device)
-            ip("-n", name, "link", "set", device, "gso_max_size", str(PACKET))
+            ip("-n", name, "link", "set", device, "gso_max_size", str(MAX_PACKET))
             for each in ("lo", device):
                 ip("-n", name, "link", "set", each, "up")
             bucket = ["tbf", "rate", rate, "burst", BURST[rate], "latency", "100ms"]
@@ -110,11 +102,12 @@ def joined(rate: str, ranks: int = 2) -> Iterator[list[Place]]:
         ]
 
 
-def ip(*words: str) -> None:
-    call(["ip", *words])
+def ip(*arguments: str) -> None:
+    call(["ip", *arguments])
 
 
 def call(command: Sequence[str]) -> None:
+    """Run a command; raise Unavailable if it is missing or fails."""
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except OSError as error:
@@ -124,14 +117,14 @@ def call(command: Sequence[str]) -> None:
 
 
 def free_port() -> int:
-    """Of this machine, a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def as_rank(rank: int, size: int, address: str, port: int) -> dict[str, str]:
-    """The environment of a rank as torchrun would set it."""
+    """Return the environment of a rank as torchrun would set it."""
     ranks = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -139,20 +132,25 @@ def as_rank(rank: int, size: int, address: str, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": size,
         "MASTER_PORT": port,
     }
-    quiet = {
-        "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }  # it warns of addresses without host names
     return {
         **os.environ,
-        **quiet,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else it warns of addresses without host names
         "MASTER_ADDR": address,
         **{name: str(value) for name, value in ranks.items()},
     }
 
 
 def run(places: Sequence[Place], command: Sequence[str]) -> dict[str, Any]:
-    """A Python command on each of the places as torchrun would start it, its device's name appended."""
+    """Run a Python command on each of the places, as torchrun would start it.
+
+    Args:
+        places: where the ranks run; the name of a rank's device is appended to its command.
+        command: arguments of the Python interpreter.
+
+    Returns:
+        The JSON that rank 0 prints last.
+    """
     port = free_port()
     started: list[subprocess.Popen[str]] = []
     try:
@@ -165,7 +163,7 @@ def run(places: Sequence[Place], command: Sequence[str]) -> dict[str, Any]:
             started.append(
                 subprocess.Popen(line, cwd=ROOT, env=environment, stdout=output, text=True)
             )
-        printed, _ = started[0].communicate(timeout=SECONDS)
+        printed, _ = started[0].communicate(timeout=TIMEOUT)
         for process in started:
             if process.wait(timeout=60):
                 raise RuntimeError(f"exit code {process.returncode}: {' '.join(command)}")

@@ -1,13 +1,15 @@
-"""A training step of both scripts under each combination of precision, backend and what is kept, beside other ways to write it.
+"""A training step of both scripts by precision, backend and memory saving, compared with peers.
 
-python -m benchmarks.step --quick                    # without compiled sides; five minutes on two cores
-python -m benchmarks.step --json step.json           # all; a quarter of an hour
+python -m benchmarks.step --quick                    # without compiled sides; five minutes
+python -m benchmarks.step --json step.json           # all; a quarter of an hour on two cores
 python -m benchmarks.step --only resnet50 --sides ours 'ours, fuse'
 
-Every side is a process of its own and trains on the real data, input pipeline included; they take turns. 'plain' is the recipe of
-throughput.py (fp32, eager, NCHW, DataLoader workers), 'compiled' the same under torch.compile, 'as timm' does what timm's train.py
-does with --amp --channels-last --torchcompile: autocast, channels_last, compiled model, timm's optimizer factory. Utilisation:
-three times the forward pass's floating-point operations, over what a large matrix product reaches here in bf16.
+Every side is a process of its own and trains on the real data, input pipeline included; the sides
+take turns. 'plain' is the baseline of throughput.py (fp32, eager, NCHW, DataLoader workers),
+'compiled' the same under torch.compile. 'as timm' does what timm's train.py does with
+--amp --channels-last --torchcompile: autocast, channels_last, compiled model, timm's optimizer
+factory. The utilisation ('of peak') is three times the floating-point operations of the forward
+pass, over what a large bf16 matrix product reaches on this machine.
 """
 
 from __future__ import annotations
@@ -33,12 +35,9 @@ from backends.device import keep_freed_memory
 from benchmarks import bench, throughput
 from distributed.world import init_world
 
-RESNET, TRANSFORMER = (
-    5.0,
-    2.5,
-)  # x plain, on two cores with AMX: bf16, channels_last and compile give 3.0 of the first
 SCRIPTS: dict[str, ModuleType] = {"resnet50": resnet50_test, "transformer": transformer_test}
-BARS = {"resnet50": RESNET, "transformer": TRANSFORMER}
+# Speed-up over plain on two cores with AMX; bf16, channels_last and compile give ResNet-50 3.0.
+BARS = {"resnet50": 5.0, "transformer": 2.5}
 BATCHES = {"resnet50": 64, "transformer": 128}
 PLAIN = "plain"
 OURS = {
@@ -52,13 +51,14 @@ OURS = {
 }
 PEERS = ("compiled", "as timm")  # besides plain; both compile
 AT_ONCE = 4  # sides in memory besides plain: each is a process with a model of its own
-SIZES = {True: (3, 4.0), False: (5, 8.0)}  # rounds, seconds of each side in a round; --quick or not
-SQUARE = 4096  # of the matrix product that utilisation is measured against
+# Rounds, and seconds of each side in a round; with --quick and without.
+SIZES = {True: (3, 4.0), False: (5, 8.0)}
+MATRIX_SIZE = 4096  # of the matrix product that utilisation is relative to
 
 
 @dataclass(frozen=True)
 class Side:
-    """What a process is told; a peer's gets a recipe, and so nothing of our allocator's settings."""
+    """One side, as its process gets it; a peer gets a recipe, and none of our settings."""
 
     script: str
     name: str
@@ -67,27 +67,21 @@ class Side:
     recipe: throughput.Recipe
 
     def steps(self) -> Iterator[int]:
-        """Endless training steps: samples of each."""
+        """Take training steps without end; yield the number of samples of each."""
         if self.name not in OURS:
             yield from peer_steps(self.name, self.recipe, self.data_dir, BATCHES[self.script])
-        words = [
-            "--data_dir",
-            self.data_dir,
-            "--bs",
-            str(BATCHES[self.script]),
-            "--out",
-            f"{self.folder}/{self.name.replace(' ', '-')}",
-        ]
+        out = f"{self.folder}/{self.name.replace(' ', '-')}"
+        arguments = ["--data_dir", self.data_dir, "--bs", str(BATCHES[self.script]), "--out", out]
         with init_world() as world:
             script = SCRIPTS[self.script]
             opened = throughput.open_script(
-                script, [*words, *OURS.get(self.name, "").split()], world
+                script, [*arguments, *OURS.get(self.name, "").split()], world
             )
             yield from throughput.our_steps(opened.trainer)
 
 
 def peer_steps(name: str, recipe: throughput.Recipe, data_dir: str, batch: int) -> Iterator[int]:
-    """A side that is not ours."""
+    """Take training steps of a peer without end; yield the number of samples of each."""
     if name == "compiled":
         recipe.model.compile()
     if name != "as timm":
@@ -111,26 +105,17 @@ def peer_steps(name: str, recipe: throughput.Recipe, data_dir: str, batch: int) 
         yield len(labels)
 
 
-def look_at(name: str, data_dir: str, folder: str) -> tuple[throughput.Recipe, float]:
-    """What a script trains, and the floating-point operations of a training step for each sample."""
+def inspect_script(name: str, data_dir: str, folder: str) -> tuple[throughput.Recipe, float]:
+    """Return what a script trains, and the floating-point operations of a step per sample."""
     with init_world() as world:
-        words = [
-            "--data_dir",
-            data_dir,
-            "--bs",
-            "16",
-            "--out",
-            f"{folder}/flops",
-            "--precision",
-            "fp32",
-        ]
-        opened = throughput.open_script(SCRIPTS[name], words, world)
+        arguments = ["--data_dir", data_dir, "--out", f"{folder}/flops"]
+        arguments += ["--bs", "16", "--precision", "fp32"]
+        opened = throughput.open_script(SCRIPTS[name], arguments, world)
         trainer = opened.trainer
         if opened.recipe.texts:
             plan = list(trainer.batching.order.epoch(0, BATCHES[name]))
-            print(
-                f"padding of batches of {BATCHES[name]}: {100 * trainer.train_set.padding(plan):.1f} % of the tokens"
-            )  # type: ignore[attr-defined]
+            padding = 100 * trainer.train_set.padding(plan)  # type: ignore[attr-defined]
+            print(f"padding of batches of {BATCHES[name]}: {padding:.1f} % of the tokens")
         inputs, _ = next(throughput.our_batches(trainer, 16))
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             trainer.model(inputs)
@@ -138,9 +123,9 @@ def look_at(name: str, data_dir: str, folder: str) -> tuple[throughput.Recipe, f
 
 
 def peak_flops() -> float:
-    """What a large bf16 matrix product reaches, per second."""
+    """Return the floating-point operations per second of a large bf16 matrix product."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    square = torch.randn(SQUARE, SQUARE, device=device, dtype=torch.bfloat16)
+    square = torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16)
     best = float("inf")
     for _ in range(5):
         bench.wait_for_device()
@@ -148,13 +133,13 @@ def peak_flops() -> float:
         square @ square
         bench.wait_for_device()
         best = min(best, time.perf_counter() - start)
-    return 2 * SQUARE**3 / best
+    return 2 * MATRIX_SIZE**3 / best
 
 
 def measure(
     sides: dict[str, Side], rounds: int, seconds: float
 ) -> tuple[dict[str, bench.Row], dict[str, int]]:
-    """All sides of a script in turn; their rates beside plain's, and the most memory each held."""
+    """Measure all sides of a script in turn; return rows over plain, and each peak memory."""
     remotes = {name: bench.Remote(Side.steps, side) for name, side in sides.items()}
     try:
         for remote in remotes.values():
@@ -174,31 +159,28 @@ def measure(
 
 
 def measure_script(
-    name: str, wanted: list[str], data_dir: str, quick: bool, peak: float
+    name: str, sides: list[str], data_dir: str, quick: bool, peak: float
 ) -> tuple[dict[str, bench.Row], dict[str, int]]:
-    """The sides of a script, a few at a time, each beside plain; prints their table."""
-    found: dict[str, bench.Row] = {}
+    """Measure the sides of a script, a few at a time together with plain; print their table."""
+    rows: dict[str, bench.Row] = {}
     memory: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
-        recipe, flops = look_at(name, data_dir, folder)
-        for first in range(0, len(wanted), AT_ONCE):
-            some = (PLAIN, *wanted[first : first + AT_ONCE])
-            rates, held = measure(
+        recipe, flops = inspect_script(name, data_dir, folder)
+        for first in range(0, len(sides), AT_ONCE):
+            some = (PLAIN, *sides[first : first + AT_ONCE])
+            more_rows, more_memory = measure(
                 {side: Side(name, side, data_dir, folder, recipe) for side in some}, *SIZES[quick]
             )
-            found, memory = rates | found, held | memory
+            rows, memory = more_rows | rows, more_memory | memory
     title = f"{name}, batch {BATCHES[name]}"
-    print(
-        f"\n{title:<26} {'samples/s':>10} {'x plain':>8} {'spread':>12} {'peak GiB':>9} {'of peak':>8}"
-    )
-    for side, row in found.items():
+    columns = f"{'samples/s':>10} {'x plain':>8} {'spread':>12} {'peak GiB':>9} {'of peak':>8}"
+    print(f"\n{title:<26} {columns}")
+    for side, row in rows.items():
         rate, spread = statistics.median(row.ours), f"{min(row.ratios):.2f}..{max(row.ratios):.2f}"
-        used = 100 * rate * flops / peak
-        print(
-            f"{side:<26} {rate:>10.1f} {row.ratio:>8.2f} {spread:>12} {memory[side] / 2**30:>9.2f} {used:>7.1f}%",
-            flush=True,
-        )
-    return found, memory
+        gigabytes, utilisation = memory[side] / 2**30, 100 * rate * flops / peak
+        rates = f"{rate:>10.1f} {row.ratio:>8.2f} {spread:>12}"
+        print(f"{side:<26} {rates} {gigabytes:>9.2f} {utilisation:>7.1f}%", flush=True)
+    return rows, memory
 
 
 def main() -> int:
@@ -207,31 +189,28 @@ def main() -> int:
     parser.add_argument(
         "--data_dir", default=os.environ.get("DATA_DIR", "./data"), help="folder of the data sets"
     )
-    parser.add_argument("--only", choices=list(SCRIPTS), help="one of the two")
+    parser.add_argument("--only", choices=list(SCRIPTS), help="measure one script only")
     parser.add_argument(
         "--sides",
         nargs="+",
         choices=[*OURS, *PEERS],
-        help="besides plain (default all; --quick: those not compiled)",
+        help="sides besides plain (default all; with --quick those that are not compiled)",
     )
     args = parser.parse_args()
     keep_freed_memory()
     machine = bench.machine(bench.DEVICE, ("torch", "torchvision", "timm"))
     peak = peak_flops()
     print(f"{machine}; bf16 matrix product {peak / 1e9:.0f} GFLOP/s")
-    every = [
-        *list(OURS)[:2],
-        *PEERS,
-        *list(OURS)[2:],
-    ]  # peers take turns with what they are to be compared with
-    wanted = args.sides or [
+    first, second, *others = OURS
+    every = [first, second, *PEERS, *others]  # peers take turns with what they are compared with
+    sides = args.sides or [
         side for side in every if not args.quick or ("compile" not in side and side not in PEERS)
     ]
     rows: list[bench.Row] = []
     bars: list[bench.Bar] = []
     memories: dict[str, Any] = {}
     for name in [args.only] if args.only else SCRIPTS:
-        found, memories[name] = measure_script(name, wanted, args.data_dir, args.quick, peak)
+        found, memories[name] = measure_script(name, sides, args.data_dir, args.quick, peak)
         rows += found.values()
         best = max((row for side, row in found.items() if side in OURS), key=lambda row: row.ratio)
         bars.append(bench.Bar(f"{best.name} of plain", best.ratio, BARS[name]))

@@ -1,4 +1,4 @@
-"""What is measured of an optimizer: seconds of its steps, bytes of its state, operators of a step.
+"""Measure an optimizer: seconds of its steps, bytes of its state, operators of a step.
 
 side = Side(model, NGD(model.parameters()), gradients)
 side.warm_up()
@@ -20,20 +20,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ngd import NGD
 
-PERIOD = 4  # steps between updates of both NGDs; a round of everything else
-WARM_UP = 12  # steps: the first ten update all estimates, and the first starts them
-COUNTED = 5  # the step, of those, whose operators are counted
+PERIOD = 4  # steps between updates of both NGDs, and steps of a round
+WARM_UP = 12  # steps; NGD updates all estimates in the first ten
+COUNTED_STEP = 5  # the warm-up step whose operators are counted
 
 
 def clock(work: Callable[[], Any]) -> float:
-    """Seconds of a call."""
+    """Return the seconds of a call."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def state_bytes(optimizer: Any, prefix: str = "") -> int:
-    """Bytes of all tensors that an optimizer keeps of the parameters, of those whose key starts with `prefix`."""
+    """Return the bytes of all tensors in the state whose key starts with `prefix`."""
     return sum(
         tensor.numel() * tensor.element_size()
         for state in optimizer.state.values()
@@ -44,7 +44,7 @@ def state_bytes(optimizer: Any, prefix: str = "") -> int:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in a tensor, a dict, a tuple or an object."""
+    """Yield all tensors in a tensor, a container or the attributes of an object."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | tuple | list):
@@ -55,50 +55,56 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 class Operators(TorchDispatchMode):
-    """Counts the ATen operators that are launched: views are not, a foreach or fused one counts for each of its tensors."""
+    """Counts the ATen operators that are launched, without views.
+
+    A foreach or fused operator counts once for each of its tensors. `syncs` counts reads of a
+    tensor by the host.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.all = self.syncs = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, inputs: Any = (), options: Any = None
+    ) -> Any:
         listed = func.overloadpacket.__name__.startswith(("_foreach_", "_fused_"))
-        self.all += len(args[0]) if listed else not func.is_view
+        self.all += len(inputs[0]) if listed else not func.is_view
         self.syncs += func.overloadpacket is torch.ops.aten._local_scalar_dense
-        return func(*args, **(kwargs or {}))
+        return func(*inputs, **(options or {}))
 
 
 @dataclass
 class Side:
-    """An optimizer on its own copy of the model."""
+    """An optimizer on its own copy of the model; a call measures one period of steps."""
 
     model: nn.Module
     optimizer: Any
     gradients: list[list[Tensor | None]]
     operators: Operators = field(default_factory=Operators)
-    seconds: list[list[float]] = field(default_factory=list)  # of each step, a list a round
-    done: int = 0
+    seconds: list[list[float]] = field(default_factory=list)  # shape (rounds, steps)
+    steps: int = 0
 
     def set_gradients(self) -> None:
-        """The next ones."""
+        """Give the parameters their next gradients."""
         for p, gradient in zip(
-            self.model.parameters(), self.gradients[self.done % len(self.gradients)]
+            self.model.parameters(), self.gradients[self.steps % len(self.gradients)]
         ):
             p.grad = gradient
-        self.done += 1
+        self.steps += 1
 
     def warm_up(self) -> None:
-        """The first steps; one of them under the counter."""
+        """Take the first steps, and count the operators of one of them."""
         for number in range(WARM_UP):
             self.set_gradients()
-            if number == COUNTED:
+            if number == COUNTED_STEP:
                 with self.operators:
                     self.optimizer.step()
             else:
                 self.optimizer.step()
 
     def __call__(self) -> float:
-        """Mean seconds of a step over a period."""
+        """Return the mean seconds of a step over one period."""
         self.seconds.append([])
         for _ in range(PERIOD):
             self.set_gradients()
@@ -106,11 +112,11 @@ class Side:
         return statistics.mean(self.seconds[-1])
 
     def worst(self) -> float:
-        """Seconds of the longest step of the period, each the median over the rounds."""
+        """Return the longest of the period's steps, each the median seconds over the rounds."""
         return max(map(statistics.median, zip(*self.seconds)))
 
     def facts(self) -> dict[str, Any]:
-        """For the table: operators, and bytes a weight."""
+        """Return operators, host reads, and bytes per weight for the table."""
         weights = sum(p.numel() for p in self.model.parameters())
         scratch = 0  # what our NGD keeps besides its state
         if isinstance(self.optimizer, NGD) and self.optimizer.schedule is not None:
@@ -120,7 +126,6 @@ class Side:
             "operators": self.operators.all,
             "syncs": self.operators.syncs,
             "state_bytes": state_bytes(self.optimizer) / weights,
-            "factor_bytes": state_bytes(self.optimizer, "axis")
-            / weights,  # of ours: its keys start so
+            "factor_bytes": state_bytes(self.optimizer, "axis") / weights,  # NGD's keys
             "scratch_bytes": scratch / weights,
         }

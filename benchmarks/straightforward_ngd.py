@@ -1,6 +1,7 @@
-"""Online natural gradient as its PyTorch ports write it: one object an axis, Python numbers, every axis of every parameter.
+"""Online natural gradient in the way of its PyTorch ports: an object per axis, Python numbers.
 
-What `optimizers.py` measures ngd.py against; the mathematics is that of arXiv:1410.7455, appendix A, in the parameter's dtype.
+optimizer_step.py compares ngd.py with it. The mathematics is that of arXiv:1410.7455, appendix A,
+in the dtype of the parameter, for every axis of every parameter.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ EPSILON, DELTA = 1e-10, 5e-4
 
 
 class OnlineNaturalGradient:
-    """The running estimate of one axis."""
+    """The running low-rank estimate of the Fisher matrix of one axis."""
 
     def __init__(
         self, rank: int = 80, alpha: float = 4.0, eta: float = 0.1, period: int = 4
@@ -23,7 +24,7 @@ class OnlineNaturalGradient:
         self.t = 0
 
     def start(self, X: Tensor) -> None:
-        """Estimate from scratch on the first gradient."""
+        """Initialise the estimate from the first gradient, X of shape (N, D)."""
         N, D = X.shape
         R = min((D + 1) // 2, self.rank)
         rows = torch.zeros(R, D, dtype=X.dtype, device=X.device)
@@ -38,7 +39,7 @@ class OnlineNaturalGradient:
             self.update(X, X @ self.W.T)
 
     def precondition(self, X: Tensor) -> Tensor:
-        """X (N, D) times the inverse of the estimate, at its own norm."""
+        """Return X (N, D) times the inverse of the estimate, scaled to the norm of X."""
         if self.t == 0:
             self.start(X)
         before = (X * X).sum().item()
@@ -53,7 +54,7 @@ class OnlineNaturalGradient:
         return out * (before / after) ** 0.5
 
     def update(self, X: Tensor, H: Tensor) -> None:
-        """Take in X (N, D) with H = X W'."""
+        """Update the estimate with X (N, D) and H = X W' (N, R)."""
         (N, D), R, W, eta = X.shape, len(self.d), self.W, self.eta
         J = H.T @ X
         L, K = H.T @ H, J @ J.T
@@ -82,7 +83,7 @@ class OnlineNaturalGradient:
 
 
 class StraightforwardNGD(torch.optim.Optimizer):
-    """SGD with momentum on gradients preconditioned axis by axis."""
+    """SGD with momentum on gradients that are preconditioned axis by axis."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class StraightforwardNGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step."""
+        """Precondition and step one parameter after the other."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:

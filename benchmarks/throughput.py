@@ -1,12 +1,13 @@
-"""How fast the two scripts train, beside the plain recipe one would write instead, on the same model and batch.
+"""How fast the two scripts train, compared with a plain training loop of the same model and batch.
 
 python -m benchmarks.throughput --quick                 # five minutes on two cores
 python -m benchmarks.throughput --json throughput.json  # longer blocks, larger batch
 
-Ours is what the scripts run with their default flags: built by their own functions, one step as engine.py does it. Plain
-is torchvision transforms on PIL images or a tokenizing collate function, DataLoader workers, fp32, eager, NCHW, and
-torch's optimizers as they come, in a process of its own. Both start from the same weights and take turns. Last comes what
-the Transformer has learnt: the accuracy of a committed run beside TF-IDF and logistic regression on the same rows.
+Ours is what the scripts run with their default flags: created by their own functions, with the
+steps of the Trainer. Plain is torchvision transforms on PIL images or a tokenizing collate
+function, DataLoader workers, fp32, eager, NCHW, and torch's optimizers with their defaults, in a
+process of its own. Both start from the same weights and take turns. The last line compares the
+accuracy of a committed run of the Transformer with TF-IDF and logistic regression on the same rows.
 """
 
 from __future__ import annotations
@@ -44,17 +45,19 @@ from input_pipeline import text_datasets
 from training import run_log
 from training.trainer import Trainer
 
-# Speed-ups wanted, as ratios of samples/s. Training: bf16 in channels_last alone gave 2.73 on two cores with AMX; without
-# AMX the bar stays, and may be short. No speed-up of the small Transformer is promised. Input: the cores are there for the
-# model, so our batches may cost a tenth (texts: a fifth) of what workers, a process a core, make them cost.
+# Target ratios of samples/s. Training: bf16 in channels_last alone gave 2.73 on two cores with AMX;
+# without AMX the bar stays, and may be short. No speed-up of the small Transformer is promised.
+# Input: the cores are there for the model, so our batches may cost a tenth (texts: a fifth) of what
+# they cost with a worker process per core.
 SPEED_UPS = {"resnet50 training": 2.7, "image input pipeline": 10.0, "text input pipeline": 5.0}
-ACCURACY = 87.5  # percent of the official AG News test set; TF-IDF on the same training rows is printed beside it
+ACCURACY = 87.5  # percent of the official AG News test set
 
 PACKAGES = ("torch", "torchvision", "tokenizers", "scikit-learn")
-WORKERS = 2  # of the plain DataLoader: one a core
+WORKERS = 2  # of the plain DataLoader: one per core
 INPUT_BATCH = TEXT_BATCH = 128
 
-# Seconds of a block, blocks of a side, and the seconds after which three blocks will do: with --quick, and without.
+# Seconds of a block, blocks of a side, and the seconds after which three blocks are enough; with
+# --quick, and without.
 SIZES = {
     "resnet50 training": ((4, 9, 90), (15, 11, 600)),
     "transformer training": ((3, 7, 50), (15, 11, 600)),
@@ -67,11 +70,11 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the plain side is told: what it is to train, and nothing of how we do it."""
+    """What the plain side trains, without any of our settings."""
 
-    text_datasets: bool
+    texts: bool
     metadata: dict[str, Any]
-    model: nn.Module  # with our first weights, in the memory format that torch gives it (NCHW)
+    model: nn.Module  # with our initial weights, in NCHW
     lr: float
     momentum: float
     weight_decay: float
@@ -79,7 +82,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Opened:
-    """What a script has built just before its first step, and the seconds it took to read (and tokenise) the data."""
+    """What a script has created before its first step, and the seconds to read the data."""
 
     trainer: Trainer
     recipe: Recipe
@@ -87,9 +90,9 @@ class Opened:
     seconds: float
 
 
-def open_script(script: ModuleType, words: list[str], world: World) -> Opened:
-    """What `script` builds from these command-line words, by its own functions."""
-    args, _ = options.parse(script.parser(), script.SCRIPT, words)
+def open_script(script: ModuleType, arguments: list[str], world: World) -> Opened:
+    """Create what a script trains with these arguments, by the script's own functions."""
+    args, _ = options.parse(script.parser(), script.SCRIPT, arguments)
     run = factory.create_run(args, script.SCRIPT, world)
     clock = time.perf_counter()
     sets, metadata = script.build_sets(args, run, None)
@@ -107,7 +110,7 @@ def open_script(script: ModuleType, words: list[str], world: World) -> Opened:
 
 
 def our_batches(trainer: Trainer, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of epoch after epoch, as `Trainer.train_epoch` asks for them; it keeps its place in the schedule."""
+    """Yield the batches of all epochs, as `Trainer.train_epoch` reads them."""
     for epoch in itertools.count():
         trainer.epoch, trainer.step_in_epoch = epoch, 0
         yield from trainer.train_set.batches(
@@ -116,7 +119,7 @@ def our_batches(trainer: Trainer, batch_size: int) -> Iterator[tuple[Tensor, Ten
 
 
 def our_steps(trainer: Trainer) -> Iterator[int]:
-    """Training steps as in `Trainer.train_epoch`."""
+    """Take training steps as `Trainer.train_epoch` does; yield the samples of each."""
     for inputs, labels in our_batches(trainer, trainer.batching.size):
         trainer.set_lr()
         trainer.do_step(inputs, labels)
@@ -128,7 +131,7 @@ def our_steps(trainer: Trainer) -> Iterator[int]:
 
 
 class Lines(Dataset):
-    """(text, class) of each row of train.csv, the text as it is in the file."""
+    """The raw text and class of each row of train.csv."""
 
     def __init__(self, data_dir: str) -> None:
         self.rows = text_datasets.read_csv(Path(data_dir) / "ag_news_csv" / "train.csv", 3)
@@ -142,21 +145,22 @@ class Lines(Dataset):
 
 
 class Collate:
-    """Cleans and tokenises a batch and pads it to its longest row. A class, so that workers that are not forked can have it."""
+    """Cleans and tokenises a batch and pads it to its longest row.
+
+    It is a class because spawned workers cannot pickle a closure.
+    """
 
     def __init__(self, tokenizer: Tokenizer, max_len: int) -> None:
         self.tokenizer, self.max_len = tokenizer, max_len
 
     def __call__(self, rows: list[tuple[str, int]]) -> tuple[Tensor, Tensor]:
-        ids = [
-            torch.tensor(self.tokenizer.encode(text_datasets.clean_text(text)).ids[: self.max_len])
-            for text, _ in rows
-        ]
+        texts = [text_datasets.clean_text(text) for text, _ in rows]
+        ids = [torch.tensor(self.tokenizer.encode(text).ids[: self.max_len]) for text in texts]
         return pad_sequence(ids, batch_first=True), torch.tensor([label for _, label in rows])
 
 
 def image_loader(data_dir: str, metadata: dict[str, Any], batch_size: int) -> DataLoader:
-    """CIFAR-10 the usual way."""
+    """Load CIFAR-10 in the usual way."""
     augment = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
     scale = transforms.Normalize(metadata["mean"], metadata["std"])
     data = datasets.CIFAR10(
@@ -166,13 +170,13 @@ def image_loader(data_dir: str, metadata: dict[str, Any], batch_size: int) -> Da
 
 
 def text_loader(data_dir: str, metadata: dict[str, Any], batch_size: int) -> DataLoader:
-    """AG News the usual way, with the tokenizer that ours learnt."""
+    """Load AG News in the usual way, with our trained tokenizer."""
     collate = Collate(Tokenizer.from_str(metadata["tokenizer"]), metadata["max_len"])
     return loader(Lines(data_dir), batch_size, collate)
 
 
 def loader(data: Dataset, batch_size: int, collate: Collate | None = None) -> DataLoader:
-    """Workers outlive the epoch, so that starting them is not held against the plain side."""
+    """Return a DataLoader with persistent workers, so that starting them does not count."""
     return DataLoader(
         data,
         batch_size,
@@ -187,14 +191,14 @@ def loader(data: Dataset, batch_size: int, collate: Collate | None = None) -> Da
 def plain_batches(
     recipe: Recipe, data_dir: str, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Epoch after epoch."""
+    """Yield the batches of all epochs."""
     batches = (text_loader if recipe.texts else image_loader)(data_dir, recipe.metadata, batch_size)
     while True:
         yield from batches
 
 
 def plain_training(recipe: Recipe, data_dir: str, batch_size: int) -> Iterator[int]:
-    """The training loop of every tutorial."""
+    """Run the training loop of a tutorial; yield the samples of each step."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = recipe.model.to(device)
     if recipe.texts:
@@ -215,7 +219,7 @@ def plain_training(recipe: Recipe, data_dir: str, batch_size: int) -> Iterator[i
 
 
 def plain_input(recipe: Recipe, data_dir: str, batch_size: int) -> Iterator[int]:
-    """Batches alone."""
+    """Yield the sizes of batches, without training."""
     return (len(labels) for _, labels in plain_batches(recipe, data_dir, batch_size))
 
 
@@ -229,7 +233,7 @@ def pair(name: str, quick: bool, ours: Iterator[int], plain: bench.Remote) -> be
 def both_pairs(
     name: str, opened: Opened, data_dir: str, quick: bool, batch: int
 ) -> list[bench.Row]:
-    """Training, and the input pipeline alone. The plain side is a process of its own, with the allocator as it comes."""
+    """Measure training, and the input pipeline alone, each with plain in its own process."""
     plain = bench.Remote(plain_training, opened.recipe, data_dir, batch)
     training = pair(f"{name} training", quick, our_steps(opened.trainer), plain)
     ours = (len(labels) for _, labels in our_batches(opened.trainer, INPUT_BATCH))
@@ -243,12 +247,14 @@ def both_pairs(
 def measure(
     data_dir: str, quick: bool, folder: str, world: World
 ) -> tuple[list[bench.Row], dict[str, Any]]:
-    """The four pairs, and what else was seen."""
+    """Measure the four pairs; return their rows and the settings."""
     batch = 64 if quick else 128
-    words = ["--data_dir", data_dir, "--out"]
-    image = open_script(resnet50_test, [*words, f"{folder}/image", "--bs", str(batch)], world)
+    common = ["--data_dir", data_dir, "--out"]
+    arguments = [*common, f"{folder}/image", "--bs", str(batch)]
+    image = open_script(resnet50_test, arguments, world)
     rows = both_pairs("resnet50", image, data_dir, quick, batch)
-    text = open_script(transformer_test, [*words, f"{folder}/text", "--bs", str(TEXT_BATCH)], world)
+    arguments = [*common, f"{folder}/text", "--bs", str(TEXT_BATCH)]
+    text = open_script(transformer_test, arguments, world)
     rows += both_pairs("transformer", text, data_dir, quick, TEXT_BATCH)
     facts = {
         "precision": image.precision,
@@ -266,20 +272,16 @@ def measure(
 
 
 def accuracies(log: Path, data_dir: str) -> dict[str, Any]:
-    """Test accuracy in percent of TF-IDF and logistic regression, and of the logged run where there is one.
+    """Return test accuracies in percent of TF-IDF with logistic regression, and of a logged run.
 
-    The rows are those the run trained on: its --subset, --val_fraction and --seed are taken from its config.json.
+    TF-IDF gets the rows that the run trained on: --subset, --val_fraction and --seed are those of
+    its config.json.
     """
     flags = run_log.read_config(log).get("flags", {})
-    words = [
-        word
-        for name in ("subset", "val_fraction", "seed")
-        if name in flags
-        for word in (f"--{name}", str(flags[name]))
-    ]
-    args, _ = options.parse(
-        transformer_test.parser(), transformer_test.SCRIPT, ["--data_dir", data_dir, *words]
-    )
+    arguments = ["--data_dir", data_dir]
+    for name in ("subset", "val_fraction", "seed"):
+        arguments += [f"--{name}", str(flags[name])] if name in flags else []
+    args, _ = options.parse(transformer_test.parser(), transformer_test.SCRIPT, arguments)
     splits, _ = text_datasets.read_text_splits("agnews", data_dir)
     train = splits["train"].take(
         factory.split_rows(torch.tensor(splits["train"].labels), args)["train"].tolist()
@@ -289,22 +291,25 @@ def accuracies(log: Path, data_dir: str) -> dict[str, Any]:
         vectors.fit_transform(train.texts), train.labels
     )
     tfidf = 100 * regression.score(vectors.transform(splits["test"].texts), splits["test"].labels)
-    found = {"train_rows": len(train), "test_rows": len(splits["test"]), "tfidf": tfidf}
+    results = {"train_rows": len(train), "test_rows": len(splits["test"]), "tfidf": tfidf}
     if not (log / "metrics.jsonl").exists():
-        return found
+        return results
     epochs = [
         100 * json.loads(line)["test_accuracy"]
         for line in (log / "metrics.jsonl").read_text().splitlines()
     ]
-    return {**found, "transformer": max(epochs), "last_epoch": epochs[-1]} if epochs else found
+    if not epochs:
+        return results
+    return {**results, "transformer": max(epochs), "last_epoch": epochs[-1]}
 
 
-def accuracy_line(found: dict[str, Any], log: Path) -> str:
-    rows = f"AG News, {found['train_rows']} training rows, {found['test_rows']} test rows"
-    line = f"{rows}: TF-IDF + logistic regression {found['tfidf']:.2f} %"
-    if "transformer" not in found:
+def accuracy_line(results: dict[str, Any], log: Path) -> str:
+    rows = f"AG News, {results['train_rows']} training rows, {results['test_rows']} test rows"
+    line = f"{rows}: TF-IDF + logistic regression {results['tfidf']:.2f} %"
+    if "transformer" not in results:
         return f"{line}; no run in {log}, so the bar of the Transformer's accuracy is left out"
-    return f"{line}, Transformer {found['transformer']:.2f} % in its best epoch, {found['last_epoch']:.2f} % in its last ({log})"
+    best, last = results["transformer"], results["last_epoch"]
+    return f"{line}, Transformer {best:.2f} % in its best epoch, {last:.2f} % in its last ({log})"
 
 
 def main() -> None:
@@ -323,26 +328,23 @@ def main() -> None:
         help="run folder (default figures/logs/agnews12k/prior-seed0)",
     )
     args = parser.parse_args()
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "true"
-    )  # else tokenizers warns in every worker that is forked
+    # Without it tokenizers warns in every forked worker.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     with tempfile.TemporaryDirectory() as folder, init_world() as world:
         machine = bench.machine(world.device, PACKAGES)
         rows, facts = measure(args.data_dir, args.quick, folder, world)
-    found = accuracies(args.agnews_log, args.data_dir)
+    results = accuracies(args.agnews_log, args.data_dir)
     bars = [
         bench.Bar(row.name, row.ratio, SPEED_UPS[row.name]) for row in rows if row.name in SPEED_UPS
     ]
-    if "transformer" in found:
-        bars.append(bench.Bar("transformer accuracy", found["transformer"], ACCURACY))
+    if "transformer" in results:
+        bars.append(bench.Bar("transformer accuracy", results["transformer"], ACCURACY))
     seconds = time.perf_counter() - started
     print(bench.table(rows, "plain"))
     print(f"{machine}; ours in {facts['precision']}, plain in fp32; {seconds:.0f} s")
-    print(
-        "once before the first epoch ours takes "
-        + ", ".join(f"{v:.1f} s ({k})" for k, v in facts["prepare_seconds"].items())
-    )
-    print(accuracy_line(found, args.agnews_log))
+    prepare = ", ".join(f"{v:.1f} s ({k})" for k, v in facts["prepare_seconds"].items())
+    print(f"before the first epoch ours takes {prepare}")
+    print(accuracy_line(results, args.agnews_log))
     bench.write_json(
         args.json,
         rows,
@@ -350,7 +352,7 @@ def main() -> None:
         machine=machine,
         seconds=seconds,
         quick=args.quick,
-        accuracy=found,
+        accuracy=results,
         **facts,
     )
     sys.exit(bench.verdict(bars))

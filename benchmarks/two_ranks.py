@@ -1,7 +1,8 @@
-"""One of the ranks that measure ways to train data-parallel, without a model's forward and backward; started by communication.py.
+"""One rank of communication.py: data-parallel steps without a model's forward and backward.
 
-torchrun's environment says which rank this is; rank 0 prints what was measured as JSON. The methods take turns within this
-process. A step is: no gradients, a backward pass that only hands over fixed ones, the exchange, the optimizer.
+communication.py starts `python -m benchmarks.two_ranks` with torchrun's environment; rank 0 prints
+the measurements as JSON. The methods take turns within this process. A step is: clear the
+gradients, a backward pass that only hands over fixed gradients, the communication, the optimizer.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ from optimizers.lamb import LAMB
 from slamb import SLAMB
 
 MEAN_OF_WEIGHTS = "SLAMB's mean of the weights"
-WARM_UP = 5  # steps: DDP lays its buckets out anew after the first, PowerSGD begins at the third; the last is clocked
-MOST_STEPS = 40  # of a turn
-LARGE = 10_000_000  # weights: of models with more, as few methods as fit into memory
-PROBE = 8 * 2**20  # bytes all-reduced to find the network's rate
+# Steps: DDP rebuilds its buckets after the first, PowerSGD starts at the third, the last is timed.
+WARM_UP = 5
+MAX_STEPS = 40  # of a turn
+LARGE = 10_000_000  # weights; larger models are measured with fewer methods, to fit into memory
+PROBE = 8 * 2**20  # bytes of the all-reduce that measures the network's bandwidth
 
 
-class Handed(torch.autograd.Function):
-    """A loss of zero; its backward pass gives the parameters the gradients it was handed."""
+class FixedGradients(torch.autograd.Function):
+    """A loss of zero whose backward pass gives the parameters fixed gradients."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
@@ -51,19 +53,19 @@ class Handed(torch.autograd.Function):
 
 
 class Parameters(nn.Module):
-    """A model's parameters and a backward pass that costs nothing."""
+    """A model's parameters, with a backward pass that costs nothing."""
 
     def __init__(self, model: nn.Module, gradients: Sequence[Tensor]) -> None:
         super().__init__()
-        self.parts = nn.ParameterList(p.detach().clone() for p in model.parameters())
+        self.parameter_list = nn.ParameterList(p.detach().clone() for p in model.parameters())
         self.gradients = gradients
 
     def forward(self) -> Tensor:
-        return Handed.apply(self.gradients, *self.parts)
+        return FixedGradients.apply(self.gradients, *self.parameter_list)
 
 
 class Method:
-    """A model and its optimizer."""
+    """A model and its optimizer, which take a step together."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -77,8 +79,15 @@ class Method:
 # -------------------------------------------------------------------- the methods
 
 
-def wrapped(parameters: Parameters, hook: Callable[..., Any], rank: int = 0) -> Method:
-    """DistributedDataParallel with a hook, and LAMB; `rank` is PowerSGD's, which on gloo aborts where there are several buckets."""
+def ddp_lamb(parameters: Parameters, hook: Callable[..., Any], rank: int = 0) -> Method:
+    """Return DistributedDataParallel with a comm hook, and LAMB.
+
+    Args:
+        parameters: what is trained.
+        hook: the comm hook.
+        rank: rank of PowerSGD's approximation, 0 for other hooks. There is one bucket, because on
+            gloo PowerSGD aborts with several.
+    """
     local: dict[str, Any] = dict(torch_compat.ddp_buffer_arguments())
     model = DistributedDataParallel(
         parameters, gradient_as_bucket_view=True, bucket_cap_mb=1000, **local
@@ -88,8 +97,8 @@ def wrapped(parameters: Parameters, hook: Callable[..., Any], rank: int = 0) -> 
     return Method(model, LAMB(parameters.parameters()))
 
 
-def sparse(parameters: Parameters, **settings: Any) -> Method:
-    """SLAMB from its first sparse step on; the mean of the weights is measured apart."""
+def slamb(parameters: Parameters, **settings: Any) -> Method:
+    """Return SLAMB from its first sparse step on; its average of the weights is measured apart."""
     return Method(
         parameters, SLAMB(parameters.parameters(), dense_steps=0, local_steps=10**9, **settings)
     )
@@ -103,28 +112,28 @@ def naive(parameters: Parameters) -> Method:
 
 
 def methods(weights: int) -> dict[str, Callable[[Parameters], Method]]:
-    """By name."""
-    found: dict[str, Callable[[Parameters], Method]] = {
-        "DDP + LAMB": partial(wrapped, hook=default_hooks.allreduce_hook),
-        "DDP bf16 hook + LAMB": partial(wrapped, hook=default_hooks.bf16_compress_hook),
-        "DDP fp16 hook + LAMB": partial(wrapped, hook=default_hooks.fp16_compress_hook),
-        "DDP PowerSGD rank 2 + LAMB": partial(wrapped, hook=powerSGD_hook.powerSGD_hook, rank=2),
+    """Return the methods for a model with so many weights, by name."""
+    makers: dict[str, Callable[[Parameters], Method]] = {
+        "DDP + LAMB": partial(ddp_lamb, hook=default_hooks.allreduce_hook),
+        "DDP bf16 hook + LAMB": partial(ddp_lamb, hook=default_hooks.bf16_compress_hook),
+        "DDP fp16 hook + LAMB": partial(ddp_lamb, hook=default_hooks.fp16_compress_hook),
+        "DDP PowerSGD rank 2 + LAMB": partial(ddp_lamb, hook=powerSGD_hook.powerSGD_hook, rank=2),
     }
     for selection in ("block",) if weights > LARGE else ("block", "random"):
         for k in (0.1, 0.01):
             for wire, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-                make = partial(sparse, selection=selection, compress_ratio=k, wire_dtype=dtype)
-                found[f"SLAMB {selection} k={k} {wire}"] = make
+                make = partial(slamb, selection=selection, compress_ratio=k, wire_dtype=dtype)
+                makers[f"SLAMB {selection} k={k} {wire}"] = make
     if weights <= LARGE:
-        found["naive SLAMB k=0.1"] = naive
-    return found
+        makers["naive SLAMB k=0.1"] = naive
+    return makers
 
 
 # -------------------------------------------------------------------- measuring
 
 
-class Payload:
-    """Counts the bytes that go into all_reduce."""
+class PayloadCounter:
+    """Replaces dist.all_reduce and counts the bytes given to it."""
 
     def __init__(self) -> None:
         self.bytes, self.inner = 0, dist.all_reduce
@@ -135,8 +144,8 @@ class Payload:
         return self.inner(values, *rest, **named)
 
 
-def sent(device: str) -> int:
-    """Bytes that a network device has sent."""
+def sent_bytes(device: str) -> int:
+    """Return the bytes that a network device has sent since it exists."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == device:
@@ -145,42 +154,42 @@ def sent(device: str) -> int:
 
 
 class Turn:
-    """So many steps of one method, on all ranks at once."""
+    """A number of steps of one method, on all ranks at once."""
 
     def __init__(
-        self, step: Callable[[], None], seconds: float, device: str, payload: Payload
+        self, step: Callable[[], None], seconds: float, device: str, payload: PayloadCounter
     ) -> None:
         self.step, self.device, self.payload = step, device, payload
-        self.sent_bytes: list[float] = []  # a step of each turn
-        self.payload_bytes = 0.0  # a step
+        self.sent_bytes: list[float] = []  # bytes per step, of each turn
+        self.payload_bytes = 0.0  # bytes per step
         for _ in range(WARM_UP - 1):
             step()
         dist.barrier()
         took = torch.tensor(clock(step))
         dist.broadcast(took, 0)
-        self.steps = max(1, min(MOST_STEPS, round(seconds / took.item())))
+        self.steps = max(1, min(MAX_STEPS, round(seconds / took.item())))
 
     def __call__(self) -> float:
-        """Mean seconds of a step."""
+        """Return the mean seconds of a step."""
         dist.barrier()
-        payload, before, start = self.payload.bytes, sent(self.device), time.perf_counter()
+        payload, before, start = self.payload.bytes, sent_bytes(self.device), time.perf_counter()
         for _ in range(self.steps):
             self.step()
         taken = time.perf_counter() - start
-        dist.barrier()  # so that what this device has sent is of the other rank's steps too where they share it
+        dist.barrier()  # ranks may share the device: count the bytes of all of them
         ranks = dist.get_world_size() if self.device == "lo" else 1
-        self.sent_bytes.append((sent(self.device) - before) / self.steps / ranks)
+        self.sent_bytes.append((sent_bytes(self.device) - before) / self.steps / ranks)
         self.payload_bytes = (self.payload.bytes - payload) / self.steps
         return taken / self.steps
 
 
 def measure(arch: str, rounds: int, seconds: float, device: str) -> dict[str, Any]:
-    """All methods in turn: seconds and bytes of a step, a number a round."""
+    """Measure all methods in turn: seconds and bytes of a step, for each round."""
     torch.manual_seed(0)
     network = resnet.create_model(arch, classes=10, channels=3, image_size=32)
     torch.manual_seed(1 + dist.get_rank())
     gradients = [0.01 * torch.randn_like(p) for p in network.parameters()]
-    weights, payload = sum(p.numel() for p in network.parameters()), Payload()
+    weights, payload = sum(p.numel() for p in network.parameters()), PayloadCounter()
     probe = torch.zeros(PROBE // 4)
     turns = {"probe": Turn(lambda: payload(probe), 0.0, device, payload)}
     for name, make in methods(weights).items():
@@ -191,7 +200,7 @@ def measure(arch: str, rounds: int, seconds: float, device: str) -> dict[str, An
                 method.optimizer.average_weights, seconds, device, payload
             )
     taken = bench.take_turns(turns, rounds)
-    found: dict[str, dict[str, Any]] = {
+    results: dict[str, dict[str, Any]] = {
         name: {
             "seconds": taken[name],
             "sent_bytes": turn.sent_bytes,
@@ -200,13 +209,12 @@ def measure(arch: str, rounds: int, seconds: float, device: str) -> dict[str, An
         }
         for name, turn in turns.items()
     }
-    ring = (
-        2 * (dist.get_world_size() - 1) / dist.get_world_size()
-    )  # of the bytes are sent by a rank
+    # Bytes that each rank of a ring sends for each byte of the all-reduce.
+    ring = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
     return {
         "weights": weights,
-        "rate": ring * PROBE * 8 / min(found.pop("probe")["seconds"]),
-        "methods": found,
+        "rate": ring * PROBE * 8 / min(results.pop("probe")["seconds"]),
+        "methods": results,
     }
 
 
@@ -214,15 +222,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("arch")
     parser.add_argument("rounds", type=int)
-    parser.add_argument("seconds", type=float, help="of a turn")
-    parser.add_argument("device", help="the network device whose bytes are counted")
+    parser.add_argument("seconds", type=float, help="seconds of a turn")
+    parser.add_argument("device", help="network device whose bytes are counted")
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
     with init_world("cpu") as world:
-        found = measure(args.arch, args.rounds, args.seconds, args.device)
+        results = measure(args.arch, args.rounds, args.seconds, args.device)
         if world.is_main:
-            print(json.dumps(found))
+            print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -52,13 +52,13 @@ class RankAverager:
     def mean(self, values: Tensor) -> Tensor:
         """Replace values by their mean over all ranks."""
         if self.size > 1:
-            self._all_reduce(values, self.group).div_(self.size)
+            self.all_reduce(values, self.group).div_(self.size)
         return values
 
     def mean_in_node(self, values: Tensor) -> Tensor:
         """Replace values by their mean over the ranks of this node."""
         if self.local_size > 1:
-            self._all_reduce(values, self.node_group).div_(self.local_size)
+            self.all_reduce(values, self.node_group).div_(self.local_size)
         return values
 
     def mean_across(self, values: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class RankAverager:
             return self.mean(values)
         padded = F.pad(values, (0, -len(values) % self.local_size))
         mine = padded.chunk(self.local_size)[dist.get_rank(self.node_group)].contiguous()
-        self._all_reduce(mine, self.across).div_(self.nodes)
+        self.all_reduce(mine, self.across).div_(self.nodes)
         dist.all_gather_into_tensor(padded, mine, group=self.node_group)
         return padded[: len(values)]
 
@@ -76,7 +76,8 @@ class RankAverager:
         sent, self.bytes_sent = self.bytes_sent, 0
         return sent
 
-    def _all_reduce(self, values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def all_reduce(self, values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """Replace values by their sum over a group, and count their bytes."""
         self.bytes_sent += values.nbytes
         dist.all_reduce(values, group=group)
         return values

@@ -1,4 +1,4 @@
-"""Logs of runs, read for pictures and tables.
+"""Read the logs of runs for figures and tables.
 
 groups = read_groups(LOGS)                # {group: {name: [rows of each seed]}}
 [[row["epoch"] for row in rows] for rows in groups["ngd_meta"]["ngd"]]
@@ -17,12 +17,15 @@ ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "figures" / "logs"
 
 Row = dict[str, Any]
+"""One line of metrics.jsonl: one epoch."""
 Runs = list[list[Row]]
-"""The rows of metrics.jsonl of runs that differ in the seed alone, a list a seed."""
+"""The rows of runs that differ in nothing but the seed, a list for each seed."""
+
+# -------------------------------------------------------------------- reading
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Rows of a run's metrics.jsonl; ends the program with a line where there are none."""
+    """Return the rows of a run's metrics.jsonl; without any, end the program with an error."""
     try:
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     except OSError:
@@ -33,28 +36,26 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def by_name(folders: Sequence[Path]) -> dict[str, Runs]:
-    """Runs of folders NAME-seedN by NAME, in the order of the seeds."""
-    named: dict[str, Runs] = {}
+    """Group the runs in folders NAME-seedN by NAME; their order is kept."""
+    runs: dict[str, Runs] = {}
     for folder in folders:
-        named.setdefault(folder.name.rpartition("-seed")[0] or folder.name, []).append(
-            read_rows(folder)
-        )
-    return named
+        name = folder.name.rpartition("-seed")[0] or folder.name
+        runs.setdefault(name, []).append(read_rows(folder))
+    return runs
 
 
 def finished(folder: Path) -> bool:
-    """Whether a run's log holds its last epoch."""
+    """Tell whether a run's log holds its last epoch."""
     try:
         epochs = json.loads((folder / "config.json").read_text())["flags"]["epochs"]
-        return (
-            json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["epoch"] >= epochs
-        )
+        last_row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+        return last_row["epoch"] >= epochs
     except (OSError, IndexError, KeyError, ValueError):
         return False
 
 
 def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
-    """All runs below a folder of groups that have come to their end: an unfinished one is no result."""
+    """Return the finished runs below a folder of groups; unfinished runs are named and left out."""
     folders: dict[str, list[Path]] = {}
     for path in sorted(logs.glob("*/*/metrics.jsonl")):
         if finished(path.parent):
@@ -64,49 +65,50 @@ def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
     return {group: by_name(each) for group, each in folders.items()}
 
 
+def repeated(runs: Mapping[str, Runs]) -> Mapping[str, Runs]:
+    """Return the settings that have several seeds, or all settings if none has.
+
+    Settings with a single seed come from the search for the best one.
+    """
+    return {name: each for name, each in runs.items() if len(each) > 1} or runs
+
+
+# -------------------------------------------------------------------- values
+
+
+def accuracy(row: Row) -> float:
+    """Return the accuracy in percent on the test set, or on held-out rows if it was not used."""
+    return 100 * row["test_accuracy" if "test_accuracy" in row else "val_accuracy"]
+
+
+def device_hours(row: Row) -> float:
+    """Return hours since the start times GPUs (or nodes, on CPUs), evaluation included."""
+    return row["seconds"] * row.get("devices", 1) / 3600  # the oldest logs are of one CPU node
+
+
 def per_epoch(runs: Runs, value: Callable[[Row], float]) -> list[list[float]]:
-    """A value after each epoch that all seeds have: a list of the seeds' values an epoch."""
+    """Return a value of each seed, for each epoch that all seeds have: shape (epochs, seeds)."""
     return [[value(row) for row in rows] for rows in zip(*runs)]
 
 
 def mean(values: Sequence[Sequence[float]]) -> list[float]:
-    """Over the seeds, epoch by epoch."""
+    """Average values of shape (epochs, seeds) over the seeds."""
     return [statistics.mean(each) for each in values]
 
 
-def accuracy(row: Row) -> float:
-    """On the test set, in percent; on held-out rows in a run that leaves the test set alone."""
-    return 100 * row["test_accuracy" if "test_accuracy" in row else "val_accuracy"]
-
-
 def last(runs: Runs, value: Callable[[Row], float]) -> list[float]:
-    """The seeds' values after the last epoch."""
+    """Return a value after the last epoch, for each seed."""
     return [value(rows[-1]) for rows in runs]
 
 
-def device_hours(row: Row) -> float:
-    """Of GPUs, or of nodes that compute on their CPUs, from the start of the run, evaluation included."""
-    return (
-        row["seconds"] * row.get("devices", 1) / 3600
-    )  # the first logs, all of one node's CPU, do not say
-
-
 def spread(values: Sequence[float]) -> str:
-    """'93.21 ± 0.10', or the value alone where there is one."""
-    return f"{statistics.mean(values):.2f}" + (
-        f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    )
+    """Write mean and standard deviation as '93.21 ± 0.10'; a single value stands alone."""
+    text = f"{statistics.mean(values):.2f}"
+    return f"{text} ± {statistics.stdev(values):.2f}" if len(values) > 1 else text
 
 
 def seconds_to(runs: Runs, target: float) -> float | None:
-    """Mean seconds at the first epoch whose mean test accuracy is at least `target` percent; None where there is none."""
+    """Return the mean seconds until the mean accuracy is at least `target` percent, or None."""
     seconds = mean(per_epoch(runs, lambda row: row["seconds"]))
-    reached = (
-        second for second, value in zip(seconds, mean(per_epoch(runs, accuracy))) if value >= target
-    )
-    return next(reached, None)
-
-
-def repeated(named: Mapping[str, Runs]) -> Mapping[str, Runs]:
-    """Where some were repeated with other seeds, those alone: runs of a single seed are the search for the setting."""
-    return {name: runs for name, runs in named.items() if len(runs) > 1} or named
+    accuracies = mean(per_epoch(runs, accuracy))
+    return next((second for second, value in zip(seconds, accuracies) if value >= target), None)

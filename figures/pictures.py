@@ -1,6 +1,6 @@
-"""The pictures: each a function of the logs' groups that returns a figure, or None where its runs are not there.
+"""The figures: each a function of the logs' groups that returns a figure, or None without its runs.
 
-picture = PICTURES["slamb"](read_groups(LOGS))
+figure = PICTURES["slamb"](read_groups(LOGS))
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  the backend comes first
-import numpy as np  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: E402
+matplotlib.use("Agg")  # before pyplot is imported
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from figures.logs import (
     ROOT,
@@ -34,20 +34,15 @@ from figures.logs import (
     seconds_to,
 )
 
-COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-)  # Okabe and Ito's, for the colour-blind too
+# The palette of Okabe and Ito, which the colour-blind can tell apart.
+BLUE, VERMILION, GREEN = "#0072B2", "#D55E00", "#009E73"
+COLOURS = (BLUE, VERMILION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "os^Dv*P"
 Groups = Mapping[str, Mapping[str, Runs]]
+"""The runs of all logs, by group and name."""
 
 IMAGES, TEXTS = "ResNet-20, 20 % of CIFAR-10", "Transformer, AG News subset"
-LADDERS = {  # each trick added to those before
+ABLATIONS = {  # each row adds one method to those before it
     IMAGES: {
         "plain: fp32, SGD": ("resnet20_batch", "sgd-64-fp32"),
         "+ bf16": ("resnet20_batch", "sgd-64"),
@@ -56,321 +51,351 @@ LADDERS = {  # each trick added to those before
     TEXTS: {
         "plain: fp32": ("agnews12k", "plain-fp32"),
         "+ bf16": ("agnews12k", "plain"),
-        "+ prior,\nhalf the epochs,\na lower rate": ("agnews12k", "prior"),
+        "+ prior,\nhalf the epochs,\nlower learning rate": ("agnews12k", "prior"),
     },
 }
-SCALING = ROOT / "benchmarks" / "results" / "scaling-cpu.json"
+SCALING_RESULTS = ROOT / "benchmarks" / "results" / "scaling-cpu.json"
+
+# -------------------------------------------------------------------- columns of metrics.jsonl
 
 
 def epoch(row: Row) -> float:
+    """Return the epoch of a row."""
     return row["epoch"]
 
 
 def seconds(row: Row) -> float:
+    """Return the seconds since the start of the run."""
     return row["seconds"]
 
 
-def value_of(key: str, scale: float = 1.0) -> Callable[[Row], float]:
-    """A column of metrics.jsonl."""
+def column(key: str, scale: float = 1.0) -> Callable[[Row], float]:
+    """Return a function that reads one column, multiplied by `scale`."""
     return lambda row: scale * row[key]
 
 
-def style(number: int) -> dict[str, Any]:
-    return {"color": COLOURS[number % 7], "marker": MARKERS[number % 7], "markersize": 4}
+def with_megabytes_sent(rows: Sequence[Row]) -> list[Row]:
+    """Add to each row the megabytes that each rank has sent since the start of the run."""
+    totals = itertools.accumulate(row["comm_bytes"] for row in rows)
+    return [{**row, "sent": total / 1e6} for row, total in zip(rows, totals)]
 
 
-def line(
-    axis: Axes,
+# -------------------------------------------------------------------- parts of a figure
+
+
+def style(index: int) -> dict[str, Any]:
+    """Return colour and marker of the line with this index."""
+    return {"color": COLOURS[index % 7], "marker": MARKERS[index % 7], "markersize": 4}
+
+
+def plot_runs(
+    axes: Axes,
     runs: Runs,
-    across: Callable[[Row], float],
-    up: Callable[[Row], float],
-    number: int,
+    *,
+    x: Callable[[Row], float],
+    y: Callable[[Row], float],
+    index: int,
     label: str,
 ) -> None:
-    """The mean over seeds, and a band from the least to the most."""
-    values = per_epoch(runs, up)
-    horizontal = mean(per_epoch(runs, across))
-    axis.plot(horizontal, mean(values), label=label, **style(number))
+    """Plot the mean over seeds as a line, and the range over seeds as a band."""
+    values = per_epoch(runs, y)
+    horizontal = mean(per_epoch(runs, x))
+    axes.plot(horizontal, mean(values), label=label, **style(index))
     low, high = [min(each) for each in values], [max(each) for each in values]
-    axis.fill_between(horizontal, low, high, color=COLOURS[number % 7], alpha=0.15, linewidth=0)
+    axes.fill_between(horizontal, low, high, color=COLOURS[index % 7], alpha=0.15, linewidth=0)
 
 
-def finish(axis: Axes, across: str, up: str, title: str = "", legend: bool = False) -> None:
-    axis.set(xlabel=across, ylabel=up, title=title)
-    axis.grid(alpha=0.3)
+def label_axes(
+    axes: Axes, xlabel: str, ylabel: str, *, title: str = "", legend: bool = False
+) -> None:
+    """Set the labels, and add a grid and, if asked for, a legend."""
+    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    axes.grid(alpha=0.3)
     if legend:
-        axis.legend(fontsize=8)
+        axes.legend(fontsize=8)
 
 
-def logarithmic(axis: Any, base: int = 10) -> None:
-    """An axis (`axes.xaxis`) in powers, its ticks plain numbers."""
+def plain_log_ticks(axis: Any, base: int = 10) -> None:
+    """Give a logarithmic axis (`axes.xaxis`) ticks at powers, written as plain numbers."""
     axis.set_major_locator(LogLocator(base, subs=(1.0, 3.0) if base == 10 else (1.0,)))
-    axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
 
-def panels(rows: int, columns: int) -> tuple[Figure, Any]:
-    return plt.subplots(
-        rows, columns, figsize=(4 * columns, 3.6 * rows), layout="constrained", squeeze=False
-    )
+def create_panels(rows: int, columns: int) -> tuple[Figure, Any]:
+    """Return a figure and its axes, an array of shape (rows, columns)."""
+    size = (4 * columns, 3.6 * rows)
+    return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
 
 
-def overview(named: Mapping[str, Runs]) -> Figure:
-    """Test accuracy against epochs and seconds, training loss against epochs."""
-    figure, axes = panels(1, 3)
-    tested = all("test_accuracy" in rows[0] for runs in named.values() for rows in runs)
-    what = (
-        "test accuracy / %"
-        if tested
-        else "accuracy (held-out rows where the test set was left alone) / %"
-    )
-    for number, (name, runs) in enumerate(named.items()):
-        line(axes[0, 0], runs, epoch, accuracy, number, name)
-        line(axes[0, 1], runs, seconds, accuracy, number, name)
-        line(axes[0, 2], runs, epoch, value_of("train_loss"), number, name)
-    finish(axes[0, 0], "epoch", what, legend=True)
-    finish(axes[0, 1], "time / s", what)
-    finish(axes[0, 2], "epoch", "training loss")
+# -------------------------------------------------------------------- the figures
+
+
+def overview(named_runs: Mapping[str, Runs]) -> Figure:
+    """Plot test accuracy against epochs and seconds, and training loss against epochs."""
+    figure, axes = create_panels(1, 3)
+    has_test = all("test_accuracy" in rows[0] for runs in named_runs.values() for rows in runs)
+    ylabel = "test accuracy / %" if has_test else "accuracy on test or held-out rows / %"
+    for index, (name, runs) in enumerate(named_runs.items()):
+        plot_runs(axes[0, 0], runs, x=epoch, y=accuracy, index=index, label=name)
+        plot_runs(axes[0, 1], runs, x=seconds, y=accuracy, index=index, label=name)
+        plot_runs(axes[0, 2], runs, x=epoch, y=column("train_loss"), index=index, label=name)
+    label_axes(axes[0, 0], "epoch", ylabel, legend=True)
+    label_axes(axes[0, 1], "time / s", ylabel)
+    label_axes(axes[0, 2], "epoch", "training loss")
     return figure
 
 
-def time(groups: Groups) -> Figure | None:
-    """Time against epochs with and without the tricks, and what each takes off the time to an accuracy that all of them reach."""
-    ladders = {
+def draw_group(group: str, groups: Groups, *, only_repeated: bool = False) -> Figure | None:
+    """Draw the overview of one group.
+
+    Args:
+        group: name of the group.
+        groups: all logs.
+        only_repeated: leave out runs of a single seed, which were the search for a setting.
+    """
+    named_runs = groups.get(group, {})
+    if not named_runs:
+        return None
+    return overview(repeated(named_runs) if only_repeated else named_runs)
+
+
+def draw_time(groups: Groups) -> Figure | None:
+    """Draw time against epochs for each ablation, and what each method saves.
+
+    The saving is in the time to the highest accuracy that all runs of the ablation reach.
+    """
+    ablations = {
         title: {
             name: groups[group][run]
-            for name, (group, run) in ladder.items()
+            for name, (group, run) in rows.items()
             if run in groups.get(group, {})
         }
-        for title, ladder in LADDERS.items()
+        for title, rows in ABLATIONS.items()
     }
-    if any(len(ladder) < 2 for ladder in ladders.values()):
+    if any(len(ablation) < 2 for ablation in ablations.values()):
         return None
-    figure, axes = panels(2, 2)
-    for column, (title, ladder) in enumerate(ladders.items()):
-        for number, (name, runs) in enumerate(ladder.items()):
-            line(axes[0, column], runs, epoch, seconds, number, name)
-        finish(axes[0, column], "epoch", "time / s", title, legend=True)
-        target = min(statistics.mean(last(runs, accuracy)) for runs in ladder.values())
-        reached = {
-            name: taken for name, runs in ladder.items() if (taken := seconds_to(runs, target))
-        }
-        waterfall(axes[1, column], list(reached), list(reached.values()))
-        finish(axes[1, column], "", f"time to {target:.1f} % test accuracy / s")
+    figure, axes = create_panels(2, 2)
+    for panel, (title, ablation) in enumerate(ablations.items()):
+        for index, (name, runs) in enumerate(ablation.items()):
+            plot_runs(axes[0, panel], runs, x=epoch, y=seconds, index=index, label=name)
+        label_axes(axes[0, panel], "epoch", "time / s", title=title, legend=True)
+        target = min(statistics.mean(last(runs, accuracy)) for runs in ablation.values())
+        times = {name: seconds_to(runs, target) for name, runs in ablation.items()}
+        reached = {name: time for name, time in times.items() if time}
+        draw_waterfall(axes[1, panel], list(reached), list(reached.values()))
+        label_axes(axes[1, panel], "", f"time to {target:.1f} % test accuracy / s")
     return figure
 
 
-def waterfall(axis: Axes, names: Sequence[str], taken: Sequence[float]) -> None:
-    """Bars from the time before a trick to the time with it; the first and the last stand on the ground."""
-    axis.bar(0, taken[0], color=COLOURS[0])
-    for place, (before, after) in enumerate(zip(taken, taken[1:]), 1):
-        axis.bar(
-            place, before - after, bottom=after, color=COLOURS[2] if after <= before else COLOURS[1]
-        )
-    axis.bar(len(taken), taken[-1], color=COLOURS[0])
-    heights = [taken[0], *map(max, taken, taken[1:]), taken[-1]]
-    texts = [
-        f"{taken[0]:.0f} s",
-        *(f"{after - before:+.0f} s" for before, after in zip(taken, taken[1:])),
-    ]
-    for place, (height, text) in enumerate(
-        zip(heights, [*texts, f"{taken[-1]:.0f} s\n{taken[0] / taken[-1]:.1f} x faster"])
-    ):
-        axis.annotate(text, (place, height), ha="center", va="bottom", fontsize=8)
-    axis.set_xticks(
-        range(len(taken) + 1), [name.replace(": ", ":\n") for name in names] + ["all"], fontsize=8
-    )
-    axis.set_ylim(0, 1.2 * max(heights))
+def draw_waterfall(axes: Axes, names: Sequence[str], times: Sequence[float]) -> None:
+    """Draw bars from the time before each method to the time with it.
+
+    Args:
+        axes: where to draw.
+        names: the first is the plain run, each other one adds a method.
+        times: seconds of each.
+    """
+    first, final, changes = times[0], times[-1], list(zip(times, times[1:]))
+    axes.bar(0, first, color=BLUE)
+    for position, (before, after) in enumerate(changes, 1):
+        colour = GREEN if after <= before else VERMILION
+        axes.bar(position, before - after, bottom=after, color=colour)
+    axes.bar(len(times), final, color=BLUE)
+    heights = [first, *(max(change) for change in changes), final]
+    labels = [f"{first:.0f} s"]
+    labels += [f"{after - before:+.0f} s" for before, after in changes]
+    labels += [f"{final:.0f} s\n{first / final:.1f} x faster"]
+    for position, (height, label) in enumerate(zip(heights, labels)):
+        axes.annotate(label, (position, height), ha="center", va="bottom", fontsize=8)
+    tick_labels = [name.replace(": ", ":\n") for name in names] + ["all"]
+    axes.set_xticks(range(len(times) + 1), tick_labels, fontsize=8)
+    axes.set_ylim(0, 1.2 * max(heights))
 
 
-def ngd_batches(groups: Groups) -> Figure | None:
-    """SGD and NGD, small and large batch, train and test."""
-    named = {
+def draw_ngd_batches(groups: Groups) -> Figure | None:
+    """Draw training and test accuracy of SGD and NGD at a small and a large batch size."""
+    named_runs = {
         name: runs
         for name, runs in groups.get("resnet20_batch", {}).items()
         if not name.endswith("fp32")
     }
-    if not named:
+    if not named_runs:
         return None
-    figure, axes = panels(1, 2)
-    for number, (name, runs) in enumerate(named.items()):
+    figure, axes = create_panels(1, 2)
+    train_accuracy = column("train_accuracy", 100)
+    for index, (name, runs) in enumerate(named_runs.items()):
         method, _, batch = name.partition("-")
-        for axis, up in zip(axes[0], (value_of("train_accuracy", 100), accuracy)):
-            line(axis, runs, epoch, up, number, f"{method.upper()}, batch {batch}")
-    finish(axes[0, 0], "epoch", "training accuracy / %", IMAGES, legend=True)
-    finish(axes[0, 1], "epoch", "test accuracy / %", IMAGES)
+        label = f"{method.upper()}, batch {batch}"
+        plot_runs(axes[0, 0], runs, x=epoch, y=train_accuracy, index=index, label=label)
+        plot_runs(axes[0, 1], runs, x=epoch, y=accuracy, index=index, label=label)
+    label_axes(axes[0, 0], "epoch", "training accuracy / %", title=IMAGES, legend=True)
+    label_axes(axes[0, 1], "epoch", "test accuracy / %", title=IMAGES)
     return figure
 
 
-def of_group(group: str, groups: Groups, searched: bool = False) -> Figure | None:
-    """The overview of one group; `searched`: of the settings that were repeated, without the search for them."""
-    named = groups.get(group, {})
-    return overview(repeated(named) if searched else named) if named else None
-
-
-def dynamic_batching(processes: int, groups: Groups) -> Figure | None:
-    """Ways to change the batch, on so many processes: accuracy and batch of MNIST and CIFAR-10."""
-    found = {
-        name: groups.get(f"dynamic_batch_{name.lower().replace('-', '')}_{processes}p", {})
-        for name in ("MNIST", "CIFAR-10")
+def draw_dynamic_batching(processes: int, groups: Groups) -> Figure | None:
+    """Draw accuracy and batch size of each batch-size rule on MNIST and CIFAR-10."""
+    data_sets = {
+        "MNIST": groups.get(f"dynamic_batch_mnist_{processes}p", {}),
+        "CIFAR-10": groups.get(f"dynamic_batch_cifar10_{processes}p", {}),
     }
-    if not all(found.values()):
+    if not all(data_sets.values()):
         return None
-    figure, axes = panels(2, 2)
-    for column, (title, named) in enumerate(found.items()):
-        for number, (name, runs) in enumerate(named.items()):
-            line(axes[0, column], runs, epoch, accuracy, number, name)
-            line(axes[1, column], runs, epoch, value_of("batch_size"), number, name)
-        heading = f"10 % of {title}, {processes} process{'es' if processes > 1 else ''}"
-        finish(axes[0, column], "epoch", "test accuracy / %", heading, legend=True)
-        finish(axes[1, column], "epoch", "global batch / samples")
-        axes[1, column].set_yscale("log", base=2)
-        logarithmic(axes[1, column].yaxis, 2)
+    figure, axes = create_panels(2, 2)
+    batch_size = column("batch_size")
+    for panel, (data_set, named_runs) in enumerate(data_sets.items()):
+        for index, (name, runs) in enumerate(named_runs.items()):
+            plot_runs(axes[0, panel], runs, x=epoch, y=accuracy, index=index, label=name)
+            plot_runs(axes[1, panel], runs, x=epoch, y=batch_size, index=index, label=name)
+        title = f"10 % of {data_set}, {processes} process{'es' if processes > 1 else ''}"
+        label_axes(axes[0, panel], "epoch", "test accuracy / %", title=title, legend=True)
+        label_axes(axes[1, panel], "epoch", "global batch size / samples")
+        axes[1, panel].set_yscale("log", base=2)
+        plain_log_ticks(axes[1, panel].yaxis, 2)
     return figure
 
 
-def slamb(groups: Groups) -> Figure | None:
-    """Accuracy against epochs, and against the bytes that each rank has sent."""
-    named = groups.get("slamb_convergence_20pct")
-    if not named:
+def draw_slamb(groups: Groups) -> Figure | None:
+    """Draw accuracy against epochs and against the bytes that each rank has sent."""
+    named_runs = groups.get("slamb_convergence_20pct")
+    if not named_runs:
         return None
-    figure, axes = panels(1, 2)
-    for number, (name, runs) in enumerate(named.items()):
-        line(axes[0, 0], runs, epoch, accuracy, number, name)
-        line(
-            axes[0, 1], [with_sent(rows) for rows in runs], value_of("sent"), accuracy, number, name
-        )
+    figure, axes = create_panels(1, 2)
+    sent = column("sent")
+    for index, (name, runs) in enumerate(named_runs.items()):
+        runs_with_sent = [with_megabytes_sent(rows) for rows in runs]
+        plot_runs(axes[0, 0], runs, x=epoch, y=accuracy, index=index, label=name)
+        plot_runs(axes[0, 1], runs_with_sent, x=sent, y=accuracy, index=index, label=name)
     axes[0, 1].set_xscale("log")
-    logarithmic(axes[0, 1].xaxis)
-    finish(axes[0, 0], "epoch", "test accuracy / %", f"{IMAGES}, two ranks", legend=True)
-    finish(axes[0, 1], "sent by each rank / MB", "test accuracy / %")
+    plain_log_ticks(axes[0, 1].xaxis)
+    title = f"{IMAGES}, two ranks"
+    label_axes(axes[0, 0], "epoch", "test accuracy / %", title=title, legend=True)
+    label_axes(axes[0, 1], "sent by each rank / MB", "test accuracy / %")
     return figure
 
 
-def with_sent(rows: Sequence[Row]) -> list[Row]:
-    """Rows with the megabytes sent since the start."""
-    return [
-        {**row, "sent": sent / 1e6}
-        for row, sent in zip(rows, itertools.accumulate(row["comm_bytes"] for row in rows))
-    ]
-
-
-def scaling(groups: Groups) -> Figure | None:
-    """Efficiency against workers: lines are the model's, points were measured."""
-    if not SCALING.exists():
+def draw_scaling(groups: Groups) -> Figure | None:
+    """Draw parallel efficiency against processes: predicted as lines, measured as points."""
+    if not SCALING_RESULTS.exists():
         return None
-    found = json.loads(SCALING.read_text())
-    spread = {row["name"]: row["ratios"] for row in found["rows"]}
-    figure, axes = panels(1, 2)
+    results = json.loads(SCALING_RESULTS.read_text())
+    ratios = {row["name"]: row["ratios"] for row in results["rows"]}
+    figure, axes = create_panels(1, 2)
     figure.set_size_inches(8, 4.2)
-    for axis, (arch, batch) in zip(axes[0], (("resnet20", 64), ("resnet110", 32))):
-        for network, dashes, mbits in (
+    for panel, (arch, batch) in enumerate((("resnet20", 64), ("resnet110", 32))):
+        for network, line_style, mbits in (
             ("1 Gbit/s", "-", "1000 Mbit/s"),
             ("100 Mbit/s", "--", "100 Mbit/s"),
         ):
-            for number, (method, values) in enumerate(
-                found["measured"][f"{arch} predicted"][mbits].items()
-            ):
-                label = method.replace(" hook", "").replace(" block k=0.1", "")
-                axis.plot(
-                    found["many"],
-                    values,
-                    dashes,
-                    color=COLOURS[number],
-                    label=f"{label}, {network}",
-                )
-                ratios = spread.get(f"{arch} {network} N=2 {method}", [])
-                if ratios:
-                    middle = statistics.median(ratios)
-                    bars = [[middle - min(ratios)], [max(ratios) - middle]]
-                    axis.errorbar(
-                        [2], [middle], bars, fmt=MARKERS[number], color=COLOURS[number], capsize=3
-                    )
-        axis.set_xscale("log", base=2)
-        logarithmic(axis.xaxis, 2)
-        axis.set_ylim(0, 1.05)
-        finish(
-            axis,
-            "processes",
-            "efficiency",
-            f"{arch.replace('resnet', 'ResNet-')}, {batch} images a process",
-        )
-    figure.legend(
-        *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8
-    )
+            predicted = results["measured"][f"{arch} predicted"][mbits]
+            for index, (method, values) in enumerate(predicted.items()):
+                colour = COLOURS[index]
+                label = method.replace(" hook", "").replace(" block k=0.1", "") + f", {network}"
+                axes[0, panel].plot(results["many"], values, line_style, color=colour, label=label)
+                if measured := ratios.get(f"{arch} {network} N=2 {method}", []):
+                    plot_measured_efficiency(axes[0, panel], measured, index)
+        axes[0, panel].set_xscale("log", base=2)
+        plain_log_ticks(axes[0, panel].xaxis, 2)
+        axes[0, panel].set_ylim(0, 1.05)
+        title = f"{arch.replace('resnet', 'ResNet-')}, {batch} images per process"
+        label_axes(axes[0, panel], "processes", "efficiency", title=title)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 
-def pareto(groups: Groups) -> Figure | None:
-    """Device-hours against accuracy of every run, CPUs and GPUs apart; the line joins those that no other one beats in both."""
-    tasks: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for group, named in groups.items():
+def plot_measured_efficiency(axes: Axes, ratios: Sequence[float], index: int) -> None:
+    """Plot the median of two processes' efficiency, with bars from the least to the most."""
+    median = statistics.median(ratios)
+    bars = [[median - min(ratios)], [max(ratios) - median]]
+    axes.errorbar([2], [median], bars, fmt=MARKERS[index], color=COLOURS[index], capsize=3)
+
+
+def draw_pareto(groups: Groups) -> Figure | None:
+    """Draw device-hours against accuracy of every run, and the Pareto front.
+
+    Data sets, and runs on CPUs and GPUs, have a panel each.
+    """
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for group, named_runs in groups.items():
         if "mnist" in group:
             continue
-        task = "AG News" if "agnews" in group or "transformer" in group else "CIFAR-10"
-        points = [
-            (device_hours(rows[-1]), accuracy(rows[-1])) for runs in named.values() for rows in runs
+        data_set = "AG News" if "agnews" in group or "transformer" in group else "CIFAR-10"
+        device = "GPU" if group.startswith("gpu_") else "CPU"
+        panels.setdefault(f"{data_set}, {device}", {})[group] = [
+            (device_hours(rows[-1]), accuracy(rows[-1]))
+            for runs in named_runs.values()
+            for rows in runs
         ]
-        tasks.setdefault(f"{task}, {'GPU' if group.startswith('gpu_') else 'CPU'}", {})[group] = (
-            points
-        )
-    if not tasks:
+    if not panels:
         return None
-    figure, axes = panels(1, len(tasks))
-    figure.set_size_inches(5.5 * len(tasks), 4.5)
-    for axis, (task, found) in zip(axes[0], sorted(tasks.items())):
-        for number, (group, points) in enumerate(found.items()):
-            colour = COLOURS[number % 7]
-            inside = "none" if number >= 7 else colour
-            axis.scatter(
-                *zip(*points),
-                s=22,
-                marker=MARKERS[number % 7],
-                edgecolors=colour,
-                facecolors=inside,
-                label=group,
-            )
-        best = frontier([point for points in found.values() for point in points])
-        axis.plot(*zip(*best), color="0.5", linewidth=1, zorder=0)
-        axis.set_xscale("log")
-        logarithmic(axis.xaxis)
-        axis.set_yscale(
-            "function", functions=(lambda a: -np.log(102 - a), lambda e: 102 - np.exp(-e))
-        )  # room at the top
-        axis.set_yticks(
-            [
-                percent
-                for percent in (10, 30, 50, 60, 70, 80, 85, 90, 95, 98)
-                if percent < axis.get_ylim()[1]
-            ]
-        )
-        finish(
-            axis, "device-hours", "test accuracy / %", f"{task}: every run, last epoch", legend=True
-        )
+    figure, axes = create_panels(1, len(panels))
+    figure.set_size_inches(5.5 * len(panels), 4.5)
+    for panel, (title, points) in zip(axes[0], sorted(panels.items())):
+        for index, (group, pairs) in enumerate(points.items()):
+            plot_points(panel, pairs, index=index, label=group)
+        front = pareto_front([pair for pairs in points.values() for pair in pairs])
+        panel.plot(*zip(*front), color="0.5", linewidth=1, zorder=0)
+        panel.set_xscale("log")
+        plain_log_ticks(panel.xaxis)
+        spread_high_accuracies(panel)
+        title = f"{title}: every run, last epoch"
+        label_axes(panel, "device-hours", "test accuracy / %", title=title, legend=True)
     return figure
 
 
-def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those for which no other is cheaper and more accurate, the cheapest first."""
-    best: list[tuple[float, float]] = []
-    for hours, value in sorted(points, key=lambda point: (point[0], -point[1])):
-        if not best or value > best[-1][1]:
-            best.append((hours, value))
-    return best
+def plot_points(
+    axes: Axes, points: Sequence[tuple[float, float]], *, index: int, label: str
+) -> None:
+    """Plot points; after seven groups the markers are hollow."""
+    colour = COLOURS[index % 7]
+    x, y = zip(*points)
+    axes.scatter(
+        x,
+        y,
+        s=22,
+        marker=MARKERS[index % 7],
+        edgecolors=colour,
+        facecolors="none" if index >= 7 else colour,
+        label=label,
+    )
 
 
+def spread_high_accuracies(axes: Axes) -> None:
+    """Scale the vertical axis by -log(102 - percent), which gives high accuracies more room."""
+    to_axis, from_axis = (lambda a: -np.log(102 - a)), (lambda e: 102 - np.exp(-e))
+    axes.set_yscale("function", functions=(to_axis, from_axis))
+    percents = (10, 30, 50, 60, 70, 80, 85, 90, 95, 98)
+    axes.set_yticks([percent for percent in percents if percent < axes.get_ylim()[1]])
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points (cost, value) that no other point beats in both, the cheapest first."""
+    front: list[tuple[float, float]] = []
+    for cost, value in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not front or value > front[-1][1]:
+            front.append((cost, value))
+    return front
+
+
+OVERVIEWS = (
+    "ngd_meta",
+    "agnews12k",
+    "mixup_agnews12k",
+    "mixup_cifar10_10pct",
+    "recipes_cifar10_20pct",
+    "tuning_agnews12k",
+)
 PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
-    "time": time,
-    "training_ngd_batch_compare": ngd_batches,
-    "ngd_meta": partial(of_group, "ngd_meta"),
-    **{f"dynamic_batching_{count}": partial(dynamic_batching, count) for count in (1, 2, 4)},
-    "slamb": slamb,
-    "scaling": scaling,
-    "pareto": pareto,
-    **{
-        group: partial(of_group, group)
-        for group in ("agnews12k", "mixup_agnews12k", "mixup_cifar10_10pct")
-    },
-    **{group: partial(of_group, group) for group in ("recipes_cifar10_20pct", "tuning_agnews12k")},
-    "ngd_convergence": partial(of_group, "ngd_convergence", searched=True),
+    "time": draw_time,
+    "training_ngd_batch_compare": draw_ngd_batches,
+    "dynamic_batching_1": partial(draw_dynamic_batching, 1),
+    "dynamic_batching_2": partial(draw_dynamic_batching, 2),
+    "dynamic_batching_4": partial(draw_dynamic_batching, 4),
+    "slamb": draw_slamb,
+    "scaling": draw_scaling,
+    "pareto": draw_pareto,
+    "ngd_convergence": partial(draw_group, "ngd_convergence", only_repeated=True),
+    **{group: partial(draw_group, group) for group in OVERVIEWS},
 }

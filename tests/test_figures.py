@@ -21,14 +21,14 @@ import torch
 import yaml
 
 import ranks
+import resnet50_test
+import transformer_test
+from cli import options
+from figures import draw, experiments, logs, pictures, table
 
 ROOT = ranks.ROOT
-FIGURES = ROOT / "figures"
 
-import resnet50_test  # noqa: E402
-import transformer_test  # noqa: E402
-from cli import options  # noqa: E402
-from figures import draw, experiments, logs, pictures, table  # noqa: E402
+ROOT = ranks.ROOT
 
 SCRIPTS = {"resnet50_test.py": resnet50_test, "transformer_test.py": transformer_test}
 PLANNED = [
@@ -37,23 +37,21 @@ PLANNED = [
     for run in experiments.read_plan(experiments.PLAN, device, logs.LOGS)
     if run.name
 ]
-OF_A_MACHINE = {"data_dir", "threads", "workers", "out", "resume", "recipe"}
+MACHINE_FLAGS = {"data_dir", "threads", "workers", "out", "resume", "recipe"}
 
 
-def flags_of(run: experiments.Run, elsewhere: Path) -> argparse.Namespace:
-    """What the script makes of the command, were it to write elsewhere."""
-    words, _ = dataclasses.replace(run, logs=elsewhere).words()
-    name = next(word for word in words if word in SCRIPTS)
-    args, _ = options.parse(
-        SCRIPTS[name].parser(), SCRIPTS[name].SCRIPT, words[words.index(name) + 1 :]
-    )
-    return args
+def flags_of(run: experiments.PlannedRun, logs: Path) -> argparse.Namespace:
+    """Parse the flags of a run as its script does; `logs` is an empty folder."""
+    arguments, _ = dataclasses.replace(run, logs=logs).command_line()
+    name = next(argument for argument in arguments if argument in SCRIPTS)
+    script, arguments = SCRIPTS[name], arguments[arguments.index(name) + 1 :]
+    return options.parse(script.parser(), script.SCRIPT, arguments)[0]
 
 
 @pytest.mark.parametrize(
     "run", [run for run in PLANNED if run.seed == 0], ids=lambda run: f"{run.group}-{run.name}"
 )
-def test_the_scripts_take_every_command_of_the_plan(run, monkeypatch, tmp_path):
+def test_the_scripts_accept_every_command_of_the_plan(run, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     assert flags_of(run, tmp_path).out.endswith(f"{run.group}/{run.name}-seed0")
 
@@ -62,10 +60,10 @@ def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     checked = 0
     for run in PLANNED:
-        if run.done:
+        if run.is_done:
             logged = json.loads((run.folder / "config.json").read_text())["flags"]
             planned = vars(flags_of(run, tmp_path))
-            common = (planned.keys() & logged.keys()) - OF_A_MACHINE
+            common = (planned.keys() & logged.keys()) - MACHINE_FLAGS
             assert {key: planned[key] for key in common} == {key: logged[key] for key in common}, (
                 run.folder
             )
@@ -95,13 +93,13 @@ MEASURED = re.compile(r"(\d+\.\d+)(?: \+- (\d+\.\d+))? %[^()%]*\(figures/logs/(\
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem
 )
-def test_a_recipe_s_header_says_what_the_logs_say(path):
-    metadata = " ".join(
+def test_the_accuracy_in_a_recipe_is_that_of_its_logs(path):
+    header = " ".join(
         line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")
     )
-    found = MEASURED.findall(metadata)
-    assert found
-    for value, deviation, group, name in found:
+    reported = MEASURED.findall(header)
+    assert reported
+    for value, deviation, group, name in reported:
         values = logs.last(logs.read_groups(logs.LOGS)[group][name], logs.accuracy)
         assert float(value) == pytest.approx(statistics.mean(values), abs=0.006)
         assert not deviation or float(deviation) == pytest.approx(
@@ -141,8 +139,8 @@ def test_time_to_an_accuracy():
     )
 
 
-def test_the_frontier_holds_what_no_other_run_beats():
-    assert pictures.frontier([(1, 50), (2, 40), (2, 70), (3, 70), (4, 90), (0.5, 60)]) == [
+def test_no_other_run_beats_those_on_the_pareto_front():
+    assert pictures.pareto_front([(1, 50), (2, 40), (2, 70), (3, 70), (4, 90), (0.5, 60)]) == [
         (0.5, 60),
         (2, 70),
         (4, 90),
@@ -168,89 +166,94 @@ def runner(folder: Path) -> list[str]:
     return [sys.executable, "-m", "figures.experiments", "cpu", *plan]
 
 
-def started(folder: Path, *words: str, epochs: int = 2, rows: str = "", code: int = 0) -> str:
+def run_plan(folder: Path, *arguments: str, epochs: int = 2, rows: str = "", code: int = 0) -> str:
     (folder / "plan.yaml").write_text(TINY.format(epochs=epochs, rows=rows))
-    done = subprocess.run([*runner(folder), *words], capture_output=True, text=True)
+    done = subprocess.run([*runner(folder), *arguments], capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
-def test_the_plan_comes_seed_by_seed_and_what_is_done_is_skipped(tmp_path):
+def test_the_plan_runs_all_of_a_seed_before_the_next(tmp_path):
     (tmp_path / "plan.yaml").write_text(TINY.format(epochs=2, rows=""))
     plan = experiments.read_plan(tmp_path / "plan.yaml", "cpu", tmp_path / "logs")
-    assert [run.folder.name for run in plan] == [
-        "short-seed3",
-        "long-seed3",
-        "short-seed4",
-        "long-seed4",
-    ]
-    assert started(tmp_path, "--list").count("open") == 4
-    started(tmp_path)
-    assert started(tmp_path, "--list").count("done") == 4
-    assert not list((tmp_path / "logs").glob("*/*/*.pt"))
+    names = [run.folder.name for run in plan]
+    assert names == ["short-seed3", "long-seed3", "short-seed4", "long-seed4"]
     assert shlex.split(plan[0].command)[0] == "python"
-    assert started(tmp_path).count("done") == 4
+
+
+@pytest.mark.slow
+def test_finished_runs_are_skipped(tmp_path):
+    assert run_plan(tmp_path, "--list").count("open") == 4
+    run_plan(tmp_path)
+    assert run_plan(tmp_path, "--list").count("done") == 4
+    assert not list((tmp_path / "logs").glob("*/*/*.pt"))
+    assert run_plan(tmp_path).count("done") == 4
     config = (tmp_path / "logs" / "one" / "long-seed3" / "config.json").read_text()
     assert yaml.safe_load(config)["flags"]["seed"] == 3
 
 
-def test_a_plan_that_runs_out_of_time_goes_on_from_its_checkpoint(tmp_path):
-    said = started(tmp_path, "--minutes", "0.3", epochs=4000, code=130)
-    assert "the same command goes on with it" in said
+@pytest.mark.slow
+def test_a_plan_that_runs_out_of_time_resumes_from_its_checkpoint(tmp_path):
+    console = run_plan(tmp_path, "--minutes", "0.3", epochs=4000, code=130)
+    assert "run the same command again to resume it" in console
     folder = tmp_path / "logs" / "one" / "long-seed3"
     before = len(ranks.metrics(folder))
     assert (folder / "last.pt").exists()
-    assert "long-seed4" not in said, "nothing is started after the end"
-    said = started(tmp_path, "--minutes", "0.2", epochs=4000, code=130)
+    assert "long-seed4" not in console, "no run starts after the deadline"
+    console = run_plan(tmp_path, "--minutes", "0.2", epochs=4000, code=130)
     assert len(ranks.metrics(folder)) > before
     assert [row["epoch"] for row in ranks.metrics(folder)] == list(
         range(1, len(ranks.metrics(folder)) + 1)
     )
-    assert "short-seed3: done" in said
+    assert "short-seed3: done" in console
 
 
-def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path):
-    said = started(tmp_path, epochs=0, code=2)
-    assert "2 run(s) failed" in said
-    assert "one/long-seed3 (exit code 2), one/long-seed4 (exit code 2)" in said
-    assert "--epoch" in said
-    assert started(tmp_path, "--list").count("done") == 2
+@pytest.mark.slow
+def test_a_failed_run_is_named_and_the_others_run(tmp_path):
+    console = run_plan(tmp_path, epochs=0, code=2)
+    assert "2 run(s) failed" in console
+    assert "one/long-seed3 (exit code 2), one/long-seed4 (exit code 2)" in console
+    assert "--epoch" in console
+    assert run_plan(tmp_path, "--list").count("done") == 2
 
 
-def test_other_data_than_the_plan_s_are_not_taken_for_them(tmp_path):
-    said = started(tmp_path, rows="rows: 5000", code=2)
-    assert "the plan wants 5000" in said
+@pytest.mark.slow
+def test_logs_of_another_data_set_are_deleted(tmp_path):
+    console = run_plan(tmp_path, rows="rows: 5000", code=2)
+    assert "the plan expects 5000" in console
     assert not list((tmp_path / "logs").glob("*/*/metrics.jsonl"))
 
 
-def test_a_log_without_a_checkpoint_is_begun_anew(tmp_path):
+@pytest.mark.slow
+def test_a_run_without_a_checkpoint_starts_again(tmp_path):
     folder = tmp_path / "logs" / "one" / "short-seed3"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("")
     (folder / "config.json").write_text("{}")
-    started(tmp_path)
-    assert started(tmp_path, "--list").count("done") == 4
+    run_plan(tmp_path)
+    assert run_plan(tmp_path, "--list").count("done") == 4
 
 
-def test_unfinished_runs_are_no_results(tmp_path):
-    started(tmp_path)
-    folder = tmp_path / "logs" / "one" / "long-seed3"
-    text = (folder / "metrics.jsonl").read_text()
-    for kept in ("", text[: len(text) // 2], text.splitlines(keepends=True)[0]):
-        (folder / "metrics.jsonl").write_text(kept)
-        assert len(logs.read_groups(tmp_path / "logs")["one"]["long"]) == 1
+def test_unfinished_runs_are_left_out(tmp_path):
+    rows = [json.dumps({"epoch": epoch, "test_accuracy": 0.5}) + "\n" for epoch in (1, 2)]
+    for seed, text in enumerate(("".join(rows), rows[0], rows[0] + rows[1][:9], "")):
+        folder = tmp_path / "one" / f"long-seed{seed}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text('{"flags": {"epochs": 2}}')
+        (folder / "metrics.jsonl").write_text(text)
+    assert logs.read_groups(tmp_path) == {"one": {"long": [[json.loads(row) for row in rows]]}}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_experiments_want_a_gpu(tmp_path):
-    command = [word if word != "cpu" else "gpu" for word in runner(tmp_path)]
+def test_gpu_experiments_need_a_gpu(tmp_path):
+    command = [each if each != "cpu" else "gpu" for each in runner(tmp_path)]
     (tmp_path / "plan.yaml").write_text(TINY.replace("cpu:", "gpu:").format(epochs=1, rows=""))
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "gpu: there is none here" in done.stderr
+    assert "gpu: this machine has none" in done.stderr
 
 
-def test_held_out_rows_are_drawn_where_the_test_set_was_left_alone():
+def test_held_out_rows_are_drawn_for_runs_without_test_rows():
     figure = pictures.overview(
         {"run": [[{"epoch": 1, "seconds": 1.0, "train_loss": 1.0, "val_accuracy": 0.5}]]}
     )
@@ -259,9 +262,10 @@ def test_held_out_rows_are_drawn_where_the_test_set_was_left_alone():
 
 
 def test_an_unknown_group_is_one_line(tmp_path):
-    assert "there are one" in started(tmp_path, "--only", "two", code=2)
+    assert "there are one" in run_plan(tmp_path, "--only", "two", code=2)
 
 
+@pytest.mark.slow
 def test_sigterm_stops_the_runner_and_its_run(tmp_path):
     (tmp_path / "plan.yaml").write_text(TINY.format(epochs=4000, rows=""))
     process = subprocess.Popen(
@@ -270,6 +274,6 @@ def test_sigterm_stops_the_runner_and_its_run(tmp_path):
     folder = tmp_path / "logs" / "one" / "long-seed3"
     ranks.wait_for(lambda: (folder / "metrics.jsonl").exists() and ranks.metrics(folder), process)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
+    _, console = process.communicate(timeout=60)
+    assert process.returncode == 130, console
     assert (folder / "last.pt").exists()

@@ -1,51 +1,50 @@
-"""The model of benchmarks/scaling.py: what it fits, and when a step that sends is done."""
+"""The model of benchmarks/scaling.py: fitted networks, and predicted steps."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.scaling import Network, step_seconds, typical
+from benchmarks.scaling import Network, median_step, step_seconds
 
-LINE = Network(latency=0.001, a_byte=1e-6)
+LINE = Network(latency=0.001, seconds_per_byte=1e-6)
 
 
-def test_a_ring_sends_twice_each_part_but_ones_own() -> None:
+def test_a_ring_sends_each_part_twice_except_its_own() -> None:
     assert LINE.all_reduce(1000, 2) == pytest.approx(2 * (0.001 + 0.0005))
     assert LINE.all_reduce(1000, 4) == pytest.approx(6 * (0.001 + 0.00025))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_latency_and_bandwidth_are_found_again(ranks: int) -> None:
-    fitted = Network.fitted(
+def test_the_fit_recovers_latency_and_bandwidth(ranks: int) -> None:
+    fitted = Network.fit(
         {size: LINE.all_reduce(size, ranks) for size in (4, 1 << 16, 1 << 22)}, ranks
     )
-    assert (fitted.latency, fitted.a_byte) == pytest.approx((LINE.latency, LINE.a_byte))
+    assert (fitted.latency, fitted.seconds_per_byte) == pytest.approx(
+        (LINE.latency, LINE.seconds_per_byte)
+    )
 
 
-def test_what_is_sent_during_backward_delays_the_step_by_what_is_left_of_it() -> None:
+def test_the_backward_pass_hides_what_is_sent_during_it() -> None:
     cost = LINE.all_reduce(1000, 2)  # 3 ms
     assert step_seconds(0.1, [], LINE, 2) == 0.1
     assert step_seconds(0.1, [(0.02, 1000, True), (0.09, 1000, True)], LINE, 2) == pytest.approx(
         0.1 + cost
     )  # the first is hidden
-    late = [
-        (0.088, 1000, True),
-        (0.09, 1000, True),
-    ]  # the first still holds the network when the second is there
+    late = [(0.088, 1000, True), (0.09, 1000, True)]  # the second waits for the first
     assert step_seconds(0.1, late, LINE, 2) == pytest.approx(0.1 + 0.088 + 2 * cost - 0.09)
 
 
-def test_what_is_waited_for_at_once_delays_the_step_by_all_of_it() -> None:
+def test_a_synchronous_all_reduce_delays_the_step_by_all_of_its_time() -> None:
     cost = LINE.all_reduce(1000, 2)
     assert step_seconds(0.1, [(0.05, 1000, False), (0.051, 1000, False)], LINE, 2) == pytest.approx(
         0.1 + 2 * cost
     )
 
 
-def test_the_typical_step_is_the_median_of_its_sends() -> None:
+def test_the_median_step_has_the_median_start_of_each_send() -> None:
     steps = [
         [(0.1, 8, True), (0.3, 4, False)],
         [(0.2, 8, True), (0.9, 4, False)],
         [(0.15, 8, True), (0.5, 4, False)],
     ]
-    assert typical(steps) == [(0.15, 8, True), (0.5, 4, False)]
+    assert median_step(steps) == [(0.15, 8, True), (0.5, 4, False)]

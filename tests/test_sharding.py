@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.residual import residual_blocks
 from torch.distributed.tensor import DTensor
 
 import conftest
@@ -17,6 +16,7 @@ from backends.precision import Precision
 from distributed import comm_hooks, fsdp, sharded_checkpoint
 from distributed.world import World
 from errors import InputError
+from models.residual import residual_blocks
 from models.transformer import Transformer
 from trainers import build_optimizer, make_trainer
 from training.losses import BatchLoss, CrossEntropy

@@ -1,10 +1,10 @@
-"""Sweeps: spaces, objectives, a whole sweep on digits that is killed on the way, and what it leaves."""
+"""Sweeps: search spaces, objectives, and sweeps on digits that are killed, interrupted or fail."""
 
 from __future__ import annotations
 
-import argparse
 import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,14 +15,17 @@ import optuna
 import pytest
 import yaml
 
+import errors
 import ranks
-
-ROOT = ranks.ROOT
-
-import errors  # noqa: E402
-import resnet50_test  # noqa: E402
+import resnet50_test
 from cli import options
 from tuning import report, space, sweep, trials
+from tuning.config import SweepConfig
+from tuning.objective import Objective
+from tuning.target_script import TargetScript
+
+ROOT = ranks.ROOT
+IMPORTS = {"PYTHONPATH": str(ROOT)}  # sweeps run in a folder of their own
 
 DIGITS = "--dataset digits --arch resnet8 --bs 64 --subset 0.5 --precision fp32 --warmup 0".split()
 
@@ -36,10 +39,13 @@ def write(folder: Path, text: str) -> Path:
 def test_a_space_is_read(tmp_path):
     path = write(
         tmp_path,
-        "lr: {log: [1e-3, 0.5]}\nmomentum: {uniform: [0.8, 0.9]}\nbs: {uniform: [16, 64]}\nngd: {choice: [true, false]}\n",
+        "lr: {log: [1e-3, 0.5]}\n"
+        "momentum: {uniform: [0.8, 0.9]}\n"
+        "bs: {uniform: [16, 64]}\n"
+        "ngd: {choice: [true, false]}\n",
     )
     read = space.read_space(path, {"lr", "momentum", "bs", "ngd"})
-    assert [type(of).__name__ for of in read.values()] == [
+    assert [type(distribution).__name__ for distribution in read.values()] == [
         "FloatDistribution",
         "FloatDistribution",
         "IntDistribution",
@@ -48,21 +54,21 @@ def test_a_space_is_read(tmp_path):
     trial = optuna.create_study().ask(read)
     values = space.suggest(trial, read)
     assert 1e-3 <= values["lr"] <= 0.5
-    assert space.as_words(
+    assert space.to_arguments(
         {"lr": 0.0123456789, "bs": 32, "ngd": True, "nesterov": False, "mixup": "none"}, {"lr"}
     ) == ("--lr 0.0123457 --bs 32 --ngd --mixup none".split())
-    assert "--momentum" in space.as_words(values, set())
-    assert space.as_words({"nesterov": False}, {"nesterov", "no-nesterov"}) == ["--no-nesterov"]
+    assert "--momentum" in space.to_arguments(values, set())
+    assert space.to_arguments({"nesterov": False}, {"nesterov", "no-nesterov"}) == ["--no-nesterov"]
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "message"),
     [
         ("", "empty"),
         ("[1, 2]", "empty"),
         ("lr: [", "not YAML"),
-        ("lr: 3", "lr: wanted"),
-        ("lr: {log: 3}", "lr: wanted"),
+        ("lr: 3", "lr: expected"),
+        ("lr: {log: 3}", "lr: expected"),
         ("lr: {log: [0, 1]}", "lr: "),
         ("lr: {log: [1, 0.1]}", "lr: "),
         ("lr: {log: [1, 2, 3]}", "lr: "),
@@ -73,23 +79,24 @@ def test_a_space_is_read(tmp_path):
         ("leraning_rate: {log: [0.1, 1]}", "no flag --leraning_rate"),
     ],
 )
-def test_a_space_that_will_not_do_is_named(text, named, tmp_path):
-    with pytest.raises(errors.InputError, match=named):
+def test_a_wrong_space_is_refused(text, message, tmp_path):
+    with pytest.raises(errors.InputError, match=message):
         space.read_space(write(tmp_path, text), {"lr"})
 
 
-def called(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tuning.sweep", *words, "--out", str(folder / "sweep")]
+def run_sweep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tuning.sweep", *arguments, "--out", str(folder / "sweep")]
     return subprocess.run(
         [*command, "--recipe_out", str(folder / "tuned.yaml")],
         capture_output=True,
         text=True,
         cwd=folder,
+        env=os.environ | IMPORTS,
     )
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("arguments", "message"),
     [
         ("--leraning_rate 1", "--leraning_rate"),
         ("--sampler grid", "is a range"),
@@ -103,12 +110,13 @@ def called(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         ("--storage nonsense://x", "--storage"),
     ],
 )
-def test_a_wrong_flag_is_one_line(words, named, tmp_path):
-    done = called(tmp_path, *words.split())
-    assert done.returncode == 2
-    lines = done.stderr.splitlines()
+def test_a_wrong_flag_is_one_line(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["sweep", *arguments.split(), "--out", "sweep"])
+    assert errors.exit_code(sweep.main) == 2
+    lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert named in lines[0]
+    assert message in lines[0]
     assert lines[0].startswith("error: ")
 
 
@@ -120,32 +128,32 @@ def rows(*accuracies: float) -> list[dict[str, float]]:
 
 
 def test_objectives():
-    accuracy, time = trials.Objective.read("accuracy"), trials.Objective.read("time_to:0.6")
-    assert accuracy.value(rows(0.3, 0.7, 0.5)) == 0.5
+    accuracy, time = Objective.parse("accuracy"), Objective.parse("time_to:0.6")
+    assert accuracy.final_value(rows(0.3, 0.7, 0.5)) == 0.5
     assert accuracy.direction == "maximize"
-    assert not accuracy.done(rows(1.0)[0])
-    assert time.value(rows(0.3, 0.7, 0.5)) == 20.0
+    assert not accuracy.is_reached(rows(1.0)[0])
+    assert time.final_value(rows(0.3, 0.7, 0.5)) == 20.0
     assert time.direction == "minimize"
-    assert [time.done(row) for row in rows(0.5, 0.6)] == [False, True]
-    never, closer = time.value(rows(0.3, 0.4)), time.value(rows(0.3, 0.5))
+    assert [time.is_reached(row) for row in rows(0.5, 0.6)] == [False, True]
+    never, closer = time.final_value(rows(0.3, 0.4)), time.final_value(rows(0.3, 0.5))
     assert never > closer > 1e6
-    assert time.so_far(rows(0.3)[0]) > time.so_far(rows(0.4)[0])
+    assert time.intermediate_value(rows(0.3)[0]) > time.intermediate_value(rows(0.4)[0])
 
 
-def test_gpus_are_given_out(monkeypatch):
+def test_gpus_are_divided_among_trials(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    places = trials.slots(2, 2, 4)
-    assert [places.get(), places.get()] == ["0,1", "2,3"]
-    assert trials.slots(3, 1, 0).get() is None
+    slots = trials.gpu_slots(2, 2, gpus=4)
+    assert [slots.get(), slots.get()] == ["0,1", "2,3"]
+    assert trials.gpu_slots(3, 1, gpus=0).get() is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert trials.slots(1, 2, 2).get() == "5,7", "those that this process may see"
+    assert trials.gpu_slots(1, 2, gpus=2).get() == "5,7", "those that this process may see"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    with pytest.raises(errors.InputError, match="4 GPUs, 3 are here"):
-        trials.slots(2, 2, 3)
+    with pytest.raises(errors.InputError, match="needs 4 GPUs, but there are 3"):
+        trials.gpu_slots(2, 2, gpus=3)
 
 
 @pytest.mark.parametrize("name", ["resnet50", "transformer"])
-def test_the_two_sweeps_start_from_any_folder(name, tmp_path):
+def test_both_sweeps_start_from_any_folder(name, tmp_path):
     command = ["bash", str(ROOT / "tuning" / f"{name}_tuning.sh"), "--sampler", "grid"]
     done = subprocess.run(
         command,
@@ -159,46 +167,31 @@ def test_the_two_sweeps_start_from_any_folder(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sweep_is_killed_goes_on_and_beats_a_rate_that_is_wrong(tmp_path):
+def test_a_killed_sweep_resumes_and_finds_a_rate_that_trains(tmp_path):
     """12 trials; the space reaches far beyond what trains."""
     path = write(tmp_path, "lr: {log: [1e-6, 1.0]}\nmomentum: {choice: [0.9, 0.95]}\n")
-    words = [
-        "--space",
-        str(path),
-        "--trials",
-        "12",
-        "--jobs",
-        "2",
-        "--epochs",
-        "3",
-        "--pruner_trials",
-        "2",
-        *DIGITS,
-        "--lr",
-        "1e-6",
-    ]
     folder = tmp_path / "sweep"
-    command = [sys.executable, "-m", "tuning.sweep", *words, "--out", str(folder)]
-    command += ["--recipe_out", str(tmp_path / "tuned.yaml")]
-    process = ranks.start(command, tmp_path)
+    command = [sys.executable, "-m", "tuning.sweep", "--space", str(path), *DIGITS]
+    command += "--trials 12 --jobs 2 --epochs 3 --pruner_trials 2 --lr 1e-6".split()
+    command += ["--out", str(folder), "--recipe_out", str(tmp_path / "tuned.yaml")]
+    process = ranks.start(command, tmp_path, **IMPORTS)
     console = tmp_path / "console.log"
     ranks.wait_for(lambda: console.exists() and "trial 4 of 12" in console.read_text(), process)
     process.kill()  # the sweep alone: its trials are to end by themselves
     process.wait()
-    ranks.wait_for(
-        lambda: not ranks.relatives(process), process, 30
-    ) if process.poll() is None else None
-    done = ranks.finish(ranks.start(command, tmp_path), tmp_path)
-    assert "taken up again" in done
+    done = ranks.finish(ranks.start(command, tmp_path, **IMPORTS), tmp_path)
+    first_start, second_start = re.findall(r"finished, (\d) resumed", done)
+    assert first_start == "0"
+    assert second_start in "12", "trials were running when the sweep was killed"
     with open(folder / "results.csv", newline="") as file:
-        found = list(csv.DictReader(file))
-    assert len(found) == 12
-    assert [row["rank"] for row in found] == [str(rank) for rank in range(1, 13)]
-    assert len({row["lr"] for row in found}) == 12  # no values twice
-    pruned = [row for row in found if row["state"] == "PRUNED"]
+        table = list(csv.DictReader(file))
+    assert len(table) == 12
+    assert [row["rank"] for row in table] == [str(rank) for rank in range(1, 13)]
+    assert len({row["lr"] for row in table}) == 12  # no values twice
+    pruned = [row for row in table if row["state"] == "PRUNED"]
     assert len(pruned) >= 4
-    assert float(found[0]["value"]) > 0.5  # a rate of 1e-6 stays at chance
-    assert float(found[0]["lr"]) > 1e-4
+    assert float(table[0]["value"]) > 0.5  # a rate of 1e-6 stays at chance
+    assert float(table[0]["lr"]) > 1e-4
     assert {"history.png", "parallel.png"} <= {path.name for path in folder.iterdir()}
     recipe = yaml.safe_load((tmp_path / "tuned.yaml").read_text())
     assert recipe["base_bs"] == 64
@@ -207,25 +200,37 @@ def test_a_sweep_is_killed_goes_on_and_beats_a_rate_that_is_wrong(tmp_path):
     assert not {"subset", "epochs", "seed"} & set(recipe)
     assert "test_accuracy" not in ranks.metrics(folder / "trials" / "0000")[0]
     run = tmp_path / "run"
-    flags = [
-        "--recipe",
-        tmp_path / "tuned.yaml",
-        *DIGITS[:-2],
-        "--bs",
-        "128",
-        "--epochs",
-        "1",
-        "--out",
-        run,
-    ]
+    flags = [*DIGITS[:-2], "--recipe", tmp_path / "tuned.yaml", "--out", run]
+    flags += "--bs 128 --epochs 1".split()
     assert ranks.finish(
         ranks.start(ranks.script("resnet50_test.py", *flags), tmp_path / "full"), tmp_path / "full"
     )
     assert ranks.metrics(run)[0]["batch_size"] == 128
 
 
+def sweep_config(script: TargetScript, folder: Path, nproc: int) -> SweepConfig:
+    return SweepConfig(
+        script=script,
+        space_path=folder / "space.yaml",
+        space={},
+        objective=Objective(),
+        val_fraction=0.1,
+        trials=1,
+        jobs=1,
+        nproc=nproc,
+        sampler="tpe",
+        sampler_seed=0,
+        pruner="none",
+        pruner_epochs=1,
+        pruner_trials=1,
+        storage="",
+        out=folder,
+        recipe_out=folder / "tuned.yaml",
+    )
+
+
 @pytest.mark.parametrize(
-    ("words", "params", "nproc", "wanted"),
+    ("arguments", "params", "nproc", "expected"),
     [
         ("", {"lr": 0.1}, 2, {"lr_scaling": "linear", "base_bs": 256}),
         (
@@ -250,61 +255,58 @@ def test_a_sweep_is_killed_goes_on_and_beats_a_rate_that_is_wrong(tmp_path):
         ("--meta_learning --subset 0.1 --threads 1", {"alpha": 0.3}, 1, {"mixup": "meta"}),
     ],
 )
-def test_a_recipe_holds_what_the_best_trial_had(words, params, nproc, wanted, tmp_path):
+def test_a_recipe_holds_what_the_best_trial_had(arguments, params, nproc, expected, tmp_path):
     (tmp_path / "given.yaml").write_text("nesterov: true\narch: resnet20\n")
-    script = sweep.Script.read(
-        "resnet50_test.py", words.replace("RECIPE", str(tmp_path / "given.yaml")).split()
+    script = TargetScript.read(
+        "resnet50_test.py", arguments.replace("RECIPE", str(tmp_path / "given.yaml")).split()
     )
-    args = argparse.Namespace(objective="accuracy", nproc=nproc, recipe_out=tmp_path / "tuned.yaml")
+    config = sweep_config(script, tmp_path, nproc)
     distributions = {
         name: optuna.distributions.CategoricalDistribution([value])
         for name, value in params.items()
     }
-    report.write_recipe(
-        args,
-        script,
-        optuna.trial.create_trial(value=0.5, params=params, distributions=distributions),
-        3,
-    )
-    assert yaml.safe_load(args.recipe_out.read_text()) == params | wanted
+    best = optuna.trial.create_trial(value=0.5, params=params, distributions=distributions)
+    report.write_recipe(config, best, num_trials=3)
+    assert yaml.safe_load(config.recipe_out.read_text()) == params | expected
     read = resnet50_test.parser().parse_args(
-        options.recipe_words(str(args.recipe_out), resnet50_test.parser())
+        options.recipe_words(str(config.recipe_out), resnet50_test.parser())
     )
     assert vars(read) == vars(script.flags(params)) | {
         "recipe": None,
         "subset": 1.0,
         "threads": 0,
-        "lr_scaling": wanted.get("lr_scaling", "none"),
-        "base_bs": wanted.get("base_bs", 128),
+        "lr_scaling": expected.get("lr_scaling", "none"),
+        "base_bs": expected.get("base_bs", 128),
     }
 
 
+@pytest.mark.slow
 def test_a_folder_holds_one_sweep(tmp_path):
     """Another objective, space or flag would rank trials that do not compare."""
     path = write(tmp_path, "lr: {choice: [0.05]}\n")
     grid = ["--space", str(path), "--sampler", "grid", "--epochs", "1", *DIGITS]
-    assert called(tmp_path, *grid).returncode == 0
+    assert run_sweep(tmp_path, *grid).returncode == 0
     write(tmp_path, "lr: {choice: [0.05, 0.1]}\n")
-    for words, named in (
+    for arguments, message in (
         ([], "the space's lr"),
         (["--subset", "0.3"], "--subset"),
         (["--objective", "time_to:0.1"], "--objective"),
     ):
-        done = called(tmp_path, *grid, *words)
+        done = run_sweep(tmp_path, *grid, *arguments)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert named in done.stderr
+        assert message in done.stderr
     write(tmp_path, "lr: {choice: [0.05]}\n")
-    assert "1 of them done" in called(tmp_path, *grid).stdout
+    assert "1 finished" in run_sweep(tmp_path, *grid).stdout
 
 
-def test_what_no_trial_could_do_is_said_before_the_first(tmp_path):
-    done = called(tmp_path, "--epochs", "3", *DIGITS, "--warmup", "5")
+def test_a_flag_that_every_trial_would_refuse_is_refused_first(tmp_path):
+    done = run_sweep(tmp_path, "--epochs", "3", *DIGITS, "--warmup", "5")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--warmup 5" in done.stderr
 
 
 class Trial:
-    """As much of one as `hopeless` looks at."""
+    """As much of a trial as `should_prune` reads."""
 
     def __init__(self, pruner: optuna.pruners.BasePruner, *values: float) -> None:
         self.study = optuna.create_study(direction="minimize", pruner=pruner)
@@ -315,33 +317,27 @@ class Trial:
         return False
 
 
-def test_a_run_that_is_later_than_the_best_is_given_up():
-    runner = trials.Runner(
-        "resnet50_test.py", [], trials.Objective(0.5), Path(), 1, trials.slots(1, 1, 0)
+def test_a_trial_slower_than_the_fastest_is_pruned():
+    runner = trials.TrialRunner(
+        script="resnet50_test.py",
+        arguments=[],
+        objective=Objective.parse("time_to:0.5"),
+        out=Path(),
+        nproc=1,
+        gpu_slots=trials.gpu_slots(1, 1, gpus=0),
     )
     median, none = optuna.pruners.MedianPruner(), optuna.pruners.NopPruner()
     late, early = {"seconds": 30.0}, {"seconds": 29.0}
-    assert runner.hopeless(Trial(median, 40.0, 30.0), late)
-    assert not runner.hopeless(Trial(median, 40.0, 30.0), early)
-    assert not runner.hopeless(Trial(median), late)
-    assert not runner.hopeless(Trial(none, 10.0), late)
+    assert runner.should_prune(Trial(median, 40.0, 30.0), late)
+    assert not runner.should_prune(Trial(median, 40.0, 30.0), early)
+    assert not runner.should_prune(Trial(median), late)
+    assert not runner.should_prune(Trial(none, 10.0), late)
 
 
-@pytest.mark.slow
-def test_a_time_that_no_trial_reaches_makes_no_recipe(tmp_path):
+def test_a_target_that_no_trial_reaches_makes_no_recipe(tmp_path):
     path = write(tmp_path, "lr: {choice: [1.0e-6]}\n")
-    done = called(
-        tmp_path,
-        "--space",
-        str(path),
-        "--sampler",
-        "grid",
-        "--objective",
-        "time_to:0.99",
-        "--epochs",
-        "1",
-        *DIGITS,
-    )
+    grid = ["--space", str(path), "--sampler", "grid", "--epochs", "1", *DIGITS]
+    done = run_sweep(tmp_path, *grid, "--objective", "time_to:0.99")
     assert done.returncode == 2
     assert "never reached" in done.stdout
     assert "no trial reached it" in done.stderr
@@ -351,69 +347,32 @@ def test_a_time_that_no_trial_reaches_makes_no_recipe(tmp_path):
 @pytest.mark.slow
 def test_a_trial_that_fails_is_recorded_and_a_grid_ends_by_itself(tmp_path):
     path = write(tmp_path, "lr: {choice: [0.05, 1.0e+30]}\n")
-    done = called(
-        tmp_path,
-        "--space",
-        str(path),
-        "--sampler",
-        "grid",
-        "--epochs",
-        "1",
-        "--pruner",
-        "none",
-        *DIGITS,
-        "--bs",
-        "16",
-    )
+    grid = ["--space", str(path), "--sampler", "grid", "--epochs", "1", "--pruner", "none"]
+    done = run_sweep(tmp_path, *grid, *DIGITS, "--bs", "16")
     assert done.returncode == 0, done.stderr
-    assert "2 trials: 1 whole, 0 given up, 1 failed" in done.stdout
+    assert "2 trials: 1 complete, 0 pruned, 1 failed" in done.stdout
     with open(tmp_path / "sweep" / "results.csv", newline="") as file:
-        found = list(csv.DictReader(file))
-    assert [row["state"] for row in found] == ["COMPLETE", "FAIL"]
-    assert "not finite" in found[1]["error"]
-    again = called(
-        tmp_path,
-        "--space",
-        str(path),
-        "--sampler",
-        "grid",
-        "--epochs",
-        "1",
-        "--pruner",
-        "none",
-        *DIGITS,
-        "--bs",
-        "16",
-    )
-    assert "2 of them done" in again.stdout
+        table = list(csv.DictReader(file))
+    assert [row["state"] for row in table] == ["COMPLETE", "FAIL"]
+    assert "not finite" in table[1]["error"]
+    again = run_sweep(tmp_path, *grid, *DIGITS, "--bs", "16")
+    assert "2 finished" in again.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_ctrl_c_puts_trials_back(jobs, tmp_path):
+def test_ctrl_c_enqueues_running_trials_again(jobs, tmp_path):
     path = write(tmp_path, "lr: {choice: [0.05, 0.1]}\n")
-    command = [
-        sys.executable,
-        "-m",
-        "tuning.sweep",
-        "--space",
-        str(path),
-        "--trials",
-        "3",
-        "--jobs",
-        jobs,
-    ]
-    command += [
-        "--epochs",
-        "500",
-        *DIGITS,
-        "--out",
-        str(tmp_path / "sweep"),
-        "--recipe_out",
-        str(tmp_path / "tuned.yaml"),
-    ]
+    command = [sys.executable, "-m", "tuning.sweep", "--space", str(path), *DIGITS]
+    command += ["--trials", "3", "--jobs", jobs, "--epochs", "500"]
+    command += ["--out", str(tmp_path / "sweep"), "--recipe_out", str(tmp_path / "tuned.yaml")]
     process = subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | IMPORTS,
     )
     try:
         for _ in range(1200):
@@ -425,37 +384,37 @@ def test_ctrl_c_puts_trials_back(jobs, tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "goes on with the sweep" in console
+    assert "to resume the sweep" in console
     study = optuna.load_study(
         study_name="resnet50_test", storage=f"sqlite:///{tmp_path / 'sweep' / 'study.db'}"
     )
-    assert not sweep.finished(study)
+    assert not sweep.finished_trials(study)
     waiting = study.get_trials(states=(optuna.trial.TrialState.WAITING,))
     assert len(waiting) == int(jobs)
     assert all((Path(trial.user_attrs["folder"]) / "last.pt").exists() for trial in waiting)
 
 
-def test_trials_of_other_machines_are_left_alone(tmp_path):
+def test_running_trials_of_other_machines_are_not_resumed(tmp_path):
     study = optuna.create_study(storage=f"sqlite:///{tmp_path / 'study.db'}")
-    away, gone, here = study.ask(), study.ask(), study.ask()
-    away.set_user_attr("host", "elsewhere")
-    for trial, pid in ((gone, 2**22 + 1), (here, os.getppid())):
+    elsewhere, killed, running = study.ask(), study.ask(), study.ask()
+    elsewhere.set_user_attr("host", "elsewhere")
+    for trial, pid in ((killed, 2**22 + 1), (running, os.getppid())):
         trial.set_user_attr("host", sweep.socket.gethostname())
         trial.set_user_attr("pid", pid)
         trial.set_user_attr("folder", str(tmp_path / str(trial.number)))
-    assert sweep.take_up(study) == 1
+    assert sweep.enqueue_killed_trials(study) == 1
     states = [trial.state.name for trial in study.get_trials()]
     assert states == ["RUNNING", "FAIL", "RUNNING", "WAITING"]
     assert study.get_trials()[3].user_attrs == {"folder": str(tmp_path / "1"), "after": 1}
-    assert not sweep.finished(study)
+    assert not sweep.finished_trials(study)
 
 
-def test_a_container_may_give_a_dead_sweep_s_number_to_the_next():
-    assert not sweep.alive(os.getpid())
-    assert sweep.alive(os.getppid())
+def test_our_own_process_id_is_that_of_a_dead_sweep_in_a_container():
+    assert not sweep.is_process_alive(os.getpid())
+    assert sweep.is_process_alive(os.getppid())
 
 
-def test_ranking_puts_whole_runs_first():
+def test_complete_trials_rank_first():
     study = optuna.create_study(direction="maximize")
     make = optuna.trial.create_trial
     given = [
@@ -465,6 +424,5 @@ def test_ranking_puts_whole_runs_first():
         make(state=optuna.trial.TrialState.PRUNED, intermediate_values={1: 0.1, 2: 0.2}),
         make(value=0.7),
     ]
-    order = report.ranked(study, given)
+    order = report.rank_trials(study, given)
     assert [given.index(trial) for trial in order] == [4, 2, 3, 1, 0]
-    assert resnet50_test.SCRIPT in "resnet50_test.py"

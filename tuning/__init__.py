@@ -1,1 +1,1 @@
-"""Search of hyper-parameters on a fraction of the training data: `bash tuning/resnet50_tuning.sh`."""
+"""Hyper-parameter search on a fraction of the training data: `bash tuning/resnet50_tuning.sh`."""

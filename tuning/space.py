@@ -1,18 +1,19 @@
-"""The search space of a sweep: YAML to Optuna's distributions, and a trial's values to command-line words.
+"""The search space of a sweep: YAML to Optuna's distributions, sampled values to arguments.
 
 space = read_space(Path("tuning/resnet50.yaml"), known={"lr", "momentum", ...})
 values = suggest(trial, space)                       # {"lr": 0.03, "alpha": 0.2}
-words = as_words(values, names)                       # ["--lr", "0.03", "--alpha", "0.2"]
+arguments = to_arguments(values, known)              # ["--lr", "0.03", "--alpha", "0.2"]
 
-Each line of the file names a flag and says where its values come from:
+Each line of the file names a flag and its distribution:
 
-    lr: {log: [0.005, 0.5]}                # between, evenly in the logarithm
-    momentum: {uniform: [0.8, 0.98]}       # between; of whole numbers where both ends are
-    mixup: {choice: [none, mixup]}         # one of these
+    lr: {log: [0.005, 0.5]}                # log-uniform between the two
+    momentum: {uniform: [0.8, 0.98]}       # uniform; over integers if both limits are integers
+    mixup: {choice: [none, mixup]}         # categorical
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,95 +33,133 @@ Space = dict[str, BaseDistribution]
 
 
 def read_space(path: Path, known: Collection[str]) -> Space:
-    """The distributions of a file.
+    """Read the distributions of a file.
 
     Args:
-        path: YAML as above.
-        known: names of flags that the script has.
+        path: YAML in the format above.
+        known: names of the flags that the script has.
+
     Raises:
-        InputError: unreadable, empty, an unknown flag, or what Optuna refuses.
+        InputError: the file is unreadable or empty, names an unknown flag, or holds a
+            distribution that Optuna refuses.
     """
     try:
-        lines = yaml.safe_load(path.read_text())
+        entries = yaml.safe_load(path.read_text())
     except OSError as error:
         raise InputError(
             f"--space {path}: {error.strerror}; give the path of a YAML file"
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"--space {path}: not YAML ({str(error).splitlines()[0]})") from None
-    if not isinstance(lines, dict) or not lines:
-        raise InputError(f"--space {path}: empty; wanted lines such as 'lr: {{log: [0.005, 0.5]}}'")
-    return {str(name): distribution(path, str(name), what, known) for name, what in lines.items()}
-
-
-def distribution(path: Path, name: str, what: Any, known: Collection[str]) -> BaseDistribution:
-    """Of one line."""
-    where = f"--space {path}, {name}"
-    if name not in known:
-        raise InputError(f"{where}: the script has no flag --{name}")
-    if (
-        not isinstance(what, dict)
-        or len(what) != 1
-        or not isinstance(next(iter(what.values())), list)
-    ):
+    if not isinstance(entries, dict) or not entries:
         raise InputError(
-            f"{where}: wanted {{log: [low, high]}}, {{uniform: [low, high]}} or {{choice: [...]}}, got {what}"
+            f"--space {path}: empty; expected lines such as 'lr: {{log: [0.005, 0.5]}}'"
         )
-    ((kind, values),) = what.items()
+    for name in entries:
+        if str(name) not in known:
+            raise InputError(f"--space {path}, {name}: the script has no flag --{name}")
+    return {
+        str(name): parse_distribution(entry, f"--space {path}, {name}")
+        for name, entry in entries.items()
+    }
+
+
+def parse_distribution(entry: Any, source: str) -> BaseDistribution:
+    """Convert the entry of one flag, for example {"log": [0.005, 0.5]}.
+
+    Args:
+        entry: what YAML has made of the line.
+        source: file and flag, which error messages start with.
+
+    Raises:
+        InputError: the entry is no distribution.
+    """
+    is_pair = isinstance(entry, dict) and len(entry) == 1
+    if not is_pair or not isinstance(next(iter(entry.values())), list):
+        raise InputError(
+            f"{source}: expected {{log: [low, high]}}, {{uniform: [low, high]}} or "
+            f"{{choice: [...]}}, got {entry}"
+        )
+    ((kind, values),) = entry.items()
     try:
         if kind == "choice":
             return CategoricalDistribution(values)
-        low, high = map(number, values)
+        low, high = map(parse_number, values)
         if kind == "log":
             return FloatDistribution(low, high, log=True)
         if kind == "uniform":
-            whole = isinstance(low, int) and isinstance(high, int)
-            return IntDistribution(low, high) if whole else FloatDistribution(low, high)  # type: ignore[arg-type]
+            if isinstance(low, int) and isinstance(high, int):
+                return IntDistribution(low, high)
+            return FloatDistribution(low, high)
     except (ValueError, TypeError) as error:
-        raise InputError(f"{where}: {str(error).splitlines()[0]}") from None
-    raise InputError(f"{where}: {kind} is not one of log, uniform, choice")
+        raise InputError(f"{source}: {str(error).splitlines()[0]}") from None
+    raise InputError(f"{source}: {kind} is not one of log, uniform, choice")
 
 
-def number(value: Any) -> int | float:
-    """A number as YAML gives it; '1e-5', which YAML takes for text, too."""
+def parse_number(value: Any) -> int | float:
+    """Return a YAML value as a number; YAML reads '1e-5' as text, so text is converted.
+
+    Raises:
+        TypeError: the value is neither a number nor text.
+        ValueError: the text is not a number.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError(f"{value!r} is not a number")
     return value if isinstance(value, int | float) else float(value)
 
 
-def grid(path: Path, space: Space) -> dict[str, list[Any]]:
-    """All values of each flag, for a grid.
+def grid_values(path: Path, space: Space) -> dict[str, list[Any]]:
+    """Return all values of each flag, for a grid search.
 
     Raises:
-        InputError: one of them is a range.
+        InputError: a distribution is a range.
     """
-    for name, of in space.items():
-        if not isinstance(of, CategoricalDistribution):
+    values: dict[str, list[Any]] = {}
+    for name, distribution in space.items():
+        if not isinstance(distribution, CategoricalDistribution):
             raise InputError(
-                f"--sampler grid: {name} in {path} is a range; list its values: {name}: {{choice: [...]}}"
+                f"--sampler grid: {name} in {path} is a range; "
+                f"list its values: {name}: {{choice: [...]}}"
             )
-    return {name: list(of.choices) for name, of in space.items()}  # type: ignore[attr-defined]
-
-
-def suggest(trial: optuna.Trial, space: Space) -> dict[str, Any]:
-    """This trial's value of each flag."""
-    values: dict[str, Any] = {}
-    for name, of in space.items():
-        if isinstance(of, CategoricalDistribution):
-            values[name] = trial.suggest_categorical(name, of.choices)
-        elif isinstance(of, IntDistribution):
-            values[name] = trial.suggest_int(name, of.low, of.high)
-        elif isinstance(of, FloatDistribution):
-            values[name] = trial.suggest_float(name, of.low, of.high, log=of.log)
+        values[name] = list(distribution.choices)
     return values
 
 
-def as_words(values: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """Command-line words; true and false are a flag and its opposite, or its absence where there is no opposite."""
-    words: list[str] = []
+def grid_size(path: Path, space: Space) -> int:
+    """Return the number of points of the grid; raises InputError as `grid_values` does."""
+    return math.prod(len(values) for values in grid_values(path, space).values())
+
+
+def suggest(trial: optuna.Trial, space: Space) -> dict[str, Any]:
+    """Sample this trial's value of each flag."""
+    values: dict[str, Any] = {}
+    for name, distribution in space.items():
+        if isinstance(distribution, CategoricalDistribution):
+            values[name] = trial.suggest_categorical(name, distribution.choices)
+        elif isinstance(distribution, IntDistribution):
+            values[name] = trial.suggest_int(name, distribution.low, distribution.high)
+        elif isinstance(distribution, FloatDistribution):
+            values[name] = trial.suggest_float(
+                name, distribution.low, distribution.high, log=distribution.log
+            )
+    return values
+
+
+def to_arguments(values: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """Convert values of flags to command-line arguments.
+
+    Args:
+        values: value of each flag. False becomes --no-FLAG where that flag exists, else nothing.
+        known: names of the flags that the script has.
+    """
+    arguments: list[str] = []
     for name, value in values.items():
-        if isinstance(value, bool):
-            words += [f"--{name}"] if value else [f"--no-{name}"] if f"no-{name}" in known else []
+        if value is True:
+            arguments.append(f"--{name}")
+        elif value is False:
+            arguments += [f"--no-{name}"] if f"no-{name}" in known else []
+        elif isinstance(value, float):
+            arguments += [f"--{name}", f"{value:.6g}"]
         else:
-            words += [f"--{name}", f"{value:.6g}" if isinstance(value, float) else str(value)]
-    return words
+            arguments += [f"--{name}", str(value)]
+    return arguments

@@ -1,12 +1,13 @@
-"""Search hyper-parameters on a fraction of the training set: each trial is an entry script in a process of its own.
+"""Search hyper-parameters on a fraction of the training set, an entry script's process per trial.
 
-python tuning/sweep.py --script resnet50_test.py --space tuning/resnet50.yaml --trials 20 --subset 0.1 --epoch 5
-bash tuning/resnet50_tuning.sh --trials 40 --jobs 4              # the same with its defaults; four GPUs side by side
+python -m tuning.sweep --script resnet50_test.py --space tuning/resnet50.yaml --subset 0.1 --epoch 5
+bash tuning/resnet50_tuning.sh --trials 40 --jobs 4     # these defaults; four GPUs side by side
 bash tuning/transformer_tuning.sh --sampler random --objective time_to:0.85 --dataset agnews
 
-Flags that are not listed below go to the script. The objective is measured on rows held out of the training set, never on the test
-set. A sweep that was killed goes on where it stopped when it is started again with the same --out; several machines can share one
-through --storage. It ends with a table, results.csv, pictures, and a recipe that --recipe takes as it is.
+Flags that are not listed below are passed to the script. The objective is measured on rows held out
+of the training set, never on the test set. A sweep that was killed resumes when the same command is
+run again with the same --out; several machines share one sweep through --storage. It ends with a
+table, results.csv, figures, and a recipe for the script's --recipe.
 """
 
 from __future__ import annotations
@@ -21,90 +22,94 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import optuna
 import torch
 from optuna.distributions import distribution_to_json
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
-import errors
 from cli import flags
-from errors import InputError, Interrupted
+from errors import InputError, Interrupted, exit_code
 from tuning import report, space
-from tuning.space import Space
-from tuning.target_script import Script
-from tuning.trials import ROOT, STOPPED, Objective, Runner, TrialFailed, slots
+from tuning.config import SweepConfig
+from tuning.objective import Objective
+from tuning.target_script import TargetScript
+from tuning.trials import ROOT, STOPPED, TrialFailed, TrialRunner, gpu_slots
 
-SAMPLERS, PRUNERS = ("tpe", "random", "grid"), ("median", "hyperband", "none")
 SCRIPTS = ("resnet50_test.py", "transformer_test.py")
+SAMPLERS = ("tpe", "random", "grid")
+PRUNERS = ("median", "hyperband", "none")
+RESUMES = "after"  # user attribute of a trial: number of the stopped trial that it resumes
+
+# -------------------------------------------------------------------- command line
 
 
-def parser(**defaults: Any) -> flags.Parser:
-    """The flags of a sweep."""
+def sweep_parser(script: str) -> flags.Parser:
+    """Return the parser of a sweep's own flags, with `script` as default."""
     parser = flags.Parser(
         description=__doc__,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--script", choices=SCRIPTS, default=SCRIPTS[0], help="what is tuned (default %(default)s)")
+    add("--script", choices=SCRIPTS, default=script, help="what is tuned (default %(default)s)")
     add(
         "--space",
         type=Path,
         metavar="YAML",
-        help="where values come from: see space.py (default tuning/<script>.yaml)",
+        help="search space; format in space.py (default tuning/<script>.yaml)",
     )
     add(
         "--trials",
         type=flags.count,
         default=20,
-        help="in all, those of an earlier start included (default %(default)s)",
+        help="number of trials, earlier starts included (default %(default)s)",
     )
     add(
         "--sampler",
         choices=SAMPLERS,
         default="tpe",
-        help="which values come next (default %(default)s)",
+        help="how values are chosen (default %(default)s)",
     )
     add(
         "--pruner",
         choices=PRUNERS,
         default="median",
-        help="which runs are given up early (default %(default)s)",
+        help="which trials are ended early (default %(default)s)",
     )
     add(
         "--pruner_epochs",
         type=flags.natural,
         default=1,
         metavar="N",
-        help="of median: a run's before it judges it (default 1)",
+        help="epochs of a trial before the median pruner judges it (default %(default)s)",
     )
     add(
         "--pruner_trials",
         type=flags.count,
         default=4,
         metavar="N",
-        help="of median: whole runs before it judges (default 4)",
+        help="complete trials before the median pruner judges any (default %(default)s)",
     )
     add(
         "--objective",
         default="accuracy",
-        help="validation accuracy, or time_to:0.9, the seconds to it (default %(default)s)",
+        help="validation accuracy, or time_to:0.9, the seconds until it (default %(default)s)",
     )
     add(
         "--val_fraction",
         type=flags.below_one,
         default=0.1,
         metavar="F",
-        help="of the training rows, held out (default %(default)s)",
+        help="fraction of the training rows that is held out (default %(default)s)",
     )
     add(
         "--jobs",
         type=flags.count,
         default=1,
-        help="trials at a time, each on GPUs or cores of its own (default %(default)s)",
+        help="trials at the same time, each on GPUs or cores of its own (default %(default)s)",
     )
     add(
         "--nproc",
@@ -117,102 +122,230 @@ def parser(**defaults: Any) -> flags.Parser:
         type=flags.natural,
         default=0,
         metavar="N",
-        help="of the sampler (default %(default)s)",
+        help="seed of the sampler (default %(default)s)",
     )
     add(
         "--storage",
         metavar="URL",
-        help="Optuna's, to be shared by machines (default sqlite in --out)",
+        help="Optuna storage that several machines can share (default sqlite in --out)",
     )
     add(
-        "--out", type=Path, metavar="DIR", help="folder of the sweep (default runs/tuning-<script>)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of the sweep (default runs/tuning-<script>)",
     )
     add(
         "--recipe_out",
         type=Path,
         metavar="YAML",
-        help="where the recipe goes (default recipes/tuned_<script>.yaml)",
+        help="where the recipe is written (default recipes/tuned_<script>.yaml)",
     )
-    parser.set_defaults(**defaults)
     return parser
 
 
-def make_study(
-    args: argparse.Namespace, script: Script, searched: Space, objective: Objective
-) -> optuna.Study:
-    """The study in its storage, made or gone on with.
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    script: str = SCRIPTS[0],
+    script_arguments: Sequence[str] = (),
+) -> None:
+    """Run a sweep from the command line, on which the flags of the sweep and script are mixed.
+
+    Args:
+        argv: the command line; None is that of the process.
+        script: default of --script.
+        script_arguments: default arguments of the script; the command line overrides them.
 
     Raises:
-        InputError: the storage cannot be used, or holds a sweep whose trials do not compare with these.
+        InputError: a flag, the space or the storage is wrong.
+        Interrupted: Ctrl-C or SIGTERM; the same command resumes the sweep.
     """
-    args.out.mkdir(parents=True, exist_ok=True)
-    storage = args.storage or f"sqlite:///{args.out.resolve() / 'study.db'}"
-    name = script.file.removesuffix(".py")
+    args, rest = sweep_parser(script).parse_known_args(argv)
+    name = args.script.removesuffix("_test.py")
+    target = TargetScript.read(args.script, [*script_arguments, *rest])
+    space_path = args.space or ROOT / "tuning" / f"{name}.yaml"
+    searched = space.read_space(space_path, target.flag_names)
+    trials = args.trials
+    if args.sampler == "grid":
+        trials = min(trials, space.grid_size(space_path, searched))
+    out = args.out or Path("runs") / f"tuning-{name}"
+    config = SweepConfig(
+        script=target,
+        space_path=space_path,
+        space=searched,
+        objective=Objective.parse(args.objective),
+        val_fraction=args.val_fraction,
+        trials=trials,
+        jobs=args.jobs,
+        nproc=args.nproc,
+        sampler=args.sampler,
+        sampler_seed=args.sweep_seed,
+        pruner=args.pruner,
+        pruner_epochs=args.pruner_epochs,
+        pruner_trials=args.pruner_trials,
+        storage=args.storage or f"sqlite:///{out.resolve() / 'study.db'}",
+        out=out,
+        recipe_out=args.recipe_out or ROOT / "recipes" / f"tuned_{name}.yaml",
+    )
+    run_sweep(config)
+
+
+# -------------------------------------------------------------------- the sweep
+
+
+def run_sweep(config: SweepConfig) -> None:
+    """Run all trials of a sweep that are not finished, then write its report.
+
+    Raises:
+        InputError: a flag, the space or the storage is wrong.
+        Interrupted: Ctrl-C or SIGTERM; the same command resumes the sweep.
+    """
+    if not config.val_fraction:
+        raise InputError(
+            "--val_fraction 0: a sweep needs held-out training rows to compare trials; "
+            "the test set is not for that"
+        )
+    gpus = torch.cuda.device_count()
+    shared_arguments = trial_arguments(config, gpus)
+    config.script.check(shared_arguments)
+    runner = TrialRunner(
+        script=config.script.file,
+        arguments=shared_arguments,
+        objective=config.objective,
+        out=config.out.resolve(),
+        nproc=config.nproc,
+        gpu_slots=gpu_slots(config.jobs, config.nproc, gpus=gpus),
+    )
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = open_study(config)
+    num_resumed = enqueue_killed_trials(study)
+    num_finished = len(finished_trials(study))
+    print(
+        f"{config.trials} trials of {config.script.file} in {config.out}: "
+        f"{num_finished} finished, {num_resumed} resumed"
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores SIGINT
+        signal.signal(number, signal.default_int_handler)
+
+    def run_trial(trial: optuna.Trial) -> float:
+        values = space.suggest(trial, config.space)
+        return runner(trial, space.to_arguments(values, config.script.flag_names))
+
+    Search(study, run_trial, config=config, stop=runner.stop).run()
+    report.write_report(study, finished_trials(study), config)
+
+
+def trial_arguments(config: SweepConfig, gpus: int) -> list[str]:
+    """Return the arguments that all trials share, with those that the sweep sets."""
+    arguments = [*config.script.arguments, "--val_fraction", str(config.val_fraction), "--no-test"]
+    if not gpus and "threads" not in config.script.given:
+        cores = len(os.sched_getaffinity(0))
+        arguments += ["--threads", str(max(1, cores // (config.jobs * config.nproc)))]
+    return arguments
+
+
+# -------------------------------------------------------------------- Optuna's study
+
+
+def open_study(config: SweepConfig) -> optuna.Study:
+    """Create the study in its storage, or load it to resume the sweep.
+
+    Raises:
+        InputError: the storage cannot be used, or holds a sweep whose trials cannot be compared
+            with these.
+    """
+    config.out.mkdir(parents=True, exist_ok=True)
     try:
         study = optuna.create_study(
-            study_name=name, storage=storage, direction=objective.direction, load_if_exists=True
+            study_name=config.script.file.removesuffix(".py"),
+            storage=config.storage,
+            direction=config.objective.direction,
+            load_if_exists=True,
         )
-    except Exception as error:  # of the data base's driver, of its address
-        raise InputError(f"--storage {storage}: {str(error).splitlines()[0]}") from None
-    wanted = {f"--{name}": value for name, value in script.settings().items()}
-    wanted |= {f"the space's {name}": distribution_to_json(of) for name, of in searched.items()}
-    wanted |= {
-        "--objective": args.objective,
-        "--val_fraction": args.val_fraction,
-        "--nproc": args.nproc,
-    }
-    if (held := study.user_attrs.setdefault("settings", wanted)) != wanted:
-        names = ", ".join(
-            sorted(name for name in held.keys() | wanted if held.get(name) != wanted.get(name))
-        )
-        raise InputError(
-            f"--out {args.out}: holds a sweep with another {names}; choose another folder"
-        )
-    study.set_user_attr("settings", wanted)
-    seed = args.sweep_seed + len(
-        study.get_trials(deepcopy=False)
-    )  # gone on with, the same one would draw the same values again
-    tpe = optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(4, args.trials // 4))
-    study.sampler = tpe if args.sampler == "tpe" else optuna.samplers.RandomSampler(seed)
-    if args.sampler == "grid":
-        axes = space.grid(args.space, searched)
+    except Exception as error:  # its type depends on the database and its driver
+        raise InputError(f"--storage {config.storage}: {str(error).splitlines()[0]}") from None
+    check_settings(study, config)
+    # A resumed sweep needs another seed: the same one would sample the same values again.
+    seed = config.sampler_seed + len(study.get_trials(deepcopy=False))
+    study.sampler = create_sampler(config, seed)
+    study.pruner = create_pruner(config)
+    if config.sampler == "grid":
+        axes = space.grid_values(config.space_path, config.space)
         for values in itertools.product(*axes.values()):
             study.enqueue_trial(dict(zip(axes, values)), skip_if_exists=True)
-    if args.pruner == "median":
-        study.pruner = optuna.pruners.MedianPruner(
-            n_startup_trials=args.pruner_trials, n_warmup_steps=args.pruner_epochs + 1
-        )
-    else:
-        study.pruner = (
-            optuna.pruners.HyperbandPruner()
-            if args.pruner == "hyperband"
-            else optuna.pruners.NopPruner()
-        )
     return study
 
 
-def take_up(study: optuna.Study) -> int:
-    """Trials that a killed sweep left running on this machine go on from their checkpoints; returns how many."""
-    left = []
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        if trial.user_attrs.get("host", socket.gethostname()) == socket.gethostname() and not alive(
-            trial.user_attrs.get("pid", 0)
-        ):
-            left.append(trial)
-    for trial in left:
+def check_settings(study: optuna.Study, config: SweepConfig) -> None:
+    """Store the sweep's settings in the study, or compare them with those stored.
+
+    Raises:
+        InputError: the study holds trials with other settings.
+    """
+    settings = {f"--{name}": value for name, value in config.script.settings().items()}
+    for name, distribution in config.space.items():
+        settings[f"the space's {name}"] = distribution_to_json(distribution)
+    settings |= {
+        "--objective": config.objective.name,
+        "--val_fraction": config.val_fraction,
+        "--nproc": config.nproc,
+    }
+    stored = study.user_attrs.get("settings", settings)
+    different = [
+        name for name in sorted(stored.keys() | settings) if stored.get(name) != settings.get(name)
+    ]
+    if different:
+        raise InputError(
+            f"--out {config.out} holds a sweep with another {', '.join(different)}; "
+            f"choose another folder"
+        )
+    study.set_user_attr("settings", settings)
+
+
+def create_sampler(config: SweepConfig, seed: int) -> optuna.samplers.BaseSampler:
+    """Return Optuna's sampler; with a grid all trials are enqueued, so any sampler does."""
+    if config.sampler == "tpe":
+        num_random = max(4, config.trials // 4)
+        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=num_random)
+    return optuna.samplers.RandomSampler(seed)
+
+
+def create_pruner(config: SweepConfig) -> optuna.pruners.BasePruner:
+    """Return Optuna's pruner."""
+    if config.pruner == "median":
+        return optuna.pruners.MedianPruner(
+            n_startup_trials=config.pruner_trials, n_warmup_steps=config.pruner_epochs + 1
+        )
+    if config.pruner == "hyperband":
+        return optuna.pruners.HyperbandPruner()
+    return optuna.pruners.NopPruner()
+
+
+def enqueue_killed_trials(study: optuna.Study) -> int:
+    """Enqueue the trials that a killed sweep left running on this machine; return their number."""
+    killed = [
+        trial
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        if trial.user_attrs.get("host", socket.gethostname()) == socket.gethostname()
+        and not is_process_alive(trial.user_attrs.get("pid", 0))
+    ]
+    for trial in killed:
         study.tell(trial.number, state=TrialState.FAIL)
-        put_back(study, trial)
-    return len(left)
+        enqueue_again(study, trial)
+    return len(killed)
 
 
-def put_back(study: optuna.Study, trial: optuna.Trial | optuna.trial.FrozenTrial) -> None:
-    """Another trial goes on with this one's values, from its checkpoint."""
-    kept = {"folder": trial.user_attrs["folder"]} if "folder" in trial.user_attrs else {}
-    study.enqueue_trial(trial.params, user_attrs=kept | {"after": trial.number})
+def enqueue_again(study: optuna.Study, trial: FrozenTrial) -> None:
+    """Enqueue a trial that resumes this one: the same values, folder and checkpoint."""
+    attributes = {RESUMES: trial.number}
+    if "folder" in trial.user_attrs:
+        attributes["folder"] = trial.user_attrs["folder"]
+    study.enqueue_trial(trial.params, user_attrs=attributes)
 
 
-def alive(pid: int) -> bool:
-    """Whether a process of this number runs, other than this one: a container may give the same number again."""
+def is_process_alive(pid: int) -> bool:
+    """Tell whether another process has this id; a restarted container may reuse our own."""
     if pid in (0, os.getpid()):
         return False
     try:
@@ -224,142 +357,100 @@ def alive(pid: int) -> bool:
     return True
 
 
-def finished(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
-    """Trials that are over, but for those that another one goes on with."""
+def finished_trials(study: optuna.Study) -> list[FrozenTrial]:
+    """Return the trials that have ended, without those that another trial resumes."""
     trials = study.get_trials(deepcopy=False)
-    gone_on = {trial.user_attrs["after"] for trial in trials if "after" in trial.user_attrs}
-    return [trial for trial in trials if trial.state.is_finished() and trial.number not in gone_on]
+    resumed = {trial.user_attrs[RESUMES] for trial in trials if RESUMES in trial.user_attrs}
+    return [trial for trial in trials if trial.state.is_finished() and trial.number not in resumed]
 
 
-def search(
-    study: optuna.Study,
-    one: Callable[[optuna.Trial], float],
-    args: argparse.Namespace,
-    before: int,
-    stop: threading.Event,
-) -> None:
-    """Ask for trials, run and tell them, as many at a time as there are jobs. Optuna's own threads may take a waiting trial twice.
+# -------------------------------------------------------------------- running trials
 
-    Raises:
-        Interrupted: Ctrl-C; the trials under way are put back.
+
+@dataclass
+class Search:
+    """Runs the trials of a study, `jobs` at the same time.
+
+    Optuna's own `study.optimize(n_jobs=...)` is not used: two of its threads may run the same
+    enqueued trial.
+
+    Attributes:
+        study: where trials come from and results go.
+        run_trial: runs one trial and returns its value.
+        config: settings of the sweep.
+        stop: set when the sweep is interrupted; `run_trial` then ends.
     """
-    one_at_a_time, start = threading.Lock(), time.monotonic()
 
-    def worker() -> None:
-        while not stop.is_set():
-            with one_at_a_time:
-                running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-                if (
-                    len(finished(study)) + len(running) >= args.trials
-                ):  # other machines may have begun some
+    study: optuna.Study
+    run_trial: Callable[[optuna.Trial], float]
+    config: SweepConfig = field(kw_only=True)
+    stop: threading.Event = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.study_lock = threading.Lock()
+        self.start = time.monotonic()
+        self.num_finished_before = len(finished_trials(self.study))
+
+    def run(self) -> None:
+        """Run trials until the study holds as many as asked for.
+
+        Raises:
+            Interrupted: Ctrl-C or SIGTERM; the trials that were running are enqueued again.
+        """
+        with concurrent.futures.ThreadPoolExecutor(self.config.jobs) as pool:
+            workers = [pool.submit(self.work) for _ in range(self.config.jobs)]
+            try:
+                for worker in workers:
+                    worker.result()
+            except KeyboardInterrupt:
+                self.stop.set()
+                raise Interrupted(
+                    f"interrupted; run the same command again to resume the sweep in "
+                    f"{self.config.out}"
+                ) from None
+
+    def work(self) -> None:
+        """Run one trial after the other, in one of the threads."""
+        while not self.stop.is_set():
+            with self.study_lock:
+                running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+                # Other machines may share the study, so count what runs anywhere.
+                if len(finished_trials(self.study)) + len(running) >= self.config.trials:
                     return
-                trial = study.ask()
+                trial = self.study.ask()
             state, value = TrialState.COMPLETE, None
             try:
-                value = one(trial)
+                value = self.run_trial(trial)
             except optuna.TrialPruned:
                 state = TrialState.PRUNED
             except TrialFailed as error:
                 state = TrialState.FAIL
                 trial.set_user_attr("error", str(error))
             except BaseException:
-                stop.set()  # the others must not go on alone
+                self.stop.set()  # else the other threads would start further trials
                 raise
-            with one_at_a_time:
-                done = study.tell(trial, value, state)
-                if stop.is_set() or done.user_attrs.get("error") == STOPPED:
-                    put_back(study, done)
+            with self.study_lock:
+                ended = self.study.tell(trial, value, state)
+                if self.stop.is_set() or ended.user_attrs.get("error") == STOPPED:
+                    enqueue_again(self.study, ended)
                 else:
-                    tell_progress(study, done, args.trials, before, start)
+                    self.print_progress(ended)
 
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        workers = [pool.submit(worker) for _ in range(args.jobs)]
-        try:
-            for future in workers:
-                future.result()
-        except KeyboardInterrupt:
-            stop.set()
-            raise Interrupted(
-                f"interrupted; the same command goes on with the sweep in {args.out}"
-            ) from None
-
-
-def tell_progress(
-    study: optuna.Study, trial: optuna.trial.FrozenTrial, wanted: int, before: int, start: float
-) -> None:
-    """A line after each trial, with the time left."""
-    over = len(finished(study))
-    left = max(0.0, (time.monotonic() - start) / max(1, over - before) * (wanted - over))
-    what = {
-        TrialState.PRUNED: "given up",
-        TrialState.FAIL: "failed: " + trial.user_attrs.get("error", ""),
-    }
-    result = what.get(trial.state) or f"{trial.value:.4f}"
-    print(
-        f"trial {over} of {wanted}: {report.show(trial.params)}: {result}; {left / 60:.1f} min left",
-        flush=True,
-    )
-
-
-def run(args: argparse.Namespace, words: list[str]) -> None:
-    """The sweep.
-
-    Raises:
-        InputError: a flag, the space or the storage is wrong.
-        Interrupted: Ctrl-C; it goes on when started again.
-    """
-    name = args.script.removesuffix("_test.py")
-    args.space = args.space or ROOT / "tuning" / f"{name}.yaml"
-    args.out = args.out or Path("runs") / f"tuning-{name}"
-    args.recipe_out = args.recipe_out or ROOT / "recipes" / f"tuned_{name}.yaml"
-    objective = Objective.read(args.objective)
-    if not args.val_fraction:
-        raise InputError(
-            "--val_fraction 0: a sweep needs rows to choose by; the test set is not for that"
+    def print_progress(self, trial: FrozenTrial) -> None:
+        """Print a trial's values and result, and an estimate of the time left."""
+        finished, trials = len(finished_trials(self.study)), self.config.trials
+        elapsed = time.monotonic() - self.start
+        seconds_per_trial = elapsed / max(1, finished - self.num_finished_before)
+        minutes_left = max(0.0, seconds_per_trial * (trials - finished)) / 60
+        result = report.format_result(trial)
+        if trial.state is TrialState.FAIL:
+            result = f"failed: {trial.user_attrs.get('error', '')}"
+        print(
+            f"trial {finished} of {trials}: {report.format_params(trial.params)}: {result}; "
+            f"{minutes_left:.1f} min left",
+            flush=True,
         )
-    script = Script.read(args.script, words)
-    searched = space.read_space(args.space, script.names)
-    if args.sampler == "grid":
-        args.trials = min(args.trials, report.product(space.grid(args.space, searched)))
-    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
-    fixed = [*words, "--val_fraction", str(args.val_fraction), "--no-test"]
-    if not gpus and "threads" not in script.given:
-        fixed += ["--threads", str(max(1, cores // (args.jobs * args.nproc)))]
-    script.check(fixed)
-    runner = Runner(
-        args.script,
-        fixed,
-        objective,
-        args.out.resolve(),
-        args.nproc,
-        slots(args.jobs, args.nproc, gpus),
-    )
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = make_study(args, script, searched, objective)
-    again, before = take_up(study), len(finished(study))
-    print(
-        f"{args.trials} trials of {args.script} in {args.out}, {before} of them done, {again} taken up again"
-    )
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # a shell's background jobs start with SIGINT ignored
-        signal.signal(number, signal.default_int_handler)
-
-    def one(trial: optuna.Trial) -> float:
-        return runner(trial, space.as_words(space.suggest(trial, searched), script.names))
-
-    search(study, one, args, before, runner.stop)
-    report.report(study, finished(study), args, script)
-
-
-def main(argv: Sequence[str] | None = None, **defaults: Any) -> None:
-    """Flags of the sweep and of the script, mixed; `defaults` of either kind."""
-    own = parser(**{name: value for name, value in defaults.items() if name != "words"})
-    words = list(sys.argv[1:] if argv is None else argv)
-    args, rest = own.parse_known_args(words)
-    run(args, [*defaults.get("words", []), *rest])
 
 
 if __name__ == "__main__":
-    sys.exit(errors.exit_code(main))
+    sys.exit(exit_code(main))

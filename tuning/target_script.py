@@ -1,6 +1,6 @@
-"""What a sweep knows of the script that it tunes.
+"""The entry script that a sweep tunes: its flags, and the arguments that all trials share.
 
-script = Script.read("resnet50_test.py", ["--subset", "0.1", "--recipe", "recipes/fast94.yaml"])
+script = TargetScript.read("resnet50_test.py", ["--subset", "0.1", "--recipe", "recipes/best.yaml"])
 script.flags({"lr": 0.1, "nesterov": False}).lr
 """
 
@@ -16,71 +16,74 @@ from cli import options
 from errors import InputError
 from tuning import space
 
-OWN = ("out", "resume", "val_fraction", "test", "no-test")  # flags of a trial that the sweep gives
-OF_A_MACHINE = {"data_dir", "workers", "threads", "device", "resident"}
-OF_A_SEARCH = OF_A_MACHINE | {"subset", "epochs", "seed", "recipe", "save_every", "tensorboard"}
-"""Flags of a trial that its recipe leaves to the run."""
+SET_BY_SWEEP = ("out", "resume", "val_fraction", "test", "no-test")
+MACHINE_FLAGS = {"data_dir", "workers", "threads", "device", "resident"}
+NOT_IN_RECIPE = MACHINE_FLAGS | {"subset", "epochs", "seed", "recipe", "save_every", "tensorboard"}
+"""Flags of a trial that its recipe does not fix."""
 
 
 @dataclass(frozen=True)
-class Script:
-    """An entry script and the flags that all trials have.
+class TargetScript:
+    """An entry script and the arguments that all trials share.
 
     Attributes:
-        words: those flags, as on the command line; `whole`: with those of their --recipe in front.
-        names: of all flags it has.
-        given: the values of those in `whole`.
+        file: file name of the script, for example resnet50_test.py.
+        arguments: the shared arguments, as on the command line.
+        expanded_arguments: the same, after those of their --recipe.
+        flag_names: names of all flags that the script has.
+        given: value of each flag in `expanded_arguments`.
     """
 
     file: str
-    words: list[str]
-    whole: list[str]
-    names: set[str]
+    arguments: list[str]
+    expanded_arguments: list[str]
+    flag_names: set[str]
     given: dict[str, Any]
 
     @classmethod
-    def read(cls, file: str, words: Sequence[str]) -> Script:
-        """Look at its parser.
+    def read(cls, file: str, arguments: Sequence[str]) -> TargetScript:
+        """Parse the shared arguments with the script's own parser.
 
         Raises:
-            InputError: it does not know a word, or one is the sweep's to give.
+            InputError: the script does not know an argument, or the sweep sets that flag itself.
         """
-        parser = parser_of(file)
-        names = {
+        for name in SET_BY_SWEEP:
+            if any(argument.split("=")[0] == f"--{name}" for argument in arguments):
+                raise InputError(f"--{name}: the sweep sets this flag for each trial; leave it out")
+        parser = script_parser(file)
+        flag_names = {
             option.removeprefix("--")
             for action in parser._actions
             for option in action.option_strings
         }
-        for name in OWN:
-            if any(word.split("=")[0] == f"--{name}" for word in words):
-                raise InputError(f"--{name} is the sweep's own flag, not a trial's")
-        recipe = parser.parse_args(list(words)).recipe
-        whole = [*(options.recipe_words(recipe, parser) if recipe else []), *words]
-        parser.parse_args(whole)
-        parser._defaults.clear()
+        recipe = parser.parse_args(list(arguments)).recipe
+        expanded = [*(options.recipe_arguments(recipe, parser) if recipe else []), *arguments]
+        parser.parse_args(expanded)
+        parser._defaults.clear()  # from here on only flags that are given have a value
         for action in parser._actions:
             action.default = argparse.SUPPRESS
-        return cls(file, list(words), whole, names, vars(parser.parse_args(whole)))
+        given = vars(parser.parse_args(expanded))
+        return cls(file, list(arguments), expanded, flag_names, given)
 
     def flags(self, params: Mapping[str, Any]) -> argparse.Namespace:
-        """All flags of a trial with these values of the searched ones."""
-        return parser_of(self.file).parse_args([*self.whole, *space.as_words(params, self.names)])
+        """Return all flags of a trial with these values of the searched flags."""
+        arguments = [*self.expanded_arguments, *space.to_arguments(params, self.flag_names)]
+        return script_parser(self.file).parse_args(arguments)
 
-    def check(self, words: Sequence[str]) -> None:
-        """Raises InputError where the script would refuse these words, whatever is searched."""
-        options.parse(parser_of(self.file), self.file.removesuffix(".py"), words)
+    def check(self, arguments: Sequence[str]) -> None:
+        """Raise InputError where the script would refuse these arguments in every trial."""
+        options.parse(script_parser(self.file), self.file.removesuffix(".py"), arguments)
 
     def recipe(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """What a recipe holds of a trial: what was given beside the space, and the searched values."""
-        return {
-            name: value for name, value in self.given.items() if name not in OF_A_SEARCH
-        } | dict(params)
+        """Return what a recipe fixes of a trial: the shared flags and the searched values."""
+        shared = {name: value for name, value in self.given.items() if name not in NOT_IN_RECIPE}
+        return shared | dict(params)
 
     def settings(self) -> dict[str, Any]:
-        """What trials must have in common to be compared."""
-        return {name: value for name, value in self.given.items() if name not in OF_A_MACHINE}
+        """Return the shared flags that trials need in common to be compared."""
+        return {name: value for name, value in self.given.items() if name not in MACHINE_FLAGS}
 
 
-def parser_of(file: str) -> Any:
-    """A new parser of an entry script."""
+def script_parser(file: str) -> Any:
+    """Return a new parser of an entry script."""
     return importlib.import_module(file.removesuffix(".py")).parser()

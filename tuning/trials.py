@@ -1,12 +1,14 @@
-"""One trial of a sweep: the entry script as a process of its own, watched through its metrics.jsonl.
+"""One trial of a sweep: the entry script in a process of its own, followed by its metrics.jsonl.
 
-runner = Runner("resnet50_test.py", ["--subset", "0.1"], Objective.read("accuracy"), out, nproc=1, jobs=2)
-value = runner(trial, ["--lr", "0.1"])    # raises optuna.TrialPruned, or TrialFailed with the script's own line
+runner = TrialRunner(
+    script="resnet50_test.py", arguments=["--subset", "0.1"], objective=Objective(), out=out,
+    nproc=1, gpu_slots=gpu_slots(jobs=2, nproc=1, gpus=torch.cuda.device_count()),
+)
+value = runner(trial, ["--lr", "0.1"])    # raises optuna.TrialPruned or TrialFailed
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -17,178 +19,149 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import optuna
+from optuna.pruners import NopPruner
+from optuna.trial import TrialState
 
 import errors
 from errors import InputError
+from tuning.objective import NOT_REACHED, Objective
 
 ROOT = Path(__file__).resolve().parents[1]
-STOPPED = "interrupted"  # what a trial fails with that can go on from its checkpoint
-LOOK_EVERY = 0.1  # seconds between two looks at metrics.jsonl
-LEAVE = 60.0  # seconds that a script has to write its checkpoint
-LIBC = (
-    ctypes.CDLL(None) if sys.platform == "linux" else None
-)  # loaded here: a forked child of a threaded process must not load
-NOT_REACHED = 1e6  # seconds, at least, of a run that never gets there
+STOPPED = "interrupted"  # the error of a trial that can be resumed from its checkpoint
+POLL_SECONDS = 0.1  # between two reads of metrics.jsonl
+SHUTDOWN_SECONDS = 60.0  # that a script has to write its checkpoint after SIGTERM
+# Loaded at import: a forked child of a process with threads must not load a library.
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class TrialFailed(Exception):
-    """The script ended with an error; the message is its line."""
+    """The script ended with an error; the message is the script's error line."""
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What is sought: the validation accuracy of the last epoch, or the seconds until it reaches `target`."""
+@dataclass(frozen=True, kw_only=True)
+class TrialRunner:
+    """Runs trials; several threads may share one.
 
-    target: float | None = None
-
-    @classmethod
-    def read(cls, text: str) -> Objective:
-        """'accuracy' or 'time_to:0.9'."""
-        if text == "accuracy":
-            return cls()
-        name, _, target = text.partition(":")
-        with contextlib.suppress(ValueError):
-            if name == "time_to" and 0 < float(target) <= 1:
-                return cls(float(target))
-        raise InputError(
-            f"--objective {text}: wanted accuracy, or time_to:0.9 with an accuracy in 0..1"
-        )
-
-    @property
-    def direction(self) -> Literal["maximize", "minimize"]:
-        return "maximize" if self.target is None else "minimize"
-
-    def so_far(self, row: dict[str, Any]) -> float:
-        """What the pruner compares after an epoch, in the objective's direction."""
-        return row["val_accuracy"] if self.target is None else 1 - row["val_accuracy"]
-
-    def done(self, row: dict[str, Any]) -> bool:
-        """Whether a run need not go on."""
-        return self.target is not None and row["val_accuracy"] >= self.target
-
-    def value(self, rows: Sequence[dict[str, Any]]) -> float:
-        """Of a finished run."""
-        if self.target is None:
-            return rows[-1]["val_accuracy"]
-        reached = [row["seconds"] for row in rows if row["val_accuracy"] >= self.target]
-        return (
-            reached[0] if reached else NOT_REACHED * (2 - max(row["val_accuracy"] for row in rows))
-        )
-
-
-@dataclass(frozen=True)
-class Runner:
-    """Runs trials; threads may share it."""
+    Attributes:
+        script: file name of the entry script.
+        arguments: arguments that all trials share.
+        objective: what a trial returns.
+        out: folder of the sweep; each trial gets a folder below `out`/trials.
+        nproc: processes of a trial.
+        gpu_slots: value of CUDA_VISIBLE_DEVICES for each trial that may run at the same time; None
+            on CPUs.
+        stop: set to end all trials.
+    """
 
     script: str
-    words: list[str]
+    arguments: list[str]
     objective: Objective
     out: Path
     nproc: int
-    stop: threading.Event = field(
-        default_factory=threading.Event, kw_only=True
-    )  # set to end all trials
-    slots: queue.Queue[
-        str | None
-    ]  # a GPU, or a comma-separated list of them, for each trial at a time; None on CPUs
+    gpu_slots: queue.Queue[str | None]
+    stop: threading.Event = field(default_factory=threading.Event)
 
-    def __call__(self, trial: optuna.Trial, words: list[str]) -> float:
-        """The objective's value of a trial with these flags."""
+    def __call__(self, trial: optuna.Trial, arguments: list[str]) -> float:
+        """Run one trial and return its value of the objective.
+
+        Args:
+            trial: the trial; folder, host and process id are stored in its user attributes.
+            arguments: the searched flags.
+
+        Raises:
+            optuna.TrialPruned: the trial was ended early because others do better.
+            TrialFailed: the script failed, or `stop` was set.
+        """
         folder = Path(trial.user_attrs.get("folder", self.out / "trials" / f"{trial.number:04d}"))
-        for name, value in {
-            "folder": str(folder),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-        }.items():
-            trial.set_user_attr(name, value)
-        slot = self.slots.get()
+        trial.set_user_attr("folder", str(folder))
+        trial.set_user_attr("host", socket.gethostname())
+        trial.set_user_attr("pid", os.getpid())
+        gpus = self.gpu_slots.get()
         try:
-            return self.watch(trial, folder, self.start(folder, words, slot))
+            return self.follow(trial, folder, process=self.start(folder, arguments, gpus=gpus))
         finally:
-            self.slots.put(slot)
+            self.gpu_slots.put(gpus)
 
-    def start(self, folder: Path, words: list[str], slot: str | None) -> subprocess.Popen[str]:
-        """The script as a process, going on from a checkpoint where there is one."""
+    def start(
+        self, folder: Path, arguments: list[str], *, gpus: str | None
+    ) -> subprocess.Popen[str]:
+        """Start the script; it resumes from the folder's checkpoint if there is one."""
         folder.mkdir(parents=True, exist_ok=True)
         resume = ["--resume", str(folder)] if (folder / "last.pt").exists() else []
-        if not resume:  # it was stopped before its first checkpoint
+        if not resume:  # the trial may have been stopped before its first checkpoint
             (folder / "metrics.jsonl").unlink(missing_ok=True)
-        head = [str(ROOT / self.script)]
+        command = [sys.executable]
         if self.nproc > 1:
-            head = [
-                "-m",
-                "distributed.launch",
-                "--standalone",
-                f"--nproc_per_node={self.nproc}",
-                *head,
-            ]
-        env = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        }
-        env |= {"CUDA_VISIBLE_DEVICES": slot} if slot is not None else {}
+            command += ["-m", "distributed.launch", "--standalone"]
+            command += [f"--nproc_per_node={self.nproc}"]
+        command += [str(ROOT / self.script), *self.arguments, *arguments, *resume]
+        command += ["--out", str(folder)]
+        paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        if gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpus
         with open(folder / "console.log", "a") as console:
-            command = [sys.executable, *head, *self.words, *words, *resume, "--out", str(folder)]
             return subprocess.Popen(
                 command,
                 stdout=console,
                 stderr=console,
                 text=True,
-                env=env,
+                env=environment,
                 preexec_fn=die_with_parent,
             )
 
-    def watch(self, trial: optuna.Trial, folder: Path, process: subprocess.Popen[str]) -> float:
-        """Report each epoch; end a hopeless run, or one that has reached its target."""
-        seen = 0
+    def follow(self, trial: optuna.Trial, folder: Path, *, process: subprocess.Popen[str]) -> float:
+        """Report each epoch to Optuna; end the process if it is pruned or reaches the target.
+
+        Raises:
+            optuna.TrialPruned: the trial was ended early because others do better.
+            TrialFailed: the script failed, or `stop` was set.
+        """
+        num_reported = 0
         try:
             while True:
-                ended = process.poll() is not None
-                rows = read_rows(folder)
-                if any(map(self.objective.done, rows)):
-                    return self.objective.value(rows)
-                for row in rows[seen:]:
-                    trial.report(self.objective.so_far(row), row["epoch"])
-                    if self.hopeless(trial, row):
+                ended = process.poll() is not None  # asked first: then the rows are all there
+                rows = complete_rows(folder)
+                if any(map(self.objective.is_reached, rows)):
+                    return self.objective.final_value(rows)
+                for row in rows[num_reported:]:
+                    trial.report(self.objective.intermediate_value(row), row["epoch"])
+                    if self.should_prune(trial, row):
                         raise optuna.TrialPruned
-                seen = len(rows)
+                num_reported = len(rows)
                 if ended:
                     break
                 if self.stop.is_set():
                     raise TrialFailed(STOPPED)
-                time.sleep(LOOK_EVERY)
+                time.sleep(POLL_SECONDS)
         finally:
-            end(process)
+            terminate(process)
         if process.returncode == errors.INTERRUPTED:
             raise TrialFailed(STOPPED)
         if process.returncode or not rows:
-            raise TrialFailed(last_line(folder) or f"exit code {process.returncode}")
-        return self.objective.value(rows)
+            raise TrialFailed(error_line(folder) or f"exit code {process.returncode}")
+        return self.objective.final_value(rows)
 
-    def hopeless(self, trial: optuna.Trial, row: dict[str, Any]) -> bool:
-        """Whether to give a run up after an epoch: as the pruner says; of time_to, where the best one was there by now."""
-        if self.objective.target is None or isinstance(
-            trial.study.pruner, optuna.pruners.NopPruner
-        ):
+    def should_prune(self, trial: optuna.Trial, row: dict[str, Any]) -> bool:
+        """Decide after an epoch whether to prune the trial.
+
+        With --objective time_to, unless --pruner is none, a trial is pruned as soon as it has
+        taken longer than the fastest complete trial.
+        """
+        if self.objective.target is None or isinstance(trial.study.pruner, NopPruner):
             return trial.should_prune()
-        reached = [
-            done.value
-            for done in trial.study.get_trials(
-                deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)
-            )
-        ]
-        return row["seconds"] >= min(
-            (value for value in reached if value is not None), default=NOT_REACHED
-        )
+        complete = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        seconds = [each.value for each in complete if each.value is not None]
+        return row["seconds"] >= min(seconds, default=NOT_REACHED)
 
 
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl."""
+def complete_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl; a last line that is still being written is left out."""
     try:
         text = (folder / "metrics.jsonl").read_text()
     except FileNotFoundError:
@@ -196,43 +169,50 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def last_line(folder: Path) -> str:
-    """The script's own line about what went wrong, or the last one on its console."""
-    lines = [line for line in (folder / "console.log").read_text().splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith("error: ")]
-    return (own or lines or [""])[-1][:300]
+def error_line(folder: Path) -> str:
+    """Return the script's error line from its console, else the console's last line."""
+    console = (folder / "console.log").read_text()
+    lines = [line for line in console.splitlines() if line.strip()]
+    error_lines = [line for line in lines if line.startswith("error: ")]
+    return (error_lines or lines or [""])[-1][:300]
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    """Leave no process: SIGTERM first, so that torchrun takes its workers along."""
+def terminate(process: subprocess.Popen[str]) -> None:
+    """End a process: SIGTERM first, so that torchrun ends its workers, then SIGKILL."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(LEAVE)
+            process.wait(SHUTDOWN_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
 def die_with_parent() -> None:
-    """In the child: SIGTERM when the sweep is killed, so that nothing trains on unwatched (Linux only)."""
+    """Ask Linux, in the child process, for a SIGTERM when the sweep is killed."""
     if LIBC is not None:
         LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG of sys/prctl.h
 
 
-def slots(jobs: int, nproc: int, gpus: int) -> queue.Queue[str | None]:
-    """A place for each trial at a time: as many of the visible GPUs as it has processes, or None where there are no GPUs.
+def gpu_slots(jobs: int, nproc: int, *, gpus: int) -> queue.Queue[str | None]:
+    """Divide the visible GPUs among the trials that run at the same time.
+
+    Args:
+        jobs: trials at the same time.
+        nproc: processes, and so GPUs, of a trial.
+        gpus: GPUs that torch sees; 0 on a CPU, where each slot is None.
 
     Raises:
-        InputError: more GPUs are wanted than there are.
+        InputError: the trials need more GPUs than there are.
     """
-    places: queue.Queue[str | None] = queue.Queue()
+    slots: queue.Queue[str | None] = queue.Queue()
     if gpus and jobs * nproc > gpus:
         raise InputError(
-            f"--jobs {jobs} of --nproc {nproc} want {jobs * nproc} GPUs, {gpus} are here"
+            f"--jobs {jobs} with --nproc {nproc} needs {jobs * nproc} GPUs, but there are {gpus}"
         )
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = names if len(names) >= gpus and names[0] else list(map(str, range(gpus)))
+    if len(names) < gpus or not names[0]:
+        names = [str(number) for number in range(gpus)]
     for job in range(jobs):
-        places.put(",".join(names[job * nproc : (job + 1) * nproc]) if gpus else None)
-    return places
+        slots.put(",".join(names[job * nproc : (job + 1) * nproc]) if gpus else None)
+    return slots

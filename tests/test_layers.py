@@ -1,0 +1,77 @@
+"""The layers of the repository: imports never go up, and the rules that keep each package apart."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = (  # from the lowest; a module imports from its own layer and those below
+    ("errors",),
+    ("optimizers", "distributed", "models", "input_pipeline", "backends"),
+    ("ngd", "slamb", "mixup", "dynamic_batch"),
+    ("training",),
+    ("cli",),
+    ("resnet50_test", "transformer_test", "tuning", "figures", "benchmarks"),
+)
+LEVELS = {package: level for level, layer in enumerate(LAYERS) for package in layer}
+FILES = [
+    path
+    for package in LEVELS
+    for path in (ROOT / f"{package}.py", *sorted((ROOT / package).glob("*.py")))
+    if path.exists()
+]
+TREES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
+    for path in FILES
+}
+
+
+def imported_modules(name: str) -> set[str]:
+    """Return the modules of the repository that a module imports."""
+    imported = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert not node.level, f"{name}: relative import"
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            imported |= submodules & TREES.keys() or {node.module}
+    return imported & TREES.keys()
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_imports_never_go_up_a_layer(name):
+    level = LEVELS[name.split(".")[0]]
+    for other in imported_modules(name):
+        assert LEVELS[other.split(".")[0]] <= level, f"{name} imports {other}"
+
+
+def test_there_is_no_import_cycle():
+    tuple(
+        graphlib.TopologicalSorter({name: imported_modules(name) for name in TREES}).static_order()
+    )
+
+
+def test_the_root_holds_only_the_entry_scripts_the_methods_and_errors():
+    expected = {name for name in LEVELS if not (ROOT / name).is_dir()}
+    assert {path.stem for path in ROOT.glob("*.py")} == expected
+    assert len(expected) == 7
+
+
+def test_nothing_edits_sys_path():
+    for path in [*FILES, *(ROOT / "tests").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            assert not (is_attribute and (node.value.id, node.attr) == ("sys", "path")), path
+
+
+@pytest.mark.parametrize("name", [name for name in TREES if not name.startswith("cli.")])
+def test_args_are_a_parameter_in_cli_alone(name):
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "main":
+            parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            assert "args" not in {each.arg for each in parameters}, f"{name}.{node.name}"
