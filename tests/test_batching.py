@@ -139,7 +139,7 @@ def trainer_of(model: nn.Module, world: World, **options) -> Trainer:
 
 def noise_sums(trainer: Trainer) -> list[float]:
     sums = trainer.sums
-    squares = sums.small_square, sums.small_inverse, sums.big_square, sums.big_inverse
+    squares = sums.small_square, sums.inverse_small, sums.big_square, sums.inverse_big
     return [each.item() for each in squares]
 
 
@@ -278,9 +278,9 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
     first.start_epoch(0)
     first.world.given = [[1.0, 1.0], [1.0, 3.0]]
     noise = {
-        "small": 3 + 500 / 30,
+        "small_square": 3 + 500 / 30,
         "inverse_small": 1 / 30,
-        "big": 3 + 500 / 60,
+        "big_square": 3 + 500 / 60,
         "inverse_big": 1 / 60,
     }
     epoch = {"loss": 1.0, "seconds": 1.0, "compute_seconds": 1.0, "noise": noise}
@@ -325,10 +325,10 @@ def test_the_limit_of_memory_holds_while_it_can() -> None:
     batching.world.given = [[40.0], [100.0]]
     batching.limit(40)
     batching.balancer.observe([50, 50], [1.0, 4.0])
-    assert batching.divide(100) == [40, 60]
+    assert batching.share_out(100) == [40, 60]
     batching.world.given = [[40.0], [20.0]]
     batching.limit(40)
-    assert batching.divide(100) == [
+    assert batching.share_out(100) == [
         80,
         20,
     ]  # 60 at once are too few for 100: two micro-batches, limits of 80 and 40
@@ -344,7 +344,7 @@ def test_a_compiled_model_is_not_compiled_anew_for_every_size(growth: float) -> 
         return graph.forward
 
     model = image_model()
-    trainer = trainer_of(model, World(), micro_batch=60)
+    trainer = trainer_of(model, World(), micro_batch_size=60)
     model.compile(backend=backend)
     batching = make(
         0, 1, policy=BatchSizePolicy(Scheduled(60, every_epoch(growth)), low=60, high=480)

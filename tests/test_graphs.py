@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
-from training.step import Step
 
 import conftest
 import mixup
 import resnet50_test
 from backends import cuda_graph, execution
 from backends.precision import Precision
-from cli import factory
 from distributed.world import World
 from models.resnet import create_model
-from training import train_state
-from training.losses import MixedCrossEntropy, classification
+from trainers import build_optimizer, make_trainer
+from training.losses import CrossEntropy, MixedCrossEntropy
+from training.trainer import Trainer
 
 FP32 = Precision("fp32", "cpu")
 
@@ -43,35 +42,37 @@ def batches(device: str = "cpu"):
         yield x.to(device), torch.randint(10, (rows,), generator=generator).to(device)
 
 
-def make(name: str, device: str = "cpu", task=None) -> Step:
+def make(name: str, device: str = "cpu", *, loss_fn=None, graph: bool = False) -> Trainer:
     torch.manual_seed(0)
     model = create_model("resnet8", classes=10, channels=1, image_size=8).to(device)
-    optimizer = factory.build_optimizer(model, name, 0.1 if name == "sgd" else 1e-3, 1e-3)
+    optimizer = build_optimizer(model, name, 0.1 if name == "sgd" else 1e-3, 1e-3)
     precision = Precision("fp32", device)
-    return Step(
+    return make_trainer(
         model,
-        task or classification(0.1),
         optimizer,
-        precision,
         World(device=torch.device(device)),
-        accumulate=2,
-        clip=1.0,
+        loss_fn=loss_fn or CrossEntropy(0.1),
+        precision=precision,
+        accumulation_steps=2,
+        max_grad_norm=1.0,
+        record_cuda_graph=graph,
     )
 
 
-def run(step: Step, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+def run(trainer: Trainer, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     for number, (x, y) in enumerate(batches(device)):
-        step.set_lr(0.1 / (1 + number))
-        step(x, y)
-    return torch.cat([p.detach().flatten() for p in step.parameters]).cpu(), step.sums.cpu()
+        trainer.set_lr(0.1 / (1 + number))
+        trainer.train_step(x, y)
+    return torch.cat(
+        [p.detach().flatten() for p in trainer.parameters]
+    ).cpu(), trainer.sums.values.cpu()
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_recorded_steps_are_the_steps(name, monkeypatch):
     monkeypatch.setattr(cuda_graph, "record_cuda_graph", StandIn)
     monkeypatch.setattr(StandIn, "num_recorded", 0)
-    plain, recorded = make(name), make(name)
-    recorded.capture()
+    plain, recorded = make(name), make(name, graph=True)
     # Not bit for bit: the learning rate of recorded steps is an fp32 tensor.
     torch.testing.assert_close(run(recorded), run(plain), rtol=1e-5, atol=1e-6)
     assert StandIn.num_recorded == 2  # two shapes
@@ -117,16 +118,15 @@ def test_the_number_of_graphs_is_limited(monkeypatch):
 
 def test_loading_a_state_invalidates_the_graphs(monkeypatch):
     monkeypatch.setattr(cuda_graph, "record_cuda_graph", StandIn)
-    step, other = make("adamw"), make("adamw")
-    step.capture()
-    run(step)
-    assert step.replay is not None
-    assert step.replay.recorded
-    batching = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-    train_state.restore(step, batching, copy.deepcopy(train_state.gather(other, batching)))
-    assert not step.replay.recorded
-    step.sums.zero_()
-    torch.testing.assert_close(run(step), run(other), rtol=1e-5, atol=1e-6)
+    trainer, other = make("adamw", graph=True), make("adamw")
+    run(trainer)
+    assert trainer.graph is not None
+    assert trainer.graph.recorded
+    state = copy.deepcopy(other.checkpoints.train_state.state_dict())
+    trainer.restore({**state, "progress": other.progress.state_dict()})
+    assert not trainer.graph.recorded
+    trainer.sums.values.zero_()
+    torch.testing.assert_close(run(trainer), run(other), rtol=1e-5, atol=1e-6)
 
 
 def test_it_needs_a_gpu_and_refuses_flags_that_it_does_not_support(refused, monkeypatch):
@@ -157,8 +157,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @needs_gpu
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_graphs_are_the_steps(name):
-    plain, recorded = make(name, "cuda"), make(name, "cuda")
-    recorded.capture()
+    plain, recorded = make(name, "cuda"), make(name, "cuda", graph=True)
     torch.testing.assert_close(run(recorded, "cuda"), run(plain, "cuda"), rtol=1e-3, atol=1e-4)
 
 
@@ -167,24 +166,16 @@ def test_each_replay_draws_its_own_mix():
     drawn = []
 
     class Noted(MixedCrossEntropy):
-        def under(self, mix, *rest):
+        def with_mix(self, mix, *given, **named):
             drawn.append(mix.weight)
-            return super().under(mix, *rest)
+            return super().with_mix(mix, *given, **named)
 
-    step = make(
-        "sgd",
-        "cuda",
-        Noted(
-            lambda labels, height, width: mixup.sample_mix(
-                "mixup", labels, alpha=1.0, height=height, width=width
-            ),
-            False,
-        ),
-    )
-    step.capture()
+    loss_fn = Noted(partial(mixup.sample_mix, "mixup", alpha=1.0), False)
+    trainer = make("sgd", "cuda", loss_fn=loss_fn, graph=True)
     seen = set()
     for _ in range(8):
-        step(torch.randn(8, 1, 8, 8, device="cuda"), torch.randint(10, (8,), device="cuda"))
+        x = torch.randn(8, 1, 8, 8, device="cuda")
+        trainer.train_step(x, torch.randint(10, (8,), device="cuda"))
         seen.add(float(drawn[-1][0]))
     assert len(seen) == 8
 

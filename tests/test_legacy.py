@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from training.step import Step
 
 import conftest
 import errors
@@ -20,11 +19,11 @@ import ranks
 import transformer_test
 from backends import execution, nvidia_apex, onnx_runtime
 from backends.precision import PRECISIONS, choose_precision
-from cli import capabilities, factory
-from distributed.world import World
+from cli import capabilities
 from input_pipeline import torchtext_tokenizer
 from models.transformer import Transformer
-from training.losses import classification
+from trainers import build_optimizer, make_trainer
+from training.losses import BatchLoss
 
 ORT, TORCHTEXT = onnx_runtime.unavailable_reason(), torchtext_tokenizer.unavailable_reason()
 needs_ort = pytest.mark.skipif(bool(ORT), reason=ORT)
@@ -352,20 +351,21 @@ def test_a_step_under_amp_is_the_step_in_fp32(level, accumulate, apex):
     for name in ("fp32", level):
         torch.manual_seed(0)
         model = Smooth()
-        optimizer = factory.build_optimizer(model, "sgd", 0.1, 1e-3)
-        step = Step(
+        optimizer = build_optimizer(model, "sgd", 0.1, 1e-3)
+        trainer = make_trainer(
             model,
-            classification(),
             optimizer,
-            choose_precision(name, torch.device("cpu")),
-            World(),
-            accumulate,
-            0.5,
+            precision=choose_precision(name, torch.device("cpu")),
+            accumulation_steps=accumulate,
+            max_grad_norm=0.5,
         )
         for _ in range(3):
-            step(torch.randn(6, 3, 12, 12), torch.randint(4, (6,)))
+            trainer.train_step(torch.randn(6, 3, 12, 12), torch.randint(4, (6,)))
         results.append(
-            (step.sums.clone(), torch.cat([p.detach().flatten() for p in model.parameters()]))
+            (
+                trainer.sums.values.clone(),
+                torch.cat([p.detach().flatten() for p in model.parameters()]),
+            )
         )
     assert apex.amp.calls == [level.removeprefix("apex_")]
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
@@ -374,22 +374,18 @@ def test_a_step_under_amp_is_the_step_in_fp32(level, accumulate, apex):
 def test_amp_skips_an_overflow_and_its_scale_is_saved(apex):
     model = Smooth()
     precision = choose_precision("apex_O1", torch.device("cpu"))
-    step = Step(
-        model, classification(), factory.build_optimizer(model, "sgd", 0.1, 0.0), precision, World()
-    )
+    trainer = make_trainer(model, build_optimizer(model, "sgd", 0.1), precision=precision)
     before = copy.deepcopy(list(model.parameters()))
-    step.task = lambda model, x, y: (
-        F.cross_entropy(model(x), y) * float("inf"),
-        torch.zeros(()),
-        None,
+    trainer.loss_fn = lambda model, x, y: BatchLoss(
+        F.cross_entropy(model(x), y) * float("inf"), torch.zeros(())
     )
-    step(torch.randn(6, 3, 12, 12), torch.randint(4, (6,)))
+    trainer.train_step(torch.randn(6, 3, 12, 12), torch.randint(4, (6,)))
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
-    assert step.sums[8] == 1
-    state = step.scaler.state_dict()
+    assert trainer.sums.skipped == 1
+    state = trainer.scaler.state_dict()
     assert state["loss_scaler0"]["loss_scale"] == 512
     apex.amp.scale = 1.0
-    step.scaler.load_state_dict(state)
+    trainer.scaler.load_state_dict(state)
     assert apex.amp.scale == 512
 
 
@@ -397,7 +393,7 @@ def test_each_part_of_apex_is_looked_up_by_itself(apex, monkeypatch):
     names = ("apex_sgd", "apex_lamb", "apex_larc")
     assert [nvidia_apex.unavailable_reason(name) for name in names] == ["", "", ""]
     model = Smooth()
-    built = [factory.build_optimizer(model, name, 0.1, 1e-3) for name in names]
+    built = [build_optimizer(model, name, 0.1, 1e-3) for name in names]
     assert [type(optimizer).__name__ for optimizer in built] == ["FusedSGD", "FusedLAMB", "LARC"]
     assert all(
         [group["weight_decay"] for group in optimizer.param_groups] == [1e-3, 0.0]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training.step import Step
 
 import mixup
 import ranks
@@ -22,8 +22,10 @@ from distributed.world import World
 from errors import InputError
 from mixup import MetaMixup, Mix, meta_gradient
 from models.transformer import Transformer
+from trainers import build_optimizer, make_trainer
 from training.losses import MixedCrossEntropy
 from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
+from training.trainer import Trainer
 
 RATE = 0.3
 POLICIES = pytest.mark.parametrize("policy", mixup.POLICIES)
@@ -382,15 +384,18 @@ def test_held_out_batches_go_on_from_any_number_and_are_shared_out() -> None:
     assert first[:5] != first[5:10]
     later = held.start(7)
     assert [next(later)[0].tolist() for _ in range(5)] == first[7:]
-    halves = [HeldOutBatches(Rows(23), 4, 1, World(rank=rank, size=2)).start(0) for rank in (0, 1)]
+    halves = [
+        HeldOutBatches(Rows(23), 4, seed=1, world=World(rank=rank, size=2)).start(0)
+        for rank in (0, 1)
+    ]
     parts = [next(half)[0].tolist() for half in halves]
     assert [len(part) for part in parts] == [4, 4]
     assert not set(parts[0]) & set(parts[1])
-    assert HeldOutBatches(Rows(5), 64, 1, World(size=2)).rows == 2
+    assert HeldOutBatches(Rows(5), 64, seed=1, world=World(size=2)).rows == 2
     with pytest.raises(
         InputError, match="3 held-out rows are too few; use a larger --val_fraction"
     ):
-        HeldOutBatches(Rows(3), 64, 1, World(size=2))
+        HeldOutBatches(Rows(3), 64, seed=1, world=World(size=2))
 
 
 class Texts(Rows):
@@ -407,38 +412,38 @@ class Texts(Rows):
             yield tokens, rows % 3
 
 
-def text_step(
+def text_trainer(
     world: World,
     precision: Precision,
     every: int = 2,
     optimizer: str = "sgd",
     accumulate: int = 1,
     mix_at: str = "tokens",
-) -> Step:
+) -> Trainer:
     torch.manual_seed(1)
     model = Transformer(
         50, 3, width=16, depth=1, heads=2, mlp_width=32, max_len=16, dropout=0.1, mix_at=mix_at
     )
     meta = MetaMixup(3, lr=0.05)
-    task = MixedCrossEntropy(lambda labels, height, width: meta.mix(labels), inside=True)
-    learner = MetaMixupStep(meta, task, HeldOutBatches(Texts(30), 8, 0, world), every)
-    step = Step(
+    loss_fn = MixedCrossEntropy(lambda labels, **size: meta.mix(labels), model_mixes=True)
+    held_out = HeldOutBatches(Texts(30), 8, seed=0, world=world)
+    trainer = make_trainer(
         model,
-        task,
-        factory.build_optimizer(model, optimizer, 0.1, 0.0),
-        precision,
+        build_optimizer(model, optimizer, 0.1),
         world,
-        accumulate,
-        learner=learner,
+        loss_fn=loss_fn,
+        precision=precision,
+        meta_learner=MetaMixupStep(meta, loss_fn, held_out=held_out, every=every),
+        accumulation_steps=accumulate,
     )
-    step.wrap()
+    trainer.wrap_model()
     torch.manual_seed(10 + world.rank)
-    return step
+    return trainer
 
 
-def table_of(step: Step) -> Tensor:
-    assert isinstance(step.learner, MetaMixupStep)
-    return step.learner.meta.table.detach().clone()
+def table_of(trainer: Trainer) -> Tensor:
+    assert isinstance(trainer.meta_learner, MetaMixupStep)
+    return trainer.meta_learner.meta.table.detach().clone()
 
 
 @pytest.mark.parametrize(
@@ -451,7 +456,7 @@ def table_of(step: Step) -> Tensor:
 def test_the_step_learns_the_policy_now_and_then(
     name: str, dtype: torch.dtype | None, optimizer: str, mix_at: str
 ) -> None:
-    step = text_step(
+    trainer = text_trainer(
         World(),
         Precision(name, "cpu", dtype),
         every=3,
@@ -459,48 +464,48 @@ def test_the_step_learns_the_policy_now_and_then(
         accumulate=2,
         mix_at=mix_at,
     )
-    stream, tables = Texts(64).batches(list(torch.arange(64).view(8, 8))), [table_of(step)]
+    stream, tables = Texts(64).batches(list(torch.arange(64).view(8, 8))), [table_of(trainer)]
     for tokens, labels in stream:
-        step(tokens, labels)
-        tables.append(table_of(step))
+        trainer.train_step(tokens, labels)
+        tables.append(table_of(trainer))
     changed = [not torch.equal(*pair) for pair in zip(tables, tables[1:])]
     assert changed == [True, False, False, True, False, False, True, False]
     assert all(table.isfinite().all() for table in tables)
-    assert step.sums[4] == 0, "no step was skipped"
+    assert trainer.sums.skipped == 0
 
 
 def test_micro_batches_bound_what_the_policy_learns_from() -> None:
-    step = text_step(World(), Precision("fp32", "cpu"), accumulate=4)
+    trainer = text_trainer(World(), Precision("fp32", "cpu"), accumulate=4)
     sizes: list[int] = []
-    assert isinstance(step.learner, MetaMixupStep)
-    under = step.learner.task.under
-    step.learner.task.under = lambda mix, model, x, y: (
-        sizes.append(len(y)),
-        under(mix, model, x, y),
+    assert isinstance(trainer.meta_learner, MetaMixupStep)
+    with_mix = trainer.meta_learner.loss_fn.with_mix
+    trainer.meta_learner.loss_fn.with_mix = lambda *given, **named: (
+        sizes.append(len(named["labels"])),
+        with_mix(*given, **named),
     )[1]  # type: ignore[method-assign]
-    step(*next(Texts(64).batches([torch.arange(16)])))
+    trainer.train_step(*next(Texts(64).batches([torch.arange(16)])))
     assert sizes == [4, 4, 4] + [4] * 4
 
 
 def test_a_compiled_model_learns_the_same() -> None:
     tables = []
     for compiled in (False, True):
-        step = text_step(World(), Precision("fp32", "cpu"), every=1)
-        for module in step.model.modules():
+        trainer = text_trainer(World(), Precision("fp32", "cpu"), every=1)
+        for module in trainer.model.modules():
             if hasattr(module, "p"):
                 module.p = 0.0  # compiled dropout draws other numbers
         if compiled:
-            step.model.compile(backend="aot_eager")
+            trainer.model.compile(backend="aot_eager")
         for tokens, labels in Texts(64).batches(list(torch.arange(64).view(8, 8))):
-            step(tokens, labels)
-        tables.append(table_of(step))
+            trainer.train_step(tokens, labels)
+        tables.append(table_of(trainer))
     torch.testing.assert_close(*tables, rtol=1e-2, atol=1e-3)
     assert tables[0].abs().mean() > 0.05
 
 
 def all_ranks_learn_one_policy(world: World) -> None:
     for optimizer, accumulate in (("sgd", 1), ("ngd", 2)):
-        step = text_step(
+        trainer = text_trainer(
             world,
             Precision("bf16", "cpu", torch.bfloat16),
             optimizer=optimizer,
@@ -508,15 +513,17 @@ def all_ranks_learn_one_policy(world: World) -> None:
         )
         mine = torch.arange(64).view(4, 16)[:, world.rank :: world.size]
         for tokens, labels in Texts(64).batches(list(mine)):
-            step(tokens, labels)
-        table = table_of(step)
+            trainer.train_step(tokens, labels)
+        table = table_of(trainer)
         assert (table != 0).any()
         total = world.sum(table.clone())
         assert torch.equal(total, table * world.size), "ranks differ"
-        weights = torch.cat([parameter.detach().flatten() for parameter in step.model.parameters()])
+        weights = torch.cat(
+            [parameter.detach().flatten() for parameter in trainer.model.parameters()]
+        )
         assert torch.equal(world.sum(weights.clone()), weights * world.size), "ranks differ"
-        assert isinstance(step.learner, MetaMixupStep)
-        gradients = step.learner.meta.table.grad
+        assert isinstance(trainer.meta_learner, MetaMixupStep)
+        gradients = trainer.meta_learner.meta.table.grad
         assert torch.equal(world.sum(gradients.clone()), gradients * world.size)
 
 
@@ -553,15 +560,19 @@ def test_the_flags_build_the_learner_on_the_validation_rows() -> None:
     words += " --label_smoothing 0.1"
     args, _ = options.parse(transformer_test.parser(), transformer_test.SCRIPT, words.split())
     rows = Rows(50)
-    task, learner = factory.create_loss(args, World(), 6, rows, True)
-    assert isinstance(task, MixedCrossEntropy)
+    data = factory.Data(rows, {"val": rows}, {"classes": ["class"] * 6}, model_mixes=True)
+    run = factory.Run("x", World(), Precision("fp32", "cpu"), Path())
+    loss_fn, learner = factory.create_loss(args, run, data)
+    assert isinstance(loss_fn, MixedCrossEntropy)
     assert isinstance(learner, MetaMixupStep)
-    assert (learner.every, learner.held.data, learner.held.rows, learner.task) == (5, rows, 7, task)
+    assert (learner.every, learner.held_out.data, learner.held_out.rows) == (5, rows, 7)
+    assert learner.loss_fn is loss_fn
     meta = learner.meta
     assert (meta.policy, meta.alpha, meta.lr, meta.pair_index.shape) == ("beta", 0.4, 0.3, (6, 6))
-    assert task.inside
-    assert task.label_smoothing == 0.1
-    assert len(task.draw(torch.zeros(4, dtype=torch.long), 1, 1).weight) == 4
+    assert loss_fn.model_mixes
+    assert loss_fn.label_smoothing == 0.1
+    labels = torch.zeros(4, dtype=torch.long)
+    assert len(loss_fn.sample_mix(labels, height=1, width=1).weight) == 4
 
 
 @pytest.mark.slow

@@ -15,9 +15,8 @@ import mixup
 import resnet50_test
 import transformer_test
 from cli import factory, options
-from distributed.world import World
 from models.transformer import Transformer
-from training.losses import MixedCrossEntropy, classification
+from training.losses import CrossEntropy, MixedCrossEntropy
 
 SIZE = (12, 10)
 
@@ -286,7 +285,7 @@ def test_mixed_tokens_attend_to_a_place_as_much_as_it_is_there() -> None:
     ("module", "words"),
     [(resnet50_test, "--mixup cutmix --alpha 3"), (transformer_test, "--mixup intra")],
 )
-def test_the_flags_choose_the_task(
+def test_the_flags_choose_the_loss(
     module: ModuleType, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Any, ...]] = []
@@ -295,22 +294,23 @@ def test_the_flags_choose_the_task(
         module.parser(), module.SCRIPT, [*words.split(), "--label_smoothing", "0.2"]
     )
     for inside in (False, True):
-        task, learner = factory.create_loss(args, World(), 4, None, inside)
-        assert isinstance(task, MixedCrossEntropy)
-        assert (task.inside, task.label_smoothing, learner) == (inside, 0.2, None)
-        task.draw(labels_of(), 3, 4)
+        data = factory.Data(None, {}, {"classes": ["class"] * 4}, model_mixes=inside)
+        loss_fn, learner = factory.create_loss(args, None, data)
+        assert isinstance(loss_fn, MixedCrossEntropy)
+        assert (loss_fn.model_mixes, loss_fn.label_smoothing, learner) == (inside, 0.2, None)
+        loss_fn.sample_mix(labels_of(), height=3, width=4)
     (kind, labels), named = seen[0]
     expected = ("cutmix", 3.0) if module is resnet50_test else ("intra", 0.99)
     assert (kind, named["alpha"]) == expected
     assert torch.equal(labels, labels_of())
     assert (named["height"], named["width"]) == (3, 4)
     args, _ = options.parse(module.parser(), module.SCRIPT, [])
-    task, learner = factory.create_loss(args, World(), 4, None, False)
-    assert not isinstance(task, MixedCrossEntropy)
+    loss_fn, learner = factory.create_loss(args, None, data)
+    assert not isinstance(loss_fn, MixedCrossEntropy)
     assert learner is None
 
 
-def test_the_task_mixes_inputs_or_lets_the_model_do_it() -> None:
+def test_the_loss_mixes_inputs_or_lets_the_model_do_it() -> None:
     labels = labels_of(classes=5)
     x = torch.randn(64, 1, *SIZE)
     seen: list[tuple[Tensor, ...]] = []
@@ -321,11 +321,9 @@ def test_the_task_mixes_inputs_or_lets_the_model_do_it() -> None:
 
     for inside in (False, True):
         torch.manual_seed(0)
-        task = MixedCrossEntropy(lambda labels, height, width: mixup.mixup(labels, 1.0), inside)
-        loss, _, weight = task(model, x, labels)
-        torch.testing.assert_close(
-            loss, classification()(lambda x: torch.zeros(64, 5), x, labels)[0]
-        )
+        loss_fn = MixedCrossEntropy(lambda labels, **size: mixup.mixup(labels, 1.0), inside)
+        loss, _, weight = loss_fn(model, x, labels)
+        torch.testing.assert_close(loss, CrossEntropy()(lambda x: torch.zeros(64, 5), x, labels)[0])
     (mixed,), (raw, partner, weights) = seen
     assert raw is x
     torch.testing.assert_close(mixed, mixup.blend(x, mixup.Mix(partner, weights)))

@@ -127,7 +127,7 @@ class BatchSchedule:
             self.size = self._nearest(
                 self.policy, self.policy.rule.next_batch_size(epoch, self.size)
             )
-        self.shares = self._share_out(self.size)
+        self.shares = self.share_out(self.size)
         self.decided = epoch + 1
 
     def _nearest(self, policy: BatchSizePolicy, target: float) -> int:
@@ -136,7 +136,7 @@ class BatchSchedule:
             target, self.base, low=policy.low, high=policy.high, unit=self.world.size
         )
 
-    def _share_out(self, size: int) -> list[int]:
+    def share_out(self, size: int) -> list[int]:
         """A batch among the ranks.
 
         Shares stay below the rows of one micro-batch of each rank where that is possible, else of
@@ -275,4 +275,4 @@ class BatchSchedule:
         if same_ranks and self.balancer is not None:
             self.balancer.speeds = list(state["speeds"])
             same_size = sum(state["shares"]) == self.size
-            self.shares = list(state["shares"]) if same_size else self._share_out(self.size)
+            self.shares = list(state["shares"]) if same_size else self.share_out(self.size)

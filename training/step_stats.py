@@ -24,9 +24,9 @@ class StepTotals(NamedTuple):
 
     Attributes:
         loss, num_correct, mix_weight, samples: sums over the samples.
-        small_square, small_inverse: of the gradient of few samples, its squared norm and 1 / their
+        small_square, inverse_small: of the gradient of few samples, its squared norm and 1 / their
             number.
-        big_square, big_inverse: the same of the averaged gradient of all samples of the step.
+        big_square, inverse_big: the same of the averaged gradient of all samples of the step.
         skipped: steps of this epoch that were not finite.
         skipped_in_a_row: steps up to the last one that were not finite.
     """
@@ -36,9 +36,9 @@ class StepTotals(NamedTuple):
     mix_weight: float
     samples: float
     small_square: float
-    small_inverse: float
+    inverse_small: float
     big_square: float
-    big_inverse: float
+    inverse_big: float
     skipped: float
     skipped_in_a_row: float
 
@@ -60,9 +60,9 @@ class StepSums:
     mix_weight: Tensor
     samples: Tensor
     small_square: Tensor
-    small_inverse: Tensor
+    inverse_small: Tensor
     big_square: Tensor
-    big_inverse: Tensor
+    inverse_big: Tensor
     skipped: Tensor
     skipped_in_a_row: Tensor
 

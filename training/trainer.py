@@ -223,7 +223,7 @@ class Trainer:
         self.start_timing()
         with bar, contextlib.closing(data):
             for (inputs, labels), batch in zip(data, plan):
-                self.set_lr()
+                self.set_lr(self.scheduled_lr())
                 self.train_step(inputs, labels, batch.weight)
                 progress.step += 1
                 progress.step_in_epoch += 1
@@ -320,7 +320,7 @@ class Trainer:
             sums.samples += len(y)
             if self.local_grad_norm is not None and number == 1 and (not is_last or several_ranks):
                 self._add_small_gradient(sums, share=share, count=len(y), averaged=is_last)
-                sums.big_inverse.fill_(weight / (len(labels) * self.world.size))
+                sums.inverse_big.fill_(weight / (len(labels) * self.world.size))
         return sums
 
     def _add_small_gradient(
@@ -343,7 +343,7 @@ class Trainer:
         # Asking the scaler for its number would make the host wait.
         scale = self.scaler.scale(torch.ones((), device=sums.values.device))
         sums.small_square.copy_(square / (share * scale).square())
-        sums.small_inverse.fill_(1 / count)
+        sums.inverse_small.fill_(1 / count)
 
     def optimizer_step(self, step_sums: StepSums) -> None:
         """Unscale, clip, step, clear; all ranks skip a step with a non-finite gradient.
@@ -388,12 +388,15 @@ class Trainer:
         """The gradients of the parameters that have one."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
-    def set_lr(self) -> None:
-        """Set the learning rate of the step about to be done."""
+    def scheduled_lr(self) -> float:
+        """The learning rate of the step about to be done."""
         one_step = 1 / self.batches.steps()
         epochs_done = self.progress.epoch + self.progress.step_in_epoch * one_step
         factor = self.lr_schedule(epochs_done, one_step)
-        lr = self.config.lr * (factor * self.progress.lr_factor * self.batches.lr_factor)
+        return self.config.lr * (factor * self.progress.lr_factor * self.batches.lr_factor)
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of all parameters."""
         for group in self.optimizer.param_groups:
             if self.graph is None:
                 group["lr"] = lr
@@ -511,10 +514,10 @@ class Trainer:
         if self.local_grad_norm is None or steps <= 0:
             return None
         return {
-            "small": totals.small_square / steps,
-            "inverse_small": totals.small_inverse / steps,
-            "big": totals.big_square / steps,
-            "inverse_big": totals.big_inverse / steps,
+            "small_square": totals.small_square / steps,
+            "inverse_small": totals.inverse_small / steps,
+            "big_square": totals.big_square / steps,
+            "inverse_big": totals.inverse_big / steps,
         }
 
     def start_timing(self) -> None:
