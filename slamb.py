@@ -514,9 +514,7 @@ class ParamGroupBuffers:
         w_selected, w_others = self._split_norms(self.w[layout], units)
         u_selected, u_others = self._split_norms(u, units)
         others = lamb_trust_ratios(w_others, u_others)
-        selected = lamb_trust_ratios(w_selected, u_selected)
-        has_selected = (w_selected > 0) & (u_selected > 0)
-        selected = self._selected_ratios(selected, others, has_selected=has_selected)
+        selected = self._selected_ratios(w_selected, u_selected, others=others)
         row_tensors = self.row_tensors[layout]
         selected = torch.where(self.adapts[layout], selected, 1.0)[row_tensors, None]
         others = torch.where(self.adapts[layout], others, 1.0)[row_tensors, None]
@@ -528,12 +526,18 @@ class ParamGroupBuffers:
         u.mul_(torch.mul(r, (1 - stale) * rate, out=self.scratch).add_(stale * rate))
         subtract_updates(layout.tensors, self.g_views[layout], lr=1.0)
 
-    def _selected_ratios(self, selected: Tensor, others: Tensor, *, has_selected: Tensor) -> Tensor:
+    def _selected_ratios(self, weights: Tensor, updates: Tensor, *, others: Tensor) -> Tensor:
         """Returns the trust ratios (tensors,) of the selected elements.
 
-        At a small k a step may select nothing of a tensor; then it has but one ratio.
+        At a small k a step may select nothing of a tensor, which then has one ratio only.
+
+        Args:
+            weights: norms of the selected weights (tensors,).
+            updates: norms of the selected elements of u (tensors,).
+            others: trust ratios of the other elements (tensors,).
         """
-        return torch.where(has_selected, selected, others)
+        has_selected = (weights > 0) & (updates > 0)
+        return torch.where(has_selected, lamb_trust_ratios(weights, updates), others)
 
     def _clamp_large_(self, trust: Tensor, units: Tensor | None) -> None:
         """Limits the trust ratios of the large tensors, in place."""
@@ -632,8 +636,8 @@ class AuthorsParamGroupBuffers(ParamGroupBuffers):
     def _clamp_small(self, ratios: Tensor) -> Tensor:
         return torch.where(self.is_vector, ratios, ratios.clamp(*TRUST_CLAMP))
 
-    def _selected_ratios(self, selected: Tensor, others: Tensor, *, has_selected: Tensor) -> Tensor:
-        return selected
+    def _selected_ratios(self, weights: Tensor, updates: Tensor, *, others: Tensor) -> Tensor:
+        return lamb_trust_ratios(weights, updates)
 
     def _clamp_large_(self, trust: Tensor, units: Tensor | None) -> None:
         trust.clamp_(*TRUST_CLAMP)

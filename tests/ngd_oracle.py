@@ -59,7 +59,7 @@ class Axis:
 
     def update(self, X: Tensor, g0: float) -> None:
         N, D, R, W, eta = len(X), self.D, self.R, self.W, self.eta
-        # ours: what was learned before counts for at least this, so that rounding hides no direction
+        # ours: no direction counts for less than this, so that none drowns in rounding
         least = DELTA * g0 / (N * D)
         d, rho = self.d.clamp(min=least), max(self.rho, least)
         H = X @ W.T
@@ -95,7 +95,7 @@ class Axis:
 
 
 class Oracle:
-    """The direction of one parameter: its axes precondition it in turn, from the last to the first."""
+    """The direction of one parameter: its axes precondition it in turn, the last one first."""
 
     def __init__(self, shape: tuple[int, ...], max_dim: int = 4096, **settings: float) -> None:
         self.axes = {

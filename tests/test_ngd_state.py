@@ -219,9 +219,8 @@ class NoHostReads(TorchDispatchMode):
     "options", [{}, {"nesterov": True}, {"decoupled_weight_decay": True}], ids=str
 )
 def test_no_step_waits_for_the_device(options: dict[str, Any]) -> None:
-    optimizer = train(
-        create_ngd(**options), [0, 1]
-    )  # the second one asks whether the first was skipped
+    # the second step asks whether the first was skipped
+    optimizer = train(create_ngd(**options), [0, 1])
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
     for t in range(2, 17):
         set_gradients(parameters_of(optimizer), t)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import math
 import warnings
@@ -97,12 +96,12 @@ def test_views_have_the_memory_format_of_their_tensors() -> None:
     ]
 
 
-# ------------------------------------------------------------ alone
+# ------------------------------------------------------------ in one process
 
 
 @pytest.mark.parametrize("selection", ["block", "random"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_alone_it_is_lamb_and_sends_nothing(selection: str, dtype: torch.dtype) -> None:
+def test_one_process_equals_lamb_and_sends_nothing(selection: str, dtype: torch.dtype) -> None:
     one, other = parameters(dtype), parameters(dtype)
     ours, lamb = SLAMB(one, 0.01, selection=selection), LAMB(other, 0.01)
     for step in range(30):
@@ -216,12 +215,12 @@ def early_updates_are_small(world: Any) -> None:
                 p.grad = (sum(all_of_them) / world.size).float()
             ours.step()
             lamb.step()
-            moves = [(p.detach() - q).abs().max() for p, q in zip((*mine, *other), before)]
+            updates = [(p.detach() - q).abs().max() for p, q in zip((*mine, *other), before)]
             half = len(mine)
-            assert max(moves[:half]) < 2 * max(moves[half:]), (k, step)
+            assert max(updates[:half]) < 2 * max(updates[half:]), (k, step)
 
 
-def bytes_are_what_it_says(world: Any) -> None:
+def bytes_are_as_documented(world: Any) -> None:
     for selection, unit, count in (
         ("block", BLOCK, LARGE_ROWS),
         ("random", 1, ELEMENTS - SMALL_ELEMENTS),
@@ -259,12 +258,8 @@ def a_bad_step_on_one_rank_is_skipped_by_all(world: Any) -> None:
                 mine, compress_ratio=0.2, dense_steps=2, local_steps=5, selection=selection
             )
             for step in range(9):
-                if bad and step in (
-                    0,
-                    1,
-                    4,
-                    5,
-                ):  # in front of a dense step, a sparse one and an averaging
+                # before dense steps, a sparse one and an averaging
+                if bad and step in (0, 1, 4, 5):
                     set_gradients(mine, 50 + step, world.rank)
                     before = [p.detach().clone() for p in mine]
                     overflow = world.rank == step % world.size
@@ -313,11 +308,10 @@ def groups_have_their_own_settings(world: Any) -> None:
     assert changed == [False, False, True, True, True, True]
     for p in mine[2:4]:  # k = 1: exchanged whole
         assert torch.equal(world.sum(p.detach().clone()), p.detach() * world.size)
-    with_one = copy.deepcopy(ours.state_dict())
-    assert [group["calls"] for group in with_one["param_groups"]] == [3, 3, 3]
+    assert [group["calls"] for group in ours.state_dict()["param_groups"]] == [3, 3, 3]
 
 
-def a_run_goes_on_from_its_state(world: Any) -> None:
+def a_resumed_run_equals_the_uninterrupted_one(world: Any) -> None:
     for selection in ("block", "random"):
         for at in (2, 7):
             mine = parameters(torch.float32)
@@ -443,12 +437,12 @@ def all_small_ones(world: Any) -> None:
     for body in (
         full_exchange_is_lamb,
         early_updates_are_small,
-        bytes_are_what_it_says,
+        bytes_are_as_documented,
         every_step_averages,
         a_bad_step_on_one_rank_is_skipped_by_all,
         missing_gradients_are_zeros,
         groups_have_their_own_settings,
-        a_run_goes_on_from_its_state,
+        a_resumed_run_equals_the_uninterrupted_one,
         merged_states_keep_the_mean_momentum,
         the_step_clips_by_the_global_norm_and_counts_skips,
         the_ratio_is_warmed_up_by_epochs,
