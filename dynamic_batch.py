@@ -1,11 +1,12 @@
-"""Batch sizes that change: over time by a rule, over workers by their speed; and the gradient noise scale.
+"""Batch sizes that change: over time by a rule, and over workers by their speed.
 
     rule = Scheduled(128, at_milestones(2.0, [15, 23]))
-    size = on_ladder(rule.next_batch_size(epoch, size), 128, low=128, high=2048, unit=world_size)
-    shares = apportion(size, speeds)                  # integers that sum to size, in proportion to samples/s
-    trace, square = noise_scale(small, 1 / 32, big, 1 / 128)        # of squared norms of gradients of 32 and 128 samples
+    target = rule.next_batch_size(epoch, size)
+    size = nearest_batch_size(target, 128, low=128, high=2048, unit=world_size)
+    shares = apportion(size, speeds)      # integers that sum to size, in proportion to samples/s
 
-Everything here is a pure function or a few plain numbers; batching.py puts it into the training loop.
+Rules follow the epoch (`Scheduled`), the training loss (`ByLoss`) or the gradient noise scale
+(`ByNoise`). Everything in this file is a pure function or a few plain numbers.
 """
 
 from __future__ import annotations
@@ -13,115 +14,173 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, Protocol
 
 RULES = ("none", "increase", "decrease", "loss", "noise")
-LOSS_RULES = ("progress", "score")
-LOSS_SHARE = 0.8  # of the score: the rest is time
-SMOOTHING = 0.5  # weight of what was known in the noise scale of an epoch
+LOSS_RULES = ("progress", "score")  # of ByLoss
+LOSS_SHARE = 0.8  # weight of the loss in 'score'; the rest is the weight of the time
+SMOOTHING = 0.5  # weight of earlier epochs in the noise scale
 
 
-# -------------------------------------------------------------------- sizes
+def clamp(value: float, low: float, high: float) -> float:
+    """Return the number nearest to `value` in [low, high]."""
+    return min(max(value, low), high)
 
 
-def nearest_batch_size(wanted: float, base: int, low: int, high: int, unit: int = 1) -> int:
-    """The size nearest to `wanted`, as a ratio, among base x 2**i and base x 1.5 x 2**i within limits; a multiple of `unit`.
+# -------------------------------------------------------------------- sizes and shares
 
-    Few sizes occur, however a rule wanders: each one that is new may have to be compiled.
+
+def nearest_batch_size(target: float, base: int, *, low: int, high: int, unit: int = 1) -> int:
+    """Return the allowed batch size nearest to a target, by their ratio.
+
+    Allowed are base 2**i and 1.5 base 2**i, rounded to multiples of `unit`, within the limits. Few
+    sizes occur in this way, however a rule fluctuates: each new one may have to be compiled.
 
     Args:
-        wanted: samples.
-        base: the first batch.
-        low, high: the limits; where the ladder has no step between them, the nearer one is taken.
-        unit: the number of ranks, so that equal shares are whole.
+        target: samples; it may be infinite.
+        base: samples of the first batch.
+        low: smallest batch.
+        high: largest batch. Where no allowed size lies between the limits, the nearer one is taken.
+        unit: number of ranks, so that equal shares are integers.
     """
-    octaves = range(math.floor(math.log2(low / base)) - 1, math.ceil(math.log2(high / base)) + 1)
-    steps = {
-        max(round(base * 2.0**octave * step / unit), 1) * unit
-        for octave in octaves
-        for step in (1, 1.5)
-    }
-    steps = {step for step in steps if low <= step <= high} or {
-        max(low // unit, 1) * unit,
-        max(high // unit, 1) * unit,
-    }
-    wanted = min(max(wanted, low), high)
-    return min(sorted(steps), key=lambda size: abs(math.log(size / wanted)))
+    first = math.floor(math.log2(low / base)) - 1
+    last = math.ceil(math.log2(high / base))
+    sizes = set()
+    for exponent in range(first, last + 1):
+        for factor in (1, 1.5):
+            size = max(round(base * 2.0**exponent * factor / unit), 1) * unit
+            if low <= size <= high:
+                sizes.add(size)
+    if not sizes:
+        sizes = {max(limit // unit, 1) * unit for limit in (low, high)}
+    target = clamp(target, low, high)
+    return min(sorted(sizes), key=lambda size: abs(math.log(size / target)))
 
 
 def apportion(
     total: int,
     weights: Sequence[float],
+    *,
     least: int = 0,
     most: Sequence[int] | None = None,
     unit: int = 1,
 ) -> list[int]:
-    """Integers that sum to `total`, in proportion to `weights` as far as the limits allow.
+    """Split a total into integers in proportion to weights, by largest remainders.
+
+    1. The total is counted in whole units, and the limits are rounded inwards to whole units.
+    2. Exact shares in proportion to the weights are computed within these limits; see
+       `_limited_proportions`.
+    3. Every share is rounded down. The units that are left go one by one to the largest remainders,
+       of equal ones to the first.
+    4. What is left of the total below one unit goes to the largest share with space for it.
+
+    Where no limit applies, every result is within one unit of its proportional share, plus in one
+    place the rest of step 4.
 
     Args:
-        total: to share out.
-        weights: a positive number each.
-        least: that each gets.
-        most: that each can take, or None.
-        unit: shares are multiples of it, but for what is left over of the total, which one of them takes.
+        total: a non-negative integer.
+        weights: a positive number for each share.
+        least: lower limit of all shares.
+        most: upper limit of each share; None is no limit.
+        unit: shares are multiples of it, except for the rest of step 4.
+
+    Returns:
+        As many integers as there are weights; their sum is `total`.
 
     Raises:
-        ValueError: the limits leave no way.
+        ValueError: no result can keep the limits.
     """
-    lows = [-(-least // unit)] * len(weights)
-    highs = [min(limit, total) // unit for limit in most or [total] * len(weights)]
     units, rest = divmod(total, unit)
-    if sum(lows) > units or sum(highs) < units or any(low > high for low, high in zip(lows, highs)):
-        raise ValueError(
-            f"{total} cannot be shared out: at least {least} each, at most {list(most or [])}"
-        )
-    ideal = [units * weight / sum(weights) for weight in weights]
-    factor = _level(
-        lambda level: sum(
-            _within(level * each, low, high) for each, low, high in zip(ideal, lows, highs)
-        ),
-        units,
+    limits = [total] * len(weights) if most is None else list(most)
+    lows = [-(-least // unit)] * len(weights)
+    highs = [min(limit, total) // unit for limit in limits]
+    impossible = ValueError(
+        f"{total} cannot be shared out: at least {least} each, at most {list(most or [])}"
     )
-    real = [_within(factor * each, low, high) for each, low, high in zip(ideal, lows, highs)]
-    shares = [math.floor(each + 1e-9) for each in real]
-    by_need = sorted(range(len(real)), key=lambda i: shares[i] - real[i])
-    while sum(shares) < units:
-        for i in by_need:
-            if sum(shares) < units and shares[i] < highs[i]:
-                shares[i] += 1
-    wholes = [share * unit for share in shares]
-    roomy = [i for i in range(len(wholes)) if most is None or wholes[i] + rest <= most[i]]
-    wholes[max(roomy or range(len(wholes)), key=lambda i: real[i])] += rest
-    return wholes
+    if not sum(lows) <= units <= sum(highs) or any(low > high for low, high in zip(lows, highs)):
+        raise impossible
+    exact = _limited_proportions(units, weights, lows=lows, highs=highs)
+    whole = [math.floor(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])
+    for i in by_remainder[: units - sum(whole)]:
+        whole[i] += 1
+    shares = [share * unit for share in whole]
+    if rest:
+        with_space = [i for i, share in enumerate(shares) if share + rest <= limits[i]]
+        if not with_space:
+            raise impossible
+        shares[max(with_space, key=lambda i: exact[i])] += rest
+    return shares
 
 
-def _within(value: float, low: float, high: float) -> float:
-    return min(max(value, low), high)
+def _limited_proportions(
+    units: int, weights: Sequence[float], *, lows: Sequence[int], highs: Sequence[int]
+) -> list[Fraction]:
+    """Split `units` exactly: shares are level x weight, clamped to the limits, for one level.
 
+    The level is found in a few rounds, as CSS resolves flexible lengths. Each round splits what is
+    left in proportion among the shares that are not settled. If clamping these to their limits
+    makes the sum too large, the level can only fall, and those that were raised to their lower
+    limit are settled there; otherwise those that were lowered to their upper limit are.
 
-def _level(total: Callable[[float], float], wanted: float) -> float:
-    """Where a rising function of a positive number reaches `wanted`."""
-    low, high = 0.0, 1.0
-    while total(high) < wanted - 1e-9 and high < 1e12:
-        high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if total(middle) < wanted else (low, middle)
-    return high
+    Args:
+        units: between the sums of the limits.
+        weights: a positive number for each share.
+        lows: lower limit of each share.
+        highs: upper limit of each share, not below the lower one.
+
+    Returns:
+        Fractions whose sum is `units`; those at a limit are whole.
+    """
+    shares = [Fraction(0)] * len(weights)
+    open_shares = list(range(len(weights)))
+    exact_weights = [Fraction(weight) for weight in weights]
+    left = Fraction(units)
+    while open_shares:
+        level = left / sum(exact_weights[i] for i in open_shares)
+        for i in open_shares:
+            shares[i] = level * exact_weights[i]
+        raised = [i for i in open_shares if shares[i] < lows[i]]
+        lowered = [i for i in open_shares if shares[i] > highs[i]]
+        if not raised and not lowered:
+            break
+        too_low = sum(lows[i] - shares[i] for i in raised)
+        too_high = sum(shares[i] - highs[i] for i in lowered)
+        settled, limits = (raised, lows) if too_low > too_high else (lowered, highs)
+        for i in settled:
+            shares[i] = Fraction(limits[i])
+            left -= limits[i]
+            open_shares.remove(i)
+    return shares
 
 
 # -------------------------------------------------------------------- over time
 
 
 class Rule(Protocol):
-    """Which batch an epoch should have."""
+    """Decides which batch size an epoch should have."""
 
     def next_batch_size(self, epoch: int, size: int) -> float:
-        """Samples of the global batch of `epoch` (0 is the first), the one before having had `size`; once an epoch, in order."""
+        """Return the number of samples that the global batch of an epoch should have.
+
+        It is called once an epoch, in order.
+
+        Args:
+            epoch: 0 is the first.
+            size: samples of the global batch of the epoch before.
+        """
         ...
 
-    def observe(self, size: int, loss: float, seconds: float, noise: float | None) -> None:
-        """What an epoch of batches of `size` brought: training loss, the slowest rank's time, noise scale."""
+    def observe(self, size: int, loss: float, *, seconds: float, noise: float | None) -> None:
+        """Take note of an epoch.
+
+        Args:
+            size: samples of its global batches.
+            loss: mean training loss.
+            seconds: time of the slowest rank.
+            noise: gradient noise scale in samples, if it is known.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -130,116 +189,142 @@ class Rule(Protocol):
 
 
 class Scheduled:
-    """A function of the epoch.
+    """The batch size is a function of the epoch: base x multiple(epoch).
 
     Args:
-        base: the first batch.
-        multiple: epoch -> how many times as large.
+        base: samples of the first batch.
+        multiple: maps an epoch to the factor; see the functions below.
     """
 
     def __init__(self, base: int, multiple: Callable[[int], float]) -> None:
-        self.base, self.multiple = base, multiple
+        self.base = base
+        self.multiple = multiple
 
     def next_batch_size(self, epoch: int, size: int) -> float:
-        """The schedule's."""
         return self.base * self.multiple(epoch)
 
-    def observe(self, size: int, loss: float, seconds: float, noise: float | None) -> None:
-        """Nothing."""
+    def observe(self, size: int, loss: float, *, seconds: float, noise: float | None) -> None:
+        pass
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing."""
+        pass
 
 
 def at_milestones(factor: float, epochs: Sequence[int]) -> Callable[[int], float]:
-    """A multiple that is multiplied by `factor` at each of these epochs."""
-    return lambda epoch: factor ** bisect_right(sorted(epochs), epoch)
+    """Return the multiple factor ** (number of milestones up to the epoch).
+
+    Args:
+        factor: of the batch at each milestone; below 1 the batch shrinks.
+        epochs: the milestones, in any order.
+    """
+    milestones = sorted(epochs)
+    return lambda epoch: factor ** bisect_right(milestones, epoch)
 
 
 def every_epoch(factor: float) -> Callable[[int], float]:
-    """A multiple that is multiplied by `factor` after every epoch."""
+    """Return the multiple factor ** epoch."""
     return lambda epoch: factor**epoch
 
 
 def replacing_decay(schedule: Callable[[float], float]) -> Callable[[int], float]:
-    """A batch that grows as the learning rate would fall (Smith et al., arXiv:1711.00489): most so far / now.
+    """Return a multiple that grows as a learning rate would decay (Smith et al., arXiv:1711.00489).
 
-    Taken together with a rate that is scaled with the batch, rate / batch goes as it would have under the schedule.
+    The multiple of epoch t is max_{s <= t} schedule(s) / schedule(t), and 1 while the schedule
+    rises. If the learning rate is multiplied by schedule x multiple, rate / batch decays as it
+    would under the schedule alone.
 
     Args:
-        schedule: progress in epochs -> multiple of the learning rate.
+        schedule: maps the progress in epochs to the multiple of the learning rate.
     """
 
     def multiple(epoch: int) -> float:
-        most = max(schedule(earlier) for earlier in range(epoch + 1))
+        largest = max(schedule(earlier) for earlier in range(epoch + 1))
         now = schedule(epoch)
-        if now >= most:
+        if now >= largest:
             return 1.0
-        return most / now if now > 0 else math.inf
+        return largest / now if now > 0 else math.inf
 
     return multiple
 
 
 class ByLoss:
-    """By what the last epochs' training losses, or loss and time, did.
+    """The batch size follows the training loss of the last epochs, or loss and time.
 
-    'progress', after Prechelt's training progress (Early Stopping - But When?, 1998): with the losses L of the last k epochs
-        P = 1000 (sum L / (k min L) - 1);  P < threshold: factor times as large, else as small.
-    'score': with the time T of an epoch
-        S = 0.8 L / L' + 0.2 T / T', ' being the epoch before;  Q = 1000 (1 - S)
-        Q > threshold: factor times as large;  Q < -threshold: as small;  else as it is.
-    Ratios, so that neither the unit of time nor the data set's loss counts. 'score' depends on the clock: no two runs are alike.
+    'progress' is the training progress of Prechelt (Early Stopping - But When?, 1998). With the
+    losses L_1 .. L_k of the last k epochs
+
+        P = 1000 (sum_i L_i / (k min_i L_i) - 1)
+
+    the batch is multiplied by `factor` if P < threshold, on a plateau, and divided by it otherwise.
+
+    'score' compares loss L and time T of the last epoch with L' and T' of the epoch before:
+
+        Q = 1000 (1 - 0.8 L / L' - 0.2 T / T')
+
+    The batch is multiplied by `factor` if Q > threshold, divided by it if Q < -threshold, and kept
+    otherwise. Since Q depends on the clock, two runs are never alike.
+
+    Both are made of ratios, so that neither the unit of time nor the scale of the loss counts.
+    Until there are enough epochs the batch is kept.
 
     Args:
         kind: one of `LOSS_RULES`.
-        factor, threshold: as above.
-        window: k.
+        factor: by which the batch changes.
+        threshold: of P or Q.
+        window: k, in epochs.
     """
 
     def __init__(
-        self, kind: str = "progress", factor: float = 2.0, threshold: float = 10.0, window: int = 5
+        self,
+        kind: str = "progress",
+        factor: float = 2.0,
+        *,
+        threshold: float = 10.0,
+        window: int = 5,
     ) -> None:
-        self.kind, self.factor, self.threshold, self.window = kind, factor, threshold, window
-        self.losses: list[float] = []
-        self.seconds: list[float] = []
+        self.kind = kind
+        self.factor = factor
+        self.threshold = threshold
+        self.window = window
+        self.losses: list[float] = []  # of the last `window` epochs
+        self.seconds: list[float] = []  # of the last two epochs
 
     def next_batch_size(self, epoch: int, size: int) -> float:
-        """As above; as it was until there are enough epochs."""
-        if (
-            len(self.losses) < (self.window if self.kind == "progress" else 2)
-            or not min(self.losses) > 0
-        ):
+        needed = self.window if self.kind == "progress" else 2
+        if len(self.losses) < needed or not min(self.losses) > 0:
             return size
         if self.kind == "progress":
             progress = 1000 * (sum(self.losses) / (self.window * min(self.losses)) - 1)
             return size * self.factor if progress < self.threshold else size / self.factor
-        loss, time = self.losses[-1] / self.losses[-2], self.seconds[-1] / self.seconds[-2]
-        gain = 1000 * (1 - LOSS_SHARE * loss - (1 - LOSS_SHARE) * time)
-        return size * self.factor ** ((gain > self.threshold) - (gain < -self.threshold))
+        loss = self.losses[-1] / self.losses[-2]
+        time = self.seconds[-1] / self.seconds[-2]
+        score = 1000 * (1 - LOSS_SHARE * loss - (1 - LOSS_SHARE) * time)
+        return size * self.factor ** ((score > self.threshold) - (score < -self.threshold))
 
-    def observe(self, size: int, loss: float, seconds: float, noise: float | None) -> None:
-        """Remember."""
+    def observe(self, size: int, loss: float, *, seconds: float, noise: float | None) -> None:
         self.losses = [*self.losses, loss][-self.window :]
         self.seconds = [*self.seconds, max(seconds, 1e-9)][-2:]
 
     def state_dict(self) -> dict[str, Any]:
-        """The last epochs."""
         return {"losses": list(self.losses), "seconds": list(self.seconds)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo to `state_dict`."""
-        self.losses, self.seconds = list(state["losses"]), list(state["seconds"])
+        self.losses = list(state["losses"])
+        self.seconds = list(state["seconds"])
 
 
 class ByNoise:
-    """The simple gradient noise scale (arXiv:1812.06162): a larger batch brings less than its size, a smaller one wastes steps.
+    """The batch size follows the gradient noise scale B_simple (arXiv:1812.06162, equation 2.9).
+
+    B_simple = tr(Sigma) / |G|**2, where G and Sigma are mean and covariance of a sample's gradient.
+    A larger batch makes less progress than its size suggests, and a smaller one needs more steps.
+    The size is B_simple, clamped to [size / factor, size x factor] of the epoch before.
 
     Args:
-        factor: by which a batch changes at most from one epoch to the next.
+        factor: by which the batch changes at most from one epoch to the next.
     """
 
     def __init__(self, factor: float = 2.0) -> None:
@@ -247,99 +332,141 @@ class ByNoise:
         self.noise: float | None = None
 
     def next_batch_size(self, epoch: int, size: int) -> float:
-        """The noise scale, as far as one epoch may go."""
         if self.noise is None:
             return size
-        return _within(self.noise, size / self.factor, size * self.factor)
+        return clamp(self.noise, size / self.factor, size * self.factor)
 
-    def observe(self, size: int, loss: float, seconds: float, noise: float | None) -> None:
-        """Remember the noise scale."""
+    def observe(self, size: int, loss: float, *, seconds: float, noise: float | None) -> None:
         self.noise = noise
 
     def state_dict(self) -> dict[str, Any]:
-        """The noise scale."""
         return {"noise": self.noise}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo to `state_dict`."""
         self.noise = state["noise"]
 
 
 # -------------------------------------------------------------------- the noise scale
 
 
-def noise_scale(small: float, per_small: float, big: float, per_big: float) -> tuple[float, float]:
-    """Estimates of (trace of a sample's gradient covariance, squared norm of the true gradient), both unbiased.
+def noise_scale(
+    small_square: float, big_square: float, *, inverse_small: float, inverse_big: float
+) -> tuple[float, float]:
+    """Estimate numerator and denominator of the gradient noise scale, both without bias.
 
-    As E |G_b|**2 = |G|**2 + trace / b for the mean gradient G_b of b samples (arXiv:1812.06162, appendix A), from two sizes; the
-    noise scale is their ratio. All arguments are means over the same steps.
+    The mean gradient G_b of b samples has E |G_b|**2 = |G|**2 + tr(Sigma) / b (arXiv:1812.06162,
+    appendix A). Two batch sizes give two equations for tr(Sigma) and |G|**2, whose ratio is the
+    noise scale. All arguments are means over the same steps.
 
     Args:
-        small, big: squared norms of the mean gradient of few and of many samples.
-        per_small, per_big: 1 / (number of those samples).
+        small_square: squared norm of the mean gradient of few samples.
+        big_square: squared norm of the mean gradient of many samples.
+        inverse_small: 1 / (number of the few samples).
+        inverse_big: 1 / (number of the many samples).
+
+    Returns:
+        The trace of the covariance of a sample's gradient, and the squared norm of the true
+        gradient.
     """
-    trace = (small - big) / (per_small - per_big)
-    return trace, big - trace * per_big
+    trace = (small_square - big_square) / (inverse_small - inverse_big)
+    return trace, big_square - trace * inverse_big
 
 
 class NoiseScale:
-    """Smoothed over the epochs: numerator and denominator each, since the mean of ratios would be biased."""
+    """Estimate of the gradient noise scale, smoothed over the epochs.
+
+    Numerator and denominator are each an exponential moving average, since the mean of their ratios
+    would be biased.
+    """
 
     def __init__(self) -> None:
-        self.trace = self.square = 0.0
+        self.trace = 0.0  # of the covariance of a sample's gradient
+        self.square = 0.0  # squared norm of the true gradient
 
-    def observe(self, small: float, per_small: float, big: float, per_big: float) -> float | None:
-        """The means of an epoch; returns the noise scale, None while the true gradient is not told from zero."""
-        trace, square = noise_scale(small, per_small, big, per_big)
+    def observe(
+        self, small_square: float, big_square: float, *, inverse_small: float, inverse_big: float
+    ) -> float | None:
+        """Take note of an epoch; the arguments are those of `noise_scale`, means over its steps.
+
+        Returns:
+            The noise scale in samples, or None while the true gradient cannot be told from zero.
+        """
+        trace, square = noise_scale(
+            small_square, big_square, inverse_small=inverse_small, inverse_big=inverse_big
+        )
         self.trace = SMOOTHING * self.trace + (1 - SMOOTHING) * trace
         self.square = SMOOTHING * self.square + (1 - SMOOTHING) * square
         return max(self.trace, 0.0) / self.square if self.square > 0 else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Two numbers."""
+        """Return the two numbers."""
         return {"trace": self.trace, "square": self.square}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo to `state_dict`."""
-        self.trace, self.square = state["trace"], state["square"]
+        """Load what `state_dict` returned."""
+        self.trace = state["trace"]
+        self.square = state["square"]
 
 
 # -------------------------------------------------------------------- over workers
 
 
 class WorkerBalancer:
-    """Dynamic batch size of each worker (DBS, arXiv:2007.11831): shares in proportion to samples/s.
+    """Dynamic batch size of each worker (DBS, arXiv:2007.11831).
+
+    The share of rank i is batch x speed_i / sum_j speed_j. Speeds are samples/s of the last epoch,
+    without the time in which a rank waits for others.
 
     Args:
-        keep: shares stay unless the slowest rank's step becomes shorter by more than this part: every change may compile anew.
+        min_gain: shares are kept unless the step of the slowest rank becomes shorter by more than
+            this part, since every new size may have to be compiled.
     """
 
-    def __init__(self, keep: float = 0.03) -> None:
-        self.keep = keep
-        self.speeds: list[float] = []  # samples/s of each rank; empty: not known
+    def __init__(self, min_gain: float = 0.03) -> None:
+        self.min_gain = min_gain
+        self.speeds: list[float] = []  # samples/s of each rank; empty while they are not known
 
     def observe(self, samples: Sequence[float], seconds: Sequence[float]) -> None:
-        """What each rank computed in an epoch, and how long it took without waiting for others."""
-        self.speeds = (
-            [n / s for n, s in zip(samples, seconds)]
-            if min(seconds) > 0 and min(samples) > 0
-            else []
-        )
+        """Take note of an epoch.
+
+        Args:
+            samples: that each rank computed.
+            seconds: that each rank needed, without waiting for others.
+        """
+        is_measured = min(seconds) > 0 and min(samples) > 0
+        self.speeds = [n / s for n, s in zip(samples, seconds)] if is_measured else []
 
     def shares(
-        self, total: int, now: Sequence[int], least: int, most: Sequence[int] | None = None
+        self, total: int, current: Sequence[int], *, least: int, most: Sequence[int] | None = None
     ) -> list[int]:
-        """Of a global batch of `total`; `now`: the shares so far, of another total perhaps."""
-        if len(self.speeds) != len(now):
-            return apportion(total, [1.0] * len(now), least, most)
-        unit = 1 << max(0, min(3, math.floor(math.log2(max(total / (32 * len(now)), 1)))))
+        """Split a global batch among the ranks.
+
+        Args:
+            total: samples of the global batch.
+            current: share of each rank until now, perhaps of another total.
+            least: samples that every rank gets.
+            most: samples that each rank can take; None is no limit.
+
+        Returns:
+            The share of each rank in samples.
+
+        Raises:
+            ValueError: no result can keep the limits.
+        """
+        ranks = len(current)
+        if len(self.speeds) != ranks:
+            return apportion(total, [1.0] * ranks, least=least, most=most)
+        # Units of up to 8 samples, but of at most 1/32 of a mean share: rounding costs little.
+        unit = min(8, 2 ** int(math.log2(max(total / (32 * ranks), 1))))
         try:
-            better = apportion(total, self.speeds, least, most, unit)
+            balanced = apportion(total, self.speeds, least=least, most=most, unit=unit)
         except ValueError:
-            better = apportion(total, self.speeds, least, most)
-        stay = apportion(total, [float(share) for share in now], least, most)
-        times = [
-            max(share / speed for share, speed in zip(shares, self.speeds))
-            for shares in (better, stay)
-        ]
-        return better if times[0] < (1 - self.keep) * times[1] else stay
+            balanced = apportion(total, self.speeds, least=least, most=most)
+        kept = apportion(total, [float(share) for share in current], least=least, most=most)
+        if self._step_seconds(balanced) < (1 - self.min_gain) * self._step_seconds(kept):
+            return balanced
+        return kept
+
+    def _step_seconds(self, shares: Sequence[int]) -> float:
+        """Predict the time of a step, that of the slowest rank."""
+        return max(share / speed for share, speed in zip(shares, self.speeds))

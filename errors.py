@@ -1,4 +1,4 @@
-"""The two ways a run ends early, and their exit codes. The lowest module: everything may import it.
+"""The ways in which a run ends early, and their exit codes.
 
 raise InputError("--bs 0: must be at least 1")       # one line on stderr, exit code 2
 raise NonFiniteLoss("...")                            # exit code 3
@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 
 BAD_INPUT, NON_FINITE, INTERRUPTED = 2, 3, 130
-GRACE = 3.0  # seconds that rank 0 has to speak first
+GRACE_SECONDS = 3.0  # that rank 0 has to report first
+LINE_LIMIT = 160  # characters of another library's message within ours
 
 
 class InputError(Exception):
@@ -29,21 +30,35 @@ class Interrupted(Exception):
 
 
 def exit_code(main: Callable[[], None]) -> int:
-    """Run `main` and turn the exceptions above into one line on stderr and the documented exit code.
+    """Run `main`; its exceptions become one line on stderr and the documented exit code.
 
-    Under torchrun one rank speaks for all: the others wait first, and are ended meanwhile when rank 0 failed too.
+    Under torchrun one rank speaks for all: the others wait first, and are ended meanwhile when rank
+    0 failed too.
     """
     try:
         main()
     except (InputError, NonFiniteLoss, Interrupted) as error:
-        first = os.environ.get("RANK", "0") == "0"
-        if not first:
-            time.sleep(GRACE)
-        if first or isinstance(error, InputError):  # the others happen to all ranks alike
+        is_main = os.environ.get("RANK", "0") == "0"
+        if not is_main:
+            time.sleep(GRACE_SECONDS)
+        if is_main or isinstance(error, InputError):  # the other two happen to all ranks alike
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return {InputError: BAD_INPUT, NonFiniteLoss: NON_FINITE, Interrupted: INTERRUPTED}[
-            type(error)
-        ]
+        codes = {InputError: BAD_INPUT, NonFiniteLoss: NON_FINITE, Interrupted: INTERRUPTED}
+        return codes[type(error)]
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, cut to a length that fits into a message of ours."""
+    return _lines(error)[0][:LINE_LIMIT]
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of an exception's text, which is where tracebacks of several ranks end."""
+    return _lines(error)[-1][:LINE_LIMIT]
+
+
+def _lines(error: BaseException) -> list[str]:
+    return (str(error).strip() or type(error).__name__).splitlines()

@@ -1,340 +1,97 @@
-"""SLAMB: LAMB whose ranks exchange a share of the momentum a step (Xu et al., "SLAMB: Accelerated Large Batch Training with Sparse
-Communication", ICML 2023). `LAMB` is here as well.
+"""SLAMB: LAMB whose ranks exchange a share of the momentum at each step. `LAMB` is here as well.
 
-    optimizer = SLAMB(model.parameters(), lr=2e-3, compress_ratio=0.1)       # the model is NOT wrapped for data parallelism
-    loss.backward()
-    optimizer.step()                         # one collective of a tenth of the model, and one of all of it every 50 steps
+    optimizer = SLAMB(model.parameters(), lr=2e-3, compress_ratio=0.1)  # the model is NOT wrapped
+    loss.backward()                                                     # in DDP
+    optimizer.step()    # one collective of a tenth of the model, and of all of it every 50 steps
 
-Per rank, with g the local gradient, W ranks, k the compress ratio, M the units whose turn it is (a fixed random order, a share k
-a step), together with all of every small tensor, and age the steps since a unit's last turn:
+Xu et al., "SLAMB: Accelerated Large Batch Training with Sparse Communication", ICML 2023. On each
+of W ranks, with g the local gradient and k the compress ratio:
+    M    the units whose turn it is, in a fixed random order, a share k at each step; together with
+         all of every small tensor
+    age  the steps since a unit's last turn
     m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,  m[M] <- mean of m[M] over the ranks
     u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w,  r = beta3^age
-    trust = clamp(r |w[M]| / |u[M]| + (1 - r) |w[not M]| / |u[not M]|, 0.01, 1000) a tensor
-    w <- w - lr (r + (1 - r) / sqrt(W)) trust u;  every `local_steps` steps w <- mean of w over the ranks
-What a rank has not sent yet stays in its m: the mean of m over the ranks is the momentum of the mean gradient at any time.
+    trust = clamp(r |w[M]| / |u[M]| + (1 - r) |w[not M]| / |u[not M]|, 0.01, 1000) for each tensor
+    w <- w - lr (r + (1 - r) / sqrt(W)) trust u;  every `local_steps` steps w <- mean of w
+What a rank has not sent yet stays in its m: the mean of m over the ranks is the momentum of the
+mean gradient at any time.
 
-As written (`compat`), second moments are never exchanged, so that early updates are up to a hundred times LAMB's, and k = 1 is not
-LAMB. By default the gradients of small tensors are averaged instead of their momentum (as many bytes), the first `dense_steps`
-and all steps at k = 1 average all gradients, and then every rank does what LAMB does.
+As the authors write it (`AuthorsSLAMB`), second moments are never exchanged, so that early updates
+are up to a hundred times LAMB's, and k = 1 is not LAMB. `SLAMB` averages the gradients of small
+tensors instead of their momentum (as many bytes), and all gradients in the first `dense_steps` and
+wherever k = 1; then every rank does what LAMB does.
 """
 
 from __future__ import annotations
 
-import gc
 import math
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from distributed.averaging import RankAverager, average
-from optimizers.base import GradScalerOptimizer, subtract_updates
+from distributed.averaging import RankAverager, average_tensors
+from optimizers.base import CommunicatingOptimizer, global_norm, subtract_updates
 from optimizers.flat_buffer import FlatLayout, RoundRobin
 from optimizers.lamb import LAMB, lamb_trust_ratios
 
-__all__ = ["LAMB", "SLAMB"]
+__all__ = ["LAMB", "SLAMB", "AuthorsSLAMB"]
 
-BLOCK = 64  # elements of a unit of 'block'
-SMALL = 9000  # tensors with fewer elements are exchanged whole on every step
-CLAMP = (0.01, 1000.0)  # of trust ratios of what is exchanged in parts
-
-
-class ParamGroupBuffers:
-    """The parameters of a group and their moments, in flat buffers: small tensors, and large ones in rows.
-
-    Args:
-        group: the parameter group.
-        state: the optimizer's, by parameter; what is there is taken over, and from then on it holds views of the buffers.
-        selection: 'block' or 'random'.
-        compat: the authors' formulas.
-        seed: of the order of the units.
-    """
-
-    def __init__(
-        self,
-        group: dict[str, Any],
-        state: dict[Tensor, dict[str, Any]],
-        selection: str,
-        compat: bool,
-        seed: int,
-    ) -> None:
-        parameters = [p for p in group["params"] if p.requires_grad and p.numel()]
-        small = [p.ndim < 2 or p.numel() < SMALL for p in parameters]
-        self.group, self.selection, self.compat = group, selection, compat
-        self.small = FlatLayout([p for p, yes in zip(parameters, small) if yes], 1)
-        self.large = FlatLayout([p for p, yes in zip(parameters, small) if not yes], BLOCK)
-        self.lays = [lay for lay in (self.small, self.large) if lay.rows]
-        self.m, self.v, self.g, self.p = (
-            {lay: lay.buffer() for lay in self.lays} for _ in range(4)
-        )
-        rows = self.large.buffer()
-        self.fresh = torch.ones_like(
-            rows if selection == "random" else rows[:, :1]
-        )  # r = beta3^age, of an element or a row
-        self.mask = torch.empty_like(self.fresh)  # 1 where a step exchanges, else 0
-        self.room = torch.empty_like(self.fresh)  # for what a step multiplies with
-        self.ring = RoundRobin(
-            self.large.places() if selection == "random" else self.large.rows, seed
-        )
-        self.ring.cursor = group.get("cursor", 0)
-        self.owners, self.small_owners = self.large.owners(), self.small.owners()
-        self.g_views, self.p_views = (
-            {lay: lay.views(buffer) for lay, buffer in each.items()} for each in (self.g, self.p)
-        )
-        adapt = [
-            [
-                compat or (p.ndim > 1 if group["adapt"] is None else group["adapt"])
-                for p in lay.tensors
-            ]
-            for lay in self.lays
-        ]
-        self.adapted = {
-            lay: torch.tensor(each, device=lay.device) for lay, each in zip(self.lays, adapt)
-        }
-        self.bare = torch.tensor(
-            [p.ndim < 2 for p in self.small.tensors], dtype=torch.bool, device=self.small.device
-        )
-        for name, buffers in (("exp_avg", self.m), ("exp_avg_sq", self.v)):
-            for lay in self.lays:
-                adopt(state, name, lay.tensors, lay.views(buffers[lay]))
-        fresh = (
-            self.large.views(self.fresh)
-            if selection == "random"
-            else [
-                self.fresh[self.large.rows_of(number), 0]
-                for number in range(len(self.large.tensors))
-            ]
-        )
-        adopt(state, "fresh", self.large.tensors, fresh)
-
-    def load(self, scale: Tensor | None) -> None:
-        """Gradients and weights into the buffers; a gradient that is not there is zero."""
-        for lay in self.lays:
-            views = self.g_views[lay]
-            there = [(view, p.grad) for view, p in zip(views, lay.tensors) if p.grad is not None]
-            if len(there) < len(views):
-                self.g[lay].zero_()
-            if there:
-                torch._foreach_copy_([view for view, _ in there], [grad for _, grad in there])
-            torch._foreach_copy_(self.p_views[lay], lay.tensors)
-            if scale is not None:
-                self.g[lay].div_(scale)
-
-    def units(self, step: int) -> Tensor:
-        """The numbers of the units whose turn it is."""
-        k = self.group["compress_ratio"]
-        if self.compat:
-            return self.ring.part(step, int(1 / k))
-        found = self.ring.take(k)
-        self.group["cursor"] = self.ring.cursor
-        return found
-
-    def give_back(self, units: Tensor | None) -> None:
-        """The step was not done: it is not counted, and the units keep their turn."""
-        self.group["calls"] -= 1
-        if units is not None:
-            self.ring.cursor = (self.ring.cursor - len(units)) % len(self.ring.order)
-            self.group["cursor"] = self.ring.cursor
-
-    def chosen(self, buffer: Tensor, units: Tensor) -> Tensor:
-        """The elements of a buffer of the large tensors that are in these units, flat."""
-        return (
-            buffer.view(-1).index_select(0, units)
-            if self.selection == "random"
-            else buffer.index_select(0, units).view(-1)
-        )
-
-    def put(self, buffer: Tensor, units: Tensor, values: Tensor) -> None:
-        """Undo to `chosen`."""
-        if self.selection == "random":
-            buffer.view(-1).index_copy_(0, units, values)
-        else:
-            buffer.index_copy_(0, units, values.view(len(units), -1))
-
-    def split_norms(self, buffer: Tensor, units: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Norms (tensors,) of each large tensor's chosen elements, and of its others; of all of it, and 0, without units."""
-        squares = torch.linalg.vector_norm(buffer, dim=1).square()
-        if units is None:
-            whole = self.large.sums(squares).sqrt()
-            return whole, torch.zeros_like(whole)
-        if self.selection == "block":
-            chosen = squares * self.mask[:, 0]
-        else:
-            chosen = torch.linalg.vector_norm(
-                torch.mul(buffer, self.mask, out=self.room), dim=1
-            ).square()
-        return self.large.sums(chosen).sqrt(), self.large.sums(
-            (squares - chosen).clamp(min=0)
-        ).sqrt()
-
-    def values(self, units: Tensor | None) -> dict[FlatLayout, Tensor]:
-        """What is to be averaged of each buffer, flat: momenta a gradient further, or gradients; of the large tensors `units`."""
-        keep, found = 1 - self.group["betas"][0], {}
-        for lay in self.lays:
-            m, g = self.m[lay], self.g[lay]
-            if lay is self.large and units is not None:
-                found[lay] = torch.lerp(self.chosen(m, units), self.chosen(g, units), keep)
-            else:
-                found[lay] = torch.lerp(m, g, keep).view(-1) if self.compat else g.view(-1)
-        return found
-
-    def update(
-        self, units: Tensor | None, received: dict[FlatLayout, Tensor], live: Tensor, nodes: int
-    ) -> None:
-        """The step with what was received, of `nodes` in all; nothing where `live` is 0."""
-        group = self.group
-        host = live.device.type == "cpu"  # then a step to be skipped does not come here
-        for lay, values in received.items():
-            m, v, g = self.m[lay], self.v[lay], self.g[lay]
-            some = units if lay is self.large else None
-            if some is None and not self.compat:
-                g.copy_(values.view_as(g))
-            if not host:
-                g.copy_(torch.where(live > 0, g, 0.0))
-            move_moments(m, v, g, group["betas"], None if host else live)
-            if some is not None:
-                self.put(
-                    m, some, values if host else torch.where(live > 0, values, self.chosen(m, some))
-                )
-            elif self.compat:
-                m.copy_(values.view_as(m) if host else torch.where(live > 0, values.view_as(m), m))
-            u = adam_direction(m, v, group, group["steps"], out=g)
-            u.add_(self.p[lay], alpha=group["weight_decay"])
-        if self.small.rows:
-            self.move_small(live)
-        if self.large.rows:
-            self.refresh(units, live)
-            self.move_large(units, live, nodes)
-
-    def move_small(self, live: Tensor) -> None:
-        """LAMB's step of the small tensors; their updates lie in the buffer of the gradients."""
-        lay, u = self.small, self.g[self.small]
-        weights, updates = (
-            lay.sums(buffer.view(-1).square()).sqrt() for buffer in (self.p[lay], u)
-        )
-        ratios = lamb_trust_ratios(weights, updates)
-        if self.compat:
-            ratios = torch.where(self.bare, ratios, ratios.clamp(*CLAMP))
-        rates = torch.where(self.adapted[lay], ratios, 1.0) * (self.group["lr"] * live)
-        u.mul_(rates.to(lay.dtype)[self.small_owners, None])
-        subtract_updates(lay.tensors, self.g_views[lay], 1.0)
-
-    def refresh(self, units: Tensor | None, live: Tensor) -> None:
-        """The mask; and ages: everything is a step older but for what was exchanged."""
-        fresh, beta3 = self.fresh, self.group["beta3"]
-        if units is None:
-            fresh.copy_(torch.where(live > 0, 1.0, fresh))
-            return
-        self.mask.zero_().view(-1).index_fill_(0, units, 1.0)
-        fresh.mul_(1 - live * (1 - beta3))
-        torch.maximum(
-            fresh,
-            self.mask if live.device.type == "cpu" else (self.mask * live).to(fresh.dtype),
-            out=fresh,
-        )
-
-    def move_large(self, units: Tensor | None, live: Tensor, nodes: int) -> None:
-        """The step of the large tensors; their updates lie in the buffer of the gradients."""
-        lay, u, r = self.large, self.g[self.large], self.fresh
-        weights, updates = self.split_norms(self.p[lay], units), self.split_norms(u, units)
-        chosen, others = (lamb_trust_ratios(*pair) for pair in zip(weights, updates))
-        if (
-            not self.compat
-        ):  # at a small k a step may exchange nothing of a tensor: then there is but one ratio
-            chosen = torch.where((weights[0] > 0) & (updates[0] > 0), chosen, others)
-        chosen, others = (
-            torch.where(self.adapted[lay], ratio, 1.0)[self.owners, None]
-            for ratio in (chosen, others)
-        )
-        trust = torch.lerp(others, chosen, r, out=self.room)
-        if self.compat:
-            trust.clamp_(*CLAMP)
-        elif units is not None:
-            trust.clamp_(max=CLAMP[1])
-        alone = 1 / math.sqrt(nodes)
-        rate = self.group["lr"] * live
-        u.mul_(trust)
-        u.mul_(torch.mul(r, (1 - alone) * rate, out=self.room).add_(alone * rate))
-        subtract_updates(lay.tensors, self.g_views[lay], 1.0)
+BLOCK = 64  # elements of a unit of the selection 'block'
+SMALL = 9000  # tensors with fewer elements are exchanged whole at every step
+TRUST_CLAMP = (0.01, 1000.0)  # range of the trust ratios of tensors that are exchanged in parts
 
 
-def adopt(
-    state: dict[Tensor, dict[str, Any]], name: str, tensors: list[Tensor], views: list[Tensor]
-) -> None:
-    """Copy a state that is there into views of a buffer, and let the state be these views."""
-    for p, view in zip(tensors, views):
-        if name in state[p]:
-            view.copy_(state[p][name])
-        state[p][name] = view
+# ------------------------------------------------------------ the optimizer
 
 
-def move_moments(
-    m: Tensor, v: Tensor, g: Tensor, betas: tuple[float, float], live: Tensor | None
-) -> None:
-    """Adam's moments a gradient further; not where `live` is 0."""
-    b1, b2 = betas
-    if live is None:
-        m.lerp_(g, 1 - b1)
-        v.mul_(b2)
-    else:
-        m.mul_(1 - live * (1 - b1)).add_(g, alpha=1 - b1)
-        v.mul_(1 - live * (1 - b2))
-    v.addcmul_(g, g, value=1 - b2)
+class SLAMB(CommunicatingOptimizer):
+    """LAMB with sparse communication (see above), which it does itself.
 
+    All ranks must call it alike. A gradient that is missing on a rank is zero there. A step that is
+    non-finite on one rank (`found_inf`) changes nothing on any. The schedule of units is the
+    host's: on a GPU, where the host does not wait to learn of it, the units of a skipped step miss
+    their turn.
 
-def adam_direction(
-    m: Tensor, v: Tensor, group: dict[str, Any], steps: Tensor, out: Tensor
-) -> Tensor:
-    """(m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps), in three passes over memory."""
-    b1, b2 = group["betas"]
-    counted = steps.clamp(min=1)  # a skipped first step has not happened
-    debias = 1 - b1**counted
-    torch.sqrt(v, out=out).mul_(debias / (1 - b2**counted).sqrt()).add_(group["eps"] * debias)
-    return torch.div(m, out, out=out)
-
-
-Plan = tuple[ParamGroupBuffers, Tensor | None, dict[FlatLayout, Tensor]]
-
-
-class SLAMB(GradScalerOptimizer):
-    """LAMB with sparse communication; see above. It exchanges what is to be exchanged itself.
+    State of a parameter, each rank its own:
+        exp_avg      the shape of the parameter, m, in fp32 at least.
+        exp_avg_sq   the same, v.
+        fresh        beta3^age: of each element, or of each row of 64 elements (rows,).
+    State of a group:
+        steps        (), t, float64.
+        calls        int, all calls of `step`, without those that the host knows to be skipped.
+        cursor       int, the place in the order of the units.
 
     Args:
         params: parameters or parameter groups of a model that is not wrapped for data parallelism.
-        lr, betas, eps, weight_decay: as `LAMB`.
+        lr, betas, eps, weight_decay: as of `LAMB`.
         compress_ratio: k, in (0, 1]; may change at any step.
-        warmup: k of the first epochs, at least `compress_ratio`; for those who call `start_epoch`.
         beta3: how fast trust in a unit's momentum fades with its age.
-        local_steps: between averagings of the weights.
-        dense_steps: at the start, in which all gradients are averaged.
-        selection: of what the order consists: 'block', rows of 64 elements, or 'random', elements.
-        wire_dtype: of what is sent; the weights are sent in their own.
-        process_group: the ranks; None is torch's default group. Without one nothing is sent and this is LAMB.
-        node_group: this node's ranks, as many on every node: gradients are averaged within it; nodes take the place of ranks.
-        compat: the authors' formulas.
-        adapt: whether a group has trust ratios; None: its parameters with two axes or more, in `compat` all.
-
-    Call it on all ranks alike. A gradient that is missing on a rank is zero there. A step that a GradScaler, or our engine, finds
-    not finite on one rank (`found_inf`) changes nothing on any. The schedule of units is the host's: on a GPU, where the host
-    does not wait to hear of it, a skipped step's units wait another round.
-
-    State, each rank its own: `exp_avg`, `exp_avg_sq`, `fresh` (beta3^age; of each element, or of each row of 64) of a parameter,
-    `steps`, `calls` and `cursor` of a group. `skipped` is () and 1 after a skipped step.
+        local_steps: steps between averagings of the weights.
+        dense_steps: first steps, in which all gradients are averaged.
+        selection: what the units are: 'block', rows of 64 elements, or 'random', elements.
+        wire_dtype: dtype of what is sent; the weights are sent in their own.
+        process_group: the ranks; None is torch's default group. Without one nothing is sent and
+            this is LAMB.
+        node_group: the ranks of this node, as many on every node: gradients are averaged within
+            it, and nodes take the place of ranks.
+        adapt: whether a group has trust ratios; None: its parameters with two axes or more have
+            them.
+        warmup: k of the first epochs, where it is above `compress_ratio`; see `start_epoch`.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
-        RuntimeError: the model is also wrapped in DistributedDataParallel.
     """
-
-    communicates = True  # the engine leaves gradients alone and keeps a state a rank
 
     def __init__(
         self,
         params: Any,
         lr: float = 1e-3,
+        *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
@@ -346,34 +103,36 @@ class SLAMB(GradScalerOptimizer):
         wire_dtype: torch.dtype = torch.bfloat16,
         process_group: dist.ProcessGroup | None = None,
         node_group: dist.ProcessGroup | None = None,
-        compat: bool = False,
         adapt: bool | None = None,
         warmup: Sequence[float] = (),
     ) -> None:
         if selection not in ("block", "random"):
-            raise ValueError(f"SLAMB: selection={selection}, wanted block or random")
-        if local_steps < 1 or dense_steps < 0:
-            raise ValueError(
-                f"SLAMB: local_steps={local_steps}, dense_steps={dense_steps}, wanted at least 1 and 0"
-            )
-        self.local_steps, self.dense_steps, self.selection, self.compat = (
-            local_steps,
-            dense_steps,
-            selection,
-            compat,
-        )
-        self.wire_dtype, self.warmup = wire_dtype, list(warmup)
-        self.exchange = RankAverager(process_group, node_group)
-        self.parts: list[ParamGroupBuffers] | None = None
-        self.skipped: Tensor | None = None
-        names = ("lr", "betas", "eps", "weight_decay", "compress_ratio", "beta3", "adapt")
-        super().__init__(
-            params, dict(zip(names, (lr, betas, eps, weight_decay, compress_ratio, beta3, adapt)))
-        )
-        self.ratios = [group["compress_ratio"] for group in self.param_groups]  # after the warm-up
+            raise ValueError(f"SLAMB: selection={selection} must be block or random")
+        if local_steps < 1:
+            raise ValueError(f"SLAMB: local_steps={local_steps} must be at least 1")
+        if dense_steps < 0:
+            raise ValueError(f"SLAMB: dense_steps={dense_steps} must be at least 0")
+        self.local_steps = local_steps
+        self.dense_steps = dense_steps
+        self.selection = selection
+        self.wire_dtype = wire_dtype
+        self.warmup = list(warmup)
+        self.averager = RankAverager(process_group, node_group)
+        self.buffers: list[ParamGroupBuffers] | None = None  # of each group
+        self.checks_gradients = self.averager.size > 1  # until a step has compared them
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "compress_ratio": compress_ratio,
+            "beta3": beta3,
+            "adapt": adapt,
+        }
+        super().__init__(params, defaults)
+        self.final_ratios = [group["compress_ratio"] for group in self.param_groups]
 
     def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        """See Base."""
         return {
             "lr": group["lr"] >= 0,
             "betas": all(0 <= beta < 1 for beta in group["betas"]),
@@ -385,110 +144,541 @@ class SLAMB(GradScalerOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        self.parts = None
+        self.buffers = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See Base."""
         super().load_state_dict(state_dict)
-        self.parts = None
+        self.buffers = None
 
     def start_epoch(self, epoch: int) -> None:
-        """Set every group's k for an epoch, counted from 0."""
-        for group, ratio in zip(self.param_groups, self.ratios):
-            group["compress_ratio"] = (
-                max(ratio, self.warmup[epoch]) if epoch < len(self.warmup) else ratio
-            )
+        """Sets every group's compress ratio for an epoch, counted from 0: the warm-up."""
+        for group, ratio in zip(self.param_groups, self.final_ratios):
+            if epoch < len(self.warmup):
+                ratio = max(ratio, self.warmup[epoch])
+            group["compress_ratio"] = ratio
+
+    def epoch_metrics(self) -> dict[str, float]:
+        return {"compress_ratio": self.param_groups[0]["compress_ratio"]}
 
     def take_bytes(self) -> int:
-        """This rank's payload in all collectives since the last call."""
-        return self.exchange.take_bytes()
-
-    def build(self) -> list[ParamGroupBuffers]:
-        """Lay everything out, at the first step and after a change of groups or state."""
-        if self.exchange.size > 1:
-            mine = {p for group in self.param_groups for p in group["params"]}
-            for thing in gc.get_objects():
-                if issubclass(type(thing), DistributedDataParallel) and not mine.isdisjoint(
-                    thing.parameters()
-                ):
-                    raise RuntimeError(
-                        "SLAMB exchanges momentum itself: do not wrap the model in DistributedDataParallel, which would average "
-                        "the gradients first"
-                    )
-        for group in self.param_groups:
-            if group["params"]:
-                group.setdefault(
-                    "steps", torch.zeros((), dtype=torch.float64, device=group["params"][0].device)
-                )
-            group.setdefault("calls", 0)
-        return [
-            ParamGroupBuffers(group, self.state, self.selection, self.compat, seed)
-            for seed, group in enumerate(self.param_groups)
-        ]
-
-    def _apply_step(self) -> None:
-        """See Base."""
-        if self.parts is None:
-            self.parts = self.build()
-        for part in self.parts:
-            part.load(getattr(self, "grad_scale", None))
-        flag = self.share_in_node(self.parts)
-        plans = [self.plan(part) for part in self.parts]
-        live = self.swap(plans, flag)
-        if live.device.type == "cpu" and not live:
-            for part, units, _ in plans:
-                part.give_back(units)
-            return
-        for part, units, received in plans:
-            part.group["steps"] += live
-            part.update(units, received, live, self.exchange.nodes)
-        if self.exchange.size > 1 and self.parts[0].group["calls"] % self.local_steps == 0:
-            self.average_weights()
-
-    def share_in_node(self, parts: list[ParamGroupBuffers]) -> Tensor:
-        """All gradients become this node's mean. Returns (1,) more than 0 where one of its ranks wants to skip the step."""
-        buffers = [part.g[lay] for part in parts for lay in part.lays]
-        found = getattr(self, "found_inf", None)
-        flag = (
-            torch.zeros(1, device=buffers[0].device) if found is None else found.reshape(1).float()
-        )
-        if self.exchange.local_size == 1:
-            return flag
-        flat = self.exchange.mean_in_node(
-            torch.cat([flag, *(buffer.view(-1) for buffer in buffers)])
-        )
-        flag, *means = flat.split([1, *(buffer.numel() for buffer in buffers)])
-        for buffer, mean in zip(buffers, means):
-            buffer.copy_(mean.view_as(buffer))
-        return flag
-
-    def plan(self, part: ParamGroupBuffers) -> Plan:
-        """What of a part is exchanged on this step: units of the large tensors (None: all of them), and values."""
-        group = part.group
-        group["calls"] += 1
-        alone, beginning = self.exchange.size == 1, group["calls"] <= self.dense_steps
-        dense = not self.compat and (alone or beginning or group["compress_ratio"] >= 1)
-        units = None if dense or not part.large.rows else part.units(group["calls"])
-        return part, units, part.values(units)
-
-    def swap(self, plans: list[Plan], flag: Tensor) -> Tensor:
-        """The step's one collective: values become their means over the ranks. Returns () whether the step is to be done."""
-        pieces = [values for _, _, each in plans for values in each.values()]
-        if self.exchange.size > 1:
-            flat = self.exchange.mean_across(torch.cat([flag, *pieces]).to(self.wire_dtype)).to(
-                pieces[0].dtype
-            )
-            flag, *means = flat.split([1, *(len(piece) for piece in pieces)])
-            found = iter(means)
-            for _, _, each in plans:
-                for lay in each:
-                    each[lay] = next(found)
-        self.skipped = (flag[0] != 0).double()
-        return 1 - self.skipped
+        return self.averager.take_bytes()
 
     def average_weights(self) -> None:
-        """Weights become their mean over the ranks; for a step's end, and in front of evaluation and saving."""
-        average(
-            [p for group in self.param_groups for p in group["params"] if p.requires_grad],
-            self.exchange,
+        weights = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        average_tensors(weights, self.averager)
+
+    def _apply_step(self) -> None:
+        if self.buffers is None:
+            self.buffers = self._create_buffers()
+        for buffers in self.buffers:
+            buffers.load(self.loss_scale)
+        if self.checks_gradients:
+            self._warn_if_gradients_are_averaged(self.buffers)
+        skip_flag = self._average_in_node(self.buffers)
+        exchanges = [self._plan_exchange(buffers) for buffers in self.buffers]
+        active = self._all_reduce_mean(exchanges, skip_flag)
+        if active.device.type == "cpu" and not active:
+            for exchange in exchanges:
+                exchange.buffers.undo_selection(exchange.units)
+            return
+        for exchange in exchanges:
+            exchange.buffers.group["steps"] += active
+            exchange.buffers.update(exchange, active, nodes=self.averager.nodes)
+        calls = self.buffers[0].group["calls"]
+        if self.averager.size > 1 and calls % self.local_steps == 0:
+            self.average_weights()
+
+    def _create_buffers(self) -> list[ParamGroupBuffers]:
+        """Lays all groups out, at the first step and after a change of groups or state."""
+        for group in self.param_groups:
+            if group["params"]:
+                device = group["params"][0].device
+                group.setdefault("steps", torch.zeros((), dtype=torch.float64, device=device))
+            group.setdefault("calls", 0)
+        return [
+            self._new_group_buffers(group, seed) for seed, group in enumerate(self.param_groups)
+        ]
+
+    def _new_group_buffers(self, group: dict[str, Any], seed: int) -> ParamGroupBuffers:
+        return ParamGroupBuffers(group, self.state, selection=self.selection, seed=seed)
+
+    def _warn_if_gradients_are_averaged(self, group_buffers: list[ParamGroupBuffers]) -> None:
+        """Compares the norms of the ranks' gradients, once, at the first step that has any.
+
+        Equal norms mean that something, such as DistributedDataParallel, has averaged the gradients
+        already, so that SLAMB saves no communication.
+        """
+        grads = [buffers.g[layout] for buffers in group_buffers for layout in buffers.layouts]
+        norm = global_norm(grads).double()
+        norm = torch.where(torch.isfinite(norm), norm, 0.0)
+        extremes = torch.stack([norm, -norm])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.averager.group)
+        largest, smallest = extremes[0].item(), -extremes[1].item()
+        self.checks_gradients = largest == 0  # the same on all ranks
+        if largest == smallest and largest > 0:
+            warnings.warn(
+                "SLAMB: all ranks have the same gradients, so they have been averaged already; "
+                "SLAMB communicates itself: do not wrap the model in DistributedDataParallel",
+                stacklevel=2,
+            )
+
+    def _average_in_node(self, group_buffers: list[ParamGroupBuffers]) -> Tensor:
+        """Replaces all gradients by their mean over this node's ranks.
+
+        Returns:
+            (1,), greater than 0 where one of the ranks asks to skip the step.
+        """
+        grads = [buffers.g[layout] for buffers in group_buffers for layout in buffers.layouts]
+        if self.found_inf is None:
+            skip_flag = torch.zeros(1, device=grads[0].device)
+        else:
+            skip_flag = self.found_inf.reshape(1).float()
+        if self.averager.local_size == 1:
+            return skip_flag
+        flat = torch.cat([skip_flag, *(grad.view(-1) for grad in grads)])
+        flat = self.averager.mean_in_node(flat)
+        skip_flag, *means = flat.split([1, *(grad.numel() for grad in grads)])
+        for grad, mean in zip(grads, means):
+            grad.copy_(mean.view_as(grad))
+        return skip_flag
+
+    def _plan_exchange(self, buffers: ParamGroupBuffers) -> GroupExchange:
+        """Selects what a group exchanges in this step."""
+        group = buffers.group
+        group["calls"] += 1
+        if self._is_dense_step(group) or not buffers.large.rows:
+            units = None
+        else:
+            units = buffers.select_units(group["calls"])
+        return GroupExchange(buffers, units=units, values=buffers.values_to_average(units))
+
+    def _is_dense_step(self, group: dict[str, Any]) -> bool:
+        """Whether all gradients of a group are averaged in this step, as for LAMB."""
+        is_warming_up = group["calls"] <= self.dense_steps
+        return self.averager.size == 1 or is_warming_up or group["compress_ratio"] >= 1
+
+    def _all_reduce_mean(self, exchanges: list[GroupExchange], skip_flag: Tensor) -> Tensor:
+        """Replaces the values by their means over the ranks; the step's one collective.
+
+        Returns:
+            (), 0 where the step must be skipped, else 1.
+        """
+        values = [each for exchange in exchanges for each in exchange.values.values()]
+        if self.averager.size > 1:
+            flat = torch.cat([skip_flag, *values]).to(self.wire_dtype)
+            flat = self.averager.mean_across(flat).to(values[0].dtype)
+            skip_flag, *means = flat.split([1, *(len(each) for each in values)])
+            remaining = iter(means)
+            for exchange in exchanges:
+                for layout in exchange.values:
+                    exchange.values[layout] = next(remaining)
+        self.skipped = (skip_flag[0] != 0).double()
+        return 1 - self.skipped
+
+
+@dataclass
+class GroupExchange:
+    """What one parameter group exchanges in one step."""
+
+    buffers: ParamGroupBuffers
+    units: Tensor | None  # (units,) of the large tensors; None: all of them
+    values: dict[FlatLayout, Tensor]  # flat, by layout: what is averaged, then the means
+
+
+# ------------------------------------------------------------ the tensors of a parameter group
+
+
+class ParamGroupBuffers:
+    """The parameters of a group and their moments in flat buffers.
+
+    Small tensors lie in buffers of one column, large ones in buffers of rows of `BLOCK` elements.
+
+    Args:
+        group: the parameter group.
+        state: the optimizer's state, by parameter; what is there is taken over, and from then on
+            it consists of views of the buffers.
+        selection: 'block' or 'random'.
+        seed: seed of the order of the units.
+    """
+
+    def __init__(
+        self,
+        group: dict[str, Any],
+        state: dict[Tensor, dict[str, Any]],
+        *,
+        selection: str,
+        seed: int,
+    ) -> None:
+        parameters = [p for p in group["params"] if p.requires_grad and p.numel()]
+        is_small = [p.ndim < 2 or p.numel() < SMALL for p in parameters]
+        self.group = group
+        self.selects_elements = selection == "random"
+        self.small = FlatLayout([p for p, small in zip(parameters, is_small) if small], 1)
+        self.large = FlatLayout([p for p, small in zip(parameters, is_small) if not small], BLOCK)
+        self.layouts = [layout for layout in (self.small, self.large) if layout.rows]
+
+        # of each layout: moments, gradients (later updates) and weights, (rows, width)
+        self.m = {layout: layout.new_buffer() for layout in self.layouts}
+        self.v = {layout: layout.new_buffer() for layout in self.layouts}
+        self.g = {layout: layout.new_buffer() for layout in self.layouts}
+        self.w = {layout: layout.new_buffer() for layout in self.layouts}
+        self.g_views = {layout: layout.views(self.g[layout]) for layout in self.layouts}
+        self.w_views = {layout: layout.views(self.w[layout]) for layout in self.layouts}
+
+        # of the large tensors, (rows, BLOCK) of elements or (rows, 1) of blocks
+        large = self.large.new_buffer()
+        self.freshness = torch.ones_like(large if self.selects_elements else large[:, :1])
+        self.mask = torch.empty_like(self.freshness)  # 1 where this step exchanges, else 0
+        self.scratch = torch.empty_like(self.freshness)
+
+        units = self.large.element_indices() if self.selects_elements else self.large.rows
+        self.order = RoundRobin(units, seed)
+        self.order.cursor = group.get("cursor", 0)
+        self.row_tensors = {layout: layout.tensor_of_row() for layout in self.layouts}
+        self.adapts = {  # of each layout, (tensors,): whether a tensor has a trust ratio
+            layout: torch.tensor([self._adapts(p) for p in layout.tensors], device=layout.device)
+            for layout in self.layouts
+        }
+        for layout in self.layouts:
+            _share_state(state, "exp_avg", layout.tensors, views=layout.views(self.m[layout]))
+            _share_state(state, "exp_avg_sq", layout.tensors, views=layout.views(self.v[layout]))
+        _share_state(state, "fresh", self.large.tensors, views=self._freshness_views())
+
+    def _adapts(self, parameter: Tensor) -> bool:
+        """Whether a parameter has a trust ratio."""
+        return parameter.ndim > 1 if self.group["adapt"] is None else self.group["adapt"]
+
+    def _freshness_views(self) -> list[Tensor]:
+        if self.selects_elements:
+            return self.large.views(self.freshness)
+        return [
+            self.freshness[self.large.rows_of(index), 0] for index in range(len(self.large.tensors))
+        ]
+
+    def load(self, loss_scale: Tensor | None) -> None:
+        """Copies gradients and weights into the buffers; a missing gradient is zero."""
+        for layout in self.layouts:
+            views = self.g_views[layout]
+            present = [
+                (view, p.grad) for view, p in zip(views, layout.tensors) if p.grad is not None
+            ]
+            if len(present) < len(views):
+                self.g[layout].zero_()
+            if present:
+                torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
+            torch._foreach_copy_(self.w_views[layout], layout.tensors)
+            if loss_scale is not None:
+                self.g[layout].div_(loss_scale)
+
+    # -------------------------------------------------------- what is exchanged
+
+    def select_units(self, call: int) -> Tensor:
+        """Returns the units whose turn it is at this call of `step`, counted from 1."""
+        units = self.order.take(self.group["compress_ratio"])
+        self.group["cursor"] = self.order.cursor
+        return units
+
+    def undo_selection(self, units: Tensor | None) -> None:
+        """Takes a skipped step back: it is not counted, and its units keep their turn."""
+        self.group["calls"] -= 1
+        if units is not None:
+            self.order.undo_take(len(units))
+            self.group["cursor"] = self.order.cursor
+
+    def gather_units(self, buffer: Tensor, units: Tensor) -> Tensor:
+        """Returns the elements of these units of a buffer of the large tensors, flat."""
+        if self.selects_elements:
+            return buffer.view(-1).index_select(0, units)
+        return buffer.index_select(0, units).view(-1)
+
+    def scatter_units(self, buffer: Tensor, units: Tensor, *, values: Tensor) -> None:
+        """Inverse of `gather_units`: writes flat values to these units of a buffer."""
+        if self.selects_elements:
+            buffer.view(-1).index_copy_(0, units, values)
+        else:
+            buffer.index_copy_(0, units, values.view(len(units), -1))
+
+    def values_to_average(self, units: Tensor | None) -> dict[FlatLayout, Tensor]:
+        """Returns for each layout what is averaged over the ranks, flat.
+
+        Args:
+            units: of the large tensors, whose next momentum is averaged; None: the gradients of all
+                large tensors are averaged instead, as those of the small ones always are.
+        """
+        values = {}
+        for layout in self.layouts:
+            if layout is self.large and units is not None:
+                m = self.gather_units(self.m[layout], units)
+                g = self.gather_units(self.g[layout], units)
+                values[layout] = torch.lerp(m, g, 1 - self.group["betas"][0])
+            else:
+                values[layout] = self._whole_values(layout)
+        return values
+
+    def _whole_values(self, layout: FlatLayout) -> Tensor:
+        """Returns what is averaged of a layout that is exchanged whole, flat."""
+        return self.g[layout].view(-1)
+
+    # -------------------------------------------------------- the update
+
+    def update(self, exchange: GroupExchange, active: Tensor, *, nodes: int) -> None:
+        """Takes the step with the means that were received; nothing changes if `active` is 0.
+
+        Args:
+            exchange: the means.
+            active: (), 0 where the step is skipped; a CPU step that is skipped does not come here.
+            nodes: how many nodes (or ranks) exchange.
+        """
+        for layout, values in exchange.values.items():
+            units = exchange.units if layout is self.large else None
+            if units is not None:
+                self._advance_moments(layout, active)
+                kept = None if _is_on_host(active) else self.gather_units(self.m[layout], units)
+                values = _where_active(active, values, kept)
+                self.scatter_units(self.m[layout], units, values=values)
+            else:
+                self._update_whole_moments(layout, values.view_as(self.g[layout]), active)
+            self._compute_direction(layout)
+        if self.small.rows:
+            self._update_small(active)
+        if self.large.rows:
+            self._update_freshness(exchange.units, active)
+            self._update_large(exchange.units, active, nodes)
+
+    def _update_whole_moments(self, layout: FlatLayout, mean: Tensor, active: Tensor) -> None:
+        """Updates the moments of a layout that was exchanged whole.
+
+        Args:
+            layout: the layout.
+            mean: the mean over the ranks of `_whole_values`, in the shape of the buffers.
+            active: see `update`.
+        """
+        self.g[layout].copy_(mean)
+        self._advance_moments(layout, active)
+
+    def _advance_moments(self, layout: FlatLayout, active: Tensor) -> None:
+        """Updates Adam's moments by the gradients in the buffer."""
+        g = self.g[layout]
+        if not _is_on_host(active):
+            g.copy_(torch.where(active > 0, g, 0.0))
+        update_moments(
+            self.m[layout],
+            self.v[layout],
+            g=g,
+            betas=self.group["betas"],
+            active=None if _is_on_host(active) else active,
         )
+
+    def _compute_direction(self, layout: FlatLayout) -> None:
+        """Writes u, Adam's direction with weight decay, over the gradients."""
+        u = adam_direction(
+            self.m[layout],
+            self.v[layout],
+            steps=self.group["steps"],
+            betas=self.group["betas"],
+            eps=self.group["eps"],
+            out=self.g[layout],
+        )
+        u.add_(self.w[layout], alpha=self.group["weight_decay"])
+
+    def _update_small(self, active: Tensor) -> None:
+        """Takes LAMB's step of the small tensors; their u lie in the gradients' buffer."""
+        layout, u = self.small, self.g[self.small]
+        w_norms = layout.sum_per_tensor(self.w[layout].view(-1).square()).sqrt()
+        u_norms = layout.sum_per_tensor(u.view(-1).square()).sqrt()
+        ratios = self._clamp_small(lamb_trust_ratios(w_norms, u_norms))
+        rates = torch.where(self.adapts[layout], ratios, 1.0) * (self.group["lr"] * active)
+        u.mul_(rates.to(layout.dtype)[self.row_tensors[layout], None])
+        subtract_updates(layout.tensors, self.g_views[layout], lr=1.0)
+
+    def _clamp_small(self, ratios: Tensor) -> Tensor:
+        """Limits the trust ratios (tensors,) of the small tensors; here not at all, as LAMB."""
+        return ratios
+
+    def _update_freshness(self, units: Tensor | None, active: Tensor) -> None:
+        """Sets the mask, and makes all units a step older but for those that were exchanged."""
+        freshness, beta3 = self.freshness, self.group["beta3"]
+        if units is None:
+            freshness.copy_(torch.where(active > 0, 1.0, freshness))
+            return
+        self.mask.zero_().view(-1).index_fill_(0, units, 1.0)
+        freshness.mul_(1 - active * (1 - beta3))
+        renewed = self.mask
+        if not _is_on_host(active):
+            renewed = (self.mask * active).to(freshness.dtype)
+        torch.maximum(freshness, renewed, out=freshness)
+
+    def _update_large(self, units: Tensor | None, active: Tensor, nodes: int) -> None:
+        """Takes SLAMB's step of the large tensors; their u lie in the gradients' buffer."""
+        layout, u, r = self.large, self.g[self.large], self.freshness
+        w_selected, w_others = self._split_norms(self.w[layout], units)
+        u_selected, u_others = self._split_norms(u, units)
+        others = lamb_trust_ratios(w_others, u_others)
+        selected = lamb_trust_ratios(w_selected, u_selected)
+        has_selected = (w_selected > 0) & (u_selected > 0)
+        selected = self._selected_ratios(selected, others, has_selected=has_selected)
+        row_tensors = self.row_tensors[layout]
+        selected = torch.where(self.adapts[layout], selected, 1.0)[row_tensors, None]
+        others = torch.where(self.adapts[layout], others, 1.0)[row_tensors, None]
+        trust = torch.lerp(others, selected, r, out=self.scratch)
+        self._clamp_large_(trust, units)
+        u.mul_(trust)
+        stale = 1 / math.sqrt(nodes)  # the share of the rate for momentum of one rank alone
+        rate = self.group["lr"] * active
+        u.mul_(torch.mul(r, (1 - stale) * rate, out=self.scratch).add_(stale * rate))
+        subtract_updates(layout.tensors, self.g_views[layout], lr=1.0)
+
+    def _selected_ratios(self, selected: Tensor, others: Tensor, *, has_selected: Tensor) -> Tensor:
+        """Returns the trust ratios (tensors,) of the selected elements.
+
+        At a small k a step may select nothing of a tensor; then it has but one ratio.
+        """
+        return torch.where(has_selected, selected, others)
+
+    def _clamp_large_(self, trust: Tensor, units: Tensor | None) -> None:
+        """Limits the trust ratios of the large tensors, in place."""
+        if units is not None:
+            trust.clamp_(max=TRUST_CLAMP[1])
+
+    def _split_norms(self, buffer: Tensor, units: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Computes the norms of each large tensor's selected elements and of its others.
+
+        Returns:
+            Two tensors (tensors,); without units the norms of all elements, and zeros.
+        """
+        squares = torch.linalg.vector_norm(buffer, dim=1).square()
+        if units is None:
+            norms = self.large.sum_per_tensor(squares).sqrt()
+            return norms, torch.zeros_like(norms)
+        if self.selects_elements:
+            selected_elements = torch.mul(buffer, self.mask, out=self.scratch)
+            selected = torch.linalg.vector_norm(selected_elements, dim=1).square()
+        else:
+            selected = squares * self.mask[:, 0]
+        others = (squares - selected).clamp(min=0)
+        return (
+            self.large.sum_per_tensor(selected).sqrt(),
+            self.large.sum_per_tensor(others).sqrt(),
+        )
+
+
+def _share_state(
+    state: dict[Tensor, dict[str, Any]], name: str, tensors: list[Tensor], *, views: list[Tensor]
+) -> None:
+    """Copies the states that exist into views of a buffer, which become the states."""
+    for p, view in zip(tensors, views):
+        if name in state[p]:
+            view.copy_(state[p][name])
+        state[p][name] = view
+
+
+def _is_on_host(active: Tensor) -> bool:
+    return active.device.type == "cpu"
+
+
+def _where_active(active: Tensor, new: Tensor, old: Tensor | None) -> Tensor:
+    """Returns `new` where the step is not skipped; without `old` it is known not to be."""
+    return new if old is None else torch.where(active > 0, new, old)
+
+
+# ------------------------------------------------------------ the authors' formulas
+
+
+class AuthorsSLAMB(SLAMB):
+    """SLAMB with the formulas of the paper's authors; its arguments are those of `SLAMB`.
+
+    The momentum of small tensors is averaged instead of their gradient, there are no dense steps,
+    all tensors have trust ratios (`adapt` has no effect), and the units of a step are a fixed part
+    of the order. Early updates are much larger than LAMB's.
+    """
+
+    def _new_group_buffers(self, group: dict[str, Any], seed: int) -> ParamGroupBuffers:
+        return AuthorsParamGroupBuffers(group, self.state, selection=self.selection, seed=seed)
+
+    def _is_dense_step(self, group: dict[str, Any]) -> bool:
+        return False
+
+
+class AuthorsParamGroupBuffers(ParamGroupBuffers):
+    """The buffers of a parameter group with the formulas of the paper's authors."""
+
+    def __init__(
+        self,
+        group: dict[str, Any],
+        state: dict[Tensor, dict[str, Any]],
+        *,
+        selection: str,
+        seed: int,
+    ) -> None:
+        super().__init__(group, state, selection=selection, seed=seed)
+        self.is_vector = torch.tensor(
+            [p.ndim < 2 for p in self.small.tensors], dtype=torch.bool, device=self.small.device
+        )
+
+    def _adapts(self, parameter: Tensor) -> bool:
+        return True
+
+    def select_units(self, call: int) -> Tensor:
+        return self.order.partition(call, int(1 / self.group["compress_ratio"]))
+
+    def _whole_values(self, layout: FlatLayout) -> Tensor:
+        return torch.lerp(self.m[layout], self.g[layout], 1 - self.group["betas"][0]).view(-1)
+
+    def _update_whole_moments(self, layout: FlatLayout, mean: Tensor, active: Tensor) -> None:
+        self._advance_moments(layout, active)
+        m = self.m[layout]
+        m.copy_(_where_active(active, mean, None if _is_on_host(active) else m))
+
+    def _clamp_small(self, ratios: Tensor) -> Tensor:
+        return torch.where(self.is_vector, ratios, ratios.clamp(*TRUST_CLAMP))
+
+    def _selected_ratios(self, selected: Tensor, others: Tensor, *, has_selected: Tensor) -> Tensor:
+        return selected
+
+    def _clamp_large_(self, trust: Tensor, units: Tensor | None) -> None:
+        trust.clamp_(*TRUST_CLAMP)
+
+
+# ------------------------------------------------------------ the mathematics
+
+
+def update_moments(
+    m: Tensor, v: Tensor, *, g: Tensor, betas: tuple[float, float], active: Tensor | None
+) -> None:
+    """Updates Adam's two moments in place by the gradients g.
+
+    Args:
+        m: first moments.
+        v: second moments.
+        g: gradients; zeros where the step is skipped.
+        betas: decay rates of the moments.
+        active: (), 0 where the step is skipped; None: it is not.
+    """
+    b1, b2 = betas
+    if active is None:
+        m.lerp_(g, 1 - b1)
+        v.mul_(b2)
+    else:
+        m.mul_(1 - active * (1 - b1)).add_(g, alpha=1 - b1)
+        v.mul_(1 - active * (1 - b2))
+    v.addcmul_(g, g, value=1 - b2)
+
+
+def adam_direction(
+    m: Tensor, v: Tensor, *, steps: Tensor, betas: tuple[float, float], eps: float, out: Tensor
+) -> Tensor:
+    """Computes (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps), in three passes over memory.
+
+    Args:
+        m: first moments.
+        v: second moments.
+        steps: t (), float64.
+        betas: decay rates of the moments.
+        eps: added to the denominator.
+        out: memory for the result.
+    """
+    b1, b2 = betas
+    counted = steps.clamp(min=1)  # steps is 0 if the very first step is skipped
+    debias = 1 - b1**counted
+    torch.sqrt(v, out=out).mul_(debias / (1 - b2**counted).sqrt()).add_(eps * debias)
+    return torch.div(m, out, out=out)

@@ -2,221 +2,93 @@
 
 python transformer_test.py                                       # AG News, 50 epochs
 python transformer_test.py --dataset headlines --epochs 10       # embedded data, seconds on a CPU
-python transformer_test.py --dataset csv --data_dir my_texts     # train.csv and test.csv: label, text...
-bash run_distributed.sh transformer_test.py --bs 256             # all GPUs of this node
-python transformer_test.py --resume runs/my-run --predict lines.txt      # or --evaluate, --export model.pt2
+python transformer_test.py --dataset csv --data_dir my_texts     # train.csv and test.csv: label,
+text... bash run_distributed.sh transformer_test.py --bs 256             # all GPUs of this node
+python transformer_test.py --resume runs/my-run --predict lines.txt    # or --evaluate, --export
+model.pt2
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
-from typing import Any
+from functools import partial
 
-import torch
-
-import errors
-from cli import factory, flags, options
+import dynamic_batch
+import mixup
+from backends import nvidia_apex
+from cli import factory, options, text_classification
+from cli.flags import OptimizerChoice, Parser, shared_parser
 from distributed.world import init_world
-from input_pipeline import naive_bayes, text_batches, text_datasets, tokenization
-from models.transformer import Transformer
-from training import evaluation
-from training import export as exporting
+from errors import exit_code
+from ngd import NGD
+from optimizers.lars import LARS
+from optimizers.torch_fused import fused_adamw, fused_sgd
+from slamb import LAMB, SLAMB
 
 SCRIPT = "transformer_test"
+APEX = {name: partial(nvidia_apex.create_optimizer, name) for name in nvidia_apex.OPTIMIZERS}
+OPTIMIZERS = {  # values of --optimizer: how it is made, its default learning rate and weight decay
+    "sgd": OptimizerChoice(fused_sgd, lr=0.02, weight_decay=5e-4),
+    "adamw": OptimizerChoice(fused_adamw, lr=1e-4, weight_decay=0.05),
+    "ngd": OptimizerChoice(NGD, lr=0.02, weight_decay=5e-4),
+    "lars": OptimizerChoice(LARS, lr=1.0, weight_decay=5e-4),
+    "lamb": OptimizerChoice(LAMB, lr=4e-3, weight_decay=0.01),
+    "slamb": OptimizerChoice(SLAMB, lr=4e-3, weight_decay=0.01),
+    "apex_sgd": OptimizerChoice(APEX["apex_sgd"], lr=0.02, weight_decay=5e-4),
+    "apex_lamb": OptimizerChoice(APEX["apex_lamb"], lr=4e-3, weight_decay=0.01),
+    "apex_larc": OptimizerChoice(APEX["apex_larc"], lr=1.0, weight_decay=5e-4),
+}
 
 
-def parser() -> flags.Parser:
+def parser() -> Parser:
     """The shared flags and those of texts."""
-    parser = flags.shared_parser(
+    parser = shared_parser(
         __doc__,
         datasets=["agnews", "headlines", "csv"],
-        rates=flags.RATES | {"adamw": (1e-4, 0.05)},
-        mixes=("none", "mixup", "intra", "meta"),
+        optimizers=OPTIMIZERS,
+        mixing=mixup.TEXT_KINDS,
+        batch_rules=dynamic_batch.RULES,
         optimizer="adamw",
         lr_schedule="onecycle",
     )
-    group = parser.add_argument_group("texts and model")
-    add = group.add_argument
-    add(
-        "--tokenizer",
-        choices=tokenization.TOKENIZERS,
-        default="wordpiece",
-        help="learnt from the training split (default %(default)s)",
-    )
-    add(
-        "--vocab_size",
-        type=flags.number(int, 300),
-        default=30_000,
-        help="tokens at most (default %(default)s)",
-    )
-    add(
-        "--max_len",
-        type=flags.number(int, 4),
-        default=128,
-        metavar="TOKENS",
-        help="longest text (default %(default)s)",
-    )
-    add("--width", type=flags.count, default=128, help="of the encoder (default %(default)s)")
-    add("--depth", type=flags.count, default=2, help="encoder blocks (default %(default)s)")
-    add(
-        "--heads",
-        type=flags.count,
-        default=4,
-        help="attention heads; divides --width (default %(default)s)",
-    )
-    add(
-        "--mlp_width",
-        type=flags.count,
-        default=512,
-        help="of the feed-forward layers (default %(default)s)",
-    )
-    add(
-        "--dropout",
-        type=flags.below_one,
-        default=0.3,
-        help="on embeddings and residual branches (default %(default)s)",
-    )
-    add(
-        "--token_dropout",
-        type=flags.below_one,
-        default=0.5,
-        help="share of tokens hidden in training (default %(default)s)",
-    )
-    add(
-        "--positions",
-        choices=("learned", "sinusoidal"),
-        default="learned",
-        help="position embedding (default %(default)s)",
-    )
-    add(
-        "--pooling",
-        choices=("mean", "cls"),
-        default="mean",
-        help="of the last layer (default %(default)s)",
-    )
-    add(
-        "--mix_at",
-        choices=("pooled", "tokens"),
-        default="pooled",
-        help="of --mixup: what of a text is mixed (default pooled)",
-    )
-    add(
-        "--prior",
-        choices=("none", "naive_bayes"),
-        default="none",
-        help="token scores added to the logits (default none)",
-    )
+    text_classification.add_flags(parser)
     return parser
 
 
-def create_model(
-    args: argparse.Namespace, metadata: dict[str, Any], run: factory.Run
-) -> torch.nn.Module:
-    """The model on its device."""
-    if args.width % args.heads or args.width % 2:
-        raise errors.InputError(
-            f"--width {args.width}: must be even and divisible by --heads {args.heads}"
-        )
-    model = Transformer(
-        tokenization.load_tokenizer(metadata["tokenizer"]).get_vocab_size(),
-        len(metadata["classes"]),
-        args.width,
-        args.depth,
-        args.heads,
-        args.mlp_width,
-        metadata["max_len"],
-        args.dropout,
-        args.token_dropout,
-        args.positions,
-        args.pooling,
-        metadata["prior"],
-        args.mix_at,
-    )
-    return model.to(run.world.device)
-
-
-def build_sets(
-    args: argparse.Namespace, run: factory.Run, state: dict[str, Any] | None
-) -> tuple[dict[str, text_batches.TextDataset], dict[str, Any]]:
-    """Data sets by name ('train', 'val', 'test') and the header: classes and tokenizer."""
-    with run.world.local_main_first():
-        splits, classes = text_datasets.read_text_splits(args.dataset, args.data_dir)
-    whole = splits.pop("train")
-    for name, rows in factory.split_rows(torch.tensor(whole.labels), args).items():
-        splits[name] = whole.take(rows.tolist())
-    if state:
-        tokenizer = tokenization.load_tokenizer(state["tokenizer"])
-    else:
-        learnt = (
-            tokenization.train_tokenizer(
-                splits["train"].texts, args.tokenizer, args.vocab_size
-            ).to_str()
-            if run.world.is_main
-            else ""
-        )
-        tokenizer = tokenization.load_tokenizer(run.world.broadcast(learnt))
-    sets = {
-        name: text_batches.TextDataset(split, tokenizer, args.max_len, run.world.device)
-        for name, split in splits.items()
-    }
-    prior = (
-        naive_bayes.naive_bayes(sets["train"], tokenizer.get_vocab_size(), len(classes))
-        if args.prior == "naive_bayes"
-        else None
-    )
-    return sets, {
-        "classes": classes,
-        "tokenizer": tokenizer.to_str(),
-        "max_len": args.max_len,
-        "prior": prior,
-    }
-
-
-def predict(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) -> None:
-    """Classify every line of the text files of --predict."""
-    lines = [line for file in args.predict for line in text_datasets.read_lines(Path(file))]
-    tokens = text_batches.encode_texts(
-        lines, tokenization.load_tokenizer(state["tokenizer"]), state["max_len"]
-    ).to(run.world.device)
-    names = [line if len(line) <= 60 else line[:57] + "..." for line in lines]
-    model = factory.load_weights(create_model(args, state, run), state)
-    evaluation.print_predictions(model, tokens, names, state["classes"], args.batch_size)
-
-
-def export(args: argparse.Namespace, run: factory.Run, state: dict[str, Any]) -> None:
-    """Write the model of --export."""
-    tokenizer = tokenization.load_tokenizer(state["tokenizer"])
-    example = text_batches.encode_texts(
-        ["Stocks rise after the bank's report", "Home team wins"], tokenizer, state["max_len"]
-    )
-    model = factory.load_weights(create_model(args, state, run), state)
-    dynamic = {0: ("batch", exporting.LARGEST_BATCH), 1: ("length", state["max_len"])}
-    difference = exporting.export(model, example, Path(args.export), dynamic)
-    print(f"{args.export}: same probabilities as the model, to {difference:.1g}")
-
-
 def main() -> None:
-    args, state = options.parse(parser(), SCRIPT)
+    """What a run is made of, from its flags to its last epoch."""
+    args, checkpoint = options.parse(parser(), SCRIPT)
     with init_world(args.device) as world:
         run = factory.create_run(args, SCRIPT, world)
-        if state and args.predict:
-            return predict(args, run, state)
-        if state and args.export:
-            return export(args, run, state)
-        sets, metadata = build_sets(args, run, state)
-        if state and args.evaluate:
-            model = factory.load_weights(create_model(args, metadata, run), state)
-            return factory.evaluate_checkpoint(args, run, model, sets["test"], metadata["classes"])
-        model = create_model(args, metadata, run)
-        trainer = factory.trainer(
-            args, run, model, sets.pop("train"), sets, metadata, model_mixes=True
+        if checkpoint and args.predict:
+            return text_classification.predict(args, run, checkpoint)
+        if checkpoint and args.export:
+            return text_classification.export_model(args, run, checkpoint)
+
+        data = text_classification.load_data(args, run, checkpoint)
+        model = text_classification.create_model(args, run, data.metadata)
+        if checkpoint and args.evaluate:
+            model = factory.load_weights(model, checkpoint)
+            return factory.evaluate_checkpoint(args, run, data, model)
+
+        loss_fn, meta_learner = factory.create_loss(args, run, data)  # mixup.py, MetaMixup
+        batches = factory.create_batch_schedule(args, run, data)  # dynamic_batch.py
+        model = factory.prepare_model(args, run, model)  # fused, sharded, compiled
+        optimizer = factory.create_optimizer(args, run, model, OPTIMIZERS)  # AdamW, NGD, SLAMB, ...
+        trainer = factory.create_trainer(
+            args,
+            run,
+            data,
+            model=model,
+            optimizer=optimizer,
+            loss_fn=loss_fn,
+            meta_learner=meta_learner,
+            batches=batches,
         )
-        if world.is_main:
-            (run.folder / "tokenizer.json").write_text(metadata["tokenizer"])
-        factory.report(run, trainer.fit(state), validated="val" in sets)
+        text_classification.write_tokenizer(run, data.metadata)
+        summary = trainer.fit(checkpoint)  # training/trainer.py: the loop
+        factory.report_result(run, summary, validated="val" in data.eval_sets)
 
 
 if __name__ == "__main__":
-    sys.exit(errors.exit_code(main))
+    sys.exit(exit_code(main))

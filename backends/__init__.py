@@ -1,1 +1,1 @@
-"""What a machine and its torch can do: devices, precision, compilation, recorded steps, prior work's accelerators."""
+"""What a machine and its torch provide: devices, precision, compilation, CUDA graphs, ORTModule."""

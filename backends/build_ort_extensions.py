@@ -1,10 +1,24 @@
-"""Build ORTModule's C++ extensions, as setup_venv.sh does once; its own command fails without a matching CUDA toolkit."""
+"""Builds ORTModule's C++ extensions; setup_venv.sh runs it once for the legacy stack.
 
-import torch
-from onnxruntime.training import ortmodule
+    .venv-legacy/bin/python -m backends.build_ort_extensions
 
-if not torch.cuda.is_available():
-    ortmodule.ONNXRUNTIME_CUDA_VERSION = None
-from onnxruntime.training.ortmodule.torch_cpp_extensions import install
+ORTModule's own command fails on machines without a CUDA toolkit that matches its build.
+"""
 
-install.build_torch_cpp_extensions()
+from __future__ import annotations
+
+
+def main() -> None:
+    """Build the extensions, without the CUDA ones where there is no GPU."""
+    import torch
+    from onnxruntime.training import ortmodule
+
+    if not torch.cuda.is_available():
+        ortmodule.ONNXRUNTIME_CUDA_VERSION = None  # read by the import below
+    from onnxruntime.training.ortmodule.torch_cpp_extensions import install
+
+    install.build_torch_cpp_extensions()
+
+
+if __name__ == "__main__":
+    main()

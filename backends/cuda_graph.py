@@ -1,78 +1,101 @@
-"""`--backend cudagraph`: a whole training step recorded once for each shape of batch, and replayed without a word from the host.
+"""`--backend cudagraph`: records a training step as a CUDA graph and replays it.
 
-    replay = Replay(step.body)
-    replay(inputs, labels, weight)        # the first calls of a shape run as they are, one is recorded, all others replay
+    run_step = CudaGraphRunner(step)
+    run_step(inputs, labels, weight=1.0)        # records each batch shape once, then replays it
 
-What the step reads and writes must lie where it was when it was recorded: weights, moments, sums, learning rates as tensors.
-`forget` after anything has moved.
+A replay launches all kernels of the step at once, without the host's time for each. The graph reads
+and writes the memory that was in use when it was recorded: weights, optimizer state, sums, and
+learning rates, which must be tensors. Call `invalidate` after any of these has been reallocated.
+
+Source: Nguyen et al., "Accelerating PyTorch with CUDA Graphs", pytorch.org, 2021.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-WARM_UP = 3  # calls of a shape before it is recorded: kernels are chosen and compiled, moments come into being
-MOST = 32  # graphs kept; other shapes run as they are. Texts in lengths of a multiple of 4 up to 128 have 32
+WARM_UP_CALLS = 3
+"""Calls of a batch shape before it is recorded, in which kernels are chosen and compiled, and the
+optimizer allocates its state."""
+MAX_GRAPHS = 32
+"""Graphs kept; further shapes run without one. Texts of at most 128 tokens have 32 lengths, as they
+are padded to a multiple of 4."""
 
 
-class Recorded(Protocol):
-    """A step on fixed tensors."""
+class RecordedStep(Protocol):
+    """A recorded call on fixed tensors, such as a torch.cuda.CUDAGraph."""
 
-    def replay(self) -> None: ...
-
-
-Record = Callable[[Callable[..., None], tuple[Tensor, ...], float], Recorded]
-"""(body, tensors, weight) -> the recorded call; recording computes nothing."""
+    def replay(self) -> None:
+        """Do what was recorded, on what the tensors contain now."""
 
 
 class CudaGraphRunner:
-    """Calls `body(*tensors, weight)`, which returns nothing, through recordings.
+    """Calls `body(*tensors, weight)` through one CUDA graph for each shape of its tensors.
 
     Args:
-        body: without host synchronisation.
-        record: how; `record_cuda`, or a stand-in where there is no GPU.
+        body: a function that returns nothing and does not synchronise with the host.
     """
 
-    def __init__(self, body: Callable[..., None], record: Record | None = None) -> None:
-        self.body, self.record = body, record or record_cuda
-        self.calls: dict[Any, int] = {}
-        self.recorded: dict[Any, tuple[tuple[Tensor, ...], Recorded]] = {}
+    def __init__(self, body: Callable[..., None]) -> None:
+        self.body = body
+        self.num_calls: dict[Hashable, int] = {}
+        self.recorded: dict[Hashable, tuple[tuple[Tensor, ...], RecordedStep]] = {}
 
     def __call__(self, *tensors: Tensor, weight: float = 1.0) -> None:
+        """Run the body on these tensors, by replaying its graph where there is one.
+
+        Args:
+            tensors: on the GPU; they are copied to where the graph reads them.
+            weight: a constant of the graph; each value has graphs of its own.
+        """
         key = (weight, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors))
         if key not in self.recorded:
-            self.calls[key] = self.calls.get(key, 0) + 1
-            if self.calls[key] <= WARM_UP or len(self.recorded) == MOST:
+            self.num_calls[key] = self.num_calls.get(key, 0) + 1
+            if self.num_calls[key] <= WARM_UP_CALLS or len(self.recorded) == MAX_GRAPHS:
                 self.body(*tensors, weight)
                 return
-            places = tuple(tensor.clone(memory_format=torch.preserve_format) for tensor in tensors)
-            self.recorded[key] = places, self.record(self.body, places, weight)
-        places, recorded = self.recorded[key]
-        for place, tensor in zip(places, tensors):
-            place.copy_(tensor)
+            inputs = tuple(tensor.clone(memory_format=torch.preserve_format) for tensor in tensors)
+            self.recorded[key] = inputs, record_cuda_graph(self.body, inputs, weight=weight)
+        inputs, recorded = self.recorded[key]
+        for graph_input, tensor in zip(inputs, tensors):
+            graph_input.copy_(tensor)
         recorded.replay()
 
-    def forget(self) -> None:
-        """Record everything anew: what the step works on has moved."""
-        self.calls.clear()
+    def invalidate(self) -> None:
+        """Discard all graphs, because memory that they use has been reallocated."""
+        self.num_calls.clear()
         self.recorded.clear()
 
 
-@functools.cache
-def memory_pool() -> Any:
-    """One for all graphs: they replay one at a time, and nothing that a step makes in it outlives the step."""
-    return torch.cuda.graph_pool_handle()
+def record_cuda_graph(
+    body: Callable[..., None], tensors: tuple[Tensor, ...], *, weight: float
+) -> RecordedStep:
+    """Record `body(*tensors, weight)` as a CUDA graph, without computing anything.
 
+    Random numbers come from the device's generator, whose state each replay advances.
 
-def record_cuda(body: Callable[..., None], tensors: tuple[Tensor, ...], weight: float) -> Recorded:
-    """A CUDA graph; random numbers come from the device's generator, whose state each replay moves on."""
+    Args:
+        body: the function to record.
+        tensors: the tensors that the graph reads; each replay uses their current values.
+        weight: a constant of the graph.
+    """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph, pool=memory_pool()):
+    with torch.cuda.graph(graph, pool=_memory_pool()):
         body(*tensors, weight)
     return graph
+
+
+@functools.cache
+def _memory_pool() -> Any:
+    """Return the memory pool that all graphs share.
+
+    Sharing is safe because graphs replay one at a time, and what a step allocates in the pool is
+    not used after the step.
+    """
+    return torch.cuda.graph_pool_handle()

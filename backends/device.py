@@ -1,8 +1,8 @@
-"""Precision, graph and memory: what this machine and this torch can do. The one place that knows versions.
+"""The device of a process: which one, its bf16 support, CPU threads and memory.
 
-precision = choose_precision("auto", device)        # bf16 where the device computes in it, else fp16 or fp32
-with precision.autocast(): ...
-model = apply_backend("compile", model)
+device = choose_device("auto", local_rank=0)        # this process's GPU, or the CPU
+set_num_threads(0, local_world_size=2)              # half the cores of this node
+print(peak_memory(device), "bytes")
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ import os
 
 import torch
 
+from backends import torch_compat
 from errors import InputError
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """'auto' is this process's GPU where there is one, else the CPU.
+    """Return the device of a process and make it torch's current one.
 
+    Args:
+        name: 'cpu', 'cuda', 'cuda:N', or 'auto', which is a GPU where there is one.
+        local_rank: number of this process on its node, which 'cuda' takes as the number of the GPU.
     Raises:
-        InputError: the device is not there, or there are more processes than GPUs.
+        InputError: the device does not exist, or there are more processes than GPUs.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,43 +31,51 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise InputError(f"--device {name}: unknown; use auto, cpu or cuda") from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise InputError(
-                f"--device {name}: torch {torch.__version__} sees no GPU here; use --device cpu"
-            )
-        index = local_rank if device.index is None else device.index
-        if index >= torch.cuda.device_count():
-            raise InputError(
-                f"process {local_rank} of this node has no GPU ({torch.cuda.device_count()} there); start one process per GPU, "
-                "or let all of them share one: --device cuda:0"
-            )
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
-    elif device.type != "cpu":
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
         raise InputError(f"--device {name}: only cpu and cuda are supported")
+    if not torch.cuda.is_available():
+        raise InputError(
+            f"--device {name}: torch {torch.__version__} sees no GPU here; use --device cpu"
+        )
+    index = local_rank if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise InputError(
+            f"process {local_rank} of this node has no GPU ({torch.cuda.device_count()} there); "
+            "start one process per GPU, or let all of them share one: --device cuda:0"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
     return device
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device computes in bf16 natively: Ampere and later; AMX or AVX512-BF16 CPUs."""
+    """Return whether the device computes in bf16 natively.
+
+    That is the case for GPUs from Ampere on, and for CPUs with AMX or AVX512-BF16.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    probes = [
-        getattr(torch.cpu, name, None)
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    ]
-    return any(probe() for probe in probes if probe)
+    return torch_compat.cpu_has_bf16()
 
 
 def set_num_threads(threads: int, local_world_size: int) -> int:
-    """Set torch's CPU threads: `threads`, or the cores shared out among this node's processes; returns the number.
+    """Set the number of torch's CPU threads.
 
-    torchrun sets OMP_NUM_THREADS=1 when nobody did, which would idle all other cores: 1 is therefore not taken as a wish.
+    torchrun sets OMP_NUM_THREADS=1 where the user has not set it, which would leave all other cores
+    idle; a value of 1 is therefore ignored.
+
+    Args:
+        threads: the number; 0 takes OMP_NUM_THREADS if that is larger than 1, and else divides the
+            cores among the processes of this node.
+        local_world_size: number of processes on this node.
+    Returns:
+        The number of threads that was set.
     """
-    wished = os.environ.get("OMP_NUM_THREADS", "")
-    if not threads and wished.isdigit() and int(wished) > 1:
-        threads = int(wished)
+    requested = os.environ.get("OMP_NUM_THREADS", "")
+    if not threads and requested.isdigit() and int(requested) > 1:
+        threads = int(requested)
     if not threads:
         threads = max(1, len(os.sched_getaffinity(0)) // local_world_size)
     torch.set_num_threads(threads)
@@ -71,10 +83,11 @@ def set_num_threads(threads: int, local_world_size: int) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed activation buffers for the next step instead of giving them back to the system.
+    """Let glibc keep freed activation buffers for the next step instead of unmapping them.
 
-    A training step frees and takes the same large blocks again and again; each return costs page faults on the next
-    use (measured on two cores: 60 % of the faults and 11 % of a ResNet-50 step). Does nothing where glibc is not.
+    A training step frees and allocates the same large blocks again and again; each unmapped block
+    costs page faults at its next use (measured on two cores: 60 % of the faults and 11 % of the
+    time of a ResNet-50 step). It has no effect on systems without glibc.
     """
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
     try:
@@ -86,9 +99,12 @@ def keep_freed_memory() -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most the allocator held on a GPU; the largest resident size of this process on a CPU."""
+    """Return the peak memory in bytes.
+
+    On a GPU it is the peak of torch's allocator, on a CPU the largest resident size of the process.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource  # not on Windows
+    import resource  # imported here: Windows does not have it
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

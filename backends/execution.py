@@ -1,8 +1,9 @@
-"""TODO."""
+"""How the model's code is executed: eagerly, compiled, as a CUDA graph, or by ONNX Runtime.
+
+model = apply_backend("compile", model)       # parameters and state_dict stay what they are
+"""
 
 from __future__ import annotations
-
-import warnings
 
 from torch import nn
 
@@ -10,24 +11,26 @@ from backends import onnx_runtime
 from errors import InputError
 
 BACKENDS = ("eager", "compile", "cudagraph", "ort")
-warnings.filterwarnings(
-    "ignore", message=".*cudart_version"
-)  # onnxruntime-training, which old torch imports by itself
 
 
 def apply_backend(name: str, model: nn.Module) -> nn.Module:
-    """`model`, compiled or through ONNX Runtime in place: parameters and state_dict stay what they are.
+    """Prepare a model for a backend, in place.
 
+    For 'cudagraph' the model is compiled here; the training step around it is recorded by
+    `backends.cuda_graph.CudaGraphRunner`.
+
+    Args:
+        name: one of `BACKENDS`.
+        model: on its device; its parameters and the keys of its state_dict stay the same.
+    Returns:
+        The same model.
     Raises:
-        InputError: the backend is not here.
+        InputError: the backend is not available.
     """
     if name == "cudagraph" and next(model.parameters()).device.type != "cuda":
         raise InputError("--backend cudagraph needs a GPU; use --backend eager or compile")
-    if name in (
-        "compile",
-        "cudagraph",
-    ):  # the whole step is recorded around the compiled model: see graphs.py
-        model.compile()  # in place: no `_orig_mod.` prefix in the state_dict
+    if name in ("compile", "cudagraph"):
+        model.compile()  # in place: the state_dict gets no `_orig_mod.` prefix
     if name == "ort":
         if reason := onnx_runtime.unavailable_reason():
             raise InputError(f"--backend ort: {reason}; --backend compile is torch's own")

@@ -1,16 +1,19 @@
 """NVIDIA apex, where it is installed: mixed precision O1 and O2, FusedSGD, FusedLAMB and LARC.
 
-    model, optimizer, scaler = apex_backend.prepare("apex_O1", model, optimizer)
-    optimizer = apex_backend.build_optimizer("apex_lamb", groups, lr=4e-3)
+    optimizer = create_optimizer("apex_lamb", groups, lr=4e-3)
+    model, optimizer, scaler = prepare("apex_O1", model, optimizer=optimizer)
 
-Written against apex's documented interface. Parts of it have come and gone, so each is looked for by itself: amp, parallel (and
-LARC with it) left in May 2025, what remains needs CUDA extensions. The package registry has another package of that name.
+Apex has no releases, and its parts come and go: amp and parallel (with LARC) were removed in May
+2025, and the others need its CUDA extensions. Each part is therefore looked up by itself. The
+package named apex on the package registry is another project. The code follows apex's documented
+interface and has not been run on it.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,77 +21,88 @@ from torch import Tensor, nn
 
 LEVELS = ("apex_O1", "apex_O2")
 OPTIMIZERS = ("apex_sgd", "apex_lamb", "apex_larc")
-GET = "build github.com/NVIDIA/apex, as of before May 2025, with --cpp_ext --cuda_ext (the apex of package registries is another)"
-
-
-def part(name: str) -> Any:
-    """A submodule of apex, or None."""
-    try:
-        return importlib.import_module(f"apex.{name}")
-    except Exception:  # the other package of that name, a build for another torch
-        return None
-
-
-def cuda_unavailable_reason() -> str:
-    """Why nothing of apex runs here; '' where it may."""
-    if importlib.util.find_spec("apex") is None:
-        return f"apex is not installed: {GET}"
-    return "" if torch.cuda.is_available() else "apex needs a GPU"
-
-
-def amp_unavailable_reason() -> str:
-    """Why apex's mixed precision cannot be used, and how to get it; '' where it can."""
-    return cuda_unavailable_reason() or (
-        ""
-        if hasattr(part("amp"), "initialize")
-        else f"this apex has no amp, which left in May 2025: {GET}"
-    )
-
-
-def kernels_unavailable_reason() -> str:
-    """Why apex's fused optimizers cannot be used, and how to get them; '' where they can."""
-    applier = getattr(part("multi_tensor_apply"), "multi_tensor_applier", None)
-    return cuda_unavailable_reason() or (
-        ""
-        if getattr(applier, "available", False)
-        else f"apex was built without its CUDA extensions: {GET}"
-    )
+INSTALL_HINT = (
+    "build github.com/NVIDIA/apex, as of before May 2025, with --cpp_ext --cuda_ext "
+    "(the apex of package registries is another)"
+)
 
 
 def unavailable_reason(optimizer: str) -> str:
-    """Why that optimizer of `OPTIMIZERS` cannot be used, and how to get it; '' where it can."""
-    if optimizer != "apex_larc":
-        return kernels_unavailable_reason()
-    return cuda_unavailable_reason() or (
-        ""
-        if hasattr(part("parallel.LARC"), "LARC")
-        else f"this apex has no LARC, which left in May 2025: {GET}"
-    )
+    """Return why an optimizer of `OPTIMIZERS` cannot be used and how to get it, or ''."""
+    if reason := cuda_unavailable_reason():
+        return reason
+    if optimizer == "apex_larc":
+        if _has_member("parallel.LARC", "LARC"):
+            return ""
+        return f"this apex has no LARC, which left in May 2025: {INSTALL_HINT}"
+    has_applier = _has_member("multi_tensor_apply", "multi_tensor_applier")
+    if has_applier and _submodule("multi_tensor_apply").multi_tensor_applier.available:
+        return ""
+    return f"apex was built without its CUDA extensions: {INSTALL_HINT}"
 
 
-def build_optimizer(
+def amp_unavailable_reason() -> str:
+    """Return why apex's mixed precision cannot be used and how to get it, or ''."""
+    if reason := cuda_unavailable_reason():
+        return reason
+    if _has_member("amp", "initialize"):
+        return ""
+    return f"this apex has no amp, which left in May 2025: {INSTALL_HINT}"
+
+
+def cuda_unavailable_reason() -> str:
+    """Return why no part of apex can be used, or '' where it is installed and there is a GPU."""
+    if importlib.util.find_spec("apex") is None:
+        return f"apex is not installed: {INSTALL_HINT}"
+    return "" if torch.cuda.is_available() else "apex needs a GPU"
+
+
+def create_optimizer(
     name: str,
     groups: list[dict[str, Any]],
+    *,
     lr: float,
     momentum: float = 0.9,
     nesterov: bool = False,
     betas: tuple[float, float] = (0.9, 0.999),
     trust_coefficient: float = 0.001,
 ) -> torch.optim.Optimizer:
-    """FusedSGD, FusedLAMB, or LARC (arXiv:1708.03888, clipped) around torch's SGD."""
+    """Create an apex optimizer, whose `unavailable_reason` is ''.
+
+    Args:
+        name: 'apex_sgd' is FusedSGD, 'apex_lamb' is FusedLAMB (arXiv:1904.00962), and 'apex_larc'
+            is LARC (arXiv:1708.03888, with clipping) around torch's SGD.
+        groups: parameter groups.
+        lr: learning rate.
+        momentum: of SGD, FusedSGD and LARC.
+        nesterov: Nesterov momentum of SGD, FusedSGD and LARC.
+        betas: of FusedLAMB.
+        trust_coefficient: of LARC.
+    """
     if name == "apex_lamb":
-        return part("optimizers").FusedLAMB(groups, lr=lr, betas=betas)
+        return _submodule("optimizers").FusedLAMB(groups, lr=lr, betas=betas)
     if name == "apex_sgd":
-        return part("optimizers").FusedSGD(groups, lr=lr, momentum=momentum, nesterov=nesterov)
+        fused_sgd = _submodule("optimizers").FusedSGD
+        return fused_sgd(groups, lr=lr, momentum=momentum, nesterov=nesterov)
     sgd = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov)
-    return part("parallel.LARC").LARC(sgd, trust_coefficient=trust_coefficient)
+    return _submodule("parallel.LARC").LARC(sgd, trust_coefficient=trust_coefficient)
 
 
 def prepare(
-    level: str, model: nn.Module, optimizer: torch.optim.Optimizer
+    level: str, model: nn.Module, *, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer, Scaler]:
-    """What amp makes of them: O1 casts functions, O2 the model, whose fp32 weights the optimizer then holds."""
-    amp = part("amp")
+    """Convert model and optimizer with `apex.amp.initialize`, in the place of torch's autocast.
+
+    O1 wraps functions so that they cast their inputs. O2 converts the model to fp16, and the
+    optimizer then updates fp32 copies of the weights. No autocast is needed around the forward
+    pass, and the returned scaler takes the place of torch.amp.GradScaler.
+
+    Args:
+        level: one of `LEVELS`.
+        model: on its GPU, not yet wrapped for data parallelism.
+        optimizer: over the parameters of `model`.
+    """
+    amp = _submodule("amp")
     model, optimizer = amp.initialize(
         model, optimizer, opt_level=level.removeprefix("apex_"), verbosity=0
     )
@@ -96,27 +110,36 @@ def prepare(
 
 
 class Scaler:
-    """amp's dynamic loss scale behind the methods of torch.amp.GradScaler that a step calls."""
+    """Stands in for torch.amp.GradScaler: the same methods, on amp's dynamic loss scale.
 
-    def __init__(self, amp: Any, optimizer: torch.optim.Optimizer) -> None:
-        self.amp, self.optimizer = amp, optimizer
+    amp unscales gradients at the end of each backward pass, skips the optimizer's step after an
+    overflow, and updates the scale, all by itself. Methods for these purposes have nothing to do.
+
+    Args:
+        amp: the module apex.amp.
+        optimizer: the optimizer that `amp.initialize` returned.
+    """
+
+    def __init__(self, amp: ModuleType, optimizer: torch.optim.Optimizer) -> None:
+        self.amp = amp
+        self.optimizer = optimizer
 
     def is_enabled(self) -> bool:
         return True
 
-    def scale(self, loss: Tensor) -> Scaled:
-        """What is to be called `backward` on; gradients are divided by the scale after it."""
-        return Scaled(self, loss)
+    def scale(self, loss: Tensor) -> ScaledLoss:
+        """Return an object whose `backward` computes unscaled gradients by way of a scaled loss."""
+        return ScaledLoss(self, loss)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing: each backward pass leaves true gradients."""
+        """Do nothing, because gradients are already unscaled after each backward pass."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, which amp skips after an overflow."""
+        """Call the optimizer's step, which amp has replaced by one that skips after an overflow."""
         optimizer.step()
 
     def update(self) -> None:
-        """Nothing: amp changes the scale itself."""
+        """Do nothing, because amp updates the scale itself."""
 
     def state_dict(self) -> dict[str, Any]:
         return self.amp.state_dict()
@@ -125,13 +148,27 @@ class Scaler:
         self.amp.load_state_dict(state)
 
 
-class Scaled:
-    """A loss under amp."""
+class ScaledLoss:
+    """A loss whose backward pass goes through `apex.amp.scale_loss`."""
 
     def __init__(self, scaler: Scaler, loss: Tensor) -> None:
-        self.scaler, self.loss = scaler, loss
+        self.scaler = scaler
+        self.loss = loss
 
     def backward(self) -> None:
-        """Of the scaled loss."""
+        """Add the unscaled gradients of the loss to those of the parameters."""
         with self.scaler.amp.scale_loss(self.loss, self.scaler.optimizer) as scaled:
             scaled.backward()
+
+
+def _submodule(name: str) -> Any:
+    """Import a submodule of apex."""
+    return importlib.import_module(f"apex.{name}")
+
+
+def _has_member(submodule: str, member: str) -> bool:
+    """Return whether this installation of apex has a submodule with that member."""
+    try:
+        return hasattr(_submodule(submodule), member)
+    except Exception:  # another package of that name, or a build for another torch
+        return False

@@ -1,11 +1,13 @@
-"""`--backend ort`: training passes through ONNX Runtime's ORTModule, of the stack in requirements-legacy.txt.
+"""`--backend ort`: training passes through ONNX Runtime's ORTModule, of the legacy stack.
 
-    ort_backend.lacks()              # '' where it can be used, else why not and how to get it
-    ort_backend.apply(model)         # in place; parameters, names and state_dict stay
+    if reason := unavailable_reason():        # why it cannot be used, and how to install it
+        raise InputError(reason)
+    apply(model)                              # in place; parameters, names and state_dict stay
 
-ORTModule exports the model at its first training pass and runs forward and backward in its own graph, in fp32 on CPUs. It draws
-dropout from a generator of its own, which no checkpoint holds, and divides running variances by n where torch does by n - 1.
-Evaluation stays torch's.
+ORTModule exports the model at its first training pass and runs forward and backward pass as its own
+graph, in fp32 on CPUs. It differs from torch in two ways: dropout is drawn from its own generator,
+whose state no checkpoint contains, and running variances are divided by n, not n - 1. Evaluation
+runs in torch. Source: onnxruntime.ai, "ORTModule".
 """
 
 from __future__ import annotations
@@ -20,114 +22,132 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from errors import InputError
+from errors import InputError, first_line, last_line
 
-INSTALL = "bash setup_venv.sh requirements-legacy.txt makes .venv-legacy, which has it"
-PROOF = "_ORTModuleFunctionBackward"  # what the gradient of an output goes through, unless ORTModule fell back to torch
+INSTALL_HINT = "bash setup_venv.sh requirements-legacy.txt makes .venv-legacy, which has it"
+ORT_GRAD_FN = "_ORTModuleFunctionBackward"
+"""Type of the `grad_fn` of an output that ORTModule computed, and not torch in its place."""
+
+
+def silence_onnxruntime_notice() -> None:
+    """Ignore onnxruntime-training's warning that it was not built for CUDA.
+
+    The warning comes when onnxruntime is imported, which torch 2.3 does by itself together with
+    torch.onnx, which torchvision imports.
+    """
+    warnings.filterwarnings("ignore", message=".*cudart_version")
 
 
 def unavailable_reason() -> str:
-    """Why ORTModule cannot be used here, and how to get it; '' where it can."""
+    """Return why ORTModule cannot be used and how to install it, or '' where it can be used."""
     if (
         importlib.util.find_spec("onnxruntime") is None
         or importlib.util.find_spec("onnxruntime.training") is None
     ):
-        return f"onnxruntime-training is not installed: {INSTALL}"
+        return f"onnxruntime-training is not installed: {INSTALL_HINT}"
     try:
-        load()
-    except Exception as error:  # whatever its import runs into, by version and machine
-        return f"ORTModule does not load ({(str(error).strip() or type(error).__name__).splitlines()[0][:120]}): {INSTALL}"
+        _import_ortmodule()
+    except Exception as error:  # which type it is depends on versions and machine
+        return f"ORTModule does not load ({first_line(error)}): {INSTALL_HINT}"
     return ""
 
 
-def load() -> type[nn.Module]:
-    """The class ORTModule. Importing it replaces torch.manual_seed by one that seeds ONNX Runtime as well."""
-    os.environ["ORTMODULE_FALLBACK_POLICY"] = (
-        "FALLBACK_DISABLE"  # an error instead of torch's own pass without a word
-    )
-    with silence():
+def apply(model: nn.Module) -> None:
+    """Let training passes of `model` go through ORTModule, in place.
+
+    Its weights become contiguous, as ONNX has no channels_last.
+    """
+    model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    model.forward = OrtForward(model)  # type: ignore[method-assign,assignment]
+
+
+class OrtForward:
+    """Replaces the `forward` of a model: ORTModule in training, the model's own in evaluation.
+
+    Args:
+        model: the model, whose `forward` is still its own.
+    Raises:
+        InputError: the model has a batch-norm layer that ONNX does not support.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.eager = model.forward
+        # A shallow copy shares parameters, buffers and submodules, and keeps the model's own
+        # forward, which ORTModule exports, while the model's is replaced by this object.
+        self.graph = _import_ortmodule()(copy.copy(model).train())
+        self.batch_norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        if any(norm.momentum is None for norm in self.batch_norms):
+            raise InputError(
+                "--backend ort: ONNX's batch-norm has no cumulative average (momentum=None)"
+            )
+        self.exported_arities: set[int] = set()  # numbers of inputs for which a graph exists
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Return what the model's own forward returns."""
+        if not self.model.training or not torch.is_grad_enabled():
+            return self.eager(*inputs)
+        if len(inputs) not in self.exported_arities:
+            self.export(inputs)
+        for norm in self.batch_norms:
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked += 1  # ONNX's batch-norm does not count batches
+        return self.graph(*inputs)
+
+    def export(self, inputs: tuple[Tensor, ...]) -> None:
+        """Run a first pass, in which ORTModule exports the model, and undo its change of buffers.
+
+        Raises:
+            InputError: the model cannot be exported, or was run by torch.
+        """
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        try:
+            with _no_output():
+                output = self.graph(*inputs)
+        except Exception as error:  # types of ORTModule and of torch's exporter
+            raise InputError(
+                f"--backend ort: the model cannot be exported ({last_line(error)})"
+            ) from None
+        if type(output.grad_fn).__name__ != ORT_GRAD_FN:
+            raise InputError(
+                f"--backend ort: the model ran in torch ({type(output.grad_fn).__name__}), "
+                "not in ONNX Runtime"
+            )
+        for buffer, value in zip(self.model.buffers(), buffers):
+            buffer.copy_(value)
+        self.exported_arities.add(len(inputs))
+
+
+def _import_ortmodule() -> type[nn.Module]:
+    """Import the class ORTModule, and raise where its C++ extensions have not been built.
+
+    Importing it replaces torch.manual_seed by a function that also seeds ONNX Runtime.
+    """
+    # ORTModule would otherwise run the model in torch, without notice, where it cannot itself.
+    os.environ["ORTMODULE_FALLBACK_POLICY"] = "FALLBACK_DISABLE"
+    with _no_output():
         from onnxruntime.training.ortmodule import ORTModule
 
-        ORTModule(nn.Flatten())  # raises where the C++ extensions were not built
+        ORTModule(nn.Flatten())
     return ORTModule
 
 
 @contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """Without the banners of the export, which come from Python and C++."""
+def _no_output() -> Iterator[None]:
+    """Discard warnings and console output of the block, from Python and from C++."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    kept = [os.dup(number) for number in (1, 2)]
-    with warnings.catch_warnings(), open(os.devnull, "w") as nowhere:
+    saved = [os.dup(descriptor) for descriptor in (1, 2)]
+    with warnings.catch_warnings(), open(os.devnull, "w") as null:
         warnings.simplefilter("ignore")
         try:
-            for number in (1, 2):
-                os.dup2(nowhere.fileno(), number)
-            with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            for descriptor in (1, 2):
+                os.dup2(null.fileno(), descriptor)
+            with contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
                 yield
         finally:
-            for number, old in zip((1, 2), kept):
-                os.dup2(old, number)
-                os.close(old)
-
-
-def apply(model: nn.Module) -> None:
-    """Let training passes of `model` go through ORTModule. Its weights become contiguous: ONNX knows no channels_last."""
-    model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    model.forward = Forward(model)  # type: ignore[method-assign,assignment]
-
-
-class Forward:
-    """Stands in for `model.forward`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.eager = model, model.forward
-        twin = copy.copy(
-            model
-        )  # shares parameters, buffers and parts with the model, whose forward leads here
-        self.graph = load()(twin.train())
-        self.norms = [
-            module
-            for module in model.modules()
-            if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        ]
-        if any(norm.momentum is None for norm in self.norms):
-            raise InputError(
-                "--backend ort: ONNX's batch-norm has no cumulative average (momentum=None)"
-            )
-        self.exported: set[int] = set()  # numbers of inputs
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """As `model.forward`."""
-        if not self.model.training or not torch.is_grad_enabled():
-            return self.eager(*inputs)
-        if len(inputs) not in self.exported:
-            self.export(inputs)
-        for norm in self.norms:
-            if norm.num_batches_tracked is not None:
-                norm.num_batches_tracked += 1  # ONNX's batch-norm does not count
-        return self.graph(*inputs)
-
-    def export(self, inputs: tuple[Tensor, ...]) -> None:
-        """A first pass, which exports; running statistics, which that moves once too often, are put back.
-
-        Raises:
-            InputError: it cannot be exported, or ran in torch after all.
-        """
-        before = [buffer.clone() for buffer in self.model.buffers()]
-        try:
-            with silence():
-                output = self.graph(*inputs)
-        except Exception as error:  # ORTModule's own types, and those of torch's exporter
-            line = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            raise InputError(
-                f"--backend ort: the model cannot be exported ({line[:160]})"
-            ) from None
-        if type(output.grad_fn).__name__ != PROOF:
-            raise InputError(
-                f"--backend ort: the model ran in torch ({type(output.grad_fn).__name__}), not in ONNX Runtime"
-            )
-        for buffer, value in zip(self.model.buffers(), before):
-            buffer.copy_(value)
-        self.exported.add(len(inputs))
+            for descriptor, original in zip((1, 2), saved):
+                os.dup2(original, descriptor)
+                os.close(original)

@@ -1,4 +1,12 @@
-"""TODO."""
+"""Numeric precision of a run: fp32, tf32, bf16 and fp16 by torch, O1 and O2 by NVIDIA apex.
+
+    precision = choose_precision("auto", device)        # bf16 where the device computes in it
+    model, optimizer, scaler = precision.prepare(model, optimizer)
+    with precision.autocast():
+        loss = F.cross_entropy(model(inputs), labels)
+
+Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +22,30 @@ from backends.device import has_bf16
 from errors import InputError
 
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16", *nvidia_apex.LEVELS)
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How to compute: `dtype` is None without autocast; `scaled` asks for a GradScaler."""
+    """How forward and backward passes compute.
+
+    Attributes:
+        name: one of `PRECISIONS` except 'auto'.
+        device_type: 'cpu' or 'cuda'.
+        dtype: of torch's autocast; None without autocast.
+    """
 
     name: str
     device_type: str
     dtype: torch.dtype | None = None
 
     @property
-    def scaled(self) -> bool:
-        """Whether gradients can underflow, so that the loss is to be scaled."""
+    def uses_grad_scaler(self) -> bool:
+        """Whether gradients can underflow, so that the loss is scaled by a torch.amp.GradScaler."""
         return self.dtype is torch.float16
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """Context of the forward pass and the loss."""
+        """Return the context in which the forward pass and the loss are computed."""
         if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device_type, self.dtype)
@@ -38,18 +53,30 @@ class Precision:
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        """Model and optimizer as this precision wants them, and a GradScaler, or what acts like one."""
+        """Return the model, the optimizer and the loss scaler with which to train.
+
+        torch's own precisions change neither model nor optimizer; the scaler is a
+        torch.amp.GradScaler, disabled unless the precision is fp16. Apex converts both, and the
+        scaler is a `nvidia_apex.Scaler`; see `nvidia_apex.prepare`.
+        """
         if self.name in nvidia_apex.LEVELS:
-            return nvidia_apex.prepare(self.name, model, optimizer)
-        return model, optimizer, torch.amp.GradScaler(self.device_type, enabled=self.scaled)
+            return nvidia_apex.prepare(self.name, model, optimizer=optimizer)
+        scaler = torch.amp.GradScaler(self.device_type, enabled=self.uses_grad_scaler)
+        return model, optimizer, scaler
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:
-    """The precision of that name; 'auto' is the fastest that trains as well as fp32.
+    """Return the precision of that name and set torch's global switches that belong to it.
 
-    tf32 lets GPU matrix products and convolutions round their inputs to 10 bits; on a CPU it is refused.
+    On GPUs every precision but fp32 also lets the remaining fp32 matrix products and convolutions
+    round their inputs to tf32, which has 10 bits of mantissa.
+
+    Args:
+        name: one of `PRECISIONS`; 'auto' is bf16 where the device computes in it natively, else
+            fp16 on GPUs and fp32 on CPUs.
+        device: the training device.
     Raises:
-        InputError: the device cannot do it.
+        InputError: the device or the installation does not support it.
     """
     if name == "auto":
         name = "bf16" if has_bf16(device) else "fp16" if device.type == "cuda" else "fp32"
@@ -60,13 +87,12 @@ def choose_precision(name: str, device: torch.device) -> Precision:
     if name == "tf32" and device.type != "cuda":
         raise InputError("--precision tf32 needs a GPU; use bf16 or fp32 on a CPU")
     if device.type == "cuda":
-        tf32 = name != "fp32"
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        torch.backends.cudnn.allow_tf32 = tf32
+        allow_tf32 = name != "fp32"
+        torch.backends.cuda.matmul.allow_tf32 = allow_tf32
+        torch.backends.cudnn.allow_tf32 = allow_tf32
         torch.backends.cudnn.benchmark = True
-    elif (
-        name == "bf16"
-    ):  # on CPUs the flash kernel's backward is slow in bf16: plain attention took a quarter of its time
-        torch.backends.cuda.enable_flash_sdp(False)  # governs the CPU's choice of kernel as well
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
-    return Precision(name, device.type, dtype)
+    elif name == "bf16":
+        # In bf16 the backward pass of the CPU's flash attention is slow: plain attention took a
+        # quarter of its time. In spite of its name the switch also governs the CPU's kernels.
+        torch.backends.cuda.enable_flash_sdp(False)
+    return Precision(name, device.type, dtype=AUTOCAST_DTYPES.get(name))

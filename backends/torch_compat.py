@@ -1,4 +1,11 @@
-"""TODO."""
+"""Differences between versions of torch; no other package tests for a version.
+
+    torch.optim.AdamW(parameters, fused=supports_fused_optimizers(parameters))
+    if reason := unavailable_reason("export"):          # "needs torch 2.9 or newer, this is 2.3.1"
+        raise InputError(f"--export {reason}")
+
+The code runs on torch 2.3, of the legacy stack, and on torch 2.9 and newer.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +15,50 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+TORCH_VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
+MINIMUM_VERSIONS = {"fuse": (2, 4), "fsdp": (2, 9), "export": (2, 9)}
+
+
+def unavailable_reason(feature: str) -> str:
+    """Return why this torch is too old for a feature of `MINIMUM_VERSIONS`, or ''."""
+    minimum = MINIMUM_VERSIONS[feature]
+    if minimum <= TORCH_VERSION:
+        return ""
+    return f"needs torch {minimum[0]}.{minimum[1]} or newer, this is {torch.__version__}"
 
 
 def supports_fused_optimizers(parameters: Iterable[Tensor]) -> bool:
-    """Whether torch's fused optimizers take these parameters: on GPUs, and on CPUs from torch 2.5 on."""
+    """Return whether torch's fused optimizers support these parameters.
+
+    They support GPUs in every version, and CPUs from torch 2.5 on.
+    """
     return TORCH_VERSION >= (2, 5) or all(
         parameter.device.type == "cuda" for parameter in parameters
     )
 
 
 def ddp_buffer_arguments() -> dict[str, bool]:
-    """The DistributedDataParallel argument that leaves BatchNorm statistics to each rank (renamed in torch 2.15)."""
+    """Return the DistributedDataParallel argument that keeps BatchNorm statistics local to a rank.
+
+    The argument was renamed in torch 2.15.
+    """
     known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
-    return {
-        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
-    }
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return {name: False}
+
+
+def gloo_needs_final_barrier() -> bool:
+    """Return whether a gloo process group may hang when a rank destroys it before the others.
+
+    This is the case before torch 2.9; a barrier in front of the end avoids it.
+    """
+    return TORCH_VERSION < (2, 9)
+
+
+def cpu_has_bf16() -> bool:
+    """Return whether the CPU has bf16 instructions, AVX512-BF16 or AMX, that torch knows of.
+
+    torch's probes are private functions, which not every version has.
+    """
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name)() for name in probes if hasattr(torch.cpu, name))

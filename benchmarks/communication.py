@@ -63,8 +63,8 @@ NEVER = 10**9  # steps; beyond the end of any measurement
 
 def without_network(optimizer: Any) -> Any:
     """Make SLAMB one of two ranks with equal values, whose all_reduce needs no network."""
-    optimizer.exchange.size = optimizer.exchange.nodes = 2
-    optimizer.exchange.reduce = lambda values, group: values.mul_(2)
+    optimizer.averager.size = optimizer.averager.nodes = 2
+    optimizer.averager.all_reduce = lambda values, group: values.mul_(2)
     return optimizer
 
 
@@ -98,7 +98,7 @@ def measure_compute(name: str, rounds: int, leave_out: str = "") -> dict[str, be
     Adam's.
     """
     torch.manual_seed(0)
-    model = resnet.create_model(ARCHS[name], 10, 3, 32)
+    model = resnet.create_model(ARCHS[name], classes=10, channels=3, image_size=32)
     gradients: list[list[Tensor | None]] = [
         [0.01 * torch.randn_like(p) for p in model.parameters()] for _ in range(3)
     ]

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.transforms import v2
+from training.step import Step
 
 import mixup
 from backends.device import keep_freed_memory, set_num_threads
@@ -38,7 +39,6 @@ from models import resnet
 from models.transformer import Transformer
 from training.losses import LossFn, MixedCrossEntropy, classification
 from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
-from training.step import Step
 
 # Share of a step: the batch is read twice, its activations hundreds of times.
 PLAIN_SHARE = 0.02
@@ -80,7 +80,7 @@ def models() -> list[Model]:
     return [
         Model(
             "ResNet-18",
-            lambda: resnet.create_model("resnet18", CLASSES, 3, 32).to(
+            lambda: resnet.create_model("resnet18", classes=CLASSES, channels=3, image_size=32).to(
                 memory_format=torch.channels_last
             ),  # type: ignore[call-overload]
             images,
@@ -147,7 +147,12 @@ def make_step(model: Model, kind: str, every: int, inside: bool, batch: int) -> 
             meta, mixed, HeldOutBatches(RandomHeldOut(model.inputs), batch, 0, world), every
         )
     elif kind != "none":
-        task = MixedCrossEntropy(partial(mixup.sample_mix, kind, ALPHA), inside)
+        task = MixedCrossEntropy(
+            lambda labels, height, width: mixup.sample_mix(
+                kind, labels, alpha=ALPHA, height=height, width=width
+            ),
+            inside,
+        )
     optimizer = factory.build_optimizer(network, model.optimizer, 1e-3, 0.0)
     precision = choose_precision("auto", world.device)
     return Step(network.train(), task, optimizer, precision, world, learner=learner)
@@ -184,13 +189,13 @@ def without_model(model: Model, batch: int) -> dict[str, Callable[[], float]]:
         F.cross_entropy(logits, labels).backward()
 
     def mix(kind: str) -> None:
-        drawn = mixup.sample_mix(kind, ALPHA, labels, 32, 32)
+        drawn = mixup.sample_mix(kind, labels, alpha=ALPHA, height=32, width=32)
         mixed = mixup.blend(hidden, drawn)
-        loss = mixup.cross_entropy(logits, labels, drawn)
+        loss = mixup.cross_entropy(logits, labels, mix=drawn)
         torch.autograd.backward(
             [loss, mixed] if inside else [loss], [None, mixed.detach()] if inside else [None]
         )
-        mixup.num_correct(logits, labels, drawn)
+        mixup.num_correct(logits, labels, mix=drawn)
 
     calls = {
         "none": none,
@@ -225,9 +230,9 @@ def peer_sides(size: int) -> dict[str, Callable[[], float]]:
     }
 
     def ours(kind: str) -> None:
-        mix = mixup.sample_mix(kind, ALPHA, labels, size, size)
+        mix = mixup.sample_mix(kind, labels, alpha=ALPHA, height=size, width=size)
         mixup.blend(images, mix)
-        mixup.cross_entropy(logits, labels, mix).backward()
+        mixup.cross_entropy(logits, labels, mix=mix).backward()
 
     def theirs(
         mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],

@@ -1,6 +1,7 @@
 """SLAMB as a literal translation of its equations: element masks, a loop, a collective per tensor.
 
-communication.py compares slamb.py with it. The formulas are the authors', with random selection.
+communication.py compares slamb.py with it. The formulas are those of
+`AuthorsSLAMB(selection="random")`.
 """
 
 from __future__ import annotations

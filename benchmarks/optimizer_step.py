@@ -88,7 +88,8 @@ def resnet_workload() -> Workload:
         images = torch.randn(size, 3, 32, 32).to(memory_format=torch.channels_last)
         return images, torch.randint(10, (size,))
 
-    model = resnet.create_model("resnet50", 10, 3, 32).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = resnet.create_model("resnet50", classes=10, channels=3, image_size=32)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Workload("ResNet-50", model, batch, 8, images=True)
 
 

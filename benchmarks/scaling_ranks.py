@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from training.step import Step
 
 from backends.device import keep_freed_memory
 from backends.precision import choose_precision
@@ -27,7 +28,6 @@ from distributed.comm_hooks import AllReduceHook
 from distributed.world import World, init_world
 from models import resnet
 from training.losses import classification
-from training.step import Step
 
 ALONE, SILENT, SENDING = "alone", "silent", "sending"
 METHODS = {  # compression of DDP's gradients; empty for SLAMB
@@ -83,7 +83,11 @@ class Training:
 
     def __init__(self, arch: str, batch: int, world: World, optimizer: str, compress: str) -> None:
         torch.manual_seed(0)
-        model = resnet.create_model(arch, 10, 3, 32).train().to(memory_format=torch.channels_last)
+        model = (
+            resnet.create_model(arch, classes=10, channels=3, image_size=32)
+            .train()
+            .to(memory_format=torch.channels_last)
+        )
         own = (
             {"local_steps": NEVER, "dense_steps": 0, "compress_ratio": 0.1}
             if optimizer == "slamb"

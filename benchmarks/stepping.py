@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ngd import NGD
+
 PERIOD = 4  # steps between updates of both NGDs, and steps of a round
 WARM_UP = 12  # steps; NGD updates all estimates in the first ten
 COUNTED_STEP = 5  # the warm-up step whose operators are counted
@@ -116,8 +118,10 @@ class Side:
     def facts(self) -> dict[str, Any]:
         """Return operators, host reads, and bytes per weight for the table."""
         weights = sum(p.numel() for p in self.model.parameters())
-        plan = getattr(self.optimizer, "plan", None)  # NGD keeps scratch memory besides its state
-        scratch = sum(t.numel() * t.element_size() for t in tensors(plan.scratch)) if plan else 0
+        scratch = 0  # what our NGD keeps besides its state
+        if isinstance(self.optimizer, NGD) and self.optimizer.schedule is not None:
+            buffers = tensors(self.optimizer.schedule.scratch)
+            scratch = sum(t.numel() * t.element_size() for t in buffers)
         return {
             "operators": self.operators.all,
             "syncs": self.operators.syncs,

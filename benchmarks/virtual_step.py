@@ -25,7 +25,7 @@ import mixup
 from backends.device import set_num_threads
 from benchmarks import bench
 from input_pipeline import image_batches, image_datasets
-from mixup import STRETCH, Mix, meta_gradient, unchanged
+from mixup import FINITE_DIFFERENCE_STEP, Mix, meta_gradient, restore_on_exit
 from models import resnet
 
 # Cosine with the measured slopes of central differences as used (bf16), over that of double
@@ -41,15 +41,19 @@ class Problem:
     def __init__(self, seed: int, steps: int) -> None:
         torch.manual_seed(seed)
         splits, _ = image_datasets.read_image_splits(
-            "cifar10", os.environ.get("DATA_DIR", "./data"), 0
+            "cifar10", os.environ.get("DATA_DIR", "./data")
         )
         train = splits["train"]
         mean, std = image_batches.channel_statistics(train)
         data = image_batches.ImageDataset(
-            train, image_batches.DATASETS["cifar10"], mean, std, torch.device("cpu")
+            train,
+            image_batches.AUGMENTATIONS["cifar10"],
+            mean=mean,
+            std=std,
+            device=torch.device("cpu"),
         )
         plan = torch.randperm(len(train))[: (steps + 2) * BATCH].view(-1, BATCH)
-        self.model = resnet.create_model("resnet20", 10, 3, 32).to(
+        self.model = resnet.create_model("resnet20", classes=10, channels=3, image_size=32).to(
             memory_format=torch.channels_last
         )  # type: ignore[call-overload]
         optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=0.9)
@@ -64,7 +68,8 @@ class Problem:
 
     def mixed_loss(self, weight: Tensor, call: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         mix = Mix(self.partner, weight)
-        return mixup.cross_entropy((call or self.model)(mixup.blend(self.x, mix)), self.labels, mix)
+        logits = (call or self.model)(mixup.blend(self.x, mix))
+        return mixup.cross_entropy(logits, self.labels, mix=mix)
 
     def clean_loss(self, call: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         return F.cross_entropy((call or self.model)(self.clean_x), self.clean_labels)
@@ -72,7 +77,7 @@ class Problem:
     def after(self, weight: Tensor) -> float:
         """Return the held-out loss after a step of SGD at these lambdas."""
         parameters = list(self.model.parameters())
-        with unchanged(parameters, list(self.model.buffers())):
+        with restore_on_exit(parameters, list(self.model.buffers())):
             gradients = torch.autograd.grad(self.mixed_loss(weight), parameters)
             with torch.no_grad():
                 torch._foreach_add_(parameters, gradients, alpha=-RATE)
@@ -116,7 +121,14 @@ class Problem:
             lambda weight: self.mixed_loss(weight, network),
             lambda: self.clean_loss(network),
         )
-        return meta_gradient(model, loss, clean, self.weight, RATE, stretch=stretch)
+        return meta_gradient(
+            model,
+            self.weight,
+            mixed_loss=loss,
+            clean_loss=clean,
+            rate=RATE,
+            finite_difference_step=stretch,
+        )
 
 
 def main() -> int:
@@ -144,7 +156,8 @@ def main() -> int:
     ratios = [
         ours / exact
         for ours, exact in zip(
-            cosines[f"differences at {STRETCH:g}, bf16"], cosines["double backward, float64"]
+            cosines[f"differences at {FINITE_DIFFERENCE_STEP:g}, bf16"],
+            cosines["double backward, float64"],
         )
     ]
     bars = [bench.Bar("differences beside double backward", statistics.median(ratios), MIN_RATIO)]

@@ -1,1 +1,1 @@
-"""From the command line to objects: flags, recipes, rules of what goes together, factories. The only package that sees `args`."""
+"""From the command line to objects; the only package that sees `args`."""

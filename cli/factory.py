@@ -1,16 +1,18 @@
-"""From flags to objects: what both entry scripts build alike.
+"""From flags to objects: one function for each part of a run that both entry scripts name.
 
-run = build.open_run(args, "resnet50_test", world)
-rows = build.split_rows(labels, args)
-trainer = build.trainer(args, run, model, train, {"test": test}, header)
-build.report(run, trainer.fit(state), validated=False)
+run = create_run(args, "resnet50_test", world)
+optimizer = create_optimizer(args, run, model, OPTIMIZERS)
+loss_fn, meta_learner = create_loss(args, run, data)
+batches = create_batch_schedule(args, run, data)
+trainer = create_trainer(args, run, data, model=model, ...)
+report_result(run, trainer.fit(checkpoint), validated=False)
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,12 +23,11 @@ from torch import Tensor, nn
 
 import dynamic_batch
 import mixup
-from backends import execution, nvidia_apex, torch_compat
-from backends.device import keep_freed_memory, set_num_threads
+from backends import device, execution, nvidia_apex, onnx_runtime, torch_compat
 from backends.precision import Precision, choose_precision
-from cli import options
+from cli.flags import OptimizerChoice
 from distributed import ddp, fsdp, sharded_checkpoint
-from distributed.comm_hooks import WIRE, AllReduceHook, DelayedAllReduce, LocalSGD
+from distributed.comm_hooks import WIRE_DTYPES, AllReduceHook, DelayedAllReduce, LocalSGD
 from distributed.world import World
 from dynamic_batch import WorkerBalancer
 from errors import InputError
@@ -34,22 +35,23 @@ from input_pipeline.dataset import BatchedDataset
 from input_pipeline.sampler import Sampler, stratified_rows
 from mixup import MetaMixup
 from models import activation_checkpointing, fusion
-from ngd import NGD
-from optimizers import schedules
-from optimizers.lars import LARS
+from models.residual import residual_blocks
 from optimizers.param_groups import decay_groups, ngd_groups
-from slamb import LAMB, SLAMB
-from training import checkpoint, evaluation, machine, run_log
-from training.batch_schedule import LEAST, BatchSchedule, BatchSizePolicy
-from training.losses import LossFn, MixedCrossEntropy, classification
-from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
-from training.step import Step
-from training.trainer import Settings, Trainer
+from optimizers.schedules import Schedule, scale_lr
+from training import checkpoint, evaluation, run_log
+from training.batch_schedule import MIN_RANK_ROWS, BatchSchedule, BatchSizePolicy
+from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
+from training.machine import describe_machine, device_name
+from training.meta_mixup_step import HeldOutBatches, MetaLearner, MetaMixupStep
+from training.trainer import Trainer, TrainerConfig
 
-WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SLAMB_WIRE_DTYPES = {"fp32": torch.float32, **WIRE_DTYPES}
 
 
-@dataclass
+# -------------------------------------------------------------------- run and data
+
+
+@dataclass(frozen=True)
 class Run:
     """What a run computes with and writes to."""
 
@@ -58,374 +60,437 @@ class Run:
     precision: Precision
     folder: Path
 
-    def log(self, args: argparse.Namespace) -> run_log.RunLog:
-        """The run folder, made now, with its config.json."""
-        log = run_log.RunLog(self.folder, self.world.is_main, args.tensorboard)
-        log.config(vars(args), machine.describe_machine(self.world.device))
-        return log
+
+@dataclass(frozen=True)
+class Data:
+    """The data of a run.
+
+    Attributes:
+        train: the training set.
+        eval_sets: 'test', and 'val' with --val_fraction.
+        metadata: plain values that a checkpoint keeps for inference: class names and what
+            preprocessing needs.
+        model_mixes: the model mixes hidden representations itself; see `MixedCrossEntropy`.
+    """
+
+    train: BatchedDataset
+    eval_sets: Mapping[str, BatchedDataset]
+    metadata: dict[str, Any]
+    model_mixes: bool = False
 
 
-def create_run(args: argparse.Namespace, script: str, world: World) -> Run:
-    """Settle threads, memory, precision and the run folder (rank 0's choice); nothing is written yet."""
-    keep_freed_memory()
-    set_num_threads(args.threads, world.local_size)
-    auto = args.precision == "auto" and args.backend == "ort"  # ORTModule computes in fp32
-    precision = choose_precision("fp32" if auto else args.precision, world.device)
+def create_run(args: Namespace, script: str, world: World) -> Run:
+    """Settle threads, memory, precision, seed and run folder; nothing is written yet."""
+    onnx_runtime.silence_onnxruntime_notice()
+    device.keep_freed_memory()
+    device.set_num_threads(args.threads, world.local_size)
+    ort_auto = args.precision == "auto" and args.backend == "ort"  # ORTModule computes in fp32
+    precision = choose_precision("fp32" if ort_auto else args.precision, world.device)
     folder = world.broadcast(args.out or str(run_log.new_run_folder(script)))
-    torch.manual_seed(
-        args.seed
-    )  # the same weights on every rank; `trainer` gives each its own dropout
+    torch.manual_seed(args.seed)  # the same weights on every rank
     return Run(script, world, precision, Path(folder))
 
 
-def split_rows(labels: Tensor, args: argparse.Namespace) -> dict[str, Tensor]:
-    """Row numbers of 'train' and, with --val_fraction, 'val': class-balanced, both within the --subset."""
+def split_rows(args: Namespace, labels: Tensor) -> dict[str, Tensor]:
+    """Class-balanced row numbers of 'train' and, with --val_fraction, of 'val'."""
     rows = torch.arange(len(labels))
     if args.subset < 1:
-        rows, _ = stratified_rows(labels, args.subset, args.seed)
+        rows, _ = stratified_rows(labels, args.subset, seed=args.seed)
     if not args.val_fraction:
         return {"train": rows}
-    val, train = stratified_rows(labels[rows], args.val_fraction, args.seed + 1)
+    val, train = stratified_rows(labels[rows], args.val_fraction, seed=args.seed + 1)
     return {"train": rows[train], "val": rows[val]}
 
 
-def create_optimizer(
-    args: argparse.Namespace, model: nn.Module, lr: float, world: World
-) -> torch.optim.Optimizer:
-    """The optimizer of the flags, with the learning rate `lr`."""
-    own: dict[str, dict[str, Any]] = {
-        "ngd": {
-            "rank": args.ngd_rank,
-            "alpha": args.ngd_alpha,
-            "eta": args.ngd_eta,
-            "update_period": args.ngd_period,
-            "max_dim": args.ngd_max_dim,
-        },
-        "lars": {"trust_coefficient": args.trust_coefficient, "clip": args.larc},
-        "slamb": {
-            "compress_ratio": args.compress_ratio,
-            "warmup": args.compress_warmup,
-            "beta3": args.beta3,
-            "local_steps": args.local_steps,
-            "dense_steps": args.dense_steps,
-            "selection": args.selection,
-            "wire_dtype": WIRE_DTYPES[args.wire_dtype],
-            "node_group": world.node_group()
-            if args.optimizer == "slamb" and args.node_groups
-            else None,
-        },
-    }
-    settings = (
-        args.weight_decay,
-        args.momentum,
-        args.nesterov,
-        tuple(args.betas),
-        own.get(args.optimizer),
-        args.ngd_skip,
-    )
-    return build_optimizer(model, args.optimizer, lr, *settings)
+def global_batch_size(args: Namespace, world: World) -> int:
+    """Samples of the first step over all ranks."""
+    return args.batch_size * args.accumulate * world.size
 
 
-def create_comm_hook(args: argparse.Namespace, run: Run) -> AllReduceHook:
-    """What data parallelism sends under these flags."""
-    if args.sync == "lag":
-        if run.precision.scaled:
-            raise InputError(
-                "--sync lag: a late gradient does not fit the loss scale of fp16; use --precision bf16 or fp32"
-            )
-        return DelayedAllReduce(run.world, args.grad_compress)
-    if args.sync == "local":
-        return LocalSGD(run.world, args.local_steps, args.dense_steps)
-    return AllReduceHook(run.world, args.grad_compress, args.powersgd_rank)
+# -------------------------------------------------------------------- model
 
 
-def create_loss(
-    args: argparse.Namespace,
-    world: World,
-    classes: int,
-    held_out: BatchedDataset | None,
-    model_mixes: bool,
-) -> tuple[LossFn, MetaMixupStep | None]:
-    """What a step computes under these flags, and what learns beside the model; `model_mixes`: see `MixedCrossEntropy`."""
-    if args.mixup == "none":
-        return classification(args.label_smoothing), None
-    if args.mixup != "meta":
-        return MixedCrossEntropy(
-            partial(mixup.sample_mix, args.mixup, args.alpha), model_mixes, args.label_smoothing
-        ), None
-    meta = MetaMixup(classes, args.meta_policy, args.alpha, args.meta_lr, world.device)
-    task = MixedCrossEntropy(
-        lambda labels, height, width: meta.mix(labels), model_mixes, args.label_smoothing
-    )
-    assert held_out is not None, "options.validate wants a --val_fraction"
-    return task, MetaMixupStep(
-        meta, task, HeldOutBatches(held_out, args.batch_size, args.seed + 2, world), args.meta_every
-    )
+def prepare_model(args: Namespace, run: Run, model: nn.Module) -> nn.Module:
+    """The model with what the flags do to it, in place: saving memory, sharding, compilation.
 
-
-def trainer(
-    args: argparse.Namespace,
-    run: Run,
-    model: nn.Module,
-    train: BatchedDataset,
-    tests: Mapping[str, BatchedDataset],
-    metadata: dict[str, Any],
-    make_optimizer: Callable[
-        [argparse.Namespace, nn.Module, float, World], torch.optim.Optimizer
-    ] = create_optimizer,
-    model_mixes: bool = False,
-) -> Trainer:
-    """The Trainer of these flags; `metadata`: what inference needs besides them; `model_mixes`: see `MixedCrossEntropy`."""
-    world, order = run.world, Sampler(len(train), args.seed, train.lengths)
-    global_batch = args.batch_size * args.accumulate * world.size
-    if order.steps(global_batch) == 0:
-        raise InputError(
-            f"--bs {args.batch_size}: a global batch of {global_batch} samples (batch x accumulation x processes) "
-            f"is larger than the training set of {len(train)}; use a smaller --bs"
-        )
-    task, learner = create_loss(
-        args, world, len(metadata["classes"]), tests.get("val"), model_mixes
-    )
-    save_memory(args, model)
-    log = run.log(args)
-    lr = schedules.scale_lr(args.lr, args.lr_scaling, global_batch, args.base_bs)
-    if args.parallel != "ddp" and world.size > 1:
-        model = ddp.with_sync_batch_norm(model, world) if args.sync_bn else model
-        fsdp.shard(model, world, args.parallel, WIRE.get(args.grad_compress))
-    model = execution.apply_backend(args.backend, model)
-    optimizer = make_optimizer(args, model, lr, world)
-    schedule = options.schedule(args)
-    batching = create_batch_schedule(args, world, order, global_batch, schedule)
-    step = make_step(args, run, model, task, optimizer, log, learner, batching.whole)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    log.info(
-        f"{len(train)} training samples, {parameters / 1e6:.2f} M parameters, global batch {global_batch} on {world.size} "
-        f"process(es) of {machine.device_name(world.device)}, {run.precision.name}, {args.backend}; run folder {run.folder}"
-    )
-    if advice := large_batch_advice(args, global_batch, len(train)):
-        log.info(advice)
-    torch.manual_seed(args.seed * 1009 + 1 + world.rank)
-    settings = Settings(args.epochs, args.batch_size, lr, args.save_every)
-    tests = {name: data for name, data in tests.items() if args.test or name != "test"}
-    metadata = {"script": run.script, "flags": vars(args), **metadata}
-    return Trainer(step, schedule, train, batching, tests, log, settings, metadata)
-
-
-def save_memory(args: argparse.Namespace, model: nn.Module) -> None:
-    """What --fuse and --checkpoint_activations do to a model."""
-    if args.fuse and torch_compat.TORCH_VERSION < (2, 4):
-        raise InputError(
-            f"--fuse needs torch 2.4 or newer, this is {torch.__version__}; leave it out"
-        )
+    Raises:
+        InputError: the model, or this torch, does not support a flag.
+    """
+    if args.fuse and (reason := torch_compat.unavailable_reason("fuse")):
+        raise InputError(f"--fuse {reason}; leave it out")
     if args.fuse and not fusion.fuse(model):
         raise InputError(
-            "--fuse: there is nothing to fuse in this model; the ResNets of --help and the Transformer can be"
+            "--fuse: there is nothing to fuse in this model; "
+            "the ResNets of --help and the Transformer can be"
         )
     if args.checkpoint_activations and not activation_checkpointing.checkpoint_activations(model):
         raise InputError(
             "--checkpoint_activations: this model has no residual blocks of ours; leave it out"
         )
+    if args.parallel != "ddp" and run.world.size > 1:
+        if args.sync_bn:
+            model = ddp.with_sync_batch_norm(model, run.world)
+        fsdp.shard(
+            model,
+            run.world,
+            kind=args.parallel,
+            blocks=residual_blocks(model),
+            wire_dtype=WIRE_DTYPES.get(args.grad_compress),
+        )
+    return execution.apply_backend(args.backend, model)
 
 
-def make_step(
-    args: argparse.Namespace,
-    run: Run,
-    model: nn.Module,
-    task: LossFn,
-    optimizer: torch.optim.Optimizer,
-    log: run_log.RunLog,
-    learner: MetaMixupStep | None,
-    changing: bool,
-) -> Step:
-    """The step of these flags; `changing`: batches are, so that micro-batches are as many as it takes."""
-    accumulate, micro_batch = args.accumulate, args.micro_bs
-    if changing:
-        accumulate = 1
-        if micro_batch is None and (
-            run.world.device.type == "cpu" or args.accumulate > 1 or args.balance_workers
-        ):
-            micro_batch = args.batch_size * (
-                2 if args.balance_workers else 1
-            )  # a fast rank's share is still one
-    speed = accumulate, args.clip, args.sync_bn
-    step = Step(
-        model,
-        task,
-        optimizer,
-        run.precision,
-        run.world,
-        *speed,
-        log.info,
-        learner,
-        create_comm_hook(args, run),
-        micro_batch,
-    )
-    if args.noise_scale or args.dynamic_batch == "noise":
-        step.measure_noise()
-    if args.balance_workers and run.world.size > 1:
-        step.time()
-    if args.backend == "cudagraph":
-        step.capture()
-    return step
+# -------------------------------------------------------------------- optimizer
 
 
-def create_batch_schedule(
-    args: argparse.Namespace,
-    world: World,
-    order: Sampler,
-    base: int,
-    schedule: Callable[[float], float],
-) -> BatchSchedule:
-    """Which rows make a batch under these flags; `base` is the first global batch.
+def create_optimizer(
+    args: Namespace, run: Run, model: nn.Module, optimizers: Mapping[str, OptimizerChoice]
+) -> torch.optim.Optimizer:
+    """The optimizer of --optimizer over all parameters of the model.
 
     Raises:
-        InputError: the limits leave no room.
+        InputError: it is apex's, and apex is not there.
     """
-    balance = WorkerBalancer() if args.balance_workers and world.size > 1 else None
-    kind = args.dynamic_batch
-    if kind == "none":
-        return BatchSchedule(world, order, base, None, balance)
-    least = LEAST * world.size
-    low = args.min_bs or (max(base // 16, least) if kind == "decrease" else base)
-    high = args.max_bs or (
-        base if kind == "decrease" else min(16 * base, max(len(order) // 8, base))
-    )
-    if not least <= low <= high <= len(order):
-        raise InputError(
-            f"--dynamic_batch {kind}: batches from {low} to {high} samples; wanted --min_bs at least {least} "
-            f"and at most --max_bs, and that at most the {len(order)} training samples"
-        )
-    rule: dynamic_batch.Rule
-    if kind == "loss":
-        rule = dynamic_batch.ByLoss(
-            args.loss_rule, args.batch_factor, args.loss_threshold, args.loss_window
-        )
-    elif kind == "noise":
-        rule = dynamic_batch.ByNoise(args.batch_factor)
+    name = args.optimizer
+    if name in nvidia_apex.OPTIMIZERS and (reason := nvidia_apex.unavailable_reason(name)):
+        ours = name.removeprefix("apex_").replace("larc", "lars")
+        raise InputError(f"--optimizer {name}: {reason}; ours is --optimizer {ours}")
+    if name == "ngd":
+        groups = ngd_groups(model, args.weight_decay, args.ngd_skip)
     else:
-        rule = dynamic_batch.Scheduled(base, flags_multiple(args, schedule))
-    power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[args.dynamic_lr]
-    return BatchSchedule(
-        world,
-        order,
-        base,
-        BatchSizePolicy(rule, low, high, 1.0 if args.replace_decay else power),
-        balance,
+        groups = decay_groups(model, args.weight_decay)
+    settings = optimizer_settings(args, run.world).get(name, {})
+    return optimizers[name].make(groups, lr=scaled_lr(args, run.world), **settings)
+
+
+def optimizer_settings(args: Namespace, world: World) -> dict[str, dict[str, Any]]:
+    """The settings of each optimizer beside parameters and learning rate, from its flags."""
+    sgd = {"momentum": args.momentum, "nesterov": args.nesterov}
+    adam = {"betas": tuple(args.betas)}
+    ngd = {
+        "rank": args.ngd_rank,
+        "alpha": args.ngd_alpha,
+        "eta": args.ngd_eta,
+        "update_period": args.ngd_period,
+        "max_dim": args.ngd_max_dim,
+    }
+    slamb = {
+        "compress_ratio": args.compress_ratio,
+        "warmup": args.compress_warmup,
+        "beta3": args.beta3,
+        "local_steps": args.local_steps,
+        "dense_steps": args.dense_steps,
+        "selection": args.selection,
+        "wire_dtype": SLAMB_WIRE_DTYPES[args.wire_dtype],
+    }
+    if args.optimizer == "slamb" and args.node_groups:
+        slamb["node_group"] = world.node_group()
+    return {
+        "sgd": sgd,
+        "adamw": adam,
+        "ngd": {**sgd, **ngd},
+        "lars": {**sgd, "trust_coefficient": args.trust_coefficient, "clip": args.larc},
+        "lamb": adam,
+        "slamb": {**adam, **slamb},
+        "apex_sgd": sgd,
+        "apex_lamb": adam,
+        "apex_larc": sgd,
+    }
+
+
+def scaled_lr(args: Namespace, world: World) -> float:
+    """--lr, scaled with the global batch by --lr_scaling."""
+    return scale_lr(
+        args.lr,
+        args.lr_scaling,
+        batch_size=global_batch_size(args, world),
+        base_batch_size=args.base_bs,
     )
 
 
-def flags_multiple(
-    args: argparse.Namespace, schedule: Callable[[float], float]
-) -> Callable[[int], float]:
-    """How the batch grows, or shrinks, with the epochs."""
-    if args.replace_decay:
-        return dynamic_batch.replacing_decay(schedule)
-    if args.batch_growth:
-        return dynamic_batch.every_epoch(
-            args.batch_growth if args.dynamic_batch == "increase" else 1 / args.batch_growth
+def create_lr_schedule(args: Namespace) -> Schedule:
+    """The learning rate over the run, as a multiple of --lr."""
+    return Schedule(
+        args.lr_schedule,
+        args.epochs,
+        warmup=args.warmup,
+        gamma=args.gamma,
+        step_size=args.step_size,
+        milestones=args.milestones,
+        power=args.power,
+        end=args.lr_end,
+        peak=args.peak,
+    )
+
+
+# -------------------------------------------------------------------- loss and mixing
+
+
+def create_loss(args: Namespace, run: Run, data: Data) -> tuple[LossFn, MetaLearner | None]:
+    """The loss function; and, with --mixup meta, what learns beside the model."""
+    if args.mixup == "none":
+        return CrossEntropy(args.label_smoothing), None
+    mixed = partial(
+        MixedCrossEntropy, model_mixes=data.model_mixes, label_smoothing=args.label_smoothing
+    )
+    if args.mixup != "meta":
+        return mixed(partial(mixup.sample_mix, args.mixup, alpha=args.alpha)), None
+    classes = len(data.metadata["classes"])
+    meta = MetaMixup(
+        classes, args.meta_policy, alpha=args.alpha, lr=args.meta_lr, device=run.world.device
+    )
+    loss_fn = mixed(lambda labels, **size: meta.mix(labels))
+    held_out = HeldOutBatches(
+        data.eval_sets["val"], args.batch_size, seed=args.seed + 2, world=run.world
+    )
+    return loss_fn, MetaMixupStep(meta, loss_fn, held_out=held_out, every=args.meta_every)
+
+
+# -------------------------------------------------------------------- batches
+
+
+def create_batch_schedule(args: Namespace, run: Run, data: Data) -> BatchSchedule:
+    """Which rows make a batch, by --bs, --dynamic_batch and --balance_workers.
+
+    Raises:
+        InputError: the batch, or its limits, do not fit the training set.
+    """
+    world, base = run.world, global_batch_size(args, run.world)
+    order = Sampler(len(data.train), args.seed, lengths=data.train.lengths)
+    if order.steps(base) == 0:
+        raise InputError(
+            f"--bs {args.batch_size}: a global batch of {base} samples (batch x accumulation x "
+            f"processes) is larger than the training set of {len(order)}; use a smaller --bs"
         )
-    epochs = args.batch_milestones or [-(-args.epochs // 2), -(-3 * args.epochs // 4)]
-    return dynamic_batch.at_milestones(
-        args.batch_factor if args.dynamic_batch == "increase" else 1 / args.batch_factor, epochs
+    balancer = WorkerBalancer() if args.balance_workers and world.size > 1 else None
+    policy = None
+    if args.dynamic_batch != "none":
+        policy = create_batch_size_policy(args, base=base, ranks=world.size, rows=len(order))
+    return BatchSchedule(world, order, base=base, policy=policy, balancer=balancer)
+
+
+def create_batch_size_policy(
+    args: Namespace, *, base: int, ranks: int, rows: int
+) -> BatchSizePolicy:
+    """How the batch size changes over time.
+
+    Args:
+        args: the flags.
+        base: the first global batch.
+        ranks: how many share it.
+        rows: of the training set.
+    Raises:
+        InputError: the limits exclude each other.
+    """
+    kind, smallest = args.dynamic_batch, MIN_RANK_ROWS * ranks
+    if kind == "decrease":
+        low = args.min_bs or max(base // 16, smallest)
+        high = args.max_bs or base
+    else:
+        low = args.min_bs or base
+        high = args.max_bs or min(16 * base, max(rows // 8, base))
+    if not smallest <= low <= high <= rows:
+        raise InputError(
+            f"--dynamic_batch {kind}: batches from {low} to {high} samples; --min_bs must be at "
+            f"least {smallest} and at most --max_bs, and that at most the {rows} training samples"
+        )
+    power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[args.dynamic_lr]
+    return BatchSizePolicy(
+        rule=create_batch_rule(args, base),
+        low=low,
+        high=high,
+        lr_power=1.0 if args.replace_decay else power,
     )
 
 
-def large_batch_advice(args: argparse.Namespace, global_batch: int, rows: int) -> str:
-    """A line for runs whose batch is large for their training set and whose learning rate was not fitted to it; else empty.
+def create_batch_rule(args: Namespace, base: int) -> dynamic_batch.Rule:
+    """The rule of --dynamic_batch; `base` is the first global batch."""
+    if args.dynamic_batch == "loss":
+        return dynamic_batch.ByLoss(
+            args.loss_rule,
+            args.batch_factor,
+            threshold=args.loss_threshold,
+            window=args.loss_window,
+        )
+    if args.dynamic_batch == "noise":
+        return dynamic_batch.ByNoise(args.batch_factor)
+    return dynamic_batch.Scheduled(base, batch_multiple(args))
 
-    The square root of the number of samples is the rule of thumb of NERSC's guidelines for distributed training.
+
+def batch_multiple(args: Namespace) -> Callable[[int], float]:
+    """Epoch -> its batch as a multiple of the first one, for increase and decrease."""
+    grows = args.dynamic_batch == "increase"
+    if args.replace_decay:
+        return dynamic_batch.replacing_decay(create_lr_schedule(args))
+    if args.batch_growth:
+        return dynamic_batch.every_epoch(args.batch_growth if grows else 1 / args.batch_growth)
+    half, three_quarters = -(-args.epochs // 2), -(-3 * args.epochs // 4)
+    milestones = args.batch_milestones or [half, three_quarters]
+    return dynamic_batch.at_milestones(
+        args.batch_factor if grows else 1 / args.batch_factor, milestones
+    )
+
+
+# -------------------------------------------------------------------- trainer
+
+
+def create_trainer(
+    args: Namespace,
+    run: Run,
+    data: Data,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: LossFn,
+    meta_learner: MetaLearner | None,
+    batches: BatchSchedule,
+) -> Trainer:
+    """The trainer of these parts; from here on the run folder exists."""
+    world = run.world
+    comm_hook = create_comm_hook(args, run)
+    log = run_log.RunLog(run.folder, world.is_main, tensorboard=args.tensorboard)
+    log.config(vars(args), describe_machine(world.device))
+    log.info(
+        f"{len(data.train)} training samples, {num_parameters(model) / 1e6:.2f} M parameters, "
+        f"global batch {batches.base} on {world.size} process(es) of "
+        f"{device_name(world.device)}, {run.precision.name}, {args.backend}; "
+        f"run folder {run.folder}"
+    )
+    if advice := large_batch_advice(args, batches.base, len(data.train)):
+        log.info(advice)
+    torch.manual_seed(args.seed * 1009 + 1 + world.rank)  # each rank has dropout of its own
+    return Trainer(
+        model,
+        optimizer,
+        loss_fn,
+        batches,
+        train_set=data.train,
+        eval_sets={n: s for n, s in data.eval_sets.items() if args.test or n != "test"},
+        lr_schedule=create_lr_schedule(args),
+        precision=run.precision,
+        world=world,
+        log=log,
+        config=create_trainer_config(args, run, batches),
+        metadata={"script": run.script, "flags": vars(args), **data.metadata},
+        comm_hook=comm_hook,
+        meta_learner=meta_learner,
+    )
+
+
+def create_trainer_config(args: Namespace, run: Run, batches: BatchSchedule) -> TrainerConfig:
+    """The named values of a run.
+
+    Batches that change are cut into as many micro-batches as it takes.
+    """
+    accumulation_steps, micro_batch_size = args.accumulate, args.micro_bs
+    if batches.keeps_every_row:
+        accumulation_steps = 1
+        on_cpu = run.world.device.type == "cpu"
+        if micro_batch_size is None and (on_cpu or args.accumulate > 1 or args.balance_workers):
+            # Twice as many with --balance_workers, so that a fast rank's share is still one.
+            micro_batch_size = args.batch_size * (2 if args.balance_workers else 1)
+    return TrainerConfig(
+        epochs=args.epochs,
+        lr=scaled_lr(args, run.world),
+        batch_size=args.batch_size,
+        accumulation_steps=accumulation_steps,
+        micro_batch_size=micro_batch_size,
+        max_grad_norm=args.clip,
+        sync_batch_norm=args.sync_bn,
+        save_every=args.save_every,
+        measure_noise_scale=args.noise_scale or args.dynamic_batch == "noise",
+        time_compute=args.balance_workers and run.world.size > 1,
+        record_cuda_graph=args.backend == "cudagraph",
+    )
+
+
+def create_comm_hook(args: Namespace, run: Run) -> AllReduceHook:
+    """What data parallelism sends, by --sync and --grad_compress.
+
+    Raises:
+        InputError: --sync lag with fp16.
+    """
+    if args.sync == "lag":
+        if run.precision.uses_grad_scaler:
+            raise InputError(
+                "--sync lag is not supported with fp16: a late gradient does not fit the loss "
+                "scale; use --precision bf16 or fp32"
+            )
+        return DelayedAllReduce(run.world, args.grad_compress)
+    if args.sync == "local":
+        return LocalSGD(run.world, args.local_steps, after=args.dense_steps)
+    return AllReduceHook(run.world, args.grad_compress, rank=args.powersgd_rank)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """How many weights a model has."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def large_batch_advice(args: Namespace, global_batch: int, rows: int) -> str:
+    """A line of advice where a large batch has a learning rate that was not fitted to it; else ''.
+
+    The square root of the number of samples is the rule of thumb of NERSC's guidelines for
+    distributed training.
     """
     fitted = args.lr_scaling != "none" and args.warmup > 0
     if global_batch <= math.sqrt(rows) or global_batch <= args.base_bs or fitted:
         return ""
     return (
-        f"advice: a global batch of {global_batch} is large for {rows} samples (their square root is {math.sqrt(rows):.0f}): "
-        "scale the learning rate (--lr_scaling linear or sqrt) and warm it up (--warmup 5); beyond some thousands try "
-        "--optimizer lamb or lars"
+        f"advice: a global batch of {global_batch} is large for {rows} samples (their square root "
+        f"is {math.sqrt(rows):.0f}): scale the learning rate (--lr_scaling linear or sqrt) and "
+        "warm it up (--warmup 5); beyond some thousands try --optimizer lamb or lars"
     )
 
 
-def load_weights(model: nn.Module, state: dict[str, Any]) -> nn.Module:
-    """`model` with the weights of a checkpoint."""
-    weights = (
-        sharded_checkpoint.whole(Path(state["shards"])) if state.get("shards") else state["model"]
-    )
+# -------------------------------------------------------------------- trained models
+
+
+def load_weights(model: nn.Module, state: Mapping[str, Any]) -> nn.Module:
+    """The model with the weights of a checkpoint, also of one in shards."""
+    shards = state.get("shards")
+    weights = sharded_checkpoint.load_whole_model(Path(shards)) if shards else state["model"]
     checkpoint.load_into(model, weights, "model")
     return model
 
 
-def evaluate_checkpoint(
-    args: argparse.Namespace, run: Run, model: nn.Module, test: BatchedDataset, classes: list[str]
-) -> None:
-    """--evaluate: print accuracy on the test set, overall and per class.
+def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module) -> None:
+    """--evaluate: print the accuracy on the test set, overall and of each class.
 
-    In fp32 batch-norm is folded into the convolutions; in 16 bits their rounding would make it another accuracy than training saw.
+    In fp32 batch-norm is folded into the convolutions. In 16 bits the rounding of the folded
+    weights would give another accuracy than training saw.
     """
     if run.precision.dtype is None:
         model = fusion.fold_batch_norm(model)
-    result = evaluation.report(model, test, classes, run.precision, run.world, args.batch_size)
+    report = evaluation.evaluate_per_class(
+        model,
+        data.eval_sets["test"],
+        classes=data.metadata["classes"],
+        precision=run.precision,
+        world=run.world,
+        batch_size=args.batch_size,
+    )
     if run.world.is_main:
-        evaluation.print_report(result)
+        print(report.show())
 
 
-def report(run: Run, totals: dict[str, Any], validated: bool) -> None:
-    """The last lines on the console (rank 0); `validated`: a validation split chose the best epoch."""
+def report_result(run: Run, summary: Mapping[str, Any], validated: bool) -> None:
+    """Print the last lines of a run (rank 0).
+
+    Args:
+        run: the run.
+        summary: what `Trainer.fit` returned.
+        validated: whether a validation split chose the best epoch.
+    """
     if not run.world.is_main:
         return
-    line = f"best {'validation' if validated else 'test'} accuracy {100 * totals['accuracy']:.2f} % in epoch {totals['epoch']}"
-    if validated and totals["test_accuracy"] is not None:
-        line += f", test accuracy there {100 * totals['test_accuracy']:.2f} %"
+    kind, epoch = "validation" if validated else "test", summary["epoch"]
+    line = f"best {kind} accuracy {100 * summary['accuracy']:.2f} % in epoch {epoch}"
+    if validated and summary["test_accuracy"] is not None:
+        line += f", test accuracy there {100 * summary['test_accuracy']:.2f} %"
     print(line)
     print(
-        f"{totals['seconds']:.1f} s, {totals['samples_per_second']:.0f} samples/s, peak memory "
-        f"{totals['peak_memory_bytes'] / 2**30:.2f} GiB, {totals['device_hours']:.4f} device-hours; {run.folder}"
+        f"{summary['seconds']:.1f} s, {summary['samples_per_second']:.0f} samples/s, peak memory "
+        f"{summary['peak_memory_bytes'] / 2**30:.2f} GiB, {summary['device_hours']:.4f} "
+        f"device-hours; {run.folder}"
     )
-
-
-def build_optimizer(
-    model: nn.Module,
-    name: str,
-    lr: float,
-    weight_decay: float,
-    momentum: float = 0.9,
-    nesterov: bool = False,
-    betas: tuple[float, float] = (0.9, 0.999),
-    own: Mapping[str, Any] | None = None,
-    ngd_skip: Sequence[str] = (),
-) -> torch.optim.Optimizer:
-    """The optimizer of that name over all parameters of `model`; `own` holds the settings that only it has."""
-    own = own or {}
-    if name == "ngd":
-        groups = ngd_groups(model, weight_decay, ngd_skip)
-        return NGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **own)
-    groups = decay_groups(model, weight_decay)
-    if name == "sgd":
-        fused = torch_compat.supports_fused_optimizers(model.parameters()) and not fsdp.is_sharded(
-            model
-        )  # torch cannot where weights are in shards
-        optimizer = torch.optim.SGD(
-            groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=fused
-        )
-        if (
-            momentum
-        ):  # torch leaves the buffer uninitialised when it skips the very first step (found_inf)
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return optimizer
-    if name == "adamw":
-        fused = torch_compat.supports_fused_optimizers(model.parameters())
-        capturable = all(parameter.is_cuda for parameter in model.parameters())  # in a CUDA graph
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused, capturable=capturable)
-    if name == "lars":
-        return LARS(groups, lr=lr, momentum=momentum, nesterov=nesterov, **own)
-    if name == "lamb":
-        return LAMB(groups, lr=lr, betas=betas, **own)
-    if name == "slamb":
-        return SLAMB(groups, lr=lr, betas=betas, **own)
-    if name in nvidia_apex.OPTIMIZERS:
-        if reason := nvidia_apex.unavailable_reason(name):
-            raise InputError(
-                f"--optimizer {name}: {reason}; ours is --optimizer {name.removeprefix('apex_').replace('larc', 'lars')}"
-            )
-        return nvidia_apex.build_optimizer(name, groups, lr, momentum, nesterov, betas)
-    raise ValueError(f"unknown optimizer {name}")

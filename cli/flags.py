@@ -1,6 +1,6 @@
-"""Flags of both scripts: names, defaults, help. Reading and checking them is options.py's.
+"""Flags of both scripts: names, defaults, help; cli/options.py reads and checks them.
 
-parser = flags.shared_parser(__doc__, datasets=["cifar10", "mnist"], epochs=50)
+parser = shared_parser(__doc__, datasets=["cifar10", "mnist"], optimizers=OPTIMIZERS)
 parser.add_argument("--arch", default="resnet50")
 """
 
@@ -10,44 +10,69 @@ import argparse
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
+
+import torch
 
 import dynamic_batch
 import mixup
-from backends import execution, nvidia_apex
-from backends.precision import PRECISIONS
+from backends import execution, precision
 from distributed import comm_hooks, fsdp
 from errors import InputError
 from optimizers import schedules
 
 
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """A value of --optimizer.
+
+    Attributes:
+        make: called as make(parameter_groups, lr=..., **settings), where the settings are those
+            that `cli.factory.optimizer_settings` knows for this name.
+        lr, weight_decay: where the command line gives neither.
+    """
+
+    make: Callable[..., torch.optim.Optimizer]
+    lr: float
+    weight_decay: float
+
+
 class Parser(argparse.ArgumentParser):
     """Reports a bad flag as an InputError instead of printing the usage."""
 
-    rates: dict[str, tuple[float, float]]  # see RATES
+    optimizers: Mapping[str, OptimizerChoice]
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message.removeprefix('argument ')} (see --help)")
+
+    def names(self) -> set[str]:
+        """The names of all flags as attributes of the parsed arguments."""
+        return {action.dest for action in self._actions}
+
+    def option_strings(self) -> set[str]:
+        """All spellings of all flags, with their dashes."""
+        return {option for action in self._actions for option in action.option_strings}
 
 
 # -------------------------------------------------------------------- types of values
 
 
 def number(
-    kind: Callable[[str], Any], low: float, high: float = math.inf, open_low: bool = False
+    kind: Callable[[str], Any], low: float, high: float = math.inf, *, open_low: bool = False
 ) -> Callable[[str], Any]:
-    """An argparse type: `kind` within [low, high], or (low, high] with `open_low`."""
+    """An argparse type: numbers of a kind within [low, high], or (low, high] with `open_low`."""
 
     def convert(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
             name = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"wanted {name}, got {text!r}") from None
-        if not low <= value <= high or (open_low and value == low) or not math.isfinite(value):
-            limits = f"{'above' if open_low else 'at least'} {low:g}" + (
-                f" and at most {high:g}" if high < math.inf else ""
-            )
+            raise argparse.ArgumentTypeError(f"must be {name}, got {text!r}") from None
+        in_range = low <= value <= high and not (open_low and value == low)
+        if not in_range or not math.isfinite(value):
+            limits = f"{'above' if open_low else 'at least'} {low:g}"
+            limits += f" and at most {high:g}" if high < math.inf else ""
             raise argparse.ArgumentTypeError(f"must be {limits}, got {text}")
         return value
 
@@ -56,57 +81,52 @@ def number(
 
 count, natural = number(int, 1), number(int, 0)
 positive, not_negative = number(float, 0, open_low=True), number(float, 0)
-share, below_one = number(float, 0, 1, open_low=True), number(float, 0, 0.999)
+fraction, below_one = number(float, 0, 1, open_low=True), number(float, 0, 0.999)
 
 
 # -------------------------------------------------------------------- the flags
 
 
-OPTIMIZERS = ("sgd", "adamw", "ngd", "lars", "lamb", "slamb", *nvidia_apex.OPTIMIZERS)
-RATES = {
-    "sgd": (0.02, 5e-4),
-    "ngd": (0.02, 5e-4),
-    "adamw": (1e-3, 0.05),
-    "lars": (1.0, 5e-4),
-    "lamb": (4e-3, 0.01),
-    "slamb": (4e-3, 0.01),
-    "apex_sgd": (0.02, 5e-4),
-    "apex_lamb": (4e-3, 0.01),
-    "apex_larc": (1.0, 5e-4),
-}
-"""Learning rate and weight decay of each optimizer where the command line names neither."""
-
-
 def shared_parser(
     description: str | None,
     datasets: Sequence[str],
-    rates: Mapping[str, tuple[float, float]] = RATES,
-    mixes: Sequence[str] = mixup.KINDS,
+    *,
+    optimizers: Mapping[str, OptimizerChoice],
+    mixing: Sequence[str] = mixup.KINDS,
+    batch_rules: Sequence[str] = dynamic_batch.RULES,
     **defaults: Any,
 ) -> Parser:
-    """The flags that both scripts have; `rates`, `mixes` (of --mixup) and `defaults` are those in which they differ."""
+    """The flags that both scripts have.
+
+    Args:
+        description: the script's docstring.
+        datasets: values of --dataset, the default first.
+        optimizers: values of --optimizer.
+        mixing: values of --mixup.
+        batch_rules: values of --dynamic_batch.
+        defaults: of other flags in which the scripts differ.
+    """
     parser = Parser(
         description=description,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=True,
     )
     add_data(parser, datasets)
-    add_training(parser, mixes)
-    add_optimizer(parser, rates, defaults.get("optimizer", "sgd"))
+    add_training(parser, mixing)
+    add_optimizer(parser, optimizers, defaults.get("optimizer", "sgd"))
+    add_schedule(parser)
     add_speed(parser)
     add_communication(parser)
-    add_batches(parser)
+    add_batches(parser, batch_rules)
     add_run(parser)
     parser.set_defaults(**defaults)
-    parser.rates = dict(rates)
+    parser.optimizers = optimizers
     return parser
 
 
 def add_data(parser: Parser, datasets: Sequence[str]) -> None:
-    """Flags of the group 'data'."""
-    data = parser.add_argument_group("data")
-    add = data.add_argument
+    """Add the group 'data'."""
+    add = parser.add_argument_group("data").add_argument
     add("--dataset", choices=datasets, default=datasets[0], help="data set (default %(default)s)")
     add(
         "--data_dir",
@@ -115,22 +135,24 @@ def add_data(parser: Parser, datasets: Sequence[str]) -> None:
     )
     add(
         "--subset",
-        type=share,
+        type=fraction,
         default=1.0,
         metavar="F",
-        help="class-balanced fraction of the training set (default 1)",
+        help="train on a class-balanced fraction of the training set (default 1)",
     )
     add(
         "--val_fraction",
         type=below_one,
         metavar="F",
-        help="part of the training set to validate on (default 0; 0.05 with --mixup meta)",
+        help="hold out this part of the training set for validation (default 0; 0.05 with "
+        "--mixup meta)",
     )
     add(
         "--test",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="measure the test set after each epoch (default); --no-test, with --val_fraction: not at all, as in a search",
+        help="evaluate on the test set after each epoch (default); --no-test, with "
+        "--val_fraction, leaves the test set alone, as a search should",
     )
     add(
         "--workers",
@@ -140,45 +162,42 @@ def add_data(parser: Parser, datasets: Sequence[str]) -> None:
     )
 
 
-def add_training(parser: Parser, mixes: Sequence[str]) -> None:
-    """Flags of the group 'training'."""
-    training = parser.add_argument_group("training")
-    add = training.add_argument
+def add_training(parser: Parser, mixing: Sequence[str]) -> None:
+    """Add the group 'training'."""
+    add = parser.add_argument_group("training").add_argument
     add(
-        "--bs",
-        "--batch_size",
-        "-b",
+        *("--bs", "--batch_size", "-b"),
         dest="batch_size",
         type=count,
         default=128,
-        help="samples a process and micro-batch (128)",
+        help="samples of one process in one micro-batch (default 128)",
     )
     add(
-        "--epoch",
-        "--epochs",
+        *("--epoch", "--epochs"),
         dest="epochs",
         type=count,
         default=50,
-        help="epochs (default %(default)s)",
+        help="length of the run in epochs (default %(default)s)",
     )
     add(
         "--accumulate",
         type=count,
         default=1,
         metavar="K",
-        help="micro-batches a step: global batch = bs x K x processes (1)",
+        help="micro-batches of a step: the global batch is bs x K x processes (default 1)",
     )
     add(
         "--label_smoothing",
         type=below_one,
         default=0.0,
-        help="weight of the uniform label (default %(default)s)",
+        help="weight of the uniform distribution in the labels (default %(default)s)",
     )
     add(
         "--mixup",
-        choices=mixes,
+        choices=mixing,
         default="none",
-        help="mix samples and labels; train accuracy is lambda-weighted (none)",
+        help="mix samples and labels; the training accuracy is then weighted by lambda "
+        "(default none)",
     )
     add(
         "--meta_learning",
@@ -197,54 +216,59 @@ def add_training(parser: Parser, mixes: Sequence[str]) -> None:
         "--meta_policy",
         choices=mixup.POLICIES,
         default="pair",
-        help="of --mixup meta: what has a lambda of its own (pair)",
+        help="of --mixup meta: what has a lambda of its own (default pair)",
     )
     add(
         "--meta_every",
         type=count,
         default=16,
         metavar="STEPS",
-        help="of --mixup meta: between its updates (default %(default)s)",
+        help="of --mixup meta: steps between two updates of the policy (default %(default)s)",
     )
     add(
         "--meta_lr",
         type=positive,
         default=0.1,
-        help="of --mixup meta: rate of its Adam (default %(default)s)",
+        help="of --mixup meta: learning rate of the policy's Adam (default %(default)s)",
     )
     add(
         "--clip",
         type=not_negative,
         default=0.0,
-        help="largest gradient norm, 0 is no limit (default %(default)s)",
+        help="clip the gradient to this norm; 0 is no limit (default %(default)s)",
     )
     add(
         "--seed",
         type=number(int, 0, 2**32 - 1),
         default=0,
-        help="of weights, order, augmentation, dropout (default 0)",
+        help="seed of weights, order, augmentation and dropout (default 0)",
     )
 
 
-def add_optimizer(parser: Parser, rates: Mapping[str, tuple[float, float]], chosen: str) -> None:
-    """Flags of the group 'optimizer and learning rate'; `chosen` is the default optimizer."""
-    optimizer = parser.add_argument_group("optimizer and learning rate")
-    add = optimizer.add_argument
-    add("--optimizer", choices=OPTIMIZERS, default="sgd", help=f"optimizer (default {chosen})")
+def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice], default: str) -> None:
+    """Add the group 'optimizer'; `default` is the name of the default one."""
+    add = parser.add_argument_group("optimizer").add_argument
+    add("--optimizer", choices=optimizers, default="sgd", help=f"optimizer (default {default})")
     add(
         "--ngd",
         dest="optimizer",
         action="store_const",
         const="ngd",
-        help="the same as --optimizer ngd: online natural gradient",
+        help="the same as --optimizer ngd: SGD along the online natural gradient",
     )
-    lrs, decays = (", ".join(f"{name} {pair[i]:g}" for name, pair in rates.items()) for i in (0, 1))
+    lrs = ", ".join(f"{name} {choice.lr:g}" for name, choice in optimizers.items())
+    decays = ", ".join(f"{name} {choice.weight_decay:g}" for name, choice in optimizers.items())
     add("--lr", type=positive, help=f"learning rate (default {lrs})")
     add(
-        "--weight_decay", type=not_negative, help=f"of matrices and convolutions (default {decays})"
+        "--weight_decay",
+        type=not_negative,
+        help=f"weight decay of matrices and convolutions (default {decays})",
     )
     add(
-        "--momentum", type=below_one, default=0.9, help="of SGD, NGD and LARS (default %(default)s)"
+        "--momentum",
+        type=below_one,
+        default=0.9,
+        help="of SGD, NGD and LARS (default %(default)s)",
     )
     add(
         "--nesterov",
@@ -258,13 +282,13 @@ def add_optimizer(parser: Parser, rates: Mapping[str, tuple[float, float]], chos
         nargs=2,
         default=[0.9, 0.999],
         metavar="B",
-        help="of AdamW, LAMB, SLAMB (default 0.9 0.999)",
+        help="decay rates of the moments of AdamW, LAMB and SLAMB (default 0.9 0.999)",
     )
     add(
         "--ngd_rank",
         type=count,
         default=80,
-        help="of NGD: eigenvectors kept of an axis, at most half its length (80)",
+        help="of NGD: eigenvectors kept of an axis, at most half its length (default 80)",
     )
     add(
         "--ngd_alpha",
@@ -276,58 +300,63 @@ def add_optimizer(parser: Parser, rates: Mapping[str, tuple[float, float]], chos
         "--ngd_eta",
         type=number(float, 1e-6, 0.999),
         default=0.1,
-        help="of NGD: weight of a new gradient in the estimate (0.1)",
+        help="of NGD: weight of a new gradient in the running estimate (default 0.1)",
     )
     add(
         "--ngd_period",
         type=count,
         default=4,
         metavar="STEPS",
-        help="of NGD: between updates of an estimate (default %(default)s)",
+        help="of NGD: steps between two updates of an estimate (default %(default)s)",
     )
     add(
         "--ngd_max_dim",
         type=count,
         default=4096,
-        help="of NGD: longer axes are left alone (default %(default)s)",
+        help="of NGD: longer axes are not preconditioned (default %(default)s)",
     )
     add(
         "--ngd_skip",
         nargs="+",
         default=[],
         metavar="NAME",
-        help="of NGD: parameters whose names hold one of these take plain SGD",
+        help="of NGD: parameters whose names contain one of these take plain SGD",
     )
     add(
         "--trust_coefficient",
         type=positive,
         default=1e-3,
-        help="of LARS: a layer's rate beside its weights (default %(default)s)",
+        help="of LARS: size of a layer's step relative to its weights (default %(default)s)",
     )
     add(
         "--larc",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="of LARS: no layer's rate above --lr",
+        help="of LARS: let no layer's rate exceed --lr",
     )
+
+
+def add_schedule(parser: Parser) -> None:
+    """Add the group 'learning rate'."""
+    add = parser.add_argument_group("learning rate").add_argument
     add(
         "--lr_schedule",
         choices=schedules.SCHEDULES,
         default="cosine",
-        help="shape of the learning rate (default %(default)s)",
+        help="shape of the learning rate over the run (default %(default)s)",
     )
     add(
         "--warmup",
         type=not_negative,
         default=0.0,
         metavar="EPOCHS",
-        help="linear rise at the start (default %(default)s)",
+        help="let the rate rise linearly at the start (default %(default)s)",
     )
     add(
         "--gamma",
         type=positive,
         default=0.1,
-        help="factor of step, multistep, exponential; rate of inverse (0.1)",
+        help="factor of step, multistep and exponential; rate of inverse (default 0.1)",
     )
     add(
         "--step_size",
@@ -350,20 +379,20 @@ def add_optimizer(parser: Parser, rates: Mapping[str, tuple[float, float]], chos
         type=number(float, 0, 1),
         default=0.0,
         metavar="F",
-        help="last rate of cosine and polynomial, x lr (default 0)",
+        help="last rate of cosine and polynomial, as a multiple of --lr (default 0)",
     )
     add(
         "--peak",
         type=number(float, 1),
         default=5.0,
         metavar="F",
-        help="highest rate of onecycle and cyclic, x lr (default 5)",
+        help="highest rate of onecycle and cyclic, as a multiple of --lr (default 5)",
     )
     add(
         "--lr_scaling",
         choices=("none", "linear", "sqrt"),
         default="none",
-        help="of --lr with global batch / --base_bs (default none)",
+        help="scale --lr with global batch / --base_bs (default none)",
     )
     add(
         "--base_bs",
@@ -374,190 +403,192 @@ def add_optimizer(parser: Parser, rates: Mapping[str, tuple[float, float]], chos
 
 
 def add_speed(parser: Parser) -> None:
-    """Flags of the group 'speed and devices'."""
-    speed = parser.add_argument_group("speed and devices")
-    add = speed.add_argument
+    """Add the group 'speed and devices'."""
+    add = parser.add_argument_group("speed and devices").add_argument
     add(
         "--device",
         default="auto",
-        help="auto, cpu, cuda, or cuda:N: one GPU, also for many processes (auto)",
+        help="auto, cpu, cuda, or cuda:N, which puts all processes on one GPU (default auto)",
     )
     add(
         "--precision",
-        choices=PRECISIONS,
+        choices=precision.PRECISIONS,
         default="auto",
-        help="auto: bf16 where native, else fp16 on GPUs, fp32 on CPUs",
+        help="auto is bf16 where the device has it, else fp16 on GPUs and fp32 on CPUs "
+        "(default auto)",
     )
     add(
         "--backend",
         choices=execution.BACKENDS,
         default="eager",
-        help="how the model runs (default %(default)s)",
+        help="how the model is executed (default %(default)s)",
     )
     add(
         "--fuse",
         action="store_true",
-        help="convolution, batch-norm, ReLU and MLPs keep their input alone: less memory",
+        help="keep only the inputs of fused blocks (convolution, batch-norm, ReLU; MLPs) and "
+        "recompute the rest in the backward pass, to save memory",
     )
     add(
         "--checkpoint_activations",
         action="store_true",
-        help="residual blocks keep their input alone: least memory",
+        help="keep only the inputs of residual blocks, to save most memory",
     )
     add(
         "--threads",
         type=natural,
         default=0,
-        help="CPU threads, 0 shares the cores among the node's processes (default 0)",
+        help="CPU threads; 0 shares the cores among the node's processes (default 0)",
     )
     add(
         "--parallel",
         choices=fsdp.PARALLEL,
         default="ddp",
-        help="fits a device: ddp; does not: fsdp; many nodes: hsdp (ddp)",
+        help="ddp if the model fits a device, fsdp if it does not, hsdp for that on many nodes "
+        "(default ddp)",
     )
     add(
         "--distributed",
         action="store_true",
-        help="insist on torchrun (under torchrun it is understood)",
+        help="insist on torchrun; without the flag, torchrun is recognised by itself",
     )
     add(
         "--sync_bn",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="BatchNorm statistics over all GPUs",
+        help="compute BatchNorm statistics over all GPUs",
     )
 
 
 def add_communication(parser: Parser) -> None:
-    """Flags of the group 'communication'."""
-    group = parser.add_argument_group("communication")
-    add = group.add_argument
+    """Add the group 'communication'."""
+    add = parser.add_argument_group("communication").add_argument
     add(
         "--grad_compress",
         choices=comm_hooks.COMPRESSIONS,
         default="none",
-        help="gradients on the wire (default none)",
+        help="how gradients are compressed on the wire (default none)",
     )
     add(
         "--powersgd_rank",
         type=count,
         default=2,
-        help="of --grad_compress powersgd (default %(default)s)",
+        help="of --grad_compress powersgd: rank of the approximation (default %(default)s)",
     )
     add(
         "--sync",
         choices=comm_hooks.SYNCS,
         default="sync",
-        help="lag: a step late; local: weights every --local_steps (default sync)",
+        help="lag applies gradients a step late; local averages weights every --local_steps "
+        "(default sync)",
     )
     add(
         "--compress_ratio",
-        type=share,
+        type=fraction,
         default=0.1,
         metavar="K",
-        help="of SLAMB: part of the momentum sent a step (0.1)",
+        help="of SLAMB: part of the momentum that is sent in a step (default 0.1)",
     )
     add(
         "--compress_warmup",
-        type=share,
+        type=fraction,
         nargs="*",
         default=[0.5, 0.5, 0.2],
         metavar="K",
-        help="its first epochs' (0.5 0.5 0.2)",
+        help="of SLAMB: the same in its first epochs (default 0.5 0.5 0.2)",
     )
     add(
         "--beta3",
         type=number(float, 0, 1),
         default=0.99,
-        help="of SLAMB: trust kept a step in what was not sent (default 0.99)",
+        help="of SLAMB: decay a step of the trust in what was not sent (default 0.99)",
     )
     add(
         "--local_steps",
         type=count,
         default=50,
         metavar="STEPS",
-        help="of SLAMB, local: between averagings of weights (50)",
+        help="of SLAMB and --sync local: steps between averagings of the weights (default 50)",
     )
     add(
         "--dense_steps",
         type=natural,
         default=10,
         metavar="STEPS",
-        help="of SLAMB, local: at the start, everything is sent (10)",
+        help="of SLAMB and --sync local: steps at the start that send everything (default 10)",
     )
     add(
         "--selection",
         choices=("block", "random"),
         default="block",
-        help="of SLAMB: rows of 64 weights or single ones (block)",
+        help="of SLAMB: send rows of 64 weights, or single weights (default block)",
     )
     add(
         "--wire_dtype",
         choices=("bf16", "fp16", "fp32"),
         default="bf16",
-        help="of SLAMB: what is sent (default bf16)",
+        help="of SLAMB: precision of what is sent (default bf16)",
     )
     add(
         "--node_groups",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="of SLAMB: dense within a node, sparse between",
+        help="of SLAMB: dense communication within a node, sparse between nodes",
     )
 
 
-def add_batches(parser: Parser) -> None:
-    """Flags of the group 'batches that change'; sizes are global but for --micro_bs."""
+def add_batches(parser: Parser, batch_rules: Sequence[str]) -> None:
+    """Add the group 'batches that change'."""
     group = parser.add_argument_group("batches that change (sizes over all processes)")
     add = group.add_argument
     add(
         "--dynamic_batch",
-        choices=dynamic_batch.RULES,
+        choices=batch_rules,
         default="none",
-        help="how the batch changes, epoch by epoch (default none)",
+        help="how the batch size changes from epoch to epoch (default none)",
     )
     add(
         "--min_bs",
         type=count,
         metavar="N",
-        help="smallest batch (default the first; of decrease a sixteenth of it)",
+        help="smallest batch (default the first one; of decrease a sixteenth of it)",
     )
     add(
         "--max_bs",
         type=count,
         metavar="N",
-        help="largest batch (default 16 times the first; of decrease the first)",
+        help="largest batch (default 16 times the first one; of decrease the first one)",
     )
     add(
         "--batch_factor",
         type=number(float, 1, open_low=True),
         default=2.0,
         metavar="F",
-        help="by which it changes at once (2)",
+        help="factor of one change (default 2)",
     )
     add(
         "--batch_milestones",
         type=count,
         nargs="+",
         metavar="EPOCH",
-        help="of increase, decrease (default 1/2 and 3/4 of the run)",
+        help="of increase and decrease (default one half and three quarters of the run)",
     )
     add(
         "--batch_growth",
         type=number(float, 1, open_low=True),
         metavar="F",
-        help="of increase, decrease: by F after every epoch",
+        help="of increase and decrease: change by this factor after every epoch",
     )
     add(
         "--replace_decay",
         action="store_true",
-        help="of increase: it grows where --lr_schedule decays, rate / batch goes alike",
+        help="of increase: let the batch grow where --lr_schedule would let the rate decay",
     )
     add(
         "--dynamic_lr",
         choices=("none", "linear", "sqrt"),
         default="none",
-        help="of --lr with the batch (default none)",
+        help="scale the learning rate with the batch (default none)",
     )
     add(
         "--loss_rule",
@@ -570,45 +601,43 @@ def add_batches(parser: Parser) -> None:
         type=number(int, 2),
         default=5,
         metavar="EPOCHS",
-        help="of loss: epochs that it looks at (default 5)",
+        help="of loss: how many epochs it looks at (default 5)",
     )
     add(
         "--loss_threshold",
         type=not_negative,
         default=10.0,
         metavar="P",
-        help="of loss: in thousandths (default 10)",
+        help="of loss: threshold of the progress, in thousandths (default 10)",
     )
     add(
         "--noise_scale",
         action="store_true",
-        help="log the gradient noise scale (understood with --dynamic_batch noise)",
+        help="log the gradient noise scale, as --dynamic_batch noise does by itself",
     )
     add(
         "--balance_workers",
         action="store_true",
-        help="each process takes a share of the batch in proportion to its speed",
+        help="give each process a share of the batch in proportion to its speed",
     )
     add(
         "--micro_bs",
         type=count,
         metavar="N",
-        help="samples at once on a device (default --bs; GPUs, what fits)",
+        help="samples at once on a device (default --bs; on GPUs what fits)",
     )
 
 
 def add_run(parser: Parser) -> None:
-    """Flags of the group 'run'."""
-    run = parser.add_argument_group("run")
-    add = run.add_argument
+    """Add the group 'run'."""
+    add = parser.add_argument_group("run").add_argument
     add("--out", metavar="DIR", help="run folder (default runs/<script>-<time>)")
     add(
-        "--resume",
-        "-r",
+        *("--resume", "-r"),
         nargs="?",
         const="",
         metavar="PATH",
-        help="checkpoint or run folder to go on from (--out, or the newest)",
+        help="go on from a checkpoint or run folder (without PATH: --out, or the newest run)",
     )
     add(
         "--save_every",
@@ -622,11 +651,11 @@ def add_run(parser: Parser) -> None:
     add(
         "--evaluate",
         action="store_true",
-        help="with --resume: accuracy on the test set, overall and per class",
+        help="with --resume: print the accuracy on the test set, overall and of each class",
     )
     add("--predict", nargs="+", metavar="FILE", help="with --resume: classify files")
     add(
         "--export",
         metavar="FILE",
-        help="with --resume: write the model as .onnx or .pt2 and check it",
+        help="with --resume: write the model as .onnx or .pt2 and check the file",
     )

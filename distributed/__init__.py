@@ -1,1 +1,1 @@
-"""Processes that train together: the process group, data parallelism, sharding, and what they send."""
+"""The process group, data parallelism, sharding, and what is sent."""

@@ -1,92 +1,93 @@
-"""Means over ranks, flat or by way of nodes, and the bytes they take; for optimizers that communicate themselves.
+"""Means over ranks, flat or through nodes, with the bytes they take: for whoever sends by itself.
 
-exchange = Exchange(group=None, node_group=None)        # without a process group everything works and sends nothing
-gradients = exchange.mean(gradients)
+averager = RankAverager(group=None, node_group=None)    # without a process group nothing is sent
+gradients = averager.mean(gradients)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
+
+from distributed.world import new_group
 
 
 class RankAverager:
-    """Means over the ranks, and the bytes this rank has put in.
+    """Means over the ranks, and the bytes that this rank has put into them.
 
     Args:
         group: the ranks; None is torch's default group, or this process alone where there is none.
-        node_group: this node's ranks. Then what all ranks of a node have in common goes between nodes in equal parts, one a rank.
+        node_group: the ranks of this node. When given, what the ranks of a node have in common is
+            sent between nodes in equal parts, one part by each rank.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None, node_group: dist.ProcessGroup | None
     ) -> None:
-        here = dist.is_available() and dist.is_initialized()
-        self.group, self.node_group, self.bytes_sent = group, node_group, 0
-        self.size = dist.get_world_size(group) if here else 1
-        self.local_size = dist.get_world_size(node_group) if node_group is not None and here else 1
+        initialized = dist.is_available() and dist.is_initialized()
+        self.group, self.node_group = group, node_group
+        self.bytes_sent = 0
+        self.size = dist.get_world_size(group) if initialized else 1
+        has_nodes = node_group is not None and initialized
+        self.local_size = dist.get_world_size(node_group) if has_nodes else 1
         self.nodes = self.size // self.local_size
-        self.across: dist.ProcessGroup | None = group
-        if self.local_size > 1:
-            self.across = self.make_across()
+        self.across = self._group_across_nodes() if self.local_size > 1 else group
 
-    def make_across(self) -> Any:
-        """The ranks with this one's place in their nodes, of all nodes."""
-        members: list[Any] = [None] * self.size
-        dist.all_gather_object(
-            members, dist.get_process_group_ranks(self.node_group), group=self.group
-        )
+    def _group_across_nodes(self) -> dist.ProcessGroup:
+        """The ranks that have this one's place in their nodes, of all nodes; collective."""
+        members: list[list[int]] = [[]] * self.size
+        mine = dist.get_process_group_ranks(self.node_group)
+        dist.all_gather_object(members, mine, group=self.group)
         nodes = sorted({tuple(node) for node in members})
         if len({len(node) for node in nodes}) > 1:
-            raise ValueError(f"SLAMB: nodes of different sizes {[len(node) for node in nodes]}")
-        groups = [
-            dist.new_group([node[place] for node in nodes]) for place in range(self.local_size)
-        ]
+            raise ValueError(f"nodes have different numbers of ranks: {[len(n) for n in nodes]}")
+        places = range(self.local_size)
+        groups = [new_group([node[place] for node in nodes]) for place in places]
         return groups[dist.get_rank(self.node_group)]
 
     def mean(self, values: Tensor) -> Tensor:
-        """Over all ranks, in place."""
+        """Replace values by their mean over all ranks."""
         if self.size > 1:
-            self.reduce(values, self.group).div_(self.size)
+            self.all_reduce(values, self.group).div_(self.size)
         return values
 
     def mean_in_node(self, values: Tensor) -> Tensor:
-        """Over this node's ranks, in place."""
+        """Replace values by their mean over the ranks of this node."""
         if self.local_size > 1:
-            self.reduce(values, self.node_group).div_(self.local_size)
+            self.all_reduce(values, self.node_group).div_(self.local_size)
         return values
 
     def mean_across(self, values: Tensor) -> Tensor:
-        """Of (n,) values that are the same on all ranks of a node, over the nodes."""
+        """The mean over the nodes of values (n,) that are the same on all ranks of a node."""
         if self.local_size == 1:
             return self.mean(values)
-        padded = torch.nn.functional.pad(values, (0, -len(values) % self.local_size))
+        padded = F.pad(values, (0, -len(values) % self.local_size))
         mine = padded.chunk(self.local_size)[dist.get_rank(self.node_group)].contiguous()
-        self.reduce(mine, self.across).div_(self.nodes)
+        self.all_reduce(mine, self.across).div_(self.nodes)
         dist.all_gather_into_tensor(padded, mine, group=self.node_group)
         return padded[: len(values)]
 
     def take_bytes(self) -> int:
-        """This rank's payload since the last call."""
+        """This rank's payload in bytes since the last call."""
         sent, self.bytes_sent = self.bytes_sent, 0
         return sent
 
-    def reduce(self, values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """Sum, in place."""
+    def all_reduce(self, values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """Replace values by their sum over a group, and count their bytes."""
         self.bytes_sent += values.nbytes
         dist.all_reduce(values, group=group)
         return values
 
 
 @torch.no_grad()
-def average(tensors: Sequence[Tensor], exchange: RankAverager) -> None:
-    """Tensors become their mean over the ranks, in place; one collective."""
-    if exchange.size == 1 or not tensors:
+def average_tensors(tensors: Sequence[Tensor], averager: RankAverager) -> None:
+    """Replace tensors by their mean over the ranks; one collective for all of them."""
+    if averager.size == 1 or not tensors:
         return
-    flat = exchange.mean(torch.cat([tensor.flatten() for tensor in tensors]))
+    flat = averager.mean(torch.cat([tensor.flatten() for tensor in tensors]))
     for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
         tensor.copy_(mean.view(tensor.shape))

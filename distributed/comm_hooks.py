@@ -1,9 +1,11 @@
-"""What DistributedDataParallel sends: gradients as they are, in 16 bits or of low rank; a step late; or weights now and then.
+"""What data-parallel training sends: gradients, compressed or a step late; or weights.
 
-    hook = Lag(world)                                          # or Compressed(world, "bf16"), Local(world, every=8, after=100)
-    wrapped.register_comm_hook(None, hook.run)
+    hook = DelayedAllReduce(world)       # or AllReduceHook(world, "bf16"), LocalSGD(world, every=8)
+    wrapped.register_comm_hook(None, hook.run)     # wrapped: a DistributedDataParallel
 
-Each counts its payload into `world.bytes_sent`. `state_dict` holds what a resumed run needs.
+Each hook counts its payload into `world.bytes_sent`; its `state_dict` holds what a resumed run
+needs. To add one, subclass `AllReduceHook`: it declares everything that the training loop asks of a
+hook.
 """
 
 from __future__ import annotations
@@ -15,156 +17,188 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.futures import Future
 
-from distributed.averaging import RankAverager, average
+from distributed.averaging import RankAverager, average_tensors
+from distributed.world import World
 
 COMPRESSIONS = ("none", "fp16", "bf16", "powersgd")
 SYNCS = ("sync", "lag", "local")
-WIRE = {"fp16": torch.float16, "bf16": torch.bfloat16}
+WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 POWER_SGD_START = 2  # steps before PowerSGD compresses: torch's least with error feedback
 
 
 class AllReduceHook:
-    """Averaged gradients through torch's own hooks.
+    """Gradients averaged over the ranks, through torch's own hooks; the base class of all hooks.
 
     Args:
-        world: `distributed.World`.
-        name: one of `COMPRESSIONS`.
-        rank: of PowerSGD (arXiv:1905.13727), whose error feedback is not saved: a resumed run starts without it.
+        world: the ranks.
+        compression: one of `COMPRESSIONS`.
+        rank: of PowerSGD's approximation (arXiv:1905.13727). Its error feedback is not saved: a
+            resumed run starts without it.
+
+    Attributes:
+        replicas_diverge: whether the ranks' weights differ between two averagings.
+        observers: called with each bucket of this rank's own gradients before it is sent.
     """
 
-    def __init__(self, world: Any, name: str = "none", rank: int = 2) -> None:
-        self.world, self.name = world, name
-        self.watchers: list[Callable[[Any], None]] = []  # called with each bucket before it is sent
-        self.power = None
-        if name == "powersgd":
-            self.power = powerSGD_hook.PowerSGDState(None, rank, POWER_SGD_START)  # type: ignore[arg-type]
+    replicas_diverge = False
 
-    def run(self, state, bucket):  # no annotations: DDP checks them, and they are strings here
-        """The hook."""
-        for watcher in self.watchers:
-            watcher(bucket)
-        buffer = bucket.buffer()
-        if self.power is not None:
-            before, early = (
-                self.power.total_numel_after_compression,
-                self.power.iter < POWER_SGD_START,
+    def __init__(self, world: World, compression: str = "none", *, rank: int = 2) -> None:
+        self.world, self.compression = world, compression
+        self.observers: list[Callable[[dist.GradBucket], None]] = []
+        self.power_sgd = None
+        if compression == "powersgd":
+            self.power_sgd = powerSGD_hook.PowerSGDState(
+                process_group=None,
+                matrix_approximation_rank=rank,
+                start_powerSGD_iter=POWER_SGD_START,
             )
-            future = powerSGD_hook.powerSGD_hook(self.power, bucket)
-            sent = buffer.numel() if early else self.power.total_numel_after_compression - before
-            self.world.bytes_sent += sent * buffer.element_size()
-            return future
-        self.world.bytes_sent += buffer.numel() * WIRE.get(self.name, buffer.dtype).itemsize
-        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-        return hooks.get(self.name, default_hooks.allreduce_hook)(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+    def run(self, state, bucket):  # DDP compares annotations with types, and ours are strings
+        """What DistributedDataParallel calls: (None, GradBucket) -> Future of its buffer."""
+        self._notify_observers(bucket)
+        if self.power_sgd is not None:
+            return self._power_sgd(bucket)
+        buffer = bucket.buffer()
+        wire_dtype = WIRE_DTYPES.get(self.compression, buffer.dtype)
+        self.world.bytes_sent += buffer.numel() * wire_dtype.itemsize
+        send = {
+            "none": default_hooks.allreduce_hook,
+            "fp16": default_hooks.fp16_compress_hook,
+            "bf16": default_hooks.bf16_compress_hook,
+        }[self.compression]
+        return send(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+    def _power_sgd(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        power_sgd, buffer = self.power_sgd, bucket.buffer()
+        assert power_sgd is not None
+        before = power_sgd.total_numel_after_compression
+        uncompressed = power_sgd.iter < POWER_SGD_START
+        future = powerSGD_hook.powerSGD_hook(power_sgd, bucket)
+        sent = power_sgd.total_numel_after_compression - before
+        self.world.bytes_sent += (buffer.numel() if uncompressed else sent) * buffer.element_size()
+        return future
+
+    def _notify_observers(self, bucket: dist.GradBucket) -> None:
+        for observe in self.observers:
+            observe(bucket)
 
     def after_step(self, parameters: Sequence[Tensor]) -> None:
-        """Nothing."""
+        """Called after each optimizer step; here nothing is left to do."""
+
+    def sync_replicas(self, parameters: Sequence[Tensor]) -> None:
+        """Make the ranks' weights equal, before evaluation; here they are equal at all times."""
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
-        """Nothing."""
+        """Everything that a resumed run needs of the hook; here that is nothing."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Nothing."""
+        """Inverse of `state_dict`."""
 
 
 class DelayedAllReduce(AllReduceHook):
-    """Each step takes the averaged gradient of the step before, so that sending overlaps a whole step (arXiv:1810.01993).
+    """Each step takes the averaged gradient of the step before (arXiv:1810.01993).
 
-    The first step takes zeros. A copy of the gradients more is kept.
+    Sending then overlaps a whole step. The first step takes zeros. One more copy of the gradients
+    is kept.
     """
 
-    def __init__(self, world: Any, name: str = "none") -> None:
-        super().__init__(world, name)
-        self.late: dict[
-            Tensor, tuple[Any, Tensor]
-        ] = {}  # of each parameter: the work that averages it, its gradient
+    def __init__(self, world: World, compression: str = "none") -> None:
+        super().__init__(world, compression)
+        # Of each parameter: the work that averages its last gradient, and where that gradient
+        # arrives.
+        self.in_flight: dict[Tensor, tuple[dist.Work | None, Tensor]] = {}
 
-    def run(self, state, bucket):  # as above
-        """The hook."""
-        for watcher in self.watchers:
-            watcher(bucket)
-        buffer, parameters, found = bucket.buffer(), bucket.parameters(), bucket.gradients()
-        sent = buffer.to(WIRE.get(self.name, buffer.dtype), copy=True).div_(self.world.size)
+    def run(self, state, bucket):  # see AllReduceHook.run
+        """Send this step's gradients, and replace them by those of the step before."""
+        self._notify_observers(bucket)
+        buffer = bucket.buffer()
+        wire_dtype = WIRE_DTYPES.get(self.compression, buffer.dtype)
+        sent = buffer.to(wire_dtype, copy=True).div_(self.world.size)
         self.world.bytes_sent += sent.nbytes
         work = dist.all_reduce(sent, async_op=True)
-        for p, gradient in zip(parameters, found):
-            late = self.late.get(p)
-            place = gradient.storage_offset() - buffer.storage_offset()
-            self.late[p] = work, sent.as_strided(gradient.shape, gradient.stride(), place)
-            if late is None:
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
+            previous = self.in_flight.get(parameter)
+            offset = gradient.storage_offset() - buffer.storage_offset()
+            arriving = sent.as_strided(gradient.shape, gradient.stride(), offset)
+            self.in_flight[parameter] = work, arriving
+            if previous is None:
                 gradient.zero_()
             else:
-                gradient.copy_(arrived(*late))
-        devices = [buffer.device] if buffer.device.type == "cuda" else None
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        done.set_result(buffer)
-        return done
+                gradient.copy_(_wait_for(*previous))
+        return _finished(buffer)
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
-        """The gradients under way, the same on all ranks."""
-        return {
-            str(number): arrived(*self.late[p]).cpu()
-            for number, p in enumerate(parameters)
-            if p in self.late
-        }
+        """The gradients in flight by the parameters' numbers, the same on all ranks."""
+        numbered = enumerate(parameters)
+        sent = {str(n): self.in_flight[p] for n, p in numbered if p in self.in_flight}
+        return {number: _wait_for(*each).cpu() for number, each in sent.items()}
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Undo to `state_dict`."""
-        self.late = {
-            p: (None, state[str(n)].to(p.device))
-            for n, p in enumerate(parameters)
-            if str(n) in state
+        """Inverse of `state_dict`."""
+        self.in_flight = {
+            parameter: (None, state[str(number)].to(parameter.device))
+            for number, parameter in enumerate(parameters)
+            if str(number) in state
         }
 
 
-def arrived(work: Any, gradient: Tensor) -> Tensor:
-    """The gradient, once it is averaged."""
+class LocalSGD(AllReduceHook):
+    """Post-local SGD (arXiv:1808.07217): averaged gradients first, later only averaged weights.
+
+    torch's own averager puts new memory under the weights, which takes them out of channels_last;
+    this one keeps them where they are.
+
+    Args:
+        world: the ranks.
+        every: steps between two averagings of the weights.
+        after: steps at the start in which gradients are averaged instead.
+    """
+
+    replicas_diverge = True
+
+    def __init__(self, world: World, every: int, *, after: int = 0) -> None:
+        super().__init__(world)
+        self.every, self.after, self.steps = every, after, 0
+        self.averager = RankAverager(None, None)
+
+    def run(self, state, bucket):  # see AllReduceHook.run
+        """Average gradients during the first `after` steps; later leave each rank its own."""
+        if self.steps < self.after:
+            return super().run(state, bucket)
+        return _finished(bucket.buffer())
+
+    def after_step(self, parameters: Sequence[Tensor]) -> None:
+        """Count the step, and average the weights when it is time."""
+        self.steps += 1
+        if self.steps > self.after and (self.steps - self.after) % self.every == 0:
+            self.sync_replicas(parameters)
+
+    def sync_replicas(self, parameters: Sequence[Tensor]) -> None:
+        """Replace the weights by their mean over the ranks."""
+        average_tensors(parameters, self.averager)
+        self.world.bytes_sent += self.averager.take_bytes()
+
+    def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
+        """The number of steps so far."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        """Inverse of `state_dict`."""
+        self.steps = state["steps"]
+
+
+def _wait_for(work: dist.Work | None, gradient: Tensor) -> Tensor:
+    """The gradient, once it is averaged; `work` is None for one that came out of a checkpoint."""
     if work is not None:
         work.wait()
     return gradient
 
 
-class LocalSGD(AllReduceHook):
-    """Post-local SGD (arXiv:1808.07217): averaged gradients at first, then each rank alone, and the mean of weights now and then.
-
-    torch's own averager puts new memory under the weights, which takes them out of channels_last; ours keeps them where they are.
-
-    Args:
-        world: `distributed.World`.
-        every: steps between averagings of the weights.
-        after: steps with averaged gradients.
-    """
-
-    def __init__(self, world: Any, every: int, after: int = 0) -> None:
-        super().__init__(world)
-        self.every, self.after, self.steps = every, after, 0
-        self.exchange = RankAverager(None, None)
-
-    def run(self, state, bucket):  # as above
-        """The hook."""
-        if self.steps < self.after:
-            return super().run(state, bucket)
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    def after_step(self, parameters: Sequence[Tensor]) -> None:
-        """Count the step; average the weights if it is time."""
-        self.steps += 1
-        if self.steps > self.after and (self.steps - self.after) % self.every == 0:
-            self.settle(parameters)
-
-    def settle(self, parameters: Sequence[Tensor]) -> None:
-        """Weights become their mean over the ranks."""
-        average(parameters, self.exchange)
-        self.world.bytes_sent += self.exchange.take_bytes()
-
-    def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
-        """How many steps there were."""
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Undo to `state_dict`."""
-        self.steps = state["steps"]
+def _finished(buffer: Tensor) -> Future[Tensor]:
+    """A future that already holds its buffer."""
+    future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+    future.set_result(buffer)
+    return future

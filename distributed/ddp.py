@@ -1,4 +1,8 @@
-"""TODO."""
+"""DistributedDataParallel as this project uses it.
+
+parallel = wrap(model, world, hook=AllReduceHook(world), sync_batch_norm=False, static_graph=True)
+with no_gradient_sync(parallel): ...        # micro-batches before the last one of a step
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,22 @@ import contextlib
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from backends import torch_compat
+from backends.torch_compat import ddp_buffer_arguments
 from distributed import fsdp
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
 from errors import InputError
 
 BUCKET_MIB = 25  # of gradients in one all-reduce
+ONE_BUCKET_MIB = 1 << 20  # larger than any model
 
 
 def with_sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
-    """The model with BatchNorm statistics over all ranks; parameters stay the same objects."""
+    """The model with BatchNorm statistics over all ranks; parameters stay the same objects.
+
+    Raises:
+        InputError: the ranks compute on CPUs, for which torch has no such BatchNorm.
+    """
     if world.device.type != "cuda":
         raise InputError(
             "--sync_bn needs GPUs: torch's SyncBatchNorm has no CPU kernel; leave it out"
@@ -28,36 +37,45 @@ def with_sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
 def wrap(
     model: nn.Module,
     world: World,
-    sync_bn: bool,
+    *,
+    hook: AllReduceHook,
+    sync_batch_norm: bool,
     static_graph: bool,
-    hook: AllReduceHook | None = None,
 ) -> nn.Module:
-    """DistributedDataParallel whose bucketed all-reduce overlaps backward and counts its bytes; `model` at world size 1.
+    """DistributedDataParallel whose bucketed all-reduce overlaps the backward pass.
 
-    BatchNorm statistics stay each rank's own between evaluations (`World.average_buffers`); `sync_bn` computes them
-    over all ranks instead. `static_graph` is off with accumulation: torch's reducer cannot do both (pytorch #143580).
-    `hook`: what is sent; None is the gradients as they are.
+    Args:
+        model: on its device.
+        world: the ranks; `model` itself is returned where there is only one.
+        hook: what is sent.
+        sync_batch_norm: compute BatchNorm's statistics over all ranks. Otherwise they stay each
+            rank's own until `World.average_buffers` is called before an evaluation.
+        static_graph: the same parameters get a gradient in every backward pass. It must be False
+            when gradients are accumulated: torch's reducer cannot do both (pytorch #143580).
     """
     if world.size == 1:
         return model
-    model = with_sync_batch_norm(model, world) if sync_bn else model
-    hook = hook or AllReduceHook(world)
-    one_bucket = (
-        hook.name == "powersgd" and world.device.type == "cpu"
-    )  # with two, torch's hook aborts on gloo
+    if sync_batch_norm:
+        model = with_sync_batch_norm(model, world)
+    # With two buckets torch's PowerSGD hook aborts on gloo.
+    one_bucket = hook.compression == "powersgd" and world.device.type == "cpu"
     wrapped = DistributedDataParallel(
         model,
         gradient_as_bucket_view=True,
         static_graph=static_graph,
-        bucket_cap_mb=1 << 20 if one_bucket else BUCKET_MIB,
-        **torch_compat.ddp_buffer_arguments(),  # type: ignore[arg-type]
+        bucket_cap_mb=ONE_BUCKET_MIB if one_bucket else BUCKET_MIB,
+        **ddp_buffer_arguments(),  # type: ignore[arg-type]
     )
     wrapped.register_comm_hook(None, hook.run)
     return wrapped
 
 
 def no_gradient_sync(model: nn.Module) -> contextlib.AbstractContextManager:
-    """Within the block backward passes add up this rank's own gradients, of a model that is wrapped, sharded or neither."""
+    """A context in which backward passes add up this rank's own gradients and send nothing.
+
+    Args:
+        model: wrapped by `wrap`, sharded by `fsdp.shard`, or neither.
+    """
     if isinstance(model, DistributedDataParallel):
         return model.no_sync()
     return fsdp.no_gradient_sync(model) if fsdp.is_sharded(model) else contextlib.nullcontext()

@@ -1,83 +1,93 @@
-"""Weights, gradients and optimizer state in shards, a part of each on every rank (FSDP, arXiv:2304.11277; ZeRO, arXiv:1910.02054).
+"""Weights, gradients and optimizer state in shards, a part of each on every rank.
 
-    sharding.shard(model, world, "fsdp")                # before the optimizer is made; in place
-    sharding.save(folder, model, optimizer, world)      # collective: each rank writes what it holds
-    sharding.load(folder, model, optimizer, world)      # on any number of ranks, in shards or whole
-    weights = sharding.whole(folder)                    # the model's state_dict, in one process
+    shard(model, world, kind="fsdp", blocks=residual_blocks(model))   # before the optimizer is made
 
-Weights are gathered block by block just before they are needed, and again in the backward pass; gradients are averaged into
-shards. With 'hsdp' the ranks of a node hold the shards, and every node a copy of them.
+Through torch's `fully_shard` (FSDP, arXiv:2304.11277; ZeRO, arXiv:1910.02054). Weights are gathered
+block by block just before they are needed, and again in the backward pass; gradients are averaged
+into shards. With 'hsdp' the ranks of a node hold the shards, and every node a copy of them. See
+sharded_checkpoint.py for files.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from backends import torch_compat
+from distributed.world import World
 from errors import InputError
 
 PARALLEL = ("ddp", "fsdp", "hsdp")
 
 
-def shard(model: nn.Module, world: Any, kind: str, wire: torch.dtype | None = None) -> None:
-    """Cut the parameters of `model`, in place: residual blocks (class attribute `residual`) each for itself, then the rest.
+def shard(
+    model: nn.Module,
+    world: World,
+    *,
+    kind: str,
+    blocks: Sequence[nn.Module],
+    wire_dtype: torch.dtype | None = None,
+) -> None:
+    """Cut the parameters of a model into shards, in place: each block for itself, then the rest.
 
     Args:
-        model: on its device, before the optimizer is made; its parameters become DTensors in torch's default memory format.
-        world: `distributed.World` of several ranks.
+        model: on its device, before the optimizer is made; its parameters become DTensors in
+            torch's default memory format.
+        world: several ranks.
         kind: 'fsdp' over all ranks; 'hsdp' within each node, with a copy on every node.
-        wire: what gradients are averaged in; None is their own.
+        blocks: modules of the model whose weights are gathered together.
+        wire_dtype: what gradients are averaged in; None is their own.
     Raises:
-        InputError: this torch cannot, or 'hsdp' on one node.
+        InputError: this torch is too old, or 'hsdp' was asked for on one node.
     """
-    try:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    except ImportError:
-        raise InputError(
-            f"--parallel {kind} needs torch 2.9 or newer, this is {torch.__version__}; use --parallel ddp"
-        ) from None
+    if reason := torch_compat.unavailable_reason("fsdp"):
+        raise InputError(f"--parallel {kind} {reason}; use --parallel ddp")
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    policy = MixedPrecisionPolicy(
-        reduce_dtype=wire, cast_forward_inputs=False
-    )  # autocast casts: norms stay in fp32
-    cut = partial(fully_shard, mesh=device_mesh(world, kind), mp_policy=policy)
-    for module in list(model.modules()):
-        if getattr(module, "residual", False):
-            cut(module)
+    # Inputs are not cast: autocast does that, and normalisation stays in fp32.
+    policy = MixedPrecisionPolicy(reduce_dtype=wire_dtype, cast_forward_inputs=False)
+    cut = partial(fully_shard, mesh=_device_mesh(world, kind), mp_policy=policy)
+    for block in blocks:
+        cut(block)
     cut(model)
 
 
-def device_mesh(world: Any, kind: str) -> Any:
-    """The ranks as a DeviceMesh: a line ('fsdp'), or nodes x ranks of a node ('hsdp')."""
-    from torch.distributed.device_mesh import (
-        init_device_mesh,  # this and torch.distributed.checkpoint load the compiler
-    )
+def _device_mesh(world: World, kind: str) -> Any:
+    """The ranks as a DeviceMesh: a line for 'fsdp', nodes x ranks of a node for 'hsdp'."""
+    # Here, since this import and torch.distributed.checkpoint load torch's compiler.
+    from torch.distributed.device_mesh import init_device_mesh
 
     if kind == "fsdp":
         return init_device_mesh(world.device.type, (world.size,))
     nodes = world.size // world.local_size
     if nodes == 1 or world.size % world.local_size:
         raise InputError(
-            "--parallel hsdp: wants several nodes of as many processes each; on one node use --parallel fsdp"
+            "--parallel hsdp needs several nodes with the same number of processes; "
+            "use --parallel fsdp on one node"
         )
-    return init_device_mesh(
-        world.device.type, (nodes, world.local_size), mesh_dim_names=("replicate", "shard")
-    )
+    names = ("replicate", "shard")
+    return init_device_mesh(world.device.type, (nodes, world.local_size), mesh_dim_names=names)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` was here."""
-    return hasattr(model, "set_requires_gradient_sync")
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `shard` has cut this module's parameters."""
+    if not dist.is_initialized() or torch_compat.unavailable_reason("fsdp"):
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
 
 
 @contextlib.contextmanager
 def no_gradient_sync(model: nn.Module) -> Iterator[None]:
-    """Backward passes within the block add up this rank's own gradients."""
+    """Let backward passes within the block add up this rank's own gradients of a sharded model."""
     model.set_requires_gradient_sync(False)  # type: ignore[operator]
     try:
         yield
@@ -85,35 +95,31 @@ def no_gradient_sync(model: nn.Module) -> Iterator[None]:
         model.set_requires_gradient_sync(True)  # type: ignore[operator]
 
 
-def full(tensor: Tensor) -> Tensor:
-    """A plain tensor: a sharded one is put together, on every rank."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def unshard(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor, on every rank; collective."""
+    return tensor.full_tensor()  # type: ignore[attr-defined]
 
 
-def traffic(model: nn.Module) -> tuple[int, int]:
-    """Bytes that a rank's micro-batch has in collectives: of weights, and of gradients where they are averaged."""
+def distribute_like(value: Any, like: Tensor) -> Any:
+    """Cut a whole tensor, the same on all ranks, into the shards that `like` has.
+
+    What is no tensor of the shape of `like`, or where `like` is not sharded, is returned as it is.
+    """
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not (isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape):
+        return value
+    whole = value.to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def bytes_per_micro_batch(model: nn.Module) -> tuple[int, int]:
+    """Bytes of weights that a micro-batch gathers, and of gradients where they are averaged."""
 
     def size(module: nn.Module) -> int:
-        return sum(
-            parameter.numel() * parameter.element_size() for parameter in module.parameters()
-        )
+        return sum(p.numel() * p.element_size() for p in module.parameters())
 
-    every, blocks = (
-        size(model),
-        sum(size(block) for block in model.modules() if block is not model and is_sharded(block)),
-    )
-    return every + blocks, every  # blocks are gathered again in the backward pass
-
-
-def spread(value: Any, like: Tensor) -> Any:
-    """A whole tensor, the same on all ranks, as the shards that `like` has; what is not shaped like it stays as it is."""
-    if (
-        not hasattr(like, "full_tensor")
-        or not isinstance(value, Tensor)
-        or value.shape != like.shape
-    ):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    value = value.to(like.device)
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]
+    whole = size(model)
+    blocks = [module for module in model.modules() if module is not model and is_sharded(module)]
+    # Blocks are gathered a second time, in the backward pass.
+    return whole + sum(map(size, blocks)), whole

@@ -1,4 +1,7 @@
-"""TODO."""
+"""torchrun with the project's exit codes.
+
+python -m distributed.launch --standalone --nproc_per_node=4 resnet50_test.py --bs 256
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ import sys
 
 
 def launch(arguments: list[str]) -> int:
-    """torchrun with these arguments; the exit code is that of the first process that failed, without torchrun's traceback."""
-    os.environ.setdefault(
-        "LOGLEVEL", "CRITICAL"
-    )  # torchrun's own report of a failed process: ours is one line
+    """Run torchrun with these arguments.
+
+    Returns:
+        The exit code of the first process that failed, without torchrun's own traceback; 130 after
+        an interruption; 128 + n for a process that signal n ended.
+    """
+    os.environ.setdefault("LOGLEVEL", "CRITICAL")  # the script's own line says what went wrong
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -20,8 +26,10 @@ def launch(arguments: list[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
-            print(f"error: process {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+            signal = -failure.exitcode
+            print(f"error: process {rank} was ended by signal {signal}", file=sys.stderr)
+            return 128 + signal
+        return failure.exitcode
     except (SignalException, KeyboardInterrupt):
         return 130
     return 0

@@ -1,4 +1,9 @@
-"""TODO."""
+"""Checkpoints of sharded models: each rank writes what it holds, in torch's distributed format.
+
+save(folder, model, optimizer, world)      # collective
+load(folder, model, optimizer, world)      # collective; on any number of ranks, in shards or whole
+weights = load_whole_model(folder)         # the model's state_dict, in one process
+"""
 
 from __future__ import annotations
 
@@ -13,24 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from errors import InputError
-
-# -------------------------------------------------------------------- checkpoints
+from distributed.world import World
+from errors import InputError, last_line
 
 MODEL, OPTIMIZER = "model/", "optimizer/"  # prefixes of names in a sharded checkpoint
 
 
-def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Everything that is saved, by name: those of the model and of the optimizer share memory with it."""
-    found = {MODEL + name: value for name, value in model.state_dict().items()}
-    if optimizer is not None:
-        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        for parameter, state in optimizer.state.items():
-            found |= {f"{OPTIMIZER}{names[parameter]}/{key}": value for key, value in state.items()}
-    return found
-
-
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: Any) -> None:
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
     """Write a new folder; collective.
 
     Raises:
@@ -39,77 +33,104 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world
     import torch.distributed.checkpoint as dcp
 
     try:
-        with quiet():
+        with _silence():
             dcp.save(
-                tensors(model, optimizer),
+                named_tensors(model, optimizer),
                 checkpoint_id=folder,
                 process_group=world.control,
                 no_dist=world.size == 1,
             )
-    except (
-        Exception,
-        dcp.api.CheckpointException,
-    ) as error:  # the latter, of several ranks, is no Exception
+    # CheckpointException, which gathers several ranks' errors, is no Exception.
+    except (Exception, dcp.api.CheckpointException) as error:
         raise OSError(f"{folder} could not be written ({last_line(error)})") from error
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: Any) -> None:
-    """Undo to `save`, whatever the numbers of ranks then and now; collective.
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+    """Inverse of `save`, whatever the numbers of ranks then and now; collective.
 
     Raises:
-        InputError: missing, damaged, or of another model or optimizer.
+        InputError: the folder is missing, damaged, or of another model or optimizer.
     """
-    with reading(folder) as dcp:
-        held = set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
-        make_state(model, optimizer, held)
-        wanted = tensors(model, optimizer)
-        if reason := sorted(wanted.keys() ^ held):
+    with _reading(folder) as dcp:
+        stored = set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+        _create_optimizer_state(model, optimizer, stored)
+        targets = named_tensors(model, optimizer)
+        if unmatched := sorted(targets.keys() ^ stored):
             raise InputError(
-                f"--resume {folder}: {reason[0]} is in the checkpoint or in what these flags describe, but not in both; "
-                "use the flags of the first run"
+                f"--resume {folder}: {unmatched[0]} is in the checkpoint or in what these flags "
+                "describe, but not in both; use the flags of the first run"
             )
-        dcp.load(wanted, checkpoint_id=folder, process_group=world.control, no_dist=world.size == 1)
-    model.load_state_dict(
-        {
-            name.removeprefix(MODEL): value
-            for name, value in wanted.items()
-            if name.startswith(MODEL)
-        }
-    )
+        dcp.load(
+            targets,
+            checkpoint_id=folder,
+            process_group=world.control,
+            no_dist=world.size == 1,
+        )
+    model.load_state_dict(_without_prefix(targets))
 
 
-def make_state(model: nn.Module, optimizer: torch.optim.Optimizer, held: set[str]) -> None:
-    """Make the optimizer's state that a checkpoint holds, zero as yet: scalars for 'step', else like the parameter."""
-    optimizer.state.clear()
-    for name, parameter in model.named_parameters():
-        prefix = f"{OPTIMIZER}{name}/"
-        for key in sorted(name.removeprefix(prefix) for name in held if name.startswith(prefix)):
-            scalar = torch.zeros((), device=parameter.device)
-            optimizer.state[parameter][key] = (
-                scalar if key == "step" else torch.zeros_like(parameter)
-            )
-
-
-def whole(folder: Path) -> dict[str, Tensor]:
+def load_whole_model(folder: Path) -> dict[str, Tensor]:
     """The model's state_dict, put together in this process alone.
 
     Raises:
-        InputError: missing or damaged.
+        InputError: the folder is missing or damaged.
     """
-    with reading(folder) as dcp:
-        held: dict[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        found = {
-            name: torch.empty(of.size, dtype=of.properties.dtype)
-            for name, of in held.items()
+    with _reading(folder) as dcp:
+        stored: dict[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        targets = {
+            name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+            for name, tensor in stored.items()
             if name.startswith(MODEL)
         }
-        dcp.load(found, checkpoint_id=folder, no_dist=True)
-    return {name.removeprefix(MODEL): value for name, value in found.items()}
+        dcp.load(targets, checkpoint_id=folder, no_dist=True)
+    return _without_prefix(targets)
+
+
+def next_name(folder: Path) -> str:
+    """An unused name for a sharded checkpoint in a run folder: shards-1, shards-2 and so on."""
+    numbers = [int(old.name.partition("-")[2]) for old in folder.glob("shards-*")]
+    return f"shards-{max(numbers, default=0) + 1}"
+
+
+def delete_others(folder: Path, keep: set[str]) -> None:
+    """Delete the sharded checkpoints of a run folder whose names are not in `keep`."""
+    for old in folder.glob("shards-*"):
+        if old.name not in keep:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Everything that is saved, by name; the tensors share memory with model and optimizer."""
+    named = {MODEL + name: value for name, value in model.state_dict().items()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        named |= {f"{OPTIMIZER}{names[parameter]}/{key}": value for key, value in state.items()}
+    return named
+
+
+def _without_prefix(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The model's tensors under their own names."""
+    model = {name: value for name, value in named.items() if name.startswith(MODEL)}
+    return {name.removeprefix(MODEL): value for name, value in model.items()}
+
+
+def _create_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, stored: set[str]
+) -> None:
+    """Make the state that a checkpoint holds, filled with zeros."""
+    optimizer.state.clear()
+    for name, parameter in model.named_parameters():
+        prefix = f"{OPTIMIZER}{name}/"
+        keys = sorted(name.removeprefix(prefix) for name in stored if name.startswith(prefix))
+        for key in keys:
+            scalar = torch.zeros((), device=parameter.device)
+            value = scalar if key == "step" else torch.zeros_like(parameter)
+            optimizer.state[parameter][key] = value
 
 
 @contextlib.contextmanager
-def reading(folder: Path) -> Iterator[Any]:
-    """Gives torch.distributed.checkpoint; errors of the block become one InputError."""
+def _reading(folder: Path) -> Iterator[Any]:
+    """Gives torch.distributed.checkpoint to the block, whose errors become one InputError."""
     import torch.distributed.checkpoint as dcp
 
     if not folder.is_dir():
@@ -117,27 +138,20 @@ def reading(folder: Path) -> Iterator[Any]:
             f"--resume: the folder {folder} is missing; it belongs to the checkpoint beside it"
         )
     try:
-        with quiet():
+        with _silence():
             yield dcp
     except InputError:
         raise
-    except (
-        Exception,
-        dcp.api.CheckpointException,
-    ) as error:  # torch's readers raise many types for many kinds of damage; all mean the same to a user
+    # torch's readers raise many types for many kinds of damage; all mean the same to a user.
+    except (Exception, dcp.api.CheckpointException) as error:
         raise InputError(
             f"--resume {folder}: damaged or of another model ({last_line(error)}); start anew"
         ) from None
 
 
-def last_line(error: BaseException) -> str:
-    """The last line of an exception's text, where several ranks' tracebacks end; at most 160 characters."""
-    return (str(error).strip() or type(error).__name__).splitlines()[-1][:160]
-
-
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without torch's remarks that one process is one process."""
+def _silence() -> Iterator[None]:
+    """Suppress torch's remarks that one process is one process."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -147,15 +161,3 @@ def quiet() -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
-
-
-def next_name(folder: Path) -> str:
-    """A name for a sharded checkpoint in a run folder."""
-    return f"shards-{max((int(old.name.partition('-')[2]) for old in folder.glob('shards-*')), default=0) + 1}"
-
-
-def tidy(folder: Path, keep: set[str]) -> None:
-    """Delete the sharded checkpoints of a run folder but those named."""
-    for old in folder.glob("shards-*"):
-        if old.name not in keep:
-            shutil.rmtree(old, ignore_errors=True)

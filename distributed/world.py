@@ -1,40 +1,52 @@
-"""The process group: set-up from torchrun's environment, DistributedDataParallel, sums and agreements across ranks.
+"""The process group: set up from torchrun's environment, with sums and agreements across the ranks.
 
-with distributed.world(device_type) as world:        # world size 1 without torchrun: everything works, sends nothing
-    model = distributed.wrap(model, world, ...)
-    totals = world.sum(totals)
+    with init_world("auto") as world:        # without torchrun one process, which sends nothing
+        totals = world.sum(totals)           # on the devices
+        folder = world.broadcast(folder)     # between the hosts: any picklable value of rank 0
 
-python distributed.py --nproc_per_node=4 resnet50_test.py --bs 256      torchrun, with the project's exit codes
+`World` is the lowest module of the training stack: whoever needs to know its rank takes one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from backends import torch_compat
 from backends.device import choose_device
+from backends.torch_compat import gloo_needs_final_barrier
+
+
+def new_group(ranks: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    """A process group of some ranks, or of all; every rank makes every group, its own or not."""
+    return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend))
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun (or another launcher that sets its environment) started this process."""
+    """Whether torchrun, or another launcher that sets its environment, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @dataclass
 class World:
-    """This process among its peers. `control` is a gloo group for host-side agreements that never touch the device.
+    """This process among its peers.
 
-    `shares_gpu`: the processes of a node share a GPU.
+    Attributes:
+        rank, size: this process's number and how many processes there are.
+        local_rank, local_size: the same on this node.
+        device: where this process computes.
+        control: a gloo group for agreements between the hosts, which never touch the device; None
+            in a single process.
+        bytes_sent: payload that this rank has put into collectives since the epoch began; whoever
+            sends adds to it.
+        shares_gpu: whether all processes of a node share one GPU.
     """
 
     rank: int = 0
@@ -42,32 +54,45 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    control: Any = None
+    control: dist.ProcessGroup | None = None
     bytes_sent: int = 0
     shares_gpu: bool = False
 
     @property
     def is_main(self) -> bool:
-        """Rank 0: the one that writes."""
+        """Whether this is rank 0, the one that writes files and prints."""
         return self.rank == 0
 
     @property
     def devices(self) -> int:
-        """GPUs in use; on CPUs, nodes: what device-hours count."""
-        return (
-            self.size
-            if self.device.type == "cuda" and not self.shares_gpu
-            else self.size // self.local_size
-        )
+        """How many GPUs are in use, or on CPUs how many nodes: what device-hours count."""
+        if self.device.type == "cuda" and not self.shares_gpu:
+            return self.size
+        return self.size // self.local_size
+
+    # ---------------------------------------------------------------- on the devices
 
     def sum(self, values: Tensor) -> Tensor:
-        """Element-wise sum over the ranks, on every rank; one all-reduce, in place."""
+        """Replace `values` by their sum over the ranks, on every rank; one all-reduce."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
+    def average_buffers(self, model: nn.Module) -> None:
+        """Replace BatchNorm's running statistics by their mean over the ranks; one all-reduce."""
+        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        if self.size == 1 or not buffers:
+            return
+        flat = torch.cat([buffer.flatten().float() for buffer in buffers])
+        dist.all_reduce(flat)
+        means = (flat / self.size).split([buffer.numel() for buffer in buffers])
+        for buffer, mean in zip(buffers, means):
+            buffer.copy_(mean.view_as(buffer))
+
+    # ---------------------------------------------------------------- between the hosts
+
     def max_over_ranks(self, value: int) -> int:
-        """The largest value any rank gave, on every rank (host side)."""
+        """The largest value that any rank gave, on every rank."""
         if self.size == 1:
             return value
         box = torch.tensor(value)
@@ -75,7 +100,7 @@ class World:
         return int(box)
 
     def all_gather(self, values: list[float]) -> list[list[float]]:
-        """Every rank's values, on every rank (host side)."""
+        """Every rank's values in rank order, on every rank; each rank gives as many."""
         box = torch.zeros(self.size, len(values), dtype=torch.float64)
         box[self.rank] = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
@@ -83,7 +108,7 @@ class World:
         return box.tolist()
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Rank 0's value, any picklable object, on every rank."""
         if self.size == 1:
             return value
         box = [value]
@@ -91,69 +116,66 @@ class World:
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value on rank 0, in rank order; an empty list elsewhere."""
+        """Every rank's value, any picklable object, on rank 0; an empty list elsewhere."""
         if self.size == 1:
             return [value]
         box: list[Any] = [None] * self.size
         dist.gather_object(value, box if self.is_main else None, dst=0, group=self.control)
         return box if self.is_main else []
 
-    def node_group(self) -> Any:
-        """The process group of this node's ranks; None where every rank is alone on its node, or there is one node."""
-        if self.size == self.local_size or self.local_size == 1:
-            return None
-        groups = [
-            dist.new_group(list(range(start, start + self.local_size)))
-            for start in range(0, self.size, self.local_size)
-        ]
-        return groups[self.rank // self.local_size]
-
     @contextlib.contextmanager
     def local_main_first(self) -> Iterator[None]:
-        """The block runs on the first process of each node before the others: one download, not one a process."""
+        """Let each node's first process run the block before the others: one download a node."""
         if self.size > 1 and self.local_rank > 0:
             dist.barrier(group=self.control)
         yield
         if self.size > 1 and self.local_rank == 0:
             dist.barrier(group=self.control)
 
-    def average_buffers(self, model: nn.Module) -> None:
-        """Make BatchNorm statistics the mean over the ranks, in place; one all-reduce."""
-        floats = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        if self.size == 1 or not floats:
-            return
-        flat = torch.cat([buffer.flatten().float() for buffer in floats])
-        dist.all_reduce(flat)
-        for buffer, mean in zip(
-            floats, (flat / self.size).split([buffer.numel() for buffer in floats])
-        ):
-            buffer.copy_(mean.view_as(buffer))
+    def node_group(self) -> dist.ProcessGroup | None:
+        """The process group of this node's ranks; None where it would be of no use.
+
+        That is where every rank is alone on its node, or where there is only one node. Collective.
+        """
+        if self.local_size in (1, self.size):
+            return None
+        starts = range(0, self.size, self.local_size)
+        groups = [new_group(list(range(start, start + self.local_size))) for start in starts]
+        return groups[self.rank // self.local_size]
+
+    # ---------------------------------------------------------------- in a checkpoint
+
+    def state_dict(self) -> dict[str, int]:
+        """What this rank has sent in the epoch so far."""
+        return {"bytes_sent": self.bytes_sent}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`; other keys are ignored."""
+        self.bytes_sent = state["bytes_sent"]
 
 
-class Vote:
-    """Whether any rank wants to stop, agreed one step late so that asking never waits for the network.
+class StopVote:
+    """Whether any rank wants to stop; agreed a step late, so that asking never waits.
 
     Call `ask` once a step on every rank; the answer is the same on all of them.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.pending: tuple[Any, Tensor] | None = None
+        self.pending: tuple[dist.Work, Tensor] | None = None
 
-    def ask(self, wish: bool) -> bool:
-        """Put in this rank's wish; True once any rank's wish of the call before was True."""
+    def ask(self, wants_to_stop: bool) -> bool:
+        """Hand in this rank's vote; returns whether any rank wanted to stop at the call before."""
         if self.world.size == 1:
-            return wish
+            return wants_to_stop
         agreed = self.finish()
-        box = torch.tensor(int(wish))
-        self.pending = (
-            dist.all_reduce(box, dist.ReduceOp.MAX, group=self.world.control, async_op=True),
-            box,
-        )
+        box = torch.tensor(int(wants_to_stop))
+        work = dist.all_reduce(box, dist.ReduceOp.MAX, group=self.world.control, async_op=True)
+        self.pending = work, box
         return agreed
 
     def finish(self) -> bool:
-        """The answer to the last call; leaves nothing pending."""
+        """The result of the last vote; afterwards nothing is pending."""
         if self.pending is None:
             return False
         work, box = self.pending
@@ -162,36 +184,24 @@ class Vote:
         return bool(box)
 
 
-@contextlib.contextmanager
-def caught_signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM are noted in the list instead of ending the process; a second Ctrl-C ends it at once."""
-    caught: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        if (
-            number == signal.SIGINT and caught and not under_torchrun()
-        ):  # torchrun repeats the terminal's Ctrl-C
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+# -------------------------------------------------------------------- set-up
 
 
-def collectives(device_name: str, device: torch.device, local_size: int) -> str:
-    """nccl between GPUs; gloo between CPUs, and where --device cuda:N puts a node's processes on one GPU, which nccl refuses."""
-    shared = local_size > 1 and ":" in device_name
-    return "nccl" if device.type == "cuda" and not shared else "gloo"
+def choose_collectives(device_name: str, device: torch.device, local_size: int) -> str:
+    """The backend of torch.distributed: nccl between GPUs, gloo between CPUs.
+
+    It is gloo as well where --device cuda:N puts several processes on one GPU, which nccl refuses.
+    """
+    shares_gpu = local_size > 1 and ":" in device_name
+    return "nccl" if device.type == "cuda" and not shares_gpu else "gloo"
 
 
 @contextlib.contextmanager
 def init_world(device_name: str = "auto") -> Iterator[World]:
-    """The process group of torchrun's environment, torn down on the way out; world size 1 without one.
+    """The process group of torchrun's environment; without one, a single process.
 
+    Args:
+        device_name: 'auto', 'cpu', 'cuda' or 'cuda:N'.
     Raises:
         InputError: the device is not there.
     """
@@ -201,32 +211,31 @@ def init_world(device_name: str = "auto") -> Iterator[World]:
     if not under_torchrun():
         yield World(device=device)
         return
-    backend = collectives(device_name, device, local_size)
+    backend = choose_collectives(device_name, device, local_size)
     store, rank, size = next(dist.rendezvous("env://"))
-    # A restarted job finds the store of its first start: without a name of its own it would read dead processes' addresses.
-    store = dist.PrefixStore(f"start-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    device_id = device if backend == "nccl" else None
+    # A restarted job finds the store of its first start: without a prefix of its own it would read
+    # the addresses of dead processes.
+    restarts = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         backend,
-        store=store,
+        store=dist.PrefixStore(f"start-{restarts}", store),
         rank=rank,
         world_size=size,
         timeout=timedelta(minutes=30),
-        device_id=device_id,
+        device_id=device if backend == "nccl" else None,
     )
     try:
-        control = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
-        shares_gpu = device.type == "cuda" and backend == "gloo"
+        control = new_group(backend="gloo") if size > 1 else None
         yield World(
-            dist.get_rank(),
-            dist.get_world_size(),
-            local_rank,
-            local_size,
-            device,
-            control,
-            shares_gpu=shares_gpu,
+            rank=dist.get_rank(),
+            size=dist.get_world_size(),
+            local_rank=local_rank,
+            local_size=local_size,
+            device=device,
+            control=control,
+            shares_gpu=device.type == "cuda" and backend == "gloo",
         )
-        if torch_compat.TORCH_VERSION < (2, 9) and control is not None:
-            dist.barrier(group=control)  # type: ignore[arg-type]  # old gloo may wait for ever where another rank has left
+        if gloo_needs_final_barrier() and control is not None:
+            dist.barrier(group=control)
     finally:
         dist.destroy_process_group()

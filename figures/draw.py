@@ -1,7 +1,9 @@
-"""Draw every picture, and write the results table of README.md, from the logs.
+"""Draw every picture and write the results table of docs/results.md, from the logs.
 
-python -m figures.draw                                     # all of it, from figures/logs
-python -m figures.draw --runs runs/a runs/b --out a.png    # your own runs; those named NAME-seedN become one line
+python -m figures.draw                                     # everything, from figures/logs
+python -m figures.draw --runs runs/a runs/b --out a.png    # your own runs
+
+Runs of your own that are named NAME-seedN become one line with a band.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from figures.logs import LOGS, ROOT, by_name, read_groups
 from figures.pictures import PICTURES, overview
 
 HERE = ROOT / "figures"
+PLAN = HERE / "experiments.yaml"
+RESULTS_PAGE = ROOT / "docs" / "results.md"
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a picture, aside first."""
+    """Write a picture to a temporary file and rename it, so that no half picture is left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     figure.savefig(part, dpi=150, format=path.suffix.lstrip(".") or "png")
@@ -29,18 +33,8 @@ def save(figure: Figure, path: Path) -> None:
     print(path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", nargs="+", type=Path, help="run folders")
-    parser.add_argument(
-        "--out", type=Path, default=Path("accuracy.png"), help="picture (default accuracy.png)"
-    )
-    args = parser.parse_args()
-    if args.runs:
-        save(overview(by_name(args.runs)), args.out)
-        return
+def draw_all() -> None:
+    """Draw every picture whose runs are there and write the results table."""
     groups = read_groups(LOGS)
     for name, picture in PICTURES.items():
         figure = picture(groups)
@@ -48,9 +42,29 @@ def main() -> None:
             print(f"{name}.png: its runs are not there yet")
         else:
             save(figure, HERE / f"{name}.png")
-    new = table.text(groups, HERE / "experiments.yaml")
-    table.write(new, ROOT / "README.md")
-    print(new)
+    generated = table.results(groups, PLAN)
+    table.write(generated, RESULTS_PAGE)
+    print(generated)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs", nargs="+", type=Path, help="run folders to draw instead of the committed logs"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("accuracy.png"),
+        help="picture of --runs (default accuracy.png)",
+    )
+    args = parser.parse_args()
+    if args.runs:
+        save(overview(by_name(args.runs)), args.out)
+    else:
+        draw_all()
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Data sets as they are read, tokenised, shuffled and batched."""
+"""Reads, tokenises, shuffles, augments and batches the training and test data."""

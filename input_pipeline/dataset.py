@@ -1,4 +1,24 @@
-"""TODO."""
+"""The protocol between a data set and the training loop, and how to write a data set of your own.
+
+The loop asks for three things: the number of rows, the length of each row, and batches of given
+rows. `ImageDataset` and `TextDataset` of this package provide them, and so can any class of yours:
+
+    class Tabular:                                     # 20 fp32 columns, classes 0 and 1
+        lengths = None                                 # all rows are equally long
+
+        def __init__(self, inputs: Tensor, labels: Tensor) -> None:
+            self.inputs, self.labels = inputs, labels  # (rows, 20) and (rows,), on the device
+
+        def __len__(self) -> int:
+            return len(self.labels)
+
+        def batches(self, row_batches, epoch=None):
+            for rows in row_batches:
+                yield self.inputs[rows], self.labels[rows]
+
+The data set does not decide which rows make a batch, or which rank computes them:
+`input_pipeline.sampler` and `training.batch_schedule` do, in the same way for every data set.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +29,36 @@ from torch import Tensor
 
 
 class BatchedDataset(Protocol):
-    """What a data set owes the loop; `images.ImageDataset` and `texts.TextDataset` are two."""
+    """What a data set owes the training loop and the evaluation."""
 
     @property
     def lengths(self) -> Tensor | None:
-        """(rows,) tokens of each row on the CPU, or None where rows are equally long."""
+        """(rows,) int64 on the CPU: number of tokens of each row; None where all are equally long.
 
-    def __len__(self) -> int: ...
+        Rows of similar length are put into the same batch, which keeps padding low.
+        """
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        ...
 
     def batches(
-        self, plan: Sequence[Tensor], epoch: int | None = None
+        self, row_batches: Sequence[Tensor], epoch: int | None = None
     ) -> Generator[tuple[Tensor, Tensor]]:
-        """(inputs, labels) on the device for each tensor of row numbers; augmented when `epoch` is given."""
+        """Yield one (inputs, labels) pair for each entry of `row_batches`, in the same order.
+
+        The loop may close the generator before its end, for example when the run is interrupted.
+
+        Args:
+            row_batches: row numbers of each batch, (batch,) int64 on the CPU. They differ in size,
+                and a row may occur several times.
+            epoch: number of the training epoch, from 0 on; None in evaluation, which means no
+                augmentation. Augmentation may depend on the row, the epoch and a seed, and on
+                nothing else: a resumed run and a run with other ranks then see the same inputs.
+        Yields:
+            inputs: (batch, ...), what the model takes, on the training device.
+            labels: (batch,) int64, class numbers from 0 on, on the training device.
+        Raises:
+            InputError: a row cannot be read; the message names the file and the remedy.
+        """
         ...

@@ -1,9 +1,12 @@
-"""Batches of images: gathered, cropped, flipped and normalised where the pixels live, or streamed from files.
+"""Batches of images: gathered, randomly cropped and flipped, and normalised on the training device.
 
-    train = ImageSet(images, DATASETS["cifar10"], mean, std, device=torch.device("cpu"))
-    for pixels, labels in train.batches(plan, epoch=0): ...             # (batch, channels, height, width), channels_last
+    mean, std = channel_statistics(split)
+    train = ImageDataset(split, AUGMENTATIONS["cifar10"], mean=mean, std=std, device=device)
+    for images, labels in train.batches(row_batches, epoch=0): ...    # (batch, 3, 32, 32), (batch,)
 
-Augmentation of sample i in epoch e is a function of (seed, e, i): it does not depend on batch size or world size.
+Pixels are kept on the device if they fit, and otherwise decoded from files by worker processes. The
+augmentation of a row is a function of (seed, epoch, row): it does not depend on the batch size or
+on the number of ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,36 +24,46 @@ from errors import InputError
 from input_pipeline.image_datasets import ImageSplit
 from input_pipeline.sampler import epoch_generator
 
-STATISTICS_ROWS = 10_000  # images used for the mean and deviation of each channel
+STATISTICS_ROWS = 10_000  # images used for the mean and standard deviation of each channel
+STATISTICS_PIXELS = 1 << 22  # pixels summed at a time, to keep memory low
+DECODE_ROWS = 256  # images that a worker decodes at a time when all are made resident
+MEMORY_FRACTION = 4  # a split may take a quarter of the free memory
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random crop out of the image padded by `pad` zero pixels, and a horizontal flip of every second image."""
+    """Random crops and flips.
+
+    Attributes:
+        pad: zero pixels added to each side of an image, out of which its own size is cropped.
+        flip: whether to mirror each image horizontally with probability 1/2.
+    """
 
     pad: int
     flip: bool
 
 
-DATASETS = {
+AUGMENTATIONS = {
     "cifar10": Augmentation(pad=4, flip=True),
     "mnist": Augmentation(pad=2, flip=False),
     "digits": Augmentation(pad=1, flip=False),
     "folder": Augmentation(pad=4, flip=True),
 }
+"""The standard augmentation of each data set, by the name of --dataset."""
 
 
 class ImageDataset:
-    """Batches of one split, resident on the device or streamed by worker processes.
+    """The images of one split, resident on the device or streamed from files by worker processes.
 
     Args:
         images: the split.
-        augmentation: used where an epoch is given.
-        mean, std: of each channel, pixels in 0..1.
+        augmentation: applied to batches of a training epoch.
+        mean: mean of each channel, of pixel values in 0..1.
+        std: standard deviation of each channel, of pixel values in 0..1.
         device: where batches, and resident pixels, live.
-        seed: of the augmentation.
-        workers: processes that decode files.
-        resident: keep all pixels on the device; otherwise files are decoded each time.
+        seed: seed of the augmentation.
+        workers: number of processes that decode files.
+        resident: keep all pixels on the device; otherwise files are decoded in every epoch.
     """
 
     lengths: Tensor | None = None
@@ -60,6 +72,7 @@ class ImageDataset:
         self,
         images: ImageSplit,
         augmentation: Augmentation,
+        *,
         mean: Sequence[float],
         std: Sequence[float],
         device: torch.device,
@@ -67,124 +80,198 @@ class ImageDataset:
         workers: int = 2,
         resident: bool = True,
     ) -> None:
-        self.images, self.augmentation, self.device, self.seed, self.workers = (
-            images,
-            augmentation,
-            device,
-            seed,
-            workers,
-        )
+        self.images = images
+        self.augmentation = augmentation
+        self.mean = torch.tensor(list(mean), device=device)
+        self.std = torch.tensor(list(std), device=device)
+        self.device = device
+        self.seed = seed
+        self.workers = workers
+        self.labels = images.labels.to(device)
         self.pixels: Tensor | None = None
         if resident:
-            source = images.pixels if images.pixels is not None else decode_all(images, workers)
-            self.pixels = source.to(device)
-        self.labels = images.labels.to(device)
-        self.mean, self.std = (
-            torch.tensor(list(mean), device=device),
-            torch.tensor(list(std), device=device),
-        )
+            pixels = images.pixels if images.pixels is not None else decode_all(images, workers)
+            self.pixels = pixels.to(device)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def batches(
-        self, plan: Sequence[Tensor], epoch: int | None = None
+        self, row_batches: Sequence[Tensor], epoch: int | None = None
     ) -> Generator[tuple[Tensor, Tensor]]:
-        """(images (batch, channels, height, width) fp32 in channels_last, labels) for each tensor of row numbers."""
-        moves = self.draw(epoch) if epoch is not None else None
-        raw = (
-            self.resident_batches(plan) if self.pixels is not None else self.streamed_batches(plan)
-        )
-        for rows, pixels, labels in raw:
-            if moves is not None:
-                pixels = crop_flip(pixels, moves[rows], self.augmentation.pad)
-            yield normalise(pixels, self.mean, self.std), labels
+        """Yield (images, labels) for each entry of `row_batches`, see `BatchedDataset`.
 
-    def draw(self, epoch: int) -> Tensor:
-        """(rows, 3) uint8 on the device: vertical and horizontal offset of the crop, and whether to flip."""
+        Args:
+            row_batches: row numbers of each batch.
+            epoch: number of the training epoch; None gives images without augmentation.
+        Yields:
+            images: (batch, channels, height, width) fp32 in channels_last.
+            labels: (batch,) int64.
+        """
+        crops = self.draw_crops(epoch) if epoch is not None else None
+        if self.pixels is not None:
+            decoded = self._resident_batches(self.pixels, row_batches)
+        else:
+            decoded = self._streamed_batches(row_batches)
+        for rows, pixels in decoded:
+            if crops is not None:
+                offsets, flips = crops
+                pixels = crop_flip(
+                    pixels, offsets[rows], flips=flips[rows], pad=self.augmentation.pad
+                )
+            yield normalise(pixels, self.mean, std=self.std), self.labels[rows]
+
+    def draw_crops(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """Draw the crop offsets and flips of all rows for one epoch.
+
+        Returns:
+            offsets: (rows, 2) uint8 on the device, vertical and horizontal, in 0..2 pad.
+            flips: (rows,) uint8 on the device, 1 where the image is mirrored.
+        """
         generator = epoch_generator(self.seed + 1, epoch)
-        shape, pad = (len(self), 1), self.augmentation.pad
-        offsets = torch.randint(2 * pad + 1, (len(self), 2), generator=generator, dtype=torch.uint8)
-        flips = torch.randint(2, shape, generator=generator, dtype=torch.uint8) * int(
-            self.augmentation.flip
-        )
-        return torch.cat([offsets, flips], dim=1).to(self.device)
+        num_offsets = 2 * self.augmentation.pad + 1
+        offsets = torch.randint(num_offsets, (len(self), 2), generator=generator, dtype=torch.uint8)
+        flips = torch.randint(2, (len(self),), generator=generator, dtype=torch.uint8)
+        if not self.augmentation.flip:
+            flips.zero_()
+        return offsets.to(self.device), flips.to(self.device)
 
-    def resident_batches(self, plan: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(rows, pixels, labels), gathered on the device."""
-        assert self.pixels is not None
-        for rows in plan:
-            rows = rows.to(self.device, non_blocking=True)
-            yield rows, self.pixels.index_select(0, rows), self.labels.index_select(0, rows)
+    def _resident_batches(
+        self, all_pixels: Tensor, row_batches: Sequence[Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (rows, pixels) on the device, gathered from the resident pixels."""
+        for rows in row_batches:
+            device_rows = rows.to(self.device, non_blocking=True)
+            yield device_rows, all_pixels.index_select(0, device_rows)
 
-    def streamed_batches(self, plan: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(rows, pixels, labels), decoded by worker processes; on a GPU one batch ahead, copied on a side stream."""
+    def _streamed_batches(self, row_batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (rows, pixels) on the device, decoded from files by worker processes.
+
+        On a GPU the next batch is copied on a side stream while the current one is in use.
+        """
+        on_gpu = self.device.type == "cuda"
         loader = DataLoader(
-            DecodedBatches(self.images, plan),
+            DecodedBatches(self.images, row_batches),
             batch_size=None,
             num_workers=self.workers,
-            pin_memory=self.device.type == "cuda",
+            pin_memory=on_gpu,
         )
-        if self.device.type != "cuda":
-            for rows, pixels in checked(loader):
-                yield rows, pixels, self.labels[rows]
+        if not on_gpu:
+            yield from raise_worker_errors(loader)
             return
-        stream, ahead = torch.cuda.Stream(self.device), None
-        for rows, pixels in checked(loader):
-            with torch.cuda.stream(stream):
-                on_device = (
+        copy_stream = torch.cuda.Stream(self.device)
+        next_batch: tuple[Tensor, Tensor] | None = None
+        for rows, pixels in raise_worker_errors(loader):
+            with torch.cuda.stream(copy_stream):
+                copied = (
                     rows.to(self.device, non_blocking=True),
                     pixels.to(self.device, non_blocking=True),
                 )
-            if ahead is not None:
-                yield self.arrived(stream, ahead)
-            ahead = on_device
-        if ahead is not None:
-            yield self.arrived(stream, ahead)
+            if next_batch is not None:
+                yield wait_for_copy(next_batch, copy_stream)
+            next_batch = copied
+        if next_batch is not None:
+            yield wait_for_copy(next_batch, copy_stream)
 
-    def arrived(
-        self, stream: torch.cuda.Stream, batch: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """A batch copied on `stream`, made safe for the current stream."""
-        current = torch.cuda.current_stream(self.device)
-        current.wait_stream(stream)
-        for tensor in batch:
-            tensor.record_stream(current)
-        rows, pixels = batch
-        return rows, pixels, self.labels[rows]
+
+def normalise(pixels: Tensor, mean: Tensor, *, std: Tensor) -> Tensor:
+    """Convert uint8 pixels to normalised floats: (pixel / 255 - mean) / std.
+
+    Args:
+        pixels: (batch, height, width, channels) uint8.
+        mean: (channels,), of pixel values in 0..1.
+        std: (channels,), of pixel values in 0..1.
+    Returns:
+        (batch, channels, height, width) fp32 in channels_last.
+    """
+    width = pixels.shape[2]  # whole image rows: broadcasting over a last dimension of 3 is slow
+    means, scales = (255 * mean).repeat(width), (1 / (255 * std)).repeat(width)
+    image_rows = (pixels.float().flatten(2) - means).mul_(scales)
+    return image_rows.view(pixels.shape).permute(0, 3, 1, 2)
+
+
+def crop_flip(pixels: Tensor, offsets: Tensor, *, flips: Tensor, pad: int) -> Tensor:
+    """Crop each image out of its zero-padded self and mirror some, with one gather of image rows.
+
+    Args:
+        pixels: (batch, height, width, channels) uint8.
+        offsets: (batch, 2) uint8, position of the crop from the top and from the left, in 0..2 pad.
+        flips: (batch,) uint8, 1 where the image is mirrored horizontally.
+        pad: zero pixels on each side.
+    Returns:
+        (batch, height, width, channels) uint8.
+    """
+    batch, height, width, channels = pixels.shape
+    top, left = offsets.long().unbind(1)
+    padded = F.pad(pixels, (0, 0, pad, pad, pad, pad))
+    row_stride = (width + 2 * pad) * channels  # bytes of a padded image row
+    first_row = torch.arange(batch, device=pixels.device) * (height + 2 * pad) + top
+    first_byte = first_row * row_stride + left * channels
+    row_offsets = torch.arange(height, device=pixels.device) * row_stride
+    starts = first_byte[:, None] + row_offsets  # (batch, height), first byte of each cropped row
+    row_bytes = width * channels
+    # A view whose i-th entry is the `row_bytes` bytes that start at byte i.
+    windows = padded.flatten().as_strided((padded.numel() - row_bytes + 1, row_bytes), (1, 1))
+    cropped = windows.index_select(0, starts.flatten()).view(pixels.shape)
+    return torch.where(flips.bool()[:, None, None, None], cropped.flip(2), cropped)
 
 
 def channel_statistics(images: ImageSplit) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel, of pixels in 0..1, over up to 10,000 images spread over the set."""
+    """Return the mean and standard deviation of each channel, of pixel values in 0..1.
+
+    They are computed from up to 10,000 images, spread evenly over the split.
+    """
     rows = torch.linspace(0, len(images) - 1, min(len(images), STATISTICS_ROWS)).long().unique()
     pixels = images.decode(rows).flatten(0, 2)  # (pixels, channels)
-    totals = torch.zeros(2, pixels.shape[1], dtype=torch.float64)
-    for part in pixels.split(1 << 22):
-        values = part.double() / 255
-        totals += torch.stack([values.sum(0), values.square().sum(0)])
-    mean, square = totals / len(pixels)
-    return mean.tolist(), (square - mean.square()).clamp(min=1e-8).sqrt().tolist()
+    sums = torch.zeros(2, pixels.shape[1], dtype=torch.float64)
+    for chunk in pixels.split(STATISTICS_PIXELS):
+        values = chunk.double() / 255
+        sums += torch.stack([values.sum(0), values.square().sum(0)])
+    mean, mean_square = sums / len(pixels)
+    std = (mean_square - mean.square()).clamp(min=1e-8).sqrt()
+    return mean.tolist(), std.tolist()
+
+
+def fits_in_memory(images: ImageSplit, device: torch.device) -> bool:
+    """Return whether the pixels take less than a quarter of the free memory of the device."""
+    if images.pixels is not None and device.type == "cpu":
+        return True
+    needed = len(images) * images.size**2 * images.channels
+    if device.type == "cuda":
+        return needed < torch.cuda.mem_get_info(device)[0] / MEMORY_FRACTION
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return needed < free / MEMORY_FRACTION
+
+
+# -------------------------------------------------------------------- decoding of image files
 
 
 class DecodedBatches(Dataset):
-    """Item i is (rows, pixels) of the i-th batch of a plan, or the InputError that stopped it."""
+    """Decodes batches of image files in the worker processes of a DataLoader.
 
-    def __init__(self, images: ImageSplit, plan: Sequence[Tensor]) -> None:
-        self.images, self.plan = images, list(plan)
+    Item i is (rows, pixels) of the i-th batch, or the InputError that its decoding raised: a worker
+    would wrap a raised one in a traceback, so it is returned and raised by `raise_worker_errors`.
+    """
+
+    def __init__(self, images: ImageSplit, row_batches: Sequence[Tensor]) -> None:
+        self.images = images
+        self.row_batches = list(row_batches)
 
     def __len__(self) -> int:
-        return len(self.plan)
+        return len(self.row_batches)
 
-    def __getitem__(self, index: int) -> Any:
-        rows = self.plan[index]
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | InputError:
+        rows = self.row_batches[index]
         try:
             return rows, self.images.decode(rows)
-        except InputError as error:  # a worker would wrap it in a traceback: hand it over as it is
+        except InputError as error:
             return error
 
 
-def checked(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The loader's batches; raises the error that a worker handed over."""
+def raise_worker_errors(
+    loader: Iterable[tuple[Tensor, Tensor] | InputError],
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of a loader and raise the error that a worker process returned."""
     for item in loader:
         if isinstance(item, InputError):
             raise item
@@ -192,51 +279,21 @@ def checked(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def decode_all(images: ImageSplit, workers: int) -> Tensor:
-    """All files decoded once, in parallel: (rows, height, width, channels) uint8."""
+    """Decode all files once, in parallel: (rows, size, size, channels) uint8."""
     pixels = torch.empty(len(images), images.size, images.size, images.channels, dtype=torch.uint8)
-    plan = torch.arange(len(images)).split(256)
-    loader = DataLoader(DecodedBatches(images, plan), batch_size=None, num_workers=workers)
-    for rows, part in checked(loader):
-        pixels[rows] = part
+    row_batches = torch.arange(len(images)).split(DECODE_ROWS)
+    loader = DataLoader(DecodedBatches(images, row_batches), batch_size=None, num_workers=workers)
+    for rows, decoded in raise_worker_errors(loader):
+        pixels[rows] = decoded
     return pixels
 
 
-def fits_in_memory(images: ImageSplit, device: torch.device) -> bool:
-    """Whether the split takes less than a quarter of the memory that is free where it would live."""
-    if images.pixels is not None and device.type == "cpu":
-        return True
-    wanted = len(images) * images.size**2 * images.channels
-    if device.type == "cuda":
-        return wanted < torch.cuda.mem_get_info(device)[0] / 4
-    return wanted < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 4
-
-
-def normalise(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """(batch, height, width, channels) uint8 to (batch, channels, height, width) fp32, channels_last: (x / 255 - mean) / std."""
-    width = pixels.shape[2]  # whole image rows: broadcasting over a last dimension of 3 is slow
-    means, scales = (255 * mean).repeat(width), (1 / (255 * std)).repeat(width)
-    rows = (pixels.float().flatten(2) - means).mul_(scales)
-    return rows.view(pixels.shape).permute(0, 3, 1, 2)
-
-
-def crop_flip(pixels: Tensor, moves: Tensor, pad: int) -> Tensor:
-    """Shift each image within `pad` zero pixels and mirror some: one gather of whole image rows.
-
-    Args:
-        pixels: (batch, height, width, channels) uint8.
-        moves: (batch, 3) uint8: offsets 0..2 pad down and right, flip 0 or 1.
-        pad: pixels.
-    """
-    batch, height, width, channels = pixels.shape
-    down, right, flip = moves.long().unbind(1)
-    padded = F.pad(pixels, (0, 0, pad, pad, pad, pad))
-    stride = (width + 2 * pad) * channels  # bytes of a padded image row
-    image = torch.arange(batch, device=pixels.device) * (height + 2 * pad)
-    first = (image + down) * stride + right * channels
-    start = first[:, None] + torch.arange(height, device=pixels.device) * stride  # (batch, height)
-    length = width * channels
-    every_row = padded.flatten().as_strided(
-        (padded.numel() - length + 1, length), (1, 1)
-    )  # a row from every byte on
-    cropped = every_row.index_select(0, start.flatten()).view(pixels.shape)
-    return torch.where(flip.bool()[:, None, None, None], cropped.flip(2), cropped)
+def wait_for_copy(
+    batch: tuple[Tensor, Tensor], copy_stream: torch.cuda.Stream
+) -> tuple[Tensor, Tensor]:
+    """Make a batch that was copied on `copy_stream` safe to use on the current stream."""
+    current = torch.cuda.current_stream(batch[0].device)
+    current.wait_stream(copy_stream)
+    for tensor in batch:
+        tensor.record_stream(current)
+    return batch

@@ -1,12 +1,16 @@
-"""Image data sets as read from their files: labels, and pixels as one uint8 tensor or the list of files that hold them.
+"""Reads image data sets: CIFAR-10, MNIST, scikit-learn's digits, or a folder of image files.
 
-splits, classes = read_image_splits("cifar10", "data", image_size=0)      # {'train': Images, 'test': Images}
+    splits, classes = read_image_splits("cifar10", "data")     # {"train": ImageSplit, "test": ...}
+    splits["train"].pixels                                     # (50000, 32, 32, 3) uint8
+
+A missing CIFAR-10 or MNIST is downloaded by torchvision, which verifies checksums.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,134 +19,145 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
-from errors import InputError
+from errors import InputError, first_line
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
-DOWNLOADS = {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}  # folder below --data_dir
+TORCHVISION_FOLDERS = {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}  # below --data_dir
+READ_ERRORS = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
+FOLDER_IMAGE_SIZE = 32  # pixels a side where --image_size is not given
+RESIZE_ROWS = 4096  # images resized at a time, to keep memory low
 
 
 @dataclass
 class ImageSplit:
-    """One split: labels, and either pixels (rows, height, width, channels) uint8 or the files that hold them."""
+    """The training or the test split: labels, and either the pixels or the files that hold them.
+
+    Attributes:
+        labels: (rows,) int64 class numbers.
+        pixels: (rows, height, width, channels) uint8, or None.
+        files: one image file for each row, or None.
+        size: pixels a side.
+        channels: 3 for colour, 1 for grey.
+    """
 
     labels: Tensor
     pixels: Tensor | None = None
+    _: KW_ONLY
     files: list[Path] | None = None
-    size: int = 0  # pixels a side, for files
+    size: int = 0
     channels: int = 3
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def take(self, rows: Tensor) -> ImageSplit:
-        """The given rows, in that order."""
+        """Return a split of the given rows, in that order."""
         if self.pixels is not None:
-            return ImageSplit(self.labels[rows], self.pixels[rows], None, self.size, self.channels)
+            return dataclasses.replace(self, labels=self.labels[rows], pixels=self.pixels[rows])
         assert self.files is not None
-        return ImageSplit(
-            self.labels[rows],
-            None,
-            [self.files[i] for i in rows.tolist()],
-            self.size,
-            self.channels,
-        )
+        files = [self.files[row] for row in rows.tolist()]
+        return dataclasses.replace(self, labels=self.labels[rows], files=files)
 
     def decode(self, rows: Tensor) -> Tensor:
-        """Pixels of some rows: (len(rows), height, width, channels) uint8."""
+        """Return the pixels of the given rows: (len(rows), height, width, channels) uint8."""
         if self.pixels is not None:
             return self.pixels[rows]
         assert self.files is not None
-        return torch.stack(
-            [read_image(self.files[i], self.size, self.channels) for i in rows.tolist()]
-        )
+        files = [self.files[row] for row in rows.tolist()]
+        return torch.stack([read_image(file, self.size, channels=self.channels) for file in files])
 
 
 def read_image_splits(
-    name: str, data_dir: str, image_size: int
+    name: str, data_dir: str, *, image_size: int = 0
 ) -> tuple[dict[str, ImageSplit], list[str]]:
-    """Training and test images of a data set, and the names of its classes.
+    """Read the training and test images of a data set and the names of its classes.
 
     Args:
         name: 'cifar10', 'mnist', 'digits' (embedded) or 'folder'.
-        data_dir: holds the data set in its standard format; 'folder': train/CLASS/* and test/CLASS/*.
-        image_size: pixels a side; 0 is the data set's own ('folder': 32).
+        data_dir: folder with the data set in its standard format; for 'folder' it contains
+            train/CLASS/* and test/CLASS/*.
+        image_size: pixels a side; 0 keeps the data set's own size (32 for 'folder').
+    Returns:
+        The splits 'train' and 'test', and the class names in the order of their numbers.
     Raises:
         InputError: a file is missing or broken; the message says what to do.
     """
-    if name == "digits":
-        splits, classes = read_digits()
-    elif name == "folder":
-        return read_folder(Path(data_dir), image_size or 32)
-    else:
-        splits, classes = read_torchvision(name, data_dir)
-    for images in splits.values():
-        assert images.pixels is not None
-        images.pixels = resize(images.pixels, image_size) if image_size else images.pixels
-        images.size, images.channels = images.pixels.shape[1], images.pixels.shape[-1]
+    if name == "folder":
+        return read_folder(Path(data_dir), image_size or FOLDER_IMAGE_SIZE)
+    splits, classes = read_digits() if name == "digits" else read_torchvision(name, data_dir)
+    for split in splits.values():
+        assert split.pixels is not None
+        if image_size:
+            split.pixels = resize(split.pixels, image_size)
+        split.size, split.channels = split.pixels.shape[1], split.pixels.shape[-1]
     return splits, classes
 
 
 def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], list[str]]:
-    """CIFAR-10 or MNIST through torchvision, downloaded with checksum where the folder is missing."""
-    from torchvision import datasets  # only here: digits and folders do without
+    """Read CIFAR-10 or MNIST with torchvision, which downloads it where its folder is missing.
 
-    kind = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[name]
-    folder = Path(data_dir) / DOWNLOADS[name]
-    missing = not folder.is_dir() or not any(folder.iterdir())
+    Raises:
+        InputError: the files are damaged, or missing and could not be downloaded.
+    """
+    from torchvision import datasets  # imported here: digits and folders do not need torchvision
+
+    dataset_class = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[name]
+    folder = Path(data_dir) / TORCHVISION_FOLDERS[name]
+    is_missing = not folder.is_dir() or not any(folder.iterdir())
     splits, classes = {}, []
     for part in ("train", "test"):
         try:
-            data = kind(root=data_dir, train=part == "train", download=missing)
-            pixels = torch.as_tensor(
-                np.ascontiguousarray(data.data)
-            )  # torchvision's is a transposed view
+            data = dataset_class(root=data_dir, train=part == "train", download=is_missing)
+            pixels = torch.as_tensor(np.ascontiguousarray(data.data))  # a transposed view
             labels = torch.as_tensor(data.targets)
             classes = list(data.classes)
-            if len(labels) != len(pixels) or not 0 <= int(labels.min()) <= int(labels.max()) < len(
-                classes
-            ):
+            in_range = 0 <= int(labels.min()) <= int(labels.max()) < len(classes)
+            if len(labels) != len(pixels) or not in_range:
                 raise ValueError("labels do not match the images")
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-            KeyError,
-            EOFError,
-            pickle.UnpicklingError,
-        ) as error:
-            state = "is missing and could not be downloaded" if missing else "is damaged"
+        except READ_ERRORS as error:
+            state = "is missing and could not be downloaded" if is_missing else "is damaged"
             raise InputError(
-                f"{folder} {state} ({str(error).splitlines()[0][:120]}): put the official {name} files there "
-                "(python version), or run with --dataset digits"
+                f"{folder} {state} ({first_line(error)}): put the official {name} "
+                "files there (python version), or run with --dataset digits"
             ) from None
         splits[part] = ImageSplit(labels, pixels if pixels.ndim == 4 else pixels.unsqueeze(-1))
     return splits, classes
 
 
 def read_digits() -> tuple[dict[str, ImageSplit], list[str]]:
-    """scikit-learn's embedded 8x8 digits: 1,437 to train on and the last 360 to test."""
-    from sklearn.datasets import load_digits  # embedded in the package, no download
+    """Read scikit-learn's embedded 8x8 digits: 1,437 rows to train on and the last 360 to test."""
+    from sklearn.datasets import load_digits  # imported here: only this data set needs it
 
     data = load_digits()
     pixels = torch.from_numpy((data.images * (255 / 16)).round().astype(np.uint8)).unsqueeze(-1)
     labels = torch.from_numpy(data.target).long()
-    border = len(labels) * 4 // 5
+    num_train = len(labels) * 4 // 5
     splits = {
-        "train": ImageSplit(labels[:border], pixels[:border]),
-        "test": ImageSplit(labels[border:], pixels[border:]),
+        "train": ImageSplit(labels[:num_train], pixels[:num_train]),
+        "test": ImageSplit(labels[num_train:], pixels[num_train:]),
     }
     return splits, [str(digit) for digit in range(10)]
 
 
 def read_folder(root: Path, size: int) -> tuple[dict[str, ImageSplit], list[str]]:
-    """root/train/CLASS/* and root/test/CLASS/*: file lists; the classes are those of train/, sorted."""
+    """List the images root/train/CLASS/* and root/test/CLASS/*, which are decoded later.
+
+    Args:
+        root: the folder that contains train/ and test/.
+        size: pixels a side to which images are scaled and cropped.
+    Returns:
+        The splits, and the names of the folders in train/, sorted.
+    Raises:
+        InputError: a folder is missing or empty, or test/ has a class that train/ does not have.
+    """
     splits: dict[str, ImageSplit] = {}
     classes: list[str] = []
     for part in ("train", "test"):
         folder = root / part
         if not folder.is_dir():
             raise InputError(
-                f"{folder} is missing: --dataset folder wants {root}/train/CLASS/* and {root}/test/CLASS/*"
+                f"{folder} is missing: --dataset folder needs {root}/train/CLASS/* "
+                f"and {root}/test/CLASS/*"
             )
         names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
         if part == "train":
@@ -151,33 +166,46 @@ def read_folder(root: Path, size: int) -> tuple[dict[str, ImageSplit], list[str]
                 raise InputError(
                     f"{folder} has {len(names)} class folders; classification needs two or more"
                 )
-        strangers = sorted(set(names) - set(classes))
-        if strangers:
+        if unknown := sorted(set(names) - set(classes)):
             raise InputError(
-                f"{folder / strangers[0]}: a class that {root / 'train'} does not have; move or delete it"
+                f"{folder / unknown[0]}: a class that {root / 'train'} does not have; "
+                "move or delete it"
             )
         files, labels = [], []
-        for number, name in enumerate(classes):
-            found = sorted(p for p in (folder / name).glob("**/*") if p.suffix.lower() in SUFFIXES)
-            if not found and (part == "train" or name in names):
+        for label, name in enumerate(classes):
+            class_files = list_images(folder / name)
+            if not class_files and (part == "train" or name in names):
                 raise InputError(
-                    f"{folder / name} holds no images ({', '.join(sorted(SUFFIXES))}); fill it or delete it"
+                    f"{folder / name} contains no images ({', '.join(sorted(SUFFIXES))}); "
+                    "add some or delete the folder"
                 )
-            files += found
-            labels += [number] * len(found)
+            files += class_files
+            labels += [label] * len(class_files)
         if not files:
             raise InputError(
-                f"{folder} holds no images: it wants a folder for each class, as in {root / 'train'}"
+                f"{folder} contains no images: it needs a folder for each class, "
+                f"as in {root / 'train'}"
             )
         splits[part] = ImageSplit(torch.tensor(labels), files=files, size=size)
     return splits, classes
 
 
-def read_image(path: Path, size: int, channels: int = 3) -> Tensor:
-    """One image file, its shorter side scaled to `size`, the centre cut out: (size, size, channels) uint8.
+def list_images(folder: Path) -> list[Path]:
+    """Return the image files below a folder, sorted."""
+    return sorted(path for path in folder.glob("**/*") if path.suffix.lower() in SUFFIXES)
 
+
+def read_image(path: Path, size: int, *, channels: int = 3) -> Tensor:
+    """Read one image file, scale its shorter side to `size` and crop the centre.
+
+    Args:
+        path: the image file, in any mode that Pillow reads.
+        size: pixels a side of the result.
+        channels: 3 for colour, 1 for grey.
+    Returns:
+        (size, size, channels) uint8.
     Raises:
-        InputError: it cannot be read.
+        InputError: the file cannot be read.
     """
     try:
         with Image.open(path) as image:
@@ -185,9 +213,8 @@ def read_image(path: Path, size: int, channels: int = 3) -> Tensor:
             scale = size / min(image.size)
             width, height = (max(size, round(side * scale)) for side in image.size)
             left, top = (width - size) // 2, (height - size) // 2
-            image = image.resize((width, height), Image.Resampling.BILINEAR).crop(
-                (left, top, left + size, top + size)
-            )
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+            image = image.crop((left, top, left + size, top + size))
             return torch.from_numpy(np.array(image)).view(size, size, channels)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
@@ -198,13 +225,19 @@ def read_image(path: Path, size: int, channels: int = 3) -> Tensor:
 
 
 def resize(pixels: Tensor, size: int) -> Tensor:
-    """(rows, height, width, channels) uint8 to `size` x `size`, in parts that keep memory low."""
-    parts = []
-    for part in pixels.split(4096):
+    """Resize images with antialiased bilinear interpolation.
+
+    Args:
+        pixels: (rows, height, width, channels) uint8.
+        size: pixels a side of the result.
+    Returns:
+        (rows, size, size, channels) uint8.
+    """
+    chunks = []
+    for chunk in pixels.split(RESIZE_ROWS):
         scaled = F.interpolate(
-            part.permute(0, 3, 1, 2).float(), size=(size, size), mode="bilinear", antialias=True
+            chunk.permute(0, 3, 1, 2).float(), size=(size, size), mode="bilinear", antialias=True
         )
-        parts.append(
-            scaled.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
-        )
-    return torch.cat(parts)
+        scaled = scaled.round_().clamp_(0, 255).to(torch.uint8)
+        chunks.append(scaled.permute(0, 2, 3, 1).contiguous())
+    return torch.cat(chunks)

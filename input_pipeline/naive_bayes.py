@@ -1,4 +1,11 @@
-"""TODO."""
+"""Naive Bayes scores of each token for each class, which a model can add to its logits.
+
+    scores = naive_bayes_scores(train, vocab_size=30_000, classes=4)       # (30000, 4)
+    logits = scores[tokens].sum(1) + model(tokens)                         # tokens: (batch, length)
+
+Source: Wang and Manning, "Baselines and Bigrams: Simple, Good Sentiment and Topic Classification",
+ACL 2012.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +13,34 @@ import torch
 from torch import Tensor
 
 from input_pipeline.text_batches import TextDataset
-from input_pipeline.tokenization import SPECIALS
+from input_pipeline.tokenization import SPECIAL_TOKENS
 
 
-def naive_bayes(data: TextDataset, vocab_size: int, classes: int) -> Tensor:
-    """Scores of each token for each class, counted on a training split: (vocab_size, classes) fp32.
+def naive_bayes_scores(data: TextDataset, vocab_size: int, *, classes: int) -> Tensor:
+    """Count the tokens of a training split and score each token for each class.
 
-    score(t, c) = (log p(t | c) - mean over c of log p(t | c)) * log((1 + rows) / (1 + df(t)))
-    with p(t | c) from the rows of class c that hold t, one added (multinomial naive Bayes on binary counts, as in Wang
-    and Manning, ACL 2012), and df(t) the rows that hold t. Special tokens score 0.
+        score(t, c) = (log p(t | c) - mean over c of log p(t | c)) * log((1 + rows) / (1 + df(t)))
+
+    p(t | c) is proportional to one plus the number of rows of class c that contain t (multinomial
+    naive Bayes on binary counts with add-one smoothing). df(t) is the number of rows of all classes
+    that contain t.
+
+    Args:
+        data: the training split.
+        vocab_size: number of tokens of its tokenizer.
+        classes: number of classes.
+    Returns:
+        (vocab_size, classes) fp32 on the CPU; special tokens score 0.
     """
-    lengths, flat = data.lengths, data.flat.cpu().long()
-    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    held = torch.unique(row * vocab_size + flat)  # each (row, token) once
+    lengths, tokens = data.lengths, data.tokens.cpu().long()
+    row_of_token = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    pairs = torch.unique(row_of_token * vocab_size + tokens)  # each (row, token) pair once
     counts = torch.zeros(vocab_size, classes, dtype=torch.float64)
-    places = held % vocab_size, data.labels.cpu()[held // vocab_size]
-    counts.index_put_(places, torch.ones(len(held), dtype=torch.float64), accumulate=True)
-    logs = ((counts + 1) / (counts + 1).sum(0)).log()
+    token, label = pairs % vocab_size, data.labels.cpu()[pairs // vocab_size]
+    ones = torch.ones(len(pairs), dtype=torch.float64)
+    counts.index_put_((token, label), ones, accumulate=True)
+    log_probabilities = ((counts + 1) / (counts + 1).sum(0)).log()
     rarity = ((1 + len(lengths)) / (1 + counts.sum(1, keepdim=True))).log()
-    scores = (logs - logs.mean(1, keepdim=True)) * rarity
-    scores[: len(SPECIALS)] = 0
+    scores = (log_probabilities - log_probabilities.mean(1, keepdim=True)) * rarity
+    scores[: len(SPECIAL_TOKENS)] = 0
     return scores.float()

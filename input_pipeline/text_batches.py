@@ -1,4 +1,9 @@
-"""TODO."""
+"""Batches of texts: token ids resident on the device, padded to the longest row of each batch.
+
+train = TextDataset(splits["train"], tokenizer, max_len=128, device=torch.device("cpu"))
+for tokens, labels in train.batches(row_batches): ...      # (batch, length) int32 and (batch,)
+tokens = encode_texts(["Stocks rise"], tokenizer, max_len=128)      # for predictions
+"""
 
 from __future__ import annotations
 
@@ -8,84 +13,100 @@ import torch
 from torch import Tensor
 
 from input_pipeline.text_datasets import TextSplit, clean_text
-from input_pipeline.tokenization import AnyTokenizer
+from input_pipeline.tokenization import SPECIAL_TOKENS, AnyTokenizer
 
-PAD = 0
-
-
-PAD_MULTIPLE = {
-    "cpu": 1,
-    "cuda": 4,
-}  # GPU kernels, compiled ones and recorded steps want few lengths, and even ones
+PAD = SPECIAL_TOKENS.index("[PAD]")
+LENGTH_MULTIPLE = {"cpu": 1, "cuda": 4}
+"""Batches are padded to a multiple of this length. GPU kernels prefer even lengths, and compiled
+kernels and CUDA graphs are made once for each length."""
 
 
 class TextDataset:
-    """A tokenised split: one flat tensor of token ids, resident on the device, and where each row starts.
+    """A tokenised split: the token ids of all rows in one flat tensor on the device.
 
     Args:
-        rows: labels and texts.
-        tokenizer: trained tokenizer; rows are encoded once, in parallel.
-        max_len: tokens kept of a row, [CLS] included.
+        split: labels and texts.
+        tokenizer: a trained tokenizer; all rows are encoded once, in parallel.
+        max_len: number of tokens kept of a row, [CLS] included.
         device: where tokens and labels live.
+
+    Attributes:
+        lengths: (rows,) int64 on the CPU, number of tokens of each row.
+        tokens: (sum of lengths,) int32 on the device, the token ids of all rows in a line.
+        starts: (rows,) int64 on the device, position of each row's first token in `tokens`.
+        labels: (rows,) int64 on the device.
+        longest: number of tokens of the longest row.
     """
 
     def __init__(
-        self, rows: TextSplit, tokenizer: AnyTokenizer, max_len: int, device: torch.device
+        self, split: TextSplit, tokenizer: AnyTokenizer, *, max_len: int, device: torch.device
     ) -> None:
-        tokenizer.encode_special_tokens = True  # "[PAD]" in a text is text
+        tokenizer.encode_special_tokens = True  # "[PAD]" in a text is ordinary text
         self.max_len = max_len
-        encodings = tokenizer.encode_batch_fast(rows.texts)
-        ids = [encoding.ids[:max_len] for encoding in encodings]
+        self.device = device
+        ids = [encoding.ids[:max_len] for encoding in tokenizer.encode_batch_fast(split.texts)]
         self.lengths = torch.tensor([len(row) for row in ids])
+        self.longest = int(self.lengths.max())
         self.starts = (self.lengths.cumsum(0) - self.lengths).to(device)
-        self.flat = torch.tensor(
+        self.tokens = torch.tensor(
             [token for row in ids for token in row], dtype=torch.int32, device=device
         )
-        self.labels = torch.tensor(rows.labels, device=device)
+        self.labels = torch.tensor(split.labels, device=device)
         self._device_lengths = self.lengths.to(device)
-        self.longest = int(self.lengths.max())
-        self.device = device
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def batches(
-        self, plan: Sequence[Tensor], epoch: int | None = None
+        self, row_batches: Sequence[Tensor], epoch: int | None = None
     ) -> Generator[tuple[Tensor, Tensor]]:
-        """(tokens (batch, length) int32, labels (batch,)) for each tensor of row numbers in `plan`.
+        """Yield (tokens, labels) for each entry of `row_batches`, see `BatchedDataset`.
 
-        `length` is the longest row of the batch, on a GPU rounded up to a multiple of 4. `epoch` is not used: nothing is random.
+        Args:
+            row_batches: row numbers of each batch.
+            epoch: not used, as texts are not augmented.
+        Yields:
+            tokens: (batch, length) int32, where `length` is that of the longest row of the batch,
+                on a GPU rounded up to a multiple of 4; positions after a row's end hold [PAD].
+            labels: (batch,) int64.
         """
-        for rows in plan:
+        for rows in row_batches:
             length = self.padded_length(rows)
-            on_device = rows.to(self.device, non_blocking=True)
-            yield self.gather(on_device, length), self.labels[on_device]
+            device_rows = rows.to(self.device, non_blocking=True)
+            yield self.padded_tokens(device_rows, length), self.labels[device_rows]
 
     def padded_length(self, rows: Tensor) -> int:
-        """Of a batch of these rows."""
-        multiple = PAD_MULTIPLE[self.device.type]
-        return min(-(-int(self.lengths[rows].max()) // multiple) * multiple, self.max_len)
+        """Return the length to which a batch of these rows is padded."""
+        multiple = LENGTH_MULTIPLE[self.device.type]
+        longest = int(self.lengths[rows].max())
+        return min(-(-longest // multiple) * multiple, self.max_len)
 
-    def padding(self, plan: Sequence[Tensor]) -> float:
-        """Padded tokens over real ones, of the batches of a plan."""
-        return (
-            sum(self.padded_length(rows) * len(rows) for rows in plan)
-            / sum(int(self.lengths[rows].sum()) for rows in plan)
-            - 1
-        )
+    def padding(self, row_batches: Sequence[Tensor]) -> float:
+        """Return the number of padding tokens in these batches over the number of real tokens."""
+        padded = sum(self.padded_length(rows) * len(rows) for rows in row_batches)
+        real = sum(int(self.lengths[rows].sum()) for rows in row_batches)
+        return padded / real - 1
 
-    def gather(self, rows: Tensor, length: int) -> Tensor:
-        """Tokens of `rows` padded with 0 to `length`: (len(rows), length) int32."""
+    def padded_tokens(self, rows: Tensor, length: int) -> Tensor:
+        """Gather the tokens of `rows` and pad them to `length`: (len(rows), length) int32."""
         column = torch.arange(length, device=self.device)
-        beyond = column >= self._device_lengths.index_select(0, rows)[:, None]
-        where = (self.starts.index_select(0, rows)[:, None] + column).clamp_(max=len(self.flat) - 1)
-        return (
-            self.flat.index_select(0, where.flatten()).view(where.shape).masked_fill_(beyond, PAD)
-        )
+        is_padding = column >= self._device_lengths.index_select(0, rows)[:, None]
+        positions = self.starts.index_select(0, rows)[:, None] + column
+        positions.clamp_(max=len(self.tokens) - 1)  # padding after the last row
+        tokens = self.tokens.index_select(0, positions.flatten()).view(positions.shape)
+        return tokens.masked_fill_(is_padding, PAD)
 
 
-def encode_texts(texts: Sequence[str], tokenizer: AnyTokenizer, max_len: int) -> Tensor:
-    """Padded tokens of a few texts: (len(texts), length) int32; for predictions."""
-    rows = TextSplit([0] * len(texts), [clean_text(text) for text in texts])
-    data = TextDataset(rows, tokenizer, max_len, torch.device("cpu"))
-    return next(data.batches([torch.arange(len(rows))]))[0]
+def encode_texts(texts: Sequence[str], tokenizer: AnyTokenizer, *, max_len: int) -> Tensor:
+    """Clean, tokenise and pad a few texts, for predictions.
+
+    Args:
+        texts: raw texts.
+        tokenizer: a trained tokenizer.
+        max_len: number of tokens kept of a text, [CLS] included.
+    Returns:
+        (len(texts), length) int32 on the CPU.
+    """
+    split = TextSplit([0] * len(texts), [clean_text(text) for text in texts])
+    data = TextDataset(split, tokenizer, max_len=max_len, device=torch.device("cpu"))
+    return next(data.batches([torch.arange(len(split))]))[0]

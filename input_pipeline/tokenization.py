@@ -1,9 +1,15 @@
-"""TODO."""
+"""Tokenizers, trained on the training split: WordPiece, byte-level BPE, or torchtext's whole words.
+
+    tokenizer = train_tokenizer(train.texts, "wordpiece", vocab_size=30_000)
+    ids = tokenizer.encode("Stocks rise").ids                   # starts with [CLS]
+    same = load_tokenizer(tokenizer.to_str())                   # as a checkpoint stores it
+
+Sources: WordPiece, Wu et al., arXiv:1609.08144; BPE, Sennrich et al., arXiv:1508.07909.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tokenizers import (
     Tokenizer,
@@ -16,78 +22,94 @@ from tokenizers import (
 )
 
 from input_pipeline import torchtext_tokenizer
-
-SPECIALS = ["[PAD]", "[UNK]", "[CLS]"]  # ids 0, 1, 2
-
+from input_pipeline.torchtext_tokenizer import TorchtextTokenizer
 
 TOKENIZERS = ("wordpiece", "bpe", "torchtext")
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]"]  # ids 0, 1 and 2
+
+AnyTokenizer = Tokenizer | TorchtextTokenizer
 
 
-AnyTokenizer = Tokenizer | torchtext_tokenizer.TorchtextTokenizer
+def train_tokenizer(texts: Sequence[str], kind: str, *, vocab_size: int) -> AnyTokenizer:
+    """Learn a tokenizer from `texts`; the same texts give the same tokenizer.
+
+    Texts are lower-cased and accents are stripped. Every encoding starts with [CLS].
+
+    Args:
+        texts: the texts of the training split.
+        kind: one of `TOKENIZERS`.
+        vocab_size: number of tokens at most, special tokens included.
+    Raises:
+        InputError: the kind is 'torchtext', which is not installed.
+    """
+    if kind == "torchtext":
+        return torchtext_tokenizer.train(texts, vocab_size, special_tokens=SPECIAL_TOKENS)
+    train = _train_wordpiece if kind == "wordpiece" else _train_byte_level_bpe
+    tokenizer = train(texts, vocab_size)
+    cls = ("[CLS]", SPECIAL_TOKENS.index("[CLS]"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A", special_tokens=[cls]
+    )
+    return tokenizer
 
 
 def load_tokenizer(text: str) -> AnyTokenizer:
-    """Undo to a tokenizer's `to_str`."""
-    return (
-        torchtext_tokenizer.TorchtextTokenizer.from_str(text)
-        if text.startswith('{"torchtext"')
-        else Tokenizer.from_str(text)
-    )
+    """Restore a tokenizer from the string that its `to_str` returned."""
+    if text.startswith('{"torchtext"'):
+        return TorchtextTokenizer.from_str(text)
+    return Tokenizer.from_str(text)
 
 
-def train_tokenizer(texts: Sequence[str], kind: str, vocab_size: int) -> AnyTokenizer:
-    """A 'wordpiece' (arXiv:1609.08144), byte-level 'bpe' (arXiv:1508.07909) or 'torchtext' tokenizer, learnt from `texts` alone.
+def _train_wordpiece(texts: Sequence[str], vocab_size: int) -> Tokenizer:
+    """Train WordPiece so that the same texts always give the same vocabulary.
 
-    Every encoding starts with [CLS]. Lower-cased, accents stripped. The same texts give the same tokenizer.
+    The trainer of `tokenizers` breaks ties by token number, and numbers the continuations ##x in
+    the order of a hash table, which differs from run to run. All letters and their continuations
+    are therefore given to it as special tokens, which are numbered in the order given. The result
+    is a new tokenizer with that vocabulary, in which letters are ordinary tokens.
     """
-    if kind == "torchtext":
-        return torchtext_tokenizer.learn(texts, vocab_size, SPECIALS)
-    normalizer = normalizers.Sequence(
+    normalizer = _normalizer()
+    characters = {letter for text in texts for letter in normalizer.normalize_str(text)}
+    letters = sorted(letter for letter in characters if not letter.isspace())
+    continuations = [f"##{letter}" for letter in letters]
+    trained = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    trained.normalizer = normalizer
+    trained.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*SPECIAL_TOKENS, *letters, *continuations],
+        show_progress=False,
+    )
+    trained.train_from_iterator(texts, trainer)
+    model = models.WordPiece(
+        vocab=trained.get_vocab(), unk_token="[UNK]", max_input_chars_per_word=100
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = trained.pre_tokenizer
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    return tokenizer
+
+
+def _train_byte_level_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
+    """Train byte-pair encoding over bytes, which knows no unknown characters."""
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+    tokenizer.normalizer = _normalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _normalizer() -> normalizers.Normalizer:
+    """Return the normaliser that lower-cases and strips accents."""
+    return normalizers.Sequence(
         [normalizers.NFD(), normalizers.Lowercase(), normalizers.StripAccents()]
     )
-    options: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "special_tokens": SPECIALS,
-        "show_progress": False,
-    }
-    if kind == "wordpiece":
-        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
-        # The trainer numbers ##x in the order of a hash table, and numbers break ties: give each its number beforehand.
-        letters = sorted(
-            {
-                letter
-                for text in texts
-                for letter in normalizer.normalize_str(text)
-                if not letter.isspace()
-            }
-        )
-        options["special_tokens"] = [*SPECIALS, *letters, *(f"##{letter}" for letter in letters)]
-        trainer: trainers.Trainer = trainers.WordPieceTrainer(**options)
-    else:
-        tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-        tokenizer.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            **options, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-        )
-    tokenizer.normalizer = normalizer
-    tokenizer.train_from_iterator(texts, trainer)
-    if kind == "wordpiece":  # without the trainer's notion that letters are special
-        learnt = Tokenizer(
-            models.WordPiece(
-                vocab=tokenizer.get_vocab(), unk_token="[UNK]", max_input_chars_per_word=100
-            )
-        )
-        learnt.normalizer, learnt.pre_tokenizer, learnt.decoder = (
-            normalizer,
-            tokenizer.pre_tokenizer,
-            tokenizer.decoder,
-        )
-        learnt.add_special_tokens(SPECIALS)
-        tokenizer = learnt
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A", special_tokens=[("[CLS]", 2)]
-    )
-    return tokenizer

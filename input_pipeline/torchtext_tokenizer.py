@@ -1,7 +1,10 @@
-"""`--tokenizer torchtext`: whole words, by torchtext's basic_english and vocabulary; of the stack in requirements-legacy.txt.
+"""`--tokenizer torchtext`: whole words, with torchtext's basic_english tokenizer and vocabulary.
 
-tokenizer = words.learn(texts, vocab_size=30_000, specials=["[PAD]", "[UNK]", "[CLS]"])
-ids = tokenizer.encode_batch_fast(["Stocks rise"])[0].ids          # starts with [CLS]; words not learnt are [UNK]
+    tokenizer = train(texts, vocab_size=30_000, special_tokens=["[PAD]", "[UNK]", "[CLS]"])
+    ids = tokenizer.encode("Stocks rise").ids            # starts with [CLS]; rare words are [UNK]
+
+torchtext belongs to the legacy stack of requirements-legacy.txt: it is no longer developed and does
+not load beside a current torch.
 """
 
 from __future__ import annotations
@@ -10,31 +13,100 @@ import importlib.util
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
-from errors import InputError
+from errors import InputError, first_line
 
-INSTALL = "bash setup_venv.sh requirements-legacy.txt makes .venv-legacy, which has it"
-UNKNOWN, CLS = 1, 2  # of the specials
+INSTALL_HINT = "bash setup_venv.sh requirements-legacy.txt makes .venv-legacy, which has it"
+UNKNOWN, CLS = 1, 2  # ids of two special tokens
 
 
 def unavailable_reason() -> str:
-    """Why torchtext cannot be used here, and how to get it; '' where it can."""
+    """Return why torchtext cannot be used and how to install it, or '' where it can be used."""
     if importlib.util.find_spec("torchtext") is None:
-        return f"torchtext is not installed: {INSTALL}"
+        return f"torchtext is not installed: {INSTALL_HINT}"
     try:
-        load()
-    except (
-        OSError,
-        ImportError,
-        AttributeError,
-    ) as error:  # OSError: its library was built for another torch
-        return f"torchtext does not load ({str(error).splitlines()[0][:120]}): {INSTALL}"
+        _import_torchtext()
+    except (OSError, ImportError, AttributeError) as error:  # a build for another torch: OSError
+        return f"torchtext does not load ({first_line(error)}): {INSTALL_HINT}"
     return ""
 
 
-def load() -> Any:
-    """torchtext without its notice that it is no longer developed."""
+class Encoding(NamedTuple):
+    """The encoding of one text, as `tokenizers.Encoding`."""
+
+    ids: list[int]
+
+
+class TorchtextTokenizer:
+    """A tokenizer of whole words with the part of the interface of `tokenizers.Tokenizer` in use.
+
+    Args:
+        vocabulary: all tokens in the order of their ids, special tokens first.
+    Raises:
+        InputError: torchtext is not installed.
+    """
+
+    encode_special_tokens = True  # "[PAD]" in a text is ordinary text: basic_english lower-cases it
+
+    def __init__(self, vocabulary: Sequence[str]) -> None:
+        torchtext = _require_torchtext()
+        self.split = torchtext.data.get_tokenizer("basic_english")
+        self.vocab = torchtext.vocab.vocab(OrderedDict((word, 1) for word in vocabulary))
+        self.vocab.set_default_index(UNKNOWN)
+
+    @classmethod
+    def from_str(cls, text: str) -> TorchtextTokenizer:
+        """Restore a tokenizer from the JSON string that `to_str` returned."""
+        return cls(json.loads(text)["torchtext"])
+
+    def to_str(self) -> str:
+        """Return the vocabulary as a JSON string."""
+        return json.dumps({"torchtext": self.vocab.get_itos()})
+
+    def get_vocab_size(self) -> int:
+        """Return the number of tokens, special tokens included."""
+        return len(self.vocab)
+
+    def encode(self, text: str) -> Encoding:
+        """Encode one text as [CLS] and the ids of its words."""
+        return Encoding([CLS, *self.vocab.lookup_indices(self.split(text))])
+
+    def encode_batch_fast(self, texts: Sequence[str]) -> list[Encoding]:
+        """Encode each text; the name is that of `tokenizers.Tokenizer`."""
+        return [self.encode(text) for text in texts]
+
+
+def train(
+    texts: Sequence[str], vocab_size: int, *, special_tokens: Sequence[str]
+) -> TorchtextTokenizer:
+    """Learn a vocabulary of the most frequent words of `texts`.
+
+    Args:
+        texts: the texts of the training split.
+        vocab_size: number of tokens at most, special tokens included.
+        special_tokens: tokens that get the first ids.
+    Raises:
+        InputError: torchtext is not installed.
+    """
+    torchtext = _require_torchtext()
+    split = torchtext.data.get_tokenizer("basic_english")
+    vocab = torchtext.vocab.build_vocab_from_iterator(
+        map(split, texts), specials=list(special_tokens), max_tokens=vocab_size
+    )
+    return TorchtextTokenizer(vocab.get_itos())
+
+
+def _require_torchtext() -> ModuleType:
+    """Return the torchtext module or raise the InputError that says how to install it."""
+    if reason := unavailable_reason():
+        raise InputError(f"--tokenizer torchtext: {reason}; or use --tokenizer wordpiece")
+    return _import_torchtext()
+
+
+def _import_torchtext() -> ModuleType:
+    """Import torchtext without its notice that it is no longer developed."""
     import torchtext
 
     torchtext.disable_torchtext_deprecation_warning()
@@ -42,63 +114,3 @@ def load() -> Any:
     import torchtext.vocab
 
     return torchtext
-
-
-class Encoding(NamedTuple):
-    """Token ids of a text."""
-
-    ids: list[int]
-
-
-class TorchtextTokenizer:
-    """What of `tokenizers.Tokenizer` the texts need, with whole words.
-
-    Args:
-        vocabulary: all words by id, the special ones first.
-    """
-
-    encode_special_tokens = True  # "[PAD]" in a text is text: basic_english lower-cases it
-
-    def __init__(self, vocabulary: Sequence[str]) -> None:
-        if reason := unavailable_reason():
-            raise InputError(f"--tokenizer torchtext: {reason}; or use --tokenizer wordpiece")
-        torchtext = load()
-        self.split = torchtext.data.get_tokenizer("basic_english")
-        self.vocab = torchtext.vocab.vocab(OrderedDict((word, 1) for word in vocabulary))
-        self.vocab.set_default_index(UNKNOWN)
-
-    @classmethod
-    def from_str(cls, text: str) -> TorchtextTokenizer:
-        """Undo to `to_str`."""
-        return cls(json.loads(text)["torchtext"])
-
-    def to_str(self) -> str:
-        """As JSON."""
-        return json.dumps({"torchtext": self.vocab.get_itos()})
-
-    def get_vocab_size(self) -> int:
-        return len(self.vocab)
-
-    def encode(self, text: str) -> Encoding:
-        """[CLS] and the words."""
-        return Encoding([CLS, *self.vocab.lookup_indices(self.split(text))])
-
-    def encode_batch_fast(self, texts: Sequence[str]) -> list[Encoding]:
-        """`encode` of each."""
-        return [self.encode(text) for text in texts]
-
-
-def learn(texts: Sequence[str], vocab_size: int, specials: Sequence[str]) -> TorchtextTokenizer:
-    """The most frequent words of `texts`, `vocab_size` with the special ones.
-
-    Raises:
-        InputError: torchtext is not here.
-    """
-    if reason := unavailable_reason():
-        raise InputError(f"--tokenizer torchtext: {reason}; or use --tokenizer wordpiece")
-    torchtext = load()
-    split = torchtext.data.get_tokenizer("basic_english")
-    learnt = torchtext.vocab.build_vocab_from_iterator(
-        map(split, texts), specials=list(specials), max_tokens=vocab_size
-    )
-    return TorchtextTokenizer(learnt.get_itos())

@@ -1,51 +1,59 @@
-"""TODO."""
+"""Activation checkpointing: less memory for a second forward pass (Chen et al., arXiv:1604.06174).
+
+    checkpoint_activations(model)        # in place; every residual block stores its input only
+
+The activations within a block are computed again in the backward pass, with the same random
+numbers.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from functools import partial, partialmethod
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
+
+from models.residual import ResidualBlock, residual_blocks
 
 
 def checkpoint_activations(model: nn.Module) -> int:
-    """Let every residual block (class attribute `residual`) keep its input alone, through torch.utils.checkpoint; returns how many.
+    """Let every residual block store only its input for the backward pass, in place.
 
-    BatchNorm's running statistics take the forward pass alone, not what is computed again.
+    Returns:
+        The number of blocks.
     """
-    blocks = [module for module in model.modules() if getattr(module, "residual", False)]
+    blocks = residual_blocks(model)
     for block in blocks:
-        kind = type(block)
-        block.__class__ = type(
-            f"Checkpointed{kind.__name__}",
-            (kind,),
-            {"forward": partialmethod(_checkpointed, kind.forward)},
-        )
+        block.run = run_checkpointed
     return len(blocks)
 
 
-def _checkpointed(self: nn.Module, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    def contexts() -> tuple[Any, Any]:
-        return contextlib.nullcontext(), _statistics_as_they_are(self)
+def run_checkpointed(block: ResidualBlock, *inputs: Tensor) -> Tensor:
+    """Compute a block whose activations are computed again in the backward pass.
 
-    return checkpoint(partial(forward, self), *inputs, use_reentrant=False, context_fn=contexts)
+    The running statistics of BatchNorm are updated by the forward pass alone.
+    """
+
+    def contexts() -> tuple[Any, Any]:  # of the forward pass and of the recomputation
+        return contextlib.nullcontext(), _frozen_statistics(block)
+
+    return checkpoint(block.compute, *inputs, use_reentrant=False, context_fn=contexts)
 
 
 @contextlib.contextmanager
-def _statistics_as_they_are(model: nn.Module) -> Iterator[None]:
-    """Within the block the running statistics of batch-norm do not move."""
-    norms = [
-        module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
-    ]
-    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+def _frozen_statistics(model: nn.Module) -> Iterator[None]:
+    """Context in which BatchNorm does not update its running statistics."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    settings = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum = 0.0
         norm.num_batches_tracked = None
     try:
         yield
     finally:
-        for norm, (momentum, tracked) in zip(norms, before):
-            norm.momentum, norm.num_batches_tracked = momentum, tracked
+        for norm, (momentum, num_batches_tracked) in zip(norms, settings):
+            norm.momentum = momentum
+            norm.num_batches_tracked = num_batches_tracked

@@ -1,1 +1,1 @@
-"""Optimizers and their parts: LAMB, LARS, the running estimates of NGD, parameter groups, learning-rate schedules."""
+"""Optimizers and what they are made of: LAMB, LARS, estimates of NGD, schedules, groups."""

@@ -1,16 +1,16 @@
-"""What our optimizers have in common: ranges of their settings, closures, states that keep their precision, steps that are skipped.
+"""Base classes of our optimizers, and the small operations on lists of tensors that they share.
 
-class Plain(Base):
+class PlainSGD(GradScalerOptimizer):
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
 
     def check_hyperparameters(self, group):
         return {"lr": group["lr"] >= 0}
 
-    def move(self):
+    def _apply_step(self):
         for group in self.param_groups:
-            parameters, gradients, live = self.unscaled_grads(group)
-            subtract_updates(parameters, gradients, group["lr"])            # zeros where the step is to be skipped
+            parameters, grads, active = self.unscaled_grads(group)  # zeros in a skipped step
+            subtract_updates(parameters, grads, lr=group["lr"])
 """
 
 from __future__ import annotations
@@ -24,37 +24,50 @@ from torch import Tensor
 
 
 class GradScalerOptimizer(torch.optim.Optimizer):
-    """A torch.optim.Optimizer that a GradScaler, and our engine, hand `found_inf` and `grad_scale` instead of reading them.
+    """An optimizer that skips a step with non-finite gradients on the device, without a host read.
+
+    A GradScaler (and `step_unless_skipped`) sets `found_inf` and `grad_scale` instead of reading
+    them on the host, as it does for torch's fused optimizers.
+
+    Subclasses implement `check_hyperparameters` and `_apply_step`.
 
     Raises:
-        ValueError: a setting of a group is out of its range.
+        ValueError: a hyper-parameter of a group is out of its range.
     """
 
+    # torch's GradScaler sets the last two on the instance before `step` and deletes them after it
+    _step_supports_amp_scaling = True
+    found_inf: Tensor | None = None  # (), greater than 0 where the step must be skipped
+    grad_scale: Tensor | float | None = 1.0  # (); a GradScaler multiplies this default by its scale
+
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._step_supports_amp_scaling = True
         super().__init__(params, defaults)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._step_supports_amp_scaling = True
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The factor () by which the gradients are too large; None if they are not scaled."""
+        return self.grad_scale if isinstance(self.grad_scale, Tensor) else None
 
     @abstractmethod
     def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        """Whether each setting of a group is in its range."""
+        """Returns for each hyper-parameter of a group whether it is in its range."""
 
     @abstractmethod
     def _apply_step(self) -> None:
-        """The step, without gradients to it."""
+        """Updates all parameters; called without gradient tracking."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = self.defaults | param_group
-        for name, good in self.check_hyperparameters(group).items():
-            if not good:
+        for name, in_range in self.check_hyperparameters(group).items():
+            if not in_range:
                 raise ValueError(f"{type(self).__name__}: {name}={group[name]} is out of its range")
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but states keep their precision whatever the parameters' dtype is."""
+        """Loads a state as torch does, but each state tensor keeps its own precision.
+
+        torch would cast the states of floating-point parameters to the parameters' dtype.
+        """
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -69,7 +82,11 @@ class GradScalerOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. `closure`, if given, computes the loss and its gradients anew; its loss is returned."""
+        """Performs one step.
+
+        Args:
+            closure: computes the loss and its gradients anew; its loss is returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -80,52 +97,86 @@ class GradScalerOptimizer(torch.optim.Optimizer):
     def unscaled_grads(
         self, group: dict[str, Any]
     ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-        """(parameters, gradients, live) of a group: gradients that are there, unscaled, in fp32 at least.
+        """Collects the gradients of a group, unscaled and in fp32 at least. Nothing waits for it.
 
-        `live` is () and 0 where `found_inf` says that the step is to be skipped, else 1; None where nobody says so. The
-        gradients are then zeros: 0 times what is not finite would not be 0. p.grad is never written. The host waits for nothing.
+        Returns:
+            The parameters that have a gradient; their gradients; and `active` (), 0 where
+            `found_inf` says that the step must be skipped, else 1, or None where `found_inf` is
+            not set. In a skipped step the gradients are zeros, because 0 times a non-finite number
+            is not 0. p.grad is never written.
 
         Raises:
             RuntimeError: a gradient is sparse.
         """
         parameters = [p for p in group["params"] if p.grad is not None]
-        found = [p.grad for p in parameters]
-        if any(gradient.is_sparse for gradient in found):
+        grads = [p.grad for p in parameters]
+        if any(grad.is_sparse for grad in grads):
             raise RuntimeError(f"{type(self).__name__} does not take sparse gradients")
-        found = [
-            gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in found
-        ]
-        scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if scale is not None and found:
-            found = list(torch._foreach_div(found, scale))
-        if skip is None:
-            return parameters, found, None
-        return (
-            parameters,
-            [torch.where(skip > 0, 0.0, gradient) for gradient in found],
-            (skip == 0).double(),
-        )
+        grads = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+        if self.loss_scale is not None and grads:
+            grads = list(torch._foreach_div(grads, self.loss_scale))
+        if self.found_inf is None:
+            return parameters, grads, None
+        grads = [torch.where(self.found_inf > 0, 0.0, grad) for grad in grads]
+        return parameters, grads, (self.found_inf == 0).double()
 
 
-def tensor_norms(tensors: list[Tensor]) -> Tensor:
-    """(tensors,) Euclidean norms, of fp16 and bf16 taken in fp32: the norm of 2,000 fp16 weights of 2,000 is past fp16's range."""
-    wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
-    return torch.stack(torch._foreach_norm(wide))
+class CommunicatingOptimizer(GradScalerOptimizer):
+    """An optimizer that communicates between the ranks itself, such as SLAMB.
 
+    Each rank hands it its own gradients: the model is not wrapped for data parallelism. Between two
+    averagings the weights and the state differ between the ranks.
+    """
 
-def subtract_updates(parameters: list[Tensor], moves: list[Tensor], rate: float) -> None:
-    """parameters -= rate * moves, the product in the moves' precision."""
-    if all(p.dtype == move.dtype for p, move in zip(parameters, moves)):
-        torch._foreach_add_(parameters, moves, alpha=-rate)
-    else:
-        for p, move in zip(parameters, moves):
-            p.copy_(p - rate * move)
+    skipped: Tensor  # (), 1 if the last step was skipped on all ranks, else 0; set by `step`
+
+    @abstractmethod
+    def average_weights(self) -> None:
+        """Replaces the weights by their mean over the ranks; a collective."""
+
+    @abstractmethod
+    def take_bytes(self) -> int:
+        """Returns this rank's payload, in bytes, in all collectives since the last call."""
+
+    @abstractmethod
+    def start_epoch(self, epoch: int) -> None:
+        """Applies what is scheduled by epochs, counted from 0."""
+
+    @abstractmethod
+    def epoch_metrics(self) -> dict[str, float]:
+        """Returns what the optimizer adds to the metrics of an epoch."""
 
 
 def step_unless_skipped(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
-    """The optimizer's step unless `skip`, a scalar; torch's fused kernels look at it on the device, so that nothing waits."""
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    """Performs the optimizer's step unless `skip`, a scalar, is true.
+
+    Our optimizers and torch's fused ones read it on the device, so that nothing waits.
+    """
+    if isinstance(optimizer, GradScalerOptimizer) or optimizer.defaults.get("fused"):
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         optimizer.step()
     elif not skip:
         optimizer.step()
+
+
+def tensor_norms(tensors: list[Tensor]) -> Tensor:
+    """Returns the Euclidean norm of each tensor, shape (tensors,), computed in fp32 at least.
+
+    The norm of 2,000 fp16 weights of 2,000 each would overflow fp16.
+    """
+    wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+    return torch.stack(torch._foreach_norm(wide))
+
+
+def global_norm(tensors: list[Tensor]) -> Tensor:
+    """Returns the Euclidean norm () of all tensors together, computed in their own precision."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+
+
+def subtract_updates(parameters: list[Tensor], updates: list[Tensor], *, lr: float) -> None:
+    """Subtracts lr * updates from the parameters; the product has the updates' precision."""
+    if all(p.dtype == update.dtype for p, update in zip(parameters, updates)):
+        torch._foreach_add_(parameters, updates, alpha=-lr)
+    else:
+        for p, update in zip(parameters, updates):
+            p.copy_(p - lr * update)

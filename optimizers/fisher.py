@@ -1,12 +1,13 @@
-"""Running estimates of the second moment of gradients along each axis, and the product with their inverse: the parts of NGD.
+"""Running estimates of the gradients' second moment along each axis, and their inverses.
 
-    mode = ThinMode(left, dim, right, axis)      # or DenseMode, or all of a parameter: build_modes
-    X, spare = mode(X, spare, lesson)            # X (batch, weights) preconditioned; the lesson collects what is to be learnt
-    apply_updates(lesson.updates, alpha, eta)
+    preconditioner = LowRankPreconditioner(left=1, dim=30, right=40, axis=estimate)
+    X, spare = preconditioner(X, spare, context=context)   # X (batch, elements), preconditioned
+    apply_updates(context.updates, alpha=alpha, eta=eta)             # the estimates learn from X
 
-An axis of length D keeps F = R' diag(d) R + rho I with R (rank, D) orthonormal (arXiv:1410.7455, appendix A, whose symbols
-are used here). The smoothed inverse, up to a factor, is I - W'W with W = E^1/2 R, E = d / (beta + d) and
-beta = rho (1 + alpha) + alpha sum(d) / D. Gradients come in batches: one row for each parameter of the same shape.
+This is the mathematics of `ngd.NGD`, whose docstring explains the symbols (those of appendix A of
+arXiv:1410.7455): an axis of length D keeps F = R' diag(d) R + rho I, stored as W = E^1/2 R, d and
+rho, and a gradient X becomes X - X W'W along the axis. Everything is batched: each function works
+on the gradients of `batch` parameters of one shape at once.
 """
 
 from __future__ import annotations
@@ -21,91 +22,106 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FLOOR = 5e-4  # of an eigenvalue, relative to the largest (Kaldi's delta) and to the mean of those of a new gradient
-DENSE = (
-    16  # an axis up to this long is preconditioned by one (D, D) matrix instead of two thin ones
+# Smallest eigenvalue, relative to the largest one (Kaldi's delta) and to the mean of those of a
+# new gradient.
+EIGENVALUE_FLOOR = 5e-4
+MAX_DENSE_DIM = (
+    16  # axes up to this long are preconditioned by one (D, D) matrix, not two thin ones
 )
-DENSE_KERNEL = 64  # ... and all axes of a convolution's kernel together, up to this many weights
+MAX_DENSE_KERNEL = 64  # all axes of a convolution's kernel share one matrix up to this many weights
 
 
-# -------------------------------------------------------------------- the mathematics, on batches of axes
+# ------------------------------------------------------------ the mathematics, on batches of axes
 
 
-def initial_factor(rank: int, dim: int, alpha: float) -> Tensor:
-    """W_0 (rank, dim): rows 1.1 e_i + e_(i + rank) + e_(i + 2 rank) + ... of equal length, which any gradient meets."""
+def initial_factor(rank: int, dim: int, *, alpha: float) -> Tensor:
+    """Returns W_0 (rank, dim), whose rows any gradient has a component along.
+
+    Its rows are 1.1 e_i + e_(i + rank) + e_(i + 2 rank) + ..., scaled to equal length.
+    """
     eye = torch.eye(rank, dim, dtype=torch.float64)
     rows = eye[:, :rank].repeat(1, -(-dim // rank))[:, :dim] + 0.1 * eye
-    return (
-        rows
-        / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        / math.sqrt(2 + (dim + rank) * alpha / dim)
-    )
+    lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return rows / lengths / math.sqrt(2 + (dim + rank) * alpha / dim)
 
 
-def updated(
+def update_estimates(
     W: Tensor,
     d: Tensor,
+    *,
     rho: Tensor,
     J: Tensor,
     k: Tensor,
     g0: Tensor,
-    learn: Tensor,
+    learns: Tensor,
     alpha: float,
     eta: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The estimates after T = eta X'X + (1 - eta) F, of a batch of axes (appendix A of the paper; its N cancels).
+    """Computes the estimates after T = eta X'X + (1 - eta) F, for a batch of axes.
 
-    Everything is in units of the trace of T, so nothing depends on the gradient's scale.
+    This is appendix A of the paper, whose number of rows N cancels. All is computed in units of the
+    trace of T, so nothing depends on the gradient's scale.
 
     Args:
-        W: factors (batch, rank, dim), rows orthogonal.
-        d, rho: eigenvalues (batch, rank) and the floor below them (batch,), float64; 0 where nothing is known yet.
+        W: factors (batch, rank, dim) with orthogonal rows.
+        d: eigenvalues (batch, rank), float64; 0 where nothing is known yet.
+        rho: the floor below the eigenvalues (batch,), float64; 0 where nothing is known yet.
         J: W X'X (batch, rank, dim) of gradients of any scale.
-        k: eta times the square of what brings those gradients to scale (batch,), float64.
-        g0: their squared norm at scale (batch,), float64.
-        learn: where the gradient is finite and not zero (batch,); elsewhere the estimate stays as it is.
+        k: eta times the squared factor that brings those gradients to scale (batch,), float64.
+        g0: squared norm of the gradients at scale (batch,), float64.
+        learns: whether the gradient is finite and not zero (batch,), bool; elsewhere the estimates
+            stay as they are.
+        alpha: smoothing of F towards a multiple of the identity.
+        eta: weight of the new gradients.
 
     Returns:
         The new W, d and rho.
     """
     rank, dim = W.shape[1:]
-    start = torch.maximum(
-        rho, FLOOR / dim * g0
-    )  # what is 0 at first, or was learnt from far smaller gradients
-    known = torch.maximum(d, FLOOR / dim * g0[:, None])
-    total = eta * g0 + (1 - eta) * (dim * start + known.sum(1))
-    to_rows = 1 / torch.linalg.vector_norm(W, dim=2, dtype=torch.float64)  # E^-1/2: R = E^-1/2 W
+    # the estimates are 0 at first, or may come from far smaller gradients
+    floored_rho = torch.maximum(rho, EIGENVALUE_FLOOR / dim * g0)
+    floored_d = torch.maximum(d, EIGENVALUE_FLOOR / dim * g0[:, None])
+    total = eta * g0 + (1 - eta) * (dim * floored_rho + floored_d.sum(1))  # trace of T
+    to_R = 1 / torch.linalg.vector_norm(W, dim=2, dtype=torch.float64)  # E^-1/2: R = E^-1/2 W
     dtype = torch.promote_types(J.dtype, torch.float32)
-    Y = J * ((k / total)[:, None] * to_rows)[:, :, None].to(dtype)  # R T
-    Y.addcmul_(
-        W, ((1 - eta) / total[:, None] * (known + start[:, None]) * to_rows)[:, :, None].to(dtype)
-    )
-    wide = Y.double()
-    c, U = torch.linalg.eigh(torch.nan_to_num(wide @ wide.mT))
-    s = torch.maximum(c.flip(1), ((1 - eta) * start / total).square()[:, None]).sqrt()  # descending
+    Y = J * ((k / total)[:, None] * to_R)[:, :, None].to(dtype)  # Y = R T
+    decay = (1 - eta) / total[:, None] * (floored_d + floored_rho[:, None]) * to_R
+    Y.addcmul_(W, decay[:, :, None].to(dtype))
+    Y64 = Y.double()
+    c, U = torch.linalg.eigh(torch.nan_to_num(Y64 @ Y64.mT))  # Z = Y Y'
+    least_c = ((1 - eta) * floored_rho / total).square()[:, None]
+    s = torch.maximum(c.flip(1), least_c).sqrt()  # descending
     new_rho = (1 - s.sum(1)) / (dim - rank)
-    least = FLOOR * s[:, 0]
+    least = EIGENVALUE_FLOOR * s[:, 0]
     new_d = torch.maximum(s - new_rho[:, None], least[:, None])
     new_rho = torch.maximum(new_rho, least)
     beta = new_rho * (1 + alpha) + alpha / dim * new_d.sum(1)
     rows = (U.flip(2).mT / s[:, :, None]).to(dtype) @ Y
-    L, failed = torch.linalg.cholesky_ex(
-        (rows @ rows.mT).double()
-    )  # makes rows orthonormal, the larger before the smaller
-    back = torch.linalg.solve_triangular(
-        L, torch.eye(rank, dtype=L.dtype, device=L.device).expand_as(L), upper=False
-    )
-    new_W = ((new_d / (beta[:, None] + new_d)).sqrt()[:, :, None] * back).to(dtype) @ rows
-    good = learn & (failed == 0)
+    # Gram-Schmidt by Cholesky: the rows of larger eigenvalues are kept, the others adapted to them
+    L, failed = torch.linalg.cholesky_ex((rows @ rows.mT).double())
+    eye = torch.eye(rank, dtype=L.dtype, device=L.device).expand_as(L)
+    L_inverse = torch.linalg.solve_triangular(L, eye, upper=False)
+    root_E = (new_d / (beta[:, None] + new_d)).sqrt()[:, :, None]
+    new_W = (root_E * L_inverse).to(dtype) @ rows
+    valid = learns & (failed == 0)
     return (
-        torch.where(good[:, None, None], new_W.to(W.dtype), W),
-        torch.where(good[:, None], new_d * total[:, None], d),
-        torch.where(good, new_rho * total, rho),
+        torch.where(valid[:, None, None], new_W.to(W.dtype), W),
+        torch.where(valid[:, None], new_d * total[:, None], d),
+        torch.where(valid, new_rho * total, rho),
     )
 
 
-def along(W: Tensor, X: Tensor, buffer: Tensor) -> Tensor:
-    """H: the rows W (batch, rank, D) against X (batch, left, D, right) with left or right 1; kept in the flat `buffer`."""
+def project(W: Tensor, X: Tensor, *, buffer: Tensor) -> Tensor:
+    """Computes H = X W', the components of X along the rows of W.
+
+    Args:
+        W: (batch, rank, dim).
+        X: (batch, left, dim, right), with left or right 1.
+        buffer: flat memory for the result.
+
+    Returns:
+        H, (batch, left, rank) if right is 1, else (batch, rank, right).
+    """
     (batch, left, dim, right), rank = X.shape, W.shape[1]
     H = buffer[: batch * left * rank * right]
     if right == 1:
@@ -114,17 +130,15 @@ def along(W: Tensor, X: Tensor, buffer: Tensor) -> Tensor:
 
 
 def second_moment(H: Tensor, X: Tensor) -> Tensor:
-    """J = W X'X (batch, rank, D), with H from `along`."""
+    """Computes J = W X'X (batch, rank, dim) from H of `project` and X (batch, left, dim, right)."""
     batch, left, dim, right = X.shape
-    return (
-        torch.bmm(H.mT, X.view(batch, left, dim))
-        if right == 1
-        else torch.bmm(H, X.view(batch, dim, right).mT)
-    )
+    if right == 1:
+        return torch.bmm(H.mT, X.view(batch, left, dim))
+    return torch.bmm(H, X.view(batch, dim, right).mT)
 
 
-def remove(W: Tensor, H: Tensor, X: Tensor) -> None:
-    """X -= H W, in place."""
+def subtract_projection(X: Tensor, H: Tensor, *, W: Tensor) -> None:
+    """Computes X -= H W in place, with H of `project` and X (batch, left, dim, right)."""
     batch, left, dim, right = X.shape
     if right == 1:
         X.view(batch, left, dim).baddbmm_(H, W, alpha=-1)
@@ -132,15 +146,14 @@ def remove(W: Tensor, H: Tensor, X: Tensor) -> None:
         X.view(batch, dim, right).baddbmm_(W.mT, H, alpha=-1)
 
 
-def norms(X: Tensor) -> Tensor:
-    """Norm of each row of X (batch, weights), float64."""
-    return torch.linalg.vector_norm(
-        X, dim=1, dtype=torch.promote_types(X.dtype, torch.float32)
-    ).double()
+def row_norms(X: Tensor) -> Tensor:
+    """Returns the norm of each row of X (batch, elements), shape (batch,), float64."""
+    dtype = torch.promote_types(X.dtype, torch.float32)
+    return torch.linalg.vector_norm(X, dim=1, dtype=dtype).double()
 
 
-def gram(X: Tensor) -> Tensor:
-    """X X' along the third axis: (batch, left, D, right) to (batch, D, D), float64."""
+def gram_matrix(X: Tensor) -> Tensor:
+    """Computes X'X along the third axis: (batch, left, D, right) to (batch, D, D), float64."""
     batch, left, dim, right = X.shape
     if right == 1:
         X = X.view(batch, left, dim)
@@ -149,218 +162,288 @@ def gram(X: Tensor) -> Tensor:
     return torch.bmm(X, X.mT).view(batch, left, dim, dim).sum(1, dtype=torch.float64)
 
 
-# -------------------------------------------------------------------- a gradient on its way through its axes
+# ------------------------------------------------------------ the estimates and their updates
 
 
 @dataclass
-class Axis:
-    """The running estimates of one axis of the parameters of a chunk: F = R' diag(d) R + rho I, W = E^1/2 R."""
+class AxisEstimate:
+    """The running estimate F = R' diag(d) R + rho I of one axis of `batch` parameters."""
 
-    number: int
-    W: Tensor  # (batch, rank, dim)
-    d: Tensor  # (batch, rank) float64
-    rho: Tensor  # (batch,) float64
+    W: Tensor  # (batch, rank, dim): the factor E^1/2 R, rows orthogonal
+    d: Tensor  # (batch, rank), float64: the largest eigenvalues of F less rho, descending
+    rho: Tensor  # (batch,), float64: the eigenvalue of all other directions
 
 
 @dataclass
-class Update:
-    """What the estimates of an axis are to learn from; see `updated`."""
+class EstimateUpdate:
+    """What the estimate of one axis learns from in this step; see `update_estimates`."""
 
-    axis: Axis
-    J: Tensor
-    k: Tensor
-    g0: Tensor
-    learn: Tensor
+    axis: AxisEstimate
+    J: Tensor  # (batch, rank, dim): W X'X of the gradients at this axis
+    k: Tensor  # (batch,), float64: eta times the squared factor that brings them to scale
+    g0: Tensor  # (batch,), float64: squared norm of the gradients at scale
+    learns: Tensor  # (batch,), bool: whether the gradient is finite and not zero
 
 
-def apply_updates(updates: Sequence[Update], alpha: float, eta: float) -> None:
-    """Do them, axes of equal (rank, dim) in one batch."""
-    alike: dict[Any, list[Update]] = defaultdict(list)
+def apply_updates(updates: Sequence[EstimateUpdate], *, alpha: float, eta: float) -> None:
+    """Updates the estimates in place; axes of equal (rank, dim) are one batch."""
+    by_shape: dict[Any, list[EstimateUpdate]] = defaultdict(list)
     for update in updates:
-        alike[update.J.shape[1:], update.J.device, update.J.dtype].append(update)
-    for some in alike.values():
-        columns = zip(*((u.axis.W, u.axis.d, u.axis.rho, u.J, u.k, u.g0, u.learn) for u in some))
-        W, d, rho, J, k, g0, learn = (torch.cat(column) for column in columns)
-        new = updated(W, d, rho, J, k, g0, learn, alpha, eta)
-        for u, parts in zip(some, zip(*(tensor.split([len(u.k) for u in some]) for tensor in new))):
-            for mine, part in zip((u.axis.W, u.axis.d, u.axis.rho), parts):
-                mine.copy_(part)
+        by_shape[update.J.shape[1:], update.J.device, update.J.dtype].append(update)
+    for alike in by_shape.values():
+        new_W, new_d, new_rho = update_estimates(
+            torch.cat([update.axis.W for update in alike]),
+            torch.cat([update.axis.d for update in alike]),
+            rho=torch.cat([update.axis.rho for update in alike]),
+            J=torch.cat([update.J for update in alike]),
+            k=torch.cat([update.k for update in alike]),
+            g0=torch.cat([update.g0 for update in alike]),
+            learns=torch.cat([update.learns for update in alike]),
+            alpha=alpha,
+            eta=eta,
+        )
+        sizes = [len(update.k) for update in alike]
+        for update, W, d, rho in zip(
+            alike, new_W.split(sizes), new_d.split(sizes), new_rho.split(sizes)
+        ):
+            update.axis.W.copy_(W)
+            update.axis.d.copy_(d)
+            update.axis.rho.copy_(rho)
 
 
 @dataclass
 class UpdateContext:
-    """How the axes of a chunk learn in one step; `learn` and `g0` (batch,) as in `updated`."""
+    """Collects what the axes of a batch of parameters learn from in one step."""
 
-    learn: Tensor
-    g0: Tensor
-    squared: (
-        Tensor | None
-    )  # norm of the gradients as they come to the next axis (batch,), where it is known
-    alpha: float
-    eta: float
-    first: (
-        bool  # the very first gradient: the estimates are started on it before it is preconditioned
-    )
-    updates: list[Update] = field(
-        default_factory=list
-    )  # all others are done together at the end of the step
+    learns: Tensor  # (batch,), bool: whether the gradient is finite and not zero
+    g0: Tensor  # (batch,), float64: squared norm of the gradients at scale
+    squared_norm: Tensor | None  # (batch,), float64: of the gradients at the next axis, if known
+    alpha: float  # smoothing of F towards a multiple of the identity
+    eta: float  # weight of the new gradients in F
+    is_first: bool  # the first gradients: estimates start on them before they precondition them
+    updates: list[EstimateUpdate] = field(default_factory=list)  # applied at the end of the step
 
-    def start(self, axis: Axis, rows: int, squared: Tensor, moment: Callable[[], Tensor]) -> None:
-        """On the very first gradient, of `rows` rows: estimate from scratch. `moment` returns J for the W of the moment."""
-        if self.first:
+    def start_estimate(
+        self,
+        axis: AxisEstimate,
+        rows: int,
+        *,
+        squared_norm: Tensor,
+        moment: Callable[[], Tensor],
+    ) -> None:
+        """Estimates an axis from scratch if these are the first gradients.
+
+        Args:
+            axis: the estimate, updated in place.
+            rows: rows of the gradient along this axis.
+            squared_norm: of the gradients at this axis (batch,).
+            moment: returns J for the W that the axis has at the time of the call.
+        """
+        if self.is_first:
             for _ in range(1 if rows <= axis.W.shape[1] else 3):
-                apply_updates([self.update(axis, moment(), squared)], self.alpha, self.eta)
+                update = self.new_update(axis, moment(), squared_norm=squared_norm)
+                apply_updates([update], alpha=self.alpha, eta=self.eta)
 
-    def update(self, axis: Axis, J: Tensor, squared: Tensor) -> Update:
-        """The update from J of gradients whose squared norm, at this axis, is `squared` (batch,)."""
-        k = torch.where(self.learn & (squared > 0), self.eta * self.g0 / squared, 0)
-        return Update(axis, J, k, self.g0, self.learn)
+    def new_update(self, axis: AxisEstimate, J: Tensor, *, squared_norm: Tensor) -> EstimateUpdate:
+        """Returns the update from J of gradients with this squared norm (batch,) at this axis."""
+        known = self.learns & (squared_norm > 0)
+        k = torch.where(known, self.eta * self.g0 / squared_norm, 0)
+        return EstimateUpdate(axis, J=J, k=k, g0=self.g0, learns=self.learns)
+
+
+# ------------------------------------------------------------ preconditioners
 
 
 @dataclass
 class LowRankPreconditioner:
-    """One axis, preconditioned by two thin products: X (batch, left, dim, right) becomes X - X W'W along `dim`."""
+    """Preconditions one axis by two thin products.
 
-    left: int
-    dim: int
-    right: int
-    axis: Axis
+    X (batch, left, dim, right) becomes X - X W'W along `dim`.
+    """
+
+    left: int  # elements of the axes before this one
+    dim: int  # length of the axis
+    right: int  # elements of the axes after it
+    axis: AxisEstimate
 
     def __call__(
-        self, X: Tensor, spare: Tensor, lesson: UpdateContext | None
+        self, X: Tensor, spare: Tensor, *, context: UpdateContext | None
     ) -> tuple[Tensor, Tensor]:
-        """X (batch, weights) preconditioned, in place, and `spare`."""
+        """Preconditions X (batch, elements) in place; returns X and `spare`, a buffer alike."""
         view = X.view(len(X), self.left, self.dim, self.right)
         if self.left == 1 or self.right == 1:
-            self.precondition(view, spare.view(-1), lesson)
-        else:  # an axis between two others, which are not a kernel: rare enough for two copies
-            moved = view.transpose(2, 3).reshape(len(X), -1, self.dim, 1)
-            self.precondition(moved, spare.view(-1), lesson)
-            view.copy_(moved.view(len(X), self.left, self.right, self.dim).transpose(2, 3))
+            self._precondition(view, spare.view(-1), context)
+        else:  # an axis between two others that is no kernel: rare enough for two copies
+            transposed = view.transpose(2, 3).reshape(len(X), -1, self.dim, 1)
+            self._precondition(transposed, spare.view(-1), context)
+            back = transposed.view(len(X), self.left, self.right, self.dim)
+            view.copy_(back.transpose(2, 3))
         return X, spare
 
-    def precondition(self, X: Tensor, buffer: Tensor, lesson: UpdateContext | None) -> None:
+    def _precondition(self, X: Tensor, buffer: Tensor, context: UpdateContext | None) -> None:
         axis = self.axis
-        if lesson is not None:
-            squared = norms(X.view(len(X), -1)) ** 2 if lesson.squared is None else lesson.squared
-            lesson.squared = None
-            lesson.start(
-                axis,
-                self.left * self.right,
-                squared,
-                lambda: second_moment(along(axis.W, X, buffer), X),
-            )
-        H = along(axis.W, X, buffer)
-        if lesson is not None:
-            lesson.updates.append(lesson.update(axis, second_moment(H, X), squared))
-        remove(axis.W, H, X)
+        if context is None:
+            subtract_projection(X, project(axis.W, X, buffer=buffer), W=axis.W)
+            return
+        squared_norm = context.squared_norm
+        if squared_norm is None:
+            squared_norm = row_norms(X.view(len(X), -1)) ** 2
+        context.squared_norm = None
+        context.start_estimate(
+            axis,
+            self.left * self.right,
+            squared_norm=squared_norm,
+            moment=lambda: second_moment(project(axis.W, X, buffer=buffer), X),
+        )
+        H = project(axis.W, X, buffer=buffer)
+        J = second_moment(H, X)
+        context.updates.append(context.new_update(axis, J, squared_norm=squared_norm))
+        subtract_projection(X, H, W=axis.W)
 
-    def forget(self) -> None:
-        """The estimates have changed."""
+    def invalidate(self) -> None:
+        """Drops what was computed from the estimates, which have changed; here nothing."""
 
-    def cost(self) -> int:
-        """Multiplications of one update for one parameter: J, and the small algebra at half the speed."""
+    def update_cost(self) -> int:
+        """Returns the multiplications of one update for one parameter.
+
+        They are those of J, and those of the small algebra, which runs at half the speed.
+        """
         rank = self.axis.W.shape[1]
         return rank * self.dim * (self.left * self.right + 8 * rank)
 
 
 @dataclass
-class DensePreconditioner:
-    """Short axes, preconditioned by one product: X (batch, left, dim, right) times the product of their I - W'W."""
+class DenseAxis:
+    """One of the axes that a `DensePreconditioner` joins: dim = before x D x after."""
 
-    left: int
-    dim: int
-    right: int
-    axes: list[
-        tuple[int, Axis, int]
-    ]  # before, axis, after: dim = before x D x after; the last axis comes first
-    projector: Tensor | None = None
+    before: int
+    estimate: AxisEstimate
+    after: int
+
+
+@dataclass
+class DensePreconditioner:
+    """Preconditions short axes by one product.
+
+    X (batch, left, dim, right) is multiplied along `dim` by the product of the I - W'W of the axes.
+    """
+
+    left: int  # elements of the axes before these
+    dim: int  # elements of these axes together
+    right: int  # elements of the axes after them
+    axes: list[DenseAxis]  # the last axis comes first
+    projector: Tensor | None = None  # (batch, dim, dim): the product, if it is up to date
 
     def __call__(
-        self, X: Tensor, spare: Tensor, lesson: UpdateContext | None
+        self, X: Tensor, spare: Tensor, *, context: UpdateContext | None
     ) -> tuple[Tensor, Tensor]:
-        """X (batch, weights) preconditioned, in `spare`, and the buffer that X was in."""
+        """Preconditions X (batch, elements) into `spare`; returns it and the buffer X was in."""
         view = X.view(len(X), self.left, self.dim, self.right)
-        if lesson is not None:
-            self.learn(gram(view), lesson)
+        if context is not None:
+            self._collect_updates(gram_matrix(view), context)
         if self.projector is None:
-            parts = [self.expand(axis, before, after) for before, axis, after in self.axes]
-            self.projector = functools.reduce(torch.bmm, parts).to(X.dtype)
+            projectors = [self._axis_projector(axis) for axis in self.axes]
+            self.projector = functools.reduce(torch.bmm, projectors).to(X.dtype)
         if self.right == 1:
-            torch.bmm(
-                X.view(len(X), self.left, self.dim),
-                self.projector,
-                out=spare.view(len(X), self.left, self.dim),
-            )
+            shape = len(X), self.left, self.dim
+            torch.bmm(X.view(shape), self.projector, out=spare.view(shape))
         else:
             torch.matmul(self.projector[:, None], view, out=spare.view(view.shape))
         return spare, X
 
-    def learn(self, G: Tensor, lesson: UpdateContext) -> None:
-        """The moments of each axis from the Gram matrix (batch, dim, dim) of all, which it sees preconditioned by those before."""
-        for before, axis, after in self.axes:
-            dim = axis.W.shape[2]
-            moments = torch.einsum("zbiabja->zij", G.view(len(G), *2 * (before, dim, after)))
-            squared = moments.diagonal(dim1=1, dim2=2).sum(1)
-            moment = functools.partial(
-                lambda axis, moments: axis.W.double() @ moments, axis, moments
-            )
-            lesson.start(axis, self.left * self.dim // dim * self.right, squared, moment)
-            lesson.updates.append(lesson.update(axis, moment(), squared))
-            P = self.expand(axis, before, after)
-            G = P @ G @ P
-        lesson.squared = G.diagonal(dim1=1, dim2=2).sum(1)
+    def _collect_updates(self, G: Tensor, context: UpdateContext) -> None:
+        """Computes each axis's J from the Gram matrix G (batch, dim, dim) of all axes.
 
-    def expand(self, axis: Axis, before: int, after: int) -> Tensor:
-        """I - W'W of one axis as a matrix over all of them (batch, dim, dim), float64."""
-        W = axis.W.double()
+        An axis sees the gradient preconditioned by the axes that come before it in `axes`.
+        """
+        for axis in self.axes:
+            estimate = axis.estimate
+            dim = estimate.W.shape[2]
+            split = G.view(len(G), *2 * (axis.before, dim, axis.after))
+            moments = torch.einsum("zbiabja->zij", split)
+            squared_norm = moments.diagonal(dim1=1, dim2=2).sum(1)
+            moment = functools.partial(_factor_times, estimate, moments)
+            context.start_estimate(
+                estimate,
+                self.left * self.dim // dim * self.right,
+                squared_norm=squared_norm,
+                moment=moment,
+            )
+            update = context.new_update(estimate, moment(), squared_norm=squared_norm)
+            context.updates.append(update)
+            P = self._axis_projector(axis)
+            G = P @ G @ P
+        context.squared_norm = G.diagonal(dim1=1, dim2=2).sum(1)
+
+    def _axis_projector(self, axis: DenseAxis) -> Tensor:
+        """Returns I - W'W of one axis as a matrix over all of them (batch, dim, dim), float64."""
+        W = axis.estimate.W.double()
         eye = functools.partial(torch.eye, dtype=W.dtype, device=W.device)
         P = eye(W.shape[2]) - W.mT @ W
-        return torch.einsum("ab,zij,cd->zaicbjd", eye(before), P, eye(after)).reshape(
-            -1, self.dim, self.dim
-        )
+        expanded = torch.einsum("ab,zij,cd->zaicbjd", eye(axis.before), P, eye(axis.after))
+        return expanded.reshape(-1, self.dim, self.dim)
 
-    def forget(self) -> None:
-        """The estimates have changed."""
+    def invalidate(self) -> None:
+        """Drops the projector, because the estimates have changed."""
         self.projector = None
 
-    def cost(self) -> int:
-        """Multiplications of one update for one parameter: the Gram matrix."""
+    def update_cost(self) -> int:
+        """Returns the multiplications of one update for one parameter: the Gram matrix."""
         return self.left * self.dim * self.right * self.dim
 
 
-Mode = LowRankPreconditioner | DensePreconditioner
+Preconditioner = LowRankPreconditioner | DensePreconditioner
+
+
+def _factor_times(estimate: AxisEstimate, moments: Tensor) -> Tensor:
+    return estimate.W.double() @ moments
 
 
 def build_preconditioners(
-    shape: Sequence[int], kernel: bool, max_dim: int, axis: Callable[[int], Axis]
-) -> list[Mode]:
-    """The products of a parameter of this shape, from its last axis to its first; `axis` makes the estimates of one.
+    shape: Sequence[int],
+    is_kernel: bool,
+    *,
+    max_dim: int,
+    new_estimate: Callable[[int], AxisEstimate],
+) -> list[Preconditioner]:
+    """Builds the preconditioners of parameters of this shape, from the last axis to the first.
 
-    With `kernel` it lies as (outputs, kernel..., inputs) and all of the kernel is one product.
+    Args:
+        shape: the shape of the parameters.
+        is_kernel: the gradients are laid out as (outputs, kernel..., inputs), and all of the kernel
+            is one product.
+        max_dim: longer axes are not preconditioned.
+        new_estimate: creates the estimate of an axis of the parameters, given its number.
     """
-    last = len(shape)
-    blocks = (
-        [range(2, last), range(1, 2), range(1)]
-        if kernel
-        else [range(a, a + 1) for a in reversed(range(last))]
-    )
-    places = [0, *range(2, last), 1] if kernel else list(range(last))
-    sizes = [shape[a] for a in places]
-    modes: list[Mode] = []
+    ndim = len(shape)
+    if is_kernel:
+        axis_order = [0, *range(2, ndim), 1]
+        blocks = [range(2, ndim), range(1, 2), range(1)]
+    else:
+        axis_order = list(range(ndim))
+        blocks = [range(axis, axis + 1) for axis in reversed(range(ndim))]
+    sizes = [shape[axis] for axis in axis_order]
+    preconditioners: list[Preconditioner] = []
     for block in blocks:
-        used = [a for a in reversed(block) if 1 < shape[a] <= max_dim]
+        used = [axis for axis in reversed(block) if 1 < shape[axis] <= max_dim]
         if not used:
             continue
-        place = places.index(block[0])
+        place = axis_order.index(block[0])
         left, right = math.prod(sizes[:place]), math.prod(sizes[place + len(block) :])
-        dim = math.prod(shape[a] for a in block)
-        if dim > DENSE and len(block) == 1:
-            modes.append(LowRankPreconditioner(left, dim, right, axis(used[0])))
+        dim = math.prod(shape[axis] for axis in block)
+        if dim > MAX_DENSE_DIM and len(block) == 1:
+            estimate = new_estimate(used[0])
+            low_rank = LowRankPreconditioner(left=left, dim=dim, right=right, axis=estimate)
+            preconditioners.append(low_rank)
         else:
-            inside = [
-                (math.prod(shape[block[0] : a]), axis(a), math.prod(shape[a + 1 : block[-1] + 1]))
-                for a in used
+            axes = [
+                DenseAxis(
+                    before=math.prod(shape[block[0] : axis]),
+                    estimate=new_estimate(axis),
+                    after=math.prod(shape[axis + 1 : block[-1] + 1]),
+                )
+                for axis in used
             ]
-            modes.append(DensePreconditioner(left, dim, right, inside))
-    return modes
+            dense = DensePreconditioner(left=left, dim=dim, right=right, axes=axes)
+            preconditioners.append(dense)
+    return preconditioners

@@ -1,10 +1,10 @@
-"""Many tensors in one buffer of rows, and the order in which the rows or elements of it take turns; for `slamb.SLAMB`.
+"""Many tensors in one buffer of rows, and the order in which its units take turns; for SLAMB.
 
-lay = Lay(parameters, width=64)
-buffer = lay.buffer()                       # (rows, 64), zeros
-torch._foreach_copy_(lay.views(buffer), gradients)
-ring = Ring(lay.rows, seed=0)
-ring.take(0.1)                              # the next tenth of the row numbers, in a fixed random order
+layout = FlatLayout(parameters, width=64)
+buffer = layout.new_buffer()                      # (rows, 64), zeros
+torch._foreach_copy_(layout.views(buffer), gradients)
+order = RoundRobin(layout.rows, seed=0)
+order.take(0.1)                                   # the next tenth of the row numbers
 """
 
 from __future__ import annotations
@@ -17,91 +17,98 @@ from torch import Tensor
 
 
 class FlatLayout:
-    """Where each of some tensors lies in a buffer of shape (rows, width): each starts a row, the last row of each is padded.
+    """Where each of several tensors lies in a buffer of shape (rows, width).
+
+    Each tensor starts a row; the last row of each is padded.
 
     Args:
-        tensors: of one device.
+        tensors: tensors of one device.
         width: elements of a row.
     """
 
     def __init__(self, tensors: Sequence[Tensor], width: int) -> None:
-        self.tensors, self.width = list(tensors), width
-        counts = [-(-tensor.numel() // width) for tensor in self.tensors]
-        self.starts = [sum(counts[:number]) for number in range(len(counts))]
-        self.counts, self.rows = counts, sum(counts)
-        self.elements = sum(tensor.numel() for tensor in self.tensors)
+        self.tensors = list(tensors)
+        self.width = width
+        self.counts = [-(-tensor.numel() // width) for tensor in self.tensors]  # rows of each
+        self.starts = [sum(self.counts[:index]) for index in range(len(self.counts))]
+        self.rows = sum(self.counts)
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
         self.dtype = torch.float32
         for tensor in self.tensors:
             self.dtype = torch.promote_types(self.dtype, tensor.dtype)
-        self.lengths = torch.tensor(counts, dtype=torch.long, device=self.device)
+        self._counts = torch.tensor(self.counts, dtype=torch.long, device=self.device)
 
-    def buffer(self) -> Tensor:
-        """(rows, width) zeros, fp32 at least."""
+    def new_buffer(self) -> Tensor:
+        """Returns zeros of shape (rows, width), in fp32 at least."""
         return torch.zeros(self.rows, self.width, dtype=self.dtype, device=self.device)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Of a buffer, one in the shape (and, where it is dense, the memory format) of each tensor."""
-        found = []
+        """Returns a view of the buffer for each tensor, in its shape.
+
+        A dense tensor's view also has its memory format.
+        """
+        views = []
         for tensor, start in zip(self.tensors, self.starts):
-            dense = tensor.is_contiguous() or (
+            is_dense = tensor.is_contiguous() or (
                 tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
             )
-            strides = (
-                tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
-            )
-            found.append(buffer.as_strided(tensor.shape, strides, start * self.width))
-        return found
+            like = tensor if is_dense else torch.empty(tensor.shape, device="meta")
+            views.append(buffer.as_strided(tensor.shape, like.stride(), start * self.width))
+        return views
 
-    def rows_of(self, number: int) -> slice:
-        """The rows of a tensor."""
-        return slice(self.starts[number], self.starts[number] + self.counts[number])
+    def rows_of(self, index: int) -> slice:
+        """Returns the rows of the tensor with this index."""
+        return slice(self.starts[index], self.starts[index] + self.counts[index])
 
-    def places(self) -> Tensor:
-        """(elements,) places in the flattened buffer that are not padding."""
-        parts = [
+    def element_indices(self) -> Tensor:
+        """Returns the indices (elements,) into the flattened buffer that are not padding."""
+        indices = [
             torch.arange(start * self.width, start * self.width + tensor.numel())
             for tensor, start in zip(self.tensors, self.starts)
         ]
-        return torch.cat(parts).to(self.device) if parts else torch.zeros(0, dtype=torch.long)
+        return torch.cat(indices).to(self.device) if indices else torch.zeros(0, dtype=torch.long)
 
-    def owners(self) -> Tensor:
-        """(rows,) the number of the tensor each row belongs to."""
-        return torch.repeat_interleave(
-            torch.arange(len(self.tensors), device=self.device), self.lengths
-        )
+    def tensor_of_row(self) -> Tensor:
+        """Returns for each row the index of the tensor it belongs to, shape (rows,)."""
+        indices = torch.arange(len(self.tensors), device=self.device)
+        return torch.repeat_interleave(indices, self._counts)
 
-    def sums(self, rows: Tensor) -> Tensor:
-        """(tensors,) sums of a value a row (rows,), added in the same order on every rank."""
-        return torch.segment_reduce(rows, "sum", lengths=self.lengths)
+    def sum_per_tensor(self, rows: Tensor) -> Tensor:
+        """Sums a value per row (rows,) to one per tensor (tensors,), in a fixed order."""
+        return torch.segment_reduce(rows, "sum", lengths=self._counts)
 
 
 class RoundRobin:
-    """Units in a fixed random order that take turns: each step takes the next share, the end of the order followed by its start.
+    """Units that take turns in a fixed random order.
 
-    At any sequence of shares in (0, 1], a unit's turn comes again within ceil(1 / k) steps, k the smallest share meanwhile.
+    Each step takes the next share of the order; after its end it continues at its start. For any
+    sequence of shares in (0, 1], a unit has its next turn within ceil(1 / k) steps, where k is the
+    smallest share until then.
 
     Args:
-        units: their numbers, or how many there are.
-        seed: of the order; torch's own random state is left alone.
+        units: the numbers of the units, or how many there are.
+        seed: seed of the order; torch's global random state is not used.
     """
 
     def __init__(self, units: Tensor | int, seed: int) -> None:
         numbers = torch.arange(units) if isinstance(units, int) else units
-        order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed)).to(
-            numbers.device
-        )
-        self.order, self.cursor = numbers[order], 0
+        order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))
+        self.order = numbers[order.to(numbers.device)]
+        self.cursor = 0
 
     def take(self, share: float) -> Tensor:
-        """The units whose turn it is: ceil(share x units) of them."""
+        """Returns the next ceil(share x units) units and moves on."""
         count = min(len(self.order), math.ceil(share * len(self.order) - 1e-9))
-        first = self.order[self.cursor : self.cursor + count]
-        rest = self.order[: count - len(first)]
+        units = self.order[self.cursor : self.cursor + count]
+        wrapped = self.order[: count - len(units)]
         self.cursor = (self.cursor + count) % max(1, len(self.order))
-        return torch.cat([first, rest]) if len(rest) else first
+        return torch.cat([units, wrapped]) if len(wrapped) else units
 
-    def part(self, number: int, parts: int) -> Tensor:
-        """The order cut into so many parts: that number of them."""
-        parts = max(1, min(parts, len(self.order)))
-        return self.order.tensor_split(parts)[number % parts]
+    def undo_take(self, count: int) -> None:
+        """Gives the last `count` units their turn again."""
+        self.cursor = (self.cursor - count) % max(1, len(self.order))
+
+    def partition(self, index: int, partitions: int) -> Tensor:
+        """Cuts the order into `partitions` equal parts and returns number `index`, cyclically."""
+        partitions = max(1, min(partitions, len(self.order)))
+        return self.order.tensor_split(partitions)[index % partitions]

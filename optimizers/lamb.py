@@ -16,40 +16,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimizers.base import GradScalerOptimizer, subtract_updates, tensor_norms
+from optimizers.base import GradScalerOptimizer, global_norm, subtract_updates, tensor_norms
 
 
 def lamb_trust_ratios(
-    weights: Tensor, updates: Tensor, clamp: tuple[float, float] = (0.0, math.inf)
+    weights: Tensor, updates: Tensor, *, clamp: tuple[float, float] = (0.0, math.inf)
 ) -> Tensor:
-    """Of layers whose weights and updates have these norms (layers,): weights / updates within `clamp`, 1 where one is 0."""
+    """Returns the trust ratio of each layer, weights / updates, or 1 where either is 0.
+
+    Args:
+        weights: norm of each layer's weights, shape (layers,).
+        updates: norm of each layer's update, shape (layers,).
+        clamp: least and largest ratio.
+    """
     return torch.where((weights > 0) & (updates > 0), weights / updates, 1.0).clamp(*clamp)
 
 
 class LAMB(GradScalerOptimizer):
     """Adam with layer-wise trust ratios.
 
+    State of a parameter: `exp_avg` (m) and `exp_avg_sq` (v), in fp32 at least. State of a group:
+    `steps` (t). A step that a GradScaler finds non-finite changes nothing and is not counted.
+
     Args:
         params: parameters or parameter groups.
-        lr, betas, eps: see above.
+        lr: learning rate.
+        betas: decay rates of the two moments.
+        eps: added to the denominator.
         weight_decay: within the update, so that the trust ratio holds for both together.
         debias: divide m and v by 1 - b^t.
-        adapt: whether a group has trust ratios; None: its parameters with two axes or more do, biases and norms do not.
+        adapt: whether a group has trust ratios; None: its parameters with two axes or more have
+            them, biases and norms do not.
         trust_clamp: least and largest trust ratio.
-        max_grad_norm: gradients are divided by max(1, norm of all of them / this) in front of everything; 0 does not.
-
-    State: `exp_avg` and `exp_avg_sq`, in fp32 at least, and the group's `steps`. A step that a GradScaler finds not finite
-    changes nothing and is not counted.
+        max_grad_norm: all gradients are first divided by max(1, their global norm / this);
+            0 turns it off.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
-        RuntimeError: a gradient is sparse.
+        RuntimeError: a gradient is sparse (in `step`).
     """
 
     def __init__(
         self,
         params: Any,
         lr: float = 1e-3,
+        *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
@@ -58,27 +69,19 @@ class LAMB(GradScalerOptimizer):
         trust_clamp: tuple[float, float] = (0.0, math.inf),
         max_grad_norm: float = 0.0,
     ) -> None:
-        names = (
-            "lr",
-            "betas",
-            "eps",
-            "weight_decay",
-            "debias",
-            "adapt",
-            "trust_clamp",
-            "max_grad_norm",
-        )
-        super().__init__(
-            params,
-            dict(
-                zip(
-                    names, (lr, betas, eps, weight_decay, debias, adapt, trust_clamp, max_grad_norm)
-                )
-            ),
-        )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "debias": debias,
+            "adapt": adapt,
+            "trust_clamp": trust_clamp,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults)
 
     def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        """See Base."""
         return {
             "lr": group["lr"] >= 0,
             "betas": all(0 <= beta < 1 for beta in group["betas"]),
@@ -89,74 +92,97 @@ class LAMB(GradScalerOptimizer):
         }
 
     def _apply_step(self) -> None:
-        """See Base."""
-        taken = [self.unscaled_grads(group) for group in self.param_groups]
-        everything = [gradient for _, found, _ in taken for gradient in found]
-        wanted = everything and any(group["max_grad_norm"] for group in self.param_groups)
-        norm = torch.linalg.vector_norm(tensor_norms(everything)) if wanted else None
-        for group, (parameters, found, live) in zip(self.param_groups, taken):
+        per_group = [self.unscaled_grads(group) for group in self.param_groups]
+        all_grads = [grad for _, grads, _ in per_group for grad in grads]
+        clips = any(group["max_grad_norm"] for group in self.param_groups)
+        norm = global_norm(all_grads) if clips and all_grads else None
+        for group, (parameters, grads, active) in zip(self.param_groups, per_group):
             if not parameters:
                 continue
             if group["max_grad_norm"]:
-                found = list(
-                    torch._foreach_div(found, (norm / group["max_grad_norm"]).clamp(min=1.0))
-                )
-            self.update(group, parameters, found, live)
+                divisor = (norm / group["max_grad_norm"]).clamp(min=1.0)
+                grads = list(torch._foreach_div(grads, divisor))
+            self._update_group(group, parameters, grads=grads, active=active)
 
-    def update(
+    def _update_group(
         self,
         group: dict[str, Any],
         parameters: list[Tensor],
-        found: list[Tensor],
-        live: Tensor | None,
+        *,
+        grads: list[Tensor],
+        active: Tensor | None,
     ) -> None:
-        """The step of one group."""
-        for p, gradient in zip(parameters, found):
+        for p, grad in zip(parameters, grads):
             if not self.state[p]:
-                self.state[p] = {
-                    name: torch.zeros_like(gradient) for name in ("exp_avg", "exp_avg_sq")
-                }
-        first, second = (
-            [self.state[p][name] for p in parameters] for name in ("exp_avg", "exp_avg_sq")
-        )
+                self.state[p]["exp_avg"] = torch.zeros_like(grad)
+                self.state[p]["exp_avg_sq"] = torch.zeros_like(grad)
+        m = [self.state[p]["exp_avg"] for p in parameters]
+        v = [self.state[p]["exp_avg_sq"] for p in parameters]
         device = parameters[0].device
-        alive = torch.ones((), dtype=torch.float64, device=device) if live is None else live
+        counts = torch.ones((), dtype=torch.float64, device=device) if active is None else active
         steps = group.setdefault("steps", torch.zeros((), dtype=torch.float64, device=device))
-        steps += alive
-        moves = direction(first, second, found, group, steps, alive)
+        steps += counts
+        update_moments(m, v, grads=grads, betas=group["betas"], active=counts)
+        updates = adam_directions(
+            m, v, steps=steps, betas=group["betas"], eps=group["eps"], debias=group["debias"]
+        )
         if group["weight_decay"]:
-            torch._foreach_add_(moves, parameters, alpha=group["weight_decay"])
-        wanted = [(p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters]
-        adapted = [number for number, yes in enumerate(wanted) if yes]
+            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+        adapts = [(p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters]
+        adapted = [index for index, adapt in enumerate(adapts) if adapt]
         if adapted:
-            weights = tensor_norms([parameters[number] for number in adapted])
-            updates = tensor_norms([moves[number] for number in adapted])
-            ratios = lamb_trust_ratios(weights, updates, group["trust_clamp"])
-            torch._foreach_mul_([moves[number] for number in adapted], list(ratios.unbind()))
-        if live is not None:
-            torch._foreach_mul_(moves, live)
-        subtract_updates(parameters, moves, group["lr"])
+            ratios = lamb_trust_ratios(
+                tensor_norms([parameters[index] for index in adapted]),
+                tensor_norms([updates[index] for index in adapted]),
+                clamp=group["trust_clamp"],
+            )
+            torch._foreach_mul_([updates[index] for index in adapted], list(ratios.unbind()))
+        if active is not None:
+            torch._foreach_mul_(updates, active)
+        subtract_updates(parameters, updates, lr=group["lr"])
 
 
-def direction(
-    first: list[Tensor],
-    second: list[Tensor],
-    found: list[Tensor],
-    group: dict[str, Any],
+def update_moments(
+    m: list[Tensor],
+    v: list[Tensor],
+    *,
+    grads: list[Tensor],
+    betas: tuple[float, float],
+    active: Tensor,
+) -> None:
+    """Updates Adam's two moments in place; not where `active` () is 0, where gradients are 0."""
+    b1, b2 = betas
+    torch._foreach_mul_(m, 1 - active * (1 - b1))
+    torch._foreach_add_(m, grads, alpha=1 - b1)
+    torch._foreach_mul_(v, 1 - active * (1 - b2))
+    torch._foreach_addcmul_(v, grads, grads, value=1 - b2)
+
+
+def adam_directions(
+    m: list[Tensor],
+    v: list[Tensor],
+    *,
     steps: Tensor,
-    live: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    debias: bool,
 ) -> list[Tensor]:
-    """Adam's direction, without weight decay; moves both moments along unless `live` is 0."""
-    b1, b2 = group["betas"]
-    torch._foreach_mul_(first, 1 - live * (1 - b1))
-    torch._foreach_add_(first, found, alpha=1 - b1)
-    torch._foreach_mul_(second, 1 - live * (1 - b2))
-    torch._foreach_addcmul_(second, found, found, value=1 - b2)
-    roots = list(torch._foreach_sqrt(second))
-    moves = first
-    if group["debias"]:
-        counted = steps.clamp(min=1)  # a skipped first step has not happened
+    """Returns Adam's direction for each parameter, without weight decay.
+
+    Args:
+        m: first moments.
+        v: second moments.
+        steps: t (), float64.
+        betas: decay rates of the moments.
+        eps: added to the denominator.
+        debias: divide the moments by 1 - b^t.
+    """
+    b1, b2 = betas
+    roots = list(torch._foreach_sqrt(v))
+    numerators = m
+    if debias:
+        counted = steps.clamp(min=1)  # steps is 0 if the very first step is skipped
         torch._foreach_div_(roots, (1 - b2**counted).sqrt())
-        moves = list(torch._foreach_div(first, 1 - b1**counted))
-    torch._foreach_add_(roots, group["eps"])
-    return list(torch._foreach_div(moves, roots))
+        numerators = list(torch._foreach_div(m, 1 - b1**counted))
+    torch._foreach_add_(roots, eps)
+    return list(torch._foreach_div(numerators, roots))

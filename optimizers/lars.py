@@ -1,4 +1,4 @@
-"""LARS: SGD with momentum, each layer at a rate in proportion to its weights (You et al., arXiv:1708.03888), and LARC.
+"""LARS: SGD with momentum and layer-wise rates (You et al., arXiv:1708.03888), and LARC.
 
     optimizer = LARS(model.parameters(), lr=2.0, momentum=0.9, weight_decay=1e-4)
 
@@ -19,35 +19,47 @@ from optimizers.base import GradScalerOptimizer, subtract_updates, tensor_norms
 
 
 def lars_trust_ratios(
-    weights: Tensor, found: Tensor, coefficient: float, decay: float, eps: float
+    weights: Tensor, grads: Tensor, *, coefficient: float, weight_decay: float, eps: float
 ) -> Tensor:
-    """Of layers whose weights and gradients have these norms (layers,); see above."""
-    ratio = coefficient * weights / (found + decay * weights + eps)
-    return torch.where((weights > 0) & (found > 0), ratio, 1.0)
+    """Returns the trust ratio of each layer, equation 6 of the paper, or 1 where a norm is 0.
+
+    Args:
+        weights: norm of each layer's weights, shape (layers,).
+        grads: norm of each layer's gradient, shape (layers,).
+        coefficient: the trust coefficient.
+        weight_decay: the weight decay that is added to the gradient.
+        eps: added to the denominator.
+    """
+    ratios = coefficient * weights / (grads + weight_decay * weights + eps)
+    return torch.where((weights > 0) & (grads > 0), ratios, 1.0)
 
 
 class LARS(GradScalerOptimizer):
     """SGD with layer-wise rates.
 
+    State of a parameter: `momentum_buffer`, in fp32 at least. A step that a GradScaler finds
+    non-finite changes nothing.
+
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
-        momentum, nesterov, weight_decay: as torch.optim.SGD.
-        trust_coefficient, eps: see above.
-        clip: LARC.
-        adapt: whether a group has layer-wise rates; None: its parameters with two axes or more do, biases and norms do not.
-
-    State: `momentum_buffer`, in fp32 at least. A step that a GradScaler finds not finite changes nothing.
+        momentum, weight_decay, nesterov: as of torch.optim.SGD.
+        trust_coefficient: a layer's rate is about lr times this times |w| / |g|.
+        eps: added to the denominator of the trust ratio.
+        clip: cap the layers' rates at lr (LARC).
+        adapt: whether a group has layer-wise rates; None: its parameters with two axes or more
+            have them, biases and norms do not.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
-        RuntimeError: a gradient is sparse.
+        RuntimeError: a gradient is sparse (in `step`).
     """
 
     def __init__(
         self,
         params: Any,
         lr: float = 1.0,
+        *,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         nesterov: bool = False,
@@ -56,21 +68,19 @@ class LARS(GradScalerOptimizer):
         clip: bool = False,
         adapt: bool | None = None,
     ) -> None:
-        names = (
-            "lr",
-            "momentum",
-            "weight_decay",
-            "nesterov",
-            "trust_coefficient",
-            "eps",
-            "clip",
-            "adapt",
-        )
-        values = (lr, momentum, weight_decay, nesterov, trust_coefficient, eps, clip, adapt)
-        super().__init__(params, dict(zip(names, values)))
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "clip": clip,
+            "adapt": adapt,
+        }
+        super().__init__(params, defaults)
 
     def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        """See Base."""
         return {
             "lr": group["lr"] >= 0,
             "momentum": 0 <= group["momentum"] < 1,
@@ -81,53 +91,63 @@ class LARS(GradScalerOptimizer):
         }
 
     def _apply_step(self) -> None:
-        """See Base."""
         for group in self.param_groups:
-            parameters, found, live = self.unscaled_grads(group)
+            parameters, grads, active = self.unscaled_grads(group)
             if parameters:
-                self.update(group, parameters, found, live)
+                self._update_group(group, parameters, grads=grads, active=active)
 
-    def update(
+    def _update_group(
         self,
         group: dict[str, Any],
         parameters: list[Tensor],
-        found: list[Tensor],
-        live: Tensor | None,
+        *,
+        grads: list[Tensor],
+        active: Tensor | None,
     ) -> None:
-        """The step of one group."""
-        lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
-        moves = (
-            list(torch._foreach_add(found, parameters, alpha=decay))
-            if decay
-            else list(torch._foreach_mul(found, 1.0))
-        )
-        wanted = [(p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters]
-        adapted = [number for number, yes in enumerate(wanted) if yes]
+        lr, weight_decay = group["lr"], group["weight_decay"]
+        if weight_decay:
+            updates = list(torch._foreach_add(grads, parameters, alpha=weight_decay))
+        else:
+            updates = list(torch._foreach_mul(grads, 1.0))
+        adapts = [(p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters]
+        adapted = [index for index, adapt in enumerate(adapts) if adapt]
         if adapted:
-            weights = tensor_norms([parameters[number] for number in adapted])
-            lengths = tensor_norms([found[number] for number in adapted])
             ratios = lars_trust_ratios(
-                weights, lengths, group["trust_coefficient"], decay, group["eps"]
+                tensor_norms([parameters[index] for index in adapted]),
+                tensor_norms([grads[index] for index in adapted]),
+                coefficient=group["trust_coefficient"],
+                weight_decay=weight_decay,
+                eps=group["eps"],
             )
             if group["clip"]:
                 ratios = (ratios / lr).clamp(max=1.0)
-            torch._foreach_mul_([moves[number] for number in adapted], list(ratios.unbind()))
-        if momentum:
-            for p, move in zip(parameters, moves):
-                if "momentum_buffer" not in self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(move)
-            buffers = [self.state[p]["momentum_buffer"] for p in parameters]
-            if live is None:
-                torch._foreach_mul_(buffers, momentum)
-            else:  # where the step is skipped the buffer stays, and so does nothing of the decay come in
-                torch._foreach_mul_(buffers, 1 - live * (1 - momentum))
-                torch._foreach_mul_(moves, live)
-            torch._foreach_add_(buffers, moves)
-            moves = (
-                list(torch._foreach_add(moves, buffers, alpha=momentum))
-                if group["nesterov"]
-                else buffers
-            )
-        if live is not None:
-            moves = list(torch._foreach_mul(moves, live))
-        subtract_updates(parameters, moves, lr)
+            torch._foreach_mul_([updates[index] for index in adapted], list(ratios.unbind()))
+        if group["momentum"]:
+            updates = self._apply_momentum(group, parameters, updates=updates, active=active)
+        if active is not None:
+            updates = list(torch._foreach_mul(updates, active))
+        subtract_updates(parameters, updates, lr=lr)
+
+    def _apply_momentum(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        *,
+        updates: list[Tensor],
+        active: Tensor | None,
+    ) -> list[Tensor]:
+        """Adds the updates to the momentum buffers; returns the updates with momentum."""
+        momentum = group["momentum"]
+        for p, update in zip(parameters, updates):
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(update)
+        buffers = [self.state[p]["momentum_buffer"] for p in parameters]
+        if active is None:
+            torch._foreach_mul_(buffers, momentum)
+        else:  # in a skipped step the buffers stay, and no weight decay is added to them
+            torch._foreach_mul_(buffers, 1 - active * (1 - momentum))
+            torch._foreach_mul_(updates, active)
+        torch._foreach_add_(buffers, updates)
+        if group["nesterov"]:
+            return list(torch._foreach_add(updates, buffers, alpha=momentum))
+        return buffers

@@ -1,12 +1,11 @@
-"""Optimizer, learning-rate schedule, warm-up and batch-size scaling, built by name.
+"""Learning-rate schedules with warm-up, and the scaling of the rate with the batch size.
 
-    optimizer = build_optimizer(model, "sgd", lr=0.1, weight_decay=5e-4, momentum=0.9)
     schedule = Schedule("cosine", epochs=50, warmup=5)
-    factor = schedule(progress=12.5)          # the learning rate at epoch 12.5, as a multiple of --lr
+    factor = schedule(progress=12.5)          # the rate at epoch 12.5, as a multiple of --lr
 
-A schedule is a pure function of the progress in epochs and is applied before every optimizer step, so there is no
-scheduler state to save and no unit to get wrong: step, multistep, exponential and inverse change at whole epochs,
-the others within an epoch.
+A schedule is a pure function of the progress in epochs and is applied before every optimizer step,
+so there is no scheduler state to save: step, multistep, exponential and inverse change at whole
+epochs, the others also within an epoch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 SCHEDULES = (
     "constant",
@@ -27,16 +26,17 @@ SCHEDULES = (
     "onecycle",
     "cyclic",
 )
-ONECYCLE_START, ONECYCLE_RISE = (
-    1 / 25,
-    0.3,
-)  # as torch.optim.lr_scheduler.OneCycleLR: first rate / peak, share of the rise
+# as of torch.optim.lr_scheduler.OneCycleLR
+ONECYCLE_START = 1 / 25  # first rate / peak
+ONECYCLE_RISE = 0.3  # share of the run in which the rate rises
 ONECYCLE_END = 1e-4  # last rate / first rate
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate as a multiple of --lr, after t epochs (t is fractional; floor(t) counts whole epochs).
+    """The learning rate as a multiple of --lr, after t epochs.
+
+    t is fractional; floor(t) counts whole epochs, and s = (t - warmup) / (epochs - warmup).
 
     Attributes:
         name: one of `SCHEDULES`:
@@ -46,17 +46,24 @@ class Schedule:
             exponential  gamma ** floor(t)
             inverse      1 / (1 + gamma floor(t))
             polynomial   end + (1 - end) (1 - s) ** power
-            cosine       end + (1 - end) (1 + cos(pi s)) / 2                                   (arXiv:1608.03983)
-            onecycle     peak/25 up to peak over 30 % of the run, then down to peak/250,000, cosine (arXiv:1708.07120)
-            cyclic       triangle between 1 and peak, step_size epochs up and as many down       (arXiv:1506.01186)
-          with s = (t - warmup) / (epochs - warmup).
+            cosine       end + (1 - end) (1 + cos(pi s)) / 2 (arXiv:1608.03983)
+            onecycle     from peak/25 up to peak over 30 % of the run, then down to peak/250,000,
+                         along cosines (arXiv:1708.07120)
+            cyclic       a triangle between 1 and peak, step_size epochs up and as many down
+                         (arXiv:1506.01186)
         epochs: length of the run.
-        warmup: epochs of linear rise from 0 that multiply the above.
-        gamma, step_size (epochs), milestones (epochs), power, end, peak: as used above.
+        warmup: epochs of a linear rise from 0 that multiplies the above.
+        gamma: factor of step, multistep, exponential and inverse.
+        step_size: epochs, of step and cyclic.
+        milestones: epochs, of multistep.
+        power: exponent of polynomial.
+        end: last multiple of polynomial and cosine.
+        peak: largest multiple of onecycle and cyclic.
     """
 
     name: str
     epochs: float
+    _: KW_ONLY
     warmup: float = 0.0
     gamma: float = 0.1
     step_size: int = 30
@@ -66,7 +73,12 @@ class Schedule:
     peak: float = 5.0
 
     def __call__(self, progress: float, step: float = 0.0) -> float:
-        """Multiple of --lr after `progress` epochs; `step` is one step in epochs: the rise counts the step about to be done."""
+        """Returns the multiple of --lr.
+
+        Args:
+            progress: epochs done so far.
+            step: length of one step in epochs; the warm-up counts the step that comes next.
+        """
         warm = min(1.0, (progress + step) / self.warmup) if self.warmup else 1.0
         return warm * self._shape(progress)
 
@@ -87,29 +99,36 @@ class Schedule:
             case "polynomial":
                 return self.end + (1 - self.end) * (1 - share) ** self.power
             case "cosine":
-                return cosine(1.0, self.end, share)
+                return _half_cosine(1.0, self.end, share)
             case "onecycle":
-                start = ONECYCLE_START * self.peak
-                if share < ONECYCLE_RISE:
-                    return cosine(start, self.peak, share / ONECYCLE_RISE)
-                return cosine(
-                    self.peak, start * ONECYCLE_END, (share - ONECYCLE_RISE) / (1 - ONECYCLE_RISE)
-                )
+                return self._one_cycle(share)
             case "cyclic":
                 phase = progress / self.step_size % 2
                 return 1 + (self.peak - 1) * (phase if phase <= 1 else 2 - phase)
         raise ValueError(f"unknown schedule {self.name}")
 
+    def _one_cycle(self, share: float) -> float:
+        start = ONECYCLE_START * self.peak
+        if share < ONECYCLE_RISE:
+            return _half_cosine(start, self.peak, share / ONECYCLE_RISE)
+        fall = (share - ONECYCLE_RISE) / (1 - ONECYCLE_RISE)
+        return _half_cosine(self.peak, start * ONECYCLE_END, fall)
 
-def cosine(start: float, end: float, share: float) -> float:
-    """Half a cosine wave from `start` (share 0) to `end` (share 1)."""
+
+def _half_cosine(start: float, end: float, share: float) -> float:
+    """Half a cosine wave, from `start` at share 0 to `end` at share 1."""
     return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
 
 
-def scale_lr(lr: float, rule: str, batch_size: int, base: int) -> float:
-    """The learning rate for a global batch of `batch_size` samples, when `lr` was tuned for `base`.
+def scale_lr(lr: float, rule: str, *, batch_size: int, base_batch_size: int) -> float:
+    """Scales a learning rate with the batch size.
 
-    'linear': Goyal et al., arXiv:1706.02677; 'sqrt': Krizhevsky, arXiv:1404.5997; 'none': as given.
+    Args:
+        lr: the rate that was tuned for `base_batch_size`.
+        rule: 'linear' (Goyal et al., arXiv:1706.02677), 'sqrt' (Krizhevsky, arXiv:1404.5997), or
+            'none' for no scaling.
+        batch_size: samples of the global batch.
+        base_batch_size: samples of the batch that `lr` was tuned for.
     """
-    ratio = batch_size / base
+    ratio = batch_size / base_batch_size
     return lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ngd import NGD
 
 Shapes = Sequence[tuple[int, ...]]
-# two alike, a convolution, biases, a scalar, a 3-d one laid out as a convolution, one whose middle axis lies between two others
+# two alike, a convolution, biases, a scalar, a 3-d one laid out as a convolution, and one whose
+# middle axis lies between two others
 SHAPES: Shapes = [(40, 30), (40, 30), (20, 10, 3, 3), (7,), (7,), (), (30, 20, 4), (8, 20, 40)]
 PLAIN = (3, 4, 5)  # those of SHAPES that are not preconditioned
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -23,15 +24,15 @@ def weights(shapes: Shapes = SHAPES, dtype: torch.dtype = torch.float32) -> list
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
 
-def made(**settings: Any) -> NGD:
+def create_ngd(**settings: Any) -> NGD:
     return NGD(weights(), **(SGD | settings))
 
 
-def held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def feed(parameters: Sequence[Tensor], t: int, scale: float = 1.0) -> None:
+def set_gradients(parameters: Sequence[Tensor], t: int, scale: float = 1.0) -> None:
     """Random gradients of step `t`, in the memory format of the parameters."""
     for number, p in enumerate(parameters):
         noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * t + number))
@@ -40,7 +41,7 @@ def feed(parameters: Sequence[Tensor], t: int, scale: float = 1.0) -> None:
 
 def train(optimizer: Any, steps: Iterable[int], scale: float = 1.0) -> Any:
     for t in steps:
-        feed(held(optimizer), t, scale)
+        set_gradients(parameters_of(optimizer), t, scale)
         optimizer.step()
     return optimizer
 
@@ -49,7 +50,11 @@ def snapshot(
     optimizer: NGD, numbers: Iterable[int] | None = None
 ) -> list[tuple[Tensor, dict[str, Tensor]]]:
     """Copies of parameters and of the tensors in their states."""
-    some = held(optimizer) if numbers is None else [held(optimizer)[number] for number in numbers]
+    some = (
+        parameters_of(optimizer)
+        if numbers is None
+        else [parameters_of(optimizer)[number] for number in numbers]
+    )
     tensors = [
         {
             name: value.clone()
@@ -78,7 +83,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def through_a_file(optimizer: NGD, **settings: Any) -> NGD:
-    """Another optimizer, of copies of the parameters, that has loaded the state; with other settings."""
+    """Returns an optimizer of copies of the parameters that loaded the state, with `settings`."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -89,6 +94,6 @@ def through_a_file(optimizer: NGD, **settings: Any) -> NGD:
         for value in entry.values()
     )
     state["param_groups"][0].update(settings)
-    other = NGD([nn.Parameter(p.detach().clone()) for p in held(optimizer)], lr=7.0)
+    other = NGD([nn.Parameter(p.detach().clone()) for p in parameters_of(optimizer)], lr=7.0)
     other.load_state_dict(state)
     return other

@@ -1,7 +1,8 @@
-"""Online natural gradient in plain float64, one parameter and one axis at a time, written from arXiv:1410.7455, appendix A.
+"""Online natural gradient in plain float64, one parameter and one axis at a time.
 
-Slow and literal on purpose: what ngd.py is tested against. N, the number of rows, is kept as in the paper, and so is the
-expansion of Z_t through K_t = J J' and L_t = H' H; the small constants are relative to the gradient, as in ngd.py.
+It follows appendix A of arXiv:1410.7455 literally, is slow on purpose, and is what ngd.py is tested
+against. N, the number of rows, is kept as in the paper, and so is the expansion of Z_t through
+K_t = J J' and L_t = H' H; the small constants are relative to the gradient, as in ngd.py.
 """
 
 from __future__ import annotations
@@ -58,9 +59,8 @@ class Axis:
 
     def update(self, X: Tensor, g0: float) -> None:
         N, D, R, W, eta = len(X), self.D, self.R, self.W, self.eta
-        least = (
-            DELTA * g0 / (N * D)
-        )  # ours: history does not count for less than this, so that no direction drowns in rounding
+        # ours: what was learned before counts for at least this, so that rounding hides no direction
+        least = DELTA * g0 / (N * D)
         d, rho = self.d.clamp(min=least), max(self.rho, least)
         H = X @ W.T
         J, L = H.T @ X, H.T @ H
@@ -95,10 +95,14 @@ class Axis:
 
 
 class Oracle:
-    """The direction of one parameter: every axis in turn, from the last to the first, each seeing the output of the one before."""
+    """The direction of one parameter: its axes precondition it in turn, from the last to the first."""
 
     def __init__(self, shape: tuple[int, ...], max_dim: int = 4096, **settings: float) -> None:
-        self.axes = {a: Axis(dim, **settings) for a, dim in enumerate(shape) if 1 < dim <= max_dim}  # type: ignore[arg-type]
+        self.axes = {
+            axis: Axis(dim, **settings)  # type: ignore[arg-type]
+            for axis, dim in enumerate(shape)
+            if 1 < dim <= max_dim
+        }
 
     def __call__(self, gradient: Tensor) -> Tensor:
         X = gradient.double()

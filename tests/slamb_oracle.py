@@ -1,4 +1,4 @@
-"""SLAMB for all ranks at once, with element masks, as the docstring of slamb.py writes it; float64, one process."""
+"""SLAMB as slamb.py documents it, with element masks, for all ranks in one process, in float64."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from optimizers.flat_buffer import FlatLayout, RoundRobin
-from slamb import BLOCK, CLAMP, SMALL
+from slamb import BLOCK, SMALL, TRUST_CLAMP
 
 SHAPES = [(20, 16, 6, 6), (30, 10), (7,), (96, 101), (20,), (5, 3, 2)]
 
 
 def start(dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """The weights that every rank begins with."""
+    """Returns the weights that every rank starts with."""
     generator = torch.Generator().manual_seed(0)
     return [
         (0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
@@ -23,7 +23,7 @@ def start(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def gradient(step: int, rank: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """The gradients of a rank at a step: a part that all have in common, and noise."""
+    """Returns the gradients of a rank at a step: a common part and the rank's own noise."""
     common, own = (
         torch.Generator().manual_seed(1000 + step),
         torch.Generator().manual_seed(77 * step + rank + 5),
@@ -36,12 +36,16 @@ def gradient(step: int, rank: int, dtype: torch.dtype = torch.float64) -> list[T
 
 
 class Oracle:
-    """Weights, moments and ages of every rank."""
+    """The weights, moments and ages of every rank."""
 
     def __init__(
-        self, ranks: int, k: float, selection: str, compat: bool, **settings: float
+        self, ranks: int, k: float, *, selection: str, authors: bool, **settings: float
     ) -> None:
-        self.ranks, self.k, self.compat, self.t, self.selection = ranks, k, compat, 0, selection
+        self.ranks = ranks
+        self.k = k
+        self.selection = selection
+        self.authors = authors  # the formulas of AuthorsSLAMB
+        self.t = 0
         self.settings = {
             "lr": 0.01,
             "b1": 0.9,
@@ -61,31 +65,35 @@ class Oracle:
         self.large = [
             number for number, p in enumerate(start()) if p.ndim > 1 and p.numel() >= SMALL
         ]
-        self.lay = FlatLayout([start()[number] for number in self.large], BLOCK)
-        self.ring = RoundRobin(self.lay.places() if selection == "random" else self.lay.rows, 0)
+        self.layout = FlatLayout([start()[number] for number in self.large], BLOCK)
+        units = self.layout.element_indices() if selection == "random" else self.layout.rows
+        self.order = RoundRobin(units, 0)
 
     def masks(self, dense: bool) -> list[Tensor]:
-        """Of each tensor, which elements are exchanged on this step."""
-        found = [torch.ones_like(p, dtype=torch.bool) for p in start()]
+        """Returns a mask of each tensor: the elements that are exchanged in this step."""
+        masks = [torch.ones_like(p, dtype=torch.bool) for p in start()]
         if dense:
-            return found
-        units = self.ring.part(self.t, int(1 / self.k)) if self.compat else self.ring.take(self.k)
-        buffer = torch.zeros(self.lay.rows, BLOCK, dtype=torch.float64)
+            return masks
+        if self.authors:
+            units = self.order.partition(self.t, int(1 / self.k))
+        else:
+            units = self.order.take(self.k)
+        buffer = torch.zeros(self.layout.rows, BLOCK, dtype=torch.float64)
         (buffer.view(-1) if self.selection == "random" else buffer)[units] = 1
-        for number, view in zip(self.large, self.lay.views(buffer)):
-            found[number] = view.clone() > 0
-        return found
+        for number, view in zip(self.large, self.layout.views(buffer)):
+            masks[number] = view.clone() > 0
+        return masks
 
     def step(self) -> None:
-        """One step of all ranks."""
+        """Takes one step on all ranks."""
         self.t += 1
         s, t, W = self.settings, self.t, self.ranks
-        dense = not self.compat and (t <= s["dense"] or self.k >= 1 or W == 1)
+        dense = not self.authors and (t <= s["dense"] or self.k >= 1 or W == 1)
         masks = self.masks(dense)
         gradients = [gradient(t, rank) for rank in range(W)]
         for number, mask in enumerate(masks):
             large = number in self.large
-            if not self.compat and (dense or not large):
+            if not self.authors and (dense or not large):
                 mean = sum(each[number] for each in gradients) / W
                 for each in gradients:
                     each[number] = mean
@@ -93,7 +101,7 @@ class Oracle:
                 g = gradients[rank][number]
                 self.m[rank][number] = s["b1"] * self.m[rank][number] + (1 - s["b1"]) * g
                 self.v[rank][number] = s["b2"] * self.v[rank][number] + (1 - s["b2"]) * g**2
-            if self.compat or not (dense or not large):
+            if self.authors or not (dense or not large):
                 mean = sum(self.m[rank][number] for rank in range(W)) / W
                 for rank in range(W):
                     self.m[rank][number] = torch.where(mask, mean, self.m[rank][number])
@@ -104,13 +112,13 @@ class Oracle:
                 u = (m / (1 - s["b1"] ** t)) / ((v / (1 - s["b2"] ** t)).sqrt() + s["eps"]) + s[
                     "decay"
                 ] * w
-                chosen, others = self.ratio(w[mask], u[mask]), self.ratio(w[~mask], u[~mask])
-                if not self.compat and not (mask.any() and w[mask].norm() > 0):
-                    chosen = others
-                trust = r * chosen + (1 - r) * others
-                if self.compat and w.ndim > 1:
-                    trust = trust.clamp(*CLAMP)
-                if not self.compat and w.ndim < 2:
+                selected, others = self.ratio(w[mask], u[mask]), self.ratio(w[~mask], u[~mask])
+                if not self.authors and not (mask.any() and w[mask].norm() > 0):
+                    selected = others
+                trust = r * selected + (1 - r) * others
+                if self.authors and w.ndim > 1:
+                    trust = trust.clamp(*TRUST_CLAMP)
+                if not self.authors and w.ndim < 2:
                     trust = torch.ones_like(trust)
                 self.w[rank][number] = w - s["lr"] * (r + (1 - r) / math.sqrt(W)) * trust * u
         if t % s["local"] == 0:
@@ -121,5 +129,5 @@ class Oracle:
 
     @staticmethod
     def ratio(w: Tensor, u: Tensor) -> Tensor | float:
-        """The trust ratio of what is selected; 1 where there is nothing."""
+        """Returns the trust ratio of these elements, or 1 where there are none."""
         return w.norm() / u.norm() if w.numel() and w.norm() > 0 and u.norm() > 0 else 1.0

@@ -1,4 +1,4 @@
-"""Every damaged or foreign recipe, checkpoint and data set ends with exit code 2 and one line that names the file."""
+"""Damaged recipes, checkpoints and data sets: exit code 2 and one line that names the file."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_file_that_is_no_checkpoint_is_named(
         ("images", "--resume {images} --export none/model.pt2", "none/model.pt2"),
     ],
 )
-def test_checkpoint_and_flags_that_do_not_fit_are_named(
+def test_checkpoint_that_does_not_match_the_flags_is_named(
     name: str, extra: str, names: str, runs: dict[str, Path], refused: Refused, tmp_path: Path
 ) -> None:
     (tmp_path / "text.png").write_text("words")
@@ -147,7 +147,7 @@ def test_wrong_csv_is_named_with_its_row(
 
 
 def break_folder(root: Path, how: str) -> str:
-    """Damage a good image folder; returns what the message must name."""
+    """Damage a good image folder and return what the error message must name."""
     victim = root / ("test" if how == "cut-test-image" else "train") / "cat" / "3.png"
     if how == "no-train":
         shutil.rmtree(root / "train")
@@ -168,19 +168,15 @@ def break_folder(root: Path, how: str) -> str:
     elif how == "no-image":
         victim.write_text("words")
     return {
-        **{
-            "no-train": "train is missing",
-            "no-test": "test is missing",
-            "bare-test": "test",
-            "one-class": "train",
-        },
-        **{
-            "empty-class": "train/dog",
-            "unknown-class": "test/emu",
-            "cut-image": "train/cat/3.png",
-            "no-image": "train/cat/3.png",
-        },
-        "cut-test-image": "test/cat/3.png",  # found by a worker process
+        "no-train": "train is missing",
+        "no-test": "test is missing",
+        "bare-test": "test",
+        "one-class": "train",
+        "empty-class": "train/dog",
+        "unknown-class": "test/emu",
+        "cut-image": "train/cat/3.png",
+        "no-image": "train/cat/3.png",
+        "cut-test-image": "test/cat/3.png",  # a worker process notices it
     }[how]
 
 
@@ -209,5 +205,8 @@ def test_wrong_image_folder_is_named(
             for i in range(6):
                 Image.fromarray(pixels).save(tmp_path / part / name / f"{i}.png")
     names = break_folder(tmp_path, how)
-    base = "--dataset folder --arch resnet20 --epochs 1 --bs 4 --device cpu --precision fp32 --threads 1 --image_size 8 --workers 1"
+    base = (
+        "--dataset folder --arch resnet20 --epochs 1 --bs 4 --device cpu --precision fp32 "
+        "--threads 1 --image_size 8 --workers 1"
+    )
     refused("images", f"--data_dir {tmp_path} --resident {resident}", names, base)

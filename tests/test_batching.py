@@ -16,11 +16,10 @@ from cli import factory, options
 from distributed.world import World
 from dynamic_batch import ByLoss, ByNoise, Scheduled, WorkerBalancer, at_milestones, every_epoch
 from input_pipeline.sampler import Sampler, rank_share, row_owners
-from training import run_log
+from trainers import NoData, build_optimizer, make_trainer
 from training.batch_schedule import BatchSchedule, BatchSizePolicy
-from training.losses import classification
-from training.step import BIG, PER_BIG, PER_SMALL, SMALL, Step
 from training.step_stats import squared_norm
+from training.trainer import Trainer
 
 FP32 = Precision("fp32", "cpu")
 
@@ -35,7 +34,7 @@ class Alike(World):
 def make(
     rank: int, size: int, rows: int = 1003, base: int = 60, lengths: Tensor | None = None, **options
 ) -> BatchSchedule:
-    return BatchSchedule(Alike(rank, size), Sampler(rows, 3, lengths), base, **options)
+    return BatchSchedule(Alike(rank, size), Sampler(rows, 3, lengths=lengths), base=base, **options)
 
 
 # -------------------------------------------------------------------- rows
@@ -61,7 +60,7 @@ def test_every_row_comes_once_over_all_ranks_whatever_the_shares(shares, lengths
             len(shares),
             rows,
             lengths=lengths[:rows] if lengths is not None else None,
-            balance=WorkerBalancer(),
+            balancer=WorkerBalancer(),
         )
         batching.start_epoch(4)
         batching.shares = shares
@@ -91,31 +90,31 @@ def test_a_batch_that_stays_is_as_it_always_was() -> None:
         assert batching.steps() == len(plan) == 16
         assert {(part.weight, part.samples) for part in plan} == {(1.0, 60)}
         assert all(
-            torch.equal(part.rows, rank_share(batch, rank, 2))
+            torch.equal(part.rows, rank_share(batch, rank, world_size=2))
             for part, batch in zip(plan, order.epoch(1, 60), strict=True)
         )
 
 
 def test_the_batch_follows_its_rule_and_the_rate_the_batch() -> None:
     change = BatchSizePolicy(
-        Scheduled(60, at_milestones(2.0, [1, 2, 3])), low=60, high=250, power=0.5
+        Scheduled(60, at_milestones(2.0, [1, 2, 3])), low=60, high=250, lr_power=0.5
     )
-    batching = make(0, 1, change=change)
+    batching = make(0, 1, policy=change)
     sizes, factors = [], []
     for epoch in range(4):
         batching.start_epoch(epoch)
         sizes.append(batching.size)
         factors.append(batching.lr_factor)
-        batching.end_epoch(epoch, 1.0, 1.0, 1.0, None)
+        batching.end_epoch(epoch, loss=1.0, seconds=1.0, compute_seconds=1.0, noise=None)
     assert sizes == [60, 120, 240, 240]
     assert factors == pytest.approx([1, 2**0.5, 2, 2])
 
 
 def test_the_slowest_rank_s_time_counts() -> None:
-    batching = make(0, 2, change=BatchSizePolicy(ByLoss("score"), low=60, high=960))
+    batching = make(0, 2, policy=BatchSizePolicy(ByLoss("score"), low=60, high=960))
     batching.world.given = [[1.0, 1.0], [3.0, 1.0]]
-    batching.end_epoch(0, 1.0, 1.0, 1.0, None)
-    assert batching.change.rule.seconds == [3.0]
+    batching.end_epoch(0, loss=1.0, seconds=1.0, compute_seconds=1.0, noise=None)
+    assert batching.policy.rule.seconds == [3.0]
 
 
 # -------------------------------------------------------------------- equal weight a sample
@@ -134,15 +133,14 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def make_step(model: nn.Module, world: World, **options) -> Step:
-    return Step(
-        model,
-        classification(),
-        factory.build_optimizer(model, "sgd", 0.1, 0.0),
-        FP32,
-        world,
-        **options,
-    )
+def trainer_of(model: nn.Module, world: World, **options) -> Trainer:
+    return make_trainer(model, build_optimizer(model, "sgd", 0.1), world, **options)
+
+
+def noise_sums(trainer: Trainer) -> list[float]:
+    sums = trainer.sums
+    squares = sums.small_square, sums.small_inverse, sums.big_square, sums.big_inverse
+    return [each.item() for each in squares]
 
 
 def unequal_shares_have_the_gradient_of_the_whole_batch(world: World) -> None:
@@ -152,11 +150,14 @@ def unequal_shares_have_the_gradient_of_the_whole_batch(world: World) -> None:
     for shares in ([30, 11], [2, 39]) if world.size == 2 else ([20, 16, 5],):
         for micro_batch in (None, 7):
             model = image_model()
-            step = make_step(model, world, micro_batch=micro_batch)
-            step.wrap()
+            trainer = trainer_of(model, world, micro_batch_size=micro_batch)
+            trainer.wrap_model()
             mine = row_owners(shares) == world.rank
-            step.forward_backward(
-                step.parallel, inputs[mine], labels[mine], shares[world.rank] * world.size / 41
+            trainer.forward_backward(
+                trainer.parallel_model,
+                inputs[mine],
+                labels[mine],
+                shares[world.rank] * world.size / 41,
             )
             for wanted, given in zip(alone.parameters(), model.parameters()):
                 torch.testing.assert_close(given.grad, wanted.grad, rtol=1e-12, atol=1e-14)
@@ -174,41 +175,39 @@ def gradient_square(rows: Tensor) -> float:
 
 @pytest.mark.parametrize(("accumulate", "first"), [(1, 20), (4, 10)])
 def test_noise_is_measured_between_a_micro_batch_and_the_batch(accumulate: int, first: int) -> None:
-    step = make_step(image_model(), World(), accumulate=accumulate)
-    step.measure_noise()  # one process takes two micro-batches for it
-    step(*batch(40))
+    trainer = trainer_of(
+        image_model(), World(), accumulation_steps=accumulate, measure_noise_scale=True
+    )  # one process takes two micro-batches for it
+    trainer.train_step(*batch(40))
     wanted = [
         gradient_square(torch.arange(first)),
         1 / first,
         gradient_square(torch.arange(40)),
         1 / 40,
     ]
-    assert step.sums[[SMALL, PER_SMALL, BIG, PER_BIG]].tolist() == pytest.approx(wanted, rel=1e-5)
+    assert noise_sums(trainer) == pytest.approx(wanted, rel=1e-5)
 
 
 def noise_is_measured_between_a_rank_and_all(world: World) -> None:
     inputs, labels = batch(40)
     shares = [28, 12]
-    step = make_step(image_model(), world, micro_batch=6)
-    step.measure_noise()
-    step.wrap()
+    trainer = trainer_of(image_model(), world, micro_batch_size=6, measure_noise_scale=True)
+    trainer.wrap_model()
     for micro_batch in (
         6,
         None,
     ):  # what is left over from steps with micro-batches does not count in those without
-        step.micro_batch = micro_batch
+        trainer.micro_batches.limit = micro_batch
         mine = (row_owners(shares) == world.rank).nonzero().flatten()
         for _ in range(2):  # what the first left behind does not count
-            step.model.load_state_dict(image_model().state_dict())
-            step.sums.zero_()
-            step(inputs[mine], labels[mine], shares[world.rank] * 2 / 40)
+            trainer.model.load_state_dict(image_model().state_dict())
+            trainer.sums.values.zero_()
+            trainer.train_step(inputs[mine], labels[mine], shares[world.rank] * 2 / 40)
         rows = (
             mine if micro_batch is None else mine[: -(-len(mine) // -(-len(mine) // micro_batch))]
         )
         wanted = [gradient_square(rows), 1 / len(rows), gradient_square(torch.arange(40)), 1 / 40]
-        assert step.sums[[SMALL, PER_SMALL, BIG, PER_BIG]].tolist() == pytest.approx(
-            wanted, rel=1e-5
-        )
+        assert noise_sums(trainer) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_a_loss_scale_leaves_the_noise_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,18 +215,12 @@ def test_a_loss_scale_leaves_the_noise_as_it_is(monkeypatch: pytest.MonkeyPatch)
     found = []
     for precision in (FP32, scaled):
         model = image_model().float()
-        step = Step(
-            model,
-            classification(),
-            factory.build_optimizer(model, "sgd", 0.1, 0.0),
-            precision,
-            World(),
-        )
-        step.measure_noise()
+        trainer = trainer_of(model, World(), precision=precision, measure_noise_scale=True)
         inputs, labels = batch(40)
-        step(inputs.float(), labels)
-        found.append(step.sums[[SMALL, BIG]])
-    assert step.scaler.get_scale() > 1
+        trainer.train_step(inputs.float(), labels)
+        small, _, big, _ = noise_sums(trainer)
+        found.append(torch.tensor([small, big]))
+    assert trainer.scaler.get_scale() > 1
     torch.testing.assert_close(*found, rtol=2e-2, atol=0)
 
 
@@ -244,16 +237,15 @@ def a_slow_rank_is_seen_to_be_slow(world: World) -> None:
             return x
 
     model = nn.Sequential(Slow(), image_model())
-    step = make_step(model, world)
-    step.time()
-    step.wrap()
-    step(*batch(8))
-    step.watch.take()
-    step.watch.start()
+    trainer = trainer_of(model, world, time_compute=True)
+    trainer.wrap_model()
+    trainer.train_step(*batch(8))
+    trainer.compute_timer.take()
+    trainer.compute_timer.start()
     started = time.perf_counter()
     for _ in range(5):
-        step(*batch(8))
-    taken, computed = time.perf_counter() - started, step.watch.take()
+        trainer.train_step(*batch(8))
+    taken, computed = time.perf_counter() - started, trainer.compute_timer.take()
     assert taken >= 0.3
     assert (computed >= 0.29) if world.rank else (0.05 <= computed < 0.2)
 
@@ -280,12 +272,19 @@ def test_three_ranks() -> None:
 def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
     def new(size: int = 2, base: int = 60) -> BatchSchedule:
         change = BatchSizePolicy(ByNoise(2.0), low=60, high=960)
-        return make(0, size, base=base, change=change, balance=WorkerBalancer())
+        return make(0, size, base=base, policy=change, balancer=WorkerBalancer())
 
     first = new()
     first.start_epoch(0)
     first.world.given = [[1.0, 1.0], [1.0, 3.0]]
-    row = first.end_epoch(0, 1.0, 1.0, 1.0, (3 + 500 / 30, 1 / 30, 3 + 500 / 60, 1 / 60))
+    noise = {
+        "small": 3 + 500 / 30,
+        "inverse_small": 1 / 30,
+        "big": 3 + 500 / 60,
+        "inverse_big": 1 / 60,
+    }
+    epoch = {"loss": 1.0, "seconds": 1.0, "compute_seconds": 1.0, "noise": noise}
+    row = first.end_epoch(0, **epoch)
     speed = 30 * 17 / 3  # 1003 rows are 17 steps
     assert row["shares"] == [30, 30]
     assert row["noise_scale"] == pytest.approx(500 / 3)
@@ -300,8 +299,7 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
     assert [part.rows.tolist() for part in first.plan(1, 3)] == [
         part.rows.tolist() for part in second.plan(1, 3)
     ]
-    noise = 3 + 500 / 30, 1 / 30, 3 + 500 / 60, 1 / 60
-    assert first.end_epoch(1, 1.0, 1.0, 1.0, noise) == second.end_epoch(1, 1.0, 1.0, 1.0, noise)
+    assert first.end_epoch(1, **epoch) == second.end_epoch(1, **epoch)
     assert (first.size, first.shares) == (second.size, second.shares)
     fewer = new(size=1, base=30)  # a rank has stopped: its batch goes, the rest grows as before
     fewer.load_state_dict(first.state_dict())
@@ -309,7 +307,7 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
     plain = make(0, 2)  # the rule is taken away, or another one
     plain.load_state_dict(first.state_dict())
     assert (plain.size, plain.shares) == (60, [30, 30])
-    other = make(0, 2, change=BatchSizePolicy(ByLoss(), low=60, high=960))
+    other = make(0, 2, policy=BatchSizePolicy(ByLoss(), low=60, high=960))
     other.load_state_dict(first.state_dict())
     assert (other.size, other.shares) == (first.size, [first.size // 2] * 2)
     more = new(size=3, base=90)
@@ -318,13 +316,15 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
 
 
 def test_the_limit_of_memory_holds_while_it_can() -> None:
-    batching = make(0, 2, balance=WorkerBalancer(), base=100)
+    batching = make(0, 2, balancer=WorkerBalancer(), base=100)
     batching.world.given = [[60.0], [100.0]]
     batching.limit(60)
-    assert batching.most is None  # an equal share fits anyway, and a larger one in two parts
+    assert (
+        batching.memory_limits is None
+    )  # an equal share fits anyway, and a larger one in two parts
     batching.world.given = [[40.0], [100.0]]
     batching.limit(40)
-    batching.balance.observe([50, 50], [1.0, 4.0])
+    batching.balancer.observe([50, 50], [1.0, 4.0])
     assert batching.divide(100) == [40, 60]
     batching.world.given = [[40.0], [20.0]]
     batching.limit(40)
@@ -344,18 +344,18 @@ def test_a_compiled_model_is_not_compiled_anew_for_every_size(growth: float) -> 
         return graph.forward
 
     model = image_model()
-    step = make_step(model, World(), micro_batch=60)
+    trainer = trainer_of(model, World(), micro_batch=60)
     model.compile(backend=backend)
     batching = make(
-        0, 1, change=BatchSizePolicy(Scheduled(60, every_epoch(growth)), low=60, high=480)
+        0, 1, policy=BatchSizePolicy(Scheduled(60, every_epoch(growth)), low=60, high=480)
     )
     sizes = set()
     for epoch in range(30):
         batching.start_epoch(epoch)
         for part in batching.plan(epoch, 0)[:2]:
-            step(*batch(len(part.rows)))
+            trainer.train_step(*batch(len(part.rows)))
         sizes.add(batching.size)
-        batching.end_epoch(epoch, 1.0, 1.0, 1.0, None)
+        batching.end_epoch(epoch, loss=1.0, seconds=1.0, compute_seconds=1.0, noise=None)
     assert len(sizes) >= 5
     assert len(compiled) <= 3
     torch._dynamo.reset()
@@ -366,9 +366,18 @@ def batching_of(words: str, world: World, rows: int = 8000) -> BatchSchedule:
     args, _ = options.parse(
         resnet50_test.parser(), resnet50_test.SCRIPT, ["--bs", "32", *words.split()]
     )
-    return factory.create_batch_schedule(
-        args, world, Sampler(rows, 0), 32 * world.size, options.schedule(args)
-    )
+    data = factory.Data(Rows(rows), {}, {})
+    return factory.create_batch_schedule(args, factory.Run("x", world, FP32, Path()), data)
+
+
+class Rows(NoData):
+    """So many rows."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
 
 
 @pytest.mark.parametrize(
@@ -402,8 +411,8 @@ def test_the_flags_build_the_schedule(
     words: str, low: int, high: int, power: float, sizes: list[int]
 ) -> None:
     batching = batching_of(f"--dynamic_batch {words}", Alike(0, 2))
-    change = batching.change
-    assert (change.low, change.high, change.power) == (low, high, power)
+    change = batching.policy
+    assert (change.low, change.high, change.lr_power) == (low, high, power)
     found = []
     for epoch in range(len(sizes)):
         batching.start_epoch(epoch)
@@ -415,12 +424,12 @@ def test_the_flags_build_the_rules_and_the_balance() -> None:
     words = (
         "--dynamic_batch loss --loss_rule score --loss_window 7 --loss_threshold 3 --batch_factor 3"
     )
-    rule = batching_of(words, World()).change.rule
+    rule = batching_of(words, World()).policy.rule
     assert (rule.kind, rule.window, rule.threshold, rule.factor) == ("score", 7, 3.0, 3.0)
-    assert isinstance(batching_of("--dynamic_batch noise", World()).change.rule, ByNoise)
-    assert batching_of("--balance_workers", World()).balance is None  # alone
-    assert batching_of("--balance_workers", World(0, 2)).whole
-    assert not batching_of("", World(0, 2)).whole
+    assert isinstance(batching_of("--dynamic_batch noise", World()).policy.rule, ByNoise)
+    assert batching_of("--balance_workers", World()).balancer is None  # alone
+    assert batching_of("--balance_workers", World(0, 2)).keeps_every_row
+    assert not batching_of("", World(0, 2)).keeps_every_row
 
 
 @pytest.mark.parametrize(
@@ -442,23 +451,14 @@ def test_the_flags_say_how_many_samples_are_taken_at_once(
         resnet50_test.parser(), resnet50_test.SCRIPT, ["--bs", "32", *words.split()]
     )
     run, model = factory.Run("x", World(0, size), FP32, Path()), image_model()
-    optimizer, log = (
-        factory.build_optimizer(model, "sgd", 0.1, 0.0),
-        run_log.RunLog(Path(), False, False),
+    config = factory.create_trainer_config(args, run, batching_of(words, run.world))
+    trainer = make_trainer(model, build_optimizer(model, "sgd", 0.1), run.world, **vars(config))
+    assert (trainer.micro_batches.limit, trainer.micro_batches.accumulation_steps) == (
+        micro_batch,
+        accumulate,
     )
-    step = factory.make_step(
-        args,
-        run,
-        model,
-        classification(),
-        optimizer,
-        log,
-        None,
-        batching_of(words, run.world).whole,
-    )
-    assert (step.micro_batch, step.splits) == (micro_batch, accumulate)
-    assert (step.watch is not None) == ("balance" in words)
-    assert (step.own is not None) == ("noise" in words)
+    assert (trainer.compute_timer is not None) == ("balance" in words)
+    assert (trainer.local_grad_norm is not None) == ("noise" in words)
 
 
 def test_a_batch_beyond_the_noise_is_told_once() -> None:

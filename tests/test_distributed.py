@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 import ranks
 from backends.precision import Precision
-from cli import factory
-from distributed.world import Vote, World, collectives
+from distributed.world import StopVote, World, choose_collectives
 from input_pipeline.sampler import rank_share
 from models.transformer import Transformer
-from training.losses import classification
-from training.step import SAMPLES, SKIPPED, Step
+from trainers import build_optimizer, make_trainer
+from training.losses import BatchLoss, CrossEntropy
+from training.trainer import Trainer
 
 FP32 = Precision("fp32", "cpu")
 
@@ -36,13 +36,10 @@ def text_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def make_step(
-    model: nn.Module, world: World, accumulate: int = 1, lr: float = 0.1, **options
-) -> Step:
-    optimizer = factory.build_optimizer(model, "sgd", lr, weight_decay=0.0)
-    step = Step(model, classification(), optimizer, FP32, world, accumulate, **options)
-    step.wrap()
-    return step
+def trainer_of(model: nn.Module, world: World, **options) -> Trainer:
+    trainer = make_trainer(model, build_optimizer(model, "sgd", 0.1), world, **options)
+    trainer.wrap_model()
+    return trainer
 
 
 def gradients_equal_those_of_one_process(world, rows, accumulate):
@@ -50,11 +47,11 @@ def gradients_equal_those_of_one_process(world, rows, accumulate):
     alone = text_model()
     F.cross_entropy(alone(inputs), labels).backward()
     model = text_model()
-    step = make_step(model, world, accumulate)
-    mine = rank_share(torch.arange(rows), world.rank, world.size)
+    trainer = trainer_of(model, world, accumulation_steps=accumulate)
+    mine = rank_share(torch.arange(rows), world.rank, world_size=world.size)
     for _ in range(2):  # the second backward of a static graph takes another path than the first
         model.zero_grad(set_to_none=True)
-        step.forward_backward(step.parallel, inputs[mine], labels[mine])
+        trainer.forward_backward(trainer.parallel_model, inputs[mine], labels[mine])
         for (name, wanted), given in zip(alone.named_parameters(), model.parameters()):
             torch.testing.assert_close(given.grad, wanted.grad, rtol=1e-6, atol=1e-9, msg=name)
 
@@ -66,65 +63,59 @@ def test_micro_batches_of_unequal_size_have_the_gradient_of_the_whole(splits):
 
 def a_bad_gradient_on_one_rank_is_skipped_by_all(world):
     model = text_model()
-    step = make_step(model, world)
+    trainer = trainer_of(model, world)
     inputs, labels = text_batch(8)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     if world.rank == 1:
-        step.task = lambda model, x, y: (
-            F.cross_entropy(model(x), y) * float("nan"),
-            (y == y).sum(),
-            None,
+        trainer.loss_fn = lambda model, x, y: BatchLoss(
+            F.cross_entropy(model(x), y) * float("nan"), (y == y).sum()
         )
-    step(inputs, labels)
+    trainer.train_step(inputs, labels)
     assert all(torch.equal(parameter, old) for parameter, old in zip(model.parameters(), before))
-    assert step.sums[SKIPPED] == 1
-    assert step.sums[SAMPLES] == 0
-    step.task = classification()
-    step(inputs, labels)
-    assert step.sums[SKIPPED] == 1
+    assert trainer.sums.skipped == 1
+    assert trainer.sums.samples == 0
+    trainer.loss_fn = CrossEntropy()
+    trainer.train_step(inputs, labels)
+    assert trainer.sums.skipped == 1
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     assert flat.isfinite().all()
     assert not torch.equal(flat, torch.cat([old.flatten() for old in before]))
     assert torch.equal(world.sum(flat.clone()), flat * world.size), "ranks differ"
 
 
-def memory_task(limit: int):
-    def task(model, x, y):
+def memory_loss(limit: int):
+    def loss_fn(model, x, y):
         if len(y) > limit:
             raise torch.cuda.OutOfMemoryError("made up")
-        return classification()(model, x, y)
+        return CrossEntropy()(model, x, y)
 
-    return task
+    return loss_fn
 
 
 def each_rank_finds_its_own_micro_batch(world):
     model = text_model()
-    step = Step(
-        model,
-        memory_task(3 if world.rank == 1 else 8),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        FP32,
-        world,
-    )
-    step.probe_memory(*text_batch(8))
-    assert step.parts(8) == (4 if world.rank == 1 else 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_fn = memory_loss(3 if world.rank == 1 else 8)
+    trainer = make_trainer(model, optimizer, world, loss_fn=loss_fn)
+    trainer.probe_step(*text_batch(8))
+    assert trainer.micro_batches.number(8) == (4 if world.rank == 1 else 1)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_running_out_of_memory_halves_the_micro_batch_and_keeps_the_result():
-    outcomes, said = [], []
-    for task in (classification(), memory_task(3)):
+def test_running_out_of_memory_halves_the_micro_batch_and_keeps_the_result(monkeypatch):
+    outcomes, messages = [], []
+    for loss_fn in (CrossEntropy(), memory_loss(3)):
         model = text_model()
-        step = make_step(model, World(), info=said.append)
-        step.task = task
+        trainer = trainer_of(model, World(), loss_fn=loss_fn)
+        monkeypatch.setattr(trainer.log, "info", messages.append)
         for _ in range(3):
-            step(*text_batch(10))
+            trainer.train_step(*text_batch(10))
         outcomes.append(
             torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         )
     torch.testing.assert_close(*outcomes, rtol=1e-9, atol=1e-12)
-    assert step.parts(10) == 4
-    assert len(said) == 2  # 10 -> 5 -> 3
+    assert trainer.micro_batches.number(10) == 4
+    assert len(messages) == 2  # 10 -> 5 -> 3
 
 
 def sums_and_votes(world):
@@ -135,7 +126,7 @@ def sums_and_votes(world):
     norm.running_mean.fill_(float(world.rank))
     world.average_buffers(norm)
     assert norm.running_mean.tolist() == [(world.size - 1) / 2] * 3
-    vote, answers = Vote(world), []
+    vote, answers = StopVote(world), []
     for step in range(6):
         answers.append(vote.ask(world.rank == 1 and step == 2))
     assert answers == [
@@ -151,9 +142,9 @@ def sums_and_votes(world):
 
 def bytes_are_counted(world):
     model = text_model().float()
-    step = make_step(model, world)
-    step(*text_batch(8))
-    step(*text_batch(8))
+    trainer = trainer_of(model, world)
+    trainer.train_step(*text_batch(8))
+    trainer.train_step(*text_batch(8))
     assert world.bytes_sent == 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -189,7 +180,7 @@ def test_ranks_do_together_what_one_process_does_and_decide_together(size):
     ],
 )
 def test_processes_that_share_a_gpu_speak_gloo(name, device, processes, backend):
-    assert collectives(name, torch.device(device), processes) == backend
+    assert choose_collectives(name, torch.device(device), processes) == backend
 
 
 def test_device_hours_count_gpus_or_nodes():

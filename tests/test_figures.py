@@ -1,4 +1,7 @@
-"""Evidence: the plan's commands, what README.md and recipes report, figures, and resumed plans."""
+"""Evidence: the plan's commands, the results page, the recipes' headers, pictures, and the runner.
+
+The runner of the experiments continues where it was stopped.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ import ranks
 import resnet50_test
 import transformer_test
 from cli import options
-from figures import experiments, logs, pictures, table
+from figures import draw, experiments, logs, pictures, table
+
+ROOT = ranks.ROOT
 
 ROOT = ranks.ROOT
 
@@ -68,16 +73,18 @@ def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
     assert checked > 50
 
 
-def test_the_table_of_results_is_that_of_the_logs():
-    text = (ROOT / "README.md").read_text()
+def test_the_results_page_shows_what_the_logs_say():
+    text = draw.RESULTS_PAGE.read_text()
     shown = text.split(table.BEGIN)[1].split(table.END)[0].strip()
-    assert shown == table.text(logs.read_groups(logs.LOGS), experiments.PLAN)
+    assert shown == table.results(logs.read_groups(logs.LOGS), experiments.PLAN)
 
 
-def test_links_of_the_readme_exist():
-    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
-        if not target.startswith("http"):
-            assert (ROOT / target).exists(), target
+def test_planned_experiments_without_a_log_are_named_below_the_table():
+    empty = table.results({}, experiments.PLAN)
+    assert "log](" not in empty
+    assert "Planned for a CPU and not run yet" in empty
+    assert "Planned for a GPU and not run yet" in empty
+    assert "open" not in empty
 
 
 MEASURED = re.compile(r"(\d+\.\d+)(?: \+- (\d+\.\d+))? %[^()%]*\(figures/logs/(\S+)/(\S+)\)")

@@ -1,4 +1,4 @@
-"""ngd.py and fisher.py equal the float64 oracle."""
+"""NGD and its Fisher estimates equal the float64 oracle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from cli.factory import build_optimizer
 from ngd import NGD
-from ngd_cases import SGD, Shapes, assert_same, distance, estimates, held, weights
+from ngd_cases import SGD, Shapes, assert_same, distance, estimates, parameters_of, weights
 from ngd_oracle import Oracle
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -21,7 +21,9 @@ pytestmark = pytest.mark.filterwarnings("error")
 def correlated(
     shape: Sequence[int], steps: int, seed: int = 1, decay: float = 3.0, spike: float = 0.0
 ) -> Iterator[Tensor]:
-    """Random gradients, mixed along each axis by a matrix whose spectrum falls by `decay` decades; float64.
+    """Yields random float64 gradients, mixed along each axis by an ill-conditioned matrix.
+
+    The spectrum of the matrix falls by `decay` decades.
 
     At steps 20 to 24 a gradient of rank one, `spike` times as large, is added.
     """
@@ -52,7 +54,11 @@ def compare_with_oracle(
     update_period: int = 4,
     **settings: Any,
 ) -> list[Oracle]:
-    """50 steps of NGD and of the oracle: equal directions of the gradient's norm, equal estimates, orthogonal factors."""
+    """Asserts that NGD equals the oracle in 50 steps.
+
+    The directions are equal and have the gradient's norm, the estimates are equal, and the rows of
+    the factors are orthogonal.
+    """
     parameters = weights(shapes, dtype)
     optimizer = NGD(
         parameters, lr=1.0, momentum=0.0, min_ndim=1, update_period=update_period, **settings
@@ -68,7 +74,9 @@ def compare_with_oracle(
             p.detach().zero_()
             p.grad = gradient.to(dtype)
         optimizer.step()
-        phases = {p: chunk.phase for chunk in optimizer.plan.chunks[0] for p in chunk.parameters}
+        phases = {
+            p: batch.phase for batch in optimizer.schedule.batches[0] for p in batch.parameters
+        }
         for p, oracle in zip(parameters, oracles):
             for axis in oracle.axes.values():
                 axis.phase = phases[p] - 1  # the oracle counts its steps from 1
@@ -85,15 +93,19 @@ def compare_with_oracle(
             estimate = [
                 optimizer.state[p][f"axis{number}_{name}"] for name in ("eigenvalues", "floor")
             ]
-            wanted = [
+            expected = [
                 value * (p.numel() // axis.D) for value in (axis.d, torch.tensor(axis.rho).double())
-            ]  # ours lack the 1 / N
-            torch.testing.assert_close(estimate, wanted, rtol=100 * tolerance, atol=0)
+            ]  # ours are without the 1 / N
+            torch.testing.assert_close(estimate, expected, rtol=100 * tolerance, atol=0)
     return oracles
 
 
-# N > D and N < D, N <= R, R = 80 < D / 2, one matrix and two thin ones; kernels, one too large for a matrix; a middle axis
-CASES = "40 9 300x40 30x500 170x33 2x9 16x17 1x50 50x1 1x1 64x32x3x3 2x1x3x3 16x8x5x5 3x24x4x4 60x40x1x1 6x20x9x9 8x20x100 20x30x6"
+# N > D and N < D, N <= R, R = 80 < D / 2, one matrix and two thin ones; kernels, one of them too
+# large for a matrix; a middle axis
+CASES = (
+    "40 9 300x40 30x500 170x33 2x9 16x17 1x50 50x1 1x1 "
+    "64x32x3x3 2x1x3x3 16x8x5x5 3x24x4x4 60x40x1x1 6x20x9x9 8x20x100 20x30x6"
+)
 SETTINGS = [
     ("300x40", {"spike": 1e4}),
     ("64x65", {"max_dim": 64}),
@@ -113,7 +125,7 @@ def test_direction_and_estimates_equal_the_oracle(
     compare_with_oracle([tuple(map(int, shape.split("x")))], dtype, **settings)
 
 
-def test_the_oracle_has_met_floors_and_rows_that_had_to_be_made_orthogonal() -> None:
+def test_the_oracle_meets_floors_and_rows_that_must_be_orthogonalised() -> None:
     steep = compare_with_oracle([(64, 48)], spike=1e4)[0].axes.values()
     flat = compare_with_oracle([(64, 48)], decay=0.0)[0].axes.values()
     assert all(axis.floored > 15 and axis.reorthonormalised > 1 for axis in steep)
@@ -144,7 +156,7 @@ def test_momentum_decay_and_rate_come_after_the_preconditioning() -> None:
 def test_direction_does_not_depend_on_the_scale_of_the_gradient(scale: float) -> None:
     one, other = (NGD(weights([(40, 30), (20, 10, 3, 3)]), lr=0.1) for _ in range(2))
     for step in zip(correlated((40, 30), 20), correlated((20, 10, 3, 3), 20)):
-        for p, q, gradient in zip(held(one), held(other), step):
+        for p, q, gradient in zip(parameters_of(one), parameters_of(other), step):
             p.grad, q.grad = gradient.float(), gradient.float() * scale
         one.step()
         other.step()

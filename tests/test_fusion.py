@@ -1,4 +1,4 @@
-"""fusion.py: the same numbers as the modules it stands for, gradients included, with less kept for the backward pass."""
+"""Fused layers: outputs and gradients of the modules they replace, with less stored memory."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def outcome(run, x: Tensor, modules: list[nn.Module]) -> list[Tensor]:
 
 @pytest.mark.parametrize("settings", LAYERS, ids=str)
 @pytest.mark.parametrize("relu", [False, True])
-def test_gradcheck(settings: dict, relu: bool) -> None:
+def test_conv_batch_norm_passes_gradcheck(settings: dict, relu: bool) -> None:
     conv, bn, x = layers(settings)
     inputs = x, conv.weight, bn.weight, bn.bias
 
     def run(x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         geometry = list(conv.stride), list(conv.padding), list(conv.dilation), conv.groups
         return fusion._ConvBatchNorm.apply(
-            x, weight, gamma, beta, None, None, 0.1, 1e-5, geometry, relu
+            x, weight, gamma, beta, None, None, 0.1, 1e-5, *geometry, relu
         )
 
     assert torch.autograd.gradcheck(run, inputs)
@@ -60,7 +60,9 @@ def test_gradcheck(settings: dict, relu: bool) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("relu", [False, True])
-def test_it_equals_the_modules_over_several_steps(settings: dict, norm: dict, relu: bool) -> None:
+def test_conv_batch_norm_equals_the_modules_over_several_steps(
+    settings: dict, norm: dict, relu: bool
+) -> None:
     conv, bn, x = layers(settings, **norm)
     conv2, bn2 = copy.deepcopy(conv), copy.deepcopy(bn)
 
@@ -68,7 +70,7 @@ def test_it_equals_the_modules_over_several_steps(settings: dict, norm: dict, re
         return torch.relu(bn(conv(x))) if relu else bn(conv(x))
 
     def fused(x: Tensor) -> Tensor:
-        return fusion.conv_batch_norm(x, conv2, bn2, relu)
+        return fusion.conv_batch_norm(x, conv2, norm=bn2, relu=relu)
 
     for step in range(3):
         x = (torch.randn_like(x) * (step + 1)).requires_grad_()
@@ -81,28 +83,28 @@ def test_it_equals_the_modules_over_several_steps(settings: dict, norm: dict, re
     torch.testing.assert_close(fused(x), modules(x), rtol=1e-9, atol=1e-11)
 
 
-def kept_bytes(run) -> int:
-    """Of distinct memory that the backward pass keeps, parameters aside."""
-    kept: dict[int, int] = {}
+def stored_bytes(run) -> int:
+    """Bytes of distinct memory that are stored for the backward pass, parameters aside."""
+    stored: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            stored[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run()
-    return sum(kept.values())
+    return sum(stored.values())
 
 
-def test_it_keeps_its_input_alone() -> None:
+def test_only_the_input_is_stored() -> None:
     conv, bn, x = (
         nn.Conv2d(16, 16, 3, padding=1, bias=False),
         nn.BatchNorm2d(16),
         torch.randn(8, 16, 12, 12, requires_grad=True),
     )
-    plain = kept_bytes(lambda: torch.relu(bn(conv(x))))
-    fused = kept_bytes(lambda: fusion.conv_batch_norm(x, conv, bn, relu=True))
+    plain = stored_bytes(lambda: torch.relu(bn(conv(x))))
+    fused = stored_bytes(lambda: fusion.conv_batch_norm(x, conv, norm=bn, relu=True))
     assert plain >= 3 * x.nbytes
     assert fused <= x.nbytes + 16 * 4 * 4
 
@@ -110,7 +112,7 @@ def test_it_keeps_its_input_alone() -> None:
 @pytest.mark.parametrize("norm", [nn.SyncBatchNorm(8), nn.GroupNorm(2, 8)], ids=str)
 def test_other_normalisation_is_refused(norm: nn.Module) -> None:
     with pytest.raises(ValueError, match="cannot be fused"):
-        fusion.conv_batch_norm(torch.randn(2, 4, 5, 5), nn.Conv2d(4, 8, 1, bias=False), norm)
+        fusion.conv_batch_norm(torch.randn(2, 4, 5, 5), nn.Conv2d(4, 8, 1, bias=False), norm=norm)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_other_normalisation_is_refused(norm: nn.Module) -> None:
 def test_other_convolutions_are_refused(settings: dict) -> None:
     conv = nn.Conv2d(4, 8, 3, **{"bias": False, **settings})
     with pytest.raises(ValueError, match="cannot be fused"):
-        fusion.conv_batch_norm(torch.randn(2, 4, 5, 5), conv, nn.BatchNorm2d(8))
+        fusion.conv_batch_norm(torch.randn(2, 4, 5, 5), conv, norm=nn.BatchNorm2d(8))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
@@ -134,23 +136,44 @@ def test_mlp_passes_gradcheck_and_equals_the_modules(activation: str) -> None:
     assert torch.autograd.gradcheck(
         lambda *tensors: fusion._Mlp.apply(*tensors, activation), inputs
     )
-    wanted = outcome(modules, x, [modules])
-    assert fusion.fuse(nn.ModuleList([modules])) == 1
-    for one, other in zip(wanted, outcome(modules, x, [modules])):
+    model = nn.ModuleList([copy.deepcopy(modules).eval()])
+    assert fusion.fuse(model) == 1
+    fused = model[0]
+    assert isinstance(fused, fusion.FusedMlp)
+    assert not fused.training
+    assert fused.state_dict().keys() == modules.state_dict().keys()
+    expected = outcome(modules, x, [modules])
+    for one, other in zip(expected, outcome(fused, x, [fused]), strict=True):
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [nn.Linear(4, 4), nn.GELU(approximate="tanh"), nn.Linear(4, 4)],
+        [nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4)],
+        [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU()],
+        [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)],
+    ],
+    ids=str,
+)
+def test_other_sequentials_are_not_replaced(layers: list[nn.Module]) -> None:
+    model = nn.ModuleList([nn.Sequential(*layers)])
+    assert fusion.fuse(model) == 0
+    assert type(model[0]) is nn.Sequential
 
 
 @pytest.mark.parametrize("arch", ["resnet8", "resnet18", "resnet50"])
 def test_a_fused_resnet_has_the_same_gradients_names_and_statistics(arch: str) -> None:
     torch.manual_seed(4)
-    model = create_model(arch, 10, 3, 32).double()
+    model = create_model(arch, classes=10, channels=3, image_size=32).double()
     fused = copy.deepcopy(model)
     assert fusion.fuse(fused) > 4
     x = torch.randn(4, 3, 16, 16, dtype=torch.float64, requires_grad=True)
     for one, other in itertools.zip_longest(outcome(model, x, [model]), outcome(fused, x, [fused])):
         torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-9)
     assert model.state_dict().keys() == fused.state_dict().keys()
-    assert kept_bytes(lambda: fused(x)) < 0.75 * kept_bytes(lambda: model(x))
+    assert stored_bytes(lambda: fused(x)) < 0.75 * stored_bytes(lambda: model(x))
 
 
 def test_a_fused_transformer_has_the_same_gradients() -> None:
@@ -170,7 +193,7 @@ def test_a_fused_transformer_has_the_same_gradients() -> None:
 
 def test_under_autocast_it_computes_in_bf16_as_the_modules_do() -> None:
     torch.manual_seed(6)
-    model = create_model("resnet8", 10, 3, 32)
+    model = create_model("resnet8", classes=10, channels=3, image_size=32)
     fused, x = copy.deepcopy(model), torch.randn(16, 3, 32, 32)
     fusion.fuse(fused)
     losses = []
@@ -190,22 +213,22 @@ def test_under_autocast_it_computes_in_bf16_as_the_modules_do() -> None:
 @pytest.mark.parametrize("arch", ["resnet8", "resnet50"])
 def test_folding_leaves_the_outputs_as_they_are(arch: str) -> None:
     torch.manual_seed(7)
-    model = create_model(arch, 10, 3, 32).double()
+    model = create_model(arch, classes=10, channels=3, image_size=32).double()
     x = torch.randn(4, 3, 16, 16, dtype=torch.float64)
     for _ in range(2):
         model(x)
-    wanted = model.eval()(x)
+    expected = model.eval()(x)
     fusion.fuse(model)
     assert not any(
         isinstance(module, nn.BatchNorm2d) for module in fusion.fold_batch_norm(model).modules()
     )
-    torch.testing.assert_close(model(x), wanted, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_checkpointed_blocks_have_the_same_gradients_and_statistics(fused: bool) -> None:
     torch.manual_seed(8)
-    model = create_model("resnet8", 10, 3, 32).double()
+    model = create_model("resnet8", classes=10, channels=3, image_size=32).double()
     names = list(model.state_dict())
     if fused:
         fusion.fuse(model)
@@ -216,7 +239,7 @@ def test_checkpointed_blocks_have_the_same_gradients_and_statistics(fused: bool)
         for one, other in zip(outcome(model, x, [model]), outcome(less, x, [less]), strict=True):
             torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
     assert list(less.state_dict()) == names
-    assert kept_bytes(lambda: less(x)) < (0.8 if fused else 0.5) * kept_bytes(lambda: model(x))
+    assert stored_bytes(lambda: less(x)) < (0.8 if fused else 0.5) * stored_bytes(lambda: model(x))
 
 
 def test_checkpointed_blocks_draw_the_same_dropout() -> None:

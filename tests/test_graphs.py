@@ -1,4 +1,4 @@
-"""Recorded steps: a stand-in for CUDA graphs that reads and writes fixed tensors, as they do; on a GPU, the graphs themselves."""
+"""CUDA graphs of training steps, with a stand-in on fixed tensors where there is no GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from training.step import Step
 
 import conftest
 import mixup
@@ -18,18 +19,17 @@ from distributed.world import World
 from models.resnet import create_model
 from training import train_state
 from training.losses import MixedCrossEntropy, classification
-from training.step import Step
 
 FP32 = Precision("fp32", "cpu")
 
 
 class StandIn:
-    """Does on `replay` what was recorded, on the tensors of the recording."""
+    """Takes the place of a recorded CUDA graph: a replay calls the body on the recorded tensors."""
 
-    made = 0
+    num_recorded = 0
 
-    def __init__(self, body, tensors, weight):
-        StandIn.made += 1
+    def __init__(self, body, tensors, *, weight):
+        StandIn.num_recorded += 1
         self.call = lambda: body(*tensors, weight)
 
     def replay(self):
@@ -45,7 +45,7 @@ def batches(device: str = "cpu"):
 
 def make(name: str, device: str = "cpu", task=None) -> Step:
     torch.manual_seed(0)
-    model = create_model("resnet8", 10, 1, 8).to(device)
+    model = create_model("resnet8", classes=10, channels=1, image_size=8).to(device)
     optimizer = factory.build_optimizer(model, name, 0.1 if name == "sgd" else 1e-3, 1e-3)
     precision = Precision("fp32", device)
     return Step(
@@ -67,61 +67,58 @@ def run(step: Step, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_recorded_steps_are_the_steps(name):
-    StandIn.made = 0
+def test_recorded_steps_are_the_steps(name, monkeypatch):
+    monkeypatch.setattr(cuda_graph, "record_cuda_graph", StandIn)
+    monkeypatch.setattr(StandIn, "num_recorded", 0)
     plain, recorded = make(name), make(name)
-    recorded.capture(StandIn)
-    torch.testing.assert_close(
-        run(recorded), run(plain), rtol=1e-5, atol=1e-6
-    )  # the rate is an fp32 tensor
-    assert StandIn.made == 2  # two shapes
+    recorded.capture()
+    # Not bit for bit: the learning rate of recorded steps is an fp32 tensor.
+    torch.testing.assert_close(run(recorded), run(plain), rtol=1e-5, atol=1e-6)
+    assert StandIn.num_recorded == 2  # two shapes
     assert isinstance(recorded.optimizer.param_groups[0]["lr"], torch.Tensor)
 
 
-def test_the_first_calls_of_a_shape_run_as_they_are_and_weights_count():
-    calls, seen = [], []
+def test_the_first_calls_of_a_shape_are_not_recorded_and_weights_are_part_of_it(monkeypatch):
+    calls, recorded = [], []
 
-    def record(body, tensors, weight):
-        seen.append((tensors[0].shape, weight))
-        return StandIn(body, tensors, weight)
+    def record(body, tensors, *, weight):
+        recorded.append((tensors[0].shape, weight))
+        return StandIn(body, tensors, weight=weight)
 
-    replay = cuda_graph.CudaGraphRunner(
-        lambda x, weight: calls.append((x.tolist(), weight)), record
-    )
-    for number in range(cuda_graph.WARM_UP + 2):
-        assert bool(replay.recorded) == (number > cuda_graph.WARM_UP)
-        replay(torch.tensor([float(number)]), weight=0.5)
-        replay(torch.tensor([float(-number)]), weight=2.0)
+    monkeypatch.setattr(cuda_graph, "record_cuda_graph", record)
+    runner = cuda_graph.CudaGraphRunner(lambda x, weight: calls.append((x.tolist(), weight)))
+    for number in range(cuda_graph.WARM_UP_CALLS + 2):
+        assert bool(runner.recorded) == (number > cuda_graph.WARM_UP_CALLS)
+        runner(torch.tensor([float(number)]), weight=0.5)
+        runner(torch.tensor([float(-number)]), weight=2.0)
     assert calls == [
         pair
-        for n in range(cuda_graph.WARM_UP + 2)
+        for n in range(cuda_graph.WARM_UP_CALLS + 2)
         for pair in (([float(n)], 0.5), ([float(-n)], 2.0))
     ]
-    assert seen == [((1,), 0.5), ((1,), 2.0)]
-    replay.forget()
-    replay(torch.zeros(1), weight=0.5)
-    assert not replay.recorded
+    assert recorded == [((1,), 0.5), ((1,), 2.0)]
+    runner.invalidate()
+    runner(torch.zeros(1), weight=0.5)
+    assert not runner.recorded
 
 
-def test_no_more_than_so_many_are_recorded(monkeypatch):
-    monkeypatch.setattr(cuda_graph, "MOST", 2)
-    made, calls = [], []
-
-    def record(body, tensors, weight):
-        made.append(weight)
-        return StandIn(body, tensors, weight)
-
-    replay = cuda_graph.CudaGraphRunner(lambda x, weight: calls.append(len(x)), record)
+def test_the_number_of_graphs_is_limited(monkeypatch):
+    monkeypatch.setattr(cuda_graph, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(cuda_graph, "record_cuda_graph", StandIn)
+    monkeypatch.setattr(StandIn, "num_recorded", 0)
+    calls = []
+    runner = cuda_graph.CudaGraphRunner(lambda x, weight: calls.append(len(x)))
     for rows in (1, 2, 3):
-        for _ in range(cuda_graph.WARM_UP + 1):
-            replay(torch.zeros(rows))
-    assert calls == [rows for rows in (1, 2, 3) for _ in range(cuda_graph.WARM_UP + 1)]
-    assert len(made) == 2
+        for _ in range(cuda_graph.WARM_UP_CALLS + 1):
+            runner(torch.zeros(rows))
+    assert calls == [rows for rows in (1, 2, 3) for _ in range(cuda_graph.WARM_UP_CALLS + 1)]
+    assert StandIn.num_recorded == 2
 
 
-def test_a_loaded_state_is_recorded_anew():
+def test_loading_a_state_invalidates_the_graphs(monkeypatch):
+    monkeypatch.setattr(cuda_graph, "record_cuda_graph", StandIn)
     step, other = make("adamw"), make("adamw")
-    step.capture(StandIn)
+    step.capture()
     run(step)
     assert step.replay is not None
     assert step.replay.recorded
@@ -132,7 +129,7 @@ def test_a_loaded_state_is_recorded_anew():
     torch.testing.assert_close(run(step), run(other), rtol=1e-5, atol=1e-6)
 
 
-def test_it_needs_a_gpu_and_says_what_does_not_go(refused, monkeypatch):
+def test_it_needs_a_gpu_and_refuses_flags_that_it_does_not_support(refused, monkeypatch):
     if not torch.cuda.is_available():
         refused("images", "--backend cudagraph", "needs a GPU")
     for more, named in (
@@ -178,7 +175,9 @@ def test_each_replay_draws_its_own_mix():
         "sgd",
         "cuda",
         Noted(
-            lambda labels, height, width: mixup.sample_mix("mixup", 1.0, labels, height, width),
+            lambda labels, height, width: mixup.sample_mix(
+                "mixup", labels, alpha=1.0, height=height, width=width
+            ),
             False,
         ),
     )
@@ -192,5 +191,5 @@ def test_each_replay_draws_its_own_mix():
 
 @needs_gpu
 def test_a_run_through_graphs_learns(tmp_path):
-    words = "--dataset digits --arch resnet20 --bs 64 --lr 0.1 --epochs 3 --backend cudagraph --out".split()
-    assert conftest.call(resnet50_test, [*words, str(tmp_path / "run")]) == 0
+    flags = "--dataset digits --arch resnet20 --bs 64 --lr 0.1 --epochs 3 --backend cudagraph"
+    assert conftest.call(resnet50_test, [*flags.split(), "--out", str(tmp_path / "run")]) == 0

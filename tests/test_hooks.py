@@ -17,8 +17,8 @@ from backends.precision import Precision
 from cli import options
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD
 from errors import InputError
-from training.losses import classification
-from training.step import SAMPLES, SKIPPED, Step
+from trainers import make_trainer
+from training.trainer import Trainer
 
 FP32 = Precision("fp32", "cpu")
 
@@ -35,25 +35,22 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 40, generator=generator), torch.randint(4, (8,), generator=generator)
 
 
-def make_step(
+def trainer_of(
     world: Any,
     hook: AllReduceHook,
-    lr: float = 0.5,
     model: nn.Module | None = None,
     static: bool = True,
-) -> Step:
+) -> Trainer:
     model = model or network()
-    step = Step(
+    trainer = make_trainer(
         model,
-        classification(),
-        torch.optim.SGD(model.parameters(), lr),
-        FP32,
+        torch.optim.SGD(model.parameters(), lr=0.5),
         world,
-        1 if static else 2,
-        hook=hook,
+        comm_hook=hook,
+        accumulation_steps=1 if static else 2,
     )
-    step.wrap()
-    return step
+    trainer.wrap_model()
+    return trainer
 
 
 def mean_gradients(model: nn.Module, step: int, size: int) -> list[torch.Tensor]:
@@ -71,83 +68,88 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 def the_wire_has_what_it_says(world: Any) -> None:
     for name, tolerance in (("none", 1e-6), ("bf16", 0.02), ("fp16", 2e-3)):
-        step = make_step(world, AllReduceHook(world, name))
+        trainer = trainer_of(world, AllReduceHook(world, name))
         world.bytes_sent = 0
         wanted = [
             p.detach() - 0.5 * g
-            for p, g in zip(step.model.parameters(), mean_gradients(step.model, 0, world.size))
+            for p, g in zip(
+                trainer.model.parameters(), mean_gradients(trainer.model, 0, world.size)
+            )
         ]
-        before = flat(step.model)
-        step(*batch(0, world.rank))
-        moved, right = flat(step.model) - before, torch.cat([p.flatten() for p in wanted]) - before
+        before = flat(trainer.model)
+        trainer.train_step(*batch(0, world.rank))
+        moved, right = (
+            flat(trainer.model) - before,
+            torch.cat([p.flatten() for p in wanted]) - before,
+        )
         assert (moved - right).norm() < tolerance * right.norm(), name
-        assert world.bytes_sent == flat(step.model).numel() * (4 if name == "none" else 2)
-        assert torch.equal(world.sum(flat(step.model)), flat(step.model) * world.size)
+        assert world.bytes_sent == flat(trainer.model).numel() * (4 if name == "none" else 2)
+        assert torch.equal(world.sum(flat(trainer.model)), flat(trainer.model) * world.size)
 
 
 def power_sgd_sends_little_and_descends(world: Any) -> None:
-    step = make_step(world, AllReduceHook(world, "powersgd", rank=2))
+    trainer = trainer_of(world, AllReduceHook(world, "powersgd", rank=2))
     sent, losses = [], []
     for _ in range(30):
         world.bytes_sent = 0
-        step.sums.zero_()
-        step(*batch(0, world.rank))
+        trainer.sums.values.zero_()
+        trainer.train_step(*batch(0, world.rank))
         sent.append(world.bytes_sent)
-        losses.append(step.sums[0].item())
-    whole = 4 * flat(step.model).numel()
+        losses.append(trainer.sums.loss.item())
+    whole = 4 * flat(trainer.model).numel()
     assert sent[0] == whole
     # two columns of P and Q for each large matrix; the small one and the vectors as they are
     assert sent[-1] == 4 * (2 * (40 + 60) + 2 * (60 + 50) + 60 + 50 + 4 + 50 * 4)
     assert losses[-1] < losses[0] / 2
-    assert torch.equal(world.sum(flat(step.model)), flat(step.model) * world.size)
+    assert torch.equal(world.sum(flat(trainer.model)), flat(trainer.model) * world.size)
 
 
 def a_lagged_step_takes_the_gradient_before(world: Any) -> None:
     for static in (True, False):
-        step = make_step(world, DelayedAllReduce(world), static=static)
-        wanted, last = flat(step.model), None
+        trainer = trainer_of(world, DelayedAllReduce(world), static=static)
+        wanted, last = flat(trainer.model), None
         for number in range(6):
-            gradients = mean_gradients(step.model, number, world.size)
-            step(*batch(number, world.rank))
+            gradients = mean_gradients(trainer.model, number, world.size)
+            trainer.train_step(*batch(number, world.rank))
             if last is not None:
                 wanted = wanted - 0.5 * last
-            torch.testing.assert_close(flat(step.model), wanted, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(flat(trainer.model), wanted, rtol=1e-5, atol=1e-6)
             last = torch.cat([g.flatten() for g in gradients])
-        assert torch.equal(world.sum(flat(step.model)), flat(step.model) * world.size)
+        assert torch.equal(world.sum(flat(trainer.model)), flat(trainer.model) * world.size)
         # the gradient under way goes on in another process
-        state = step.hook.state_dict(step.parameters)
-        other = make_step(
-            world, DelayedAllReduce(world), model=copy.deepcopy(step.model), static=static
+        state = trainer.comm_hook.state_dict(trainer.parameters)
+        other = trainer_of(
+            world, DelayedAllReduce(world), model=copy.deepcopy(trainer.model), static=static
         )
-        other.hook.load_state_dict(state, other.parameters)
+        other.comm_hook.load_state_dict(state, other.parameters)
         for number in (6, 7):
-            for each in (step, other):
-                each(*batch(number, world.rank))
-        assert torch.equal(flat(step.model), flat(other.model))
+            for each in (trainer, other):
+                each.train_step(*batch(number, world.rank))
+        assert torch.equal(flat(trainer.model), flat(other.model))
     world.bytes_sent = 0
-    half = make_step(world, DelayedAllReduce(world, "bf16"))
-    half(*batch(0, world.rank))
+    half = trainer_of(world, DelayedAllReduce(world, "bf16"))
+    half.train_step(*batch(0, world.rank))
     assert world.bytes_sent == 2 * flat(half.model).numel()
 
 
 def local_steps_average_weights_now_and_then(world: Any) -> None:
-    step = make_step(world, LocalSGD(world, every=3, after=2))
+    trainer = trainer_of(world, LocalSGD(world, every=3, after=2))
     for number in range(1, 13):
         world.bytes_sent = 0
-        step(*batch(number, world.rank))
+        trainer.train_step(*batch(number, world.rank))
         together = torch.allclose(
-            world.sum(flat(step.model)), flat(step.model) * world.size, atol=1e-6
+            world.sum(flat(trainer.model)), flat(trainer.model) * world.size, atol=1e-6
         )
         averaged = number > 2 and (number - 2) % 3 == 0
         assert together == (number <= 2 or averaged), number
-        whole = 4 * flat(step.model).numel()
+        whole = 4 * flat(trainer.model).numel()
         assert world.bytes_sent == (whole if number <= 2 or averaged else 0), number
-    own = flat(step.model).clone()
+    own = flat(trainer.model).clone()
     mean = world.sum(own.clone()) / world.size
     assert not torch.equal(own, mean)
-    step.settle()
-    torch.testing.assert_close(flat(step.model), mean)
-    state = step.hook.state_dict(step.parameters)
+    trainer.sync_replicas()
+    torch.testing.assert_close(flat(trainer.model), mean)
+    state = trainer.comm_hook.state_dict(trainer.parameters)
     other = LocalSGD(world, every=3, after=2)
     other.load_state_dict(state, [])
     assert other.steps == 12
@@ -155,16 +157,16 @@ def local_steps_average_weights_now_and_then(world: Any) -> None:
 
 def a_bad_step_is_skipped_by_all_of_them(world: Any) -> None:
     for hook in (DelayedAllReduce(world), LocalSGD(world, every=3)):
-        step = make_step(world, hook)
-        step(*batch(0, world.rank))
+        trainer = trainer_of(world, hook)
+        trainer.train_step(*batch(0, world.rank))
         x, y = batch(1, world.rank)
-        step(
+        trainer.train_step(
             x * (math.nan if world.rank == 1 else 1), y
         )  # of the lagged ones, this comes with the next step
-        step(*batch(2, world.rank))
-        assert step.sums[SKIPPED] == 1
-        assert step.sums[SAMPLES] in (8, 16)
-        assert flat(step.model).isfinite().all()
+        trainer.train_step(*batch(2, world.rank))
+        assert trainer.sums.skipped == 1
+        assert trainer.sums.samples in (8, 16)
+        assert flat(trainer.model).isfinite().all()
 
 
 def all_of_it(world: Any) -> None:

@@ -1,4 +1,4 @@
-"""images.py and image_files.py: augmentation against a plain reference, batches, and reading of every data set."""
+"""Images: augmentation against a plain reference, batches, and reading of every data set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision import transforms
 
 from input_pipeline.image_batches import (
-    DATASETS,
+    AUGMENTATIONS,
     Augmentation,
     ImageDataset,
     channel_statistics,
@@ -29,16 +29,17 @@ def random_pixels(*shape: int) -> torch.Tensor:
     return torch.randint(256, shape, dtype=torch.uint8)
 
 
-def plain_crop_flip(pixels: torch.Tensor, moves: torch.Tensor, pad: int) -> np.ndarray:
-    """Image by image: a zero canvas, a window, a mirror."""
+def plain_crop_flip(
+    pixels: torch.Tensor, offsets: torch.Tensor, flips: torch.Tensor, pad: int
+) -> np.ndarray:
+    """Crop and flip image by image: a zero canvas, a window, a mirror."""
     out = np.zeros(pixels.shape)
-    for i, (image, (down, right, flip)) in enumerate(
-        zip(pixels.numpy().astype(np.float64), moves.tolist())
-    ):
+    images = pixels.numpy().astype(np.float64)
+    for i, (image, (top, left), flip) in enumerate(zip(images, offsets.tolist(), flips.tolist())):
         height, width, channels = image.shape
         canvas = np.zeros((height + 2 * pad, width + 2 * pad, channels))
         canvas[pad : pad + height, pad : pad + width] = image
-        window = canvas[down : down + height, right : right + width]
+        window = canvas[top : top + height, left : left + width]
         out[i] = window[:, ::-1] if flip else window
     return out
 
@@ -51,18 +52,18 @@ def test_crop_flip_equals_a_plain_reference(
     height: int, width: int, channels: int, pad: int
 ) -> None:
     pixels = random_pixels(40, height, width, channels)
-    moves = torch.cat([torch.randint(2 * pad + 1, (40, 2)), torch.randint(2, (40, 1))], 1).to(
-        torch.uint8
-    )
+    offsets = torch.randint(2 * pad + 1, (40, 2), dtype=torch.uint8)
+    flips = torch.randint(2, (40,), dtype=torch.uint8)
     assert np.array_equal(
-        crop_flip(pixels, moves, pad).numpy(), plain_crop_flip(pixels, moves, pad)
+        crop_flip(pixels, offsets, flips=flips, pad=pad).numpy(),
+        plain_crop_flip(pixels, offsets, flips, pad),
     )
 
 
 def test_normalise_equals_torchvision_and_is_channels_last() -> None:
     pixels = random_pixels(6, 16, 12, 3)
     peer = transforms.Compose([transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
-    ours = normalise(pixels, torch.tensor(MEAN), torch.tensor(STD))
+    ours = normalise(pixels, torch.tensor(MEAN), std=torch.tensor(STD))
     torch.testing.assert_close(
         ours, torch.stack([peer(image.numpy()) for image in pixels]), rtol=0, atol=1e-6
     )
@@ -81,13 +82,14 @@ def test_statistics_are_those_of_the_pixels() -> None:
 @pytest.fixture
 def train() -> ImageDataset:
     images = ImageSplit(torch.arange(200) % 10, random_pixels(200, 12, 12, 3), size=12)
-    return ImageDataset(images, Augmentation(pad=2, flip=True), MEAN, STD, CPU, seed=4)
+    augmentation = Augmentation(pad=2, flip=True)
+    return ImageDataset(images, augmentation, mean=MEAN, std=STD, device=CPU, seed=4)
 
 
-def by_row(data: ImageDataset, plan: list[torch.Tensor], epoch: int | None) -> torch.Tensor:
-    """Batches put back in the order of the rows."""
+def by_row(data: ImageDataset, row_batches: list[torch.Tensor], epoch: int | None) -> torch.Tensor:
+    """Put the images of all batches back into the order of the rows."""
     out = torch.zeros(len(data), 3, 12, 12)
-    for rows, (pixels, labels) in zip(plan, data.batches(plan, epoch)):
+    for rows, (pixels, labels) in zip(row_batches, data.batches(row_batches, epoch)):
         assert torch.equal(labels, data.images.labels[rows])
         assert pixels.is_contiguous(memory_format=torch.channels_last)
         out[rows] = pixels
@@ -100,38 +102,39 @@ def test_augmentation_of_a_sample_does_not_depend_on_batch_and_order(train: Imag
 
 
 def test_augmentation_changes_with_epoch_and_seed(train: ImageDataset) -> None:
-    plan = [torch.arange(200)]
-    other_seed = ImageDataset(train.images, train.augmentation, MEAN, STD, CPU, seed=5)
-    first = by_row(train, plan, epoch=3)
+    row_batches = [torch.arange(200)]
+    other_seed = ImageDataset(
+        train.images, train.augmentation, mean=MEAN, std=STD, device=CPU, seed=5
+    )
+    first = by_row(train, row_batches, epoch=3)
     for second in (
-        by_row(train, plan, epoch=4),
-        by_row(other_seed, plan, epoch=3),
-        by_row(train, plan, epoch=None),
+        by_row(train, row_batches, epoch=4),
+        by_row(other_seed, row_batches, epoch=3),
+        by_row(train, row_batches, epoch=None),
     ):
         changed = (first != second).flatten(1).any(1)
-        assert changed.float().mean() > 0.8  # of 50 moves, one is the same by chance
+        assert changed.float().mean() > 0.8  # of 50 crops and flips, one changes nothing
 
 
-def test_augmentation_reaches_every_move_and_no_epoch_means_none(train: ImageDataset) -> None:
-    moves = torch.cat([train.draw(epoch) for epoch in range(10)])
-    assert [moves[:, i].unique().tolist() for i in range(3)] == [[0, 1, 2, 3, 4]] * 2 + [[0, 1]]
-    plan = [torch.arange(200)]
+def test_augmentation_draws_every_crop_and_no_epoch_means_none(train: ImageDataset) -> None:
+    offsets, flips = (torch.cat(drawn) for drawn in zip(*map(train.draw_crops, range(10))))
+    assert [column.unique().tolist() for column in offsets.unbind(1)] == [[0, 1, 2, 3, 4]] * 2
+    assert flips.unique().tolist() == [0, 1]
     assert torch.equal(
-        by_row(train, plan, None),
-        normalise(train.images.pixels, torch.tensor(MEAN), torch.tensor(STD)),
+        by_row(train, [torch.arange(200)], None),
+        normalise(train.images.pixels, torch.tensor(MEAN), std=torch.tensor(STD)),
     )
 
 
 def test_digits_are_never_mirrored() -> None:
-    splits, _ = read_image_splits("digits", "", 0)
-    assert (
-        ImageDataset(splits["train"], DATASETS["digits"], [0.3], [0.3], CPU).draw(0)[:, 2].sum()
-        == 0
-    )
+    split = read_image_splits("digits", "")[0]["train"]
+    data = ImageDataset(split, AUGMENTATIONS["digits"], mean=[0.3], std=[0.3], device=CPU)
+    _, flips = data.draw_crops(0)
+    assert flips.sum() == 0
 
 
 def test_digits_split_and_scale() -> None:
-    splits, classes = read_image_splits("digits", "", image_size=0)
+    splits, classes = read_image_splits("digits", "")
     assert classes == [str(digit) for digit in range(10)]
     assert [tuple(splits[part].pixels.shape) for part in ("train", "test")] == [
         (1437, 8, 8, 1),
@@ -176,24 +179,39 @@ def test_folder_of_png_reads_as_it_was_written(folder: Path) -> None:
         [0] * 20 + [1] * 20,
         [0] * 6 + [1] * 6,
     ]
-    wanted = np.asarray(Image.open(folder / "test" / "red" / "03.png"))
-    assert np.array_equal(splits["test"].decode(torch.tensor([9]))[0].numpy(), wanted)
+    expected = np.asarray(Image.open(folder / "test" / "red" / "03.png"))
+    assert np.array_equal(splits["test"].decode(torch.tensor([9]))[0].numpy(), expected)
     assert splits["train"].take(torch.tensor([25, 3])).labels.tolist() == [1, 0]
 
 
 def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder: Path) -> None:
     images = read_image_splits("folder", str(folder), image_size=16)[0]["train"]
     assert fits_in_memory(images, CPU)
-    plan = list(torch.randperm(40).split(9))
-    sets = [
-        ImageDataset(images, DATASETS["folder"], MEAN, STD, CPU, 1, workers=2, resident=resident)
-        for resident in (True, False)
-    ]
-    assert sets[0].pixels is not None
-    assert sets[1].pixels is None
+    row_batches = list(torch.randperm(40).split(9))
+    resident, streamed = (
+        ImageDataset(
+            images,
+            AUGMENTATIONS["folder"],
+            mean=MEAN,
+            std=STD,
+            device=CPU,
+            seed=1,
+            workers=2,
+            resident=is_resident,
+        )
+        for is_resident in (True, False)
+    )
+    assert resident.pixels is not None
+    assert streamed.pixels is None
     for epoch in (0, None):
-        pairs = list(zip(*(data.batches(plan, epoch) for data in sets), strict=True))
-        assert len(pairs) == len(plan)
+        pairs = list(
+            zip(
+                resident.batches(row_batches, epoch),
+                streamed.batches(row_batches, epoch),
+                strict=True,
+            )
+        )
+        assert len(pairs) == len(row_batches)
         for (pixels, labels), (other_pixels, other_labels) in pairs:
             assert torch.equal(pixels, other_pixels)
             assert torch.equal(labels, other_labels)
@@ -206,9 +224,8 @@ def test_image_file_of_any_mode_is_scaled_and_cut_to_the_centre(
     mode: str, size: tuple[int, int], tmp_path: Path
 ) -> None:
     image = Image.new("RGB", size, (0, 0, 0))
-    image.paste(
-        (255, 255, 255), (8, 0, 32, 20) if size[0] == 40 else (0, 8, 20, 32)
-    )  # the centre and a margin
+    centre_and_margin = (8, 0, 32, 20) if size[0] == 40 else (0, 8, 20, 32)
+    image.paste((255, 255, 255), centre_and_margin)
     path = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
     image.convert(mode).save(path)
     colour, grey = read_image(path, 10), read_image(path, 10, channels=1)
@@ -219,22 +236,22 @@ def test_image_file_of_any_mode_is_scaled_and_cut_to_the_centre(
 
 @pytest.mark.data
 @pytest.mark.parametrize(
-    ("name", "shape", "rows", "fewest"),
+    ("name", "shape", "rows", "smallest_classes"),
     [
         ("cifar10", (32, 32, 3), (50_000, 10_000), (5_000, 1_000)),
         ("mnist", (28, 28, 1), (60_000, 10_000), (5_421, 892)),
     ],
 )
 def test_official_files_have_the_official_counts(
-    name: str, shape: tuple, rows: tuple, fewest: tuple, data_dir: Path
+    name: str, shape: tuple, rows: tuple, smallest_classes: tuple, data_dir: Path
 ) -> None:
     if not (data_dir / {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}[name]).is_dir():
         pytest.skip(f"{name} is not below {data_dir}")
-    splits, classes = read_image_splits(name, str(data_dir), 0)
+    splits, classes = read_image_splits(name, str(data_dir))
     assert len(classes) == 10
-    for part, count, least in zip(("train", "test"), rows, fewest):
+    for part, count, smallest in zip(("train", "test"), rows, smallest_classes):
         assert tuple(splits[part].pixels.shape) == (count, *shape)
-        assert int(splits[part].labels.bincount(minlength=10).min()) == least
+        assert int(splits[part].labels.bincount(minlength=10).min()) == smallest
     if name == "cifar10":
         assert channel_statistics(splits["train"])[0] == pytest.approx(
             [0.4914, 0.4822, 0.4465], abs=2e-3

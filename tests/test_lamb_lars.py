@@ -1,4 +1,4 @@
-"""LAMB and LARS: equal to timm's and to their equations in float64; nothing happens on a skipped step; fp16 norms are safe."""
+"""LAMB and LARS equal timm's and their equations; skipped steps change nothing; fp16 norms hold."""
 
 from __future__ import annotations
 
@@ -72,7 +72,16 @@ def test_lamb_equals_timm(decay: float, debias: bool, clip: bool, norm: float) -
 @pytest.mark.parametrize("clip", [False, True])
 def test_lars_equals_timm(decay: float, momentum: float, nesterov: bool, clip: bool) -> None:
     one, other = weights(), weights()
-    ours = LARS(one, 0.3, momentum, decay, nesterov, trust_coefficient=0.02, clip=clip, adapt=True)
+    ours = LARS(
+        one,
+        lr=0.3,
+        momentum=momentum,
+        weight_decay=decay,
+        nesterov=nesterov,
+        trust_coefficient=0.02,
+        clip=clip,
+        adapt=True,
+    )
     options = {"nesterov": nesterov, "trust_coeff": 0.02, "trust_clip": clip, "always_adapt": True}
     follow(ours, timm_optim.Lars(other, 0.3, momentum, weight_decay=decay, **options), one, other)
 
@@ -102,8 +111,8 @@ class Equations:
 
 def make(name: str, parameters: Any) -> torch.optim.Optimizer:
     if name == "lars":
-        return LARS(parameters, 0.3, 0.9, 1e-4, trust_coefficient=0.02)
-    return LAMB(parameters, 0.01, (0.9, 0.99), weight_decay=0.03)
+        return LARS(parameters, 0.3, weight_decay=1e-4, trust_coefficient=0.02)
+    return LAMB(parameters, 0.01, betas=(0.9, 0.99), weight_decay=0.03)
 
 
 NAMES = pytest.mark.parametrize("name", ["lamb", "lars"])

@@ -1,4 +1,4 @@
-"""ONNX Runtime's training and torchtext, in the stack of requirements-legacy.txt; apex, by its documented interface, in any."""
+"""The legacy stack: ONNX Runtime's training, torchtext, and a stand-in for NVIDIA apex."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from training.step import Step
 
 import conftest
 import errors
@@ -24,17 +25,22 @@ from distributed.world import World
 from input_pipeline import torchtext_tokenizer
 from models.transformer import Transformer
 from training.losses import classification
-from training.step import Step
 
 ORT, TORCHTEXT = onnx_runtime.unavailable_reason(), torchtext_tokenizer.unavailable_reason()
 needs_ort = pytest.mark.skipif(bool(ORT), reason=ORT)
 needs_torchtext = pytest.mark.skipif(bool(TORCHTEXT), reason=TORCHTEXT)
-IMAGES = "--dataset digits --arch resnet20 --bs 64 --lr 0.05 --epochs 2 --subset 0.5 --threads 1 --backend ort".split()
-TEXTS = "--dataset headlines --bs 16 --lr 4e-4 --epochs 3 --threads 1 --depth 1 --width 64 --backend ort --tokenizer torchtext".split()
+IMAGES = (
+    "--dataset digits --arch resnet20 --bs 64 --lr 0.05 --epochs 2 --subset 0.5 --threads 1 "
+    "--backend ort"
+).split()
+TEXTS = (
+    "--dataset headlines --bs 16 --lr 4e-4 --epochs 3 --threads 1 --depth 1 --width 64 "
+    "--backend ort --tokenizer torchtext"
+).split()
 
 
 class Smooth(nn.Module):
-    """Convolution, batch-norm and GELU: no kinks at which two ways to compute part."""
+    """Convolutions, batch-norms and GELUs: a smooth function, so that rounding stays rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,18 +95,21 @@ def test_gradients_and_statistics_are_those_of_torch(make, batch):
         for model in (ours, plain):
             model.zero_grad(set_to_none=True)
             (model(*inputs) * weight).sum().backward()
-        for name, wanted in plain.named_parameters():
+        for name, expected in plain.named_parameters():
             given = dict(ours.named_parameters())[name].grad
             torch.testing.assert_close(
-                given, wanted.grad, rtol=1e-4, atol=1e-5 * wanted.grad.abs().max().item(), msg=name
+                given,
+                expected.grad,
+                rtol=1e-4,
+                atol=1e-5 * expected.grad.abs().max().item(),
+                msg=name,
             )
     assert list(ours.state_dict()) == names
-    for name, wanted in plain.state_dict().items():
-        biased = name.endswith(
-            "running_var"
-        )  # ONNX divides by n, torch by n - 1; the least n here is 125
+    for name, expected in plain.state_dict().items():
+        # ONNX divides variances by n, torch by n - 1; the smallest n here is 125.
+        rtol = 0.01 if name.endswith("running_var") else 1e-5
         torch.testing.assert_close(
-            ours.state_dict()[name], wanted, rtol=0.01 if biased else 1e-5, atol=1e-6, msg=name
+            ours.state_dict()[name], expected, rtol=rtol, atol=1e-6, msg=name
         )
     ours.load_state_dict(plain.state_dict())
     for model in (ours, plain):
@@ -122,10 +131,10 @@ def test_dropout_is_drawn_anew_and_token_dropout_hides_tokens():
 
 
 @needs_ort
-def test_a_pass_through_torch_is_no_pass_through_ort():
+def test_a_pass_that_falls_back_to_torch_is_refused():
     model = Smooth()
     onnx_runtime.apply(model)
-    model.forward.graph = model.forward.eager  # what ORTModule's own fallback does without a word
+    model.forward.graph = model.forward.eager  # what ORTModule's own fallback does
     with pytest.raises(errors.InputError, match="ran in torch"):
         model(*images(4))
 
@@ -191,8 +200,8 @@ def test_texts_through_ort_and_torchtext_learn_and_predict(tmp_path, capsys):
 
 @needs_torchtext
 def test_torchtext_gives_words_by_frequency():
-    learnt = torchtext_tokenizer.learn(
-        ["Oil up, oil down", "oil UP [PAD]"], 6, ["[PAD]", "[UNK]", "[CLS]"]
+    learnt = torchtext_tokenizer.train(
+        ["Oil up, oil down", "oil UP [PAD]"], 6, special_tokens=["[PAD]", "[UNK]", "[CLS]"]
     )
     assert learnt.get_vocab_size() == 6
     assert [encoding.ids for encoding in learnt.encode_batch_fast(["up OIL gas", ""])] == [
@@ -216,7 +225,7 @@ def test_torchtext_gives_words_by_frequency():
         ("images", "--optimizer apex_larc", nvidia_apex.unavailable_reason("apex_larc")),
     ],
 )
-def test_what_is_not_here_is_named_with_the_way_to_get_it(script, flags, reason, refused):
+def test_what_is_not_installed_is_named_with_the_way_to_install_it(script, flags, reason, refused):
     if not reason:
         pytest.skip("it is here")
     base = (
@@ -238,18 +247,18 @@ def test_what_needs_torchs_loss_scale_is_refused_under_apex(more, refused):
     )
 
 
-def test_the_listing_names_every_choice():
-    listed = " ".join(flag for flag, _ in capabilities.listing(torch.device("cpu")))
+def test_the_list_of_capabilities_names_every_choice():
+    listed = " ".join(flag for flag, _ in capabilities.list_capabilities(torch.device("cpu")))
     for name in (*execution.BACKENDS, *PRECISIONS[1:], *nvidia_apex.OPTIMIZERS):
         assert name in listed
 
 
-# -------------------------------------------------------------------- apex: a stand-in with the interface it documents
+# -------------------------------------------------------------------- apex, by a stand-in
 
 
 @pytest.fixture
 def apex(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """The modules of apex, of which amp scales losses by 1,024 and skips steps after an overflow."""
+    """Modules with apex's documented interface; amp scales losses by 1,024 and skips overflows."""
     amp = types.ModuleType("apex.amp")
     amp.calls, amp.scale = [], 1024.0
 
@@ -332,14 +341,14 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         "apex.multi_tensor_apply": applier,
     }.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(nvidia_apex, "lacks_cuda", lambda: "")
+    monkeypatch.setattr(nvidia_apex, "cuda_unavailable_reason", lambda: "")
     return types.SimpleNamespace(amp=amp, applier=applier, larc=larc, optimizers=optimizers)
 
 
 @pytest.mark.parametrize("level", nvidia_apex.LEVELS)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_step_under_amp_is_the_step_in_fp32(level, accumulate, apex):
-    found = []
+    results = []
     for name in ("fp32", level):
         torch.manual_seed(0)
         model = Smooth()
@@ -355,11 +364,11 @@ def test_a_step_under_amp_is_the_step_in_fp32(level, accumulate, apex):
         )
         for _ in range(3):
             step(torch.randn(6, 3, 12, 12), torch.randint(4, (6,)))
-        found.append(
+        results.append(
             (step.sums.clone(), torch.cat([p.detach().flatten() for p in model.parameters()]))
         )
     assert apex.amp.calls == [level.removeprefix("apex_")]
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
 def test_amp_skips_an_overflow_and_its_scale_is_saved(apex):
@@ -384,7 +393,7 @@ def test_amp_skips_an_overflow_and_its_scale_is_saved(apex):
     assert apex.amp.scale == 512
 
 
-def test_parts_of_apex_are_looked_for_by_themselves(apex, monkeypatch):
+def test_each_part_of_apex_is_looked_up_by_itself(apex, monkeypatch):
     names = ("apex_sgd", "apex_lamb", "apex_larc")
     assert [nvidia_apex.unavailable_reason(name) for name in names] == ["", "", ""]
     model = Smooth()
@@ -421,4 +430,4 @@ def test_the_folder_of_a_script_is_not_needed_to_list(tmp_path: Path, monkeypatc
     capabilities.main()
     out = capsys.readouterr().out
     assert f"torch {torch.__version__}" in out
-    assert len(out.splitlines()) == 1 + len(capabilities.listing(torch.device("cpu")))
+    assert len(out.splitlines()) == 1 + len(capabilities.list_capabilities(torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""Meta-mixup: the gradient through the virtual step is exact, nothing is left behind, and the policy it finds is the right one."""
+"""Meta-mixup: the gradient is exact, no state is left changed, and the right policy is found."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training.step import Step
 
 import mixup
 import ranks
@@ -23,7 +24,6 @@ from mixup import MetaMixup, Mix, meta_gradient
 from models.transformer import Transformer
 from training.losses import MixedCrossEntropy
 from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
-from training.step import Step
 
 RATE = 0.3
 POLICIES = pytest.mark.parametrize("policy", mixup.POLICIES)
@@ -55,7 +55,7 @@ class Problem:
             if weights
             else self.model(mixed)
         )
-        return mixup.cross_entropy(logits, self.labels, mix)
+        return mixup.cross_entropy(logits, self.labels, mix=mix)
 
     def clean_loss(self, weights: dict[str, Tensor] | None = None) -> Tensor:
         logits = (
@@ -66,7 +66,7 @@ class Problem:
         return F.cross_entropy(logits, self.clean_labels)
 
     def after_the_step(self, weight: Tensor, rate: float = RATE) -> Tensor:
-        """The clean loss as a function of lambda, written down; every pass starts at the random state of now."""
+        """The clean loss as a function of lambda; every pass starts at the current random state."""
         state = torch.get_rng_state()
         named = dict(self.model.named_parameters())
         loss = self.loss_of(Mix(self.partner, weight), named)
@@ -81,10 +81,10 @@ class Problem:
     def gradient(self, rate: float = RATE, **options: float) -> Tensor:
         return meta_gradient(
             self.model,
-            lambda weight: self.loss_of(Mix(self.partner, weight)),
-            self.clean_loss,
             self.weight,
-            rate,
+            mixed_loss=lambda weight: self.loss_of(Mix(self.partner, weight)),
+            clean_loss=self.clean_loss,
+            rate=rate,
             **options,
         )
 
@@ -92,7 +92,7 @@ class Problem:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_meta_gradient_is_that_of_double_backward_and_of_finite_differences(seed: int) -> None:
     problem = Problem(seed)
-    ours = problem.gradient(stretch=1e-4)
+    ours = problem.gradient(finite_difference_step=1e-4)
     weight = problem.weight.clone().requires_grad_()
     (exact,) = torch.autograd.grad(problem.after_the_step(weight), weight)
     torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-9)
@@ -103,7 +103,7 @@ def test_the_meta_gradient_is_that_of_double_backward_and_of_finite_differences(
     ]
     differences = torch.tensor([(up - down) / 2e-5 for up, down in values], dtype=torch.float64)
     torch.testing.assert_close(ours, differences, rtol=1e-4, atol=1e-9)
-    assert F.cosine_similarity(problem.gradient(), exact, dim=0) > 0.99, "at the stretch of use"
+    assert F.cosine_similarity(problem.gradient(), exact, dim=0) > 0.99, "with the default step"
 
 
 def test_the_meta_gradient_is_that_of_torch_func() -> None:
@@ -118,7 +118,10 @@ def test_the_meta_gradient_is_that_of_torch_func() -> None:
         return problem.clean_loss({name: named[name] - RATE * gradients[name] for name in named})
 
     torch.testing.assert_close(
-        problem.gradient(stretch=1e-4), torch.func.grad(after)(problem.weight), rtol=1e-5, atol=1e-9
+        problem.gradient(finite_difference_step=1e-4),
+        torch.func.grad(after)(problem.weight),
+        rtol=1e-5,
+        atol=1e-9,
     )
 
 
@@ -172,7 +175,11 @@ def learn(
     meta: MetaMixup, problem: Problem, clean_loss: Callable[[], Tensor] | None = None
 ) -> None:
     meta.learn(
-        problem.model, problem.labels, problem.loss_of, clean_loss or problem.clean_loss, RATE
+        problem.model,
+        problem.labels,
+        mixed_loss=problem.loss_of,
+        clean_loss=clean_loss or problem.clean_loss,
+        rate=RATE,
     )
 
 
@@ -203,10 +210,10 @@ def test_beta_draws_from_the_parameters_of_the_pair() -> None:
     assert meta.tables()["a"][0, 1].item() == pytest.approx(3 * torch.e)
     labels = torch.arange(2).repeat(20_000)
     mix = meta.mix(labels)
-    replicas_diverge = labels != labels[mix.partner]
+    across_classes = labels != labels[mix.partner]
     for rows, (a, b) in (
-        (replicas_diverge, (3 * torch.e, 3 / torch.e)),
-        (~replicas_diverge, (3.0, 3.0)),
+        (across_classes, (3 * torch.e, 3 / torch.e)),
+        (~across_classes, (3.0, 3.0)),
     ):
         draws = torch.distributions.Beta(a, b).sample((200_000,))
         assert mix.weight[rows].mean().item() == pytest.approx(
@@ -224,11 +231,11 @@ def test_learning_follows_the_exact_gradient_and_hands_its_batch_on_once(policy:
     state = torch.get_rng_state()
     partner = torch.randperm(10)
     table = (
-        meta.start(10).requires_grad_()
+        meta.initial_logits(10).requires_grad_()
         if policy == "sample"
         else meta.table.detach().clone().requires_grad_()
     )
-    weight = meta.weigh(table, problem.labels, partner)
+    weight = meta.lambdas(table, problem.labels, partner=partner)
     problem.partner = partner
     (exact,) = torch.autograd.grad(problem.after_the_step(weight), table)
     torch.set_rng_state(state)
@@ -274,7 +281,7 @@ def test_the_state_goes_through_a_file(policy: str) -> None:
     other = MetaMixup(3, policy)
     other.load_state_dict(torch.load(file, weights_only=True))
     for each in (meta, other):
-        each.learned = None
+        each.learned_mix = None
         torch.manual_seed(5)
         learn(each, problem)
     assert torch.equal(meta.table, other.table)
@@ -282,7 +289,7 @@ def test_the_state_goes_through_a_file(policy: str) -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown policy tripel, wanted one of pair, beta, sample"):
+    with pytest.raises(ValueError, match="unknown policy tripel: choose one of pair, beta, sample"):
         MetaMixup(3, "tripel")
 
 
@@ -290,7 +297,7 @@ CENTRES = torch.tensor([[-3.0, 0.0], [3.0, 0.0], [0.0, 0.0], [0.0, 8.0]])
 
 
 def points(rows: int, noise: float) -> tuple[Tensor, Tensor]:
-    """Four clouds; class 2 lies between 0 and 1, so that what is mixed of those two lies in the midst of it."""
+    """Four clouds; class 2 lies between 0 and 1, so that mixtures of these two lie in it."""
     labels = torch.randint(4, (rows,))
     wrong = torch.rand(rows) < noise
     return CENTRES[labels] + 0.6 * torch.randn(rows, 2), torch.where(
@@ -314,13 +321,13 @@ def test_the_policy_mixes_within_noisy_classes_and_not_across_another_class(poli
         rows = torch.randint(200, (64,))
 
         def loss(mix: Mix, x: Tensor = x, labels: Tensor = labels) -> Tensor:
-            return mixup.cross_entropy(model(mixup.blend(x, mix)), labels, mix)
+            return mixup.cross_entropy(model(mixup.blend(x, mix)), labels, mix=mix)
 
         meta.learn(
             model,
             labels,
-            loss,
-            lambda rows=rows: F.cross_entropy(model(held[0][rows]), held[1][rows]),
+            mixed_loss=loss,
+            clean_loss=lambda rows=rows: F.cross_entropy(model(held[0][rows]), held[1][rows]),
             rate=0.1,
         )
         sgd.zero_grad()
@@ -542,7 +549,8 @@ def test_meta_learning_holds_rows_out_by_itself() -> None:
 
 
 def test_the_flags_build_the_learner_on_the_validation_rows() -> None:
-    words = "--meta_learning --meta_policy beta --meta_every 5 --meta_lr 0.3 --alpha 0.4 --bs 7 --label_smoothing 0.1"
+    words = "--meta_learning --meta_policy beta --meta_every 5 --meta_lr 0.3 --alpha 0.4 --bs 7"
+    words += " --label_smoothing 0.1"
     args, _ = options.parse(transformer_test.parser(), transformer_test.SCRIPT, words.split())
     rows = Rows(50)
     task, learner = factory.create_loss(args, World(), 6, rows, True)
@@ -550,7 +558,7 @@ def test_the_flags_build_the_learner_on_the_validation_rows() -> None:
     assert isinstance(learner, MetaMixupStep)
     assert (learner.every, learner.held.data, learner.held.rows, learner.task) == (5, rows, 7, task)
     meta = learner.meta
-    assert (meta.policy, meta.alpha, meta.lr, meta.numbers.shape) == ("beta", 0.4, 0.3, (6, 6))
+    assert (meta.policy, meta.alpha, meta.lr, meta.pair_index.shape) == ("beta", 0.4, 0.3, (6, 6))
     assert task.inside
     assert task.label_smoothing == 0.1
     assert len(task.draw(torch.zeros(4, dtype=torch.long), 1, 1).weight) == 4
@@ -562,12 +570,14 @@ def test_the_flags_build_the_learner_on_the_validation_rows() -> None:
     [
         (
             resnet50_test,
-            "--dataset digits --arch resnet8 --bs 64 --lr 0.05 --epochs 2 --ngd --meta_learning --meta_every 4",
+            "--dataset digits --arch resnet8 --bs 64 --lr 0.05 --epochs 2 --ngd --meta_learning "
+            "--meta_every 4",
             True,
         ),
         (
             transformer_test,
-            "--dataset headlines --bs 16 --epochs 2 --width 32 --meta_learning --meta_policy sample",
+            "--dataset headlines --bs 16 --epochs 2 --width 32 --meta_learning "
+            "--meta_policy sample",
             False,
         ),
     ],

@@ -1,4 +1,4 @@
-"""Mixing: lambda is the weight of the unpermuted sample, labels weigh as the inputs do, the loss is that of the soft label."""
+"""Mixing: inputs and labels have the same weights, and the loss is that of the soft labels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def labels_of(count: int = 64, classes: int = 5) -> Tensor:
 
 def drawn(kind: str, labels: Tensor, seed: int = 0, alpha: float = 1.0) -> mixup.Mix:
     torch.manual_seed(seed)
-    return mixup.sample_mix(kind, alpha, labels, *SIZE)
+    return mixup.sample_mix(kind, labels, alpha=alpha, height=SIZE[0], width=SIZE[1])
 
 
 KINDS = pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_blend_is_the_weighted_sum_and_the_labels_weigh_as_the_inputs_do(kind: s
     mix = drawn(kind, labels)
     x = torch.randn(64, 3, *SIZE, dtype=torch.float64)
     weight = (
-        (mix.weight[:, None, None, None] if mix.map is None else mix.map)
+        (mix.weight[:, None, None, None] if mix.weight_map is None else mix.weight_map)
         .double()
         .expand(64, 1, *SIZE)
         .clone()
@@ -51,12 +51,12 @@ def test_blend_is_the_weighted_sum_and_the_labels_weigh_as_the_inputs_do(kind: s
         top, bottom, left, right = mix.box
         weight[:] = 1
         weight[..., top:bottom, left:right] = 0
-    wanted = torch.stack(
+    expected = torch.stack(
         [weight[i] * x[i] + (1 - weight[i]) * x[mix.partner[i]] for i in range(64)]
     )
-    torch.testing.assert_close(mixup.blend(x, mix), wanted)
+    torch.testing.assert_close(mixup.blend(x, mix), expected)
     last = x.to(memory_format=torch.channels_last)
-    torch.testing.assert_close(mixup.blend(last, mix), wanted)
+    torch.testing.assert_close(mixup.blend(last, mix), expected)
     assert mixup.blend(last, mix).is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(x, last), "the input is left alone"
     # an image of ones among zeros: what is left of it is its label's weight
@@ -77,26 +77,25 @@ def test_the_same_generator_gives_the_same_mix(kind: str) -> None:
 
 def test_lambda_follows_the_beta_distribution() -> None:
     for alpha in (0.01, 0.3, 2.0):
-        weight = mixup.draw_beta(
-            alpha, 20_000, torch.device("cpu"), torch.Generator().manual_seed(0)
-        )
+        generator = torch.Generator().manual_seed(0)
+        weight = mixup.sample_beta(alpha, 20_000, generator=generator)
         assert weight.mean().item() == pytest.approx(0.5, abs=0.01)
         assert weight.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.03)
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
 def test_mixup_permutes_and_draws_one_lambda_or_one_each(per_sample: bool) -> None:
-    mix = mixup.mixup(labels_of(), 1.0, per_sample)
+    mix = mixup.mixup(labels_of(), 1.0, per_sample=per_sample)
     assert sorted(mix.partner.tolist()) == list(range(64))
     assert len(mix.weight.unique()) == (64 if per_sample else 1)
 
 
 @pytest.mark.parametrize("same_class", [False, True])
-def test_intra_takes_partners_of_the_wanted_class_and_leaves_alone_who_has_none(
+def test_intra_takes_partners_of_eligible_classes_and_does_not_mix_samples_without_one(
     same_class: bool,
 ) -> None:
     labels = torch.cat([labels_of(), torch.tensor([7])])  # the only one of its class
-    mix = mixup.intra(labels, 1.0, same_class)
+    mix = mixup.intra(labels, 1.0, same_class=same_class)
     alone = torch.arange(65) == 64 if same_class else torch.zeros(65, dtype=torch.bool)
     assert ((labels[mix.partner] == labels) == same_class)[~alone].all()
     assert (mix.partner != torch.arange(65))[~alone].all()
@@ -107,20 +106,27 @@ def test_intra_takes_partners_of_the_wanted_class_and_leaves_alone_who_has_none(
 
 def test_attention_maps_are_smooth_and_vary_over_space() -> None:
     mix = drawn("attention", labels_of())
-    assert (mix.map.std((1, 2, 3)) > 1e-3).all()
-    steps = mix.map.diff(dim=3).abs().mean() / mix.map.std()
+    assert (mix.weight_map.std((1, 2, 3)) > 1e-3).all()
+    steps = mix.weight_map.diff(dim=3).abs().mean() / mix.weight_map.std()
     assert steps < 0.3
 
 
 def test_cutmix_pastes_one_rectangle_a_sample_whose_area_follows_lambda() -> None:
     mix = mixup.cutmix(
-        labels_of(), 1.0, *SIZE, per_sample=True, generator=torch.Generator().manual_seed(0)
+        labels_of(),
+        1.0,
+        height=SIZE[0],
+        width=SIZE[1],
+        per_sample=True,
+        generator=torch.Generator().manual_seed(0),
     )
     x = torch.randn(64, 3, *SIZE)
-    torch.testing.assert_close(mixup.blend(x, mix), torch.where(mix.map == 0, x[mix.partner], x))
+    torch.testing.assert_close(
+        mixup.blend(x, mix), torch.where(mix.weight_map == 0, x[mix.partner], x)
+    )
     assert len(mix.weight.unique()) > 20
-    for map, weight in zip(mix.map[:, 0], mix.weight):
-        cut = map == 0
+    for weight_map, weight in zip(mix.weight_map[:, 0], mix.weight):
+        cut = weight_map == 0
         rows, columns = cut.any(1), cut.any(0)
         assert torch.equal(cut, rows[:, None] & columns)
         assert max(rows.int().diff().abs().sum(), columns.int().diff().abs().sum()) <= 2
@@ -130,8 +136,9 @@ def test_cutmix_pastes_one_rectangle_a_sample_whose_area_follows_lambda() -> Non
 def test_cutmix_draws_the_same_rectangles_for_a_batch_as_for_a_sample() -> None:
     generator = torch.Generator().manual_seed(0)
     labels = torch.zeros(4000, dtype=torch.long)
-    many = mixup.cutmix(labels, 1.0, 64, 32, per_sample=True, generator=generator).weight
-    mixes = [mixup.cutmix(labels[:2], 1.0, 64, 32, generator=generator) for _ in range(4000)]
+    sample = partial(mixup.cutmix, alpha=1.0, height=64, width=32, generator=generator)
+    many = sample(labels, per_sample=True).weight
+    mixes = [sample(labels[:2]) for _ in range(4000)]
     one = torch.stack([mix.weight[0] for mix in mixes])
     for quantile in (0.1, 0.3, 0.5, 0.7, 0.9):
         assert one.quantile(quantile).item() == pytest.approx(
@@ -148,9 +155,9 @@ def test_the_loss_is_that_of_both_labels_and_of_the_soft_label(
     smoothing: float, per_sample: bool
 ) -> None:
     labels, logits = labels_of(), torch.randn(64, 5, dtype=torch.float64, requires_grad=True)
-    mix = mixup.mixup(labels, 1.0, per_sample)
+    mix = mixup.mixup(labels, 1.0, per_sample=per_sample)
     mix.weight = mix.weight.to(torch.float64) if per_sample else mix.weight[:1].double().expand(64)
-    ours = mixup.cross_entropy(logits, labels, mix, smoothing)
+    ours = mixup.cross_entropy(logits, labels, mix=mix, label_smoothing=smoothing)
     both = [
         F.cross_entropy(logits, some, reduction="none", label_smoothing=smoothing)
         for some in (labels, labels[mix.partner])
@@ -163,11 +170,11 @@ def test_the_loss_is_that_of_both_labels_and_of_the_soft_label(
     torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (ours, soft)))
 
 
-def test_hits_weigh_both_labels() -> None:
+def test_correct_predictions_weigh_both_labels() -> None:
     labels = torch.tensor([0, 1, 2, 1])
     mix = mixup.Mix(torch.tensor([1, 0, 3, 3]), torch.tensor([0.7, 0.4, 0.9, 0.2]))
     logits = F.one_hot(torch.tensor([0, 0, 0, 1]), 3).float()
-    assert mixup.num_correct(logits, labels, mix).item() == pytest.approx(0.7 + 0.6 + 0.0 + 1.0)
+    assert mixup.num_correct(logits, labels, mix=mix).item() == pytest.approx(0.7 + 0.6 + 0.0 + 1.0)
 
 
 @pytest.mark.parametrize("box", [(3, 3, 0, 8), (0, 8, 0, 8), (2, 5, 7, 8), (8, 8, 8, 8)])
@@ -182,11 +189,11 @@ def test_any_box_is_pasted_with_and_without_a_gradient(
     mix = mixup.Mix(torch.tensor([1, 2, 3, 0]), torch.ones(4), box=box)
     inside = torch.zeros(8, 8, dtype=torch.bool)
     inside[box[0] : box[1], box[2] : box[3]] = True
-    wanted = torch.where(inside, x[mix.partner], x)
-    assert torch.equal(mixup.blend(x, mix), wanted)
+    expected = torch.where(inside, x[mix.partner], x)
+    assert torch.equal(mixup.blend(x, mix), expected)
     leaf = x.clone().requires_grad_()
     mixed = mixup.blend(leaf, mix)
-    assert torch.equal(mixed, wanted)
+    assert torch.equal(mixed, expected)
     mixed.sum().backward()
     assert torch.equal(leaf.grad, torch.ones_like(x))
 
@@ -195,7 +202,7 @@ def test_weight_one_is_no_mixing() -> None:
     labels, logits = labels_of(), torch.randn(64, 5)
     mix = mixup.Mix(torch.randperm(64), torch.ones(64))
     torch.testing.assert_close(
-        mixup.cross_entropy(logits, labels, mix), F.cross_entropy(logits, labels)
+        mixup.cross_entropy(logits, labels, mix=mix), F.cross_entropy(logits, labels)
     )
     x = torch.randn(64, 7)
     torch.testing.assert_close(mixup.blend(x, mix), x)
@@ -218,7 +225,7 @@ def test_the_transformer_mixes_pooled_texts_and_their_prior() -> None:
     tokens[2, 4:] = 0
     partner, weight = torch.randperm(6), torch.rand(6)
     plain = model(tokens)
-    # behind the pooling all is linear, so logits mix as the pooled texts do
+    # everything behind the pooling is linear, so that logits mix as the pooled texts do
     torch.testing.assert_close(
         model(tokens, partner, weight),
         weight[:, None] * plain + (1 - weight[:, None]) * plain[partner],
@@ -239,7 +246,7 @@ def test_the_transformer_mixes_token_embeddings_with_padding_as_absence(pooling:
     }
     model = Transformer(50, 3, **sizes, mix_at="tokens", prior=torch.randn(50, 3)).eval().double()
     torch.nn.init.normal_(model.positions)
-    model.prior[:3] = 0  # as texts.naive_bayes has it
+    model.prior[:3] = 0  # as naive Bayes scores have it
     tokens = torch.randint(3, 50, (6, 9))
     tokens[2, 4:] = tokens[3, 7:] = 0
     partner, weight = torch.tensor([2, 3, 0, 5, 1, 4]), torch.rand(6, dtype=torch.float64)
@@ -263,18 +270,16 @@ def test_mixed_tokens_attend_to_a_place_as_much_as_it_is_there() -> None:
         .eval()
         .double()
     )
-    tokens, weight = (
-        torch.tensor([[2, 7, 8, 0, 0], [2, 9, 10, 11, 12]]),
-        torch.tensor([0.7, 0.7], dtype=torch.float64),
-    )
-    # the same text with each place written w times 10: presence as a count of keys in plain softmax attention and mean
+    tokens = torch.tensor([[2, 7, 8, 0, 0], [2, 9, 10, 11, 12]])
+    weight = torch.tensor([0.7, 0.7], dtype=torch.float64)
+    # the same text with each position written 10 times its presence, in plain attention and mean
     counts = [10, 10, 10, 3, 3]
     table = model.embed(tokens) * 4
     row = (0.7 * table[0] + 0.3 * table[1] + model.positions)[None]
     many = row.repeat_interleave(torch.tensor(counts), 1)
     seen = model.blocks[0](many, torch.ones(1, 1, 1, sum(counts), dtype=torch.bool))
-    wanted = model.head(model.norm(seen).mean(1))
-    torch.testing.assert_close(model(tokens, torch.tensor([1, 0]), weight)[:1], wanted)
+    expected = model.head(model.norm(seen).mean(1))
+    torch.testing.assert_close(model(tokens, torch.tensor([1, 0]), weight)[:1], expected)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +290,7 @@ def test_the_flags_choose_the_task(
     module: ModuleType, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(mixup, "draw", lambda *given: seen.append(given))
+    monkeypatch.setattr(mixup, "sample_mix", lambda *given, **named: seen.append((given, named)))
     args, _ = options.parse(
         module.parser(), module.SCRIPT, [*words.split(), "--label_smoothing", "0.2"]
     )
@@ -294,10 +299,11 @@ def test_the_flags_choose_the_task(
         assert isinstance(task, MixedCrossEntropy)
         assert (task.inside, task.label_smoothing, learner) == (inside, 0.2, None)
         task.draw(labels_of(), 3, 4)
-    kind, alpha, labels, *size = seen[0]
-    assert (kind, alpha) == (("cutmix", 3.0) if module is resnet50_test else ("intra", 0.99))
+    (kind, labels), named = seen[0]
+    expected = ("cutmix", 3.0) if module is resnet50_test else ("intra", 0.99)
+    assert (kind, named["alpha"]) == expected
     assert torch.equal(labels, labels_of())
-    assert size == [3, 4]
+    assert (named["height"], named["width"]) == (3, 4)
     args, _ = options.parse(module.parser(), module.SCRIPT, [])
     task, learner = factory.create_loss(args, World(), 4, None, False)
     assert not isinstance(task, MixedCrossEntropy)
@@ -315,9 +321,8 @@ def test_the_task_mixes_inputs_or_lets_the_model_do_it() -> None:
 
     for inside in (False, True):
         torch.manual_seed(0)
-        loss, _, weight = MixedCrossEntropy(partial(mixup.sample_mix, "mixup", 1.0), inside)(
-            model, x, labels
-        )
+        task = MixedCrossEntropy(lambda labels, height, width: mixup.mixup(labels, 1.0), inside)
+        loss, _, weight = task(model, x, labels)
         torch.testing.assert_close(
             loss, classification()(lambda x: torch.zeros(64, 5), x, labels)[0]
         )

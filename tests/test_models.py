@@ -1,4 +1,4 @@
-"""resnet.py and transformer.py: sizes, torchvision's weights, padding, pooling, token dropout."""
+"""ResNets and the Transformer: sizes, torchvision's weights, padding, pooling, token dropout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def count(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("arch", "wanted"),
+    ("arch", "expected"),
     [
         ("resnet18", 11_173_962),  # He et al.'s nets with a 3x3 stem and 10 classes
         ("resnet50", 23_520_842),
@@ -35,13 +35,13 @@ def count(model: nn.Module) -> int:
         ("resnet110", 1_730_714),  # 1.7 M
     ],
 )
-def test_resnet_for_small_images_has_the_parameters_of_the_paper(arch: str, wanted: int) -> None:
-    assert count(create_model(arch, classes=10, channels=3, image_size=32)) == wanted
+def test_resnet_for_small_images_has_the_parameters_of_the_paper(arch: str, expected: int) -> None:
+    assert count(create_model(arch, classes=10, channels=3, image_size=32)) == expected
 
 
 @pytest.mark.parametrize("arch", ["resnet18", "resnet20"])
 def test_resnet_keeps_small_images_large(arch: str) -> None:
-    model, sizes = create_model(arch, 10, 1, 32).eval(), []
+    model, sizes = create_model(arch, classes=10, channels=1, image_size=32).eval(), []
     for number in range(1, model.stages + 1):
         getattr(model, f"layer{number}").register_forward_hook(
             lambda _m, _i, out: sizes.append(out.shape[-1])
@@ -63,9 +63,9 @@ def test_torchvision_weights_load_by_name_and_give_the_same_outputs(arch: str) -
     ours.load_state_dict(peer.state_dict(), strict=True)
     x = torch.randn(2, 3, 96, 96)
     with torch.no_grad():
-        wanted = peer(x)
+        expected = peer(x)
         torch.testing.assert_close(
-            ours(x), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item()
+            ours(x), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item()
         )
 
 
@@ -80,11 +80,11 @@ def test_torchvision_models_take_small_and_grey_images(arch: str, channels: int)
 @pytest.mark.parametrize("arch", ["alexnet", "vit_b_16", "inception_v3"])
 def test_model_that_cannot_take_the_size_is_refused(arch: str) -> None:
     with pytest.raises(InputError, match=f"--arch {arch} cannot take 32x32"):
-        create_model(arch, 10, 3, 32)
+        create_model(arch, classes=10, channels=3, image_size=32)
 
 
-def test_resnet_learns_a_batch_by_heart() -> None:
-    model = create_model("resnet20", 4, 1, 8)
+def test_resnet_overfits_a_batch() -> None:
+    model = create_model("resnet20", classes=4, channels=1, image_size=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     x, y = torch.randn(16, 1, 8, 8), torch.arange(16) % 4
     for _ in range(15):
@@ -117,9 +117,8 @@ def small(**options: object) -> Transformer:
             **options,
         },
     )
-    for (
-        parameter
-    ) in model.parameters():  # away from the near-zero start, so that every path matters
+    # far from the near-zero initial weights, so that every path matters
+    for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     nn.init.zeros_(model.embed.weight[PAD].data)
     return model
@@ -203,7 +202,7 @@ def test_dropout_is_off_in_evaluation() -> None:
         assert torch.equal(model.eval()(tokens), model(tokens))
 
 
-def test_fresh_transformer_guesses_evenly_and_padding_gets_no_gradient() -> None:
+def test_an_untrained_transformer_guesses_evenly_and_padding_gets_no_gradient() -> None:
     model = Transformer(60, 4, dropout=0.0)
     logits = model(nn.functional.pad(some_tokens(9), (0, 7)))
     assert logits.log_softmax(1).mean().item() == pytest.approx(-math.log(4), abs=0.1)
@@ -237,8 +236,8 @@ def test_a_prior_adds_its_scores_over_the_root_of_the_words() -> None:
     tokens = torch.tensor([[2, 5, 6, 7, 0], [2, 9, 1, 0, 0]])
     with torch.no_grad():
         model.head.weight.zero_()  # the encoder says nothing, its bias is zero
-        wanted = torch.stack([scores[[5, 6, 7]].sum(0) / 3**0.5, scores[9]]) * model.prior_weight
-        torch.testing.assert_close(model(tokens), wanted)
-        torch.testing.assert_close(model(tokens[1:, :3]), wanted[1:])
+        expected = torch.stack([scores[[5, 6, 7]].sum(0) / 3**0.5, scores[9]]) * model.prior_weight
+        torch.testing.assert_close(model(tokens), expected)
+        torch.testing.assert_close(model(tokens[1:, :3]), expected[1:])
     assert "prior" in model.state_dict()
     assert not any(name == "prior" for name, _ in model.named_parameters())

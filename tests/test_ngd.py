@@ -1,4 +1,4 @@
-"""NGD behaves as an optimizer should: bad gradients, plain SGD, live settings, validation."""
+"""NGD behaves as an optimizer should: bad gradients, plain SGD, changed settings, validation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ngd_cases import (
     PLAIN,
     SGD,
     assert_same,
+    create_ngd,
     distance,
     estimates,
-    feed,
-    held,
-    made,
+    parameters_of,
+    set_gradients,
     snapshot,
     through_a_file,
     train,
@@ -35,22 +35,22 @@ from optimizers.param_groups import ngd_groups
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-# -------------------------------------------------------------------- gradients that are bad, missing, zero
+# ------------------------------------------------------------ bad, missing and zero gradients
 
 
 @pytest.mark.parametrize("start", [0, 13])
 @pytest.mark.parametrize(
     "bad", [math.nan, math.inf, -math.inf, 1e30, None], ids=str
 )  # the square of 1e30 is not finite
-def test_a_bad_gradient_leaves_its_parameter_as_it_is_and_the_others_go_on(
+def test_a_bad_gradient_changes_nothing_and_other_parameters_are_updated(
     bad: float | None, start: int
 ) -> None:
     ill, well = (0, 2, 4), (1, 3, 5, 6, 7)
-    optimizer, peer = (train(made(), range(start)) for _ in range(2))
+    optimizer, peer = (train(create_ngd(), range(start)) for _ in range(2))
     before = snapshot(optimizer, ill)
     for t in range(start, 17):
-        feed(held(optimizer), t)
-        for p in (held(optimizer)[number] for number in ill):
+        set_gradients(parameters_of(optimizer), t)
+        for p in (parameters_of(optimizer)[number] for number in ill):
             p.grad.view(-1)[1::3] = bad or 0.0
             p.grad = None if bad is None else p.grad
         optimizer.step()
@@ -72,40 +72,44 @@ def test_a_bad_gradient_leaves_its_parameter_as_it_is_and_the_others_go_on(
         assert not any(torch.equal(state[name], value) for name, value in known.items())
 
 
-def test_found_inf_leaves_everything_as_it_is() -> None:
-    optimizer = train(made(), range(5))
+def test_found_inf_changes_nothing() -> None:
+    optimizer = train(create_ngd(), range(5))
     before = snapshot(optimizer)
-    optimizer.found_inf = torch.tensor(1.0)  # as step.Step does
+    optimizer.found_inf = torch.tensor(1.0)  # as step_unless_skipped does
     assert_same(snapshot(train(optimizer, range(5, 9))), before)
     optimizer.found_inf = torch.tensor(0.0)
-    assert not any(torch.equal(p, old) for p, (old, _) in zip(held(train(optimizer, [9])), before))
+    assert not any(
+        torch.equal(p, old) for p, (old, _) in zip(parameters_of(train(optimizer, [9])), before)
+    )
 
 
-def test_steps_skipped_before_the_first_gradient_are_as_if_they_had_not_been() -> None:
-    optimizer = made()
+def test_steps_skipped_before_the_first_gradient_do_not_count() -> None:
+    optimizer = create_ngd()
     optimizer.found_inf = torch.tensor(1.0)
     train(optimizer, range(3))
     optimizer.found_inf = torch.tensor(0.0)
-    assert_same(snapshot(train(optimizer, range(15))), snapshot(train(made(), range(15))))
+    assert_same(snapshot(train(optimizer, range(15))), snapshot(train(create_ngd(), range(15))))
 
 
-def test_a_gradient_of_zeros_teaches_nothing_while_momentum_goes_on() -> None:
-    optimizer = train(made(), range(8))
+def test_a_zero_gradient_leaves_the_estimates_while_momentum_continues() -> None:
+    optimizer = train(create_ngd(), range(8))
     before, peer = estimates(optimizer), torch.optim.SGD(weights(), **SGD)
-    for p, (old, state) in zip(held(peer), snapshot(optimizer)):
+    for p, (old, state) in zip(parameters_of(peer), snapshot(optimizer)):
         p.detach().copy_(old)
         peer.state[p]["momentum_buffer"] = state["momentum_buffer"]
     assert_same(
-        held(train(optimizer, [8, 9], scale=0.0)), held(train(peer, [8, 9], scale=0.0)), 1e-6
+        parameters_of(train(optimizer, [8, 9], scale=0.0)),
+        parameters_of(train(peer, [8, 9], scale=0.0)),
+        1e-6,
     )
     assert_same(estimates(optimizer), before)
 
 
-def test_steps_without_any_gradient_of_a_shape_are_as_if_they_had_not_been() -> None:
-    optimizer, peer = (train(made(), range(7)) for _ in range(2))
+def test_steps_without_any_gradient_of_a_shape_do_not_count() -> None:
+    optimizer, peer = (train(create_ngd(), range(7)) for _ in range(2))
     for t in (50, 51):
-        feed(held(optimizer), t)
-        held(optimizer)[2].grad = None
+        set_gradients(parameters_of(optimizer), t)
+        parameters_of(optimizer)[2].grad = None
         optimizer.step()
     assert_same(
         snapshot(train(optimizer, range(7, 16)), [2]),
@@ -114,14 +118,14 @@ def test_steps_without_any_gradient_of_a_shape_are_as_if_they_had_not_been() -> 
     )
 
 
-# -------------------------------------------------------------------- an optimizer like others
+# ------------------------------------------------------------ an optimizer like others
 
 
 @pytest.mark.parametrize(
     "options", [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.8, "nesterov": True}], ids=str
 )
 @pytest.mark.parametrize("decay", [0.0, 0.05])
-def test_what_is_not_preconditioned_takes_the_step_of_sgd(
+def test_parameters_without_preconditioning_take_the_step_of_sgd(
     options: dict[str, Any], decay: float
 ) -> None:
     bare = [p for number, p in enumerate(weights()) if number in PLAIN]
@@ -132,40 +136,46 @@ def test_what_is_not_preconditioned_takes_the_step_of_sgd(
         **options,
     )
     peer = torch.optim.SGD(
-        [nn.Parameter(p.detach().clone()) for p in held(optimizer)],
+        [nn.Parameter(p.detach().clone()) for p in parameters_of(optimizer)],
         lr=0.1,
         weight_decay=decay,
         **options,
     )
-    assert_same(held(train(optimizer, range(8))), held(train(peer, range(8))), 1e-6)
+    assert_same(
+        parameters_of(train(optimizer, range(8))), parameters_of(train(peer, range(8))), 1e-6
+    )
     assert not estimates(optimizer)
 
 
-def test_a_narrow_factor_dtype_is_for_what_is_preconditioned_only() -> None:
+def test_factor_dtype_applies_to_preconditioned_parameters_only() -> None:
     optimizer = NGD([{"params": weights(), "ngd": False}], **SGD, factor_dtype=torch.bfloat16)
     assert_same(
-        held(train(optimizer, range(5))),
-        held(train(torch.optim.SGD(weights(), **SGD), range(5))),
+        parameters_of(train(optimizer, range(5))),
+        parameters_of(train(torch.optim.SGD(weights(), **SGD), range(5))),
         1e-6,
     )
 
 
-def test_empty_parameters_are_let_be() -> None:
+def test_empty_parameters_are_left_out() -> None:
     train(NGD(weights([(0, 3), (4, 3)]), lr=0.1), range(2))
 
 
 def test_decoupled_decay_shrinks_the_weights_and_no_decay_changes_gradients() -> None:
     shrunk, free, coupled = (
-        made(weight_decay=0.3, decoupled_weight_decay=True),
-        made(weight_decay=0.0),
-        made(weight_decay=0.3),
+        create_ngd(weight_decay=0.3, decoupled_weight_decay=True),
+        create_ngd(weight_decay=0.0),
+        create_ngd(weight_decay=0.3),
     )
-    before = [p.detach().clone() for p in held(free)]
+    before = [p.detach().clone() for p in parameters_of(free)]
     for optimizer in (shrunk, free, coupled):
-        gradients = [p.grad.clone() for p in held(train(optimizer, [0]))]
-        feed(held(optimizer), 0)
-        assert_same(gradients, [p.grad for p in held(optimizer)])
-    assert_same(held(shrunk), [p - old * 0.1 * 0.3 for p, old in zip(held(free), before)], 1e-6)
+        gradients = [p.grad.clone() for p in parameters_of(train(optimizer, [0]))]
+        set_gradients(parameters_of(optimizer), 0)
+        assert_same(gradients, [p.grad for p in parameters_of(optimizer)])
+    assert_same(
+        parameters_of(shrunk),
+        [p - old * 0.1 * 0.3 for p, old in zip(parameters_of(free), before)],
+        1e-6,
+    )
 
 
 def test_the_closure_computes_loss_and_gradients() -> None:
@@ -200,18 +210,18 @@ CHANGES += [
 
 @pytest.mark.parametrize(("name", "value"), CHANGES)
 def test_a_changed_setting_takes_effect_at_the_next_step(name: str, value: Any) -> None:
-    optimizer = train(made(), range(13))
+    optimizer = train(create_ngd(), range(13))
     old, new = through_a_file(optimizer), through_a_file(optimizer, **{name: value})
     optimizer.param_groups[0][name] = value
     outcome = snapshot(train(optimizer, range(13, 21)))
     assert_same(outcome, snapshot(train(new, range(13, 21))))
-    assert not torch.equal(outcome[0][0], held(train(old, range(13, 21)))[0])
+    assert not torch.equal(outcome[0][0], parameters_of(train(old, range(13, 21)))[0])
 
 
 def test_a_scheduler_sets_the_rate() -> None:
-    optimizer = made(lr=0.2)
+    optimizer = create_ngd(lr=0.2)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5)
-    assert_same(snapshot(train(optimizer, range(3))), snapshot(train(made(), range(3))))
+    assert_same(snapshot(train(optimizer, range(3))), snapshot(train(create_ngd(), range(3))))
 
 
 WRONG: list[tuple[str, Any]] = [
@@ -248,7 +258,10 @@ def test_sparse_gradients_are_refused() -> None:
 
 
 def test_the_flags_reach_the_optimizer() -> None:
-    words = "--ngd --lr 0.3 --weight_decay 0.01 --momentum 0.8 --nesterov --ngd_rank 7 --ngd_alpha 2 --ngd_eta 0.3 --ngd_period 5"
+    words = (
+        "--ngd --lr 0.3 --weight_decay 0.01 --momentum 0.8 --nesterov "
+        "--ngd_rank 7 --ngd_alpha 2 --ngd_eta 0.3 --ngd_period 5"
+    )
     args, _ = options.parse(
         resnet50_test.parser(),
         "resnet50_test",
@@ -257,7 +270,7 @@ def test_the_flags_reach_the_optimizer() -> None:
     optimizer = factory.create_optimizer(
         args, nn.Sequential(nn.Linear(3, 4, bias=False)), args.lr, World()
     )
-    wanted = {
+    expected = {
         "lr": 0.3,
         "weight_decay": 0.01,
         "momentum": 0.8,
@@ -266,18 +279,18 @@ def test_the_flags_reach_the_optimizer() -> None:
         "alpha": 2.0,
         "eta": 0.3,
     }
-    wanted |= {"update_period": 5, "max_dim": 99, "ngd": False}
+    expected |= {"update_period": 5, "max_dim": 99, "ngd": False}
     assert isinstance(optimizer, NGD)
-    assert {name: optimizer.param_groups[0][name] for name in wanted} == wanted
+    assert {name: optimizer.param_groups[0][name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "expected"),
     [("", (0.02, 5e-4)), ("--optimizer adamw", (1e-3, 0.05)), ("--ngd --lr 1", (1.0, 5e-4))],
 )
-def test_rates_default_by_optimizer(words: str, wanted: tuple[float, float]) -> None:
+def test_rates_default_by_optimizer(words: str, expected: tuple[float, float]) -> None:
     args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words.split())
-    assert (args.lr, args.weight_decay) == wanted
+    assert (args.lr, args.weight_decay) == expected
 
 
 def test_a_resumed_run_keeps_its_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,11 +24,11 @@ from ngd_cases import (
     SGD,
     SHAPES,
     assert_same,
+    create_ngd,
     distance,
     estimates,
-    feed,
-    held,
-    made,
+    parameters_of,
+    set_gradients,
     snapshot,
     through_a_file,
     train,
@@ -38,7 +38,7 @@ from ngd_cases import (
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-# -------------------------------------------------------------------- state
+# ------------------------------------------------------------ state
 
 
 WAYS: list[Callable[[NGD], NGD]] = [
@@ -54,7 +54,7 @@ def test_resumed_equals_uninterrupted(
     way: Callable[[NGD], NGD], factor_dtype: torch.dtype | None
 ) -> None:
     for steps in (3, 13):  # in the first ten, in mid-period
-        optimizer = train(made(factor_dtype=factor_dtype), range(steps))
+        optimizer = train(create_ngd(factor_dtype=factor_dtype), range(steps))
         outcomes = [
             snapshot(train(some, range(steps, steps + 5))) for some in (way(optimizer), optimizer)
         ]
@@ -69,21 +69,23 @@ def test_bf16_parameters_keep_wide_state_and_follow_fp32_ones() -> None:
     narrow, wide, double = weights(dtype=torch.bfloat16), weights(), weights(dtype=torch.float64)
     optimizer = NGD([*narrow, *wide, *double], lr=0.1, update_period=1)
     for t in range(15):
-        feed(narrow, t)
+        set_gradients(narrow, t)
         for p, q, exact in zip(narrow, wide, double):
             q.grad, exact.grad = p.grad.float(), p.grad.double()
         optimizer.step()
     outcome, count = snapshot(optimizer), len(SHAPES)
-    for (p, state), (q, wanted), (_, exact) in zip(outcome, outcome[count:], outcome[2 * count :]):
+    for (p, state), (q, expected), (_, exact) in zip(
+        outcome, outcome[count:], outcome[2 * count :]
+    ):
         assert distance(p, q) < 1e-2
-        assert_same(state, wanted, 1e-6)  # dtypes too
+        assert_same(state, expected, 1e-6)  # dtypes too
         assert {value.dtype for value in exact.values()} == {torch.float64}
     assert_same(snapshot(train(through_a_file(optimizer), [15])), snapshot(train(optimizer, [15])))
 
 
 def test_factors_in_bf16_give_nearly_the_same_direction() -> None:
     one, other = (
-        estimates(train(made(factor_dtype=dtype), range(15)), "momentum")
+        estimates(train(create_ngd(factor_dtype=dtype), range(15)), "momentum")
         for dtype in (None, torch.bfloat16)
     )
     assert all(distance(narrow, wide) < 2e-2 for narrow, wide in zip(other, one))
@@ -96,30 +98,30 @@ def test_a_parameter_unfrozen_or_added_later_starts_its_own_count() -> None:
     train(optimizer, range(10, 12))
     late.requires_grad_(True)
     train(optimizer, range(12, 18))
-    assert [optimizer.state[p]["step"] for p in held(optimizer)] == [18, 6, 8]
+    assert [optimizer.state[p]["step"] for p in parameters_of(optimizer)] == [18, 6, 8]
     one, other = NGD(weights()[1:2], **SGD), NGD(weights()[2:3], **(SGD | {"lr": 0.3}))
     for t in range(10, 18):
-        feed([first, *held(one), *held(other)], t)
+        set_gradients([first, *parameters_of(one), *parameters_of(other)], t)
         other.step()
         if t >= 12:
             one.step()
     assert_same(snapshot(optimizer, [1, 2]), snapshot(one) + snapshot(other))
 
 
-# -------------------------------------------------------------------- precision, layout, devices
+# ------------------------------------------------------------ precision, layout, devices
 
 
 @pytest.mark.parametrize("unscale", [False, True])
 def test_grad_scaler_scales_away_and_skips(unscale: bool) -> None:
-    optimizer, peer = made(), made()
+    optimizer, peer = create_ngd(), create_ngd()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for t in range(13):
-        feed(held(peer), t)
+        set_gradients(parameters_of(peer), t)
         if t == 12:
-            before, held(peer)[0].grad[1, 1] = snapshot(optimizer), math.inf
+            before, parameters_of(peer)[0].grad[1, 1] = snapshot(optimizer), math.inf
         optimizer.zero_grad(set_to_none=bool(t % 2))
         scaler.scale(
-            sum((p * q.grad).sum() for p, q in zip(held(optimizer), held(peer)))
+            sum((p * q.grad).sum() for p, q in zip(parameters_of(optimizer), parameters_of(peer)))
         ).backward()
         if unscale:
             scaler.unscale_(optimizer)
@@ -136,17 +138,17 @@ def test_grad_scaler_scales_away_and_skips(unscale: bool) -> None:
 
 
 def test_autocast_and_accumulation_do_not_matter() -> None:
-    wanted = snapshot(train(made(), range(12), scale=2.0))
+    expected = snapshot(train(create_ngd(), range(12), scale=2.0))
     with torch.autocast("cpu", torch.bfloat16):
-        assert_same(snapshot(train(made(), range(12), scale=2.0)), wanted)
-    optimizer, source = made(), weights()
+        assert_same(snapshot(train(create_ngd(), range(12), scale=2.0)), expected)
+    optimizer, source = create_ngd(), weights()
     for t in range(12):
-        feed(source, t)
+        set_gradients(source, t)
         optimizer.zero_grad(set_to_none=bool(t % 2))
         for _ in range(2):
-            sum((p * q.grad).sum() for p, q in zip(held(optimizer), source)).backward()
+            sum((p * q.grad).sum() for p, q in zip(parameters_of(optimizer), source)).backward()
         optimizer.step()
-    assert_same(snapshot(optimizer), wanted)
+    assert_same(snapshot(optimizer), expected)
 
 
 def test_channels_last_weights_take_the_same_step() -> None:
@@ -158,19 +160,19 @@ def test_channels_last_weights_take_the_same_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "wanted"), [(1, [1, 1, 1]), (2 * 4 * 30 * 40, [2, 1]), (2**30, [3])]
+    ("limit", "expected"), [(1, [1, 1, 1]), (2 * 4 * 30 * 40, [2, 1]), (2**30, [3])]
 )
 def test_parameters_are_worked_on_together_up_to_a_limit(
-    limit: int, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+    limit: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = train(
         NGD(weights([(40, 30)] * 3), update_period=1), range(15)
-    )  # of period 1, as chunks have phases of their own
-    monkeypatch.setattr(ngd, "CHUNK_BYTES", {"cpu": limit})
+    )  # of period 1, as batches have phases of their own
+    monkeypatch.setattr(ngd, "CPU_BATCH_BYTES", limit)
     other = train(NGD(weights([(40, 30)] * 3), update_period=1), range(15))
-    assert [len(chunk.parameters) for chunk in other.plan.chunks[0]] == wanted
+    assert [len(batch.parameters) for batch in other.schedule.batches[0]] == expected
     assert_same(snapshot(other), snapshot(one), 1e-6)
-    assert other.plan is train(other, [15]).plan, "made anew at each step"
+    assert other.schedule is train(other, [15]).schedule, "made anew at each step"
 
 
 @pytest.mark.parametrize("period", [1, 3, 4])
@@ -188,7 +190,7 @@ def test_each_factor_changes_once_a_period_and_not_all_at_once(period: int) -> N
     first, later = torch.tensor(rows).int().split([9, 3 * period])
     assert first.all()
     assert (later.unfold(0, period, 1).sum(2) == 1).all()
-    assert (later.sum(1) > 0).all()  # four chunks: some of them at every step
+    assert (later.sum(1) > 0).all()  # four batches: some of them at every step
 
 
 class NoHostReads(TorchDispatchMode):
@@ -217,10 +219,12 @@ class NoHostReads(TorchDispatchMode):
     "options", [{}, {"nesterov": True}, {"decoupled_weight_decay": True}], ids=str
 )
 def test_no_step_waits_for_the_device(options: dict[str, Any]) -> None:
-    optimizer = train(made(**options), [0, 1])  # the second one asks whether the first was skipped
+    optimizer = train(
+        create_ngd(**options), [0, 1]
+    )  # the second one asks whether the first was skipped
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
     for t in range(2, 17):
-        feed(held(optimizer), t)
+        set_gradients(parameters_of(optimizer), t)
         with NoHostReads():
             optimizer.step()
 

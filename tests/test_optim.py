@@ -1,4 +1,4 @@
-"""optim.py: schedules equal torch's, warm-up, scaling, groups, and steps skipped on the device."""
+"""Schedules equal torch's; warm-up, batch scaling, groups, and steps skipped on the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ BY_EPOCH: dict[str, Callable[[torch.optim.Optimizer], peers.LRScheduler]] = {
 BY_STEP: dict[str, tuple[Callable[[torch.optim.Optimizer], peers.LRScheduler], dict]] = {
     "polynomial": (lambda o: peers.PolynomialLR(o, TOTAL, power=1.7), {"power": 1.7}),
     "cosine": (lambda o: peers.CosineAnnealingLR(o, TOTAL, eta_min=0.05), {"end": 0.05}),
-    # torch ends OneCycleLR on the last step, ours right after it: one step more, the rise of the same length
+    # torch ends OneCycleLR on the last step, ours right after it: torch's has one step more, and a
+    # rise of the same length
     "onecycle": (
         lambda o: peers.OneCycleLR(
             o, 7.0, TOTAL + 1, pct_start=(0.3 * TOTAL + 1) / (TOTAL + 1), cycle_momentum=False
@@ -60,10 +61,10 @@ def rates(peer: Callable[[torch.optim.Optimizer], peers.LRScheduler], count: int
 @pytest.mark.parametrize("name", BY_EPOCH)
 def test_epoch_schedule_equals_torch_and_changes_at_whole_epochs_only(name: str) -> None:
     ours = Schedule(name, EPOCHS, gamma=0.3, step_size=3, milestones=[11, 2, 5])
-    wanted = [rate for rate in rates(BY_EPOCH[name], EPOCHS) for _ in range(STEPS)]
+    expected = [rate for rate in rates(BY_EPOCH[name], EPOCHS) for _ in range(STEPS)]
     assert [
         ours(epoch + step * (1 / STEPS)) for epoch in range(EPOCHS) for step in range(STEPS)
-    ] == pytest.approx(wanted)
+    ] == pytest.approx(expected)
 
 
 def test_inverse_equals_its_formula_and_changes_at_whole_epochs_only() -> None:
@@ -123,11 +124,11 @@ def test_unknown_schedule_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "wanted"), [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * math.sqrt(8))]
+    ("rule", "expected"), [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * math.sqrt(8))]
 )
-def test_learning_rate_scales_with_the_batch(rule: str, wanted: float) -> None:
-    assert scale_lr(0.1, rule, batch_size=1024, base=128) == pytest.approx(wanted)
-    assert scale_lr(0.1, rule, batch_size=128, base=128) == pytest.approx(0.1)
+def test_learning_rate_scales_with_the_batch(rule: str, expected: float) -> None:
+    assert scale_lr(0.1, rule, batch_size=1024, base_batch_size=128) == pytest.approx(expected)
+    assert scale_lr(0.1, rule, batch_size=128, base_batch_size=128) == pytest.approx(0.1)
 
 
 def test_decay_groups_hold_each_trained_parameter_once() -> None:
@@ -228,13 +229,13 @@ def test_skipped_steps_leave_no_trace(name: str, options: dict, skipped: tuple[i
             if bad and not skips:
                 continue
             model.weight.grad = torch.full_like(gradient, math.nan) if bad else gradient.clone()
-            optimizer.found_inf = torch.tensor(float(bad))  # as step.Step does
+            optimizer.found_inf = torch.tensor(float(bad))  # as step_unless_skipped does
             optimizer.step()
         return model.weight.detach(), optimizer.state_dict()["state"]
 
-    (weight, state), (wanted, wanted_state) = train(True), train(False)
-    torch.testing.assert_close(weight, wanted, rtol=0, atol=0)
-    torch.testing.assert_close(state, wanted_state, rtol=0, atol=0)
+    (weight, state), (expected, expected_state) = train(True), train(False)
+    torch.testing.assert_close(weight, expected, rtol=0, atol=0)
+    torch.testing.assert_close(state, expected_state, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

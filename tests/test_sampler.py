@@ -1,11 +1,17 @@
-"""dynamic_batch.py: the order of rows is a function of (seed, epoch), whatever the number of ranks."""
+"""sampler.py: the order of rows is a function of (seed, epoch), whatever the number of ranks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from input_pipeline.sampler import GROUP, Sampler, epoch_generator, rank_share, stratified_rows
+from input_pipeline.sampler import (
+    BATCHES_PER_SORT,
+    Sampler,
+    epoch_generator,
+    rank_share,
+    stratified_rows,
+)
 
 WITH_AND_WITHOUT = pytest.mark.parametrize(
     "lengths", [None, torch.arange(1003) % 97 + 1], ids=["plain", "lengths"]
@@ -29,19 +35,19 @@ def test_epoch_draws_no_row_twice_and_fills_every_batch(
 
 @WITH_AND_WITHOUT
 def test_order_is_a_function_of_seed_and_epoch(lengths: torch.Tensor | None) -> None:
-    first = Sampler(1003, 3, lengths).epoch(5, 32)
-    again = Sampler(1003, 3, lengths)
-    again.epoch(0, 7)  # what was drawn before does not matter, nor does the global random state
+    first = Sampler(1003, 3, lengths=lengths).epoch(5, 32)
+    again = Sampler(1003, 3, lengths=lengths)
+    again.epoch(0, 7)  # neither earlier draws nor the global random state matter
     torch.manual_seed(99)
     assert torch.equal(first, again.epoch(5, 32))
-    assert not torch.equal(first, Sampler(1003, 3, lengths).epoch(6, 32))
-    assert not torch.equal(first, Sampler(1003, 4, lengths).epoch(5, 32))
+    assert not torch.equal(first, Sampler(1003, 3, lengths=lengths).epoch(6, 32))
+    assert not torch.equal(first, Sampler(1003, 4, lengths=lengths).epoch(5, 32))
 
 
 def test_drawing_leaves_the_global_random_state_alone() -> None:
     before = torch.get_rng_state()
     Sampler(100, 0).epoch(0, 10)
-    stratified_rows(torch.arange(100) % 4, 0.5, 0)
+    stratified_rows(torch.arange(100) % 4, 0.5, seed=0)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -55,27 +61,25 @@ def test_seeds_and_epochs_do_not_share_orders() -> None:
 
 
 def test_every_epoch_leaves_out_other_rows() -> None:
-    left = [
+    left_out = [
         set(range(10)) - set(Sampler(10, 0).epoch(epoch, 8).flatten().tolist())
         for epoch in range(30)
     ]
-    assert set.union(*left) == set(range(10))
+    assert set.union(*left_out) == set(range(10))
 
 
 @WITH_AND_WITHOUT
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_share_one_global_batch(world_size: int, lengths: torch.Tensor | None) -> None:
-    for batch in Sampler(1003, 3, lengths).epoch(1, 64):
-        shares = [rank_share(batch, rank, world_size) for rank in range(world_size)]
+    for batch in Sampler(1003, 3, lengths=lengths).epoch(1, 64):
+        shares = [rank_share(batch, rank, world_size=world_size) for rank in range(world_size)]
         assert {len(rows) for rows in shares} == {64 // world_size}
-        together = torch.cat(shares).sort().values
-        assert torch.equal(
-            together, batch.sort().values
-        )  # equal as multisets: disjoint and complete
+        rows = torch.cat(shares)
+        assert torch.equal(rows.sort().values, batch.sort().values)  # disjoint and complete
 
 
 def padding(batches: torch.Tensor, lengths: torch.Tensor) -> float:
-    """Share of the tokens of all batches that are padding, each batch as long as its longest row."""
+    """Return the fraction of padding tokens; each batch is as long as its longest row."""
     drawn = lengths[batches]
     return 1 - drawn.sum().item() / (drawn.max(1).values.sum().item() * batches.shape[1])
 
@@ -83,28 +87,32 @@ def padding(batches: torch.Tensor, lengths: torch.Tensor) -> float:
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_lengths_keep_padding_below_a_tenth(world_size: int) -> None:
     lengths = torch.randint(8, 129, (20_000,), generator=torch.Generator().manual_seed(1))
-    shuffled, grouped = (Sampler(20_000, 0, known).epoch(0, 32) for known in (None, lengths))
+    shuffled, grouped = (
+        Sampler(20_000, 0, lengths=known).epoch(0, 32) for known in (None, lengths)
+    )
     assert padding(shuffled, lengths) > 0.4
     for rank in range(world_size):
         assert padding(grouped[:, rank::world_size], lengths) < 0.1
 
 
 def test_batches_of_similar_length_come_in_random_order() -> None:
-    rows = 3 * GROUP * 32
+    rows = 3 * BATCHES_PER_SORT * 32
     lengths = torch.randint(8, 129, (rows,), generator=torch.Generator().manual_seed(2))
-    means = lengths[Sampler(rows, 0, lengths).epoch(0, 32)].double().mean(1)
+    means = lengths[Sampler(rows, 0, lengths=lengths).epoch(0, 32)].double().mean(1)
     following = torch.corrcoef(torch.stack([means[:-1], means[1:]]))[0, 1]
     steps = torch.corrcoef(torch.stack([means, torch.arange(len(means)).double()]))[0, 1]
     assert abs(following) < 0.25
     assert abs(steps) < 0.25
-    members = [frozenset(batch.tolist()) for batch in Sampler(rows, 0, lengths).epoch(1, 32)]
+    members = [
+        frozenset(batch.tolist()) for batch in Sampler(rows, 0, lengths=lengths).epoch(1, 32)
+    ]
     assert not set(members) & {
-        frozenset(batch.tolist()) for batch in Sampler(rows, 0, lengths).epoch(0, 32)
+        frozenset(batch.tolist()) for batch in Sampler(rows, 0, lengths=lengths).epoch(0, 32)
     }
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.1, 0.25, 0.5, 1.0])
-def test_balanced_rows_draw_the_same_share_of_each_class(fraction: float) -> None:
+def test_stratified_rows_are_the_same_fraction_of_each_class(fraction: float) -> None:
     labels = torch.tensor([0] * 400 + [1] * 200 + [2] * 8)[
         torch.randperm(608, generator=torch.Generator().manual_seed(0))
     ]
@@ -117,8 +125,8 @@ def test_balanced_rows_draw_the_same_share_of_each_class(fraction: float) -> Non
     assert torch.equal(others, others.sort().values)
 
 
-def test_balanced_rows_depend_on_the_seed_only() -> None:
+def test_stratified_rows_depend_on_the_seed_only() -> None:
     labels = torch.arange(300) % 3
-    drawn = stratified_rows(labels, 0.2, 1)[0]
-    assert torch.equal(drawn, stratified_rows(labels, 0.2, 1)[0])
-    assert not torch.equal(drawn, stratified_rows(labels, 0.2, 2)[0])
+    drawn = stratified_rows(labels, 0.2, seed=1)[0]
+    assert torch.equal(drawn, stratified_rows(labels, 0.2, seed=1)[0])
+    assert not torch.equal(drawn, stratified_rows(labels, 0.2, seed=2)[0])

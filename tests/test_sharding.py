@@ -7,18 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import conftest
 import ranks
 import transformer_test
 from backends.precision import Precision
-from cli import factory
 from distributed import comm_hooks, fsdp, sharded_checkpoint
 from distributed.world import World
 from errors import InputError
+from models.residual import residual_blocks
 from models.transformer import Transformer
-from training.losses import classification
-from training.step import Step
+from trainers import build_optimizer, make_trainer
+from training.losses import BatchLoss, CrossEntropy
+from training.trainer import Trainer
 
 TEXTS = "--dataset headlines --bs 16 --lr 4e-4 --epochs 2 --depth 2 --width 32 --vocab_size 800 --precision fp32 --threads 1".split()
 FP32 = Precision("fp32", "cpu")
@@ -38,41 +40,47 @@ def batch(rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
+def cut(net: torch.nn.Module, world: World, parallel: str, wire: str = "none") -> None:
+    wire_dtype = comm_hooks.WIRE_DTYPES.get(wire)
+    blocks = residual_blocks(net)
+    fsdp.shard(net, world, kind=parallel, blocks=blocks, wire_dtype=wire_dtype)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return fsdp.unshard(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def trained(
     world: World, parallel: str, name: str, accumulate: int, clip: float, wire: str = "none"
-) -> Step:
+) -> Trainer:
     """Five steps; the third of them has a gradient that is not finite on one rank."""
     net = model()
     if parallel != "ddp":
-        fsdp.shard(net, world, parallel, comm_hooks.WIRE.get(wire))
-    optimizer = factory.build_optimizer(
-        net, name, 0.05 if name == "sgd" else 1e-2, weight_decay=0.01
-    )
-    step = Step(
+        cut(net, world, parallel, wire)
+    optimizer = build_optimizer(net, name, 0.05 if name == "sgd" else 1e-2, weight_decay=0.01)
+    trainer = make_trainer(
         net,
-        classification(),
         optimizer,
-        FP32,
         world,
-        accumulate,
-        clip,
-        hook=comm_hooks.AllReduceHook(world, wire),
+        comm_hook=comm_hooks.AllReduceHook(world, wire),
+        accumulation_steps=accumulate,
+        max_grad_norm=clip,
     )
-    step.wrap()
+    trainer.wrap_model()
     net.train()
     for number in range(5):
         inputs, labels = batch(world.rank, number)
-        step.task = not_a_number if number == 2 and world.rank == 1 else classification()
-        step(inputs, labels)
-    return step
+        trainer.loss_fn = not_a_number if number == 2 and world.rank == 1 else CrossEntropy()
+        trainer.train_step(inputs, labels)
+    return trainer
 
 
 def not_a_number(net, inputs, labels):
-    return classification()(net, inputs, labels)[0] * float("nan"), torch.zeros(()), None
+    return BatchLoss(CrossEntropy()(net, inputs, labels).loss * float("nan"), torch.zeros(()))
 
 
-def whole_parameters(step: Step) -> torch.Tensor:
-    return torch.cat([fsdp.full(parameter.detach()).flatten() for parameter in step.parameters])
+def whole_parameters(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([whole(parameter.detach()).flatten() for parameter in trainer.parameters])
 
 
 def shards_train_as_copies_do(world, parallel, local_size):
@@ -149,7 +157,7 @@ def test_two_nodes_share_out_what_one_node_holds(tmp_path):
 def whole_weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
     state = torch.load(run / f"{name}.pt", weights_only=True)
     assert not state["model"]
-    return sharded_checkpoint.whole(run / state["shards"])
+    return sharded_checkpoint.load_whole_model(run / state["shards"])
 
 
 @pytest.fixture(scope="module")
@@ -240,18 +248,18 @@ def a_checkpoint_fits_any_ranks(world, folder, parallel):
     """Weights and moments, bit for bit; `folder` holds shards of two ranks and what they were put together."""
     net = model()
     if parallel != "ddp":
-        fsdp.shard(net, world, parallel)
-    step = Step(
-        net, classification(), factory.build_optimizer(net, "adamw", 1e-2, 0.01), FP32, world
-    )
-    sharded_checkpoint.load(Path(folder) / "shards-1", net, step.optimizer, world)
-    assert same_tensors(step, torch.load(Path(folder) / "whole.pt"))
+        cut(net, world, parallel)
+    trainer = make_trainer(net, build_optimizer(net, "adamw", 1e-2, 0.01), world)
+    sharded_checkpoint.load(Path(folder) / "shards-1", net, trainer.optimizer, world)
+    assert same_tensors(trainer, torch.load(Path(folder) / "whole.pt"))
 
 
-def same_tensors(step: Step, wanted: dict[str, torch.Tensor]) -> bool:
+def same_tensors(trainer: Trainer, wanted: dict[str, torch.Tensor]) -> bool:
     found = {
-        name: fsdp.full(value)
-        for name, value in sharded_checkpoint.tensors(step.model, step.optimizer).items()
+        name: whole(value)
+        for name, value in sharded_checkpoint.named_tensors(
+            trainer.model, trainer.optimizer
+        ).items()
     }
     return found.keys() == wanted.keys() and all(
         torch.equal(found[name], wanted[name]) for name in wanted
@@ -259,11 +267,13 @@ def same_tensors(step: Step, wanted: dict[str, torch.Tensor]) -> bool:
 
 
 def write_both_kinds(world, folder):
-    step = trained(world, "fsdp", "adamw", 1, 0.0)
-    sharded_checkpoint.save(Path(folder) / "shards-1", step.model, step.optimizer, world)
+    trainer = trained(world, "fsdp", "adamw", 1, 0.0)
+    sharded_checkpoint.save(Path(folder) / "shards-1", trainer.model, trainer.optimizer, world)
     found = {
-        name: fsdp.full(value)
-        for name, value in sharded_checkpoint.tensors(step.model, step.optimizer).items()
+        name: whole(value)
+        for name, value in sharded_checkpoint.named_tensors(
+            trainer.model, trainer.optimizer
+        ).items()
     }
     if world.is_main:
         torch.save(found, Path(folder) / "whole.pt")
@@ -312,17 +322,17 @@ def test_a_full_disk_keeps_the_previous_shards(tmp_path):
 
 
 def a_full_disk_keeps_the_previous_shards(world, folder):
-    step = trained(world, "fsdp", "adamw", 1, 0.0)
-    sharded_checkpoint.save(Path(folder) / "shards-1", step.model, step.optimizer, world)
-    before = whole_parameters(step)
-    step(*batch(world.rank, 9))
+    trainer = trained(world, "fsdp", "adamw", 1, 0.0)
+    sharded_checkpoint.save(Path(folder) / "shards-1", trainer.model, trainer.optimizer, world)
+    before = whole_parameters(trainer)
+    trainer.train_step(*batch(world.rank, 9))
     (Path(folder) / "shards-2").mkdir(exist_ok=True)
     if world.is_main:
         (Path(folder) / "shards-2" / "__1_0.distcp").mkdir()  # rank 1 cannot write there
     world.max_over_ranks(0)
     with pytest.raises(OSError, match="could not be written"):
-        sharded_checkpoint.save(Path(folder) / "shards-2", step.model, step.optimizer, world)
-    assert not torch.equal(whole_parameters(step), before)
-    sharded_checkpoint.load(Path(folder) / "shards-1", step.model, step.optimizer, world)
-    assert torch.equal(whole_parameters(step), before)
-    assert {float(state["step"]) for state in step.optimizer.state.values()} == {4.0}
+        sharded_checkpoint.save(Path(folder) / "shards-2", trainer.model, trainer.optimizer, world)
+    assert not torch.equal(whole_parameters(trainer), before)
+    sharded_checkpoint.load(Path(folder) / "shards-1", trainer.model, trainer.optimizer, world)
+    assert torch.equal(whole_parameters(trainer), before)
+    assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {4.0}

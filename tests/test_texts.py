@@ -1,4 +1,4 @@
-"""texts.py: cleaning, tokenizers, batches, and the data sets."""
+"""Texts: cleaning, tokenizers, batches, Naive Bayes scores, and the data sets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from tokenizers import Tokenizer
 
 import transformer_test
-from input_pipeline import naive_bayes, text_datasets
+from input_pipeline import text_datasets
+from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import TextDataset, encode_texts
 from input_pipeline.text_datasets import TextSplit, clean_text, read_text_splits
 from input_pipeline.tokenization import train_tokenizer
@@ -21,7 +22,7 @@ KINDS = pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
 
 
 @pytest.mark.parametrize(
-    ("raw", "wanted"),
+    ("raw", "expected"),
     [
         ("Plain text, as it is.", "Plain text, as it is."),
         ("  white \t space\n folded ", "white space folded"),
@@ -32,30 +33,27 @@ KINDS = pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
         ("more at https://example.com/a?b=c today", "more at today"),
         ("more at www.example.com today", "more at today"),
         ("cost: 5 < 6 and 7 > 3", "cost: 5 < 6 and 7 > 3"),
-        (
-            "half earnings\\news from",
-            "half earnings news from",
-        ),  # AG News has a backslash where a line ended
+        ("half earnings\\news from", "half earnings news from"),  # a line ended at the backslash
         ("a \\$5 note", "a $5 note"),
         ("", ""),
     ],
 )
-def test_clean_drops_tags_entities_and_addresses(raw: str, wanted: str) -> None:
-    assert clean_text(raw) == wanted
+def test_clean_drops_tags_entities_and_addresses(raw: str, expected: str) -> None:
+    assert clean_text(raw) == expected
 
 
 @pytest.mark.parametrize(
-    ("raw", "wanted"),
+    ("raw", "expected"),
     [
         ("Today #39;s news", "Today's news"),
         ("quot;Wait,quot; he said", '"Wait," he said'),
         ("a #36;5 note", "a $5 note"),
     ],
 )
-def test_clean_mends_entities_that_ag_news_has_without_their_ampersand(
-    raw: str, wanted: str
+def test_clean_restores_entities_that_ag_news_has_without_their_ampersand(
+    raw: str, expected: str
 ) -> None:
-    assert clean_text(raw).replace(" ", "") == wanted.replace(" ", "")  # white space is free
+    assert clean_text(raw).replace(" ", "") == expected.replace(" ", "")  # white space is free
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +68,8 @@ def test_headlines_are_balanced_and_split(
     assert classes == ["World", "Sports", "Business", "Sci/Tech"]
     assert Counter(splits["train"].labels) == dict.fromkeys(range(4), 100)
     assert Counter(splits["test"].labels) == dict.fromkeys(range(4), 20)
-    assert (
-        len(set(splits["train"].texts + splits["test"].texts)) == 480
-    )  # no row twice, none in both splits
+    texts = splits["train"].texts + splits["test"].texts
+    assert len(set(texts)) == 480  # no row occurs twice, and none in both splits
 
 
 @pytest.fixture(scope="module", params=["bpe", "wordpiece"])
@@ -108,10 +105,10 @@ def test_known_text_decodes_to_itself(tokenizer: Tokenizer) -> None:
 @KINDS
 def test_tokenizer_learns_from_the_given_texts_only(kind: str) -> None:
     train, other = ["apple banana cherry"] * 20, ["zebra quokka"] * 20
-    alone, both = train_tokenizer(train, kind, 400), train_tokenizer(train + other, kind, 400)
-    assert (
-        len(alone.encode("banana").ids) == len(both.encode("banana").ids) == 2
-    )  # [CLS] and the word
+    alone = train_tokenizer(train, kind, vocab_size=400)
+    both = train_tokenizer(train + other, kind, vocab_size=400)
+    lengths = [len(tokenizer.encode("banana").ids) for tokenizer in (alone, both)]
+    assert lengths == [2, 2]  # [CLS] and the word
     assert len(both.encode("quokka").ids) == 2
     if kind == "wordpiece":
         assert alone.encode("quokka").ids == [2, 1]
@@ -121,8 +118,8 @@ def test_tokenizer_learns_from_the_given_texts_only(kind: str) -> None:
 
 @KINDS
 def test_text_that_names_a_special_token_is_only_text(kind: str) -> None:
-    tokenizer = train_tokenizer(["pad and cls and text [ ] brackets"] * 9, kind, 400)
-    tokenizer = Tokenizer.from_str(tokenizer.to_str())  # as a checkpoint gives it back
+    tokenizer = train_tokenizer(["pad and cls and text [ ] brackets"] * 9, kind, vocab_size=400)
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())  # as a checkpoint restores it
     tokens = encode_texts(["text [PAD] text [CLS] text"], tokenizer, max_len=64)[0]
     length = int((tokens != 0).nonzero().max()) + 1
     assert tokens[0] == 2
@@ -134,18 +131,19 @@ def test_batches_hold_the_tokens_of_their_rows(
     max_len: int, tokenizer: Tokenizer, headlines: tuple[dict[str, TextSplit], list[str]]
 ) -> None:
     rows = headlines[0]["train"].take(range(101))
-    data = TextDataset(rows, tokenizer, max_len, CPU)
-    wanted = [tokenizer.encode(text).ids[:max_len] for text in rows.texts]
-    assert data.lengths.tolist() == [len(ids) for ids in wanted]
-    assert data.longest == max(map(len, wanted)) <= max_len
-    plan = [*torch.randperm(101).split(13), torch.tensor([100]), torch.tensor([0, 0])]
-    for part, (tokens, labels) in zip(plan, data.batches(plan, epoch=0), strict=True):
-        assert labels.tolist() == [rows.labels[i] for i in part]
-        longest = max(len(wanted[i]) for i in part)
+    data = TextDataset(rows, tokenizer, max_len=max_len, device=CPU)
+    expected = [tokenizer.encode(text).ids[:max_len] for text in rows.texts]
+    assert data.lengths.tolist() == [len(ids) for ids in expected]
+    assert data.longest == max(map(len, expected)) <= max_len
+    row_batches = [*torch.randperm(101).split(13), torch.tensor([100]), torch.tensor([0, 0])]
+    batches = data.batches(row_batches, epoch=0)
+    for batch, (tokens, labels) in zip(row_batches, batches, strict=True):
+        assert labels.tolist() == [rows.labels[i] for i in batch]
+        longest = max(len(expected[i]) for i in batch)
         assert tokens.shape[1] == longest
         assert (tokens[:, 0] == 2).all()
         assert tokens.tolist() == [
-            wanted[i] + [0] * (tokens.shape[1] - len(wanted[i])) for i in part
+            expected[i] + [0] * (tokens.shape[1] - len(expected[i])) for i in batch
         ]
 
 
@@ -153,24 +151,25 @@ def test_batches_hold_the_tokens_of_their_rows(
 def test_text_longer_than_the_model_takes_is_cut_whatever_the_length(
     max_len: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = "--dataset headlines --epochs 1 --bs 100 --device cpu --threads 1 --width 8 --heads 2 --depth 1 --vocab_size 400"
-    monkeypatch.setattr(
-        "sys.argv", ["x", *words.split(), "--max_len", str(max_len), "--out", str(tmp_path / "run")]
+    flags = (
+        "--dataset headlines --epochs 1 --bs 100 --device cpu --threads 1 "
+        f"--width 8 --heads 2 --depth 1 --vocab_size 400 --max_len {max_len}"
     )
+    monkeypatch.setattr("sys.argv", ["x", *flags.split(), "--out", str(tmp_path / "run")])
     transformer_test.main()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_padding_is_counted_and_on_gpus_even() -> None:
+def test_padding_is_counted_and_lengths_on_gpus_are_multiples_of_four() -> None:
     data = TextDataset.__new__(TextDataset)
     data.lengths, data.max_len, data.device = torch.tensor([5, 9, 9, 30]), 31, CPU
-    plan = [torch.tensor([0, 1]), torch.tensor([2, 3])]
-    assert data.padding(plan) == pytest.approx((18 + 60) / 53 - 1)
+    row_batches = [torch.tensor([0, 1]), torch.tensor([2, 3])]
+    assert data.padding(row_batches) == pytest.approx((18 + 60) / 53 - 1)
     data.device = torch.device("cuda")
-    assert [data.padded_length(rows) for rows in plan] == [12, 31]
+    assert [data.padded_length(rows) for rows in row_batches] == [12, 31]
 
 
-def test_encode_cleans_and_equals_the_set(tokenizer: Tokenizer) -> None:
+def test_encode_texts_cleans_and_equals_the_data_set(tokenizer: Tokenizer) -> None:
     tokens = encode_texts(["Oil <b>up</b> today", ""], tokenizer, max_len=32)
     ids = tokenizer.encode("Oil up today").ids
     assert tokens[0, : len(ids)].tolist() == ids
@@ -194,9 +193,8 @@ def test_own_csv_numbers_its_labels_in_order(tmp_path: Path) -> None:
 
 
 def test_csv_with_a_byte_order_mark_reads_alike(tmp_path: Path) -> None:
-    folder = write_csv(
-        tmp_path, '"ham",a\n"spam",b\n', '"ham",a\n', encoding="utf-8-sig"
-    )  # as Excel writes it
+    # Excel writes such files.
+    folder = write_csv(tmp_path, '"ham",a\n"spam",b\n', '"ham",a\n', encoding="utf-8-sig")
     splits, classes = read_text_splits("csv", folder)
     assert classes == ["ham", "spam"]
     assert splits["train"].labels == [0, 1]
@@ -211,20 +209,19 @@ def test_ag_news_files_have_the_official_counts(data_dir: Path) -> None:
     assert classes == text_datasets.AGNEWS_CLASSES
     assert Counter(splits["test"].labels) == dict.fromkeys(range(4), 1900)
     counts = Counter(splits["train"].labels)
-    assert counts in (
-        dict.fromkeys(range(4), 30_000),
-        dict.fromkeys(range(4), 3_000),
-    )  # whole, or the balanced tenth
+    complete, balanced_tenth = (dict.fromkeys(range(4), rows) for rows in (30_000, 3_000))
+    assert counts in (complete, balanced_tenth)
     assert not any("<b>" in text or "http" in text for text in splits["test"].texts)
 
 
 def test_naive_bayes_scores_equal_a_count_by_hand() -> None:
     rows = TextSplit([0, 0, 1], ["oil oil price", "oil", "cup price"])
-    tokenizer = train_tokenizer(rows.texts, "wordpiece", 400)
+    tokenizer = train_tokenizer(rows.texts, "wordpiece", vocab_size=400)
     size = tokenizer.get_vocab_size()
-    scores = naive_bayes.naive_bayes(TextDataset(rows, tokenizer, 16, CPU), size, 2).double()
-    held = [set(tokenizer.encode(text).ids) for text in rows.texts]
-    of_class = [held[:2], held[2:]]
+    data = TextDataset(rows, tokenizer, max_len=16, device=CPU)
+    scores = naive_bayes_scores(data, size, classes=2).double()
+    tokens_of_row = [set(tokenizer.encode(text).ids) for text in rows.texts]
+    of_class = [tokens_of_row[:2], tokens_of_row[2:]]
     totals = [
         sum(1 + sum(token in row for row in group) for token in range(size)) for group in of_class
     ]
@@ -233,7 +230,7 @@ def test_naive_bayes_scores_equal_a_count_by_hand() -> None:
             math.log((1 + sum(token in row for row in group)) / total)
             for group, total in zip(of_class, totals)
         ]
-        rarity = math.log(4 / (1 + sum(token in row for row in held)))
+        rarity = math.log(4 / (1 + sum(token in row for row in tokens_of_row)))
         for label in (0, 1):
             assert scores[token, label] == pytest.approx(
                 (logs[label] - sum(logs) / 2) * rarity, abs=1e-5
@@ -246,4 +243,4 @@ def test_naive_bayes_scores_equal_a_count_by_hand() -> None:
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 def test_the_same_texts_give_the_same_tokenizer(kind: str) -> None:
     lines = read_text_splits("headlines", "")[0]["train"].texts
-    assert len({train_tokenizer(lines, kind, 2000).to_str() for _ in range(4)}) == 1
+    assert len({train_tokenizer(lines, kind, vocab_size=2000).to_str() for _ in range(4)}) == 1

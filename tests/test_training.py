@@ -16,9 +16,9 @@ import errors
 import ranks
 import resnet50_test
 import transformer_test
-from training import batch_schedule, checkpoint, trainer
-from training.losses import classification
-from training.step import Step
+from training import batch_schedule, checkpoint, recovery
+from training.losses import CrossEntropy
+from training.trainer import Trainer
 
 DIGITS = [
     "--dataset",
@@ -154,21 +154,20 @@ def test_a_recipe_is_overridden_by_the_command_line_and_a_resumed_run_keeps_its_
 
 
 def failing_after(step: int, times: int):
-    """A task whose loss is not finite from that call on, for so many calls."""
+    """A loss that is not finite from that call on, for so many calls."""
     calls = iter(range(10**9))
-
-    task = classification()
+    loss_fn = CrossEntropy()
 
     def bad(model, x, y):
-        loss, num_correct, _ = task(model, x, y)
-        call = next(calls)
-        return (loss * math.nan if step <= call < step + times else loss), num_correct, None
+        batch = loss_fn(model, x, y)
+        is_bad = step <= next(calls) < step + times
+        return batch._replace(loss=batch.loss * math.nan) if is_bad else batch
 
     return bad
 
 
 def test_a_few_bad_steps_are_skipped_counted_and_survived(here, monkeypatch):
-    monkeypatch.setattr("build.classification", lambda smoothing: failing_after(4, 3))
+    monkeypatch.setattr("cli.factory.CrossEntropy", lambda smoothing: failing_after(4, 3))
     run(resnet50_test, *DIGITS, "--out", "run", monkeypatch=monkeypatch)
     rows = ranks.metrics(here / "run")
     assert [row["skipped_steps"] for row in rows] == [3, 0]
@@ -176,7 +175,7 @@ def test_a_few_bad_steps_are_skipped_counted_and_survived(here, monkeypatch):
 
 
 def test_ten_bad_steps_in_a_row_go_back_to_the_checkpoint_with_half_the_rate(here, monkeypatch):
-    monkeypatch.setattr("build.classification", lambda smoothing: failing_after(30, 10))
+    monkeypatch.setattr("cli.factory.CrossEntropy", lambda smoothing: failing_after(30, 10))
     console = run(
         resnet50_test, *DIGITS, "--lr_schedule", "constant", "--out", "run", monkeypatch=monkeypatch
     )
@@ -188,9 +187,9 @@ def test_ten_bad_steps_in_a_row_go_back_to_the_checkpoint_with_half_the_rate(her
 
 
 def test_a_loss_that_stays_bad_ends_with_exit_code_3_after_three_returns(here, monkeypatch):
-    monkeypatch.setattr("build.classification", lambda smoothing: failing_after(5, 10**9))
+    monkeypatch.setattr("cli.factory.CrossEntropy", lambda smoothing: failing_after(5, 10**9))
     console = run(resnet50_test, *DIGITS, "--out", "run", monkeypatch=monkeypatch, code=3)
-    assert console.count("steps in a row were not finite") == trainer.MAX_ROLLBACKS
+    assert console.count("steps in a row were not finite") == recovery.MAX_ROLLBACKS
     assert console.splitlines()[-1].startswith("error:")
     state = checkpoint.load(here / "run", "resnet50_test")
     assert all(tensor.isfinite().all() for tensor in state["model"].values()), (
@@ -325,13 +324,15 @@ def test_the_real_data_sets_train(data_dir, here, monkeypatch):
 
 
 def test_the_step_gets_the_weight_of_its_share_and_the_rate_of_its_batch(here, monkeypatch):
-    plan, step, given = batch_schedule.BatchSchedule.plan, Step.__call__, []
+    plan, train_step, given = batch_schedule.BatchSchedule.plan, Trainer.train_step, []
     monkeypatch.setattr(
         batch_schedule.BatchSchedule,
         "plan",
         lambda *args: [part._replace(weight=0.5) for part in plan(*args)],
     )
-    monkeypatch.setattr(Step, "__call__", lambda *args: (given.append(args[3]), step(*args)))
+    monkeypatch.setattr(
+        Trainer, "train_step", lambda *args: (given.append(args[3]), train_step(*args))
+    )
     growth = "--lr_schedule constant --dynamic_batch increase --batch_growth 2 --dynamic_lr linear".split()
     run(resnet50_test, *DIGITS, *growth, "--out", "run", monkeypatch=monkeypatch)
     rows = ranks.metrics(here / "run")

@@ -1,13 +1,17 @@
-"""Which rows every rank takes in every step of an epoch, and how large the next epoch's batches are.
+"""Which rows each rank takes in each step, and how large the next epoch's batches are.
 
-batching = Batching(world, sampler, base=256)                                       # the same for ever
-batching = Batching(world, sampler, base=256, change=Change(rule, low=256, high=4096), balance=Balance())
-for rows, weight, samples in batching.plan(epoch, done=0): ...
-batching.end_epoch(epoch, loss, seconds, compute_seconds, noise)
+    batches = BatchSchedule(world, sampler, base=256)            # the same batch size throughout
+    policy = BatchSizePolicy(rule, low=256, high=4096)
+    batches = BatchSchedule(world, sampler, base=256, policy=policy, balancer=WorkerBalancer())
+    for rows, weight, samples in batches.plan(epoch, done=0): ...
+    batches.end_epoch(epoch, loss=loss, seconds=seconds, compute_seconds=compute, noise=None)
+
+The rules themselves are in dynamic_batch.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,15 +20,22 @@ from torch import Tensor
 import dynamic_batch
 from distributed.world import World
 from dynamic_batch import NoiseScale, Rule, WorkerBalancer
-from input_pipeline import sampler
-from input_pipeline.sampler import Sampler
+from input_pipeline.sampler import Sampler, row_owners
 
-LEAST = 2  # rows of a rank: BatchNorm wants two
-NOISE_LIMIT = 2.0  # noise scales: such a batch brings two thirds of the most that a step can (arXiv:1812.06162, equation 2.6)
+MIN_RANK_ROWS = 2  # rows of a rank in a step: BatchNorm needs two
+# A batch of two noise scales brings two thirds of the most that a step can (arXiv:1812.06162, eq.
+# 2.6).
+NOISE_LIMIT = 2.0
 
 
 class RankBatch(NamedTuple):
-    """A step of one rank: its rows, what its mean loss counts beside the other ranks', and the rows of all ranks."""
+    """A step of one rank.
+
+    Attributes:
+        rows: (n,) the row numbers it takes.
+        weight: of this rank's mean loss in the mean over the ranks.
+        samples: rows of all ranks.
+    """
 
     rows: Tensor
     weight: float
@@ -33,228 +44,235 @@ class RankBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSizePolicy:
-    """A batch that changes from epoch to epoch.
+    """A batch size that changes from epoch to epoch.
 
     Attributes:
-        rule: which batch it wants.
-        low, high: its limits, global.
-        power: the learning rate is multiplied by (batch / first batch) ** power.
+        rule: which batch size it asks for.
+        low, high: the limits, in samples over all ranks.
+        lr_power: the learning rate is multiplied by (batch / first batch) ** lr_power.
     """
 
     rule: Rule
     low: int
     high: int
-    power: float = 0.0
+    lr_power: float = 0.0
 
 
 class BatchSchedule:
     """The batches of a run; every rank computes the same.
 
-    Without `change` and `balance` an epoch has whole batches only, and the few rows left over wait for another epoch's order; with
-    either, every row comes once an epoch, in a smaller last batch where need be.
+    Without `policy` and `balancer` an epoch has full batches only, and the few rows left over wait
+    for another epoch's order. With either, every row comes once an epoch, in a smaller last batch
+    where need be.
 
     Args:
         world: the ranks.
-        order: of the rows.
-        base: the first global batch.
-        change: over time, or None.
-        balance: over workers, or None.
+        order: the order of the rows.
+        base: the first global batch size.
+        policy: how the size changes over time, or None.
+        balancer: how it is shared out among the ranks, or None for equal shares.
     """
 
     def __init__(
         self,
         world: World,
         order: Sampler,
+        *,
         base: int,
-        change: BatchSizePolicy | None = None,
-        balance: WorkerBalancer | None = None,
+        policy: BatchSizePolicy | None = None,
+        balancer: WorkerBalancer | None = None,
     ) -> None:
-        self.world, self.order, self.base, self.change, self.balance = (
-            world,
-            order,
-            base,
-            change,
-            balance,
-        )
+        self.world, self.order, self.base = world, order, base
+        self.policy, self.balancer = policy, balancer
         self.noise = NoiseScale()
         self.noise_scale: float | None = None
         self.advised = False
-        self.most: list[int] | None = None
+        self.memory_limits: list[int] | None = None  # rows that fit each rank's memory at once
         self.size = base
-        self.shares = self.equal()
-        self.decided = 0  # the epoch that size and shares are for
+        self.shares = dynamic_batch.apportion(base, [1.0] * world.size)
+        self.decided = 0  # the epoch, counted from 1, that size and shares are for
 
     @property
-    def whole(self) -> bool:
-        """Whether every row comes in every epoch."""
-        return self.change is not None or self.balance is not None
+    def keeps_every_row(self) -> bool:
+        """Whether every row comes in every epoch, so that the last batch may be smaller."""
+        return self.policy is not None or self.balancer is not None
 
     @property
     def largest_share(self) -> int:
-        """Rows of one rank in a step at most, while shares are equal."""
-        return -(-(self.change.high if self.change else self.base) // self.world.size)
+        """Rows of one rank in a step at most, as long as shares are equal."""
+        largest = self.policy.high if self.policy else self.base
+        return -(-largest // self.world.size)
 
     @property
     def lr_factor(self) -> float:
-        """Multiple of the learning rate."""
-        return (self.size / self.base) ** self.change.power if self.change else 1.0
-
-    def equal(self) -> list[int]:
-        """Shares of `size`."""
-        return dynamic_batch.apportion(self.size, [1.0] * self.world.size)
+        """The factor by which the batch size changes the learning rate."""
+        return (self.size / self.base) ** self.policy.lr_power if self.policy else 1.0
 
     def limit(self, micro_batch: int | None) -> None:
-        """Tell how many rows fit this rank's memory at once (None: all); shares keep to it while that is possible."""
+        """Tell how many rows fit this rank's memory at once (None: all). Collective.
+
+        Shares keep to it as long as that is possible.
+        """
         mine = float(micro_batch or self.largest_share * self.world.size)
         limits = [int(limit) for [limit] in self.world.all_gather([mine])]
-        self.most = limits if min(limits) < self.largest_share else None
+        self.memory_limits = limits if min(limits) < self.largest_share else None
 
     # ---------------------------------------------------------------- an epoch
 
     def start_epoch(self, epoch: int) -> None:
-        """Settle the batch of an epoch, once."""
+        """Decide the batch size of an epoch, counted from 0, once."""
         if self.decided >= epoch + 1:
             return
-        if self.change is not None:
-            unit = self.world.size
-            wanted = self.change.rule.next_batch_size(epoch, self.size)
-            self.size = dynamic_batch.nearest_batch_size(
-                wanted, self.base, self.change.low, self.change.high, unit
+        if self.policy is not None:
+            self.size = self._nearest(
+                self.policy, self.policy.rule.next_batch_size(epoch, self.size)
             )
-        self.shares = self.divide(self.size)
+        self.shares = self._share_out(self.size)
         self.decided = epoch + 1
 
-    def divide(self, size: int) -> list[int]:
-        """A batch among the ranks; below the rows of one micro-batch of each where that is possible, else of two, and so on."""
-        if self.balance is None:
-            return dynamic_batch.apportion(size, [1.0] * self.world.size)
-        most, parts = self.most, 1
-        while most is not None and parts * sum(most) < size:
-            parts += 1
-        limits = [parts * limit for limit in most] if most is not None else None
-        return self.balance.shares(size, self.shares, LEAST, limits)
+    def _nearest(self, policy: BatchSizePolicy, target: float) -> int:
+        """The batch size nearest to a target that the policy's limits and the ranks allow."""
+        return dynamic_batch.nearest_batch_size(
+            target, self.base, low=policy.low, high=policy.high, unit=self.world.size
+        )
 
-    def batches(self, epoch: int) -> list[Tensor]:
-        """Global."""
-        if self.whole:
-            return self.order.whole_epoch(epoch, self.size, LEAST * self.world.size)
+    def _share_out(self, size: int) -> list[int]:
+        """A batch among the ranks.
+
+        Shares stay below the rows of one micro-batch of each rank where that is possible, else of
+        two, and so on.
+        """
+        if self.balancer is None:
+            return dynamic_batch.apportion(size, [1.0] * self.world.size)
+        limits, parts = self.memory_limits, 1
+        if limits is not None:
+            while parts * sum(limits) < size:
+                parts += 1
+            limits = [parts * limit for limit in limits]
+        return self.balancer.shares(size, self.shares, least=MIN_RANK_ROWS, most=limits)
+
+    def _global_batches(self, epoch: int) -> list[Tensor]:
+        """The row numbers of each global batch of an epoch."""
+        if self.keeps_every_row:
+            return self.order.whole_epoch(
+                epoch, self.size, min_size=MIN_RANK_ROWS * self.world.size
+            )
         return list(self.order.epoch(epoch, self.size))
 
     def steps(self) -> int:
-        """Of this epoch."""
+        """The number of steps in this epoch."""
         full, rest = divmod(len(self.order), self.size)
-        return full + (self.whole and rest >= LEAST * self.world.size)
+        return full + (self.keeps_every_row and rest >= MIN_RANK_ROWS * self.world.size)
 
     def plan(self, epoch: int, done: int) -> list[RankBatch]:
-        """This rank's part of the steps from number `done` on.
+        """This rank's part of the steps of an epoch, beginning with step number `done`.
 
-        The average over the ranks of weight x mean loss is the mean loss of the global batch, whatever the shares.
+        The average over the ranks of weight x mean loss is the mean loss of the global batch,
+        whatever the shares.
         """
-        owners: dict[int, tuple[Tensor, float]] = {}
-        parts = []
-        for batch in self.batches(epoch)[done:]:
+        places_of: dict[int, tuple[Tensor, float]] = {}  # by the size of the global batch
+        plan = []
+        for batch in self._global_batches(epoch)[done:]:
             size = len(batch)
-            if size not in owners:
-                shares = self.shares
-                if size != self.size:
-                    shares = dynamic_batch.apportion(
-                        size,
-                        [float(share) for share in shares],
-                        min(LEAST, size // self.world.size),
-                    )
-                places = sampler.row_owners(shares) == self.world.rank
-                owners[size] = (
-                    places.nonzero().flatten(),
-                    shares[self.world.rank] * self.world.size / size,
-                )
-            places, weight = owners[size]
-            parts.append(RankBatch(batch[places], weight, size))
-        return parts
+            if size not in places_of:
+                shares = self._shares_of(size)
+                places = (row_owners(shares) == self.world.rank).nonzero().flatten()
+                weight = shares[self.world.rank] * self.world.size / size
+                places_of[size] = places, weight
+            places, weight = places_of[size]
+            plan.append(RankBatch(batch[places], weight, size))
+        return plan
+
+    def _shares_of(self, size: int) -> list[int]:
+        """The shares of a batch, which is smaller than the others at the end of an epoch."""
+        if size == self.size:
+            return self.shares
+        least = min(MIN_RANK_ROWS, size // self.world.size)
+        return dynamic_batch.apportion(size, [float(share) for share in self.shares], least=least)
 
     def end_epoch(
         self,
         epoch: int,
+        *,
         loss: float,
         seconds: float,
-        compute: float,
-        noise: tuple[float, ...] | None,
+        compute_seconds: float,
+        noise: Mapping[str, float] | None,
     ) -> dict[str, Any]:
-        """Learn from an epoch and settle the next; returns what the epoch's row should say of it.
+        """Learn from an epoch and decide the next one's batch size; collective.
 
         Args:
-            epoch: that is over.
-            loss: of training, its mean.
-            seconds, compute: this rank's time for all steps, and without waiting for others.
-            noise: what `NoiseScale.learn` takes, or None.
+            epoch: the one that is over, counted from 0.
+            loss: its mean training loss.
+            seconds, compute_seconds: this rank's time for all steps, and without waiting for
+                others.
+            noise: the arguments of `NoiseScale.observe`, or None where they were not measured.
+        Returns:
+            What the epoch's row in metrics.jsonl says of its batches.
         """
         row: dict[str, Any] = {}
         if noise is not None:
-            row["noise_scale"] = self.noise_scale = self.noise.observe(*noise)
-        if self.change is not None or self.balance is not None:
-            times = self.world.all_gather([seconds, compute])
-            if self.change is not None:
-                self.change.rule.observe(
-                    self.size, loss, max(pair[0] for pair in times), self.noise_scale
-                )
-            if self.balance is not None:
-                self.balance.observe(
-                    [share * self.steps() for share in self.shares], [pair[1] for pair in times]
-                )
-                row |= {
-                    "shares": list(self.shares),
-                    "worker_samples_per_second": [round(s, 2) for s in self.balance.speeds],
-                }
+            row["noise_scale"] = self.noise_scale = self.noise.observe(**noise)
+        if self.keeps_every_row:
+            times = self.world.all_gather([seconds, compute_seconds])
+            if self.policy is not None:
+                slowest = max(seconds for seconds, _ in times)
+                self.policy.rule.observe(self.size, loss, seconds=slowest, noise=self.noise_scale)
+            if self.balancer is not None:
+                samples = [share * self.steps() for share in self.shares]
+                self.balancer.observe(samples, [compute for _, compute in times])
+                speeds = [round(speed, 2) for speed in self.balancer.speeds]
+                row |= {"shares": list(self.shares), "worker_samples_per_second": speeds}
         self.start_epoch(epoch + 1)
         return row
 
-    def advice(self, batch: int) -> str:
-        """A line, once, where batches have become larger than the noise scale: they add samples, not progress."""
-        if self.advised or self.noise_scale is None or batch <= NOISE_LIMIT * self.noise_scale:
+    def advice(self, batch_size: int) -> str:
+        """A line, once, where batches have become much larger than the noise scale; else ''."""
+        if self.advised or self.noise_scale is None or batch_size <= NOISE_LIMIT * self.noise_scale:
             return ""
         self.advised = True
         return (
-            f"advice: a batch of {batch} is large for a gradient noise scale of {self.noise_scale:.0f}: a smaller one would make "
-            "about as much progress a step; see --dynamic_batch noise"
+            f"advice: a batch of {batch_size} is large for a gradient noise scale of "
+            f"{self.noise_scale:.0f}: a smaller one would make about as much progress a step; "
+            "see --dynamic_batch noise"
         )
 
-    # ---------------------------------------------------------------- saving
+    # ---------------------------------------------------------------- in a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on all ranks."""
+        rule = self.policy.rule if self.policy else None
         return {
             "base": self.base,
             "size": self.size,
             "shares": list(self.shares),
             "decided": self.decided,
-            "speeds": list(self.balance.speeds) if self.balance else [],
-            "rule": {"kind": type(self.change.rule).__name__, **self.change.rule.state_dict()}
-            if self.change
-            else {},
+            "speeds": list(self.balancer.speeds) if self.balancer else [],
+            "rule": {"kind": type(rule).__name__, **rule.state_dict()} if rule else {},
             "noise": self.noise.state_dict(),
             "noise_scale": self.noise_scale,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo to `state_dict`; with other ranks, first batch or rule as near as can be, in equal shares until measured."""
+        """Inverse of `state_dict`.
+
+        With other ranks, another first batch or another rule, it comes as near as can be, in equal
+        shares until the ranks' speeds are measured again.
+        """
         self.noise.load_state_dict(state["noise"])
         self.noise_scale, self.decided = state["noise_scale"], state["decided"]
-        if self.change is not None and state["rule"].get("kind") == type(self.change.rule).__name__:
-            self.change.rule.load_state_dict(state["rule"])
+        policy, stored_rule = self.policy, state["rule"]
+        if policy is not None and stored_rule.get("kind") == type(policy.rule).__name__:
+            policy.rule.load_state_dict(stored_rule)
         same_ranks = state["base"] == self.base and len(state["shares"]) == self.world.size
-        if self.change is None:
+        if policy is None:
             self.size = self.base
         elif same_ranks:
             self.size = state["size"]
         else:
-            wanted = self.base * state["size"] / state["base"]
-            self.size = dynamic_batch.nearest_batch_size(
-                wanted, self.base, self.change.low, self.change.high, self.world.size
-            )
-        self.shares = self.equal()
-        if same_ranks and self.balance is not None:
-            self.balance.speeds = list(state["speeds"])
-            self.shares = (
-                list(state["shares"])
-                if sum(state["shares"]) == self.size
-                else self.divide(self.size)
-            )
+            self.size = self._nearest(policy, self.base * state["size"] / state["base"])
+        self.shares = dynamic_batch.apportion(self.size, [1.0] * self.world.size)
+        if same_ranks and self.balancer is not None:
+            self.balancer.speeds = list(state["speeds"])
+            same_size = sum(state["shares"]) == self.size
+            self.shares = list(state["shares"]) if same_size else self._share_out(self.size)

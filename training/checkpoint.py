@@ -1,9 +1,10 @@
-"""Checkpoints that are whole or not there: written aside, flushed to the disk, then renamed.
+"""Checkpoint files that are complete or not there: written to a temporary file, fsynced, renamed.
 
-    checkpoint.save(folder / "last.pt", state)
-    state = checkpoint.load(folder / "last.pt", script="resnet50_test")
+    save(folder / "last.pt", state)
+    state = load(folder / "last.pt", script="resnet50_test")
 
-A state holds plain tensors, numbers, strings, lists and dicts only, so that it loads under weights_only=True.
+A state holds plain tensors, numbers, strings, lists and dicts only, so that it loads under
+weights_only=True.
 """
 
 from __future__ import annotations
@@ -12,53 +13,56 @@ import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from errors import InputError
+from errors import InputError, first_line
+from training.atomic_file import atomic_write
 
 FORMAT = "faster-training-3"
+
+
+class Stateful(Protocol):
+    """Something whose state a checkpoint holds."""
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """Write `state` to `path`; the previous file stays until the new one is complete on the disk.
 
     Raises:
-        OSError: it could not be written (a full disk); the previous file is untouched and nothing is left aside.
+        OSError: it could not be written, as on a full disk; the previous file is untouched.
     """
-    part = path.with_name(path.name + ".part")
     try:
-        with open(part, "wb") as file:
+        with atomic_write(path) as temporary, open(temporary, "wb") as file:
             torch.save({"format": FORMAT, **state}, file)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
     except (
         OSError,
         RuntimeError,
     ) as error:  # torch's zip writer reports a full disk as RuntimeError
-        part.unlink(missing_ok=True)
         raise OSError(f"{path} could not be written ({first_line(error)})") from error
 
 
 def link_checkpoint(path: Path, name: str) -> None:
-    """Give the checkpoint a second name in its folder, without writing it again where the file system can link."""
-    part = path.with_name(name + ".part")
-    part.unlink(missing_ok=True)
-    try:
-        os.link(path, part)
-    except OSError:
+    """Give a checkpoint a second name in its folder, by a hard link or else by a copy."""
+    target = path.with_name(name)
+    target.with_name(name + ".part").unlink(missing_ok=True)
+    with atomic_write(target) as temporary:
         try:
-            shutil.copyfile(path, part)
+            os.link(path, temporary)
         except OSError:
-            part.unlink(missing_ok=True)
-            raise
-    part.replace(path.with_name(name))
+            shutil.copyfile(path, temporary)
 
 
 def load(path: Path, script: str) -> dict[str, Any]:
-    """The state saved at `path`, on the CPU; weights in shards are left where they are, its 'shards' names the folder.
+    """The state saved at `path`, on the CPU.
+
+    The weights of a sharded checkpoint are left where they are: its entry 'shards' names the
+    folder.
 
     Args:
         path: a checkpoint, or a run folder (then its last.pt).
@@ -69,54 +73,68 @@ def load(path: Path, script: str) -> dict[str, Any]:
     path = path / "last.pt" if path.is_dir() else path
     if not path.exists():
         raise InputError(
-            f"--resume {path}: no such checkpoint; give a run folder or a .pt file, or leave --resume out"
+            f"--resume {path}: no such checkpoint; give a run folder or a .pt file, "
+            "or leave --resume out"
         )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises many types for many kinds of damage; all mean the same to a user
+    # torch.load raises many types for many kinds of damage; all mean the same to a user.
+    except Exception as error:
         raise InputError(
-            f"--resume {path}: truncated or not a checkpoint ({first_line(error)}); try best.pt beside it, or start anew"
+            f"--resume {path}: truncated or not a checkpoint ({first_line(error)}); "
+            "try best.pt beside it, or start anew"
         ) from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise InputError(
-            f"--resume {path}: not a checkpoint of this project; give the last.pt or best.pt of a run folder"
+            f"--resume {path}: not a checkpoint of this project; "
+            "give the last.pt or best.pt of a run folder"
         )
     if state.get("shards"):
         state["shards"] = str(path.parent / state["shards"])
     if state["script"] != script:
         raise InputError(
-            f"--resume {path}: written by {state['script']}.py, not {script}.py; resume it with its own script"
+            f"--resume {path}: written by {state['script']}.py, not {script}.py; "
+            "resume it with its own script"
         )
     return state
 
 
-def load_into(target: Any, state: dict[str, Any], what: str) -> None:
-    """`target.load_state_dict(state)`; InputError where the checkpoint does not fit the flags."""
+def load_into(target: Stateful, state: dict[str, Any], what: str) -> None:
+    """Call `target.load_state_dict(state)`.
+
+    Raises:
+        InputError: the state does not fit, so the flags are not those of the run that wrote it.
+    """
     try:
         target.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError) as error:
         raise InputError(
-            f"--resume: the checkpoint's {what} does not fit the one these flags describe ({first_line(error)}); "
-            "use the flags of the first run"
+            f"--resume: the checkpoint's {what} does not fit the one these flags describe "
+            f"({first_line(error)}); use the flags of the first run"
         ) from None
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """`load_into`, and InputError where the state is that of another kind of optimizer, which torch takes without a word."""
-    wanted = [set(group) for group in optimizer.param_groups]
+    """`load_into` for an optimizer; torch alone would take another optimizer's state.
+
+    Raises:
+        InputError: the state is that of another optimizer.
+    """
+    expected = [set(group) for group in optimizer.param_groups]
     load_into(optimizer, state, "optimizer")
-    for names, group in zip(wanted, optimizer.param_groups):
-        if reason := sorted(names - group.keys()):
+    for names, group in zip(expected, optimizer.param_groups):
+        if missing := sorted(names - group.keys()):
             raise InputError(
-                f"--resume: the checkpoint's optimizer has no {reason[0]}, so it is not the {type(optimizer).__name__} that "
-                "these flags describe; use the flags of the first run"
+                f"--resume: the checkpoint's optimizer has no {missing[0]}, so it is not the "
+                f"{type(optimizer).__name__} that these flags describe; "
+                "use the flags of the first run"
             )
 
 
 def to_cpu(state: Any) -> Any:
-    """Nested dicts and lists with all tensors copied to the CPU, so that ranks can send them to each other."""
+    """Nested dicts and lists with all tensors copied to the CPU."""
     if isinstance(state, torch.Tensor):
         return state.detach().cpu()
     if isinstance(state, dict):
@@ -124,18 +142,8 @@ def to_cpu(state: Any) -> Any:
     return [to_cpu(value) for value in state] if isinstance(state, list | tuple) else state
 
 
-def mean(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The mean of the floating tensors of several state_dicts; the others are the first one's."""
-    return {
-        name: torch.stack([state[name] for state in states]).mean(0)
-        if value.is_floating_point()
-        else value
-        for name, value in states[0].items()
-    }
-
-
 def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """The random states of torch on the CPU and on this process's GPU."""
+    """The states of torch's random generators on the CPU and on this process's GPU."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -143,12 +151,7 @@ def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_rng_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Undo to `rng_states`."""
+    """Inverse of `rng_states`."""
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, at most 160 characters."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]

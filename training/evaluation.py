@@ -1,13 +1,14 @@
-"""What a trained model is for: measuring it, per-class accuracy, predictions, export.
+"""What a trained model is good for: accuracy, accuracy of each class, predictions.
 
-loss, accuracy = evaluate(model, test, precision, world, batch_size=256)
-export(model, example_inputs, Path("model.onnx"), dynamic={0: ("batch", LARGEST_BATCH)})
+loss, accuracy = evaluate(model, test, precision=precision, world=world, batch_size=256)
+report = evaluate_per_class(model, test, classes=classes, precision=precision, world=world,
+batch_size=256)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +17,29 @@ from torch.nn import functional as F
 from backends.precision import Precision
 from distributed import fsdp
 from distributed.world import World
+from input_pipeline.dataset import BatchedDataset
 from input_pipeline.sampler import rank_share
+
+MOST_LIKELY = 3  # classes that a prediction names
 
 
 @torch.inference_mode()
 def predict_logits(
-    model: nn.Module, data: Any, precision: Precision, world: World, batch_size: int
+    model: nn.Module,
+    data: BatchedDataset,
+    *,
+    precision: Precision,
+    world: World,
+    batch_size: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits, labels) of this rank's rows, batch by batch; each row comes once over all ranks."""
+    """(logits (batch, classes) fp32, labels (batch,)) of this rank's share of the rows."""
     model.eval()
-    order = (
-        torch.arange(len(data))
-        if data.lengths is None
-        else torch.argsort(data.lengths, stable=True)
-    )
-    plan = list(rank_share(order, world.rank, world.size).split(batch_size))
+    lengths = data.lengths
+    order = torch.arange(len(data)) if lengths is None else torch.argsort(lengths, stable=True)
+    plan = list(rank_share(order, world.rank, world_size=world.size).split(batch_size))
     mine = len(plan)
-    if fsdp.is_sharded(
-        model
-    ):  # weights are gathered from all ranks in every batch: all take part in as many
+    if fsdp.is_sharded(model):
+        # Every batch gathers weights from all ranks, so all ranks take part in as many batches.
         plan += [order[:1]] * (world.max_over_ranks(mine) - mine)
     for number, (inputs, labels) in enumerate(data.batches(plan)):
         with precision.autocast():
@@ -44,67 +49,84 @@ def predict_logits(
 
 
 def evaluate(
-    model: nn.Module, data: Any, precision: Precision, world: World, batch_size: int
-) -> tuple[float, float]:
-    """(mean cross-entropy, accuracy in 0..1) over the whole set; one read of the device at the end."""
-    sums = torch.zeros(3, dtype=torch.float64, device=world.device)
-    for logits, labels in predict_logits(model, data, precision, world, batch_size):
-        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-        sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
-    loss, num_correct, count = world.sum(sums).tolist()
-    return loss / count, num_correct / count
-
-
-def report(
     model: nn.Module,
-    data: Any,
-    classes: list[str],
+    data: BatchedDataset,
+    *,
     precision: Precision,
     world: World,
     batch_size: int,
-) -> dict[str, Any]:
-    """Accuracy of the whole set and of each class: {'accuracy', 'loss', 'per_class': {name: (accuracy, samples)}}."""
-    table = torch.zeros(
-        3, len(classes), dtype=torch.float64, device=world.device
-    )  # loss, hits, samples per class
-    for logits, labels in predict_logits(model, data, precision, world, batch_size):
-        table[0].index_add_(0, labels, F.cross_entropy(logits, labels, reduction="none").double())
+) -> tuple[float, float]:
+    """(mean cross-entropy, accuracy in 0..1) over a set; one read of the device at the end."""
+    sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss, correct, samples
+    batches = predict_logits(model, data, precision=precision, world=world, batch_size=batch_size)
+    for logits, labels in batches:
+        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
+    loss, num_correct, samples = world.sum(sums).tolist()
+    return loss / samples, num_correct / samples
+
+
+@dataclass(frozen=True)
+class ClassReport:
+    """Accuracy in 0..1 and mean loss of a whole set, and (accuracy, samples) of each class."""
+
+    accuracy: float
+    loss: float
+    per_class: dict[str, tuple[float, int]]
+
+    def show(self) -> str:
+        """A table for the console."""
+        lines = [
+            f"{name:>20}  {100 * accuracy:6.2f} %  of {samples}"
+            for name, (accuracy, samples) in self.per_class.items()
+        ]
+        lines.append(f"{'all':>20}  {100 * self.accuracy:6.2f} %  loss {self.loss:.4f}")
+        return "\n".join(lines)
+
+
+def evaluate_per_class(
+    model: nn.Module,
+    data: BatchedDataset,
+    *,
+    classes: Sequence[str],
+    precision: Precision,
+    world: World,
+    batch_size: int,
+) -> ClassReport:
+    """`evaluate`, and the accuracy of each class."""
+    # Of each class: the sum of its losses, its correct predictions, its samples.
+    table = torch.zeros(3, len(classes), dtype=torch.float64, device=world.device)
+    batches = predict_logits(model, data, precision=precision, world=world, batch_size=batch_size)
+    for logits, labels in batches:
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        table[0].index_add_(0, labels, losses.double())
         table[1].index_add_(0, labels, (logits.argmax(1) == labels).double())
         table[2].index_add_(0, labels, torch.ones_like(labels, dtype=torch.float64))
-    losses, num_correct, counts = world.sum(table).cpu()
-    return {
-        "accuracy": (num_correct.sum() / counts.sum()).item(),
-        "loss": (losses.sum() / counts.sum()).item(),
-        "per_class": {
-            name: ((h / max(n, 1)).item(), int(n))
-            for name, h, n in zip(classes, num_correct, counts)
-        },
-    }
-
-
-def print_report(result: dict[str, Any]) -> None:
-    """The table of `report` on the console."""
-    for name, (accuracy, samples) in result["per_class"].items():
-        print(f"{name:>20}  {100 * accuracy:6.2f} %  of {samples}")
-    print(f"{'all':>20}  {100 * result['accuracy']:6.2f} %  loss {result['loss']:.4f}")
+    losses, num_correct, samples = world.sum(table).cpu()
+    rows = zip(classes, num_correct, samples)
+    return ClassReport(
+        accuracy=(num_correct.sum() / samples.sum()).item(),
+        loss=(losses.sum() / samples.sum()).item(),
+        per_class={name: ((c / max(n, 1)).item(), int(n)) for name, c, n in rows},
+    )
 
 
 @torch.inference_mode()
 def print_predictions(
-    model: nn.Module, inputs: Tensor, names: list[str], classes: list[str], batch_size: int
+    model: nn.Module,
+    inputs: Tensor,
+    *,
+    names: Sequence[str],
+    classes: Sequence[str],
+    batch_size: int,
 ) -> None:
-    """One line an input: its name, then the three likeliest classes with their probabilities."""
+    """Print for each input (rows, ...) its name and its most likely classes."""
     model.eval()
-    for part, part_names in zip(inputs.split(batch_size), chunks(names, batch_size)):
-        probabilities = model(part).float().softmax(1)
-        values, indices = probabilities.topk(min(3, len(classes)))
-        for name, row, which in zip(part_names, values.tolist(), indices.tolist()):
-            guesses = ", ".join(f"{classes[i]} {100 * p:.1f} %" for p, i in zip(row, which))
+    for start in range(0, len(names), batch_size):
+        part = slice(start, start + batch_size)
+        probabilities = model(inputs[part]).float().softmax(1)
+        values, indices = probabilities.topk(min(MOST_LIKELY, len(classes)))
+        for name, row, numbers in zip(names[part], values.tolist(), indices.tolist()):
+            guesses = ", ".join(f"{classes[i]} {100 * p:.1f} %" for p, i in zip(row, numbers))
             print(f"{name}: {guesses}")
-
-
-def chunks(items: list[str], size: int) -> Iterator[list[str]]:
-    """Consecutive parts of `size` items."""
-    for start in range(0, len(items), size):
-        yield items[start : start + size]

@@ -1,12 +1,12 @@
-"""What a step computes of a batch: loss and hits, of samples as they are or mixed.
+"""What a training step computes of a batch: loss and correct predictions.
 
-task = classification(label_smoothing=0.1)
-loss, hits, weight = task(model, inputs, labels)
+loss_fn = CrossEntropy(label_smoothing=0.1)
+batch = loss_fn(model, inputs, labels)         # batch.loss, batch.num_correct, batch.mix_weight
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,50 +15,96 @@ from torch.nn import functional as F
 import mixup
 from mixup import Mix
 
-LossFn = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""(model, inputs, labels) -> (mean loss, number of hits, sum of the samples' lambda or None where nothing is mixed)."""
+
+class BatchLoss(NamedTuple):
+    """What a loss function returns of a batch.
+
+    Attributes:
+        loss: (), the mean over the batch.
+        num_correct: (), correct predictions; of mixed samples each counts its label's weight.
+        mix_weight: (), the sum of the samples' lambda, or None where nothing is mixed.
+    """
+
+    loss: Tensor
+    num_correct: Tensor
+    mix_weight: Tensor | None = None
 
 
-def classification(label_smoothing: float = 0.0) -> LossFn:
-    """Cross-entropy in fp32 or wider and the number of correct predictions."""
+class LossFn(Protocol):
+    """What the training loop asks of a loss."""
 
-    def task(model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, None]:
-        logits = model(inputs)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
-        return loss, (logits.detach().argmax(1) == labels).sum(), None
+    def __call__(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> BatchLoss:
+        """Run the model on a batch (batch, ...) with labels (batch,), and compare."""
+        ...
 
-    return task
+
+class MixSampler(Protocol):
+    """How the samples of a batch are mixed."""
+
+    def __call__(self, labels: Tensor, *, height: int, width: int) -> Mix:
+        """Sample partners and lambda for labels (batch,) of images height x width.
+
+        Of a batch of texts the sizes mean nothing.
+        """
+        ...
+
+
+class CrossEntropy:
+    """Cross-entropy in fp32 or wider.
+
+    Args:
+        label_smoothing: weight of the uniform distribution in the labels.
+    """
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        self.label_smoothing = label_smoothing
+
+    def __call__(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> BatchLoss:
+        logits = at_least_fp32(model(inputs))
+        loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+        return BatchLoss(loss, (logits.detach().argmax(1) == labels).sum())
 
 
 class MixedCrossEntropy:
-    """The task of `classification` on mixed samples; hits are weighted by lambda.
+    """Cross-entropy of mixed samples.
 
     Args:
-        draw: (labels, height, width) -> how these are mixed; for texts the sizes mean nothing.
-        inside: the model mixes its hidden representation itself: it is called with the inputs, the partners and lambda.
-        label_smoothing: as usual.
+        sample_mix: (labels, height, width) -> how these samples are mixed; texts have no height and
+            width.
+        model_mixes: the model mixes its hidden representation itself: it is called with the inputs,
+            the partners and lambda.
+        label_smoothing: as of `CrossEntropy`.
     """
 
     def __init__(
-        self, draw: Callable[[Tensor, int, int], Mix], inside: bool, label_smoothing: float = 0.0
+        self,
+        sample_mix: MixSampler,
+        model_mixes: bool,
+        *,
+        label_smoothing: float = 0.0,
     ) -> None:
-        self.draw, self.inside, self.label_smoothing = draw, inside, label_smoothing
+        self.sample_mix, self.model_mixes = sample_mix, model_mixes
+        self.label_smoothing = label_smoothing
 
-    def __call__(
-        self, model: nn.Module, inputs: Tensor, labels: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.under(self.draw(labels, *inputs.shape[-2:]), model, inputs, labels)
+    def __call__(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> BatchLoss:
+        height, width = inputs.shape[-2:]
+        mix = self.sample_mix(labels, height=height, width=width)
+        return self.with_mix(mix, model, inputs=inputs, labels=labels)
 
-    def under(
-        self, mix: Mix, model: nn.Module, inputs: Tensor, labels: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The task with the samples mixed like this."""
-        logits = (
-            model(inputs, mix.partner, mix.weight)
-            if self.inside
-            else model(mixup.blend(inputs, mix))
+    def with_mix(self, mix: Mix, model: nn.Module, *, inputs: Tensor, labels: Tensor) -> BatchLoss:
+        """The loss with the samples mixed in a given way."""
+        if self.model_mixes:
+            logits = model(inputs, mix.partner, mix.weight)
+        else:
+            logits = model(mixup.blend(inputs, mix))
+        logits = at_least_fp32(logits)
+        return BatchLoss(
+            mixup.cross_entropy(logits, labels, mix=mix, label_smoothing=self.label_smoothing),
+            mixup.num_correct(logits, labels, mix=mix),
+            mix.weight.detach().sum(),
         )
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = mixup.cross_entropy(logits, labels, mix, self.label_smoothing)
-        return loss, mixup.num_correct(logits, labels, mix), mix.weight.detach().sum()
+
+
+def at_least_fp32(logits: Tensor) -> Tensor:
+    """Logits of autocast in fp32; wider ones as they are."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

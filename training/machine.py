@@ -1,4 +1,4 @@
-"""TODO."""
+"""What a number in metrics.jsonl depends on beside the flags: versions, device, commit."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 
+ROOT = Path(__file__).resolve().parents[1]
+MATRIX_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")  # the best one is named
+
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Versions, device and commit: what a number in metrics.jsonl depends on."""
+    """Versions, device, commit, torchrun's job and the command line."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parents[1],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
@@ -32,7 +35,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name; or the processor's, with the threads torch uses."""
+    """The GPU's name; or the processor's, with the number of threads torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_name()}, {torch.get_num_threads()} threads"
@@ -44,9 +47,8 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    fields = {
-        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
-    }
+    pairs = (line.partition(":") for line in lines)
+    fields = {key.strip(): value.strip() for key, _, value in pairs}
     flags = fields.get("flags", "").split()
-    extras = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in flags][:1]
-    return " ".join([fields.get("model name", platform.machine()), *extras])
+    best = [flag for flag in MATRIX_INSTRUCTIONS if flag in flags][:1]
+    return " ".join([fields.get("model name", platform.machine()), *best])

@@ -1,111 +1,156 @@
-"""Meta-mixup in the training step: on every so many steps the mixing policy learns from a held-out batch, then the step is done.
+"""Meta-mixup in the training step: before some steps the policy learns from a held-out batch.
 
 meta = MetaMixup(classes=10, device=device)
-task = MixedClassification(lambda labels, height, width: meta.mix(labels), inside=False)
-step = Step(model, task, optimizer, precision, world, learner=MetaLearning(meta, task, Held(val, 128, seed, world), every=16))
+loss_fn = MixedCrossEntropy(lambda labels, height, width: meta.mix(labels), model_mixes=False)
+held_out = HeldOutBatches(val, 128, seed=2, world=world)
+trainer = Trainer(..., loss_fn=loss_fn, meta_learner=MetaMixupStep(meta, loss_fn, held_out,
+every=16))
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from backends.precision import Precision
 from distributed.world import World
 from errors import InputError
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.sampler import Sampler, rank_share
 from mixup import MetaMixup, Mix
-from training.losses import MixedCrossEntropy, classification
-from training.step import Step
+from training.losses import CrossEntropy, MixedCrossEntropy
+
+
+class MetaLearner(Protocol):
+    """Something that learns beside the model; `MetaMixupStep` is one."""
+
+    def before_step(
+        self,
+        model: nn.Module,
+        inputs: Tensor,
+        labels: Tensor,
+        *,
+        lr: float,
+        precision: Precision,
+        scaler: Any,
+    ) -> None:
+        """Called before each training step; parameters, buffers and gradients are left as they are.
+
+        Args:
+            model: not wrapped for data parallelism.
+            inputs, labels: the first micro-batch of the step on this rank.
+            lr: the step's learning rate.
+            precision: autocast of the model.
+            scaler: the GradScaler of the step.
+        """
+        ...
+
+    def tables(self) -> dict[str, Tensor]:
+        """What has been learned: square tables (classes, classes) by name."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class HeldOutBatches:
-    """Batches of a held-out set for ever, each rank its own; the same after `start(n)` as after n of them.
+    """Batches of a held-out set without end, each rank its own.
+
+    `start(n)` begins with what would come after n batches.
 
     Args:
         data: the set.
-        batch_size: rows of one rank; fewer where the set does not hold as many for each.
+        batch_size: rows of one rank; fewer where the set does not hold so many for each.
         seed: of the order.
         world: the ranks.
+    Raises:
+        InputError: the set is too small for BatchNorm.
     """
 
-    def __init__(self, data: BatchedDataset, batch_size: int, seed: int, world: World) -> None:
+    def __init__(self, data: BatchedDataset, batch_size: int, *, seed: int, world: World) -> None:
         self.data, self.world = data, world
         self.rows = min(batch_size, len(data) // world.size)
-        if self.rows < 2:  # BatchNorm wants two
+        if self.rows < 2:
             raise InputError(
                 f"--mixup meta: {len(data)} held-out rows are too few; use a larger --val_fraction"
             )
-        self.sampler = Sampler(len(data), seed, data.lengths)
+        self.sampler = Sampler(len(data), seed, lengths=data.lengths)
 
     def start(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(inputs, labels) from the batch of this number on."""
-        size = self.rows * self.world.size
-        epoch, skip = divmod(number, self.sampler.steps(size))
+        """(inputs, labels), beginning with the batch of this number."""
+        batch_size = self.rows * self.world.size
+        epoch, skip = divmod(number, self.sampler.steps(batch_size))
         while True:
-            plan = [
-                rank_share(batch, self.world.rank, self.world.size)
-                for batch in self.sampler.epoch(epoch, size)[skip:]
-            ]
-            yield from self.data.batches(plan)
+            batches = self.sampler.epoch(epoch, batch_size)[skip:]
+            yield from self.data.batches(
+                [rank_share(rows, self.world.rank, world_size=self.world.size) for rows in batches]
+            )
             epoch, skip = epoch + 1, 0
 
 
 class MetaMixupStep:
-    """The `step.MetaLearner` of a MetaMixup.
+    """The `MetaLearner` of a MetaMixup.
 
     Args:
-        meta: the policy.
-        task: of the step, whose `draw` is `meta.mix`.
-        held: clean batches.
+        meta: the mixing policy.
+        loss_fn: of the training step; its mixes come from `meta`.
+        held_out: clean batches.
         every: steps from one update of the policy to the next.
     """
 
     def __init__(
-        self, meta: MetaMixup, task: MixedCrossEntropy, held: HeldOutBatches, every: int
+        self, meta: MetaMixup, loss_fn: MixedCrossEntropy, *, held_out: HeldOutBatches, every: int
     ) -> None:
-        self.meta, self.task, self.held, self.every = meta, task, held, every
-        self.clean = classification(task.label_smoothing)
+        self.meta, self.loss_fn, self.held_out, self.every = meta, loss_fn, held_out, every
+        self.clean_loss_fn = CrossEntropy(loss_fn.label_smoothing)
         self.steps = 0
         self.batches: Iterator[tuple[Tensor, Tensor]] | None = None
 
-    def __call__(self, step: Step, inputs: Tensor, labels: Tensor) -> None:
-        """Let the policy learn on the first micro-batch of the step, on every `every`-th call."""
+    def before_step(
+        self,
+        model: nn.Module,
+        inputs: Tensor,
+        labels: Tensor,
+        *,
+        lr: float,
+        precision: Precision,
+        scaler: Any,
+    ) -> None:
+        """Let the policy learn at every `every`-th call."""
         self.steps += 1
         if (self.steps - 1) % self.every:
             return
         if self.batches is None:
-            self.batches = self.held.start((self.steps - 1) // self.every)
-        held = next(self.batches)
-        splits = step.parts(len(labels))
-        mine = inputs.chunk(splits)[0], labels.chunk(splits)[0]
+            self.batches = self.held_out.start((self.steps - 1) // self.every)
+        clean_inputs, clean_labels = next(self.batches)
 
         def mixed_loss(mix: Mix) -> Tensor:
-            with step.precision.autocast():
-                return self.task.under(mix, step.model, *mine)[0]
+            with precision.autocast():
+                return self.loss_fn.with_mix(mix, model, inputs=inputs, labels=labels).loss
 
         def clean_loss() -> Tensor:
-            with step.precision.autocast():
-                return self.clean(step.model, *held)[0]
+            with precision.autocast():
+                return self.clean_loss_fn(model, clean_inputs, clean_labels).loss
 
-        scale = step.scaler.scale(
-            torch.ones((), device=labels.device)
-        )  # asked for its number, the scaler would wait
-        rate = step.optimizer.param_groups[0]["lr"]
-        self.meta.learn(step.model, mine[1], mixed_loss, clean_loss, rate, scale)
+        # Asking the scaler for its number would make the host wait.
+        scale = scaler.scale(torch.ones((), device=labels.device))
+        self.meta.learn(
+            model, labels, mixed_loss=mixed_loss, clean_loss=clean_loss, rate=lr, scale=scale
+        )
 
     def tables(self) -> dict[str, Tensor]:
         """As `MetaMixup.tables`."""
         return self.meta.tables()
 
     def state_dict(self) -> dict[str, Any]:
-        """The policy, its optimizer, and how many steps there were."""
+        """The policy, its optimizer, and the number of steps."""
         return {"steps": self.steps, **self.meta.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo to `state_dict`."""
+        """Inverse of `state_dict`."""
         self.meta.load_state_dict(state)
         self.steps, self.batches = state["steps"], None

@@ -1,56 +1,168 @@
-"""What a step tells besides its loss: how long this rank computed, and how noisy the gradient is; both for batching.py.
+"""What the training steps add up, and what they measure beside the loss.
 
-hook.watchers += [stopwatch.handed_over]        # called with each bucket of gradients, before it is sent
-stopwatch.start(); ...; stopwatch.stop()
+sums = StepSums(device)                          # on the device, read once in a while
+timer = ComputeTimer(device)                     # seconds without waiting for other ranks
+local = LocalGradNorm(parameters, device)        # of this rank's own gradient, before it is
+averaged hook.observers += [timer.gradients_ready, local.add]
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from distributed.world import World
+
+
+class StepTotals(NamedTuple):
+    """The sums over the steps of an epoch as numbers on the host.
+
+    Attributes:
+        loss, num_correct, mix_weight, samples: sums over the samples.
+        small_square, small_inverse: of the gradient of few samples, its squared norm and 1 / their
+            number.
+        big_square, big_inverse: the same of the averaged gradient of all samples of the step.
+        skipped: steps of this epoch that were not finite.
+        skipped_in_a_row: steps up to the last one that were not finite.
+    """
+
+    loss: float
+    num_correct: float
+    mix_weight: float
+    samples: float
+    small_square: float
+    small_inverse: float
+    big_square: float
+    big_inverse: float
+    skipped: float
+    skipped_in_a_row: float
+
+
+COUNTERS = 2  # the last fields, which count steps, are alike on all ranks
+
+
+class StepSums:
+    """`StepTotals` as one float64 tensor on the device, so that nothing waits for it.
+
+    Each field is an attribute too, a view () of the tensor.
+
+    Args:
+        device: where they are added up.
+    """
+
+    loss: Tensor
+    num_correct: Tensor
+    mix_weight: Tensor
+    samples: Tensor
+    small_square: Tensor
+    small_inverse: Tensor
+    big_square: Tensor
+    big_inverse: Tensor
+    skipped: Tensor
+    skipped_in_a_row: Tensor
+
+    def __init__(self, device: torch.device) -> None:
+        self.values = torch.zeros(len(StepTotals._fields), dtype=torch.float64, device=device)
+        for name, view in zip(StepTotals._fields, self.values.unbind()):
+            setattr(self, name, view)
+        self._copy: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def add_step(self, step: StepSums, skip: Tensor) -> None:
+        """Add the sums of a step; of one that is skipped or not finite, only count it."""
+        of_step, counted = step.values[:-COUNTERS], self.values[:-COUNTERS]
+        counted += torch.where(skip | ~torch.isfinite(step.loss), 0, of_step)
+        self.skipped += skip
+        self.skipped_in_a_row.copy_((self.skipped_in_a_row + 1) * skip)
+
+    def start_epoch(self) -> None:
+        """Set everything to zero but the steps skipped in a row."""
+        self.values[:-1] = 0
+
+    def totals(self, world: World) -> StepTotals:
+        """Sums over all ranks; one all-reduce."""
+        values = self.values.clone()
+        world.sum(values[:-COUNTERS])
+        return StepTotals(*values.tolist())
+
+    def read(self, wait: bool) -> StepTotals | None:
+        """This rank's sums on the host.
+
+        Args:
+            wait: for a GPU to have done all its steps. Otherwise a GPU gives the sums of the call
+                before, which were copied meanwhile, so that nothing is waited for; None at the
+                first call.
+        """
+        if self.values.device.type == "cpu":
+            return StepTotals(*self.values.tolist())
+        event = torch.cuda.Event()
+        copy = self.values.to("cpu", non_blocking=True)
+        event.record()
+        ready, self._copy = self._copy, (copy, event)
+        if wait:
+            ready, self._copy = self._copy, None
+        if ready is None:
+            return None
+        values, arrived = ready
+        arrived.synchronize()
+        return StepTotals(*values.tolist())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's sums."""
+        return {"sums": self.values.cpu()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`; other keys are ignored."""
+        self.values.copy_(state["sums"])
+
+    def load_merged(self, states: Sequence[dict[str, Any]], world: World) -> None:
+        """Go on from the sums of another number of ranks: rank 0 takes them all."""
+        self.values.copy_(states[0]["sums"])
+        sums = sum(state["sums"][:-COUNTERS] for state in states)
+        self.values[:-COUNTERS] = sums if world.is_main else 0
 
 
 class ComputeTimer:
-    """Seconds that this rank computes: from the end of one wait for the others to its last gradients of the next step.
+    """Seconds in which this rank computes, without waiting for the others.
 
-    On a GPU it is the stream's time, by events that are read at `take`: nothing waits for them before.
+    A span begins when averaged gradients are back and ends with this rank's next own ones. On a GPU
+    it is the stream's time, by events that are read at the end: nothing waits for them before.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.begin = self.last = self.now()
+        self.on_gpu = device.type == "cuda"
+        self.begin = self.last = self._now()
         self.seconds = 0.0
-        self.spans: list[tuple[Any, Any]] = []  # of events
+        self.spans: list[tuple[Any, Any]] = []  # pairs of events
 
-    def now(self) -> Any:
-        """A point in time."""
-        if not self.cuda:
+    def _now(self) -> Any:
+        if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def start(self) -> None:
-        """What came before does not count: measuring, saving."""
-        self.begin = self.last = self.now()
+        """Begin a span; what came before it, such as evaluating or saving, does not count."""
+        self.begin = self.last = self._now()
 
-    def handed_over(self, bucket: Any = None) -> None:
-        """Gradients are there to be sent."""
-        self.last = self.now()
+    def gradients_ready(self, bucket: dist.GradBucket | None = None) -> None:
+        """Note that gradients are there to be sent."""
+        self.last = self._now()
 
     def stop(self) -> None:
-        """All gradients have come back."""
-        if self.cuda:
+        """End a span at the last gradients and begin the next; averaged gradients are back."""
+        if self.on_gpu:
             self.spans.append((self.begin, self.last))
         else:
             self.seconds += self.last - self.begin
         self.start()
 
-    def so_far(self) -> float:
+    def elapsed(self) -> float:
         """The seconds since they were last taken."""
         for begin, end in self.spans:
             end.synchronize()
@@ -60,35 +172,43 @@ class ComputeTimer:
 
     def take(self) -> float:
         """The seconds since the last call."""
-        seconds, self.seconds = self.so_far(), 0.0
+        seconds, self.seconds = self.elapsed(), 0.0
         return seconds
+
+    def state_dict(self) -> dict[str, float]:
+        """The seconds since they were last taken."""
+        return {"compute_seconds": self.elapsed()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`; other keys are ignored."""
+        self.seconds = state["compute_seconds"]
 
 
 class LocalGradNorm:
-    """The squared norm of this rank's own gradient, taken from the buckets that are about to be averaged.
+    """The squared norm of this rank's own gradient, taken before it is averaged.
 
-    A number for each parameter, summed in their order: DistributedDataParallel lays its buckets out anew after its first step, and
-    a resumed run is to come to the same sum.
+    It keeps a number for each parameter and sums them in their order, since DistributedDataParallel
+    lays its buckets out anew after its first step, and a resumed run is to come to the same sum.
     """
 
     def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
         self.places = {parameter: place for place, parameter in enumerate(parameters)}
         self.squares = torch.zeros(len(self.places), device=device)
-        self.indices: dict[tuple[int, ...], Tensor] = {}  # by the places in a bucket
+        self.indices: dict[tuple[int, ...], Tensor] = {}  # on the device, by the places in a bucket
 
-    def add(self, bucket: Any) -> None:
-        """A bucket's part."""
-        here = tuple(self.places[parameter] for parameter in bucket.parameters())
-        if here not in self.indices:
-            self.indices[here] = torch.tensor(here, device=self.squares.device)
+    def add(self, bucket: dist.GradBucket) -> None:
+        """Take the norms of a bucket's gradients."""
+        places = tuple(self.places[parameter] for parameter in bucket.parameters())
+        if places not in self.indices:
+            self.indices[places] = torch.tensor(places, device=self.squares.device)
         norms = torch.stack(torch._foreach_norm(bucket.gradients()))
-        self.squares.index_copy_(0, self.indices[here], norms.square().to(self.squares.dtype))
+        self.squares.index_copy_(0, self.indices[places], norms.square().to(self.squares.dtype))
 
-    def read(self) -> Tensor:
-        """Of the buckets of the last backward pass."""
+    def squared(self) -> Tensor:
+        """(), the squared norm over the buckets of the last backward pass."""
         return self.squares.sum()
 
 
 def squared_norm(gradients: list[Tensor]) -> Tensor:
-    """Of all of them together."""
+    """(), the squared Euclidean norm of all gradients together."""
     return torch.stack(torch._foreach_norm(gradients)).square().sum()

@@ -1,177 +1,228 @@
-"""What a checkpoint holds of the training step: weights, optimizer, batches, and what is each rank's own.
+"""Everything of a run that a checkpoint holds, each part through the `state_dict` of its owner.
 
-state = run_state.gather(step, batching)            # collective; plain tensors, numbers, lists and dicts
-run_state.restore(step, batching, state)            # on as many ranks bit for bit, on others as near as can be
-keeper = Keeper(step, batching, log, header)        # last.pt and best.pt of a run folder
+state = train_state.state_dict()           # collective; plain tensors, numbers, lists and dicts
+train_state.load_state_dict(state)         # on as many ranks bit for bit, on others as near as can
+be
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from distributed import fsdp, sharded_checkpoint
+from distributed.comm_hooks import AllReduceHook
+from distributed.world import World
 from errors import InputError
-from training import checkpoint
 from training.batch_schedule import BatchSchedule
-from training.run_log import RunLog
-from training.step import SKIPPED, Step
+from training.checkpoint import (
+    load_into,
+    load_optimizer,
+    rng_states,
+    set_rng_states,
+    to_cpu,
+)
+from training.meta_mixup_step import MetaLearner
+from training.step_stats import ComputeTimer, StepSums
+
+MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}  # of which ranks keep their own
 
 
-def gather(step: Step, batching: BatchSchedule) -> dict[str, Any]:
-    """The state of all ranks, complete on rank 0.
+@dataclass
+class Progress:
+    """Where a run is.
 
-    Saving in mid-epoch leaves the run as it is: each rank's BatchNorm statistics, and where the ranks are apart its weights and
-    optimizer, are kept as they are; the entry `model`, for inference, holds rank 0's.
-    """
-    weights, optimizer = step.model.state_dict(), step.optimizer.state_dict()
-    in_shards = fsdp.is_sharded(step.model)  # then `sharding.save` writes both
-    buffers = [name for name, _ in step.model.named_buffers() if name in weights]
-    mine = {
-        "random": checkpoint.rng_states(step.world.device),
-        "weights": {
-            name: weights[name].cpu() for name in (weights if step.replicas_diverge else buffers)
-        },
-        "optimizer": checkpoint.to_cpu(optimizer) if step.replicas_diverge else None,
-        "sums": step.sums.cpu(),
-        "bytes_sent": step.world.bytes_sent,
-        "compute_seconds": step.watch.so_far() if step.watch is not None else 0.0,
-    }
-    return {
-        "model": {} if in_shards else weights,
-        "optimizer": None if step.replicas_diverge or in_shards else optimizer,
-        "optimizer_kind": type(step.optimizer).__name__,
-        "hook": step.hook.state_dict(step.parameters),
-        "scaler": step.scaler.state_dict(),
-        "learner": step.learner.state_dict() if step.learner is not None else None,
-        "batching": batching.state_dict(),
-        "ranks": step.world.gather(mine),
-    }
-
-
-def restore(step: Step, batching: BatchSchedule, state: dict[str, Any]) -> None:
-    """Undo to `gather`. At another world size the ranks' parts are merged."""
-    ranks, weights, optimizer = state["ranks"], state["model"], state["optimizer"]
-    same_world = len(ranks) == step.world.size
-    if same_world:
-        mine = ranks[step.world.rank]
-        weights, optimizer = {**weights, **mine["weights"]}, optimizer or mine["optimizer"]
-        checkpoint.set_rng_states(mine["random"], step.world.device)
-        step.sums.copy_(mine["sums"])
-        step.world.bytes_sent = mine["bytes_sent"]
-        if step.watch is not None:
-            step.watch.seconds = mine["compute_seconds"]
-    else:
-        step.sums.copy_(ranks[0]["sums"])
-        step.sums[:SKIPPED] = (
-            sum(rank["sums"][:SKIPPED] for rank in ranks) if step.world.is_main else 0
-        )
-        if optimizer is None and not state.get("shards"):
-            weights = checkpoint.mean([rank["weights"] for rank in ranks])
-            optimizer = merge([rank["optimizer"] for rank in ranks])
-    if state.get("shards"):
-        if (kind := type(step.optimizer).__name__) != state["optimizer_kind"]:
-            raise InputError(
-                f"--resume: the checkpoint's optimizer is {state['optimizer_kind']}, not {kind}; use the flags of the first run"
-            )
-        sharded_checkpoint.load(Path(state["shards"]), step.model, step.optimizer, step.world)
-        step.model.load_state_dict(weights, strict=False)  # this rank's buffers
-    else:
-        load_whole(step, weights, optimizer)
-    step.moved()
-    step.hook.load_state_dict(state["hook"], step.parameters)
-    batching.load_state_dict(state["batching"])
-    if step.scaler.is_enabled() and state["scaler"]:
-        step.scaler.load_state_dict(state["scaler"])
-    if step.learner is not None and state["learner"]:
-        checkpoint.load_into(step.learner, state["learner"], "mixing policy")
-
-
-def load_whole(step: Step, weights: dict[str, Any], optimizer: dict[str, Any]) -> None:
-    """Load what is in one piece, into shards where the step has them."""
-    own = step.model.state_dict()
-    weights = {name: fsdp.spread(value, own.get(name, value)) for name, value in weights.items()}
-    checkpoint.load_into(step.model, weights, "model")
-    moments = {
-        number: {key: fsdp.spread(value, step.parameters[number]) for key, value in moments.items()}
-        for number, moments in optimizer["state"].items()
-        if number < len(step.parameters)
-    }
-    checkpoint.load_optimizer(
-        step.optimizer,
-        {**optimizer, "state": moments} if fsdp.is_sharded(step.model) else optimizer,
-    )
-
-
-class CheckpointManager:
-    """Writes last.pt and best.pt of a run folder, and beside them the weights that are in shards.
-
-    Args:
-        step, batching: whose state it is.
-        log: the run folder and the console.
-        header: plain values at the top of every checkpoint (script, flags, what inference needs).
+    Attributes:
+        epoch, step, step_in_epoch, samples: what is done.
+        rollbacks, lr_factor: returns to a checkpoint after divergence, and what they did to the
+            learning rate.
+        seconds, train_seconds: time since the run, and since the epoch, began.
+        best: the best epoch so far: its accuracy, its number, its test accuracy.
+        rows: the epochs' rows in metrics.jsonl.
     """
 
-    def __init__(
-        self, step: Step, batching: BatchSchedule, log: RunLog, metadata: dict[str, Any]
-    ) -> None:
-        self.step, self.batching, self.log, self.metadata = step, batching, log, metadata
-        self.shards: dict[str, str] = {}  # of 'last' and 'best': the folder's name
+    epoch: int = 0
+    step: int = 0
+    step_in_epoch: int = 0
+    samples: int = 0
+    rollbacks: int = 0
+    lr_factor: float = 1.0
+    seconds: float = 0.0
+    train_seconds: float = 0.0
+    best: dict[str, Any] = field(default_factory=lambda: {"accuracy": -1.0, "epoch": 0})
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def save(self, progress: dict[str, Any], best: bool = False) -> None:
-        """Write last.pt (and best.pt); a full disk is reported, the previous file kept, and the run goes on. Collective."""
-        world, folder, step = self.step.world, self.log.folder, self.step
-        shards = (
-            world.broadcast(sharded_checkpoint.next_name(folder))
-            if fsdp.is_sharded(step.model)
-            else ""
-        )
-        state = {
-            **self.metadata,
-            **gather(step, self.batching),
-            "progress": progress,
-            "shards": shards,
+    def state_dict(self) -> dict[str, Any]:
+        """All fields as plain values."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+@dataclass
+class TrainState:
+    """The owners of a run's state.
+
+    Attributes:
+        model, optimizer, scaler: as the training step uses them; the model is not wrapped for data
+            parallelism.
+        comm_hook, batches, sums, world: what sends, what comes next, what was added up, and the
+            ranks.
+        compute_timer, meta_learner: None where the run has none.
+        replicas_diverge: each rank has weights and optimizer of its own between averagings.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: Any
+    comm_hook: AllReduceHook
+    batches: BatchSchedule
+    sums: StepSums
+    world: World
+    compute_timer: ComputeTimer | None
+    meta_learner: MetaLearner | None
+    replicas_diverge: bool
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The optimizer's parameters, in the order in which its state numbers them."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    # ---------------------------------------------------------------- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all ranks, complete on rank 0; collective.
+
+        Saving in the middle of an epoch leaves the run as it is: each rank's BatchNorm statistics,
+        and where replicas diverge its weights and optimizer, are kept as they are. The entry
+        `model`, for inference, holds rank 0's weights; those of a sharded model are written by
+        `sharded_checkpoint.save`.
+        """
+        weights, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        is_sharded = fsdp.is_sharded(self.model)
+        meta_learner = self.meta_learner
+        return {
+            "model": {} if is_sharded else weights,
+            "optimizer": None if self.replicas_diverge or is_sharded else optimizer,
+            "optimizer_kind": type(self.optimizer).__name__,
+            "hook": self.comm_hook.state_dict(self.parameters),
+            "scaler": self.scaler.state_dict(),
+            "learner": meta_learner.state_dict() if meta_learner is not None else None,
+            "batching": self.batches.state_dict(),
+            "ranks": self.world.gather(self._rank_state(weights, optimizer)),
         }
-        try:
-            if shards:
-                sharded_checkpoint.save(folder / shards, step.model, step.optimizer, world)
-            if not world.is_main:
-                return
-            checkpoint.save(folder / "last.pt", state)
-            self.shards["last"] = shards
-            if best:
-                checkpoint.link_checkpoint(folder / "last.pt", "best.pt")
-                self.shards["best"] = shards
-        except OSError as error:
-            self.log.info(f"warning: {error}; the previous checkpoint is kept and the run goes on")
-        if world.is_main:
-            sharded_checkpoint.tidy(folder, set(self.shards.values()))
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Undo to `save`, but for the progress."""
-        restore(self.step, self.batching, state)
-        folder = self.log.folder
-        if self.step.world.is_main and any(folder.glob("shards-*")):
-            for path in (folder / "last.pt", folder / "best.pt"):
-                if path.exists():
-                    self.shards[path.stem] = Path(
-                        checkpoint.load(path, self.metadata["script"]).get("shards", "")
-                    ).name
+    def _rank_state(self, weights: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
+        """What is this rank's own."""
+        buffers = [name for name, _ in self.model.named_buffers() if name in weights]
+        own_names = weights if self.replicas_diverge else buffers
+        timer = self.compute_timer
+        return {
+            "random": rng_states(self.world.device),
+            "weights": {name: weights[name].cpu() for name in own_names},
+            "optimizer": to_cpu(optimizer) if self.replicas_diverge else None,
+            **self.sums.state_dict(),
+            **self.world.state_dict(),
+            **(timer.state_dict() if timer is not None else {"compute_seconds": 0.0}),
+        }
 
-    def load_last(self) -> dict[str, Any]:
-        """The state in last.pt."""
-        return checkpoint.load(self.log.folder / "last.pt", self.metadata["script"])
+    # ---------------------------------------------------------------- loading
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`; collective. With another number of ranks their parts are merged.
+
+        Raises:
+            InputError: the state does not fit the flags.
+        """
+        ranks, weights, optimizer = state["ranks"], state["model"], state["optimizer"]
+        if len(ranks) == self.world.size:
+            mine = ranks[self.world.rank]
+            weights, optimizer = {**weights, **mine["weights"]}, optimizer or mine["optimizer"]
+            set_rng_states(mine["random"], self.world.device)
+            self.sums.load_state_dict(mine)
+            self.world.load_state_dict(mine)
+            if self.compute_timer is not None:
+                self.compute_timer.load_state_dict(mine)
+        else:
+            self.sums.load_merged(ranks, self.world)
+            if optimizer is None and not state.get("shards"):
+                weights = _mean_weights([rank["weights"] for rank in ranks])
+                optimizer = merge_optimizer_states([rank["optimizer"] for rank in ranks])
+        if state.get("shards"):
+            self._load_sharded(state, weights)
+        else:
+            self._load_whole(weights, optimizer)
+        self.comm_hook.load_state_dict(state["hook"], self.parameters)
+        self.batches.load_state_dict(state["batching"])
+        if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.meta_learner is not None and state["learner"]:
+            load_into(self.meta_learner, state["learner"], "mixing policy")
+
+    def _load_sharded(self, state: dict[str, Any], buffers: dict[str, Any]) -> None:
+        """Load weights and moments that are in shards; `buffers` are this rank's own."""
+        kind, stored_kind = type(self.optimizer).__name__, state["optimizer_kind"]
+        if kind != stored_kind:
+            raise InputError(
+                f"--resume: the checkpoint's optimizer is {stored_kind}, not {kind}; "
+                "use the flags of the first run"
+            )
+        folder = Path(state["shards"])
+        sharded_checkpoint.load(folder, self.model, self.optimizer, self.world)
+        self.model.load_state_dict(buffers, strict=False)
+
+    def _load_whole(self, weights: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        """Load what is in one piece, and cut it into shards where the model is sharded."""
+        if not fsdp.is_sharded(self.model):
+            load_into(self.model, weights, "model")
+            load_optimizer(self.optimizer, optimizer)
+            return
+        own = self.model.state_dict()
+        weights = {
+            name: fsdp.distribute_like(value, own.get(name, value))
+            for name, value in weights.items()
+        }
+        load_into(self.model, weights, "model")
+        parameters = self.parameters
+        moments = {
+            number: {
+                key: fsdp.distribute_like(value, parameters[number])
+                for key, value in values.items()
+            }
+            for number, values in optimizer["state"].items()
+            if number < len(parameters)
+        }
+        load_optimizer(self.optimizer, {**optimizer, "state": moments})
 
 
-def merge(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """One state_dict of those of all ranks, for another number of ranks: each takes it, and mean moments stay as they were."""
+def merge_optimizer_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One optimizer state_dict of those of all ranks, for another number of ranks to go on from.
+
+    Each rank takes it, so that the mean of the ranks' moments stays as it was.
+    """
     merged = {
         **states[0],
         "state": {number: dict(values) for number, values in states[0]["state"].items()},
     }
     for number, values in merged["state"].items():
-        for name in values.keys() & {"exp_avg", "exp_avg_sq", "momentum_buffer"}:
+        for name in values.keys() & MOMENTS:
             values[name] = torch.stack([state["state"][number][name] for state in states]).mean(0)
     return merged
+
+
+def _mean_weights(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of the floating tensors of several state_dicts; the others are the first one's."""
+    return {
+        name: torch.stack([state[name] for state in states]).mean(0)
+        if value.is_floating_point()
+        else value
+        for name, value in states[0].items()
+    }

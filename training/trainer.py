@@ -1,343 +1,651 @@
-"""The run of both scripts: epochs, measuring, saving, resuming, recovering. The step itself is in step.py.
+"""The training loop, from the run down to the optimizer step, in reading order.
 
-trainer = Trainer(step, schedule, train, batching, {"test": test}, log, Settings(epochs=50, batch_size=128, lr=0.1), header)
-totals = trainer.fit()
+    fit              epochs until the last one; resumes, rolls back after divergence, leaves on a
+    signal train_epoch      the steps of an epoch train_step       one optimizer step on this rank's
+    share of a global batch forward_backward gradients of the micro-batches optimizer_step
+    unscale, clip, skip what is not finite, step evaluate         loss and accuracy on each
+    evaluation set
+
+A step's order is: learning rate, backward, unscale, clip, step, update of the loss scale, clear.
+Sums of loss and accuracy stay on the device: within an epoch nothing waits for a GPU.
+
+    trainer = Trainer(model, optimizer, CrossEntropy(), batches, train_set=train, ...)
+    summary = trainer.fit(checkpoint)
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from backends.device import peak_memory
-from distributed.world import Vote, caught_signals
-from errors import Interrupted, NonFiniteLoss
+from backends.cuda_graph import CudaGraphRunner
+from backends.precision import Precision
+from distributed import ddp, fsdp
+from distributed.comm_hooks import AllReduceHook
+from distributed.world import StopVote, World
+from errors import InputError, Interrupted, NonFiniteLoss
 from input_pipeline.dataset import BatchedDataset
+from optimizers.base import CommunicatingOptimizer, step_unless_skipped
 from optimizers.schedules import Schedule
-from training import evaluation, train_state
+from training import evaluation
 from training.batch_schedule import BatchSchedule
+from training.checkpoint import rng_states, set_rng_states
+from training.checkpoint_manager import CheckpointManager
+from training.epoch_report import epoch_row, run_summary
+from training.losses import LossFn
+from training.meta_mixup_step import MetaLearner
+from training.micro_batches import MicroBatches
+from training.recovery import MAX_ROLLBACKS, MAX_SKIPPED_IN_A_ROW, Diverged, caught_signals
 from training.run_log import RunLog
-from training.step import HITS, LAMBDA, LOSS, SAMPLES, SKIPPED, SKIPPED_RUN, Step
+from training.step_stats import ComputeTimer, LocalGradNorm, StepSums, StepTotals, squared_norm
+from training.train_state import Progress, TrainState
 
-MAX_SKIPPED_RUN, MAX_ROLLBACKS = (
-    10,
-    3,
-)  # non-finite steps in a row before going back; times of going back
-LOOK_EVERY = {
-    "cpu": 1,
-    "cuda": 20,
-}  # steps between two looks at the sums; a GPU is never waited for
-PROGRESS = (  # what `Trainer.state` keeps of the run itself
-    *("epoch", "step", "step_in_epoch", "samples", "rollbacks", "lr_factor"),
-    *("seconds", "train_seconds", "best", "rows"),
-)
-
-
-class Diverged(Exception):
-    """Too many non-finite steps in a row."""
+LOG_INTERVAL = {"cpu": 1, "cuda": 20}  # steps between two reads of the sums
+MIN_EVAL_BATCH = 64
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Named values of a run. `batch_size` is that of measuring, of one process; `save_every` counts steps, 0 is never."""
+class TrainerConfig:
+    """Named values of a run.
 
-    epochs: int
-    batch_size: int
-    lr: float
+    Attributes:
+        epochs: length of the run.
+        lr: the learning rate that the schedule multiplies.
+        batch_size: of one process in evaluation.
+        accumulation_steps: micro-batches of a step, at least.
+        micro_batch_size: samples of one at most; None is no limit.
+        max_grad_norm: gradients are clipped to this norm; 0 is no limit.
+        sync_batch_norm: BatchNorm statistics over all GPUs.
+        save_every: steps between checkpoints within an epoch; 0 is none.
+        measure_noise_scale: sum what the gradient noise scale is estimated from.
+        time_compute: measure each rank's seconds without waiting for others.
+        record_cuda_graph: record the step once for each shape of batch, and replay it.
+    """
+
+    epochs: int = 1
+    lr: float = 0.1
+    batch_size: int = 128
+    accumulation_steps: int = 1
+    micro_batch_size: int | None = None
+    max_grad_norm: float = 0.0
+    sync_batch_norm: bool = False
     save_every: int = 0
+    measure_noise_scale: bool = False
+    time_compute: bool = False
+    record_cuda_graph: bool = False
 
 
 class Trainer:
-    """Fits a model to `train` and measures it on the sets of `tests` after each epoch.
+    """Fits a model to a training set and evaluates it after each epoch.
 
     Args:
-        step: the training step; knows model, optimizer, precision and process group.
-        schedule: the rate before each step is `settings.lr * schedule(progress in epochs)`.
-        train, batching: the training set, and which of its rows make a batch.
-        tests: data sets by name ('test', 'val'); the best checkpoint is chosen by 'val' where there is one.
+        model: on its device, not wrapped for data parallelism.
+        optimizer: over parameters of `model`. A `CommunicatingOptimizer` exchanges what it needs by
+            itself and takes each rank's own gradients; for any other one they are averaged.
+        loss_fn: what a step computes of a batch.
+        batches: which rows of the training set make a batch.
+        train_set: the training set.
+        eval_sets: by name ('test', 'val'); the best checkpoint is chosen by 'val' where there is
+            one.
+        lr_schedule: (progress in epochs, one step in epochs) -> multiple of `config.lr`.
+        precision: autocast and loss scaling.
+        world: the ranks.
         log: the run folder and the console.
-        settings: named values.
-        header: plain values stored at the top of every checkpoint (script, flags, what inference needs).
+        config: named values.
+        metadata: plain values stored at the top of every checkpoint: script, flags, what inference
+            needs.
+        comm_hook: what data parallelism sends; None is averaged gradients.
+        meta_learner: learns beside the model, or None.
     """
 
     def __init__(
         self,
-        step: Step,
-        schedule: Schedule,
-        train: BatchedDataset,
-        batching: BatchSchedule,
-        tests: Mapping[str, BatchedDataset],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: LossFn,
+        batches: BatchSchedule,
+        *,
+        train_set: BatchedDataset,
+        eval_sets: Mapping[str, BatchedDataset],
+        lr_schedule: Schedule,
+        precision: Precision,
+        world: World,
         log: RunLog,
-        settings: Settings,
+        config: TrainerConfig,
         metadata: dict[str, Any],
+        comm_hook: AllReduceHook | None = None,
+        meta_learner: MetaLearner | None = None,
     ) -> None:
-        self.do_step, self.schedule, self.train_set, self.batching, self.tests = (
-            step,
-            schedule,
-            train,
-            batching,
-            tests,
+        self.model, self.optimizer, self.scaler = precision.prepare(model, optimizer)
+        self.parallel_model: nn.Module = self.model  # `wrap_model` wraps it
+        self.loss_fn = loss_fn
+        self.batches = batches
+        self.train_set = train_set
+        self.eval_sets = eval_sets
+        self.lr_schedule = lr_schedule
+        self.precision = precision
+        self.world = world
+        self.log = log
+        self.config = config
+        self.metadata = metadata
+        self.comm_hook = comm_hook or AllReduceHook(world)
+        self.meta_learner = meta_learner
+
+        self.communicating: CommunicatingOptimizer | None = None
+        if isinstance(self.optimizer, CommunicatingOptimizer):
+            self.communicating = self.optimizer
+        has_own_weights = self.communicating is not None or self.comm_hook.replicas_diverge
+        self.replicas_diverge = has_own_weights
+        self.is_sharded = fsdp.is_sharded(self.model)
+        self.sharded_bytes = fsdp.bytes_per_micro_batch(self.model) if self.is_sharded else (0, 0)
+        self.sums = StepSums(world.device)
+        self.micro_batches = MicroBatches(config.accumulation_steps, config.micro_batch_size)
+        self.compute_timer = self._create_compute_timer()
+        self.local_grad_norm = self._create_local_grad_norm()
+        self.graph = CudaGraphRunner(self._whole_step) if config.record_cuda_graph else None
+        self.progress = Progress()
+        self.vote = StopVote(world)
+        self.clock = 0.0
+        train_state = TrainState(
+            model=self.model,
+            optimizer=self.optimizer,
+            scaler=self.scaler,
+            comm_hook=self.comm_hook,
+            batches=batches,
+            sums=self.sums,
+            world=world,
+            compute_timer=self.compute_timer,
+            meta_learner=meta_learner,
+            replicas_diverge=self.replicas_diverge,
         )
-        self.world, self.model, self.log, self.settings, self.metadata = (
-            step.world,
-            step.model,
-            log,
-            settings,
-            metadata,
-        )
-        self.vote = Vote(self.world)
-        self.keeper = train_state.CheckpointManager(step, batching, log, metadata)
-        self.epoch = self.step = self.step_in_epoch = self.rollbacks = self.samples = 0
-        self.lr_factor, self.seconds, self.train_seconds = 1.0, 0.0, 0.0
-        self.best: dict[str, Any] = {"accuracy": -1.0, "epoch": 0}
-        self.rows: list[dict[str, Any]] = []
+        self.checkpoints = CheckpointManager(train_state, log, metadata)
 
     # ---------------------------------------------------------------- the run
 
-    def fit(self, resume: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Train until the last epoch; returns the best and the totals.
+    def fit(self, checkpoint: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Train until the last epoch; returns the best epoch and the totals of the run.
 
         Args:
-            resume: a state to go on from, as `checkpoint.load` returns it.
+            checkpoint: a state to go on from, as `training.checkpoint.load` returns it.
         Raises:
-            Interrupted: SIGINT or SIGTERM came and last.pt was written.
+            Interrupted: SIGINT or SIGTERM came, and last.pt was written.
             NonFiniteLoss: the loss stayed non-finite.
         """
-        if self.world.device.type == "cuda" and not self.do_step.is_sharded_model:
+        if self.world.device.type == "cuda" and not self.is_sharded:
             self.probe_memory()
-        self.do_step.wrap()
-        if (
-            resume is not None
-        ):  # after wrap: DistributedDataParallel gives every rank the buffers of rank 0
-            self.load_state(resume)
-        if resume is None:
-            self.save()  # before there is a log: what has one can be gone on with
-        self.log.restart(self.rows)
+        self.wrap_model()
+        if checkpoint is None:
+            self.save()  # first, so that every run that has a log can be resumed
+        else:  # after wrapping, which gives every rank the buffers of rank 0
+            self.restore(checkpoint)
+        self.log.restart(self.progress.rows)
         with caught_signals() as signals:
-            while self.epoch < self.settings.epochs:
+            while self.progress.epoch < self.config.epochs:
                 try:
                     stop = self.train_epoch(signals)
                 except Diverged:
                     self.roll_back()
                     continue
                 self.finish_epoch()
-                if stop and self.epoch < self.settings.epochs:
+                if stop and self.progress.epoch < self.config.epochs:
                     self.interrupt()
         self.log.close()
-        return self.summary()
+        return run_summary(self.progress, self.world)
 
     def train_epoch(self, signals: list[int]) -> bool:
-        """The steps of this epoch that are not yet done; True where a signal came too late to stop within it."""
+        """Do the steps of this epoch that are not yet done.
+
+        Returns:
+            Whether a signal came too late to stop within the epoch.
+        Raises:
+            Diverged: too many steps in a row were not finite.
+            Interrupted: a signal came.
+        """
+        progress = self.progress
         self.model.train()
-        optimizer = self.do_step.optimizer
-        if hasattr(optimizer, "start_epoch"):
-            optimizer.start_epoch(self.epoch)
-        self.batching.start_epoch(self.epoch)
-        plan = self.batching.plan(self.epoch, self.step_in_epoch)
+        if self.communicating is not None:
+            self.communicating.start_epoch(progress.epoch)
+        self.batches.start_epoch(progress.epoch)
+        plan = self.batches.plan(progress.epoch, progress.step_in_epoch)
         bar = self.log.bar(
-            self.epoch + 1,
-            self.settings.epochs,
-            len(self.train_set),
-            self.step_in_epoch * self.batching.size,
+            progress.epoch + 1,
+            self.config.epochs,
+            total=len(self.train_set),
+            done=progress.step_in_epoch * self.batches.size,
         )
-        every = LOOK_EVERY[self.world.device.type]
-        clock = self.start_clock()
-        with (
-            bar,
-            contextlib.closing(
-                self.train_set.batches([part.rows for part in plan], self.epoch)
-            ) as batches,
-        ):
-            for (inputs, labels), part in zip(batches, plan):
+        data = self.train_set.batches([batch.rows for batch in plan], progress.epoch)
+        self.start_timing()
+        with bar, contextlib.closing(data):
+            for (inputs, labels), batch in zip(data, plan):
                 self.set_lr()
-                self.do_step(inputs, labels, part.weight)
-                self.step += 1
-                self.step_in_epoch += 1
-                self.samples += part.samples
-                bar.update(part.samples)
-                if self.step % every == 0:
-                    self.look(bar)
-                clock = self.lap(clock)
-                if self.settings.save_every and self.step % self.settings.save_every == 0:
+                self.train_step(inputs, labels, batch.weight)
+                progress.step += 1
+                progress.step_in_epoch += 1
+                progress.samples += batch.samples
+                bar.update(batch.samples)
+                if progress.step % LOG_INTERVAL[self.world.device.type] == 0:
+                    self.log_progress(bar)
+                self.add_elapsed()
+                if self.config.save_every and progress.step % self.config.save_every == 0:
                     self.save()
-                    clock = self.start_clock()
+                    self.start_timing()
                 if self.vote.ask(bool(signals)):
                     self.interrupt()
-            self.look(bar, wait=True)
-        self.lap(clock)
+            self.log_progress(bar, wait=True)
+        self.add_elapsed()
         return self.vote.finish()
 
+    # ---------------------------------------------------------------- one step
+
+    def train_step(self, inputs: Tensor, labels: Tensor, weight: float = 1.0) -> None:
+        """One optimizer step. Micro-batches are halved while the GPU's memory runs out.
+
+        Args:
+            inputs, labels: this rank's share of the global batch, (batch, ...) and (batch,).
+            weight: of its mean loss in the mean over the ranks: share x ranks / global batch.
+        Raises:
+            InputError: the batch is too small for BatchNorm, or too large for the memory.
+        """
+        if self.graph is not None:
+            self.graph(inputs, labels, weight=weight)
+            return
+        meta_learner = self.meta_learner
+        while True:
+            try:
+                if meta_learner is not None:
+                    learner, meta_learner = meta_learner, None  # once, also if memory runs out
+                    self._meta_update(learner, inputs, labels)
+                step_sums = self.forward_backward(self.parallel_model, inputs, labels, weight)
+                break
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):
+                    raise
+                raise InputError(
+                    "--bs 1: BatchNorm needs two values a channel; use a larger --bs or image"
+                ) from None
+            except torch.cuda.OutOfMemoryError:
+                if self.world.size > 1:  # the others are inside a collective: no going back alone
+                    raise InputError(
+                        f"out of memory in mid-run on rank {self.world.rank}; use a smaller --bs"
+                    ) from None
+                self.halve_micro_batch(len(labels))
+        if self.compute_timer is not None:
+            self.compute_timer.stop()
+        self.optimizer_step(step_sums)
+
+    def _meta_update(self, meta_learner: MetaLearner, inputs: Tensor, labels: Tensor) -> None:
+        """Let the meta-learner learn on the first micro-batch of the step."""
+        x, y = self.micro_batches.split(inputs, labels)[0]
+        lr = self.optimizer.param_groups[0]["lr"]
+        meta_learner.before_step(
+            self.model, x, y, lr=lr, precision=self.precision, scaler=self.scaler
+        )
+
+    def _whole_step(self, inputs: Tensor, labels: Tensor, weight: float) -> None:
+        """A step without its exceptions, which waits for nothing: what a CUDA graph records."""
+        self.optimizer_step(self.forward_backward(self.parallel_model, inputs, labels, weight))
+
+    def forward_backward(
+        self, model: nn.Module, inputs: Tensor, labels: Tensor, weight: float = 1.0
+    ) -> StepSums:
+        """Gradients of weight x the mean loss, micro-batch by micro-batch; returns the sums.
+
+        Args:
+            model: wrapped for data parallelism, or not.
+            inputs, labels, weight: as of `train_step`.
+        """
+        sums = StepSums(labels.device)
+        micro_batches = self.micro_batches.split(inputs, labels)
+        several_ranks = self.world.size > 1
+        for number, (x, y) in enumerate(micro_batches, 1):
+            is_last = number == len(micro_batches)
+            sync = contextlib.nullcontext() if is_last else ddp.no_gradient_sync(model)
+            with sync:
+                with self.precision.autocast():
+                    batch = self.loss_fn(model, x, y)
+                share = weight * len(y) / len(labels)
+                self.scaler.scale(batch.loss * share).backward()
+            weight_bytes, gradient_bytes = self.sharded_bytes
+            self.world.bytes_sent += weight_bytes + (gradient_bytes if is_last else 0)
+            sums.loss += batch.loss.detach() * len(y)
+            sums.num_correct += batch.num_correct
+            if batch.mix_weight is not None:
+                sums.mix_weight += batch.mix_weight
+            sums.samples += len(y)
+            if self.local_grad_norm is not None and number == 1 and (not is_last or several_ranks):
+                self._add_small_gradient(sums, share=share, count=len(y), averaged=is_last)
+                sums.big_inverse.fill_(weight / (len(labels) * self.world.size))
+        return sums
+
+    def _add_small_gradient(
+        self, sums: StepSums, *, share: float, count: int, averaged: bool
+    ) -> None:
+        """Take the squared norm of the gradient of few samples, for the gradient noise scale.
+
+        It is the first micro-batch's; or, where that is the whole step, this rank's before it was
+        averaged.
+
+        Args:
+            sums: of the step.
+            share: by which the loss was multiplied.
+            count: samples of the gradient.
+            averaged: whether the micro-batch was the step's last, so that gradients are averaged
+                already.
+        """
+        assert self.local_grad_norm is not None
+        square = self.local_grad_norm.squared() if averaged else squared_norm(self.gradients())
+        # Asking the scaler for its number would make the host wait.
+        scale = self.scaler.scale(torch.ones((), device=sums.values.device))
+        sums.small_square.copy_(square / (share * scale).square())
+        sums.small_inverse.fill_(1 / count)
+
+    def optimizer_step(self, step_sums: StepSums) -> None:
+        """Unscale, clip, step, clear; all ranks skip a step with a non-finite gradient.
+
+        The host does not wait to hear of it. Gradients are averaged already, so a non-finite one on
+        any rank is non-finite on all. Where replicas diverge, the ranks tell each other.
+        """
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
+        gradients = self.gradients()
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        if self.is_sharded:
+            norm = fsdp.unshard(norm)
+        skip = ~torch.isfinite(norm)
+        if self.replicas_diverge and self.communicating is None:
+            skip = self.world.sum(skip.float()) > 0
+        if self.config.max_grad_norm:
+            if self.replicas_diverge:  # the root of the mean square over the ranks
+                norm = (self.world.sum(norm.square()) / self.world.size).sqrt()
+            factor = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, factor)
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            step_unless_skipped(self.optimizer, skip)
+        if self.communicating is not None:
+            skip = self.communicating.skipped > 0
+            self.world.bytes_sent += self.communicating.take_bytes()
+        if self.local_grad_norm is not None:
+            step_sums.big_square.copy_(norm.square())
+        self.comm_hook.after_step(self.parameters)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.sums.add_step(step_sums, skip)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The optimizer's parameters."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of the parameters that have one."""
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def set_lr(self) -> None:
+        """Set the learning rate of the step about to be done."""
+        one_step = 1 / self.batches.steps()
+        epochs_done = self.progress.epoch + self.progress.step_in_epoch * one_step
+        factor = self.lr_schedule(epochs_done, one_step)
+        lr = self.config.lr * (factor * self.progress.lr_factor * self.batches.lr_factor)
+        for group in self.optimizer.param_groups:
+            if self.graph is None:
+                group["lr"] = lr
+            elif isinstance(group["lr"], Tensor):  # where the recorded step reads it
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = torch.tensor(lr, device=self.world.device)
+
+    # ---------------------------------------------------------------- the end of an epoch
+
     def finish_epoch(self) -> None:
-        """Measure, settle the next epoch's batches, save, write the row."""
-        sums = self.do_step.sums
-        skipped = int(sums[SKIPPED])
-        totals = self.world.sum(sums[:SKIPPED].clone()).tolist()
-        row = self.epoch_row(totals) | {"skipped_steps": skipped}
-        told = (
-            self.do_step.take_seconds(self.train_seconds),
-            self.do_step.noise(totals, self.step_in_epoch - skipped),
+        """Evaluate, decide the next epoch's batches, save, write the epoch's row."""
+        progress = self.progress
+        totals = self.sums.totals(self.world)
+        start = time.perf_counter()
+        evaluated = self.evaluate()
+        progress.seconds += time.perf_counter() - start
+        row = epoch_row(
+            progress,
+            totals,
+            evaluated=evaluated,
+            lr=float(self.optimizer.param_groups[0]["lr"]),
+            batch_size=self.batches.size,
+            world=self.world,
         )
-        row |= self.batching.end_epoch(self.epoch, row["train_loss"], self.train_seconds, *told)
-        self.rows.append(row)
-        self.epoch, self.step_in_epoch, self.train_seconds, self.world.bytes_sent = (
-            self.epoch + 1,
-            0,
-            0.0,
-            0,
+        if self.communicating is not None:
+            row |= self.communicating.epoch_metrics()
+        row |= self.batches.end_epoch(
+            progress.epoch,
+            loss=row["train_loss"],
+            seconds=progress.train_seconds,
+            compute_seconds=self._take_compute_seconds(),
+            noise=self._noise_sample(totals),
         )
-        sums[:SKIPPED_RUN] = 0
-        accuracy = row["val_accuracy" if "val" in self.tests else "test_accuracy"]
-        better = accuracy > self.best["accuracy"]
-        if better:
-            self.best = {
+        progress.rows.append(row)
+        progress.epoch, progress.step_in_epoch, progress.train_seconds = progress.epoch + 1, 0, 0.0
+        self.world.bytes_sent = 0
+        self.sums.start_epoch()
+        accuracy = row["val_accuracy" if "val" in self.eval_sets else "test_accuracy"]
+        is_best = accuracy > progress.best["accuracy"]
+        if is_best:
+            progress.best = {
                 "accuracy": accuracy,
                 "epoch": row["epoch"],
                 "test_accuracy": row.get("test_accuracy"),
             }
-        self.save(best=better)
-        self.log.epoch(self.rows)
-        if advice := self.batching.advice(row["batch_size"]):
+        self.save(best=is_best)
+        self.log.epoch(progress.rows)
+        if advice := self.batches.advice(row["batch_size"]):
             self.log.info(advice)
-        if self.do_step.learner is not None:
-            self.log.tables("policy", self.do_step.learner.tables(), self.metadata["classes"])
+        if self.meta_learner is not None:
+            self.log.tables("policy", self.meta_learner.tables(), self.metadata["classes"])
 
-    def epoch_row(self, totals: Sequence[float]) -> dict[str, Any]:
-        """What metrics.jsonl holds of the epoch that is over; measures the model."""
-        clock = time.perf_counter()
-        self.do_step.settle()
-        before = self.rows[-1]["samples"] if self.rows else 0
-        group = self.do_step.optimizer.param_groups[0]
-        row = {
-            "epoch": self.epoch + 1,
-            "step": self.step,
-            "samples": self.samples,
-            "seconds": 0.0,
-            "train_seconds": round(self.train_seconds, 4),
-            "samples_per_second": round((self.samples - before) / max(self.train_seconds, 1e-9), 2),
-            "train_loss": totals[LOSS] / max(totals[SAMPLES], 1),
-            "train_accuracy": totals[HITS] / max(totals[SAMPLES], 1),
-        }
-        if totals[LAMBDA]:
-            row["mean_lambda"] = totals[LAMBDA] / totals[SAMPLES]
-        batch = max(64, self.settings.batch_size)
-        for name, data in self.tests.items():
-            measured = evaluation.evaluate(
-                self.model, data, self.do_step.precision, self.world, batch
+    def evaluate(self) -> dict[str, float]:
+        """Loss and accuracy on each evaluation set, all ranks having the same weights."""
+        self.sync_replicas()
+        results: dict[str, float] = {}
+        for name, data in self.eval_sets.items():
+            results[f"{name}_loss"], results[f"{name}_accuracy"] = evaluation.evaluate(
+                self.model,
+                data,
+                precision=self.precision,
+                world=self.world,
+                batch_size=max(MIN_EVAL_BATCH, self.config.batch_size),
             )
-            row[f"{name}_loss"], row[f"{name}_accuracy"] = measured
-        self.seconds += time.perf_counter() - clock
-        row |= {
-            "seconds": round(self.seconds, 4),
-            "lr": float(group["lr"]),
-            "batch_size": self.batching.size,
-            "world_size": self.world.size,
-            "devices": self.world.devices,
-            "peak_memory_bytes": peak_memory(self.world.device),
-            "comm_bytes": self.world.bytes_sent,
-        }
-        return row | {name: group[name] for name in ("compress_ratio",) if name in group}
+        return results
 
-    def set_lr(self) -> None:
-        """The learning rate of the step about to be done."""
-        one_step = 1 / self.batching.steps()
-        factor = (
-            self.schedule(self.epoch + self.step_in_epoch * one_step, one_step)
-            * self.lr_factor
-            * self.batching.lr_factor
-        )
-        self.do_step.set_lr(self.settings.lr * factor)
+    def sync_replicas(self) -> None:
+        """Give all ranks the same weights and BatchNorm statistics; collective."""
+        self.world.average_buffers(self.model)
+        if self.communicating is not None:
+            self.communicating.average_weights()
+            self.world.bytes_sent += self.communicating.take_bytes()
+        else:
+            self.comm_hook.sync_replicas(self.parameters)
 
-    def look(self, bar: Any, wait: bool = False) -> None:
-        """Show the sums so far and stop a run of non-finite steps."""
-        sums = self.do_step.read_sums(wait)
-        if sums is None:
+    def log_progress(self, bar: Any, wait: bool = False) -> None:
+        """Show the sums so far, and stop a series of non-finite steps.
+
+        Raises:
+            Diverged: too many steps in a row were not finite.
+        """
+        totals = self.sums.read(wait)
+        if totals is None:
             return
-        if sums[SKIPPED_RUN] >= MAX_SKIPPED_RUN:
+        if totals.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise Diverged
-        if not bar.disable and sums[SAMPLES]:
-            loss, accuracy = sums[LOSS] / sums[SAMPLES], 100 * sums[HITS] / sums[SAMPLES]
-            bar.set_postfix_str(f"loss {loss:.4f}, accuracy {accuracy:.2f} %", refresh=False)
+        if not bar.disable and totals.samples:
+            loss, accuracy = totals.loss / totals.samples, totals.num_correct / totals.samples
+            bar.set_postfix_str(f"loss {loss:.4f}, accuracy {100 * accuracy:.2f} %", refresh=False)
+
+    # ---------------------------------------------------------------- measuring
+
+    def _create_compute_timer(self) -> ComputeTimer | None:
+        if not self.config.time_compute:
+            return None
+        timer = ComputeTimer(self.world.device)
+        self.comm_hook.observers.append(timer.gradients_ready)
+        return timer
+
+    def _create_local_grad_norm(self) -> LocalGradNorm | None:
+        """What the noise scale needs; a single process takes two micro-batches a step for it."""
+        if not self.config.measure_noise_scale:
+            return None
+        if self.world.size == 1:
+            steps = max(self.micro_batches.accumulation_steps, 2)
+            self.micro_batches.accumulation_steps = steps
+        local_grad_norm = LocalGradNorm(self.parameters, self.world.device)
+        self.comm_hook.observers.append(local_grad_norm.add)
+        return local_grad_norm
+
+    def _noise_sample(self, totals: StepTotals) -> dict[str, float] | None:
+        """Means over the epoch's steps of what `dynamic_batch.noise_scale` takes, or None."""
+        steps = (self.progress.step_in_epoch - int(totals.skipped)) * self.world.size
+        if self.local_grad_norm is None or steps <= 0:
+            return None
+        return {
+            "small": totals.small_square / steps,
+            "inverse_small": totals.small_inverse / steps,
+            "big": totals.big_square / steps,
+            "inverse_big": totals.big_inverse / steps,
+        }
+
+    def start_timing(self) -> None:
+        """Leave out of the training time what came before: evaluating, saving."""
+        if self.compute_timer is not None:
+            self.compute_timer.start()
+        self.clock = time.perf_counter()
+
+    def add_elapsed(self) -> None:
+        """Add the time since the last call to the training time."""
+        now = time.perf_counter()
+        self.progress.train_seconds += now - self.clock
+        self.progress.seconds += now - self.clock
+        self.clock = now
+
+    def _take_compute_seconds(self) -> float:
+        """This rank's seconds without waiting for others; all seconds where that was not timed."""
+        if self.compute_timer is None:
+            return self.progress.train_seconds
+        return self.compute_timer.take()
+
+    # ---------------------------------------------------------------- parallelism and memory
+
+    def wrap_model(self) -> None:
+        """Wrap the model for data parallelism; collective.
+
+        It comes once it is known whether there are micro-batches. A sharded model stays as it is,
+        and so does one whose optimizer communicates by itself.
+        """
+        if self.communicating is not None or self.is_sharded:
+            return
+        several = self.world.max_over_ranks(int(self.micro_batches.several))
+        self.parallel_model = ddp.wrap(
+            self.model,
+            self.world,
+            hook=self.comm_hook,
+            sync_batch_norm=self.config.sync_batch_norm,
+            static_graph=not several,
+        )
 
     def probe_memory(self) -> None:
-        """Try the largest batch of the training set, so that a micro-batch that does not fit is halved before the start."""
+        """Try the largest batch, so that a micro-batch that does not fit is halved at the start.
+
+        Weights, BatchNorm statistics and random states are left as they were.
+        """
         rows = torch.arange(len(self.train_set))
         if self.train_set.lengths is not None:
             rows = torch.argsort(self.train_set.lengths, descending=True)
-        largest = max(self.batching.largest_share, self.do_step.micro_batch or 0)
+        largest = max(self.batches.largest_share, self.micro_batches.limit or 0)
         for inputs, labels in self.train_set.batches([rows[:largest]], epoch=0):
-            self.do_step.probe_memory(inputs, labels)
-        self.batching.limit(self.do_step.micro_batch)
+            self.probe_step(inputs, labels)
+        self.batches.limit(self.micro_batches.limit)
 
-    def start_clock(self) -> float:
-        """The time now, after something that is not training."""
-        if self.do_step.watch is not None:
-            self.do_step.watch.start()
-        return time.perf_counter()
+    def probe_step(self, inputs: Tensor, labels: Tensor) -> None:
+        """Halve this rank's micro-batch until a batch fits, without an optimizer step."""
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        states = rng_states(self.world.device)
+        self.model.train()
+        while True:
+            try:
+                self.forward_backward(self.model, inputs, labels)
+                break
+            except torch.cuda.OutOfMemoryError:
+                self.halve_micro_batch(len(labels))
+        self.optimizer.zero_grad(set_to_none=True)
+        for buffer, before in zip(self.model.buffers(), buffers):
+            buffer.copy_(before)
+        set_rng_states(states, self.world.device)
 
-    def lap(self, clock: float) -> float:
-        """Book the time since `clock` as training time; returns the time now."""
-        now = time.perf_counter()
-        self.train_seconds += now - clock
-        self.seconds += now - clock
-        return now
+    def halve_micro_batch(self, batch_size: int) -> None:
+        """Go on with the same global batch in half the memory.
 
-    def summary(self) -> dict[str, Any]:
-        """Best accuracy and totals of the run."""
-        train_seconds = sum(row["train_seconds"] for row in self.rows)
-        return {
-            **self.best,
-            "seconds": self.seconds,
-            "samples_per_second": self.samples / max(train_seconds, 1e-9),
-            "peak_memory_bytes": peak_memory(self.world.device),
-            "device_hours": self.seconds * self.world.devices / 3600,
-        }
+        Raises:
+            InputError: a micro-batch of one sample does not fit.
+        """
+        message = self.micro_batches.halve(batch_size)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.log.info(message)
 
     # ---------------------------------------------------------------- saving and recovering
 
-    def progress(self) -> dict[str, Any]:
-        """Where the run is, as plain values."""
-        return {name: getattr(self, name) for name in PROGRESS}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint. At another batch the epoch goes on close by."""
-        self.keeper.restore(state)
-        for name, value in state["progress"].items():
-            setattr(self, name, value)
-        self.step_in_epoch = self.step_in_epoch * state["batching"]["size"] // self.batching.size
-
     def save(self, best: bool = False) -> None:
-        """Write last.pt (and best.pt); collective."""
-        self.keeper.save(self.progress(), best)
+        """Write last.pt, and best.pt if it is the best; collective."""
+        self.checkpoints.save(self.progress, best)
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Go on from a checkpoint; with another batch size the epoch goes on as near as can be."""
+        self.checkpoints.restore(checkpoint)
+        if self.graph is not None:
+            self.graph.invalidate()  # what the recorded step works on may lie elsewhere now
+        self.progress.load_state_dict(checkpoint["progress"])
+        stored_size = checkpoint["batching"]["size"]
+        self.progress.step_in_epoch = self.progress.step_in_epoch * stored_size // self.batches.size
 
     def roll_back(self) -> None:
-        """Back to the last checkpoint with half the learning rate."""
-        rollbacks, factor = self.rollbacks + 1, self.lr_factor / 2
-        where = f"epoch {self.epoch + 1}, step {self.step}"
+        """Return to the last checkpoint with half the learning rate.
+
+        Raises:
+            NonFiniteLoss: it has been done too often.
+        """
+        progress = self.progress
+        rollbacks, lr_factor = progress.rollbacks + 1, progress.lr_factor / 2
+        where = f"epoch {progress.epoch + 1}, step {progress.step}"
         if rollbacks > MAX_ROLLBACKS:
             raise NonFiniteLoss(
-                f"the loss was not finite at {where}, after {MAX_ROLLBACKS} returns to the last checkpoint with half the "
-                "learning rate each; lower --lr, add --clip 1 or --warmup 1, or use --precision fp32"
+                f"the loss was not finite at {where}, after {MAX_ROLLBACKS} returns to the last "
+                "checkpoint with half the learning rate each; lower --lr, add --clip 1 or "
+                "--warmup 1, or use --precision fp32"
             )
         self.vote.finish()
-        self.load_state(self.keeper.load_last())
-        self.rollbacks, self.lr_factor = rollbacks, factor
-        self.do_step.sums[SKIPPED_RUN] = 0
-        self.log.restart(self.rows)
+        self.restore(self.checkpoints.load_last())
+        progress.rollbacks, progress.lr_factor = rollbacks, lr_factor
+        self.sums.skipped_in_a_row.zero_()
+        self.log.restart(progress.rows)
         self.save()
         self.log.info(
-            f"{MAX_SKIPPED_RUN} steps in a row were not finite at {where}: back to epoch {self.epoch + 1}, step {self.step}, "
-            f"learning rate x {factor:g} (return {rollbacks} of {MAX_ROLLBACKS})"
+            f"{MAX_SKIPPED_IN_A_ROW} steps in a row were not finite at {where}: back to epoch "
+            f"{progress.epoch + 1}, step {progress.step}, learning rate x {lr_factor:g} "
+            f"(return {rollbacks} of {MAX_ROLLBACKS})"
         )
 
     def interrupt(self) -> None:
-        """Write last.pt and leave."""
+        """Write last.pt and leave.
+
+        Raises:
+            Interrupted: always.
+        """
         self.save()
-        where = f"epoch {self.epoch + 1}, step {self.step}"
+        where = f"epoch {self.progress.epoch + 1}, step {self.progress.step}"
         raise Interrupted(
             f"interrupted in {where}; last.pt is written, go on with --resume {self.log.folder}"
         )

@@ -57,7 +57,7 @@ class TargetScript:
             for option in action.option_strings
         }
         recipe = parser.parse_args(list(arguments)).recipe
-        expanded = [*(options.recipe_words(recipe, parser) if recipe else []), *arguments]
+        expanded = [*(options.recipe_arguments(recipe, parser) if recipe else []), *arguments]
         parser.parse_args(expanded)
         parser._defaults.clear()  # from here on only flags that are given have a value
         for action in parser._actions:

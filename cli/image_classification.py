@@ -1,0 +1,134 @@
+"""What only the image script builds from flags: its own flags, data, model, predictions, export."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cli.factory import Data, Run, load_weights, split_rows
+from cli.flags import Parser, natural
+from input_pipeline import image_batches, image_datasets
+from input_pipeline.image_batches import AUGMENTATIONS, Augmentation, ImageDataset
+from models import resnet
+from training import evaluation
+from training.export import LARGEST_BATCH, export
+
+
+def add_flags(parser: Parser) -> None:
+    """Add the group 'images'."""
+    add = parser.add_argument_group("images").add_argument
+    add(
+        "--arch",
+        default="resnet50",
+        help=f"{', '.join(resnet.STAGES)}, or any torchvision model (default %(default)s)",
+    )
+    add(
+        "--image_size",
+        type=natural,
+        default=0,
+        metavar="PIXELS",
+        help="side of the images; 0 is the data set's own (of folder: 32)",
+    )
+    add(
+        "--augment",
+        choices=("standard", "none"),
+        default="standard",
+        help="random crop and flip (default %(default)s)",
+    )
+    add(
+        "--resident",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="keep all pixels on the device (default auto: if they fit)",
+    )
+
+
+def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -> Data:
+    """Training, validation and test images, with the statistics of the training pixels.
+
+    Args:
+        args: the flags.
+        run: the run.
+        checkpoint: whose statistics are taken, or None to measure them.
+    Raises:
+        InputError: the data set is missing or broken.
+    """
+    with run.world.local_main_first():
+        splits, classes = image_datasets.read_image_splits(
+            args.dataset, args.data_dir, image_size=args.image_size
+        )
+    labelled = splits.pop("train")
+    for name, rows in split_rows(args, labelled.labels).items():
+        splits[name] = labelled.take(rows) if len(rows) < len(labelled) else labelled
+    train = splits["train"]
+    if checkpoint is None:
+        mean, std = image_batches.channel_statistics(train)
+    else:
+        mean, std = checkpoint["mean"], checkpoint["std"]
+    standard = args.augment == "standard"
+    augmentation = AUGMENTATIONS[args.dataset] if standard else Augmentation(pad=0, flip=False)
+    sets = {}
+    for name, split in splits.items():
+        fits = image_batches.fits_in_memory(split, run.world.device)
+        sets[name] = ImageDataset(
+            split,
+            augmentation,
+            mean=mean,
+            std=std,
+            device=run.world.device,
+            seed=args.seed,
+            workers=args.workers,
+            resident={"auto": fits, "yes": True, "no": False}[args.resident],
+        )
+    metadata = {
+        "classes": classes,
+        "mean": mean,
+        "std": std,
+        "channels": train.channels,
+        "size": train.size,
+    }
+    return Data(sets.pop("train"), sets, metadata)
+
+
+def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.Module:
+    """The model of --arch, channels_last, on its device."""
+    model = resnet.create_model(
+        args.arch,
+        classes=len(metadata["classes"]),
+        channels=metadata["channels"],
+        image_size=metadata["size"],
+    )
+    return model.to(run.world.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Classify the image files of --predict."""
+    size, channels = checkpoint["size"], checkpoint["channels"]
+    files = [Path(file) for file in args.predict]
+    pixels = torch.stack(
+        [image_datasets.read_image(file, size, channels=channels) for file in files]
+    )
+    device = run.world.device
+    mean = torch.tensor(checkpoint["mean"], device=device)
+    std = torch.tensor(checkpoint["std"], device=device)
+    evaluation.print_predictions(
+        load_weights(create_model(args, run, checkpoint), checkpoint),
+        image_batches.normalise(pixels.to(device), mean, std=std),
+        names=args.predict,
+        classes=checkpoint["classes"],
+        batch_size=args.batch_size,
+    )
+
+
+def export_model(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Write the model to the file of --export."""
+    example = torch.randn(2, checkpoint["channels"], checkpoint["size"], checkpoint["size"])
+    model = load_weights(create_model(args, run, checkpoint), checkpoint)
+    dynamic = {0: ("batch", LARGEST_BATCH)}
+    difference = export(model, example, Path(args.export), dynamic=dynamic)
+    print(f"{args.export}: same probabilities as the model, to {difference:.1g}")

@@ -1,0 +1,202 @@
+"""What only the text script builds from flags: its own flags, data, model, predictions, export."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cli.factory import Data, Run, load_weights, split_rows
+from cli.flags import Parser, below_one, count, number
+from errors import InputError
+from input_pipeline import text_batches, text_datasets, tokenization
+from input_pipeline.naive_bayes import naive_bayes_scores
+from input_pipeline.text_batches import TextDataset
+from models.transformer import Transformer
+from training import evaluation
+from training.atomic_file import atomic_write_text
+from training.export import LARGEST_BATCH, export
+
+LONGEST_NAME = 60  # characters of a text that a prediction repeats
+
+
+def add_flags(parser: Parser) -> None:
+    """Add the group 'texts and model'."""
+    add = parser.add_argument_group("texts and model").add_argument
+    add(
+        "--tokenizer",
+        choices=tokenization.TOKENIZERS,
+        default="wordpiece",
+        help="trained on the training split (default %(default)s)",
+    )
+    add(
+        "--vocab_size",
+        type=number(int, 300),
+        default=30_000,
+        help="tokens at most (default %(default)s)",
+    )
+    add(
+        "--max_len",
+        type=number(int, 4),
+        default=128,
+        metavar="TOKENS",
+        help="longest text; the rest of a longer one is cut off (default %(default)s)",
+    )
+    add("--width", type=count, default=128, help="width of the encoder (default %(default)s)")
+    add("--depth", type=count, default=2, help="encoder blocks (default %(default)s)")
+    add(
+        "--heads",
+        type=count,
+        default=4,
+        help="attention heads; --width must be divisible by it (default %(default)s)",
+    )
+    add(
+        "--mlp_width",
+        type=count,
+        default=512,
+        help="width of the feed-forward layers (default %(default)s)",
+    )
+    add(
+        "--dropout",
+        type=below_one,
+        default=0.3,
+        help="dropout on embeddings and residual branches (default %(default)s)",
+    )
+    add(
+        "--token_dropout",
+        type=below_one,
+        default=0.5,
+        help="part of the tokens that is hidden in training (default %(default)s)",
+    )
+    add(
+        "--positions",
+        choices=("learned", "sinusoidal"),
+        default="learned",
+        help="position embedding (default %(default)s)",
+    )
+    add(
+        "--pooling",
+        choices=("mean", "cls"),
+        default="mean",
+        help="how the last layer becomes one vector (default %(default)s)",
+    )
+    add(
+        "--mix_at",
+        choices=("pooled", "tokens"),
+        default="pooled",
+        help="of --mixup: what of a text is mixed (default pooled)",
+    )
+    add(
+        "--prior",
+        choices=("none", "naive_bayes"),
+        default="none",
+        help="token scores that are added to the logits (default none)",
+    )
+
+
+def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -> Data:
+    """Training, validation and test texts, tokenized.
+
+    Args:
+        args: the flags.
+        run: the run.
+        checkpoint: whose tokenizer is taken, or None to train one on the training split.
+    Raises:
+        InputError: the data set is missing or broken.
+    """
+    world = run.world
+    with world.local_main_first():
+        splits, classes = text_datasets.read_text_splits(args.dataset, args.data_dir)
+    labelled = splits.pop("train")
+    for name, rows in split_rows(args, torch.tensor(labelled.labels)).items():
+        splits[name] = labelled.take(rows.tolist())
+    if checkpoint is not None:
+        tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
+    else:
+        trained = ""
+        if world.is_main:
+            texts = splits["train"].texts
+            trained = tokenization.train_tokenizer(
+                texts, args.tokenizer, vocab_size=args.vocab_size
+            ).to_str()
+        tokenizer = tokenization.load_tokenizer(world.broadcast(trained))
+    sets = {
+        name: TextDataset(split, tokenizer, max_len=args.max_len, device=world.device)
+        for name, split in splits.items()
+    }
+    prior = None
+    if args.prior == "naive_bayes":
+        prior = naive_bayes_scores(sets["train"], tokenizer.get_vocab_size(), classes=len(classes))
+    metadata = {
+        "classes": classes,
+        "tokenizer": tokenizer.to_str(),
+        "max_len": args.max_len,
+        "prior": prior,
+    }
+    return Data(sets.pop("train"), sets, metadata, model_mixes=True)
+
+
+def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.Module:
+    """The Transformer on its device.
+
+    Raises:
+        InputError: --width and --heads do not go together.
+    """
+    if args.width % args.heads or args.width % 2:
+        raise InputError(
+            f"--width {args.width}: must be even and divisible by --heads {args.heads}"
+        )
+    model = Transformer(
+        tokenization.load_tokenizer(metadata["tokenizer"]).get_vocab_size(),
+        len(metadata["classes"]),
+        width=args.width,
+        depth=args.depth,
+        heads=args.heads,
+        mlp_width=args.mlp_width,
+        max_len=metadata["max_len"],
+        dropout=args.dropout,
+        token_dropout=args.token_dropout,
+        positions=args.positions,
+        pooling=args.pooling,
+        prior=metadata["prior"],
+        mix_at=args.mix_at,
+    )
+    return model.to(run.world.device)
+
+
+def write_tokenizer(run: Run, metadata: Mapping[str, Any]) -> None:
+    """Write tokenizer.json into the run folder (rank 0), for use outside this project."""
+    if run.world.is_main:
+        atomic_write_text(run.folder / "tokenizer.json", metadata["tokenizer"])
+
+
+def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Classify every line of the text files of --predict."""
+    lines = [line for file in args.predict for line in text_datasets.read_lines(Path(file))]
+    tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
+    tokens = text_batches.encode_texts(lines, tokenizer, max_len=checkpoint["max_len"])
+    names = [
+        line if len(line) <= LONGEST_NAME else line[: LONGEST_NAME - 3] + "..." for line in lines
+    ]
+    evaluation.print_predictions(
+        load_weights(create_model(args, run, checkpoint), checkpoint),
+        tokens.to(run.world.device),
+        names=names,
+        classes=checkpoint["classes"],
+        batch_size=args.batch_size,
+    )
+
+
+def export_model(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Write the model to the file of --export."""
+    tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
+    texts = ["Stocks rise after the bank's report", "Home team wins"]
+    example = text_batches.encode_texts(texts, tokenizer, max_len=checkpoint["max_len"])
+    model = load_weights(create_model(args, run, checkpoint), checkpoint)
+    dynamic = {0: ("batch", LARGEST_BATCH), 1: ("length", checkpoint["max_len"])}
+    difference = export(model, example, Path(args.export), dynamic=dynamic)
+    print(f"{args.export}: same probabilities as the model, to {difference:.1g}")

@@ -1,0 +1,64 @@
+"""torch's SGD and AdamW with their fused kernels, so that a skipped step costs no host read.
+
+optimizer = fused_sgd(decay_groups(model, 5e-4), lr=0.1, momentum=0.9)
+step_unless_skipped(optimizer, ~torch.isfinite(global_norm(gradients)))
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backends.torch_compat import supports_fused_optimizers
+
+
+def fused_sgd(
+    groups: list[dict[str, Any]], *, lr: float, momentum: float = 0.9, nesterov: bool = False
+) -> torch.optim.SGD:
+    """Creates SGD, fused where torch can. Sharded parameters (DTensors) take the plain kernels.
+
+    Args:
+        groups: parameter groups, each with its weight decay.
+        lr: learning rate.
+        momentum, nesterov: as of torch.optim.SGD.
+    """
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    optimizer = torch.optim.SGD(
+        groups,
+        lr=lr,
+        momentum=momentum,
+        nesterov=nesterov,
+        fused=supports_fused_optimizers(parameters) and not any(map(_is_sharded, parameters)),
+    )
+    if momentum:  # torch would leave the buffer uninitialised if the very first step is skipped
+        for parameter in parameters:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def fused_adamw(
+    groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float] = (0.9, 0.999)
+) -> torch.optim.AdamW:
+    """Creates AdamW, fused where torch can; on GPUs its steps can be recorded in a CUDA graph.
+
+    Args:
+        groups: parameter groups, each with its weight decay.
+        lr: learning rate.
+        betas: decay rates of the two moments.
+    """
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return torch.optim.AdamW(
+        groups,
+        lr=lr,
+        betas=betas,
+        fused=supports_fused_optimizers(parameters),
+        capturable=all(parameter.is_cuda for parameter in parameters),
+    )
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    dtensor = sys.modules.get("torch.distributed.tensor")  # importing it would take a second
+    return dtensor is not None and isinstance(parameter, dtensor.DTensor)

@@ -1,0 +1,73 @@
+"""last.pt and best.pt of a run folder.
+
+manager = CheckpointManager(train_state, log, metadata)
+manager.save(progress, best=True)              # collective
+manager.restore(manager.load_last())
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from distributed import fsdp, sharded_checkpoint
+from training import checkpoint
+from training.run_log import RunLog
+from training.train_state import Progress, TrainState
+
+
+class CheckpointManager:
+    """Writes last.pt and best.pt, and beside them the weights of a sharded model.
+
+    Args:
+        train_state: what is saved.
+        log: the run folder and the console.
+        metadata: plain values at the top of every checkpoint: script, flags, what inference needs.
+    """
+
+    def __init__(self, train_state: TrainState, log: RunLog, metadata: dict[str, Any]) -> None:
+        self.train_state, self.log, self.metadata = train_state, log, metadata
+        self.shards: dict[str, str] = {}  # of 'last' and 'best': the name of the folder of shards
+
+    def save(self, progress: Progress, best: bool = False) -> None:
+        """Write last.pt, and best.pt if it is the best; collective.
+
+        A full disk is reported, the previous file kept, and the run goes on.
+        """
+        state, folder = self.train_state, self.log.folder
+        world, is_sharded = state.world, fsdp.is_sharded(state.model)
+        shards = world.broadcast(sharded_checkpoint.next_name(folder)) if is_sharded else ""
+        content = {
+            **self.metadata,
+            **state.state_dict(),
+            "progress": progress.state_dict(),
+            "shards": shards,
+        }
+        try:
+            if shards:
+                sharded_checkpoint.save(folder / shards, state.model, state.optimizer, world)
+            if not world.is_main:
+                return
+            checkpoint.save(folder / "last.pt", content)
+            self.shards["last"] = shards
+            if best:
+                checkpoint.link_checkpoint(folder / "last.pt", "best.pt")
+                self.shards["best"] = shards
+        except OSError as error:
+            self.log.info(f"warning: {error}; the previous checkpoint is kept and the run goes on")
+        if world.is_main:
+            sharded_checkpoint.delete_others(folder, keep=set(self.shards.values()))
+
+    def restore(self, content: dict[str, Any]) -> None:
+        """Load everything but the progress from what `checkpoint.load` returned; collective."""
+        self.train_state.load_state_dict(content)
+        folder = self.log.folder
+        if self.train_state.world.is_main and any(folder.glob("shards-*")):
+            for path in (folder / "last.pt", folder / "best.pt"):
+                if path.exists():
+                    stored = checkpoint.load(path, self.metadata["script"])
+                    self.shards[path.stem] = Path(stored.get("shards", "")).name
+
+    def load_last(self) -> dict[str, Any]:
+        """The content of last.pt."""
+        return checkpoint.load(self.log.folder / "last.pt", self.metadata["script"])

@@ -1,0 +1,57 @@
+"""How a rank's share of a batch is cut into micro-batches, whose gradients are added up.
+
+micro_batches = MicroBatches(accumulation_steps=4, limit=None)
+for x, y in micro_batches.split(inputs, labels): ...
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from errors import InputError
+
+
+class MicroBatches:
+    """The number of micro-batches of a step.
+
+    Args:
+        accumulation_steps: how many there are at least.
+        limit: samples of one at most; None is no limit.
+    """
+
+    def __init__(self, accumulation_steps: int = 1, limit: int | None = None) -> None:
+        self.accumulation_steps, self.limit = accumulation_steps, limit
+
+    @property
+    def several(self) -> bool:
+        """Whether a step may have more than one."""
+        return self.accumulation_steps > 1 or self.limit is not None
+
+    def number(self, batch_size: int) -> int:
+        """How many micro-batches so many samples make."""
+        needed = -(-batch_size // (self.limit or batch_size))
+        return min(batch_size, max(self.accumulation_steps, needed))
+
+    def split(self, inputs: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The micro-batches of a batch: inputs (batch, ...) and labels (batch,)."""
+        number = self.number(len(labels))
+        return list(zip(inputs.chunk(number), labels.chunk(number)))
+
+    def halve(self, batch_size: int) -> str:
+        """Halve the limit: the same global batch in half the memory; returns a line for the user.
+
+        Raises:
+            InputError: micro-batches hold a single sample already.
+        """
+        if self.number(batch_size) >= batch_size:
+            raise InputError(
+                "out of memory with a micro-batch of one sample; use a smaller model or image, "
+                "or another device"
+            )
+        before = -(-batch_size // self.number(batch_size))
+        self.limit = -(-before // 2)
+        return (
+            f"out of memory: micro-batch halved to {self.limit}, accumulation raised to "
+            f"{self.number(batch_size)}; the global batch is unchanged "
+            "(BatchNorm now sees the smaller micro-batch)"
+        )
