@@ -102,14 +102,14 @@ class Comparison:
         if len(self.rows(method, lr, seed)) == self.size.epochs or (folder / "diverged").exists():
             return
         optimizer = "sgd" if method == "muon" else method
-        words = f"{FLAGS} --subset {self.size.subset} --epochs {self.size.epochs} --lr {lr}"
-        words += f" --seed {seed} --threads {threads} --optimizer {optimizer}"
-        words += f" --weight_decay {WEIGHT_DECAY[method]} --out {folder}"
+        arguments = f"{FLAGS} --subset {self.size.subset} --epochs {self.size.epochs} --lr {lr}"
+        arguments += f" --seed {seed} --threads {threads} --optimizer {optimizer}"
+        arguments += f" --weight_decay {WEIGHT_DECAY[method]} --out {folder}"
         if method == "muon":
             shutil.rmtree(folder, ignore_errors=True)
         resume = ["--resume"] if (folder / "last.pt").exists() else []
         args, state = options.parse(
-            resnet50_test.parser(), resnet50_test.SCRIPT, words.split() + resume
+            resnet50_test.parser(), resnet50_test.SCRIPT, arguments.split() + resume
         )
         args = argparse.Namespace(**{**vars(args), "optimizer": method})
         try:

@@ -175,7 +175,7 @@ def step_sides(model: Model, batch: int) -> dict[str, Callable[[], float]]:
     return sides
 
 
-def alone(model: Model, batch: int) -> dict[str, Callable[[], float]]:
+def without_model(model: Model, batch: int) -> dict[str, Callable[[], float]]:
     """Return functions that measure mixing and loss, forward and backward, without the model."""
     labels = torch.randint(CLASSES, (batch,))
     hidden = torch.randn(batch, *model.mixed_shape)
@@ -259,7 +259,7 @@ def measure_model(model: Model, quick: bool) -> tuple[list[bench.Row], list[benc
     batch = model.quick_batch if quick else model.batch
     rounds = (5 if quick else 7) if model.optimizer == "sgd" else (7 if quick else 15)
     steps = bench.take_turns(step_sides(model, batch), rounds, {"meta, every step"})
-    parts = bench.take_turns(alone(model, batch), 30)
+    parts = bench.take_turns(without_model(model, batch), 30)
     median = {name: statistics.median(taken) for name, taken in steps.items()}
     print(f"\n{model.name}, batch {batch}: {1e3 * median['none']:.1f} ms/step without mixing")
     print(f"{'':18} {'step, x none':>13} {'spread':>14} {'alone, % of a step':>19}")

@@ -195,9 +195,9 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     with init_world("cpu") as world:
-        found = measure(args.arch, args.batch, args.rounds, args.seconds, world)
+        results = measure(args.arch, args.batch, args.rounds, args.seconds, world)
         if world.is_main:
-            print(json.dumps(found))
+            print(json.dumps(results))
 
 
 if __name__ == "__main__":

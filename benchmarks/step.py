@@ -210,11 +210,12 @@ def main() -> int:
     bars: list[bench.Bar] = []
     memories: dict[str, Any] = {}
     for name in [args.only] if args.only else SCRIPTS:
-        found, memories[name] = measure_script(name, sides, args.data_dir, args.quick, peak)
-        rows += found.values()
-        best = max((row for side, row in found.items() if side in OURS), key=lambda row: row.ratio)
+        measured, memories[name] = measure_script(name, sides, args.data_dir, args.quick, peak)
+        rows += measured.values()
+        ours = [row for side, row in measured.items() if side in OURS]
+        best = max(ours, key=lambda row: row.ratio)
         bars.append(bench.Bar(f"{best.name} of plain", best.ratio, BARS[name]))
-        for peer in (found[side] for side in PEERS if side in found):
+        for peer in (measured[side] for side in PEERS if side in measured):
             bars.append(bench.Bar(f"{best.name} of {peer.name}", best.ratio / peer.ratio, 1.0))
     seconds = time.perf_counter() - started
     print(f"{seconds:.0f} s")

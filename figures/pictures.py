@@ -306,7 +306,7 @@ def draw_scaling(groups: Groups) -> Figure | None:
 
 
 def plot_measured_efficiency(axes: Axes, ratios: Sequence[float], index: int) -> None:
-    """Plot the median of two processes' efficiency, with bars from the least to the most."""
+    """Plot the median of two processes' efficiency, with bars from minimum to maximum."""
     median = statistics.median(ratios)
     bars = [[median - min(ratios)], [max(ratios) - median]]
     axes.errorbar([2], [median], bars, fmt=MARKERS[index], color=COLOURS[index], capsize=3)

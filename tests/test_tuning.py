@@ -196,7 +196,7 @@ def test_a_killed_sweep_resumes_and_finds_a_rate_that_trains(tmp_path):
     recipe = yaml.safe_load((tmp_path / "tuned.yaml").read_text())
     assert recipe["base_bs"] == 64
     assert recipe["lr_scaling"] == "linear"
-    assert recipe["batch_size"] == 64  # what was given beside the space
+    assert recipe["batch_size"] == 64  # a flag of the command line
     assert not {"subset", "epochs", "seed"} & set(recipe)
     assert "test_accuracy" not in ranks.metrics(folder / "trials" / "0000")[0]
     run = tmp_path / "run"
