@@ -13,12 +13,12 @@ affected least. When it is killed, the same command resumes the run that it was 
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ import torch
 from torch import nn
 
 import resnet50_test
-from benchmarks import bench, peers
-from cli import factory, options
-from distributed.world import World, init_world
+from benchmarks import bench, peers, trainers
+from distributed.world import init_world
 from errors import NonFiniteLoss
 
 METHODS = ("sgd", "adamw", "muon", "ngd")
@@ -71,17 +70,6 @@ class Muon(torch.optim.Optimizer):
         self.both.step()
 
 
-def make_optimizer(
-    args: argparse.Namespace, model: nn.Module, lr: float, world: World
-) -> torch.optim.Optimizer:
-    """Return the optimizer of the flags, or Muon."""
-    return (
-        Muon(model, lr, args.weight_decay)
-        if args.optimizer == "muon"
-        else factory.create_optimizer(args, model, lr, world)
-    )
-
-
 class Comparison:
     """The runs of the comparison, each in a folder below `logs`."""
 
@@ -108,18 +96,13 @@ class Comparison:
         if method == "muon":
             shutil.rmtree(folder, ignore_errors=True)
         resume = ["--resume"] if (folder / "last.pt").exists() else []
-        args, state = options.parse(
-            resnet50_test.parser(), resnet50_test.SCRIPT, arguments.split() + resume
-        )
-        args = argparse.Namespace(**{**vars(args), "optimizer": method})
+        muon = partial(Muon, lr=lr, weight_decay=WEIGHT_DECAY[method]) if method == "muon" else None
         try:
-            with init_world(args.device) as world:
-                run = factory.create_run(args, resnet50_test.SCRIPT, world)
-                sets, metadata = resnet50_test.build_sets(args, run, state)
-                model = resnet50_test.create_model(args, metadata, run)
-                factory.trainer(
-                    args, run, model, sets.pop("train"), sets, metadata, make_optimizer
-                ).fit(state)
+            with init_world("cpu") as world:
+                opened = trainers.open_script(
+                    resnet50_test, arguments.split() + resume, world, create_optimizer=muon
+                )
+                opened.trainer.fit(opened.checkpoint)
         except NonFiniteLoss as error:
             (folder / "diverged").write_text(f"{error}\n")
         for weights in folder.glob("*.pt"):

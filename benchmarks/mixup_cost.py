@@ -26,19 +26,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.transforms import v2
-from training.step import Step
 
 import mixup
 from backends.device import keep_freed_memory, set_num_threads
 from backends.precision import choose_precision
-from benchmarks import bench
+from benchmarks import bench, trainers
 from benchmarks.stepping import clock
-from cli import factory
 from distributed.world import World
 from models import resnet
 from models.transformer import Transformer
-from training.losses import LossFn, MixedCrossEntropy, classification
+from optimizers.param_groups import decay_groups
+from optimizers.torch_fused import fused_adamw, fused_sgd
+from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
 from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
+from training.trainer import Trainer
 
 # Share of a step: the batch is read twice, its activations hundreds of times.
 PLAIN_SHARE = 0.02
@@ -135,43 +136,47 @@ class RandomHeldOut:
             yield self.inputs(len(rows)), rows % CLASSES
 
 
-def make_step(model: Model, kind: str, every: int, inside: bool, batch: int) -> Step:
-    """Return the training step of the scripts."""
+def make_trainer(model: Model, kind: str, every: int, model_mixes: bool, batch: int) -> Trainer:
+    """Return a trainer that takes the training steps of the scripts."""
     world, network = World(), model.make()
-    task: LossFn = classification()
-    learner = None
+    loss_fn: LossFn = CrossEntropy()
+    meta_learner = None
     if kind == "meta":
         meta = mixup.MetaMixup(CLASSES)
-        task = mixed = MixedCrossEntropy(lambda labels, height, width: meta.mix(labels), inside)
-        learner = MetaMixupStep(
-            meta, mixed, HeldOutBatches(RandomHeldOut(model.inputs), batch, 0, world), every
-        )
+        loss_fn = mixed = MixedCrossEntropy(lambda labels, **size: meta.mix(labels), model_mixes)
+        held_out = HeldOutBatches(RandomHeldOut(model.inputs), batch, seed=0, world=world)
+        meta_learner = MetaMixupStep(meta, mixed, held_out=held_out, every=every)
     elif kind != "none":
-        task = MixedCrossEntropy(
-            lambda labels, height, width: mixup.sample_mix(
-                kind, labels, alpha=ALPHA, height=height, width=width
-            ),
-            inside,
-        )
-    optimizer = factory.build_optimizer(network, model.optimizer, 1e-3, 0.0)
-    precision = choose_precision("auto", world.device)
-    return Step(network.train(), task, optimizer, precision, world, learner=learner)
+        loss_fn = MixedCrossEntropy(partial(mixup.sample_mix, kind, alpha=ALPHA), model_mixes)
+    make = {"sgd": fused_sgd, "adamw": fused_adamw}[model.optimizer]
+    return trainers.step_trainer(
+        network.train(),
+        make(decay_groups(network, 0.0), lr=1e-3),
+        world,
+        loss_fn=loss_fn,
+        precision=choose_precision("auto", world.device),
+        meta_learner=meta_learner,
+    )
 
 
 def step_sides(model: Model, batch: int) -> dict[str, Callable[[], float]]:
     """Return functions that measure the mean seconds of a step, by kind of mixing."""
     inputs, labels = model.inputs(batch), torch.randint(CLASSES, (batch,))
 
-    def side(step: Step, steps: int) -> Callable[[], float]:
-        step(inputs, labels)
-        for _ in range(steps - 1 if step.learner else 0):  # so that each call sees as many updates
-            step(inputs, labels)
-        return lambda: clock(lambda: [step(inputs, labels) for _ in range(steps)]) / steps
+    def side(trainer: Trainer, steps: int) -> Callable[[], float]:
+        step = partial(trainer.train_step, inputs, labels)
+        step()
+        # With a meta-learner each measured call is to see the same number of its updates.
+        for _ in range(steps - 1 if trainer.meta_learner is not None else 0):
+            step()
+        return lambda: clock(lambda: [step() for _ in range(steps)]) / steps
 
-    sides = {"none": side(make_step(model, "none", 1, False, batch), EVERY)}
+    sides = {"none": side(make_trainer(model, "none", 1, False, batch), EVERY)}
     for name, (kind, inside) in model.kinds.items():
-        sides[name] = side(make_step(model, kind, EVERY, inside, batch), EVERY)
-    sides["meta, every step"] = side(make_step(model, "meta", 1, model.kinds["meta"][1], batch), 2)
+        sides[name] = side(make_trainer(model, kind, EVERY, inside, batch), EVERY)
+    sides["meta, every step"] = side(
+        make_trainer(model, "meta", 1, model.kinds["meta"][1], batch), 2
+    )
     return sides
 
 

@@ -56,7 +56,7 @@ def table(name: str, arguments: list[str], data_dir: str) -> Iterator[str]:
     ]
     rows = sorted((row for row in rows if not row[2].startswith("ProfilerStep")), reverse=True)
     total = sum(time for time, _, _ in rows)
-    title = f"{name}, batch {batch}, {opened.precision} {' '.join(arguments)}"
+    title = f"{name}, batch {batch}, {opened.run.precision.name} {' '.join(arguments)}"
     yield f"{title}: {total / STEPS / 1e3:.1f} ms of operators per step"
     yield f"{'share':>7} {'ms/step':>9} {'calls/step':>11}  operator"
     for time, calls, key in rows[:ROWS]:

@@ -17,17 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from training.step import Step
 
 from backends.device import keep_freed_memory
 from backends.precision import choose_precision
-from benchmarks import bench
+from benchmarks import bench, trainers
 from benchmarks.stepping import clock
-from cli import factory
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World, init_world
 from models import resnet
-from training.losses import classification
+from optimizers.param_groups import decay_groups
+from slamb import LAMB, SLAMB
 
 ALONE, SILENT, SENDING = "alone", "silent", "sending"
 METHODS = {  # compression of DDP's gradients; empty for SLAMB
@@ -88,28 +87,25 @@ class Training:
             .train()
             .to(memory_format=torch.channels_last)
         )
-        own = (
-            {"local_steps": NEVER, "dense_steps": 0, "compress_ratio": 0.1}
-            if optimizer == "slamb"
-            else None
-        )
-        made = factory.build_optimizer(model, optimizer, 1e-3, 0.01, own=own)
-        precision = choose_precision("auto", world.device)
-        self.step = Step(
+        groups = decay_groups(model, 0.01)
+        if optimizer == "slamb":
+            made = SLAMB(groups, 1e-3, local_steps=NEVER, dense_steps=0, compress_ratio=0.1)
+        else:
+            made = LAMB(groups, 1e-3)
+        self.trainer = trainers.step_trainer(
             model,
-            classification(),
             made,
-            precision,
             world,
-            hook=AllReduceHook(world, compress or "none"),
+            precision=choose_precision("auto", world.device),
+            comm_hook=AllReduceHook(world, compress or "none"),
         )
-        self.step.wrap()
+        self.trainer.wrap_model()
         torch.manual_seed(1 + world.rank)
         self.inputs = torch.randn(batch, 3, 32, 32).to(memory_format=torch.channels_last)
         self.labels = torch.randint(10, (batch,))
 
     def __call__(self) -> None:
-        self.step(self.inputs, self.labels)
+        self.trainer.train_step(self.inputs, self.labels)
 
 
 def repeat(work: Callable[[], Any], times: int) -> None:
@@ -180,7 +176,7 @@ def measure(arch: str, batch: int, rounds: int, seconds: float, world: World) ->
             sides[f"{name} {SILENT}"] = partial(turns.together, training, name, True)
             sides[f"{name} {SENDING}"] = partial(turns.together, training, name, False)
     taken = bench.take_turns(sides, rounds)
-    weights = sum(p.numel() for p in plain.step.model.parameters())
+    weights = sum(p.numel() for p in plain.trainer.model.parameters())
     return {"weights": weights, "batch": batch, "seconds": taken, "sends": turns.sends}
 
 

@@ -112,14 +112,15 @@ def inspect_script(name: str, data_dir: str, folder: str) -> tuple[throughput.Re
         arguments += ["--bs", "16", "--precision", "fp32"]
         opened = throughput.open_script(SCRIPTS[name], arguments, world)
         trainer = opened.trainer
-        if opened.recipe.texts:
-            plan = list(trainer.batching.order.epoch(0, BATCHES[name]))
-            padding = 100 * trainer.train_set.padding(plan)  # type: ignore[attr-defined]
+        recipe = throughput.recipe_of(opened)
+        if recipe.texts:
+            row_batches = list(trainer.batches.order.epoch(0, BATCHES[name]))
+            padding = 100 * trainer.train_set.padding(row_batches)  # type: ignore[attr-defined]
             print(f"padding of batches of {BATCHES[name]}: {padding:.1f} % of the tokens")
         inputs, _ = next(throughput.our_batches(trainer, 16))
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             trainer.model(inputs)
-    return opened.recipe, 3 * counter.get_total_flops() / 16
+    return recipe, 3 * counter.get_total_flops() / 16
 
 
 def peak_flops() -> float:

@@ -38,7 +38,7 @@ from torchvision import datasets, transforms
 import errors
 import resnet50_test
 import transformer_test
-from benchmarks import bench
+from benchmarks import bench, trainers
 from cli import factory, options
 from distributed.world import World, init_world
 from input_pipeline import text_datasets
@@ -80,50 +80,41 @@ class Recipe:
     weight_decay: float
 
 
-@dataclass(frozen=True)
-class Opened:
-    """What a script has created before its first step, and the seconds to read the data."""
-
-    trainer: Trainer
-    recipe: Recipe
-    precision: str
-    seconds: float
+def open_script(script: ModuleType, arguments: list[str], world: World) -> trainers.Opened:
+    """Create what a script trains with these arguments, ready for its first step."""
+    opened = trainers.open_script(script, arguments, world)
+    opened.trainer.wrap_model()
+    opened.trainer.model.train()
+    return opened
 
 
-def open_script(script: ModuleType, arguments: list[str], world: World) -> Opened:
-    """Create what a script trains with these arguments, by the script's own functions."""
-    args, _ = options.parse(script.parser(), script.SCRIPT, arguments)
-    run = factory.create_run(args, script.SCRIPT, world)
-    clock = time.perf_counter()
-    sets, metadata = script.build_sets(args, run, None)
-    seconds = time.perf_counter() - clock
-    trainer = factory.trainer(
-        args, run, script.create_model(args, metadata, run), sets.pop("train"), sets, metadata
+def recipe_of(opened: trainers.Opened) -> Recipe:
+    """Return what the plain side trains: a copy of the model, the data and the rates."""
+    model = copy.deepcopy(opened.trainer.model)
+    return Recipe(
+        texts=opened.run.script == transformer_test.SCRIPT,
+        metadata=opened.data.metadata,
+        model=model.to(memory_format=torch.contiguous_format),  # type: ignore[call-overload]
+        lr=opened.args.lr,
+        momentum=opened.args.momentum,
+        weight_decay=opened.args.weight_decay,
     )
-    trainer.do_step.wrap()
-    trainer.model.train()
-    plain = copy.deepcopy(trainer.model).to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    recipe = Recipe(
-        script is transformer_test, metadata, plain, args.lr, args.momentum, args.weight_decay
-    )
-    return Opened(trainer, recipe, run.precision.name, seconds)
 
 
 def our_batches(trainer: Trainer, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the batches of all epochs, as `Trainer.train_epoch` reads them."""
     for epoch in itertools.count():
-        trainer.epoch, trainer.step_in_epoch = epoch, 0
-        yield from trainer.train_set.batches(
-            list(trainer.batching.order.epoch(epoch, batch_size)), epoch
-        )
+        trainer.progress.epoch, trainer.progress.step_in_epoch = epoch, 0
+        row_batches = list(trainer.batches.order.epoch(epoch, batch_size))
+        yield from trainer.train_set.batches(row_batches, epoch)
 
 
 def our_steps(trainer: Trainer) -> Iterator[int]:
     """Take training steps as `Trainer.train_epoch` does; yield the samples of each."""
-    for inputs, labels in our_batches(trainer, trainer.batching.size):
-        trainer.set_lr()
-        trainer.do_step(inputs, labels)
-        trainer.step_in_epoch += 1
+    for inputs, labels in our_batches(trainer, trainer.batches.size):
+        trainer.set_lr(trainer.scheduled_lr())
+        trainer.train_step(inputs, labels)
+        trainer.progress.step_in_epoch += 1
         yield len(labels)
 
 
@@ -231,16 +222,17 @@ def pair(name: str, quick: bool, ours: Iterator[int], plain: bench.Remote) -> be
 
 
 def both_pairs(
-    name: str, opened: Opened, data_dir: str, quick: bool, batch: int
+    name: str, opened: trainers.Opened, data_dir: str, quick: bool, batch: int
 ) -> list[bench.Row]:
     """Measure training, and the input pipeline alone, each with plain in its own process."""
-    plain = bench.Remote(plain_training, opened.recipe, data_dir, batch)
+    recipe = recipe_of(opened)
+    plain = bench.Remote(plain_training, recipe, data_dir, batch)
     training = pair(f"{name} training", quick, our_steps(opened.trainer), plain)
     ours = (len(labels) for _, labels in our_batches(opened.trainer, INPUT_BATCH))
-    plain = bench.Remote(plain_input, opened.recipe, data_dir, INPUT_BATCH)
+    plain = bench.Remote(plain_input, recipe, data_dir, INPUT_BATCH)
     return [
         training,
-        pair(f"{'text' if opened.recipe.texts else 'image'} input pipeline", quick, ours, plain),
+        pair(f"{'text' if recipe.texts else 'image'} input pipeline", quick, ours, plain),
     ]
 
 
@@ -257,7 +249,7 @@ def measure(
     text = open_script(transformer_test, arguments, world)
     rows += both_pairs("transformer", text, data_dir, quick, TEXT_BATCH)
     facts = {
-        "precision": image.precision,
+        "precision": image.run.precision.name,
         "prepare_seconds": {"images": image.seconds, "texts": text.seconds},
     }
     return rows, {
@@ -284,7 +276,7 @@ def accuracies(log: Path, data_dir: str) -> dict[str, Any]:
     args, _ = options.parse(transformer_test.parser(), transformer_test.SCRIPT, arguments)
     splits, _ = text_datasets.read_text_splits("agnews", data_dir)
     train = splits["train"].take(
-        factory.split_rows(torch.tensor(splits["train"].labels), args)["train"].tolist()
+        factory.split_rows(args, torch.tensor(splits["train"].labels))["train"].tolist()
     )
     vectors = TfidfVectorizer(sublinear_tf=True, ngram_range=(1, 2), min_df=2)
     regression = LogisticRegression(C=4, max_iter=300).fit(

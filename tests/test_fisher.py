@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cli.factory import build_optimizer
 from ngd import NGD
 from ngd_cases import SGD, Shapes, assert_same, distance, estimates, parameters_of, weights
 from ngd_oracle import Oracle
+from trainers import build_optimizer
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import resnet50_test
 from cli import factory, options
-from cli.factory import build_optimizer
 from distributed.world import World
 from errors import InputError
 from ngd import NGD
@@ -31,6 +30,7 @@ from ngd_cases import (
     weights,
 )
 from optimizers.param_groups import ngd_groups
+from trainers import build_optimizer
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -303,7 +303,7 @@ def test_a_resumed_run_keeps_its_rates(tmp_path: Path, monkeypatch: pytest.Monke
 def test_skip_words_split_the_groups() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4))
     names = {p: name for name, p in model.named_parameters()}
-    optimizer = build_optimizer(model, "ngd", 0.1, 0.01, own={"rank": 7}, ngd_skip=["0.w", "1."])
+    optimizer = build_optimizer(model, "ngd", 0.1, 0.01, rank=7, ngd_skip=["0.w", "1."])
     found = sorted(
         (names[p], g["ngd"], g["weight_decay"], g["rank"])
         for g in optimizer.param_groups

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ngd
 import ranks
-from cli.factory import build_optimizer
 from distributed import ddp
 from distributed.world import World
 from ngd import NGD
@@ -34,6 +33,7 @@ from ngd_cases import (
     train,
     weights,
 )
+from trainers import build_optimizer
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -12,11 +12,11 @@ from torch.optim import lr_scheduler as peers
 
 import resnet50_test
 from cli import factory, options
-from cli.factory import build_optimizer
-from cli.flags import OPTIMIZERS
 from models.transformer import Transformer
 from optimizers.param_groups import decay_groups
 from optimizers.schedules import SCHEDULES, Schedule, scale_lr
+from resnet50_test import OPTIMIZERS
+from trainers import build_optimizer
 
 EPOCHS, STEPS = 12, 10  # of the run; steps in an epoch
 TOTAL = EPOCHS * STEPS
@@ -169,7 +169,7 @@ def test_optimizer_descends(name: str) -> None:
     weight = nn.Linear(5, 1)
     nn.init.constant_(weight.weight, 0.5)  # steps of LARS and LAMB are in proportion to the weights
     own = {"trust_coefficient": 1.0} if name == "lars" else {}
-    optimizer = build_optimizer(weight, name, lr=0.05, weight_decay=1e-3, own=own)
+    optimizer = build_optimizer(weight, name, lr=0.05, weight_decay=1e-3, **own)
     x = torch.randn(64, 5)
     y = x.sum(1, keepdim=True)
     losses = []

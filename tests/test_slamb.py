@@ -12,17 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training.step import SAMPLES, SKIPPED, Step
 
 import ranks
 import slamb_oracle
-from backends.precision import Precision
 from optimizers.flat_buffer import FlatLayout, RoundRobin
 from optimizers.lamb import LAMB
 from slamb import BLOCK, SLAMB, AuthorsSLAMB
 from slamb_oracle import SHAPES, Oracle, gradient, start
-from training.losses import classification
-from training.train_state import merge
+from trainers import make_trainer
+from training.step_stats import StepSums
+from training.train_state import merge_optimizer_states
 
 EXACT = {"wire_dtype": torch.float64}
 SMALL_ELEMENTS = sum(math.prod(shape) for shape in SHAPES if math.prod(shape) < 9000)
@@ -349,7 +348,7 @@ def merged_states_keep_the_mean_momentum(world: Any) -> None:
         assert not torch.equal(box[0]["state"][0]["exp_avg"], box[1]["state"][0]["exp_avg"])
         for number_of_ranks in (4, 1):  # each of them takes the merged state
             other = SLAMB(parameters(torch.float32), selection=selection)
-            other.load_state_dict(merge(box))
+            other.load_state_dict(merge_optimizer_states(box))
             for p, expected in zip(other.param_groups[0]["params"], momenta):
                 total = (
                     sum(other.state[p]["exp_avg"] for _ in range(number_of_ranks)) / number_of_ranks
@@ -359,23 +358,20 @@ def merged_states_keep_the_mean_momentum(world: Any) -> None:
 
 
 def the_step_clips_by_the_global_norm_and_counts_skips(world: Any) -> None:
-    fp32 = Precision("fp32", "cpu")
     for clip in (0.0, 0.05):
         mine = parameters(torch.float32)
         model = nn.ParameterList(mine)
         ours = SLAMB(model.parameters(), dense_steps=1, wire_dtype=torch.float32)
-        step = Step(model, classification(), ours, fp32, world, clip=clip)
-        step.wrap()
-        assert step.parallel is model
+        trainer = make_trainer(model, ours, world, max_grad_norm=clip)
+        trainer.wrap_model()
+        assert trainer.parallel_model is model
+        of_step = StepSums(torch.device("cpu"))
+        of_step.samples.fill_(4.0)
         set_gradients(mine, 0, world.rank)
         norm = torch.stack([p.grad.square().sum() for p in mine]).sum()
         norm = (world.sum(norm) / world.size).sqrt()
         own = [p.grad.clone() for p in mine]
-        step.update(
-            torch.tensor(
-                [1.0, 1.0, 0.0, 4.0] + [0.0] * (SKIPPED - SAMPLES - 1), dtype=torch.float64
-            )
-        )
+        trainer.optimizer_step(of_step)
         factor = min(1.0, clip / norm.item()) if clip else 1.0
         expected = [world.sum(0.1 * factor * g) / world.size for g in own]
         for p, m in zip(mine, expected):
@@ -386,15 +382,11 @@ def the_step_clips_by_the_global_norm_and_counts_skips(world: Any) -> None:
             set_gradients(mine, 1, world.rank)
             if world.rank == bad_rank:
                 mine[0].grad[0, 0, 0, 0] = math.nan
-            step.update(
-                torch.tensor(
-                    [1.0, 1.0, 0.0, 4.0] + [0.0] * (SKIPPED - SAMPLES - 1), dtype=torch.float64
-                )
-            )
+            trainer.optimizer_step(of_step)
             assert all(torch.equal(p, q) for p, q in zip(mine, before))
-            assert step.sums[SKIPPED] == bad_rank + 1
-            assert step.sums[SAMPLES] == 4
-        step.settle()
+            assert trainer.sums.skipped == bad_rank + 1
+            assert trainer.sums.samples == 4
+        trainer.sync_replicas()
         for p in mine:
             torch.testing.assert_close(world.sum(p.detach().clone()), p.detach() * world.size)
 

@@ -1,0 +1,148 @@
+"""Trainers for benchmarks and tests: of a whole script, or of single steps.
+
+opened = open_script(resnet50_test, ["--bs", "64"], world)     # what the script would train
+trainer = step_trainer(model, optimizer)                        # no data: trainer.train_step(x, y)
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from backends.precision import Precision
+from cli import factory, image_classification, options, text_classification
+from distributed.comm_hooks import AllReduceHook
+from distributed.world import World
+from input_pipeline.sampler import Sampler
+from optimizers.schedules import Schedule
+from training.batch_schedule import BatchSchedule
+from training.losses import CrossEntropy, LossFn
+from training.meta_mixup_step import MetaLearner
+from training.run_log import RunLog
+from training.trainer import Trainer, TrainerConfig
+
+TASKS = {"resnet50_test": image_classification, "transformer_test": text_classification}
+FP32 = Precision("fp32", "cpu")
+ROWS = 64  # of the data set that is not there
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a script has created before its first step.
+
+    Attributes:
+        args: its flags.
+        run, data, trainer: as its `main` creates them.
+        checkpoint: what it goes on from, or None.
+        seconds: time to read the data.
+    """
+
+    args: Namespace
+    run: factory.Run
+    data: factory.Data
+    trainer: Trainer
+    checkpoint: dict[str, Any] | None
+    seconds: float
+
+
+def open_script(
+    script: ModuleType,
+    arguments: Sequence[str],
+    world: World,
+    *,
+    create_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+) -> Opened:
+    """Create what a script trains with these command-line arguments, as its `main` does.
+
+    Args:
+        script: resnet50_test or transformer_test.
+        arguments: the command line.
+        world: the ranks.
+        create_optimizer: makes an optimizer of the model's parameters that no flag names.
+    """
+    args, checkpoint = options.parse(script.parser(), script.SCRIPT, arguments)
+    task = TASKS[script.SCRIPT]
+    run = factory.create_run(args, script.SCRIPT, world)
+    start = time.perf_counter()
+    data = task.load_data(args, run, checkpoint)
+    seconds = time.perf_counter() - start
+    model = task.create_model(args, run, data.metadata)
+    loss_fn, meta_learner = factory.create_loss(args, run, data)
+    batches = factory.create_batch_schedule(args, run, data)
+    model = factory.prepare_model(args, run, model)
+    if create_optimizer is not None:
+        optimizer = create_optimizer(model)
+    else:
+        optimizer = factory.create_optimizer(args, run, model, script.OPTIMIZERS)
+    trainer = factory.create_trainer(
+        args,
+        run,
+        data,
+        model=model,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        meta_learner=meta_learner,
+        batches=batches,
+    )
+    return Opened(args, run, data, trainer, checkpoint, seconds)
+
+
+class NoData:
+    """A data set that nothing is read from."""
+
+    lengths = None
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def batches(
+        self, row_batches: Sequence[Tensor], epoch: int | None = None
+    ) -> Generator[tuple[Tensor, Tensor], None, None]:
+        """Refuse to give batches."""
+        raise AssertionError("this trainer has no data")
+        yield
+
+
+def step_trainer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    precision: Precision = FP32,
+    comm_hook: AllReduceHook | None = None,
+    meta_learner: MetaLearner | None = None,
+    **config: Any,
+) -> Trainer:
+    """A Trainer without data and run folder, for single steps.
+
+    Args:
+        model, optimizer, loss_fn, precision, comm_hook, meta_learner: as of `Trainer`.
+        world: the ranks; None is one process on a CPU.
+        config: fields of `TrainerConfig`.
+    """
+    world = world or World()
+    return Trainer(
+        model,
+        optimizer,
+        loss_fn or CrossEntropy(),
+        BatchSchedule(world, Sampler(ROWS, seed=0), base=8 * world.size),
+        train_set=NoData(),
+        eval_sets={},
+        lr_schedule=Schedule("constant", 1),
+        precision=precision,
+        world=world,
+        log=RunLog(Path(), is_main=False),
+        config=TrainerConfig(**config),
+        metadata={"script": "", "classes": []},
+        comm_hook=comm_hook,
+        meta_learner=meta_learner,
+    )
