@@ -30,7 +30,7 @@ from ngd_cases import (
     weights,
 )
 from optimizers.param_groups import ngd_groups
-from trainers import build_optimizer
+from trainers import FP32, build_optimizer
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -267,9 +267,9 @@ def test_the_flags_reach_the_optimizer() -> None:
         "resnet50_test",
         [*words.split(), "--ngd_max_dim", "99", "--ngd_skip", "0.w"],
     )
-    optimizer = factory.create_optimizer(
-        args, nn.Sequential(nn.Linear(3, 4, bias=False)), args.lr, World()
-    )
+    run = factory.Run("x", World(), FP32, Path())
+    model = nn.Sequential(nn.Linear(3, 4, bias=False))
+    optimizer = factory.create_optimizer(args, run, model, resnet50_test.OPTIMIZERS)
     expected = {
         "lr": 0.3,
         "weight_decay": 0.01,
