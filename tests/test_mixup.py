@@ -186,9 +186,9 @@ def test_any_box_is_pasted_with_and_without_a_gradient(
         memory_format=torch.channels_last if last else torch.contiguous_format
     )
     mix = mixup.Mix(torch.tensor([1, 2, 3, 0]), torch.ones(4), box=box)
-    inside = torch.zeros(8, 8, dtype=torch.bool)
-    inside[box[0] : box[1], box[2] : box[3]] = True
-    expected = torch.where(inside, x[mix.partner], x)
+    in_box = torch.zeros(8, 8, dtype=torch.bool)
+    in_box[box[0] : box[1], box[2] : box[3]] = True
+    expected = torch.where(in_box, x[mix.partner], x)
     assert torch.equal(mixup.blend(x, mix), expected)
     leaf = x.clone().requires_grad_()
     mixed = mixup.blend(leaf, mix)
