@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from errors import InputError
+from errors import InputError, first_line
 from models.residual import ResidualBlock
 
 STAGES = {  # kind of block, and number of blocks in each stage
@@ -225,6 +225,6 @@ def _create_torchvision_model(
     except (RuntimeError, AssertionError) as error:
         raise InputError(
             f"--arch {arch} cannot take {image_size}x{image_size} images "
-            f"({str(error).splitlines()[0]}); try --image_size 64 or 224"
+            f"({first_line(error)}); try --image_size 64 or 224"
         ) from None
     return model.train()

@@ -12,6 +12,7 @@ import torch
 import ranks
 import resnet50_test
 import transformer_test
+from cli import compatibility
 
 README = ranks.ROOT / "README.md"
 PAGES = [README, *sorted((ranks.ROOT / "docs").glob("*.md"))]
@@ -103,3 +104,8 @@ def test_the_optimizer_of_the_page_on_extending_works():
     torch.testing.assert_close(weight.detach(), torch.tensor([0.9, 1.1, 1.0]))
     with pytest.raises(ValueError, match="Lion"):
         names["Lion"]([weight], lr=-1)
+
+
+def test_the_table_of_incompatible_flags_is_that_of_the_code() -> None:
+    page = compatibility.PAGE.read_text()
+    assert compatibility.page_with_table(page) == page

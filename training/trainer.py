@@ -31,7 +31,7 @@ from distributed.comm_hooks import AllReduceHook
 from distributed.world import StopVote, World
 from errors import InputError, Interrupted, NonFiniteLoss
 from input_pipeline.dataset import BatchedDataset
-from optimizers.base import CommunicatingOptimizer, step_unless_skipped
+from optimizers.base import CommunicatingOptimizer, global_norm, step_unless_skipped
 from optimizers.schedules import Schedule
 from training import evaluation
 from training.batch_schedule import BatchSchedule
@@ -354,7 +354,7 @@ class Trainer:
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         gradients = self.gradients()
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        norm = global_norm(gradients)
         if self.is_sharded:
             norm = fsdp.unshard(norm)
         skip = ~torch.isfinite(norm)
