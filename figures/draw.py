@@ -48,6 +48,7 @@ def draw_all() -> None:
 
 
 def main() -> None:
+    """Draw the runs that the command line names, or all figures and the results table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

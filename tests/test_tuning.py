@@ -269,7 +269,7 @@ def test_a_recipe_holds_what_the_best_trial_had(arguments, params, nproc, expect
     report.write_recipe(config, best, num_trials=3)
     assert yaml.safe_load(config.recipe_out.read_text()) == params | expected
     read = resnet50_test.parser().parse_args(
-        options.recipe_words(str(config.recipe_out), resnet50_test.parser())
+        options.recipe_arguments(str(config.recipe_out), resnet50_test.parser())
     )
     assert vars(read) == vars(script.flags(params)) | {
         "recipe": None,
