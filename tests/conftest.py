@@ -1,4 +1,4 @@
-"""Fixtures that several files use: the real data sets, a finished run of each script, and calls that must be refused."""
+"""Fixtures of several files: real data sets, finished runs, and calls that must be refused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import errors
 import resnet50_test
 import transformer_test
 
-IMAGES = "--dataset digits --arch resnet20 --epochs 1 --bs 32 --subset 0.1 --device cpu --precision fp32 --threads 1"
-TEXTS = "--dataset headlines --epochs 1 --bs 32 --subset 0.2 --device cpu --precision fp32 --threads 1 --width 8 --heads 2 --depth 1"
+SHORT = "--epochs 1 --bs 32 --device cpu --precision fp32 --threads 1"
+IMAGES = f"--dataset digits --arch resnet20 --subset 0.1 {SHORT}"
+TEXTS = f"--dataset headlines --subset 0.2 --width 8 --heads 2 --depth 1 {SHORT}"
 SCRIPTS = {"images": (resnet50_test, IMAGES), "texts": (transformer_test, TEXTS)}
 
 
@@ -52,7 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Runs a script in an empty folder without network; asserts exit code 2 and one line; returns the line."""
+    """Run a script without network; assert exit code 2 and one line; return the line."""
 
     def no_network(*_: object, **__: object) -> None:
         raise urllib.error.URLError("no network in tests")

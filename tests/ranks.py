@@ -22,7 +22,10 @@ TIMING = {"seconds", "train_seconds", "samples_per_second", "peak_memory_bytes"}
 
 
 def run_ranks(body: Callable[..., None], size: int, *arguments: Any) -> None:
-    """Call `body(world, *arguments)` in `size` processes of one gloo group; an exception in any of them is raised here."""
+    """Call `body(world, *arguments)` in `size` processes of one gloo group.
+
+    An exception in any of them is raised here.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -83,7 +86,7 @@ def finish(
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """SIGKILL to a started command and to everything it has started (torchrun's workers leave its process group)."""
+    """Send SIGKILL to a command and to all that it started, also outside its process group."""
     for number, _ in relatives(process):
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""batching.py and the step under it: every sample once, equal weight a sample, noise of gradients that are there, going on."""
+"""Batches and steps: every sample once and with equal weight; the noise scale; resuming."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def unequal_shares_have_the_gradient_of_the_whole_batch(world: World) -> None:
                 torch.testing.assert_close(given.grad, wanted.grad, rtol=1e-12, atol=1e-14)
 
 
-# -------------------------------------------------------------------- what the noise scale is estimated from
+# -------------------------------------------------------------------- the noise scale
 
 
 def gradient_square(rows: Tensor) -> float:
@@ -392,7 +392,8 @@ class Rows(NoData):
             [64, 256, 512, 512],
         ),
         (
-            "decrease --epochs 4 --batch_milestones 1 2 --batch_factor 4 --min_bs 8 --dynamic_lr sqrt",
+            "decrease --epochs 4 --batch_milestones 1 2 --batch_factor 4 --min_bs 8 "
+            "--dynamic_lr sqrt",
             8,
             64,
             0.5,
@@ -470,7 +471,8 @@ def test_a_batch_beyond_the_noise_is_told_once() -> None:
     assert batching.advice(10**6) == ""
 
 
-DIGITS = "--dataset digits --arch resnet8 --bs 32 --lr 0.05 --epochs 4 --threads 1 --warmup 1 --lr_schedule step --step_size 2".split()
+DIGITS = "--dataset digits --arch resnet8 --bs 32 --lr 0.05 --epochs 4 --threads 1 --warmup 1"
+DIGITS = f"{DIGITS} --lr_schedule step --step_size 2".split()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What data parallelism sends: counted, in fewer bits, a step late, or not at all for a while; and what ranks then agree on."""
+"""What data parallelism sends: compressed, a step late or only now and then; and its bytes."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ import torch
 
 import ranks
 
-IMAGES = """--dataset digits --arch resnet20 --bs 64 --lr 0.05 --mixup cutmix --epochs 4 --save_every 5
+IMAGES = """--dataset digits --arch resnet20 --bs 64 --lr 0.05 --mixup cutmix --epochs 4
+    --save_every 5
 --threads 1 --seed 3""".split()
 TEXTS = """--dataset headlines --bs 16 --lr 4e-4 --epochs 6 --save_every 7
 --meta_learning --meta_policy beta --meta_every 5 --mix_at tokens

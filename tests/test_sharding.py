@@ -1,4 +1,4 @@
-"""Weights in shards: the run of data parallelism, checkpoints that fit any number of ranks, and what happens to broken ones."""
+"""Sharded weights: equal to data parallelism; checkpoints for any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from trainers import build_optimizer, make_trainer
 from training.losses import BatchLoss, CrossEntropy
 from training.trainer import Trainer
 
-TEXTS = "--dataset headlines --bs 16 --lr 4e-4 --epochs 2 --depth 2 --width 32 --vocab_size 800 --precision fp32 --threads 1".split()
+TEXTS = "--dataset headlines --bs 16 --lr 4e-4 --epochs 2 --depth 2 --width 32 --vocab_size 800"
+TEXTS = f"{TEXTS} --precision fp32 --threads 1".split()
 FP32 = Precision("fp32", "cpu")
 
 
@@ -129,7 +130,8 @@ def test_bytes_and_precision_of_the_wire():
 
 
 def test_images_have_the_losses_of_data_parallelism(tmp_path):
-    flags = "--dataset digits --arch resnet8 --bs 64 --lr 0.01 --epochs 1 --precision fp32 --threads 1 --accumulate 2 --fuse".split()
+    flags = "--dataset digits --arch resnet8 --bs 64 --lr 0.01 --epochs 1 --precision fp32"
+    flags = f"{flags} --threads 1 --accumulate 2 --fuse".split()
     found = []
     for parallel in ("ddp", "fsdp"):
         folder = tmp_path / parallel
@@ -162,7 +164,7 @@ def whole_weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with 'cut', a run of two epochs in shards on two ranks, and 'copied', the same by data parallelism."""
+    """A folder with two runs on two ranks: 'cut', in shards, and 'copied', data-parallel."""
     folder = tmp_path_factory.mktemp("shards")
     for name, parallel in (("cut", "fsdp"), ("copied", "ddp")):
         command = ranks.torchrun(
@@ -214,7 +216,7 @@ def test_sigkill_then_resume_in_shards(runs, tmp_path):
     ("run", "size", "parallel"), [("cut", 1, "fsdp"), ("cut", 3, "fsdp"), ("copied", 2, "fsdp")]
 )
 def test_a_run_goes_on_with_other_ranks_and_other_ways(runs, tmp_path, run, size, parallel):
-    """The third epoch is as good as the second; weights and moments of another make would not be."""
+    """The third epoch is as good as the second; wrong weights or moments would not be."""
     shutil.copytree(runs / run, tmp_path / "run")
     flags = [
         "--epochs",
@@ -245,7 +247,7 @@ def test_a_run_goes_on_with_other_ranks_and_other_ways(runs, tmp_path, run, size
 
 
 def a_checkpoint_fits_any_ranks(world, folder, parallel):
-    """Weights and moments, bit for bit; `folder` holds shards of two ranks and what they were put together."""
+    """Weights and moments, bit for bit; `folder` holds shards and the whole tensors."""
     net = model()
     if parallel != "ddp":
         cut(net, world, parallel)
