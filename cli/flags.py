@@ -112,12 +112,16 @@ def shared_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_data(parser, datasets)
-    add_training(parser, mixing)
+    add_training(parser)
+    add_mixing(parser, mixing)
     add_optimizer(parser, optimizers, defaults.get("optimizer", "sgd"))
+    add_ngd(parser)
+    add_slamb(parser)
     add_schedule(parser)
     add_speed(parser)
     add_communication(parser)
     add_batches(parser, batch_rules)
+    add_batch_rules(parser)
     add_run(parser)
     parser.set_defaults(**defaults)
     parser.optimizers = optimizers
@@ -162,7 +166,7 @@ def add_data(parser: Parser, datasets: Sequence[str]) -> None:
     )
 
 
-def add_training(parser: Parser, mixing: Sequence[str]) -> None:
+def add_training(parser: Parser) -> None:
     """Add the group 'training'."""
     add = parser.add_argument_group("training").add_argument
     add(
@@ -192,6 +196,23 @@ def add_training(parser: Parser, mixing: Sequence[str]) -> None:
         default=0.0,
         help="weight of the uniform distribution in the labels (default %(default)s)",
     )
+    add(
+        "--clip",
+        type=not_negative,
+        default=0.0,
+        help="clip the gradient to this norm; 0 is no limit (default %(default)s)",
+    )
+    add(
+        "--seed",
+        type=number(int, 0, 2**32 - 1),
+        default=0,
+        help="seed of weights, order, augmentation and dropout (default 0)",
+    )
+
+
+def add_mixing(parser: Parser, mixing: Sequence[str]) -> None:
+    """Add the group 'mixing of samples'; `mixing` are the values of --mixup."""
+    add = parser.add_argument_group("mixing of samples").add_argument
     add(
         "--mixup",
         choices=mixing,
@@ -230,18 +251,6 @@ def add_training(parser: Parser, mixing: Sequence[str]) -> None:
         type=positive,
         default=0.1,
         help="of --mixup meta: learning rate of the policy's Adam (default %(default)s)",
-    )
-    add(
-        "--clip",
-        type=not_negative,
-        default=0.0,
-        help="clip the gradient to this norm; 0 is no limit (default %(default)s)",
-    )
-    add(
-        "--seed",
-        type=number(int, 0, 2**32 - 1),
-        default=0,
-        help="seed of weights, order, augmentation and dropout (default 0)",
     )
 
 
@@ -285,44 +294,6 @@ def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice], def
         help="decay rates of the moments of AdamW, LAMB and SLAMB (default 0.9 0.999)",
     )
     add(
-        "--ngd_rank",
-        type=count,
-        default=80,
-        help="of NGD: eigenvectors kept of an axis, at most half its length (default 80)",
-    )
-    add(
-        "--ngd_alpha",
-        type=positive,
-        default=4.0,
-        help="of NGD: smoothing towards plain SGD (default %(default)s)",
-    )
-    add(
-        "--ngd_eta",
-        type=number(float, 1e-6, 0.999),
-        default=0.1,
-        help="of NGD: weight of a new gradient in the running estimate (default 0.1)",
-    )
-    add(
-        "--ngd_period",
-        type=count,
-        default=4,
-        metavar="STEPS",
-        help="of NGD: steps between two updates of an estimate (default %(default)s)",
-    )
-    add(
-        "--ngd_max_dim",
-        type=count,
-        default=4096,
-        help="of NGD: longer axes are not preconditioned (default %(default)s)",
-    )
-    add(
-        "--ngd_skip",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="of NGD: parameters whose names contain one of these take plain SGD",
-    )
-    add(
         "--trust_coefficient",
         type=positive,
         default=1e-3,
@@ -333,6 +304,93 @@ def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice], def
         action=argparse.BooleanOptionalAction,
         default=False,
         help="of LARS: let no layer's rate exceed --lr",
+    )
+
+
+def add_ngd(parser: Parser) -> None:
+    """Add the group 'natural gradient'."""
+    add = parser.add_argument_group("natural gradient").add_argument
+    add(
+        "--ngd_rank",
+        type=count,
+        default=80,
+        help="eigenvectors kept of an axis, at most half its length (default 80)",
+    )
+    add(
+        "--ngd_alpha",
+        type=positive,
+        default=4.0,
+        help="smoothing towards plain SGD (default %(default)s)",
+    )
+    add(
+        "--ngd_eta",
+        type=number(float, 1e-6, 0.999),
+        default=0.1,
+        help="weight of a new gradient in the running estimate (default 0.1)",
+    )
+    add(
+        "--ngd_period",
+        type=count,
+        default=4,
+        metavar="STEPS",
+        help="steps between two updates of an estimate (default %(default)s)",
+    )
+    add(
+        "--ngd_max_dim",
+        type=count,
+        default=4096,
+        help="longer axes are not preconditioned (default %(default)s)",
+    )
+    add(
+        "--ngd_skip",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="parameters whose names contain one of these take plain SGD",
+    )
+
+
+def add_slamb(parser: Parser) -> None:
+    """Add the group 'SLAMB'."""
+    add = parser.add_argument_group("SLAMB").add_argument
+    add(
+        "--compress_ratio",
+        type=fraction,
+        default=0.1,
+        metavar="K",
+        help="part of the momentum that is sent in a step (default 0.1)",
+    )
+    add(
+        "--compress_warmup",
+        type=fraction,
+        nargs="*",
+        default=[0.5, 0.5, 0.2],
+        metavar="K",
+        help="the same in its first epochs (default 0.5 0.5 0.2)",
+    )
+    add(
+        "--beta3",
+        type=number(float, 0, 1),
+        default=0.99,
+        help="decay a step of the trust in what was not sent (default 0.99)",
+    )
+    add(
+        "--selection",
+        choices=("block", "random"),
+        default="block",
+        help="send rows of 64 weights, or single weights (default block)",
+    )
+    add(
+        "--wire_dtype",
+        choices=("bf16", "fp16", "fp32"),
+        default="bf16",
+        help="precision of what is sent (default bf16)",
+    )
+    add(
+        "--node_groups",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="dense communication within a node, sparse between nodes",
     )
 
 
@@ -483,27 +541,6 @@ def add_communication(parser: Parser) -> None:
         "(default sync)",
     )
     add(
-        "--compress_ratio",
-        type=fraction,
-        default=0.1,
-        metavar="K",
-        help="of SLAMB: part of the momentum that is sent in a step (default 0.1)",
-    )
-    add(
-        "--compress_warmup",
-        type=fraction,
-        nargs="*",
-        default=[0.5, 0.5, 0.2],
-        metavar="K",
-        help="of SLAMB: the same in its first epochs (default 0.5 0.5 0.2)",
-    )
-    add(
-        "--beta3",
-        type=number(float, 0, 1),
-        default=0.99,
-        help="of SLAMB: decay a step of the trust in what was not sent (default 0.99)",
-    )
-    add(
         "--local_steps",
         type=count,
         default=50,
@@ -516,24 +553,6 @@ def add_communication(parser: Parser) -> None:
         default=10,
         metavar="STEPS",
         help="of SLAMB and --sync local: steps at the start that send everything (default 10)",
-    )
-    add(
-        "--selection",
-        choices=("block", "random"),
-        default="block",
-        help="of SLAMB: send rows of 64 weights, or single weights (default block)",
-    )
-    add(
-        "--wire_dtype",
-        choices=("bf16", "fp16", "fp32"),
-        default="bf16",
-        help="of SLAMB: precision of what is sent (default bf16)",
-    )
-    add(
-        "--node_groups",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="of SLAMB: dense communication within a node, sparse between nodes",
     )
 
 
@@ -559,6 +578,27 @@ def add_batches(parser: Parser, batch_rules: Sequence[str]) -> None:
         metavar="N",
         help="largest batch (default 16 times the first one; of decrease the first one)",
     )
+    add(
+        "--noise_scale",
+        action="store_true",
+        help="log the gradient noise scale, as --dynamic_batch noise does by itself",
+    )
+    add(
+        "--balance_workers",
+        action="store_true",
+        help="give each process a share of the batch in proportion to its speed",
+    )
+    add(
+        "--micro_bs",
+        type=count,
+        metavar="N",
+        help="samples at once on a device (default --bs; on GPUs what fits)",
+    )
+
+
+def add_batch_rules(parser: Parser) -> None:
+    """Add the group 'rules of --dynamic_batch'."""
+    add = parser.add_argument_group("rules of --dynamic_batch").add_argument
     add(
         "--batch_factor",
         type=number(float, 1, open_low=True),
@@ -609,22 +649,6 @@ def add_batches(parser: Parser, batch_rules: Sequence[str]) -> None:
         default=10.0,
         metavar="P",
         help="of loss: threshold of the progress, in thousandths (default 10)",
-    )
-    add(
-        "--noise_scale",
-        action="store_true",
-        help="log the gradient noise scale, as --dynamic_batch noise does by itself",
-    )
-    add(
-        "--balance_workers",
-        action="store_true",
-        help="give each process a share of the batch in proportion to its speed",
-    )
-    add(
-        "--micro_bs",
-        type=count,
-        metavar="N",
-        help="samples at once on a device (default --bs; on GPUs what fits)",
     )
 
 

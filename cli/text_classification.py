@@ -25,8 +25,9 @@ LONGEST_NAME = 60  # characters of a text that a prediction repeats
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the group 'texts and model'."""
-    add = parser.add_argument_group("texts and model").add_argument
+    """Add the groups 'texts' and 'Transformer'."""
+    add_model_flags(parser)
+    add = parser.add_argument_group("texts").add_argument
     add(
         "--tokenizer",
         choices=tokenization.TOKENIZERS,
@@ -46,6 +47,11 @@ def add_flags(parser: Parser) -> None:
         metavar="TOKENS",
         help="longest text; the rest of a longer one is cut off (default %(default)s)",
     )
+
+
+def add_model_flags(parser: Parser) -> None:
+    """Add the group 'Transformer'."""
+    add = parser.add_argument_group("Transformer").add_argument
     add("--width", type=count, default=128, help="width of the encoder (default %(default)s)")
     add("--depth", type=count, default=2, help="encoder blocks (default %(default)s)")
     add(

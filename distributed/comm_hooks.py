@@ -95,7 +95,7 @@ class AllReduceHook:
         return {}
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Inverse of `state_dict`."""
+        """Load what `state_dict` returned."""
 
 
 class DelayedAllReduce(AllReduceHook):
@@ -137,7 +137,7 @@ class DelayedAllReduce(AllReduceHook):
         return {number: _wait_for(*each).cpu() for number, each in sent.items()}
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Inverse of `state_dict`."""
+        """Load what `state_dict` returned."""
         self.in_flight = {
             parameter: (None, state[str(number)].to(parameter.device))
             for number, parameter in enumerate(parameters)
@@ -186,7 +186,7 @@ class LocalSGD(AllReduceHook):
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Inverse of `state_dict`."""
+        """Load what `state_dict` returned."""
         self.steps = state["steps"]
 
 

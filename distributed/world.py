@@ -150,7 +150,7 @@ class World:
         return {"bytes_sent": self.bytes_sent}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`; other keys are ignored."""
+        """Load what `state_dict` returned; other keys are ignored."""
         self.bytes_sent = state["bytes_sent"]
 
 

@@ -72,16 +72,16 @@ def torchrun(name: str, *flags: object) -> list[str]:
 
 
 def finish(
-    process: subprocess.Popen[str], folder: Path, wanted: int = 0, seconds: float = 240
+    process: subprocess.Popen[str], folder: Path, expected: int = 0, seconds: float = 240
 ) -> str:
-    """Wait for the exit code `wanted`; returns the console."""
+    """Wait for the exit code `expected`; returns the console."""
     try:
         code = process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
         kill(process)
         raise
     console = (folder / "console.log").read_text()
-    assert code == wanted, f"exit code {code}, wanted {wanted}:\n{console[-3000:]}"
+    assert code == expected, f"exit code {code}, expected {expected}:\n{console[-3000:]}"
     return console
 
 

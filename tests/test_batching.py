@@ -159,8 +159,8 @@ def unequal_shares_have_the_gradient_of_the_whole_batch(world: World) -> None:
                 labels[mine],
                 shares[world.rank] * world.size / 41,
             )
-            for wanted, given in zip(alone.parameters(), model.parameters()):
-                torch.testing.assert_close(given.grad, wanted.grad, rtol=1e-12, atol=1e-14)
+            for expected, given in zip(alone.parameters(), model.parameters()):
+                torch.testing.assert_close(given.grad, expected.grad, rtol=1e-12, atol=1e-14)
 
 
 # -------------------------------------------------------------------- the noise scale
@@ -179,13 +179,13 @@ def test_noise_is_measured_between_a_micro_batch_and_the_batch(accumulate: int, 
         image_model(), World(), accumulation_steps=accumulate, measure_noise_scale=True
     )  # one process takes two micro-batches for it
     trainer.train_step(*batch(40))
-    wanted = [
+    expected = [
         gradient_square(torch.arange(first)),
         1 / first,
         gradient_square(torch.arange(40)),
         1 / 40,
     ]
-    assert noise_sums(trainer) == pytest.approx(wanted, rel=1e-5)
+    assert noise_sums(trainer) == pytest.approx(expected, rel=1e-5)
 
 
 def noise_is_measured_between_a_rank_and_all(world: World) -> None:
@@ -206,8 +206,8 @@ def noise_is_measured_between_a_rank_and_all(world: World) -> None:
         rows = (
             mine if micro_batch is None else mine[: -(-len(mine) // -(-len(mine) // micro_batch))]
         )
-        wanted = [gradient_square(rows), 1 / len(rows), gradient_square(torch.arange(40)), 1 / 40]
-        assert noise_sums(trainer) == pytest.approx(wanted, rel=1e-5)
+        expected = [gradient_square(rows), 1 / len(rows), gradient_square(torch.arange(40)), 1 / 40]
+        assert noise_sums(trainer) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_loss_scale_leaves_the_noise_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

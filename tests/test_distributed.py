@@ -52,8 +52,8 @@ def gradients_equal_those_of_one_process(world, rows, accumulate):
     for _ in range(2):  # the second backward of a static graph takes another path than the first
         model.zero_grad(set_to_none=True)
         trainer.forward_backward(trainer.parallel_model, inputs[mine], labels[mine])
-        for (name, wanted), given in zip(alone.named_parameters(), model.parameters()):
-            torch.testing.assert_close(given.grad, wanted.grad, rtol=1e-6, atol=1e-9, msg=name)
+        for (name, expected), given in zip(alone.named_parameters(), model.parameters()):
+            torch.testing.assert_close(given.grad, expected.grad, rtol=1e-6, atol=1e-9, msg=name)
 
 
 @pytest.mark.parametrize("splits", [2, 3, 5])
@@ -234,7 +234,7 @@ def test_run_distributed_hands_on_the_exit_code_and_one_line(tmp_path):
         tmp_path,
         NGPU="2",
     )
-    console = ranks.finish(process, tmp_path, wanted=2)
+    console = ranks.finish(process, tmp_path, expected=2)
     errors = [line for line in console.splitlines() if line.startswith("error:")]
     assert len(errors) == 1, console
     assert "--bs 9999" in errors[0]

@@ -70,7 +70,7 @@ def the_wire_has_what_it_says(world: Any) -> None:
     for name, tolerance in (("none", 1e-6), ("bf16", 0.02), ("fp16", 2e-3)):
         trainer = trainer_of(world, AllReduceHook(world, name))
         world.bytes_sent = 0
-        wanted = [
+        expected = [
             p.detach() - 0.5 * g
             for p, g in zip(
                 trainer.model.parameters(), mean_gradients(trainer.model, 0, world.size)
@@ -80,7 +80,7 @@ def the_wire_has_what_it_says(world: Any) -> None:
         trainer.train_step(*batch(0, world.rank))
         moved, right = (
             flat(trainer.model) - before,
-            torch.cat([p.flatten() for p in wanted]) - before,
+            torch.cat([p.flatten() for p in expected]) - before,
         )
         assert (moved - right).norm() < tolerance * right.norm(), name
         assert world.bytes_sent == flat(trainer.model).numel() * (4 if name == "none" else 2)
@@ -107,13 +107,13 @@ def power_sgd_sends_little_and_descends(world: Any) -> None:
 def a_lagged_step_takes_the_gradient_before(world: Any) -> None:
     for static in (True, False):
         trainer = trainer_of(world, DelayedAllReduce(world), static=static)
-        wanted, last = flat(trainer.model), None
+        expected, last = flat(trainer.model), None
         for number in range(6):
             gradients = mean_gradients(trainer.model, number, world.size)
             trainer.train_step(*batch(number, world.rank))
             if last is not None:
-                wanted = wanted - 0.5 * last
-            torch.testing.assert_close(flat(trainer.model), wanted, rtol=1e-5, atol=1e-6)
+                expected = expected - 0.5 * last
+            torch.testing.assert_close(flat(trainer.model), expected, rtol=1e-5, atol=1e-6)
             last = torch.cat([g.flatten() for g in gradients])
         assert torch.equal(world.sum(flat(trainer.model)), flat(trainer.model) * world.size)
         # the gradient under way goes on in another process

@@ -111,7 +111,7 @@ def test_a_signal_writes_a_checkpoint_and_leaves_with_130(number, tmp_path):
         process,
     )
     process.send_signal(number)
-    console = ranks.finish(process, cut, wanted=130)
+    console = ranks.finish(process, cut, expected=130)
     assert "--resume" in console.splitlines()[-1]
     assert "Traceback" not in console
     ranks.finish(

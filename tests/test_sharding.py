@@ -256,15 +256,15 @@ def a_checkpoint_fits_any_ranks(world, folder, parallel):
     assert same_tensors(trainer, torch.load(Path(folder) / "whole.pt"))
 
 
-def same_tensors(trainer: Trainer, wanted: dict[str, torch.Tensor]) -> bool:
+def same_tensors(trainer: Trainer, expected: dict[str, torch.Tensor]) -> bool:
     found = {
         name: whole(value)
         for name, value in sharded_checkpoint.named_tensors(
             trainer.model, trainer.optimizer
         ).items()
     }
-    return found.keys() == wanted.keys() and all(
-        torch.equal(found[name], wanted[name]) for name in wanted
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
     )
 
 

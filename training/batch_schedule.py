@@ -254,7 +254,7 @@ class BatchSchedule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`.
+        """Load what `state_dict` returned.
 
         With other ranks, another first batch or another rule, it comes as near as can be, in equal
         shares until the ranks' speeds are measured again.

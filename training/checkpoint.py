@@ -151,7 +151,7 @@ def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_rng_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Inverse of `rng_states`."""
+    """Restore what `rng_states` returned."""
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)

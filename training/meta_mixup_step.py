@@ -143,7 +143,7 @@ class MetaMixupStep:
         )
 
     def tables(self) -> dict[str, Tensor]:
-        """As `MetaMixup.tables`."""
+        """What the policy has learned; see `MetaMixup.tables`."""
         return self.meta.tables()
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,6 +151,6 @@ class MetaMixupStep:
         return {"steps": self.steps, **self.meta.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Load what `state_dict` returned."""
         self.meta.load_state_dict(state)
         self.steps, self.batches = state["steps"], None

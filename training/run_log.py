@@ -213,7 +213,7 @@ class RunLog:
         )
 
     def close(self) -> None:
-        """Flush TensorBoard."""
+        """Write TensorBoard's last events."""
         if self.board is not None:
             self.board.close()
 

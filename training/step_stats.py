@@ -112,11 +112,11 @@ class StepSums:
         return StepTotals(*values.tolist())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's sums."""
+        """The sums of this rank."""
         return {"sums": self.values.cpu()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`; other keys are ignored."""
+        """Load what `state_dict` returned; other keys are ignored."""
         self.values.copy_(state["sums"])
 
     def load_merged(self, states: Sequence[dict[str, Any]], world: World) -> None:
@@ -180,7 +180,7 @@ class ComputeTimer:
         return {"compute_seconds": self.elapsed()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`; other keys are ignored."""
+        """Load what `state_dict` returned; other keys are ignored."""
         self.seconds = state["compute_seconds"]
 
 

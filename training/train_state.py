@@ -62,7 +62,7 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Load what `state_dict` returned."""
         for name, value in state.items():
             setattr(self, name, value)
 

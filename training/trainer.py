@@ -381,7 +381,7 @@ class Trainer:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The optimizer's parameters."""
+        """All parameters of the optimizer."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def gradients(self) -> list[Tensor]:

@@ -105,6 +105,13 @@ def sweep_parser(script: str) -> flags.Parser:
         metavar="F",
         help="fraction of the training rows that is held out (default %(default)s)",
     )
+    add_execution(parser)
+    return parser
+
+
+def add_execution(parser: flags.Parser) -> None:
+    """Add the flags that say where and how trials are run."""
+    add = parser.add_argument
     add(
         "--jobs",
         type=flags.count,
@@ -141,7 +148,6 @@ def sweep_parser(script: str) -> flags.Parser:
         metavar="YAML",
         help="where the recipe is written (default recipes/tuned_<script>.yaml)",
     )
-    return parser
 
 
 def main(
