@@ -53,19 +53,19 @@ def shard(
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     # Inputs are not cast: autocast does that, and normalisation stays in fp32.
     policy = MixedPrecisionPolicy(reduce_dtype=wire_dtype, cast_forward_inputs=False)
-    cut = partial(fully_shard, mesh=_device_mesh(world, kind), mp_policy=policy)
+    cut = partial(fully_shard, mesh=device_mesh(world, kind), mp_policy=policy)
     for block in blocks:
         cut(block)
     cut(model)
 
 
-def _device_mesh(world: World, kind: str) -> Any:
+def device_mesh(world: World, kind: str) -> Any:
     """The ranks as a DeviceMesh: a line for 'fsdp', nodes x ranks of a node for 'hsdp'."""
     # Here, since this import and torch.distributed.checkpoint load torch's compiler.
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import initdevice_mesh
 
     if kind == "fsdp":
-        return init_device_mesh(world.device.type, (world.size,))
+        return initdevice_mesh(world.device.type, (world.size,))
     nodes = world.size // world.local_size
     if nodes == 1 or world.size % world.local_size:
         raise InputError(
@@ -73,7 +73,7 @@ def _device_mesh(world: World, kind: str) -> Any:
             "use --parallel fsdp on one node"
         )
     names = ("replicate", "shard")
-    return init_device_mesh(world.device.type, (nodes, world.local_size), mesh_dim_names=names)
+    return initdevice_mesh(world.device.type, (nodes, world.local_size), mesh_dim_names=names)
 
 
 def is_sharded(module: nn.Module) -> bool:

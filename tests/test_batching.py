@@ -262,6 +262,7 @@ def test_two_ranks(body) -> None:
     ranks.run_ranks(body, 2)
 
 
+@pytest.mark.slow
 def test_three_ranks() -> None:
     ranks.run_ranks(unequal_shares_have_the_gradient_of_the_whole_batch, 3)
 
@@ -459,7 +460,7 @@ def test_the_flags_say_how_many_samples_are_taken_at_once(
         accumulate,
     )
     assert (trainer.compute_timer is not None) == ("balance" in words)
-    assert (trainer.local_grad_norm is not None) == ("noise" in words)
+    assert (trainer.noise_meter is not None) == ("noise" in words)
 
 
 def test_a_batch_beyond_the_noise_is_told_once() -> None:

@@ -85,9 +85,8 @@ def test_new_file_is_on_the_disk_before_it_takes_the_name(
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path
-sys.path[:0] = [{root!r}, {tests!r}]
-import checkpoint
 from test_checkpoint import state_of
+from training import checkpoint
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path({path!r})
 checkpoint.save(path, state_of(1))
@@ -102,9 +101,13 @@ checkpoint.save(path.with_name("small.pt"), state_of(3))
 
 def test_write_that_the_system_cuts_short_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
-    code = LIMITED.format(root=str(ROOT), tests=str(ROOT / "tests"), path=str(path))
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", LIMITED.format(path=str(path))],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith(f"refused: {path} could not be written")

@@ -161,7 +161,7 @@ def all_of_it(world):
         body(world)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_do_together_what_one_process_does_and_decide_together(size):
     ranks.run_ranks(
         all_of_it, size
@@ -191,6 +191,7 @@ def test_device_hours_count_gpus_or_nodes():
     assert World(size=4, local_size=4, device=gpu, shares_gpu=True).devices == 1
 
 
+@pytest.mark.slow
 def test_run_distributed_trains_whatever_port_is_taken(tmp_path):
     flags = [
         "--dataset",

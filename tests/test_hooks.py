@@ -180,6 +180,7 @@ def all_of_it(world: Any) -> None:
         body(world)
 
 
+@pytest.mark.slow
 def test_what_ranks_send_each_other() -> None:
     ranks.run_ranks(all_of_it, 2)
 

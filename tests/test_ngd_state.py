@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ngd
 import ranks
 from distributed import ddp
+from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
 from ngd import NGD
 from ngd_cases import (
@@ -239,7 +240,9 @@ def one_rank(world: World) -> None:
         nn.Linear(32, 5),
     )
     optimizer = build_optimizer(model, "ngd", lr=0.05, weight_decay=1e-3)
-    parallel = ddp.wrap(model, world, sync_bn=False, static_graph=True)
+    parallel = ddp.wrap(
+        model, world, hook=AllReduceHook(world), sync_batch_norm=False, static_graph=True
+    )
     generator = torch.Generator().manual_seed(world.rank)
     for _ in range(100):
         x, y = (
@@ -255,5 +258,6 @@ def one_rank(world: World) -> None:
         assert_same(*outcomes)
 
 
+@pytest.mark.slow
 def test_two_ranks_stay_bitwise_equal() -> None:
     ranks.run_ranks(one_rank, 2)

@@ -172,7 +172,7 @@ def all_oracles(world: Any) -> None:
             follows_the_oracle(world, selection, authors=False, k=k)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_it_follows_the_equations_and_the_mean_momentum_is_the_dense_one(size: int) -> None:
     ranks.run_ranks(all_oracles, size)
 
@@ -481,5 +481,6 @@ def nodes_take_the_place_of_ranks(world: Any) -> None:
             close(mine, alone.w[node], tolerance=1e-8, message=f"{selection}, step {step}")
 
 
+@pytest.mark.slow
 def test_node_groups_reduce_densely_inside_and_sparsely_between() -> None:
     ranks.run_ranks(nodes_take_the_place_of_ranks, 4)

@@ -221,6 +221,7 @@ def test_evaluate_predict_and_export_of_images(here, monkeypatch):
         assert Path(name).stat().st_size > 100_000
 
 
+@pytest.mark.slow
 def test_predict_and_export_of_texts(here, monkeypatch):
     pytest.importorskip("onnxruntime")
     run(transformer_test, *LINES, "--out", "run", monkeypatch=monkeypatch)
@@ -240,12 +241,14 @@ def test_predict_and_export_of_texts(here, monkeypatch):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_every_precision_trains(precision, here, monkeypatch):
     run(resnet50_test, *DIGITS, "--precision", precision, "--out", "run", monkeypatch=monkeypatch)
     assert ranks.metrics(here / "run")[-1]["test_accuracy"] > 0.5
 
 
+@pytest.mark.slow
 def test_compile_trains_and_its_checkpoint_is_that_of_eager(here, monkeypatch):
     flags = [
         *LINES[:-4],
@@ -289,6 +292,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_the_run_goes_on(here, mon
     assert checkpoint.load(here / "run", "resnet50_test")["progress"]["epoch"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_the_real_data_sets_train(data_dir, here, monkeypatch):
     flags = [

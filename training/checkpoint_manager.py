@@ -12,8 +12,9 @@ from typing import Any
 
 from distributed import fsdp, sharded_checkpoint
 from training import checkpoint
+from training.progress import Progress
 from training.run_log import RunLog
-from training.train_state import Progress, TrainState
+from training.train_state import TrainState
 
 
 class CheckpointManager:

@@ -6,8 +6,8 @@ from typing import Any
 
 from backends.device import peak_memory
 from distributed.world import World
+from training.progress import Progress
 from training.step_stats import StepTotals
-from training.train_state import Progress
 
 
 def epoch_row(

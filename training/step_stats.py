@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.world import World
+from training.progress import Progress
 
 
 class StepTotals(NamedTuple):
@@ -184,6 +185,38 @@ class ComputeTimer:
         self.seconds = state["compute_seconds"]
 
 
+class TrainClock:
+    """Adds the time of training steps to a run's progress, without evaluating and saving.
+
+    Args:
+        progress: whose `seconds` and `train_seconds` it adds to.
+        compute_timer: runs along, or None.
+    """
+
+    def __init__(self, progress: Progress, compute_timer: ComputeTimer | None) -> None:
+        self.progress, self.compute_timer = progress, compute_timer
+        self.started = time.perf_counter()
+
+    def start(self) -> None:
+        """Leave out what came before."""
+        if self.compute_timer is not None:
+            self.compute_timer.start()
+        self.started = time.perf_counter()
+
+    def add_elapsed(self) -> None:
+        """Add the time since the last call."""
+        now = time.perf_counter()
+        self.progress.train_seconds += now - self.started
+        self.progress.seconds += now - self.started
+        self.started = now
+
+    def take_compute_seconds(self) -> float:
+        """The epoch's seconds without waiting for other ranks; all seconds if that was not timed."""
+        if self.compute_timer is None:
+            return self.progress.train_seconds
+        return self.compute_timer.take()
+
+
 class LocalGradNorm:
     """The squared norm of this rank's own gradient, taken before it is averaged.
 
@@ -207,6 +240,63 @@ class LocalGradNorm:
     def squared(self) -> Tensor:
         """(), the squared norm over the buckets of the last backward pass."""
         return self.squares.sum()
+
+
+class NoiseMeter:
+    """Measures in each step what the gradient noise scale is estimated from, without an extra pass.
+
+    That is the squared norm of the averaged gradient, and that of a gradient of few samples: of the
+    first micro-batch; or, where that is the whole step, of this rank before gradients are averaged.
+
+    Args:
+        parameters: of the optimizer.
+        world: the ranks.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], world: World) -> None:
+        self.local_norm = LocalGradNorm(parameters, world.device)
+        self.world = world
+
+    def add_small(
+        self,
+        sums: StepSums,
+        gradients: list[Tensor],
+        *,
+        scale: Tensor,
+        samples: int,
+        is_averaged: bool,
+    ) -> None:
+        """Take the squared norm of the gradient of few samples.
+
+        Args:
+            sums: of the step.
+            gradients: after the first micro-batch.
+            scale: (), what the loss was multiplied by.
+            samples: of the micro-batch.
+            is_averaged: whether the gradients are averaged over the ranks already, since the
+                micro-batch is the whole step.
+        """
+        if is_averaged and self.world.size == 1:
+            return
+        square = self.local_norm.squared() if is_averaged else squared_norm(gradients)
+        sums.small_square.copy_(square / scale.square())
+        sums.inverse_small.fill_(1 / samples)
+
+    def means(self, totals: StepTotals, steps: int) -> dict[str, float] | None:
+        """Means over an epoch of so many steps; None if none of them counts.
+
+        Returns:
+            The arguments of `dynamic_batch.noise_scale`.
+        """
+        count = (steps - int(totals.skipped)) * self.world.size
+        if count <= 0:
+            return None
+        return {
+            "small_square": totals.small_square / count,
+            "inverse_small": totals.inverse_small / count,
+            "big_square": totals.big_square / count,
+            "inverse_big": totals.inverse_big / count,
+        }
 
 
 def squared_norm(gradients: list[Tensor]) -> Tensor:

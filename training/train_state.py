@@ -8,7 +8,7 @@ be
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,40 +31,6 @@ from training.meta_mixup_step import MetaLearner
 from training.step_stats import ComputeTimer, StepSums
 
 MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}  # of which ranks keep their own
-
-
-@dataclass
-class Progress:
-    """Where a run is.
-
-    Attributes:
-        epoch, step, step_in_epoch, samples: what is done.
-        rollbacks, lr_factor: returns to a checkpoint after divergence, and what they did to the
-            learning rate.
-        seconds, train_seconds: time since the run, and since the epoch, began.
-        best: the best epoch so far: its accuracy, its number, its test accuracy.
-        rows: the epochs' rows in metrics.jsonl.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    step_in_epoch: int = 0
-    samples: int = 0
-    rollbacks: int = 0
-    lr_factor: float = 1.0
-    seconds: float = 0.0
-    train_seconds: float = 0.0
-    best: dict[str, Any] = field(default_factory=lambda: {"accuracy": -1.0, "epoch": 0})
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def state_dict(self) -> dict[str, Any]:
-        """All fields as plain values."""
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
-        for name, value in state.items():
-            setattr(self, name, value)
 
 
 @dataclass

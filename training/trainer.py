@@ -41,10 +41,11 @@ from training.epoch_report import epoch_row, run_summary
 from training.losses import LossFn
 from training.meta_mixup_step import MetaLearner
 from training.micro_batches import MicroBatches
+from training.progress import Progress
 from training.recovery import MAX_ROLLBACKS, MAX_SKIPPED_IN_A_ROW, Diverged, caught_signals
 from training.run_log import RunLog
-from training.step_stats import ComputeTimer, LocalGradNorm, StepSums, StepTotals, squared_norm
-from training.train_state import Progress, TrainState
+from training.step_stats import ComputeTimer, NoiseMeter, StepSums, StepTotals, TrainClock
+from training.train_state import TrainState
 
 LOG_INTERVAL = {"cpu": 1, "cuda": 20}  # steps between two reads of the sums
 MIN_EVAL_BATCH = 64
@@ -146,12 +147,20 @@ class Trainer:
         self.sharded_bytes = fsdp.bytes_per_micro_batch(self.model) if self.is_sharded else (0, 0)
         self.sums = StepSums(world.device)
         self.micro_batches = MicroBatches(config.accumulation_steps, config.micro_batch_size)
-        self.compute_timer = self._create_compute_timer()
-        self.local_grad_norm = self._create_local_grad_norm()
-        self.graph = CudaGraphRunner(self._whole_step) if config.record_cuda_graph else None
         self.progress = Progress()
+        self.compute_timer = ComputeTimer(world.device) if config.time_compute else None
+        self.clock = TrainClock(self.progress, self.compute_timer)
+        self.noise_meter: NoiseMeter | None = None
+        if self.compute_timer is not None:
+            self.comm_hook.observers.append(self.compute_timer.gradients_ready)
+        if config.measure_noise_scale:
+            self.noise_meter = NoiseMeter(self.parameters, world)
+            self.comm_hook.observers.append(self.noise_meter.local_norm.add)
+            if world.size == 1:  # it compares two micro-batches
+                steps = max(config.accumulation_steps, 2)
+                self.micro_batches.accumulation_steps = steps
+        self.graph = CudaGraphRunner(self._whole_step) if config.record_cuda_graph else None
         self.vote = StopVote(world)
-        self.clock = 0.0
         train_state = TrainState(
             model=self.model,
             optimizer=self.optimizer,
@@ -220,7 +229,7 @@ class Trainer:
             done=progress.step_in_epoch * self.batches.size,
         )
         data = self.train_set.batches([batch.rows for batch in plan], progress.epoch)
-        self.start_timing()
+        self.clock.start()
         with bar, contextlib.closing(data):
             for (inputs, labels), batch in zip(data, plan):
                 self.set_lr(self.scheduled_lr())
@@ -231,14 +240,14 @@ class Trainer:
                 bar.update(batch.samples)
                 if progress.step % LOG_INTERVAL[self.world.device.type] == 0:
                     self.log_progress(bar)
-                self.add_elapsed()
+                self.clock.add_elapsed()
                 if self.config.save_every and progress.step % self.config.save_every == 0:
                     self.save()
-                    self.start_timing()
+                    self.clock.start()
                 if self.vote.ask(bool(signals)):
                     self.interrupt()
             self.log_progress(bar, wait=True)
-        self.add_elapsed()
+        self.clock.add_elapsed()
         return self.vote.finish()
 
     # ---------------------------------------------------------------- one step
@@ -302,7 +311,6 @@ class Trainer:
         """
         sums = StepSums(labels.device)
         micro_batches = self.micro_batches.split(inputs, labels)
-        several_ranks = self.world.size > 1
         for number, (x, y) in enumerate(micro_batches, 1):
             is_last = number == len(micro_batches)
             sync = contextlib.nullcontext() if is_last else ddp.no_gradient_sync(model)
@@ -318,32 +326,16 @@ class Trainer:
             if batch.mix_weight is not None:
                 sums.mix_weight += batch.mix_weight
             sums.samples += len(y)
-            if self.local_grad_norm is not None and number == 1 and (not is_last or several_ranks):
-                self._add_small_gradient(sums, share=share, count=len(y), averaged=is_last)
+            if self.noise_meter is not None and number == 1:
+                self.noise_meter.add_small(
+                    sums,
+                    self.gradients(),
+                    scale=self.scaler.scale(torch.ones((), device=labels.device)) * share,
+                    samples=len(y),
+                    is_averaged=is_last,
+                )
                 sums.inverse_big.fill_(weight / (len(labels) * self.world.size))
         return sums
-
-    def _add_small_gradient(
-        self, sums: StepSums, *, share: float, count: int, averaged: bool
-    ) -> None:
-        """Take the squared norm of the gradient of few samples, for the gradient noise scale.
-
-        It is the first micro-batch's; or, where that is the whole step, this rank's before it was
-        averaged.
-
-        Args:
-            sums: of the step.
-            share: by which the loss was multiplied.
-            count: samples of the gradient.
-            averaged: whether the micro-batch was the step's last, so that gradients are averaged
-                already.
-        """
-        assert self.local_grad_norm is not None
-        square = self.local_grad_norm.squared() if averaged else squared_norm(self.gradients())
-        # Asking the scaler for its number would make the host wait.
-        scale = self.scaler.scale(torch.ones((), device=sums.values.device))
-        sums.small_square.copy_(square / (share * scale).square())
-        sums.inverse_small.fill_(1 / count)
 
     def optimizer_step(self, step_sums: StepSums) -> None:
         """Unscale, clip, step, clear; all ranks skip a step with a non-finite gradient.
@@ -373,7 +365,7 @@ class Trainer:
         if self.communicating is not None:
             skip = self.communicating.skipped > 0
             self.world.bytes_sent += self.communicating.take_bytes()
-        if self.local_grad_norm is not None:
+        if self.noise_meter is not None:
             step_sums.big_square.copy_(norm.square())
         self.comm_hook.after_step(self.parameters)
         self.optimizer.zero_grad(set_to_none=True)
@@ -428,8 +420,8 @@ class Trainer:
             progress.epoch,
             loss=row["train_loss"],
             seconds=progress.train_seconds,
-            compute_seconds=self._take_compute_seconds(),
-            noise=self._noise_sample(totals),
+            compute_seconds=self.clock.take_compute_seconds(),
+            noise=self._noise_means(totals),
         )
         progress.rows.append(row)
         progress.epoch, progress.step_in_epoch, progress.train_seconds = progress.epoch + 1, 0, 0.0
@@ -473,6 +465,12 @@ class Trainer:
         else:
             self.comm_hook.sync_replicas(self.parameters)
 
+    def _noise_means(self, totals: StepTotals) -> dict[str, float] | None:
+        """The arguments of `dynamic_batch.noise_scale` for this epoch, or None."""
+        if self.noise_meter is None:
+            return None
+        return self.noise_meter.means(totals, self.progress.step_in_epoch)
+
     def log_progress(self, bar: Any, wait: bool = False) -> None:
         """Show the sums so far, and stop a series of non-finite steps.
 
@@ -487,57 +485,6 @@ class Trainer:
         if not bar.disable and totals.samples:
             loss, accuracy = totals.loss / totals.samples, totals.num_correct / totals.samples
             bar.set_postfix_str(f"loss {loss:.4f}, accuracy {100 * accuracy:.2f} %", refresh=False)
-
-    # ---------------------------------------------------------------- measuring
-
-    def _create_compute_timer(self) -> ComputeTimer | None:
-        if not self.config.time_compute:
-            return None
-        timer = ComputeTimer(self.world.device)
-        self.comm_hook.observers.append(timer.gradients_ready)
-        return timer
-
-    def _create_local_grad_norm(self) -> LocalGradNorm | None:
-        """What the noise scale needs; a single process takes two micro-batches a step for it."""
-        if not self.config.measure_noise_scale:
-            return None
-        if self.world.size == 1:
-            steps = max(self.micro_batches.accumulation_steps, 2)
-            self.micro_batches.accumulation_steps = steps
-        local_grad_norm = LocalGradNorm(self.parameters, self.world.device)
-        self.comm_hook.observers.append(local_grad_norm.add)
-        return local_grad_norm
-
-    def _noise_sample(self, totals: StepTotals) -> dict[str, float] | None:
-        """Means over the epoch's steps of what `dynamic_batch.noise_scale` takes, or None."""
-        steps = (self.progress.step_in_epoch - int(totals.skipped)) * self.world.size
-        if self.local_grad_norm is None or steps <= 0:
-            return None
-        return {
-            "small_square": totals.small_square / steps,
-            "inverse_small": totals.inverse_small / steps,
-            "big_square": totals.big_square / steps,
-            "inverse_big": totals.inverse_big / steps,
-        }
-
-    def start_timing(self) -> None:
-        """Leave out of the training time what came before: evaluating, saving."""
-        if self.compute_timer is not None:
-            self.compute_timer.start()
-        self.clock = time.perf_counter()
-
-    def add_elapsed(self) -> None:
-        """Add the time since the last call to the training time."""
-        now = time.perf_counter()
-        self.progress.train_seconds += now - self.clock
-        self.progress.seconds += now - self.clock
-        self.clock = now
-
-    def _take_compute_seconds(self) -> float:
-        """This rank's seconds without waiting for others; all seconds where that was not timed."""
-        if self.compute_timer is None:
-            return self.progress.train_seconds
-        return self.compute_timer.take()
 
     # ---------------------------------------------------------------- parallelism and memory
 
