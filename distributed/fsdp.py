@@ -62,10 +62,10 @@ def shard(
 def device_mesh(world: World, kind: str) -> Any:
     """The ranks as a DeviceMesh: a line for 'fsdp', nodes x ranks of a node for 'hsdp'."""
     # Here, since this import and torch.distributed.checkpoint load torch's compiler.
-    from torch.distributed.device_mesh import initdevice_mesh
+    from torch.distributed.device_mesh import init_device_mesh
 
     if kind == "fsdp":
-        return initdevice_mesh(world.device.type, (world.size,))
+        return init_device_mesh(world.device.type, (world.size,))
     nodes = world.size // world.local_size
     if nodes == 1 or world.size % world.local_size:
         raise InputError(
@@ -73,7 +73,7 @@ def device_mesh(world: World, kind: str) -> Any:
             "use --parallel fsdp on one node"
         )
     names = ("replicate", "shard")
-    return initdevice_mesh(world.device.type, (nodes, world.local_size), mesh_dim_names=names)
+    return init_device_mesh(world.device.type, (nodes, world.local_size), mesh_dim_names=names)
 
 
 def is_sharded(module: nn.Module) -> bool:
