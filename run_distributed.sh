@@ -3,17 +3,26 @@
 #
 #   bash run_distributed.sh                                         both scripts, default sizes
 #   NGPU=4 bash run_distributed.sh resnet50_test.py --bs 256        one script, its flags forwarded
-#   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash run_distributed.sh resnet50_test.py ...    the same on every node
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash run_distributed.sh resnet50_test.py ...
+#                                                                   the same on every node
 #
-# Environment: NGPU (processes a node; default: its GPUs, else 2), NNODES (1), NODE_RANK (0), MASTER_ADDR (needed for
-# several nodes), MASTER_PORT (29400, of several nodes only), MAX_RESTARTS (0; a restarted job resumes by itself),
-# PYTHON (.venv/bin/python where it is, else python3). The exit code is the script's own.
+# Environment variables and their defaults:
+#   NGPU           processes of a node (its GPUs, else 2)
+#   NNODES         nodes (1)
+#   NODE_RANK      number of this node (0)
+#   MASTER_ADDR    first node; needed for several nodes
+#   MASTER_PORT    port on it, for several nodes only (29400)
+#   MAX_RESTARTS   restarts after a failure; a restarted job resumes by itself (0)
+#   PYTHON         interpreter (.venv/bin/python where it exists, else python3)
+# The exit code is that of the script.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-python=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
+venv=$root/.venv/bin/python
+python=${PYTHON:-$([ -x "$venv" ] && echo "$venv" || echo python3)}
 if ! gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null); then
-    echo "error: $python has no torch: pip install -r requirements.txt, or run bash demo.sh once, which makes .venv" >&2
+    echo "error: $python has no torch: pip install -r requirements.txt," \
+        "or run bash demo.sh once, which makes .venv" >&2
     exit 2
 fi
 processes=${NGPU:-$((gpus > 0 ? gpus : 2))}
@@ -23,8 +32,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / process
 
 if [ "${NNODES:-1}" -gt 1 ]; then
     : "${MASTER_ADDR:?MASTER_ADDR must name the first node}"
-    rendezvous=(--nnodes "$NNODES" --node_rank "${NODE_RANK:-0}" --rdzv_backend c10d --rdzv_id "${JOB_ID:-faster-training}"
-        --rdzv_endpoint "$MASTER_ADDR:${MASTER_PORT:-29400}")
+    rendezvous=(--nnodes "$NNODES" --node_rank "${NODE_RANK:-0}" --rdzv_backend c10d
+        --rdzv_id "${JOB_ID:-faster-training}" --rdzv_endpoint "$MASTER_ADDR:${MASTER_PORT:-29400}")
 else
     rendezvous=(--standalone) # a free port of the system's choice
 fi
@@ -43,7 +52,7 @@ elif [ "$gpus" -gt 0 ]; then
     launch resnet50_test.py
     launch transformer_test.py
 else
-    echo "no GPU: $processes gloo processes, small embedded data sets and models, so that a CPU can finish"
+    echo "no GPU: $processes gloo processes with small models and data, so that a CPU can finish"
     launch resnet50_test.py --dataset digits --arch resnet20 --bs 32 --lr 0.1 --epochs 3
     launch transformer_test.py --dataset headlines --bs 8 --lr 4e-4 --epochs 10
 fi

@@ -121,7 +121,7 @@ class KFAC:
         torch.autograd.grad(output, images)
 
     def invert(self) -> None:
-        """Invert the factors."""
+        """Invert the factors of all layers."""
         self.inverses = self.factors.inverse(self.DAMPING)
 
     def step(self) -> None:

@@ -87,7 +87,7 @@ def peer_steps(name: str, recipe: throughput.Recipe, data_dir: str, batch: int) 
     if name != "as timm":
         yield from throughput.plain_training(recipe, data_dir, batch)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = recipe.model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = recipe.model.to(device=device, memory_format=torch.channels_last)  # type: ignore
     kind = {"opt": "adamw"} if recipe.texts else {"opt": "sgd", "momentum": recipe.momentum}
     optimizer = timm.optim.create_optimizer_v2(
         model, lr=recipe.lr, weight_decay=recipe.weight_decay, **kind

@@ -58,7 +58,7 @@ INPUT_BATCH = TEXT_BATCH = 128
 
 # Seconds of a block, blocks of a side, and the seconds after which three blocks are enough; with
 # --quick, and without.
-SIZES = {
+SIZES = {  # of --quick, and of a full run
     "resnet50 training": ((4, 9, 90), (15, 11, 600)),
     "transformer training": ((3, 7, 50), (15, 11, 600)),
     "image input pipeline": ((1.5, 7, 25), (6, 11, 200)),
@@ -218,7 +218,8 @@ def plain_input(recipe: Recipe, data_dir: str, batch_size: int) -> Iterator[int]
 
 
 def pair(name: str, quick: bool, ours: Iterator[int], plain: bench.Remote) -> bench.Row:
-    return bench.interleave(name, ours, plain, *SIZES[name][0 if quick else 1])
+    block, blocks, limit = SIZES[name][0 if quick else 1]
+    return bench.interleave(name, ours, plain, block=block, blocks=blocks, limit=limit)
 
 
 def both_pairs(

@@ -103,7 +103,8 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
         channels=metadata["channels"],
         image_size=metadata["size"],
     )
-    return model.to(run.world.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = model.to(run.world.device)
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:

@@ -15,8 +15,9 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from figures import table
-from figures.logs import LOGS, ROOT, by_name, read_groups
 from figures.pictures import PICTURES, overview
+from figures.run_logs import LOGS, ROOT, by_name, read_groups
+from training.atomic_file import atomic_write
 
 HERE = ROOT / "figures"
 PLAN = HERE / "experiments.yaml"
@@ -24,11 +25,10 @@ RESULTS_PAGE = ROOT / "docs" / "results.md"
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a picture to a temporary file and rename it, so that no half picture is left."""
+    """Write a picture and print its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    figure.savefig(part, dpi=150, format=path.suffix.lstrip(".") or "png")
-    part.replace(path)
+    with atomic_write(path) as temporary:
+        figure.savefig(temporary, dpi=150, format=path.suffix.lstrip(".") or "png")
     plt.close(figure)
     print(path)
 

@@ -28,7 +28,7 @@ import yaml
 
 from cli import flags
 from errors import InputError, Interrupted, exit_code
-from figures.logs import LOGS, ROOT, finished, read_rows
+from figures.run_logs import LOGS, ROOT, finished, read_rows
 
 PLAN = ROOT / "figures" / "experiments.yaml"
 SEEDS = (0, 1, 2)

@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from figures.logs import (
+from figures.run_logs import (
     ROOT,
     Row,
     Runs,

@@ -7,6 +7,7 @@
 # All experiments run with their first seed before any runs with its second.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
+venv=$root/.venv/bin/python
+python=${PYTHON:-$([ -x "$venv" ] && echo "$venv" || echo python3)}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 exec "$python" -m figures.experiments --draw "$@"

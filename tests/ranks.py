@@ -107,7 +107,8 @@ def relatives(process: subprocess.Popen[str]) -> list[tuple[int, bytes]]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             environment = (folder / "environ").read_bytes()
-            if f"TEST_JOB={process.job}".encode() in environment.split(b"\0"):  # type: ignore[attr-defined]
+            mark = f"TEST_JOB={process.job}"  # type: ignore[attr-defined]
+            if mark.encode() in environment.split(b"\0"):
                 found.append((int(folder.name), environment))
     return found
 

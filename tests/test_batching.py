@@ -372,7 +372,7 @@ def batching_of(words: str, world: World, rows: int = 8000) -> BatchSchedule:
 
 
 class Rows(NoData):
-    """So many rows."""
+    """A data set of so many rows, which nothing is read from."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

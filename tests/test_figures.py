@@ -24,7 +24,7 @@ import ranks
 import resnet50_test
 import transformer_test
 from cli import options
-from figures import draw, experiments, logs, pictures, table
+from figures import draw, experiments, pictures, run_logs, table
 
 ROOT = ranks.ROOT
 
@@ -34,7 +34,7 @@ SCRIPTS = {"resnet50_test.py": resnet50_test, "transformer_test.py": transformer
 PLANNED = [
     run
     for device in ("cpu", "gpu")
-    for run in experiments.read_plan(experiments.PLAN, device, logs.LOGS)
+    for run in experiments.read_plan(experiments.PLAN, device, run_logs.LOGS)
     if run.name
 ]
 MACHINE_FLAGS = {"data_dir", "threads", "workers", "out", "resume", "recipe"}
@@ -67,7 +67,7 @@ def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
             assert {key: planned[key] for key in common} == {key: logged[key] for key in common}, (
                 run.folder
             )
-            trained = logs.read_rows(run.folder)[0]["samples"]
+            trained = run_logs.read_rows(run.folder)[0]["samples"]
             assert not run.rows or 0.9 * run.rows <= trained <= run.rows, run.folder
             checked += 1
     assert checked > 50
@@ -76,7 +76,7 @@ def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
 def test_the_results_page_shows_what_the_logs_say():
     text = draw.RESULTS_PAGE.read_text()
     shown = text.split(table.BEGIN)[1].split(table.END)[0].strip()
-    assert shown == table.results(logs.read_groups(logs.LOGS), experiments.PLAN)
+    assert shown == table.results(run_logs.read_groups(run_logs.LOGS), experiments.PLAN)
 
 
 def test_planned_experiments_without_a_log_are_named_below_the_table():
@@ -100,7 +100,7 @@ def test_the_accuracy_in_a_recipe_is_that_of_its_logs(path):
     reported = MEASURED.findall(header)
     assert reported
     for value, deviation, group, name in reported:
-        values = logs.last(logs.read_groups(logs.LOGS)[group][name], logs.accuracy)
+        values = run_logs.last(run_logs.read_groups(run_logs.LOGS)[group][name], run_logs.accuracy)
         assert float(value) == pytest.approx(statistics.mean(values), abs=0.006)
         assert not deviation or float(deviation) == pytest.approx(
             statistics.stdev(values), abs=0.006
@@ -109,7 +109,7 @@ def test_the_accuracy_in_a_recipe_is_that_of_its_logs(path):
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_every_picture_can_be_drawn_from_the_logs(name):
-    figure = pictures.PICTURES[name](logs.read_groups(logs.LOGS))
+    figure = pictures.PICTURES[name](run_logs.read_groups(run_logs.LOGS))
     assert figure is not None
     for axis in figure.axes:
         assert axis.get_ylabel()
@@ -132,9 +132,9 @@ def runs(*accuracies: float) -> logs.Runs:
 
 
 def test_time_to_an_accuracy():
-    assert logs.seconds_to(runs(0.2, 0.5, 0.4), 45) == 20
-    assert logs.seconds_to(runs(0.2, 0.5) + runs(0.2, 0.3), 45) is None
-    assert logs.seconds_to(runs(0.2, 0.5, 0.7) + runs(0.2, 0.5), 35) == 20, (
+    assert run_logs.seconds_to(runs(0.2, 0.5, 0.4), 45) == 20
+    assert run_logs.seconds_to(runs(0.2, 0.5) + runs(0.2, 0.3), 45) is None
+    assert run_logs.seconds_to(runs(0.2, 0.5, 0.7) + runs(0.2, 0.5), 35) == 20, (
         "epochs that all seeds have"
     )
 
@@ -241,7 +241,7 @@ def test_unfinished_runs_are_left_out(tmp_path):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text('{"flags": {"epochs": 2}}')
         (folder / "metrics.jsonl").write_text(text)
-    assert logs.read_groups(tmp_path) == {"one": {"long": [[json.loads(row) for row in rows]]}}
+    assert run_logs.read_groups(tmp_path) == {"one": {"long": [[json.loads(row) for row in rows]]}}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -211,7 +211,7 @@ class TrainClock:
         self.started = now
 
     def take_compute_seconds(self) -> float:
-        """The epoch's seconds without waiting for other ranks; all seconds if that was not timed."""
+        """This rank's seconds without waiting for others; all seconds if that was not timed."""
         if self.compute_timer is None:
             return self.progress.train_seconds
         return self.compute_timer.take()

@@ -4,6 +4,7 @@
 #   bash tuning/resnet50_tuning.sh --help
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
+venv=$root/.venv/bin/python
+python=${PYTHON:-$([ -x "$venv" ] && echo "$venv" || echo python3)}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 exec "$python" -m tuning.resnet50_tuning "$@"
