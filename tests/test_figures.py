@@ -122,7 +122,7 @@ def test_a_picture_whose_runs_are_missing_is_left_out():
         assert picture({}) is None or name == "scaling"
 
 
-def runs(*accuracies: float) -> logs.Runs:
+def runs(*accuracies: float) -> run_logs.Runs:
     return [
         [
             {"epoch": n, "seconds": 10.0 * n, "test_accuracy": value}
