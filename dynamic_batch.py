@@ -467,6 +467,14 @@ class WorkerBalancer:
             return balanced
         return kept
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the speeds that were measured last."""
+        return {"speeds": list(self.speeds)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self.speeds = list(state["speeds"])
+
     def _step_seconds(self, shares: Sequence[int]) -> float:
         """Predict the time of a step, that of the slowest rank."""
         return max(share / speed for share, speed in zip(shares, self.speeds))

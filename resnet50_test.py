@@ -11,23 +11,22 @@ python resnet50_test.py --resume runs/my-run --predict cat.png   # or --export m
 from __future__ import annotations
 
 import sys
-from functools import partial
 
-import dynamic_batch
 import mixup
-from backends import nvidia_apex
 from cli import factory, image_classification, options
+from cli.apex_optimizers import APEX_OPTIMIZERS
 from cli.flags import OptimizerChoice, Parser, shared_parser
 from distributed.world import init_world
+from dynamic_batch import ByLoss, ByNoise, Scheduled
 from errors import exit_code
 from input_pipeline.image_batches import AUGMENTATIONS
+from mixup import MetaMixup
 from ngd import NGD
 from optimizers.lars import LARS
 from optimizers.torch_fused import fused_adamw, fused_sgd
 from slamb import LAMB, SLAMB
 
 SCRIPT = "resnet50_test"
-APEX = {name: partial(nvidia_apex.create_optimizer, name) for name in nvidia_apex.OPTIMIZERS}
 OPTIMIZERS = {  # values of --optimizer: how it is made, its default learning rate and weight decay
     "sgd": OptimizerChoice(fused_sgd, lr=0.02, weight_decay=5e-4),
     "adamw": OptimizerChoice(fused_adamw, lr=1e-3, weight_decay=0.05),
@@ -35,9 +34,14 @@ OPTIMIZERS = {  # values of --optimizer: how it is made, its default learning ra
     "lars": OptimizerChoice(LARS, lr=1.0, weight_decay=5e-4),
     "lamb": OptimizerChoice(LAMB, lr=4e-3, weight_decay=0.01),
     "slamb": OptimizerChoice(SLAMB, lr=4e-3, weight_decay=0.01),
-    "apex_sgd": OptimizerChoice(APEX["apex_sgd"], lr=0.02, weight_decay=5e-4),
-    "apex_lamb": OptimizerChoice(APEX["apex_lamb"], lr=4e-3, weight_decay=0.01),
-    "apex_larc": OptimizerChoice(APEX["apex_larc"], lr=1.0, weight_decay=5e-4),
+    **APEX_OPTIMIZERS,
+}
+BATCH_RULES = {  # values of --dynamic_batch: how the batch size of the next epoch is chosen
+    "none": None,
+    "increase": Scheduled,
+    "decrease": Scheduled,
+    "loss": ByLoss,
+    "noise": ByNoise,
 }
 
 
@@ -48,7 +52,7 @@ def parser() -> Parser:
         datasets=list(AUGMENTATIONS),
         optimizers=OPTIMIZERS,
         mixing=mixup.KINDS,
-        batch_rules=dynamic_batch.RULES,
+        batch_rules=BATCH_RULES,
     )
     image_classification.add_flags(parser)
     return parser
@@ -70,10 +74,12 @@ def main() -> None:
             model = factory.load_weights(model, checkpoint)
             return factory.evaluate_checkpoint(args, run, data, model)
 
-        loss_fn, meta_learner = factory.create_loss(args, run, data)  # mixup.py, MetaMixup
-        batches = factory.create_batch_schedule(args, run, data)  # dynamic_batch.py
+        loss_fn, meta_learner = factory.create_loss(
+            args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
+        )
+        batches = factory.create_batch_schedule(args, run, data, BATCH_RULES)
         model = factory.prepare_model(args, run, model)  # fused, sharded, compiled
-        optimizer = factory.create_optimizer(args, run, model, OPTIMIZERS)  # NGD, SLAMB, LAMB, ...
+        optimizer = factory.create_optimizer(args, run, model, OPTIMIZERS)
         trainer = factory.create_trainer(
             args,
             run,
@@ -84,7 +90,7 @@ def main() -> None:
             meta_learner=meta_learner,
             batches=batches,
         )
-        summary = trainer.fit(checkpoint)  # training/trainer.py: the loop
+        summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py
         factory.report_result(run, summary, validated="val" in data.eval_sets)
 
 

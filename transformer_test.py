@@ -2,31 +2,30 @@
 
 python transformer_test.py                                       # AG News, 50 epochs
 python transformer_test.py --dataset headlines --epochs 10       # embedded data, seconds on a CPU
-python transformer_test.py --dataset csv --data_dir my_texts     # train.csv and test.csv: label,
-text... bash run_distributed.sh transformer_test.py --bs 256             # all GPUs of this node
-python transformer_test.py --resume runs/my-run --predict lines.txt    # or --evaluate, --export
-model.pt2
+python transformer_test.py --dataset csv --data_dir my_texts     # train.csv, test.csv: label, text
+bash run_distributed.sh transformer_test.py --bs 256             # all GPUs of this node
+python transformer_test.py --resume runs/my-run --evaluate       # accuracy of its last checkpoint
+python transformer_test.py --resume runs/my-run --predict lines.txt    # or --export model.pt2
 """
 
 from __future__ import annotations
 
 import sys
-from functools import partial
 
-import dynamic_batch
 import mixup
-from backends import nvidia_apex
 from cli import factory, options, text_classification
+from cli.apex_optimizers import APEX_OPTIMIZERS
 from cli.flags import OptimizerChoice, Parser, shared_parser
 from distributed.world import init_world
+from dynamic_batch import ByLoss, ByNoise, Scheduled
 from errors import exit_code
+from mixup import MetaMixup
 from ngd import NGD
 from optimizers.lars import LARS
 from optimizers.torch_fused import fused_adamw, fused_sgd
 from slamb import LAMB, SLAMB
 
 SCRIPT = "transformer_test"
-APEX = {name: partial(nvidia_apex.create_optimizer, name) for name in nvidia_apex.OPTIMIZERS}
 OPTIMIZERS = {  # values of --optimizer: how it is made, its default learning rate and weight decay
     "sgd": OptimizerChoice(fused_sgd, lr=0.02, weight_decay=5e-4),
     "adamw": OptimizerChoice(fused_adamw, lr=1e-4, weight_decay=0.05),
@@ -34,9 +33,14 @@ OPTIMIZERS = {  # values of --optimizer: how it is made, its default learning ra
     "lars": OptimizerChoice(LARS, lr=1.0, weight_decay=5e-4),
     "lamb": OptimizerChoice(LAMB, lr=4e-3, weight_decay=0.01),
     "slamb": OptimizerChoice(SLAMB, lr=4e-3, weight_decay=0.01),
-    "apex_sgd": OptimizerChoice(APEX["apex_sgd"], lr=0.02, weight_decay=5e-4),
-    "apex_lamb": OptimizerChoice(APEX["apex_lamb"], lr=4e-3, weight_decay=0.01),
-    "apex_larc": OptimizerChoice(APEX["apex_larc"], lr=1.0, weight_decay=5e-4),
+    **APEX_OPTIMIZERS,
+}
+BATCH_RULES = {  # values of --dynamic_batch: how the batch size of the next epoch is chosen
+    "none": None,
+    "increase": Scheduled,
+    "decrease": Scheduled,
+    "loss": ByLoss,
+    "noise": ByNoise,
 }
 
 
@@ -47,7 +51,7 @@ def parser() -> Parser:
         datasets=["agnews", "headlines", "csv"],
         optimizers=OPTIMIZERS,
         mixing=mixup.TEXT_KINDS,
-        batch_rules=dynamic_batch.RULES,
+        batch_rules=BATCH_RULES,
         optimizer="adamw",
         lr_schedule="onecycle",
     )
@@ -71,10 +75,12 @@ def main() -> None:
             model = factory.load_weights(model, checkpoint)
             return factory.evaluate_checkpoint(args, run, data, model)
 
-        loss_fn, meta_learner = factory.create_loss(args, run, data)  # mixup.py, MetaMixup
-        batches = factory.create_batch_schedule(args, run, data)  # dynamic_batch.py
+        loss_fn, meta_learner = factory.create_loss(
+            args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
+        )
+        batches = factory.create_batch_schedule(args, run, data, BATCH_RULES)
         model = factory.prepare_model(args, run, model)  # fused, sharded, compiled
-        optimizer = factory.create_optimizer(args, run, model, OPTIMIZERS)  # AdamW, NGD, SLAMB, ...
+        optimizer = factory.create_optimizer(args, run, model, OPTIMIZERS)
         trainer = factory.create_trainer(
             args,
             run,
@@ -86,7 +92,7 @@ def main() -> None:
             batches=batches,
         )
         text_classification.write_tokenizer(run, data.metadata)
-        summary = trainer.fit(checkpoint)  # training/trainer.py: the loop
+        summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py
         factory.report_result(run, summary, validated="val" in data.eval_sets)
 
 

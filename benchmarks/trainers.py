@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import mixup
 from backends.precision import Precision
 from cli import factory, image_classification, options, text_classification
 from distributed.comm_hooks import AllReduceHook
@@ -75,8 +76,10 @@ def open_script(
     data = task.load_data(args, run, checkpoint)
     seconds = time.perf_counter() - start
     model = task.create_model(args, run, data.metadata)
-    loss_fn, meta_learner = factory.create_loss(args, run, data)
-    batches = factory.create_batch_schedule(args, run, data)
+    loss_fn, meta_learner = factory.create_loss(
+        args, run, data, sample_mix=mixup.sample_mix, meta_mixup=mixup.MetaMixup
+    )
+    batches = factory.create_batch_schedule(args, run, data, script.BATCH_RULES)
     model = factory.prepare_model(args, run, model)
     if create_optimizer is not None:
         optimizer = create_optimizer(model)

@@ -46,7 +46,17 @@ class Conflict:
     def message(self, args: Namespace) -> str:
         """The line for a user who gave these flags."""
         line = f"{self.flag} is not supported with {self.others}: {self.reason}; {self.remedy}"
-        return PLACEHOLDER.sub(lambda match: str(getattr(args, match["name"])), line)
+        given = vars(args) | {
+            "noise": noise_flag(args),
+            "noise_or_meta": "--mixup meta" if args.mixup == "meta" else noise_flag(args),
+            "own_exchange": "--optimizer slamb" if args.optimizer == "slamb" else "--sync local",
+        }
+        return PLACEHOLDER.sub(lambda match: str(given[match["name"]]), line)
+
+
+def noise_flag(args: Namespace) -> str:
+    """The flag by which the run measures the gradient noise scale."""
+    return "--dynamic_batch noise" if args.dynamic_batch == "noise" else "--noise_scale"
 
 
 def measures_noise(args: Namespace) -> bool:
@@ -74,12 +84,12 @@ def torch_optimizer(args: Namespace) -> bool:
     return args.optimizer in ("sgd", "adamw")
 
 
-LAYERED = "ranks hold a part of each layer only"
-RECORDED = "the host has no say within a recorded step"
+LAYERED = "each rank holds only a part of every layer"
+RECORDED = "a CUDA graph cannot contain decisions of the host"
 USE_DDP, USE_COMPILE = "use --parallel ddp", "use --backend compile"
-OWN_EXCHANGE = "SLAMB has a communication of its own"
+OWN_EXCHANGE = "SLAMB does its own communication"
 AVERAGED = "it needs gradients that are averaged in every step"
-OWN_SCALE = "they need torch's own loss scale"
+OWN_SCALE = "it needs torch's own loss scale"
 
 CONFLICTS = (
     # ---- communication
@@ -114,20 +124,20 @@ CONFLICTS = (
     # ---- batches that change
     Conflict(
         "--balance_workers",
-        "--optimizer slamb or --sync local",
+        "{own_exchange=--optimizer slamb, --sync local}",
         AVERAGED,
         "leave one of them out",
         lambda a: a.balance_workers and (a.optimizer == "slamb" or a.sync == "local"),
     ),
     Conflict(
-        "--noise_scale (the noise scale, also of --dynamic_batch noise)",
-        "--optimizer slamb or --sync local",
-        AVERAGED,
+        "{noise=--noise_scale, --dynamic_batch noise}",
+        "{own_exchange=--optimizer slamb, --sync local}",
+        "the noise scale needs gradients that are averaged in every step",
         "leave one of them out",
         lambda a: measures_noise(a) and (a.optimizer == "slamb" or a.sync == "local"),
     ),
     Conflict(
-        "--noise_scale (the noise scale, also of --dynamic_batch noise)",
+        "{noise=--noise_scale, --dynamic_batch noise}",
         "--grad_compress powersgd",
         "it needs the gradients as they are",
         "use --grad_compress none, fp16 or bf16",
@@ -158,11 +168,18 @@ CONFLICTS = (
         ),
     ),
     Conflict(
-        "--batch_growth, --batch_milestones or --replace_decay",
-        "each other",
-        "they are three ways to say when the batch changes",
+        "--batch_growth",
+        "--batch_milestones or --replace_decay",
+        "both say when the batch changes",
         "choose one",
-        lambda a: bool(a.batch_growth) + bool(a.batch_milestones) + a.replace_decay > 1,
+        lambda a: bool(a.batch_growth) and bool(a.batch_milestones or a.replace_decay),
+    ),
+    Conflict(
+        "--batch_milestones",
+        "--replace_decay",
+        "both say when the batch changes",
+        "choose one",
+        lambda a: bool(a.batch_milestones) and a.replace_decay,
     ),
     # ---- weights in shards
     Conflict(
@@ -195,7 +212,7 @@ CONFLICTS = (
     ),
     Conflict(
         "--parallel {parallel=fsdp, hsdp}",
-        "--noise_scale (the noise scale, also of --dynamic_batch noise)",
+        "{noise=--noise_scale, --dynamic_batch noise}",
         LAYERED,
         USE_DDP,
         lambda a: is_sharded(a) and measures_noise(a),
@@ -217,14 +234,14 @@ CONFLICTS = (
     Conflict(
         "--parallel {parallel=fsdp, hsdp}",
         "--precision {precision=apex_O1, apex_O2}",
-        "apex knows no shards",
+        "NVIDIA apex does not support sharded weights",
         USE_DDP,
         lambda a: is_sharded(a) and uses_apex_amp(a),
     ),
     Conflict(
         "--parallel {parallel=fsdp, hsdp}",
         "--backend {backend=any but eager}",
-        "the compiler of torch 2.15 fails on it",
+        "torch's compiler fails on sharded weights",
         USE_DDP,
         lambda a: is_sharded(a) and a.backend != "eager",
     ),
@@ -246,7 +263,7 @@ CONFLICTS = (
     Conflict(
         "--backend cudagraph",
         "--mixup cutmix",
-        "the host draws its rectangle",
+        "its rectangle is drawn on the host",
         USE_COMPILE,
         lambda a: replays_graph(a) and a.mixup == "cutmix",
     ),
@@ -267,7 +284,7 @@ CONFLICTS = (
     # ---- precision and layers
     Conflict(
         "--precision {precision=apex_O1, apex_O2}",
-        "--mixup meta or the noise scale",
+        "{noise_or_meta=--mixup meta, --noise_scale, --dynamic_batch noise}",
         OWN_SCALE,
         "use --precision fp16",
         lambda a: uses_apex_amp(a) and (a.mixup == "meta" or measures_noise(a)),
@@ -289,7 +306,7 @@ CONFLICTS = (
     Conflict(
         "--backend {backend=compile, cudagraph}",
         "--checkpoint_activations",
-        "the compiler of torch 2.15 fails on its recomputation",
+        "torch's compiler fails on the recomputation",
         "use --fuse, or --backend eager",
         lambda a: a.backend in ("compile", "cudagraph") and a.checkpoint_activations,
     ),

@@ -45,6 +45,7 @@ from training.machine import describe_machine, device_name
 from training.meta_mixup_step import HeldOutBatches, MetaLearner, MetaMixupStep
 from training.trainer import Trainer, TrainerConfig
 
+MIN_EVAL_BATCH = 64
 SLAMB_WIRE_DTYPES = {"fp32": torch.float32, **WIRE_DTYPES}
 
 
@@ -226,17 +227,30 @@ def create_lr_schedule(args: Namespace) -> Schedule:
 # -------------------------------------------------------------------- loss and mixing
 
 
-def create_loss(args: Namespace, run: Run, data: Data) -> tuple[LossFn, MetaLearner | None]:
-    """The loss function; and, with --mixup meta, what learns beside the model."""
+def create_loss(
+    args: Namespace,
+    run: Run,
+    data: Data,
+    *,
+    sample_mix: Callable[..., mixup.Mix],
+    meta_mixup: type[MetaMixup],
+) -> tuple[LossFn, MetaLearner | None]:
+    """The loss function; and, with --mixup meta, what learns beside the model.
+
+    Args:
+        args, run, data: of the run.
+        sample_mix: how samples are mixed, as `mixup.sample_mix` does.
+        meta_mixup: the class of a policy that learns how to mix.
+    """
     if args.mixup == "none":
         return CrossEntropy(args.label_smoothing), None
     mixed = partial(
         MixedCrossEntropy, model_mixes=data.model_mixes, label_smoothing=args.label_smoothing
     )
     if args.mixup != "meta":
-        return mixed(partial(mixup.sample_mix, args.mixup, alpha=args.alpha)), None
+        return mixed(partial(sample_mix, args.mixup, alpha=args.alpha)), None
     classes = len(data.metadata["classes"])
-    meta = MetaMixup(
+    meta = meta_mixup(
         classes, args.meta_policy, alpha=args.alpha, lr=args.meta_lr, device=run.world.device
     )
     loss_fn = mixed(lambda labels, **size: meta.mix(labels))
@@ -249,7 +263,9 @@ def create_loss(args: Namespace, run: Run, data: Data) -> tuple[LossFn, MetaLear
 # -------------------------------------------------------------------- batches
 
 
-def create_batch_schedule(args: Namespace, run: Run, data: Data) -> BatchSchedule:
+def create_batch_schedule(
+    args: Namespace, run: Run, data: Data, rules: Mapping[str, type[dynamic_batch.Rule] | None]
+) -> BatchSchedule:
     """Which rows make a batch, by --bs, --dynamic_batch and --balance_workers.
 
     Raises:
@@ -264,18 +280,21 @@ def create_batch_schedule(args: Namespace, run: Run, data: Data) -> BatchSchedul
         )
     balancer = WorkerBalancer() if args.balance_workers and world.size > 1 else None
     policy = None
-    if args.dynamic_batch != "none":
-        policy = create_batch_size_policy(args, base=base, ranks=world.size, rows=len(order))
+    if rule := rules[args.dynamic_batch]:
+        policy = create_batch_size_policy(
+            args, create_batch_rule(args, rule, base), base=base, ranks=world.size, rows=len(order)
+        )
     return BatchSchedule(world, order, base=base, policy=policy, balancer=balancer)
 
 
 def create_batch_size_policy(
-    args: Namespace, *, base: int, ranks: int, rows: int
+    args: Namespace, rule: dynamic_batch.Rule, *, base: int, ranks: int, rows: int
 ) -> BatchSizePolicy:
     """How the batch size changes over time.
 
     Args:
         args: the flags.
+        rule: which batch size it asks for.
         base: the first global batch.
         ranks: how many share it.
         rows: of the training set.
@@ -296,25 +315,25 @@ def create_batch_size_policy(
         )
     power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[args.dynamic_lr]
     return BatchSizePolicy(
-        rule=create_batch_rule(args, base),
+        rule=rule,
         low=low,
         high=high,
         lr_power=1.0 if args.replace_decay else power,
     )
 
 
-def create_batch_rule(args: Namespace, base: int) -> dynamic_batch.Rule:
+def create_batch_rule(args: Namespace, rule: Callable[..., Any], base: int) -> dynamic_batch.Rule:
     """The rule of --dynamic_batch; `base` is the first global batch."""
     if args.dynamic_batch == "loss":
-        return dynamic_batch.ByLoss(
+        return rule(
             args.loss_rule,
             args.batch_factor,
             threshold=args.loss_threshold,
             window=args.loss_window,
         )
     if args.dynamic_batch == "noise":
-        return dynamic_batch.ByNoise(args.batch_factor)
-    return dynamic_batch.Scheduled(base, batch_multiple(args))
+        return rule(args.batch_factor)
+    return rule(base, batch_multiple(args))
 
 
 def batch_multiple(args: Namespace) -> Callable[[int], float]:
@@ -392,7 +411,7 @@ def create_trainer_config(args: Namespace, run: Run, batches: BatchSchedule) -> 
     return TrainerConfig(
         epochs=args.epochs,
         lr=scaled_lr(args, run.world),
-        batch_size=args.batch_size,
+        eval_batch_size=max(MIN_EVAL_BATCH, args.batch_size),
         accumulation_steps=accumulation_steps,
         micro_batch_size=micro_batch_size,
         max_grad_norm=args.clip,

@@ -1,6 +1,6 @@
 """Flags of both scripts: names, defaults, help; cli/options.py reads and checks them.
 
-parser = shared_parser(__doc__, datasets=["cifar10", "mnist"], optimizers=OPTIMIZERS)
+parser = shared_parser(__doc__, datasets=["cifar10", "mnist"], optimizers=OPTIMIZERS, ...)
 parser.add_argument("--arch", default="resnet50")
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -92,8 +92,8 @@ def shared_parser(
     datasets: Sequence[str],
     *,
     optimizers: Mapping[str, OptimizerChoice],
-    mixing: Sequence[str] = mixup.KINDS,
-    batch_rules: Sequence[str] = dynamic_batch.RULES,
+    mixing: Sequence[str],
+    batch_rules: Collection[str],
     **defaults: Any,
 ) -> Parser:
     """The flags that both scripts have.
@@ -170,14 +170,17 @@ def add_training(parser: Parser) -> None:
     """Add the group 'training'."""
     add = parser.add_argument_group("training").add_argument
     add(
-        *("--bs", "--batch_size", "-b"),
+        "--bs",
+        "--batch_size",
+        "-b",
         dest="batch_size",
         type=count,
         default=128,
         help="samples of one process in one micro-batch (default 128)",
     )
     add(
-        *("--epoch", "--epochs"),
+        "--epoch",
+        "--epochs",
         dest="epochs",
         type=count,
         default=50,
@@ -556,7 +559,7 @@ def add_communication(parser: Parser) -> None:
     )
 
 
-def add_batches(parser: Parser, batch_rules: Sequence[str]) -> None:
+def add_batches(parser: Parser, batch_rules: Collection[str]) -> None:
     """Add the group 'batches that change'."""
     group = parser.add_argument_group("batches that change (sizes over all processes)")
     add = group.add_argument
@@ -657,7 +660,8 @@ def add_run(parser: Parser) -> None:
     add = parser.add_argument_group("run").add_argument
     add("--out", metavar="DIR", help="run folder (default runs/<script>-<time>)")
     add(
-        *("--resume", "-r"),
+        "--resume",
+        "-r",
         nargs="?",
         const="",
         metavar="PATH",

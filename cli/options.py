@@ -25,9 +25,9 @@ from distributed.world import under_torchrun
 from errors import InputError, first_line
 from training import checkpoint, export, run_log
 
-NOT_RESTORED = {
-    *("resume", "recipe", "out", "evaluate", "predict", "export", "distributed", "tensorboard")
-}
+NOT_RESTORED = frozenset(
+    ["resume", "recipe", "out", "evaluate", "predict", "export", "distributed", "tensorboard"]
+)
 """Flags of one invocation: a resumed run does not take them from its checkpoint."""
 META_VAL_FRACTION = 0.05  # held out for --mixup meta where the command line does not say
 

@@ -11,12 +11,12 @@ sharded_checkpoint.py for files.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from backends import torch_compat
@@ -78,11 +78,11 @@ def device_mesh(world: World, kind: str) -> Any:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether `shard` has cut this module's parameters."""
-    if not dist.is_initialized() or torch_compat.unavailable_reason("fsdp"):
+    # Importing torch's module takes most of a second, and `shard` has done so where it was called.
+    torch_fsdp = sys.modules.get("torch.distributed.fsdp")
+    if torch_fsdp is None or torch_compat.unavailable_reason("fsdp"):
         return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
+    return isinstance(module, torch_fsdp.FSDPModule)
 
 
 @contextlib.contextmanager

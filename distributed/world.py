@@ -143,7 +143,11 @@ class World:
         groups = [new_group(list(range(start, start + self.local_size))) for start in starts]
         return groups[self.rank // self.local_size]
 
-    # ---------------------------------------------------------------- in a checkpoint
+    # ---------------------------------------------------------------- bytes that were sent
+
+    def reset_bytes(self) -> None:
+        """Begin to count what this rank sends anew."""
+        self.bytes_sent = 0
 
     def state_dict(self) -> dict[str, int]:
         """What this rank has sent in the epoch so far."""

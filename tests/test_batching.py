@@ -368,7 +368,9 @@ def batching_of(words: str, world: World, rows: int = 8000) -> BatchSchedule:
         resnet50_test.parser(), resnet50_test.SCRIPT, ["--bs", "32", *words.split()]
     )
     data = factory.Data(Rows(rows), {}, {})
-    return factory.create_batch_schedule(args, factory.Run("x", world, FP32, Path()), data)
+    return factory.create_batch_schedule(
+        args, factory.Run("x", world, FP32, Path()), data, resnet50_test.BATCH_RULES
+    )
 
 
 class Rows(NoData):

@@ -562,7 +562,9 @@ def test_the_flags_build_the_learner_on_the_validation_rows() -> None:
     rows = Rows(50)
     data = factory.Data(rows, {"val": rows}, {"classes": ["class"] * 6}, model_mixes=True)
     run = factory.Run("x", World(), Precision("fp32", "cpu"), Path())
-    loss_fn, learner = factory.create_loss(args, run, data)
+    loss_fn, learner = factory.create_loss(
+        args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
+    )
     assert isinstance(loss_fn, MixedCrossEntropy)
     assert isinstance(learner, MetaMixupStep)
     assert (learner.every, learner.held_out.data, learner.held_out.rows) == (5, rows, 7)

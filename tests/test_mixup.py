@@ -295,7 +295,9 @@ def test_the_flags_choose_the_loss(
     )
     for inside in (False, True):
         data = factory.Data(None, {}, {"classes": ["class"] * 4}, model_mixes=inside)
-        loss_fn, learner = factory.create_loss(args, None, data)
+        loss_fn, learner = factory.create_loss(
+            args, None, data, sample_mix=mixup.sample_mix, meta_mixup=mixup.MetaMixup
+        )
         assert isinstance(loss_fn, MixedCrossEntropy)
         assert (loss_fn.model_mixes, loss_fn.label_smoothing, learner) == (inside, 0.2, None)
         loss_fn.sample_mix(labels_of(), height=3, width=4)
@@ -305,7 +307,9 @@ def test_the_flags_choose_the_loss(
     assert torch.equal(labels, labels_of())
     assert (named["height"], named["width"]) == (3, 4)
     args, _ = options.parse(module.parser(), module.SCRIPT, [])
-    loss_fn, learner = factory.create_loss(args, None, data)
+    loss_fn, learner = factory.create_loss(
+        args, None, data, sample_mix=mixup.sample_mix, meta_mixup=mixup.MetaMixup
+    )
     assert not isinstance(loss_fn, MixedCrossEntropy)
     assert learner is None
 

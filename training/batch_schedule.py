@@ -247,7 +247,7 @@ class BatchSchedule:
             "size": self.size,
             "shares": list(self.shares),
             "decided": self.decided,
-            "speeds": list(self.balancer.speeds) if self.balancer else [],
+            **(self.balancer.state_dict() if self.balancer else {"speeds": []}),
             "rule": {"kind": type(rule).__name__, **rule.state_dict()} if rule else {},
             "noise": self.noise.state_dict(),
             "noise_scale": self.noise_scale,
@@ -256,8 +256,8 @@ class BatchSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned.
 
-        With other ranks, another first batch or another rule, it comes as near as can be, in equal
-        shares until the ranks' speeds are measured again.
+        With other ranks or another first batch, the size is scaled and shares are equal until the
+        ranks' speeds are measured again; another rule starts without a memory.
         """
         self.noise.load_state_dict(state["noise"])
         self.noise_scale, self.decided = state["noise_scale"], state["decided"]
@@ -273,6 +273,6 @@ class BatchSchedule:
             self.size = self._nearest(policy, self.base * state["size"] / state["base"])
         self.shares = dynamic_batch.apportion(self.size, [1.0] * self.world.size)
         if same_ranks and self.balancer is not None:
-            self.balancer.speeds = list(state["speeds"])
+            self.balancer.load_state_dict(state)
             same_size = sum(state["shares"]) == self.size
             self.shares = list(state["shares"]) if same_size else self.share_out(self.size)

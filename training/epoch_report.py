@@ -51,7 +51,6 @@ def epoch_row(
         "devices": world.devices,
         "peak_memory_bytes": peak_memory(world.device),
         "comm_bytes": world.bytes_sent,
-        "skipped_steps": int(totals.skipped),
     }
 
 

@@ -1,8 +1,7 @@
 """What a trained model is good for: accuracy, accuracy of each class, predictions.
 
 loss, accuracy = evaluate(model, test, precision=precision, world=world, batch_size=256)
-report = evaluate_per_class(model, test, classes=classes, precision=precision, world=world,
-batch_size=256)
+report = evaluate_per_class(model, test, classes=classes, ...)    # and the accuracy of each class
 """
 
 from __future__ import annotations

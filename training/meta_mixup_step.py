@@ -1,10 +1,9 @@
 """Meta-mixup in the training step: before some steps the policy learns from a held-out batch.
 
 meta = MetaMixup(classes=10, device=device)
-loss_fn = MixedCrossEntropy(lambda labels, height, width: meta.mix(labels), model_mixes=False)
+loss_fn = MixedCrossEntropy(lambda labels, **size: meta.mix(labels), model_mixes=False)
 held_out = HeldOutBatches(val, 128, seed=2, world=world)
-trainer = Trainer(..., loss_fn=loss_fn, meta_learner=MetaMixupStep(meta, loss_fn, held_out,
-every=16))
+meta_learner = MetaMixupStep(meta, loss_fn, held_out=held_out, every=16)    # for a Trainer
 """
 
 from __future__ import annotations

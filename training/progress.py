@@ -30,6 +30,10 @@ class Progress:
     best: dict[str, Any] = field(default_factory=lambda: {"accuracy": -1.0, "epoch": 0})
     rows: list[dict[str, Any]] = field(default_factory=list)
 
+    def rescale_epoch(self, old_batch_size: int, new_batch_size: int) -> None:
+        """Count the steps of this epoch in batches of another size."""
+        self.step_in_epoch = self.step_in_epoch * old_batch_size // new_batch_size
+
     def state_dict(self) -> dict[str, Any]:
         """All fields as plain values."""
         return asdict(self)

@@ -2,8 +2,8 @@
 
 sums = StepSums(device)                          # on the device, read once in a while
 timer = ComputeTimer(device)                     # seconds without waiting for other ranks
-local = LocalGradNorm(parameters, device)        # of this rank's own gradient, before it is
-averaged hook.observers += [timer.gradients_ready, local.add]
+meter = NoiseMeter(parameters, world)            # what the gradient noise scale is estimated from
+hook.observers += [meter.local_norm.add, timer.gradients_ready]
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Everything of a run that a checkpoint holds, each part through the `state_dict` of its owner.
 
-state = train_state.state_dict()           # collective; plain tensors, numbers, lists and dicts
-train_state.load_state_dict(state)         # on as many ranks bit for bit, on others as near as can
-be
+state = train_state.state_dict()       # collective; plain tensors, numbers, lists and dicts
+train_state.load_state_dict(state)     # bit for bit on as many ranks; on others parts are merged
 """
 
 from __future__ import annotations

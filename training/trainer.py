@@ -1,10 +1,11 @@
 """The training loop, from the run down to the optimizer step, in reading order.
 
-    fit              epochs until the last one; resumes, rolls back after divergence, leaves on a
-    signal train_epoch      the steps of an epoch train_step       one optimizer step on this rank's
-    share of a global batch forward_backward gradients of the micro-batches optimizer_step
-    unscale, clip, skip what is not finite, step evaluate         loss and accuracy on each
-    evaluation set
+    fit               the epochs; resumes, rolls back after divergence, stops on a signal
+    train_epoch       the steps of an epoch
+    train_step        one optimizer step on this rank's share of a global batch
+    forward_backward  gradients of the micro-batches
+    optimizer_step    unscale, clip, skip what is not finite, step
+    evaluate          loss and accuracy on each evaluation set
 
 A step's order is: learning rate, backward, unscale, clip, step, update of the loss scale, clear.
 Sums of loss and accuracy stay on the device: within an epoch nothing waits for a GPU.
@@ -48,7 +49,6 @@ from training.step_stats import ComputeTimer, NoiseMeter, StepSums, StepTotals, 
 from training.train_state import TrainState
 
 LOG_INTERVAL = {"cpu": 1, "cuda": 20}  # steps between two reads of the sums
-MIN_EVAL_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TrainerConfig:
     Attributes:
         epochs: length of the run.
         lr: the learning rate that the schedule multiplies.
-        batch_size: of one process in evaluation.
+        eval_batch_size: of one process in evaluation.
         accumulation_steps: micro-batches of a step, at least.
         micro_batch_size: samples of one at most; None is no limit.
         max_grad_norm: gradients are clipped to this norm; 0 is no limit.
@@ -71,7 +71,7 @@ class TrainerConfig:
 
     epochs: int = 1
     lr: float = 0.1
-    batch_size: int = 128
+    eval_batch_size: int = 128
     accumulation_steps: int = 1
     micro_batch_size: int | None = None
     max_grad_norm: float = 0.0
@@ -125,6 +125,7 @@ class Trainer:
     ) -> None:
         self.model, self.optimizer, self.scaler = precision.prepare(model, optimizer)
         self.parallel_model: nn.Module = self.model  # `wrap_model` wraps it
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.loss_fn = loss_fn
         self.batches = batches
         self.train_set = train_set
@@ -141,8 +142,7 @@ class Trainer:
         self.communicating: CommunicatingOptimizer | None = None
         if isinstance(self.optimizer, CommunicatingOptimizer):
             self.communicating = self.optimizer
-        has_own_weights = self.communicating is not None or self.comm_hook.replicas_diverge
-        self.replicas_diverge = has_own_weights
+        self.replicas_diverge = self.communicating is not None or self.comm_hook.replicas_diverge
         self.is_sharded = fsdp.is_sharded(self.model)
         self.sharded_bytes = fsdp.bytes_per_micro_batch(self.model) if self.is_sharded else (0, 0)
         self.sums = StepSums(world.device)
@@ -151,14 +151,13 @@ class Trainer:
         self.compute_timer = ComputeTimer(world.device) if config.time_compute else None
         self.clock = TrainClock(self.progress, self.compute_timer)
         self.noise_meter: NoiseMeter | None = None
-        if self.compute_timer is not None:
-            self.comm_hook.observers.append(self.compute_timer.gradients_ready)
         if config.measure_noise_scale:
             self.noise_meter = NoiseMeter(self.parameters, world)
             self.comm_hook.observers.append(self.noise_meter.local_norm.add)
-            if world.size == 1:  # it compares two micro-batches
-                steps = max(config.accumulation_steps, 2)
-                self.micro_batches.accumulation_steps = steps
+            if world.size == 1:
+                self.micro_batches.require(2)  # which are compared
+        if self.compute_timer is not None:
+            self.comm_hook.observers.append(self.compute_timer.gradients_ready)
         self.graph = CudaGraphRunner(self._whole_step) if config.record_cuda_graph else None
         self.vote = StopVote(world)
         train_state = TrainState(
@@ -371,11 +370,6 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.sums.add_step(step_sums, skip)
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        """All parameters of the optimizer."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
     def gradients(self) -> list[Tensor]:
         """The gradients of the parameters that have one."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -416,6 +410,7 @@ class Trainer:
         )
         if self.communicating is not None:
             row |= self.communicating.epoch_metrics()
+        row["skipped_steps"] = int(totals.skipped)
         row |= self.batches.end_epoch(
             progress.epoch,
             loss=row["train_loss"],
@@ -425,7 +420,7 @@ class Trainer:
         )
         progress.rows.append(row)
         progress.epoch, progress.step_in_epoch, progress.train_seconds = progress.epoch + 1, 0, 0.0
-        self.world.bytes_sent = 0
+        self.world.reset_bytes()
         self.sums.start_epoch()
         accuracy = row["val_accuracy" if "val" in self.eval_sets else "test_accuracy"]
         is_best = accuracy > progress.best["accuracy"]
@@ -452,7 +447,7 @@ class Trainer:
                 data,
                 precision=self.precision,
                 world=self.world,
-                batch_size=max(MIN_EVAL_BATCH, self.config.batch_size),
+                batch_size=self.config.eval_batch_size,
             )
         return results
 
@@ -553,13 +548,13 @@ class Trainer:
         self.checkpoints.save(self.progress, best)
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Go on from a checkpoint; with another batch size the epoch goes on as near as can be."""
+        """Go on from a checkpoint; with another batch size at about the same place in the epoch."""
         self.checkpoints.restore(checkpoint)
         if self.graph is not None:
             self.graph.invalidate()  # what the recorded step works on may lie elsewhere now
         self.progress.load_state_dict(checkpoint["progress"])
         stored_size = checkpoint["batching"]["size"]
-        self.progress.step_in_epoch = self.progress.step_in_epoch * stored_size // self.batches.size
+        self.progress.rescale_epoch(stored_size, self.batches.size)
 
     def roll_back(self) -> None:
         """Return to the last checkpoint with half the learning rate.
