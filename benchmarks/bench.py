@@ -142,7 +142,7 @@ class Remote:
         return self.pipe.recv()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process of this side."""
         with contextlib.suppress(OSError):
             self.pipe.send(None)
         self.process.join()

@@ -59,7 +59,7 @@ class Muon:
         return {**self.muon.state, **self.adamw.state}
 
     def step(self) -> None:
-        """Step both optimizers."""
+        """Take a step of both optimizers."""
         for p, matrix in zip(self.weights, self.matrices):
             matrix.grad = None if p.grad is None else self.matrix(p.grad)
         self.muon.step()

@@ -171,7 +171,7 @@ class ComputeTimer:
         self.spans = []
         return self.seconds
 
-    def take(self) -> float:
+    def take_seconds(self) -> float:
         """The seconds since the last call."""
         seconds, self.seconds = self.elapsed(), 0.0
         return seconds
@@ -214,7 +214,7 @@ class TrainClock:
         """This rank's seconds without waiting for others; all seconds if that was not timed."""
         if self.compute_timer is None:
             return self.progress.train_seconds
-        return self.compute_timer.take()
+        return self.compute_timer.take_seconds()
 
 
 class LocalGradNorm:

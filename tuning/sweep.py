@@ -318,7 +318,7 @@ def create_sampler(config: SweepConfig, seed: int) -> optuna.samplers.BaseSample
 
 
 def create_pruner(config: SweepConfig) -> optuna.pruners.BasePruner:
-    """Return Optuna's pruner."""
+    """Return Optuna's pruner of --pruner."""
     if config.pruner == "median":
         return optuna.pruners.MedianPruner(
             n_startup_trials=config.pruner_trials, n_warmup_steps=config.pruner_epochs + 1
