@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
+
 from test_layers import TREES
 
 REPLACED = set(

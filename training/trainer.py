@@ -227,16 +227,16 @@ class Trainer:
             total=len(self.train_set),
             done=progress.step_in_epoch * self.batches.size,
         )
-        data = self.train_set.batches([batch.rows for batch in plan], progress.epoch)
+        data = self.train_set.batches([planned.rows for planned in plan], progress.epoch)
         self.clock.start()
         with bar, contextlib.closing(data):
-            for (inputs, labels), batch in zip(data, plan):
+            for (inputs, labels), planned in zip(data, plan):
                 self.set_lr(self.scheduled_lr())
-                self.train_step(inputs, labels, batch.weight)
+                self.train_step(inputs, labels, planned.weight)
                 progress.step += 1
                 progress.step_in_epoch += 1
-                progress.samples += batch.samples
-                bar.update(batch.samples)
+                progress.samples += planned.samples
+                bar.update(planned.samples)
                 if progress.step % LOG_INTERVAL[self.world.device.type] == 0:
                     self.log_progress(bar)
                 self.clock.add_elapsed()
@@ -315,15 +315,15 @@ class Trainer:
             sync = contextlib.nullcontext() if is_last else ddp.no_gradient_sync(model)
             with sync:
                 with self.precision.autocast():
-                    batch = self.loss_fn(model, x, y)
+                    output = self.loss_fn(model, x, y)
                 share = weight * len(y) / len(labels)
-                self.scaler.scale(batch.loss * share).backward()
+                self.scaler.scale(output.loss * share).backward()
             weight_bytes, gradient_bytes = self.sharded_bytes
             self.world.bytes_sent += weight_bytes + (gradient_bytes if is_last else 0)
-            sums.loss += batch.loss.detach() * len(y)
-            sums.num_correct += batch.num_correct
-            if batch.mix_weight is not None:
-                sums.mix_weight += batch.mix_weight
+            sums.loss += output.loss.detach() * len(y)
+            sums.num_correct += output.num_correct
+            if output.mix_weight is not None:
+                sums.mix_weight += output.mix_weight
             sums.samples += len(y)
             if self.noise_meter is not None and number == 1:
                 self.noise_meter.add_small(
