@@ -44,10 +44,10 @@ def nearest_batch_size(target: float, base: int, *, low: int, high: int, unit: i
         high: largest batch. Where no allowed size lies between the limits, the nearer one is taken.
         unit: number of ranks, so that equal shares are integers.
     """
-    first = math.floor(math.log2(low / base)) - 1
-    last = math.ceil(math.log2(high / base))
+    lowest = math.floor(math.log2(low / base)) - 1
+    highest = math.ceil(math.log2(high / base))
     sizes = set()
-    for exponent in range(first, last + 1):
+    for exponent in range(lowest, highest + 1):
         for factor in (1, 1.5):
             size = max(round(base * 2.0**exponent * factor / unit), 1) * unit
             if low <= size <= high:
@@ -62,8 +62,8 @@ def apportion(
     total: int,
     weights: Sequence[float],
     *,
-    least: int = 0,
-    most: Sequence[int] | None = None,
+    minimum: int = 0,
+    limits: Sequence[int] | None = None,
     unit: int = 1,
 ) -> list[int]:
     """Split a total into integers in proportion to weights, by largest remainders.
@@ -81,8 +81,8 @@ def apportion(
     Args:
         total: a non-negative integer.
         weights: a positive number for each share.
-        least: lower limit of all shares.
-        most: upper limit of each share; None is no limit.
+        minimum: lower limit of all shares.
+        limits: upper limit of each share; None is no limit.
         unit: shares are multiples of it, except for the rest of step 4.
 
     Returns:
@@ -92,11 +92,11 @@ def apportion(
         ValueError: no result can keep the limits.
     """
     units, rest = divmod(total, unit)
-    limits = [total] * len(weights) if most is None else list(most)
-    lows = [-(-least // unit)] * len(weights)
-    highs = [min(limit, total) // unit for limit in limits]
+    upper_limits = [total] * len(weights) if limits is None else list(limits)
+    lows = [-(-minimum // unit)] * len(weights)
+    highs = [min(limit, total) // unit for limit in upper_limits]
     impossible = ValueError(
-        f"{total} cannot be shared out: at least {least} each, at most {list(most or [])}"
+        f"{total} cannot be shared out: at least {minimum} each, at most {list(limits or [])}"
     )
     if not sum(lows) <= units <= sum(highs) or any(low > high for low, high in zip(lows, highs)):
         raise impossible
@@ -107,7 +107,7 @@ def apportion(
         whole[i] += 1
     shares = [share * unit for share in whole]
     if rest:
-        with_space = [i for i, share in enumerate(shares) if share + rest <= limits[i]]
+        with_space = [i for i, share in enumerate(shares) if share + rest <= upper_limits[i]]
         if not with_space:
             raise impossible
         shares[max(with_space, key=lambda i: exact[i])] += rest
@@ -437,15 +437,20 @@ class WorkerBalancer:
         self.speeds = [n / s for n, s in zip(samples, seconds)] if is_measured else []
 
     def shares(
-        self, total: int, current: Sequence[int], *, least: int, most: Sequence[int] | None = None
+        self,
+        total: int,
+        current: Sequence[int],
+        *,
+        minimum: int,
+        limits: Sequence[int] | None = None,
     ) -> list[int]:
         """Split a global batch among the ranks.
 
         Args:
             total: samples of the global batch.
             current: share of each rank until now, perhaps of another total.
-            least: samples that every rank gets.
-            most: samples that each rank can take; None is no limit.
+            minimum: samples that every rank gets.
+            limits: samples that each rank can take; None is no limit.
 
         Returns:
             The share of each rank in samples.
@@ -455,14 +460,14 @@ class WorkerBalancer:
         """
         ranks = len(current)
         if len(self.speeds) != ranks:
-            return apportion(total, [1.0] * ranks, least=least, most=most)
+            return apportion(total, [1.0] * ranks, minimum=minimum, limits=limits)
         # Units of up to 8 samples, but of at most 1/32 of a mean share: rounding costs little.
         unit = min(8, 2 ** int(math.log2(max(total / (32 * ranks), 1))))
         try:
-            balanced = apportion(total, self.speeds, least=least, most=most, unit=unit)
+            balanced = apportion(total, self.speeds, minimum=minimum, limits=limits, unit=unit)
         except ValueError:
-            balanced = apportion(total, self.speeds, least=least, most=most)
-        kept = apportion(total, [float(share) for share in current], least=least, most=most)
+            balanced = apportion(total, self.speeds, minimum=minimum, limits=limits)
+        kept = apportion(total, [float(share) for share in current], minimum=minimum, limits=limits)
         if self._step_seconds(balanced) < (1 - self.min_gain) * self._step_seconds(kept):
             return balanced
         return kept

@@ -97,8 +97,8 @@ def sample_beta(
     They are ratios of float64 gammas: in float32 both gammas underflow to zero when alpha is small.
     """
     alphas = torch.full((2, count), alpha, dtype=torch.float64, device=device)
-    first, second = torch._standard_gamma(alphas, generator=generator)
-    return (first / (first + second)).float()
+    own, other = torch._standard_gamma(alphas, generator=generator)
+    return (own / (own + other)).float()
 
 
 def mixup(
@@ -477,7 +477,6 @@ class MetaMixup:
         lr: learning rate of Adam on the logit of 2 lambda - 1, or on log a and log b.
         device: of the labels.
         process_group: ranks that learn one policy; None is torch's default group if there is one.
-        finite_difference_step: see `meta_gradient`.
 
     Raises:
         ValueError: there is no such policy.
@@ -492,7 +491,6 @@ class MetaMixup:
         lr: float = 0.1,
         device: torch.device | None = None,
         process_group: dist.ProcessGroup | None = None,
-        finite_difference_step: float = FINITE_DIFFERENCE_STEP,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"unknown policy {policy}: choose one of {', '.join(POLICIES)}")
@@ -500,13 +498,12 @@ class MetaMixup:
         self.alpha = alpha
         self.lr = lr
         self.process_group = process_group
-        self.finite_difference_step = finite_difference_step
         # (classes, classes): the column of the table of each pair of classes, in both orders
         pairs = classes * (classes + 1) // 2
         self.pair_index = torch.empty(classes, classes, dtype=torch.long, device=device)
-        first, second = torch.triu_indices(classes, classes, device=device)
-        self.pair_index[first, second] = torch.arange(pairs, device=device)
-        self.pair_index[second, first] = torch.arange(pairs, device=device)
+        low, high = torch.triu_indices(classes, classes, device=device)
+        self.pair_index[low, high] = torch.arange(pairs, device=device)
+        self.pair_index[high, low] = torch.arange(pairs, device=device)
         # Differences from the start: of a logit ('pair') or of two logarithms ('beta') a pair
         shape = {"pair": (1, pairs), "beta": (2, pairs), "sample": (1, 0)}[policy]
         self.table = torch.zeros(shape, device=device, requires_grad=True)
@@ -598,7 +595,6 @@ class MetaMixup:
             clean_loss=clean_loss,
             rate=rate,
             scale=scale,
-            finite_difference_step=self.finite_difference_step,
         )
         (policy.grad,) = torch.autograd.grad(weight, policy, gradient)
         if dist.is_available() and dist.is_initialized() and not online:

@@ -374,7 +374,7 @@ class ParamGroupBuffers:
 
     def select_units(self, call: int) -> Tensor:
         """Returns the units whose turn it is at this call of `step`, counted from 1."""
-        units = self.order.take(self.group["compress_ratio"])
+        units = self.order.next_units(self.group["compress_ratio"])
         self.group["cursor"] = self.order.cursor
         return units
 
@@ -382,7 +382,7 @@ class ParamGroupBuffers:
         """Takes a skipped step back: it is not counted, and its units keep their turn."""
         self.group["calls"] -= 1
         if units is not None:
-            self.order.undo_take(len(units))
+            self.order.undo_next(len(units))
             self.group["cursor"] = self.order.cursor
 
     def gather_units(self, buffer: Tensor, units: Tensor) -> Tensor:
@@ -461,7 +461,7 @@ class ParamGroupBuffers:
         g = self.g[layout]
         if not _is_on_host(active):
             g.copy_(torch.where(active > 0, g, 0.0))
-        update_moments(
+        update_flat_moments(
             self.m[layout],
             self.v[layout],
             g=g,
@@ -471,7 +471,7 @@ class ParamGroupBuffers:
 
     def _compute_direction(self, layout: FlatLayout) -> None:
         """Writes u, Adam's direction with weight decay, over the gradients."""
-        u = adam_direction(
+        u = flat_adam_direction(
             self.m[layout],
             self.v[layout],
             steps=self.group["steps"],
@@ -644,9 +644,10 @@ class AuthorsParamGroupBuffers(ParamGroupBuffers):
 
 
 # ------------------------------------------------------------ the mathematics
+# Separate from those of optimizers/lamb.py on lists: these make few passes over one flat buffer.
 
 
-def update_moments(
+def update_flat_moments(
     m: Tensor, v: Tensor, *, g: Tensor, betas: tuple[float, float], active: Tensor | None
 ) -> None:
     """Updates Adam's two moments in place by the gradients g.
@@ -668,10 +669,10 @@ def update_moments(
     v.addcmul_(g, g, value=1 - b2)
 
 
-def adam_direction(
+def flat_adam_direction(
     m: Tensor, v: Tensor, *, steps: Tensor, betas: tuple[float, float], eps: float, out: Tensor
 ) -> Tensor:
-    """Computes (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps), in three passes over memory.
+    """Computes (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) in four passes over memory.
 
     Args:
         m: first moments.

@@ -169,12 +169,12 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default 0: all)")
     args = parser.parse_args()
     runs = Comparison(args.logs, QUICK if args.quick else FULL)
-    first, *others = runs.size.seeds
+    rate_seed, *other_seeds = runs.size.seeds
     if not args.report:
         for method in args.methods:
             for lr in runs.size.rates:
-                runs.train(method, lr, first, args.threads)
-            for seed in others:
+                runs.train(method, lr, rate_seed, args.threads)
+            for seed in other_seeds:
                 runs.train(method, runs.best_rate(method), seed, args.threads)
     bars = runs.report()
     bench.write_json(args.json, [], bars, logs=str(args.logs))

@@ -77,7 +77,7 @@ def models() -> list[Model]:
         return Transformer(30_000, CLASSES, dropout=0.3, token_dropout=0.5, mix_at=mix_at)
 
     plain = {kind: (kind, False) for kind in ("mixup", "intra", "attention", "cutmix", "meta")}
-    inside = {kind: (kind, True) for kind in ("mixup", "intra", "meta")}
+    mixed_by_model = {kind: (kind, True) for kind in ("mixup", "intra", "meta")}
     return [
         Model(
             "ResNet-18",
@@ -95,7 +95,7 @@ def models() -> list[Model]:
             "Transformer, pooled",
             partial(texts, "pooled"),
             tokens,
-            inside,
+            mixed_by_model,
             (128,),
             "adamw",
             128,
@@ -105,7 +105,7 @@ def models() -> list[Model]:
             "Transformer, tokens",
             partial(texts, "tokens"),
             tokens,
-            inside,
+            mixed_by_model,
             (64, 128),
             "adamw",
             128,
@@ -172,8 +172,8 @@ def step_sides(model: Model, batch: int) -> dict[str, Callable[[], float]]:
         return lambda: clock(lambda: [step() for _ in range(steps)]) / steps
 
     sides = {"none": side(make_trainer(model, "none", 1, False, batch), EVERY)}
-    for name, (kind, inside) in model.kinds.items():
-        sides[name] = side(make_trainer(model, kind, EVERY, inside, batch), EVERY)
+    for name, (kind, model_mixes) in model.kinds.items():
+        sides[name] = side(make_trainer(model, kind, EVERY, model_mixes, batch), EVERY)
     sides["meta, every step"] = side(
         make_trainer(model, "meta", 1, model.kinds["meta"][1], batch), 2
     )
@@ -185,10 +185,10 @@ def without_model(model: Model, batch: int) -> dict[str, Callable[[], float]]:
     labels = torch.randint(CLASSES, (batch,))
     hidden = torch.randn(batch, *model.mixed_shape)
     logits = torch.randn(batch, CLASSES, requires_grad=True)
-    inside = model.kinds["meta"][1]
+    model_mixes = model.kinds["meta"][1]
     if len(model.mixed_shape) == 3:
         hidden = hidden.to(memory_format=torch.channels_last)
-    hidden.requires_grad_(inside)
+    hidden.requires_grad_(model_mixes)
 
     def none() -> None:
         F.cross_entropy(logits, labels).backward()
@@ -198,7 +198,8 @@ def without_model(model: Model, batch: int) -> dict[str, Callable[[], float]]:
         mixed = mixup.blend(hidden, drawn)
         loss = mixup.cross_entropy(logits, labels, mix=drawn)
         torch.autograd.backward(
-            [loss, mixed] if inside else [loss], [None, mixed.detach()] if inside else [None]
+            [loss, mixed] if model_mixes else [loss],
+            [None, mixed.detach()] if model_mixes else [None],
         )
         mixup.num_correct(logits, labels, mix=drawn)
 
@@ -264,7 +265,7 @@ def measure_model(model: Model, quick: bool) -> tuple[list[bench.Row], list[benc
     batch = model.quick_batch if quick else model.batch
     rounds = (5 if quick else 7) if model.optimizer == "sgd" else (7 if quick else 15)
     steps = bench.take_turns(step_sides(model, batch), rounds, {"meta, every step"})
-    parts = bench.take_turns(without_model(model, batch), 30)
+    mixing_seconds = bench.take_turns(without_model(model, batch), 30)
     median = {name: statistics.median(taken) for name, taken in steps.items()}
     print(f"\n{model.name}, batch {batch}: {1e3 * median['none']:.1f} ms/step without mixing")
     print(f"{'':18} {'step, x none':>13} {'spread':>14} {'alone, % of a step':>19}")
@@ -273,8 +274,10 @@ def measure_model(model: Model, quick: bool) -> tuple[list[bench.Row], list[benc
         ratios = [taken / none for taken, none in zip(steps[name], steps["none"])]
         rows.append(row(f"{model.name} {name}", steps[name], steps["none"][: len(steps[name])]))
         spread, share = f"{min(ratios):.3f}..{max(ratios):.3f}", ""
-        if name in parts:
-            extra = statistics.median(parts[name]) - statistics.median(parts["none"])
+        if name in mixing_seconds:
+            extra = statistics.median(mixing_seconds[name]) - statistics.median(
+                mixing_seconds["none"]
+            )
             share = f"{100 * extra / median['none']:.2f}"
             bars.append(
                 bench.Bar(

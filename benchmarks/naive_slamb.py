@@ -49,11 +49,11 @@ class NaiveSLAMB(torch.optim.Optimizer):
 
     def masks(self) -> dict[Tensor, Tensor]:
         """Return a mask of the elements that are sent in this step, for each large parameter."""
-        chosen = torch.zeros(sum(p.numel() for p in self.large), dtype=torch.bool)
-        chosen[self.chunks[self.t % len(self.chunks)]] = True
+        mask = torch.zeros(sum(p.numel() for p in self.large), dtype=torch.bool)
+        mask[self.chunks[self.t % len(self.chunks)]] = True
         return {
             p: part.view(p.shape)
-            for p, part in zip(self.large, chosen.split([p.numel() for p in self.large]))
+            for p, part in zip(self.large, mask.split([p.numel() for p in self.large]))
         }
 
     @torch.no_grad()

@@ -156,9 +156,9 @@ def kfac_side(
     side = Side(model, optimizer, gradients)
 
     def measure() -> float:
-        parts = optimizer.seconds(side.set_gradients, BATCH / size)
-        side.seconds.append(list(parts.values()))
-        return parts["amortised"]
+        step_seconds = optimizer.seconds(side.set_gradients, BATCH / size)
+        side.seconds.append(list(step_seconds.values()))
+        return step_seconds["amortised"]
 
     return side, measure
 

@@ -167,8 +167,8 @@ def measure_script(
     memory: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         recipe, flops = inspect_script(name, data_dir, folder)
-        for first in range(0, len(sides), AT_ONCE):
-            some = (PLAIN, *sides[first : first + AT_ONCE])
+        for start in range(0, len(sides), AT_ONCE):
+            some = (PLAIN, *sides[start : start + AT_ONCE])
             more_rows, more_memory = measure(
                 {side: Side(name, side, data_dir, folder, recipe) for side in some}, *SIZES[quick]
             )
@@ -202,8 +202,8 @@ def main() -> int:
     machine = bench.machine(bench.DEVICE, ("torch", "torchvision", "timm"))
     peak = peak_flops()
     print(f"{machine}; bf16 matrix product {peak / 1e9:.0f} GFLOP/s")
-    first, second, *others = OURS
-    every = [first, second, *PEERS, *others]  # peers take turns with what they are compared with
+    ours = list(OURS)
+    every = [*ours[:2], *PEERS, *ours[2:]]  # peers take turns with what they are compared with
     sides = args.sides or [
         side for side in every if not args.quick or ("compile" not in side and side not in PEERS)
     ]

@@ -115,10 +115,10 @@ class StraightforwardNGD(torch.optim.Optimizer):
                 if group["weight_decay"]:
                     X = X.add(p, alpha=group["weight_decay"])
                 for a, axis in state["axes"].items():
-                    moved = X.movedim(a, -1)
+                    axis_last = X.movedim(a, -1)
                     X = (
-                        axis.precondition(moved.reshape(-1, moved.shape[-1]))
-                        .view(moved.shape)
+                        axis.precondition(axis_last.reshape(-1, axis_last.shape[-1]))
+                        .view(axis_last.shape)
                         .movedim(-1, a)
                     )
                 state["momentum"].mul_(group["momentum"]).add_(X)

@@ -95,9 +95,9 @@ def recipe_of(opened: trainers.Opened) -> Recipe:
         texts=opened.run.script == transformer_test.SCRIPT,
         metadata=opened.data.metadata,
         model=model.to(memory_format=torch.contiguous_format),  # type: ignore[call-overload]
-        lr=opened.args.lr,
-        momentum=opened.args.momentum,
-        weight_decay=opened.args.weight_decay,
+        lr=opened.lr,
+        momentum=opened.momentum,
+        weight_decay=opened.weight_decay,
     )
 
 
@@ -275,16 +275,18 @@ def accuracies(log: Path, data_dir: str) -> dict[str, Any]:
     for name in ("subset", "val_fraction", "seed"):
         arguments += [f"--{name}", str(flags[name])] if name in flags else []
     args, _ = options.parse(transformer_test.parser(), transformer_test.SCRIPT, arguments)
-    splits, _ = text_datasets.read_text_splits("agnews", data_dir)
-    train = splits["train"].take(
-        factory.split_rows(args, torch.tensor(splits["train"].labels))["train"].tolist()
+    dataset_splits, _ = text_datasets.read_text_splits("agnews", data_dir)
+    train = dataset_splits["train"].select_rows(
+        factory.split_rows(args, torch.tensor(dataset_splits["train"].labels))["train"].tolist()
     )
     vectors = TfidfVectorizer(sublinear_tf=True, ngram_range=(1, 2), min_df=2)
     regression = LogisticRegression(C=4, max_iter=300).fit(
         vectors.fit_transform(train.texts), train.labels
     )
-    tfidf = 100 * regression.score(vectors.transform(splits["test"].texts), splits["test"].labels)
-    results = {"train_rows": len(train), "test_rows": len(splits["test"]), "tfidf": tfidf}
+    tfidf = 100 * regression.score(
+        vectors.transform(dataset_splits["test"].texts), dataset_splits["test"].labels
+    )
+    results = {"train_rows": len(train), "test_rows": len(dataset_splits["test"]), "tfidf": tfidf}
     if not (log / "metrics.jsonl").exists():
         return results
     epochs = [

@@ -7,7 +7,6 @@ trainer = step_trainer(model, optimizer)                        # no data: train
 from __future__ import annotations
 
 import time
-from argparse import Namespace
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +39,15 @@ class Opened:
     """What a script has created before its first step.
 
     Attributes:
-        args: its flags.
+        lr, momentum, weight_decay: of the optimizer, as the flags say.
         run, data, trainer: as its `main` creates them.
         checkpoint: what it goes on from, or None.
         seconds: time to read the data.
     """
 
-    args: Namespace
+    lr: float
+    momentum: float
+    weight_decay: float
     run: factory.Run
     data: factory.Data
     trainer: Trainer
@@ -95,7 +96,16 @@ def open_script(
         meta_learner=meta_learner,
         batches=batches,
     )
-    return Opened(args, run, data, trainer, checkpoint, seconds)
+    return Opened(
+        lr=args.lr,
+        momentum=args.momentum,
+        weight_decay=args.weight_decay,
+        run=run,
+        data=data,
+        trainer=trainer,
+        checkpoint=checkpoint,
+        seconds=seconds,
+    )
 
 
 class NoData:

@@ -40,10 +40,10 @@ class Problem:
 
     def __init__(self, seed: int, steps: int) -> None:
         torch.manual_seed(seed)
-        splits, _ = image_datasets.read_image_splits(
+        dataset_splits, _ = image_datasets.read_image_splits(
             "cifar10", os.environ.get("DATA_DIR", "./data")
         )
-        train = splits["train"]
+        train = dataset_splits["train"]
         mean, std = image_batches.channel_statistics(train)
         data = image_batches.ImageDataset(
             train,
@@ -105,8 +105,10 @@ class Problem:
         gradients = torch.autograd.grad(
             wide.mixed_loss(weight), list(named.values()), create_graph=True
         )
-        moved = {name: p - RATE * g for (name, p), g in zip(named.items(), gradients)}
-        loss = wide.clean_loss(lambda x: torch.func.functional_call(wide.model, moved, (x,)))
+        virtual_parameters = {name: p - RATE * g for (name, p), g in zip(named.items(), gradients)}
+        loss = wide.clean_loss(
+            lambda x: torch.func.functional_call(wide.model, virtual_parameters, (x,))
+        )
         return torch.autograd.grad(loss, weight)[0].float()
 
     def differences(self, stretch: float, bf16: bool) -> Tensor:

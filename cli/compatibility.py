@@ -15,6 +15,7 @@ from pathlib import Path
 
 from errors import InputError
 from training.atomic_file import atomic_write_text
+from training.generated_section import replace_generated_section
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "flag_compatibility.md"
@@ -356,10 +357,7 @@ def page_with_table(page: str) -> str:
     Raises:
         ValueError: the page does not have the marks, once each.
     """
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise ValueError(f"the page needs one '{BEGIN}' and one '{END}'")
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    return replace_generated_section(page, BEGIN, END, content=table())
 
 
 def main() -> None:

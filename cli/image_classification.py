@@ -64,7 +64,7 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
         )
     labelled = splits.pop("train")
     for name, rows in split_rows(args, labelled.labels).items():
-        splits[name] = labelled.take(rows) if len(rows) < len(labelled) else labelled
+        splits[name] = labelled.select_rows(rows) if len(rows) < len(labelled) else labelled
     train = splits["train"]
     if checkpoint is None:
         mean, std = image_batches.channel_statistics(train)

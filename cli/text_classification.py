@@ -119,7 +119,7 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
         splits, classes = text_datasets.read_text_splits(args.dataset, args.data_dir)
     labelled = splits.pop("train")
     for name, rows in split_rows(args, torch.tensor(labelled.labels)).items():
-        splits[name] = labelled.take(rows.tolist())
+        splits[name] = labelled.select_rows(rows.tolist())
     if checkpoint is not None:
         tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
     else:

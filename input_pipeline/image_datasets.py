@@ -1,7 +1,7 @@
 """Reads image data sets: CIFAR-10, MNIST, scikit-learn's digits, or a folder of image files.
 
-    splits, classes = read_image_splits("cifar10", "data")     # {"train": ImageSplit, "test": ...}
-    splits["train"].pixels                                     # (50000, 32, 32, 3) uint8
+    dataset_splits, classes = read_image_splits("cifar10", "data")  # {"train": ImageSplit, ...}
+    dataset_splits["train"].pixels                                  # (50000, 32, 32, 3) uint8
 
 A missing CIFAR-10 or MNIST is downloaded by torchvision, which verifies checksums.
 """
@@ -50,7 +50,7 @@ class ImageSplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def take(self, rows: Tensor) -> ImageSplit:
+    def select_rows(self, rows: Tensor) -> ImageSplit:
         """Return a split of the given rows, in that order."""
         if self.pixels is not None:
             return dataclasses.replace(self, labels=self.labels[rows], pixels=self.pixels[rows])
@@ -84,13 +84,15 @@ def read_image_splits(
     """
     if name == "folder":
         return read_folder(Path(data_dir), image_size or FOLDER_IMAGE_SIZE)
-    splits, classes = read_digits() if name == "digits" else read_torchvision(name, data_dir)
-    for split in splits.values():
+    dataset_splits, classes = (
+        read_digits() if name == "digits" else read_torchvision(name, data_dir)
+    )
+    for split in dataset_splits.values():
         assert split.pixels is not None
         if image_size:
             split.pixels = resize(split.pixels, image_size)
         split.size, split.channels = split.pixels.shape[1], split.pixels.shape[-1]
-    return splits, classes
+    return dataset_splits, classes
 
 
 def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], list[str]]:
@@ -104,7 +106,7 @@ def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], l
     dataset_class = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[name]
     folder = Path(data_dir) / TORCHVISION_FOLDERS[name]
     is_missing = not folder.is_dir() or not any(folder.iterdir())
-    splits, classes = {}, []
+    dataset_splits, classes = {}, []
     for part in ("train", "test"):
         try:
             data = dataset_class(root=data_dir, train=part == "train", download=is_missing)
@@ -120,8 +122,10 @@ def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], l
                 f"{folder} {state} ({first_line(error)}): put the official {name} "
                 "files there (python version), or run with --dataset digits"
             ) from None
-        splits[part] = ImageSplit(labels, pixels if pixels.ndim == 4 else pixels.unsqueeze(-1))
-    return splits, classes
+        dataset_splits[part] = ImageSplit(
+            labels, pixels if pixels.ndim == 4 else pixels.unsqueeze(-1)
+        )
+    return dataset_splits, classes
 
 
 def read_digits() -> tuple[dict[str, ImageSplit], list[str]]:
@@ -132,11 +136,11 @@ def read_digits() -> tuple[dict[str, ImageSplit], list[str]]:
     pixels = torch.from_numpy((data.images * (255 / 16)).round().astype(np.uint8)).unsqueeze(-1)
     labels = torch.from_numpy(data.target).long()
     num_train = len(labels) * 4 // 5
-    splits = {
+    dataset_splits = {
         "train": ImageSplit(labels[:num_train], pixels[:num_train]),
         "test": ImageSplit(labels[num_train:], pixels[num_train:]),
     }
-    return splits, [str(digit) for digit in range(10)]
+    return dataset_splits, [str(digit) for digit in range(10)]
 
 
 def read_folder(root: Path, size: int) -> tuple[dict[str, ImageSplit], list[str]]:
@@ -150,7 +154,7 @@ def read_folder(root: Path, size: int) -> tuple[dict[str, ImageSplit], list[str]
     Raises:
         InputError: a folder is missing or empty, or test/ has a class that train/ does not have.
     """
-    splits: dict[str, ImageSplit] = {}
+    dataset_splits: dict[str, ImageSplit] = {}
     classes: list[str] = []
     for part in ("train", "test"):
         folder = root / part
@@ -186,8 +190,8 @@ def read_folder(root: Path, size: int) -> tuple[dict[str, ImageSplit], list[str]
                 f"{folder} contains no images: it needs a folder for each class, "
                 f"as in {root / 'train'}"
             )
-        splits[part] = ImageSplit(torch.tensor(labels), files=files, size=size)
-    return splits, classes
+        dataset_splits[part] = ImageSplit(torch.tensor(labels), files=files, size=size)
+    return dataset_splits, classes
 
 
 def list_images(folder: Path) -> list[Path]:

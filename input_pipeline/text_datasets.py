@@ -1,7 +1,8 @@
 """Reads text data sets: AG News, embedded headlines, or csv files of your own.
 
-    splits, classes = read_text_splits("agnews", "data")         # {"train": TextSplit, "test": ...}
-    splits["train"].texts[0], classes[splits["train"].labels[0]]
+    dataset_splits, classes = read_text_splits("agnews", "data")  # {"train": TextSplit, ...}
+    train = dataset_splits["train"]
+    train.texts[0], classes[train.labels[0]]
 
 Texts are cleaned of HTML, entities and addresses. A missing AG News is downloaded. AG News: Zhang
 et al., "Character-level Convolutional Networks for Text Classification", arXiv:1509.01626.
@@ -42,7 +43,7 @@ class TextSplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def take(self, rows: Sequence[int]) -> TextSplit:
+    def select_rows(self, rows: Sequence[int]) -> TextSplit:
         """Return a split of the given rows, in that order."""
         return TextSplit([self.labels[row] for row in rows], [self.texts[row] for row in rows])
 
@@ -80,13 +81,13 @@ def read_text_splits(name: str, data_dir: str) -> tuple[dict[str, TextSplit], li
                 download_agnews(folder, file)
     else:
         folder, columns, classes = Path(data_dir), 0, []
-    splits = {}
+    dataset_splits = {}
     for part in ("train", "test"):
         path = folder / f"{part}.csv"
         rows = read_csv(path, columns)
         labels, classes = number_labels(rows, classes, path=path)
-        splits[part] = TextSplit(labels, [join_columns(row) for row in rows])
-    return splits, classes
+        dataset_splits[part] = TextSplit(labels, [join_columns(row) for row in rows])
+    return dataset_splits, classes
 
 
 def read_headlines() -> dict[str, TextSplit]:
@@ -95,8 +96,8 @@ def read_headlines() -> dict[str, TextSplit]:
     labels, _ = number_labels(rows, AGNEWS_CLASSES, path=HEADLINES)
     all_rows = TextSplit(labels, [join_columns(row) for row in rows])
     return {
-        "train": all_rows.take(range(HEADLINES_TRAIN)),
-        "test": all_rows.take(range(HEADLINES_TRAIN, len(rows))),
+        "train": all_rows.select_rows(range(HEADLINES_TRAIN)),
+        "test": all_rows.select_rows(range(HEADLINES_TRAIN, len(rows))),
     }
 
 

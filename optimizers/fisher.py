@@ -25,9 +25,8 @@ from torch import Tensor
 # Smallest eigenvalue, relative to the largest one (Kaldi's delta) and to the mean of those of a
 # new gradient.
 EIGENVALUE_FLOOR = 5e-4
-MAX_DENSE_DIM = (
-    16  # axes up to this long are preconditioned by one (D, D) matrix, not two thin ones
-)
+# Axes up to this long are preconditioned by one (D, D) matrix, not two thin ones.
+MAX_DENSE_DIM = 16
 MAX_DENSE_KERNEL = 64  # all axes of a convolution's kernel share one matrix up to this many weights
 
 

@@ -4,7 +4,7 @@ layout = FlatLayout(parameters, width=64)
 buffer = layout.new_buffer()                      # (rows, 64), zeros
 torch._foreach_copy_(layout.views(buffer), gradients)
 order = RoundRobin(layout.rows, seed=0)
-order.take(0.1)                                   # the next tenth of the row numbers
+order.next_units(0.1)                             # the next tenth of the row numbers
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RoundRobin:
         self.order = numbers[order.to(numbers.device)]
         self.cursor = 0
 
-    def take(self, share: float) -> Tensor:
+    def next_units(self, share: float) -> Tensor:
         """Returns the next ceil(share x units) units and moves on."""
         count = min(len(self.order), math.ceil(share * len(self.order) - 1e-9))
         units = self.order[self.cursor : self.cursor + count]
@@ -104,7 +104,7 @@ class RoundRobin:
         self.cursor = (self.cursor + count) % max(1, len(self.order))
         return torch.cat([units, wrapped]) if len(wrapped) else units
 
-    def undo_take(self, count: int) -> None:
+    def undo_next(self, count: int) -> None:
         """Gives the last `count` units their turn again."""
         self.cursor = (self.cursor - count) % max(1, len(self.order))
 

@@ -77,7 +77,7 @@ class Oracle:
         if self.authors:
             units = self.order.partition(self.t, int(1 / self.k))
         else:
-            units = self.order.take(self.k)
+            units = self.order.next_units(self.k)
         buffer = torch.zeros(self.layout.rows, BLOCK, dtype=torch.float64)
         (buffer.view(-1) if self.selection == "random" else buffer)[units] = 1
         for number, view in zip(self.large, self.layout.views(buffer)):

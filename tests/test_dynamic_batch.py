@@ -59,26 +59,26 @@ def test_shares_sum_to_the_total_keep_the_limits_and_are_proportional(unit: int)
     for _ in range(1500):
         ranks, total = dice.randint(1, 9), dice.randint(40, 600)
         weights = [dice.choice([dice.uniform(0.01, 5), 1.0]) for _ in range(ranks)]
-        least = dice.randint(0, total // ranks // 2)
-        most = [dice.randint(min(total // ranks + unit, total), total) for _ in range(ranks)]
-        most = most if dice.random() < 0.5 else [total] * ranks
+        minimum = dice.randint(0, total // ranks // 2)
+        limits = [dice.randint(min(total // ranks + unit, total), total) for _ in range(ranks)]
+        limits = limits if dice.random() < 0.5 else [total] * ranks
         try:
-            shares = apportion(total, weights, least=least, most=most, unit=unit)
+            shares = apportion(total, weights, minimum=minimum, limits=limits, unit=unit)
         except ValueError:
             assert unit > 1, "without units there is always a way"
             continue
-        assert shares == apportion(total, weights, least=least, most=most, unit=unit)
+        assert shares == apportion(total, weights, minimum=minimum, limits=limits, unit=unit)
         assert sum(shares) == total
-        assert all(least <= share <= limit for share, limit in zip(shares, most))
+        assert all(minimum <= share <= limit for share, limit in zip(shares, limits))
         assert sum(share % unit > 0 for share in shares) <= 1
         # One level exists at which every share that no limit stops is within a unit of its own.
         slack = [unit + total % unit] * ranks
-        above = [(s + d) / w for s, d, w, m in zip(shares, slack, weights, most) if s + d <= m]
-        below = [(s - d) / w for s, d, w in zip(shares, slack, weights) if s - d >= least]
+        above = [(s + d) / w for s, d, w, m in zip(shares, slack, weights, limits) if s + d <= m]
+        below = [(s - d) / w for s, d, w in zip(shares, slack, weights) if s - d >= minimum]
         assert max(below, default=0) <= min(above, default=math.inf) + 1e-9
         level = total / sum(weights)
         exact = [level * weight for weight in weights]
-        if all(least + unit <= e <= m - 2 * unit for e, m in zip(exact, most)):
+        if all(minimum + unit <= e <= m - 2 * unit for e, m in zip(exact, limits)):
             limited += 1
             assert all(abs(s - e) < d for s, e, d in zip(shares, exact, slack))
     assert limited > 100, "some shares that no limit stops"
@@ -86,21 +86,21 @@ def test_shares_sum_to_the_total_keep_the_limits_and_are_proportional(unit: int)
 
 def test_equal_remainders_go_to_the_first_shares() -> None:
     assert apportion(5, [1.0, 1.0]) == [3, 2]
-    assert apportion(191, [3.0, 0.2, 1.0], least=25) == [125, 25, 41]
+    assert apportion(191, [3.0, 0.2, 1.0], minimum=25) == [125, 25, 41]
     assert apportion(10, [0.1] * 7) == [2, 2, 2, 1, 1, 1, 1]
 
 
 def test_limits_settle_shares_and_the_others_split_what_is_left() -> None:
-    assert apportion(100, [8.0, 1.0, 1.0], most=[50, 100, 100]) == [50, 25, 25]
-    assert apportion(100, [98.0, 1.0, 1.0], least=10) == [80, 10, 10]
+    assert apportion(100, [8.0, 1.0, 1.0], limits=[50, 100, 100]) == [50, 25, 25]
+    assert apportion(100, [98.0, 1.0, 1.0], minimum=10) == [80, 10, 10]
     # The upper limit of the first leaves enough for the last to rise above the lower limit.
-    assert apportion(100, [90.0, 6.0, 4.0], least=20, most=[40, 100, 100]) == [40, 36, 24]
+    assert apportion(100, [90.0, 6.0, 4.0], minimum=20, limits=[40, 100, 100]) == [40, 36, 24]
 
 
 def test_a_rest_without_space_is_refused() -> None:
-    assert apportion(9, [1.0, 1.0], most=[4, 9], unit=4) == [4, 5]
+    assert apportion(9, [1.0, 1.0], limits=[4, 9], unit=4) == [4, 5]
     with pytest.raises(ValueError, match="cannot be shared out"):
-        apportion(10, [1.0, 1.0], most=[5, 5], unit=4)
+        apportion(10, [1.0, 1.0], limits=[5, 5], unit=4)
 
 
 def test_shares_are_multiples_of_the_unit_but_for_the_rest() -> None:
@@ -111,10 +111,10 @@ def test_shares_are_multiples_of_the_unit_but_for_the_rest() -> None:
     assert apportion(10, [1.0] * 4) == [3, 3, 2, 2]
 
 
-@pytest.mark.parametrize(("least", "most"), [(6, None), (0, [4, 5])])
-def test_limits_that_leave_no_way_are_refused(least: int, most: list[int] | None) -> None:
+@pytest.mark.parametrize(("minimum", "limits"), [(6, None), (0, [4, 5])])
+def test_limits_that_leave_no_way_are_refused(minimum: int, limits: list[int] | None) -> None:
     with pytest.raises(ValueError, match="cannot be shared out"):
-        apportion(10, [1.0, 2.0], least=least, most=most)
+        apportion(10, [1.0, 2.0], minimum=minimum, limits=limits)
 
 
 # -------------------------------------------------------------------- over time
@@ -273,10 +273,10 @@ def balanced_shares(
 ) -> list[int]:
     """Shares after some epochs on ranks of these speeds (samples/s), with an overhead a step."""
     balancer = WorkerBalancer()
-    shares = balancer.shares(total, [total // len(speeds)] * len(speeds), least=2)
+    shares = balancer.shares(total, [total // len(speeds)] * len(speeds), minimum=2)
     for _ in range(epochs):
         balancer.observe(shares, [overhead + share / speed for share, speed in zip(shares, speeds)])
-        shares = balancer.shares(total, shares, least=2)
+        shares = balancer.shares(total, shares, minimum=2)
     return shares
 
 
@@ -304,15 +304,15 @@ def test_shares_are_kept_where_the_gain_is_small() -> None:
     assert balanced_shares([100.0, 90.0], 1000, epochs=3) == [528, 472]
     balancer = WorkerBalancer()
     balancer.observe([64.0, 64.0], [1.0, 0.0])  # not measured
-    assert balancer.shares(128, [64, 64], least=2) == [64, 64]
+    assert balancer.shares(128, [64, 64], minimum=2) == [64, 64]
     balancer.observe([64.0, 64.0], [1.0, 2.0])
     # another number of ranks: equal shares until their speeds are measured
-    assert balancer.shares(128, [64, 64, 0], least=0) == [43, 43, 42]
+    assert balancer.shares(128, [64, 64, 0], minimum=0) == [43, 43, 42]
 
 
 def test_a_rank_takes_no_more_than_its_limit() -> None:
     balancer = WorkerBalancer()
     balancer.observe([64.0, 64.0], [1.0, 4.0])
-    assert balancer.shares(128, [64, 64], least=2) == [102, 26]
-    assert balancer.shares(128, [64, 64], least=2, most=[80, 128]) == [80, 48]
-    assert balancer.shares(4, [2, 2], least=2) == [2, 2]
+    assert balancer.shares(128, [64, 64], minimum=2) == [102, 26]
+    assert balancer.shares(128, [64, 64], minimum=2, limits=[80, 128]) == [80, 48]
+    assert balancer.shares(4, [2, 2], minimum=2) == [2, 2]

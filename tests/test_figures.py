@@ -25,8 +25,7 @@ import resnet50_test
 import transformer_test
 from cli import options
 from figures import draw, experiments, pictures, run_logs, table
-
-ROOT = ranks.ROOT
+from training.generated_section import replace_generated_section
 
 ROOT = ranks.ROOT
 
@@ -85,6 +84,15 @@ def test_planned_experiments_without_a_log_are_named_below_the_table():
     assert "Planned for a CPU and not run yet" in empty
     assert "Planned for a GPU and not run yet" in empty
     assert "open" not in empty
+
+
+def test_only_the_section_between_the_markers_is_replaced():
+    page = "title\n<!-- a -->\nold\n<!-- b -->\nrest\n"
+    replaced = replace_generated_section(page, "<!-- a -->", "<!-- b -->", content="new")
+    assert replaced == "title\n<!-- a -->\nnew\n<!-- b -->\nrest\n"
+    for bad in (page + page, "no marker", "<!-- b --> <!-- a -->"):
+        with pytest.raises(ValueError, match="exactly one '<!-- a -->'"):
+            replace_generated_section(bad, "<!-- a -->", "<!-- b -->", content="new")
 
 
 MEASURED = re.compile(r"(\d+\.\d+)(?: \+- (\d+\.\d+))? %[^()%]*\(figures/logs/(\S+)/(\S+)\)")

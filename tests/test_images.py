@@ -181,7 +181,7 @@ def test_folder_of_png_reads_as_it_was_written(folder: Path) -> None:
     ]
     expected = np.asarray(Image.open(folder / "test" / "red" / "03.png"))
     assert np.array_equal(splits["test"].decode(torch.tensor([9]))[0].numpy(), expected)
-    assert splits["train"].take(torch.tensor([25, 3])).labels.tolist() == [1, 0]
+    assert splits["train"].select_rows(torch.tensor([25, 3])).labels.tolist() == [1, 0]
 
 
 def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder: Path) -> None:

@@ -62,13 +62,13 @@ def test_round_robin_takes_the_given_share_and_every_unit_has_its_turn(shares: l
     state = torch.get_rng_state()
     for step in range(1, 400):
         share = shares[step % len(shares)]
-        units = order.take(share).tolist()
+        units = order.next_units(share).tolist()
         assert len(units) == len(set(units)) == math.ceil(share * 97 - 1e-9)
         for unit in units:
             last[unit] = step
         assert step - min(last) < math.ceil(1 / min(shares)) or step < math.ceil(1 / min(shares))
     assert torch.equal(torch.get_rng_state(), state)
-    assert RoundRobin(97, seed=3).take(1.0).tolist() != list(range(97))
+    assert RoundRobin(97, seed=3).next_units(1.0).tolist() != list(range(97))
 
 
 def test_views_have_the_memory_format_of_their_tensors() -> None:

@@ -130,7 +130,7 @@ def test_text_that_names_a_special_token_is_only_text(kind: str) -> None:
 def test_batches_hold_the_tokens_of_their_rows(
     max_len: int, tokenizer: Tokenizer, headlines: tuple[dict[str, TextSplit], list[str]]
 ) -> None:
-    rows = headlines[0]["train"].take(range(101))
+    rows = headlines[0]["train"].select_rows(range(101))
     data = TextDataset(rows, tokenizer, max_len=max_len, device=CPU)
     expected = [tokenizer.encode(text).ids[:max_len] for text in rows.texts]
     assert data.lengths.tolist() == [len(ids) for ids in expected]

@@ -149,7 +149,7 @@ class BatchSchedule:
             while parts * sum(limits) < size:
                 parts += 1
             limits = [parts * limit for limit in limits]
-        return self.balancer.shares(size, self.shares, least=MIN_RANK_ROWS, most=limits)
+        return self.balancer.shares(size, self.shares, minimum=MIN_RANK_ROWS, limits=limits)
 
     def _global_batches(self, epoch: int) -> list[Tensor]:
         """The row numbers of each global batch of an epoch."""
@@ -187,8 +187,10 @@ class BatchSchedule:
         """The shares of a batch, which is smaller than the others at the end of an epoch."""
         if size == self.size:
             return self.shares
-        least = min(MIN_RANK_ROWS, size // self.world.size)
-        return dynamic_batch.apportion(size, [float(share) for share in self.shares], least=least)
+        minimum = min(MIN_RANK_ROWS, size // self.world.size)
+        return dynamic_batch.apportion(
+            size, [float(share) for share in self.shares], minimum=minimum
+        )
 
     def end_epoch(
         self,

@@ -132,15 +132,15 @@ def write_recipe(config: SweepConfig, best: FrozenTrial, *, num_trials: int) -> 
     lines = [
         f"# The best of {num_trials} trials of {script.file} by {config.objective.name}: "
         f"{best.value:.4f} on held-out training rows.",
-        f"# Each trial: {flags.epochs} epochs of {flags.subset:.0%} of the training set, "
+        f"# Each trial: {flags['epochs']} epochs of {flags['subset']:.0%} of the training set, "
         f"{config.nproc} process(es).",
         f"# python {script.file} --recipe {config.recipe_out}",
     ]
     if "lr" in best.params:
-        rule, base_bs = flags.lr_scaling, flags.base_bs
+        rule, base_bs = flags["lr_scaling"], flags["base_bs"]
         if rule == "none":  # else the rate already is the one for base_bs
-            rule = "linear" if flags.optimizer in LINEAR_SCALING else "sqrt"
-            base_bs = flags.batch_size * flags.accumulate * config.nproc
+            rule = "linear" if flags["optimizer"] in LINEAR_SCALING else "sqrt"
+            base_bs = flags["batch_size"] * flags["accumulate"] * config.nproc
         lines.append(
             f"# The learning rate is for a global batch size of {base_bs}; "
             f"it scales {SCALING_RULES[rule]}."

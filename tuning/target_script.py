@@ -1,7 +1,7 @@
 """The entry script that a sweep tunes: its flags, and the arguments that all trials share.
 
 script = TargetScript.read("resnet50_test.py", ["--subset", "0.1", "--recipe", "recipes/best.yaml"])
-script.flags({"lr": 0.1, "nesterov": False}).lr
+script.flags({"lr": 0.1, "nesterov": False})["lr"]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cli import options
+from cli.flags import Parser
 from errors import InputError
 from tuning import space
 
@@ -31,7 +32,7 @@ class TargetScript:
         arguments: the shared arguments, as on the command line.
         expanded_arguments: the same, after those of their --recipe.
         flag_names: names of all flags that the script has.
-        given: value of each flag in `expanded_arguments`.
+        given: value of each flag in `expanded_arguments`, by name in alphabetical order.
     """
 
     file: str
@@ -51,24 +52,20 @@ class TargetScript:
             if any(argument.split("=")[0] == f"--{name}" for argument in arguments):
                 raise InputError(f"--{name}: the sweep sets this flag for each trial; leave it out")
         parser = script_parser(file)
-        flag_names = {
-            option.removeprefix("--")
-            for action in parser._actions
-            for option in action.option_strings
-        }
+        flag_names = {option.removeprefix("--") for option in parser.option_strings()}
         recipe = parser.parse_args(list(arguments)).recipe
         expanded = [*(options.recipe_arguments(recipe, parser) if recipe else []), *arguments]
         parser.parse_args(expanded)
-        parser._defaults.clear()  # from here on only flags that are given have a value
-        for action in parser._actions:
-            action.default = argparse.SUPPRESS
-        given = vars(parser.parse_args(expanded))
+        not_given = object()  # a flag that has a value already is not set to its default
+        values = argparse.Namespace(**dict.fromkeys(sorted(parser.names()), not_given))
+        parser.parse_args(expanded, values)
+        given = {name: value for name, value in vars(values).items() if value is not not_given}
         return cls(file, list(arguments), expanded, flag_names, given)
 
-    def flags(self, params: Mapping[str, Any]) -> argparse.Namespace:
-        """Return all flags of a trial with these values of the searched flags."""
+    def flags(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of all flags of a trial with these values of the searched flags."""
         arguments = [*self.expanded_arguments, *space.to_arguments(params, self.flag_names)]
-        return script_parser(self.file).parse_args(arguments)
+        return vars(script_parser(self.file).parse_args(arguments))
 
     def check(self, arguments: Sequence[str]) -> None:
         """Raise InputError where the script would refuse these arguments in every trial."""
@@ -84,6 +81,6 @@ class TargetScript:
         return {name: value for name, value in self.given.items() if name not in MACHINE_FLAGS}
 
 
-def script_parser(file: str) -> Any:
+def script_parser(file: str) -> Parser:
     """Return a new parser of an entry script."""
     return importlib.import_module(file.removesuffix(".py")).parser()
