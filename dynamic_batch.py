@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
 
-RULES = ("none", "increase", "decrease", "loss", "noise")
 LOSS_RULES = ("progress", "score")  # of ByLoss
 LOSS_SHARE = 0.8  # weight of the loss in 'score'; the rest is the weight of the time
 SMOOTHING = 0.5  # weight of earlier epochs in the noise scale

@@ -46,9 +46,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message.removeprefix('argument ')} (see --help)")
 
-    def names(self) -> set[str]:
-        """The names of all flags as attributes of the parsed arguments."""
-        return {action.dest for action in self._actions}
+    def names(self) -> list[str]:
+        """The names of all flags as attributes of the parsed arguments, in the order of --help."""
+        return list(dict.fromkeys(action.dest for action in self._actions))
 
     def option_strings(self) -> set[str]:
         """All spellings of all flags, with their dashes."""

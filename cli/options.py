@@ -53,7 +53,7 @@ def parse(
     path = resume_path(given, script)
     if path is not None:
         state = checkpoint.load(path, script)
-        restored = parser.names() - NOT_RESTORED
+        restored = set(parser.names()) - NOT_RESTORED
         restored -= {"data_dir"} if "DATA_DIR" in os.environ else set()
         stored = {name: value for name, value in state["flags"].items() if name in restored}
         parser.set_defaults(**stored)

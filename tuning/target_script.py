@@ -32,7 +32,7 @@ class TargetScript:
         arguments: the shared arguments, as on the command line.
         expanded_arguments: the same, after those of their --recipe.
         flag_names: names of all flags that the script has.
-        given: value of each flag in `expanded_arguments`, by name in alphabetical order.
+        given: value of each flag in `expanded_arguments`, in the order of --help.
     """
 
     file: str
@@ -57,7 +57,7 @@ class TargetScript:
         expanded = [*(options.recipe_arguments(recipe, parser) if recipe else []), *arguments]
         parser.parse_args(expanded)
         not_given = object()  # a flag that has a value already is not set to its default
-        values = argparse.Namespace(**dict.fromkeys(sorted(parser.names()), not_given))
+        values = argparse.Namespace(**dict.fromkeys(parser.names(), not_given))
         parser.parse_args(expanded, values)
         given = {name: value for name, value in vars(values).items() if value is not not_given}
         return cls(file, list(arguments), expanded, flag_names, given)
