@@ -1,28 +1,41 @@
-"""README.md and docs/: their size, their links, and the flags that they name."""
+"""README.md, CONTRIBUTING.md and docs/: size, links, flags, and the Python code that they show."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import textwrap
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ranks
 import resnet50_test
 import transformer_test
 from cli import compatibility
+from cli.flags import OptimizerChoice
+from distributed.comm_hooks import AllReduceHook
+from distributed.world import World
+from input_pipeline.dataset import BatchedDataset
 
 README = ranks.ROOT / "README.md"
-PAGES = [README, *sorted((ranks.ROOT / "docs").glob("*.md"))]
+DOCS = ranks.ROOT / "docs"
+EXTENDING = DOCS / "extending.md"
+PAGES = [README, ranks.ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+COLUMNS = 100
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+TABLE_ROW = re.compile(r'"\w+": ')
 TOOL_FLAGS = {
     "test.sh": {"--all", "--legacy"},
     "figures": {"--list", "--only", "--minutes", "--runs"},
-    "benchmarks": {"--quick", "--json"},
+    "benchmarks": {"--quick", "--json", "--logs", "--report", "--text"},
     "tuning": {
         "--jobs",
         "--nproc",
@@ -77,8 +90,8 @@ def test_the_flags_that_a_page_names_are_known(page):
 
 
 def test_the_index_lists_every_page():
-    index = (ranks.ROOT / "docs" / "README.md").read_text()
-    for page in PAGES[1:]:
+    index = (DOCS / "README.md").read_text()
+    for page in DOCS.glob("*.md"):
         assert page.name == "README.md" or f"]({page.name})" in index
 
 
@@ -88,13 +101,53 @@ def test_every_committed_picture_is_shown_or_linked():
         assert f"figures/{picture.name})" in text, picture.name
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_lines_of_prose_are_not_too_long(page):
+    for line in page.read_text().splitlines():
+        assert len(line) <= COLUMNS or line.startswith("|"), f"{page.name}: {line}"
+
+
+def run_python_blocks(page: Path) -> dict[str, Any]:
+    """Run the Python blocks of a page in order, in one namespace, which is returned.
+
+    The namespace begins with what a reader's own code provides: model, images, labels, loss. A
+    block that is a row of a table, such as `"lion": adam,`, becomes an entry of `rows`.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
+    images, labels = torch.randn(6, 3, 8, 8), torch.tensor([0, 1, 2, 3, 4, 9])
+    names: dict[str, Any] = {
+        "model": model,
+        "images": images,
+        "labels": labels,
+        "loss": nn.functional.cross_entropy(model(images), labels),
+        "OptimizerChoice": OptimizerChoice,
+        "adam": {"betas": (0.9, 0.999)},
+        "rows": [],
+    }
+    for source in PYTHON.findall(page.read_text()):
+        source = textwrap.dedent(source)
+        if TABLE_ROW.match(source):
+            source = f"rows.append({{{source}}})"
+        exec(compile(source, str(page), "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda page: page.stem
+)
+def test_the_python_code_of_a_page_runs(page):
+    text = page.read_text()
+    assert len(PYTHON.findall(text)) == text.count("```python")
+    run_python_blocks(page)
+
+
 def test_the_optimizer_of_the_page_on_extending_works():
-    text = (ranks.ROOT / "docs" / "extending.md").read_text()
-    source = text.split("```python\n", 1)[1].split("```", 1)[0]
-    names: dict = {}
-    exec(textwrap.dedent("   " + source.lstrip()), names)
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = names["Lion"]([weight], lr=0.1)
+    names = run_python_blocks(EXTENDING)
+    choice, settings = (row["lion"] for row in names["rows"])
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = choice.make([weight], lr=0.1, **settings)
+    assert isinstance(optimizer, names["Lion"])
     weight.grad = torch.tensor([2.0, -3.0, 0.0])
     optimizer.found_inf = torch.tensor(1.0)
     optimizer.step()
@@ -104,6 +157,33 @@ def test_the_optimizer_of_the_page_on_extending_works():
     torch.testing.assert_close(weight.detach(), torch.tensor([0.9, 1.1, 1.0]))
     with pytest.raises(ValueError, match="Lion"):
         names["Lion"]([weight], lr=-1)
+
+
+def test_the_data_set_of_the_page_on_extending_follows_the_protocol():
+    tabular = run_python_blocks(EXTENDING)["Tabular"]
+    wanted = inspect.signature(BatchedDataset.batches).parameters
+    assert list(inspect.signature(tabular.batches).parameters) == list(wanted)
+    features, labels = torch.arange(8.0).view(4, 2), torch.tensor([0, 1, 0, 1])
+    dataset = tabular(features, labels, torch.device("cpu"))
+    assert len(dataset) == 4
+    assert dataset.lengths is None
+    row_batches = [torch.tensor([3, 0, 3]), torch.tensor([1])]
+    for rows, batch in zip(row_batches, dataset.batches(row_batches=row_batches, epoch=0)):
+        torch.testing.assert_close(batch, (features[rows], labels[rows]))
+
+
+def test_the_page_on_extending_lists_every_member_of_a_communication_hook():
+    hook = AllReduceHook(World())
+    arguments = inspect.signature(AllReduceHook.__init__).parameters
+    members = {name for name in dir(hook) if not name.startswith("_")}
+    members -= {*arguments, "power_sgd"}
+    section = EXTENDING.read_text().split("## Add a communication hook")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    listed = re.findall(r"`(\w+)(?:\(([\w, ]*)\))?`", " ".join(cells))
+    assert {name for name, _ in listed} == members
+    for name, parameters in listed:
+        if callable(getattr(hook, name)):
+            assert parameters == ", ".join(inspect.signature(getattr(hook, name)).parameters)
 
 
 def test_the_table_of_incompatible_flags_is_that_of_the_code() -> None:
