@@ -65,7 +65,7 @@ BOTH = [
     ("--parallel fsdp --optimizer sgd --sync lag", "--sync lag"),
     ("--parallel fsdp --optimizer sgd --grad_compress powersgd", "powersgd"),
     ("--parallel hsdp --optimizer sgd --meta_learning", "--mixup meta"),
-    ("--parallel hsdp --optimizer adamw --noise_scale", "noise scale"),
+    ("--parallel hsdp --optimizer adamw --noise_scale", "--noise_scale"),
     ("--parallel hsdp --optimizer adamw --balance_workers", "--balance_workers"),
     ("--parallel hsdp --optimizer adamw --dynamic_batch increase", "--dynamic_batch increase"),
     ("--noise_scale --grad_compress powersgd", "powersgd"),

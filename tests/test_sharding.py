@@ -298,6 +298,7 @@ def test_a_checkpoint_fits_any_ranks(tmp_path):
         ranks.run_ranks(a_checkpoint_fits_any_ranks, size, str(tmp_path), parallel)
 
 
+@pytest.mark.slow
 def test_evaluate_predict_and_export_read_shards(runs, tmp_path, capsys):
     run = str(runs / "cut")
     assert conftest.call(transformer_test, ["--resume", run, "--evaluate"]) == 0
@@ -312,6 +313,7 @@ def test_evaluate_predict_and_export_read_shards(runs, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_broken_shards_are_one_line(runs, tmp_path, refused):
     run = tmp_path / "run"
     shutil.copytree(runs / "cut", run)
@@ -324,6 +326,7 @@ def test_broken_shards_are_one_line(runs, tmp_path, refused):
     refused("texts", f"--resume {run} --evaluate", "missing", "")
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_refused(runs, tmp_path, refused):
     shutil.copytree(runs / "cut", tmp_path / "run")
     refused("texts", f"--resume {tmp_path / 'run'} --epochs 3 --optimizer sgd", "not SGD", "")
