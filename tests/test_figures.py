@@ -202,13 +202,13 @@ def test_finished_runs_are_skipped(tmp_path):
 
 @pytest.mark.slow
 def test_a_plan_that_runs_out_of_time_resumes_from_its_checkpoint(tmp_path):
-    console = run_plan(tmp_path, "--minutes", "0.3", epochs=4000, code=130)
+    console = run_plan(tmp_path, "--minutes", "0.8", epochs=4000, code=130)
     assert "run the same command again to resume it" in console
     folder = tmp_path / "logs" / "one" / "long-seed3"
     before = len(ranks.metrics(folder))
     assert (folder / "last.pt").exists()
     assert "long-seed4" not in console, "no run starts after the deadline"
-    console = run_plan(tmp_path, "--minutes", "0.2", epochs=4000, code=130)
+    console = run_plan(tmp_path, "--minutes", "0.6", epochs=4000, code=130)
     assert len(ranks.metrics(folder)) > before
     assert [row["epoch"] for row in ranks.metrics(folder)] == list(
         range(1, len(ranks.metrics(folder)) + 1)
