@@ -1,10 +1,15 @@
 """How the model's code is executed: eagerly, compiled, as a CUDA graph, or by ONNX Runtime.
 
 model = apply_backend("compile", model)       # parameters and state_dict stay what they are
+with without_compilation(len(rows) < batch_size):
+    output = model(inputs)                    # a rare shape that is not worth compiling for
 """
 
 from __future__ import annotations
 
+import contextlib
+
+import torch
 from torch import nn
 
 from backends import onnx_runtime
@@ -36,3 +41,14 @@ def apply_backend(name: str, model: nn.Module) -> nn.Module:
             raise InputError(f"--backend ort: {reason}; --backend compile is torch's own")
         onnx_runtime.apply(model)
     return model
+
+
+def without_compilation(condition: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which compiled models run eagerly, if the condition holds.
+
+    The last batch of an epoch may be smaller than the others. Compiling the model anew for its
+    shape takes longer than the epoch does, and torch would then use the slower kernels for any
+    shape in all later steps.
+    """
+    set_stance = getattr(torch.compiler, "set_stance", None)  # new in torch 2.6
+    return set_stance("force_eager") if condition and set_stance else contextlib.nullcontext()

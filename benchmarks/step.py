@@ -114,7 +114,7 @@ def inspect_script(name: str, data_dir: str, folder: str) -> tuple[throughput.Re
         trainer = opened.trainer
         recipe = throughput.recipe_of(opened)
         if recipe.texts:
-            row_batches = list(trainer.batches.order.epoch(0, BATCHES[name]))
+            row_batches = list(trainer.batches.order.full_batches(0, BATCHES[name]))
             padding = 100 * trainer.train_set.padding(row_batches)  # type: ignore[attr-defined]
             print(f"padding of batches of {BATCHES[name]}: {padding:.1f} % of the tokens")
         inputs, _ = next(throughput.our_batches(trainer, 16))

@@ -402,7 +402,7 @@ def create_trainer_config(args: Namespace, run: Run, batches: BatchSchedule) -> 
     Batches that change are cut into as many micro-batches as it takes.
     """
     accumulation_steps, micro_batch_size = args.accumulate, args.micro_bs
-    if batches.keeps_every_row:
+    if batches.changes:
         accumulation_steps = 1
         on_cpu = run.world.device.type == "cpu"
         if micro_batch_size is None and (on_cpu or args.accumulate > 1 or args.balance_workers):

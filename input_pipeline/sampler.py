@@ -1,7 +1,8 @@
 """The order of the rows: which rows go into which global batch, computed alike on every rank.
 
     sampler = Sampler(rows=50_000, seed=0)
-    for batch in sampler.epoch(3, batch_size=512):             # global batches, equal on all ranks
+    sizes = batch_sizes(50_000, 512)                           # 96 of 512, then two of 424
+    for batch in sampler.epoch(3, sizes):                      # global batches, equal on all ranks
         local_rows = rank_share(batch, rank=1, world_size=4)   # the rows that this rank computes
 
 The order is a function of (seed, epoch) alone. There is no random state to save, a run can resume
@@ -44,10 +45,11 @@ class Sampler:
         """Return the number of full batches in an epoch."""
         return self.rows // batch_size
 
-    def epoch(self, epoch: int, batch_size: int) -> Tensor:
-        """Draw the full batches of one epoch; rows that do not fill a last batch are left out.
+    def full_batches(self, epoch: int, batch_size: int) -> Tensor:
+        """Draw the full batches of one epoch and leave out the rows that do not fill another one.
 
-        Other rows are left out in every epoch.
+        Every epoch leaves out other rows. This is for streams of batches without an end; an epoch
+        of training takes every row, see `epoch`.
 
         Args:
             epoch: number of the epoch.
@@ -55,37 +57,68 @@ class Sampler:
         Returns:
             (steps, batch_size) int64 row numbers.
         """
-        num_rows = self.steps(batch_size) * batch_size
-        return torch.stack(self._shuffled_batches(epoch, batch_size, num_rows=num_rows))
+        return torch.stack(self.epoch(epoch, [batch_size] * self.steps(batch_size)))
 
-    def whole_epoch(self, epoch: int, batch_size: int, *, min_size: int) -> list[Tensor]:
-        """Draw the batches of one epoch, in which every row occurs once.
+    def epoch(self, epoch: int, sizes: Sequence[int]) -> list[Tensor]:
+        """Draw the batches of one epoch, in which no row occurs twice.
 
         Args:
             epoch: number of the epoch.
-            batch_size: rows of a full global batch; one batch may be smaller.
-            min_size: a smaller batch of fewer rows than this is appended to another batch.
+            sizes: rows of each global batch, as `batch_sizes` returns them: the full ones first.
+                Where rows are sorted by length, they come in another order.
         Returns:
-            Row numbers of each batch, (batch,) int64.
+            Row numbers of each batch, (size,) int64.
         """
-        batches = self._shuffled_batches(epoch, batch_size, num_rows=self.rows)
-        limit = min(min_size, batch_size)
-        too_small = [number for number, batch in enumerate(batches) if len(batch) < limit]
-        for number in too_small:
-            remainder = batches.pop(number)
-            batches[-1] = torch.cat([batches[-1], remainder])
-        return batches
-
-    def _shuffled_batches(self, epoch: int, batch_size: int, *, num_rows: int) -> list[Tensor]:
-        """Draw `num_rows` rows at random and cut them into batches, one of which may be short."""
         generator = epoch_generator(self.seed, epoch)
-        order = torch.randperm(self.rows, generator=generator)[:num_rows]
+        order = torch.randperm(self.rows, generator=generator)[: sum(sizes)]
         if self.lengths is None:
-            return list(order.split(batch_size))
-        group = torch.arange(len(order)) // (BATCHES_PER_SORT * batch_size)
+            return list(order.split(list(sizes)))
+        group = torch.arange(len(order)) // (BATCHES_PER_SORT * sizes[0])
         sort_key = group * (int(self.lengths.max()) + 1) + self.lengths[order]
-        batches = order[torch.argsort(sort_key, stable=True)].split(batch_size)
+        sizes = _shuffle_last_group(sizes, generator)
+        batches = order[torch.argsort(sort_key, stable=True)].split(sizes)
         return [batches[number] for number in torch.randperm(len(batches), generator=generator)]
+
+
+def _shuffle_last_group(sizes: Sequence[int], generator: torch.Generator) -> list[int]:
+    """Shuffle the sizes of the last group of sorted batches, where the smaller ones are.
+
+    Otherwise the smaller batches would always get the longest rows.
+    """
+    start = (len(sizes) - 1) // BATCHES_PER_SORT * BATCHES_PER_SORT
+    last_group = list(sizes[start:])
+    if len(set(last_group)) > 1:
+        order = torch.randperm(len(last_group), generator=generator)
+        last_group = [last_group[number] for number in order]
+    return [*sizes[:start], *last_group]
+
+
+def batch_sizes(rows: int, batch_size: int, *, smallest: int = 1) -> list[int]:
+    """Cut an epoch into batches: every row once, and no batch smaller than half of `batch_size`.
+
+    The rows left over after the full batches make a batch of their own if they are enough for it.
+    Otherwise they and the last full batch are split into two equal batches, so that no batch is
+    larger than `batch_size` either. A small last batch would be a full step at the full learning
+    rate on a noisy gradient and noisy BatchNorm statistics.
+
+    Args:
+        rows: number of samples in the training set, at least `batch_size`.
+        batch_size: rows of a full global batch.
+        smallest: no batch is smaller than this; where it is close to `batch_size`, the left-over
+            rows may have to join the last full batch, which is then the larger one.
+    Returns:
+        The size of each batch; the full ones come first.
+    """
+    smallest = min(max(smallest, -(-batch_size // 2)), batch_size)
+    full, rest = divmod(rows, batch_size)
+    if rest == 0:
+        return [batch_size] * full
+    if rest >= smallest:
+        return [batch_size] * full + [rest]
+    last = batch_size + rest
+    if last // 2 >= smallest:
+        return [batch_size] * (full - 1) + [-(-last // 2), last // 2]
+    return [batch_size] * (full - 1) + [last]
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:

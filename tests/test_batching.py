@@ -18,6 +18,7 @@ from dynamic_batch import ByLoss, ByNoise, Scheduled, WorkerBalancer, at_milesto
 from input_pipeline.sampler import Sampler, rank_share, row_owners
 from trainers import NoData, build_optimizer, make_trainer
 from training.batch_schedule import BatchSchedule, BatchSizePolicy
+from training.micro_batches import MicroBatches
 from training.step_stats import squared_norm
 from training.trainer import Trainer
 
@@ -52,7 +53,10 @@ def test_owners_are_as_many_as_their_shares_and_spread_evenly() -> None:
 @pytest.mark.parametrize("lengths", [None, torch.arange(1003) % 97 + 1], ids=["plain", "lengths"])
 @pytest.mark.parametrize("shares", [[60], [30, 30], [43, 17], [20, 30, 2, 8]])
 @pytest.mark.parametrize("rows", [1003, 960, 961])
-def test_every_row_comes_once_over_all_ranks_whatever_the_shares(shares, lengths, rows) -> None:
+@pytest.mark.parametrize("balanced", [False, True])
+def test_every_row_comes_once_over_all_ranks_whatever_the_shares(
+    shares, lengths, rows, balanced
+) -> None:
     seen, steps, weights = [], set(), 0.0
     for rank in range(len(shares)):
         batching = make(
@@ -60,7 +64,7 @@ def test_every_row_comes_once_over_all_ranks_whatever_the_shares(shares, lengths
             len(shares),
             rows,
             lengths=lengths[:rows] if lengths is not None else None,
-            balancer=WorkerBalancer(),
+            balancer=WorkerBalancer() if balanced else None,
         )
         batching.start_epoch(4)
         batching.shares = shares
@@ -68,6 +72,7 @@ def test_every_row_comes_once_over_all_ranks_whatever_the_shares(shares, lengths
         steps.add(len(plan))
         assert len(plan) == batching.steps()
         assert sum(part.samples for part in plan) == rows
+        assert min(part.samples for part in plan) >= 30
         assert all(
             len(part.rows) == round(part.weight * part.samples / len(shares)) >= 1 for part in plan
         )
@@ -81,18 +86,20 @@ def test_every_row_comes_once_over_all_ranks_whatever_the_shares(shares, lengths
     assert torch.equal(torch.cat(seen).sort().values, torch.arange(rows))
 
 
-def test_a_batch_that_stays_is_as_it_always_was() -> None:
-    order = Sampler(1003, 3)
+def test_full_batches_of_equal_shares_are_cut_alike_for_every_number_of_ranks() -> None:
+    whole = Sampler(1003, 3).epoch(1, [60] * 16)
     for rank in range(2):
         batching = make(rank, 2)
         batching.start_epoch(1)
         plan = batching.plan(1, 0)
-        assert batching.steps() == len(plan) == 16
-        assert {(part.weight, part.samples) for part in plan} == {(1.0, 60)}
+        assert batching.steps() == len(plan) == 17
+        assert [part.samples for part in plan] == [60] * 16 + [43]
+        assert {part.weight for part in plan[:-1]} == {1.0}
         assert all(
             torch.equal(part.rows, rank_share(batch, rank, world_size=2))
-            for part, batch in zip(plan, order.epoch(1, 60), strict=True)
+            for part, batch in zip(plan, whole)
         )
+        assert plan[-1].weight == pytest.approx((44, 42)[rank] / 43)
 
 
 def test_the_batch_follows_its_rule_and_the_rate_the_batch() -> None:
@@ -115,6 +122,15 @@ def test_the_slowest_rank_s_time_counts() -> None:
     batching.world.given = [[1.0, 1.0], [3.0, 1.0]]
     batching.end_epoch(0, loss=1.0, seconds=1.0, compute_seconds=1.0, noise=None)
     assert batching.policy.rule.seconds == [3.0]
+
+
+def test_micro_batches_of_a_small_batch_keep_two_rows_where_memory_allows() -> None:
+    micro_batches = MicroBatches(accumulation_steps=4)
+    assert [micro_batches.number(rows) for rows in (1, 2, 3, 4, 6, 8, 9)] == [1, 1, 1, 2, 3, 4, 4]
+    sizes = [len(labels) for _, labels in micro_batches.split(torch.zeros(9, 3), torch.zeros(9))]
+    assert sizes == [3, 2, 2, 2]
+    assert MicroBatches(4, limit=1).number(3) == 3  # the memory's limit comes first
+    assert MicroBatches(1, limit=3).number_on_all_ranks(7, 2) == 2  # shares of 4 and 3
 
 
 # -------------------------------------------------------------------- equal weight a sample
@@ -286,10 +302,10 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
     }
     epoch = {"loss": 1.0, "seconds": 1.0, "compute_seconds": 1.0, "noise": noise}
     row = first.end_epoch(0, **epoch)
-    speed = 30 * 17 / 3  # 1003 rows are 17 steps
+    speed = (16 * 30 + 21) / 3  # of 1003 rows rank 0 takes 502 and rank 1 takes 501
     assert row["shares"] == [30, 30]
     assert row["noise_scale"] == pytest.approx(500 / 3)
-    assert row["worker_samples_per_second"] == pytest.approx([3 * speed, speed])
+    assert row["worker_samples_per_second"] == pytest.approx([502, speed])
     assert first.size == 120
     assert first.shares == [90, 30]
     second = new()
@@ -432,8 +448,8 @@ def test_the_flags_build_the_rules_and_the_balance() -> None:
     assert (rule.kind, rule.window, rule.threshold, rule.factor) == ("score", 7, 3.0, 3.0)
     assert isinstance(batching_of("--dynamic_batch noise", World()).policy.rule, ByNoise)
     assert batching_of("--balance_workers", World()).balancer is None  # alone
-    assert batching_of("--balance_workers", World(0, 2)).keeps_every_row
-    assert not batching_of("", World(0, 2)).keeps_every_row
+    assert batching_of("--balance_workers", World(0, 2)).changes
+    assert not batching_of("", World(0, 2)).changes
 
 
 @pytest.mark.parametrize(

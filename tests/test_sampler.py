@@ -8,6 +8,7 @@ import torch
 from input_pipeline.sampler import (
     BATCHES_PER_SORT,
     Sampler,
+    batch_sizes,
     epoch_generator,
     rank_share,
     stratified_rows,
@@ -20,11 +21,11 @@ WITH_AND_WITHOUT = pytest.mark.parametrize(
 
 @WITH_AND_WITHOUT
 @pytest.mark.parametrize("batch_size", [1, 10, 64, 1003])
-def test_epoch_draws_no_row_twice_and_fills_every_batch(
+def test_full_batches_draw_no_row_twice_and_fill_every_batch(
     batch_size: int, lengths: torch.Tensor | None
 ) -> None:
     sampler = Sampler(1003, seed=3, lengths=lengths)
-    batches = sampler.epoch(5, batch_size)
+    batches = sampler.full_batches(5, batch_size)
     assert (
         batches.shape == (1003 // batch_size, batch_size) == (sampler.steps(batch_size), batch_size)
     )
@@ -35,18 +36,18 @@ def test_epoch_draws_no_row_twice_and_fills_every_batch(
 
 @WITH_AND_WITHOUT
 def test_order_is_a_function_of_seed_and_epoch(lengths: torch.Tensor | None) -> None:
-    first = Sampler(1003, 3, lengths=lengths).epoch(5, 32)
+    first = Sampler(1003, 3, lengths=lengths).full_batches(5, 32)
     again = Sampler(1003, 3, lengths=lengths)
-    again.epoch(0, 7)  # neither earlier draws nor the global random state matter
+    again.full_batches(0, 7)  # neither earlier draws nor the global random state matter
     torch.manual_seed(99)
-    assert torch.equal(first, again.epoch(5, 32))
-    assert not torch.equal(first, Sampler(1003, 3, lengths=lengths).epoch(6, 32))
-    assert not torch.equal(first, Sampler(1003, 4, lengths=lengths).epoch(5, 32))
+    assert torch.equal(first, again.full_batches(5, 32))
+    assert not torch.equal(first, Sampler(1003, 3, lengths=lengths).full_batches(6, 32))
+    assert not torch.equal(first, Sampler(1003, 4, lengths=lengths).full_batches(5, 32))
 
 
 def test_drawing_leaves_the_global_random_state_alone() -> None:
     before = torch.get_rng_state()
-    Sampler(100, 0).epoch(0, 10)
+    Sampler(100, 0).full_batches(0, 10)
     stratified_rows(torch.arange(100) % 4, 0.5, seed=0)
     assert torch.equal(before, torch.get_rng_state())
 
@@ -60,9 +61,9 @@ def test_seeds_and_epochs_do_not_share_orders() -> None:
     assert len(orders) == 144
 
 
-def test_every_epoch_leaves_out_other_rows() -> None:
+def test_full_batches_leave_out_other_rows_in_every_epoch() -> None:
     left_out = [
-        set(range(10)) - set(Sampler(10, 0).epoch(epoch, 8).flatten().tolist())
+        set(range(10)) - set(Sampler(10, 0).full_batches(epoch, 8).flatten().tolist())
         for epoch in range(30)
     ]
     assert set.union(*left_out) == set(range(10))
@@ -71,11 +72,65 @@ def test_every_epoch_leaves_out_other_rows() -> None:
 @WITH_AND_WITHOUT
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_share_one_global_batch(world_size: int, lengths: torch.Tensor | None) -> None:
-    for batch in Sampler(1003, 3, lengths=lengths).epoch(1, 64):
+    for batch in Sampler(1003, 3, lengths=lengths).full_batches(1, 64):
         shares = [rank_share(batch, rank, world_size=world_size) for rank in range(world_size)]
         assert {len(rows) for rows in shares} == {64 // world_size}
         rows = torch.cat(shares)
         assert torch.equal(rows.sort().values, batch.sort().values)  # disjoint and complete
+
+
+# -------------------------------------------------------------------- every row once
+
+
+def test_batches_of_an_epoch_hold_every_row_and_none_is_below_half_the_size() -> None:
+    for rows in (8, 9, 60, 100, 101, 129, 1000, 5000):
+        for batch_size in (n for n in (1, 2, 3, 4, 7, 8, 60, 100, 128, 999) if n <= rows):
+            sizes = batch_sizes(rows, batch_size)
+            assert sum(sizes) == rows
+            assert batch_size / 2 <= min(sizes) <= max(sizes) <= batch_size
+            assert sizes == sorted(sizes, reverse=True)
+            assert sum(size < batch_size for size in sizes) <= 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "smallest", "sizes"),
+    [
+        (512, 128, 1, [128] * 4),
+        (5000, 128, 1, [128] * 38 + [68, 68]),  # 8 rows are left over
+        (575, 128, 1, [128] * 3 + [96, 95]),  # 63 are just below half
+        (576, 128, 1, [128] * 4 + [64]),
+        (9, 8, 1, [5, 4]),
+        (17, 8, 8, [8, 9]),  # four ranks of two: any smaller batch would leave a rank with one row
+        (15, 8, 8, [15]),
+    ],
+)
+def test_left_over_rows_are_a_batch_or_share_the_last_two(rows, batch_size, smallest, sizes):
+    assert batch_sizes(rows, batch_size, smallest=smallest) == sizes
+
+
+@WITH_AND_WITHOUT
+def test_an_epoch_cuts_the_order_into_batches_of_the_given_sizes(lengths) -> None:
+    sizes = batch_sizes(1003, 128)
+    batches = Sampler(1003, 3, lengths=lengths).epoch(2, sizes)
+    assert sorted(map(len, batches), reverse=True) == sizes
+    assert torch.equal(torch.cat(batches).sort().values, torch.arange(1003))
+    if lengths is None:
+        assert [len(batch) for batch in batches] == sizes
+
+
+def test_the_small_batches_do_not_always_get_the_longest_rows() -> None:
+    lengths = torch.arange(1003) % 97 + 1
+    sizes = batch_sizes(1003, 60)
+    sampler = Sampler(1003, 3, lengths=lengths)
+    means = [
+        lengths[min(sampler.epoch(epoch, sizes), key=len)].double().mean().item()
+        for epoch in range(20)
+    ]
+    assert min(means) < 30
+    assert max(means) > 60
+
+
+# -------------------------------------------------------------------- lengths
 
 
 def padding(batches: torch.Tensor, lengths: torch.Tensor) -> float:
@@ -88,7 +143,7 @@ def padding(batches: torch.Tensor, lengths: torch.Tensor) -> float:
 def test_lengths_keep_padding_below_a_tenth(world_size: int) -> None:
     lengths = torch.randint(8, 129, (20_000,), generator=torch.Generator().manual_seed(1))
     shuffled, grouped = (
-        Sampler(20_000, 0, lengths=known).epoch(0, 32) for known in (None, lengths)
+        Sampler(20_000, 0, lengths=known).full_batches(0, 32) for known in (None, lengths)
     )
     assert padding(shuffled, lengths) > 0.4
     for rank in range(world_size):
@@ -98,16 +153,16 @@ def test_lengths_keep_padding_below_a_tenth(world_size: int) -> None:
 def test_batches_of_similar_length_come_in_random_order() -> None:
     rows = 3 * BATCHES_PER_SORT * 32
     lengths = torch.randint(8, 129, (rows,), generator=torch.Generator().manual_seed(2))
-    means = lengths[Sampler(rows, 0, lengths=lengths).epoch(0, 32)].double().mean(1)
+    means = lengths[Sampler(rows, 0, lengths=lengths).full_batches(0, 32)].double().mean(1)
     following = torch.corrcoef(torch.stack([means[:-1], means[1:]]))[0, 1]
     steps = torch.corrcoef(torch.stack([means, torch.arange(len(means)).double()]))[0, 1]
     assert abs(following) < 0.25
     assert abs(steps) < 0.25
     members = [
-        frozenset(batch.tolist()) for batch in Sampler(rows, 0, lengths=lengths).epoch(1, 32)
+        frozenset(batch.tolist()) for batch in Sampler(rows, 0, lengths=lengths).full_batches(1, 32)
     ]
     assert not set(members) & {
-        frozenset(batch.tolist()) for batch in Sampler(rows, 0, lengths=lengths).epoch(0, 32)
+        frozenset(batch.tolist()) for batch in Sampler(rows, 0, lengths=lengths).full_batches(0, 32)
     }
 
 

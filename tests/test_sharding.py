@@ -116,6 +116,27 @@ def test_shards_train_as_copies_do(parallel, size, local_size):
     ranks.run_ranks(shards_train_as_copies_do, size, parallel, local_size)
 
 
+def shares_of_unequal_size_have_as_many_micro_batches(world):
+    """Rank 0 has four rows and rank 1 has three, of which micro-batches hold three at most."""
+    share = (4, 3)[world.rank]
+    results = []
+    for parallel in ("ddp", "fsdp"):
+        net = model()
+        if parallel != "ddp":
+            cut(net, world, parallel)
+        optimizer = build_optimizer(net, "sgd", 0.05)
+        trainer = make_trainer(net, optimizer, world, micro_batch_size=3)
+        trainer.wrap_model()
+        inputs, labels = batch(world.rank, 0)
+        trainer.train_step(inputs[:share], labels[:share], share * 2 / 7, samples=7)
+        results.append(whole_parameters(trainer))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
+
+
+def test_shares_of_unequal_size_have_as_many_micro_batches():
+    ranks.run_ranks(shares_of_unequal_size_have_as_many_micro_batches, 2)
+
+
 def bytes_and_precision_of_the_wire(world):
     every = sum(parameter.numel() for parameter in model().parameters())
     blocks = sum(parameter.numel() for parameter in model().blocks.parameters())

@@ -92,6 +92,17 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(here, monkeyp
     assert ranks.metrics(here / "a") != ranks.metrics(here / "c")
 
 
+def test_a_dynamic_run_whose_size_never_changes_is_the_static_run(here, monkeypatch):
+    common = [*DIGITS, "--bs", "100", "--precision", "fp32"]  # 1,437 rows leave 37 over
+    never = ["--dynamic_batch", "increase", "--batch_milestones", "99"]
+    for name, more in (("static", []), ("dynamic", never)):
+        run(resnet50_test, *common, *more, "--out", name, monkeypatch=monkeypatch)
+    ranks.same_run(here / "static", here / "dynamic")
+    rows = ranks.metrics(here / "static")
+    assert [row["samples"] for row in rows] == [1437, 2874]
+    assert [row["step"] for row in rows] == [15, 30]
+
+
 def test_the_validation_split_chooses_the_best_and_never_holds_test_rows(here, monkeypatch):
     run(
         resnet50_test,
@@ -180,11 +191,11 @@ def test_ten_bad_steps_in_a_row_go_back_to_the_checkpoint_with_half_the_rate(her
     console = run(
         resnet50_test, *DIGITS, "--lr_schedule", "constant", "--out", "run", monkeypatch=monkeypatch
     )
-    assert "back to epoch 2, step 22" in console
+    assert "back to epoch 2, step 23" in console
     rows = ranks.metrics(here / "run")
     assert [row["lr"] for row in rows] == [0.1, 0.05]
     assert rows[-1]["test_accuracy"] > 0.3
-    assert rows[-1]["step"] == 44
+    assert rows[-1]["step"] == 46
 
 
 def test_a_loss_that_stays_bad_ends_with_exit_code_3_after_three_returns(here, monkeypatch):
@@ -277,6 +288,25 @@ def test_compile_trains_and_its_checkpoint_is_that_of_eager(here, monkeypatch):
     assert len(ranks.metrics(here / "run")) == 2
 
 
+def test_the_smaller_batches_of_a_static_run_are_not_compiled_for(here, monkeypatch):
+    shapes = []
+
+    def backend(graph, example_inputs):
+        shapes.append(tuple(example_inputs[-1].shape))
+        return graph.forward
+
+    def compiled(name, model):
+        model.compile(backend=backend)
+        return model
+
+    monkeypatch.setattr("backends.execution.apply_backend", compiled)
+    torch._dynamo.reset()
+    flags = [*DIGITS, "--bs", "100", "--precision", "fp32", "--out", "run"]  # 1,437 rows
+    run(resnet50_test, *flags, monkeypatch=monkeypatch)
+    torch._dynamo.reset()
+    assert len(shapes) == 2, "one graph for training and one for evaluation"
+
+
 def test_a_full_disk_keeps_the_previous_checkpoint_and_the_run_goes_on(here, monkeypatch):
     real, calls = checkpoint.os.fsync, iter(range(100))
 
@@ -337,7 +367,9 @@ def test_the_step_gets_the_weight_of_its_share_and_the_rate_of_its_batch(here, m
         lambda *args: [part._replace(weight=0.5) for part in plan(*args)],
     )
     monkeypatch.setattr(
-        Trainer, "train_step", lambda *args: (given.append(args[3]), train_step(*args))
+        Trainer,
+        "train_step",
+        lambda *args, **named: (given.append(args[3]), train_step(*args, **named)),
     )
     growth = "--lr_schedule constant --dynamic_batch increase --batch_growth 2"
     growth = f"{growth} --dynamic_lr linear".split()

@@ -20,7 +20,7 @@ from torch import Tensor
 import dynamic_batch
 from distributed.world import World
 from dynamic_batch import NoiseScale, Rule, WorkerBalancer
-from input_pipeline.sampler import Sampler, row_owners
+from input_pipeline.sampler import Sampler, batch_sizes, row_owners
 
 MIN_RANK_ROWS = 2  # rows of a rank in a step: BatchNorm needs two
 # A batch of two noise scales brings two thirds of the most that a step can (arXiv:1812.06162, eq.
@@ -61,9 +61,8 @@ class BatchSizePolicy:
 class BatchSchedule:
     """The batches of a run; every rank computes the same.
 
-    Without `policy` and `balancer` an epoch has full batches only, and the few rows left over wait
-    for another epoch's order. With either, every row comes once an epoch, in a smaller last batch
-    where need be.
+    Every row comes once an epoch, whether the size changes or not, and no batch is smaller than
+    half of the size; see `input_pipeline.sampler.batch_sizes`.
 
     Args:
         world: the ranks.
@@ -93,14 +92,14 @@ class BatchSchedule:
         self.decided = 0  # the epoch, counted from 1, that size and shares are for
 
     @property
-    def keeps_every_row(self) -> bool:
-        """Whether every row comes in every epoch, so that the last batch may be smaller."""
+    def changes(self) -> bool:
+        """Whether the batch size or the ranks' shares of it change during the run."""
         return self.policy is not None or self.balancer is not None
 
     @property
     def largest_share(self) -> int:
         """Rows of one rank in a step at most, as long as shares are equal."""
-        largest = self.policy.high if self.policy else self.base
+        largest = max(self._sizes(self.policy.high if self.policy else self.base))
         return -(-largest // self.world.size)
 
     @property
@@ -151,18 +150,13 @@ class BatchSchedule:
             limits = [parts * limit for limit in limits]
         return self.balancer.shares(size, self.shares, minimum=MIN_RANK_ROWS, limits=limits)
 
-    def _global_batches(self, epoch: int) -> list[Tensor]:
-        """The row numbers of each global batch of an epoch."""
-        if self.keeps_every_row:
-            return self.order.whole_epoch(
-                epoch, self.size, min_size=MIN_RANK_ROWS * self.world.size
-            )
-        return list(self.order.epoch(epoch, self.size))
+    def _sizes(self, size: int) -> list[int]:
+        """The sizes of the global batches of an epoch of batches of `size` rows."""
+        return batch_sizes(len(self.order), size, smallest=MIN_RANK_ROWS * self.world.size)
 
     def steps(self) -> int:
         """The number of steps in this epoch."""
-        full, rest = divmod(len(self.order), self.size)
-        return full + (self.keeps_every_row and rest >= MIN_RANK_ROWS * self.world.size)
+        return len(self._sizes(self.size))
 
     def plan(self, epoch: int, done: int) -> list[RankBatch]:
         """This rank's part of the steps of an epoch, beginning with step number `done`.
@@ -172,7 +166,7 @@ class BatchSchedule:
         """
         places_of: dict[int, tuple[Tensor, float]] = {}  # by the size of the global batch
         plan = []
-        for batch in self._global_batches(epoch)[done:]:
+        for batch in self.order.epoch(epoch, self._sizes(self.size))[done:]:
             size = len(batch)
             if size not in places_of:
                 shares = self._shares_of(size)
@@ -184,7 +178,7 @@ class BatchSchedule:
         return plan
 
     def _shares_of(self, size: int) -> list[int]:
-        """The shares of a batch, which is smaller than the others at the end of an epoch."""
+        """The shares of a batch, which may be smaller than the others at the end of an epoch."""
         if size == self.size:
             return self.shares
         minimum = min(MIN_RANK_ROWS, size // self.world.size)
@@ -215,13 +209,14 @@ class BatchSchedule:
         row: dict[str, Any] = {}
         if noise is not None:
             row["noise_scale"] = self.noise_scale = self.noise.observe(**noise)
-        if self.keeps_every_row:
+        if self.changes:
             times = self.world.all_gather([seconds, compute_seconds])
             if self.policy is not None:
                 slowest = max(seconds for seconds, _ in times)
                 self.policy.rule.observe(self.size, loss, seconds=slowest, noise=self.noise_scale)
             if self.balancer is not None:
-                samples = [share * self.steps() for share in self.shares]
+                shares = [self._shares_of(size) for size in self._sizes(self.size)]
+                samples = [sum(mine) for mine in zip(*shares)]
                 self.balancer.observe(samples, [compute for _, compute in times])
                 speeds = [round(speed, 2) for speed in self.balancer.speeds]
                 row |= {"shares": list(self.shares), "worker_samples_per_second": speeds}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from backends.execution import without_compilation
 from backends.precision import Precision
 from distributed import fsdp
 from distributed.world import World
@@ -41,7 +42,8 @@ def predict_logits(
         # Every batch gathers weights from all ranks, so all ranks take part in as many batches.
         plan += [order[:1]] * (world.max_over_ranks(mine) - mine)
     for number, (inputs, labels) in enumerate(data.batches(plan)):
-        with precision.autocast():
+        is_last_and_smaller = lengths is None and len(inputs) < batch_size
+        with precision.autocast(), without_compilation(is_last_and_smaller):
             logits = model(inputs)
         if number < mine:
             yield logits.float(), labels

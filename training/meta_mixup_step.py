@@ -84,7 +84,7 @@ class HeldOutBatches:
         batch_size = self.rows * self.world.size
         epoch, skip = divmod(number, self.sampler.steps(batch_size))
         while True:
-            batches = self.sampler.epoch(epoch, batch_size)[skip:]
+            batches = self.sampler.full_batches(epoch, batch_size)[skip:]
             yield from self.data.batches(
                 [rank_share(rows, self.world.rank, world_size=self.world.size) for rows in batches]
             )

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from errors import InputError
 
+MIN_ROWS = 2  # of a micro-batch where the memory allows it: BatchNorm needs two
+
 
 class MicroBatches:
     """The number of micro-batches of a step.
@@ -34,12 +36,28 @@ class MicroBatches:
     def number(self, batch_size: int) -> int:
         """How many micro-batches so many samples make."""
         needed = -(-batch_size // (self.limit or batch_size))
-        return min(batch_size, max(self.accumulation_steps, needed))
+        return max(needed, min(self.accumulation_steps, batch_size // MIN_ROWS), 1)
 
-    def split(self, inputs: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The micro-batches of a batch: inputs (batch, ...) and labels (batch,)."""
-        number = self.number(len(labels))
-        return list(zip(inputs.chunk(number), labels.chunk(number)))
+    def number_on_all_ranks(self, samples: int, ranks: int) -> int:
+        """How many micro-batches every rank takes of a batch that is shared out equally.
+
+        Shares differ by one sample where the batch is not divisible. Ranks that gather sharded
+        weights from each other for every micro-batch must still agree on the number.
+        """
+        return min(self.number(-(-samples // ranks)), samples // ranks)
+
+    def split(
+        self, inputs: Tensor, labels: Tensor, *, number: int | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Cut a batch into micro-batches whose sizes differ by one sample at most.
+
+        Args:
+            inputs: (batch, ...).
+            labels: (batch,).
+            number: how many micro-batches; None is as many as the batch needs.
+        """
+        number = number or self.number(len(labels))
+        return list(zip(inputs.tensor_split(number), labels.tensor_split(number)))
 
     def halve(self, batch_size: int) -> str:
         """Halve the limit: the same global batch in half the memory; returns a line for the user.

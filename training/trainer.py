@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from backends.cuda_graph import CudaGraphRunner
+from backends.execution import without_compilation
 from backends.precision import Precision
 from distributed import ddp, fsdp
 from distributed.comm_hooks import AllReduceHook
@@ -228,11 +229,13 @@ class Trainer:
             done=progress.step_in_epoch * self.batches.size,
         )
         data = self.train_set.batches([planned.rows for planned in plan], progress.epoch)
+        one_shape = not self.batches.changes and self.train_set.lengths is None
         self.clock.start()
         with bar, contextlib.closing(data):
             for (inputs, labels), planned in zip(data, plan):
                 self.set_lr(self.scheduled_lr())
-                self.train_step(inputs, labels, planned.weight)
+                with without_compilation(one_shape and planned.samples != self.batches.size):
+                    self.train_step(inputs, labels, planned.weight, samples=planned.samples)
                 progress.step += 1
                 progress.step_in_epoch += 1
                 progress.samples += planned.samples
@@ -251,12 +254,15 @@ class Trainer:
 
     # ---------------------------------------------------------------- one step
 
-    def train_step(self, inputs: Tensor, labels: Tensor, weight: float = 1.0) -> None:
+    def train_step(
+        self, inputs: Tensor, labels: Tensor, weight: float = 1.0, *, samples: int | None = None
+    ) -> None:
         """One optimizer step. Micro-batches are halved while the GPU's memory runs out.
 
         Args:
             inputs, labels: this rank's share of the global batch, (batch, ...) and (batch,).
             weight: of its mean loss in the mean over the ranks: share x ranks / global batch.
+            samples: rows of the global batch; None is as many on every rank as on this one.
         Raises:
             InputError: the batch is too small for BatchNorm, or too large for the memory.
         """
@@ -264,12 +270,17 @@ class Trainer:
             self.graph(inputs, labels, weight=weight)
             return
         meta_learner = self.meta_learner
+        number = None
+        if self.is_sharded and samples is not None:
+            number = self.micro_batches.number_on_all_ranks(samples, self.world.size)
         while True:
             try:
                 if meta_learner is not None:
                     learner, meta_learner = meta_learner, None  # once, also if memory runs out
                     self._meta_update(learner, inputs, labels)
-                step_sums = self.forward_backward(self.parallel_model, inputs, labels, weight)
+                step_sums = self.forward_backward(
+                    self.parallel_model, inputs, labels, weight, num_micro_batches=number
+                )
                 break
             except ValueError as error:
                 if "more than 1 value per channel" not in str(error):
@@ -300,16 +311,23 @@ class Trainer:
         self.optimizer_step(self.forward_backward(self.parallel_model, inputs, labels, weight))
 
     def forward_backward(
-        self, model: nn.Module, inputs: Tensor, labels: Tensor, weight: float = 1.0
+        self,
+        model: nn.Module,
+        inputs: Tensor,
+        labels: Tensor,
+        weight: float = 1.0,
+        *,
+        num_micro_batches: int | None = None,
     ) -> StepSums:
         """Gradients of weight x the mean loss, micro-batch by micro-batch; returns the sums.
 
         Args:
             model: wrapped for data parallelism, or not.
             inputs, labels, weight: as of `train_step`.
+            num_micro_batches: None is as many as this rank's share needs.
         """
         sums = StepSums(labels.device)
-        micro_batches = self.micro_batches.split(inputs, labels)
+        micro_batches = self.micro_batches.split(inputs, labels, number=num_micro_batches)
         for number, (x, y) in enumerate(micro_batches, 1):
             is_last = number == len(micro_batches)
             sync = contextlib.nullcontext() if is_last else ddp.no_gradient_sync(model)
