@@ -54,7 +54,7 @@ from optimizers.base import global_norm, step_unless_skipped
 
 KINDS = ("none", "mixup", "intra", "attention", "cutmix", "meta")
 TEXT_KINDS = ("none", "mixup", "intra", "meta")  # those that need no height and width
-POLICIES = ("pair", "beta", "sample")  # of MetaMixup
+POLICIES = ("pair", "beta")  # of MetaMixup
 
 ATTENTION_GRID = 4  # side of the noise from which attention maps are interpolated
 ATTENTION_CONTRAST = 2.0  # standard deviation of that noise, on the logit of lambda
@@ -445,7 +445,8 @@ def restore_on_exit(parameters: list[Tensor], buffers: list[Tensor]) -> Iterator
 class MetaMixup:
     """Mixup whose lambda follows the gradient of a clean loss through a virtual step.
 
-    The method is that of Mai et al. (arXiv:1908.10059).
+    The idea is that of Mai et al. (arXiv:1908.10059). They learn online, with the training; here a
+    policy over pairs of classes remembers what it has learned from one batch to the next.
 
         meta = MetaMixup(classes=10)
         if step % 16 == 0:
@@ -466,9 +467,6 @@ class MetaMixup:
        starts at 0.75, the mean of max(lambda, 1 - lambda) under Beta(1, 1).
     2. 'beta': two numbers a and b for each pair; lambda ~ Beta(a, b), or 1 minus that if it is
        larger. It starts at Beta(alpha, alpha).
-    3. 'sample': as in the paper, a lambda for each sample of the current batch, sampled as 'beta'
-       starts, then corrected, and gone with the batch. On batches from which it does not learn it
-       mixes like `mixup`.
 
     Args:
         classes: C, the number of classes.
@@ -505,18 +503,13 @@ class MetaMixup:
         self.pair_index[low, high] = torch.arange(pairs, device=device)
         self.pair_index[high, low] = torch.arange(pairs, device=device)
         # Differences from the start: of a logit ('pair') or of two logarithms ('beta') a pair
-        shape = {"pair": (1, pairs), "beta": (2, pairs), "sample": (1, 0)}[policy]
+        shape = {"pair": (1, pairs), "beta": (2, pairs)}[policy]
         self.table = torch.zeros(shape, device=device, requires_grad=True)
-        self.adam = self._create_adam(self.table)
+        # Its epsilon is far below the gradients, which are as small as a learning rate divided by
+        # the batch size and the number of pairs.
+        fused = torch_compat.supports_fused_optimizers([self.table])
+        self.adam = torch.optim.Adam([self.table], lr=lr, eps=1e-20, fused=fused)
         self.learned_mix: Mix | None = None  # of the last call of `learn`, until `mix` returns it
-
-    def _create_adam(self, parameter: Tensor) -> torch.optim.Adam:
-        """Adam with an epsilon far below the gradients.
-
-        The gradients are as small as a learning rate divided by batch size and number of pairs.
-        """
-        fused = torch_compat.supports_fused_optimizers([parameter])
-        return torch.optim.Adam([parameter], lr=self.lr, eps=1e-20, fused=fused)
 
     def mix(self, labels: Tensor) -> Mix:
         """Sample the Mix of a batch by the policy.
@@ -529,31 +522,21 @@ class MetaMixup:
             return learned_mix
         with torch.no_grad():
             partner = torch.randperm(len(labels), device=labels.device)
-            online = self.policy == "sample"
-            policy = self.initial_logits(len(labels)) if online else self.table
-            return Mix(partner, self.lambdas(policy, labels, partner=partner))
+            return Mix(partner, self.lambdas(self.table, labels, partner=partner))
 
-    def initial_logits(self, count: int) -> Tensor:
-        """Sample the logits (1, count) with which policy 'sample' starts on a batch."""
-        weight = sample_beta(self.alpha, count, device=self.table.device)
-        return torch.logit((2 * weight - 1).abs(), eps=1e-4)[None]
-
-    def lambdas(self, policy: Tensor, labels: Tensor, *, partner: Tensor) -> Tensor:
+    def lambdas(self, table: Tensor, labels: Tensor, *, partner: Tensor) -> Tensor:
         """Compute lambda of each sample, differentiable with respect to the policy's numbers.
 
         Args:
-            policy: a tensor of the shape of `table`, or (1, batch) logits for policy 'sample'.
+            table: the policy's numbers, of the shape of `self.table`.
             labels: (batch,) integers.
             partner: (batch,) rows.
 
         Returns:
             (batch,) numbers in [0.5, 1].
         """
-        if self.policy == "sample":
-            columns = policy
-        else:
-            columns = policy[:, self.pair_index[labels, labels[partner]]]
-        if self.policy != "beta":
+        columns = table[:, self.pair_index[labels, labels[partner]]]
+        if self.policy == "pair":
             return (1 + torch.sigmoid(columns[0])) / 2
         a, b = self.alpha * columns.double().exp()
         weight = torch.distributions.Beta(a, b, validate_args=False).rsample()
@@ -583,11 +566,8 @@ class MetaMixup:
             rate: learning rate of the virtual step.
             scale: see `meta_gradient`.
         """
-        online = self.policy == "sample"
         partner = torch.randperm(len(labels), device=labels.device)
-        policy = self.initial_logits(len(labels)).requires_grad_() if online else self.table
-        adam = self._create_adam(policy) if online else self.adam
-        weight = self.lambdas(policy, labels, partner=partner)
+        weight = self.lambdas(self.table, labels, partner=partner)
         gradient = meta_gradient(
             model,
             weight,
@@ -596,28 +576,27 @@ class MetaMixup:
             rate=rate,
             scale=scale,
         )
-        (policy.grad,) = torch.autograd.grad(weight, policy, gradient)
-        if dist.is_available() and dist.is_initialized() and not online:
-            dist.all_reduce(policy.grad, group=self.process_group)
-            policy.grad /= dist.get_world_size(self.process_group)
-        step_unless_skipped(adam, (~torch.isfinite(policy.grad)).any())
+        (table_gradient,) = torch.autograd.grad(weight, self.table, gradient)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(table_gradient, group=self.process_group)
+            table_gradient /= dist.get_world_size(self.process_group)
+        self.table.grad = table_gradient
+        step_unless_skipped(self.adam, (~torch.isfinite(table_gradient)).any())
         with torch.no_grad():
             if self.policy == "beta":  # the very samples by which the policy was judged
                 self.learned_mix = Mix(partner, weight.detach())
             else:
-                self.learned_mix = Mix(partner, self.lambdas(policy, labels, partner=partner))
+                self.learned_mix = Mix(partner, self.lambdas(self.table, labels, partner=partner))
 
     def tables(self) -> dict[str, Tensor]:
         """Return symmetric (classes, classes) tables of what was learned, by name.
 
-        Policy 'pair' has 'lambda', 'beta' has 'a' and 'b', and 'sample' has none.
+        Policy 'pair' has 'lambda', and 'beta' has 'a' and 'b'.
         """
         with torch.no_grad():
             if self.policy == "pair":
                 return {"lambda": (1 + torch.sigmoid(self.table[0, self.pair_index])) / 2}
-            if self.policy == "beta":
-                return dict(zip("ab", self.alpha * self.table.exp()[:, self.pair_index]))
-        return {}
+            return dict(zip("ab", self.alpha * self.table.exp()[:, self.pair_index]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the policy and the state of its optimizer as tensors and numbers."""
