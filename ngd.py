@@ -101,6 +101,7 @@ class NGD(GradScalerOptimizer):
         min_ndim: parameters with fewer axes take plain SGD (biases, normalisation).
         factor_dtype: dtype of the factors and of the products with them; None is the parameter's,
             at least fp32.
+        amp_scaling: see `optimizers.base.GradScalerOptimizer`.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
@@ -124,6 +125,7 @@ class NGD(GradScalerOptimizer):
         max_dim: int = 4096,
         min_ndim: int = 2,
         factor_dtype: torch.dtype | None = None,
+        amp_scaling: bool = True,
     ) -> None:
         self.schedule: UpdateSchedule | None = None
         defaults = {
@@ -141,7 +143,7 @@ class NGD(GradScalerOptimizer):
             "min_ndim": min_ndim,
             "factor_dtype": factor_dtype,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, amp_scaling=amp_scaling)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

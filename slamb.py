@@ -43,6 +43,14 @@ __all__ = ["LAMB", "SLAMB", "AuthorsSLAMB"]
 
 BLOCK = 64  # elements of a unit of the selection 'block'
 SMALL = 9000  # tensors with fewer elements are exchanged whole at every step
+SETTINGS = (  # attributes of the optimizer that belong to no parameter group
+    "local_steps",
+    "dense_steps",
+    "selection",
+    "wire_dtype",
+    "warmup",
+    "final_ratios",
+)
 TRUST_CLAMP = (0.01, 1000.0)  # range of the trust ratios of tensors that are exchanged in parts
 
 
@@ -82,6 +90,8 @@ class SLAMB(CommunicatingOptimizer):
         adapt: whether a group has trust ratios; None: its parameters with two axes or more have
             them.
         warmup: k of the first epochs, where it is above `compress_ratio`; see `start_epoch`.
+        amp_scaling: see `optimizers.base.GradScalerOptimizer`. With False, a GradScaler would skip
+            a step on one rank alone, which then misses the collectives: only for bf16 and fp32.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
@@ -105,6 +115,7 @@ class SLAMB(CommunicatingOptimizer):
         node_group: dist.ProcessGroup | None = None,
         adapt: bool | None = None,
         warmup: Sequence[float] = (),
+        amp_scaling: bool = True,
     ) -> None:
         if selection not in ("block", "random"):
             raise ValueError(f"SLAMB: selection={selection} must be block or random")
@@ -129,8 +140,29 @@ class SLAMB(CommunicatingOptimizer):
             "beta3": beta3,
             "adapt": adapt,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, amp_scaling=amp_scaling)
         self.final_ratios = [group["compress_ratio"] for group in self.param_groups]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what pickle and deepcopy keep.
+
+        Raises:
+            TypeError: the ranks are process groups of one's own, which belong to this process.
+        """
+        if self.averager.group is not None or self.averager.node_group is not None:
+            raise TypeError(
+                "SLAMB with process_group or node_group cannot be pickled or copied: "
+                "make a new one and use state_dict() and load_state_dict()"
+            )
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        return {**super().__getstate__(), **settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.buffers = None
+        if "averager" not in vars(self):  # an unpickled one; load_state_dict comes here as well
+            self.averager = RankAverager(None, None)
+            self.checks_gradients = self.averager.size > 1
 
     def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
         return {

@@ -50,6 +50,7 @@ class LAMB(GradScalerOptimizer):
         trust_clamp: least and largest trust ratio.
         max_grad_norm: all gradients are first divided by max(1, their global norm / this);
             0 turns it off.
+        amp_scaling: see `optimizers.base.GradScalerOptimizer`.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
@@ -68,6 +69,7 @@ class LAMB(GradScalerOptimizer):
         adapt: bool | None = None,
         trust_clamp: tuple[float, float] = (0.0, math.inf),
         max_grad_norm: float = 0.0,
+        amp_scaling: bool = True,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -79,7 +81,7 @@ class LAMB(GradScalerOptimizer):
             "trust_clamp": trust_clamp,
             "max_grad_norm": max_grad_norm,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, amp_scaling=amp_scaling)
 
     def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
         return {

@@ -49,6 +49,7 @@ class LARS(GradScalerOptimizer):
         clip: cap the layers' rates at lr (LARC).
         adapt: whether a group has layer-wise rates; None: its parameters with two axes or more
             have them, biases and norms do not.
+        amp_scaling: see `optimizers.base.GradScalerOptimizer`.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
@@ -67,6 +68,7 @@ class LARS(GradScalerOptimizer):
         eps: float = 1e-8,
         clip: bool = False,
         adapt: bool | None = None,
+        amp_scaling: bool = True,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -78,7 +80,7 @@ class LARS(GradScalerOptimizer):
             "clip": clip,
             "adapt": adapt,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, amp_scaling=amp_scaling)
 
     def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
         return {

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ngd import NGD
 from optimizers.base import tensor_norms
 from optimizers.lamb import LAMB
 from optimizers.lars import LARS
+from slamb import SLAMB
 
 timm_optim = pytest.importorskip("timm.optim", reason="pip install timm")
 
@@ -223,3 +225,26 @@ def test_the_closure_is_called_with_gradients() -> None:
         losses = [optimizer.step(closure).item() for _ in range(5)]
         assert losses == sorted(losses, reverse=True)
         assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("make", [LAMB, LARS, NGD, SLAMB])
+@pytest.mark.parametrize("bad", [False, True])
+def test_without_amp_scaling_a_grad_scaler_unscales_and_skips_itself(make, bad: bool) -> None:
+    """So that Lightning clips gradients: it refuses optimizers that scale by themselves."""
+    generator = torch.Generator().manual_seed(3)
+    gradients = [torch.randn(6, 5, generator=generator) for _ in range(4)]
+    outcomes = []
+    for amp_scaling in (True, False):
+        weights = nn.Parameter(torch.ones(6, 5))
+        optimizer = make([weights], lr=0.1, amp_scaling=amp_scaling)
+        assert optimizer._step_supports_amp_scaling == amp_scaling
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for number, gradient in enumerate(gradients):
+            factor = math.inf if bad and number == 2 else 1.0
+            optimizer.zero_grad()
+            scaler.scale((weights * gradient * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        outcomes.append(weights.detach())
+    torch.testing.assert_close(*outcomes)
+    assert not torch.equal(outcomes[0], torch.ones(6, 5))

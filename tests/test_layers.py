@@ -50,6 +50,22 @@ def test_imports_never_go_up_a_layer(name):
         assert LEVELS[other.split(".")[0]] <= level, f"{name} imports {other}"
 
 
+@pytest.mark.parametrize("name", LAYERS[2])
+def test_a_method_imports_little_of_the_repository(name):
+    """Who takes a method into their own loop takes this with it, and nothing of ours is run."""
+    seen, open_names = set(), {name}
+    while open_names:
+        seen |= open_names
+        open_names = set().union(*map(imported_modules, open_names)) - seen
+    optimizer_files = {"base", "fisher", "flat_buffer", "lamb"}
+    allowed = {f"optimizers.{file}" for file in optimizer_files}
+    allowed |= {"backends.device", "backends.torch_compat", "errors"}
+    allowed |= {"distributed.averaging", "distributed.world"}
+    assert seen - {name} <= allowed
+    if name in ("mixup", "ngd", "dynamic_batch"):
+        assert not any(module.startswith("distributed") for module in seen)
+
+
 def test_there_is_no_import_cycle():
     tuple(
         graphlib.TopologicalSorter({name: imported_modules(name) for name in TREES}).static_order()

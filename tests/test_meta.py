@@ -580,8 +580,7 @@ def test_the_flags_build_the_learner_on_the_validation_rows() -> None:
         ),
         (
             transformer_test,
-            "--dataset headlines --bs 16 --epochs 2 --width 32 --meta_learning "
-            "--meta_policy beta",
+            "--dataset headlines --bs 16 --epochs 2 --width 32 --meta_learning --meta_policy beta",
             True,
         ),
     ],

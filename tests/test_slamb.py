@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
+import pickle
 import warnings
 from typing import Any
 
@@ -113,6 +115,34 @@ def test_one_process_equals_lamb_and_sends_nothing(selection: str, dtype: torch.
     assert all(
         ours.state[p]["exp_avg"].dtype == torch.promote_types(dtype, torch.float32) for p in one
     )
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_keeps_every_setting_and_goes_on_alike(copied: Any) -> None:
+    settings = {"local_steps": 7, "dense_steps": 3, "selection": "random", "warmup": [0.5]}
+    mine = parameters()
+    ours = SLAMB(mine, compress_ratio=0.2, amp_scaling=False, wire_dtype=torch.float32, **settings)
+    for step in range(3):
+        set_gradients(mine, step, 0)
+        ours.step()
+    other = copied(ours)
+    assert {name: getattr(other, name) for name in settings} == settings
+    assert other.wire_dtype == torch.float32
+    assert not other._step_supports_amp_scaling
+    for each in (ours, other):
+        each.start_epoch(0)
+        assert each.param_groups[0]["compress_ratio"] == 0.5
+        weights = each.param_groups[0]["params"]
+        set_gradients(weights, 3, 0)
+        each.step()
+    assert all(torch.equal(p, q) for p, q in zip(mine, other.param_groups[0]["params"]))
+
+
+def test_one_with_process_groups_of_its_own_says_that_it_cannot_be_copied() -> None:
+    ours = SLAMB(parameters())
+    ours.averager.group = object()
+    with pytest.raises(TypeError, match="use state_dict"):
+        pickle.dumps(ours)
 
 
 def test_bad_settings_are_refused() -> None:
@@ -329,10 +359,13 @@ def a_resumed_run_equals_the_uninterrupted_one(world: Any) -> None:
                 other, compress_ratio=0.2, dense_steps=4, local_steps=5, selection=selection
             )
             theirs.load_state_dict(torch.load(file, weights_only=True))
-            for step in range(at, 12):
-                set_gradients(other, step, world.rank)
-                theirs.step()
-            assert all(torch.equal(p, q) for p, q in zip(mine, other))
+            pickled = pickle.loads(pickle.dumps(theirs))
+            for resumed in (theirs, pickled):
+                weights = resumed.param_groups[0]["params"]
+                for step in range(at, 12):
+                    set_gradients(weights, step, world.rank)
+                    resumed.step()
+                assert all(torch.equal(p, q) for p, q in zip(mine, weights))
 
 
 def merged_states_keep_the_mean_momentum(world: Any) -> None:
