@@ -51,8 +51,8 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world
     Raises:
         InputError: the folder is missing, damaged, or of another model or optimizer.
     """
-    with _reading(folder) as dcp:
-        stored = set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+    with _reading(folder) as (dcp, reader):
+        stored = set(reader.read_metadata().state_dict_metadata)
         _create_optimizer_state(model, optimizer, stored)
         targets = named_tensors(model, optimizer)
         if unmatched := sorted(targets.keys() ^ stored):
@@ -62,7 +62,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world
             )
         dcp.load(
             targets,
-            checkpoint_id=folder,
+            storage_reader=reader,
             process_group=world.control,
             no_dist=world.size == 1,
         )
@@ -75,14 +75,14 @@ def load_whole_model(folder: Path) -> dict[str, Tensor]:
     Raises:
         InputError: the folder is missing or damaged.
     """
-    with _reading(folder) as dcp:
-        stored: dict[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    with _reading(folder) as (dcp, reader):
+        stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
         targets = {
             name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
             for name, tensor in stored.items()
             if name.startswith(MODEL)
         }
-        dcp.load(targets, checkpoint_id=folder, no_dist=True)
+        dcp.load(targets, storage_reader=reader, no_dist=True)
     return _without_prefix(targets)
 
 
@@ -129,9 +129,14 @@ def _create_optimizer_state(
 
 
 @contextlib.contextmanager
-def _reading(folder: Path) -> Iterator[Any]:
-    """Gives torch.distributed.checkpoint to the block, whose errors become one InputError."""
+def _reading(folder: Path) -> Iterator[tuple[Any, Any]]:
+    """Gives torch.distributed.checkpoint and a reader of the folder to the block.
+
+    Errors in the block become one InputError.
+    """
     import torch.distributed.checkpoint as dcp
+
+    from distributed.shard_reader import ShardReader
 
     if not folder.is_dir():
         raise InputError(
@@ -139,7 +144,7 @@ def _reading(folder: Path) -> Iterator[Any]:
         )
     try:
         with _silence():
-            yield dcp
+            yield dcp, ShardReader(folder)
     except InputError:
         raise
     # torch's readers raise many types for many kinds of damage; all mean the same to a user.

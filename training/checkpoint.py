@@ -10,6 +10,7 @@ weights_only=True.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -21,6 +22,7 @@ from errors import InputError, first_line
 from training.atomic_file import atomic_write
 
 FORMAT = "faster-training-3"
+SHARDS_NAME = re.compile(r"shards-[0-9]+")  # a sharded checkpoint's folder beside the file
 
 
 class Stateful(Protocol):
@@ -92,6 +94,11 @@ def load(path: Path, script: str) -> dict[str, Any]:
             "give the last.pt or best.pt of a run folder"
         )
     if state.get("shards"):
+        if not SHARDS_NAME.fullmatch(str(state["shards"])):
+            raise InputError(
+                f"--resume {path}: its weights are said to lie in {str(state['shards'])[:80]!r}, "
+                "which is not a name such as shards-1; do not use this file"
+            )
         state["shards"] = str(path.parent / state["shards"])
     if state["script"] != script:
         raise InputError(

@@ -1,0 +1,86 @@
+"""Reads a sharded checkpoint that may come from a stranger without running code from it.
+
+    reader = ShardReader(folder)
+    dcp.load(targets, storage_reader=reader)
+
+torch writes the description of a sharded checkpoint, `.metadata`, as a pickle and reads it with
+pickle.load, which runs whatever the file asks for; entries that are not tensors are unpickled in
+the same way. Here the description may consist of torch's own classes alone, and of tensors.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")
+ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+    "collections": {"OrderedDict"},
+}
+"""Names that a description may use, by module; beside them the dtypes of torch."""
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Unpickles the classes of `ALLOWED` and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name in ALLOWED.get(module, ()) or is_dtype:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(
+            f"its description asks for {module}.{name}, which does not belong in a checkpoint"
+        )
+
+
+class ShardReader(FileSystemReader):
+    """torch's reader of sharded checkpoints, for files that need not be trusted."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns the checked description of the checkpoint.
+
+        Raises:
+            pickle.UnpicklingError: it asks for a class, a kind of entry or a file that a checkpoint
+                of tensors does not have.
+        """
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = MetadataUnpickler(file).load()
+        check_metadata(metadata)
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def check_metadata(metadata: Any) -> None:
+    """Checks that all entries are tensors in files of the checkpoint's own folder.
+
+    Raises:
+        pickle.UnpicklingError: one is not.
+    """
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError("it has no description")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise pickle.UnpicklingError(f"its entry {name!r} is not a tensor")
+    for part in metadata.storage_data.values():
+        if not SHARD_FILE.fullmatch(str(part.relative_path)) or part.transform_descriptors:
+            raise pickle.UnpicklingError(f"it refers to a file {str(part.relative_path)!r}")
