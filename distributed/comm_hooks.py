@@ -47,13 +47,15 @@ class AllReduceHook:
     def __init__(self, world: World, compression: str = "none", *, rank: int = 2) -> None:
         self.world, self.compression = world, compression
         self.observers: list[Callable[[dist.GradBucket], None]] = []
-        self.power_sgd = None
-        if compression == "powersgd":
-            self.power_sgd = powerSGD_hook.PowerSGDState(
-                process_group=None,
-                matrix_approximation_rank=rank,
-                start_powerSGD_iter=POWER_SGD_START,
-            )
+        self.rank = rank
+        self.power_sgd = self._new_power_sgd() if compression == "powersgd" else None
+
+    def _new_power_sgd(self) -> powerSGD_hook.PowerSGDState:
+        return powerSGD_hook.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=self.rank,
+            start_powerSGD_iter=POWER_SGD_START,
+        )
 
     def run(self, state, bucket):  # DDP compares annotations with types, and ours are strings
         """What DistributedDataParallel calls: (None, GradBucket) -> Future of its buffer."""
@@ -73,6 +75,7 @@ class AllReduceHook:
     def _power_sgd(self, bucket: dist.GradBucket) -> Future[Tensor]:
         power_sgd, buffer = self.power_sgd, bucket.buffer()
         assert power_sgd is not None
+        _replace_non_finite(power_sgd)
         before = power_sgd.total_numel_after_compression
         uncompressed = power_sgd.iter < POWER_SGD_START
         future = powerSGD_hook.powerSGD_hook(power_sgd, bucket)
@@ -95,7 +98,9 @@ class AllReduceHook:
         return {}
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Load what `state_dict` returned."""
+        """Load what `state_dict` returned; PowerSGD starts again without error feedback."""
+        if self.power_sgd is not None:
+            self.power_sgd = self._new_power_sgd()
 
 
 class DelayedAllReduce(AllReduceHook):
@@ -188,6 +193,22 @@ class LocalSGD(AllReduceHook):
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Load what `state_dict` returned."""
         self.steps = state["steps"]
+
+
+def _replace_non_finite(power_sgd: powerSGD_hook.PowerSGDState) -> None:
+    """Clean PowerSGD's memory of a step whose gradients were not finite. Nothing waits for it.
+
+    That step is skipped, but its error feedback and its factors would make all later steps
+    non-finite. Errors become zeros, and factors random numbers, the same on all ranks.
+    """
+    for error in power_sgd.error_dict.values():
+        error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    for factors in power_sgd.q_memory_dict.values():
+        generator = torch.Generator(factors.device).manual_seed(0)
+        fresh = torch.randn(
+            factors.shape, generator=generator, device=factors.device, dtype=factors.dtype
+        )
+        factors.copy_(torch.where(factors.isfinite().all(), factors, fresh))
 
 
 def _wait_for(work: dist.Work | None, gradient: Tensor) -> Tensor:

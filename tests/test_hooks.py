@@ -169,6 +169,19 @@ def a_bad_step_is_skipped_by_all_of_them(world: Any) -> None:
         assert flat(trainer.model).isfinite().all()
 
 
+def power_sgd_goes_on_after_a_bad_step(world: Any) -> None:
+    trainer = trainer_of(world, AllReduceHook(world, "powersgd", rank=2))
+    losses = []
+    for number in range(40):
+        x, y = batch(0, world.rank)
+        trainer.sums.values.zero_()
+        trainer.train_step(x * (math.nan if number == 6 and world.rank == 1 else 1), y)
+        assert trainer.sums.skipped == (number == 6)
+        losses.append(trainer.sums.loss.item())
+    assert losses[-1] < losses[5] / 2
+    assert torch.equal(world.sum(flat(trainer.model)), flat(trainer.model) * world.size)
+
+
 def all_of_it(world: Any) -> None:
     for body in (
         the_wire_has_what_it_says,
@@ -176,6 +189,7 @@ def all_of_it(world: Any) -> None:
         a_lagged_step_takes_the_gradient_before,
         local_steps_average_weights_now_and_then,
         a_bad_step_is_skipped_by_all_of_them,
+        power_sgd_goes_on_after_a_bad_step,
     ):
         body(world)
 

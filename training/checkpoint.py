@@ -129,7 +129,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     Raises:
         InputError: the state is that of another optimizer.
     """
-    expected = [set(group) for group in optimizer.param_groups]
+    # Its hyper-parameters; some optimizers add other entries to a group at the first step.
+    expected = [group.keys() & optimizer.defaults.keys() for group in optimizer.param_groups]
     load_into(optimizer, state, "optimizer")
     for names, group in zip(expected, optimizer.param_groups):
         if missing := sorted(names - group.keys()):
