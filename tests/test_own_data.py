@@ -69,10 +69,8 @@ HEADERS = {
         "test__csv": "class,id,sentence\nham,7,Hello there\n",
     },
     "an index and a title": {
-        "train__csv": ",title,description,Class Index\n0,Win,',now',spam\n".replace(
-            "',now'", '", now"'
-        )
-        + "1,see,you,ham\n2,a,prize,spam\n3,at,noon,ham\n",
+        "train__csv": ',title,description,Class Index\n0,"Win,",now,spam\n1,see,you,ham\n'
+        "2,a,prize,spam\n3,at,noon,ham\n",
         "test__csv": ",title,description,Class Index\n0,Hello,there,ham\n",
     },
     "one known name": {name: f"label,inhalt\n{text}" for name, text in PLAIN.items()},
@@ -102,11 +100,7 @@ HEADERS = {
 def test_every_form_of_a_file_reads_alike(files: dict[str, str], tmp_path: Path) -> None:
     splits, classes = read(write(tmp_path, **files))
     assert classes == ["ham", "spam"]
-    for text in splits["train"].texts:
-        assert "label" not in text
-    assert splits["train"].labels == EXPECTED["train"].labels
-    assert [text.replace(" ,", ",") for text in splits["train"].texts] == EXPECTED["train"].texts
-    assert splits["test"] == EXPECTED["test"]
+    assert splits == EXPECTED
 
 
 def test_the_first_row_of_a_file_without_header_is_a_sample(tmp_path: Path) -> None:
@@ -309,7 +303,7 @@ def test_a_run_says_what_it_reads(tmp_path: Path, capsys: pytest.CaptureFixture[
     folder = write(tmp_path / "mine", train__csv=train, test__csv=many_rows(6))
     assert run_texts("--data_dir", folder, "--out", tmp_path / "run") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:10] == [
+    assert lines[:9] == [
         f"{folder}/train.csv: row 1 is the header; the label is column 2 (label), "
         "the text column 1 (text)",
         f"warning: {folder}/train.csv: 2 of 26 rows have no text (the first is row 26); they are "
@@ -322,7 +316,6 @@ def test_a_run_says_what_it_reads(tmp_path: Path, capsys: pytest.CaptureFixture[
         "                spam        12         3",
         "       all 3 classes        26         6",
         "warning: the test split has no row of 1 of the 3 classes: eggs",
-        lines[9],
     ]
     assert "26 training samples" in lines[9]
 
