@@ -41,7 +41,7 @@ import transformer_test
 from benchmarks import bench, trainers
 from cli import factory, options
 from distributed.world import World, init_world
-from input_pipeline import text_datasets
+from input_pipeline import csv_tables, text_datasets
 from training import run_log
 from training.trainer import Trainer
 
@@ -125,7 +125,7 @@ class Lines(Dataset):
     """The raw text and class of each row of train.csv."""
 
     def __init__(self, data_dir: str) -> None:
-        self.rows = text_datasets.read_csv(Path(data_dir) / "ag_news_csv" / "train.csv", 3)
+        self.rows = csv_tables.read_csv(Path(data_dir) / "ag_news_csv" / "train.csv", 3)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,13 @@ import mixup
 from backends import device, execution, nvidia_apex, onnx_runtime, torch_compat
 from backends.precision import Precision, choose_precision
 from cli.flags import OptimizerChoice
+from cli.options import check_validation_set
 from distributed import ddp, fsdp, sharded_checkpoint
 from distributed.comm_hooks import WIRE_DTYPES, AllReduceHook, DelayedAllReduce, LocalSGD
 from distributed.world import World
 from dynamic_batch import WorkerBalancer
 from errors import InputError
+from input_pipeline import own_data
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.sampler import Sampler, stratified_rows
 from mixup import MetaMixup
@@ -38,7 +40,7 @@ from models import activation_checkpointing, fusion
 from models.residual import residual_blocks
 from optimizers.param_groups import decay_groups, ngd_groups
 from optimizers.schedules import Schedule, scale_lr
-from training import checkpoint, evaluation, run_log
+from training import checkpoint, evaluation, predictions, run_log
 from training.batch_schedule import MIN_RANK_ROWS, BatchSchedule, BatchSizePolicy
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
 from training.machine import describe_machine, device_name
@@ -68,7 +70,7 @@ class Data:
 
     Attributes:
         train: the training set.
-        eval_sets: 'test', and 'val' with --val_fraction.
+        eval_sets: 'test', or 'val' (own data, or --val_fraction), or both.
         metadata: plain values that a checkpoint keeps for inference: class names and what
             preprocessing needs.
         model_mixes: the model mixes hidden representations itself; see `MixedCrossEntropy`.
@@ -92,15 +94,53 @@ def create_run(args: Namespace, script: str, world: World) -> Run:
     return Run(script, world, precision, Path(folder))
 
 
-def split_rows(args: Namespace, labels: Tensor) -> dict[str, Tensor]:
-    """Class-balanced row numbers of 'train' and, with --val_fraction, of 'val'."""
+def split_rows(args: Namespace, labels: Tensor, has_val: bool = False) -> dict[str, Tensor]:
+    """Class-balanced row numbers of 'train' and, with --val_fraction, of 'val'.
+
+    Args:
+        args: the flags.
+        labels: (rows,) of the training set.
+        has_val: the data set has a validation set of its own, which is used instead.
+    Raises:
+        InputError: there is no validation set, and a flag needs one.
+    """
+    check_validation_set(args, has_val or bool(args.val_fraction))
     rows = torch.arange(len(labels))
     if args.subset < 1:
         rows, _ = stratified_rows(labels, args.subset, seed=args.seed)
-    if not args.val_fraction:
+    if has_val or not args.val_fraction:
         return {"train": rows}
     val, train = stratified_rows(labels[rows], args.val_fraction, seed=args.seed + 1)
     return {"train": rows[train], "val": rows[val]}
+
+
+def report_own_data(
+    args: Namespace,
+    run: Run,
+    classes: Sequence[str],
+    *,
+    labels: Mapping[str, Sequence[int]],
+    has_val: bool,
+    notes: Iterable[str] = (),
+) -> None:
+    """Print what was read of own data before it is trained on (rank 0).
+
+    Args:
+        args, run: of the run.
+        classes: names of the classes.
+        labels: the class number of each row, by the name of the split.
+        has_val: the data has a validation set of its own.
+        notes: lines on how the files were read.
+    """
+    if args.dataset not in own_data.DATASETS or args.evaluate or not run.world.is_main:
+        return
+    for line in (*notes, *own_data.class_table(classes, labels)):
+        print(line)
+    if has_val and args.val_fraction:
+        print(
+            "the val split of the data is the validation set: --val_fraction "
+            f"{args.val_fraction:g} is not used"
+        )
 
 
 def global_batch_size(args: Namespace, world: World) -> int:
@@ -476,21 +516,43 @@ def load_weights(model: nn.Module, state: Mapping[str, Any]) -> nn.Module:
 def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module) -> None:
     """--evaluate: print the accuracy on the test set, overall and of each class.
 
+    Own data may have no test set; then it is that on the validation set, and a line says so.
+
     In fp32 batch-norm is folded into the convolutions. In 16 bits the rounding of the folded
     weights would give another accuracy than training saw.
     """
     if run.precision.dtype is None:
         model = fusion.fold_batch_norm(model)
+    measured = "test" if "test" in data.eval_sets else "val"
     report = evaluation.evaluate_per_class(
         model,
-        data.eval_sets["test"],
+        data.eval_sets[measured],
         classes=data.metadata["classes"],
         precision=run.precision,
         world=run.world,
         batch_size=args.batch_size,
     )
+    if run.world.is_main and measured == "val":
+        print("there is no test set: this is the validation set, which also chose the best epoch")
     if run.world.is_main:
         print(report.show())
+
+
+def report_predictions(
+    args: Namespace,
+    run: Run,
+    found: Iterable[predictions.Prediction],
+    *,
+    classes: Sequence[str],
+) -> None:
+    """--predict: print the predictions, or write them to the file of --predict_out (rank 0)."""
+    if not run.world.is_main:
+        return
+    if not args.predict_out:
+        predictions.print_predictions(found, classes)
+        return
+    count = predictions.write_predictions(Path(args.predict_out), found, classes)
+    print(f"{args.predict_out}: {count} predictions")
 
 
 def report_result(run: Run, summary: Mapping[str, Any], validated: bool) -> None:

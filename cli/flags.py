@@ -155,8 +155,8 @@ def add_data(parser: Parser, datasets: Sequence[str]) -> None:
         "--test",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="evaluate on the test set after each epoch (default); --no-test, with "
-        "--val_fraction, leaves the test set alone, as a search should",
+        help="evaluate on the test set after each epoch (default); --no-test, with a "
+        "validation set, leaves the test set alone, as a search should",
     )
     add(
         "--workers",
@@ -681,7 +681,17 @@ def add_run(parser: Parser) -> None:
         action="store_true",
         help="with --resume: print the accuracy on the test set, overall and of each class",
     )
-    add("--predict", nargs="+", metavar="FILE", help="with --resume: classify files")
+    add(
+        "--predict",
+        nargs="+",
+        metavar="PATH",
+        help="with --resume: classify files, or all files below a folder",
+    )
+    add(
+        "--predict_out",
+        metavar="FILE",
+        help="of --predict: write the probability of every class as .jsonl or .csv",
+    )
     add(
         "--export",
         metavar="FILE",

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from cli.factory import Data, Run, load_weights, split_rows
+from cli.factory import Data, Run, load_weights, report_own_data, report_predictions, split_rows
 from cli.flags import Parser, natural
 from input_pipeline import image_batches, image_datasets
 from input_pipeline.image_batches import AUGMENTATIONS, Augmentation, ImageDataset
+from input_pipeline.image_datasets import ImageSplit
 from models import resnet
-from training import evaluation
+from training import predictions
 from training.export import LARGEST_BATCH, export
+from training.predictions import Sample
 
 
 def add_flags(parser: Parser) -> None:
@@ -60,11 +62,18 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
     """
     with run.world.local_main_first():
         splits, classes = image_datasets.read_image_splits(
-            args.dataset, args.data_dir, image_size=args.image_size
+            args.dataset,
+            args.data_dir,
+            image_size=args.image_size,
+            classes=checkpoint["classes"] if checkpoint else (),
+            train_is_enough=bool(args.val_fraction),
         )
     labelled = splits.pop("train")
-    for name, rows in split_rows(args, labelled.labels).items():
+    has_val = "val" in splits
+    for name, rows in split_rows(args, labelled.labels, has_val).items():
         splits[name] = labelled.select_rows(rows) if len(rows) < len(labelled) else labelled
+    labels = {name: split.labels.tolist() for name, split in splits.items()}
+    report_own_data(args, run, classes, labels=labels, has_val=has_val)
     train = splits["train"]
     if checkpoint is None:
         mean, std = image_batches.channel_statistics(train)
@@ -108,22 +117,29 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
 
 
 def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
-    """Classify the image files of --predict."""
-    size, channels = checkpoint["size"], checkpoint["channels"]
-    files = [Path(file) for file in args.predict]
-    pixels = torch.stack(
-        [image_datasets.read_image(file, size, channels=channels) for file in files]
+    """Classify the image files of --predict, and those below its folders."""
+    files = [file for path in args.predict for file in image_datasets.expand_images(Path(path))]
+    images = ImageDataset(
+        ImageSplit(
+            torch.zeros(len(files), dtype=torch.long),  # labels, which are not known
+            files=files,
+            size=checkpoint["size"],
+            channels=checkpoint["channels"],
+        ),
+        Augmentation(pad=0, flip=False),
+        mean=checkpoint["mean"],
+        std=checkpoint["std"],
+        device=run.world.device,
+        workers=args.workers if len(files) > args.batch_size else 0,
+        resident=False,
     )
-    device = run.world.device
-    mean = torch.tensor(checkpoint["mean"], device=device)
-    std = torch.tensor(checkpoint["std"], device=device)
-    evaluation.print_predictions(
+    rows = torch.arange(len(files)).split(args.batch_size)
+    found = predictions.predict(
         load_weights(create_model(args, run, checkpoint), checkpoint),
-        image_batches.normalise(pixels.to(device), mean, std=std),
-        names=args.predict,
-        classes=checkpoint["classes"],
-        batch_size=args.batch_size,
+        [Sample(str(file)) for file in files],
+        (inputs for inputs, _ in images.batches(rows)),
     )
+    report_predictions(args, run, found, classes=checkpoint["classes"])
 
 
 def export_model(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:

@@ -23,10 +23,21 @@ from cli import compatibility
 from cli.flags import Parser
 from distributed.world import under_torchrun
 from errors import InputError, first_line
-from training import checkpoint, export, run_log
+from input_pipeline import own_data
+from training import checkpoint, export, predictions, run_log
 
 NOT_RESTORED = frozenset(
-    ["resume", "recipe", "out", "evaluate", "predict", "export", "distributed", "tensorboard"]
+    [
+        "resume",
+        "recipe",
+        "out",
+        "evaluate",
+        "predict",
+        "predict_out",
+        "export",
+        "distributed",
+        "tensorboard",
+    ]
 )
 """Flags of one invocation: a resumed run does not take them from its checkpoint."""
 META_VAL_FRACTION = 0.05  # held out for --mixup meta where the command line does not say
@@ -54,7 +65,8 @@ def parse(
     if path is not None:
         state = checkpoint.load(path, script)
         restored = set(parser.names()) - NOT_RESTORED
-        restored -= {"data_dir"} if "DATA_DIR" in os.environ else set()
+        if "DATA_DIR" in os.environ and state["flags"]["dataset"] not in own_data.DATASETS:
+            restored -= {"data_dir"}  # this machine may have the known data sets elsewhere
         stored = {name: value for name, value in state["flags"].items() if name in restored}
         parser.set_defaults(**stored)
     arguments = [*(recipe_arguments(given.recipe, parser) if given.recipe else []), *arguments]
@@ -146,14 +158,8 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
             f"or torchrun --standalone --nproc_per_node=2 {script}.py ..."
         )
     validate_inference(args, resumed)
-    if not args.test and not args.val_fraction:
-        raise InputError(
-            "--no-test: nothing is left to choose the best epoch by; give --val_fraction above 0"
-        )
-    if args.mixup == "meta" and not args.val_fraction:
-        raise InputError(
-            "--mixup meta learns on held-out rows of the training set: give --val_fraction above 0"
-        )
+    if args.dataset not in own_data.DATASETS:  # others may have a validation set: see load_data
+        check_validation_set(args, has_val=bool(args.val_fraction))
     compatibility.check(args)
     if args.warmup and args.warmup >= args.epochs:
         raise InputError(
@@ -166,15 +172,35 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
         )
 
 
-def validate_inference(args: Namespace, resumed: bool) -> None:
-    """Check --evaluate, --predict and --export.
+def check_validation_set(args: Namespace, has_val: bool) -> None:
+    """Check that there is a validation set where the flags need one.
 
     Raises:
-        InputError: there is no model, or the export cannot be written.
+        InputError: there is none.
+    """
+    if has_val:
+        return
+    if not args.test:
+        raise InputError(
+            "--no-test: nothing is left to choose the best epoch by; give --val_fraction above 0"
+        )
+    if args.mixup == "meta":
+        raise InputError(
+            "--mixup meta learns on held-out rows of the training set: give --val_fraction above 0"
+        )
+
+
+def validate_inference(args: Namespace, resumed: bool) -> None:
+    """Check --evaluate, --predict, --predict_out and --export.
+
+    Raises:
+        InputError: there is no model, or a file cannot be written.
     """
     for flag in ("evaluate", "predict", "export"):
         if getattr(args, flag) and not resumed:
             raise InputError(f"--{flag} needs a trained model: add --resume PATH")
+    if args.predict_out:
+        validate_predict_out(args)
     if not args.export:
         return
     if not args.export.endswith(export.SUFFIXES):
@@ -188,3 +214,22 @@ def validate_inference(args: Namespace, resumed: bool) -> None:
         )
     if not Path(args.export).parent.is_dir():
         raise InputError(f"--export {args.export}: the folder does not exist; make it first")
+
+
+def validate_predict_out(args: Namespace) -> None:
+    """Check --predict_out.
+
+    Raises:
+        InputError: nothing is predicted, the suffix is unknown, or the folder does not exist.
+    """
+    if not args.predict:
+        raise InputError("--predict_out needs something to classify: add --predict PATH")
+    if not args.predict_out.endswith(predictions.SUFFIXES):
+        raise InputError(
+            f"--predict_out {args.predict_out}: the name must end in "
+            f"{' or '.join(predictions.SUFFIXES)}"
+        )
+    if not Path(args.predict_out).parent.is_dir():
+        raise InputError(
+            f"--predict_out {args.predict_out}: the folder does not exist; make it first"
+        )

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from cli.factory import Data, Run, load_weights, split_rows
+from cli.factory import Data, Run, load_weights, report_own_data, report_predictions, split_rows
 from cli.flags import Parser, below_one, count, number
 from errors import InputError
 from input_pipeline import text_batches, text_datasets, tokenization
+from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import TextDataset
 from models.transformer import Transformer
-from training import evaluation
+from training import predictions
 from training.atomic_file import atomic_write_text
 from training.export import LARGEST_BATCH, export
-
-LONGEST_NAME = 60  # characters of a text that a prediction repeats
+from training.predictions import Sample
 
 
 def add_flags(parser: Parser) -> None:
@@ -46,6 +46,20 @@ def add_flags(parser: Parser) -> None:
         default=128,
         metavar="TOKENS",
         help="longest text; the rest of a longer one is cut off (default %(default)s)",
+    )
+    add(
+        "--label_column",
+        metavar="COLUMN",
+        help="of --dataset csv: the label, by its name in the header or its number from 1 on "
+        "(default: found by name; without a header the first column)",
+    )
+    add(
+        "--text_column",
+        nargs="+",
+        default=[],
+        metavar="COLUMN",
+        help="of --dataset csv: the text, likewise; several columns are joined (default: found by "
+        "name; without a header all other columns)",
     )
 
 
@@ -115,11 +129,26 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
         InputError: the data set is missing or broken.
     """
     world = run.world
+    if (args.label_column or args.text_column) and args.dataset != "csv":
+        raise InputError(
+            f"--label_column and --text_column are of --dataset csv, not of {args.dataset}; "
+            "leave them out"
+        )
     with world.local_main_first():
-        splits, classes = text_datasets.read_text_splits(args.dataset, args.data_dir)
+        splits, classes = text_datasets.read_text_splits(
+            args.dataset,
+            args.data_dir,
+            choice=ColumnChoice(args.label_column, tuple(args.text_column)),
+            classes=checkpoint["classes"] if checkpoint else (),
+            train_is_enough=bool(args.val_fraction),
+        )
+    notes = [line for split in splits.values() for line in split.notes]
     labelled = splits.pop("train")
-    for name, rows in split_rows(args, torch.tensor(labelled.labels)).items():
+    has_val = "val" in splits
+    for name, rows in split_rows(args, torch.tensor(labelled.labels), has_val).items():
         splits[name] = labelled.select_rows(rows.tolist())
+    labels = {name: split.labels for name, split in splits.items()}
+    report_own_data(args, run, classes, labels=labels, has_val=has_val, notes=notes)
     if checkpoint is not None:
         tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
     else:
@@ -181,20 +210,24 @@ def write_tokenizer(run: Run, metadata: Mapping[str, Any]) -> None:
 
 
 def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
-    """Classify every line of the text files of --predict."""
-    lines = [line for file in args.predict for line in text_datasets.read_lines(Path(file))]
-    tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
-    tokens = text_batches.encode_texts(lines, tokenizer, max_len=checkpoint["max_len"])
-    names = [
-        line if len(line) <= LONGEST_NAME else line[: LONGEST_NAME - 3] + "..." for line in lines
+    """Classify every line of the text files of --predict, and of those below its folders."""
+    files = [file for path in args.predict for file in text_datasets.list_text_files(Path(path))]
+    lines = [
+        Sample(f"{file}:{number}", line)
+        for file in files
+        for number, line in text_datasets.read_lines(file).items()
     ]
-    evaluation.print_predictions(
-        load_weights(create_model(args, run, checkpoint), checkpoint),
-        tokens.to(run.world.device),
-        names=names,
-        classes=checkpoint["classes"],
-        batch_size=args.batch_size,
+    tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
+    texts = [line.text or "" for line in lines]
+    batches = (
+        text_batches.encode_texts(
+            texts[start : start + args.batch_size], tokenizer, max_len=checkpoint["max_len"]
+        ).to(run.world.device)
+        for start in range(0, len(texts), args.batch_size)
     )
+    model = load_weights(create_model(args, run, checkpoint), checkpoint)
+    found = predictions.predict(model, lines, batches)
+    report_predictions(args, run, found, classes=checkpoint["classes"])
 
 
 def export_model(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from errors import InputError, first_line
+from input_pipeline.own_data import find_splits
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 TORCHVISION_FOLDERS = {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}  # below --data_dir
@@ -68,23 +70,31 @@ class ImageSplit:
 
 
 def read_image_splits(
-    name: str, data_dir: str, *, image_size: int = 0
+    name: str,
+    data_dir: str,
+    *,
+    image_size: int = 0,
+    classes: Sequence[str] = (),
+    train_is_enough: bool = False,
 ) -> tuple[dict[str, ImageSplit], list[str]]:
-    """Read the training and test images of a data set and the names of its classes.
+    """Read the images of a data set and the names of its classes.
 
     Args:
         name: 'cifar10', 'mnist', 'digits' (embedded) or 'folder'.
-        data_dir: folder with the data set in its standard format; for 'folder' it contains
-            train/CLASS/* and test/CLASS/*.
+        data_dir: folder with the data set in its standard format; for 'folder' see `read_folder`.
         image_size: pixels a side; 0 keeps the data set's own size (32 for 'folder').
+        classes: of 'folder': the classes of a trained model; empty to take those of the folders.
+        train_is_enough: of 'folder': accept a training set alone.
     Returns:
-        The splits 'train' and 'test', and the class names in the order of their numbers.
+        The splits 'train', 'test' and 'val', as far as the data set has them, and the class names
+        in the order of their numbers.
     Raises:
         InputError: a file is missing or broken; the message says what to do.
     """
     if name == "folder":
-        return read_folder(Path(data_dir), image_size or FOLDER_IMAGE_SIZE)
-    dataset_splits, classes = (
+        size = image_size or FOLDER_IMAGE_SIZE
+        return read_folder(Path(data_dir), size, classes=classes, train_is_enough=train_is_enough)
+    dataset_splits, class_names = (
         read_digits() if name == "digits" else read_torchvision(name, data_dir)
     )
     for split in dataset_splits.values():
@@ -92,7 +102,7 @@ def read_image_splits(
         if image_size:
             split.pixels = resize(split.pixels, image_size)
         split.size, split.channels = split.pixels.shape[1], split.pixels.shape[-1]
-    return dataset_splits, classes
+    return dataset_splits, class_names
 
 
 def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], list[str]]:
@@ -143,60 +153,106 @@ def read_digits() -> tuple[dict[str, ImageSplit], list[str]]:
     return dataset_splits, [str(digit) for digit in range(10)]
 
 
-def read_folder(root: Path, size: int) -> tuple[dict[str, ImageSplit], list[str]]:
-    """List the images root/train/CLASS/* and root/test/CLASS/*, which are decoded later.
+def read_folder(
+    root: Path, size: int, *, classes: Sequence[str] = (), train_is_enough: bool = False
+) -> tuple[dict[str, ImageSplit], list[str]]:
+    """List the images of a folder, which are decoded later.
+
+    They are root/train/CLASS/* and, in the same way, those of test/ and of val/ or validation/. A
+    folder with none of these holds root/CLASS/*, which is a training set alone.
 
     Args:
-        root: the folder that contains train/ and test/.
+        root: the folder.
         size: pixels a side to which images are scaled and cropped.
+        classes: of a trained model; empty to take the names of the folders in train/, sorted.
+        train_is_enough: accept a training set alone.
     Returns:
-        The splits, and the names of the folders in train/, sorted.
+        The splits that are there, and the classes.
     Raises:
-        InputError: a folder is missing or empty, or test/ has a class that train/ does not have.
+        InputError: a folder is missing or empty, or test/ or val/ has a class that train/ lacks.
     """
-    dataset_splits: dict[str, ImageSplit] = {}
-    classes: list[str] = []
-    for part in ("train", "test"):
-        folder = root / part
-        if not folder.is_dir():
+    paths = find_splits(root)
+    if not paths and train_is_enough and root.is_dir():
+        paths = {"train": root}
+    if "train" not in paths:
+        hint = ""
+        if not paths and class_folders(root):
+            hint = f" (or, if the folders in {root} are the classes, add --val_fraction 0.1)"
+        raise InputError(
+            f"{root / 'train'} is missing: --dataset folder needs {root}/train/CLASS/* "
+            f"and {root}/test/CLASS/*{hint}"
+        )
+    if len(paths) == 1 and not train_is_enough:
+        raise InputError(
+            f"{root / 'test'} is missing: --dataset folder needs {root}/test/CLASS/*, or "
+            f"{root}/val/CLASS/*, or --val_fraction 0.1 to hold out images of train/"
+        )
+    found = class_folders(paths["train"])
+    if len(found) < 2:
+        raise InputError(
+            f"{paths['train']} has {len(found)} class folders; classification needs two or more"
+        )
+    names = list(classes) or found
+    return {split: list_split(path, names, size=size) for split, path in paths.items()}, names
+
+
+def class_folders(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder, sorted, without hidden ones."""
+    if not folder.is_dir():
+        return []
+    names = [entry.name for entry in folder.iterdir() if entry.is_dir()]
+    return sorted(name for name in names if not name.startswith("."))
+
+
+def list_split(folder: Path, classes: Sequence[str], *, size: int) -> ImageSplit:
+    """List the images folder/CLASS/* of one split; some classes may be missing.
+
+    Raises:
+        InputError: there is an unknown class, or a class folder or the whole split is empty.
+    """
+    names = class_folders(folder)
+    if unknown := sorted(set(names) - set(classes)):
+        raise InputError(
+            f"{folder / unknown[0]}: not one of the {len(classes)} classes that are trained on; "
+            "move or delete it"
+        )
+    files: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        class_files = list_images(folder / name)
+        if not class_files and name in names:
             raise InputError(
-                f"{folder} is missing: --dataset folder needs {root}/train/CLASS/* "
-                f"and {root}/test/CLASS/*"
+                f"{folder / name} contains no images ({', '.join(sorted(SUFFIXES))}); "
+                "add some or delete the folder"
             )
-        names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-        if part == "train":
-            classes = names
-            if len(classes) < 2:
-                raise InputError(
-                    f"{folder} has {len(names)} class folders; classification needs two or more"
-                )
-        if unknown := sorted(set(names) - set(classes)):
-            raise InputError(
-                f"{folder / unknown[0]}: a class that {root / 'train'} does not have; "
-                "move or delete it"
-            )
-        files, labels = [], []
-        for label, name in enumerate(classes):
-            class_files = list_images(folder / name)
-            if not class_files and (part == "train" or name in names):
-                raise InputError(
-                    f"{folder / name} contains no images ({', '.join(sorted(SUFFIXES))}); "
-                    "add some or delete the folder"
-                )
-            files += class_files
-            labels += [label] * len(class_files)
-        if not files:
-            raise InputError(
-                f"{folder} contains no images: it needs a folder for each class, "
-                f"as in {root / 'train'}"
-            )
-        dataset_splits[part] = ImageSplit(torch.tensor(labels), files=files, size=size)
-    return dataset_splits, classes
+        files += class_files
+        labels += [label] * len(class_files)
+    if not files:
+        raise InputError(f"{folder} contains no images: it needs a folder for each class")
+    return ImageSplit(torch.tensor(labels), files=files, size=size)
 
 
 def list_images(folder: Path) -> list[Path]:
-    """Return the image files below a folder, sorted."""
-    return sorted(path for path in folder.glob("**/*") if path.suffix.lower() in SUFFIXES)
+    """Return the image files below a folder, sorted, without hidden ones."""
+    return sorted(
+        path
+        for path in folder.glob("**/*")
+        if path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+    )
+
+
+def expand_images(path: Path) -> list[Path]:
+    """Return the image files below a folder, sorted, or the path itself if it is not a folder.
+
+    Raises:
+        InputError: the path does not exist, or the folder has no images.
+    """
+    if not path.exists():
+        raise InputError(f"{path}: no such file")
+    files = list_images(path) if path.is_dir() else [path]
+    if not files:
+        raise InputError(f"{path}: contains no images ({', '.join(sorted(SUFFIXES))})")
+    return files
 
 
 def read_image(path: Path, size: int, *, channels: int = 3) -> Tensor:

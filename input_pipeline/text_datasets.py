@@ -10,15 +10,27 @@ et al., "Character-level Convolutional Networks for Text Classification", arXiv:
 
 from __future__ import annotations
 
-import csv
 import html
 import re
 import urllib.request
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from errors import InputError
+from input_pipeline.csv_tables import (
+    SUFFIXES,
+    ColumnChoice,
+    Columns,
+    CsvTable,
+    describe_column,
+    describe_columns,
+    find_columns,
+    read_csv,
+    read_table,
+)
+from input_pipeline.own_data import find_splits, list_names, shorten
 
 AGNEWS_CLASSES = ["World", "Sports", "Business", "Sci/Tech"]
 AGNEWS_URL = "https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv/"
@@ -27,6 +39,8 @@ AGNEWS_FILES = {"train.csv": 120_000, "test.csv": 7_600}
 AGNEWS_COLUMNS = 3  # class, title, description
 HEADLINES = Path(__file__).with_name("headlines.csv")  # in the format of AG News
 HEADLINES_TRAIN = 400  # the first rows are the training set, the others the test set
+MIN_CHECKED_ROWS = 20  # a training file of fewer rows may have as many classes as rows
+MAX_CLASSES_PER_ROW = 0.5  # more are no classes, so another column was meant
 TAG = re.compile(r"</?[A-Za-z!][^<>]*>")
 URL = re.compile(r"(?:https?://|www\.)\S+")
 ENTITY_WITHOUT_AMPERSAND = re.compile(r"(?<![&\w])(#\d{2,4}|quot|amp|lt|gt|nbsp|apos|mdash|ndash);")
@@ -35,10 +49,17 @@ ENTITY_WITHOUT_AMPERSAND = re.compile(r"(?<![&\w])(#\d{2,4}|quot|amp|lt|gt|nbsp|
 
 @dataclass
 class TextSplit:
-    """The training or the test split: a class number and a cleaned text for each row."""
+    """The rows of one split.
+
+    Attributes:
+        labels: the class number of each row.
+        texts: the cleaned text of each row.
+        notes: what a user should know of how the file was read, a line each.
+    """
 
     labels: list[int]
     texts: list[str]
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -60,125 +81,191 @@ def clean_text(text: str) -> str:
     return " ".join(URL.sub(" ", TAG.sub(" ", html.unescape(text))).split())
 
 
-def read_text_splits(name: str, data_dir: str) -> tuple[dict[str, TextSplit], list[str]]:
-    """Read the training and test rows of a data set and the names of its classes.
+def read_text_splits(
+    name: str,
+    data_dir: str,
+    *,
+    choice: ColumnChoice | None = None,
+    classes: Sequence[str] = (),
+    train_is_enough: bool = False,
+) -> tuple[dict[str, TextSplit], list[str]]:
+    """Read the rows of a data set and the names of its classes.
 
     Args:
         name: 'agnews', 'headlines' (embedded) or 'csv'.
         data_dir: folder with ag_news_csv/ for 'agnews'; for 'csv' it contains train.csv and
-            test.csv with the columns label, text...
+            test.csv or val.csv, see `read_own_csv`.
+        choice: of 'csv': the columns that the user chose.
+        classes: of 'csv': the classes of a trained model; empty to take those of train.csv.
+        train_is_enough: of 'csv': accept a training file alone.
     Returns:
-        The splits 'train' and 'test', and the class names in the order of their numbers.
+        The splits 'train', 'test' and 'val', as far as the data set has them, and the class names
+        in the order of their numbers.
     Raises:
         InputError: a file is missing or broken; the message names file, row and remedy.
     """
     if name == "headlines":
         return read_headlines(), AGNEWS_CLASSES
-    if name == "agnews":
-        folder, columns, classes = Path(data_dir) / "ag_news_csv", AGNEWS_COLUMNS, AGNEWS_CLASSES
-        for file in AGNEWS_FILES:
-            if not (folder / file).exists():
-                download_agnews(folder, file)
-    else:
-        folder, columns, classes = Path(data_dir), 0, []
-    dataset_splits = {}
-    for part in ("train", "test"):
-        path = folder / f"{part}.csv"
-        rows = read_csv(path, columns)
-        labels, classes = number_labels(rows, classes, path=path)
-        dataset_splits[part] = TextSplit(labels, [join_columns(row) for row in rows])
-    return dataset_splits, classes
+    if name == "csv":
+        return read_own_csv(
+            Path(data_dir),
+            choice or ColumnChoice(),
+            classes=classes,
+            train_is_enough=train_is_enough,
+        )
+    folder = Path(data_dir) / "ag_news_csv"
+    for file in AGNEWS_FILES:
+        if not (folder / file).exists():
+            download_agnews(folder, file)
+    splits = {part: read_agnews_file(folder / f"{part}.csv") for part in ("train", "test")}
+    return splits, AGNEWS_CLASSES
 
 
 def read_headlines() -> dict[str, TextSplit]:
     """Read the embedded headlines: 400 rows to train on and 80 to test."""
-    rows = read_csv(HEADLINES, AGNEWS_COLUMNS)
-    labels, _ = number_labels(rows, AGNEWS_CLASSES, path=HEADLINES)
-    all_rows = TextSplit(labels, [join_columns(row) for row in rows])
+    all_rows = read_agnews_file(HEADLINES)
     return {
         "train": all_rows.select_rows(range(HEADLINES_TRAIN)),
-        "test": all_rows.select_rows(range(HEADLINES_TRAIN, len(rows))),
+        "test": all_rows.select_rows(range(HEADLINES_TRAIN, len(all_rows))),
     }
 
 
-def join_columns(row: Sequence[str]) -> str:
-    """Return the cleaned text of a csv row: all columns after the label, joined by spaces."""
-    return clean_text(" ".join(row[1:]))
+def read_agnews_file(path: Path) -> TextSplit:
+    """Read a file in the format of AG News: class from 1 to 4, title, description; no header."""
+    rows = read_csv(path, AGNEWS_COLUMNS)
+    table = CsvTable(path, [], rows, list(range(1, len(rows) + 1)))
+    numbers = {str(number + 1): number for number in range(len(AGNEWS_CLASSES))}
+    labels = number_labels([row[0].strip() for row in rows], numbers, table=table)
+    return TextSplit(labels, [clean_text(" ".join(row[1:])) for row in rows])
 
 
-def read_csv(path: Path, columns: int = 0) -> list[list[str]]:
-    """Read a csv file whose rows all have the same number of columns.
+# -------------------------------------------------------------------- own csv files
+
+
+def read_own_csv(
+    folder: Path, choice: ColumnChoice, *, classes: Sequence[str] = (), train_is_enough: bool
+) -> tuple[dict[str, TextSplit], list[str]]:
+    """Read csv or tsv files of own data: train, test, and val or validation.
 
     Args:
-        path: the file, in UTF-8.
-        columns: number of columns; 0 stands for that of the first row, but at least 2.
-    Returns:
-        The columns of each row.
+        folder: contains the files.
+        choice: the columns that the user chose; others are found by name or position.
+        classes: of a trained model; empty to take the labels of the training file.
+        train_is_enough: accept a training file alone.
     Raises:
-        InputError: the file is missing, empty or broken.
+        InputError: a file is missing or broken, a column is not there, a label is empty or unknown.
     """
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = []
-            for number, row in enumerate(csv.reader(file, strict=True), 1):
-                columns = columns or max(2, len(row))
-                if len(row) != columns:
-                    raise InputError(
-                        f"{path}, row {number}: {len(row)} columns, expected {columns} "
-                        "(label, text...); correct or delete the row"
-                    )
-                rows.append(row)
-    except FileNotFoundError:
+    paths = find_splits(folder, SUFFIXES)
+    if "train" not in paths:
         raise InputError(
-            f"{path} is missing: put a csv file there with the columns label, text..."
-        ) from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+            f"{folder / 'train.csv'} is missing: --dataset csv needs it, with a column of labels "
+            "and one or more of texts"
+        )
+    if len(paths) == 1 and not train_is_enough:
         raise InputError(
-            f"{path} cannot be read as UTF-8 csv: {error}; fetch or export it again"
-        ) from None
-    if not rows:
-        raise InputError(f"{path} is empty: it needs at least one row of label, text...")
-    return rows
+            f"{folder / 'test.csv'} is missing: add it or val.csv, or hold out rows of "
+            f"{paths['train'].name} with --val_fraction 0.1"
+        )
+    splits: dict[str, TextSplit] = {}
+    names = list(classes)
+    train = None
+    for split, path in paths.items():
+        table = read_table(path, choice, train=train)
+        train = train or table
+        columns = find_columns(table, choice)
+        labels = [row[columns.label].strip() for row in table.rows]
+        if "" in labels:
+            raise InputError(
+                f"{path}, row {table.numbers[labels.index('')]}: the label "
+                f"({describe_column(table, columns.label)}) is empty; fill it in or delete the row"
+            )
+        names = names or name_classes(labels, table, columns)
+        numbers = {name: number for number, name in enumerate(names)}
+        texts = [clean_text(" ".join(row[i] for i in columns.texts)) for row in table.rows]
+        splits[split] = TextSplit(
+            number_labels(labels, numbers, table=table),
+            texts,
+            notes=(describe_columns(table, columns), *check_texts(texts, table)),
+        )
+    return splits, names
+
+
+def check_texts(texts: Sequence[str], table: CsvTable) -> list[str]:
+    """Return a warning where some rows have no text.
+
+    Raises:
+        InputError: no row has a text.
+    """
+    empty = [number for text, number in zip(texts, table.numbers) if not text]
+    if len(empty) == len(texts):
+        raise InputError(f"{table.path}: no row has a text; choose its column with --text_column")
+    if not empty:
+        return []
+    return [
+        f"warning: {table.path}: {len(empty)} of {len(texts)} rows have no text (the first is row "
+        f"{empty[0]}); they are kept, and count like the others"
+    ]
+
+
+def name_classes(labels: Sequence[str], table: CsvTable, columns: Columns) -> list[str]:
+    """Return the classes of own data: the different labels of the training file.
+
+    They are in sorted order, numbers before words.
+
+    Args:
+        labels: the label of each row.
+        table: the file that they were read from.
+        columns: which of its columns they were read from.
+    Raises:
+        InputError: the labels are not those of a classification.
+    """
+    counts = Counter(labels)
+    where = f"{table.path}: {describe_column(table, columns.label)} was read as the label and"
+    if len(counts) < 2:
+        raise InputError(
+            f"{where} has only one value, {labels[0]!r}; classification needs two classes or "
+            "more (choose another column with --label_column)"
+        )
+    if len(labels) >= MIN_CHECKED_ROWS and len(counts) > MAX_CLASSES_PER_ROW * len(labels):
+        raise InputError(
+            f"{where} has {len(counts)} different values in {len(labels)} rows, too many to be "
+            f"classes (such as {shorten(labels[0])!r}); choose the column of the label with "
+            "--label_column"
+        )
+    others = [count for label, count in counts.items() if label != labels[0]]
+    if not table.header and counts[labels[0]] == 1 and min(others) > 1:
+        raise InputError(
+            f"{table.path}, row {table.numbers[0]}: no other row has the label "
+            f"{shorten(labels[0])!r}; if this row is a header ({list_names(table.rows[0])}), name "
+            "its columns with --label_column and --text_column, otherwise delete it"
+        )
+    return sorted(
+        counts, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name)
+    )
 
 
 def number_labels(
-    rows: list[list[str]], classes: list[str], *, path: Path
-) -> tuple[list[int], list[str]]:
-    """Convert the labels in the first column to class numbers from 0 on.
-
-    AG News numbers its classes from 1. Labels of your own data may be any words; they are numbered
-    in sorted order, numbers before words.
+    labels: Sequence[str], numbers: Mapping[str, int], *, table: CsvTable
+) -> list[int]:
+    """Convert labels to class numbers.
 
     Args:
-        rows: rows of a csv file.
-        classes: names of the classes; empty for a training file of your own data, from whose labels
-            they are then taken.
-        path: the file, for error messages.
-    Returns:
-        The class number of each row, and the names of the classes.
+        labels: the label of each row.
+        numbers: the class number of each known label.
+        table: the file that the labels were read from, for error messages.
     Raises:
-        InputError: a label is unknown, or all labels are the same.
+        InputError: a label is not known.
     """
-    counts_from_one = classes == AGNEWS_CLASSES
-    if not classes:
-        names = {row[0].strip() for row in rows}
-        classes = sorted(names, key=lambda name: (not name.isdigit(), name.zfill(12)))
-        if len(classes) < 2:
+    for label, row_number in zip(labels, table.numbers):
+        if label not in numbers:
             raise InputError(
-                f"{path}: only one label, {classes[0]!r}; classification needs two or more"
+                f"{table.path}, row {row_number}: label {shorten(label)!r} is out of range, "
+                f"expected one of {list_names(list(numbers))}"
             )
-    numbers = {str(i + 1) if counts_from_one else name: i for i, name in enumerate(classes)}
-    labels = []
-    for row_number, row in enumerate(rows, 1):
-        label = numbers.get(row[0].strip())
-        if label is None:
-            known = ", ".join(list(numbers)[:10])
-            raise InputError(
-                f"{path}, row {row_number}: label {row[0][:40]!r} is out of range, "
-                f"expected one of {known}"
-            )
-        labels.append(label)
-    return labels, classes
+    return [numbers[label] for label in labels]
+
+
+# -------------------------------------------------------------------- files
 
 
 def download_agnews(folder: Path, file: str) -> None:
@@ -216,19 +303,35 @@ def download_agnews(folder: Path, file: str) -> None:
         ) from None
 
 
-def read_lines(path: Path) -> list[str]:
+def list_text_files(path: Path) -> list[Path]:
+    """Return the .txt files below a folder, sorted, or the path itself if it is not a folder.
+
+    Raises:
+        InputError: the folder has none.
+    """
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.rglob("*.txt") if not file.name.startswith("."))
+    if not files:
+        raise InputError(f"{path}: contains no .txt files; give text files with one text a line")
+    return files
+
+
+def read_lines(path: Path) -> dict[int, str]:
     """Return the lines of a text file that are not blank, without white space at their ends.
 
+    Returns:
+        The text of each line by its number, from 1 on.
     Raises:
         InputError: the file cannot be read or has no text.
     """
     try:
-        stripped = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-        lines = [line for line in stripped if line]
+        stripped = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"{path}: cannot be read as UTF-8 text ({error}); give text files with one text a line"
         ) from None
+    lines = {number: line for number, line in enumerate(stripped, 1) if line}
     if not lines:
         raise InputError(f"{path}: contains no text; give text files with one text a line")
     return lines

@@ -1,4 +1,4 @@
-"""What a trained model is good for: accuracy, accuracy of each class, predictions.
+"""What a trained model is good for: its accuracy, overall and of each class.
 
 loss, accuracy = evaluate(model, test, precision=precision, world=world, batch_size=256)
 report = evaluate_per_class(model, test, classes=classes, ...)    # and the accuracy of each class
@@ -19,8 +19,6 @@ from distributed import fsdp
 from distributed.world import World
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.sampler import rank_share
-
-MOST_LIKELY = 3  # classes that a prediction names
 
 
 @torch.inference_mode()
@@ -111,23 +109,3 @@ def evaluate_per_class(
         loss=(losses.sum() / samples.sum()).item(),
         per_class={name: ((c / max(n, 1)).item(), int(n)) for name, c, n in rows},
     )
-
-
-@torch.inference_mode()
-def print_predictions(
-    model: nn.Module,
-    inputs: Tensor,
-    *,
-    names: Sequence[str],
-    classes: Sequence[str],
-    batch_size: int,
-) -> None:
-    """Print for each input (rows, ...) its name and its most likely classes."""
-    model.eval()
-    for start in range(0, len(names), batch_size):
-        part = slice(start, start + batch_size)
-        probabilities = model(inputs[part]).float().softmax(1)
-        values, indices = probabilities.topk(min(MOST_LIKELY, len(classes)))
-        for name, row, numbers in zip(names[part], values.tolist(), indices.tolist()):
-            guesses = ", ".join(f"{classes[i]} {100 * p:.1f} %" for p, i in zip(row, numbers))
-            print(f"{name}: {guesses}")

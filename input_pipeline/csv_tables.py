@@ -1,0 +1,352 @@
+"""Reads csv and tsv files: their separator, their header row, the columns of labels and texts.
+
+table = read_table(Path("my_texts/train.csv"), ColumnChoice())
+columns = find_columns(table, ColumnChoice())
+label, texts = table.rows[0][columns.label], [table.rows[0][i] for i in columns.texts]
+
+A header row is recognised by the names of its columns. Without one, the label comes first and all
+other columns are text, as in the files of AG News.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from errors import InputError
+from input_pipeline.own_data import list_names
+
+SUFFIXES = (".csv", ".tsv")
+SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon"}
+SAMPLE_ROWS = 20  # by which the separator is recognised
+LONGEST_HEADER_CELL = 64  # characters; a row with a longer cell is no header
+LABEL_NAMES = frozenset(
+    """label labels class classes class_index class_name category categories target targets
+    sentiment topic intent y""".split()
+)
+TEXT_NAMES = frozenset(
+    """text texts sentence sentences content title description headline body review message comment
+    question tweet document article abstract summary subject""".split()
+)
+OTHER_NAMES = frozenset(["", "id", "index", "idx", "unnamed:_0", "date", "url", "author"])
+"""Columns that are never taken for the text by themselves; pandas writes an index without name."""
+
+
+@dataclass(frozen=True)
+class ColumnChoice:
+    """The columns that the user chose: names in the header, or numbers from 1 on.
+
+    Attributes:
+        label: the column of the label; None to find it.
+        texts: the columns of the text, which are joined; empty to find them.
+    """
+
+    label: str | None = None
+    texts: tuple[str, ...] = ()
+
+    def names(self) -> set[str]:
+        """Return the normalised names of the chosen columns, without those given by number."""
+        chosen = [*self.texts, *([] if self.label is None else [self.label])]
+        return {normalise(name) for name in chosen if not name.isdecimal()}
+
+
+@dataclass(frozen=True)
+class CsvTable:
+    """The rows of a file.
+
+    Attributes:
+        path: the file.
+        header: the names of the columns; empty where the file has no header row.
+        rows: the other rows, all of the same length.
+        numbers: the number of each row in the file, from 1 on, for messages.
+    """
+
+    path: Path
+    header: list[str]
+    rows: list[list[str]]
+    numbers: list[int]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Positions of the label and of the texts in a row, from 0 on."""
+
+    label: int
+    texts: tuple[int, ...]
+
+
+def normalise(name: str) -> str:
+    """Return a column's name in lower case, with one underscore for spaces and hyphens.
+
+    >>> normalise(" Class Index")
+    'class_index'
+    """
+    return re.sub(r"[\s_-]+", "_", name.strip().casefold())
+
+
+# -------------------------------------------------------------------- rows of a file
+
+
+def read_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = None) -> CsvTable:
+    """Read a csv or tsv file of own data and recognise its header row.
+
+    Args:
+        path: the file, in UTF-8; its columns are separated by commas, tabs or semicolons.
+        choice: the columns that the user named.
+        train: the training file, where another one is read.
+    Raises:
+        InputError: the file is missing, empty or broken, or only one of the files has a header.
+    """
+    text = read_utf8(path)
+    separator = "\t" if path.suffix == ".tsv" else recognise_separator(text)
+    table = check_rows(path, parse(text, separator, path=path), separator=separator)
+    if not has_header(table.rows, choice, train):
+        if train is not None and train.header:
+            raise InputError(
+                f"{path}: row 1 ({list_names(table.rows[0])}) is not a header with columns of "
+                f"{train.path.name} ({list_names(train.header)}); give both files a header row"
+            )
+        return table
+    if len(table.rows) == 1:
+        raise InputError(f"{path} has a header row only: it needs at least one row below it")
+    return CsvTable(path, table.rows[0], table.rows[1:], table.numbers[1:])
+
+
+def read_csv(path: Path, columns: int = 0) -> list[list[str]]:
+    """Read a csv file without header row, whose columns are separated by commas.
+
+    Args:
+        path: the file, in UTF-8.
+        columns: number of columns; 0 stands for that of the first row, but at least 2.
+    Returns:
+        The columns of each row.
+    Raises:
+        InputError: the file is missing, empty or broken.
+    """
+    return check_rows(path, parse(read_utf8(path), ",", path=path), columns=columns).rows
+
+
+def read_utf8(path: Path) -> str:
+    """Return a file's text as it is, without a byte-order mark.
+
+    Raises:
+        InputError: the file is missing or not UTF-8.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            return file.read()
+    except FileNotFoundError:
+        raise InputError(
+            f"{path} is missing: put a csv file there with the columns label, text..."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{path} cannot be read as UTF-8 csv: {error}; fetch or export it again"
+        ) from None
+
+
+def parse(
+    text: str, separator: str, *, path: Path, limit: int | None = None
+) -> list[tuple[int, list[str]]]:
+    """Return the number and the columns of each row that is not blank, at most `limit` of them.
+
+    Many tab-separated files do not quote their texts, so that a quote is an ordinary character.
+    Such a file is recognised by quotes that do not fit together.
+
+    Raises:
+        InputError: the text is not csv.
+    """
+    for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_NONE):
+        reader = csv.reader(
+            io.StringIO(text, newline=""), delimiter=separator, quoting=quoting, strict=True
+        )
+        try:
+            return [(number, row) for number, row in enumerate(islice(reader, limit), 1) if row]
+        except csv.Error as error:
+            if separator != "\t" or quoting == csv.QUOTE_NONE:
+                raise InputError(
+                    f"{path} cannot be read as UTF-8 csv: {error} in line {reader.line_num}; "
+                    "correct the line, or export the file again"
+                ) from None
+    raise AssertionError("the loop returns or raises")
+
+
+def recognise_separator(text: str) -> str:
+    """Return the separator that gives the first rows equally many columns, at least two.
+
+    Where several do, it is the one that comes first; where none does, a comma.
+    """
+    first_cells: dict[str, int] = {}
+    for separator in SEPARATORS:
+        try:
+            rows = [row for _, row in parse(text, separator, path=Path(), limit=SAMPLE_ROWS)]
+        except InputError:
+            continue
+        if rows and len(rows[0]) > 1 and len({len(row) for row in rows}) == 1:
+            first_cells[separator] = len(rows[0][0])
+    return min(first_cells, key=lambda separator: first_cells[separator], default=",")
+
+
+def check_rows(
+    path: Path, rows: list[tuple[int, list[str]]], *, columns: int = 0, separator: str = ","
+) -> CsvTable:
+    """Check that all rows have the same number of columns.
+
+    Args:
+        path: the file, for error messages.
+        rows: number and columns of each row.
+        columns: how many they should be; 0 stands for that of the first row, but at least 2.
+        separator: between the columns, for error messages.
+    Raises:
+        InputError: there are no rows, or a row has another number of columns.
+    """
+    if not rows:
+        raise InputError(f"{path} is empty: it needs at least one row of label, text...")
+    columns = columns or max(2, len(rows[0][1]))
+    for number, row in rows:
+        if len(row) != columns:
+            raise InputError(
+                f"{path}, row {number}: {len(row)} columns, expected {columns}; correct or delete "
+                f"the row (a text that contains a {SEPARATORS[separator]} needs double quotes)"
+            )
+    return CsvTable(path, [], [row for _, row in rows], [number for number, _ in rows])
+
+
+# -------------------------------------------------------------------- header and columns
+
+
+def has_header(rows: Sequence[Sequence[str]], choice: ColumnChoice, train: CsvTable | None) -> bool:
+    """Tell whether the first row names the columns.
+
+    It does if it has a column that the user named, or names of both a label and a text. In the
+    training file one such name is enough if no other row has it in that column. Another file may
+    also share a name with the header of the training file.
+    """
+    if max(map(len, rows[0])) > LONGEST_HEADER_CELL:
+        return False
+    names = [normalise(cell) for cell in rows[0]]
+    if choice.names() & set(names):
+        return True
+    if LABEL_NAMES & set(names) and TEXT_NAMES & set(names):
+        return True
+    if train is not None:
+        return bool({normalise(name) for name in train.header if name.strip()} & set(names))
+    return any(
+        name in LABEL_NAMES | TEXT_NAMES
+        and not any(normalise(row[position]) == name for row in rows[1:])
+        for position, name in enumerate(names)
+    )
+
+
+def find_columns(table: CsvTable, choice: ColumnChoice) -> Columns:
+    """Find the columns of label and text by the user's choice, else by name, else by position.
+
+    Raises:
+        InputError: a column is not there, or it is not clear which one is meant.
+    """
+    label = find_label(table, choice)
+    texts = find_texts(table, choice, label)
+    if label in texts:
+        raise InputError(
+            f"{table.path}: {describe_column(table, label)} would be both label and text; "
+            "give --label_column and --text_column different columns"
+        )
+    return Columns(label, texts)
+
+
+def find_label(table: CsvTable, choice: ColumnChoice) -> int:
+    """Return the position of the label.
+
+    Raises:
+        InputError: the column is not there, or the header has no or several names of a label.
+    """
+    if choice.label is not None:
+        return column_position(table, choice.label, flag="--label_column")
+    if not table.header:
+        return 0
+    named = [i for i, name in enumerate(table.header) if normalise(name) in LABEL_NAMES]
+    chosen = [column_position(table, name, flag="--text_column") for name in choice.texts]
+    named = [position for position in named if position not in chosen]
+    if len(named) != 1:
+        problem = "several columns that may be" if named else "no column that is known to be"
+        raise InputError(
+            f"{table.path}: the header has {problem} the label (columns: "
+            f"{list_names(table.header)}); choose it with --label_column"
+        )
+    return named[0]
+
+
+def find_texts(table: CsvTable, choice: ColumnChoice, label: int) -> tuple[int, ...]:
+    """Return the positions of the texts.
+
+    Raises:
+        InputError: a column is not there, or the header has no name of a text and several columns
+            that may be one.
+    """
+    if choice.texts:
+        return tuple(column_position(table, name, flag="--text_column") for name in choice.texts)
+    others = [position for position in range(len(table.rows[0])) if position != label]
+    if not table.header:
+        return tuple(others)
+    names = [normalise(name) for name in table.header]
+    named = [i for i in others if names[i] in TEXT_NAMES]
+    unknown = [i for i in others if names[i] not in OTHER_NAMES | LABEL_NAMES]
+    if not named and len(unknown) != 1:
+        raise InputError(
+            f"{table.path}: the header has no column that is known to be the text (columns: "
+            f"{list_names(table.header)}); choose it with --text_column"
+        )
+    if len({names[i] for i in named}) < len(named):
+        raise InputError(
+            f"{table.path}: several columns have the same name (columns: "
+            f"{list_names(table.header)}); choose with --text_column, by number"
+        )
+    return tuple(named or unknown)
+
+
+def column_position(table: CsvTable, chosen: str, *, flag: str) -> int:
+    """Return the position, from 0 on, of a column given by its name, or by its number from 1 on.
+
+    Raises:
+        InputError: the column is not there, or its name occurs twice.
+    """
+    columns = len(table.rows[0])
+    if chosen.isdecimal():
+        if 1 <= int(chosen) <= columns:
+            return int(chosen) - 1
+        raise InputError(f"{flag} {chosen}: {table.path} has the columns 1 to {columns}")
+    if not table.header:
+        raise InputError(
+            f"{flag} {chosen}: {table.path} has no header row with that name (row 1: "
+            f"{list_names(table.rows[0])}); give a name of the header, or a number from 1 on"
+        )
+    names = [name.strip() for name in table.header]
+    if chosen.strip() not in names:  # it may differ in case or in spaces
+        names, chosen = [normalise(name) for name in names], normalise(chosen)
+    same = [position for position, name in enumerate(names) if name == chosen.strip()]
+    if len(same) == 1:
+        return same[0]
+    problem = "several columns" if same else "no column"
+    raise InputError(
+        f"{flag} {chosen}: {table.path} has {problem} of that name (columns: "
+        f"{list_names(table.header)}); give another name, or a number from 1 on"
+    )
+
+
+def describe_columns(table: CsvTable, columns: Columns) -> str:
+    """Say in one line which columns of a file are read as what."""
+    header = "row 1 is the header" if table.header else "no header row"
+    texts = " and ".join(describe_column(table, position) for position in columns.texts)
+    label = describe_column(table, columns.label)
+    return f"{table.path}: {header}; the label is {label}, the text {texts}"
+
+
+def describe_column(table: CsvTable, position: int) -> str:
+    """Name a column by its number from 1 on and by its name in the header."""
+    name = f" ({table.header[position]})" if table.header else ""
+    return f"column {position + 1}{name}"

@@ -1,0 +1,126 @@
+"""Predictions of a trained model: printed, or written as JSON lines or as csv.
+
+predictions = predict(model, samples, batches)
+write_predictions(Path("out.jsonl"), predictions, classes=["cat", "dog"])
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from errors import InputError
+from training.atomic_file import atomic_write
+
+SUFFIXES = (".jsonl", ".csv")
+MOST_LIKELY = 3  # classes that a printed prediction names
+LONGEST_TEXT = 60  # characters of a text that a printed prediction repeats
+DECIMALS = 6  # of a probability in a file
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a prediction is of: a file or a line of one, and the text of the line."""
+
+    name: str
+    text: str | None = None
+
+    def show(self) -> str:
+        """The text, or the name where there is none, cut to fit on a line."""
+        shown = self.name if self.text is None else self.text
+        is_long = self.text is not None and len(shown) > LONGEST_TEXT
+        return shown[: LONGEST_TEXT - 3] + "..." if is_long else shown
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The probability of every class for a sample."""
+
+    sample: Sample
+    probabilities: list[float]
+
+    def most_likely(self) -> list[int]:
+        """Class numbers, the most likely one first."""
+        return sorted(range(len(self.probabilities)), key=lambda i: -self.probabilities[i])
+
+
+@torch.inference_mode()
+def predict(
+    model: nn.Module, samples: Iterable[Sample], batches: Iterable[Tensor]
+) -> Iterator[Prediction]:
+    """Yield the prediction of each sample.
+
+    Args:
+        model: on the device of the batches.
+        samples: names, in order.
+        batches: inputs of the same samples, (batch, ...) each.
+    """
+    model.eval()
+    rows = (row for inputs in batches for row in model(inputs).float().softmax(1).tolist())
+    for sample, probabilities in zip(samples, rows, strict=True):
+        yield Prediction(sample, probabilities)
+
+
+def print_predictions(predictions: Iterable[Prediction], classes: Sequence[str]) -> None:
+    """Print a line for each sample, with its most likely classes."""
+    for prediction in predictions:
+        likely = prediction.most_likely()[:MOST_LIKELY]
+        guesses = (f"{classes[i]} {100 * prediction.probabilities[i]:.1f} %" for i in likely)
+        print(f"{prediction.sample.show()}: {', '.join(guesses)}")
+
+
+def write_predictions(path: Path, predictions: Iterable[Prediction], classes: Sequence[str]) -> int:
+    """Write name, predicted class and all probabilities of each sample; returns their number.
+
+    The file appears when it is complete.
+
+    Args:
+        path: its suffix chooses between JSON lines and csv.
+        predictions: of the samples.
+        classes: names of the classes.
+    Raises:
+        InputError: a sample cannot be read, or the file cannot be written.
+    """
+    num_written = 0
+    try:
+        with (
+            atomic_write(path) as temporary,
+            open(temporary, "w", newline="", encoding="utf-8") as file,
+        ):
+            rows = csv.writer(file)
+            for prediction in predictions:
+                record = as_record(prediction, classes)
+                probabilities = record.pop("probabilities")
+                if path.suffix == ".jsonl":
+                    record["probabilities"] = probabilities
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                else:
+                    if not num_written:
+                        names = (f"probability_{name}" for name in probabilities)
+                        rows.writerow([*record, *names])
+                    rows.writerow([*record.values(), *probabilities.values()])
+                num_written += 1
+    except OSError as error:
+        raise InputError(
+            f"--predict_out {path}: cannot be written ({error.strerror}); choose another file"
+        ) from None
+    return num_written
+
+
+def as_record(prediction: Prediction, classes: Sequence[str]) -> dict[str, Any]:
+    """A prediction as plain values with the names that they have in a file."""
+    sample = prediction.sample
+    probabilities = [round(probability, DECIMALS) for probability in prediction.probabilities]
+    return {
+        "name": sample.name,
+        **({} if sample.text is None else {"text": sample.text}),
+        "predicted": classes[prediction.most_likely()[0]],
+        "probabilities": dict(zip(classes, probabilities)),
+    }
