@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from backends.device import choose_device
 from backends.torch_compat import gloo_needs_final_barrier
+from distributed.launch import end_with_launcher
 
 
 def new_group(ranks: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
@@ -215,6 +216,7 @@ def init_world(device_name: str = "auto") -> Iterator[World]:
     if not under_torchrun():
         yield World(device=device)
         return
+    end_with_launcher()
     backend = choose_collectives(device_name, device, local_size)
     store, rank, size = next(dist.rendezvous("env://"))
     # A restarted job finds the store of its first start: without a prefix of its own it would read

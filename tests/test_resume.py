@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -183,3 +184,19 @@ def test_ranks_with_weights_of_their_own_go_on_as_one_process(more, tmp_path):
     rows = ranks.metrics(run)
     assert [row["world_size"] for row in rows] == [2, 1]
     assert rows[1]["train_loss"] < rows[0]["train_loss"]
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_launcher_that_is_killed(tmp_path):
+    flags = "--dataset digits --arch resnet8 --bs 16 --epochs 500 --threads 1 --out run".split()
+    job = ranks.start(ranks.torchrun("resnet50_test.py", *flags), tmp_path)
+    log = tmp_path / "run" / "metrics.jsonl"
+    ranks.wait_for(lambda: log.exists() and log.read_text().count("\n") > 1, job)
+    workers = [number for number, environment in ranks.relatives(job) if b"\0RANK=" in environment]
+    assert len(workers) == 2
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait()
+    end = time.monotonic() + 10
+    while ranks.relatives(job) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert ranks.relatives(job) == []
