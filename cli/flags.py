@@ -668,6 +668,13 @@ def add_run(parser: Parser) -> None:
         help="go on from a checkpoint or run folder (without PATH: --out, or the newest run)",
     )
     add(
+        "--checkpoint",
+        metavar="best|last|PATH",
+        help="Weights for --evaluate, --predict and --export: a run folder or .pt file, or the "
+        "best or last checkpoint of --resume, --out or the newest run; with --resume alone, where "
+        "training goes on from (default last).",
+    )
+    add(
         "--save_every",
         type=natural,
         default=0,

@@ -118,7 +118,7 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
     mean = torch.tensor(checkpoint["mean"], device=device)
     std = torch.tensor(checkpoint["std"], device=device)
     evaluation.print_predictions(
-        load_weights(create_model(args, run, checkpoint), checkpoint),
+        load_weights(args, run, create_model(args, run, checkpoint), checkpoint),
         image_batches.normalise(pixels.to(device), mean, std=std),
         names=args.predict,
         classes=checkpoint["classes"],
@@ -129,7 +129,7 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
 def export_model(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Write the model to the file of --export."""
     example = torch.randn(2, checkpoint["channels"], checkpoint["size"], checkpoint["size"])
-    model = load_weights(create_model(args, run, checkpoint), checkpoint)
+    model = load_weights(args, run, create_model(args, run, checkpoint), checkpoint)
     dynamic = {0: ("batch", LARGEST_BATCH)}
     difference = export(model, example, Path(args.export), dynamic=dynamic)
     print(f"{args.export}: same probabilities as the model, to {difference:.1g}")

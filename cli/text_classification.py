@@ -189,7 +189,7 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
         line if len(line) <= LONGEST_NAME else line[: LONGEST_NAME - 3] + "..." for line in lines
     ]
     evaluation.print_predictions(
-        load_weights(create_model(args, run, checkpoint), checkpoint),
+        load_weights(args, run, create_model(args, run, checkpoint), checkpoint),
         tokens.to(run.world.device),
         names=names,
         classes=checkpoint["classes"],
@@ -202,7 +202,7 @@ def export_model(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> No
     tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
     texts = ["Stocks rise after the bank's report", "Home team wins"]
     example = text_batches.encode_texts(texts, tokenizer, max_len=checkpoint["max_len"])
-    model = load_weights(create_model(args, run, checkpoint), checkpoint)
+    model = load_weights(args, run, create_model(args, run, checkpoint), checkpoint)
     dynamic = {0: ("batch", LARGEST_BATCH), 1: ("length", checkpoint["max_len"])}
     difference = export(model, example, Path(args.export), dynamic=dynamic)
     print(f"{args.export}: same probabilities as the model, to {difference:.1g}")

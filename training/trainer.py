@@ -20,6 +20,7 @@ import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from training import evaluation
 from training.batch_schedule import BatchSchedule
 from training.checkpoint import rng_states, set_rng_states
 from training.checkpoint_manager import CheckpointManager
-from training.epoch_report import epoch_row, run_summary
+from training.epoch_report import RunSummary, epoch_row, run_summary
 from training.losses import LossFn
 from training.meta_mixup_step import MetaLearner
 from training.micro_batches import MicroBatches
@@ -130,6 +131,7 @@ class Trainer:
         self.batches = batches
         self.train_set = train_set
         self.eval_sets = eval_sets
+        self.chosen_on = "val" if "val" in eval_sets else "test"  # what the best is chosen by
         self.lr_schedule = lr_schedule
         self.precision = precision
         self.world = world
@@ -176,8 +178,8 @@ class Trainer:
 
     # ---------------------------------------------------------------- the run
 
-    def fit(self, checkpoint: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Train until the last epoch; returns the best epoch and the totals of the run.
+    def fit(self, checkpoint: dict[str, Any] | None = None) -> RunSummary:
+        """Train until the last epoch; returns the last and best epochs and the totals of the run.
 
         Args:
             checkpoint: a state to go on from, as `training.checkpoint.load` returns it.
@@ -192,6 +194,10 @@ class Trainer:
             self.save()  # first, so that every run that has a log can be resumed
         else:  # after wrapping, which gives every rank the buffers of rank 0
             self.restore(checkpoint)
+            source = Path(checkpoint["file"]).parent
+            if source.resolve() != self.log.folder.resolve():
+                self.checkpoints.copy_best(source, self.progress)
+                self.save()
         self.log.restart(self.progress.rows)
         with caught_signals() as signals:
             while self.progress.epoch < self.config.epochs:
@@ -204,7 +210,13 @@ class Trainer:
                 if stop and self.progress.epoch < self.config.epochs:
                     self.interrupt()
         self.log.close()
-        return run_summary(self.progress, self.world)
+        return run_summary(
+            self.progress,
+            self.world,
+            chosen_on=self.chosen_on,
+            meta_learned=self.meta_learner is not None,
+            unsaved=self.checkpoints.unsaved,
+        )
 
     def train_epoch(self, signals: list[int]) -> bool:
         """Do the steps of this epoch that are not yet done.
@@ -422,10 +434,14 @@ class Trainer:
         progress.epoch, progress.step_in_epoch, progress.train_seconds = progress.epoch + 1, 0, 0.0
         self.world.reset_bytes()
         self.sums.start_epoch()
-        accuracy = row["val_accuracy" if "val" in self.eval_sets else "test_accuracy"]
-        is_best = accuracy > progress.best["accuracy"]
+        accuracy = row[f"{self.chosen_on}_accuracy"]
+        best = progress.best
+        if best.get("chosen_on", self.chosen_on) != self.chosen_on:
+            best = Progress().best  # a resumed run with other evaluation sets cannot compare them
+        is_best = accuracy > best["accuracy"]
         if is_best:
             progress.best = {
+                "chosen_on": self.chosen_on,
                 "accuracy": accuracy,
                 "epoch": row["epoch"],
                 "test_accuracy": row.get("test_accuracy"),
