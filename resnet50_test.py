@@ -91,6 +91,7 @@ def main() -> None:
             loss_fn=loss_fn,
             meta_learner=meta_learner,
             batches=batches,
+            long_run_hint=image_classification.long_run_hint(args, run),
         )
         summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py
         factory.report_result(run, summary)

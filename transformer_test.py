@@ -92,6 +92,7 @@ def main() -> None:
             loss_fn=loss_fn,
             meta_learner=meta_learner,
             batches=batches,
+            long_run_hint=text_classification.long_run_hint(args, run),
         )
         text_classification.write_tokenizer(run, data.metadata)
         summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py

@@ -370,11 +370,20 @@ def create_trainer(
     loss_fn: LossFn,
     meta_learner: MetaLearner | None,
     batches: BatchSchedule,
+    long_run_hint: str = "",
 ) -> Trainer:
-    """The trainer of these parts; from here on the run folder exists."""
+    """The trainer of these parts; from here on the run folder exists.
+
+    Args:
+        args, run, data: of the run.
+        model, optimizer, loss_fn, meta_learner, batches: as of `Trainer`.
+        long_run_hint: a line for the user of a run of many hours: what makes it shorter.
+    """
     world = run.world
     comm_hook = create_comm_hook(args, run)
-    log = run_log.RunLog(run.folder, world.is_main, tensorboard=args.tensorboard)
+    log = run_log.RunLog(
+        run.folder, world.is_main, tensorboard=args.tensorboard, log_every=args.log_every
+    )
     log.config(vars(args), describe_machine(world.device))
     log.info(
         f"{len(data.train)} training samples, {num_parameters(model) / 1e6:.2f} M parameters, "
@@ -396,14 +405,16 @@ def create_trainer(
         precision=run.precision,
         world=world,
         log=log,
-        config=create_trainer_config(args, run, batches),
+        config=create_trainer_config(args, run, batches, long_run_hint=long_run_hint),
         metadata={"script": run.script, "flags": vars(args), **data.metadata},
         comm_hook=comm_hook,
         meta_learner=meta_learner,
     )
 
 
-def create_trainer_config(args: Namespace, run: Run, batches: BatchSchedule) -> TrainerConfig:
+def create_trainer_config(
+    args: Namespace, run: Run, batches: BatchSchedule, *, long_run_hint: str
+) -> TrainerConfig:
     """The named values of a run.
 
     Batches that change are cut into as many micro-batches as it takes.
@@ -427,6 +438,7 @@ def create_trainer_config(args: Namespace, run: Run, batches: BatchSchedule) -> 
         measure_noise_scale=args.noise_scale or args.dynamic_batch == "noise",
         time_compute=args.balance_workers and run.world.size > 1,
         record_cuda_graph=args.backend == "cudagraph",
+        long_run_hint=long_run_hint,
     )
 
 
@@ -538,6 +550,7 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
         precision=run.precision,
         world=run.world,
         batch_size=eval_batch_size(args),
+        title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
     )
     if run.world.is_main:
         print(f"accuracy on the {EVAL_SET_NAMES[name]} set")

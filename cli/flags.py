@@ -681,6 +681,14 @@ def add_run(parser: Parser) -> None:
         metavar="STEPS",
         help="also save within an epoch (default 0, never)",
     )
+    add(
+        "--log_every",
+        type=not_negative,
+        default=60.0,
+        metavar="SECONDS",
+        help="Off a terminal, print a line of progress after this time without output; 0 is "
+        "never (default 60).",
+    )
     add("--recipe", metavar="YAML", help="flags from a file; the command line overrides them")
     add("--tensorboard", action="store_true", help="also write TensorBoard events")
     add(

@@ -19,6 +19,18 @@ from training import evaluation
 from training.export import LARGEST_BATCH, export
 
 
+def long_run_hint(args: Namespace, run: Run) -> str:
+    """A line for the user of a run of many hours: what makes it shorter."""
+    remedies = ["a smaller --arch such as resnet20", "a part of the rows such as --subset 0.1"]
+    if not args.recipe and args.dataset == "cifar10":
+        remedies.append("few epochs as in --recipe recipes/fast94.yaml")
+    else:
+        remedies.append("fewer --epochs")
+    if run.world.device.type == "cpu":
+        remedies.append("a GPU")
+    return f"for a shorter run: {', '.join(remedies[:-1])}, or {remedies[-1]}"
+
+
 def add_flags(parser: Parser) -> None:
     """Add the group 'images'."""
     add = parser.add_argument_group("images").add_argument

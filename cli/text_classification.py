@@ -24,6 +24,21 @@ from training.export import LARGEST_BATCH, export
 LONGEST_NAME = 60  # characters of a text that a prediction repeats
 
 
+def long_run_hint(args: Namespace, run: Run) -> str:
+    """A line for the user of a run of many hours: what makes it shorter."""
+    remedies = [
+        "a part of the rows such as --subset 0.1",
+        "a smaller --max_len, --width or --depth",
+    ]
+    if not args.recipe and args.dataset == "agnews":
+        remedies.append("few epochs as in --recipe recipes/agnews.yaml")
+    else:
+        remedies.append("fewer --epochs")
+    if run.world.device.type == "cpu":
+        remedies.append("a GPU")
+    return f"for a shorter run: {', '.join(remedies[:-1])}, or {remedies[-1]}"
+
+
 def add_flags(parser: Parser) -> None:
     """Add the groups 'texts' and 'Transformer'."""
     add_model_flags(parser)
