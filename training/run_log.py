@@ -49,8 +49,11 @@ class Column:
     def show(self, row: Mapping[str, Any]) -> str:
         """The value of a row, in fewer digits where it would not fit."""
         value = row[self.key]
-        text = value if isinstance(value, str) else self.format.format(value * self.factor)
-        return text if len(text) <= self.width else f"{value * self.factor:.3g}"
+        if isinstance(value, str):
+            return value
+        formats = (self.format, "{:.0f}", "{:.1e}", "{:.0e}")
+        texts = [form.format(value * self.factor) for form in formats]
+        return next((text for text in texts if len(text) <= self.width), texts[-1])
 
 
 LEFT = "left"  # the run's remaining time, which is not in metrics.jsonl
