@@ -4,8 +4,10 @@ python resnet50_test.py                                          # ResNet-50, CI
 python resnet50_test.py --ngd --meta_learning                    # natural gradient, learned mixup
 python resnet50_test.py --dataset digits --arch resnet20         # embedded data, a minute on a CPU
 bash run_distributed.sh resnet50_test.py --bs 256                # all GPUs of this node
-python resnet50_test.py --resume runs/my-run --evaluate          # accuracy of its last checkpoint
-python resnet50_test.py --resume runs/my-run --predict cat.png   # or --export model.onnx
+python resnet50_test.py --resume runs/my-run                     # go on with a run
+python resnet50_test.py --checkpoint runs/my-run --evaluate      # accuracy of its last.pt
+python resnet50_test.py --checkpoint runs/my-run/best.pt --predict cat.png    # or --export m.onnx
+python resnet50_test.py --checkpoint best --evaluate             # best.pt of the newest run
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def main() -> None:
         data = image_classification.load_data(args, run, checkpoint)
         model = image_classification.create_model(args, run, data.metadata)
         if checkpoint and args.evaluate:
-            model = factory.load_weights(model, checkpoint)
+            model = factory.load_weights(args, run, model, checkpoint)
             return factory.evaluate_checkpoint(args, run, data, model)
 
         loss_fn, meta_learner = factory.create_loss(
@@ -89,9 +91,10 @@ def main() -> None:
             loss_fn=loss_fn,
             meta_learner=meta_learner,
             batches=batches,
+            long_run_hint=image_classification.long_run_hint(args, run),
         )
         summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py
-        factory.report_result(run, summary, validated="val" in data.eval_sets)
+        factory.report_result(run, summary)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ python transformer_test.py                                       # AG News, 50 e
 python transformer_test.py --dataset headlines --epochs 10       # embedded data, seconds on a CPU
 python transformer_test.py --dataset csv --data_dir my_texts     # train.csv, test.csv: label, text
 bash run_distributed.sh transformer_test.py --bs 256             # all GPUs of this node
-python transformer_test.py --resume runs/my-run --evaluate       # accuracy of its last checkpoint
-python transformer_test.py --resume runs/my-run --predict lines.txt    # or --export model.pt2
+python transformer_test.py --resume runs/my-run                  # go on with a run
+python transformer_test.py --checkpoint runs/my-run --evaluate   # accuracy of its last.pt
+python transformer_test.py --checkpoint runs/my-run/best.pt --predict lines.txt   # --export m.pt2
+python transformer_test.py --checkpoint best --evaluate          # best.pt of the newest run
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def main() -> None:
         data = text_classification.load_data(args, run, checkpoint)
         model = text_classification.create_model(args, run, data.metadata)
         if checkpoint and args.evaluate:
-            model = factory.load_weights(model, checkpoint)
+            model = factory.load_weights(args, run, model, checkpoint)
             return factory.evaluate_checkpoint(args, run, data, model)
 
         loss_fn, meta_learner = factory.create_loss(
@@ -90,10 +92,11 @@ def main() -> None:
             loss_fn=loss_fn,
             meta_learner=meta_learner,
             batches=batches,
+            long_run_hint=text_classification.long_run_hint(args, run),
         )
         text_classification.write_tokenizer(run, data.metadata)
         summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py
-        factory.report_result(run, summary, validated="val" in data.eval_sets)
+        factory.report_result(run, summary)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ optimizer = create_optimizer(args, run, model, OPTIMIZERS)
 loss_fn, meta_learner = create_loss(args, run, data)
 batches = create_batch_schedule(args, run, data)
 trainer = create_trainer(args, run, data, model=model, ...)
-report_result(run, trainer.fit(checkpoint), validated=False)
+report_result(run, trainer.fit(checkpoint))
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from optimizers.param_groups import decay_groups, ngd_groups
 from optimizers.schedules import Schedule, scale_lr
 from training import checkpoint, evaluation, predictions, run_log
 from training.batch_schedule import MIN_RANK_ROWS, BatchSchedule, BatchSizePolicy
+from training.epoch_report import EVAL_SET_NAMES, RunSummary, epoch_result
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
 from training.machine import describe_machine, device_name
 from training.meta_mixup_step import HeldOutBatches, MetaLearner, MetaMixupStep
@@ -393,6 +395,11 @@ def batch_multiple(args: Namespace) -> Callable[[int], float]:
 # -------------------------------------------------------------------- trainer
 
 
+def used_eval_sets(args: Namespace, data: Data) -> dict[str, BatchedDataset]:
+    """The evaluation sets of the run: without 'test' where --no-test leaves it alone."""
+    return {n: s for n, s in data.eval_sets.items() if args.test or n != "test"}
+
+
 def create_trainer(
     args: Namespace,
     run: Run,
@@ -403,11 +410,20 @@ def create_trainer(
     loss_fn: LossFn,
     meta_learner: MetaLearner | None,
     batches: BatchSchedule,
+    long_run_hint: str = "",
 ) -> Trainer:
-    """The trainer of these parts; from here on the run folder exists."""
+    """The trainer of these parts; from here on the run folder exists.
+
+    Args:
+        args, run, data: of the run.
+        model, optimizer, loss_fn, meta_learner, batches: as of `Trainer`.
+        long_run_hint: a line for the user of a run of many hours: what makes it shorter.
+    """
     world = run.world
     comm_hook = create_comm_hook(args, run)
-    log = run_log.RunLog(run.folder, world.is_main, tensorboard=args.tensorboard)
+    log = run_log.RunLog(
+        run.folder, world.is_main, tensorboard=args.tensorboard, log_every=args.log_every
+    )
     log.config(vars(args), describe_machine(world.device))
     log.info(
         f"{len(data.train)} training samples, {num_parameters(model) / 1e6:.2f} M parameters, "
@@ -424,19 +440,21 @@ def create_trainer(
         loss_fn,
         batches,
         train_set=data.train,
-        eval_sets={n: s for n, s in data.eval_sets.items() if args.test or n != "test"},
+        eval_sets=used_eval_sets(args, data),
         lr_schedule=create_lr_schedule(args),
         precision=run.precision,
         world=world,
         log=log,
-        config=create_trainer_config(args, run, batches),
+        config=create_trainer_config(args, run, batches, long_run_hint=long_run_hint),
         metadata={"script": run.script, "flags": vars(args), **data.metadata},
         comm_hook=comm_hook,
         meta_learner=meta_learner,
     )
 
 
-def create_trainer_config(args: Namespace, run: Run, batches: BatchSchedule) -> TrainerConfig:
+def create_trainer_config(
+    args: Namespace, run: Run, batches: BatchSchedule, *, long_run_hint: str
+) -> TrainerConfig:
     """The named values of a run.
 
     Batches that change are cut into as many micro-batches as it takes.
@@ -451,7 +469,7 @@ def create_trainer_config(args: Namespace, run: Run, batches: BatchSchedule) -> 
     return TrainerConfig(
         epochs=args.epochs,
         lr=scaled_lr(args, run.world),
-        eval_batch_size=max(MIN_EVAL_BATCH, args.batch_size),
+        eval_batch_size=eval_batch_size(args),
         accumulation_steps=accumulation_steps,
         micro_batch_size=micro_batch_size,
         max_grad_norm=args.clip,
@@ -460,7 +478,13 @@ def create_trainer_config(args: Namespace, run: Run, batches: BatchSchedule) -> 
         measure_noise_scale=args.noise_scale or args.dynamic_batch == "noise",
         time_compute=args.balance_workers and run.world.size > 1,
         record_cuda_graph=args.backend == "cudagraph",
+        long_run_hint=long_run_hint,
     )
+
+
+def eval_batch_size(args: Namespace) -> int:
+    """Samples of one process in one batch of an evaluation."""
+    return max(MIN_EVAL_BATCH, args.batch_size)
 
 
 def create_comm_hook(args: Namespace, run: Run) -> AllReduceHook:
@@ -505,36 +529,72 @@ def large_batch_advice(args: Namespace, global_batch: int, rows: int) -> str:
 # -------------------------------------------------------------------- trained models
 
 
-def load_weights(model: nn.Module, state: Mapping[str, Any]) -> nn.Module:
-    """The model with the weights of a checkpoint, also of one in shards."""
+def load_weights(
+    args: Namespace, run: Run, model: nn.Module, state: Mapping[str, Any]
+) -> nn.Module:
+    """The model with the weights of a checkpoint, also of one in shards.
+
+    One line says which file and epoch they are of. With --predict it goes to stderr, so that stdout
+    holds the predictions alone.
+    """
     shards = state.get("shards")
     weights = sharded_checkpoint.load_whole_model(Path(shards)) if shards else state["model"]
     checkpoint.load_into(model, weights, "model")
+    if run.world.is_main:
+        named = args.resume is not None or args.checkpoint in ("best", "last")
+        line = describe_checkpoint(state, named=named)
+        print(line, file=sys.stderr if args.predict else sys.stdout, flush=True)
     return model
+
+
+def describe_checkpoint(state: Mapping[str, Any], named: bool) -> str:
+    """The file and the epoch of a checkpoint; and where best and last differ, those of the other.
+
+    Args:
+        state: what `training.checkpoint.load` returned.
+        named: whether the other one is to be asked for as best or last, and not by its path.
+    """
+    path = Path(state["file"])
+    line = f"weights of {path}: {describe_progress(state['progress'])}"
+    other = {"last": "best", "best": "last"}.get(path.stem)
+    if other is None:
+        return line
+    other_path = path.with_name(f"{other}.pt")
+    stored = checkpoint.read_progress(other_path)
+    if stored is None or stored["step"] == state["progress"]["step"]:
+        return line
+    choice = other if named else other_path
+    return f"{line}; {other}.pt is of {describe_progress(stored)}: --checkpoint {choice}"
+
+
+def describe_progress(progress: Mapping[str, Any]) -> str:
+    """Where a checkpoint was written, and the accuracies of the epoch before."""
+    reached = epoch_result(progress["rows"], progress["epoch"]).show()
+    steps = progress["step_in_epoch"]
+    return f"{reached}, and {steps} steps of the next epoch" if steps else reached
 
 
 def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module) -> None:
     """--evaluate: print the accuracy on the test set, overall and of each class.
 
-    Own data may have no test set; then it is that on the validation set, and a line says so.
-
-    In fp32 batch-norm is folded into the convolutions. In 16 bits the rounding of the folded
-    weights would give another accuracy than training saw.
+    It is the validation set where the run has no test set, or leaves it alone by --no-test. The
+    model computes just as after an epoch of training, so that the accuracy is the one that the run
+    reported.
     """
-    if run.precision.dtype is None:
-        model = fusion.fold_batch_norm(model)
-    measured = "test" if "test" in data.eval_sets else "val"
+    eval_sets = used_eval_sets(args, data)
+    name = "test" if "test" in eval_sets else "val"
     report = evaluation.evaluate_per_class(
         model,
-        data.eval_sets[measured],
+        eval_sets[name],
         classes=data.metadata["classes"],
         precision=run.precision,
         world=run.world,
-        batch_size=args.batch_size,
+        batch_size=eval_batch_size(args),
+        title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
     )
-    if run.world.is_main and measured == "val":
-        print("there is no test set: this is the validation set, which also chose the best epoch")
     if run.world.is_main:
+        why = "" if name == "test" else ", which also chose the best epoch"
+        print(f"accuracy on the {EVAL_SET_NAMES[name]} set{why}")
         print(report.show())
 
 
@@ -555,23 +615,24 @@ def report_predictions(
     print(f"{args.predict_out}: {count} predictions")
 
 
-def report_result(run: Run, summary: Mapping[str, Any], validated: bool) -> None:
-    """Print the last lines of a run (rank 0).
+def report_result(run: Run, summary: RunSummary) -> None:
+    """Print the last lines of a run (rank 0): what its last and best epochs reached, and the cost.
 
     Args:
         run: the run.
         summary: what `Trainer.fit` returned.
-        validated: whether a validation split chose the best epoch.
     """
     if not run.world.is_main:
         return
-    kind, epoch = "validation" if validated else "test", summary["epoch"]
-    line = f"best {kind} accuracy {100 * summary['accuracy']:.2f} % in epoch {epoch}"
-    if validated and summary["test_accuracy"] is not None:
-        line += f", test accuracy there {100 * summary['test_accuracy']:.2f} %"
-    print(line)
+    for name, result in (("last", summary.last), ("best", summary.best)):
+        line = f"{name}.pt: {result.show()}"
+        if name == "best":
+            line += f" ({summary.how_chosen()})"
+        if name in summary.unsaved:
+            line += f"; warning: {name}.pt could not be written after this epoch"
+        print(line)
     print(
-        f"{summary['seconds']:.1f} s, {summary['samples_per_second']:.0f} samples/s, peak memory "
-        f"{summary['peak_memory_bytes'] / 2**30:.2f} GiB, {summary['device_hours']:.4f} "
-        f"device-hours; {run.folder}"
+        f"{summary.seconds:.1f} s, {summary.samples_per_second:.0f} samples/s, peak memory "
+        f"{summary.peak_memory_bytes / 2**30:.2f} GiB, {summary.device_hours:.4f} "
+        f"device-hours; run folder {run.folder}"
     )

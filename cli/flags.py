@@ -668,11 +668,26 @@ def add_run(parser: Parser) -> None:
         help="go on from a checkpoint or run folder (without PATH: --out, or the newest run)",
     )
     add(
+        "--checkpoint",
+        metavar="best|last|PATH",
+        help="Weights for --evaluate, --predict and --export: a run folder or .pt file, or the "
+        "best or last checkpoint of --resume, --out or the newest run; with --resume alone, where "
+        "training goes on from (default last).",
+    )
+    add(
         "--save_every",
         type=natural,
         default=0,
         metavar="STEPS",
         help="also save within an epoch (default 0, never)",
+    )
+    add(
+        "--log_every",
+        type=not_negative,
+        default=60.0,
+        metavar="SECONDS",
+        help="Off a terminal, print a line of progress after this time without output; 0 is "
+        "never (default 60).",
     )
     add("--recipe", metavar="YAML", help="flags from a file; the command line overrides them")
     add("--tensorboard", action="store_true", help="also write TensorBoard events")

@@ -21,6 +21,18 @@ from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
 
 
+def long_run_hint(args: Namespace, run: Run) -> str:
+    """A line for the user of a run of many hours: what makes it shorter."""
+    remedies = ["a smaller --arch such as resnet20", "a part of the rows such as --subset 0.1"]
+    if not args.recipe and args.dataset == "cifar10":
+        remedies.append("few epochs as in --recipe recipes/fast94.yaml")
+    else:
+        remedies.append("fewer --epochs")
+    if run.world.device.type == "cpu":
+        remedies.append("a GPU")
+    return f"for a shorter run: {', '.join(remedies[:-1])}, or {remedies[-1]}"
+
+
 def add_flags(parser: Parser) -> None:
     """Add the group 'images'."""
     add = parser.add_argument_group("images").add_argument
@@ -135,7 +147,7 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
     )
     rows = torch.arange(len(files)).split(args.batch_size)
     found = predictions.predict(
-        load_weights(create_model(args, run, checkpoint), checkpoint),
+        load_weights(args, run, create_model(args, run, checkpoint), checkpoint),
         [Sample(str(file)) for file in files],
         (inputs for inputs, _ in images.batches(rows)),
     )
@@ -145,7 +157,7 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
 def export_model(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Write the model to the file of --export."""
     example = torch.randn(2, checkpoint["channels"], checkpoint["size"], checkpoint["size"])
-    model = load_weights(create_model(args, run, checkpoint), checkpoint)
+    model = load_weights(args, run, create_model(args, run, checkpoint), checkpoint)
     dynamic = {0: ("batch", LARGEST_BATCH)}
     difference = export(model, example, Path(args.export), dynamic=dynamic)
     print(f"{args.export}: same probabilities as the model, to {difference:.1g}")

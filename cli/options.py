@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,15 @@ from errors import InputError, first_line
 from input_pipeline import own_data
 from training import checkpoint, export, predictions, run_log
 
+INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
 NOT_RESTORED = frozenset(
     [
         "resume",
+        "checkpoint",
         "recipe",
         "out",
-        "evaluate",
-        "predict",
+        *INFERENCE,
         "predict_out",
-        "export",
         "distributed",
         "tensorboard",
     ]
@@ -63,7 +63,9 @@ def parse(
     state = None
     path = resume_path(given, script)
     if path is not None:
-        state = checkpoint.load(path, script)
+        state = checkpoint.load(
+            path, script, flag="--resume" if given.checkpoint is None else "--checkpoint"
+        )
         restored = set(parser.names()) - NOT_RESTORED
         if "DATA_DIR" in os.environ and state["flags"]["dataset"] not in own_data.DATASETS:
             restored -= {"data_dir"}  # this machine may have the known data sets elsewhere
@@ -82,28 +84,68 @@ def parse(
     if path is not None and args.out is None:
         args.out = str(path if path.is_dir() else path.parent)
     validate(args, script, resumed=state is not None)
+    if state is not None and not uses_trained_model(args):
+        check_overwritten(args, state)
     return args, state
 
 
-def resume_path(args: Namespace, script: str) -> Path | None:
-    """Where to resume from, or None for a new run.
+def uses_trained_model(args: Namespace) -> bool:
+    """Whether this invocation evaluates, predicts or exports, and does not train."""
+    return any(getattr(args, flag) for flag in INFERENCE)
 
-    That is --resume; a job that torchrun has restarted resumes by itself.
+
+def resume_path(args: Namespace, script: str) -> Path | None:
+    """The checkpoint or run folder to go on from, or to use for inference; None for a new run.
+
+    It is that of --checkpoint, else of --resume; a job that torchrun has restarted resumes by
+    itself.
+
+    Raises:
+        InputError: the two flags contradict each other, or the run has no such checkpoint.
     """
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and not uses_trained_model(args):
         job = os.environ.get("TORCHELASTIC_RUN_ID")
         folder = Path(args.out) if args.out else run_log.latest_run(script, elastic_id=job)
         if folder is not None and (folder / "last.pt").exists():
             return folder
-    if args.resume is None:
-        return None
+    if args.checkpoint is None:
+        return None if args.resume is None else run_path(args, script, flag="--resume")
+    if args.resume is None and not uses_trained_model(args):
+        raise InputError(
+            f"--checkpoint {args.checkpoint}: nothing is to be done with it; add --evaluate, "
+            "--predict or --export, or --resume to go on training"
+        )
+    if args.checkpoint not in ("best", "last"):
+        if args.resume is not None:
+            raise InputError(
+                f"--checkpoint {args.checkpoint}: with --resume it is best or last; to use a file, "
+                "give it to one of the two flags and leave the other one out"
+            )
+        return Path(args.checkpoint)
+    run = run_path(args, script, flag=f"--checkpoint {args.checkpoint}")
+    folder = run.parent if run.suffix == ".pt" else run
+    path = folder / f"{args.checkpoint}.pt"
+    if (folder / "last.pt").exists() and not path.exists():
+        raise InputError(
+            f"--checkpoint best: {folder} has no best.pt, as before the end of its first epoch; "
+            "use --checkpoint last"
+        )
+    return path
+
+
+def run_path(args: Namespace, script: str, *, flag: str) -> Path:
+    """What --resume names: its PATH, else --out, else the newest run.
+
+    Raises:
+        InputError: there is no run; the message begins with `flag`.
+    """
     if args.resume:
         return Path(args.resume)
     folder = Path(args.out) if args.out else run_log.latest_run(script)
     if folder is None:
         raise InputError(
-            f"--resume: no run of {script} with a checkpoint below runs/; "
-            "give --resume PATH, or leave it out"
+            f"{flag}: no run of {script} with a checkpoint below runs/; "
+            "name its folder with --resume PATH"
         )
     return folder
 
@@ -172,6 +214,28 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
         )
 
 
+def check_overwritten(args: Namespace, state: Mapping[str, Any]) -> None:
+    """Check that going on from a checkpoint does not overwrite what it is not a part of.
+
+    Raises:
+        InputError: the run folder holds another run, or the same run at a later step.
+    """
+    folder, source = Path(args.out), Path(state["file"])
+    if source.resolve().parent != folder.resolve():
+        if (folder / "metrics.jsonl").exists():
+            raise InputError(
+                f"--out {folder} already holds a run: choose another folder to go on from {source}"
+            )
+        return
+    later = checkpoint.read_progress(folder / "last.pt")
+    if later is not None and later["step"] > state["progress"]["step"]:
+        raise InputError(
+            f"{source} is of step {state['progress']['step']}, but its run has gone on to step "
+            f"{later['step']} (last.pt), which training on from there would overwrite; "
+            "give --out with another folder"
+        )
+
+
 def check_validation_set(args: Namespace, has_val: bool) -> None:
     """Check that there is a validation set where the flags need one.
 
@@ -196,9 +260,12 @@ def validate_inference(args: Namespace, resumed: bool) -> None:
     Raises:
         InputError: there is no model, or a file cannot be written.
     """
-    for flag in ("evaluate", "predict", "export"):
+    for flag in INFERENCE:
         if getattr(args, flag) and not resumed:
-            raise InputError(f"--{flag} needs a trained model: add --resume PATH")
+            raise InputError(
+                f"--{flag} needs a trained model: add --checkpoint with best, last, a run folder "
+                "or a .pt file (or --resume PATH)"
+            )
     if args.predict_out:
         validate_predict_out(args)
     if not args.export:

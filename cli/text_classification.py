@@ -24,6 +24,21 @@ from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
 
 
+def long_run_hint(args: Namespace, run: Run) -> str:
+    """A line for the user of a run of many hours: what makes it shorter."""
+    remedies = [
+        "a part of the rows such as --subset 0.1",
+        "a smaller --max_len, --width or --depth",
+    ]
+    if not args.recipe and args.dataset == "agnews":
+        remedies.append("few epochs as in --recipe recipes/agnews.yaml")
+    else:
+        remedies.append("fewer --epochs")
+    if run.world.device.type == "cpu":
+        remedies.append("a GPU")
+    return f"for a shorter run: {', '.join(remedies[:-1])}, or {remedies[-1]}"
+
+
 def add_flags(parser: Parser) -> None:
     """Add the groups 'texts' and 'Transformer'."""
     add_model_flags(parser)
@@ -225,7 +240,7 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
         ).to(run.world.device)
         for start in range(0, len(texts), args.batch_size)
     )
-    model = load_weights(create_model(args, run, checkpoint), checkpoint)
+    model = load_weights(args, run, create_model(args, run, checkpoint), checkpoint)
     found = predictions.predict(model, lines, batches)
     report_predictions(args, run, found, classes=checkpoint["classes"])
 
@@ -235,7 +250,7 @@ def export_model(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> No
     tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
     texts = ["Stocks rise after the bank's report", "Home team wins"]
     example = text_batches.encode_texts(texts, tokenizer, max_len=checkpoint["max_len"])
-    model = load_weights(create_model(args, run, checkpoint), checkpoint)
+    model = load_weights(args, run, create_model(args, run, checkpoint), checkpoint)
     dynamic = {0: ("batch", LARGEST_BATCH), 1: ("length", checkpoint["max_len"])}
     difference = export(model, example, Path(args.export), dynamic=dynamic)
     print(f"{args.export}: same probabilities as the model, to {difference:.1g}")

@@ -38,6 +38,7 @@ def test_load_gives_back_what_was_saved_by_file_and_by_folder(tmp_path: Path) ->
         assert {**state, "model": None} == {
             **state_of(1),
             "format": checkpoint.FORMAT,
+            "file": str(tmp_path / "last.pt"),
             "model": None,
         }
     assert os.listdir(tmp_path) == ["last.pt"]

@@ -64,7 +64,7 @@ def test_resnet_learns_the_digits_and_leaves_a_whole_run_folder(here, monkeypatc
         "run",
         monkeypatch=monkeypatch,
     )
-    assert "best test accuracy" in console
+    assert "best.pt: epoch " in console
     rows = ranks.metrics(here / "run")
     assert rows[-1]["test_accuracy"] > 0.85
     assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
@@ -126,7 +126,7 @@ def test_without_the_test_set_a_run_is_the_same_but_for_it(here, monkeypatch):
     run(resnet50_test, *held, "--out", "with", monkeypatch=monkeypatch)
     last = run(
         resnet50_test, *held, "--no-test", "--out", "without", monkeypatch=monkeypatch
-    ).rsplit("best validation accuracy", 1)[1]
+    ).rsplit("best.pt: epoch", 1)[1]
     assert "test accuracy" not in last
     rows = ranks.metrics(here / "with")
     for row in rows:
@@ -216,15 +216,17 @@ def test_evaluate_predict_and_export_of_images(here, monkeypatch):
     assert (
         f"{100 * ranks.metrics(here / 'run')[-1]['test_accuracy']:.2f} %" in report.splitlines()[-1]
     )
-    assert len(report.splitlines()) == 11
+    assert len(report.splitlines()) == 13
     from PIL import Image
     from sklearn.datasets import load_digits
 
     pixels = (load_digits().images[0] * 255 / 16).round().astype("uint8")
     Image.fromarray(pixels).save("zero.png")
-    assert run(
-        resnet50_test, "--resume", "run", "--predict", "zero.png", monkeypatch=monkeypatch
-    ).startswith("zero.png: 0 ")
+    assert (
+        run(resnet50_test, "--resume", "run", "--predict", "zero.png", monkeypatch=monkeypatch)
+        .splitlines()[-1]
+        .startswith("zero.png: 0 ")
+    )
     for name in ("model.onnx", "model.pt2"):
         assert "same probabilities" in run(
             resnet50_test, "--resume", "run", "--export", name, monkeypatch=monkeypatch
@@ -243,9 +245,10 @@ def test_predict_and_export_of_texts(here, monkeypatch):
     lines = run(
         transformer_test, "--resume", "run", "--predict", "lines.txt", monkeypatch=monkeypatch
     ).splitlines()
-    assert len(lines) == 2
-    assert ": Sports " in lines[0]
-    assert ": Business " in lines[1]
+    assert len(lines) == 3
+    assert lines[0].startswith("weights of run/last.pt: epoch 8, test accuracy ")
+    assert ": Sports " in lines[1]
+    assert ": Business " in lines[2]
     for name in ("model.onnx", "model.pt2"):
         assert "same probabilities" in run(
             transformer_test, "--resume", "run", "--export", name, monkeypatch=monkeypatch

@@ -60,24 +60,22 @@ def link_checkpoint(path: Path, name: str) -> None:
             shutil.copyfile(path, temporary)
 
 
-def load(path: Path, script: str) -> dict[str, Any]:
+def load(path: Path, script: str, *, flag: str = "--resume") -> dict[str, Any]:
     """The state saved at `path`, on the CPU.
 
     The weights of a sharded checkpoint are left where they are: its entry 'shards' names the
-    folder.
+    folder. The entry 'file' is the path that was read.
 
     Args:
         path: a checkpoint, or a run folder (then its last.pt).
         script: name of the script that wrote it.
+        flag: which asked for it; messages begin with it.
     Raises:
         InputError: missing, truncated, not a checkpoint, or another script's.
     """
     path = path / "last.pt" if path.is_dir() else path
     if not path.exists():
-        raise InputError(
-            f"--resume {path}: no such checkpoint; give a run folder or a .pt file, "
-            "or leave --resume out"
-        )
+        raise InputError(f"{flag} {path}: no such checkpoint; give a run folder or a .pt file")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -85,12 +83,12 @@ def load(path: Path, script: str) -> dict[str, Any]:
     # torch.load raises many types for many kinds of damage; all mean the same to a user.
     except Exception as error:
         raise InputError(
-            f"--resume {path}: truncated or not a checkpoint ({first_line(error)}); "
+            f"{flag} {path}: truncated or not a checkpoint ({first_line(error)}); "
             "try best.pt beside it, or start anew"
         ) from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise InputError(
-            f"--resume {path}: not a checkpoint of this project; "
+            f"{flag} {path}: not a checkpoint of this project; "
             "give the last.pt or best.pt of a run folder"
         )
     if state.get("shards"):
@@ -100,12 +98,28 @@ def load(path: Path, script: str) -> dict[str, Any]:
                 "which is not a name such as shards-1; do not use this file"
             )
         state["shards"] = str(path.parent / state["shards"])
+    state["file"] = str(path)
     if state["script"] != script:
         raise InputError(
-            f"--resume {path}: written by {state['script']}.py, not {script}.py; "
-            "resume it with its own script"
+            f"{flag} {path}: written by {state['script']}.py, not {script}.py; "
+            "use it with its own script"
         )
     return state
+
+
+def read_progress(path: Path) -> dict[str, Any] | None:
+    """Where a checkpoint's run was, without reading its tensors; None if there is no such file.
+
+    It is None as well for a file that is damaged or not a checkpoint of this project.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # as in `load`
+        return None
+    is_ours = isinstance(state, dict) and state.get("format") == FORMAT
+    return state["progress"] if is_ours else None
 
 
 def load_into(target: Stateful, state: dict[str, Any], what: str) -> None:

@@ -7,11 +7,13 @@ manager.restore(manager.load_last())
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 from distributed import fsdp, sharded_checkpoint
 from training import checkpoint
+from training.atomic_file import atomic_write
 from training.progress import Progress
 from training.run_log import RunLog
 from training.train_state import TrainState
@@ -29,12 +31,14 @@ class CheckpointManager:
     def __init__(self, train_state: TrainState, log: RunLog, metadata: dict[str, Any]) -> None:
         self.train_state, self.log, self.metadata = train_state, log, metadata
         self.shards: dict[str, str] = {}  # of 'last' and 'best': the name of the folder of shards
+        self.unsaved: set[str] = set()  # 'last', 'best': what is missing or of an earlier epoch
 
     def save(self, progress: Progress, best: bool = False) -> None:
         """Write last.pt, and best.pt if it is the best; collective.
 
         A full disk is reported, the previous file kept, and the run goes on.
         """
+        self.unsaved |= {"last", "best"} if best else {"last"}
         state, folder = self.train_state, self.log.folder
         world, is_sharded = state.world, fsdp.is_sharded(state.model)
         shards = world.broadcast(sharded_checkpoint.next_name(folder)) if is_sharded else ""
@@ -51,9 +55,11 @@ class CheckpointManager:
                 return
             checkpoint.save(folder / "last.pt", content)
             self.shards["last"] = shards
+            self.unsaved.discard("last")
             if best:
                 checkpoint.link_checkpoint(folder / "last.pt", "best.pt")
                 self.shards["best"] = shards
+                self.unsaved.discard("best")
         except OSError as error:
             self.log.info(f"warning: {error}; the previous checkpoint is kept and the run goes on")
         if world.is_main:
@@ -68,6 +74,32 @@ class CheckpointManager:
                 if path.exists():
                     stored = checkpoint.load(path, self.metadata["script"])
                     self.shards[path.stem] = Path(stored.get("shards", "")).name
+
+    def copy_best(self, source: Path, progress: Progress) -> None:
+        """Copy best.pt of another run folder, which this run goes on from; rank 0 alone does it.
+
+        Args:
+            source: the other folder.
+            progress: of this run. If its best epoch is not that of the file, nothing is copied.
+        """
+        epoch, path, folder = progress.best["epoch"], source / "best.pt", self.log.folder
+        if not self.train_state.world.is_main or epoch == 0:
+            return
+        self.unsaved.add("best")
+        stored = checkpoint.read_progress(path)
+        if stored is None or stored["best"]["epoch"] != epoch:
+            return
+        shards = Path(checkpoint.load(path, self.metadata["script"]).get("shards", ""))
+        try:
+            if shards.name:
+                shutil.copytree(shards, folder / shards.name, dirs_exist_ok=True)
+            with atomic_write(folder / "best.pt") as temporary:
+                shutil.copyfile(path, temporary)
+        except OSError as error:
+            self.log.info(f"warning: {path} could not be copied ({error.strerror})")
+            return
+        self.shards["best"] = shards.name
+        self.unsaved.discard("best")
 
     def load_last(self) -> dict[str, Any]:
         """The content of last.pt."""

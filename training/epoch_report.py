@@ -1,13 +1,17 @@
-"""The row of an epoch in metrics.jsonl, and the summary of a run."""
+"""The row of an epoch in metrics.jsonl, the result of an epoch, and the summary of a run."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from backends.device import peak_memory
 from distributed.world import World
 from training.progress import Progress
 from training.step_stats import StepTotals
+
+EVAL_SET_NAMES = {"val": "validation", "test": "test"}  # in sentences
 
 
 def epoch_row(
@@ -54,13 +58,95 @@ def epoch_row(
     }
 
 
-def run_summary(progress: Progress, world: World) -> dict[str, Any]:
-    """The best accuracy and the totals of a run."""
+@dataclass(frozen=True)
+class EpochResult:
+    """What a run had reached after one of its epochs.
+
+    Attributes:
+        epoch: its number, counted from 1; 0 is before the first one.
+        accuracies: in 0..1, by the name of the evaluation set: 'val', 'test', or both.
+    """
+
+    epoch: int
+    accuracies: Mapping[str, float]
+
+    def show(self) -> str:
+        """For example 'epoch 6, validation accuracy 95.00 %, test accuracy 94.00 %'."""
+        parts = [f"epoch {self.epoch}"] if self.epoch else ["before the first epoch"]
+        for name, accuracy in self.accuracies.items():
+            parts.append(f"{EVAL_SET_NAMES[name]} accuracy {100 * accuracy:.2f} %")
+        return ", ".join(parts)
+
+
+def epoch_result(rows: Sequence[Mapping[str, Any]], epoch: int) -> EpochResult:
+    """The result of an epoch, counted from 1, from the rows of metrics.jsonl."""
+    row: Mapping[str, Any] = next((row for row in rows if row["epoch"] == epoch), {})
+    keys = {name: f"{name}_accuracy" for name in EVAL_SET_NAMES}
+    return EpochResult(
+        epoch, {name: row[key] for name, key in keys.items() if row.get(key) is not None}
+    )
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run has reached and what it took.
+
+    Attributes:
+        last, best: the results of the last and of the best epoch.
+        chosen_on: name of the evaluation set that chose the best epoch, 'val' or 'test'.
+        meta_learned: whether a mixing policy learned from the rows of 'val'.
+        unsaved: of 'last' and 'best', those whose file is missing or of an earlier epoch.
+        seconds: of all epochs, those before the run was resumed included.
+        samples_per_second: of the training steps.
+        peak_memory_bytes: of this rank's device, or of its process on a CPU.
+        device_hours: seconds times devices.
+    """
+
+    last: EpochResult
+    best: EpochResult
+    chosen_on: str
+    meta_learned: bool
+    unsaved: Collection[str]
+    seconds: float
+    samples_per_second: float
+    peak_memory_bytes: int
+    device_hours: float
+
+    def how_chosen(self) -> str:
+        """How the best epoch was chosen, and what that means for its accuracy."""
+        if self.last.epoch == 1:
+            return "the only epoch"
+        if self.chosen_on == "test":
+            return "chosen on the test set, so it is optimistic"
+        if self.meta_learned:
+            return "chosen by validation rows, from which the mixing policy learned as well"
+        return "chosen by validation rows"
+
+
+def run_summary(
+    progress: Progress,
+    world: World,
+    *,
+    chosen_on: str,
+    meta_learned: bool,
+    unsaved: Collection[str],
+) -> RunSummary:
+    """The summary of a run that is over.
+
+    Args:
+        progress: of the run.
+        world: the ranks.
+        chosen_on, meta_learned, unsaved: as of `RunSummary`.
+    """
     train_seconds = sum(row["train_seconds"] for row in progress.rows)
-    return {
-        **progress.best,
-        "seconds": progress.seconds,
-        "samples_per_second": progress.samples / max(train_seconds, 1e-9),
-        "peak_memory_bytes": peak_memory(world.device),
-        "device_hours": progress.seconds * world.devices / 3600,
-    }
+    return RunSummary(
+        last=epoch_result(progress.rows, progress.epoch),
+        best=epoch_result(progress.rows, progress.best["epoch"]),
+        chosen_on=chosen_on,
+        meta_learned=meta_learned,
+        unsaved=unsaved,
+        seconds=progress.seconds,
+        samples_per_second=progress.samples / max(train_seconds, 1e-9),
+        peak_memory_bytes=peak_memory(world.device),
+        device_hours=progress.seconds * world.devices / 3600,
+    )

@@ -19,6 +19,7 @@ from distributed import fsdp
 from distributed.world import World
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.sampler import rank_share
+from training.progress_bar import progress_bar
 
 
 @torch.inference_mode()
@@ -29,8 +30,12 @@ def predict_logits(
     precision: Precision,
     world: World,
     batch_size: int,
+    title: str = "",
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits (batch, classes) fp32, labels (batch,)) of this rank's share of the rows."""
+    """(logits (batch, classes) fp32, labels (batch,)) of this rank's share of the rows.
+
+    With a title, rank 0 shows a progress bar over its share.
+    """
     model.eval()
     lengths = data.lengths
     order = torch.arange(len(data)) if lengths is None else torch.argsort(lengths, stable=True)
@@ -39,12 +44,15 @@ def predict_logits(
     if fsdp.is_sharded(model):
         # Every batch gathers weights from all ranks, so all ranks take part in as many batches.
         plan += [order[:1]] * (world.max_over_ranks(mine) - mine)
-    for number, (inputs, labels) in enumerate(data.batches(plan)):
-        is_last_and_smaller = lengths is None and len(inputs) < batch_size
-        with precision.autocast(), without_compilation(is_last_and_smaller):
-            logits = model(inputs)
-        if number < mine:
-            yield logits.float(), labels
+    total, shown = sum(map(len, plan[:mine])), world.is_main and bool(title)
+    with progress_bar(title, total, is_main=shown) as bar:
+        for number, (inputs, labels) in enumerate(data.batches(plan)):
+            is_last_and_smaller = lengths is None and len(inputs) < batch_size
+            with precision.autocast(), without_compilation(is_last_and_smaller):
+                logits = model(inputs)
+            if number < mine:
+                yield logits.float(), labels
+                bar.update(len(labels))
 
 
 def evaluate(
@@ -54,10 +62,16 @@ def evaluate(
     precision: Precision,
     world: World,
     batch_size: int,
+    title: str = "",
 ) -> tuple[float, float]:
-    """(mean cross-entropy, accuracy in 0..1) over a set; one read of the device at the end."""
+    """(mean cross-entropy, accuracy in 0..1) over a set; one read of the device at the end.
+
+    With a title, rank 0 shows a progress bar.
+    """
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss, correct, samples
-    batches = predict_logits(model, data, precision=precision, world=world, batch_size=batch_size)
+    batches = predict_logits(
+        model, data, precision=precision, world=world, batch_size=batch_size, title=title
+    )
     for logits, labels in batches:
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
@@ -92,11 +106,14 @@ def evaluate_per_class(
     precision: Precision,
     world: World,
     batch_size: int,
+    title: str = "",
 ) -> ClassReport:
     """`evaluate`, and the accuracy of each class."""
     # Of each class: the sum of its losses, its correct predictions, its samples.
     table = torch.zeros(3, len(classes), dtype=torch.float64, device=world.device)
-    batches = predict_logits(model, data, precision=precision, world=world, batch_size=batch_size)
+    batches = predict_logits(
+        model, data, precision=precision, world=world, batch_size=batch_size, title=title
+    )
     for logits, labels in batches:
         losses = F.cross_entropy(logits, labels, reduction="none")
         table[0].index_add_(0, labels, losses.double())

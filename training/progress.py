@@ -15,7 +15,8 @@ class Progress:
         rollbacks, lr_factor: returns to a checkpoint after divergence, and what they did to the
             learning rate.
         seconds, train_seconds: time since the run, and since the epoch, began.
-        best: the best epoch so far: its accuracy, its number, its test accuracy.
+        best: the best epoch so far: its accuracy, its number, its test accuracy, and the name of
+            the evaluation set that chose it.
         rows: the epochs' rows in metrics.jsonl.
     """
 

@@ -1,4 +1,6 @@
-"""What a run writes and shows: config.json, metrics.jsonl, a row an epoch, a progress bar.
+"""What a run writes and shows: config.json, metrics.jsonl, a row an epoch, and its progress.
+
+The console has a progress bar on a terminal, and elsewhere, as in a batch job, a line now and then.
 
 log = RunLog(folder, is_main=True, tensorboard=False)
 log.config(flags, describe_machine(device))
@@ -10,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,36 +22,110 @@ from tqdm import tqdm
 
 from errors import InputError
 from training.atomic_file import atomic_write, atomic_write_text
+from training.progress_bar import progress_bar
+from training.time_estimate import in_six_characters
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the console's table; `key` is its name in metrics.jsonl."""
+    """A column of the console's table.
+
+    Attributes:
+        title: above the column.
+        key: its name in metrics.jsonl, or `LEFT`.
+        width: in characters.
+        format: of a value.
+        factor: by which a value is multiplied.
+        is_optional: left out where the line would become longer than `MAX_WIDTH`.
+    """
 
     title: str
     key: str
-    format: str
+    width: int
+    format: str = "{}"
     factor: int = 1
+    is_optional: bool = False
 
     def show(self, row: Mapping[str, Any]) -> str:
-        """The value of a row."""
-        return self.format.format(row[self.key] * self.factor)
+        """The value of a row, in fewer digits where it would not fit."""
+        value = row[self.key]
+        if isinstance(value, str):
+            return value
+        formats = (self.format, "{:.0f}", "{:.1e}", "{:.0e}")
+        texts = [form.format(value * self.factor) for form in formats]
+        return next((text for text in texts if len(text) <= self.width), texts[-1])
 
 
+LEFT = "left"  # the run's remaining time, which is not in metrics.jsonl
+MAX_WIDTH = 80  # characters of a line of the table
+GAP = "  "  # between two columns
 COLUMNS = (
-    Column("epoch", "epoch", "{:d}"),
-    Column("train loss", "train_loss", "{:.4f}"),
-    Column("train acc %", "train_accuracy", "{:.2f}", 100),
-    Column("lambda", "mean_lambda", "{:.3f}"),
-    Column("val acc %", "val_accuracy", "{:.2f}", 100),
-    Column("test loss", "test_loss", "{:.4f}"),
-    Column("test acc %", "test_accuracy", "{:.2f}", 100),
-    Column("lr", "lr", "{:.3g}"),
-    Column("batch", "batch_size", "{:d}"),
-    Column("noise", "noise_scale", "{:.0f}"),
-    Column("samples/s", "samples_per_second", "{:.0f}"),
-    Column("seconds", "seconds", "{:.1f}"),
+    Column("epoch", "epoch", 5, "{:d}"),
+    Column("train loss", "train_loss", 10, "{:.4f}"),
+    Column("train %", "train_accuracy", 7, "{:.2f}", 100),
+    Column("val %", "val_accuracy", 6, "{:.2f}", 100),
+    Column("test %", "test_accuracy", 6, "{:.2f}", 100),
+    Column("lr", "lr", 8, "{:.3g}"),
+    Column("batch", "batch_size", 6, "{:d}", is_optional=True),
+    Column("lambda", "mean_lambda", 6, "{:.3f}", is_optional=True),
+    Column("noise", "noise_scale", 6, "{:.0f}", is_optional=True),
+    Column("samples/s", "samples_per_second", 9, "{:.0f}"),
+    Column("seconds", "seconds", 7, "{:.1f}"),
+    Column("left", LEFT, 6),
 )
+
+
+def fitting_columns(row: Mapping[str, Any]) -> list[Column]:
+    """The columns of a row's values: all that are not optional, and of the others what fits."""
+    present = [column for column in COLUMNS if row.get(column.key) is not None]
+    chosen = [column for column in present if not column.is_optional]
+    for column in present:
+        widths = [len(GAP) + other.width for other in (*chosen, column)]
+        if column.is_optional and sum(widths) - len(GAP) <= MAX_WIDTH:
+            chosen.append(column)
+    return [column for column in present if column in chosen]
+
+
+@dataclass(frozen=True)
+class EpochStatus:
+    """How far an epoch is.
+
+    Attributes:
+        epoch: its number, counted from 1.
+        epochs: of the run.
+        step, steps: of the epoch, done and in all.
+        loss, accuracy: means over the epoch's samples by now.
+        samples_per_second: of the epoch by now.
+        seconds_left: of the run, or None where that is not known yet.
+    """
+
+    epoch: int
+    epochs: int
+    step: int
+    steps: int
+    loss: float
+    accuracy: float
+    samples_per_second: float
+    seconds_left: float | None
+
+    def line(self) -> str:
+        """For a log file."""
+        line = (
+            f"epoch {self.epoch}/{self.epochs}, step {self.step} of {self.steps}: "
+            f"loss {self.loss:.4f}, accuracy {100 * self.accuracy:.2f} %, "
+            f"{self.samples_per_second:.0f} samples/s"
+        )
+        return line if self.seconds_left is None else f"{line}, {self._left()} left"
+
+    def postfix(self) -> str:
+        """For the end of a progress bar, which shows the speed itself."""
+        text = f"loss {self.loss:.4f}, acc {100 * self.accuracy:.2f} %"
+        return text if self.seconds_left is None else f"{text}, {self._left()} left"
+
+    def _left(self) -> str:
+        return in_six_characters(self.seconds_left)
+
+
 TITLES_EVERY = 20  # rows
 MAX_NAMED_CLASSES = 40  # of a drawn table: more names would not be readable
 TIMING_FIELDS = (
@@ -98,14 +174,27 @@ class RunLog:
         folder: the run folder; made here.
         is_main: whether this is rank 0.
         tensorboard: also write TensorBoard event files into the folder.
+        log_every: off a terminal, seconds without a line on the console after which one says how
+            far the run is; 0 is never.
     Raises:
         InputError: the folder cannot be made or written, or TensorBoard is not installed.
     """
 
-    def __init__(self, folder: Path, is_main: bool, *, tensorboard: bool = False) -> None:
-        self.folder, self.is_main = folder, is_main
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
+
+    def __init__(
+        self,
+        folder: Path,
+        is_main: bool,
+        *,
+        tensorboard: bool = False,
+        log_every: float = 0.0,
+    ) -> None:
+        self.folder, self.is_main, self.log_every = folder, is_main, log_every
         self.board: Any = None
         self.written = self.shown = 0  # rows in metrics.jsonl, and on the console
+        self.columns: list[Column] = []  # of the row above
+        self.last_line = self.clock()  # when it was printed
         if not is_main:
             return
         try:
@@ -141,10 +230,14 @@ class RunLog:
             atomic_write_text(self.folder / "metrics.jsonl", _json_lines(rows))
             self.written = len(rows)
 
-    def epoch(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def epoch(self, rows: Sequence[Mapping[str, Any]], seconds_left: float | None = None) -> None:
         """Append the last of `rows` to metrics.jsonl and print it as a row of the console's table.
 
         A row that a full disk kept out is written with the next one.
+
+        Args:
+            rows: of all epochs.
+            seconds_left: of the run, or None where that is not known.
         """
         if not self.is_main:
             return
@@ -155,7 +248,7 @@ class RunLog:
         except OSError as error:
             path = self.folder / "metrics.jsonl"
             self.info(f"warning: {path} could not be written ({error.strerror}); the run goes on")
-        self._show(rows[-1])
+        self._show({**rows[-1], LEFT: in_six_characters(seconds_left)})
         if self.board is not None:
             for key, value in rows[-1].items():
                 if isinstance(value, int | float):
@@ -191,26 +284,30 @@ class RunLog:
         if self.is_main:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
+            self.last_line = self.clock()
 
     def _show(self, row: Mapping[str, Any]) -> None:
         """Print a row of the table, with the titles above it now and then."""
-        columns = [column for column in COLUMNS if row.get(column.key) is not None]
-        if self.shown % TITLES_EVERY == 0:
-            self.info("  ".join(f"{column.title:>11}" for column in columns))
-        self.shown += 1
-        self.info("  ".join(f"{column.show(row):>11}" for column in columns))
+        columns = fitting_columns(row)
+        if self.shown % TITLES_EVERY == 0 or columns != self.columns:
+            self.info(GAP.join(f"{column.title:>{column.width}}" for column in columns))
+            self.shown = 0
+        self.shown, self.columns = self.shown + 1, columns
+        self.info(GAP.join(f"{column.show(row):>{column.width}}" for column in columns))
 
     def bar(self, epoch: int, epochs: int, *, total: int, done: int) -> tqdm:
         """A progress bar over the samples of an epoch; hidden where stderr is not a terminal."""
-        return tqdm(
-            total=total,
-            initial=done,
-            desc=f"epoch {epoch}/{epochs}",
-            unit=" samples",
-            unit_scale=True,
-            leave=False,
-            disable=not self.is_main or not sys.stderr.isatty(),
-        )
+        return progress_bar(f"epoch {epoch}/{epochs}", total, is_main=self.is_main, done=done)
+
+    def status(self, status: EpochStatus, bar: tqdm) -> None:
+        """Show how far the epoch is, on its bar; and in a line where there is none and one is due.
+
+        It is due when nothing has been printed for `log_every` seconds.
+        """
+        if not bar.disable:
+            bar.set_postfix_str(status.postfix(), refresh=False)
+        elif self.log_every and self.clock() - self.last_line >= self.log_every:
+            self.info(status.line())
 
     def close(self) -> None:
         """Write TensorBoard's last events."""

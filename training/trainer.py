@@ -20,6 +20,7 @@ import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,14 +40,15 @@ from training import evaluation
 from training.batch_schedule import BatchSchedule
 from training.checkpoint import rng_states, set_rng_states
 from training.checkpoint_manager import CheckpointManager
-from training.epoch_report import epoch_row, run_summary
+from training.epoch_report import EVAL_SET_NAMES, RunSummary, epoch_row, run_summary
 from training.losses import LossFn
 from training.meta_mixup_step import MetaLearner
 from training.micro_batches import MicroBatches
 from training.progress import Progress
 from training.recovery import MAX_ROLLBACKS, MAX_SKIPPED_IN_A_ROW, Diverged, caught_signals
-from training.run_log import RunLog
+from training.run_log import EpochStatus, RunLog
 from training.step_stats import ComputeTimer, NoiseMeter, StepSums, StepTotals, TrainClock
+from training.time_estimate import TimeEstimate
 from training.train_state import TrainState
 
 LOG_INTERVAL = {"cpu": 1, "cuda": 20}  # steps between two reads of the sums
@@ -68,6 +70,7 @@ class TrainerConfig:
         measure_noise_scale: sum what the gradient noise scale is estimated from.
         time_compute: measure each rank's seconds without waiting for others.
         record_cuda_graph: record the step once for each shape of batch, and replay it.
+        long_run_hint: a line for the user of a run of many hours: what makes it shorter.
     """
 
     epochs: int = 1
@@ -81,6 +84,7 @@ class TrainerConfig:
     measure_noise_scale: bool = False
     time_compute: bool = False
     record_cuda_graph: bool = False
+    long_run_hint: str = ""
 
 
 class Trainer:
@@ -131,6 +135,7 @@ class Trainer:
         self.batches = batches
         self.train_set = train_set
         self.eval_sets = eval_sets
+        self.chosen_on = "val" if "val" in eval_sets else "test"  # what the best is chosen by
         self.lr_schedule = lr_schedule
         self.precision = precision
         self.world = world
@@ -149,8 +154,12 @@ class Trainer:
         self.sums = StepSums(world.device)
         self.micro_batches = MicroBatches(config.accumulation_steps, config.micro_batch_size)
         self.progress = Progress()
+        self.samples_before_epoch = 0
         self.compute_timer = ComputeTimer(world.device) if config.time_compute else None
         self.clock = TrainClock(self.progress, self.compute_timer)
+        self.time_estimate = TimeEstimate(
+            log.clock, evaluates=bool(eval_sets), hint=config.long_run_hint
+        )
         self.noise_meter: NoiseMeter | None = None
         if config.measure_noise_scale:
             self.noise_meter = NoiseMeter(self.parameters, world)
@@ -177,8 +186,8 @@ class Trainer:
 
     # ---------------------------------------------------------------- the run
 
-    def fit(self, checkpoint: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Train until the last epoch; returns the best epoch and the totals of the run.
+    def fit(self, checkpoint: dict[str, Any] | None = None) -> RunSummary:
+        """Train until the last epoch; returns the last and best epochs and the totals of the run.
 
         Args:
             checkpoint: a state to go on from, as `training.checkpoint.load` returns it.
@@ -193,6 +202,10 @@ class Trainer:
             self.save()  # first, so that every run that has a log can be resumed
         else:  # after wrapping, which gives every rank the buffers of rank 0
             self.restore(checkpoint)
+            source = Path(checkpoint["file"]).parent
+            if source.resolve() != self.log.folder.resolve():
+                self.checkpoints.copy_best(source, self.progress)
+                self.save()
         self.log.restart(self.progress.rows)
         with caught_signals() as signals:
             while self.progress.epoch < self.config.epochs:
@@ -205,7 +218,13 @@ class Trainer:
                 if stop and self.progress.epoch < self.config.epochs:
                     self.interrupt()
         self.log.close()
-        return run_summary(self.progress, self.world)
+        return run_summary(
+            self.progress,
+            self.world,
+            chosen_on=self.chosen_on,
+            meta_learned=self.meta_learner is not None,
+            unsaved=self.checkpoints.unsaved,
+        )
 
     def train_epoch(self, signals: list[int]) -> bool:
         """Do the steps of this epoch that are not yet done.
@@ -222,11 +241,16 @@ class Trainer:
             self.communicating.start_epoch(progress.epoch)
         self.batches.start_epoch(progress.epoch)
         plan = self.batches.plan(progress.epoch, progress.step_in_epoch)
-        bar = self.log.bar(
-            progress.epoch + 1,
-            self.config.epochs,
-            total=len(self.train_set),
-            done=progress.step_in_epoch * self.batches.size,
+        done = progress.step_in_epoch * self.batches.size
+        total = done + sum(planned.samples for planned in plan)
+        self.samples_before_epoch = progress.samples - done
+        bar = self.log.bar(progress.epoch + 1, self.config.epochs, total=total, done=done)
+        self.time_estimate.start_epoch(
+            progress.epoch,
+            epochs=self.config.epochs,
+            step=progress.step,
+            samples=total,
+            done=done,
         )
         data = self.train_set.batches([planned.rows for planned in plan], progress.epoch)
         one_shape = not self.batches.changes and self.train_set.lengths is None
@@ -250,6 +274,7 @@ class Trainer:
                     self.interrupt()
             self.log_progress(bar, wait=True)
         self.clock.add_elapsed()
+        self.time_estimate.end_steps()
         return self.vote.finish()
 
     # ---------------------------------------------------------------- one step
@@ -440,16 +465,23 @@ class Trainer:
         progress.epoch, progress.step_in_epoch, progress.train_seconds = progress.epoch + 1, 0, 0.0
         self.world.reset_bytes()
         self.sums.start_epoch()
-        accuracy = row["val_accuracy" if "val" in self.eval_sets else "test_accuracy"]
-        is_best = accuracy > progress.best["accuracy"]
+        accuracy = row[f"{self.chosen_on}_accuracy"]
+        best = progress.best
+        if best.get("chosen_on", self.chosen_on) != self.chosen_on:
+            best = Progress().best  # a resumed run with other evaluation sets cannot compare them
+        is_best = accuracy > best["accuracy"]
         if is_best:
             progress.best = {
+                "chosen_on": self.chosen_on,
                 "accuracy": accuracy,
                 "epoch": row["epoch"],
                 "test_accuracy": row.get("test_accuracy"),
             }
         self.save(best=is_best)
-        self.log.epoch(progress.rows)
+        self.time_estimate.end_epoch()
+        self.log.epoch(progress.rows, self.time_estimate.seconds_left())
+        for line in self.time_estimate.announcement():
+            self.log.info(line)
         if advice := self.batches.advice(row["batch_size"]):
             self.log.info(advice)
         if self.meta_learner is not None:
@@ -466,6 +498,7 @@ class Trainer:
                 precision=self.precision,
                 world=self.world,
                 batch_size=self.config.eval_batch_size,
+                title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
             )
         return results
 
@@ -485,8 +518,11 @@ class Trainer:
         return self.noise_meter.means(totals, self.progress.step_in_epoch)
 
     def log_progress(self, bar: Any, wait: bool = False) -> None:
-        """Show the sums so far, and stop a series of non-finite steps.
+        """Show the sums so far and the time left, and stop a series of non-finite steps.
 
+        Args:
+            bar: of the epoch.
+            wait: for a GPU to have done all steps of the epoch.
         Raises:
             Diverged: too many steps in a row were not finite.
         """
@@ -495,9 +531,25 @@ class Trainer:
             return
         if totals.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise Diverged
-        if not bar.disable and totals.samples:
-            loss, accuracy = totals.loss / totals.samples, totals.num_correct / totals.samples
-            bar.set_postfix_str(f"loss {loss:.4f}, accuracy {100 * accuracy:.2f} %", refresh=False)
+        progress, estimate = self.progress, self.time_estimate
+        samples = progress.samples - self.samples_before_epoch
+        if not wait:  # else the time that a GPU is behind would count as well
+            estimate.observe(progress.step, samples)
+            for line in estimate.announcement():
+                self.log.info(line)
+        if not totals.samples:
+            return
+        status = EpochStatus(
+            epoch=progress.epoch + 1,
+            epochs=self.config.epochs,
+            step=progress.step_in_epoch,
+            steps=self.batches.steps(),
+            loss=totals.loss / totals.samples,
+            accuracy=totals.num_correct / totals.samples,
+            samples_per_second=samples / max(progress.train_seconds, 1e-9),
+            seconds_left=estimate.seconds_left(),
+        )
+        self.log.status(status, bar)
 
     # ---------------------------------------------------------------- parallelism and memory
 

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import optuna
 import torch
@@ -32,15 +33,21 @@ from optuna.trial import FrozenTrial, TrialState
 
 from cli import flags
 from errors import InputError, Interrupted, exit_code
+from training.time_estimate import in_words
 from tuning import report, space
 from tuning.config import SweepConfig
 from tuning.objective import Objective
+from tuning.sweep_time import SweepTime
 from tuning.target_script import TargetScript
 from tuning.trials import ROOT, STOPPED, TrialFailed, TrialRunner, gpu_slots
 
 SCRIPTS = ("resnet50_test.py", "transformer_test.py")
 SAMPLERS = ("tpe", "random", "grid")
 PRUNERS = ("median", "hyperband", "none")
+SHORTER = {  # by script: what makes a sweep shorter
+    "resnet50_test.py": "a smaller --arch such as resnet20, a smaller --subset, fewer --epochs",
+    "transformer_test.py": "a smaller --subset, a smaller --max_len, fewer --epochs",
+}
 RESUMES = "after"  # user attribute of a trial: number of the stopped trial that it resumes
 
 # -------------------------------------------------------------------- command line
@@ -215,18 +222,26 @@ def run_sweep(config: SweepConfig) -> None:
     gpus = torch.cuda.device_count()
     shared_arguments = trial_arguments(config, gpus)
     config.script.check(shared_arguments)
+    slots = gpu_slots(config.jobs, config.nproc, gpus=gpus)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = open_study(config)
+    num_resumed = enqueue_killed_trials(study)
+    num_finished = len(finished_trials(study))
+    sweep_time = create_sweep_time(config, config.trials - num_finished)
+
+    def announce_time(row: dict[str, Any], elapsed: float) -> None:
+        for line in sweep_time.epoch_done(row, elapsed):
+            print(line, flush=True)
+
     runner = TrialRunner(
         script=config.script.file,
         arguments=shared_arguments,
         objective=config.objective,
         out=config.out.resolve(),
         nproc=config.nproc,
-        gpu_slots=gpu_slots(config.jobs, config.nproc, gpus=gpus),
+        gpu_slots=slots,
+        epoch_done=announce_time,
     )
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = open_study(config)
-    num_resumed = enqueue_killed_trials(study)
-    num_finished = len(finished_trials(study))
     print(
         f"{config.trials} trials of {config.script.file} in {config.out}: "
         f"{num_finished} finished, {num_resumed} resumed"
@@ -238,8 +253,19 @@ def run_sweep(config: SweepConfig) -> None:
         values = space.suggest(trial, config.space)
         return runner(trial, space.to_arguments(values, config.script.flag_names))
 
-    Search(study, run_trial, config=config, stop=runner.stop).run()
+    Search(study, run_trial, config=config, sweep_time=sweep_time, stop=runner.stop).run()
     report.write_report(study, finished_trials(study), config)
+
+
+def create_sweep_time(config: SweepConfig, trials: int) -> SweepTime:
+    """Return the estimate of the time that so many trials take."""
+    return SweepTime(
+        epochs=config.script.flags({})["epochs"],
+        trials=max(0, trials),
+        jobs=config.jobs,
+        ends_early=config.pruner != "none" or config.objective.target is not None,
+        hint=f"for a shorter sweep: {SHORTER[config.script.file]}, or fewer --trials",
+    )
 
 
 def trial_arguments(config: SweepConfig, gpus: int) -> list[str]:
@@ -384,18 +410,18 @@ class Search:
         study: where trials come from and results go.
         run_trial: runs one trial and returns its value.
         config: settings of the sweep.
+        sweep_time: estimates the time left.
         stop: set when the sweep is interrupted; `run_trial` then ends.
     """
 
     study: optuna.Study
     run_trial: Callable[[optuna.Trial], float]
     config: SweepConfig = field(kw_only=True)
+    sweep_time: SweepTime = field(kw_only=True)
     stop: threading.Event = field(kw_only=True)
 
     def __post_init__(self) -> None:
         self.study_lock = threading.Lock()
-        self.start = time.monotonic()
-        self.num_finished_before = len(finished_trials(self.study))
 
     def run(self) -> None:
         """Run trials until the study holds as many as asked for.
@@ -424,7 +450,7 @@ class Search:
                 if len(finished_trials(self.study)) + len(running) >= self.config.trials:
                     return
                 trial = self.study.ask()
-            state, value = TrialState.COMPLETE, None
+            state, value, start = TrialState.COMPLETE, None, time.monotonic()
             try:
                 value = self.run_trial(trial)
             except optuna.TrialPruned:
@@ -435,6 +461,8 @@ class Search:
             except BaseException:
                 self.stop.set()  # else the other threads would start further trials
                 raise
+            if state is not TrialState.FAIL:  # which may be over in seconds
+                self.sweep_time.trial_ended(time.monotonic() - start)
             with self.study_lock:
                 ended = self.study.tell(trial, value, state)
                 if self.stop.is_set() or ended.user_attrs.get("error") == STOPPED:
@@ -445,17 +473,12 @@ class Search:
     def print_progress(self, trial: FrozenTrial) -> None:
         """Print a trial's values and result, and an estimate of the time left."""
         finished, trials = len(finished_trials(self.study)), self.config.trials
-        elapsed = time.monotonic() - self.start
-        seconds_per_trial = elapsed / max(1, finished - self.num_finished_before)
-        minutes_left = max(0.0, seconds_per_trial * (trials - finished)) / 60
+        left = self.sweep_time.seconds_left(max(0, trials - finished))
         result = report.format_result(trial)
         if trial.state is TrialState.FAIL:
             result = f"failed: {trial.user_attrs.get('error', '')}"
-        print(
-            f"trial {finished} of {trials}: {report.format_params(trial.params)}: {result}; "
-            f"{minutes_left:.1f} min left",
-            flush=True,
-        )
+        line = f"trial {finished} of {trials}: {report.format_params(trial.params)}: {result}"
+        print(line if left is None else f"{line}; about {in_words(left)} left", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ class TrialRunner:
         nproc: processes of a trial.
         gpu_slots: value of CUDA_VISIBLE_DEVICES for each trial that may run at the same time; None
             on CPUs.
+        epoch_done: called after each epoch of a trial with its row of metrics.jsonl and the seconds
+            since the trial's process was started.
         stop: set to end all trials.
     """
 
@@ -64,6 +67,7 @@ class TrialRunner:
     out: Path
     nproc: int
     gpu_slots: queue.Queue[str | None]
+    epoch_done: Callable[[dict[str, Any], float], None] = lambda row, elapsed: None
     stop: threading.Event = field(default_factory=threading.Event)
 
     def __call__(self, trial: optuna.Trial, arguments: list[str]) -> float:
@@ -122,7 +126,7 @@ class TrialRunner:
             optuna.TrialPruned: the trial was ended early because others do better.
             TrialFailed: the script failed, or `stop` was set.
         """
-        num_reported = 0
+        num_reported, start = 0, time.monotonic()
         try:
             while True:
                 ended = process.poll() is not None  # asked first: then the rows are all there
@@ -130,6 +134,7 @@ class TrialRunner:
                 if any(map(self.objective.is_reached, rows)):
                     return self.objective.final_value(rows)
                 for row in rows[num_reported:]:
+                    self.epoch_done(row, time.monotonic() - start)
                     trial.report(self.objective.intermediate_value(row), row["epoch"])
                     if self.should_prune(trial, row):
                         raise optuna.TrialPruned

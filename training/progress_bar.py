@@ -1,0 +1,35 @@
+"""A progress bar on a terminal, of rank 0 alone.
+
+with progress_bar("evaluating on the test set", total=10_000, is_main=world.is_main) as bar:
+    bar.update(256)
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tqdm import tqdm
+
+FORMAT = "{desc} {percentage:3.0f}%|{bar}| {rate_fmt}{postfix}"  # leaves out tqdm's own time left
+
+
+def progress_bar(title: str, total: int, *, is_main: bool, done: int = 0) -> tqdm:
+    """A bar over samples, which disappears at its end; hidden where stderr is not a terminal.
+
+    Args:
+        title: what is being done.
+        total: samples in all.
+        is_main: whether this is rank 0; on other ranks the bar is hidden.
+        done: samples that are behind already.
+    """
+    return tqdm(
+        total=total,
+        initial=done,
+        desc=title,
+        unit=" samples",
+        unit_scale=True,
+        leave=False,
+        dynamic_ncols=True,
+        bar_format=FORMAT,
+        disable=not is_main or not sys.stderr.isatty(),
+    )
