@@ -10,6 +10,7 @@ et al., "Character-level Convolutional Networks for Text Classification", arXiv:
 
 from __future__ import annotations
 
+import hashlib
 import html
 import re
 import urllib.request
@@ -34,8 +35,11 @@ from input_pipeline.own_data import find_splits, list_names, shorten
 
 AGNEWS_CLASSES = ["World", "Sports", "Business", "Sci/Tech"]
 AGNEWS_URL = "https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv/"
-AGNEWS_FILES = {"train.csv": 120_000, "test.csv": 7_600}
-"""Number of rows of each official file, by which an incomplete download is noticed."""
+AGNEWS_FILES = {
+    "train.csv": "76a0a2d2f92b286371fe4d4044640910a04a803fdd2538e0f3f29a5c6f6b672e",
+    "test.csv": "521465c2428ed7f02f8d6db6ffdd4b5447c1c701962353eb2c40d548c3c85699",
+}
+"""SHA-256 of each official file: the address is a branch that others may change."""
 AGNEWS_COLUMNS = 3  # class, title, description
 HEADLINES = Path(__file__).with_name("headlines.csv")  # in the format of AG News
 HEADLINES_TRAIN = 400  # the first rows are the training set, the others the test set
@@ -269,7 +273,7 @@ def number_labels(
 
 
 def download_agnews(folder: Path, file: str) -> None:
-    """Download one AG News file with a progress bar and check its number of rows.
+    """Download one AG News file with a progress bar and verify its checksum.
 
     Args:
         folder: where to put the file.
@@ -281,6 +285,7 @@ def download_agnews(folder: Path, file: str) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{file}.part"
+    checksum = hashlib.sha256()
     try:
         with (
             urllib.request.urlopen(AGNEWS_URL + file, timeout=20) as response,
@@ -290,11 +295,12 @@ def download_agnews(folder: Path, file: str) -> None:
             with tqdm(total=size, unit="B", unit_scale=True, desc=file) as bar:
                 while chunk := response.read(1 << 20):
                     out.write(chunk)
+                    checksum.update(chunk)
                     bar.update(len(chunk))
-        if len(read_csv(partial, AGNEWS_COLUMNS)) != AGNEWS_FILES[file]:
-            raise OSError(f"{file} does not have {AGNEWS_FILES[file]} rows")
+        if checksum.hexdigest() != AGNEWS_FILES[file]:
+            raise OSError(f"{file} does not have the checksum of the official file")
         partial.rename(folder / file)
-    except (OSError, InputError) as error:
+    except OSError as error:
         partial.unlink(missing_ok=True)
         raise InputError(
             f"{folder / file} is missing and could not be downloaded ({error}): fetch train.csv "

@@ -471,7 +471,9 @@ def test_the_flags_say_how_many_samples_are_taken_at_once(
         resnet50_test.parser(), resnet50_test.SCRIPT, ["--bs", "32", *words.split()]
     )
     run, model = factory.Run("x", World(0, size), FP32, Path()), image_model()
-    config = factory.create_trainer_config(args, run, batching_of(words, run.world))
+    config = factory.create_trainer_config(
+        args, run, batching_of(words, run.world), long_run_hint=""
+    )
     trainer = make_trainer(model, build_optimizer(model, "sgd", 0.1), run.world, **vars(config))
     assert (trainer.micro_batches.limit, trainer.micro_batches.accumulation_steps) == (
         micro_batch,

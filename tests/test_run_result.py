@@ -268,7 +268,7 @@ def test_a_checkpoint_within_an_epoch_says_so(here, monkeypatch):
     flags = [*WORSE_AT_THE_END, "--save_every", "25", "--out", "run"]
     run(resnet50_test, *flags, monkeypatch=monkeypatch, code=130)
     console = run(resnet50_test, "--checkpoint", "run", "--evaluate", monkeypatch=monkeypatch)
-    assert ", and 3 steps of the next epoch; best.pt is of epoch 1" in console.splitlines()[0]
+    assert ", and 2 steps of the next epoch; best.pt is of epoch 1" in console.splitlines()[0]
 
 
 # -------------------------------------------------------------------- training from a checkpoint

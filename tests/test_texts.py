@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import math
 from collections import Counter
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 import transformer_test
+from errors import InputError
 from input_pipeline import text_datasets
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import TextDataset, encode_texts
@@ -244,3 +247,30 @@ def test_naive_bayes_scores_equal_a_count_by_hand() -> None:
 def test_the_same_texts_give_the_same_tokenizer(kind: str) -> None:
     lines = read_text_splits("headlines", "")[0]["train"].texts
     assert len({train_tokenizer(lines, kind, vocab_size=2000).to_str() for _ in range(4)}) == 1
+
+
+@pytest.mark.parametrize("is_official", [True, False])
+def test_a_download_is_kept_only_with_the_official_checksum(
+    is_official: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = b'"1","A title","A description"\n'
+    checksum = hashlib.sha256(content if is_official else b"other").hexdigest()
+    monkeypatch.setitem(text_datasets.AGNEWS_FILES, "test.csv", checksum)
+
+    class Response(io.BytesIO):
+        headers = {"Content-Length": str(len(content))}
+
+    monkeypatch.setattr(text_datasets.urllib.request, "urlopen", lambda *_, **__: Response(content))
+    if is_official:
+        text_datasets.download_agnews(tmp_path, "test.csv")
+        assert (tmp_path / "test.csv").read_bytes() == content
+    else:
+        with pytest.raises(InputError, match="does not have the checksum of the official file"):
+            text_datasets.download_agnews(tmp_path, "test.csv")
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.data
+def test_the_checksum_is_that_of_the_official_test_file(data_dir: Path) -> None:
+    content = (data_dir / "ag_news_csv" / "test.csv").read_bytes()
+    assert hashlib.sha256(content).hexdigest() == text_datasets.AGNEWS_FILES["test.csv"]

@@ -206,7 +206,7 @@ def console_of_a_slow_run(
 
 
 PROGRESS = re.compile(
-    r"epoch \d/2, step \d+ of 22: loss \d\.\d{4}, accuracy \d+\.\d\d %, \d+ samples/s"
+    r"epoch \d/2, step \d+ of 23: loss \d\.\d{4}, accuracy \d+\.\d\d %, \d+ samples/s"
     r"(, [\dhms]+ left)?"
 )
 
