@@ -57,23 +57,21 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     """The end of a message about a misspelt word: '; did you mean sgd?', or '' without a guess.
 
     The guess is the three shortest names that begin with the word, or else the name that is most
-    similar to it, if one is. Upper and lower case count as equal.
+    similar to it, if one is. Case and dashes in front do not count.
     """
-    by_lower_case = {name.lower(): name for name in names}
-    word = word.lower()
-    longer = [name for name in by_lower_case if name.startswith(word)]
-    guesses = sorted(longer, key=lambda name: (len(name), name))[:3]
+    word = word.lower().lstrip("-")
+    by_key = {name.lower().lstrip("-"): name for name in names}
+    longer = [key for key in by_key if key.startswith(word)]
+    guesses = sorted(longer, key=lambda key: (len(key), key))[:3]
     if len(word) < SHORTEST_BEGINNING or not guesses:
-        similarity = {
-            name: difflib.SequenceMatcher(None, word, name).ratio() for name in by_lower_case
-        }
+        similarity = {key: difflib.SequenceMatcher(None, word, key).ratio() for key in by_key}
         best = max(
-            by_lower_case,
-            key=lambda name: (similarity[name], len(os.path.commonprefix([name, word]))),
+            by_key,
+            key=lambda key: (similarity[key], len(os.path.commonprefix([key, word]))),
             default="",
         )
         guesses = [best] if similarity.get(best, 0.0) >= SIMILAR else []
-    meant = " or ".join(by_lower_case[name] for name in guesses)
+    meant = " or ".join(by_key[key] for key in guesses)
     return f"; did you mean {meant}?" if meant else ""
 
 

@@ -269,10 +269,15 @@ class FlagParser(argparse.ArgumentParser):
         if not name.startswith("-"):
             return f"{name}: this is neither a flag nor the value of one (see --help)"
         spelling = with_underscores(name)
-        positive = spelling.replace("--no_", "--", 1)
-        if positive != spelling and positive in self._own_spelling:
-            return f"{name}: there is no such flag; {positive} is off unless it is given"
-        guess = did_you_mean(spelling, [*self._own_spelling, *self.suggested])
+        switches = {each.name for each in self.flags if each.action.nargs == 0}
+        switch = self._own_spelling.get(spelling.replace("--no_", "--", 1))
+        if switch in switches:
+            return f"{name}: there is no such flag; {switch} is off unless it is given"
+        known = [
+            own if with_underscores(own) == each else each
+            for each, own in self._own_spelling.items()
+        ]
+        guess = did_you_mean(spelling, [*known, *self.suggested])
         return f"{name}: there is no such flag{guess or '; --help all prints all flags'}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

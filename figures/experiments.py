@@ -27,7 +27,7 @@ import yaml
 
 from cli import flags
 from cli.flag_parser import FlagParser
-from errors import InputError, Interrupted, exit_code
+from errors import InputError, Interrupted, did_you_mean, exit_code
 from figures.run_logs import LOGS, ROOT, finished, read_rows
 
 PLAN = ROOT / "figures" / "experiments.yaml"
@@ -164,7 +164,10 @@ def select_groups(runs: Sequence[PlannedRun], only: Sequence[str]) -> list[Plann
     groups = dict.fromkeys(run.group for run in runs)
     for group in only:
         if group not in groups:
-            raise InputError(f"--only {group}: no such group; there are {', '.join(groups)}")
+            raise InputError(
+                f"--only {group}: no such group; there are {', '.join(groups)}"
+                f"{did_you_mean(group, groups)}"
+            )
     return [run for run in runs if not only or run.group in only]
 
 
