@@ -28,5 +28,5 @@ Next:
   two processes, or all GPUs
     bash run_distributed.sh resnet50_test.py --dataset digits --arch resnet20 --bs 32 --epochs 3
   all flags
-    $python resnet50_test.py --help
+    $python resnet50_test.py --help all
 NEXT

@@ -7,14 +7,17 @@ sys.exit(exit_code(main))                             # what both entry scripts 
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 BAD_INPUT, NON_FINITE, INTERRUPTED = 2, 3, 130
 GRACE_SECONDS = 3.0  # that rank 0 has to report first
 LINE_LIMIT = 160  # characters of another library's message within ours
+SHORTEST_BEGINNING = 3  # letters of an abbreviated name that are enough for a guess
+SIMILAR = 0.6  # share of letters, from 0 to 1, that two similar names have in common
 
 
 class InputError(Exception):
@@ -48,6 +51,28 @@ def exit_code(main: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """The end of a message about a misspelt word: '; did you mean sgd?', or '' without a guess.
+
+    The guess is the three shortest names that begin with the word, or else the name that is most
+    similar to it, if one is. Case and dashes in front do not count.
+    """
+    word = word.lower().lstrip("-")
+    by_key = {name.lower().lstrip("-"): name for name in names}
+    longer = [key for key in by_key if key.startswith(word)]
+    guesses = sorted(longer, key=lambda key: (len(key), key))[:3]
+    if len(word) < SHORTEST_BEGINNING or not guesses:
+        similarity = {key: difflib.SequenceMatcher(None, word, key).ratio() for key in by_key}
+        best = max(
+            by_key,
+            key=lambda key: (similarity[key], len(os.path.commonprefix([key, word]))),
+            default="",
+        )
+        guesses = [best] if similarity.get(best, 0.0) >= SIMILAR else []
+    meant = " or ".join(by_key[key] for key in guesses)
+    return f"; did you mean {meant}?" if meant else ""
 
 
 def first_line(error: BaseException) -> str:

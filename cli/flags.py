@@ -1,7 +1,9 @@
-"""Flags of both scripts: names, defaults, help; cli/options.py reads and checks them.
+"""Flags of both scripts: names, aliases, defaults, help; cli/options.py reads and checks them.
 
 parser = shared_parser(__doc__, datasets=["cifar10", "mnist"], optimizers=OPTIMIZERS, ...)
-parser.add_argument("--arch", default="resnet50")
+parser.group("images")("--arch", default="resnet50", help="Train this network.", common=True)
+
+docs/flags.md is written from here by `python -m figures.flags_page`.
 """
 
 from __future__ import annotations
@@ -9,17 +11,18 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 import dynamic_batch
 import mixup
-from backends import execution, precision
+from backends import execution, nvidia_apex, onnx_runtime, precision
+from cli.flag_parser import FlagParser
 from distributed import comm_hooks, fsdp
-from errors import InputError
 from optimizers import schedules
 
 
@@ -38,21 +41,14 @@ class OptimizerChoice:
     weight_decay: float
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a bad flag as an InputError instead of printing the usage."""
+class Parser(FlagParser):
+    """The parser of an entry script.
+
+    Attributes:
+        optimizers: the values of --optimizer.
+    """
 
     optimizers: Mapping[str, OptimizerChoice]
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message.removeprefix('argument ')} (see --help)")
-
-    def names(self) -> list[str]:
-        """The names of all flags as attributes of the parsed arguments, in the order of --help."""
-        return list(dict.fromkeys(action.dest for action in self._actions))
-
-    def option_strings(self) -> set[str]:
-        """All spellings of all flags, with their dashes."""
-        return {option for action in self._actions for option in action.option_strings}
 
 
 # -------------------------------------------------------------------- types of values
@@ -84,6 +80,47 @@ positive, not_negative = number(float, 0, open_low=True), number(float, 0)
 fraction, below_one = number(float, 0, 1, open_low=True), number(float, 0, 0.999)
 
 
+# -------------------------------------------------------------------- choices
+
+
+def optimizer_unavailable_reason(name: str) -> str:
+    """Return why an optimizer cannot be used here, or ''."""
+    return nvidia_apex.unavailable_reason(name) if name in nvidia_apex.OPTIMIZERS else ""
+
+
+def precision_unavailable_reason(name: str) -> str:
+    """Return why a precision cannot be used here, or ''; whether there is a GPU does not count."""
+    return nvidia_apex.amp_unavailable_reason() if name in nvidia_apex.LEVELS else ""
+
+
+def backend_unavailable_reason(name: str) -> str:
+    """Return why a backend cannot be used here, or ''; whether there is a GPU does not count."""
+    return onnx_runtime.unavailable_reason() if name == "ort" else ""
+
+
+def mixup_hint(value: str) -> str:
+    """Return what to write where --mixup was given a number, as timm's flag of that name takes."""
+    try:
+        float(value)
+    except ValueError:
+        return ""
+    return f"for mixup of that strength write --mixup mixup --alpha {value}"
+
+
+def schedule_hint(value: str) -> str:
+    """Return our name of Hugging Face's schedule 'linear', or ''."""
+    return "polynomial falls linearly by default" if value == "linear" else ""
+
+
+def defaults_by_optimizer(values: Mapping[str, float]) -> str:
+    """Write default values, for example '0.02 for sgd, ngd; 1 for lars', without apex's."""
+    names = defaultdict(list)
+    for name, value in values.items():
+        if name not in nvidia_apex.OPTIMIZERS:
+            names[value].append(name)
+    return "; ".join(f"{value:g} for {', '.join(group)}" for value, group in names.items())
+
+
 # -------------------------------------------------------------------- the flags
 
 
@@ -106,15 +143,11 @@ def shared_parser(
         batch_rules: values of --dynamic_batch.
         defaults: of other flags in which the scripts differ.
     """
-    parser = Parser(
-        description=description,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(description)
     add_data(parser, datasets)
     add_training(parser)
     add_mixing(parser, mixing)
-    add_optimizer(parser, optimizers, defaults.get("optimizer", "sgd"))
+    add_optimizer(parser, optimizers)
     add_ngd(parser)
     add_slamb(parser)
     add_schedule(parser)
@@ -130,163 +163,226 @@ def shared_parser(
 
 def add_data(parser: Parser, datasets: Sequence[str]) -> None:
     """Add the group 'data'."""
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", choices=datasets, default=datasets[0], help="data set (default %(default)s)")
+    add = parser.group("data")
+    add(
+        "--dataset",
+        choices=datasets,
+        default=datasets[0],
+        help="Train on this data set; folder (images) and csv (texts) read files of your own from "
+        "--data_dir, as docs/own_data.md describes (default %(default)s).",
+        common=True,
+    )
     add(
         "--data_dir",
         default=os.environ.get("DATA_DIR", "./data"),
-        help="folder of the data sets (default $DATA_DIR or ./data)",
+        metavar="DIR",
+        help="Read data sets from this folder, and download missing ones into it "
+        "(default $DATA_DIR, else ./data).",
+        common=True,
     )
     add(
         "--subset",
         type=fraction,
         default=1.0,
         metavar="F",
-        help="train on a class-balanced fraction of the training set (default 1)",
+        help="Train on this fraction of the training set, the same of each class "
+        "(default %(default)s).",
+        common=True,
     )
     add(
         "--val_fraction",
         type=below_one,
         metavar="F",
-        help="hold out this part of the training set for validation (default 0; 0.05 with "
-        "--mixup meta)",
+        help="Hold out this fraction of the training set, and choose the best epoch by it "
+        "(default 0; 0.05 with --mixup meta).",
+        common=True,
     )
     add(
         "--test",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="evaluate on the test set after each epoch (default); --no-test, with a "
-        "validation set, leaves the test set alone, as a search should",
+        help="Evaluate on the test set after each epoch, which is the default; --no-test leaves "
+        "it alone, as a search should, and needs a validation set.",
     )
     add(
         "--workers",
+        aliases=("--dataloader_num_workers",),
         type=natural,
         default=2,
-        help="processes that decode images (default %(default)s)",
+        metavar="N",
+        help="Decode image files in this many processes (default %(default)s).",
     )
 
 
 def add_training(parser: Parser) -> None:
     """Add the group 'training'."""
-    add = parser.add_argument_group("training").add_argument
+    add = parser.group("training")
     add(
         "--bs",
         "--batch_size",
         "-b",
+        aliases=("--per_device_train_batch_size",),
         dest="batch_size",
         type=count,
         default=128,
-        help="samples of one process in one micro-batch (default 128)",
+        metavar="N",
+        help="Take this many samples per process in one forward and backward pass "
+        "(default %(default)s).",
+        common=True,
     )
     add(
         "--epoch",
         "--epochs",
+        aliases=("--num_train_epochs",),
         dest="epochs",
         type=count,
         default=50,
-        help="length of the run in epochs (default %(default)s)",
+        metavar="N",
+        help="Train for this many epochs (default %(default)s).",
+        common=True,
     )
     add(
         "--accumulate",
+        aliases=("--grad_accum_steps", "--gradient_accumulation_steps"),
         type=count,
         default=1,
         metavar="K",
-        help="micro-batches of a step: the global batch is bs x K x processes (default 1)",
+        help="Add up the gradients of K batches before each step, so that the global batch is "
+        "bs x K x processes (default %(default)s).",
+        common=True,
     )
     add(
         "--label_smoothing",
+        aliases=("--smoothing", "--label_smoothing_factor"),
         type=below_one,
         default=0.0,
-        help="weight of the uniform distribution in the labels (default %(default)s)",
+        metavar="F",
+        help="Spread this fraction of each label evenly over all classes (default %(default)s).",
+        common=True,
     )
     add(
         "--clip",
+        aliases=("--clip_grad", "--max_grad_norm"),
         type=not_negative,
         default=0.0,
-        help="clip the gradient to this norm; 0 is no limit (default %(default)s)",
+        metavar="NORM",
+        help="Clip the gradient to this norm before each step; 0 does not clip it "
+        "(default %(default)s).",
     )
     add(
         "--seed",
         type=number(int, 0, 2**32 - 1),
         default=0,
-        help="seed of weights, order, augmentation and dropout (default 0)",
+        metavar="N",
+        help="Seed the random numbers of weights, order, augmentation and dropout with "
+        "this number (default %(default)s).",
+        common=True,
     )
 
 
 def add_mixing(parser: Parser, mixing: Sequence[str]) -> None:
     """Add the group 'mixing of samples'; `mixing` are the values of --mixup."""
-    add = parser.add_argument_group("mixing of samples").add_argument
+    add = parser.group("mixing of samples")
     add(
         "--mixup",
         choices=mixing,
         default="none",
-        help="mix samples and labels; the training accuracy is then weighted by lambda "
-        "(default none)",
+        hint=mixup_hint,
+        help="Mix pairs of samples and of their labels in this way; the training accuracy then "
+        "counts each label by its weight (default %(default)s).",
+        common=True,
     )
     add(
         "--meta_learning",
         dest="mixup",
         action="store_const",
         const="meta",
-        help="the same as --mixup meta: lambda is learned",
+        help="Learn how much to mix; this is the same as --mixup meta.",
+        common=True,
     )
     add(
         "--alpha",
         type=positive,
         default=0.99,
-        help="of --mixup: lambda is drawn from Beta(alpha, alpha) (default %(default)s)",
+        metavar="A",
+        help="Draw the weights of --mixup from Beta(A, A): 0.2 mixes gently, 1 strongly "
+        "(default %(default)s).",
+        common=True,
     )
     add(
         "--meta_policy",
         choices=mixup.POLICIES,
         default="pair",
-        help="of --mixup meta: what has a lambda of its own (default pair)",
+        help="Let --mixup meta learn a weight or a Beta distribution for each pair of classes, "
+        "or a weight for each sample (default %(default)s).",
     )
     add(
         "--meta_every",
         type=count,
         default=16,
         metavar="STEPS",
-        help="of --mixup meta: steps between two updates of the policy (default %(default)s)",
+        help="Update the policy of --mixup meta once in this many steps (default %(default)s).",
     )
     add(
         "--meta_lr",
         type=positive,
         default=0.1,
-        help="of --mixup meta: learning rate of the policy's Adam (default %(default)s)",
+        metavar="RATE",
+        help="Update the policy of --mixup meta by Adam with this learning rate "
+        "(default %(default)s).",
     )
 
 
-def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice], default: str) -> None:
-    """Add the group 'optimizer'; `default` is the name of the default one."""
-    add = parser.add_argument_group("optimizer").add_argument
-    add("--optimizer", choices=optimizers, default="sgd", help=f"optimizer (default {default})")
+def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice]) -> None:
+    """Add the group 'optimizer'."""
+    add = parser.group("optimizer")
+    add(
+        "--optimizer",
+        aliases=("--opt", "--optim"),
+        choices=optimizers,
+        default="sgd",
+        unavailable_reason=optimizer_unavailable_reason,
+        help="Train with this optimizer (default %(default)s).",
+        common=True,
+    )
     add(
         "--ngd",
         dest="optimizer",
         action="store_const",
         const="ngd",
-        help="the same as --optimizer ngd: SGD along the online natural gradient",
+        help="Train with SGD along the natural gradient; this is the same as --optimizer ngd.",
+        common=True,
     )
-    lrs = ", ".join(f"{name} {choice.lr:g}" for name, choice in optimizers.items())
-    decays = ", ".join(f"{name} {choice.weight_decay:g}" for name, choice in optimizers.items())
-    add("--lr", type=positive, help=f"learning rate (default {lrs})")
+    lrs = defaults_by_optimizer({name: choice.lr for name, choice in optimizers.items()})
+    add(
+        "--lr",
+        aliases=("--learning_rate",),
+        type=positive,
+        metavar="RATE",
+        help=f"Train with this learning rate (default {lrs}).",
+        common=True,
+    )
+    decays = defaults_by_optimizer({name: each.weight_decay for name, each in optimizers.items()})
     add(
         "--weight_decay",
         type=not_negative,
-        help=f"weight decay of matrices and convolutions (default {decays})",
+        metavar="F",
+        help="Shrink weights by this factor times the learning rate in each step, but not biases "
+        f"and norms (default {decays}).",
+        common=True,
     )
     add(
         "--momentum",
         type=below_one,
         default=0.9,
-        help="of SGD, NGD and LARS (default %(default)s)",
+        metavar="F",
+        help="Give SGD, NGD and LARS this momentum (default %(default)s).",
     )
     add(
         "--nesterov",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="Nesterov momentum of SGD, NGD and LARS",
+        help="Use Nesterov momentum in SGD, NGD and LARS (default off).",
     )
     add(
         "--betas",
@@ -294,137 +390,161 @@ def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice], def
         nargs=2,
         default=[0.9, 0.999],
         metavar="B",
-        help="decay rates of the moments of AdamW, LAMB and SLAMB (default 0.9 0.999)",
+        help="Let the first and the second moments of AdamW, LAMB and SLAMB decay by these "
+        "factors per step (default %(default)s).",
     )
     add(
         "--trust_coefficient",
         type=positive,
         default=1e-3,
-        help="of LARS: size of a layer's step relative to its weights (default %(default)s)",
+        metavar="F",
+        help="Let a step of LARS change each layer by this fraction of its weights, times --lr "
+        "(default %(default)s).",
     )
     add(
         "--larc",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="of LARS: let no layer's rate exceed --lr",
+        help="Limit the learning rate that LARS gives to a layer to --lr (default off).",
     )
 
 
 def add_ngd(parser: Parser) -> None:
     """Add the group 'natural gradient'."""
-    add = parser.add_argument_group("natural gradient").add_argument
+    add = parser.group("natural gradient")
     add(
         "--ngd_rank",
         type=count,
         default=80,
-        help="eigenvectors kept of an axis, at most half its length (default 80)",
+        metavar="N",
+        help="Keep this many eigenvectors for each axis of a weight, but at most half its length "
+        "(default %(default)s).",
     )
     add(
         "--ngd_alpha",
         type=positive,
         default=4.0,
-        help="smoothing towards plain SGD (default %(default)s)",
+        metavar="A",
+        help="Smooth the natural gradient by this much; larger values are closer to plain SGD "
+        "(default %(default)s).",
     )
     add(
         "--ngd_eta",
         type=number(float, 1e-6, 0.999),
         default=0.1,
-        help="weight of a new gradient in the running estimate (default 0.1)",
+        metavar="F",
+        help="Give each new gradient this weight in the running estimates (default %(default)s).",
     )
     add(
         "--ngd_period",
         type=count,
         default=4,
         metavar="STEPS",
-        help="steps between two updates of an estimate (default %(default)s)",
+        help="Update each running estimate once in this many steps (default %(default)s).",
     )
     add(
         "--ngd_max_dim",
         type=count,
         default=4096,
-        help="longer axes are not preconditioned (default %(default)s)",
+        metavar="N",
+        help="Leave axes longer than this, such as that of a vocabulary, to plain SGD "
+        "(default %(default)s).",
     )
     add(
         "--ngd_skip",
         nargs="+",
         default=[],
-        metavar="NAME",
-        help="parameters whose names contain one of these take plain SGD",
+        metavar="WORD",
+        help="Train parameters whose names contain one of these words with plain SGD "
+        "(default none).",
     )
 
 
 def add_slamb(parser: Parser) -> None:
     """Add the group 'SLAMB'."""
-    add = parser.add_argument_group("SLAMB").add_argument
+    add = parser.group("SLAMB")
     add(
         "--compress_ratio",
         type=fraction,
         default=0.1,
-        metavar="K",
-        help="part of the momentum that is sent in a step (default 0.1)",
+        metavar="F",
+        help="Send this fraction of the momentum in each step (default %(default)s).",
     )
     add(
         "--compress_warmup",
         type=fraction,
         nargs="*",
         default=[0.5, 0.5, 0.2],
-        metavar="K",
-        help="the same in its first epochs (default 0.5 0.5 0.2)",
+        metavar="F",
+        help="Send these fractions of the momentum in the first epochs, one after the other; "
+        "without a value there is no warm-up (default %(default)s).",
     )
     add(
         "--beta3",
         type=number(float, 0, 1),
         default=0.99,
-        help="decay a step of the trust in what was not sent (default 0.99)",
+        metavar="F",
+        help="Multiply the trust in momentum by this factor in each step in which it is not sent "
+        "(default %(default)s).",
     )
     add(
         "--selection",
         choices=("block", "random"),
         default="block",
-        help="send rows of 64 weights, or single weights (default block)",
+        help="Send momentum in rows of 64 weights (block) or weight by weight (random) "
+        "(default %(default)s).",
     )
     add(
         "--wire_dtype",
         choices=("bf16", "fp16", "fp32"),
         default="bf16",
-        help="precision of what is sent (default bf16)",
+        help="Send numbers in this format (default %(default)s).",
     )
     add(
         "--node_groups",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="dense communication within a node, sparse between nodes",
+        help="Send whole gradients within a node, and fractions of the momentum only between "
+        "nodes (default off).",
     )
 
 
 def add_schedule(parser: Parser) -> None:
     """Add the group 'learning rate'."""
-    add = parser.add_argument_group("learning rate").add_argument
+    add = parser.group("learning rate")
     add(
         "--lr_schedule",
+        aliases=("--sched", "--lr_scheduler_type"),
         choices=schedules.SCHEDULES,
         default="cosine",
-        help="shape of the learning rate over the run (default %(default)s)",
+        hint=schedule_hint,
+        help="Let the learning rate follow this schedule over the run (default %(default)s).",
+        common=True,
     )
     add(
         "--warmup",
+        aliases=("--warmup_epochs",),
         type=not_negative,
         default=0.0,
         metavar="EPOCHS",
-        help="let the rate rise linearly at the start (default %(default)s)",
+        help="Raise the learning rate linearly from 0 over this many epochs (default %(default)s).",
+        common=True,
     )
     add(
         "--gamma",
         type=positive,
         default=0.1,
-        help="factor of step, multistep and exponential; rate of inverse (default 0.1)",
+        metavar="F",
+        help="Multiply the rate by this factor at each change in step, multistep and exponential; "
+        "divide it by 1 + F x epochs in inverse (default %(default)s).",
     )
     add(
         "--step_size",
         type=count,
         default=30,
         metavar="EPOCHS",
-        help="of step and cyclic (default %(default)s)",
+        help="Change the rate once in this many epochs in step; raise it for so long and lower "
+        "it for so long in cyclic (default %(default)s).",
     )
     add(
         "--milestones",
@@ -432,283 +552,351 @@ def add_schedule(parser: Parser) -> None:
         nargs="+",
         default=[30, 40],
         metavar="EPOCH",
-        help="of multistep (default 30 40)",
+        help="Change the rate at these epochs in multistep (default %(default)s).",
     )
-    add("--power", type=positive, default=1.0, help="of polynomial (default %(default)s)")
+    add(
+        "--power",
+        type=positive,
+        default=1.0,
+        metavar="P",
+        help="Lower the rate in polynomial as the P-th power of what is left of the run; 1 is a "
+        "straight line (default %(default)s).",
+    )
     add(
         "--lr_end",
         type=number(float, 0, 1),
         default=0.0,
         metavar="F",
-        help="last rate of cosine and polynomial, as a multiple of --lr (default 0)",
+        help="End cosine and polynomial at this fraction of --lr (default %(default)s).",
     )
     add(
         "--peak",
         type=number(float, 1),
         default=5.0,
         metavar="F",
-        help="highest rate of onecycle and cyclic, as a multiple of --lr (default 5)",
+        help="Let onecycle and cyclic rise to this multiple of --lr (default %(default)s).",
     )
     add(
         "--lr_scaling",
         choices=("none", "linear", "sqrt"),
         default="none",
-        help="scale --lr with global batch / --base_bs (default none)",
+        help="Multiply --lr by the global batch divided by --base_bs (linear), or by the square "
+        "root of that (sqrt) (default %(default)s).",
     )
     add(
         "--base_bs",
         type=count,
         default=128,
-        help="global batch that --lr was tuned for (default %(default)s)",
+        metavar="N",
+        help="Tell --lr_scaling for which global batch, in samples, --lr was tuned "
+        "(default %(default)s).",
     )
 
 
 def add_speed(parser: Parser) -> None:
     """Add the group 'speed and devices'."""
-    add = parser.add_argument_group("speed and devices").add_argument
+    add = parser.group("speed and devices")
     add(
         "--device",
         default="auto",
-        help="auto, cpu, cuda, or cuda:N, which puts all processes on one GPU (default auto)",
+        help="Compute on auto (a GPU if there is one), cpu, cuda, or cuda:N, which puts all "
+        "processes on GPU number N (default %(default)s).",
+        common=True,
     )
     add(
         "--precision",
         choices=precision.PRECISIONS,
         default="auto",
-        help="auto is bf16 where the device has it, else fp16 on GPUs and fp32 on CPUs "
-        "(default auto)",
+        value_aliases={"--bf16": "bf16", "--fp16": "fp16"},
+        unavailable_reason=precision_unavailable_reason,
+        help="Compute in this precision; auto is bf16 where the device has it, else fp16 on GPUs "
+        "and fp32 on CPUs (default %(default)s).",
+        common=True,
     )
     add(
         "--backend",
         choices=execution.BACKENDS,
         default="eager",
-        help="how the model is executed (default %(default)s)",
+        value_aliases={"--torch_compile": "compile", "--torchcompile": "compile"},
+        unavailable_reason=backend_unavailable_reason,
+        help="Execute the model in this way; compile is torch.compile, and "
+        "`python -m cli.capabilities` lists what this machine supports (default %(default)s).",
+        common=True,
     )
     add(
         "--fuse",
         action="store_true",
-        help="keep only the inputs of fused blocks (convolution, batch-norm, ReLU; MLPs) and "
-        "recompute the rest in the backward pass, to save memory",
+        help="Save memory: recompute convolution, batch-norm and ReLU, or MLPs, as one block in "
+        "the backward pass.",
     )
     add(
         "--checkpoint_activations",
+        aliases=("--grad_checkpointing", "--gradient_checkpointing"),
         action="store_true",
-        help="keep only the inputs of residual blocks, to save most memory",
+        help="Save most memory: recompute each residual block in the backward pass.",
     )
     add(
         "--threads",
         type=natural,
         default=0,
-        help="CPU threads; 0 shares the cores among the node's processes (default 0)",
+        metavar="N",
+        help="Use this many CPU threads in each process; 0 shares the cores of the node among its "
+        "processes (default %(default)s).",
     )
     add(
         "--parallel",
         choices=fsdp.PARALLEL,
         default="ddp",
-        help="ddp if the model fits a device, fsdp if it does not, hsdp for that on many nodes "
-        "(default ddp)",
+        help="Keep a copy of the model on each device (ddp), or shards of it over all devices "
+        "(fsdp) or over those of each node (hsdp) (default %(default)s).",
     )
     add(
         "--distributed",
         action="store_true",
-        help="insist on torchrun; without the flag, torchrun is recognised by itself",
+        help="End with an error unless torchrun started the script; without this flag, torchrun "
+        "is recognised by itself.",
     )
     add(
         "--sync_bn",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="compute BatchNorm statistics over all GPUs",
+        help="Compute the statistics of batch-norm over all GPUs (default off).",
     )
 
 
 def add_communication(parser: Parser) -> None:
     """Add the group 'communication'."""
-    add = parser.add_argument_group("communication").add_argument
+    add = parser.group("communication")
     add(
         "--grad_compress",
         choices=comm_hooks.COMPRESSIONS,
         default="none",
-        help="how gradients are compressed on the wire (default none)",
+        help="Send gradients in this compressed form (default %(default)s).",
     )
     add(
         "--powersgd_rank",
         type=count,
         default=2,
-        help="of --grad_compress powersgd: rank of the approximation (default %(default)s)",
+        metavar="N",
+        help="Send matrices of this rank with --grad_compress powersgd (default %(default)s).",
     )
     add(
         "--sync",
         choices=comm_hooks.SYNCS,
         default="sync",
-        help="lag applies gradients a step late; local averages weights every --local_steps "
-        "(default sync)",
+        help="Average gradients in each step (sync), apply their average a step late (lag), or "
+        "average weights every --local_steps (local) (default %(default)s).",
     )
     add(
         "--local_steps",
         type=count,
         default=50,
         metavar="STEPS",
-        help="of SLAMB and --sync local: steps between averagings of the weights (default 50)",
+        help="Average the weights once in this many steps, with SLAMB and --sync local "
+        "(default %(default)s).",
     )
     add(
         "--dense_steps",
         type=natural,
         default=10,
         metavar="STEPS",
-        help="of SLAMB and --sync local: steps at the start that send everything (default 10)",
+        help="Send everything in this many steps at the start, with SLAMB and --sync local "
+        "(default %(default)s).",
     )
 
 
 def add_batches(parser: Parser, batch_rules: Collection[str]) -> None:
     """Add the group 'batches that change'."""
-    group = parser.add_argument_group("batches that change (sizes over all processes)")
-    add = group.add_argument
+    add = parser.group("batches that change (sizes over all processes)")
     add(
         "--dynamic_batch",
         choices=batch_rules,
         default="none",
-        help="how the batch size changes from epoch to epoch (default none)",
+        help="Change the batch size from epoch to epoch by this rule (default %(default)s).",
+        common=True,
     )
     add(
         "--min_bs",
         type=count,
         metavar="N",
-        help="smallest batch (default the first one; of decrease a sixteenth of it)",
+        help="Keep the batch at this many samples at least (default the first batch; for "
+        "decrease, a sixteenth of it).",
     )
     add(
         "--max_bs",
         type=count,
         metavar="N",
-        help="largest batch (default 16 times the first one; of decrease the first one)",
+        help="Keep the batch at this many samples at most (default 16 times the first batch, and "
+        "no more than an eighth of the training set; for decrease, the first batch).",
     )
     add(
         "--noise_scale",
         action="store_true",
-        help="log the gradient noise scale, as --dynamic_batch noise does by itself",
+        help="Log the gradient noise scale after each epoch, as --dynamic_batch noise always does.",
     )
     add(
         "--balance_workers",
         action="store_true",
-        help="give each process a share of the batch in proportion to its speed",
+        help="Give each process a share of the batch in proportion to its speed.",
+        common=True,
     )
     add(
         "--micro_bs",
         type=count,
         metavar="N",
-        help="samples at once on a device (default --bs; on GPUs what fits)",
+        help="Compute at most this many samples at once on a device (default --bs on CPUs, and "
+        "as many as fit on GPUs).",
     )
 
 
 def add_batch_rules(parser: Parser) -> None:
     """Add the group 'rules of --dynamic_batch'."""
-    add = parser.add_argument_group("rules of --dynamic_batch").add_argument
+    add = parser.group("rules of --dynamic_batch")
     add(
         "--batch_factor",
         type=number(float, 1, open_low=True),
         default=2.0,
         metavar="F",
-        help="factor of one change (default 2)",
+        help="Multiply or divide the batch by this factor at each change; noise changes it by "
+        "this factor at most (default %(default)s).",
     )
     add(
         "--batch_milestones",
         type=count,
         nargs="+",
         metavar="EPOCH",
-        help="of increase and decrease (default one half and three quarters of the run)",
+        help="Change the batch at these epochs in increase and decrease (default one half and "
+        "three quarters of the run).",
     )
     add(
         "--batch_growth",
         type=number(float, 1, open_low=True),
         metavar="F",
-        help="of increase and decrease: change by this factor after every epoch",
+        help="Multiply the batch by this factor after each epoch in increase, or divide it by "
+        "this factor in decrease, instead of at milestones.",
     )
     add(
         "--replace_decay",
         action="store_true",
-        help="of increase: let the batch grow where --lr_schedule would let the rate decay",
+        help="Let the batch grow, in increase, where --lr_schedule would lower the learning rate.",
     )
     add(
         "--dynamic_lr",
         choices=("none", "linear", "sqrt"),
         default="none",
-        help="scale the learning rate with the batch (default none)",
+        help="Scale the learning rate with the batch (linear) or with its square root (sqrt) when "
+        "it changes (default %(default)s).",
     )
     add(
         "--loss_rule",
         choices=dynamic_batch.LOSS_RULES,
         default="progress",
-        help="of loss: which formula (default progress)",
+        help="Let the rule loss follow the progress of the training loss over several epochs, or "
+        "a score of loss and time in the last two (default %(default)s).",
     )
     add(
         "--loss_window",
         type=number(int, 2),
         default=5,
         metavar="EPOCHS",
-        help="of loss: how many epochs it looks at (default 5)",
+        help="Measure the progress of the training loss over this many epochs "
+        "(default %(default)s).",
     )
     add(
         "--loss_threshold",
         type=not_negative,
         default=10.0,
         metavar="P",
-        help="of loss: threshold of the progress, in thousandths (default 10)",
+        help="Let the batch grow when the mean training loss of --loss_window epochs is less than "
+        "P thousandths above the lowest of them, or when the score improves by more than P "
+        "thousandths (default %(default)s, which is 1 %%).",
     )
 
 
 def add_run(parser: Parser) -> None:
     """Add the group 'run'."""
-    add = parser.add_argument_group("run").add_argument
-    add("--out", metavar="DIR", help="run folder (default runs/<script>-<time>)")
+    add = parser.group("run")
+    add(
+        "--out",
+        aliases=("--output", "--output_dir"),
+        metavar="DIR",
+        help="Write the run into this folder (default runs/SCRIPT-TIME).",
+        common=True,
+    )
     add(
         "--resume",
         "-r",
+        aliases=("--resume_from_checkpoint",),
         nargs="?",
         const="",
         metavar="PATH",
-        help="go on from a checkpoint or run folder (without PATH: --out, or the newest run)",
+        help="Continue from this checkpoint or run folder; without PATH, from --out or from the "
+        "newest run.",
+        common=True,
     )
     add(
         "--checkpoint",
         metavar="best|last|PATH",
-        help="Weights for --evaluate, --predict and --export: a run folder or .pt file, or the "
-        "best or last checkpoint of --resume, --out or the newest run; with --resume alone, where "
-        "training goes on from (default last).",
+        help="Take the weights of --evaluate, --predict and --export from this run folder or .pt "
+        "file, or from the best or last checkpoint of --resume, --out or the newest run; with "
+        "--resume, training goes on from there (default last).",
+        common=True,
     )
     add(
         "--save_every",
         type=natural,
         default=0,
         metavar="STEPS",
-        help="also save within an epoch (default 0, never)",
+        help="Save a checkpoint once in this many steps as well; 0 saves after each epoch only "
+        "(default %(default)s).",
+    )
+    add(
+        "--recipe",
+        aliases=("--config", "-c"),
+        metavar="NAME",
+        help="Read flags from recipes/NAME.yaml of this project, or from the YAML file of that "
+        "path; the command line overrides them.",
+        common=True,
+    )
+    add(
+        "--tensorboard",
+        action="store_true",
+        help="Write TensorBoard events into the run folder as well.",
     )
     add(
         "--log_every",
         type=not_negative,
         default=60.0,
         metavar="SECONDS",
-        help="Off a terminal, print a line of progress after this time without output; 0 is "
-        "never (default 60).",
+        help="Print a line of progress after this time without output where there is no "
+        "terminal; 0 is never (default %(default)s).",
     )
-    add("--recipe", metavar="YAML", help="flags from a file; the command line overrides them")
-    add("--tensorboard", action="store_true", help="also write TensorBoard events")
     add(
         "--evaluate",
         action="store_true",
-        help="with --resume: print the accuracy on the test set, overall and of each class",
+        help="Print the accuracy on the test set, overall and of each class, of the model of "
+        "--checkpoint.",
+        common=True,
     )
     add(
         "--predict",
         nargs="+",
         metavar="PATH",
-        help="with --resume: classify files, or all files below a folder",
+        help="Classify images, or each line of text files, with the model of --checkpoint; a "
+        "folder stands for all such files below it.",
+        common=True,
     )
     add(
         "--predict_out",
         metavar="FILE",
-        help="of --predict: write the probability of every class as .jsonl or .csv",
+        help="Write the predictions, with the probability of every class, into this .jsonl or "
+        ".csv file.",
+        common=True,
     )
     add(
         "--export",
         metavar="FILE",
-        help="with --resume: write the model as .onnx or .pt2 and check the file",
+        help="Write the model of --checkpoint as .onnx or .pt2, and check that the file computes "
+        "the same.",
+        common=True,
     )

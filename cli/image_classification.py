@@ -35,30 +35,39 @@ def long_run_hint(args: Namespace, run: Run) -> str:
 
 def add_flags(parser: Parser) -> None:
     """Add the group 'images'."""
-    add = parser.add_argument_group("images").add_argument
+    add = parser.group("images", after="data")
     add(
         "--arch",
+        aliases=("--model",),
         default="resnet50",
-        help=f"{', '.join(resnet.STAGES)}, or any torchvision model (default %(default)s)",
+        metavar="NAME",
+        help=f"Train this network: {', '.join(resnet.STAGES)}, or any classifier of torchvision "
+        "(default %(default)s).",
+        common=True,
     )
     add(
         "--image_size",
         type=natural,
         default=0,
         metavar="PIXELS",
-        help="side of the images; 0 is the data set's own (of folder: 32)",
+        help="Scale images to this many pixels a side; 0 keeps the data set's own size, and is 32 "
+        "for folder (default %(default)s).",
+        common=True,
     )
     add(
         "--augment",
         choices=("standard", "none"),
         default="standard",
-        help="random crop and flip (default %(default)s)",
+        help="Crop and flip training images at random (standard), or leave them as they are "
+        "(none) (default %(default)s).",
+        common=True,
     )
     add(
         "--resident",
         choices=("auto", "yes", "no"),
         default="auto",
-        help="keep all pixels on the device (default auto: if they fit)",
+        help="Keep all pixels on the device (yes), decode them again in each epoch (no), or keep "
+        "them if they fit (auto) (default %(default)s).",
     )
 
 

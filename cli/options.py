@@ -22,7 +22,7 @@ from backends import torch_compat
 from cli import compatibility
 from cli.flags import Parser
 from distributed.world import under_torchrun
-from errors import InputError, first_line
+from errors import InputError, did_you_mean, first_line
 from input_pipeline import own_data
 from training import checkpoint, export, predictions, run_log
 
@@ -40,6 +40,7 @@ NOT_RESTORED = frozenset(
     ]
 )
 """Flags of one invocation: a resumed run does not take them from its checkpoint."""
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 META_VAL_FRACTION = 0.05  # held out for --mixup meta where the command line does not say
 
 
@@ -150,39 +151,73 @@ def run_path(args: Namespace, script: str, *, flag: str) -> Path:
     return folder
 
 
-def recipe_arguments(path: str, parser: Parser) -> list[str]:
+def recipe_path(recipe: str) -> Path:
+    """The file of --recipe, which is a path or the name of one of this project's recipes.
+
+    A file of that path wins over a recipe of that name.
+
+    Raises:
+        InputError: there is neither.
+    """
+    path, named = Path(recipe), RECIPES / f"{recipe.removesuffix('.yaml')}.yaml"
+    if path.exists() and not path.is_dir():
+        return path
+    if named.parent == RECIPES and named.is_file():
+        return named
+    names = sorted(each.stem for each in RECIPES.glob("*.yaml"))
+    problem = "is a folder" if path.is_dir() else "is no file and no recipe of this project"
+    raise InputError(
+        f"--recipe {recipe}: this {problem}; give the path of a YAML file, or one of the recipes "
+        f"{', '.join(names)}{did_you_mean(path.stem, names)}"
+    )
+
+
+def recipe_arguments(recipe: str, parser: Parser) -> list[str]:
     """A recipe as command-line arguments, so that it is checked like them.
 
     Args:
-        path: a YAML file that maps names of flags to values.
+        recipe: a YAML file that maps names of flags to values, or the name of one of this
+            project's recipes.
         parser: knows the flags.
     Raises:
         InputError: unreadable, not a mapping, or a flag is wrong.
     """
     try:
-        recipe = yaml.safe_load(Path(path).read_text())
+        values_by_name = yaml.safe_load(recipe_path(recipe).read_text())
     except OSError as error:
         raise InputError(
-            f"--recipe {path}: {error.strerror}; give the path of a YAML file"
+            f"--recipe {recipe}: {error.strerror}; give the path of a YAML file"
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"--recipe {path}: not YAML ({first_line(error)})") from None
-    if not isinstance(recipe, dict):
-        raise InputError(f"--recipe {path}: must hold lines of 'flag: value'")
+        raise InputError(f"--recipe {recipe}: not YAML ({first_line(error)})") from None
+    if not isinstance(values_by_name, dict):
+        raise InputError(f"--recipe {recipe}: must hold lines of 'flag: value'")
     arguments: list[str] = []
-    for name, value in recipe.items():
-        if value is True:
+    for name, value in values_by_name.items():
+        if value is False:
+            arguments += negation(str(name), parser)
+        elif value is True:
             arguments.append(f"--{name}")
-        elif value is False:  # the false of a flag without an opposite is its absence
-            arguments += [f"--no-{name}"] if f"--no-{name}" in parser.option_strings() else []
         else:
             values = value if isinstance(value, list) else [value]
             arguments += [f"--{name}", *map(str, values)]
     try:
         parser.parse_args(arguments)
     except InputError as error:
-        raise InputError(f"--recipe {path}: {error}") from None
-    return arguments
+        raise InputError(f"--recipe {recipe}: {error}") from None
+    return parser.translate(arguments)
+
+
+def negation(name: str, parser: Parser) -> list[str]:
+    """The arguments for a flag that a recipe sets to false.
+
+    The false of a flag without an opposite is its absence. An unknown flag is returned as it is, so
+    that it is refused with all others.
+    """
+    if not parser.knows(f"--{name}"):
+        return [f"--{name}"]
+    opposites = parser.translate([f"--no-{name}"])
+    return [each for each in opposites if each in parser.option_strings()]
 
 
 # -------------------------------------------------------------------- checking them

@@ -13,7 +13,7 @@ from torch import nn
 from cli.factory import Data, Run, load_weights, report_own_data, report_predictions, split_rows
 from cli.flags import Parser, below_one, count, number
 from errors import InputError
-from input_pipeline import text_batches, text_datasets, tokenization
+from input_pipeline import text_batches, text_datasets, tokenization, torchtext_tokenizer
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import TextDataset
@@ -41,95 +41,132 @@ def long_run_hint(args: Namespace, run: Run) -> str:
 
 def add_flags(parser: Parser) -> None:
     """Add the groups 'texts' and 'Transformer'."""
-    add_model_flags(parser)
-    add = parser.add_argument_group("texts").add_argument
+    add = parser.group("texts", after="data")
     add(
         "--tokenizer",
         choices=tokenization.TOKENIZERS,
         default="wordpiece",
-        help="trained on the training split (default %(default)s)",
+        unavailable_reason=tokenizer_unavailable_reason,
+        help="Split texts into tokens in this way, learned on the training set "
+        "(default %(default)s).",
     )
     add(
         "--vocab_size",
         type=number(int, 300),
         default=30_000,
-        help="tokens at most (default %(default)s)",
+        metavar="N",
+        help="Distinguish this many tokens at most (default %(default)s).",
     )
     add(
         "--max_len",
         type=number(int, 4),
         default=128,
         metavar="TOKENS",
-        help="longest text; the rest of a longer one is cut off (default %(default)s)",
+        help="Cut off what a text has beyond this many tokens (default %(default)s).",
+        common=True,
     )
     add(
         "--label_column",
         metavar="COLUMN",
-        help="of --dataset csv: the label, by its name in the header or its number from 1 on "
-        "(default: found by name; without a header the first column)",
+        help="Read the labels of --dataset csv from this column, given by its name in the header "
+        "or its number from 1 on; by default it is found by name, and without a header it is the "
+        "first one.",
+        common=True,
     )
     add(
         "--text_column",
         nargs="+",
         default=[],
         metavar="COLUMN",
-        help="of --dataset csv: the text, likewise; several columns are joined (default: found by "
-        "name; without a header all other columns)",
+        help="Read the texts of --dataset csv from this column, or from several that are joined; "
+        "by default they are found by name, and without a header they are all but the label.",
+        common=True,
     )
+    add_model_flags(parser)
+
+
+def tokenizer_unavailable_reason(name: str) -> str:
+    """Return why a tokenizer cannot be used here, or ''."""
+    return torchtext_tokenizer.unavailable_reason() if name == "torchtext" else ""
 
 
 def add_model_flags(parser: Parser) -> None:
     """Add the group 'Transformer'."""
-    add = parser.add_argument_group("Transformer").add_argument
-    add("--width", type=count, default=128, help="width of the encoder (default %(default)s)")
-    add("--depth", type=count, default=2, help="encoder blocks (default %(default)s)")
+    add = parser.group("Transformer", after="texts")
+    add(
+        "--width",
+        type=count,
+        default=128,
+        metavar="N",
+        help="Represent each token by this many features (default %(default)s).",
+        common=True,
+    )
+    add(
+        "--depth",
+        type=count,
+        default=2,
+        metavar="N",
+        help="Stack this many encoder blocks (default %(default)s).",
+        common=True,
+    )
     add(
         "--heads",
         type=count,
         default=4,
-        help="attention heads; --width must be divisible by it (default %(default)s)",
+        metavar="N",
+        help="Give each block this many attention heads; --width must be divisible by it "
+        "(default %(default)s).",
     )
     add(
         "--mlp_width",
         type=count,
         default=512,
-        help="width of the feed-forward layers (default %(default)s)",
+        metavar="N",
+        help="Give the feed-forward layers this many hidden units (default %(default)s).",
     )
     add(
         "--dropout",
         type=below_one,
         default=0.3,
-        help="dropout on embeddings and residual branches (default %(default)s)",
+        metavar="F",
+        help="Drop this fraction of the embeddings and of the outputs of each block while "
+        "training (default %(default)s).",
+        common=True,
     )
     add(
         "--token_dropout",
         type=below_one,
         default=0.5,
-        help="part of the tokens that is hidden in training (default %(default)s)",
+        metavar="F",
+        help="Hide this fraction of the tokens while training (default %(default)s).",
     )
     add(
         "--positions",
         choices=("learned", "sinusoidal"),
         default="learned",
-        help="position embedding (default %(default)s)",
+        help="Add position embeddings of this kind to the tokens (default %(default)s).",
     )
     add(
         "--pooling",
         choices=("mean", "cls"),
         default="mean",
-        help="how the last layer becomes one vector (default %(default)s)",
+        help="Classify by the mean of all tokens (mean), or by a token of its own in front of "
+        "them (cls) (default %(default)s).",
     )
     add(
         "--mix_at",
         choices=("pooled", "tokens"),
         default="pooled",
-        help="of --mixup: what of a text is mixed (default pooled)",
+        help="Let --mixup mix what the classifier sees of two texts (pooled), or the embeddings "
+        "of their tokens (tokens) (default %(default)s).",
     )
     add(
         "--prior",
         choices=("none", "naive_bayes"),
         default="none",
-        help="token scores that are added to the logits (default none)",
+        help="Add naive Bayes scores of the tokens, counted on the training set, to the logits "
+        "(default %(default)s).",
+        common=True,
     )
 
 

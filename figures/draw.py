@@ -8,12 +8,14 @@ Runs of your own that are named NAME-seedN become one line with a band.
 
 from __future__ import annotations
 
-import argparse
+import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from cli.flag_parser import FlagParser
+from errors import exit_code
 from figures import table
 from figures.pictures import PICTURES, overview
 from figures.run_logs import LOGS, ROOT, by_name, read_groups
@@ -47,21 +49,30 @@ def draw_all() -> None:
     print(generated)
 
 
-def main() -> None:
-    """Draw the runs that the command line names, or all figures and the results table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def draw_parser() -> FlagParser:
+    """Return the parser of the command line."""
+    parser = FlagParser(__doc__)
+    add = parser.group("flags")
+    add(
+        "--runs",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="Draw the runs in these folders in place of the committed logs.",
     )
-    parser.add_argument(
-        "--runs", nargs="+", type=Path, help="run folders to draw instead of the committed logs"
-    )
-    parser.add_argument(
+    add(
         "--out",
         type=Path,
         default=Path("accuracy.png"),
-        help="picture of --runs (default accuracy.png)",
+        metavar="FILE",
+        help="Write the picture of --runs to this file (default %(default)s).",
     )
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Draw the runs that the command line names, or all figures and the results table."""
+    args = draw_parser().parse_args()
     if args.runs:
         save(overview(by_name(args.runs)), args.out)
     else:
@@ -69,4 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -11,7 +11,6 @@ its checkpoint. A failed run does not end the others; it is named at the end.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import shutil
@@ -27,7 +26,8 @@ import torch
 import yaml
 
 from cli import flags
-from errors import InputError, Interrupted, exit_code
+from cli.flag_parser import FlagParser
+from errors import InputError, Interrupted, did_you_mean, exit_code
 from figures.run_logs import LOGS, ROOT, finished, read_rows
 
 PLAN = ROOT / "figures" / "experiments.yaml"
@@ -164,7 +164,10 @@ def select_groups(runs: Sequence[PlannedRun], only: Sequence[str]) -> list[Plann
     groups = dict.fromkeys(run.group for run in runs)
     for group in only:
         if group not in groups:
-            raise InputError(f"--only {group}: no such group; there are {', '.join(groups)}")
+            raise InputError(
+                f"--only {group}: no such group; there are {', '.join(groups)}"
+                f"{did_you_mean(group, groups)}"
+            )
     return [run for run in runs if not only or run.group in only]
 
 
@@ -192,27 +195,51 @@ def execute_all(runs: Sequence[PlannedRun], deadline: float, device: str) -> Non
         raise InputError(f"{len(failures)} run(s) failed, see above: {', '.join(failures)}")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run, list or draw the experiments that the command line names."""
-    parser = flags.Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
+def experiments_parser() -> FlagParser:
+    """Return the parser of the command line."""
+    parser = FlagParser(__doc__, usage="[cpu | gpu] [flags]")
+    add = parser.group("flags")
     add(
         "device",
         nargs="?",
         choices=("cpu", "gpu"),
-        help="which experiments (default: gpu if there is one)",
+        help="Run the experiments for this device (default gpu if there is one, else cpu).",
     )
-    add("--only", nargs="+", default=[], metavar="GROUP", help="groups of the plan (default: all)")
-    add("--minutes", type=flags.positive, help="stop after so many minutes (default: run all)")
-    add("--list", action="store_true", help="print what is done and what is open")
-    add("--draw", action="store_true", help="draw the figures at the end, also after a failure")
-    add("--plan", type=Path, default=PLAN, help="plan (default %(default)s)")
-    add("--logs", type=Path, default=LOGS, help="folder of the logs (default %(default)s)")
-    args = parser.parse_args(argv)
+    add(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="GROUP",
+        help="Run these groups of the plan (default all).",
+    )
+    add(
+        "--minutes",
+        type=flags.positive,
+        metavar="N",
+        help="Stop after this many minutes; the same command continues later (default never).",
+    )
+    add("--list", action="store_true", help="Print what is done and what is open; run nothing.")
+    add("--draw", action="store_true", help="Draw the figures at the end, also after a failure.")
+    add(
+        "--plan",
+        type=Path,
+        default=PLAN,
+        metavar="YAML",
+        help="Read the experiments from this file (default figures/experiments.yaml).",
+    )
+    add(
+        "--logs",
+        type=Path,
+        default=LOGS,
+        metavar="DIR",
+        help="Write the logs below this folder (default figures/logs).",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run, list or draw the experiments that the command line names."""
+    args = experiments_parser().parse_args(argv)
     has_gpu = torch.cuda.is_available()
     device = args.device or ("gpu" if has_gpu else "cpu")
     runs = select_groups(read_plan(args.plan, device, args.logs.resolve()), args.only)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from errors import InputError, first_line
+from errors import InputError, did_you_mean, first_line
 from models.residual import ResidualBlock
 
 STAGES = {  # kind of block, and number of blocks in each stage
@@ -210,10 +210,12 @@ def _create_torchvision_model(
 ) -> nn.Module:
     from torchvision import models  # only needed for a model that is not ours
 
-    if arch not in models.list_models(module=models):
+    torchvision_models = models.list_models(module=models)
+    if arch not in torchvision_models:
         raise InputError(
             f"--arch {arch}: unknown model; choose one of {', '.join(STAGES)} "
             "or a torchvision model such as swin_t"
+            f"{did_you_mean(arch, [*STAGES, *torchvision_models])}"
         )
     options = {"aux_logits": False} if arch in ("googlenet", "inception_v3") else {}
     model = models.get_model(arch, weights=None, num_classes=classes, **options)

@@ -20,7 +20,9 @@ from cli import compatibility
 from cli.flags import OptimizerChoice
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
+from figures import flags_page
 from input_pipeline.dataset import BatchedDataset
+from tuning.sweep import sweep_parser
 
 README = ranks.ROOT / "README.md"
 DOCS = ranks.ROOT / "docs"
@@ -36,24 +38,15 @@ TOOL_FLAGS = {
     "test.sh": {"--all", "--legacy"},
     "figures": {"--list", "--only", "--minutes", "--runs"},
     "benchmarks": {"--quick", "--json", "--logs", "--report", "--text"},
-    "tuning": {
-        "--jobs",
-        "--nproc",
-        "--objective",
-        "--pruner",
-        "--sampler",
-        "--space",
-        "--storage",
-        "--trials",
-    },
+    "written with hyphens": {"--batch-size", "--no-sync-bn"},
     "sbatch": {"--nodes", "--gpus-per-node"},
 }
 
 
 @functools.cache
 def known_flags() -> set[str]:
-    parsers = resnet50_test.parser(), transformer_test.parser()
-    options = {name for parser in parsers for name in parser._option_string_actions}
+    parsers = resnet50_test.parser(), transformer_test.parser(), sweep_parser("resnet50_test.py")
+    options = {name for parser in parsers for name in parser.spellings()}
     return options.union(*TOOL_FLAGS.values())
 
 
@@ -189,3 +182,8 @@ def test_the_page_on_extending_lists_every_member_of_a_communication_hook():
 def test_the_table_of_incompatible_flags_is_that_of_the_code() -> None:
     page = compatibility.PAGE.read_text()
     assert compatibility.page_with_table(page) == page
+
+
+def test_the_page_of_flags_lists_those_of_the_parsers() -> None:
+    page = flags_page.PAGE.read_text()
+    assert flags_page.page_with_flags(page) == page, "run python -m figures.flags_page"

@@ -44,7 +44,7 @@ def test_a_space_is_read(tmp_path):
         "bs: {uniform: [16, 64]}\n"
         "ngd: {choice: [true, false]}\n",
     )
-    read = space.read_space(path, {"lr", "momentum", "bs", "ngd"})
+    read = space.read_space(path, resnet50_test.parser().own_name)
     assert [type(distribution).__name__ for distribution in read.values()] == [
         "FloatDistribution",
         "FloatDistribution",
@@ -76,12 +76,25 @@ def test_a_space_is_read(tmp_path):
         ("lr: {uniform: [true, 2]}", "lr: True"),
         ("lr: {choice: []}", "lr: "),
         ("lr: {cubic: [1, 2]}", "cubic"),
-        ("leraning_rate: {log: [0.1, 1]}", "no flag --leraning_rate"),
+        ("leraning_rate: {log: [0.1, 1]}", "no such flag; did you mean --learning_rate?"),
+        ("lr: {choice: [1]}\nlearning-rate: {choice: [2]}", "lr is there twice"),
+        ("torch_compile: {choice: [true]}", "stands for --backend compile; use backend"),
     ],
 )
 def test_a_wrong_space_is_refused(text, message, tmp_path):
     with pytest.raises(errors.InputError, match=message):
-        space.read_space(write(tmp_path, text), {"lr"})
+        space.read_space(write(tmp_path, text), resnet50_test.parser().own_name)
+
+
+def test_a_space_has_the_names_of_the_script_whatever_their_spelling(tmp_path):
+    path = write(tmp_path, "learning-rate: {log: [0.1, 1]}\nmax_grad_norm: {choice: [0, 1]}\n")
+    assert list(space.read_space(path, resnet50_test.parser().own_name)) == ["lr", "clip"]
+
+
+def test_shared_arguments_have_the_names_of_the_script_whatever_their_spelling():
+    script = TargetScript.read("resnet50_test.py", ["--model=resnet8", "--num-train-epochs", "3"])
+    assert script.arguments == ["--arch=resnet8", "--epoch", "3"]
+    assert script.given == {"arch": "resnet8", "epochs": 3}
 
 
 def run_sweep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -98,13 +111,16 @@ def run_sweep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--leraning_rate 1", "--leraning_rate"),
+        ("--leraning_rate 1", "did you mean --learning_rate?"),
+        ("--trial 3", "did you mean --trials?"),
+        ("--sampler gird", "did you mean grid?"),
         ("--sampler grid", "is a range"),
         ("--objective speed", "--objective"),
         ("--objective time_to:2", "--objective"),
         ("--space nowhere.yaml", "nowhere.yaml"),
         ("--val_fraction 0", "--val_fraction"),
         ("--resume x", "--resume"),
+        ("--resume-from-checkpoint=x", "--resume"),
         ("--no-test", "--no-test"),
         ("--trials 0", "--trials"),
         ("--storage nonsense://x", "--storage"),

@@ -1,6 +1,6 @@
 """The search space of a sweep: YAML to Optuna's distributions, sampled values to arguments.
 
-space = read_space(Path("tuning/resnet50.yaml"), known={"lr", "momentum", ...})
+space = read_space(Path("tuning/resnet50.yaml"), script.own_name)    # script: a TargetScript
 values = suggest(trial, space)                       # {"lr": 0.03, "alpha": 0.2}
 arguments = to_arguments(values, known)              # ["--lr", "0.03", "--alpha", "0.2"]
 
@@ -14,7 +14,7 @@ Each line of the file names a flag and its distribution:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,17 @@ from errors import InputError
 Space = dict[str, BaseDistribution]
 
 
-def read_space(path: Path, known: Collection[str]) -> Space:
+def read_space(path: Path, own_name: Callable[[str], str]) -> Space:
     """Read the distributions of a file.
 
     Args:
         path: YAML in the format above.
-        known: names of the flags that the script has.
+        own_name: maps any spelling of a flag of the script to the script's own, or raises
+            InputError.
 
     Raises:
-        InputError: the file is unreadable or empty, names an unknown flag, or holds a
-            distribution that Optuna refuses.
+        InputError: the file is unreadable or empty, names an unknown flag or a flag twice, or
+            holds a distribution that Optuna refuses.
     """
     try:
         entries = yaml.safe_load(path.read_text())
@@ -55,13 +56,16 @@ def read_space(path: Path, known: Collection[str]) -> Space:
         raise InputError(
             f"--space {path}: empty; expected lines such as 'lr: {{log: [0.005, 0.5]}}'"
         )
-    for name in entries:
-        if str(name) not in known:
-            raise InputError(f"--space {path}, {name}: the script has no flag --{name}")
-    return {
-        str(name): parse_distribution(entry, f"--space {path}, {name}")
-        for name, entry in entries.items()
-    }
+    space: Space = {}
+    for spelling, entry in entries.items():
+        try:
+            name = own_name(str(spelling))
+        except InputError as error:
+            raise InputError(f"--space {path}, {spelling}: {error}") from None
+        if name in space:
+            raise InputError(f"--space {path}, {spelling}: {name} is there twice; leave one out")
+        space[name] = parse_distribution(entry, f"--space {path}, {spelling}")
+    return space
 
 
 def parse_distribution(entry: Any, source: str) -> BaseDistribution:

@@ -12,7 +12,6 @@ table, results.csv, figures, and a recipe for the script's --recipe.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import itertools
 import os
@@ -32,6 +31,7 @@ from optuna.distributions import distribution_to_json
 from optuna.trial import FrozenTrial, TrialState
 
 from cli import flags
+from cli.flag_parser import FlagParser
 from errors import InputError, Interrupted, exit_code
 from training.time_estimate import in_words
 from tuning import report, space
@@ -53,107 +53,128 @@ RESUMES = "after"  # user attribute of a trial: number of the stopped trial that
 # -------------------------------------------------------------------- command line
 
 
-def sweep_parser(script: str) -> flags.Parser:
+def sweep_parser(script: str) -> FlagParser:
     """Return the parser of a sweep's own flags, with `script` as default."""
-    parser = flags.Parser(
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = FlagParser(__doc__)
+    add_search(parser, script)
+    add_execution(parser)
+    return parser
+
+
+def add_search(parser: FlagParser, script: str) -> None:
+    """Add the flags that say what is searched and how."""
+    add = parser.group("search")
+    add(
+        "--script",
+        choices=SCRIPTS,
+        default=script,
+        help="Tune the flags of this script (default %(default)s).",
     )
-    add = parser.add_argument
-    add("--script", choices=SCRIPTS, default=script, help="what is tuned (default %(default)s)")
     add(
         "--space",
         type=Path,
         metavar="YAML",
-        help="search space; format in space.py (default tuning/<script>.yaml)",
+        help="Read the search space from this file, whose format is described in tuning/space.py "
+        "(default tuning/resnet50.yaml or tuning/transformer.yaml).",
     )
     add(
         "--trials",
         type=flags.count,
         default=20,
-        help="number of trials, earlier starts included (default %(default)s)",
+        metavar="N",
+        help="Run this many trials, those of earlier starts included (default %(default)s).",
     )
     add(
         "--sampler",
         choices=SAMPLERS,
         default="tpe",
-        help="how values are chosen (default %(default)s)",
+        help="Choose values by Optuna's tree-structured Parzen estimator (tpe), at random, or all "
+        "of them one after the other (grid) (default %(default)s).",
     )
     add(
         "--pruner",
         choices=PRUNERS,
         default="median",
-        help="which trials are ended early (default %(default)s)",
+        help="End trials early by comparing them with the median of the others, by Hyperband, or "
+        "never (default %(default)s).",
     )
     add(
         "--pruner_epochs",
         type=flags.natural,
         default=1,
-        metavar="N",
-        help="epochs of a trial before the median pruner judges it (default %(default)s)",
+        metavar="EPOCHS",
+        help="Let the median pruner judge no trial before it has trained this long "
+        "(default %(default)s).",
     )
     add(
         "--pruner_trials",
         type=flags.count,
         default=4,
         metavar="N",
-        help="complete trials before the median pruner judges any (default %(default)s)",
+        help="Let the median pruner judge no trial before this many are complete "
+        "(default %(default)s).",
     )
     add(
         "--objective",
         default="accuracy",
-        help="validation accuracy, or time_to:0.9, the seconds until it (default %(default)s)",
+        help="Search for the highest validation accuracy, or with time_to:0.9 for the fewest "
+        "seconds until an accuracy of 0.9 (default %(default)s).",
     )
     add(
         "--val_fraction",
         type=flags.below_one,
         default=0.1,
         metavar="F",
-        help="fraction of the training rows that is held out (default %(default)s)",
-    )
-    add_execution(parser)
-    return parser
-
-
-def add_execution(parser: flags.Parser) -> None:
-    """Add the flags that say where and how trials are run."""
-    add = parser.add_argument
-    add(
-        "--jobs",
-        type=flags.count,
-        default=1,
-        help="trials at the same time, each on GPUs or cores of its own (default %(default)s)",
-    )
-    add(
-        "--nproc",
-        type=flags.count,
-        default=1,
-        help="processes of a trial, through torchrun (default %(default)s)",
+        help="Hold out this fraction of the training set to measure the objective "
+        "(default %(default)s).",
     )
     add(
         "--sweep_seed",
         type=flags.natural,
         default=0,
         metavar="N",
-        help="seed of the sampler (default %(default)s)",
+        help="Seed the sampler with this number (default %(default)s).",
+    )
+
+
+def add_execution(parser: FlagParser) -> None:
+    """Add the flags that say where and how trials are run."""
+    add = parser.group("execution")
+    add(
+        "--jobs",
+        type=flags.count,
+        default=1,
+        metavar="N",
+        help="Run this many trials at the same time, each on GPUs or cores of its own "
+        "(default %(default)s).",
+    )
+    add(
+        "--nproc",
+        type=flags.count,
+        default=1,
+        metavar="N",
+        help="Run each trial in this many processes, through torchrun (default %(default)s).",
     )
     add(
         "--storage",
         metavar="URL",
-        help="Optuna storage that several machines can share (default sqlite in --out)",
+        help="Keep the trials in this storage of Optuna's, which several machines can share "
+        "(default an SQLite file in the folder of the sweep).",
     )
     add(
         "--out",
+        aliases=("--output", "--output_dir"),
         type=Path,
         metavar="DIR",
-        help="folder of the sweep (default runs/tuning-<script>)",
+        help="Write the sweep into this folder (default runs/tuning-resnet50 or "
+        "runs/tuning-transformer).",
     )
     add(
         "--recipe_out",
         type=Path,
         metavar="YAML",
-        help="where the recipe is written (default recipes/tuned_<script>.yaml)",
+        help="Write the recipe of the best trial to this file (default "
+        "recipes/tuned_resnet50.yaml or recipes/tuned_transformer.yaml).",
     )
 
 
@@ -174,11 +195,14 @@ def main(
         InputError: a flag, the space or the storage is wrong.
         Interrupted: Ctrl-C or SIGTERM; the same command resumes the sweep.
     """
-    args, rest = sweep_parser(script).parse_known_args(argv)
+    parser = sweep_parser(script)
+    args, rest = parser.parse_known_args(argv)
     name = args.script.removesuffix("_test.py")
-    target = TargetScript.read(args.script, [*script_arguments, *rest])
+    target = TargetScript.read(
+        args.script, [*script_arguments, *rest], sweep_flags=parser.option_strings()
+    )
     space_path = args.space or ROOT / "tuning" / f"{name}.yaml"
-    searched = space.read_space(space_path, target.flag_names)
+    searched = space.read_space(space_path, target.own_name)
     trials = args.trials
     if args.sampler == "grid":
         trials = min(trials, space.grid_size(space_path, searched))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,10 @@ class TargetScript:
 
     Attributes:
         file: file name of the script, for example resnet50_test.py.
-        arguments: the shared arguments, as on the command line.
+        arguments: the shared arguments, as on the command line but in each flag's own spelling.
         expanded_arguments: the same, after those of their --recipe.
         flag_names: names of all flags that the script has.
-        given: value of each flag in `expanded_arguments`, in the order of --help.
+        given: value of each flag in `expanded_arguments`, in the order of the script's parser.
     """
 
     file: str
@@ -42,25 +42,42 @@ class TargetScript:
     given: dict[str, Any]
 
     @classmethod
-    def read(cls, file: str, arguments: Sequence[str]) -> TargetScript:
+    def read(
+        cls, file: str, arguments: Sequence[str], *, sweep_flags: Collection[str] = ()
+    ) -> TargetScript:
         """Parse the shared arguments with the script's own parser.
+
+        Args:
+            file: file name of the script.
+            arguments: the shared arguments, in any spelling.
+            sweep_flags: the flags of the sweep, which a misspelt argument may stand for.
 
         Raises:
             InputError: the script does not know an argument, or the sweep sets that flag itself.
         """
+        parser = script_parser(file)
+        parser.suggested = sorted(sweep_flags)
+        arguments = parser.translate(arguments)
         for name in SET_BY_SWEEP:
             if any(argument.split("=")[0] == f"--{name}" for argument in arguments):
                 raise InputError(f"--{name}: the sweep sets this flag for each trial; leave it out")
-        parser = script_parser(file)
         flag_names = {option.removeprefix("--") for option in parser.option_strings()}
-        recipe = parser.parse_args(list(arguments)).recipe
+        recipe = parser.parse_args(arguments).recipe
         expanded = [*(options.recipe_arguments(recipe, parser) if recipe else []), *arguments]
         parser.parse_args(expanded)
         not_given = object()  # a flag that has a value already is not set to its default
         values = argparse.Namespace(**dict.fromkeys(parser.names(), not_given))
         parser.parse_args(expanded, values)
         given = {name: value for name, value in vars(values).items() if value is not not_given}
-        return cls(file, list(arguments), expanded, flag_names, given)
+        return cls(file, arguments, expanded, flag_names, given)
+
+    def own_name(self, name: str) -> str:
+        """Return the script's own name of a flag for any spelling of it, both without dashes.
+
+        Raises:
+            InputError: the script has no such flag.
+        """
+        return script_parser(self.file).own_name(name)
 
     def flags(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of all flags of a trial with these values of the searched flags."""
