@@ -69,7 +69,7 @@ def add_flags(parser: Parser) -> None:
         "--label_column",
         metavar="COLUMN",
         help="Read the labels of --dataset csv from this column, given by its name in the header "
-        "or its number from 1 on (default: found by name; without a header the first column).",
+        "or its number from 1 on (default found by name; without a header the first column).",
         common=True,
     )
     add(
@@ -78,7 +78,7 @@ def add_flags(parser: Parser) -> None:
         default=[],
         metavar="COLUMN",
         help="Read the texts of --dataset csv from this column, or from several that are joined "
-        "(default: found by name; without a header all columns but the label).",
+        "(default found by name; without a header all columns but the label).",
         common=True,
     )
     add_model_flags(parser)
