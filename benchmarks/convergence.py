@@ -28,7 +28,7 @@ from torch import nn
 import resnet50_test
 from benchmarks import bench, peers, trainers
 from distributed.world import init_world
-from errors import NonFiniteLoss
+from errors import NonFiniteLoss, exit_code
 
 METHODS = ("sgd", "adamw", "muon", "ngd")
 # Weight decay, coupled for the first two, decoupled for the others.
@@ -182,4 +182,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))
