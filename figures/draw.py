@@ -1,22 +1,27 @@
 """Draw every picture and write the results table of docs/results.md, from the logs.
 
 python -m figures.draw                                     # everything, from figures/logs
-python -m figures.draw --runs runs/a runs/b --out a.png    # your own runs
+python -m figures.draw --runs runs/a runs/b --labels SGD NGD --title "digits" --out a.png
 
-Runs of your own that are named NAME-seedN become one line with a band.
+Runs of your own that are named NAME-seedN, or that have the same label, become one line with a
+band.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from cli import flags
+from errors import InputError, exit_code
 from figures import table
 from figures.pictures import PICTURES, overview
-from figures.run_logs import LOGS, ROOT, by_name, read_groups
+from figures.run_logs import LOGS, ROOT, by_label, by_name, read_groups
 from training.atomic_file import atomic_write
 
 HERE = ROOT / "figures"
@@ -47,13 +52,24 @@ def draw_all() -> None:
     print(generated)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Draw the runs that the command line names, or all figures and the results table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = flags.Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--runs", nargs="+", type=Path, help="run folders to draw instead of the committed logs"
+    )
+    parser.add_argument(
+        "--labels",
+        nargs="+",
+        metavar="NAME",
+        help="name of each of --runs in the legend, such as its method (default: its folder)",
+    )
+    parser.add_argument(
+        "--title", default="", help="title of the picture of --runs: model, data, what is compared"
     )
     parser.add_argument(
         "--out",
@@ -61,12 +77,19 @@ def main() -> None:
         default=Path("accuracy.png"),
         help="picture of --runs (default accuracy.png)",
     )
-    args = parser.parse_args()
-    if args.runs:
-        save(overview(by_name(args.runs)), args.out)
-    else:
+    args = parser.parse_args(argv)
+    if not args.runs:
+        if args.labels or args.title:
+            raise InputError("--labels and --title describe runs of your own: give --runs too")
         draw_all()
+        return
+    if args.labels and len(args.labels) != len(args.runs):
+        raise InputError(
+            f"--labels: {len(args.labels)} names for {len(args.runs)} --runs; give one for each"
+        )
+    named_runs = by_label(args.runs, args.labels) if args.labels else by_name(args.runs)
+    save(overview(named_runs, args.title), args.out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -34,7 +34,7 @@ PYTHON = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 TABLE_ROW = re.compile(r'"\w+": ')
 TOOL_FLAGS = {
     "test.sh": {"--all", "--legacy"},
-    "figures": {"--allow_dirty", "--list", "--only", "--minutes", "--runs"},
+    "figures": {"--allow_dirty", "--labels", "--list", "--only", "--minutes", "--runs", "--title"},
     "benchmarks": {"--quick", "--json", "--logs", "--report", "--text"},
     "tuning": {
         "--jobs",

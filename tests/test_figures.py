@@ -364,6 +364,43 @@ def test_held_out_rows_are_drawn_for_runs_without_test_rows():
     pictures.plt.close(figure)
 
 
+def write_run(folder: Path, *accuracies: float) -> str:
+    folder.mkdir(parents=True)
+    rows = [{**row, "train_loss": 1.0} for row in runs(*accuracies)[0]]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def test_own_runs_are_drawn_with_their_labels_and_a_title(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(draw, "save", lambda figure, path: saved.append(figure))
+    folders = [write_run(tmp_path / name, 0.5, 0.6) for name in ("a", "b-seed0", "b-seed1")]
+    draw.main(["--runs", *folders, "--labels", "SGD", "NGD", "NGD", "--title", "digits"])
+    draw.main(["--runs", *folders])
+    legends = [
+        [text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in saved
+    ]
+    assert legends == [["SGD", "NGD"], ["a", "b"]]
+    assert [figure.get_suptitle() for figure in saved] == ["digits", ""]
+    for figure in saved:
+        pictures.plt.close(figure)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--labels SGD", "give --runs too"),
+        ("--title digits", "give --runs too"),
+        ("--runs {run} --labels SGD NGD", "2 names for 1 --runs"),
+        ("--runs {run} nowhere", "nowhere holds no metrics.jsonl"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_line(tmp_path, arguments, message):
+    run = write_run(tmp_path / "run", 0.5)
+    with pytest.raises(InputError, match=message):
+        draw.main(arguments.format(run=run).split())
+
+
 def test_an_unknown_group_is_one_line(tmp_path):
     assert "there are one" in run_plan(tmp_path, "--only", "two", code=2)
 
