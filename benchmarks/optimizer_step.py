@@ -6,8 +6,9 @@ python -m benchmarks.optimizer_step --json optimizers.json  # more rounds, passe
 On one CPU thread, for ResNet-50 on 32x32 images and for the Transformer with its default sizes.
 Every optimizer has its own copy of the model and takes the same gradients, of several random
 batches in turn. After a warm-up the optimizers take turns: in a round each takes the steps of one
-update period of ours, and their mean counts. K-FAC (optional: pip install nngeometry) is composed
-of its parts, see peers.py.
+update period of ours, and their mean counts. Where the processor does not compute in bf16, the
+passes in bf16 and Muon, whose orthogonalisation is in bf16, are left out: a step would take
+minutes. K-FAC (optional: pip install nngeometry) is composed of its parts, see peers.py.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def transformer_workload() -> Workload:
 
 
 def build_sides(workload: Workload) -> dict[str, Side]:
-    """Return all optimizers but K-FAC, after their first steps."""
+    """Return all optimizers but K-FAC, after their first steps; Muon where bf16 is fast."""
     gradients, common = workload.gradients(), {"lr": LR, "weight_decay": WEIGHT_DECAY}
     makers: dict[str, Callable[[nn.Module], Any]] = {
         OURS: lambda m: NGD(m.parameters(), momentum=0.9, update_period=PERIOD, **common),
@@ -114,8 +115,9 @@ def build_sides(workload: Workload) -> dict[str, Side]:
             m.parameters(), momentum=0.9, foreach=True, **common
         ),
         "AdamW (fused)": lambda m: torch.optim.AdamW(m.parameters(), fused=True, **common),
-        MUON: lambda m: peers.Muon(m, **common),
     }
+    if has_bf16(torch.device("cpu")):
+        makers[MUON] = lambda m: peers.Muon(m, **common)
     sides = {}
     for name, make in makers.items():
         model = copy.deepcopy(workload.model)
@@ -130,8 +132,8 @@ def build_sides(workload: Workload) -> dict[str, Side]:
 def passes(workload: Workload, quick: bool) -> dict[str, Callable[[], float]]:
     """Return functions that measure forward and backward at the full batch, in fp32 and bf16.
 
-    With `quick` a smaller batch is measured and scaled. Where the processor does not compute in
-    bf16, its pass is left out: it would take hundreds of times as long as that in fp32.
+    With `quick` a smaller batch is measured and scaled. bf16 is left out where the processor does
+    not compute in it.
     """
     size = QUICK_BATCH if quick else BATCH
     samples = workload.batch(size)
@@ -188,6 +190,8 @@ def measure(workload: Workload, quick: bool, *, deadline: float) -> Result:
     calls: dict[str, Callable[[], float]] = dict(sides)
     slow: set[str] = set()
     notes = []
+    if MUON not in sides:
+        notes.append(f"{MUON} left out: it computes in bf16, and this processor does not")
     if workload.images:
         slow = set(new := passes(workload, quick))
         calls.update(new)
@@ -256,7 +260,11 @@ def create_bars(result: Result) -> list[bench.Bar]:
         bench.Bar(
             "share of forward and backward", share(f"{PASS}, fp32"), TRAINING_SHARE, at_most=True
         ),
-        bench.Bar("share of Muon", share(MUON), MUON_SHARE, at_most=True),
+        *(
+            [bench.Bar("share of Muon", share(MUON), MUON_SHARE, at_most=True)]
+            if MUON in rows
+            else []
+        ),
         bench.Bar("worst step of straightforward update", worst, WORST_SHARE, at_most=True),
         bench.Bar("operators of straightforward NGD", operators, OPERATOR_SHARE, at_most=True),
         bench.Bar("host syncs", facts[OURS]["syncs"], SYNCS, at_most=True),

@@ -9,8 +9,10 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import errors
 import ranks
@@ -106,6 +108,18 @@ def test_the_passes_in_bf16_are_left_out_where_the_processor_has_none(monkeypatc
     monkeypatch.setattr(optimizer_step, "has_bf16", lambda device: False)
     workload = optimizer_step.transformer_workload()
     assert list(optimizer_step.passes(workload, True)) == ["forward + backward, fp32"]
+
+
+def test_muon_is_left_out_where_the_processor_has_no_bf16(monkeypatch):
+    from benchmarks import optimizer_step
+
+    weight = torch.nn.Linear(4, 4)
+    for bf16 in (False, True):
+        monkeypatch.setattr(optimizer_step, "has_bf16", lambda device, bf16=bf16: bf16)
+        gradients = [[torch.ones_like(p) for p in weight.parameters()]]
+        workload = SimpleNamespace(model=weight, gradients=lambda made=gradients: made)
+        sides = optimizer_step.build_sides(workload)
+        assert (optimizer_step.MUON in sides) is bf16
 
 
 def test_the_number_of_rounds_is_in_the_table():
