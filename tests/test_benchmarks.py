@@ -92,6 +92,16 @@ def test_a_slow_machine_measures_a_smaller_batch():
 
 
 @needs_timm
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_fp32_is_measured_once():
+    from benchmarks.step import default_sides
+
+    assert default_sides(True, True) == ["ours", "ours, fuse", "ours, checkpoint", "ours, fp32"]
+    assert default_sides(True, False) == ["ours", "ours, fuse", "ours, checkpoint"]
+    assert "ours, fp32, compile" not in default_sides(False, False)
+
+
+@needs_timm
 def test_bf16_is_not_timed_where_the_processor_has_none(monkeypatch):
     from benchmarks import step
 
