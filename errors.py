@@ -32,14 +32,15 @@ class Interrupted(Exception):
     """SIGINT or SIGTERM arrived and a checkpoint was written; the message names it."""
 
 
-def exit_code(main: Callable[[], None]) -> int:
+def exit_code(main: Callable[[], int | None]) -> int:
     """Run `main`; its exceptions become one line on stderr and the documented exit code.
 
-    Under torchrun one rank speaks for all: the others wait first, and are ended meanwhile when rank
-    0 failed too.
+    A number that `main` returns is the exit code, as of a benchmark that misses a target. Under
+    torchrun one rank speaks for all: the others wait first, and are ended meanwhile when rank 0
+    failed too.
     """
     try:
-        main()
+        return main() or 0
     except (InputError, NonFiniteLoss, Interrupted) as error:
         is_main = os.environ.get("RANK", "0") == "0"
         if not is_main:
@@ -50,7 +51,6 @@ def exit_code(main: Callable[[], None]) -> int:
         return codes[type(error)]
     except KeyboardInterrupt:
         return INTERRUPTED
-    return 0
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:

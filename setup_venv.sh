@@ -30,7 +30,14 @@ fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 installed=$venv/installed-$requirements # a copy of the requirements files of the last installation
 if [ ! -f "$installed" ] || ! cat requirements*.txt | cmp -s - "$installed"; then
-    echo "installing $requirements into $venv (torch is large: some minutes the first time)"
+    echo "installing $requirements into $venv (some minutes the first time)"
+    if [ "$venv" = .venv ] && ! "$venv/bin/python" -c "import torch" 2>/dev/null; then
+        echo "It takes 5.8 GB, most of it torch with its CUDA libraries. To save most of that on a"
+        echo "machine without a GPU, stop now (Ctrl-C), install the CPU build of torch first, and"
+        echo "start again:"
+        echo "    $venv/bin/python -m pip install torch torchvision" \
+            "--index-url https://download.pytorch.org/whl/cpu"
+    fi
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
     if [ "$venv" = .venv-legacy ]; then
         echo "building ORTModule's C++ extensions (some minutes)"

@@ -4,6 +4,7 @@
     print(bench.table([row], "plain"))
     sys.exit(bench.verdict([bench.Bar("resnet50 training", row.ratio, 2.7)]))
 
+With --quick the number of rounds follows the speed of the machine: see `Budget` and `take_turns`.
 A side is an endless iterator, each `next` of which does one step and returns its number of samples
 (or bytes, or calls); or a `Remote`, which runs such an iterator in a process of its own.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -30,10 +32,13 @@ import torch
 
 from backends.device import peak_memory
 from training import run_log
-from training.machine import device_name
+from training.machine import commit_or_none, device_name
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MIN_BLOCKS = 3  # blocks of each side that a median needs, however slow the machine is
+# Seconds of --quick in which measurements take turns: the rest of five minutes is for imports, the
+# last round, and what comes after it.
+QUICK_SECONDS = 240.0
 
 
 @dataclass(frozen=True)
@@ -198,23 +203,58 @@ def interleave(
     return Row(name, *rates)
 
 
+class Budget:
+    """The time of a benchmark, in equal shares for its measurements: limited with --quick.
+
+    What a measurement leaves of its share goes to those after it.
+
+    Args:
+        quick: whether there is a limit, of `QUICK_SECONDS`.
+        measurements: number of them.
+    """
+
+    def __init__(self, quick: bool, measurements: int) -> None:
+        self.end = time.perf_counter() + (QUICK_SECONDS if quick else math.inf)
+        self.left = measurements
+
+    def next_deadline(self) -> float:
+        """Return the value of time.perf_counter() at which the next measurement's share ends.
+
+        To be called before the measurement's preparations, which belong to its share.
+        """
+        now = time.perf_counter()
+        share = max(0.0, self.end - now) / self.left
+        self.left -= 1
+        return now + share
+
+
 def take_turns(
-    sides: Mapping[str, Callable[[], float]], rounds: int, slow: Collection[str] = ()
+    sides: Mapping[str, Callable[[], float]],
+    rounds: int,
+    slow: Collection[str] = (),
+    *,
+    deadline: float = math.inf,
 ) -> dict[str, list[float]]:
     """Call each side in each round and return its values, one per round.
 
     Args:
         sides: by name; a different one comes first in each round.
-        rounds: number of rounds.
+        rounds: largest number of rounds.
         slow: names of sides that take part in the first few rounds only.
+        deadline: value of time.perf_counter(); after `MIN_BLOCKS` rounds, none starts that would
+            pass it if it took as long as the one before.
     """
     values: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
+    now = time.perf_counter()
     for turn in range(rounds):
         start = turn % len(names)
         for name in names[start:] + names[:start]:
             if turn < MIN_BLOCKS or name not in slow:
                 values[name].append(sides[name]())
+        before, now = now, time.perf_counter()
+        if turn + 1 >= MIN_BLOCKS and now + (now - before) > deadline:
+            break
     return values
 
 
@@ -228,7 +268,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="at most five minutes on two cores")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds: at most five minutes on two cores"
+    )
     parser.add_argument("--json", metavar="FILE", help="write everything measured")
     return parser
 
@@ -243,14 +285,15 @@ def machine(device: torch.device, packages: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[Row], peer: str, unit: str = "samples/s") -> str:
-    """Write a line for each pair: median rates, median ratio, smallest and largest ratio."""
-    lines = [
-        f"{'pair':<24} {'ours ' + unit:>16} {peer + ' ' + unit:>16} {'ratio':>8} {'spread':>16}"
-    ]
+    """Write a line for each pair: median rates, ratios (median, smallest, largest), rounds."""
+    rates = f"{'ours ' + unit:>16} {peer + ' ' + unit:>16}"
+    lines = [f"{'pair':<24} {rates} {'ratio':>8} {'spread':>16} {'rounds':>7}"]
     for row in rows:
         spread = f"{min(row.ratios):.2f}..{max(row.ratios):.2f}"
         ours, other = statistics.median(row.ours), statistics.median(row.peer)
-        lines.append(f"{row.name:<24} {ours:>16.1f} {other:>16.1f} {row.ratio:>8.2f} {spread:>16}")
+        rates = f"{ours:>16.1f} {other:>16.1f}"
+        ratios = f"{row.ratio:>8.2f} {spread:>16} {len(row.ratios):>7}"
+        lines.append(f"{row.name:<24} {rates} {ratios}")
     return "\n".join(lines)
 
 
@@ -268,6 +311,7 @@ def write_json(path: str | None, rows: Sequence[Row], bars: Sequence[Bar], **fac
         return
     everything = {
         **facts,
+        "commit": commit_or_none(),
         "rows": [{**asdict(row), "ratios": row.ratios, "ratio": row.ratio} for row in rows],
         "bars": [
             {

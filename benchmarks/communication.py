@@ -33,6 +33,7 @@ from benchmarks import bench, slow_network
 from benchmarks.naive_slamb import NaiveSLAMB
 from benchmarks.stepping import Side
 from benchmarks.two_ranks import MEAN_OF_WEIGHTS
+from errors import exit_code
 from models import resnet
 from optimizers.lamb import LAMB
 from slamb import SLAMB
@@ -91,8 +92,10 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def measure_compute(name: str, rounds: int, leave_out: str = "") -> dict[str, bench.Row]:
-    """Print a model's table and return its rows.
+def measure_compute(
+    name: str, rounds: int, leave_out: str = "", *, deadline: float
+) -> dict[str, bench.Row]:
+    """Print a model's table and return its rows; `deadline` is that of `bench.take_turns`.
 
     A row's ratio is foreach Adam's rate over the optimizer's: the optimizer's time in units of
     Adam's.
@@ -108,16 +111,16 @@ def measure_compute(name: str, rounds: int, leave_out: str = "") -> dict[str, be
             mine = copy.deepcopy(model)
             sides[optimizer] = Side(mine, make(mine), gradients)
             sides[optimizer].warm_up()
-    seconds = bench.take_turns(sides, rounds, {NAIVE})
+    seconds = bench.take_turns(sides, rounds, {NAIVE}, deadline=deadline)
     rates = {optimizer: [1 / taken for taken in each] for optimizer, each in seconds.items()}
     rows = {
         optimizer: bench.Row(f"{name} {optimizer}", rates[ADAM], rate)
         for optimizer, rate in rates.items()
     }
     weights = sum(p.numel() for p in model.parameters()) / 1e6
-    title = f"{name}, {weights:.2f} M weights"
+    title = f"{name}, {weights:.2f} M weights, {len(rows[ADAM].ours)} rounds"
     columns = f"{'ms/step':>10} {'x Adam':>8} {'spread':>14} {'operators':>10}"
-    print(f"\n{title:<28} {columns}")
+    print(f"\n{title}\n{'':<28} {columns}")
     for optimizer, row in rows.items():
         spread = f"{min(row.ratios):.2f}..{max(row.ratios):.2f}"
         milliseconds = 1000 / statistics.median(row.peer)
@@ -241,10 +244,14 @@ def main() -> int:
     rows: list[bench.Row] = []
     bars: list[bench.Bar] = []
     networks: dict[str, Any] = {}
+    # The networks' measurements, of a fixed number of short turns, take more than half of the time.
+    budget = bench.Budget(args.quick, 2 * len(ARCHS) + 1)
     for name in ARCHS:
+        deadline = budget.next_deadline()
         judged = name == JUDGED
         rounds = (15 if args.quick else 41) if name != "ResNet-50" else (5 if args.quick else 15)
-        compute = measure_compute(name, rounds, leave_out="" if judged or not args.quick else NAIVE)
+        leave_out = "" if judged or not args.quick else NAIVE
+        compute = measure_compute(name, rounds, leave_out, deadline=deadline)
         rows += compute.values()
         bars += compute_bars(compute) if judged else []
     for network in NETWORKS:
@@ -277,4 +284,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -1,7 +1,7 @@
 """What balancing batch shares gains with unequal workers, and what it costs with equal ones.
 
-python -m benchmarks.dynamic_batch --quick          # three rounds
-python -m benchmarks.dynamic_batch --json FILE      # six
+python -m benchmarks.dynamic_batch --quick          # three rounds of three epochs
+python -m benchmarks.dynamic_batch --json FILE      # six rounds of four
 
 Two processes of one thread train a ResNet-20 on the embedded digits at 32 x 32 through
 resnet50_test.py, with and without --balance_workers in turn. The slow process is stopped and
@@ -30,13 +30,15 @@ from typing import Any
 import torch
 
 from benchmarks import bench, slow_network
+from errors import exit_code
 
 # Of the upper bound, in the third epoch: the first epoch measures, the next two correct the shares.
 GAIN = 0.85
 # Of the time with static shares: shares that fluctuate, or a timer that waits, would cost more.
 EQUAL = 1.03
 
-EPOCHS = 4
+SIZES = {True: (3, 3), False: (6, 4)}  # rounds and epochs; with --quick and without
+JUDGED_EPOCH = 3
 UPPER_BOUND = 1.5  # see above
 SLICE = 0.01  # seconds for which the slow process runs, and for which it is stopped
 FLAGS = (
@@ -67,13 +69,13 @@ class HalfSpeed:
                 time.sleep(SLICE)
 
 
-def train(balanced: bool, slow: bool) -> list[dict[str, Any]]:
+def train(balanced: bool, slow: bool, *, epochs: int) -> list[dict[str, Any]]:
     """Train on two ranks and return the rows of metrics.jsonl."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [
             *FLAGS,
             "--epochs",
-            str(EPOCHS),
+            str(epochs),
             "--out",
             f"{folder}/run",
             *(["--balance_workers"] if balanced else []),
@@ -102,14 +104,16 @@ def train(balanced: bool, slow: bool) -> list[dict[str, Any]]:
         ]
 
 
-def compare(slow: bool, rounds: int) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+def compare(
+    slow: bool, rounds: int, *, epochs: int
+) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
     """Return the metrics of a static and a balanced run for each round; print a line for each."""
     title = "one rank at half speed" if slow else "equal ranks"
-    print(f"\n{title:<24} static s, epochs 1..{EPOCHS} | balanced s | shares")
+    print(f"\n{title:<24} static s, epochs 1..{epochs} | balanced s | shares")
     pairs = []
     for turn in range(rounds):
         sides = {
-            balanced: train(balanced, slow)
+            balanced: train(balanced, slow, epochs=epochs)
             for balanced in ((False, True) if turn % 2 == 0 else (True, False))
         }
         pairs.append((sides[False], sides[True]))
@@ -124,11 +128,11 @@ def main() -> int:
     args = bench.parser(__doc__).parse_args()
     machine = bench.machine(torch.device("cpu"), ("torch",))
     print(machine)
-    rounds = 3 if args.quick else 6
-    runs = {name: compare(name == "slow", rounds) for name in ("slow", "equal")}
+    rounds, epochs = SIZES[args.quick]
+    runs = {name: compare(name == "slow", rounds, epochs=epochs) for name in ("slow", "equal")}
     rates: dict[str, bench.Row] = {}
     for name, pairs in runs.items():
-        for epoch in range(EPOCHS):
+        for epoch in range(epochs):
             ours, peer = (
                 [pair[side][epoch]["samples_per_second"] for pair in pairs] for side in (1, 0)
             )
@@ -136,13 +140,16 @@ def main() -> int:
                 f"{name}, epoch {epoch + 1}", ours, peer
             )
     print("\n" + bench.table(list(rates.values()), "static"))
-    gains = [(ratio - 1) / (UPPER_BOUND - 1) for ratio in rates["slow, epoch 3"].ratios]
+    gains = [
+        (ratio - 1) / (UPPER_BOUND - 1) for ratio in rates[f"slow, epoch {JUDGED_EPOCH}"].ratios
+    ]
     equal = [
         statistics.mean(ratios)
-        for ratios in zip(*(rates[f"equal, epoch {epoch + 1}"].ratios for epoch in range(EPOCHS)))
+        for ratios in zip(*(rates[f"equal, epoch {epoch + 1}"].ratios for epoch in range(epochs)))
     ]
     spread = f"{min(gains):.2f}..{max(gains):.2f}"
-    print(f"share of the possible gain in epoch 3: {statistics.median(gains):.2f} ({spread})")
+    share = f"{statistics.median(gains):.2f} ({spread})"
+    print(f"share of the possible gain in epoch {JUDGED_EPOCH}: {share}")
     seconds = time.perf_counter() - started
     bars = [
         bench.Bar("gain, third epoch", statistics.median(gains), GAIN),
@@ -162,4 +169,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

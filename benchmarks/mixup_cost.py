@@ -4,10 +4,10 @@ python -m benchmarks.mixup_cost --quick                  # at most five minutes 
 python -m benchmarks.mixup_cost --json mixup-cost.json   # larger batch, more rounds
 
 Steps: ResNet-18 on 32x32 images and the Transformer on 64 tokens, a training step with each kind of
-mixing. The kinds take turns; in a round each takes 16 steps, with one update of the policy of
-meta-mixup, which is also measured with an update on every step, as in its paper. Other kinds cost
-less than rounds differ from each other, so their bar is the time of mixing and loss alone, without
-the model, over the median step.
+mixing. The kinds take turns; in a round each takes 16 steps (those without a policy 4 with
+--quick), with one update of the policy of meta-mixup, which is also measured with an update on
+every step, as in its paper. Other kinds cost less than rounds differ from each other, so their bar
+is the time of mixing and loss alone, without the model, over the median step.
 
 Peers: timm's Mixup and torchvision's MixUp and CutMix mix a batch of images and compute the loss of
 given logits, forward and backward, with one lambda or box per batch.
@@ -33,6 +33,7 @@ from backends.precision import choose_precision
 from benchmarks import bench, trainers
 from benchmarks.stepping import clock
 from distributed.world import World
+from errors import exit_code
 from models import resnet
 from models.transformer import Transformer
 from optimizers.param_groups import decay_groups
@@ -48,6 +49,7 @@ META_SHARE = 0.30
 PEER = 1.0  # at least as fast as theirs
 
 EVERY = 16
+QUICK_STEPS = 4  # of a kind without a policy in a round of --quick
 CLASSES = 10
 PEER_BATCH, SIZES = 128, (32, 224)
 ALPHA = 1.0
@@ -159,8 +161,14 @@ def make_trainer(model: Model, kind: str, every: int, model_mixes: bool, batch: 
     )
 
 
-def step_sides(model: Model, batch: int) -> dict[str, Callable[[], float]]:
-    """Return functions that measure the mean seconds of a step, by kind of mixing."""
+def step_sides(model: Model, batch: int, plain_steps: int) -> dict[str, Callable[[], float]]:
+    """Return functions that measure the mean seconds of a step, by kind of mixing.
+
+    Args:
+        model: what is trained.
+        batch: its batch size.
+        plain_steps: steps of a kind without a policy in a round.
+    """
     inputs, labels = model.inputs(batch), torch.randint(CLASSES, (batch,))
 
     def side(trainer: Trainer, steps: int) -> Callable[[], float]:
@@ -171,9 +179,10 @@ def step_sides(model: Model, batch: int) -> dict[str, Callable[[], float]]:
             step()
         return lambda: clock(lambda: [step() for _ in range(steps)]) / steps
 
-    sides = {"none": side(make_trainer(model, "none", 1, False, batch), EVERY)}
+    sides = {"none": side(make_trainer(model, "none", 1, False, batch), plain_steps)}
     for name, (kind, model_mixes) in model.kinds.items():
-        sides[name] = side(make_trainer(model, kind, EVERY, model_mixes, batch), EVERY)
+        steps = EVERY if kind == "meta" else plain_steps
+        sides[name] = side(make_trainer(model, kind, EVERY, model_mixes, batch), steps)
     sides["meta, every step"] = side(
         make_trainer(model, "meta", 1, model.kinds["meta"][1], batch), 2
     )
@@ -260,14 +269,20 @@ def row(name: str, ours: list[float], peer: list[float]) -> bench.Row:
     return bench.Row(name, [1 / taken for taken in ours], [1 / taken for taken in peer])
 
 
-def measure_model(model: Model, quick: bool) -> tuple[list[bench.Row], list[bench.Bar]]:
+def measure_model(
+    model: Model, quick: bool, *, deadline: float
+) -> tuple[list[bench.Row], list[bench.Bar]]:
     """Print the table of a model and return its rows and bars."""
     batch = model.quick_batch if quick else model.batch
     rounds = (5 if quick else 7) if model.optimizer == "sgd" else (7 if quick else 15)
-    steps = bench.take_turns(step_sides(model, batch), rounds, {"meta, every step"})
+    sides = step_sides(model, batch, QUICK_STEPS if quick else EVERY)
+    steps = bench.take_turns(sides, rounds, {"meta, every step"}, deadline=deadline)
     mixing_seconds = bench.take_turns(without_model(model, batch), 30)
     median = {name: statistics.median(taken) for name, taken in steps.items()}
-    print(f"\n{model.name}, batch {batch}: {1e3 * median['none']:.1f} ms/step without mixing")
+    print(
+        f"\n{model.name}, batch {batch}: {1e3 * median['none']:.1f} ms/step without mixing, "
+        f"{len(steps['none'])} rounds"
+    )
     print(f"{'':18} {'step, x none':>13} {'spread':>14} {'alone, % of a step':>19}")
     rows, bars = [], []
     for name in [name for name in steps if name != "none"]:
@@ -297,9 +312,11 @@ def measure_model(model: Model, quick: bool) -> tuple[list[bench.Row], list[benc
     return rows, bars
 
 
-def measure_peers(size: int, quick: bool) -> tuple[list[bench.Row], list[bench.Bar]]:
+def measure_peers(
+    size: int, quick: bool, *, deadline: float
+) -> tuple[list[bench.Row], list[bench.Bar]]:
     """Print the table of the peers and return its rows and bars."""
-    seconds = bench.take_turns(peer_sides(size), 15 if quick else 41)
+    seconds = bench.take_turns(peer_sides(size), 15 if quick else 41, deadline=deadline)
     rows = []
     for kind in ("mixup", "cutmix"):
         for peer in ("timm", "torchvision"):
@@ -320,10 +337,12 @@ def main() -> int:
     print(machine)
     rows: list[bench.Row] = []
     bars: list[bench.Bar] = []
-    for measure in [partial(measure_peers, size) for size in SIZES] + [
+    measurements = [partial(measure_peers, size) for size in SIZES] + [
         partial(measure_model, model) for model in models()
-    ]:
-        more_rows, more_bars = measure(args.quick)
+    ]
+    budget = bench.Budget(args.quick, len(measurements))
+    for measure in measurements:
+        more_rows, more_bars = measure(args.quick, deadline=budget.next_deadline())
         rows += more_rows
         bars += more_bars
     print()
@@ -332,4 +351,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

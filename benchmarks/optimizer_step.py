@@ -6,8 +6,9 @@ python -m benchmarks.optimizer_step --json optimizers.json  # more rounds, passe
 On one CPU thread, for ResNet-50 on 32x32 images and for the Transformer with its default sizes.
 Every optimizer has its own copy of the model and takes the same gradients, of several random
 batches in turn. After a warm-up the optimizers take turns: in a round each takes the steps of one
-update period of ours, and their mean counts. K-FAC (optional: pip install nngeometry) is composed
-of its parts, see peers.py.
+update period of ours, and their mean counts. Where the processor does not compute in bf16, the
+passes in bf16 and Muon, whose orthogonalisation is in bf16, are left out: a step would take
+minutes. K-FAC (optional: pip install nngeometry) is composed of its parts, see peers.py.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backends.device import keep_freed_memory
+from backends.device import has_bf16, keep_freed_memory
 from benchmarks import bench, peers
 from benchmarks.stepping import PERIOD, Side, clock
 from benchmarks.straightforward_ngd import StraightforwardNGD
+from errors import exit_code
 from models import resnet
 from models.transformer import Transformer
 from ngd import NGD
@@ -104,7 +106,7 @@ def transformer_workload() -> Workload:
 
 
 def build_sides(workload: Workload) -> dict[str, Side]:
-    """Return all optimizers but K-FAC, after their first steps."""
+    """Return all optimizers but K-FAC, after their first steps; Muon where bf16 is fast."""
     gradients, common = workload.gradients(), {"lr": LR, "weight_decay": WEIGHT_DECAY}
     makers: dict[str, Callable[[nn.Module], Any]] = {
         OURS: lambda m: NGD(m.parameters(), momentum=0.9, update_period=PERIOD, **common),
@@ -113,8 +115,9 @@ def build_sides(workload: Workload) -> dict[str, Side]:
             m.parameters(), momentum=0.9, foreach=True, **common
         ),
         "AdamW (fused)": lambda m: torch.optim.AdamW(m.parameters(), fused=True, **common),
-        MUON: lambda m: peers.Muon(m, **common),
     }
+    if has_bf16(torch.device("cpu")):
+        makers[MUON] = lambda m: peers.Muon(m, **common)
     sides = {}
     for name, make in makers.items():
         model = copy.deepcopy(workload.model)
@@ -129,7 +132,8 @@ def build_sides(workload: Workload) -> dict[str, Side]:
 def passes(workload: Workload, quick: bool) -> dict[str, Callable[[], float]]:
     """Return functions that measure forward and backward at the full batch, in fp32 and bf16.
 
-    With `quick` a smaller batch is measured and scaled.
+    With `quick` a smaller batch is measured and scaled. bf16 is left out where the processor does
+    not compute in it.
     """
     size = QUICK_BATCH if quick else BATCH
     samples = workload.batch(size)
@@ -138,9 +142,12 @@ def passes(workload: Workload, quick: bool) -> dict[str, Callable[[], float]]:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             return clock(lambda: workload.backward(samples)) * BATCH / size
 
-    for bf16 in (False, True):
-        measure(bf16)
-    return {f"{PASS}, fp32": lambda: measure(False), f"{PASS}, bf16": lambda: measure(True)}
+    calls = {f"{PASS}, fp32": lambda: measure(False)}
+    if has_bf16(torch.device("cpu")):
+        calls[f"{PASS}, bf16"] = lambda: measure(True)
+    for call in calls.values():
+        call()  # not timed: the first pass allocates the memory
+    return calls
 
 
 def kfac_side(
@@ -168,37 +175,44 @@ def kfac_side(
 
 @dataclass
 class Result:
-    """The results of one model: a row and counts for each optimizer, and a note on K-FAC."""
+    """The results of one model: a row and counts for each optimizer, and what was left out."""
 
     workload: Workload
     rows: dict[str, bench.Row]
     facts: dict[str, dict[str, Any]]
     sides: dict[str, Side]
-    note: str
+    notes: list[str]
 
 
-def measure(workload: Workload, quick: bool) -> Result:
-    """Measure all sides of a workload in turn."""
+def measure(workload: Workload, quick: bool, *, deadline: float) -> Result:
+    """Measure all sides of a workload in turn, until a deadline of `bench.take_turns`."""
     sides = build_sides(workload)
     calls: dict[str, Callable[[], float]] = dict(sides)
     slow: set[str] = set()
+    notes = []
+    if MUON not in sides:
+        notes.append(f"{MUON} left out: it computes in bf16, and this processor does not")
     if workload.images:
         slow = set(new := passes(workload, quick))
         calls.update(new)
+        if f"{PASS}, bf16" not in new:
+            notes.append(f"{PASS} in bf16 left out: this processor does not compute in bf16")
     try:
         side, call = kfac_side(workload, sides[OURS].gradients, quick)
         name = f"K-FAC ({side.optimizer.name})"
-        sides[name], calls[name], note = side, call, ""
+        sides[name], calls[name] = side, call
         slow.add(name)
     except peers.Absent as absent:
-        note = f"K-FAC left out: {absent}"
-    seconds = bench.take_turns(calls, QUICK_ROUNDS if quick else ROUNDS, slow)
+        notes.append(f"K-FAC left out: {absent}")
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    seconds = bench.take_turns(calls, rounds, slow, deadline=deadline)
     rates = {name: [1 / taken for taken in all_taken] for name, all_taken in seconds.items()}
     rows = {
         name: bench.Row(f"{workload.name} {name}", rates[OURS], rate)
         for name, rate in rates.items()
     }
-    return Result(workload, rows, {name: side.facts() for name, side in sides.items()}, sides, note)
+    facts = {name: side.facts() for name, side in sides.items()}
+    return Result(workload, rows, facts, sides, notes)
 
 
 def table(result: Result) -> str:
@@ -229,7 +243,7 @@ def table(result: Result) -> str:
     ]
     scratch_bytes = result.facts[OURS]["scratch_bytes"]
     lines.append(f"ours also keeps {scratch_bytes:.2f} B/weight of scratch memory between steps")
-    return "\n".join([*lines, *([result.note] if result.note else [])])
+    return "\n".join([*lines, f"{len(result.rows[OURS].ours)} rounds", *result.notes])
 
 
 def create_bars(result: Result) -> list[bench.Bar]:
@@ -246,7 +260,11 @@ def create_bars(result: Result) -> list[bench.Bar]:
         bench.Bar(
             "share of forward and backward", share(f"{PASS}, fp32"), TRAINING_SHARE, at_most=True
         ),
-        bench.Bar("share of Muon", share(MUON), MUON_SHARE, at_most=True),
+        *(
+            [bench.Bar("share of Muon", share(MUON), MUON_SHARE, at_most=True)]
+            if MUON in rows
+            else []
+        ),
         bench.Bar("worst step of straightforward update", worst, WORST_SHARE, at_most=True),
         bench.Bar("operators of straightforward NGD", operators, OPERATOR_SHARE, at_most=True),
         bench.Bar("host syncs", facts[OURS]["syncs"], SYNCS, at_most=True),
@@ -269,7 +287,12 @@ def main() -> None:
     torch.manual_seed(0)
     packages = ["torch", *(["nngeometry"] if peers.nngeometry else [])]
     machine = bench.machine(torch.device("cpu"), packages)
-    results = [measure(make(), args.quick) for make in (resnet_workload, transformer_workload)]
+    makers = (resnet_workload, transformer_workload)
+    budget = bench.Budget(args.quick, len(makers))
+    results = []
+    for make in makers:
+        deadline = budget.next_deadline()
+        results.append(measure(make(), args.quick, deadline=deadline))
     bars, seconds = create_bars(results[0]), time.perf_counter() - started
     for result in results:
         print(table(result), end="\n\n")
@@ -288,7 +311,7 @@ def main() -> None:
         result.workload.name: {
             "counted": result.facts,
             "seconds": {name: side.seconds for name, side in result.sides.items()},
-            "note": result.note,
+            "notes": result.notes,
         }
         for result in results
     }
@@ -306,4 +329,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -24,6 +24,7 @@ import transformer_test
 from backends.device import keep_freed_memory
 from benchmarks import bench, throughput
 from distributed.world import init_world
+from errors import exit_code
 
 SCRIPTS = {"resnet50": (resnet50_test, 64), "transformer": (transformer_test, 128)}
 WARM_UP, STEPS = 4, 6  # steps before profiling, profiled steps
@@ -90,4 +91,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -31,6 +31,7 @@ import torch
 
 from benchmarks import bench, slow_network
 from benchmarks.scaling_ranks import ALONE, METHODS, SENDING, SILENT
+from errors import exit_code
 
 # Relative error of a predicted step of processes with a core each: the model leaves out how they
 # slow each other down.
@@ -288,4 +289,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

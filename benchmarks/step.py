@@ -9,7 +9,8 @@ take turns. 'plain' is the baseline of throughput.py (fp32, eager, NCHW, DataLoa
 'compiled' the same under torch.compile. 'as timm' does what timm's train.py does with
 --amp --channels-last --torchcompile: autocast, channels_last, compiled model, timm's optimizer
 factory. The utilisation ('of peak') is three times the floating-point operations of the forward
-pass, over what a large bf16 matrix product reaches on this machine.
+pass, over what a large matrix product reaches on this machine, in bf16 if it computes in bf16. With
+--quick the batch is halved until a step in fp32 fits into a turn; the tables name the batch.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import resnet50_test
 import transformer_test
-from backends.device import keep_freed_memory
+from backends.device import has_bf16, keep_freed_memory
 from benchmarks import bench, throughput
 from distributed.world import init_world
+from errors import exit_code
 
 SCRIPTS: dict[str, ModuleType] = {"resnet50": resnet50_test, "transformer": transformer_test}
 # Speed-up over plain on two cores with AMX; bf16, channels_last and compile give ResNet-50 3.0.
@@ -54,6 +56,8 @@ AT_ONCE = 4  # sides in memory besides plain: each is a process with a model of 
 # Rounds, and seconds of each side in a round; with --quick and without.
 SIZES = {True: (3, 4.0), False: (5, 8.0)}
 MATRIX_SIZE = 4096  # of the matrix product that utilisation is relative to
+SMALLEST_BATCH = 8  # of --quick on a slow machine
+STEP_OF_TURN = 1.5  # a step of --quick may take so much of a turn: a side takes at least one
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,14 @@ class Side:
     data_dir: str
     folder: str
     recipe: throughput.Recipe
+    batch: int
 
     def steps(self) -> Iterator[int]:
         """Take training steps without end; yield the number of samples of each."""
         if self.name not in OURS:
-            yield from peer_steps(self.name, self.recipe, self.data_dir, BATCHES[self.script])
+            yield from peer_steps(self.name, self.recipe, self.data_dir, self.batch)
         out = f"{self.folder}/{self.name.replace(' ', '-')}"
-        arguments = ["--data_dir", self.data_dir, "--bs", str(BATCHES[self.script]), "--out", out]
+        arguments = ["--data_dir", self.data_dir, "--bs", str(self.batch), "--out", out]
         with init_world() as world:
             script = SCRIPTS[self.script]
             opened = throughput.open_script(
@@ -123,12 +128,35 @@ def inspect_script(name: str, data_dir: str, folder: str) -> tuple[throughput.Re
     return recipe, 3 * counter.get_total_flops() / 16
 
 
-def peak_flops() -> float:
-    """Return the floating-point operations per second of a large bf16 matrix product."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    square = torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16)
+def affordable_batch(batch: int, seconds_per_sample: float, limit: float) -> int:
+    """Halve a batch until a step takes at most `limit` seconds, or down to `SMALLEST_BATCH`."""
+    while batch > SMALLEST_BATCH and batch * seconds_per_sample > limit:
+        batch //= 2
+    return batch
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Floating-point operations per second of a large matrix product, in fp32 and at its best."""
+
+    fp32: float
+    best: float
+    best_dtype: str
+
+    @classmethod
+    def measured(cls) -> Peak:
+        """Measure this machine; bf16 only where it computes in bf16, since it is slow elsewhere."""
+        fp32 = peak_flops(torch.float32)
+        if not has_bf16(bench.DEVICE):
+            return cls(fp32, fp32, "fp32")
+        return cls(fp32, peak_flops(torch.bfloat16), "bf16")
+
+
+def peak_flops(dtype: torch.dtype) -> float:
+    """Return the floating-point operations per second of a large matrix product."""
+    square = torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=bench.DEVICE, dtype=dtype)
     best = float("inf")
-    for _ in range(5):
+    for _ in range(3):
         bench.wait_for_device()
         start = time.perf_counter()
         square @ square
@@ -138,9 +166,16 @@ def peak_flops() -> float:
 
 
 def measure(
-    sides: dict[str, Side], rounds: int, seconds: float
+    sides: dict[str, Side], rounds: int, seconds: float, *, deadline: float
 ) -> tuple[dict[str, bench.Row], dict[str, int]]:
-    """Measure all sides of a script in turn; return rows over plain, and each peak memory."""
+    """Measure all sides of a script in turn; return rows over plain, and each peak memory.
+
+    Args:
+        sides: what is measured, by name.
+        rounds: largest number of rounds.
+        seconds: of each side in a round.
+        deadline: as of `bench.take_turns`.
+    """
     remotes = {name: bench.Remote(Side.steps, side) for name, side in sides.items()}
     try:
         for remote in remotes.values():
@@ -148,6 +183,7 @@ def measure(
         rates = bench.take_turns(
             {side: lambda remote=remote: remote.rate(seconds) for side, remote in remotes.items()},
             rounds,
+            deadline=deadline,
         )
         memory = {side: remote.peak_memory() for side, remote in remotes.items()}
     finally:
@@ -159,29 +195,59 @@ def measure(
     }, memory
 
 
+def default_sides(quick: bool, bf16: bool) -> list[str]:
+    """Return the sides besides plain; `bf16` says whether the device computes in it.
+
+    Where it does not, the default precision on a processor is fp32, so that the sides of ours in
+    fp32 would be measured twice.
+    """
+    ours = [side for side in OURS if bf16 or "fp32" not in side or torch.cuda.is_available()]
+    every = [*ours[:2], *PEERS, *ours[2:]]  # peers take turns with what they are compared with
+    return [side for side in every if not quick or ("compile" not in side and side not in PEERS)]
+
+
+def groups_of(sides: list[str]) -> list[list[str]]:
+    """Split the sides into groups that are in memory at the same time."""
+    return [sides[start : start + AT_ONCE] for start in range(0, len(sides), AT_ONCE)]
+
+
 def measure_script(
-    name: str, sides: list[str], data_dir: str, quick: bool, peak: float
-) -> tuple[dict[str, bench.Row], dict[str, int]]:
-    """Measure the sides of a script, a few at a time together with plain; print their table."""
+    name: str, sides: list[str], data_dir: str, *, quick: bool, peak: Peak, budget: bench.Budget
+) -> tuple[dict[str, bench.Row], dict[str, int], int]:
+    """Measure the sides of a script, a few at a time together with plain; print their table.
+
+    Returns:
+        The rows and the peak memory of each side, and the batch size.
+    """
     rows: dict[str, bench.Row] = {}
     memory: dict[str, int] = {}
+    rounds, seconds = SIZES[quick]
+    batch = BATCHES[name]
     with tempfile.TemporaryDirectory() as folder:
         recipe, flops = inspect_script(name, data_dir, folder)
-        for start in range(0, len(sides), AT_ONCE):
-            some = (PLAIN, *sides[start : start + AT_ONCE])
-            more_rows, more_memory = measure(
-                {side: Side(name, side, data_dir, folder, recipe) for side in some}, *SIZES[quick]
-            )
+        if quick:
+            batch = affordable_batch(batch, flops / peak.fp32, STEP_OF_TURN * seconds)
+        for some in groups_of(sides):
+            deadline = budget.next_deadline()
+            made = {
+                side: Side(name, side, data_dir, folder, recipe, batch) for side in (PLAIN, *some)
+            }
+            more_rows, more_memory = measure(made, rounds, seconds, deadline=deadline)
             rows, memory = more_rows | rows, more_memory | memory
-    title = f"{name}, batch {BATCHES[name]}"
+    title = f"{name}, batch {batch}"
     columns = f"{'samples/s':>10} {'x plain':>8} {'spread':>12} {'peak GiB':>9} {'of peak':>8}"
-    print(f"\n{title:<26} {columns}")
+    print(f"\n{title:<26} {columns} {'rounds':>7}")
     for side, row in rows.items():
         rate, spread = statistics.median(row.ours), f"{min(row.ratios):.2f}..{max(row.ratios):.2f}"
-        gigabytes, utilisation = memory[side] / 2**30, 100 * rate * flops / peak
+        gigabytes, utilisation = memory[side] / 2**30, 100 * rate * flops / peak.best
         rates = f"{rate:>10.1f} {row.ratio:>8.2f} {spread:>12}"
-        print(f"{side:<26} {rates} {gigabytes:>9.2f} {utilisation:>7.1f}%", flush=True)
-    return rows, memory
+        print(
+            f"{side:<26} {rates} {gigabytes:>9.2f} {utilisation:>7.1f}% {len(row.ours):>7}",
+            flush=True,
+        )
+    if batch != BATCHES[name]:
+        print(f"this machine is slow, so the batch is {batch} instead of {BATCHES[name]}")
+    return rows, memory, batch
 
 
 def main() -> int:
@@ -200,18 +266,19 @@ def main() -> int:
     args = parser.parse_args()
     keep_freed_memory()
     machine = bench.machine(bench.DEVICE, ("torch", "torchvision", "timm"))
-    peak = peak_flops()
-    print(f"{machine}; bf16 matrix product {peak / 1e9:.0f} GFLOP/s")
-    ours = list(OURS)
-    every = [*ours[:2], *PEERS, *ours[2:]]  # peers take turns with what they are compared with
-    sides = args.sides or [
-        side for side in every if not args.quick or ("compile" not in side and side not in PEERS)
-    ]
+    peak = Peak.measured()
+    print(f"{machine}; {peak.best_dtype} matrix product {peak.best / 1e9:.0f} GFLOP/s")
+    sides = args.sides or default_sides(args.quick, has_bf16(bench.DEVICE))
     rows: list[bench.Row] = []
     bars: list[bench.Bar] = []
     memories: dict[str, Any] = {}
-    for name in [args.only] if args.only else SCRIPTS:
-        measured, memories[name] = measure_script(name, sides, args.data_dir, args.quick, peak)
+    batches: dict[str, int] = {}
+    names = [args.only] if args.only else list(SCRIPTS)
+    budget = bench.Budget(args.quick, len(names) * len(groups_of(sides)))
+    for name in names:
+        measured, memories[name], batches[name] = measure_script(
+            name, sides, args.data_dir, quick=args.quick, peak=peak, budget=budget
+        )
         rows += measured.values()
         ours = [row for side, row in measured.items() if side in OURS]
         best = max(ours, key=lambda row: row.ratio)
@@ -225,7 +292,9 @@ def main() -> int:
         rows,
         bars,
         machine=machine,
-        peak=peak,
+        peak=peak.best,
+        peak_precision=peak.best_dtype,
+        batches=batches,
         took=seconds,
         quick=args.quick,
         memory=memories,
@@ -234,4 +303,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

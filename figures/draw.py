@@ -1,24 +1,26 @@
 """Draw every picture and write the results table of docs/results.md, from the logs.
 
 python -m figures.draw                                     # everything, from figures/logs
-python -m figures.draw --runs runs/a runs/b --out a.png    # your own runs
+python -m figures.draw --runs runs/a runs/b --labels SGD NGD --title "digits" --out a.png
 
-Runs of your own that are named NAME-seedN become one line with a band.
+Runs of your own that are named NAME-seedN, or that have the same label, become one line with a
+band.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from cli.flag_parser import FlagParser
-from errors import exit_code
+from errors import InputError, exit_code
 from figures import table
 from figures.pictures import PICTURES, overview
-from figures.run_logs import LOGS, ROOT, by_name, read_groups
+from figures.run_logs import LOGS, ROOT, by_label, by_name, read_groups
 from training.atomic_file import atomic_write
 
 HERE = ROOT / "figures"
@@ -61,6 +63,19 @@ def draw_parser() -> FlagParser:
         help="Draw the runs in these folders in place of the committed logs.",
     )
     add(
+        "--labels",
+        nargs="+",
+        metavar="NAME",
+        help="Name each of --runs in the legend, such as by its method (default its folder).",
+    )
+    add(
+        "--title",
+        metavar="TEXT",
+        default="",
+        help="Put this title over the picture of --runs: model, data, what is compared "
+        "(default none).",
+    )
+    add(
         "--out",
         type=Path,
         default=Path("accuracy.png"),
@@ -70,13 +85,20 @@ def draw_parser() -> FlagParser:
     return parser
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Draw the runs that the command line names, or all figures and the results table."""
-    args = draw_parser().parse_args()
-    if args.runs:
-        save(overview(by_name(args.runs)), args.out)
-    else:
+    args = draw_parser().parse_args(argv)
+    if not args.runs:
+        if args.labels or args.title:
+            raise InputError("--labels and --title describe runs of your own: give --runs too")
         draw_all()
+        return
+    if args.labels and len(args.labels) != len(args.runs):
+        raise InputError(
+            f"--labels: {len(args.labels)} names for {len(args.runs)} --runs; give one for each"
+        )
+    named_runs = by_label(args.runs, args.labels) if args.labels else by_name(args.runs)
+    save(overview(named_runs, args.title), args.out)
 
 
 if __name__ == "__main__":

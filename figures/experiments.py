@@ -7,6 +7,9 @@ A run is a command as one would type it, to which `--seed N --out figures/logs/G
 added. The entry scripts record flags, device, versions and commit in config.json. A run is done
 when its log holds the last epoch; its checkpoints are then deleted. An interrupted run resumes from
 its checkpoint. A failed run does not end the others; it is named at the end.
+
+A log is evidence only together with the code that made it, so no run starts while a file is not
+committed. To try something out: --allow_dirty --logs FOLDER.
 """
 
 from __future__ import annotations
@@ -29,11 +32,13 @@ from cli import flags
 from cli.flag_parser import FlagParser
 from errors import InputError, Interrupted, did_you_mean, exit_code
 from figures.run_logs import LOGS, ROOT, finished, read_rows
+from training import machine
 
 PLAN = ROOT / "figures" / "experiments.yaml"
 SEEDS = (0, 1, 2)
 SHUTDOWN_SECONDS = 120.0  # that a run has to write its checkpoint after SIGTERM
 NOT_LOGGED = ("*.pt", "*.part", "tokenizer.json", "shards-*")  # deleted after a finished run
+MAX_NAMED_FILES = 3  # in the message of a run that is refused
 
 
 @dataclass(frozen=True)
@@ -171,11 +176,44 @@ def select_groups(runs: Sequence[PlannedRun], only: Sequence[str]) -> list[Plann
     return [run for run in runs if not only or run.group in only]
 
 
-def execute_all(runs: Sequence[PlannedRun], deadline: float, device: str) -> None:
-    """Execute all runs that are not done; with device cpu, GPUs are hidden from them.
+def check_committed(logs: Path) -> None:
+    """Check that a run started now would log the commit of the code that it runs.
+
+    Args:
+        logs: folder below which the runner itself writes.
 
     Raises:
-        InputError: some runs failed; the message names them.
+        InputError: files are not committed, or there is no commit.
+    """
+    try:
+        changed = machine.modified_files() + machine.untracked_files(ignored=logs)
+    except machine.CommitUnknown as reason:
+        raise InputError(
+            f"the commit of this code is unknown ({reason}), and a log without one is no evidence; "
+            "use a git clone, or --allow_dirty with --logs FOLDER"
+        ) from None
+    if changed:
+        more = len(changed) - MAX_NAMED_FILES
+        names = ", ".join(changed[:MAX_NAMED_FILES]) + (f" and {more} more" if more > 0 else "")
+        raise InputError(
+            f"not committed: {names}; a log's commit would not be the code that made it: commit "
+            "or stash them first, or use --allow_dirty with --logs FOLDER"
+        )
+
+
+def execute_all(
+    runs: Sequence[PlannedRun], deadline: float, device: str, *, allow_dirty: bool = False
+) -> None:
+    """Execute all runs that are not done; with device cpu, GPUs are hidden from them.
+
+    Args:
+        runs: what to execute.
+        deadline: value of time.monotonic() at which to stop, 0 for none.
+        device: cpu or gpu.
+        allow_dirty: also start runs while files are not committed.
+
+    Raises:
+        InputError: files are not committed; or some runs failed: the message names them.
         Interrupted: the deadline has passed, or Ctrl-C.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores SIGINT
@@ -188,6 +226,8 @@ def execute_all(runs: Sequence[PlannedRun], deadline: float, device: str) -> Non
             print(f"{title}: done", flush=True)
             delete_checkpoints(run.folder)  # the run may have finished while it was stopped
             continue
+        if not allow_dirty:
+            check_committed(run.logs)
         print(f"{title}: {run.command}", flush=True)
         if failure := execute(run, deadline, variables):
             failures.append(f"{run.group}/{run.folder.name} ({failure})")
@@ -234,15 +274,27 @@ def experiments_parser() -> FlagParser:
         metavar="DIR",
         help="Write the logs below this folder (default figures/logs).",
     )
+    add(
+        "--allow_dirty",
+        action="store_true",
+        help="Start runs although files are not committed; this needs --logs of another folder, "
+        "since such logs are no evidence.",
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run, list or draw the experiments that the command line names."""
     args = experiments_parser().parse_args(argv)
+    logs = args.logs.resolve()
+    if args.allow_dirty and (logs == LOGS or LOGS in logs.parents):
+        raise InputError(
+            "--allow_dirty: the logs of figures/logs are evidence and need a commit; give another "
+            "folder: --logs FOLDER"
+        )
     has_gpu = torch.cuda.is_available()
     device = args.device or ("gpu" if has_gpu else "cpu")
-    runs = select_groups(read_plan(args.plan, device, args.logs.resolve()), args.only)
+    runs = select_groups(read_plan(args.plan, device, logs), args.only)
     if args.list:
         for run in runs:
             status = "done" if run.is_done else f"open: {run.command}"
@@ -252,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise InputError("gpu: this machine has none; use bash figures/run_all.sh cpu")
     deadline = time.monotonic() + 60 * args.minutes if args.minutes else 0.0
     try:
-        execute_all(runs, deadline, device)
+        execute_all(runs, deadline, device, allow_dirty=args.allow_dirty)
     finally:
         if args.draw:
             subprocess.run([sys.executable, "-m", "figures.draw"], cwd=ROOT, check=False)

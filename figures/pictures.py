@@ -131,9 +131,10 @@ def create_panels(rows: int, columns: int) -> tuple[Figure, Any]:
 # -------------------------------------------------------------------- the figures
 
 
-def overview(named_runs: Mapping[str, Runs]) -> Figure:
+def overview(named_runs: Mapping[str, Runs], title: str = "") -> Figure:
     """Plot test accuracy against epochs and seconds, and training loss against epochs."""
     figure, axes = create_panels(1, 3)
+    figure.suptitle(title)
     has_test = all("test_accuracy" in rows[0] for runs in named_runs.values() for rows in runs)
     ylabel = "test accuracy / %" if has_test else "accuracy on test or held-out rows / %"
     for index, (name, runs) in enumerate(named_runs.items()):

@@ -4,7 +4,8 @@
 #   bash figures/run_all.sh gpu --minutes 9         stop after 9 minutes; run again to resume
 #   bash figures/run_all.sh cpu --only resnet20_batch    one group
 #   bash figures/run_all.sh cpu --list              what is done, what is open, and the commands
-# All experiments run with their first seed before any runs with its second.
+# All experiments run with their first seed before any runs with its second. Nothing starts while a
+# file is not committed.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv/bin/python

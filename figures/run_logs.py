@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "figures" / "logs"
@@ -25,22 +26,33 @@ Runs = list[list[Row]]
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Return the rows of a run's metrics.jsonl; without any, end the program with an error."""
+    """Return the rows of a run's metrics.jsonl.
+
+    Raises:
+        InputError: there are none.
+    """
     try:
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     except OSError:
-        sys.exit(f"error: {folder} holds no metrics.jsonl; give run folders")
+        raise InputError(f"{folder} holds no metrics.jsonl; give run folders") from None
     if not rows:
-        sys.exit(f"error: {folder}/metrics.jsonl is empty: the run has not finished an epoch")
+        raise InputError(
+            f"{folder}/metrics.jsonl is empty: the run has not finished an epoch; train longer"
+        )
     return rows
 
 
 def by_name(folders: Sequence[Path]) -> dict[str, Runs]:
     """Group the runs in folders NAME-seedN by NAME; their order is kept."""
+    names = [folder.name.rpartition("-seed")[0] or folder.name for folder in folders]
+    return by_label(folders, names)
+
+
+def by_label(folders: Sequence[Path], labels: Sequence[str]) -> dict[str, Runs]:
+    """Group the runs in folders by their labels, one for each folder; their order is kept."""
     runs: dict[str, Runs] = {}
-    for folder in folders:
-        name = folder.name.rpartition("-seed")[0] or folder.name
-        runs.setdefault(name, []).append(read_rows(folder))
+    for folder, label in zip(folders, labels):
+        runs.setdefault(label, []).append(read_rows(folder))
     return runs
 
 

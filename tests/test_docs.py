@@ -36,7 +36,7 @@ PYTHON = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 TABLE_ROW = re.compile(r'"\w+": ')
 TOOL_FLAGS = {
     "test.sh": {"--all", "--legacy"},
-    "figures": {"--list", "--only", "--minutes", "--runs"},
+    "figures": {"--allow_dirty", "--labels", "--list", "--only", "--minutes", "--runs", "--title"},
     "benchmarks": {"--quick", "--json", "--logs", "--report", "--text"},
     "written with hyphens": {"--batch-size", "--no-sync-bn"},
     "sbatch": {"--nodes", "--gpus-per-node"},

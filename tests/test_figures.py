@@ -6,10 +6,12 @@ The runner of the experiments continues where it was stopped.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import json
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -24,7 +26,9 @@ import ranks
 import resnet50_test
 import transformer_test
 from cli import options
+from errors import InputError
 from figures import draw, experiments, pictures, run_logs, table
+from training import machine
 from training.generated_section import replace_generated_section
 
 ROOT = ranks.ROOT
@@ -36,6 +40,15 @@ PLANNED = [
     for run in experiments.read_plan(experiments.PLAN, device, run_logs.LOGS)
     if run.name
 ]
+DIRTY_LOGS = {  # (group, commit): logs. Entries only ever go away; a clean run replaces a log.
+    ("agnews12k", "1798af1-dirty"): 6,
+    ("ngd_convergence", "5468a9b-dirty"): 1,
+    ("ngd_convergence", "7274983-dirty"): 13,
+    ("ngd_convergence", "825c1e1-dirty"): 6,
+    ("ngd_meta", "1798af1-dirty"): 3,
+    ("resnet20_batch", "1798af1-dirty"): 7,
+    ("tuning_agnews12k", "1798af1-dirty"): 4,
+}
 MACHINE_FLAGS = {"data_dir", "threads", "workers", "out", "resume", "recipe"}
 
 
@@ -70,6 +83,26 @@ def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
             assert not run.rows or 0.9 * run.rows <= trained <= run.rows, run.folder
             checked += 1
     assert checked > 50
+
+
+def test_logs_come_from_clean_commits():
+    dirty = collections.defaultdict(list)
+    for path in run_logs.LOGS.glob("*/*/config.json"):
+        commit = json.loads(path.read_text()).get("commit")
+        if not commit or commit.endswith("-dirty"):
+            dirty[path.parent.parent.name, commit].append(path.parent.name)
+    for key, names in sorted(dirty.items()):
+        assert len(names) <= DIRTY_LOGS.get(key, 0), (
+            f"{key}: commit the code, then run again: {', '.join(sorted(names))}"
+        )
+    counts = {key: len(names) for key, names in dirty.items()}
+    assert counts == DIRTY_LOGS, "some logs are clean now: make DIRTY_LOGS that short"
+
+
+def test_the_results_page_counts_the_logs_of_dirty_commits():
+    page = " ".join(draw.RESULTS_PAGE.read_text().split())
+    total = len(list(run_logs.LOGS.glob("*/*/config.json")))
+    assert f"For {sum(DIRTY_LOGS.values())} of the {total} logged runs" in page
 
 
 def test_the_results_page_shows_what_the_logs_say():
@@ -171,7 +204,7 @@ cpu:
 
 def runner(folder: Path) -> list[str]:
     plan = ["--plan", str(folder / "plan.yaml"), "--logs", str(folder / "logs")]
-    return [sys.executable, "-m", "figures.experiments", "cpu", *plan]
+    return [sys.executable, "-m", "figures.experiments", "cpu", *plan, "--allow_dirty"]
 
 
 def run_plan(folder: Path, *arguments: str, epochs: int = 2, rows: str = "", code: int = 0) -> str:
@@ -179,6 +212,68 @@ def run_plan(folder: Path, *arguments: str, epochs: int = 2, rows: str = "", cod
     done = subprocess.run([*runner(folder), *arguments], capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of one commit, with this code and a plan of short runs."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    folder = tmp_path_factory.mktemp("clone") / "code"
+    unused = shutil.ignore_patterns(
+        ".*", "__pycache__", "logs", "results", "runs", "data", "tests", "docs", "*.png"
+    )
+    shutil.copytree(ROOT, folder, ignore=unused)
+    shutil.copy(ROOT / ".gitignore", folder)
+    (folder / "plan.yaml").write_text(TINY.format(epochs=1, rows=""))
+    author = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "all"]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    return folder
+
+
+def start_plan(folder: Path, *arguments: str, code: int) -> tuple[str, list[str]]:
+    """Run a copy's plan; return what it prints, and the lines of stderr."""
+    command = [sys.executable, "-m", "figures.experiments", "cpu", "--plan", "plan.yaml"]
+    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout, done.stderr.splitlines()
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_a_clean_commit_only(repository):
+    logs = repository / "figures" / "logs" / "one"
+    (repository / "recipes" / "new.yaml").write_text("lr: 1")
+    with (repository / "ngd.py").open("a") as file:
+        file.write("# edited\n")
+    _, errors = start_plan(repository, code=2)
+    assert len(errors) == 1
+    assert "not committed: ngd.py, recipes/new.yaml;" in errors[0]
+    assert not logs.exists()
+    assert "open" in start_plan(repository, "--list", code=0)[0]
+
+    (repository / "recipes" / "new.yaml").unlink()
+    subprocess.run(["git", "checkout", "-q", "ngd.py"], cwd=repository, check=True)
+    (repository / "figures" / "time.png").write_text("results do not count")
+    start_plan(repository, code=0)  # four runs: the logs of the first do not stop the second
+    commits = {json.loads(path.read_text())["commit"] for path in logs.glob("*/config.json")}
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True)
+    assert len(commits) == 1
+    assert head.stdout.decode().startswith(commits.pop())
+
+
+def test_a_folder_without_a_commit_makes_no_evidence(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "training" / "machine.py"))
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(TINY.format(epochs=1, rows=""))
+    with pytest.raises(InputError, match="commit of this code is unknown .* is no evidence"):
+        experiments.main(["cpu", "--plan", str(plan), "--logs", str(tmp_path / "logs")])
+    with pytest.raises(InputError, match="figures/logs are evidence"):
+        experiments.main(["cpu", "--plan", str(plan), "--allow_dirty"])
+    logs = run_logs.LOGS / "below"
+    with pytest.raises(InputError, match="figures/logs are evidence"):
+        experiments.main(["cpu", "--plan", str(plan), "--allow_dirty", "--logs", str(logs)])
 
 
 def test_the_plan_runs_all_of_a_seed_before_the_next(tmp_path):
@@ -267,6 +362,43 @@ def test_held_out_rows_are_drawn_for_runs_without_test_rows():
     )
     assert "held-out" in figure.axes[0].get_ylabel()
     pictures.plt.close(figure)
+
+
+def write_run(folder: Path, *accuracies: float) -> str:
+    folder.mkdir(parents=True)
+    rows = [{**row, "train_loss": 1.0} for row in runs(*accuracies)[0]]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def test_own_runs_are_drawn_with_their_labels_and_a_title(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(draw, "save", lambda figure, path: saved.append(figure))
+    folders = [write_run(tmp_path / name, 0.5, 0.6) for name in ("a", "b-seed0", "b-seed1")]
+    draw.main(["--runs", *folders, "--labels", "SGD", "NGD", "NGD", "--title", "digits"])
+    draw.main(["--runs", *folders])
+    legends = [
+        [text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in saved
+    ]
+    assert legends == [["SGD", "NGD"], ["a", "b"]]
+    assert [figure.get_suptitle() for figure in saved] == ["digits", ""]
+    for figure in saved:
+        pictures.plt.close(figure)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--labels SGD", "give --runs too"),
+        ("--title digits", "give --runs too"),
+        ("--runs {run} --labels SGD NGD", "2 names for 1 --runs"),
+        ("--runs {run} nowhere", "nowhere holds no metrics.jsonl"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_line(tmp_path, arguments, message):
+    run = write_run(tmp_path / "run", 0.5)
+    with pytest.raises(InputError, match=message):
+        draw.main(arguments.format(run=run).split())
 
 
 def test_an_unknown_group_is_one_line(tmp_path):

@@ -1,7 +1,12 @@
-"""What a number in metrics.jsonl depends on beside the flags: versions, device, commit."""
+"""What a number in metrics.jsonl depends on beside the flags: versions, device, commit.
+
+describe_machine(device)["commit"]     # "31dfeba", "31dfeba-dirty", or None without git
+modified_files()                       # ["ngd.py"]: why a commit is dirty
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -11,27 +16,99 @@ from typing import Any
 
 import torch
 
+from errors import first_line
+
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ("figures/logs", "figures/*.png", "docs/results.md", "benchmarks/results")
+"""What runs, benchmarks and figures.draw write: no run depends on it."""
+NOT_RESULTS = tuple(f":(exclude,glob){path}" for path in RESULTS)
+"""Arguments that make a git command leave `RESULTS` out."""
 MATRIX_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")  # the best one is named
 
 
+class CommitUnknown(Exception):
+    """The commit of this code cannot be told; the message says why."""
+
+
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Versions, device, commit, torchrun's job and the command line."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """Versions, device, commit (None where it is unknown), torchrun's job and the command line."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": device_name(device),
-        "commit": commit.stdout.strip() or None,
+        "commit": commit_or_none(),
         "elastic_id": os.environ.get("TORCHELASTIC_RUN_ID"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
+
+
+# -------------------------------------------------------------------- commit
+
+
+def commit_or_none() -> str | None:
+    """The commit of this code; it ends in -dirty if a committed file has changed since.
+
+    It is None where git is not installed, or where this folder is a copy without its history.
+    Changed `RESULTS` do not make it dirty.
+    """
+    with contextlib.suppress(CommitUnknown):
+        dirty = "-dirty" if modified_files() else ""
+        return run_git("describe", "--always").strip() + dirty
+    return None
+
+
+def modified_files() -> list[str]:
+    """Files of the last commit that have changed since or are deleted, but for `RESULTS`.
+
+    Raises:
+        CommitUnknown: git is not installed, or does not know this folder.
+    """
+    # A copy without .git that lies inside another repository must not get that one's commit.
+    run_git("ls-files", "--error-unmatch", str(Path(__file__).resolve().relative_to(ROOT)))
+    listing = run_git("diff", "--name-only", "-z", "HEAD", "--", ".", *NOT_RESULTS)
+    return listing.split("\0")[:-1]
+
+
+def untracked_files(ignored: Path) -> list[str]:
+    """Files that were never added to git and that .gitignore does not name, but for `RESULTS`.
+
+    Args:
+        ignored: a folder whose files are not listed.
+
+    Raises:
+        CommitUnknown: git is not installed, or does not know this folder.
+    """
+    excluded = list(NOT_RESULTS)
+    if ROOT in ignored.resolve().parents:
+        excluded.append(f":(exclude,literal){ignored.resolve().relative_to(ROOT)}")
+    listing = run_git("ls-files", "--others", "--exclude-standard", "-z", "--", ".", *excluded)
+    return listing.split("\0")[:-1]
+
+
+def run_git(*arguments: str) -> str:
+    """Run a git command in the project's folder, and return what it prints.
+
+    Raises:
+        CommitUnknown: git is not installed, or the command failed.
+    """
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", *arguments],  # without locks: several runs may start
+            cwd=ROOT,
+            env={**os.environ, "LC_ALL": "C"},  # its messages in English, as ours
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    except OSError as error:
+        raise CommitUnknown(f"git cannot be started ({error.strerror})") from None
+    if done.returncode:
+        raise CommitUnknown(f"git {arguments[0]}: {first_line(Exception(done.stderr))}")
+    return done.stdout
+
+
+# -------------------------------------------------------------------- device
 
 
 def device_name(device: torch.device) -> str:

@@ -265,7 +265,7 @@ class RunLog:
         axes = figure.subplots(1, len(tables), squeeze=False)[0]
         for axis, (title, table) in zip(axes, tables.items()):
             figure.colorbar(axis.imshow(table.cpu()), ax=axis, shrink=0.8)
-            axis.set_title(title)
+            axis.set_title(f"learned {title} of each pair of classes")
             if len(classes) <= MAX_NAMED_CLASSES:
                 axis.set_xticks(range(len(classes)), classes, rotation=90)
                 axis.set_yticks(range(len(classes)), classes)

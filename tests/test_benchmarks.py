@@ -1,0 +1,185 @@
+"""The rounds of a benchmark follow the speed of the machine; bad input is one line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import errors
+import ranks
+from benchmarks import bench
+
+needs_timm = pytest.mark.skipif(
+    importlib.util.find_spec("timm") is None, reason="timm is not installed"
+)
+
+
+class FakeClock:
+    """A clock that only `work` moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def work(self, *seconds: float) -> Callable[[], float]:
+        """A side that takes so many seconds in each call; the last number repeats."""
+        left = list(seconds)
+
+        def call() -> float:
+            taken = left.pop(0) if len(left) > 1 else left[0]
+            self.now += taken
+            return taken
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    fake = FakeClock()
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: fake.now)
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds"),
+    [(1, 10), (10, 5), (12, 4), (18, 3), (60, 3)],
+    ids=["fast", "exactly fits", "one more would not fit", "least", "too slow"],
+)
+def test_as_many_rounds_as_fit_but_three_at_least(clock, seconds, rounds):
+    sides = {"ours": clock.work(seconds / 2), "plain": clock.work(seconds / 2)}
+    values = bench.take_turns(sides, 10, deadline=clock.now + 50)
+    assert {name: len(each) for name, each in values.items()} == {"ours": rounds, "plain": rounds}
+
+
+def test_the_next_round_is_expected_to_take_as_long_as_the_last(clock):
+    sides = {"ours": clock.work(20, 5, 5, 4, 10, 6)}  # 34 s after four rounds, 44 s after five
+    values = bench.take_turns(sides, 10, deadline=clock.now + 50)
+    assert values["ours"] == [20, 5, 5, 4, 10]
+
+
+def test_without_a_deadline_all_rounds_are_measured(clock):
+    sides = {"ours": clock.work(1e6), "slow": clock.work(1e6)}
+    values = bench.take_turns(sides, 7, {"slow"})
+    assert (len(values["ours"]), len(values["slow"])) == (7, bench.MIN_BLOCKS)
+
+
+def test_a_measurement_leaves_the_rest_of_its_share_to_the_others(clock):
+    budget = bench.Budget(True, 3)
+    start = clock.now
+    assert budget.next_deadline() == start + bench.QUICK_SECONDS / 3
+    clock.now += 30  # of 80: 210 are left for two
+    assert budget.next_deadline() == start + 30 + (bench.QUICK_SECONDS - 30) / 2
+    clock.now += 300  # the budget is spent
+    assert budget.next_deadline() == clock.now
+    assert bench.Budget(False, 1).next_deadline() == math.inf
+
+
+@needs_timm
+def test_a_slow_machine_measures_a_smaller_batch():
+    from benchmarks.step import SMALLEST_BATCH, affordable_batch
+
+    assert affordable_batch(64, 0.05, 6.0) == 64
+    assert affordable_batch(64, 0.12, 6.0) == 32
+    assert affordable_batch(64, 100.0, 6.0) == SMALLEST_BATCH
+
+
+@needs_timm
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_fp32_is_measured_once():
+    from benchmarks.step import default_sides
+
+    assert default_sides(True, True) == ["ours", "ours, fuse", "ours, checkpoint", "ours, fp32"]
+    assert default_sides(True, False) == ["ours", "ours, fuse", "ours, checkpoint"]
+    assert "ours, fp32, compile" not in default_sides(False, False)
+
+
+@needs_timm
+def test_bf16_is_not_timed_where_the_processor_has_none(monkeypatch):
+    from benchmarks import step
+
+    timed = []
+    monkeypatch.setattr(step, "has_bf16", lambda device: False)
+    monkeypatch.setattr(step, "peak_flops", lambda dtype: timed.append(dtype) or 5.0)
+    assert step.Peak.measured() == step.Peak(5.0, 5.0, "fp32")
+    assert timed == [step.torch.float32]
+
+
+def test_the_passes_in_bf16_are_left_out_where_the_processor_has_none(monkeypatch):
+    from benchmarks import optimizer_step
+
+    monkeypatch.setattr(optimizer_step, "has_bf16", lambda device: False)
+    workload = optimizer_step.transformer_workload()
+    assert list(optimizer_step.passes(workload, True)) == ["forward + backward, fp32"]
+
+
+def test_muon_is_left_out_where_the_processor_has_no_bf16(monkeypatch):
+    from benchmarks import optimizer_step
+
+    weight = torch.nn.Linear(4, 4)
+    for bf16 in (False, True):
+        monkeypatch.setattr(optimizer_step, "has_bf16", lambda device, bf16=bf16: bf16)
+        gradients = [[torch.ones_like(p) for p in weight.parameters()]]
+        workload = SimpleNamespace(model=weight, gradients=lambda made=gradients: made)
+        sides = optimizer_step.build_sides(workload)
+        assert (optimizer_step.MUON in sides) is bf16
+
+
+def test_the_number_of_rounds_is_in_the_table():
+    row = bench.Row("pair", [1.0, 2.0, 3.0], [1.0, 1.0, 1.0])
+    title, line = bench.table([row], "plain").splitlines()
+    assert title.split()[-1] == "rounds"
+    assert line.split()[-1] == "3"
+
+
+def test_the_json_file_names_the_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "commit_or_none", lambda: "abc-dirty")
+    bench.write_json(str(tmp_path / "a.json"), [], [], machine="m")
+    assert json.loads((tmp_path / "a.json").read_text())["commit"] == "abc-dirty"
+
+
+READERS = ("convergence", "profile_step", "step", "throughput", "virtual_step")
+
+
+@needs_timm
+@pytest.mark.parametrize("name", READERS)
+def test_a_missing_data_set_is_one_line(name, tmp_path, monkeypatch, capsys):
+    def no_network(*_: object, **__: object) -> None:
+        raise urllib.error.URLError("no network in tests")
+
+    module = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(urllib.request, "urlopen", no_network)
+    monkeypatch.setenv("DATA_DIR", str(tmp_path / "none"))
+    if name == "step":
+        monkeypatch.setattr(module, "peak_flops", lambda dtype: 1e11)
+    logs = ["--logs", str(tmp_path / "logs")] if name == "convergence" else []
+    monkeypatch.setattr(sys, "argv", [name, "--quick", *logs])
+    assert errors.exit_code(module.main) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert f"{tmp_path}/none/cifar-10-batches-py is missing" in lines[0]
+
+
+BENCHMARKS = [
+    path
+    for path in sorted((ranks.ROOT / "benchmarks").glob("*.py"))
+    if "bench.parser(" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_errors_of_a_benchmark_become_its_exit_code(path):
+    assert path.read_text().rstrip().endswith("exit_code(main))")
+
+
+def test_the_result_of_a_benchmark_is_its_exit_code():
+    short = bench.Bar("speed", measured=1.0, target=2.0)
+    assert errors.exit_code(lambda: bench.verdict([short])) == 1
+    assert errors.exit_code(lambda: bench.verdict([])) == 0

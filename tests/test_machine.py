@@ -1,0 +1,110 @@
+"""What config.json says of the commit: with changes, without git, and in a copy of the project."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import conftest
+from training import machine
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+
+
+def git(folder: Path, *arguments: str) -> str:
+    author = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(
+        ["git", *author, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which `machine` believes to lie, with a method and a picture."""
+    folder = tmp_path / "project"
+    for name in ("training/machine.py", "figures/time.png", "ngd.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("first")
+    monkeypatch.setattr(machine, "ROOT", folder)
+    monkeypatch.setattr(machine, "__file__", str(folder / "training" / "machine.py"))
+    return folder
+
+
+@pytest.fixture
+def clone(project: Path) -> Path:
+    """The same as a repository of one commit."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    git(project, "init", "-q")
+    git(project, "add", ".")
+    git(project, "commit", "-q", "-m", "all")
+    return project
+
+
+def test_a_clean_commit(clone):
+    assert machine.commit_or_none() == git(clone, "describe", "--always").strip()
+    assert machine.modified_files() == []
+
+
+def test_changed_code_makes_a_commit_dirty(clone):
+    (clone / "ngd.py").write_text("second")
+    assert machine.commit_or_none() == git(clone, "describe", "--always").strip() + "-dirty"
+    assert machine.modified_files() == ["ngd.py"]
+    git(clone, "add", "ngd.py")
+    assert machine.modified_files() == ["ngd.py"], "staged is not committed"
+    (clone / "ngd.py").unlink()
+    assert machine.modified_files() == ["ngd.py"]
+
+
+def test_changed_results_leave_a_commit_clean(clone):
+    (clone / "figures" / "time.png").write_text("drawn again")
+    (clone / "figures" / "logs" / "group").mkdir(parents=True)
+    (clone / "figures" / "logs" / "group" / "metrics.jsonl").write_text("{}")
+    assert not machine.commit_or_none().endswith("-dirty")
+    assert machine.untracked_files(ignored=clone) == []
+
+
+def test_untracked_files_are_found_but_for_those_of_the_ignored_folder(clone):
+    for name in ("new method.py", "my_logs/config.json"):
+        (clone / name).parent.mkdir(exist_ok=True)
+        (clone / name).write_text("")
+    assert machine.untracked_files(ignored=clone / "my_logs") == ["new method.py"]
+    assert len(machine.untracked_files(ignored=Path("elsewhere"))) == 2
+
+
+@needs_git
+def test_a_copy_in_another_repository_does_not_get_its_commit(project):
+    (project.parent / "other").write_text("")
+    git(project.parent, "init", "-q")
+    git(project.parent, "add", "other")
+    git(project.parent, "commit", "-q", "-m", "other")
+    assert machine.commit_or_none() is None
+    with pytest.raises(machine.CommitUnknown, match="git ls-files: .*machine.py"):
+        machine.modified_files()
+
+
+@needs_git
+def test_a_copy_without_its_history_has_no_commit(project, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(project.parent))
+    assert machine.commit_or_none() is None
+    with pytest.raises(machine.CommitUnknown, match="not a git repository"):
+        machine.modified_files()
+
+
+@needs_git
+def test_a_repository_without_a_commit(project):
+    git(project, "init", "-q")
+    git(project, "add", ".")
+    assert machine.commit_or_none() is None
+
+
+def test_training_needs_no_git(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    script, flags = conftest.SCRIPTS["images"]
+    assert conftest.call(script, [*flags.split(), "--out", str(tmp_path / "run")]) == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["commit"] is None
