@@ -51,9 +51,9 @@ policy.png: lambda is the weight of the own sample, so 1 means not to mix these 
 
 Next:
   accuracy of each class
-    $python resnet50_test.py --resume $run/ngd --evaluate
+    $python resnet50_test.py --checkpoint $run/ngd --evaluate
   export the Transformer
-    $python transformer_test.py --resume $run/transformer --export $run/headlines.pt2
+    $python transformer_test.py --checkpoint $run/transformer --export $run/headlines.pt2
   a fifth of CIFAR-10 with NGD, minutes on two cores (downloads 170 MB)
     $python resnet50_test.py --arch resnet20 --subset 0.2 --epochs 10 --bs 64 --lr 0.1 --warmup 1 \\
         --ngd

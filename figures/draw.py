@@ -71,7 +71,6 @@ def draw_parser() -> FlagParser:
     add(
         "--title",
         metavar="TEXT",
-        default="",
         help="Put this title over the picture of --runs: model, data, what is compared "
         "(default none).",
     )
@@ -98,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--labels: {len(args.labels)} names for {len(args.runs)} --runs; give one for each"
         )
     named_runs = by_label(args.runs, args.labels) if args.labels else by_name(args.runs)
-    save(overview(named_runs, args.title), args.out)
+    save(overview(named_runs, args.title or ""), args.out)
 
 
 if __name__ == "__main__":

@@ -81,10 +81,10 @@ def test_the_commands_shown_at_the_end_name_what_is_there(folder):
     assert len(commands) == 5
     outs = {call[call.index("--out") + 1] for call in calls(folder) if call[0] in SCRIPTS}
     for command in commands:
-        if "--resume" in command:
-            assert command[command.index("--resume") + 1] in outs
+        if "--checkpoint" in command:
+            assert command[command.index("--checkpoint") + 1] in outs
             continue
         script = next(word for word in command if word in SCRIPTS)
         arguments = command[command.index(script) + 1 :]
-        if arguments != ["--help"]:
+        if "--help" not in arguments:
             options.parse(SCRIPTS[script].parser(), SCRIPTS[script].SCRIPT, arguments)
