@@ -621,18 +621,28 @@ def report_result(run: Run, summary: RunSummary) -> None:
     Args:
         run: the run.
         summary: what `Trainer.fit` returned.
+    Raises:
+        InputError: the last checkpoint could not be written.
     """
     if not run.world.is_main:
         return
     for name, result in (("last", summary.last), ("best", summary.best)):
         line = f"{name}.pt: {result.show()}"
-        if name == "best":
+        if name == "best" and result.epoch == 0:
+            line = "best.pt could not be written after any epoch, see the warnings above"
+        elif name == "best":
             line += f" ({summary.how_chosen()})"
-        if name in summary.unsaved:
-            line += f"; warning: {name}.pt could not be written after this epoch"
+        if name == "last" and name in summary.unsaved:
+            line += "; this epoch is not in the file, which could not be written"
         print(line)
     print(
         f"{summary.seconds:.1f} s, {summary.samples_per_second:.0f} samples/s, peak memory "
         f"{summary.peak_memory_bytes / 2**30:.2f} GiB, {summary.device_hours:.4f} "
-        f"device-hours; run folder {run.folder}"
+        f"device-hours; run folder {run.folder}",
+        flush=True,
     )
+    if "last" in summary.unsaved:
+        raise InputError(
+            f"{run.folder}/last.pt could not be written at the end of the run (see the warnings "
+            "above); make room on the disk, and train again or go on with --resume"
+        )

@@ -33,12 +33,13 @@ class OptimizerChoice:
     Attributes:
         make: called as make(parameter_groups, lr=..., **settings), where the settings are those
             that `cli.factory.optimizer_settings` knows for this name.
-        lr, weight_decay: where the command line gives neither.
+        lr, weight_decay, nesterov: where the command line does not give them.
     """
 
     make: Callable[..., torch.optim.Optimizer]
     lr: float
     weight_decay: float
+    nesterov: bool = False
 
 
 class Parser(FlagParser):
@@ -362,6 +363,7 @@ def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice]) -> 
         help=f"Train with this learning rate (default {lrs}).",
         common=True,
     )
+    nesterov_names = ", ".join(name for name, choice in optimizers.items() if choice.nesterov)
     decays = defaults_by_optimizer({name: each.weight_decay for name, each in optimizers.items()})
     add(
         "--weight_decay",
@@ -381,8 +383,8 @@ def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice]) -> 
     add(
         "--nesterov",
         action=argparse.BooleanOptionalAction,
-        default=False,
-        help="Use Nesterov momentum in SGD, NGD and LARS (default off).",
+        help="Use Nesterov momentum in SGD, NGD and LARS (default on for "
+        f"{nesterov_names}, unless --momentum is 0).",
     )
     add(
         "--betas",
@@ -525,9 +527,9 @@ def add_schedule(parser: Parser) -> None:
         "--warmup",
         aliases=("--warmup_epochs",),
         type=not_negative,
-        default=0.0,
         metavar="EPOCHS",
-        help="Raise the learning rate linearly from 0 over this many epochs (default %(default)s).",
+        help="Raise the learning rate linearly from 0 over this many epochs (default a tenth of "
+        "the run and at most 5; 0 for onecycle and cyclic, which rise by themselves).",
         common=True,
     )
     add(

@@ -20,7 +20,7 @@ import yaml
 
 from backends import torch_compat
 from cli import compatibility
-from cli.flags import Parser
+from cli.flags import OptimizerChoice, Parser
 from distributed.world import under_torchrun
 from errors import InputError, did_you_mean, first_line
 from input_pipeline import own_data
@@ -42,6 +42,7 @@ NOT_RESTORED = frozenset(
 """Flags of one invocation: a resumed run does not take them from its checkpoint."""
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 META_VAL_FRACTION = 0.05  # held out for --mixup meta where the command line does not say
+WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmup is not given
 
 
 # -------------------------------------------------------------------- reading them
@@ -75,12 +76,7 @@ def parse(
     arguments = [*(recipe_arguments(given.recipe, parser) if given.recipe else []), *arguments]
     if state is None:
         chosen = parser.parse_args(arguments)
-        optimizer = parser.optimizers[chosen.optimizer]
-        parser.set_defaults(
-            lr=optimizer.lr,
-            weight_decay=optimizer.weight_decay,
-            val_fraction=META_VAL_FRACTION if chosen.mixup == "meta" else 0.0,
-        )
+        parser.set_defaults(**computed_defaults(chosen, parser.optimizers[chosen.optimizer]))
     args = parser.parse_args(arguments)
     if path is not None and args.out is None:
         args.out = str(path if path.is_dir() else path.parent)
@@ -88,6 +84,24 @@ def parse(
     if state is not None and not uses_trained_model(args):
         check_overwritten(args, state)
     return args, state
+
+
+def computed_defaults(chosen: Namespace, optimizer: OptimizerChoice) -> dict[str, Any]:
+    """The defaults that depend on other flags, by name.
+
+    Args:
+        chosen: the flags of a new run, of which these may not be given.
+        optimizer: that of --optimizer.
+    """
+    rises_by_itself = chosen.lr_schedule in ("onecycle", "cyclic")
+    warmup = 0.0 if rises_by_itself else min(WARMUP_SHARE * chosen.epochs, LONGEST_WARMUP)
+    return {
+        "lr": optimizer.lr,
+        "weight_decay": optimizer.weight_decay,
+        "nesterov": optimizer.nesterov and chosen.momentum > 0,
+        "warmup": warmup,
+        "val_fraction": META_VAL_FRACTION if chosen.mixup == "meta" else 0.0,
+    }
 
 
 def uses_trained_model(args: Namespace) -> bool:

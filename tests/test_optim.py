@@ -243,8 +243,8 @@ def test_skipped_steps_leave_no_trace(name: str, options: dict, skipped: tuple[i
     [
         ("", 128, False),  # what --lr was tuned for
         ("", 512, True),
-        ("--lr_scaling sqrt", 512, True),
-        ("--lr_scaling sqrt --warmup 5", 512, False),
+        ("--lr_scaling sqrt", 512, False),
+        ("--lr_scaling sqrt --warmup 0", 512, True),
         ("--base_bs 512", 512, False),
         ("", 200, False),
     ],

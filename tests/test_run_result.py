@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 import ranks
 import resnet50_test
 from test_training import run
-from training import checkpoint, checkpoint_manager
+from training import checkpoint, evaluation
 from training.epoch_report import EpochResult, RunSummary, epoch_result
 
 # A learning rate that is multiplied by 30 before the last epoch makes the last epoch a bad one.
@@ -139,15 +141,90 @@ def test_a_run_resumed_with_a_validation_set_does_not_compare_it_with_the_test_s
     assert stored["progress"]["epoch"] == 4
 
 
-def test_a_best_checkpoint_that_was_not_written_is_not_announced(here, monkeypatch):
-    def full(path: Path, name: str) -> None:
-        raise OSError(28, "No space left on device")
+class FailingLink:
+    """Stands for `checkpoint.link_checkpoint`, and fails at the given calls."""
 
-    monkeypatch.setattr(checkpoint_manager.checkpoint, "link_checkpoint", full)
+    def __init__(self, *failures: int, error: BaseException) -> None:
+        self.real, self.calls = checkpoint.link_checkpoint, 0
+        self.failures, self.error = failures, error
+
+    def __call__(self, path: Path, name: str) -> None:
+        self.calls += 1
+        if self.calls in self.failures:
+            raise self.error
+        self.real(path, name)
+
+
+FULL = OSError(28, "No space left on device")
+
+
+def accuracies_of(monkeypatch, *accuracies: float) -> None:
+    """Let the evaluations of a run give these accuracies."""
+    given = iter(accuracies)
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: (1.0, next(given)))
+
+
+def test_a_best_checkpoint_that_was_never_written_is_not_announced(here, monkeypatch):
+    link = FailingLink(*range(1, 9), error=FULL)
+    monkeypatch.setattr(checkpoint, "link_checkpoint", link)
     console = run(resnet50_test, *WORSE_AT_THE_END, "--out", "run", monkeypatch=monkeypatch)
-    lines = reported(console)
-    assert "warning: best.pt could not be written" in lines["best"]
-    assert "warning" not in lines["last"]
+    assert "best.pt could not be written after any epoch" in console
+    assert "warning" not in reported(console)["last"]
+
+
+def test_after_a_failed_save_the_best_is_the_best_that_is_on_the_disk(here, monkeypatch):
+    accuracies_of(monkeypatch, 0.2, 0.9, 0.5, 0.3)
+    monkeypatch.setattr(checkpoint, "link_checkpoint", FailingLink(2, error=FULL))
+    flags = [*WORSE_AT_THE_END, "--epochs", "4", "--lr", "0.01", "--out", "run"]
+    console = run(resnet50_test, *flags, monkeypatch=monkeypatch)
+    assert reported(console)["best"].startswith("best.pt: epoch 3, test accuracy 50.00 %")
+    assert checkpoint.load(here / "run" / "best.pt", "resnet50_test")["progress"]["epoch"] == 3
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_run_killed_before_best_was_linked_is_repaired(later, here, monkeypatch):
+    """With `later` the best epoch is not the last one any more, and is lost."""
+    accuracies_of(monkeypatch, 0.2, 0.9, 0.3, 0.3)
+    error = FULL if later else KeyboardInterrupt()
+    monkeypatch.setattr(checkpoint, "link_checkpoint", FailingLink(2, error=error))
+    flags = [*WORSE_AT_THE_END, "--lr", "0.01", "--epochs", "2", "--out", "run"]
+    run(resnet50_test, *flags, monkeypatch=monkeypatch, code=0 if later else 130)
+    if later:  # the file says that epoch 2 is the best, and best.pt holds epoch 1
+        state = torch.load("run/last.pt", weights_only=True)
+        assert state["progress"]["best"]["epoch"] == 2
+        state["progress"]["epoch"] = 3
+        torch.save(state, "run/last.pt")
+    console = run(resnet50_test, "--resume", "run", "--epochs", "4", monkeypatch=monkeypatch)
+    epoch = 4 if later else 2  # 0.3 is better than the 0.2 of best.pt, but not than 0.9
+    assert checkpoint.load(here / "run" / "best.pt", "resnet50_test")["progress"]["epoch"] == epoch
+    assert reported(console)["best"].startswith(f"best.pt: epoch {epoch}, ")
+
+
+def test_a_run_whose_last_save_failed_says_so_and_does_not_end_with_zero(here, monkeypatch):
+    def full(path: Path, state: dict) -> None:
+        raise OSError(f"{path} could not be written (No space left on device)")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    flags = [*WORSE_AT_THE_END, "--out", "run"]
+    console = run(resnet50_test, *flags, monkeypatch=monkeypatch, code=2)
+    assert console.splitlines()[-1].startswith("error: run/last.pt could not be written at the end")
+    assert "this epoch is not in the file" in reported(console)["last"]
+
+
+def test_an_interrupted_run_that_could_not_save_says_so(here, monkeypatch):
+    def full(path: Path, state: dict) -> None:
+        if state["progress"]["step"]:  # signals are caught once the steps begin
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise OSError(f"{path} could not be written (No space left on device)")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    console = run(
+        *(resnet50_test, *WORSE_AT_THE_END, "--save_every", "2", "--out", "run"),
+        monkeypatch=monkeypatch,
+        code=130,
+    )
+    assert "last.pt could not be written" in console.splitlines()[-1]
+    assert "last.pt is written" not in console
 
 
 def test_the_only_epoch_was_not_chosen():

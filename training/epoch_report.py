@@ -95,7 +95,7 @@ class RunSummary:
         last, best: the results of the last and of the best epoch.
         chosen_on: name of the evaluation set that chose the best epoch, 'val' or 'test'.
         meta_learned: whether a mixing policy learned from the rows of 'val'.
-        unsaved: of 'last' and 'best', those whose file is missing or of an earlier epoch.
+        unsaved: of 'last' and 'best', what the last save failed to write.
         seconds: of all epochs, those before the run was resumed included.
         samples_per_second: of the training steps.
         peak_memory_bytes: of this rank's device, or of its process on a CPU.

@@ -205,6 +205,8 @@ class Trainer:
             source = Path(checkpoint["file"]).parent
             if source.resolve() != self.log.folder.resolve():
                 self.checkpoints.copy_best(source, self.progress)
+            self.checkpoints.repair_best(self.progress)
+            if source.resolve() != self.log.folder.resolve():
                 self.save()
         self.log.restart(self.progress.rows)
         with caught_signals() as signals:
@@ -478,6 +480,8 @@ class Trainer:
                 "test_accuracy": row.get("test_accuracy"),
             }
         self.save(best=is_best)
+        if "best" in self.checkpoints.unsaved:  # so that a later epoch can still be the best
+            progress.best = best
         self.time_estimate.end_epoch()
         self.log.epoch(progress.rows, self.time_estimate.seconds_left())
         for line in self.time_estimate.announcement():
@@ -661,6 +665,11 @@ class Trainer:
         """
         self.save()
         where = f"epoch {self.progress.epoch + 1}, step {self.progress.step}"
+        if self.checkpoints.unsaved:
+            raise Interrupted(
+                f"interrupted in {where}; last.pt could not be written, so that --resume "
+                f"{self.log.folder} would go on from the save before, if there is one"
+            )
         raise Interrupted(
             f"interrupted in {where}; last.pt is written, go on with --resume {self.log.folder}"
         )
