@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 LOSS_RULES = ("progress", "score")  # of ByLoss
 LOSS_SHARE = 0.8  # weight of the loss in 'score'; the rest is the weight of the time
+JUST_BEFORE = 1e-6  # epochs
 SMOOTHING = 0.5  # weight of earlier epochs in the noise scale
 
 
@@ -232,7 +233,8 @@ def replacing_decay(schedule: Callable[[float], float]) -> Callable[[int], float
     """Return a multiple that grows as a learning rate would decay (Smith et al., arXiv:1711.00489).
 
     The multiple of epoch t is max_{s <= t} schedule(s) / schedule(t), and 1 while the schedule
-    rises. If the learning rate is multiplied by schedule x multiple, rate / batch decays as it
+    rises. The maximum is over the beginnings and the ends of the epochs, so that a warm-up within
+    the first epoch counts. If the learning rate is multiplied by schedule x multiple, rate / batch decays as it
     would under the schedule alone.
 
     Args:
@@ -240,7 +242,8 @@ def replacing_decay(schedule: Callable[[float], float]) -> Callable[[int], float
     """
 
     def multiple(epoch: int) -> float:
-        largest = max(schedule(earlier) for earlier in range(epoch + 1))
+        ends = [earlier - JUST_BEFORE for earlier in range(1, epoch + 1)]
+        largest = max(schedule(earlier) for earlier in [*range(epoch + 1), *ends])
         now = schedule(epoch)
         if now >= largest:
             return 1.0

@@ -74,9 +74,9 @@ def parse(
         stored = {name: value for name, value in state["flags"].items() if name in restored}
         parser.set_defaults(**stored)
     arguments = [*(recipe_arguments(given.recipe, parser) if given.recipe else []), *arguments]
-    if state is None:
-        chosen = parser.parse_args(arguments)
-        parser.set_defaults(**computed_defaults(chosen, parser.optimizers[chosen.optimizer]))
+    chosen = parser.parse_args(arguments)
+    computed = computed_defaults(chosen, parser.optimizers[chosen.optimizer])
+    parser.set_defaults(**{n: v for n, v in computed.items() if getattr(chosen, n) is None})
     args = parser.parse_args(arguments)
     if path is not None and args.out is None:
         args.out = str(path if path.is_dir() else path.parent)
@@ -90,7 +90,7 @@ def computed_defaults(chosen: Namespace, optimizer: OptimizerChoice) -> dict[str
     """The defaults that depend on other flags, by name.
 
     Args:
-        chosen: the flags of a new run, of which these may not be given.
+        chosen: the flags of the run, of which these may be missing.
         optimizer: that of --optimizer.
     """
     rises_by_itself = chosen.lr_schedule in ("onecycle", "cyclic")

@@ -294,8 +294,9 @@ def test_rates_default_by_optimizer(words: str, expected: tuple[float, float]) -
 
 
 def test_a_resumed_run_keeps_its_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = {"optimizer": "ngd", "lr": 0.3, "weight_decay": 0.01}
-    monkeypatch.setattr(options.checkpoint, "load", lambda path, script: {"flags": flags})
+    flags = {"optimizer": "ngd", "lr": 0.3, "weight_decay": 0.01, "dataset": "digits"}
+    state = {"flags": flags, "file": str(tmp_path / "last.pt"), "progress": {"step": 0}}
+    monkeypatch.setattr(options.checkpoint, "load", lambda *_, **__: state)
     args, _ = options.parse(resnet50_test.parser(), "resnet50_test", ["--resume", str(tmp_path)])
     assert {name: getattr(args, name) for name in flags} == flags
 
