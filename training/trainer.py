@@ -243,8 +243,8 @@ class Trainer:
             self.communicating.start_epoch(progress.epoch)
         self.batches.start_epoch(progress.epoch)
         plan = self.batches.plan(progress.epoch, progress.step_in_epoch)
-        done = progress.step_in_epoch * self.batches.size
-        total = done + sum(planned.samples for planned in plan)
+        total = len(self.train_set)
+        done = total - sum(planned.samples for planned in plan)
         self.samples_before_epoch = progress.samples - done
         bar = self.log.bar(progress.epoch + 1, self.config.epochs, total=total, done=done)
         self.time_estimate.start_epoch(
