@@ -29,13 +29,13 @@ from optimizers.torch_fused import fused_adamw, fused_sgd
 from slamb import LAMB, SLAMB
 
 SCRIPT = "resnet50_test"
-OPTIMIZERS = {  # values of --optimizer: how it is made, its default learning rate and weight decay
-    "sgd": OptimizerChoice(fused_sgd, lr=0.02, weight_decay=5e-4),
-    "adamw": OptimizerChoice(fused_adamw, lr=1e-3, weight_decay=0.05),
-    "ngd": OptimizerChoice(NGD, lr=0.02, weight_decay=5e-4),
-    "lars": OptimizerChoice(LARS, lr=1.0, weight_decay=5e-4),
-    "lamb": OptimizerChoice(LAMB, lr=4e-3, weight_decay=0.01),
-    "slamb": OptimizerChoice(SLAMB, lr=4e-3, weight_decay=0.01),
+OPTIMIZERS = {  # values of --optimizer: how it is made, and its defaults; docs/recipes.md has more
+    "sgd": OptimizerChoice(fused_sgd, lr=0.1, weight_decay=5e-4, nesterov=True),
+    "adamw": OptimizerChoice(fused_adamw, lr=3e-3, weight_decay=0.05),
+    "ngd": OptimizerChoice(NGD, lr=0.4, weight_decay=5e-4, nesterov=True),
+    "lars": OptimizerChoice(LARS, lr=1.0, weight_decay=5e-4, nesterov=True),
+    "lamb": OptimizerChoice(LAMB, lr=0.01, weight_decay=0.01),
+    "slamb": OptimizerChoice(SLAMB, lr=0.01, weight_decay=0.01),
     **APEX_OPTIMIZERS,
 }
 BATCH_RULES = {  # values of --dynamic_batch: how the batch size of the next epoch is chosen

@@ -40,15 +40,6 @@ PLANNED = [
     for run in experiments.read_plan(experiments.PLAN, device, run_logs.LOGS)
     if run.name
 ]
-DIRTY_LOGS = {  # (group, commit): logs. Entries only ever go away; a clean run replaces a log.
-    ("agnews12k", "1798af1-dirty"): 6,
-    ("ngd_convergence", "5468a9b-dirty"): 1,
-    ("ngd_convergence", "7274983-dirty"): 13,
-    ("ngd_convergence", "825c1e1-dirty"): 6,
-    ("ngd_meta", "1798af1-dirty"): 3,
-    ("resnet20_batch", "1798af1-dirty"): 7,
-    ("tuning_agnews12k", "1798af1-dirty"): 4,
-}
 MACHINE_FLAGS = {"data_dir", "threads", "workers", "out", "resume", "recipe"}
 
 
@@ -86,23 +77,10 @@ def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
 
 
 def test_logs_come_from_clean_commits():
-    dirty = collections.defaultdict(list)
     for path in run_logs.LOGS.glob("*/*/config.json"):
         commit = json.loads(path.read_text()).get("commit")
-        if not commit or commit.endswith("-dirty"):
-            dirty[path.parent.parent.name, commit].append(path.parent.name)
-    for key, names in sorted(dirty.items()):
-        assert len(names) <= DIRTY_LOGS.get(key, 0), (
-            f"{key}: commit the code, then run again: {', '.join(sorted(names))}"
-        )
-    counts = {key: len(names) for key, names in dirty.items()}
-    assert counts == DIRTY_LOGS, "some logs are clean now: make DIRTY_LOGS that short"
-
-
-def test_the_results_page_counts_the_logs_of_dirty_commits():
-    page = " ".join(draw.RESULTS_PAGE.read_text().split())
-    total = len(list(run_logs.LOGS.glob("*/*/config.json")))
-    assert f"For {sum(DIRTY_LOGS.values())} of the {total} logged runs" in page
+        assert commit, path
+        assert not commit.endswith("-dirty"), f"{path}: commit the code, then run it again"
 
 
 def test_the_results_page_shows_what_the_logs_say():
