@@ -55,8 +55,7 @@ Next:
   export the Transformer
     $python transformer_test.py --checkpoint $run/transformer --export $run/headlines.pt2
   a fifth of CIFAR-10 with NGD, minutes on two cores (downloads 170 MB)
-    $python resnet50_test.py --arch resnet20 --subset 0.2 --epochs 10 --bs 64 --lr 0.1 --warmup 1 \\
-        --ngd
+    $python resnet50_test.py --arch resnet20 --subset 0.2 --epochs 10 --ngd
   two processes, or all GPUs
     bash run_distributed.sh resnet50_test.py --dataset digits --arch resnet20 --bs 32 --lr 0.05 \\
         --warmup 1 --epochs 3
