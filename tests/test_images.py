@@ -266,11 +266,11 @@ def test_the_orientation_of_a_photo_is_applied(tmp_path: Path) -> None:
 
 def test_a_damaged_chunk_is_an_error_of_one_line(tmp_path: Path) -> None:
     path = tmp_path / "broken.png"
-    Image.fromarray(random_pixels(64, 64, 3).numpy()).save(path)
-    content = bytearray(path.read_bytes())
-    content[12:16] = b"\x00\x01\x02\x03"  # the name of the first chunk
-    path.write_bytes(content)
-    with pytest.raises(InputError, match=r"broken.png: not a readable image"):
+    Image.fromarray(random_pixels(256, 256, 3).numpy()).save(path)
+    first, second, *others = path.read_bytes().split(b"IDAT")
+    assert others  # several chunks of pixels; the name of the second one is damaged
+    path.write_bytes(first + b"IDAT" + second + b"\0\1\2\3" + b"IDAT".join(others))
+    with pytest.raises(InputError, match=r"broken.png: not a readable image \(broken PNG"):
         read_image(path, 8)
 
 
