@@ -8,6 +8,7 @@ sys.exit(exit_code(main))                             # what both entry scripts 
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import sys
 import time
@@ -37,8 +38,10 @@ def exit_code(main: Callable[[], int | None]) -> int:
 
     A number that `main` returns is the exit code, as of a benchmark that misses a target. Under
     torchrun one rank speaks for all: the others wait first, and are ended meanwhile when rank 0
-    failed too.
+    failed too. Names that stdout cannot encode are printed with backslash escapes, as on stderr.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return main() or 0
     except (InputError, NonFiniteLoss, Interrupted) as error:

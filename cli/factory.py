@@ -35,7 +35,7 @@ from dynamic_batch import WorkerBalancer
 from errors import InputError
 from input_pipeline import own_data
 from input_pipeline.dataset import BatchedDataset
-from input_pipeline.sampler import Sampler, stratified_rows
+from input_pipeline.sampler import Sampler, held_out_rows, stratified_rows
 from mixup import MetaMixup
 from models import activation_checkpointing, fusion
 from models.residual import residual_blocks
@@ -104,7 +104,8 @@ def split_rows(args: Namespace, labels: Tensor, has_val: bool = False) -> dict[s
         labels: (rows,) of the training set.
         has_val: the data set has a validation set of its own, which is used instead.
     Raises:
-        InputError: there is no validation set, and a flag needs one.
+        InputError: there is no validation set, and a flag needs one, or --val_fraction leaves no
+            training rows of a class, or no validation rows.
     """
     check_validation_set(args, has_val or bool(args.val_fraction))
     rows = torch.arange(len(labels))
@@ -112,7 +113,18 @@ def split_rows(args: Namespace, labels: Tensor, has_val: bool = False) -> dict[s
         rows, _ = stratified_rows(labels, args.subset, seed=args.seed)
     if has_val or not args.val_fraction:
         return {"train": rows}
-    val, train = stratified_rows(labels[rows], args.val_fraction, seed=args.seed + 1)
+    labels = labels[rows]
+    val, train = held_out_rows(labels, args.val_fraction, seed=args.seed + 1)
+    if without := set(labels.tolist()) - set(labels[train].tolist()):
+        raise InputError(
+            f"--val_fraction {args.val_fraction:g} leaves no training rows of {len(without)} of "
+            f"the {len(set(labels.tolist()))} classes ({len(rows)} rows in all); give a smaller one"
+        )
+    if not len(val):
+        raise InputError(
+            f"--val_fraction {args.val_fraction:g} leaves no validation rows, as each class has "
+            "one row only; give more rows (without --subset), or --val_fraction 0"
+        )
     return {"train": rows[train], "val": rows[val]}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cli.factory import Data, Run, load_weights, report_own_data, report_predictions, split_rows
-from cli.flags import Parser, natural
+from cli.flags import Parser, number
 from input_pipeline import image_batches, image_datasets
 from input_pipeline.image_batches import AUGMENTATIONS, Augmentation, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
@@ -19,6 +19,8 @@ from models import resnet
 from training import predictions
 from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
+
+LARGEST_IMAGE_SIZE = 4096  # pixels a side; a batch of larger images fits into no memory
 
 
 def long_run_hint(args: Namespace, run: Run) -> str:
@@ -47,7 +49,7 @@ def add_flags(parser: Parser) -> None:
     )
     add(
         "--image_size",
-        type=natural,
+        type=number(int, 0, LARGEST_IMAGE_SIZE),
         default=0,
         metavar="PIXELS",
         help="Scale images to this many pixels a side; 0 keeps the data set's own size, and is 32 "

@@ -336,7 +336,8 @@ def validate_predict_out(args: Namespace) -> None:
     """Check --predict_out.
 
     Raises:
-        InputError: nothing is predicted, the suffix is unknown, or the folder does not exist.
+        InputError: nothing is predicted, the suffix is unknown, the folder does not exist, or
+            there is such a file already.
     """
     if not args.predict:
         raise InputError("--predict_out needs something to classify: add --predict PATH")
@@ -348,4 +349,9 @@ def validate_predict_out(args: Namespace) -> None:
     if not Path(args.predict_out).parent.is_dir():
         raise InputError(
             f"--predict_out {args.predict_out}: the folder does not exist; make it first"
+        )
+    if os.path.lexists(args.predict_out):
+        raise InputError(
+            f"--predict_out {args.predict_out}: is there already and would be overwritten; choose "
+            "another name, or move or delete the file"
         )

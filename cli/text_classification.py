@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -262,12 +263,12 @@ def write_tokenizer(run: Run, metadata: Mapping[str, Any]) -> None:
 
 def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Classify every line of the text files of --predict, and of those below its folders."""
-    files = [file for path in args.predict for file in text_datasets.list_text_files(Path(path))]
-    lines = [
-        Sample(f"{file}:{number}", line)
-        for file in files
-        for number, line in text_datasets.read_lines(file).items()
-    ]
+    lines: list[Sample] = []
+    for path in args.predict:
+        for file, texts_of_file in text_datasets.read_text_files(Path(path)).items():
+            if not texts_of_file and run.world.is_main:
+                print(f"warning: {file}: contains no text and is left out", file=sys.stderr)
+            lines += [Sample(f"{file}:{number}", line) for number, line in texts_of_file.items()]
     tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
     texts = [line.text or "" for line in lines]
     batches = (

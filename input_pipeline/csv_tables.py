@@ -19,11 +19,13 @@ from itertools import islice
 from pathlib import Path
 
 from errors import InputError
-from input_pipeline.own_data import list_names
+from input_pipeline.own_data import list_names, shorten
 
 SUFFIXES = (".csv", ".tsv")
-SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon"}
+SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "vertical bar"}
 SAMPLE_ROWS = 20  # by which the separator is recognised
+LONGEST_CELL = 2**31 - 1  # characters; the limit of the csv module is 131,072 by default
+LONGEST_NUMBER = 640  # digits, which Python converts under every setting of its limit
 LONGEST_HEADER_CELL = 64  # characters; a row with a longer cell is no header
 LABEL_NAMES = frozenset(
     """label labels class classes class_index class_name category categories target targets
@@ -52,7 +54,7 @@ class ColumnChoice:
     def names(self) -> set[str]:
         """Return the normalised names of the chosen columns, without those given by number."""
         chosen = [*self.texts, *([] if self.label is None else [self.label])]
-        return {normalise(name) for name in chosen if not name.isdecimal()}
+        return {normalise(name) for name in chosen if not is_number(name)}
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ def normalise(name: str) -> str:
     return re.sub(r"[\s_-]+", "_", name.strip().casefold())
 
 
+def is_number(name: str) -> bool:
+    """Tell whether a label or the name of a column is a whole number of ordinary length."""
+    return name.isdecimal() and len(name) <= LONGEST_NUMBER
+
+
 # -------------------------------------------------------------------- rows of a file
 
 
@@ -96,14 +103,15 @@ def read_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = Non
     """Read a csv or tsv file of own data and recognise its header row.
 
     Args:
-        path: the file, in UTF-8; its columns are separated by commas, tabs or semicolons.
+        path: the file, in UTF-8; its columns are separated by commas, tabs, semicolons or
+            vertical bars.
         choice: the columns that the user named.
         train: the training file, where another one is read.
     Raises:
         InputError: the file is missing, empty or broken, or only one of the files has a header.
     """
     text = read_utf8(path)
-    separator = "\t" if path.suffix == ".tsv" else recognise_separator(text)
+    separator = "\t" if path.suffix.lower() == ".tsv" else recognise_separator(text)
     table = check_rows(path, parse(text, separator, path=path), separator=separator)
     if not has_header(table.rows, choice, train):
         if train is not None and train.header:
@@ -144,7 +152,9 @@ def read_utf8(path: Path) -> str:
         raise InputError(
             f"{path} is missing: put a csv file there with the columns label, text..."
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from None
+    except OSError as error:
         raise InputError(
             f"{path} cannot be read as UTF-8 csv: {error}; fetch or export it again"
         ) from None
@@ -153,27 +163,41 @@ def read_utf8(path: Path) -> str:
 def parse(
     text: str, separator: str, *, path: Path, limit: int | None = None
 ) -> list[tuple[int, list[str]]]:
-    """Return the number and the columns of each row that is not blank, at most `limit` of them.
+    """Return the number and the columns of each of the first `limit` rows that is not blank.
 
     Many tab-separated files do not quote their texts, so that a quote is an ordinary character.
-    Such a file is recognised by quotes that do not fit together.
+    Such a file is recognised by quotes that do not fit together, or that have both a line break and
+    a tab between them: these are two stray quotes with rows between them.
 
     Raises:
         InputError: the text is not csv.
     """
+    csv.field_size_limit(LONGEST_CELL)
     for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_NONE):
         reader = csv.reader(
-            io.StringIO(text, newline=""), delimiter=separator, quoting=quoting, strict=True
+            io.StringIO(text, newline=""),
+            delimiter=separator,
+            quoting=quoting,
+            strict=True,
+            skipinitialspace=True,
         )
         try:
-            return [(number, row) for number, row in enumerate(islice(reader, limit), 1) if row]
+            rows = list(enumerate(islice(reader, limit), 1))
         except csv.Error as error:
             if separator != "\t" or quoting == csv.QUOTE_NONE:
                 raise InputError(
                     f"{path} cannot be read as UTF-8 csv: {error} in line {reader.line_num}; "
                     "correct the line, or export the file again"
                 ) from None
+            continue
+        if separator != "\t" or not any(has_rows_inside(cell) for _, row in rows for cell in row):
+            return [(number, row) for number, row in rows if any(cell.strip() for cell in row)]
     raise AssertionError("the loop returns or raises")
+
+
+def has_rows_inside(cell: str) -> bool:
+    """Tell whether a cell of a tab-separated file has swallowed rows: a line break and a tab."""
+    return "\t" in cell and ("\n" in cell or "\r" in cell)
 
 
 def recognise_separator(text: str) -> str:
@@ -259,6 +283,42 @@ def find_columns(table: CsvTable, choice: ColumnChoice) -> Columns:
     return Columns(label, texts)
 
 
+def choose_alike(
+    table: CsvTable, choice: ColumnChoice, *, train: CsvTable, columns: Columns
+) -> ColumnChoice:
+    """Choose those columns of another file that have the names of the training file's columns.
+
+    What the user chose stays. A role whose names the other file does not have is left open.
+
+    Args:
+        table: the other file.
+        choice: of the user.
+        train: the training file.
+        columns: of the training file.
+    Returns:
+        The choice for `table`, by number.
+    Raises:
+        InputError: the file has some of the columns that the text is joined from, but not all.
+    """
+    if not (train.header and table.header):
+        return choice
+    names = [normalise(name) for name in table.header]
+    label_name = normalise(train.header[columns.label])
+    label, texts = choice.label, choice.texts
+    if label is None and names.count(label_name) == 1:
+        label = str(names.index(label_name) + 1)
+    text_names = [normalise(train.header[position]) for position in columns.texts]
+    if not texts and any(name in names for name in text_names):
+        if missing := [name for name in text_names if name not in names]:
+            raise InputError(
+                f"{table.path}: has no column {list_names(missing)}, which is text in "
+                f"{train.path.name}; add it, or choose the columns with --text_column"
+            )
+        if all(names.count(name) == 1 for name in text_names):
+            texts = tuple(str(names.index(name) + 1) for name in text_names)
+    return ColumnChoice(label, texts)
+
+
 def find_label(table: CsvTable, choice: ColumnChoice) -> int:
     """Return the position of the label.
 
@@ -316,13 +376,13 @@ def column_position(table: CsvTable, chosen: str, *, flag: str) -> int:
         InputError: the column is not there, or its name occurs twice.
     """
     columns = len(table.rows[0])
-    if chosen.isdecimal():
+    if is_number(chosen):
         if 1 <= int(chosen) <= columns:
             return int(chosen) - 1
-        raise InputError(f"{flag} {chosen}: {table.path} has the columns 1 to {columns}")
+        raise InputError(f"{flag} {shorten(chosen)}: {table.path} has the columns 1 to {columns}")
     if not table.header:
         raise InputError(
-            f"{flag} {chosen}: {table.path} has no header row with that name (row 1: "
+            f"{flag} {shorten(chosen)}: {table.path} has no header row with that name (row 1: "
             f"{list_names(table.rows[0])}); give a name of the header, or a number from 1 on"
         )
     names = [name.strip() for name in table.header]
@@ -333,7 +393,7 @@ def column_position(table: CsvTable, chosen: str, *, flag: str) -> int:
         return same[0]
     problem = "several columns" if same else "no column"
     raise InputError(
-        f"{flag} {chosen}: {table.path} has {problem} of that name (columns: "
+        f"{flag} {shorten(chosen)}: {table.path} has {problem} of that name (columns: "
         f"{list_names(table.header)}); give another name, or a number from 1 on"
     )
 

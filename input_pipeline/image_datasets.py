@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import struct
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,6 +28,20 @@ SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", "
 TORCHVISION_FOLDERS = {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}  # below --data_dir
 READ_ERRORS = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
 FOLDER_IMAGE_SIZE = 32  # pixels a side where --image_size is not given
+DECODE_ERRORS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    EOFError,
+    struct.error,
+    Image.DecompressionBombError,
+)
+"""What Pillow raises for damaged files; a broken PNG chunk is a SyntaxError."""
+GREY_16_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
+FORMATS_OF_16_BITS = ("PNG", "PPM")  # have at most 16 bits, also where Pillow's mode is I
 RESIZE_ROWS = 4096  # images resized at a time, to keep memory low
 
 
@@ -258,17 +273,21 @@ def expand_images(path: Path) -> list[Path]:
 def read_image(path: Path, size: int, *, channels: int = 3) -> Tensor:
     """Read one image file, scale its shorter side to `size` and crop the centre.
 
+    The orientation that a camera writes into a photo is applied. Grey pixels of 16 bits are scaled
+    to 8 bits.
+
     Args:
-        path: the image file, in any mode that Pillow reads.
+        path: the image file, with pixels of 8 bits a channel, or of 16 bits.
         size: pixels a side of the result.
         channels: 3 for colour, 1 for grey.
     Returns:
         (size, size, channels) uint8.
     Raises:
-        InputError: the file cannot be read.
+        InputError: the file cannot be read, or its pixels are floats or 32-bit integers.
     """
     try:
         with Image.open(path) as image:
+            image = ImageOps.exif_transpose(to_8_bits(image, path))
             image = image.convert("RGB" if channels == 3 else "L")
             scale = size / min(image.size)
             width, height = (max(size, round(side * scale)) for side in image.size)
@@ -278,10 +297,33 @@ def read_image(path: Path, size: int, *, channels: int = 3) -> Tensor:
             return torch.from_numpy(np.array(image)).view(size, size, channels)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
-    except (OSError, UnidentifiedImageError, ValueError, Image.DecompressionBombError) as error:
+    except DECODE_ERRORS as error:
         raise InputError(
             f"{path}: not a readable image ({str(error)[:80]}); replace or delete it"
         ) from None
+
+
+def to_8_bits(image: Image.Image, path: Path) -> Image.Image:
+    """Scale grey pixels of 16 bits to 8 bits; Pillow's own conversion would cut them off at 255.
+
+    Args:
+        image: in any mode.
+        path: its file, for the error message.
+    Raises:
+        InputError: the pixels are floats or 32-bit integers, which have no common range.
+    """
+    is_16_bit = image.mode in GREY_16_MODES
+    is_16_bit |= image.mode == "I" and image.format in FORMATS_OF_16_BITS
+    if is_16_bit:
+        pixels = np.asarray(image).astype(np.float64)
+        return Image.fromarray((pixels / 257).round().clip(0, 255).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        kind = "32-bit integers" if image.mode == "I" else "floats"
+        raise InputError(
+            f"{path}: its pixels are {kind}, which have no common range; save it with 8 or 16 bits "
+            "a pixel"
+        )
+    return image
 
 
 def resize(pixels: Tensor, size: int) -> Tensor:

@@ -13,8 +13,12 @@ from pathlib import Path
 from errors import InputError
 
 DATASETS = ("folder", "csv")  # values of --dataset that are data of your own
-SPLIT_NAMES = {"train": ("train",), "test": ("test",), "val": ("val", "validation")}
-"""The splits, and the names that their folder or file may have."""
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "test": ("test", "testing"),
+    "val": ("val", "valid", "validation", "dev"),
+}
+"""The splits, and the names that their folder or file may have, in upper or lower case."""
 MAX_LISTED = 20  # classes of a table
 MAX_NAMED = 8  # classes or columns of a sentence
 LONGEST_NAME = 40  # characters of a name in a table or sentence
@@ -25,18 +29,26 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
 
     Args:
         root: the folder.
-        suffixes: of the files; "" for folders.
+        suffixes: of the files, in lower case; "" for folders.
     Returns:
         The paths of 'train', 'test' and 'val', as far as they are there, in this order.
     Raises:
-        InputError: a split is there twice, or `root` is a file.
+        InputError: a split is there twice, or `root` is a file or cannot be read.
     """
     if root.is_file():
         raise InputError(f"--data_dir {root}: is a file; give the folder that contains it")
+    try:
+        entries = sorted(root.iterdir()) if root.is_dir() else []
+    except OSError as error:
+        raise InputError(
+            f"--data_dir {root}: cannot be read ({error.strerror}); give a folder that you may read"
+        ) from None
+    if "" in suffixes:
+        entries = [entry for entry in entries if entry.is_dir()]
     paths = {}
     for split, names in SPLIT_NAMES.items():
-        candidates = [root / f"{name}{suffix}" for name in names for suffix in suffixes]
-        present = [path for path in candidates if path.exists()]
+        candidates = {f"{name}{suffix}" for name in names for suffix in suffixes}
+        present = [entry for entry in entries if entry.name.lower() in candidates]
         if len(present) > 1:
             raise InputError(
                 f"{present[0]} and {present[1].name} are both there: both would be the {split} "

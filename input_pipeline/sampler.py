@@ -170,3 +170,19 @@ def stratified_rows(labels: Tensor, fraction: float, *, seed: int) -> tuple[Tens
         count = max(1, round(fraction * len(rows_of_class)))
         is_drawn[rows_of_class[:count]] = True
     return is_drawn.nonzero().flatten(), (~is_drawn).nonzero().flatten()
+
+
+def held_out_rows(labels: Tensor, fraction: float, *, seed: int) -> tuple[Tensor, Tensor]:
+    """Draw validation rows as `stratified_rows` does, but none of a class that has one row only.
+
+    Args:
+        labels: (rows,) class numbers.
+        fraction: the fraction to draw of each class, in (0, 1].
+        seed: seed of the draw.
+    Returns:
+        (validation rows, training rows), both sorted.
+    """
+    val, train = stratified_rows(labels, fraction, seed=seed)
+    is_alone = labels.bincount()[labels] == 1
+    train = torch.cat([train, val[is_alone[val]]]).sort().values
+    return val[~is_alone[val]], train

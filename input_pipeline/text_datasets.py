@@ -25,9 +25,11 @@ from input_pipeline.csv_tables import (
     ColumnChoice,
     Columns,
     CsvTable,
+    choose_alike,
     describe_column,
     describe_columns,
     find_columns,
+    is_number,
     read_csv,
     read_table,
 )
@@ -172,17 +174,27 @@ def read_own_csv(
         )
     splits: dict[str, TextSplit] = {}
     names = list(classes)
-    train = None
+    train: CsvTable | None = None
+    train_columns: Columns | None = None
+    train_labels: list[str] = []
     for split, path in paths.items():
         table = read_table(path, choice, train=train)
-        train = train or table
-        columns = find_columns(table, choice)
+        if train is None or train_columns is None:
+            columns = find_columns(table, choice)
+            train, train_columns = table, columns
+        else:
+            alike = choose_alike(table, choice, train=train, columns=train_columns)
+            columns = find_columns(table, alike)
         labels = [row[columns.label].strip() for row in table.rows]
         if "" in labels:
             raise InputError(
                 f"{path}, row {table.numbers[labels.index('')]}: the label "
                 f"({describe_column(table, columns.label)}) is empty; fill it in or delete the row"
             )
+        if table is train:
+            train_labels = labels
+        else:
+            check_first_row(table, labels, train=train, train_labels=train_labels)
         names = names or name_classes(labels, table, columns)
         numbers = {name: number for number, name in enumerate(names)}
         texts = [clean_text(" ".join(row[i] for i in columns.texts)) for row in table.rows]
@@ -209,6 +221,34 @@ def check_texts(texts: Sequence[str], table: CsvTable) -> list[str]:
         f"warning: {table.path}: {len(empty)} of {len(texts)} rows have no text (the first is row "
         f"{empty[0]}); they are kept, and count like the others"
     ]
+
+
+def check_first_row(
+    table: CsvTable, labels: Sequence[str], *, train: CsvTable, train_labels: Sequence[str]
+) -> None:
+    """Check that the first row is not a header that two files share and that was not recognised.
+
+    It looks like one if it is the same in both files and no other row has its label, while other
+    labels of the training file occur several times.
+
+    Args:
+        table: a file beside the training file.
+        labels: the label of each of its rows.
+        train: the training file.
+        train_labels: the label of each row of the training file.
+    Raises:
+        InputError: the first rows look like a header.
+    """
+    if train.header or table.header or table.rows[0] != train.rows[0]:
+        return
+    counts = Counter(train_labels)
+    is_unique = counts[labels[0]] == 1 and labels.count(labels[0]) == 1
+    if is_unique and max(counts.values()) > 1:
+        raise InputError(
+            f"{table.path}: row 1 ({list_names(table.rows[0])}) is also row 1 of "
+            f"{train.path.name}, and no other row has its label; if it is a header, name its "
+            "columns with --label_column and --text_column, otherwise delete it"
+        )
 
 
 def name_classes(labels: Sequence[str], table: CsvTable, columns: Columns) -> list[str]:
@@ -244,7 +284,7 @@ def name_classes(labels: Sequence[str], table: CsvTable, columns: Columns) -> li
             "its columns with --label_column and --text_column, otherwise delete it"
         )
     return sorted(
-        counts, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name)
+        counts, key=lambda name: (0, int(name), name) if is_number(name) else (1, 0, name)
     )
 
 
@@ -323,21 +363,38 @@ def list_text_files(path: Path) -> list[Path]:
     return files
 
 
+def read_text_files(path: Path) -> dict[Path, dict[int, str]]:
+    """Return the lines of a text file, or of all .txt files below a folder.
+
+    Returns:
+        What `read_lines` returns of each file; empty for a file without text, in a folder.
+    Raises:
+        InputError: a file cannot be read, or there is no text at all.
+    """
+    lines = {file: read_lines(file) for file in list_text_files(path)}
+    if not any(lines.values()):
+        raise InputError(f"{path}: contains no text; give text files with one text a line")
+    return lines
+
+
 def read_lines(path: Path) -> dict[int, str]:
     """Return the lines of a text file that are not blank, without white space at their ends.
 
     Returns:
         The text of each line by its number, from 1 on.
     Raises:
-        InputError: the file cannot be read or has no text.
+        InputError: the file cannot be read.
     """
     try:
-        stripped = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path}: is not UTF-8 text ({error}); save it as UTF-8, with one text a line"
+        ) from None
+    except OSError as error:
         raise InputError(
             f"{path}: cannot be read as UTF-8 text ({error}); give text files with one text a line"
         ) from None
-    lines = {number: line for number, line in enumerate(stripped, 1) if line}
-    if not lines:
-        raise InputError(f"{path}: contains no text; give text files with one text a line")
-    return lines
+    # str.splitlines would also split at form feeds and at U+2028, within a text.
+    stripped = [line.strip() for line in text.split("\n")]
+    return {number: line for number, line in enumerate(stripped, 1) if line}

@@ -127,6 +127,7 @@ IMAGES_ONLY = [
     ("--augment more", "--augment"),
     ("--resident maybe", "--resident"),
     ("--image_size -1", "--image_size"),
+    ("--image_size 100000", "--image_size: must be at least 0 and at most 4096"),
     ("--dataset cifar", "did you mean cifar10?"),
     ("--dataset cifar10 --data_dir none", "none/cifar-10-batches-py is missing"),
     ("--dataset mnist --data_dir none", "none/MNIST/raw is missing"),

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
+from errors import InputError
 from input_pipeline.image_batches import (
     AUGMENTATIONS,
     Augmentation,
@@ -232,6 +233,45 @@ def test_image_file_of_any_mode_is_scaled_and_cut_to_the_centre(
     assert tuple(colour.shape) == (10, 10, 3)
     assert tuple(grey.shape) == (10, 10, 1)
     assert colour.min() == grey.min() == 255
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
+def test_grey_pixels_of_16_bits_are_scaled(suffix: str, tmp_path: Path) -> None:
+    values = np.array([[0, 257], [257 * 100, 65535]], dtype=np.uint16)
+    path = tmp_path / f"grey.{suffix}"
+    Image.fromarray(values).save(path)
+    expected = [[0, 1], [100, 255]]
+    assert read_image(path, 2, channels=1)[:, :, 0].tolist() == expected
+    assert read_image(path, 2)[:, :, 2].tolist() == expected
+
+
+@pytest.mark.parametrize("kind", ["floats", "32-bit integers"])
+def test_pixels_without_a_common_range_are_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "image.tif"
+    dtype = np.float32 if kind == "floats" else np.int32
+    Image.fromarray(np.full((4, 4), 300, dtype=dtype)).save(path)
+    with pytest.raises(InputError, match=f"image.tif: its pixels are {kind}"):
+        read_image(path, 4)
+
+
+def test_the_orientation_of_a_photo_is_applied(tmp_path: Path) -> None:
+    image = Image.new("RGB", (8, 8))
+    image.paste((255, 255, 255), (0, 0, 8, 4))  # the upper half
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: the upper half is to be shown on the right
+    path = tmp_path / "photo.png"
+    image.save(path, exif=exif)
+    assert read_image(path, 8, channels=1)[4, :, 0].tolist() == [0] * 4 + [255] * 4
+
+
+def test_a_damaged_chunk_is_an_error_of_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.png"
+    Image.fromarray(random_pixels(256, 256, 3).numpy()).save(path)
+    first, second, *others = path.read_bytes().split(b"IDAT")
+    assert others  # several chunks of pixels; the name of the second one is damaged
+    path.write_bytes(first + b"IDAT" + second + b"\0\1\2\3" + b"IDAT".join(others))
+    with pytest.raises(InputError, match=r"broken.png: not a readable image \(broken PNG"):
+        read_image(path, 8)
 
 
 @pytest.mark.data

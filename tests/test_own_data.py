@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,23 @@ HEADERS = {
         "train__csv": "spam\tWin, now\nham\tsee you\nspam\ta prize\nham\tat noon\n",
         "test__csv": "ham\tHello there\n",
     },
+    "spaces after commas": {
+        "train__csv": 'spam, "Win, now"\nham, see you\nspam, "a prize"\nham, at noon\n',
+        "test__csv": "ham, Hello there\n",
+    },
+    "blank rows": {name: f"label,text\n   \n{text} , \n" for name, text in PLAIN.items()},
+    "vertical bars": {
+        "train__csv": "label|text\nspam|Win, now\nham|see you\nspam|a prize\nham|at noon\n",
+        "test__csv": "label|text\nham|Hello there\n",
+    },
+    "names in upper case": {
+        "Train__csv": PLAIN["train__csv"],
+        "TEST__TSV": "ham\tHello there\n",
+    },
+    "training and testing": {
+        "training__csv": PLAIN["train__csv"],
+        "testing__csv": PLAIN["test__csv"],
+    },
     "semicolons": {
         "train__csv": "label;text\nspam;Win, now\nham;see you\nspam;a prize\nham;at noon\n",
         "test__csv": "label;text\nham;Hello there\n",
@@ -135,6 +153,13 @@ def test_columns_are_chosen_by_name_or_number(
     assert [len(split) for split in splits.values()] == [4, 4]
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_other_encodings_are_refused(encoding: str, refused: Refused, tmp_path: Path) -> None:
+    folder = write(tmp_path / "mine", **PLAIN)
+    (folder / "train.csv").write_bytes("caf\xe9,ein\nbar,zwei\n".encode(encoding))
+    refused("texts", f"--data_dir {folder}", "save it as UTF-8", TEXTS)
+
+
 def test_numbers_choose_columns_of_files_without_header(tmp_path: Path) -> None:
     folder = write(tmp_path, train__csv="1,a,x\n2,b,y\n", test__csv="3,c,x\n")
     splits, classes = read(folder, "3", "2")
@@ -147,6 +172,34 @@ def test_quotes_that_do_not_pair_are_text_in_tab_separated_files(tmp_path: Path)
     train = 'label\ttext\nham\t"no" he said\nspam\tthe "best\n'
     splits, _ = read(write(tmp_path, train__tsv=train, test__tsv=train))
     assert splits["train"].texts == ['"no" he said', 'the "best']
+
+
+def test_two_stray_quotes_do_not_swallow_the_rows_between_them(tmp_path: Path) -> None:
+    train = 'label\ttext\nham\t"no he said\nspam\twin\nham\tthe end"\nspam\tnow\n'
+    quoted = 'label\ttext\nham\t"two\nlines"\n'
+    splits, _ = read(write(tmp_path, train__tsv=train, test__tsv=quoted))
+    assert splits["train"].texts == ['"no he said', "win", 'the end"', "now"]
+    assert splits["test"].texts == ["two lines"]
+
+
+def test_other_files_use_the_columns_of_the_training_file(tmp_path: Path) -> None:
+    train = "text,label\nWin now,spam\nsee you,ham\n"
+    test = "topic,label,title,text\nmail,ham,Greeting,Hello there\n"
+    splits, _ = read(write(tmp_path, train__csv=train, test__csv=test))
+    assert splits["test"].texts == ["Hello there"]
+    assert splits["test"].labels == [0]
+
+
+def test_texts_of_any_length_are_read(tmp_path: Path) -> None:
+    text = "word " * 40_000
+    folder = write(tmp_path, train__csv=f"a,{text}\nb,short\n", test__csv="a,short\n")
+    assert len(read(folder)[0]["train"].texts[0]) == 5 * 40_000 - 1
+
+
+def test_labels_of_any_number_of_digits_are_read(tmp_path: Path) -> None:
+    long = "7" * 5000
+    folder = write(tmp_path, train__csv=f"{long},a\n12,b\n", test__csv="12,b\n")
+    assert read(folder)[1] == ["12", long]
 
 
 def test_words_are_sorted_as_words_and_numbers_as_numbers(tmp_path: Path) -> None:
@@ -215,6 +268,28 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
         {"train__csv": "v1,v2\n" + PLAIN["train__csv"]},
         "",
         "train.csv, row 1: no other row has the label 'v1'; if this row is a header (v1, v2)",
+    ),
+    "unknown header and a rare class": (
+        {
+            "train__csv": f"Polarity,Tweet_content\n{PLAIN['train__csv']}rare,one\n",
+            "test__csv": f"Polarity,Tweet_content\n{PLAIN['test__csv']}",
+        },
+        "",
+        "test.csv: row 1 (Polarity, Tweet_content) is also row 1 of train.csv",
+    ),
+    "part of the text missing": (
+        {
+            "train__csv": "label,title,text\nspam,a,b\nham,c,d\n",
+            "test__csv": "label,text\nham,d\n",
+        },
+        "",
+        "test.csv: has no column title, which is text in train.csv",
+    ),
+    "many digits": ({}, f"--label_column {'7' * 5000}", "has no header row with that name"),
+    "val twice in other names": (
+        {"dev__csv": "ham,a\n", "Valid__csv": "ham,a\n"},
+        "",
+        "Valid.csv and dev.csv are both there",
     ),
     "texts as labels": (
         {"train__csv": MANY},
@@ -371,7 +446,7 @@ def csv_folder(root: Path, *parts: str) -> Path:
     )
 
 
-WITH_VAL = pytest.mark.parametrize("val", ["val", "validation"])
+WITH_VAL = pytest.mark.parametrize("val", ["val", "validation", "Valid", "dev"])
 BOTH_KINDS = pytest.mark.parametrize(
     ("run", "make"), [(run_texts, csv_folder), (run_images, image_folder)], ids=["csv", "folder"]
 )
@@ -473,6 +548,42 @@ def test_flags_of_held_out_rows_hold_with_a_validation_set_of_its_own(
     refused(name, meta, "--mixup meta learns on held-out rows", base)
 
 
+@BOTH_KINDS
+def test_rows_are_left_to_train_on(
+    run: Callable[..., int], make: Callable[..., Path], refused: Refused, tmp_path: Path
+) -> None:
+    data = make(tmp_path / "mine", "train")
+    name, base = ("texts", TEXTS) if run is run_texts else ("images", IMAGES)
+    names = "--val_fraction 0.99 leaves no training rows of 2 of the 2 classes"
+    refused(name, f"--data_dir {data} --val_fraction 0.99", names, base)
+
+
+def test_a_class_of_one_row_is_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
+    train = many_rows(24) + "the only one,rare\n"
+    folder = write(tmp_path / "mine", train__csv=train)
+    out = ["--out", tmp_path / "run"]
+    assert run_texts("--data_dir", folder, "--val_fraction", 0.25, *out) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["rare", "1", "0"] in rows
+    (folder / "train.csv").write_text("ham,a\nspam,b\n")
+    flags = f"--data_dir {folder} --val_fraction 0.25"
+    refused("texts", flags, "leaves no validation rows", TEXTS)
+
+
+def test_folders_that_are_named_like_splits_are_no_classes(
+    tmp_path: Path, refused: Refused
+) -> None:
+    data = image_folder(tmp_path / "mine", "Test", "Dev")
+    assert "are the classes" not in refused("images", f"--data_dir {data}", "is missing", IMAGES)
+    refused("images", f"--data_dir {data} --val_fraction 0.1", "mine/train is missing", IMAGES)
+    image_folder(data, "Train")
+    splits, classes = read_image_splits("folder", str(data))
+    assert classes == ["cat", "dog"]
+    assert list(splits) == ["train", "test", "val"]
+
+
 @pytest.mark.parametrize("part", ["test", "val"])
 def test_a_class_that_train_lacks_is_named(part: str, refused: Refused, tmp_path: Path) -> None:
     data = image_folder(tmp_path / "mine", "train", part)
@@ -569,6 +680,63 @@ def test_the_lines_of_a_folder_of_texts_are_classified(
     assert conftest.call(transformer_test, resume) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in printed] == [row["text"] for row in rows]
+
+
+def test_predictions_never_replace_a_file(
+    runs: dict[str, Path], refused: Refused, tmp_path: Path
+) -> None:
+    lines = tmp_path / "in.csv"
+    lines.write_text("Stocks rise\n")
+    flags = f"--resume {runs['texts']} --predict {lines} --predict_out {lines}"
+    refused("texts", flags, f"--predict_out {lines}: is there already", "")
+    assert lines.read_text() == "Stocks rise\n"
+
+
+def test_a_file_without_text_in_a_folder_is_left_out(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
+    folder = write(tmp_path / "texts", a__txt="Stocks rise\n", b__txt="", c__txt=" \n")
+    assert (
+        conftest.call(transformer_test, ["--resume", str(runs["texts"]), "--predict", str(folder)])
+        == 0
+    )
+    console = capsys.readouterr()
+    assert [line.split(":")[0] for line in console.out.splitlines()] == ["Stocks rise"]
+    warnings = [line for line in console.err.splitlines() if line.startswith("warning: ")]
+    assert warnings == [
+        f"warning: {folder}/{name}.txt: contains no text and is left out" for name in "bc"
+    ]
+    (folder / "a.txt").unlink()
+    for path in (folder, folder / "b.txt"):
+        flags = f"--resume {runs['texts']} --predict {path}"
+        refused("texts", flags, f"{path}: contains no text", "")
+
+
+def test_names_that_are_not_utf8_are_written_with_escapes(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photo = str(tmp_path / os.fsdecode(b"caf\xe9.png"))
+    Image.new("L", (8, 8), 90).save(photo)
+    shown = f"{tmp_path}/caf\\udce9.png"
+    predict = ["--resume", str(runs["images"]), "--predict", photo]
+    assert conftest.call(resnet50_test, predict) == 0
+    assert capsys.readouterr().out.startswith(f"{shown}: ")
+    for suffix in ("csv", "jsonl"):
+        out = tmp_path / f"out.{suffix}"
+        assert conftest.call(resnet50_test, [*predict, "--predict_out", str(out)]) == 0
+        assert shown in out.read_text(encoding="utf-8")
+    assert json.loads(out.read_text(encoding="utf-8"))["name"] == photo
+
+
+def test_classes_whose_names_are_not_utf8_are_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    classes = ("cat", os.fsdecode(b"caf\xe9"))
+    data = image_folder(tmp_path / "mine", "train", "test", classes=classes)
+    assert run_images("--data_dir", data, "--out", tmp_path / "run") == 0
+    assert "caf\\udce9         6         6" in capsys.readouterr().out
+    assert conftest.call(resnet50_test, ["--resume", str(tmp_path / "run"), "--evaluate"]) == 0
+    assert "caf\\udce9" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

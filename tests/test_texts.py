@@ -195,6 +195,19 @@ def test_own_csv_numbers_its_labels_in_order(tmp_path: Path) -> None:
     assert read_text_splits("csv", folder)[1] == ["2", "9", "10"]
 
 
+def test_only_line_breaks_separate_the_lines_of_a_text_file(tmp_path: Path) -> None:
+    path = tmp_path / "lines.txt"
+    path.write_bytes("one\x0cpage\u2028more\r\n\r\ntwo\u0085\n".encode())
+    assert text_datasets.read_lines(path) == {1: "one\x0cpage\u2028more", 3: "two"}
+
+
+def test_a_text_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lines.txt"
+    path.write_bytes("caf\xe9".encode("latin-1"))
+    with pytest.raises(InputError, match="save it as UTF-8"):
+        text_datasets.read_lines(path)
+
+
 def test_csv_with_a_byte_order_mark_reads_alike(tmp_path: Path) -> None:
     # Excel writes such files.
     folder = write_csv(tmp_path, '"ham",a\n"spam",b\n', '"ham",a\n', encoding="utf-8-sig")

@@ -79,7 +79,8 @@ def print_predictions(predictions: Iterable[Prediction], classes: Sequence[str])
 def write_predictions(path: Path, predictions: Iterable[Prediction], classes: Sequence[str]) -> int:
     """Write name, predicted class and all probabilities of each sample; returns their number.
 
-    The file appears when it is complete.
+    The file appears when it is complete. In names that are not UTF-8 the other bytes are written as
+    backslash escapes.
 
     Args:
         path: its suffix chooses between JSON lines and csv.
@@ -92,7 +93,7 @@ def write_predictions(path: Path, predictions: Iterable[Prediction], classes: Se
     try:
         with (
             atomic_write(path) as temporary,
-            open(temporary, "w", newline="", encoding="utf-8") as file,
+            open(temporary, "w", newline="", encoding="utf-8", errors="backslashreplace") as file,
         ):
             rows = csv.writer(file)
             for prediction in predictions:
