@@ -234,8 +234,8 @@ def replacing_decay(schedule: Callable[[float], float]) -> Callable[[int], float
 
     The multiple of epoch t is max_{s <= t} schedule(s) / schedule(t), and 1 while the schedule
     rises. The maximum is over the beginnings and the ends of the epochs, so that a warm-up within
-    the first epoch counts. If the learning rate is multiplied by schedule x multiple, rate / batch decays as it
-    would under the schedule alone.
+    the first epoch counts. If the learning rate is multiplied by schedule x multiple, rate / batch
+    decays as it would under the schedule alone.
 
     Args:
         schedule: maps the progress in epochs to the multiple of the learning rate.

@@ -6,7 +6,6 @@ The runner of the experiments continues where it was stopped.
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import json
 import re
