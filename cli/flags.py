@@ -175,7 +175,7 @@ def add_data(parser: Parser, datasets: Sequence[str]) -> None:
     )
     add(
         "--data_dir",
-        default=os.environ.get("DATA_DIR", "./data"),
+        default=os.environ.get("DATA_DIR") or "./data",
         metavar="DIR",
         help="Read data sets from this folder, and download missing ones into it "
         "(default $DATA_DIR, else ./data).",

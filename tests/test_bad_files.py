@@ -17,6 +17,13 @@ Refused = Callable[..., str]
 # -------------------------------------------------------------------- recipes and checkpoints
 
 
+ALIAS_BOMB = b"lr: [&a0 [%s], %s]" % (
+    b", ".join([b"1"] * 9),
+    b", ".join(b"&a%d [%s]" % (n, b", ".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 10)),
+)
+COMMAND_LINE = "help recipe resume checkpoint evaluate predict predict_out export config".split()
+
+
 @pytest.mark.parametrize(
     ("text", "names"),
     [
@@ -29,6 +36,26 @@ Refused = Callable[..., str]
         (b"bs: 0", "--bs"),
         (b"lr:", "--lr"),
         (b"\xff\xfe\x00binary", "not YAML"),
+        (b"lr: 2024-13-45", "not YAML (month must be in 1..12)"),
+        (b"lr: !!int abc", "not YAML"),
+        (b"lr: !!timestamp abc", "not YAML"),
+        (b"[" * 3000, "not YAML"),
+        (ALIAS_BOMB, "--lr: [1, 1"),
+        (b"lr: false", "--lr: false is not a value of this flag; give its value"),
+        (b"warmup: off", "--warmup: false"),
+        (b"augment: yes", "--augment: true is not a value of this flag; choose one of standard, "),
+        (b"milestones: [3, true]", "--milestones: True"),
+        (b"ngd_skip: [no]", "--ngd_skip: False"),
+        (b"out:", "--out: None"),
+        (b"out: ''", "--out: the value is empty"),
+        (b"fuse: 3", "--fuse: must be true or false"),
+        (b"fuse: []", "--fuse: must be true or false"),
+        (b"torch_compile: eager", "--torch_compile: must be true or false"),
+        (b"lr: {log: 1}", "--lr: {'log': 1}"),
+        (b"lr: 1\nlr: 2", "lr is there twice"),
+        (b"lr: 1\nlearning-rate: 2", "lr and learning-rate are the same flag"),
+        (b"torch_compile: true\nbackend: eager", "torch_compile and backend are the same flag"),
+        *((f"{name}: true".encode(), f"{name}: a recipe cannot hold") for name in COMMAND_LINE),
     ],
 )
 def test_wrong_recipe_is_named(text: bytes, names: str, refused: Refused, tmp_path: Path) -> None:

@@ -110,6 +110,9 @@ BOTH = [
     ("--recipe .", "--recipe ."),
     ("--recipe fats94", "did you mean fast94?"),
     ("--recipe nowhere", "one of the recipes agnews, agnews12k, best, fast94, large_batch"),
+    ("--out=", "--out: the value is empty"),
+    ("--predict a.png --evaluate", "--evaluate and --predict: one run of the script does one"),
+    ("--export a.onnx --predict a.png", "--predict and --export: one run"),
     ("--out /proc", "--out /proc"),
     ("--out /dev/null/run", "/dev/null/run"),
 ]
