@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import BooleanOptionalAction, Namespace
+from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -19,8 +19,9 @@ from typing import Any
 
 from backends import torch_compat
 from cli import compatibility
+from cli.flag_parser import Flag
 from cli.flags import OptimizerChoice, Parser
-from cli.yaml_file import excerpt, read_yaml
+from cli.yaml_file import LONGEST_EXCERPT, excerpt, read_yaml
 from distributed.world import under_torchrun
 from errors import InputError, did_you_mean
 from input_pipeline import own_data
@@ -42,6 +43,16 @@ NOT_RESTORED = frozenset(
 """Flags of one invocation: a resumed run does not take them from its checkpoint."""
 COMMAND_LINE_ONLY = frozenset(["help", "recipe", "resume", "checkpoint", *INFERENCE, "predict_out"])
 """Flags that say what one invocation does: neither a recipe nor a search space may hold them."""
+INFERENCE_NEEDS = frozenset(
+    ["dataset", "arch", "image_size", "width", "depth", "heads", "mlp_width"]
+    + ["positions", "pooling"]
+)
+"""Flags of a checkpoint's run without which its model cannot be used: those of its shape."""
+METADATA = {  # by script: what its checkpoints hold for inference beside the classes
+    "resnet50_test": ("mean", "std", "channels", "size"),
+    "transformer_test": ("tokenizer", "max_len", "prior"),
+}
+UNSUPPORTED = object()  # stands for a value of the checkpoint that this version does not know
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 META_VAL_FRACTION = 0.05  # held out for --mixup meta where the command line does not say
 WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmup is not given
@@ -64,19 +75,17 @@ def parse(
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     given = parser.parse_args(arguments)
-    state = None
+    state, source = None, ""
+    unsupported: dict[str, Flag] = {}
     path = resume_path(given, script)
     if path is not None:
-        state = checkpoint.load(
-            path, script, flag="--resume" if given.checkpoint is None else "--checkpoint"
-        )
-        restored = set(parser.names()) - NOT_RESTORED
-        if os.environ.get("DATA_DIR") and state["flags"]["dataset"] not in own_data.DATASETS:
-            restored -= {"data_dir"}  # this machine may have the known data sets elsewhere
-        stored = {name: value for name, value in state["flags"].items() if name in restored}
-        parser.set_defaults(**stored)
+        source = "--resume" if given.checkpoint is None else "--checkpoint"
+        state = checkpoint.load(path, script, flag=source, metadata=METADATA[script])
+        unsupported = restore_flags(state["flags"], parser, inference=uses_trained_model(given))
     arguments = [*(recipe_arguments(given.recipe, parser) if given.recipe else []), *arguments]
     chosen = parser.parse_args(arguments)
+    if state is not None:
+        check_restored(chosen, state, unsupported, source=f"{source} {path}")
     computed = computed_defaults(chosen, parser.optimizers[chosen.optimizer])
     parser.set_defaults(**{n: v for n, v in computed.items() if getattr(chosen, n) is None})
     args = parser.parse_args(arguments)
@@ -86,6 +95,73 @@ def parse(
     if state is not None and not uses_trained_model(args):
         check_overwritten(args, state)
     return args, state
+
+
+def restore_flags(flags: Mapping[str, Any], parser: Parser, *, inference: bool) -> dict[str, Flag]:
+    """Make the values in a checkpoint the parser's defaults.
+
+    Args:
+        flags: the values, by name.
+        parser: is changed.
+        inference: whether the run is to be evaluated, exported or used for predictions; then only
+            the values of INFERENCE_NEEDS must be known to this version.
+    Returns:
+        The flags, by name, whose default is now UNSUPPORTED.
+    """
+    restored = set(parser.names()) - NOT_RESTORED
+    if os.environ.get("DATA_DIR") and flags["dataset"] not in own_data.DATASETS:
+        restored -= {"data_dir"}  # this machine may have the known data sets elsewhere
+    stored = {name: value for name, value in flags.items() if name in restored}
+    unsupported = {
+        flag.action.dest: flag
+        for flag in parser.flags
+        if flag.action.dest in stored and not is_supported(flag, stored[flag.action.dest])
+    }
+    if inference:
+        for name in unsupported.keys() - INFERENCE_NEEDS:
+            del stored[name], unsupported[name]
+    parser.set_defaults(**stored | dict.fromkeys(unsupported, UNSUPPORTED))
+    return unsupported
+
+
+def check_restored(
+    chosen: Namespace, state: Mapping[str, Any], unsupported: Mapping[str, Flag], *, source: str
+) -> None:
+    """Check that the command line replaces what `restore_flags` could not restore.
+
+    Raises:
+        InputError: it does not.
+    """
+    for name, flag in unsupported.items():
+        if getattr(chosen, name) is UNSUPPORTED:
+            choices = flag.choices()
+            advice = f"choose one of {', '.join(choices)}" if choices else "give its value"
+            value = str(state["flags"][name])[:LONGEST_EXCERPT]
+            raise InputError(
+                f"{source}: the checkpoint's {flag.name} {value} is not supported any more; "
+                f"{advice} on the command line"
+            )
+
+
+def is_supported(flag: Flag, value: Any) -> bool:
+    """Whether a flag can have this value, which another version may have put into a checkpoint.
+
+    A flag such as --ngd, which stands for a value of another one, leaves that to the other one.
+    """
+    action = flag.action
+    if value is None:
+        return action.default is None
+    if action.nargs == 0:
+        return action.const not in (None, True) or isinstance(value, bool)
+    values = value if action.nargs is not None and isinstance(value, list | tuple) else [value]
+    if action.choices is not None:
+        return all(isinstance(each, str) and each in action.choices for each in values)
+    if action.type is None:
+        return all(isinstance(each, str) for each in values)
+    try:
+        return all(action.type(str(each)) is not None for each in values)  # type: ignore[operator]
+    except (ArgumentTypeError, ValueError):
+        return False
 
 
 def computed_defaults(chosen: Namespace, optimizer: OptimizerChoice) -> dict[str, Any]:

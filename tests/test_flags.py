@@ -50,6 +50,7 @@ ALIASES = [  # of timm and of Hugging Face's Trainer, and the same in our names
     ("--learning_rate 0.3", "--lr 0.3"),
     ("--per_device_train_batch_size 32", "--bs 32"),
     ("--num_train_epochs 3", "--epochs 3"),
+    ("--wd 0.1", "--weight_decay 0.1"),
     ("--smoothing 0.1", "--label_smoothing 0.1"),
     ("--label_smoothing_factor 0.1", "--label_smoothing 0.1"),
     ("--dataloader_num_workers 4", "--workers 4"),
