@@ -135,6 +135,8 @@ class FlagParser(argparse.ArgumentParser):
     Attributes:
         flags: the flags in the order in which they were added.
         suggested: further flags that the same command line may have, for suggestions.
+        advice: what to say of flags of other projects that this one lacks, by their names with
+            underscores, such as {"--amp": "write --precision"}.
     """
 
     def __init__(self, description: str | None = None, usage: str = "[flags]") -> None:
@@ -143,6 +145,7 @@ class FlagParser(argparse.ArgumentParser):
         )
         self.flags: list[Flag] = []
         self.suggested: list[str] = []
+        self.advice: dict[str, str] = {}
         self._titles: list[str] = []
         self._own_spelling: dict[str, str] = {}  # any spelling -> what argparse is given for it
         self.add_argument(
@@ -294,6 +297,8 @@ class FlagParser(argparse.ArgumentParser):
         if not name.startswith("-"):
             return f"{name}: this is neither a flag nor the value of one (see --help)"
         spelling = with_underscores(name)
+        if spelling in self.advice:
+            return f"{name}: there is no such flag; {self.advice[spelling]}"
         switches = {each.name for each in self.flags if each.action.nargs == 0}
         switch = self._own_spelling.get(spelling.replace("--no_", "--", 1))
         if switch in switches:

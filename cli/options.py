@@ -209,10 +209,16 @@ def resume_path(args: Namespace, script: str) -> Path | None:
             "--predict or --export, or --resume to go on training"
         )
     if args.checkpoint not in ("best", "last"):
+        guess = did_you_mean(args.checkpoint, ["best", "last"])
         if args.resume is not None:
             raise InputError(
                 f"--checkpoint {args.checkpoint}: with --resume it is best or last; to use a file, "
-                "give it to one of the two flags and leave the other one out"
+                f"give it to one of the two flags and leave the other one out{guess}"
+            )
+        if not Path(args.checkpoint).exists():
+            raise InputError(
+                f"--checkpoint {args.checkpoint}: no such checkpoint; give best, last, a run "
+                f"folder or a .pt file{guess}"
             )
         return Path(args.checkpoint)
     run = run_path(args, script, flag=f"--checkpoint {args.checkpoint}")

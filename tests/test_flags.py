@@ -244,6 +244,11 @@ def print_help(script: str, arguments: list[str], capsys: pytest.CaptureFixture[
     return capsys.readouterr().out
 
 
+def test_help_all_may_be_in_capitals(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [print_help("resnet50_test", ["--help", word], capsys) for word in ("ALL", "all")]
+    assert texts[0] == texts[1]
+
+
 def shown_flags(text: str, parser: FlagParser) -> set[str]:
     lines = [line.split("  ")[1].strip() for line in text.splitlines() if line.startswith("  -")]
     return {flag.name for flag in parser.flags if flag.signature() in lines}
