@@ -551,7 +551,8 @@ def load_weights(
     """
     shards = state.get("shards")
     weights = sharded_checkpoint.load_whole_model(Path(shards)) if shards else state["model"]
-    checkpoint.load_into(model, weights, "model")
+    flag = "--resume" if args.checkpoint is None else "--checkpoint"
+    checkpoint.load_into(model, weights, "model", flag=flag)
     if run.world.is_main:
         named = args.resume is not None or args.checkpoint in ("best", "last")
         line = describe_checkpoint(state, named=named)

@@ -135,6 +135,8 @@ class FlagParser(argparse.ArgumentParser):
     Attributes:
         flags: the flags in the order in which they were added.
         suggested: further flags that the same command line may have, for suggestions.
+        advice: what to say of flags of other projects that this one lacks, by their names with
+            underscores, such as {"--amp": "write --precision"}.
     """
 
     def __init__(self, description: str | None = None, usage: str = "[flags]") -> None:
@@ -143,6 +145,7 @@ class FlagParser(argparse.ArgumentParser):
         )
         self.flags: list[Flag] = []
         self.suggested: list[str] = []
+        self.advice: dict[str, str] = {}
         self._titles: list[str] = []
         self._own_spelling: dict[str, str] = {}  # any spelling -> what argparse is given for it
         self.add_argument(
@@ -150,6 +153,7 @@ class FlagParser(argparse.ArgumentParser):
             "-h",
             action=ShowHelp,
             nargs="?",
+            type=str.lower,
             choices=("all",),
             default=argparse.SUPPRESS,
             group="help",
@@ -225,9 +229,17 @@ class FlagParser(argparse.ArgumentParser):
             translated.append(f"{own}{equals}{value}")
         return translated
 
-    def knows(self, name: str) -> bool:
-        """Return whether this is a spelling of a flag, with its dashes."""
-        return with_underscores(name) in self._own_spelling
+    def find(self, name: str) -> Flag | None:
+        """Return the flag of any spelling, which is without dashes in front; None if there is none.
+
+        A name that stands for a flag with a value finds that flag.
+        """
+        own = self._own_spelling.get(with_underscores(f"--{name}"), "").partition("=")[0]
+        return next((flag for flag in self.flags if own in flag.action.option_strings), None)
+
+    def stands_for_value(self, name: str) -> bool:
+        """Return whether a name, without dashes, stands for a flag with a value."""
+        return "=" in self._own_spelling.get(with_underscores(f"--{name}"), "")
 
     def own_name(self, name: str) -> str:
         """Return a flag's own name for any spelling; both are without dashes in front.
@@ -237,16 +249,21 @@ class FlagParser(argparse.ArgumentParser):
         """
         own = self._own_spelling.get(with_underscores(f"--{name}"))
         if own is None:
-            raise InputError(self._explain_unknown(f"--{name}"))
+            raise InputError(self.explain_unknown(f"--{name}"))
         flag, _, value = own.removeprefix("--").partition("=")
         if value:
             raise InputError(f"--{name} stands for --{flag} {value}; use {flag}")
         return flag
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]
-        """Parse as argparse does, after `translate`."""
-        arguments = sys.argv[1:] if args is None else args
-        return super().parse_known_args(self.translate(arguments), namespace)
+        """Parse as argparse does, after `translate`.
+
+        Raises:
+            InputError: a value is empty, as that of a shell's variable that is not set.
+        """
+        arguments = self.translate(sys.argv[1:] if args is None else args)
+        self._check_empty(arguments)
+        return super().parse_known_args(arguments, namespace)
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]
         """Parse as argparse does; an unknown flag gets a suggestion.
@@ -257,18 +274,31 @@ class FlagParser(argparse.ArgumentParser):
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
             first = next((each for each in unknown if each.startswith("-")), unknown[0])
-            raise InputError(self._explain_unknown(first.partition("=")[0]))
+            raise InputError(self.explain_unknown(first.partition("=")[0]))
         return namespace
+
+    def _check_empty(self, arguments: Sequence[str]) -> None:
+        """Raise InputError for an argument that is empty, with the flag that it belongs to."""
+        flag = ""
+        for argument in arguments:
+            name, equals, value = argument.partition("=")
+            if argument.startswith("-"):
+                flag = f"{name}: "
+            is_empty = bool(equals) and name in self.option_strings() and not value.strip()
+            if is_empty or not argument.strip():
+                raise InputError(f"{flag}the value is empty; give one, or leave the flag out")
 
     def error(self, message: str) -> NoReturn:
         """Raise an InputError in place of printing the usage."""
         raise InputError(f"{message.removeprefix('argument ')} (see --help)")
 
-    def _explain_unknown(self, name: str) -> str:
+    def explain_unknown(self, name: str) -> str:
         """Return the line for a flag that does not exist, or for a value that belongs to none."""
         if not name.startswith("-"):
             return f"{name}: this is neither a flag nor the value of one (see --help)"
         spelling = with_underscores(name)
+        if spelling in self.advice:
+            return f"{name}: there is no such flag; {self.advice[spelling]}"
         switches = {each.name for each in self.flags if each.action.nargs == 0}
         switch = self._own_spelling.get(spelling.replace("--no_", "--", 1))
         if switch in switches:

@@ -68,12 +68,17 @@ def number(
             raise argparse.ArgumentTypeError(f"must be {name}, got {text!r}") from None
         in_range = low <= value <= high and not (open_low and value == low)
         if not in_range or not math.isfinite(value):
-            limits = f"{'above' if open_low else 'at least'} {low:g}"
-            limits += f" and at most {high:g}" if high < math.inf else ""
+            limits = f"{'above' if open_low else 'at least'} {format_limit(low)}"
+            limits += f" and at most {format_limit(high)}" if high < math.inf else ""
             raise argparse.ArgumentTypeError(f"must be {limits}, got {text}")
         return value
 
     return convert
+
+
+def format_limit(limit: float) -> str:
+    """Write a limit with all digits of a whole number, and without needless ones of others."""
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 count, natural = number(int, 1), number(int, 0)
@@ -122,6 +127,15 @@ def defaults_by_optimizer(values: Mapping[str, float]) -> str:
     return "; ".join(f"{value:g} for {', '.join(group)}" for value, group in names.items())
 
 
+ADVICE = {  # by flags of timm and Hugging Face that have no exact counterpart here
+    "--amp": "did you mean --precision, with bf16 or fp16?",
+    "--logging_steps": "did you mean --log_every, which takes seconds?",
+    "--do_train": "the script trains unless --evaluate, --predict or --export is given",
+    "--do_eval": "each epoch is evaluated; to evaluate a checkpoint alone, use --evaluate",
+    "--do_predict": "did you mean --predict?",
+}
+
+
 # -------------------------------------------------------------------- the flags
 
 
@@ -159,6 +173,7 @@ def shared_parser(
     add_run(parser)
     parser.set_defaults(**defaults)
     parser.optimizers = optimizers
+    parser.advice = ADVICE
     return parser
 
 
@@ -175,7 +190,7 @@ def add_data(parser: Parser, datasets: Sequence[str]) -> None:
     )
     add(
         "--data_dir",
-        default=os.environ.get("DATA_DIR", "./data"),
+        default=os.environ.get("DATA_DIR") or "./data",
         metavar="DIR",
         help="Read data sets from this folder, and download missing ones into it "
         "(default $DATA_DIR, else ./data).",
@@ -314,8 +329,8 @@ def add_mixing(parser: Parser, mixing: Sequence[str]) -> None:
         "--meta_policy",
         choices=mixup.POLICIES,
         default="pair",
-        help="Let --mixup meta learn a weight or a Beta distribution for each pair of classes, "
-        "or a weight for each sample (default %(default)s).",
+        help="Let --mixup meta learn a weight (pair) or a Beta distribution (beta) for each "
+        "pair of classes (default %(default)s).",
     )
     add(
         "--meta_every",
@@ -367,6 +382,7 @@ def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice]) -> 
     decays = defaults_by_optimizer({name: each.weight_decay for name, each in optimizers.items()})
     add(
         "--weight_decay",
+        aliases=("--wd",),
         type=not_negative,
         metavar="F",
         help="Shrink weights by this factor times the learning rate in each step, but not biases "

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from backends import torch_compat
 from cli import compatibility
+from cli.flag_parser import Flag
 from cli.flags import OptimizerChoice, Parser
+from cli.yaml_file import LONGEST_EXCERPT, excerpt, read_yaml
 from distributed.world import under_torchrun
-from errors import InputError, did_you_mean, first_line
+from errors import InputError, did_you_mean
 from input_pipeline import own_data
 from training import checkpoint, export, predictions, run_log
 
@@ -40,6 +41,18 @@ NOT_RESTORED = frozenset(
     ]
 )
 """Flags of one invocation: a resumed run does not take them from its checkpoint."""
+COMMAND_LINE_ONLY = frozenset(["help", "recipe", "resume", "checkpoint", *INFERENCE, "predict_out"])
+"""Flags that say what one invocation does: neither a recipe nor a search space may hold them."""
+INFERENCE_NEEDS = frozenset(
+    ["dataset", "arch", "image_size", "width", "depth", "heads", "mlp_width"]
+    + ["positions", "pooling"]
+)
+"""Flags of a checkpoint's run without which its model cannot be used: those of its shape."""
+METADATA = {  # by script: what its checkpoints hold for inference beside the classes
+    "resnet50_test": ("mean", "std", "channels", "size"),
+    "transformer_test": ("tokenizer", "max_len", "prior"),
+}
+UNSUPPORTED = object()  # stands for a value of the checkpoint that this version does not know
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 META_VAL_FRACTION = 0.05  # held out for --mixup meta where the command line does not say
 WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmup is not given
@@ -62,19 +75,17 @@ def parse(
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     given = parser.parse_args(arguments)
-    state = None
+    state, source = None, ""
+    unsupported: dict[str, Flag] = {}
     path = resume_path(given, script)
     if path is not None:
-        state = checkpoint.load(
-            path, script, flag="--resume" if given.checkpoint is None else "--checkpoint"
-        )
-        restored = set(parser.names()) - NOT_RESTORED
-        if "DATA_DIR" in os.environ and state["flags"]["dataset"] not in own_data.DATASETS:
-            restored -= {"data_dir"}  # this machine may have the known data sets elsewhere
-        stored = {name: value for name, value in state["flags"].items() if name in restored}
-        parser.set_defaults(**stored)
+        source = "--resume" if given.checkpoint is None else "--checkpoint"
+        state = checkpoint.load(path, script, flag=source, metadata=METADATA[script])
+        unsupported = restore_flags(state["flags"], parser, inference=uses_trained_model(given))
     arguments = [*(recipe_arguments(given.recipe, parser) if given.recipe else []), *arguments]
     chosen = parser.parse_args(arguments)
+    if state is not None:
+        check_restored(chosen, state, unsupported, source=f"{source} {path}")
     computed = computed_defaults(chosen, parser.optimizers[chosen.optimizer])
     parser.set_defaults(**{n: v for n, v in computed.items() if getattr(chosen, n) is None})
     args = parser.parse_args(arguments)
@@ -84,6 +95,73 @@ def parse(
     if state is not None and not uses_trained_model(args):
         check_overwritten(args, state)
     return args, state
+
+
+def restore_flags(flags: Mapping[str, Any], parser: Parser, *, inference: bool) -> dict[str, Flag]:
+    """Make the values in a checkpoint the parser's defaults.
+
+    Args:
+        flags: the values, by name.
+        parser: is changed.
+        inference: whether the run is to be evaluated, exported or used for predictions; then only
+            the values of INFERENCE_NEEDS must be known to this version.
+    Returns:
+        The flags, by name, whose default is now UNSUPPORTED.
+    """
+    restored = set(parser.names()) - NOT_RESTORED
+    if os.environ.get("DATA_DIR") and flags["dataset"] not in own_data.DATASETS:
+        restored -= {"data_dir"}  # this machine may have the known data sets elsewhere
+    stored = {name: value for name, value in flags.items() if name in restored}
+    unsupported = {
+        flag.action.dest: flag
+        for flag in parser.flags
+        if flag.action.dest in stored and not is_supported(flag, stored[flag.action.dest])
+    }
+    if inference:
+        for name in unsupported.keys() - INFERENCE_NEEDS:
+            del stored[name], unsupported[name]
+    parser.set_defaults(**stored | dict.fromkeys(unsupported, UNSUPPORTED))
+    return unsupported
+
+
+def check_restored(
+    chosen: Namespace, state: Mapping[str, Any], unsupported: Mapping[str, Flag], *, source: str
+) -> None:
+    """Check that the command line replaces what `restore_flags` could not restore.
+
+    Raises:
+        InputError: it does not.
+    """
+    for name, flag in unsupported.items():
+        if getattr(chosen, name) is UNSUPPORTED:
+            choices = flag.choices()
+            advice = f"choose one of {', '.join(choices)}" if choices else "give its value"
+            value = str(state["flags"][name])[:LONGEST_EXCERPT]
+            raise InputError(
+                f"{source}: the checkpoint's {flag.name} {value} is not supported any more; "
+                f"{advice} on the command line"
+            )
+
+
+def is_supported(flag: Flag, value: Any) -> bool:
+    """Whether a flag can have this value, which another version may have put into a checkpoint.
+
+    A flag such as --ngd, which stands for a value of another one, leaves that to the other one.
+    """
+    action = flag.action
+    if value is None:
+        return action.default is None
+    if action.nargs == 0:
+        return action.const not in (None, True) or isinstance(value, bool)
+    values = value if action.nargs is not None and isinstance(value, list | tuple) else [value]
+    if action.choices is not None:
+        return all(isinstance(each, str) and each in action.choices for each in values)
+    if action.type is None:
+        return all(isinstance(each, str) for each in values)
+    try:
+        return all(action.type(str(each)) is not None for each in values)  # type: ignore[operator]
+    except (ArgumentTypeError, ValueError):
+        return False
 
 
 def computed_defaults(chosen: Namespace, optimizer: OptimizerChoice) -> dict[str, Any]:
@@ -131,10 +209,16 @@ def resume_path(args: Namespace, script: str) -> Path | None:
             "--predict or --export, or --resume to go on training"
         )
     if args.checkpoint not in ("best", "last"):
+        guess = did_you_mean(args.checkpoint, ["best", "last"])
         if args.resume is not None:
             raise InputError(
                 f"--checkpoint {args.checkpoint}: with --resume it is best or last; to use a file, "
-                "give it to one of the two flags and leave the other one out"
+                f"give it to one of the two flags and leave the other one out{guess}"
+            )
+        if not Path(args.checkpoint).exists():
+            raise InputError(
+                f"--checkpoint {args.checkpoint}: no such checkpoint; give best, last, a run "
+                f"folder or a .pt file{guess}"
             )
         return Path(args.checkpoint)
     run = run_path(args, script, flag=f"--checkpoint {args.checkpoint}")
@@ -196,42 +280,85 @@ def recipe_arguments(recipe: str, parser: Parser) -> list[str]:
     Raises:
         InputError: unreadable, not a mapping, or a flag is wrong.
     """
-    try:
-        values_by_name = yaml.safe_load(recipe_path(recipe).read_text())
-    except OSError as error:
-        raise InputError(
-            f"--recipe {recipe}: {error.strerror}; give the path of a YAML file"
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"--recipe {recipe}: not YAML ({first_line(error)})") from None
+    source = f"--recipe {recipe}"
+    values_by_name = read_yaml(recipe_path(recipe), source)
     if not isinstance(values_by_name, dict):
-        raise InputError(f"--recipe {recipe}: must hold lines of 'flag: value'")
+        raise InputError(f"{source}: must hold lines of 'flag: value'")
     arguments: list[str] = []
-    for name, value in values_by_name.items():
-        if value is False:
-            arguments += negation(str(name), parser)
-        elif value is True:
-            arguments.append(f"--{name}")
-        else:
-            values = value if isinstance(value, list) else [value]
-            arguments += [f"--{name}", *map(str, values)]
+    spellings: dict[str, str] = {}  # by the own name of the flag, as the recipe has it
     try:
+        for name, value in values_by_name.items():
+            words = flag_arguments(str(name), value, parser)
+            flag = parser.find(str(name))
+            if words and flag is not None:
+                other = spellings.setdefault(flag.name, str(name))
+                if other != str(name):
+                    raise InputError(f"{other} and {name} are the same flag; leave one out")
+            arguments += words
         parser.parse_args(arguments)
     except InputError as error:
-        raise InputError(f"--recipe {recipe}: {error}") from None
+        raise InputError(f"{source}: {error}") from None
     return parser.translate(arguments)
 
 
-def negation(name: str, parser: Parser) -> list[str]:
-    """The arguments for a flag that a recipe sets to false.
+def flag_arguments(name: str, value: Any, parser: Parser) -> list[str]:
+    """The command-line arguments for a line of a recipe.
 
-    The false of a flag without an opposite is its absence. An unknown flag is returned as it is, so
-    that it is refused with all others.
+    Args:
+        name: any spelling of a flag, without dashes.
+        value: what YAML has made of the line's value: `no` and `off` are False, `yes` is True.
+        parser: knows the flags.
+    Raises:
+        InputError: there is no such flag, it may not be in a recipe, or the value is of a kind
+            that it does not take.
     """
-    if not parser.knows(f"--{name}"):
-        return [f"--{name}"]
-    opposites = parser.translate([f"--no-{name}"])
-    return [each for each in opposites if each in parser.option_strings()]
+    flag = parser.find(name)
+    if flag is None:
+        raise InputError(parser.explain_unknown(f"--{name}"))
+    if flag.name.removeprefix("--") in COMMAND_LINE_ONLY:
+        raise InputError(f"{name}: a recipe cannot hold this flag; give it on the command line")
+    if flag.action.nargs == 0 or parser.stands_for_value(name):
+        if not isinstance(value, bool):
+            raise InputError(f"--{name}: must be true or false, got {excerpt(value)}")
+        return [f"--{name}"] if value else negation(name, parser)
+    if isinstance(value, bool):
+        return [f"--{name}", word_of_boolean(name, value, flag.choices())]
+    values = value if isinstance(value, list) else [value]
+    for each in values:
+        if isinstance(each, bool) or not isinstance(each, str | int | float | date):
+            raise InputError(
+                f"--{name}: {excerpt(each)} is not a number or a word (YAML reads no, off and "
+                "yes as false and true, and an empty value as None: put a word into quotes)"
+            )
+    return [f"--{name}", *map(str, values)]
+
+
+def word_of_boolean(name: str, value: bool, choices: Sequence[str]) -> str:
+    """The choice that is meant where YAML has read `no`, `off`, `yes` or `on` as a boolean.
+
+    Raises:
+        InputError: no choice of the flag means that.
+    """
+    for word in ("yes", "on") if value else ("no", "none", "off"):
+        if word in choices:
+            return word
+    advice = f"choose one of {', '.join(choices)}" if choices else "give its value"
+    raise InputError(
+        f"--{name}: {'true' if value else 'false'} is not a value of this flag; {advice}, or "
+        "leave the line out (YAML reads no and off as false, yes and on as true)"
+    )
+
+
+def negation(name: str, parser: Parser) -> list[str]:
+    """The arguments for a switch that a recipe sets to false.
+
+    The false of a switch without an opposite is its absence.
+    """
+    flag = parser.find(name)
+    if flag is None or not isinstance(flag.action, BooleanOptionalAction):
+        return []
+    own = parser.own_name(name)
+    return [flag.name if own.startswith("no-") else f"--no-{own}"]
 
 
 # -------------------------------------------------------------------- checking them
@@ -309,8 +436,14 @@ def validate_inference(args: Namespace, resumed: bool) -> None:
     Raises:
         InputError: there is no model, or a file cannot be written.
     """
-    for flag in INFERENCE:
-        if getattr(args, flag) and not resumed:
+    used = [flag for flag in INFERENCE if getattr(args, flag)]
+    if len(used) > 1:
+        raise InputError(
+            f"--{used[0]} and --{used[1]}: one run of the script does one of them; run it once "
+            "for each"
+        )
+    for flag in used:
+        if not resumed:
             raise InputError(
                 f"--{flag} needs a trained model: add --checkpoint with best, last, a run folder "
                 "or a .pt file (or --resume PATH)"

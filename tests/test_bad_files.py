@@ -11,10 +11,21 @@ import pytest
 import torch
 from PIL import Image
 
+import conftest
+import resnet50_test
+from cli import options
+
 Refused = Callable[..., str]
 
 
 # -------------------------------------------------------------------- recipes and checkpoints
+
+
+ALIAS_BOMB = b"lr: [&a0 [%s], %s]" % (
+    b", ".join([b"1"] * 9),
+    b", ".join(b"&a%d [%s]" % (n, b", ".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 10)),
+)
+COMMAND_LINE = "help recipe resume checkpoint evaluate predict predict_out export config".split()
 
 
 @pytest.mark.parametrize(
@@ -29,6 +40,26 @@ Refused = Callable[..., str]
         (b"bs: 0", "--bs"),
         (b"lr:", "--lr"),
         (b"\xff\xfe\x00binary", "not YAML"),
+        (b"lr: 2024-13-45", "not YAML (month must be in 1..12)"),
+        (b"lr: !!int abc", "not YAML"),
+        (b"lr: !!timestamp abc", "not YAML"),
+        (b"[" * 3000, "not YAML"),
+        (ALIAS_BOMB, "--lr: [1, 1"),
+        (b"lr: false", "--lr: false is not a value of this flag; give its value"),
+        (b"warmup: off", "--warmup: false"),
+        (b"augment: yes", "--augment: true is not a value of this flag; choose one of standard, "),
+        (b"milestones: [3, true]", "--milestones: True"),
+        (b"ngd_skip: [no]", "--ngd_skip: False"),
+        (b"out:", "--out: None"),
+        (b"out: ''", "--out: the value is empty"),
+        (b"fuse: 3", "--fuse: must be true or false"),
+        (b"fuse: []", "--fuse: must be true or false"),
+        (b"torch_compile: eager", "--torch_compile: must be true or false"),
+        (b"lr: {log: 1}", "--lr: {'log': 1}"),
+        (b"lr: 1\nlr: 2", "lr is there twice"),
+        (b"lr: 1\nlearning-rate: 2", "lr and learning-rate are the same flag"),
+        (b"torch_compile: true\nbackend: eager", "torch_compile and backend are the same flag"),
+        *((f"{name}: true".encode(), f"{name}: a recipe cannot hold") for name in COMMAND_LINE),
     ],
 )
 def test_wrong_recipe_is_named(text: bytes, names: str, refused: Refused, tmp_path: Path) -> None:
@@ -92,6 +123,80 @@ def test_checkpoint_that_does_not_match_the_flags_is_named(
     (tmp_path / "image.png").rename(tmp_path / "image.txt")
     copies = {script: shutil.copytree(folder, tmp_path / script) for script, folder in runs.items()}
     refused(name, extra.format(**copies), names, base="--device cpu --threads 1")
+
+
+def change_flags(path: Path, **values: object) -> None:
+    state = torch.load(path, weights_only=True)
+    torch.save({**state, "flags": state["flags"] | values}, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "value", "advice"),
+    [
+        ("images", "meta_policy", "sample", "choose one of pair, beta on the command line"),
+        ("images", "optimizer", "adagrad", "choose one of sgd, "),
+        ("images", "lr", "fast", "give its value on the command line"),
+        ("images", "nesterov", "no", "give its value"),
+        ("images", "betas", [0.9, 2.0], "give its value"),
+        ("texts", "pooling", "max", "choose one of mean, cls"),
+    ],
+)
+def test_value_of_a_checkpoint_that_is_not_known_is_named(
+    name: str,
+    flag: str,
+    value: object,
+    advice: str,
+    runs: dict[str, Path],
+    refused: Refused,
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(runs[name], tmp_path / "run")
+    change_flags(tmp_path / "run" / "last.pt", **{flag: value})
+    line = refused(name, "--resume run --epochs 2", advice, base="")
+    assert f"the checkpoint's --{flag} " in line
+    assert "is not supported any more" in line
+
+
+def test_value_that_inference_does_not_need_may_be_unknown(
+    runs: dict[str, Path], refused: Refused, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("images", "texts"):
+        shutil.copytree(runs[name], tmp_path / name)
+        change = {"optimizer": "adagrad", "meta_policy": "sample", "lr": "fast"}
+        change_flags(tmp_path / name / "last.pt", **change)
+        script, _ = conftest.SCRIPTS[name]
+        words = f"--checkpoint {tmp_path / name} --evaluate --device cpu --threads 1"
+        assert conftest.call(script, words.split()) == 0
+        assert "weights of" in capsys.readouterr().out
+    change_flags(tmp_path / "texts" / "last.pt", pooling="max")
+    line = refused("texts", "--checkpoint texts --evaluate", "--pooling max", base="")
+    assert line.startswith("error: --checkpoint texts: ")
+
+
+def test_value_that_is_not_known_can_be_replaced(runs: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(runs["images"], tmp_path / "run")
+    change_flags(tmp_path / "run" / "last.pt", meta_policy="sample")
+    words = f"--resume {tmp_path / 'run'} --epochs 2 --meta_policy pair"
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words.split())
+    assert (args.meta_policy, args.arch) == ("pair", "resnet20")
+
+
+@pytest.mark.parametrize(("name", "entry"), [("images", "mean"), ("texts", "tokenizer")])
+def test_checkpoint_without_what_inference_needs_is_named(
+    name: str, entry: str, runs: dict[str, Path], refused: Refused, tmp_path: Path
+) -> None:
+    state = torch.load(runs[name] / "last.pt", weights_only=True)
+    del state[entry]
+    torch.save(state, tmp_path / "mine.pt")
+    refused(name, "--checkpoint mine.pt --evaluate", f"incomplete (it has no {entry})", base="")
+
+
+def test_model_that_does_not_fit_is_said_with_the_flag_and_the_reason(
+    runs: dict[str, Path], refused: Refused
+) -> None:
+    extra = f"--checkpoint {runs['texts']} --evaluate --depth 3 --device cpu"
+    line = refused("texts", extra, "Missing key(s) in state_dict", base="")
+    assert line.startswith("error: --checkpoint: the checkpoint's model does not fit")
 
 
 # -------------------------------------------------------------------- data

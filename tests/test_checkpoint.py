@@ -25,7 +25,16 @@ def state_of(seed: int, rows: int = 100) -> dict[str, Any]:
     return {
         "script": "a_test",
         "model": {"w": tensor},
-        "flags": {"lr": 0.1, "betas": [0.9, 0.99], "out": None},
+        "flags": {"dataset": "digits", "lr": 0.1, "betas": [0.9, 0.99], "out": None},
+        "progress": {"epoch": 1, "step": 10, "best": {"accuracy": 0.5, "epoch": 1}},
+        "classes": ["cat", "dog"],
+        "optimizer": {},
+        "optimizer_kind": "SGD",
+        "hook": None,
+        "scaler": {},
+        "learner": None,
+        "batching": {"size": 32},
+        "ranks": [],
         "seed": seed,
     }
 
@@ -42,6 +51,34 @@ def test_load_gives_back_what_was_saved_by_file_and_by_folder(tmp_path: Path) ->
             "model": None,
         }
     assert os.listdir(tmp_path) == ["last.pt"]
+
+
+@pytest.mark.parametrize("name", [*checkpoint.ENTRIES, "script", "mean"])
+def test_a_missing_entry_is_named(name: str, tmp_path: Path) -> None:
+    state = {**state_of(1), "mean": [0.5]}
+    del state[name]
+    checkpoint.save(tmp_path / "last.pt", state)
+    with pytest.raises(InputError, match=rf"last.pt: .* incomplete \(it has no {name}\)"):
+        checkpoint.load(tmp_path, "a_test", metadata=["mean"])
+    is_optional = name == "mean"  # read_progress knows no script's own entries
+    assert (checkpoint.read_progress(tmp_path / "last.pt") is not None) == is_optional
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"flags": 3}, "the type of its flags is int"),
+        ({"flags": {"lr": 0.1}}, "there is no dataset in its flags"),
+        ({"progress": {"epoch": 1, "step": 10}}, "there is no best in its progress"),
+        ({"model": [1]}, "the type of its model is list"),
+    ],
+)
+def test_an_entry_of_another_kind_is_named(
+    change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    checkpoint.save(tmp_path / "last.pt", {**state_of(1), **change})
+    with pytest.raises(InputError, match=rf"--checkpoint .* incomplete \({problem}\)"):
+        checkpoint.load(tmp_path, "a_test", flag="--checkpoint")
 
 
 def full_disk(*_: object, **__: object) -> None:

@@ -50,6 +50,7 @@ ALIASES = [  # of timm and of Hugging Face's Trainer, and the same in our names
     ("--learning_rate 0.3", "--lr 0.3"),
     ("--per_device_train_batch_size 32", "--bs 32"),
     ("--num_train_epochs 3", "--epochs 3"),
+    ("--wd 0.1", "--weight_decay 0.1"),
     ("--smoothing 0.1", "--label_smoothing 0.1"),
     ("--label_smoothing_factor 0.1", "--label_smoothing 0.1"),
     ("--dataloader_num_workers 4", "--workers 4"),
@@ -129,6 +130,21 @@ def test_an_alias_stands_for_one_flag() -> None:
         parser.add_argument("--norm", aliases=("--max-norm",))
 
 
+@pytest.mark.parametrize("name", ["recipe", "checkpoint", "out", "data_dir", "resume", "ngd_skip"])
+@pytest.mark.parametrize("empty", [["--{}", ""], ["--{}="], ["--{}", " "]])
+def test_an_empty_value_is_refused(name: str, empty: list[str]) -> None:
+    arguments = [word.format(name) for word in empty]
+    with pytest.raises(InputError, match=f"^--{name}: the value is empty"):
+        resnet50_test.parser().parse_args(arguments)
+
+
+def test_an_empty_data_dir_of_the_environment_counts_as_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DATA_DIR", "")
+    assert resnet50_test.parser().parse_args([]).data_dir == "./data"
+
+
 # -------------------------------------------------------------------- recipes and checkpoints
 
 
@@ -157,6 +173,29 @@ def test_an_unknown_flag_of_a_recipe_is_refused_also_where_it_is_false(tmp_path:
     recipe.write_text("nestrov: false\n")
     with pytest.raises(InputError, match="did you mean --nesterov?"):
         options.recipe_arguments(str(recipe), resnet50_test.parser())
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("resident: no", "--resident no"),
+        ("resident: yes", "--resident yes"),
+        ("augment: no", "--augment none"),
+        ("mixup: off", "--mixup none"),
+        ("mixup: false", "--mixup none"),
+        ("nesterov: no", "--no-nesterov"),
+        ("no-nesterov: true", "--no-nesterov"),
+        ("no-nesterov: false", "--nesterov"),
+        ("fuse: no", ""),
+        ("compress_warmup: []", "--compress_warmup"),
+    ],
+)
+def test_yes_and_no_of_a_recipe_mean_what_they_say(
+    text: str, arguments: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    parser = resnet50_test.parser()
+    assert options.recipe_arguments(str(tmp_path / "mine.yaml"), parser) == arguments.split()
 
 
 def test_recipes_are_found_by_name_from_any_folder(
@@ -203,6 +242,11 @@ def print_help(script: str, arguments: list[str], capsys: pytest.CaptureFixture[
         SCRIPTS[script]().parse_args(arguments)
     assert ended.value.code == 0
     return capsys.readouterr().out
+
+
+def test_help_all_may_be_in_capitals(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [print_help("resnet50_test", ["--help", word], capsys) for word in ("ALL", "all")]
+    assert texts[0] == texts[1]
 
 
 def shown_flags(text: str, parser: FlagParser) -> set[str]:

@@ -71,7 +71,18 @@ def test_a_space_is_read(tmp_path):
         ("lr: {log: 3}", "lr: expected"),
         ("lr: {log: [0, 1]}", "lr: "),
         ("lr: {log: [1, 0.1]}", "lr: "),
-        ("lr: {log: [1, 2, 3]}", "lr: "),
+        ("lr: {log: [1, 2, 3]}", "lr: expected two numbers, low and high, got 3"),
+        ("lr: {log: [0.1]}", "lr: expected two numbers, low and high, got 1"),
+        ("lr: {uniform: [0.1, .inf]}", "lr: inf is not a finite number"),
+        ("lr: {uniform: [.nan, 1]}", "lr: nan is not a finite number"),
+        ("lr: {log: [0.1, 1e999]}", "lr: 1e999 is not a finite number"),
+        ("lr: {choice: [[1, 2]]}", r"lr: \[1, 2\] is not a number or a word"),
+        ("lr: {choice: [null]}", "lr: None is not a number or a word"),
+        ("lr: 2024-13-45", "not YAML"),
+        ("lr: !!int abc", "not YAML"),
+        ("lr: !!timestamp abc", "not YAML"),
+        ("[" * 3000, "not YAML"),
+        ("lr: {choice: [1]}\nlr: {choice: [2]}", "lr is there twice"),
         ("lr: {uniform: [a, b]}", "lr: "),
         ("lr: {uniform: [true, 2]}", "lr: True"),
         ("lr: {choice: []}", "lr: "),
@@ -84,6 +95,59 @@ def test_a_space_is_read(tmp_path):
 def test_a_wrong_space_is_refused(text, message, tmp_path):
     with pytest.raises(errors.InputError, match=message):
         space.read_space(write(tmp_path, text), resnet50_test.parser().own_name)
+
+
+def test_a_message_about_a_space_is_short(tmp_path):
+    lists = ", ".join(f"&a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10))
+    path = write(tmp_path, f"lr: [&a0 [1, 1, 1, 1, 1, 1, 1], {lists}]")
+    with pytest.raises(errors.InputError) as refused:
+        space.read_space(path, resnet50_test.parser().own_name)
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr: {choice: [0.1, abc]}", "--lr: must be a number, got 'abc'"),
+        ("lr: {uniform: [0, 1]}", "--lr: must be above 0, got 0"),
+        ("momentum: {uniform: [0.5, 1.0]}", "--momentum: must be at least 0 and at most 0.999"),
+        ("optimizer: {choice: [sgd, sdg]}", "did you mean sgd?"),
+        ("mixup: {choice: [no, mixup]}", "mixup: false is not a value of this flag"),
+        ("nesterov: {choice: [maybe]}", "nesterov: must be true or false, got maybe"),
+        *(
+            (f"{name}: {{choice: [0.5]}}", f"{name}: the sweep sets this flag")
+            for name in ("out", "output_dir", "resume", "checkpoint", "val_fraction", "test")
+        ),
+        ("no-test: {choice: [true]}", "the sweep sets this flag"),
+        ("help: {choice: [true]}", "this flag cannot be searched"),
+        ("recipe: {choice: [best, fast94]}", "this flag cannot be searched"),
+    ],
+)
+def test_a_space_that_the_script_would_refuse_starts_no_trial(
+    text, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path, text)
+    monkeypatch.setattr("sys.argv", ["sweep", "--space", str(path), "--out", "sweep"])
+    assert errors.exit_code(sweep.main) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --space {path}")
+    assert message in line
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_spaces_of_the_project_are_accepted():
+    for name in ("resnet50", "transformer"):
+        script = TargetScript.read(f"{name}_test.py", [])
+        path = ROOT / "tuning" / f"{name}.yaml"
+        read = space.read_space(path, script.own_name)
+        script.check_space(read, source=str(path))
+        assert len(list(space.limits_and_choices(read))) >= 2 * len(read)
+
+
+def test_a_tuned_recipe_has_a_searched_flag_once():
+    script = TargetScript.read("resnet50_test.py", ["--bs", "512", "--alpha", "0.3"])
+    assert script.recipe({"bs": 64}) == {"alpha": 0.3, "bs": 64}
 
 
 def test_a_space_has_the_names_of_the_script_whatever_their_spelling(tmp_path):

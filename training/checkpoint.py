@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,24 @@ from errors import InputError, first_line
 from training.atomic_file import atomic_write
 
 FORMAT = "faster-training-3"
+ENTRIES: dict[str, type | tuple[type, ...]] = {  # of every checkpoint, by their kinds
+    "flags": dict,
+    "progress": dict,
+    "classes": (list, tuple),
+    "model": dict,
+    "optimizer": (dict, type(None)),
+    "optimizer_kind": str,
+    "hook": object,
+    "scaler": dict,
+    "learner": (dict, type(None)),
+    "batching": dict,
+    "ranks": list,
+}
+NESTED_ENTRIES = {  # that the entries above hold at least
+    "flags": ("dataset",),
+    "progress": ("epoch", "step", "best"),
+    "batching": ("size",),
+}
 SHARDS_NAME = re.compile(r"shards-[0-9]+")  # a sharded checkpoint's folder beside the file
 
 
@@ -60,7 +79,9 @@ def link_checkpoint(path: Path, name: str) -> None:
             shutil.copyfile(path, temporary)
 
 
-def load(path: Path, script: str, *, flag: str = "--resume") -> dict[str, Any]:
+def load(
+    path: Path, script: str, *, flag: str = "--resume", metadata: Collection[str] = ()
+) -> dict[str, Any]:
     """The state saved at `path`, on the CPU.
 
     The weights of a sharded checkpoint are left where they are: its entry 'shards' names the
@@ -70,8 +91,9 @@ def load(path: Path, script: str, *, flag: str = "--resume") -> dict[str, Any]:
         path: a checkpoint, or a run folder (then its last.pt).
         script: name of the script that wrote it.
         flag: which asked for it; messages begin with it.
+        metadata: names of further entries that the script needs.
     Raises:
-        InputError: missing, truncated, not a checkpoint, or another script's.
+        InputError: missing, truncated, incomplete, not a checkpoint, or another script's.
     """
     path = path / "last.pt" if path.is_dir() else path
     if not path.exists():
@@ -94,23 +116,48 @@ def load(path: Path, script: str, *, flag: str = "--resume") -> dict[str, Any]:
     if state.get("shards"):
         if not SHARDS_NAME.fullmatch(str(state["shards"])):
             raise InputError(
-                f"--resume {path}: its weights are said to lie in {str(state['shards'])[:80]!r}, "
+                f"{flag} {path}: its weights are said to lie in {str(state['shards'])[:80]!r}, "
                 "which is not a name such as shards-1; do not use this file"
             )
         state["shards"] = str(path.parent / state["shards"])
     state["file"] = str(path)
-    if state["script"] != script:
+    if state.get("script", script) != script:
         raise InputError(
             f"{flag} {path}: written by {state['script']}.py, not {script}.py; "
             "use it with its own script"
         )
+    if problem := missing_entry(state, metadata):
+        raise InputError(
+            f"{flag} {path}: the checkpoint is incomplete ({problem}); "
+            "try the other .pt file beside it, or start anew"
+        )
     return state
+
+
+def missing_entry(state: Mapping[str, Any], metadata: Collection[str] = ()) -> str:
+    """What a checkpoint lacks, for example 'it has no progress', or '' if it is complete.
+
+    Args:
+        state: what the file holds.
+        metadata: names of entries that it must have beside those of every checkpoint.
+    """
+    for name in ("script", *ENTRIES, *metadata):
+        if name not in state:
+            return f"it has no {name}"
+    for name, kinds in ENTRIES.items():
+        if not isinstance(state[name], kinds):
+            return f"the type of its {name} is {type(state[name]).__name__}"
+    for name, nested in NESTED_ENTRIES.items():
+        for key in nested:
+            if key not in state[name]:
+                return f"there is no {key} in its {name}"
+    return ""
 
 
 def read_progress(path: Path) -> dict[str, Any] | None:
     """Where a checkpoint's run was, without reading its tensors; None if there is no such file.
 
-    It is None as well for a file that is damaged or not a checkpoint of this project.
+    It is None as well for a file that is damaged, incomplete or not a checkpoint of this project.
     """
     try:
         with warnings.catch_warnings():
@@ -119,21 +166,32 @@ def read_progress(path: Path) -> dict[str, Any] | None:
     except Exception:  # as in `load`
         return None
     is_ours = isinstance(state, dict) and state.get("format") == FORMAT
-    return state["progress"] if is_ours else None
+    return state["progress"] if is_ours and not missing_entry(state) else None
 
 
-def load_into(target: Stateful, state: dict[str, Any], what: str) -> None:
+def load_into(
+    target: Stateful, state: dict[str, Any], what: str, *, flag: str = "--resume"
+) -> None:
     """Call `target.load_state_dict(state)`.
 
+    Args:
+        target: a model, an optimizer, ...
+        state: its state in the checkpoint.
+        what: its name in messages.
+        flag: which asked for the checkpoint; messages begin with it.
     Raises:
         InputError: the state does not fit, so the flags are not those of the run that wrote it.
     """
     try:
         target.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError) as error:
+        # The first line of torch's message is a heading where it lists several differences.
+        lines = str(error).strip().splitlines()
+        is_heading = len(lines) > 1 and lines[0].endswith(":")
+        reason = first_line(ValueError(lines[1])) if is_heading else first_line(error)
         raise InputError(
-            f"--resume: the checkpoint's {what} does not fit the one these flags describe "
-            f"({first_line(error)}); use the flags of the first run"
+            f"{flag}: the checkpoint's {what} does not fit the one these flags describe "
+            f"({reason}); use the flags of the first run"
         ) from None
 
 

@@ -14,12 +14,11 @@ Each line of the file names a flag and its distribution:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import optuna
-import yaml
 from optuna.distributions import (
     BaseDistribution,
     CategoricalDistribution,
@@ -27,6 +26,7 @@ from optuna.distributions import (
     IntDistribution,
 )
 
+from cli.yaml_file import excerpt, read_yaml
 from errors import InputError
 
 Space = dict[str, BaseDistribution]
@@ -44,14 +44,7 @@ def read_space(path: Path, own_name: Callable[[str], str]) -> Space:
         InputError: the file is unreadable or empty, names an unknown flag or a flag twice, or
             holds a distribution that Optuna refuses.
     """
-    try:
-        entries = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise InputError(
-            f"--space {path}: {error.strerror}; give the path of a YAML file"
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"--space {path}: not YAML ({str(error).splitlines()[0]})") from None
+    entries = read_yaml(path, f"--space {path}")
     if not isinstance(entries, dict) or not entries:
         raise InputError(
             f"--space {path}: empty; expected lines such as 'lr: {{log: [0.005, 0.5]}}'"
@@ -82,12 +75,17 @@ def parse_distribution(entry: Any, source: str) -> BaseDistribution:
     if not is_pair or not isinstance(next(iter(entry.values())), list):
         raise InputError(
             f"{source}: expected {{log: [low, high]}}, {{uniform: [low, high]}} or "
-            f"{{choice: [...]}}, got {entry}"
+            f"{{choice: [...]}}, got {excerpt(entry)}"
         )
     ((kind, values),) = entry.items()
     try:
         if kind == "choice":
+            for value in values:
+                if not isinstance(value, bool | int | float | str):
+                    raise TypeError(f"{excerpt(value)} is not a number or a word")
             return CategoricalDistribution(values)
+        if len(values) != 2:
+            raise ValueError(f"expected two numbers, low and high, got {len(values)}")
         low, high = map(parse_number, values)
         if kind == "log":
             return FloatDistribution(low, high, log=True)
@@ -97,7 +95,7 @@ def parse_distribution(entry: Any, source: str) -> BaseDistribution:
             return FloatDistribution(low, high)
     except (ValueError, TypeError) as error:
         raise InputError(f"{source}: {str(error).splitlines()[0]}") from None
-    raise InputError(f"{source}: {kind} is not one of log, uniform, choice")
+    raise InputError(f"{source}: {excerpt(kind)} is not one of log, uniform, choice")
 
 
 def parse_number(value: Any) -> int | float:
@@ -105,11 +103,23 @@ def parse_number(value: Any) -> int | float:
 
     Raises:
         TypeError: the value is neither a number nor text.
-        ValueError: the text is not a number.
+        ValueError: the text is not a number, or the number is not finite.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise TypeError(f"{value!r} is not a number")
-    return value if isinstance(value, int | float) else float(value)
+        raise TypeError(f"{excerpt(value)} is not a number")
+    number = value if isinstance(value, int | float) else float(value)
+    if isinstance(number, float) and not math.isfinite(number):
+        raise ValueError(f"{value} is not a finite number")
+    return number
+
+
+def limits_and_choices(space: Space) -> Iterator[tuple[str, Any]]:
+    """Yield each flag with both ends of its range, or with each of its choices."""
+    for name, distribution in space.items():
+        if isinstance(distribution, CategoricalDistribution):
+            yield from ((name, value) for value in distribution.choices)
+        elif isinstance(distribution, IntDistribution | FloatDistribution):
+            yield from ((name, distribution.low), (name, distribution.high))
 
 
 def grid_values(path: Path, space: Space) -> dict[str, list[Any]]:

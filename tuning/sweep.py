@@ -203,6 +203,7 @@ def main(
     )
     space_path = args.space or ROOT / "tuning" / f"{name}.yaml"
     searched = space.read_space(space_path, target.own_name)
+    target.check_space(searched, source=f"--space {space_path}")
     trials = args.trials
     if args.sampler == "grid":
         trials = min(trials, space.grid_size(space_path, searched))

@@ -72,12 +72,42 @@ class TargetScript:
         return cls(file, arguments, expanded, flag_names, given)
 
     def own_name(self, name: str) -> str:
-        """Return the script's own name of a flag for any spelling of it, both without dashes.
+        """Return the script's own name of a searched flag for any spelling, both without dashes.
 
         Raises:
-            InputError: the script has no such flag.
+            InputError: the script has no such flag, or it cannot be searched.
         """
-        return script_parser(self.file).own_name(name)
+        own = script_parser(self.file).own_name(name)
+        if own in SET_BY_SWEEP:
+            raise InputError("the sweep sets this flag for each trial; leave it out")
+        if own in options.COMMAND_LINE_ONLY:
+            raise InputError("this flag cannot be searched; leave it out")
+        return own
+
+    def check_space(self, searched: space.Space, *, source: str) -> None:
+        """Check the ends of each range and each choice with the script's parser.
+
+        Args:
+            searched: the distribution of each flag.
+            source: how the user named the file, which messages begin with.
+
+        Raises:
+            InputError: the script would refuse a value in every trial that has it.
+        """
+        parser = script_parser(self.file)
+        for name, value in space.limits_and_choices(searched):
+            flag = parser.find(name)
+            if isinstance(value, bool) and flag is not None and flag.action.nargs != 0:
+                raise InputError(
+                    f"{source}, {name}: {str(value).lower()} is not a value of this flag; YAML "
+                    "reads no, off and yes so: put a word into quotes"
+                )
+            if not isinstance(value, bool) and flag is not None and flag.action.nargs == 0:
+                raise InputError(f"{source}, {name}: must be true or false, got {value}")
+            try:
+                parser.parse_args(space.to_arguments({name: value}, self.flag_names))
+            except InputError as error:
+                raise InputError(f"{source}: {error}") from None
 
     def flags(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of all flags of a trial with these values of the searched flags."""
@@ -90,7 +120,13 @@ class TargetScript:
 
     def recipe(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a recipe fixes of a trial: the shared flags and the searched values."""
-        shared = {name: value for name, value in self.given.items() if name not in NOT_IN_RECIPE}
+        parser = script_parser(self.file)
+        searched = {flag.name for name in params if (flag := parser.find(name)) is not None}
+        shared = {
+            name: value
+            for name, value in self.given.items()
+            if name not in NOT_IN_RECIPE and getattr(parser.find(name), "name", "") not in searched
+        }
         return shared | dict(params)
 
     def settings(self) -> dict[str, Any]:

@@ -1,0 +1,52 @@
+"""Reading the YAML files that people write: recipes, and the search spaces of sweeps.
+
+entries = read_yaml(Path("recipes/best.yaml"), "--recipe best")     # {"dataset": "cifar10", ...}
+"""
+
+from __future__ import annotations
+
+import reprlib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from errors import InputError, first_line
+
+LONGEST_EXCERPT = 60  # characters of a value within a message
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, which refuses a key that is there twice instead of taking the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for name in names:
+            if names.count(name) > 1:
+                raise InputError(f"{name} is there twice; leave one out")
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_yaml(path: Path, source: str) -> Any:
+    """The content of a YAML file: plain values, lists and dicts.
+
+    Args:
+        path: the file.
+        source: how the user named it, which messages begin with.
+    Raises:
+        InputError: the file cannot be read, is not YAML, or has a key twice.
+    """
+    try:
+        return yaml.load(path.read_text(), Loader=_Loader)  # _Loader is a safe one
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from None
+    except OSError as error:
+        raise InputError(f"{source}: {error.strerror}; give the path of a YAML file") from None
+    # Beside YAMLError, impossible dates, wrong tags and deep nesting raise errors of many types.
+    except Exception as error:
+        raise InputError(f"{source}: not YAML ({first_line(error)})") from None
+
+
+def excerpt(value: Any) -> str:
+    """A value as a message quotes it: the beginning of one that is long or deeply nested."""
+    return reprlib.repr(value)[:LONGEST_EXCERPT]
