@@ -30,7 +30,7 @@ from slamb import LAMB, SLAMB
 SCRIPT = "transformer_test"
 OPTIMIZERS = {  # values of --optimizer: how it is made, and its defaults; docs/recipes.md has more
     "sgd": OptimizerChoice(fused_sgd, lr=0.02, weight_decay=5e-4, nesterov=True),
-    "adamw": OptimizerChoice(fused_adamw, lr=1e-3, weight_decay=0.05),
+    "adamw": OptimizerChoice(fused_adamw, lr=1e-4, weight_decay=0.05),
     "ngd": OptimizerChoice(NGD, lr=0.02, weight_decay=5e-4, nesterov=True),
     "lars": OptimizerChoice(LARS, lr=1.0, weight_decay=5e-4, nesterov=True),
     "lamb": OptimizerChoice(LAMB, lr=4e-3, weight_decay=0.01),
@@ -55,6 +55,7 @@ def parser() -> Parser:
         mixing=mixup.TEXT_KINDS,
         batch_rules=BATCH_RULES,
         optimizer="adamw",
+        lr_schedule="onecycle",
         epochs=8,
     )
     text_classification.add_flags(parser)
