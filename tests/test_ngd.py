@@ -286,7 +286,7 @@ def test_the_flags_reach_the_optimizer() -> None:
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [("", (0.02, 5e-4)), ("--optimizer adamw", (1e-3, 0.05)), ("--ngd --lr 1", (1.0, 5e-4))],
+    [("", (0.1, 5e-4)), ("--optimizer adamw", (3e-3, 0.05)), ("--ngd --lr 1", (1.0, 5e-4))],
 )
 def test_rates_default_by_optimizer(words: str, expected: tuple[float, float]) -> None:
     args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words.split())
