@@ -205,9 +205,8 @@ class Trainer:
             source = Path(checkpoint["file"]).parent
             if source.resolve() != self.log.folder.resolve():
                 self.checkpoints.copy_best(source, self.progress)
-            self.checkpoints.repair_best(self.progress)
-            if source.resolve() != self.log.folder.resolve():
                 self.save()
+            self.checkpoints.repair_best(self.progress)
         self.log.restart(self.progress.rows)
         with caught_signals() as signals:
             while self.progress.epoch < self.config.epochs:
