@@ -307,6 +307,8 @@ class ByLoss:
         return size * self.factor ** ((score > self.threshold) - (score < -self.threshold))
 
     def observe(self, size: int, loss: float, *, seconds: float, noise: float | None) -> None:
+        if not math.isfinite(loss):  # no step of the epoch was finite
+            return
         self.losses = [*self.losses, loss][-self.window :]
         self.seconds = [*self.seconds, max(seconds, 1e-9)][-2:]
 

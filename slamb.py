@@ -245,7 +245,8 @@ class SLAMB(CommunicatingOptimizer):
         norm = torch.where(torch.isfinite(norm), norm, 0.0)
         extremes = torch.stack([norm, -norm])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.averager.group)
-        largest, smallest = extremes[0].item(), -extremes[1].item()
+        largest, negated_smallest = extremes.tolist()
+        smallest = -negated_smallest
         self.checks_gradients = largest == 0  # the same on all ranks
         if largest == smallest and largest > 0:
             warnings.warn(
@@ -358,12 +359,13 @@ class ParamGroupBuffers:
         self.w_views = {layout: layout.views(self.w[layout]) for layout in self.layouts}
 
         # of the large tensors, (rows, BLOCK) of elements or (rows, 1) of blocks
-        large = self.large.new_buffer()
-        self.freshness = torch.ones_like(large if self.selects_elements else large[:, :1])
+        buffer = self.large.new_buffer()
+        self.freshness = torch.ones_like(buffer if self.selects_elements else buffer[:, :1])
         self.mask = torch.empty_like(self.freshness)  # 1 where this step exchanges, else 0
         self.scratch = torch.empty_like(self.freshness)
 
-        units = self.large.element_indices() if self.selects_elements else self.large.rows
+        large = self.large
+        units = large.element_indices() if self.selects_elements else large.row_numbers()
         self.order = RoundRobin(units, seed)
         self.order.cursor = group.get("cursor", 0)
         self.row_tensors = {layout: layout.tensor_of_row() for layout in self.layouts}

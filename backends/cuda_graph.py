@@ -12,8 +12,11 @@ Source: Nguyen et al., "Accelerating PyTorch with CUDA Graphs", pytorch.org, 202
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable
+import gc
+import warnings
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -57,7 +60,8 @@ class CudaGraphRunner:
         if key not in self.recorded:
             self.num_calls[key] = self.num_calls.get(key, 0) + 1
             if self.num_calls[key] <= WARM_UP_CALLS or len(self.recorded) == MAX_GRAPHS:
-                self.body(*tensors, weight)
+                with side_stream(tensors[0].device):
+                    self.body(*tensors, weight)
                 return
             inputs = tuple(tensor.clone(memory_format=torch.preserve_format) for tensor in tensors)
             self.recorded[key] = inputs, record_cuda_graph(self.body, inputs, weight=weight)
@@ -85,10 +89,49 @@ def record_cuda_graph(
         weight: a constant of the graph.
     """
     graph = torch.cuda.CUDAGraph()
+    gc.collect()  # a tensor that is freed while a graph is recorded would spoil it
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph, pool=_memory_pool()):
+    stream = _stream(tensors[0].device)
+    # Thread by thread, so that the thread that pins the memory of the next batch does no harm.
+    with torch.cuda.graph(
+        graph, pool=_memory_pool(), stream=stream, capture_error_mode="thread_local"
+    ):
         body(*tensors, weight)
     return graph
+
+
+def make_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Let a graph record the steps of an optimizer, to be called again after its state is loaded.
+
+    torch's Adam must be told, and would then warn at the steps before the recorded one.
+    """
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
+    warnings.filterwarnings("ignore", ".*capturable=True.*", UserWarning)
+
+
+@contextlib.contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    """Work on the stream that graphs are recorded on, if the device is a GPU.
+
+    Autograd remembers the stream of the first steps, and graphs cannot be recorded with work on the
+    default stream.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream, current = _stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which graphs of a device are recorded."""
+    return torch.cuda.Stream(device)
 
 
 @functools.cache

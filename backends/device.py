@@ -82,6 +82,20 @@ def set_num_threads(threads: int, local_world_size: int) -> int:
     return threads
 
 
+def make_deterministic(device: torch.device) -> None:
+    """Let torch choose kernels that give the same bits in every run, as those of CPUs always do.
+
+    Where it has none it warns. Call this before the first operation on the GPU.
+    """
+    if device.type != "cuda":
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    torch.backends.cudnn.benchmark = False  # else the fastest kernel is chosen, which varies
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # A safeguard that costs time; torch has no type for it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def keep_freed_memory() -> None:
     """Let glibc keep freed activation buffers for the next step instead of unmapping them.
 

@@ -3,11 +3,14 @@
 model = apply_backend("compile", model)       # parameters and state_dict stay what they are
 with without_compilation(len(rows) < batch_size):
     output = model(inputs)                    # a rare shape that is not worth compiling for
+compile_seconds()                             # that this process has spent on compiling so far
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +38,7 @@ def apply_backend(name: str, model: nn.Module) -> nn.Module:
     if name == "cudagraph" and next(model.parameters()).device.type != "cuda":
         raise InputError("--backend cudagraph needs a GPU; use --backend eager or compile")
     if name in ("compile", "cudagraph"):
+        _compile_clock.install()
         model.compile()  # in place: the state_dict gets no `_orig_mod.` prefix
     if name == "ort":
         if reason := onnx_runtime.unavailable_reason():
@@ -43,12 +47,50 @@ def apply_backend(name: str, model: nn.Module) -> nn.Module:
     return model
 
 
+class CompileClock:
+    """Adds up the time in which this process compiles, as torch.compile tells of it.
+
+    That is the tracing and the making of kernels, of the backward pass as well; the host does
+    nothing else meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.started: float | None = None
+
+    def install(self) -> None:
+        """Let torch call this clock, from now on; a second call changes nothing."""
+        from torch._dynamo.callback import callback_handler  # takes seconds to import
+
+        if self.start not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self.start)
+            callback_handler.register_end_callback(self.stop)
+
+    def start(self, _: Any = None) -> None:
+        """Note that compiling begins."""
+        self.started = time.perf_counter()
+
+    def stop(self, _: Any = None) -> None:
+        """Note that compiling ends."""
+        if self.started is not None:
+            self.seconds += time.perf_counter() - self.started
+            self.started = None
+
+
+_compile_clock = CompileClock()
+
+
+def compile_seconds() -> float:
+    """Return the seconds that this process has spent on compiling models so far."""
+    return _compile_clock.seconds
+
+
 def without_compilation(condition: bool = True) -> contextlib.AbstractContextManager[None]:
     """Return a context in which compiled models run eagerly, if the condition holds.
 
     The last batch of an epoch may be smaller than the others. Compiling the model anew for its
     shape takes longer than the epoch does, and torch would then use the slower kernels for any
-    shape in all later steps.
+    shape in all later steps. For an evaluation it takes longer than the evaluation.
     """
     set_stance = getattr(torch.compiler, "set_stance", None)  # new in torch 2.6
     return set_stance("force_eager") if condition and set_stance else contextlib.nullcontext()

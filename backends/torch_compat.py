@@ -10,13 +10,15 @@ The code runs on torch 2.3, of the legacy stack, and on torch 2.9 and newer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
 TORCH_VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
-MINIMUM_VERSIONS = {"fuse": (2, 4), "fsdp": (2, 9), "export": (2, 9)}
+MINIMUM_VERSIONS = {"fuse": (2, 4), "fsdp": (2, 9), "export": (2, 9), "staging": (2, 9)}
 
 
 def unavailable_reason(feature: str) -> str:
@@ -53,6 +55,37 @@ def gloo_needs_final_barrier() -> bool:
     This is the case before torch 2.9; a barrier in front of the end avoids it.
     """
     return TORCH_VERSION < (2, 9)
+
+
+def set_group_timeouts(seconds: float, spared: Sequence[torch.distributed.ProcessGroup]) -> None:
+    """Give the collectives that process groups of this rank begin from now on a time limit.
+
+    They are all groups but those that are spared.
+
+    torch 2.14 has a public function for it, and older versions a private one. The list of all
+    groups, those that torch made for itself included, is private in all of them.
+    """
+    c10d = torch.distributed.distributed_c10d
+    set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
+    for group in tuple(c10d._world.pg_map):
+        if group not in spared:
+            set_timeout(timedelta(seconds=seconds), group)
+
+
+def has_shutdown_timeout(agent: type) -> bool:
+    """Return whether this class of torchrun's agents knows how long workers may take to end.
+
+    Before torch 2.12 it is 30 s after a signal.
+    """
+    return "shutdown_timeout" in inspect.signature(agent).parameters
+
+
+def gloo_future_is_early() -> bool:
+    """Return whether the future of gloo's all-reduce may end before a GPU's tensors are back.
+
+    This is the case before torch 2.11 (pytorch #170812); waiting for the work is safe.
+    """
+    return TORCH_VERSION < (2, 11)
 
 
 def cpu_has_bf16() -> bool:

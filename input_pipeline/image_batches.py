@@ -160,18 +160,20 @@ class ImageDataset:
             yield from raise_worker_errors(loader)
             return
         copy_stream = torch.cuda.Stream(self.device)
-        next_batch: tuple[Tensor, Tensor] | None = None
+        next_batch: tuple[tuple[Tensor, Tensor], torch.cuda.Event] | None = None
         for rows, pixels in raise_worker_errors(loader):
             with torch.cuda.stream(copy_stream):
                 copied = (
                     rows.to(self.device, non_blocking=True),
                     pixels.to(self.device, non_blocking=True),
                 )
+            arrived = torch.cuda.Event()
+            arrived.record(copy_stream)
             if next_batch is not None:
-                yield wait_for_copy(next_batch, copy_stream)
-            next_batch = copied
+                yield wait_for_copy(*next_batch)
+            next_batch = copied, arrived
         if next_batch is not None:
-            yield wait_for_copy(next_batch, copy_stream)
+            yield wait_for_copy(*next_batch)
 
 
 def normalise(pixels: Tensor, mean: Tensor, *, std: Tensor) -> Tensor:
@@ -288,12 +290,15 @@ def decode_all(images: ImageSplit, workers: int) -> Tensor:
     return pixels
 
 
-def wait_for_copy(
-    batch: tuple[Tensor, Tensor], copy_stream: torch.cuda.Stream
-) -> tuple[Tensor, Tensor]:
-    """Make a batch that was copied on `copy_stream` safe to use on the current stream."""
+def wait_for_copy(batch: tuple[Tensor, Tensor], arrived: torch.cuda.Event) -> tuple[Tensor, Tensor]:
+    """Make a batch that was copied on another stream safe to use on the current one.
+
+    Args:
+        batch: what was copied.
+        arrived: recorded right after the copy, so that later copies are not waited for.
+    """
     current = torch.cuda.current_stream(batch[0].device)
-    current.wait_stream(copy_stream)
+    current.wait_event(arrived)
     for tensor in batch:
         tensor.record_stream(current)
     return batch

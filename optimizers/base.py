@@ -15,6 +15,7 @@ class PlainSGD(GradScalerOptimizer):
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -131,7 +132,8 @@ class GradScalerOptimizer(torch.optim.Optimizer):
             grads = list(torch._foreach_div(grads, self.loss_scale))
         if self.found_inf is None:
             return parameters, grads, None
-        grads = [torch.where(self.found_inf > 0, 0.0, grad) for grad in grads]
+        skip, zero = self.found_inf > 0, torch.zeros((), device=self.found_inf.device)
+        grads = [torch.where(skip, zero, grad) for grad in grads]  # one kernel each
         return parameters, grads, (self.found_inf == 0).double()
 
 
@@ -171,6 +173,14 @@ def step_unless_skipped(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
         optimizer.step()
     elif not skip:
         optimizer.step()
+
+
+def foreach_scalar(value: Tensor, tensors: list[Tensor]) -> Tensor:
+    """Returns a scalar tensor () in the dtype of a list, by which the list is to be multiplied.
+
+    On a GPU torch multiplies the whole list in a few kernels only where the dtypes are equal.
+    """
+    return value.to(functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors}))
 
 
 def tensor_norms(tensors: list[Tensor]) -> Tensor:

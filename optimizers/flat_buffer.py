@@ -3,7 +3,7 @@
 layout = FlatLayout(parameters, width=64)
 buffer = layout.new_buffer()                      # (rows, 64), zeros
 torch._foreach_copy_(layout.views(buffer), gradients)
-order = RoundRobin(layout.rows, seed=0)
+order = RoundRobin(layout.row_numbers(), seed=0)
 order.next_units(0.1)                             # the next tenth of the row numbers
 """
 
@@ -66,16 +66,23 @@ class FlatLayout:
             torch.arange(start * self.width, start * self.width + tensor.numel())
             for tensor, start in zip(self.tensors, self.starts)
         ]
-        return torch.cat(indices).to(self.device) if indices else torch.zeros(0, dtype=torch.long)
+        none = torch.zeros(0, dtype=torch.long)
+        return (torch.cat(indices) if indices else none).to(self.device)
+
+    def row_numbers(self) -> Tensor:
+        """Returns 0, 1, ... (rows,) on the device."""
+        return torch.arange(self.rows, device=self.device)
 
     def tensor_of_row(self) -> Tensor:
         """Returns for each row the index of the tensor it belongs to, shape (rows,)."""
         indices = torch.arange(len(self.tensors), device=self.device)
-        return torch.repeat_interleave(indices, self._counts)
+        # With its size given, the host need not wait to learn it.
+        return torch.repeat_interleave(indices, self._counts, output_size=self.rows)
 
     def sum_per_tensor(self, rows: Tensor) -> Tensor:
         """Sums a value per row (rows,) to one per tensor (tensors,), in a fixed order."""
-        return torch.segment_reduce(rows, "sum", lengths=self._counts)
+        # Unless it is `unsafe`, the host waits to check that the counts add up to the rows.
+        return torch.segment_reduce(rows, "sum", lengths=self._counts, unsafe=True)
 
 
 class RoundRobin:
@@ -86,14 +93,13 @@ class RoundRobin:
     smallest share until then.
 
     Args:
-        units: the numbers of the units, or how many there are.
+        units: (units,) their numbers, on the device of the tensors that they select from.
         seed: seed of the order; torch's global random state is not used.
     """
 
-    def __init__(self, units: Tensor | int, seed: int) -> None:
-        numbers = torch.arange(units) if isinstance(units, int) else units
-        order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))
-        self.order = numbers[order.to(numbers.device)]
+    def __init__(self, units: Tensor, seed: int) -> None:
+        order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed))
+        self.order = units[order.to(units.device)]
         self.cursor = 0
 
     def next_units(self, share: float) -> Tensor:

@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimizers.base import GradScalerOptimizer, global_norm, subtract_updates, tensor_norms
+from optimizers.base import (
+    GradScalerOptimizer,
+    foreach_scalar,
+    global_norm,
+    subtract_updates,
+    tensor_norms,
+)
 
 
 def lamb_trust_ratios(
@@ -103,7 +109,7 @@ class LAMB(GradScalerOptimizer):
                 continue
             if group["max_grad_norm"]:
                 divisor = (norm / group["max_grad_norm"]).clamp(min=1.0)
-                grads = list(torch._foreach_div(grads, divisor))
+                grads = list(torch._foreach_div(grads, foreach_scalar(divisor, grads)))
             self._update_group(group, parameters, grads=grads, active=active)
 
     def _update_group(
@@ -140,7 +146,7 @@ class LAMB(GradScalerOptimizer):
             )
             torch._foreach_mul_([updates[index] for index in adapted], list(ratios.unbind()))
         if active is not None:
-            torch._foreach_mul_(updates, active)
+            torch._foreach_mul_(updates, foreach_scalar(active, updates))
         subtract_updates(parameters, updates, lr=group["lr"])
 
 
@@ -154,9 +160,9 @@ def update_moments(
 ) -> None:
     """Updates Adam's two moments in place; not where `active` () is 0, where gradients are 0."""
     b1, b2 = betas
-    torch._foreach_mul_(m, 1 - active * (1 - b1))
+    torch._foreach_mul_(m, foreach_scalar(1 - active * (1 - b1), m))
     torch._foreach_add_(m, grads, alpha=1 - b1)
-    torch._foreach_mul_(v, 1 - active * (1 - b2))
+    torch._foreach_mul_(v, foreach_scalar(1 - active * (1 - b2), v))
     torch._foreach_addcmul_(v, grads, grads, value=1 - b2)
 
 
@@ -184,7 +190,7 @@ def adam_directions(
     numerators = m
     if debias:
         counted = steps.clamp(min=1)  # steps is 0 if the very first step is skipped
-        torch._foreach_div_(roots, (1 - b2**counted).sqrt())
-        numerators = list(torch._foreach_div(m, 1 - b1**counted))
+        torch._foreach_div_(roots, foreach_scalar((1 - b2**counted).sqrt(), roots))
+        numerators = list(torch._foreach_div(m, foreach_scalar(1 - b1**counted, m)))
     torch._foreach_add_(roots, eps)
     return list(torch._foreach_div(numerators, roots))

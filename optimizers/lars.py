@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimizers.base import GradScalerOptimizer, subtract_updates, tensor_norms
+from optimizers.base import (
+    GradScalerOptimizer,
+    foreach_scalar,
+    subtract_updates,
+    tensor_norms,
+)
 
 
 def lars_trust_ratios(
@@ -127,7 +132,7 @@ class LARS(GradScalerOptimizer):
         if group["momentum"]:
             updates = self._apply_momentum(group, parameters, updates=updates, active=active)
         if active is not None:
-            updates = list(torch._foreach_mul(updates, active))
+            updates = list(torch._foreach_mul(updates, foreach_scalar(active, updates)))
         subtract_updates(parameters, updates, lr=lr)
 
     def _apply_momentum(
@@ -147,8 +152,9 @@ class LARS(GradScalerOptimizer):
         if active is None:
             torch._foreach_mul_(buffers, momentum)
         else:  # in a skipped step the buffers stay, and no weight decay is added to them
-            torch._foreach_mul_(buffers, 1 - active * (1 - momentum))
-            torch._foreach_mul_(updates, active)
+            kept = 1 - active * (1 - momentum)
+            torch._foreach_mul_(buffers, foreach_scalar(kept, buffers))
+            torch._foreach_mul_(updates, foreach_scalar(active, updates))
         torch._foreach_add_(buffers, updates)
         if group["nesterov"]:
             return list(torch._foreach_add(updates, buffers, alpha=momentum))

@@ -42,7 +42,7 @@ def fused_sgd(
 def fused_adamw(
     groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float] = (0.9, 0.999)
 ) -> torch.optim.AdamW:
-    """Creates AdamW, fused where torch can; on GPUs its steps can be recorded in a CUDA graph.
+    """Creates AdamW, fused where torch can.
 
     Args:
         groups: parameter groups, each with its weight decay.
@@ -55,7 +55,6 @@ def fused_adamw(
         lr=lr,
         betas=betas,
         fused=supports_fused_optimizers(parameters),
-        capturable=all(parameter.is_cuda for parameter in parameters),
     )
 
 

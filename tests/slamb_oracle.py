@@ -66,7 +66,8 @@ class Oracle:
             number for number, p in enumerate(start()) if p.ndim > 1 and p.numel() >= SMALL
         ]
         self.layout = FlatLayout([start()[number] for number in self.large], BLOCK)
-        units = self.layout.element_indices() if selection == "random" else self.layout.rows
+        layout = self.layout
+        units = layout.element_indices() if selection == "random" else layout.row_numbers()
         self.order = RoundRobin(units, 0)
 
     def masks(self, dense: bool) -> list[Tensor]:

@@ -385,7 +385,7 @@ def batching_of(words: str, world: World, rows: int = 8000) -> BatchSchedule:
     )
     data = factory.Data(Rows(rows), {}, {})
     return factory.create_batch_schedule(
-        args, factory.Run("x", world, FP32, Path()), data, resnet50_test.BATCH_RULES
+        args, factory.Run("x", world, FP32), data, resnet50_test.BATCH_RULES
     )
 
 
@@ -470,7 +470,7 @@ def test_the_flags_say_how_many_samples_are_taken_at_once(
     args, _ = options.parse(
         resnet50_test.parser(), resnet50_test.SCRIPT, ["--bs", "32", *words.split()]
     )
-    run, model = factory.Run("x", World(0, size), FP32, Path()), image_model()
+    run, model = factory.Run("x", World(0, size), FP32), image_model()
     config = factory.create_trainer_config(
         args, run, batching_of(words, run.world), long_run_hint=""
     )

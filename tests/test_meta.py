@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -552,7 +551,7 @@ def test_the_flags_build_the_learner_on_the_validation_rows() -> None:
     args, _ = options.parse(transformer_test.parser(), transformer_test.SCRIPT, words.split())
     rows = Rows(50)
     data = factory.Data(rows, {"val": rows}, {"classes": ["class"] * 6}, model_mixes=True)
-    run = factory.Run("x", World(), Precision("fp32", "cpu"), Path())
+    run = factory.Run("x", World(), Precision("fp32", "cpu"))
     loss_fn, learner = factory.create_loss(
         args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
     )

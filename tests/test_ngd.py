@@ -267,7 +267,7 @@ def test_the_flags_reach_the_optimizer() -> None:
         "resnet50_test",
         [*words.split(), "--ngd_max_dim", "99", "--ngd_skip", "0.w"],
     )
-    run = factory.Run("x", World(), FP32, Path())
+    run = factory.Run("x", World(), FP32)
     model = nn.Sequential(nn.Linear(3, 4, bias=False))
     optimizer = factory.create_optimizer(args, run, model, resnet50_test.OPTIMIZERS)
     expected = {

@@ -60,7 +60,7 @@ def close(
     "shares", [[0.1], [0.3], [0.999], [1.0], [0.5, 0.5, 0.2, 0.1, 0.1, 0.01, 0.7]]
 )
 def test_round_robin_takes_the_given_share_and_every_unit_has_its_turn(shares: list[float]) -> None:
-    order, last = RoundRobin(97, seed=3), [0] * 97
+    order, last = RoundRobin(torch.arange(97), seed=3), [0] * 97
     state = torch.get_rng_state()
     for step in range(1, 400):
         share = shares[step % len(shares)]
@@ -70,7 +70,7 @@ def test_round_robin_takes_the_given_share_and_every_unit_has_its_turn(shares: l
             last[unit] = step
         assert step - min(last) < math.ceil(1 / min(shares)) or step < math.ceil(1 / min(shares))
     assert torch.equal(torch.get_rng_state(), state)
-    assert RoundRobin(97, seed=3).next_units(1.0).tolist() != list(range(97))
+    assert RoundRobin(torch.arange(97), seed=3).next_units(1.0).tolist() != list(range(97))
 
 
 def test_views_have_the_memory_format_of_their_tensors() -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backends.execution import compile_seconds
 from distributed.world import World
 from training.progress import Progress
 
@@ -189,26 +190,27 @@ class TrainClock:
     """Adds the time of training steps to a run's progress, without evaluating and saving.
 
     Args:
-        progress: whose `seconds` and `train_seconds` it adds to.
+        progress: whose `seconds`, `train_seconds` and `compile_seconds` it adds to.
         compute_timer: runs along, or None.
     """
 
     def __init__(self, progress: Progress, compute_timer: ComputeTimer | None) -> None:
         self.progress, self.compute_timer = progress, compute_timer
-        self.started = time.perf_counter()
+        self.started, self.compiled = time.perf_counter(), compile_seconds()
 
     def start(self) -> None:
         """Leave out what came before."""
         if self.compute_timer is not None:
             self.compute_timer.start()
-        self.started = time.perf_counter()
+        self.started, self.compiled = time.perf_counter(), compile_seconds()
 
     def add_elapsed(self) -> None:
         """Add the time since the last call."""
-        now = time.perf_counter()
+        now, compiled = time.perf_counter(), compile_seconds()
         self.progress.train_seconds += now - self.started
         self.progress.seconds += now - self.started
-        self.started = now
+        self.progress.compile_seconds += compiled - self.compiled
+        self.started, self.compiled = now, compiled
 
     def take_compute_seconds(self) -> float:
         """This rank's seconds without waiting for others; all seconds if that was not timed."""

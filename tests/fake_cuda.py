@@ -1,0 +1,295 @@
+"""A GPU that is not there: tensors on 'cuda' have a shape and a device, but no values.
+
+with FakeGpu() as gpu:
+    parameter = torch.zeros(3, device="cuda")
+    parameter.mul_(2)                # computes nothing, and checks the devices
+    parameter.sum().item()           # HostWaits, since the host would wait for the GPU
+
+Tensors on the CPU are real. torch's FakeTensorMode raises where devices are mixed, where a shape
+depends on data, and where the host reads a number; `FakeGpu` adds the other ways to wait for a GPU.
+Autograd needs a real device: there is no graph, and a stand-in makes the gradients of the backward
+pass, for the parameters of the models that `FakeGpu.model` has put on the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from distributed.world import World
+
+ROOT = Path(__file__).resolve().parents[1]
+CUDA = torch.device("cuda", 0)
+aten = torch.ops.aten
+
+READS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
+COPIES = {aten._to_copy.default, aten.copy_.default}
+INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+SOLVERS = {  # torch reads whether they have converged
+    aten._linalg_check_errors.default,
+    aten._linalg_eigh.default,
+    aten._linalg_svd.default,
+    aten.linalg_eig.default,
+}
+WITHOUT_FAKE: dict[Any, Callable[..., Any]] = {  # torch has no fake of these
+    aten._fused_sgd_.default: lambda *_, **__: None,
+    aten._fused_sgd_.tensor_lr: lambda *_, **__: None,
+    aten._sample_dirichlet.default: lambda concentration, *_: torch.empty_like(concentration),
+    aten._standard_gamma.default: lambda concentration, *_: torch.empty_like(concentration),
+}
+
+
+def unavailable_reason() -> str:
+    """Why there can be no fake GPU, or ''.
+
+    Indexing and copying ask for the current GPU. torch 2.10 and newer have a stand-in for it, but
+    only in builds for CUDA.
+    """
+    try:
+        with FakeTensorMode():
+            torch.empty(2, device=CUDA)[:1]
+    except RuntimeError:
+        return f"torch {torch.__version__} needs a GPU for fake tensors on one"
+    return ""
+
+
+class HostWaits(AssertionError):
+    """The host would wait for the GPU."""
+
+
+class FakeGpu:
+    """A context in which 'cuda' is a fake GPU.
+
+    Args:
+        may_wait: count in `waits` where the host would wait, instead of raising. A number that is
+            read from the GPU is then `value`.
+        value: what is read.
+        ignore: operations in which waiting is neither counted nor refused.
+
+    Attributes:
+        waits: how often the host waited, by the function of this project that made it wait, such as
+            'step_stats.totals'.
+    """
+
+    def __init__(
+        self, may_wait: bool = False, *, value: float = 1.0, ignore: Sequence[Any] = ()
+    ) -> None:
+        self.may_wait, self.value, self.ignore = may_wait, value, ignore
+        self.waits: Counter[str] = Counter()
+        self.parameters: list[Tensor] = []  # that get gradients
+        self.contexts = contextlib.ExitStack()
+
+    def __enter__(self) -> FakeGpu:
+        enter = self.contexts.enter_context
+        enter(FakeTensorMode(allow_non_fake_inputs=True))
+        enter(torch.no_grad())
+        for target, name, stand_in in self._stand_ins():
+            enter(mock.patch.object(target, name, stand_in))
+        enter(_Dispatch(self))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.contexts.close()
+
+    # ---------------------------------------------------------------- operations on tensors
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation gives, on the host or on the GPU."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        target = torch.device(kwargs.get("device") or "cpu")
+        if target.type == "cpu" and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with unset_fake_temporarily():  # the host is real
+                return func(*args, **kwargs)
+        if func in READS:
+            if any(tensor.is_cuda for tensor in tensors):
+                self.note_wait(str(func))
+            return self._read_value(tensors[0].dtype)
+        if func not in self.ignore and self._waits(func, args, kwargs):
+            self.note_wait(str(func))
+        if func.namespace == "c10d":  # not every torch has fakes of collectives
+            return _collective(func, args, kwargs)
+        if func in WITHOUT_FAKE:
+            assert all(tensor.is_cuda for tensor in tensors), f"{func} of tensors on the CPU"
+            return WITHOUT_FAKE[func](*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _waits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the host waits for a GPU in an operation that reads no number."""
+        if func in COPIES:
+            source = args[1] if func is aten.copy_.default else args[0]
+            target = args[0].device if func is aten.copy_.default else kwargs.get("device")
+            moves = target is not None and torch.device(target).type != source.device.type
+            non_blocking = kwargs.get("non_blocking") or (
+                func is aten.copy_.default and len(args) > 2 and args[2]
+            )
+            return moves and not non_blocking
+        if func in INDEXED:  # indices on the host are copied first
+            return args[0].is_cuda and any(i is not None and not i.is_cuda for i in args[1])
+        if func is aten.segment_reduce.default:  # it checks its lengths, unless told not to
+            return not kwargs.get("unsafe")
+        return func in SOLVERS
+
+    def _read_value(self, dtype: torch.dtype) -> float | int | bool:
+        if dtype == torch.bool:
+            return bool(self.value)
+        return self.value if dtype.is_floating_point else int(self.value)
+
+    def note_wait(self, what: str) -> None:
+        """Count a wait, or raise."""
+        place = _calling_function()
+        self.waits[place] += 1
+        if not self.may_wait:
+            raise HostWaits(f"{what} in {place}: the host would wait for the GPU")
+
+    # ---------------------------------------------------------------- models and gradients
+
+    def model(self, model: nn.Module) -> nn.Module:
+        """Put a model of the CPU on the GPU, in place, parameters and buffers alike."""
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(on_gpu(parameter))
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = on_gpu(buffer)
+        self.parameters += model.parameters()
+        return model
+
+    def set_gradients(self) -> None:
+        """Give each parameter a gradient, or add one; what a backward pass does."""
+        for parameter in self.parameters:
+            gradient = torch.empty_like(parameter)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    # ---------------------------------------------------------------- what torch.cuda would do
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[Counter[str]]:
+        """Count the waits of a block, instead of raising."""
+        before, (counted, self.waits) = self.may_wait, (self.waits, Counter())
+        self.may_wait = True
+        try:
+            yield self.waits
+        finally:
+            self.may_wait, self.waits = before, counted + self.waits
+
+    def _stand_ins(self) -> Iterator[tuple[Any, str, Any]]:
+        """(object, attribute, its replacement) for what asks for a real GPU."""
+        gpu = self
+
+        def tolist(tensor: FakeTensor) -> Any:
+            if tensor.is_cuda:
+                gpu.note_wait("tolist")
+            with unset_fake_temporarily():
+                return torch.full(tensor.shape, gpu.value).tolist()
+
+        class Event:
+            """An event of a stream: only waiting for it counts."""
+
+            def __init__(self, enable_timing: bool = False) -> None: ...
+
+            def record(self, stream: Any = None) -> None: ...
+
+            def wait(self, stream: Any = None) -> None: ...
+
+            def elapsed_time(self, end: Any) -> float:
+                return 1.0
+
+            def synchronize(self) -> None:
+                gpu.note_wait("Event.synchronize")
+
+        yield FakeTensor, "tolist", tolist
+        yield Tensor, "record_stream", lambda tensor, stream: None
+        yield Tensor, "backward", lambda loss: self.set_gradients()
+        yield torch.autograd, "grad", _gradients
+        yield torch, "enable_grad", contextlib.nullcontext
+        yield torch.cuda, "Event", Event
+        yield torch.cuda, "Stream", lambda *_: mock.MagicMock()
+        yield torch.cuda, "stream", lambda stream: contextlib.nullcontext()
+        yield torch.cuda, "current_stream", mock.MagicMock()
+        yield torch.cuda, "synchronize", lambda *device: gpu.note_wait("synchronize")
+        yield torch.cuda, "get_rng_state", lambda device: torch.zeros(16, dtype=torch.uint8)
+        yield torch.cuda, "set_rng_state", lambda state, device: None
+        yield torch.random, "fork_rng", lambda *_, **__: contextlib.nullcontext()
+        yield torch.cuda.amp.common, "amp_definitely_not_available", lambda: False
+
+
+class _Dispatch(TorchDispatchMode):
+    """Hands every operation to a `FakeGpu`, in inference mode as well."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and func.namespace == "aten":
+            with self:  # torch has not taken the operation apart yet
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return self.gpu.run(func, args, kwargs)
+
+
+def _calling_function() -> str:
+    """The innermost function of this project outside the tests, as module.function."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        inside = ROOT in path.parents and ".venv" not in path.parts
+        if inside and "tests" not in path.parts:
+            return f"{path.stem}.{frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "test"
+
+
+def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A collective of the fake process group, which neither reads nor writes its tensors."""
+    with unset_fake_temporarily():
+        on_host = tree_map_only(
+            FakeTensor, lambda fake: torch.empty(fake.shape, dtype=fake.dtype), (args, kwargs)
+        )
+        result = func(*on_host[0], **on_host[1])
+    return (args[0], result[1]) if isinstance(result, tuple) else result
+
+
+def _gradients(outputs: Any, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    """Takes the place of `torch.autograd.grad`."""
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    return tuple(torch.empty_like(tensor, requires_grad=False) for tensor in inputs)
+
+
+def on_gpu(tensor: Tensor) -> Tensor:
+    """A fake tensor on the GPU of the same shape, strides and dtype."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CUDA)
+
+
+# -------------------------------------------------------------------- ranks
+
+
+@contextlib.contextmanager
+def fake_world(size: int) -> Iterator[World]:
+    """Rank 0 of a process group whose collectives send nothing; its GPU is `CUDA`."""
+    if size == 1:
+        yield World(device=CUDA)
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield World(rank=0, size=size, local_size=1, device=CUDA, control=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,758 @@
+"""Everything that a GPU does in a run, on a GPU that is not there: see fake_cuda.py.
+
+torch raises where a tensor is on the wrong device. Where the host waits for the GPU, the test
+names the functions in which it may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fake_cuda
+import mixup
+from backends import cuda_graph, torch_compat
+from backends.cuda_graph import WARM_UP_CALLS, CudaGraphRunner
+from backends.precision import Precision
+from distributed import ddp
+from distributed.averaging import RankAverager, average_tensors
+from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD
+from distributed.world import World
+from errors import InputError
+from fake_cuda import CUDA, FakeGpu, HostWaits, fake_world
+from input_pipeline.image_batches import Augmentation, ImageDataset
+from input_pipeline.image_datasets import ImageSplit
+from input_pipeline.sampler import Sampler
+from input_pipeline.text_batches import TextDataset
+from input_pipeline.text_datasets import TextSplit
+from input_pipeline.tokenization import train_tokenizer
+from models.transformer import Transformer
+from slamb import AuthorsSLAMB
+from trainers import build_optimizer, make_trainer
+from training import evaluation
+from training.batch_schedule import BatchSchedule
+from training.checkpoint import to_cpu
+from training.losses import CrossEntropy, MixedCrossEntropy
+from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
+from training.run_log import RunLog
+from training.step_stats import NoiseMeter, StepSums
+from training.trainer import LOG_INTERVAL, Trainer, TrainerConfig
+
+REASON = fake_cuda.unavailable_reason()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+aten = torch.ops.aten
+RANKS = pytest.mark.parametrize("size", [1, 2])
+OPTIMIZERS = ["sgd", "adamw", "ngd", "lamb", "lars", "slamb", "slamb-random", "slamb-authors"]
+# Memory that is laid out at an optimizer's first step, or after its state was loaded.
+LAYOUT = {
+    "flat_buffer.__init__",
+    "flat_buffer.element_indices",
+    "ngd._create_estimate",
+    "slamb.__init__",
+    "slamb.<dictcomp>",
+}
+EIGH = aten._linalg_eigh.default
+
+
+# Where the ranks make no difference to an optimizer, one is enough.
+ON_RANKS = pytest.mark.parametrize(
+    ("name", "size"),
+    [(name, 1) for name in OPTIMIZERS] + [(name, 2) for name in OPTIMIZERS if "slamb" in name],
+)
+
+
+@pytest.fixture(autouse=True)
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes ten or twenty steps in a run takes three here."""
+    monkeypatch.setattr("ngd.FIRST_UPDATES", 3)
+    monkeypatch.setitem(LOG_INTERVAL, "cuda", 3)
+
+
+def network() -> nn.Module:
+    """A convolution, a BatchNorm and two matrices, one of which is large for SLAMB."""
+    return nn.Sequential(
+        nn.Conv2d(3, 18, 3, padding=1),
+        nn.BatchNorm2d(18),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(72, 128),
+        nn.Linear(128, 10),
+    )
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of the entry scripts; of slamb the variants as well."""
+    kind, _, variant = name.partition("-")
+    if variant == "authors":
+        return AuthorsSLAMB(model.parameters(), lr=0.1, dense_steps=0)
+    settings: dict[str, Any] = {"dense_steps": 3, "local_steps": 4} if kind == "slamb" else {}
+    if variant:
+        settings["selection"] = variant
+    return build_optimizer(model, kind, 0.1, 1e-3, **settings)
+
+
+def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
+    images = torch.empty(rows, 3, 8, 8, device=CUDA)
+    return images, torch.empty(rows, dtype=torch.long, device=CUDA)
+
+
+# -------------------------------------------------------------------- the fake GPU itself
+
+
+WAITING: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool(x[0] > 0),
+    "if": lambda x: 1 if x[0] > 0 else 0,
+    "float": lambda x: float(x[0]),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: torch.zeros(3).to(CUDA),
+    "tensor": lambda x: torch.tensor([1.0], device=CUDA),
+    "copy from": lambda x: torch.zeros(4).copy_(x),
+    "copy to": lambda x: x.copy_(torch.zeros(4)),
+    "index by rows of the host": lambda x: x[torch.tensor([0, 1])],
+    "equal": lambda x: torch.equal(x, x),
+    "eigh": lambda x: torch.linalg.eigh(x[:, None] * x),
+    "segment_reduce": lambda x: torch.segment_reduce(
+        x, "sum", lengths=torch.empty(2, dtype=torch.long, device=CUDA)
+    ),
+    "synchronize": lambda x: torch.cuda.synchronize(),
+}
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "boolean index": lambda x: x[x > 0],
+    "nonzero": lambda x: x.nonzero(),
+    "unique": lambda x: x.unique(),
+    "repeat_interleave": lambda x: torch.repeat_interleave(x, (x > 0).long()),
+    "two devices": lambda x: x + torch.zeros(4),
+    "rows on the host": lambda x: x.index_select(0, torch.tensor([0])),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_waiting_for_the_gpu_is_noticed(name):
+    with FakeGpu() as gpu:
+        x = torch.zeros(4, device=CUDA)
+        with pytest.raises(HostWaits):
+            WAITING[name](x)
+        with gpu.waiting() as waits:
+            WAITING[name](x)
+    assert sum(waits.values()) == 1
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_shapes_that_depend_on_data_and_wrong_devices_are_refused(name):
+    with FakeGpu(may_wait=True):
+        x = torch.zeros(4, device=CUDA)
+        with pytest.raises(Exception, match=r"aten\.|device|Dynamic"):
+            REFUSED[name](x)
+
+
+def test_what_waits_for_nothing_passes_and_the_host_is_real():
+    with FakeGpu():
+        x = torch.zeros(4, device=CUDA)
+        copied = x.to("cpu", non_blocking=True)
+        torch.zeros(4).to(CUDA, non_blocking=True)
+        x[:1] = 5.0
+        torch.where(x > 0, 0.0, x).mul_(torch.tensor(2.0))
+        rows = torch.arange(4)
+        assert rows[rows > 1].tolist() == [2, 3]
+        assert rows.sum().item() == 6
+        assert copied.device.type == "cpu"
+
+
+# -------------------------------------------------------------------- optimizers
+
+
+@ON_RANKS
+def test_a_step_of_the_optimizer_waits_for_nothing(name, size):
+    with fake_world(size), FakeGpu(ignore=[EIGH]) as gpu:
+        model = gpu.model(network())
+        optimizer = optimizer_of(name, model)
+
+        def step(**scaling: Any) -> None:
+            gpu.set_gradients()
+            for attribute, value in scaling.items():
+                setattr(optimizer, attribute, value)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        with gpu.waiting() as first:
+            step()
+        compares = {"slamb._warn_if_gradients_are_averaged"} if size > 1 else set()
+        assert first.keys() <= LAYOUT | compares
+        with gpu.waiting() as second:  # NGD learns, once, whether the first step was skipped
+            step(found_inf=torch.zeros((), device=CUDA))
+        assert second.keys() <= {"ngd._has_started"}
+        for number in range(8):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / (1 + number)
+            step(found_inf=torch.empty((), device=CUDA), grad_scale=torch.empty((), device=CUDA))
+        parameter = next(model.parameters())
+        gpu.set_gradients()
+        parameter.grad = None
+        optimizer.step()
+        assert all(
+            value.is_cuda
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations; one on lists counts for each tensor where torch takes them one by one.
+
+    It does so where a tensor that multiplies the list has another dtype, or where the list's
+    partners have other shapes.
+    """
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if func.namespace != "aten" or name == "promote_types":  # what the host asks
+            pass
+        elif not name.startswith("_foreach"):
+            self.number += 1
+        else:
+            tensors, *others = args
+            lists = [other for other in others if isinstance(other, list | tuple)]
+            fused = all(
+                one.shape == other.shape
+                for partners in lists
+                for one, other in zip(tensors, partners)
+                if isinstance(other, Tensor)
+            )
+            for other in others:
+                if isinstance(other, Tensor):
+                    fused &= other.dtype == tensors[0].dtype
+            self.number += 1 if fused else len(tensors)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+def test_a_step_launches_few_kernels(name):
+    layers = 40
+    with FakeGpu() as gpu:
+        model = gpu.model(nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)]))
+        optimizer = optimizer_of(name, model)
+        optimizer.found_inf = torch.zeros((), device=CUDA)
+        for _ in range(2):
+            gpu.set_gradients()
+            with Launches() as launches:
+                optimizer.step()
+    # Each of two gradients a layer becomes zeros in a skipped step; each matrix has a trust ratio.
+    assert launches.number < 3 * layers + 100, launches.number
+
+
+@pytest.mark.xfail(
+    strict=True, raises=HostWaits, reason="torch.linalg.eigh of the estimates: the host waits"
+)
+def test_updates_of_ngds_estimates_wait_for_nothing():
+    with FakeGpu() as gpu:
+        model = gpu.model(network())
+        optimizer = optimizer_of("ngd", model)
+        with gpu.waiting():
+            for _ in range(2):
+                gpu.set_gradients()
+                optimizer.step()
+        optimizer.step()
+
+
+@ON_RANKS
+def test_a_state_that_was_saved_is_loaded_onto_the_gpu(name, size):
+    with fake_world(size), FakeGpu(ignore=[EIGH]) as gpu:
+        saved = None
+        for _ in range(2):
+            model = gpu.model(network())
+            optimizer = optimizer_of(name, model)
+            with gpu.waiting():
+                if saved is not None:
+                    optimizer.load_state_dict(saved)
+                for _ in range(3):
+                    gpu.set_gradients()
+                    optimizer.step()
+                saved = to_cpu(optimizer.state_dict())
+        gpu.set_gradients()
+        optimizer.step()
+        tensors = [
+            value
+            for values in (*optimizer.state.values(), *optimizer.param_groups)
+            for value in values.values()
+            if isinstance(value, Tensor)
+        ]
+        assert tensors
+        assert all(tensor.is_cuda for tensor in tensors)
+
+
+# -------------------------------------------------------------------- training steps
+
+
+def trainer_of(
+    gpu: FakeGpu, world: World, name: str = "sgd", *, precision: str = "fp32", **settings: Any
+) -> Trainer:
+    model = gpu.model(network())
+    dtype = torch.float16 if precision == "fp16" else None
+    return make_trainer(
+        model,
+        optimizer_of(name, model),
+        world,
+        precision=Precision(precision, "cuda", dtype),
+        **settings,
+    )
+
+
+SETTINGS = {  # and the number of ranks
+    "plain": (1, {}),
+    "accumulated": (1, {"precision": "fp16", "accumulation_steps": 2, "max_grad_norm": 1.0}),
+    "measured": (2, {"measure_noise_scale": True, "time_compute": True, "max_grad_norm": 1.0}),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", ["sgd", "adamw", "ngd", "lamb", "lars", "slamb"])
+def test_a_training_step_waits_for_nothing(name, settings):
+    size, named = SETTINGS[settings]
+    with fake_world(size) as world, FakeGpu(ignore=[EIGH]) as gpu:
+        trainer = trainer_of(gpu, world, name, **named)
+        inputs, labels = batch()
+        with gpu.waiting():  # the optimizer lays out its memory
+            for _ in range(2):
+                trainer.train_step(inputs, labels)
+        for number in range(5):
+            trainer.set_lr(0.1 / (1 + number))
+            trainer.train_step(inputs, labels)
+        assert trainer.sums.values.is_cuda
+
+
+def sample_mix(kind: str) -> Callable[..., mixup.Mix]:
+    return lambda labels, **size: mixup.sample_mix(kind, labels, alpha=0.3, **size)
+
+
+@pytest.mark.parametrize("kind", ["mixup", "intra", "attention", "cutmix"])
+def test_mixing_waits_for_nothing(kind):
+    with FakeGpu() as gpu:
+        loss_fn = MixedCrossEntropy(sample_mix(kind), False, label_smoothing=0.1)
+        model = gpu.model(network())
+        inputs, labels = batch()
+        for images in (inputs, inputs.contiguous(memory_format=torch.channels_last)):
+            output = loss_fn(model, images, labels)
+            assert output.loss.is_cuda
+            assert output.mix_weight.is_cuda
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda labels: mixup.mixup(labels, 0.3, per_sample=True),
+        lambda labels: mixup.intra(labels, 0.3, same_class=True),
+        lambda labels: mixup.cutmix(labels, 0.3, height=8, width=8, per_sample=True),
+    ],
+)
+def test_mixing_each_sample_waits_for_nothing(sample):
+    with FakeGpu():
+        inputs, labels = batch()
+        mix = sample(labels)
+        mixup.blend(inputs, mix)
+        logits = torch.empty(8, 10, device=CUDA)
+        mixup.cross_entropy(logits, labels, mix=mix)
+        mixup.num_correct(logits, labels, mix=mix)
+
+
+@RANKS
+@pytest.mark.parametrize("policy", mixup.POLICIES)
+def test_meta_mixup_waits_for_nothing(policy, size):
+    with fake_world(size) as world, FakeGpu() as gpu:
+        model = gpu.model(network())
+        with gpu.waiting():
+            meta = mixup.MetaMixup(10, policy, device=CUDA)
+            images = image_data()
+        loss_fn = MixedCrossEntropy(lambda labels, **size: meta.mix(labels), False)
+        held_out = HeldOutBatches(images, 8, seed=0, world=world)
+        learner = MetaMixupStep(meta, loss_fn, held_out=held_out, every=2)
+        trainer = make_trainer(
+            model,
+            build_optimizer(model, "sgd", 0.1),
+            world,
+            loss_fn=loss_fn,
+            precision=Precision("fp16", "cuda", torch.float16),
+            meta_learner=learner,
+        )
+        inputs, labels = batch()
+        for _ in range(2 if size > 1 else 4):  # before the second epoch of the held-out rows
+            trainer.train_step(inputs, labels)
+        with gpu.waiting() as waits:
+            saved = to_cpu(learner.state_dict())
+            learner.load_state_dict(saved)
+        assert waits.keys() <= {"checkpoint.to_cpu", "mixup.load_state_dict"}
+        trainer.train_step(inputs, labels)
+        assert all(table.is_cuda for table in learner.tables().values())
+
+
+# -------------------------------------------------------------------- what the ranks exchange
+
+
+class Bucket:
+    """A bucket of gradients, as DistributedDataParallel hands them to a hook."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.members = parameters
+        self.flat = torch.empty(sum(p.numel() for p in parameters), device=CUDA)
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def set_buffer(self, flat: Tensor) -> None:
+        self.flat = flat
+
+    def parameters(self) -> list[Tensor]:
+        return self.members
+
+    def gradients(self) -> list[Tensor]:
+        sizes = [p.numel() for p in self.members]
+        return [each.view(p.shape) for each, p in zip(self.flat.split(sizes), self.members)]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+HOOKS: dict[str, Callable[[World], AllReduceHook]] = {
+    "none": AllReduceHook,
+    "bf16": lambda world: AllReduceHook(world, "bf16"),
+    "fp16": lambda world: AllReduceHook(world, "fp16"),
+    "lag": DelayedAllReduce,
+    "lag bf16": lambda world: DelayedAllReduce(world, "bf16"),
+    "local": lambda world: LocalSGD(world, 2, after=1),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_wait_for_nothing(name, monkeypatch):
+    with fake_world(2) as world, FakeGpu() as gpu:
+        monkeypatch.setattr("distributed.comm_hooks.Future", FinishedFuture)
+        hook = HOOKS[name](world)
+        model = gpu.model(network())
+        parameters = list(model.parameters())
+        meter = NoiseMeter(parameters, world)
+        hook.observers.append(meter.local_norm.add)
+        bucket = Bucket(parameters)
+        with gpu.waiting() as waits:  # the places of the parameters, at the first bucket
+            hook.run(None, bucket)
+        assert waits.keys() <= {"step_stats.add"}
+        for _ in range(4):
+            hook.run(None, bucket)
+            hook.after_step(parameters)
+        hook.sync_replicas(parameters)
+        with gpu.waiting() as waits:
+            saved = to_cpu(hook.state_dict(parameters))
+            hook.load_state_dict(saved, parameters)
+        allowed = {"comm_hooks.<dictcomp>", "comm_hooks.state_dict", "comm_hooks.load_state_dict"}
+        assert waits.keys() <= allowed
+        hook.run(None, bucket)
+        assert meter.local_norm.squared().is_cuda
+        assert world.bytes_sent
+
+
+@pytest.mark.parametrize("name", ["none", "bf16", "fp16"])
+def test_gradients_of_a_shared_gpu_do_not_trust_gloos_early_future(name, monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise AssertionError("torch's hook goes by the future")
+
+    monkeypatch.setattr("distributed.comm_hooks.Future", FinishedFuture)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    for hook_name in ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"):
+        monkeypatch.setattr(default_hooks, hook_name, refuse)
+    with fake_world(2) as world, FakeGpu() as gpu:
+        bucket = Bucket(list(gpu.model(network()).parameters()))
+        monkeypatch.setattr(torch_compat, "TORCH_VERSION", (2, 10))
+        HOOKS[name](world).run(None, bucket)
+        sent = bucket.buffer().numel() * (4 if name == "none" else 2)
+        assert world.bytes_sent == sent
+        with pytest.raises(InputError, match=r"2\.11"):
+            ddp.wrap(
+                network(),
+                world,
+                hook=AllReduceHook(world, "powersgd"),
+                sync_batch_norm=False,
+                static_graph=True,
+            )
+        monkeypatch.setattr(torch_compat, "TORCH_VERSION", (2, 11))
+        with pytest.raises(AssertionError, match="torch's hook"):
+            HOOKS[name](world).run(None, bucket)
+
+
+class FinishedFuture:
+    """Takes the place of a torch.futures.Future, which asks for the device."""
+
+    def __init__(self, *, devices: Any = None) -> None:
+        assert devices == [CUDA]
+
+    def set_result(self, result: Tensor) -> None:
+        assert result.is_cuda
+
+
+def test_means_over_ranks_and_nodes_wait_for_nothing(monkeypatch):
+    with fake_world(4), FakeGpu():
+        node = dist.new_group([0, 1])
+        monkeypatch.setattr(
+            RankAverager, "_group_across_nodes", lambda averager: dist.new_group([0, 2])
+        )
+        for group in (None, node):
+            averager = RankAverager(None, group)
+            values = torch.empty(11, device=CUDA)
+            for mean in (averager.mean, averager.mean_in_node, averager.mean_across):
+                assert mean(values).is_cuda
+            average_tensors([values, values.view(1, 11)], averager)
+
+
+def test_sums_and_buffers_over_ranks_wait_for_nothing():
+    with fake_world(2) as world, FakeGpu() as gpu:
+        world.average_buffers(gpu.model(network()))
+        assert world.sum(torch.empty(2, device=CUDA)).is_cuda
+        world.all_gather([1.0])  # between the hosts
+
+
+# -------------------------------------------------------------------- data and evaluation
+
+
+def image_data(rows: int = 32, resident: bool = True) -> ImageDataset:
+    split = ImageSplit(
+        torch.arange(rows) % 10, torch.zeros(rows, 8, 8, 3, dtype=torch.uint8), size=8
+    )
+    return ImageDataset(
+        split,
+        Augmentation(pad=2, flip=True),
+        mean=[0.5] * 3,
+        std=[0.2] * 3,
+        device=CUDA,
+        workers=0,
+        resident=resident,
+    )
+
+
+def text_data(rows: int = 32) -> TextDataset:
+    texts = [f"stocks rise {number} points " * (1 + number % 5) for number in range(rows)]
+    tokenizer = train_tokenizer(texts, "wordpiece", vocab_size=200)
+    split = TextSplit([number % 4 for number in range(rows)], texts)
+    return TextDataset(split, tokenizer, max_len=24, device=CUDA)
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_batches_of_images_wait_for_nothing(resident):
+    with FakeGpu() as gpu:
+        with gpu.waiting():
+            data = image_data(resident=resident)
+        for epoch in (0, None):
+            batches = data.batches(torch.arange(32).split(8), epoch)
+            with gpu.waiting() as waits:  # offsets and flips of the whole epoch
+                images, labels = next(batches)
+            assert waits.keys() <= {"image_batches.draw_crops"}
+            for images, labels in batches:
+                assert images.shape == (8, 3, 8, 8)
+                assert images.is_cuda
+                assert labels.is_cuda
+
+
+def test_a_streamed_batch_waits_for_its_own_copy_and_not_for_the_next(monkeypatch):
+    recorded, waited = [], []
+
+    class Event(mock.MagicMock):
+        def record(self, stream: Any) -> None:
+            recorded.append(self)
+
+    stream = SimpleNamespace(wait_event=waited.append)
+    with FakeGpu() as gpu:
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        with gpu.waiting():
+            data = image_data(resident=False)
+        for number, _ in enumerate(data.batches(torch.arange(32).split(8)), 1):
+            assert waited == recorded[:number], "each batch waits for its own event"
+        assert len(recorded) == 4
+
+
+def test_batches_of_texts_wait_for_nothing():
+    with FakeGpu() as gpu:
+        with gpu.waiting():
+            data = text_data()
+        for tokens, labels in data.batches(torch.arange(32).split(8), 0):
+            assert tokens.shape[1] % 4 == 0 or tokens.shape[1] == data.max_len
+            assert tokens.is_cuda
+            assert labels.is_cuda
+
+
+def transformer() -> nn.Module:
+    return Transformer(200, classes=4, max_len=24, width=16, heads=2, depth=1)
+
+
+@RANKS
+@pytest.mark.parametrize("read", ["evaluate", "evaluate_per_class"])
+@pytest.mark.parametrize("kind", ["images", "texts"])
+def test_an_evaluation_waits_once_at_its_end(kind, read, size):
+    with fake_world(size) as world, FakeGpu() as gpu:
+        with gpu.waiting():
+            data = image_data() if kind == "images" else text_data()
+        model = gpu.model(network() if kind == "images" else transformer())
+        arguments: dict[str, Any] = {
+            "precision": Precision("fp32", "cuda"),
+            "world": world,
+            "batch_size": 6,
+        }
+        if read == "evaluate_per_class":
+            arguments["classes"] = ["a"] * (10 if kind == "images" else 4)
+        with gpu.waiting() as waits:
+            getattr(evaluation, read)(model, data, **arguments)
+        assert waits == {f"evaluation.{read}": 1}
+
+
+# -------------------------------------------------------------------- an epoch
+
+
+@contextlib.contextmanager
+def whole_trainer(
+    gpu: FakeGpu, world: World, name: str, *, rows: int, epochs: int = 2
+) -> Iterator[Trainer]:
+    model = gpu.model(network())
+    with gpu.waiting():
+        data = image_data(rows)
+    yield Trainer(
+        model,
+        optimizer_of(name, model),
+        CrossEntropy(),
+        BatchSchedule(world, Sampler(rows, 0), base=8),
+        train_set=data,
+        eval_sets={"test": data},
+        lr_schedule=lambda progress, step=0.0: 1.0,
+        precision=Precision("fp32", "cuda"),
+        world=world,
+        log=RunLog(None, is_main=False),  # type: ignore[arg-type]
+        config=TrainerConfig(epochs=epochs),
+        metadata={},
+    )
+
+
+@RANKS
+@pytest.mark.parametrize("name", ["sgd", "slamb"])
+def test_an_epoch_waits_at_logging_intervals_and_at_its_end(name, size):
+    steps = 2 * LOG_INTERVAL["cuda"]
+    with (
+        fake_world(size) as world,
+        FakeGpu() as gpu,
+        whole_trainer(gpu, world, name, rows=8 * steps) as trainer,
+    ):
+        trainer.checkpoints.save = lambda progress, **how: None  # type: ignore[method-assign]
+        with gpu.waiting():
+            trainer.train_epoch([])
+            trainer.finish_epoch()
+        with gpu.waiting() as waits:
+            trainer.train_epoch([])
+        assert waits == {
+            "image_batches.draw_crops": 2,  # once an epoch: offsets and flips
+            "step_stats.read": 1 + 1,  # the second interval, for the sums of the first; the end
+        }
+        with gpu.waiting() as waits:
+            trainer.finish_epoch()
+        assert waits == {"step_stats.totals": 1, "evaluation.evaluate": 1}
+        assert len(trainer.progress.rows) == 2
+
+
+@pytest.mark.parametrize(("name", "size"), [("adamw", 1), ("ngd", 2), ("slamb", 1), ("slamb", 2)])
+def test_a_checkpoint_of_the_run_goes_back_onto_the_gpu(name, size):
+    with (
+        fake_world(size) as world,
+        FakeGpu(ignore=[EIGH]) as gpu,
+        whole_trainer(gpu, world, name, rows=32) as trainer,
+    ):
+        world.gather = lambda value: [value] * size  # type: ignore[method-assign]
+        inputs, labels = batch()
+        with gpu.waiting():
+            for _ in range(3):
+                trainer.train_step(inputs, labels)
+            saved = to_cpu(trainer.checkpoints.train_state.state_dict())
+            trainer.checkpoints.train_state.load_state_dict(saved)
+            trainer.train_step(inputs, labels)
+        trainer.train_step(inputs, labels)
+        assert trainer.sums.values.is_cuda
+
+
+def test_sums_are_copied_without_waiting_and_read_at_the_next_call():
+    with FakeGpu() as gpu:
+        sums = StepSums(CUDA)
+        sums.add_step(StepSums(CUDA), torch.empty((), dtype=torch.bool, device=CUDA))
+        assert sums.read(wait=False) is None
+        with gpu.waiting() as waits:
+            assert sums.read(wait=False) is not None
+            sums.read(wait=True)
+        assert waits == {"step_stats.read": 2}
+
+
+# -------------------------------------------------------------------- CUDA graphs
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_resumed_run_through_graphs_reads_its_learning_rate_on_the_gpu(name):
+    with fake_world(1) as world, FakeGpu() as gpu:
+        plain = trainer_of(gpu, world, name)
+        with gpu.waiting():
+            plain.train_step(*batch())
+            saved = to_cpu(plain.checkpoints.train_state.state_dict())
+            for group in saved["optimizer"]["param_groups"]:
+                group["lr"] = torch.tensor(0.1)  # as a run through graphs has it
+            recorded = trainer_of(gpu, world, name, record_cuda_graph=True)
+            recorded.restore({**saved, "progress": plain.progress.state_dict()})
+            recorded.set_lr(0.05)
+        groups = recorded.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        assert all(rate.is_cuda for rate in rates)
+        recorded.set_lr(0.02)
+        assert [group["lr"] for group in groups] == rates, "a recorded step reads these tensors"
+        assert all(group.get("capturable", True) for group in groups)
+        assert not any(group.get("capturable") for group in plain.optimizer.param_groups)
+
+
+def test_steps_before_a_recorded_one_run_on_its_stream(monkeypatch):
+    streams: list[Any] = [None]
+
+    @contextlib.contextmanager
+    def stream(entered: Any) -> Iterator[None]:
+        streams.append(entered)
+        yield
+        streams.pop()
+
+    @contextlib.contextmanager
+    def graph(recorded: Any, *, stream: Any, capture_error_mode: str, **_: Any) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    ran = []
+    with FakeGpu(may_wait=True):
+        for name, stand_in in (("stream", stream), ("graph", graph)):
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.MagicMock)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
+        runner = CudaGraphRunner(lambda x, weight: ran.append(streams[-1]))
+        for _ in range(WARM_UP_CALLS + 2):
+            runner(torch.zeros(2, device=CUDA))
+        runner.invalidate()
+    assert len(ran) == WARM_UP_CALLS + 1
+    assert ran[0] is not None
+    assert len(set(map(id, ran))) == 1
+    cuda_graph._stream.cache_clear()
+    cuda_graph._memory_pool.cache_clear()
