@@ -42,7 +42,7 @@ from benchmarks import bench, trainers
 from cli import factory, options
 from distributed.world import World, init_world
 from input_pipeline import csv_tables, text_datasets
-from training import run_log
+from training import run_folder
 from training.trainer import Trainer
 
 # Target ratios of samples/s. Training: bf16 in channels_last alone gave 2.73 on two cores with AMX;
@@ -270,7 +270,7 @@ def accuracies(log: Path, data_dir: str) -> dict[str, Any]:
     TF-IDF gets the rows that the run trained on: --subset, --val_fraction and --seed are those of
     its config.json.
     """
-    flags = run_log.read_config(log).get("flags", {})
+    flags = run_folder.read_config(log).get("flags", {})
     arguments = ["--data_dir", data_dir]
     for name in ("subset", "val_fraction", "seed"):
         arguments += [f"--{name}", str(flags[name])] if name in flags else []

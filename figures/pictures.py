@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -33,6 +34,7 @@ from figures.run_logs import (
     repeated,
     seconds_to,
 )
+from training.epoch_report import training_seconds
 
 # The palette of Okabe and Ito, which the colour-blind can tell apart.
 BLUE, VERMILION, GREEN = "#0072B2", "#D55E00", "#009E73"
@@ -65,13 +67,13 @@ def epoch(row: Row) -> float:
 
 
 def seconds(row: Row) -> float:
-    """Return the seconds since the start of the run."""
-    return row["seconds"]
+    """Return the seconds of training since the start of the run."""
+    return training_seconds(row)
 
 
 def column(key: str, scale: float = 1.0) -> Callable[[Row], float]:
-    """Return a function that reads one column, multiplied by `scale`."""
-    return lambda row: scale * row[key]
+    """Return a function that reads one column, multiplied by `scale`; null is not a number."""
+    return lambda row: math.nan if row[key] is None else scale * row[key]
 
 
 def with_megabytes_sent(rows: Sequence[Row]) -> list[Row]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import InputError
+from training.epoch_report import training_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "figures" / "logs"
@@ -94,7 +95,7 @@ def accuracy(row: Row) -> float:
 
 
 def device_hours(row: Row) -> float:
-    """Return hours since the start times GPUs (or nodes, on CPUs), evaluation included."""
+    """Return hours times GPUs (or nodes, on CPUs), with compilation and evaluation."""
     return row["seconds"] * row.get("devices", 1) / 3600  # the oldest logs are of one CPU node
 
 
@@ -121,6 +122,6 @@ def spread(values: Sequence[float]) -> str:
 
 def seconds_to(runs: Runs, target: float) -> float | None:
     """Return the mean seconds until the mean accuracy is at least `target` percent, or None."""
-    seconds = mean(per_epoch(runs, lambda row: row["seconds"]))
+    seconds = mean(per_epoch(runs, training_seconds))
     accuracies = mean(per_epoch(runs, accuracy))
     return next((second for second, value in zip(seconds, accuracies) if value >= target), None)

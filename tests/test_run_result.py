@@ -201,7 +201,7 @@ def test_a_run_killed_before_best_was_linked_is_repaired(later, here, monkeypatc
 
 
 def test_a_run_whose_last_save_failed_says_so_and_does_not_end_with_zero(here, monkeypatch):
-    def full(path: Path, state: dict) -> None:
+    def full(path: Path, state: dict, **_: int) -> None:
         raise OSError(f"{path} could not be written (No space left on device)")
 
     monkeypatch.setattr(checkpoint, "save", full)
@@ -212,7 +212,7 @@ def test_a_run_whose_last_save_failed_says_so_and_does_not_end_with_zero(here, m
 
 
 def test_an_interrupted_run_that_could_not_save_says_so(here, monkeypatch):
-    def full(path: Path, state: dict) -> None:
+    def full(path: Path, state: dict, **_: int) -> None:
         if state["progress"]["step"]:  # signals are caught once the steps begin
             os.kill(os.getpid(), signal.SIGTERM)
         raise OSError(f"{path} could not be written (No space left on device)")
@@ -336,8 +336,8 @@ def test_predictions_stand_alone_on_stdout(copied, monkeypatch, capsys):
 def test_a_checkpoint_within_an_epoch_says_so(here, monkeypatch):
     real = checkpoint.save
 
-    def stop_after_the_first_epoch(path: Path, state: dict) -> None:
-        real(path, state)
+    def stop_after_the_first_epoch(path: Path, state: dict, keep: int) -> None:
+        real(path, state, keep=keep)
         if state["progress"]["step_in_epoch"]:
             raise KeyboardInterrupt
 
@@ -369,8 +369,12 @@ def test_training_goes_on_from_the_best_checkpoint_in_a_folder_of_its_own(copied
 def test_training_goes_on_from_best_where_last_is_damaged(copied, monkeypatch):
     (copied / "last.pt").write_bytes(b"cut")
     flags = ["--resume", copied / "best.pt", "--epochs", "3"]
+    message = run(resnet50_test, *flags, monkeypatch=monkeypatch, code=2)
+    assert "(last-1.pt), which training on from there would overwrite" in message
+    (copied / "last-1.pt").unlink()
     run(resnet50_test, *flags, monkeypatch=monkeypatch)
     assert len(ranks.metrics(copied)) == 3
+    assert checkpoint.load(copied / "last.pt", "resnet50_test")["progress"]["epoch"] == 3
 
 
 @pytest.mark.parametrize(

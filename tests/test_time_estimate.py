@@ -247,12 +247,12 @@ def test_hints_name_flags_and_recipes_that_there_are(script):
 
     task = image_classification if script is resnet50_test else text_classification
     args, _ = options.parse(script.parser(), script.SCRIPT, [])
-    hint = task.long_run_hint(args, factory.Run(script.SCRIPT, World(), None, Path()))
+    hint = task.long_run_hint(args, factory.Run(script.SCRIPT, World(), None))
     assert set(re.findall(r"--\w+", hint)) <= script.parser().option_strings()
     [recipe] = re.findall(r"recipes/\S+\.yaml", hint)
     assert (ranks.ROOT / recipe).exists()
     args, _ = options.parse(script.parser(), script.SCRIPT, ["--dataset", script_dataset(script)])
-    hint = task.long_run_hint(args, factory.Run(script.SCRIPT, World(), None, Path()))
+    hint = task.long_run_hint(args, factory.Run(script.SCRIPT, World(), None))
     assert "recipe" not in hint
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,8 @@ def epoch_row(
 
     Args:
         progress: of the run, the epoch still being counted as not done.
-        totals: the epoch's sums over all ranks.
+        totals: the epoch's sums over all ranks. Skipped steps are not in them; if all of them
+            were skipped, loss and accuracy are not a number.
         evaluated: loss and accuracy on each evaluation set.
         lr: the learning rate of the last step.
         batch_size: the global batch.
@@ -41,9 +43,11 @@ def epoch_row(
         "samples": progress.samples,
         "seconds": round(progress.seconds, 4),
         "train_seconds": round(progress.train_seconds, 4),
+        "compile_seconds": round(progress.compile_seconds, 4),
+        "eval_seconds": round(progress.eval_seconds, 4),
         "samples_per_second": round(samples / max(progress.train_seconds, 1e-9), 2),
-        "train_loss": totals.loss / max(totals.samples, 1),
-        "train_accuracy": totals.num_correct / max(totals.samples, 1),
+        "train_loss": totals.loss / totals.samples if totals.samples else math.nan,
+        "train_accuracy": totals.num_correct / totals.samples if totals.samples else math.nan,
     }
     if totals.mix_weight:
         row["mean_lambda"] = totals.mix_weight / totals.samples
@@ -56,6 +60,15 @@ def epoch_row(
         "peak_memory_bytes": peak_memory(world.device),
         "comm_bytes": world.bytes_sent,
     }
+
+
+def training_seconds(row: Mapping[str, Any]) -> float:
+    """The time that a run took to reach this row of metrics.jsonl: the clock of every comparison.
+
+    It counts the training steps with their data, and what they need; neither compiling nor
+    evaluating. Rows of older logs do not tell these apart: of them it is all.
+    """
+    return row["seconds"] - row.get("compile_seconds", 0.0) - row.get("eval_seconds", 0.0)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ def predict_logits(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(logits (batch, classes) fp32, labels (batch,)) of this rank's share of the rows.
 
-    With a title, rank 0 shows a progress bar over its share.
+    The model runs eagerly, also where it is compiled for training. With a title, rank 0 shows a
+    progress bar over its share.
     """
     model.eval()
     lengths = data.lengths
@@ -47,8 +48,7 @@ def predict_logits(
     total, shown = sum(map(len, plan[:mine])), world.is_main and bool(title)
     with progress_bar(title, total, is_main=shown) as bar:
         for number, (inputs, labels) in enumerate(data.batches(plan)):
-            is_last_and_smaller = lengths is None and len(inputs) < batch_size
-            with precision.autocast(), without_compilation(is_last_and_smaller):
+            with precision.autocast(), without_compilation():
                 logits = model(inputs)
             if number < mine:
                 yield logits.float(), labels

@@ -14,7 +14,8 @@ class Progress:
         epoch, step, step_in_epoch, samples: what is done.
         rollbacks, lr_factor: returns to a checkpoint after divergence, and what they did to the
             learning rate.
-        seconds, train_seconds: time since the run, and since the epoch, began.
+        seconds, train_seconds: time since the run, and since the epoch, began, without saving.
+        compile_seconds, eval_seconds: what of `seconds` was compiling, and evaluating.
         best: the best epoch so far: its accuracy, its number, its test accuracy, and the name of
             the evaluation set that chose it.
         rows: the epochs' rows in metrics.jsonl.
@@ -28,6 +29,8 @@ class Progress:
     lr_factor: float = 1.0
     seconds: float = 0.0
     train_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    eval_seconds: float = 0.0
     best: dict[str, Any] = field(default_factory=lambda: {"accuracy": -1.0, "epoch": 0})
     rows: list[dict[str, Any]] = field(default_factory=list)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from errors import InputError
+from training.epoch_report import training_seconds
 
 NOT_REACHED = 1e6  # seconds; the smallest value of a trial that never reaches the target
 
@@ -67,5 +68,5 @@ class Objective:
             return rows[-1]["val_accuracy"]
         for row in rows:
             if self.is_reached(row):
-                return row["seconds"]
+                return training_seconds(row)
         return NOT_REACHED * (2 - max(row["val_accuracy"] for row in rows))

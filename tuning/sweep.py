@@ -15,6 +15,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import os
+import re
 import signal
 import socket
 import sys
@@ -32,7 +33,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from cli import flags
 from cli.flag_parser import FlagParser
-from errors import InputError, Interrupted, exit_code
+from errors import InputError, Interrupted, exit_code, first_line
 from training.time_estimate import in_words
 from tuning import report, space
 from tuning.config import SweepConfig
@@ -321,7 +322,8 @@ def open_study(config: SweepConfig) -> optuna.Study:
             load_if_exists=True,
         )
     except Exception as error:  # its type depends on the database and its driver
-        raise InputError(f"--storage {config.storage}: {str(error).splitlines()[0]}") from None
+        reason = first_line(error).replace(config.storage, without_password(config.storage))
+        raise InputError(f"--storage {without_password(config.storage)}: {reason}") from None
     check_settings(study, config)
     # A resumed sweep needs another seed: the same one would sample the same values again.
     seed = config.sampler_seed + len(study.get_trials(deepcopy=False))
@@ -332,6 +334,12 @@ def open_study(config: SweepConfig) -> optuna.Study:
         for values in itertools.product(*axes.values()):
             study.enqueue_trial(dict(zip(axes, values)), skip_if_exists=True)
     return study
+
+
+def without_password(storage: str) -> str:
+    """The URL of a storage for a message: its password, if it has one, is replaced by ***."""
+    masked = re.sub(r"(//[^:/@]*:).*@", r"\1***@", storage)
+    return re.sub(r"((password|passwd|pwd)=)[^&]*", r"\1***", masked, flags=re.IGNORECASE)
 
 
 def check_settings(study: optuna.Study, config: SweepConfig) -> None:

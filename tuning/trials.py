@@ -30,6 +30,7 @@ from optuna.trial import TrialState
 
 import errors
 from errors import InputError
+from training.epoch_report import training_seconds
 from tuning.objective import NOT_REACHED, Objective
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -162,7 +163,7 @@ class TrialRunner:
             return trial.should_prune()
         complete = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         seconds = [each.value for each in complete if each.value is not None]
-        return row["seconds"] >= min(seconds, default=NOT_REACHED)
+        return training_seconds(row) >= min(seconds, default=NOT_REACHED)
 
 
 def complete_rows(folder: Path) -> list[dict[str, Any]]:
