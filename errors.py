@@ -8,16 +8,21 @@ sys.exit(exit_code(main))                             # what both entry scripts 
 from __future__ import annotations
 
 import difflib
+import errno
 import io
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable
 
-BAD_INPUT, NON_FINITE, INTERRUPTED = 2, 3, 130
+LOST_PEER, BAD_INPUT, NON_FINITE, INTERRUPTED = 1, 2, 3, 130
+FINAL_EXIT_CODES = frozenset([BAD_INPUT, NON_FINITE, INTERRUPTED])  # a restart would change nothing
+BROKEN_PIPE = 141  # what a shell reports of a process that SIGPIPE ended
 GRACE_SECONDS = 3.0  # that rank 0 has to report first
+LOST_PEER_SECONDS = 5.0  # that the process which ended first has to report why
 LINE_LIMIT = 160  # characters of another library's message within ours
 SHORTEST_BEGINNING = 3  # letters of an abbreviated name that are enough for a guess
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of a disk, a quota, a limit of the process
 SIMILAR = 0.6  # share of letters, from 0 to 1, that two similar names have in common
 
 
@@ -25,12 +30,24 @@ class InputError(Exception):
     """Bad flags or data: the message is one line that says what, why, and what to do."""
 
 
+class SharedInputError(InputError):
+    """An InputError that every rank of a job raises alike, so that rank 0 alone reports it."""
+
+
 class NonFiniteLoss(Exception):
     """The loss stayed non-finite after every recovery that was allowed."""
 
 
+class LostPeer(Exception):
+    """Another process of the job has ended or does not answer; a restart may help."""
+
+
 class Interrupted(Exception):
     """SIGINT or SIGTERM arrived and a checkpoint was written; the message names it."""
+
+
+class DiskFull(OSError):
+    """A file could not be written for want of room."""
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
@@ -48,12 +65,27 @@ def exit_code(main: Callable[[], int | None]) -> int:
         is_main = os.environ.get("RANK", "0") == "0"
         if not is_main:
             time.sleep(GRACE_SECONDS)
-        if is_main or isinstance(error, InputError):  # the other two happen to all ranks alike
+        is_own = isinstance(error, InputError) and not isinstance(error, SharedInputError)
+        if is_main or is_own:  # the others happen to all ranks alike
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        codes = {InputError: BAD_INPUT, NonFiniteLoss: NON_FINITE, Interrupted: INTERRUPTED}
-        return codes[type(error)]
+        if isinstance(error, InputError):
+            return BAD_INPUT
+        return NON_FINITE if isinstance(error, NonFiniteLoss) else INTERRUPTED
+    except LostPeer as error:
+        is_main = os.environ.get("RANK", "0") == "0"
+        time.sleep(LOST_PEER_SECONDS if is_main else LOST_PEER_SECONDS + GRACE_SECONDS)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return LOST_PEER
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read stdout, such as head, has enough
+        discard_stdout()
+        return BROKEN_PIPE
+
+
+def discard_stdout() -> None:
+    """Let everything that is printed from now on vanish, as nobody reads it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
@@ -76,6 +108,15 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
         guesses = [best] if similarity.get(best, 0.0) >= SIMILAR else []
     meant = " or ".join(by_key[key] for key in guesses)
     return f"; did you mean {meant}?" if meant else ""
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an exception is, or came from, an error of a full disk or an exhausted quota."""
+    while error is not None:
+        if isinstance(error, OSError) and (isinstance(error, DiskFull) or error.errno in FULL):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def first_line(error: BaseException) -> str:

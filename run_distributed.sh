@@ -11,8 +11,13 @@
 #   NNODES         nodes (1)
 #   NODE_RANK      number of this node (0)
 #   MASTER_ADDR    first node; needed for several nodes
-#   MASTER_PORT    port on it, for several nodes only (29400)
-#   MAX_RESTARTS   restarts after a failure; a restarted job resumes by itself (0)
+#   MASTER_PORT    port on it, for several nodes only (29400); jobs that run at the same time on the
+#                  same first node need a port each
+#   JOB_ID         name by which the nodes find each other, for several nodes only, and the same on
+#                  all of them (MASTER_ADDR:MASTER_PORT); two jobs may have the same one after
+#                  each other, as no run is looked for by it
+#   MAX_RESTARTS   restarts after a failure that may pass, which are all but exit codes 2, 3 and
+#                  130; a restarted job goes on with its own run by itself (0)
 #   PYTHON         interpreter (.venv/bin/python where it exists, else python3)
 # The exit code is that of the script.
 set -euo pipefail
@@ -20,7 +25,12 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 venv=$root/.venv/bin/python
 python=${PYTHON:-$([ -x "$venv" ] && echo "$venv" || echo python3)}
-if ! gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null); then
+# To count the GPUs takes seconds, which are saved where the answer is not needed.
+count='import torch; print(torch.cuda.device_count())'
+if [ -n "${NGPU:-}" ] && [ "$#" -gt 0 ]; then
+    count='import importlib.metadata as metadata; metadata.version("torch"); print(0)'
+fi
+if ! gpus=$("$python" -c "$count" 2>/dev/null); then
     echo "error: $python has no torch: pip install -r requirements.txt," \
         "or run bash demo.sh once, which makes .venv" >&2
     exit 2
@@ -32,8 +42,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / process
 
 if [ "${NNODES:-1}" -gt 1 ]; then
     : "${MASTER_ADDR:?MASTER_ADDR must name the first node}"
+    endpoint=$MASTER_ADDR:${MASTER_PORT:-29400}
     rendezvous=(--nnodes "$NNODES" --node_rank "${NODE_RANK:-0}" --rdzv_backend c10d
-        --rdzv_id "${JOB_ID:-faster-training}" --rdzv_endpoint "$MASTER_ADDR:${MASTER_PORT:-29400}")
+        --rdzv_id "${JOB_ID:-$endpoint}" --rdzv_endpoint "$endpoint")
 else
     rendezvous=(--standalone) # a free port of the system's choice
 fi

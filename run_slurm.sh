@@ -3,6 +3,9 @@
 #
 #   sbatch --nodes=2 --gpus-per-node=4 run_slurm.sh resnet50_test.py --bs 256
 #
+# Slurm sends SIGTERM 120 s before the time limit, and the launcher kills what still runs 110 s
+# later (TORCH_ELASTIC_SHUTDOWN_TIMEOUT): a checkpoint must be written within that time.
+#
 #SBATCH --job-name=faster-training
 #SBATCH --ntasks-per-node=1
 #SBATCH --signal=TERM@120

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 
+from backends import torch_compat
 from distributed.averaging import RankAverager, average_tensors
 from distributed.world import World
 
@@ -65,12 +66,20 @@ class AllReduceHook:
         buffer = bucket.buffer()
         wire_dtype = WIRE_DTYPES.get(self.compression, buffer.dtype)
         self.world.bytes_sent += buffer.numel() * wire_dtype.itemsize
+        if buffer.is_cuda and must_not_use_futures():
+            return self._all_reduce_now(buffer, wire_dtype)
         send = {
             "none": default_hooks.allreduce_hook,
             "fp16": default_hooks.fp16_compress_hook,
             "bf16": default_hooks.bf16_compress_hook,
         }[self.compression]
         return send(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+    def _all_reduce_now(self, buffer: Tensor, wire_dtype: torch.dtype) -> Future[Tensor]:
+        """Average a buffer of gradients, and wait for it before the backward pass goes on."""
+        sent = buffer.to(wire_dtype, copy=True).div_(self.world.size)
+        dist.all_reduce(sent)
+        return _finished(buffer.copy_(sent))
 
     def _power_sgd(self, bucket: dist.GradBucket) -> Future[Tensor]:
         power_sgd, buffer = self.power_sgd, bucket.buffer()
@@ -216,6 +225,11 @@ def _wait_for(work: dist.Work | None, gradient: Tensor) -> Tensor:
     if work is not None:
         work.wait()
     return gradient
+
+
+def must_not_use_futures() -> bool:
+    """Whether the futures of this process group are not to be trusted with a GPU's tensors."""
+    return dist.get_backend() == "gloo" and torch_compat.gloo_future_is_early()
 
 
 def _finished(buffer: Tensor) -> Future[Tensor]:

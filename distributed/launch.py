@@ -5,28 +5,12 @@ python -m distributed.launch --standalone --nproc_per_node=4 resnet50_test.py --
 
 from __future__ import annotations
 
-import ctypes
+import logging
 import os
-import signal
 import sys
 
-LAUNCHER = "FASTER_TRAINING_LAUNCHER"  # environment variable: the launcher's process number
-PR_SET_PDEATHSIG = 1  # of prctl(2)
-
-
-def end_with_launcher() -> None:
-    """Let the kernel kill this worker when its launcher ends, however that ends.
-
-    A launcher that is killed, as by the kernel when memory runs out, cannot stop its workers. They
-    would go on writing to a run folder that a resumed run writes to as well, or wait for each other
-    and hold memory. Only Linux can do this; elsewhere nothing happens.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    launcher = os.environ.get(LAUNCHER)
-    if launcher and int(launcher) != os.getppid():  # it ended before the call
-        os.kill(os.getpid(), signal.SIGKILL)
+from distributed.worker import LAUNCHER
+from errors import INTERRUPTED, first_line
 
 
 def launch(arguments: list[str]) -> int:
@@ -37,23 +21,44 @@ def launch(arguments: list[str]) -> int:
         an interruption; 128 + n for a process that signal n ended.
     """
     os.environ[LAUNCHER] = str(os.getpid())
-    os.environ.setdefault("LOGLEVEL", "CRITICAL")  # the script's own line says what went wrong
-    from torch.distributed import run
+    if "LOGLEVEL" not in os.environ:  # the script's own line says what went wrong
+        os.environ["LOGLEVEL"] = "CRITICAL"
+        logging.disable(logging.CRITICAL)  # torch's messages about the end of each worker
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack of C++ for a closed connection
+    # These load torch, which reads the variables.
+    from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
+    from distributed.agent import JobEnded, first_failure, use_job_agent
+
+    use_job_agent()
     try:
         run.main(arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = first_failure(error.failures)
         if failure.exitcode < 0:
-            number = -failure.exitcode
-            print(f"error: process {rank} was ended by signal {number}", file=sys.stderr)
-            return 128 + number
-        return failure.exitcode
+            print(f"error: process {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
+        return shell_exit_code(failure.exitcode)
+    except JobEnded as error:
+        print(f"error: {error}", file=sys.stderr)
+        return shell_exit_code(error.exit_code)
+    except (RendezvousError, DistError) as error:
+        print(
+            f"error: the nodes of this job cannot reach each other ({first_line(error)}); the "
+            "job has ended on another node, or a node was not started or has another address",
+            file=sys.stderr,
+        )
+        return 1
     except (SignalException, KeyboardInterrupt):
-        return 130
+        return INTERRUPTED
     return 0
+
+
+def shell_exit_code(exit_code: int) -> int:
+    """An exit code as shells have it: 128 + n for a process that signal n ended, which is -n."""
+    return 128 - exit_code if exit_code < 0 else exit_code
 
 
 if __name__ == "__main__":

@@ -8,10 +8,13 @@ weights = load_whole_model(folder)         # the model's state_dict, in one proc
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed.world import World
-from errors import InputError, last_line
+from errors import DiskFull, InputError, first_line, is_disk_full, last_line
 
 MODEL, OPTIMIZER = "model/", "optimizer/"  # prefixes of names in a sharded checkpoint
 
@@ -28,21 +31,35 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world
     """Write a new folder; collective.
 
     Raises:
-        OSError: a rank could not write.
+        DiskFull, OSError: as of `write`.
+    """
+    write(folder, named_tensors(model, optimizer), world)
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
+    """Write a new folder of what `named_tensors` returned, or a copy of it; collective.
+
+    Raises:
+        DiskFull: there was no room for it.
+        OSError: a rank could not write for another reason.
     """
     import torch.distributed.checkpoint as dcp
 
     try:
         with _silence():
             dcp.save(
-                named_tensors(model, optimizer),
+                dict(tensors),
                 checkpoint_id=folder,
                 process_group=world.control,
                 no_dist=world.size == 1,
             )
     # CheckpointException, which gathers several ranks' errors, is no Exception.
     except (Exception, dcp.api.CheckpointException) as error:
-        raise OSError(f"{folder} could not be written ({last_line(error)})") from error
+        causes: list[BaseException] = [error]
+        if isinstance(error, dcp.api.CheckpointException):
+            causes += [cause for cause, _ in error.failures.values()]
+        kind = DiskFull if any(map(is_disk_full, causes)) else OSError
+        raise kind(f"{folder} could not be written ({last_line(error)})") from error
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
@@ -86,9 +103,42 @@ def load_whole_model(folder: Path) -> dict[str, Tensor]:
     return _without_prefix(targets)
 
 
+def checksum(folder: Path) -> int:
+    """Checksum of a checkpoint's description; each tensor has one of its own in its file."""
+    return zlib.crc32((folder / ".metadata").read_bytes())
+
+
+def find_damage(folder: Path, expected: int | None = None) -> str:
+    """What is wrong with a checkpoint; '' if nothing is. Every file is read.
+
+    Args:
+        folder: of the checkpoint.
+        expected: what `checksum` returned when it was written; None where that is not known.
+    """
+    from distributed.shard_reader import ShardReader
+
+    if not folder.is_dir():
+        return f"the folder {folder.name} is missing"
+    try:
+        if expected not in (None, checksum(folder)):
+            return f"{folder.name}/.metadata does not match its checksum"
+        metadata = ShardReader(folder).read_metadata()
+        for part in metadata.storage_data.values():
+            with open(folder / part.relative_path, "rb") as file:
+                file.seek(part.offset)
+                content = io.BytesIO(file.read(part.length))
+            with zipfile.ZipFile(content) as archive:
+                if archive.testzip() is not None:
+                    return f"{folder.name}/{part.relative_path} does not match its checksums"
+    except Exception as error:  # of many types for many kinds of damage
+        return f"{folder.name} is damaged: {first_line(error)}"
+    return ""
+
+
 def next_name(folder: Path) -> str:
     """An unused name for a sharded checkpoint in a run folder: shards-1, shards-2 and so on."""
-    numbers = [int(old.name.partition("-")[2]) for old in folder.glob("shards-*")]
+    names = [old.name.partition("-")[2] for old in folder.glob("shards-*")]
+    numbers = [int(name) for name in names if name.isdecimal()]
     return f"shards-{max(numbers, default=0) + 1}"
 
 

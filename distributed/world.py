@@ -21,8 +21,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from backends.device import choose_device
-from backends.torch_compat import gloo_needs_final_barrier
-from distributed.launch import end_with_launcher
+from backends.torch_compat import gloo_needs_final_barrier, set_group_timeouts
+from distributed.worker import end_with_launcher
+from errors import LostPeer, last_line
+
+READ_SECONDS = 7200.0  # for what one process does for all of a node or of the job: to download
+LOST_PEER_SIGNS = (  # in messages of gloo, of nccl and of the store in which the ranks meet
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Socket is not connected",
+    "imed out",
+    "timeout",
+    "remote process exited",
+    "communicator was aborted",
+)
 
 
 def new_group(ranks: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
@@ -33,6 +47,19 @@ def new_group(ranks: list[int] | None = None, backend: str | None = None) -> dis
 def under_torchrun() -> bool:
     """Whether torchrun, or another launcher that sets its environment, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@dataclass(frozen=True)
+class TimeLimits:
+    """Seconds that a process waits for the others, in one collective, before it gives up.
+
+    Attributes:
+        start: until the first training step is done; and in evaluations and saves.
+        step: in the training steps after that.
+    """
+
+    start: float = 300.0
+    step: float = 100.0
 
 
 @dataclass
@@ -48,6 +75,10 @@ class World:
         bytes_sent: payload that this rank has put into collectives since the epoch began; whoever
             sends adds to it.
         shares_gpu: whether all processes of a node share one GPU.
+        patient_groups: groups whose time limit stays as torch made it, 30 minutes: those of what
+            goes on in the background.
+        limits: how long processes wait for each other; `time_limit` says which holds now, in
+            seconds.
     """
 
     rank: int = 0
@@ -58,6 +89,9 @@ class World:
     control: dist.ProcessGroup | None = None
     bytes_sent: int = 0
     shares_gpu: bool = False
+    patient_groups: list[dist.ProcessGroup] = field(default_factory=list)
+    limits: TimeLimits = TimeLimits()
+    time_limit: float = TimeLimits.start
 
     @property
     def is_main(self) -> bool:
@@ -124,14 +158,13 @@ class World:
         dist.gather_object(value, box if self.is_main else None, dst=0, group=self.control)
         return box if self.is_main else []
 
-    @contextlib.contextmanager
-    def local_main_first(self) -> Iterator[None]:
-        """Let each node's first process run the block before the others: one download a node."""
-        if self.size > 1 and self.local_rank > 0:
-            dist.barrier(group=self.control)
-        yield
-        if self.size > 1 and self.local_rank == 0:
-            dist.barrier(group=self.control)
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, any picklable object, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        box: list[Any] = [None] * self.size
+        dist.all_gather_object(box, value, group=self.control)
+        return box
 
     def node_group(self) -> dist.ProcessGroup | None:
         """The process group of this node's ranks; None where it would be of no use.
@@ -143,6 +176,37 @@ class World:
         starts = range(0, self.size, self.local_size)
         groups = [new_group(list(range(start, start + self.local_size))) for start in starts]
         return groups[self.rank // self.local_size]
+
+    # ---------------------------------------------------------------- time limits
+
+    @contextlib.contextmanager
+    def waiting_at_most(self, seconds: float) -> Iterator[None]:
+        """Another time limit within the block, which the ranks leave together; collective."""
+        before = self.time_limit
+        if self.size == 1 or seconds == before:
+            yield
+            return
+        self.set_time_limit(seconds)
+        try:
+            yield
+            dist.barrier(group=self.control)  # no rank has the old limit while others are inside
+        finally:
+            self.set_time_limit(before)
+
+    def first_step_done(self) -> None:
+        """From now on the limit is that of steps; collective. Only the first call does anything."""
+        if self.size == 1 or self.time_limit == self.limits.step:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        dist.barrier(group=self.control)
+        self.set_time_limit(self.limits.step)
+
+    def set_time_limit(self, seconds: float) -> None:
+        """Set the time limit of all process groups of this rank but `patient_groups`."""
+        self.time_limit = seconds
+        if self.size > 1:
+            set_group_timeouts(seconds, self.patient_groups)
 
     # ---------------------------------------------------------------- bytes that were sent
 
@@ -201,47 +265,78 @@ def choose_collectives(device_name: str, device: torch.device, local_size: int) 
     return "nccl" if device.type == "cuda" and not shares_gpu else "gloo"
 
 
+def lost_peer_reason(error: RuntimeError, time_limit: float) -> str:
+    """Why a collective failed, if it is that another process is gone; otherwise ''."""
+    message = str(error)
+    if not any(sign in message for sign in LOST_PEER_SIGNS):
+        return ""
+    if "imed out" in message or "timeout" in message:
+        return f"no answer for {time_limit:g} s, see --timeout"
+    return last_line(error).rpartition("] ")[2]
+
+
 @contextlib.contextmanager
-def init_world(device_name: str = "auto") -> Iterator[World]:
+def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> Iterator[World]:
     """The process group of torchrun's environment; without one, a single process.
 
     Args:
         device_name: 'auto', 'cpu', 'cuda' or 'cuda:N'.
+        limits: how long the processes wait for each other.
     Raises:
         InputError: the device is not there.
+        LostPeer: another process has ended or does not answer.
     """
     env = os.environ
     local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
     device = choose_device(device_name, local_rank)
     if not under_torchrun():
-        yield World(device=device)
+        yield World(device=device, limits=limits)
         return
     end_with_launcher()
     backend = choose_collectives(device_name, device, local_size)
-    store, rank, size = next(dist.rendezvous("env://"))
+    world = World(
+        rank=int(env["RANK"]),
+        size=int(env["WORLD_SIZE"]),
+        local_rank=local_rank,
+        local_size=local_size,
+        device=device,
+        shares_gpu=device.type == "cuda" and backend == "gloo",
+        limits=limits,
+        time_limit=limits.start,
+    )
+    try:
+        _init_process_group(world, backend)
+        yield world
+        if gloo_needs_final_barrier() and world.control is not None:
+            dist.barrier(group=world.control)
+    except RuntimeError as error:
+        reason = lost_peer_reason(error, world.time_limit)
+        if reason and world.size > 1:
+            raise LostPeer(
+                f"rank {world.rank} has lost another process ({reason}); the messages of the "
+                "others tell why; after a checkpoint the run can go on with --resume"
+            ) from None
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _init_process_group(world: World, backend: str) -> None:
+    """Connect the ranks, with the default group and that of `control`."""
+    timeout = timedelta(seconds=world.limits.start)
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     # A restarted job finds the store of its first start: without a prefix of its own it would read
     # the addresses of dead processes.
-    restarts = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"start-{restarts}", store),
         rank=rank,
         world_size=size,
-        timeout=timedelta(minutes=30),
-        device_id=device if backend == "nccl" else None,
+        timeout=timeout,
+        device_id=world.device if backend == "nccl" else None,
     )
-    try:
-        control = new_group(backend="gloo") if size > 1 else None
-        yield World(
-            rank=dist.get_rank(),
-            size=dist.get_world_size(),
-            local_rank=local_rank,
-            local_size=local_size,
-            device=device,
-            control=control,
-            shares_gpu=device.type == "cuda" and backend == "gloo",
-        )
-        if gloo_needs_final_barrier() and control is not None:
-            dist.barrier(group=control)
-    finally:
-        dist.destroy_process_group()
+    if world.size > 1:
+        world.control = new_group(backend="gloo")
+        world.set_time_limit(world.limits.start)

@@ -252,7 +252,7 @@ def list_images(folder: Path) -> list[Path]:
     return sorted(
         path
         for path in folder.glob("**/*")
-        if path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+        if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
     )
 
 

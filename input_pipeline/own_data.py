@@ -45,6 +45,8 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
         ) from None
     if "" in suffixes:
         entries = [entry for entry in entries if entry.is_dir()]
+    else:  # what is neither a file nor a folder, such as a pipe, would be waited for
+        entries = [entry for entry in entries if entry.is_file()]
     paths = {}
     for split, names in SPLIT_NAMES.items():
         candidates = {f"{name}{suffix}" for name in names for suffix in suffixes}

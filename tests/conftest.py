@@ -11,11 +11,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import errors
 import resnet50_test
 import transformer_test
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHORT = "--epochs 1 --bs 32 --device cpu --precision fp32 --threads 1"
 IMAGES = f"--dataset digits --arch resnet20 --subset 0.1 {SHORT}"
 TEXTS = f"--dataset headlines --subset 0.2 --width 8 --heads 2 --depth 1 {SHORT}"

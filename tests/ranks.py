@@ -17,23 +17,30 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from training.run_log import TIMING_FIELDS
+
 ROOT = Path(__file__).parent.parent
-TIMING = {"seconds", "train_seconds", "samples_per_second", "peak_memory_bytes"}
+TIMING = set(TIMING_FIELDS)
 
 
-def run_ranks(body: Callable[..., None], size: int, *arguments: Any) -> None:
+def run_ranks(body: Callable[..., None], size: int, *arguments: Any, device: str = "cpu") -> None:
     """Call `body(world, *arguments)` in `size` processes of one gloo group.
 
-    An exception in any of them is raised here.
+    An exception in any of them is raised here. All processes share the device, such as 'cuda:0'.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(_one_rank, args=(size, port, body, arguments), nprocs=size)
+    mp.spawn(_one_rank, args=(size, port, device, body, arguments), nprocs=size)
 
 
 def _one_rank(
-    rank: int, size: int, port: int, body: Callable[..., None], arguments: tuple[Any, ...]
+    rank: int,
+    size: int,
+    port: int,
+    device: str,
+    body: Callable[..., None],
+    arguments: tuple[Any, ...],
 ) -> None:
     os.environ |= {
         "RANK": str(rank),
@@ -46,7 +53,7 @@ def _one_rank(
     torch.set_num_threads(1)
     from distributed.world import init_world
 
-    with init_world("cpu") as world:
+    with init_world(device) as world:
         body(world, *arguments)
 
 

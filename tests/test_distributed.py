@@ -97,7 +97,7 @@ def each_rank_finds_its_own_micro_batch(world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_fn = memory_loss(3 if world.rank == 1 else 8)
     trainer = make_trainer(model, optimizer, world, loss_fn=loss_fn)
-    trainer.probe_step(*text_batch(8))
+    trainer.probe_step(trainer.model, *text_batch(8))
     assert trainer.micro_batches.number(8) == (4 if world.rank == 1 else 1)
     assert all(parameter.grad is None for parameter in model.parameters())
 

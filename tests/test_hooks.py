@@ -15,7 +15,7 @@ import ranks
 import resnet50_test
 from backends.precision import Precision
 from cli import options
-from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD
+from distributed.comm_hooks import WIRE_DTYPES, AllReduceHook, DelayedAllReduce, LocalSGD
 from errors import InputError
 from trainers import make_trainer
 from training.trainer import Trainer
@@ -211,3 +211,15 @@ def test_what_ranks_send_each_other() -> None:
 def test_what_does_not_go_together_is_refused(words: str) -> None:
     with pytest.raises(InputError, match="--(sync|grad_compress)"):
         options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split())
+
+
+def waiting_for_the_work_gives_the_mean_as_well(world: Any) -> None:
+    for name, tolerance in (("none", 1e-6), ("bf16", 0.02), ("fp16", 2e-3)):
+        dtype = WIRE_DTYPES.get(name, torch.float32)
+        buffer = torch.arange(5.0) + world.rank
+        AllReduceHook(world, name)._all_reduce_now(buffer, dtype)
+        torch.testing.assert_close(buffer, torch.arange(5.0) + 0.5, rtol=tolerance, atol=0)
+
+
+def test_waiting_for_the_work_gives_the_mean_as_well():
+    ranks.run_ranks(waiting_for_the_work_gives_the_mean_as_well, 2)

@@ -210,10 +210,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_only_the_last_and_the_best_shards_stay(runs):
+def test_only_the_shards_of_checkpoints_stay(runs):
     kept = {
         torch.load(runs / "cut" / f"{name}.pt", weights_only=True)["shards"]
-        for name in ("last", "best")
+        for name in ("last", "last-1", "best")
     }
     assert {path.name for path in (runs / "cut").glob("shards-*")} == kept
 
@@ -268,7 +268,8 @@ def test_a_run_goes_on_with_other_ranks_and_other_ways(runs, tmp_path, run, size
     assert rows[2]["train_loss"] < rows[1]["train_loss"] < rows[0]["train_loss"]
     assert rows[2]["world_size"] == size
     states = [
-        torch.load(tmp_path / "run" / f"{name}.pt", weights_only=True) for name in ("last", "best")
+        torch.load(tmp_path / "run" / f"{name}.pt", weights_only=True)
+        for name in ("last", "last-1", "best")
     ]
     assert bool(states[0]["shards"]) == (size > 1)
     assert {path.name for path in (tmp_path / "run").glob("shards-*")} == {
@@ -338,6 +339,7 @@ def test_evaluate_predict_and_export_read_shards(runs, tmp_path, capsys):
 def test_broken_shards_are_one_line(runs, tmp_path, refused):
     run = tmp_path / "run"
     shutil.copytree(runs / "cut", run)
+    (run / "last-1.pt").unlink()
     folder = run / torch.load(run / "last.pt", weights_only=True)["shards"]
     part = next(folder.glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:100])

@@ -1,0 +1,145 @@
+"""What is checked before a run begins, once all of its processes are there.
+
+    check_processes(args, world, state)                  # same flags, code and checkpoint
+    metadata["data"] = check_data(args, run.world, classes, labels=labels, state=state)
+    folder, lock = open_run_folder(args, script, world, state)
+
+All of it is collective, and what one process finds ends all of them with one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from cli.options import check_overwritten
+from distributed.agreement import check_equal, on_main
+from distributed.world import World
+from errors import SharedInputError
+from input_pipeline.fingerprint import differences, fingerprint
+from training.machine import commit_or_none
+from training.run_folder import lock_run_folder, make_run_folder, new_run_folder
+
+FLAGS_OF_A_NODE = frozenset(
+    ["data_dir", "out", "resume", "checkpoint", "recipe", "threads", "workers", "log_every"]
+)
+"""Flags that may differ between the processes of a job: paths, and what each node has."""
+
+
+def check_processes(args: Namespace, world: World, state: Mapping[str, Any] | None) -> None:
+    """Check that all processes of a job were started alike; collective.
+
+    Args:
+        args: the flags.
+        world: the ranks.
+        state: the checkpoint that the run goes on from, or None.
+    Raises:
+        InputError: they differ in a flag, in the code, in torch, or in where they go on from.
+    """
+    if world.size == 1:
+        return
+    names = [name for name in vars(args) if name not in FLAGS_OF_A_NODE]
+    check_equal(
+        world,
+        {
+            **{f"--{name}": getattr(args, name) for name in names},
+            "the version of the code": commit_or_none(),
+            "the version of torch": torch.__version__,
+            "the checkpoint": "none" if state is None else describe_position(state["progress"]),
+        },
+        advice="start every process with the same flags, code and checkpoint",
+    )
+
+
+def describe_position(progress: Mapping[str, Any]) -> str:
+    """Where a checkpoint is, and a hash of the epochs before by which runs differ."""
+    history = hashlib.sha256(json.dumps(progress["rows"], sort_keys=True).encode()).hexdigest()
+    return f"of step {progress['step']} (history {history[:8]})"
+
+
+def check_data(
+    args: Namespace,
+    world: World,
+    classes: Sequence[str],
+    *,
+    labels: Mapping[str, Sequence[int] | Tensor],
+    state: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Check that all ranks read the same data, and that it is what the checkpoint was trained on.
+
+    Other rows of the same classes are reported (rank 0) and accepted. Collective.
+
+    Args:
+        args: the flags.
+        world: the ranks.
+        classes: names of the classes.
+        labels: the class number of each row of the data set, by the name of the split.
+        state: the checkpoint that the run goes on from, or None.
+    Returns:
+        The fingerprint of the data, which checkpoints keep.
+    Raises:
+        InputError: the ranks read different data, or the classes are not those of the checkpoint.
+    """
+    data = fingerprint(classes, labels)
+    values = {"the list of classes": ", ".join(classes)}
+    for name, split in data["splits"].items():
+        values[f"the number of rows of the {name} split"] = split["rows"]
+        values[f"the hash of the labels of the {name} split"] = split["labels"]
+    check_equal(world, values, advice="give all nodes the same data")
+    if state is None:
+        return data
+    if difference := first_other_class(state["classes"], classes):
+        raise SharedInputError(
+            f"--data_dir {args.data_dir}: the checkpoint was trained on other classes "
+            f"({difference}); give the data of its run"
+        )
+    if "data" in state and world.is_main:
+        compared = [name for name in data["splits"] if name != "train" or not args.evaluate]
+        for difference in differences(state["data"], data, compared):
+            print(f"warning: the data is not that of the checkpoint's run: {difference}")
+    return data
+
+
+def first_other_class(trained_on: Sequence[str], classes: Sequence[str]) -> str:
+    """The first class in which two lists of classes differ, in words, or ''."""
+    for number, (old, new) in enumerate(zip_longest(trained_on, classes), 1):
+        if old != new:
+            return f"class {number} was {old!r} and is {new!r} now"
+    return ""
+
+
+def open_run_folder(
+    args: Namespace, script: str, world: World, state: Mapping[str, Any] | None
+) -> tuple[Path, IO[str] | None]:
+    """Make the run folder and reserve it for this run; collective.
+
+    Args:
+        args: the flags.
+        script: its name without .py.
+        world: the ranks.
+        state: the checkpoint that the run goes on from, or None.
+    Returns:
+        The folder; and on rank 0 the lock, which holds until it is closed.
+    Raises:
+        InputError: the folder cannot be made, belongs to another run, or is in use.
+    """
+    locks: list[IO[str]] = []  # of rank 0
+
+    def reserve() -> Path:
+        default = new_run_folder(script)
+        chosen = Path(args.out) if args.out else default
+        folder = make_run_folder(chosen, is_default=not args.out)
+        locks.append(lock_run_folder(folder))
+        check_overwritten(args, state)  # again: another run may have ended in the meantime
+        return folder
+
+    folder = on_main(world, reserve)
+    return folder, locks[0] if locks else None

@@ -1,0 +1,104 @@
+"""What the processes of a job must have in common, and what one of them finds out for all.
+
+    check_equal(world, {"--lr": 0.1, "the commit": "31dfeba"}, advice="start all with equal flags")
+    folder = on_main(world, make_folder)          # rank 0 makes it; an error there ends all ranks
+    with local_main_first(world):                 # one download a node
+        data = read()
+
+Processes that disagree would train different models without a word, or wait for each other until
+a time limit ends them. All functions here are collective: every rank calls them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from distributed.world import READ_SECONDS, World
+from errors import InputError, SharedInputError
+
+Result = TypeVar("Result")
+LONGEST_VALUE = 60  # characters of a value in a message
+
+
+def check_equal(world: World, values: Mapping[str, Any], *, advice: str) -> None:
+    """Check that all ranks have the same values.
+
+    Args:
+        world: the ranks.
+        values: what is compared, by the names that a message gives them.
+        advice: what to do where they differ.
+    Raises:
+        InputError: some rank has another value than rank 0; on every rank, with the same message.
+    """
+    texts = {name: str(value) for name, value in values.items()}
+    if difference := first_difference(world.all_gather_objects(texts)):
+        raise SharedInputError(f"the processes do not agree: {difference}; {advice}")
+
+
+def first_difference(ranks: Sequence[Mapping[str, str]]) -> str:
+    """What the first rank that differs from rank 0 has instead, or '' if all are equal."""
+    for rank, values in enumerate(ranks):
+        for name in [*ranks[0], *(name for name in values if name not in ranks[0])]:
+            expected, found = ranks[0].get(name, "nothing"), values.get(name, "nothing")
+            if found != expected:
+                pair = f"{expected[:LONGEST_VALUE]} on rank 0 and {found[:LONGEST_VALUE]}"
+                return f"{name} is {pair} on rank {rank}"
+    return ""
+
+
+def raise_together(world: World, problem: str) -> None:
+    """Raise the problem of any rank on all of them.
+
+    Args:
+        world: the ranks.
+        problem: this rank's own, or ''.
+    Raises:
+        InputError: a rank has a problem: that of the first one which has.
+    """
+    for found in world.all_gather_objects(problem):
+        if found:
+            raise SharedInputError(found)
+
+
+def on_main(world: World, action: Callable[[], Result]) -> Result:
+    """Do something on rank 0 alone, and give its result to every rank.
+
+    Args:
+        world: the ranks.
+        action: its result can be pickled.
+    Raises:
+        InputError: `action` raised it; on every rank.
+    """
+    result, problem = None, ""
+    if world.is_main:
+        try:
+            result = action()
+        except InputError as error:
+            problem = str(error)
+    raise_together(world, problem)
+    return world.broadcast(result)
+
+
+@contextlib.contextmanager
+def local_main_first(world: World) -> Iterator[None]:
+    """Let each node's first process run the block before the others: one download a node.
+
+    Raises:
+        InputError: the block raised it on any rank; on every rank, so that none waits for another.
+    """
+    if world.size == 1:
+        yield
+        return
+    is_first, problem = world.local_rank == 0, ""
+    with world.waiting_at_most(READ_SECONDS):
+        if not is_first:
+            raise_together(world, "")  # waits for the first ones
+        try:
+            yield
+        except InputError as error:
+            problem = str(error)
+        raise_together(world, problem)
+        if is_first:
+            raise_together(world, "")  # waits for the others

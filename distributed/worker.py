@@ -1,0 +1,52 @@
+"""What a process that torchrun started knows of its launcher, torchrun or distributed.launch.
+
+end_with_launcher()     # first
+launcher_id()           # the same after every restart, and that of no other job
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+LAUNCHER = "FASTER_TRAINING_LAUNCHER"  # environment variable: the launcher's process number
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+def end_with_launcher() -> None:
+    """Let the kernel kill this worker when its launcher ends, however that ends.
+
+    A launcher that is killed, as by the kernel when memory runs out, cannot stop its workers. They
+    would go on writing to a run folder that a resumed run writes to as well, or wait for each other
+    and hold memory. Only Linux can do this; elsewhere nothing happens.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = os.environ.get(LAUNCHER)
+    if launcher and int(launcher) != os.getppid():  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def launcher_id() -> str:
+    """What names the process that started this one, here and nowhere else; '' where /proc is not.
+
+    torchrun, ours or torch's own, is one process per node from the start of a job to its end,
+    through all restarts. Its number may be used again later, so that its start time and the boot
+    of the machine belong to the name.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        status = Path(f"/proc/{os.getppid()}/stat").read_text()
+    except OSError:
+        return ""
+    after_name = status.rpartition(")")[2].split()  # the name of a program may hold blanks
+    return f"{boot}-{os.getppid()}-{after_name[19]}"  # field 22 of proc(5): clock ticks since boot
+
+
+def is_restarted() -> bool:
+    """Whether torchrun starts this process anew because the one before it failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0

@@ -1,0 +1,107 @@
+"""What a job does that torchrun starts again: it goes on with its own run, never with another's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ranks
+import resnet50_test
+from cli import options
+from distributed.worker import launcher_id
+from errors import InputError
+
+SMALL = "--dataset digits --arch resnet20 --epochs 3 --device cpu".split()
+
+
+@pytest.fixture
+def restarted(tmp_path, monkeypatch) -> Path:
+    """An empty folder in which this process has been restarted by torchrun."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "faster-training")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    return tmp_path
+
+
+def copy_run(run: Path, folder: str, *launchers: str) -> Path:
+    """A copy of a finished run, as jobs of these launchers would have left it."""
+    shutil.copytree(run, folder)
+    config = Path(folder) / "config.json"
+    known = {"elastic_id": "faster-training", "launchers": launchers}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **known}))
+    return Path(folder)
+
+
+def delete_checkpoints(folder: Path) -> None:
+    """Delete last.pt and those that were kept before it."""
+    for path in folder.glob("last*.pt"):
+        path.unlink()
+
+
+def parse(*words: object) -> tuple[str | None, str | None]:
+    """The run folder of these flags, and the checkpoint that the run goes on from."""
+    args, state = options.parse(resnet50_test.parser(), "resnet50_test", [*SMALL, *map(str, words)])
+    return args.out, state and state["file"]
+
+
+def test_a_restarted_job_goes_on_with_its_own_run_and_no_other(runs, restarted):
+    copy_run(runs["images"], "runs/resnet50_test-2", "another-job")
+    assert parse() == (None, None), "its own run had not begun: it starts anew"
+    own = copy_run(runs["images"], "runs/resnet50_test-1", "of-another-node", launcher_id())
+    assert parse() == (str(own), str(own / "last.pt"))
+    delete_checkpoints(own)
+    assert parse() == (None, None), "its own run had no checkpoint"
+
+
+def test_a_restarted_job_with_a_run_folder_of_its_own(runs, restarted):
+    assert parse("--out", "mine") == ("mine", None)
+    own = copy_run(runs["images"], "mine", launcher_id())
+    assert parse("--out", "mine") == ("mine", str(own / "last.pt"))
+    delete_checkpoints(own)  # as where the first checkpoint could not be written
+    assert parse("--out", "mine") == ("mine", None)
+    copy_run(runs["images"], "theirs", "another-job")
+    with pytest.raises(InputError, match="already holds a run"):
+        parse("--out", "theirs")
+
+
+def test_a_restarted_job_that_had_resumed_another_run(runs, restarted):
+    old = copy_run(runs["images"], "old", "another-job")
+    resume = ("--resume", old / "best.pt")
+    assert parse(*resume, "--out", "new") == ("new", str(old / "best.pt"))
+    new = copy_run(runs["images"], "new", launcher_id())
+    assert parse(*resume, "--out", "new") == ("new", str(new / "last.pt"))
+    delete_checkpoints(new)
+    assert parse(*resume, "--out", "new") == ("new", str(old / "best.pt"))
+    assert parse(*resume) == ("old", str(old / "best.pt"))
+    config = json.loads((old / "config.json").read_text())
+    (old / "config.json").write_text(json.dumps({**config, "launchers": [launcher_id()]}))
+    assert parse(*resume) == ("old", str(old / "last.pt"))
+
+
+def test_without_proc_a_restarted_job_starts_anew(runs, restarted, monkeypatch):
+    monkeypatch.setattr(options, "launcher_id", lambda: "")
+    copy_run(runs["images"], "runs/resnet50_test-1", "")
+    assert parse() == (None, None)
+
+
+def test_a_launcher_is_named_alike_by_its_workers_and_by_no_others():
+    ask = f"{sys.executable} -c 'import distributed.worker as w; print(w.launcher_id())'"
+    outputs = [
+        subprocess.run(
+            ["sh", "-c", f"{ask}; {ask}; true"],
+            cwd=ranks.ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for _ in range(2)
+    ]
+    (first, second), (third, fourth) = outputs
+    assert first == second
+    assert third == fourth
+    assert first != third
