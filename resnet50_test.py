@@ -18,7 +18,7 @@ import mixup
 from cli import factory, image_classification, options
 from cli.apex_optimizers import APEX_OPTIMIZERS
 from cli.flags import OptimizerChoice, Parser, shared_parser
-from distributed.world import init_world
+from distributed.world import TimeLimits, init_world
 from dynamic_batch import ByLoss, ByNoise, Scheduled
 from errors import exit_code
 from input_pipeline.image_batches import AUGMENTATIONS
@@ -63,8 +63,8 @@ def parser() -> Parser:
 def main() -> None:
     """What a run is made of, from its flags to its last epoch."""
     args, checkpoint = options.parse(parser(), SCRIPT)
-    with init_world(args.device) as world:
-        run = factory.create_run(args, SCRIPT, world)
+    with init_world(args.device, TimeLimits(*args.timeout)) as world:
+        run = factory.create_run(args, SCRIPT, world, checkpoint)
         if checkpoint and args.predict:
             return image_classification.predict(args, run, checkpoint)
         if checkpoint and args.export:
@@ -91,10 +91,11 @@ def main() -> None:
             loss_fn=loss_fn,
             meta_learner=meta_learner,
             batches=batches,
+            state=checkpoint,
             long_run_hint=image_classification.long_run_hint(args, run),
         )
         summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py
-        factory.report_result(run, summary)
+        factory.report_result(run, summary, folder=trainer.log.folder)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,10 @@ from backends import device, execution, nvidia_apex, onnx_runtime, torch_compat
 from backends.precision import Precision, choose_precision
 from cli.flags import OptimizerChoice
 from cli.options import check_validation_set
+from cli.start_checks import check_processes, open_run_folder
 from distributed import ddp, fsdp, sharded_checkpoint
 from distributed.comm_hooks import WIRE_DTYPES, AllReduceHook, DelayedAllReduce, LocalSGD
+from distributed.worker import launcher_id
 from distributed.world import World
 from dynamic_batch import WorkerBalancer
 from errors import InputError
@@ -50,6 +52,7 @@ from training.meta_mixup_step import HeldOutBatches, MetaLearner, MetaMixupStep
 from training.trainer import Trainer, TrainerConfig
 
 MIN_EVAL_BATCH = 64
+LARGEST_LR_FACTOR = 1e6  # of a schedule that lets the learning rate grow
 SLAMB_WIRE_DTYPES = {"fp32": torch.float32, **WIRE_DTYPES}
 
 
@@ -58,12 +61,11 @@ SLAMB_WIRE_DTYPES = {"fp32": torch.float32, **WIRE_DTYPES}
 
 @dataclass(frozen=True)
 class Run:
-    """What a run computes with and writes to."""
+    """What a run computes with."""
 
     script: str
     world: World
     precision: Precision
-    folder: Path
 
 
 @dataclass(frozen=True)
@@ -84,16 +86,30 @@ class Data:
     model_mixes: bool = False
 
 
-def create_run(args: Namespace, script: str, world: World) -> Run:
-    """Settle threads, memory, precision, seed and run folder; nothing is written yet."""
+def create_run(
+    args: Namespace, script: str, world: World, state: Mapping[str, Any] | None = None
+) -> Run:
+    """Settle threads, memory, precision and seed; nothing is written yet.
+
+    Args:
+        args: the flags.
+        script: its name without .py.
+        world: the ranks.
+        state: the checkpoint that the run goes on from, or None.
+    Raises:
+        InputError: the ranks differ in flags, code or checkpoint, or the device does not support
+            the precision.
+    """
+    check_processes(args, world, state)
     onnx_runtime.silence_onnxruntime_notice()
     device.keep_freed_memory()
     device.set_num_threads(args.threads, world.local_size)
     ort_auto = args.precision == "auto" and args.backend == "ort"  # ORTModule computes in fp32
     precision = choose_precision("fp32" if ort_auto else args.precision, world.device)
-    folder = world.broadcast(args.out or str(run_log.new_run_folder(script)))
+    if args.deterministic:
+        device.make_deterministic(world.device)  # after the precision has set cuDNN's switches
     torch.manual_seed(args.seed)  # the same weights on every rank
-    return Run(script, world, precision, Path(folder))
+    return Run(script, world, precision)
 
 
 def split_rows(args: Namespace, labels: Tensor, has_val: bool = False) -> dict[str, Tensor]:
@@ -264,8 +280,12 @@ def scaled_lr(args: Namespace, world: World) -> float:
 
 
 def create_lr_schedule(args: Namespace) -> Schedule:
-    """The learning rate over the run, as a multiple of --lr."""
-    return Schedule(
+    """The learning rate over the run, as a multiple of --lr.
+
+    Raises:
+        InputError: --gamma above 1 would let it grow beyond all limits.
+    """
+    schedule = Schedule(
         args.lr_schedule,
         args.epochs,
         warmup=args.warmup,
@@ -276,6 +296,16 @@ def create_lr_schedule(args: Namespace) -> Schedule:
         end=args.lr_end,
         peak=args.peak,
     )
+    try:
+        is_moderate = args.gamma <= 1 or schedule(args.epochs - 1) <= LARGEST_LR_FACTOR
+    except OverflowError:
+        is_moderate = False
+    if not is_moderate:
+        raise InputError(
+            f"--gamma {args.gamma:g}: with --lr_schedule {args.lr_schedule} the learning rate "
+            f"would end at more than {LARGEST_LR_FACTOR:,.0f} times --lr; give a smaller one"
+        )
+    return schedule
 
 
 # -------------------------------------------------------------------- loss and mixing
@@ -422,6 +452,7 @@ def create_trainer(
     loss_fn: LossFn,
     meta_learner: MetaLearner | None,
     batches: BatchSchedule,
+    state: Mapping[str, Any] | None = None,
     long_run_hint: str = "",
 ) -> Trainer:
     """The trainer of these parts; from here on the run folder exists.
@@ -429,19 +460,30 @@ def create_trainer(
     Args:
         args, run, data: of the run.
         model, optimizer, loss_fn, meta_learner, batches: as of `Trainer`.
+        state: the checkpoint that the run goes on from, or None.
         long_run_hint: a line for the user of a run of many hours: what makes it shorter.
     """
     world = run.world
-    comm_hook = create_comm_hook(args, run)
+    comm_hook, lr_schedule = create_comm_hook(args, run), create_lr_schedule(args)
+    folder, lock = open_run_folder(args, run.script, world, state)
+    launchers = sorted(set(world.gather(launcher_id())))  # by which a restarted job knows its run
     log = run_log.RunLog(
-        run.folder, world.is_main, tensorboard=args.tensorboard, log_every=args.log_every
+        folder,
+        world.is_main,
+        config={
+            "flags": vars(args),
+            **describe_machine(world.device),
+            "launchers": launchers,
+        },
+        tensorboard=args.tensorboard,
+        log_every=args.log_every,
+        lock=lock,
     )
-    log.config(vars(args), describe_machine(world.device))
     log.info(
         f"{len(data.train)} training samples, {num_parameters(model) / 1e6:.2f} M parameters, "
         f"global batch {batches.base} on {world.size} process(es) of "
         f"{device_name(world.device)}, {run.precision.name}, {args.backend}; "
-        f"run folder {run.folder}"
+        f"run folder {folder}"
     )
     if advice := large_batch_advice(args, batches.base, len(data.train)):
         log.info(advice)
@@ -453,7 +495,7 @@ def create_trainer(
         batches,
         train_set=data.train,
         eval_sets=used_eval_sets(args, data),
-        lr_schedule=create_lr_schedule(args),
+        lr_schedule=lr_schedule,
         precision=run.precision,
         world=world,
         log=log,
@@ -487,6 +529,8 @@ def create_trainer_config(
         max_grad_norm=args.clip,
         sync_batch_norm=args.sync_bn,
         save_every=args.save_every,
+        keep=args.keep,
+        save_in_background={"auto": None, "yes": True, "no": False}[args.save_in_background],
         measure_noise_scale=args.noise_scale or args.dynamic_batch == "noise",
         time_compute=args.balance_workers and run.world.size > 1,
         record_cuda_graph=args.backend == "cudagraph",
@@ -628,12 +672,13 @@ def report_predictions(
     print(f"{args.predict_out}: {count} predictions")
 
 
-def report_result(run: Run, summary: RunSummary) -> None:
+def report_result(run: Run, summary: RunSummary, *, folder: Path) -> None:
     """Print the last lines of a run (rank 0): what its last and best epochs reached, and the cost.
 
     Args:
         run: the run.
         summary: what `Trainer.fit` returned.
+        folder: the run folder.
     Raises:
         InputError: the last checkpoint could not be written.
     """
@@ -651,11 +696,11 @@ def report_result(run: Run, summary: RunSummary) -> None:
     print(
         f"{summary.seconds:.1f} s, {summary.samples_per_second:.0f} samples/s, peak memory "
         f"{summary.peak_memory_bytes / 2**30:.2f} GiB, {summary.device_hours:.4f} "
-        f"device-hours; run folder {run.folder}",
+        f"device-hours; run folder {folder}",
         flush=True,
     )
     if "last" in summary.unsaved:
         raise InputError(
-            f"{run.folder}/last.pt could not be written at the end of the run (see the warnings "
+            f"{folder}/last.pt could not be written at the end of the run (see the warnings "
             "above); make room on the disk, and train again or go on with --resume"
         )

@@ -23,6 +23,7 @@ import mixup
 from backends import execution, nvidia_apex, onnx_runtime, precision
 from cli.flag_parser import FlagParser
 from distributed import comm_hooks, fsdp
+from distributed.world import TimeLimits
 from optimizers import schedules
 
 
@@ -82,6 +83,7 @@ def format_limit(limit: float) -> str:
 
 
 count, natural = number(int, 1), number(int, 0)
+MAX_THREADS = 1024  # of a process; some thousands take minutes to start
 positive, not_negative = number(float, 0, open_low=True), number(float, 0)
 fraction, below_one = number(float, 0, 1, open_low=True), number(float, 0, 0.999)
 
@@ -589,7 +591,7 @@ def add_schedule(parser: Parser) -> None:
     )
     add(
         "--peak",
-        type=number(float, 1),
+        type=number(float, 1, 1e6),
         default=5.0,
         metavar="F",
         help="Let onecycle and cyclic rise to this multiple of --lr (default %(default)s).",
@@ -632,6 +634,13 @@ def add_speed(parser: Parser) -> None:
         common=True,
     )
     add(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="On GPUs, choose kernels that give the same bits in every run, and warn where torch "
+        "has none; slower. CPUs always give the same bits (default off).",
+    )
+    add(
         "--backend",
         choices=execution.BACKENDS,
         default="eager",
@@ -655,7 +664,7 @@ def add_speed(parser: Parser) -> None:
     )
     add(
         "--threads",
-        type=natural,
+        type=number(int, 0, MAX_THREADS),
         default=0,
         metavar="N",
         help="Use this many CPU threads in each process; 0 shares the cores of the node among its "
@@ -673,6 +682,16 @@ def add_speed(parser: Parser) -> None:
         action="store_true",
         help="End with an error unless torchrun started the script; without this flag, torchrun "
         "is recognised by itself.",
+    )
+    add(
+        "--timeout",
+        type=positive,
+        nargs=2,
+        default=[TimeLimits.start, TimeLimits.step],
+        metavar="SECONDS",
+        help="End when another process does not answer for this long: up to the first step, in "
+        "evaluations and in saves, and then in later steps. Downloads have two hours "
+        "(default %(default)s).",
     )
     add(
         "--sync_bn",
@@ -867,6 +886,21 @@ def add_run(parser: Parser) -> None:
         metavar="STEPS",
         help="Save a checkpoint once in this many steps as well; 0 saves after each epoch only "
         "(default %(default)s).",
+    )
+    add(
+        "--keep",
+        type=count,
+        default=2,
+        metavar="N",
+        help="Keep this many of the latest checkpoints: last.pt, last-1.pt before it and so on; "
+        "--resume uses the newest that is not damaged (default %(default)s).",
+    )
+    add(
+        "--save_in_background",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="Copy the state at a save and write the copy while training goes on; auto does so "
+        "where the weights have more than 50 MB (default %(default)s).",
     )
     add(
         "--recipe",

@@ -12,6 +12,8 @@ from torch import nn
 
 from cli.factory import Data, Run, load_weights, report_own_data, report_predictions, split_rows
 from cli.flags import Parser, number
+from cli.start_checks import check_data
+from distributed.agreement import local_main_first
 from input_pipeline import image_batches, image_datasets
 from input_pipeline.image_batches import AUGMENTATIONS, Augmentation, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
@@ -83,7 +85,7 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
     Raises:
         InputError: the data set is missing or broken.
     """
-    with run.world.local_main_first():
+    with local_main_first(run.world):
         splits, classes = image_datasets.read_image_splits(
             args.dataset,
             args.data_dir,
@@ -91,6 +93,13 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
             classes=checkpoint["classes"] if checkpoint else (),
             train_is_enough=bool(args.val_fraction),
         )
+    fingerprint = check_data(
+        args,
+        run.world,
+        classes,
+        labels={name: split.labels for name, split in splits.items()},
+        state=checkpoint,
+    )
     labelled = splits.pop("train")
     has_val = "val" in splits
     for name, rows in split_rows(args, labelled.labels, has_val).items():
@@ -119,6 +128,7 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
         )
     metadata = {
         "classes": classes,
+        "data": fingerprint,
         "mean": mean,
         "std": std,
         "channels": train.channels,

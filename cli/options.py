@@ -22,10 +22,11 @@ from cli import compatibility
 from cli.flag_parser import Flag
 from cli.flags import OptimizerChoice, Parser
 from cli.yaml_file import LONGEST_EXCERPT, excerpt, read_yaml
+from distributed.worker import is_restarted, launcher_id
 from distributed.world import under_torchrun
 from errors import InputError, did_you_mean
 from input_pipeline import own_data
-from training import checkpoint, export, predictions, run_log
+from training import checkpoint, export, predictions, run_folder
 
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
 NOT_RESTORED = frozenset(
@@ -81,7 +82,11 @@ def parse(
     if path is not None:
         source = "--resume" if given.checkpoint is None else "--checkpoint"
         state = checkpoint.load(path, script, flag=source, metadata=METADATA[script])
+        if "warning" in state and os.environ.get("RANK", "0") == "0":
+            print(state["warning"], file=sys.stderr, flush=True)
         unsupported = restore_flags(state["flags"], parser, inference=uses_trained_model(given))
+        if given.lr is not None:  # the user's own remedy takes the place of those so far
+            state["progress"] |= {"rollbacks": 0, "lr_factor": 1.0}
     arguments = [*(recipe_arguments(given.recipe, parser) if given.recipe else []), *arguments]
     chosen = parser.parse_args(arguments)
     if state is not None:
@@ -92,7 +97,7 @@ def parse(
     if path is not None and args.out is None:
         args.out = str(path if path.is_dir() else path.parent)
     validate(args, script, resumed=state is not None)
-    if state is not None and not uses_trained_model(args):
+    if not uses_trained_model(args):
         check_overwritten(args, state)
     return args, state
 
@@ -190,16 +195,15 @@ def uses_trained_model(args: Namespace) -> bool:
 def resume_path(args: Namespace, script: str) -> Path | None:
     """The checkpoint or run folder to go on from, or to use for inference; None for a new run.
 
-    It is that of --checkpoint, else of --resume; a job that torchrun has restarted resumes by
-    itself.
+    It is that of --checkpoint, else of --resume; a job that torchrun has restarted goes on with
+    its own run by itself.
 
     Raises:
         InputError: the two flags contradict each other, or the run has no such checkpoint.
     """
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and not uses_trained_model(args):
-        job = os.environ.get("TORCHELASTIC_RUN_ID")
-        folder = Path(args.out) if args.out else run_log.latest_run(script, elastic_id=job)
-        if folder is not None and (folder / "last.pt").exists():
+    if is_restarted() and not uses_trained_model(args):
+        folder = interrupted_run(args, script)
+        if folder is not None and checkpoint.latest_files(folder):
             return folder
     if args.checkpoint is None:
         return None if args.resume is None else run_path(args, script, flag="--resume")
@@ -223,13 +227,32 @@ def resume_path(args: Namespace, script: str) -> Path | None:
         return Path(args.checkpoint)
     run = run_path(args, script, flag=f"--checkpoint {args.checkpoint}")
     folder = run.parent if run.suffix == ".pt" else run
-    path = folder / f"{args.checkpoint}.pt"
-    if (folder / "last.pt").exists() and not path.exists():
+    if args.checkpoint == "last":
+        return folder
+    path = folder / "best.pt"
+    if checkpoint.latest_files(folder) and not path.exists():
         raise InputError(
             f"--checkpoint best: {folder} has no best.pt, as before the end of its first epoch; "
             "use --checkpoint last"
         )
     return path
+
+
+def interrupted_run(args: Namespace, script: str) -> Path | None:
+    """The run folder that this job wrote to before torchrun restarted it.
+
+    None where it had not come so far: the restarted job then does what the first start did.
+    """
+    job = launcher_id()
+    folder: Path | None
+    if args.out:
+        folder = Path(args.out)
+    elif args.resume:
+        path = Path(args.resume)
+        folder = path if path.is_dir() else path.parent
+    else:
+        return run_folder.latest_run(script, launcher=job) if job else None
+    return folder if run_folder.is_run_of(job, folder) else None
 
 
 def run_path(args: Namespace, script: str, *, flag: str) -> Path:
@@ -240,7 +263,7 @@ def run_path(args: Namespace, script: str, *, flag: str) -> Path:
     """
     if args.resume:
         return Path(args.resume)
-    folder = Path(args.out) if args.out else run_log.latest_run(script)
+    folder = Path(args.out) if args.out else run_folder.latest_run(script)
     if folder is None:
         raise InputError(
             f"{flag}: no run of {script} with a checkpoint below runs/; "
@@ -383,33 +406,51 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
         raise InputError(
             f"--warmup {args.warmup:g}: must be shorter than the run of {args.epochs} epochs"
         )
-    if not resumed and args.out and (Path(args.out) / "metrics.jsonl").exists():
-        raise InputError(
-            f"--out {args.out} already holds a run: add --resume to go on with it, "
-            "or choose another folder"
-        )
+    reason = torch_compat.unavailable_reason("staging")
+    if args.save_in_background == "yes" and reason:
+        raise InputError(f"--save_in_background yes {reason}; leave it out")
 
 
-def check_overwritten(args: Namespace, state: Mapping[str, Any]) -> None:
-    """Check that going on from a checkpoint does not overwrite what it is not a part of.
+def holds_other_run(folder: Path) -> bool:
+    """Whether a folder holds a run that this job, before torchrun restarted it, did not begin."""
+    if is_restarted() and run_folder.is_run_of(launcher_id(), folder):
+        return False
+    return (folder / "metrics.jsonl").exists()
 
+
+def check_overwritten(args: Namespace, state: Mapping[str, Any] | None) -> None:
+    """Check that a run does not overwrite what it is not a part of.
+
+    Args:
+        args: the flags.
+        state: the checkpoint that the run goes on from, or None.
     Raises:
         InputError: the run folder holds another run, or the same run at a later step.
     """
+    if state is None:
+        if args.out and holds_other_run(Path(args.out)):
+            raise InputError(
+                f"--out {args.out} already holds a run: add --resume to go on with it, "
+                "or choose another folder"
+            )
+        return
     folder, source = Path(args.out), Path(state["file"])
     if source.resolve().parent != folder.resolve():
-        if (folder / "metrics.jsonl").exists():
+        if holds_other_run(folder):
             raise InputError(
                 f"--out {folder} already holds a run: choose another folder to go on from {source}"
             )
         return
-    later = checkpoint.read_progress(folder / "last.pt")
-    if later is not None and later["step"] > state["progress"]["step"]:
-        raise InputError(
-            f"{source} is of step {state['progress']['step']}, but its run has gone on to step "
-            f"{later['step']} (last.pt), which training on from there would overwrite; "
-            "give --out with another folder"
-        )
+    for path in checkpoint.latest_files(folder):
+        if path.samefile(source):
+            return
+        later = checkpoint.read_progress(path, verify=True)
+        if later is not None and later["step"] > state["progress"]["step"]:
+            raise InputError(
+                f"{source} is of step {state['progress']['step']}, but its run has gone on to step "
+                f"{later['step']} ({path.name}), which training on from there would overwrite; "
+                "give --out with another folder"
+            )
 
 
 def check_validation_set(args: Namespace, has_val: bool) -> None:

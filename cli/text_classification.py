@@ -13,6 +13,9 @@ from torch import nn
 
 from cli.factory import Data, Run, load_weights, report_own_data, report_predictions, split_rows
 from cli.flags import Parser, below_one, count, number
+from cli.start_checks import check_data
+from distributed.agreement import local_main_first
+from distributed.world import READ_SECONDS
 from errors import InputError
 from input_pipeline import text_batches, text_datasets, tokenization, torchtext_tokenizer
 from input_pipeline.csv_tables import ColumnChoice
@@ -23,6 +26,7 @@ from training import predictions
 from training.atomic_file import atomic_write_text
 from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
+from training.run_log import RunLog
 
 
 def long_run_hint(args: Namespace, run: Run) -> str:
@@ -186,7 +190,7 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
             f"--label_column and --text_column are of --dataset csv, not of {args.dataset}; "
             "leave them out"
         )
-    with world.local_main_first():
+    with local_main_first(world):
         splits, classes = text_datasets.read_text_splits(
             args.dataset,
             args.data_dir,
@@ -195,6 +199,13 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
             train_is_enough=bool(args.val_fraction),
         )
     notes = [line for split in splits.values() for line in split.notes]
+    fingerprint = check_data(
+        args,
+        world,
+        classes,
+        labels={name: split.labels for name, split in splits.items()},
+        state=checkpoint,
+    )
     labelled = splits.pop("train")
     has_val = "val" in splits
     for name, rows in split_rows(args, torch.tensor(labelled.labels), has_val).items():
@@ -210,7 +221,8 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
             trained = tokenization.train_tokenizer(
                 texts, args.tokenizer, vocab_size=args.vocab_size
             ).to_str()
-        tokenizer = tokenization.load_tokenizer(world.broadcast(trained))
+        with world.waiting_at_most(READ_SECONDS):
+            tokenizer = tokenization.load_tokenizer(world.broadcast(trained))
     sets = {
         name: TextDataset(split, tokenizer, max_len=args.max_len, device=world.device)
         for name, split in splits.items()
@@ -220,6 +232,7 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
         prior = naive_bayes_scores(sets["train"], tokenizer.get_vocab_size(), classes=len(classes))
     metadata = {
         "classes": classes,
+        "data": fingerprint,
         "tokenizer": tokenizer.to_str(),
         "max_len": args.max_len,
         "prior": prior,
@@ -255,10 +268,18 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
     return model.to(run.world.device)
 
 
-def write_tokenizer(run: Run, metadata: Mapping[str, Any]) -> None:
-    """Write tokenizer.json into the run folder (rank 0), for use outside this project."""
-    if run.world.is_main:
-        atomic_write_text(run.folder / "tokenizer.json", metadata["tokenizer"])
+def write_tokenizer(log: RunLog, metadata: Mapping[str, Any]) -> None:
+    """Write tokenizer.json into the run folder (rank 0), for use outside this project.
+
+    The run does without it where the disk is full: its checkpoints hold the tokenizer as well.
+    """
+    if not log.is_main:
+        return
+    path = log.folder / "tokenizer.json"
+    try:
+        atomic_write_text(path, metadata["tokenizer"])
+    except OSError as error:
+        log.info(f"warning: {path} could not be written ({error.strerror}); the run goes on")
 
 
 def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from errors import InputError
-from training import checkpoint
+from training import atomic_file, checkpoint
 
 ROOT = Path(__file__).parents[1]
 
@@ -101,23 +102,36 @@ def test_save_that_fails_keeps_the_previous_file_and_leaves_nothing(
     assert os.listdir(tmp_path) == ([] if first else ["last.pt"])
 
 
+@pytest.mark.parametrize("writer", ["checkpoint", "copy", "text"])
 def test_new_file_is_on_the_disk_before_it_takes_the_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, events = tmp_path / "last.pt", []
     sync, rename = os.fsync, Path.replace
+
+    def kind(number: int) -> str:
+        return "sync folder" if stat.S_ISDIR(os.fstat(number).st_mode) else "sync"
+
     monkeypatch.setattr(
         os,
         "fsync",
-        lambda number: (events.append(("sync", os.fstat(number).st_size)), sync(number)),
+        lambda number: (events.append((kind(number), os.fstat(number).st_size)), sync(number)),
     )
     monkeypatch.setattr(
         Path,
         "replace",
         lambda part, to: (events.append(("rename", part.stat().st_size)), rename(part, to)),
     )
-    checkpoint.save(path, state_of(1))
-    assert events == [("sync", path.stat().st_size), ("rename", path.stat().st_size)]
+    if writer == "text":
+        atomic_file.atomic_write_text(path, "text")
+    else:
+        checkpoint.save(path, state_of(1))
+    if writer == "copy":
+        events.clear()
+        monkeypatch.setattr(os, "link", full_disk)
+        checkpoint.link_checkpoint(path, "best.pt")
+    size = path.stat().st_size
+    assert events == [("sync", size), ("rename", size), ("sync folder", tmp_path.stat().st_size)]
 
 
 LIMITED = """
@@ -216,7 +230,7 @@ def test_cut_file_is_named_as_such(kept: float, tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
     checkpoint.save(path, state_of(1))
     path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
-    with pytest.raises(InputError, match="last.pt: truncated or not a checkpoint"):
+    with pytest.raises(InputError, match=r"last.pt: damaged \(truncated or not a "):
         checkpoint.load(path, "a_test")
 
 
@@ -226,3 +240,49 @@ def test_random_states_come_back() -> None:
     torch.rand(3)
     checkpoint.set_rng_states(before, torch.device("cpu"))
     assert torch.equal(torch.rand(5), drawn)
+
+
+def mapped_kib(path: Path) -> int:
+    """How much of a file this process has in its memory; 0 where it is not mapped."""
+    lines, total, inside = Path("/proc/self/smaps").read_text().splitlines(), 0, False
+    for line in lines:
+        if "-" in line.split()[0]:
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1])
+    return total
+
+
+def test_a_rank_reads_its_own_part_alone(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    parts = [{"weights": torch.full((1024, 1024), float(rank))} for rank in range(8)]  # 4 MiB each
+    checkpoint.save(path, {**state_of(1), "ranks": parts})
+    state = checkpoint.load(path, "a_test")
+    assert torch.equal(checkpoint.copied(state["ranks"][3])["weights"], parts[3]["weights"])
+    assert 4096 <= mapped_kib(path) < 2 * 4096
+
+
+def test_what_was_loaded_stays_when_another_file_takes_the_name(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    checkpoint.save(path, state_of(1))
+    state = checkpoint.load(path, "a_test")
+    checkpoint.save(path, state_of(2))
+    assert torch.equal(state["model"]["w"], state_of(1)["model"]["w"])
+
+
+def test_a_changed_byte_is_found_or_changes_nothing(tmp_path: Path) -> None:
+    """Between the entries of the file there are bytes that mean nothing."""
+    path = tmp_path / "last.pt"
+    checkpoint.save(path, state_of(1, rows=2))
+    whole = path.read_bytes()
+    found = 0
+    for place in range(0, len(whole), 17):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+        try:
+            state = checkpoint.load(path, "a_test")
+        except InputError:
+            found += 1
+            continue
+        assert torch.equal(state["model"]["w"], state_of(1, rows=2)["model"]["w"]), place
+        assert state["progress"] == state_of(1)["progress"], place
+    assert found > len(whole) / 17 / 2

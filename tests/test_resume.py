@@ -95,6 +95,18 @@ def test_sigkill_then_resume_on_two_ranks(more, tmp_path):
 
 
 @pytest.mark.slow
+def test_sigkill_then_resume_on_four_ranks(tmp_path):
+    """A sum over four ranks depends on where a gradient lies in DDP's buckets."""
+    flags = [*IMAGES[:4], "--bs", "16", *IMAGES[6:]]
+    whole = tmp_path / "whole"
+    command = ranks.torchrun("resnet50_test.py", *flags, "--out", whole / "run")
+    ranks.finish(ranks.start(command, whole, NGPU="4"), whole)
+    command = ranks.torchrun("resnet50_test.py", *flags)
+    killed_and_resumed(command, tmp_path / "killed", kills=1, NGPU="4")
+    ranks.same_run(whole / "run", tmp_path / "killed" / "run")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_writes_a_checkpoint_and_leaves_with_130(number, tmp_path):
     flags = [*IMAGES[:-4], "--save_every", "0", "--threads", "1", "--seed", "3"]

@@ -1,4 +1,4 @@
-"""Files that are complete or not there.
+"""Files that are complete or not there, also after a power cut.
 
 with atomic_write(path) as temporary:      # a path beside `path`, renamed to it when the block ends
     figure.savefig(temporary)
@@ -7,20 +7,32 @@ with atomic_write(path) as temporary:      # a path beside `path`, renamed to it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Give the block the path of a temporary file, which replaces `path` if the block succeeds."""
+def atomic_write(path: Path, before_rename: Callable[[], None] | None = None) -> Iterator[Path]:
+    """Give the block the path of a temporary file, which replaces `path` if the block succeeds.
+
+    The new content is on the disk before it takes the name, and the name before this returns.
+
+    Args:
+        path: of the file.
+        before_rename: is called when the new content is on the disk and has not yet the name.
+    """
     temporary = path.with_name(path.name + ".part")
     try:
         yield temporary
+        sync_file(temporary)
+        if before_rename is not None:
+            before_rename()
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    sync_folder(path.parent)
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -31,3 +43,19 @@ def atomic_write_text(path: Path, text: str) -> None:
     """
     with atomic_write(path) as temporary:
         temporary.write_text(text)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the content of a file is on the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the file system can do that."""
+    with contextlib.suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)

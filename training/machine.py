@@ -31,13 +31,12 @@ class CommitUnknown(Exception):
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Versions, device, commit (None where it is unknown), torchrun's job and the command line."""
+    """Versions, device, commit (None where it is unknown) and the command line."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": device_name(device),
         "commit": commit_or_none(),
-        "elastic_id": os.environ.get("TORCHELASTIC_RUN_ID"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
 

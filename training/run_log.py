@@ -2,25 +2,26 @@
 
 The console has a progress bar on a terminal, and elsewhere, as in a batch job, a line now and then.
 
-log = RunLog(folder, is_main=True, tensorboard=False)
-log.config(flags, describe_machine(device))
+log = RunLog(folder, is_main=True, config={"flags": flags, **describe_machine(device)})
+log.begin(rows=[])
 log.epoch([{"epoch": 1, "step": 390, "test_accuracy": 0.43, ...}])
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import Tensor
 from tqdm import tqdm
 
-from errors import InputError
+from errors import InputError, discard_stdout
 from training.atomic_file import atomic_write, atomic_write_text
 from training.progress_bar import progress_bar
 from training.time_estimate import in_six_characters
@@ -131,6 +132,8 @@ MAX_NAMED_CLASSES = 40  # of a drawn table: more names would not be readable
 TIMING_FIELDS = (
     "seconds",
     "train_seconds",
+    "compile_seconds",
+    "eval_seconds",
     "samples_per_second",
     "worker_samples_per_second",
     "peak_memory_bytes",
@@ -138,46 +141,19 @@ TIMING_FIELDS = (
 """Fields of metrics.jsonl in which two equal runs may differ."""
 
 
-def new_run_folder(script: str) -> Path:
-    """runs/<script>-<time>, not yet made."""
-    return Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def latest_run(script: str, elastic_id: str | None = None) -> Path | None:
-    """The newest run folder of a script that holds a checkpoint.
-
-    Args:
-        script: its name without .py.
-        elastic_id: consider only the folders that this torchrun job made.
-    """
-    folders = Path("runs").glob(f"{script}-*")
-    for folder in sorted(folders, key=lambda path: path.name, reverse=True):
-        if not (folder / "last.pt").exists():
-            continue
-        if elastic_id is None or read_config(folder).get("elastic_id") == elastic_id:
-            return folder
-    return None
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a run folder; empty where it is missing or cut."""
-    try:
-        return json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-
-
 class RunLog:
     """Writes the run folder and the console; does nothing on other ranks than the main one.
 
     Args:
-        folder: the run folder; made here.
+        folder: the run folder.
         is_main: whether this is rank 0.
+        config: what config.json holds: flags, versions, device, commit.
         tensorboard: also write TensorBoard event files into the folder.
         log_every: off a terminal, seconds without a line on the console after which one says how
             far the run is; 0 is never.
+        lock: what `lock_run_folder` returned; it is kept as long as the log.
     Raises:
-        InputError: the folder cannot be made or written, or TensorBoard is not installed.
+        InputError: TensorBoard is not installed.
     """
 
     clock: Callable[[], float] = staticmethod(time.perf_counter)
@@ -187,53 +163,69 @@ class RunLog:
         folder: Path,
         is_main: bool,
         *,
+        config: Mapping[str, Any] | None = None,
         tensorboard: bool = False,
         log_every: float = 0.0,
+        lock: IO[str] | None = None,
     ) -> None:
         self.folder, self.is_main, self.log_every = folder, is_main, log_every
+        self.config, self.lock = config or {}, lock
         self.board: Any = None
-        self.written = self.shown = 0  # rows in metrics.jsonl, and on the console
+        self.make_board = _summary_writer() if tensorboard and is_main else None
+        self.written: int | None = 0  # rows in metrics.jsonl; None: it holds rows it should not
+        self.shown = 0  # rows on the console since the titles
         self.columns: list[Column] = []  # of the row above
         self.last_line = self.clock()  # when it was printed
-        if not is_main:
-            return
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"--out {folder}: cannot be made ({error.strerror}); choose another folder"
-            ) from None
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise InputError("--tensorboard needs a package: pip install tensorboard") from None
-            self.board = SummaryWriter(str(folder))
 
     # ---------------------------------------------------------------- files
 
-    def config(self, flags: Mapping[str, Any], machine: Mapping[str, Any]) -> None:
-        """Write config.json: flags, versions, device, commit."""
+    def begin(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write config.json and the rows that the run has already, once nothing can refuse it.
+
+        Raises:
+            InputError: config.json cannot be written.
+        """
         if not self.is_main:
             return
-        text = json.dumps({"flags": flags, **machine}, indent=2, default=str) + "\n"
+        text = json.dumps(self.config, indent=2, default=str) + "\n"
         try:
             atomic_write_text(self.folder / "config.json", text)
         except OSError as error:
             raise InputError(
                 f"--out {self.folder}: cannot be written ({error.strerror}); choose another folder"
             ) from None
+        if self.make_board is not None:
+            self.board = self.make_board(str(self.folder))
+        self.restart(rows)
 
     def restart(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Make metrics.jsonl hold exactly these rows: those that the checkpoint knows."""
+        """Make metrics.jsonl hold exactly these rows: those that the checkpoint knows.
+
+        What a full disk prevents is done with the next row.
+        """
         if self.is_main:
-            atomic_write_text(self.folder / "metrics.jsonl", _json_lines(rows))
+            self.written = None
+            self._write_rows(rows)
+
+    def _write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Let metrics.jsonl hold these rows; the last ones are appended where it has the others."""
+        path = self.folder / "metrics.jsonl"
+        try:
+            if self.written is None:
+                atomic_write_text(path, _json_lines(rows))
+            else:
+                with open(path, "a") as file:
+                    file.write(_json_lines(rows[self.written :]))
             self.written = len(rows)
+        except OSError as error:
+            self.written = None  # a line may have been cut
+            self.info(f"warning: {path} could not be written ({error.strerror}); the run goes on")
 
     def epoch(self, rows: Sequence[Mapping[str, Any]], seconds_left: float | None = None) -> None:
         """Append the last of `rows` to metrics.jsonl and print it as a row of the console's table.
 
-        A row that a full disk kept out is written with the next one.
+        A row that a full disk kept out is written with the next one. Numbers that are not finite,
+        for which JSON has no spelling, are null.
 
         Args:
             rows: of all epochs.
@@ -241,13 +233,7 @@ class RunLog:
         """
         if not self.is_main:
             return
-        try:
-            with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(_json_lines(rows[self.written :]))
-            self.written = len(rows)
-        except OSError as error:
-            path = self.folder / "metrics.jsonl"
-            self.info(f"warning: {path} could not be written ({error.strerror}); the run goes on")
+        self._write_rows(rows)
         self._show({**rows[-1], LEFT: in_six_characters(seconds_left)})
         if self.board is not None:
             for key, value in rows[-1].items():
@@ -280,11 +266,15 @@ class RunLog:
     # ---------------------------------------------------------------- console
 
     def info(self, line: str) -> None:
-        """Print one line above the progress bar."""
-        if self.is_main:
+        """Print one line above the progress bar; the run goes on where nobody reads it any more."""
+        if not self.is_main:
+            return
+        try:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
-            self.last_line = self.clock()
+        except BrokenPipeError:
+            discard_stdout()
+        self.last_line = self.clock()
 
     def _show(self, row: Mapping[str, Any]) -> None:
         """Print a row of the table, with the titles above it now and then."""
@@ -310,10 +300,33 @@ class RunLog:
             self.info(status.line())
 
     def close(self) -> None:
-        """Write TensorBoard's last events."""
+        """Write TensorBoard's last events, and release the folder."""
         if self.board is not None:
             self.board.close()
+        if self.lock is not None:
+            self.lock.close()
 
 
 def _json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
+    finite = [{key: _finite_or_none(value) for key, value in row.items()} for row in rows]
+    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in finite)
+
+
+def _finite_or_none(value: Any) -> Any:
+    """None instead of an infinite number or one that is not a number, also within a list."""
+    if isinstance(value, list):
+        return [_finite_or_none(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _summary_writer() -> Callable[[str], Any]:
+    """TensorBoard's writer of event files.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise InputError("--tensorboard needs a package: pip install tensorboard") from None
+    return SummaryWriter

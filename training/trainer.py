@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backends.cuda_graph import CudaGraphRunner
+from backends.cuda_graph import CudaGraphRunner, make_capturable
 from backends.execution import without_compilation
 from backends.precision import Precision
 from distributed import ddp, fsdp
@@ -51,6 +51,7 @@ from training.step_stats import ComputeTimer, NoiseMeter, StepSums, StepTotals, 
 from training.time_estimate import TimeEstimate
 from training.train_state import TrainState
 
+RAISED_LR = 2.01  # times the last step's rate; a warm-up at most doubles it in one step
 LOG_INTERVAL = {"cpu": 1, "cuda": 20}  # steps between two reads of the sums
 
 
@@ -67,6 +68,9 @@ class TrainerConfig:
         max_grad_norm: gradients are clipped to this norm; 0 is no limit.
         sync_batch_norm: BatchNorm statistics over all GPUs.
         save_every: steps between checkpoints within an epoch; 0 is none.
+        keep: how many checkpoints stay: last.pt and those before it.
+        save_in_background: write checkpoints while the loop goes on; None is where the model is
+            large.
         measure_noise_scale: sum what the gradient noise scale is estimated from.
         time_compute: measure each rank's seconds without waiting for others.
         record_cuda_graph: record the step once for each shape of batch, and replay it.
@@ -81,6 +85,8 @@ class TrainerConfig:
     max_grad_norm: float = 0.0
     sync_batch_norm: bool = False
     save_every: int = 0
+    keep: int = 1
+    save_in_background: bool | None = False
     measure_noise_scale: bool = False
     time_compute: bool = False
     record_cuda_graph: bool = False
@@ -168,7 +174,10 @@ class Trainer:
                 self.micro_batches.require(2)  # which are compared
         if self.compute_timer is not None:
             self.comm_hook.observers.append(self.compute_timer.gradients_ready)
-        self.graph = CudaGraphRunner(self._whole_step) if config.record_cuda_graph else None
+        self.graph: CudaGraphRunner | None = None
+        if config.record_cuda_graph:
+            self.graph = CudaGraphRunner(self._whole_step)
+            make_capturable(self.optimizer)
         self.vote = StopVote(world)
         train_state = TrainState(
             model=self.model,
@@ -182,7 +191,13 @@ class Trainer:
             meta_learner=meta_learner,
             replicas_diverge=self.replicas_diverge,
         )
-        self.checkpoints = CheckpointManager(train_state, log, metadata)
+        self.checkpoints = CheckpointManager(
+            train_state,
+            log,
+            metadata,
+            keep=config.keep,
+            in_background=config.save_in_background,
+        )
 
     # ---------------------------------------------------------------- the run
 
@@ -190,7 +205,8 @@ class Trainer:
         """Train until the last epoch; returns the last and best epochs and the totals of the run.
 
         Args:
-            checkpoint: a state to go on from, as `training.checkpoint.load` returns it.
+            checkpoint: a state to go on from, as `training.checkpoint.load` returns it; it is empty
+                afterwards.
         Raises:
             Interrupted: SIGINT or SIGTERM came, and last.pt was written.
             NonFiniteLoss: the loss stayed non-finite.
@@ -198,26 +214,24 @@ class Trainer:
         if self.world.device.type == "cuda" and not self.is_sharded:
             self.probe_memory()
         self.wrap_model()
+        self.world.set_time_limit(self.world.limits.start)  # by now all process groups are made
         if checkpoint is None:
             self.save()  # first, so that every run that has a log can be resumed
         else:  # after wrapping, which gives every rank the buffers of rank 0
+            self.arrange_buckets(checkpoint["progress"]["step"])
             self.restore(checkpoint)
             source = Path(checkpoint["file"]).parent
             if source.resolve() != self.log.folder.resolve():
                 self.checkpoints.copy_best(source, self.progress)
                 self.save()
             self.checkpoints.repair_best(self.progress)
-        self.log.restart(self.progress.rows)
-        with caught_signals() as signals:
-            while self.progress.epoch < self.config.epochs:
-                try:
-                    stop = self.train_epoch(signals)
-                except Diverged:
-                    self.roll_back()
-                    continue
-                self.finish_epoch()
-                if stop and self.progress.epoch < self.config.epochs:
-                    self.interrupt()
+            self.report_raised_lr()
+            checkpoint.clear()  # it would keep its file on the disk when another takes the name
+        self.log.begin(self.progress.rows)
+        try:
+            self.train_epochs()
+        finally:
+            self.checkpoints.close()
         self.log.close()
         return run_summary(
             self.progress,
@@ -226,6 +240,25 @@ class Trainer:
             meta_learned=self.meta_learner is not None,
             unsaved=self.checkpoints.unsaved,
         )
+
+    def train_epochs(self) -> None:
+        """Do the epochs that are not yet done.
+
+        Raises:
+            Interrupted, NonFiniteLoss: as of `fit`.
+        """
+        with caught_signals() as signals:
+            while self.progress.epoch < self.config.epochs:
+                try:
+                    stop = self.train_epoch(signals)
+                except Diverged:
+                    self.roll_back()
+                    continue
+                with self.world.waiting_at_most(self.world.limits.start):
+                    self.finish_epoch()
+                if stop and self.progress.epoch < self.config.epochs:
+                    self.interrupt()
+            self.checkpoints.wait()
 
     def train_epoch(self, signals: list[int]) -> bool:
         """Do the steps of this epoch that are not yet done.
@@ -254,13 +287,14 @@ class Trainer:
             done=done,
         )
         data = self.train_set.batches([planned.rows for planned in plan], progress.epoch)
-        one_shape = not self.batches.changes and self.train_set.lengths is None
+        one_shape = self.train_set.lengths is None  # but for the last batches of an epoch
         self.clock.start()
         with bar, contextlib.closing(data):
             for (inputs, labels), planned in zip(data, plan):
                 self.set_lr(self.scheduled_lr())
                 with without_compilation(one_shape and planned.samples != self.batches.size):
                     self.train_step(inputs, labels, planned.weight, samples=planned.samples)
+                self.world.first_step_done()
                 progress.step += 1
                 progress.step_in_epoch += 1
                 progress.samples += planned.samples
@@ -426,14 +460,20 @@ class Trainer:
         return self.config.lr * (factor * self.progress.lr_factor * self.batches.lr_factor)
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of all parameters."""
+        """Set the learning rate of all parameters.
+
+        A recorded step reads it from a tensor on the device. One on the CPU, as a checkpoint has
+        it, would be read while recording, and never again.
+        """
+        device = self.world.device
         for group in self.optimizer.param_groups:
+            rate = group["lr"]
             if self.graph is None:
                 group["lr"] = lr
-            elif isinstance(group["lr"], Tensor):  # where the recorded step reads it
-                group["lr"].fill_(lr)
+            elif isinstance(rate, Tensor) and rate.device.type == device.type:
+                rate.fill_(lr)
             else:
-                group["lr"] = torch.tensor(lr, device=self.world.device)
+                group["lr"] = torch.tensor(lr, device=device)
 
     # ---------------------------------------------------------------- the end of an epoch
 
@@ -443,7 +483,9 @@ class Trainer:
         totals = self.sums.totals(self.world)
         start = time.perf_counter()
         evaluated = self.evaluate()
-        progress.seconds += time.perf_counter() - start
+        eval_seconds = time.perf_counter() - start
+        progress.seconds += eval_seconds
+        progress.eval_seconds += eval_seconds
         row = epoch_row(
             progress,
             totals,
@@ -455,6 +497,12 @@ class Trainer:
         if self.communicating is not None:
             row |= self.communicating.epoch_metrics()
         row["skipped_steps"] = int(totals.skipped)
+        if totals.skipped:
+            why = ", as some are while fp16 finds its scale" if self.scaler.is_enabled() else ""
+            self.log.info(
+                f"warning: {totals.skipped:.0f} of {progress.step_in_epoch} steps of epoch "
+                f"{progress.epoch + 1} were skipped, since a gradient was not finite{why}"
+            )
         row |= self.batches.end_epoch(
             progress.epoch,
             loss=row["train_loss"],
@@ -467,6 +515,7 @@ class Trainer:
         self.world.reset_bytes()
         self.sums.start_epoch()
         accuracy = row[f"{self.chosen_on}_accuracy"]
+        self.checkpoints.wait()  # then the best epoch is one that could be written
         best = progress.best
         if best.get("chosen_on", self.chosen_on) != self.chosen_on:
             best = Progress().best  # a resumed run with other evaluation sets cannot compare them
@@ -478,9 +527,7 @@ class Trainer:
                 "epoch": row["epoch"],
                 "test_accuracy": row.get("test_accuracy"),
             }
-        self.save(best=is_best)
-        if "best" in self.checkpoints.unsaved:  # so that a later epoch can still be the best
-            progress.best = best
+        self.checkpoints.save(progress, previous_best=best if is_best else None)
         self.time_estimate.end_epoch()
         self.log.epoch(progress.rows, self.time_estimate.seconds_left())
         for line in self.time_estimate.announcement():
@@ -573,6 +620,20 @@ class Trainer:
             static_graph=not several,
         )
 
+    def arrange_buckets(self, steps: int) -> None:
+        """Let DDP lay out its buckets of gradients as it has after so many steps; collective.
+
+        It does so anew after one or two steps, in the order in which gradients become ready. A sum
+        over more than two ranks depends on the layout by its rounding, so a resumed run needs the
+        right one from its first step on. What else this changes, `restore` sets anew.
+        """
+        if self.world.size <= 2 or not ddp.is_wrapped(self.parallel_model):
+            return
+        rows = torch.arange(min(self.batches.largest_share, len(self.train_set)))
+        for inputs, labels in self.train_set.batches([rows] * min(steps, 2), epoch=0):
+            self.probe_step(self.parallel_model, inputs, labels)
+        self.world.reset_bytes()
+
     def probe_memory(self) -> None:
         """Try the largest batch, so that a micro-batch that does not fit is halved at the start.
 
@@ -583,17 +644,19 @@ class Trainer:
             rows = torch.argsort(self.train_set.lengths, descending=True)
         largest = max(self.batches.largest_share, self.micro_batches.limit or 0)
         for inputs, labels in self.train_set.batches([rows[:largest]], epoch=0):
-            self.probe_step(inputs, labels)
+            self.probe_step(self.model, inputs, labels)
         self.batches.limit(self.micro_batches.limit)
 
-    def probe_step(self, inputs: Tensor, labels: Tensor) -> None:
+    def probe_step(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
         """Halve this rank's micro-batch until a batch fits, without an optimizer step."""
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         states = rng_states(self.world.device)
         self.model.train()
         while True:
             try:
-                self.forward_backward(self.model, inputs, labels)
+                # Not for a batch that may never come; DDP's layout depends on the compiled model.
+                with without_compilation(model is self.model):
+                    self.forward_backward(model, inputs, labels)
                 break
             except torch.cuda.OutOfMemoryError:
                 self.halve_micro_batch(len(labels))
@@ -616,18 +679,33 @@ class Trainer:
 
     # ---------------------------------------------------------------- saving and recovering
 
-    def save(self, best: bool = False) -> None:
-        """Write last.pt, and best.pt if it is the best; collective."""
-        self.checkpoints.save(self.progress, best)
+    def save(self, in_background: bool = True) -> None:
+        """Write a new last.pt; collective."""
+        with self.world.waiting_at_most(self.world.limits.start):
+            self.checkpoints.save(self.progress, in_background=in_background)
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Go on from a checkpoint; with another batch size at about the same place in the epoch."""
         self.checkpoints.restore(checkpoint)
         if self.graph is not None:
             self.graph.invalidate()  # what the recorded step works on may lie elsewhere now
+            make_capturable(self.optimizer)  # also with the checkpoint of a run without graphs
         self.progress.load_state_dict(checkpoint["progress"])
         stored_size = checkpoint["batching"]["size"]
         self.progress.rescale_epoch(stored_size, self.batches.size)
+
+    def report_raised_lr(self) -> None:
+        """Say so if a resumed run goes on with a much larger learning rate than it had.
+
+        Other flags can do that: --epochs moves the end of a schedule, --lr scales it.
+        """
+        before, now = float(self.optimizer.param_groups[0]["lr"]), self.scheduled_lr()
+        is_over = self.progress.epoch >= self.config.epochs
+        if self.progress.step and not is_over and 0 < before < now / RAISED_LR:
+            self.log.info(
+                f"warning: the learning rate goes on at {now:.3g}, and was {before:.3g} in the "
+                "last step: --lr, --epochs or the schedule are not those of the checkpoint"
+            )
 
     def roll_back(self) -> None:
         """Return to the last checkpoint with half the learning rate.
@@ -662,7 +740,7 @@ class Trainer:
         Raises:
             Interrupted: always.
         """
-        self.save()
+        self.save(in_background=False)
         where = f"epoch {self.progress.epoch + 1}, step {self.progress.step}"
         if self.checkpoints.unsaved:
             raise Interrupted(

@@ -1,0 +1,138 @@
+"""The folder of a run: its name, how it is found again, and who may write to it.
+
+    folder = make_run_folder(Path("runs/resnet50_test-20261122-074114"), is_default=True)
+    lock = lock_run_folder(folder)         # another process that tries this ends with exit code 2
+
+The system releases the lock when the process ends, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from errors import InputError
+from training.checkpoint import latest_files
+
+LOCK_FILE = ".lock"  # says which process writes to the folder, or wrote to it last
+
+
+def new_run_folder(script: str) -> Path:
+    """runs/<script>-<time>, not yet made."""
+    return Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def latest_run(script: str, launcher: str | None = None) -> Path | None:
+    """The newest run folder of a script that holds a checkpoint.
+
+    Args:
+        script: its name without .py.
+        launcher: consider only the folders that the job of this launcher wrote to.
+    """
+    folders = Path("runs").glob(f"{script}-*")
+    for folder in sorted(folders, key=lambda path: path.name, reverse=True):
+        if not latest_files(folder):
+            continue
+        if launcher is None or is_run_of(launcher, folder):
+            return folder
+    return None
+
+
+def is_run_of(launcher: str, folder: Path) -> bool:
+    """Whether the job of this launcher was the last one to write to a run folder.
+
+    Args:
+        launcher: as of `distributed.worker.launcher_id`.
+        folder: the run folder, which need not be there.
+    """
+    return bool(launcher) and launcher in read_config(folder).get("launchers", [])
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a run folder; empty where it is missing or cut."""
+    try:
+        return json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def make_run_folder(folder: Path, *, is_default: bool) -> Path:
+    """Make the folder of a run.
+
+    Args:
+        folder: its path. It may be there already, but for a default name.
+        is_default: the name was not chosen by the user, and a number is added to it where another
+            run, as one of the same second, has taken it.
+    Returns:
+        The path that was made.
+    Raises:
+        InputError: the folder cannot be made.
+    """
+    try:
+        if not is_default:
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+        for number in itertools.count(1):
+            free = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+            with contextlib.suppress(FileExistsError):
+                free.mkdir(parents=True)
+                return free
+    except OSError as error:
+        raise InputError(
+            f"--out {folder}: cannot be made ({error.strerror}); choose another folder"
+        ) from None
+    raise AssertionError("a free name is always found")
+
+
+def lock_run_folder(folder: Path) -> IO[str]:
+    """Reserve a run folder for this process until the returned file is closed.
+
+    It is a POSIX record lock, which belongs to the process: its data loaders do not inherit it, so
+    that none of them holds it after the process was killed. It works over NFS. Where the file
+    system or the system has no such locks, nothing is reserved.
+
+    Raises:
+        InputError: another process has the folder, or it cannot be written to.
+    """
+    path = folder / LOCK_FILE
+    try:
+        # It stays open as long as the run.
+        file = open(path, "a+", errors="replace")  # noqa: SIM115
+    except OSError as error:
+        raise InputError(
+            f"--out {folder}: cannot be written ({error.strerror}); choose another folder"
+        ) from None
+    if sys.platform == "win32":
+        return file
+    import fcntl
+
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        file.close()
+        raise InputError(
+            f"{folder}: {owner} is writing to this run folder; wait until it has ended, stop it, "
+            "or choose another folder with --out"
+        ) from None
+    except OSError:  # the file system has no locks
+        return file
+    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+        file.truncate(0)
+        file.write(f"{describe_process()}\n")
+        file.flush()
+    return file
+
+
+def describe_process() -> str:
+    """This process in words, for example 'process 1234 on node7, begun 2026-11-22 07:41:14,'."""
+    began = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"process {os.getpid()} on {socket.gethostname()}, which began {began},"
