@@ -714,7 +714,7 @@ def test_a_resumed_run_through_graphs_reads_its_learning_rate_on_the_gpu(name):
             for group in saved["optimizer"]["param_groups"]:
                 group["lr"] = torch.tensor(0.1)  # as a run through graphs has it
             recorded = trainer_of(gpu, world, name, record_cuda_graph=True)
-            recorded.restore({**saved, "progress": plain.progress.state_dict()})
+            recorded.restore({**saved, "progress": plain.progress.state_dict(), "file": "last.pt"})
             recorded.set_lr(0.05)
         groups = recorded.optimizer.param_groups
         rates = [group["lr"] for group in groups]
