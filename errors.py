@@ -23,6 +23,8 @@ LOST_PEER_SECONDS = 5.0  # that the process which ended first has to report why
 LINE_LIMIT = 160  # characters of another library's message within ours
 SHORTEST_BEGINNING = 3  # letters of an abbreviated name that are enough for a guess
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of a disk, a quota, a limit of the process
+# of a path that nobody can use, whatever lies there
+UNUSABLE_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR}
 SIMILAR = 0.6  # share of letters, from 0 to 1, that two similar names have in common
 
 
@@ -55,7 +57,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
 
     A number that `main` returns is the exit code, as of a benchmark that misses a target. Under
     torchrun one rank speaks for all: the others wait first, and are ended meanwhile when rank 0
-    failed too. Names that stdout cannot encode are printed with backslash escapes, as on stderr.
+    failed too. A path that nobody can use, such as one that is too long, is bad input. Names that
+    stdout cannot encode are printed with backslash escapes, as on stderr.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -81,6 +84,11 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except BrokenPipeError:  # whoever read stdout, such as head, has enough
         discard_stdout()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in UNUSABLE_PATH or error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}; give another path", file=sys.stderr)
+        return BAD_INPUT
 
 
 def discard_stdout() -> None:

@@ -35,6 +35,8 @@ BOTH = [
     ("--precision int3", "int3"),
     ("--backend jax", "jax"),
     ("--dataset imagenet", "imagenet"),
+    (f"--out {'x' * 300}", "File name too long"),
+    (f"--evaluate --checkpoint {'x' * 300}", "File name too long"),
     ("--bs 0", "--bs"),
     ("-b -1", "--bs"),
     ("--batch_size x", "--bs"),
