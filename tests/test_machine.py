@@ -26,6 +26,7 @@ def git(folder: Path, *arguments: str) -> str:
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which `machine` believes to lie, with a method and a picture."""
+    monkeypatch.delenv("COMMIT", raising=False)
     folder = tmp_path / "project"
     for name in ("training/machine.py", "figures/time.png", "ngd.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +47,8 @@ def clone(project: Path) -> Path:
     return project
 
 
-def test_a_clean_commit(clone):
+def test_a_clean_commit(clone, monkeypatch):
+    monkeypatch.setenv("COMMIT", "another")
     assert machine.commit_or_none() == git(clone, "describe", "--always").strip()
     assert machine.modified_files() == []
 
@@ -89,9 +91,11 @@ def test_a_copy_in_another_repository_does_not_get_its_commit(project):
 
 
 @needs_git
-def test_a_copy_without_its_history_has_no_commit(project, monkeypatch):
+def test_a_copy_without_its_history_has_the_commit_that_it_is_told(project, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(project.parent))
     assert machine.commit_or_none() is None
+    monkeypatch.setenv("COMMIT", "abcdef0-dirty")
+    assert machine.commit_or_none() == "abcdef0-dirty"
     with pytest.raises(machine.CommitUnknown, match="not a git repository"):
         machine.modified_files()
 
@@ -105,6 +109,7 @@ def test_a_repository_without_a_commit(project):
 
 def test_training_needs_no_git(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("COMMIT", raising=False)
     script, flags = conftest.SCRIPTS["images"]
     assert conftest.call(script, [*flags.split(), "--out", str(tmp_path / "run")]) == 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["commit"] is None

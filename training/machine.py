@@ -47,13 +47,13 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 def commit_or_none() -> str | None:
     """The commit of this code; it ends in -dirty if a committed file has changed since.
 
-    It is None where git is not installed, or where this folder is a copy without its history.
-    Changed `RESULTS` do not make it dirty.
+    Where git is not installed, or this folder is a copy without its history, it is what the
+    environment variable COMMIT says, or None. Changed `RESULTS` do not make it dirty.
     """
     with contextlib.suppress(CommitUnknown):
         dirty = "-dirty" if modified_files() else ""
         return run_git("describe", "--always").strip() + dirty
-    return None
+    return os.environ.get("COMMIT") or None
 
 
 def modified_files() -> list[str]:

@@ -1,0 +1,251 @@
+"""What a GPU does: its ceilings, the algebra of NGD, and a step of ResNet-50 on random pixels.
+
+python -m benchmarks.gpu_probe ceilings
+python -m benchmarks.gpu_probe linalg
+python -m benchmarks.gpu_probe step --json step.json --more --bs 256 --backend compile
+python -m benchmarks.gpu_probe plain --more --bs 128
+
+gpu_evidence.sh calls it. `step` takes the flags of resnet50_test.py and needs no data set. `plain`
+is the same model and batch in fp32 and NCHW, with torch's own defaults and SGD, and without an
+input pipeline of its own. With --quick all sizes are tiny, to try it on a CPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import resnet50_test
+from benchmarks import bench, throughput
+from distributed.world import init_world
+from errors import exit_code
+from input_pipeline import image_datasets
+from input_pipeline.image_datasets import ImageSplit
+from models import resnet
+from ngd import NGD
+from optimizers.param_groups import ngd_groups
+
+CIFAR_ROWS = 50_000  # of an epoch
+RANKS = (80, 32)  # of NGD: the default, and what torch solves as one batch on a GPU
+# Steps before the clock starts: in the first ten NGD updates all estimates, and a CUDA graph is
+# recorded in the fourth.
+WARM_UP = 12
+STEPS = 20  # of a block: whole periods of NGD's updates
+BLOCKS = 5
+
+
+def milliseconds(work: Callable[[], Any], repeats: int = 5, calls: int = 4) -> float:
+    """Return the milliseconds of a call on the device, the median of several blocks of calls."""
+    work()
+    times = []
+    for _ in range(repeats):
+        bench.wait_for_device()
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        bench.wait_for_device()
+        times.append((time.perf_counter() - start) / calls * 1e3)
+    return statistics.median(times)
+
+
+# -------------------------------------------------------------------- ceilings and algebra
+
+
+def ceilings(quick: bool) -> Iterator[dict[str, Any]]:
+    """Measure a large bf16 matrix product and a large copy, in bytes read and written."""
+    side, numbers = (256, 2**16) if quick else (8192, 2**29)
+    yield {
+        "torch_cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "memory_gib": round(torch.cuda.mem_get_info()[1] / 2**30) if on_gpu() else None,
+    }
+    square = torch.randn(side, side, device=bench.DEVICE, dtype=torch.bfloat16)
+    product = milliseconds(lambda: square @ square)
+    source = torch.randn(numbers, device=bench.DEVICE)
+    target = torch.empty_like(source)
+    copy = milliseconds(lambda: target.copy_(source))
+    yield {
+        "bf16_tflops": 2 * side**3 / product / 1e9,
+        "copy_tb_per_s": 2 * source.nbytes / copy / 1e9,
+    }
+
+
+def linalg(quick: bool) -> Iterator[dict[str, Any]]:
+    """Measure NGD's eigendecompositions and Cholesky factorisations for ResNet-50, by rank.
+
+    `count` is all matrices of that size, as in the first ten steps; later steps have a quarter.
+    """
+    model = resnet.create_model(
+        "resnet8" if quick else "resnet50", classes=10, channels=3, image_size=32
+    ).to(bench.DEVICE)
+    for rank in RANKS:
+        optimizer = NGD(ngd_groups(model, 5e-4), rank=rank)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        sizes = Counter(
+            len(value)
+            for state in optimizer.state.values()
+            for name, value in state.items()
+            if name.endswith("_factor")
+        )
+        for size, count in sorted(sizes.items()):
+            for part in (count, -(-count // 4)):
+                yield {"ngd_rank": rank, "size": size, "count": part, **decompose(size, part)}
+
+
+def decompose(size: int, count: int) -> dict[str, float]:
+    """Return milliseconds for so many matrices of size x size in float64."""
+    rows = torch.randn(count, size, 2 * size, device=bench.DEVICE, dtype=torch.float64)
+    gram = rows @ rows.mT
+    return {
+        "eigh_ms": milliseconds(lambda: torch.linalg.eigh(gram), calls=1),
+        "cholesky_ms": milliseconds(lambda: torch.linalg.cholesky_ex(gram), calls=1),
+    }
+
+
+# -------------------------------------------------------------------- steps
+
+
+def random_pixels(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], list[str]]:
+    """Take the place of `image_datasets.read_torchvision`: CIFAR-10's shapes, random contents."""
+    splits = {}
+    for part, rows in (("train", CIFAR_ROWS), ("test", CIFAR_ROWS // 5)):
+        pixels = torch.randint(256, (rows, 32, 32, 3), dtype=torch.uint8)
+        splits[part] = ImageSplit(torch.randint(10, (rows,)), pixels)
+    return splits, [str(label) for label in range(10)]
+
+
+def measure_steps(what: str, flags: list[str], quick: bool) -> Iterator[dict[str, Any]]:
+    """Measure steps with these flags of resnet50_test.py, or those of the plain recipe."""
+    image_datasets.read_torchvision = random_pixels
+    with tempfile.TemporaryDirectory() as folder, init_world() as world:
+        opened = throughput.open_script(resnet50_test, [*flags, "--out", f"{folder}/run"], world)
+        steps = throughput.our_steps(opened.trainer)
+        if what == "plain":
+            steps = plain_steps(opened)
+        yield time_steps(steps, *((2, 4, 2) if quick else (WARM_UP, STEPS, BLOCKS)))
+
+
+def plain_steps(opened: throughput.trainers.Opened) -> Iterator[int]:
+    """Take steps in fp32 and NCHW with torch's defaults; yield the number of samples of each."""
+    recipe = throughput.recipe_of(opened)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = False
+    optimizer = torch.optim.SGD(
+        recipe.model.parameters(),
+        lr=recipe.lr,
+        momentum=recipe.momentum,
+        weight_decay=recipe.weight_decay,
+    )
+    for inputs, labels in throughput.our_batches(opened.trainer, opened.trainer.batches.size):
+        F.cross_entropy(recipe.model(inputs.contiguous()), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield len(labels)
+
+
+def time_steps(steps: Iterator[int], warm_up: int, block: int, blocks: int) -> dict[str, Any]:
+    """Time an endless iterator of steps.
+
+    Args:
+        steps: each `next` does one step and returns its number of samples.
+        warm_up: steps before the first block, in which kernels are chosen and compiled.
+        block: steps between two waits for the device.
+        blocks: number of timed blocks.
+
+    Returns:
+        Milliseconds of a step on the device and of its launch by the host (medians of the blocks),
+        samples/s, seconds of 50,000 samples, waits of the host a step, peak memory, and the seconds
+        of the warm-up.
+    """
+    start = time.perf_counter()
+    for _ in range(warm_up):
+        samples = next(steps)
+    bench.wait_for_device()
+    warm_up_seconds = time.perf_counter() - start
+    device_ms, host_ms = [], []
+    for _ in range(blocks):
+        start = time.perf_counter()
+        for _ in range(block):
+            next(steps)
+        host_ms.append((time.perf_counter() - start) / block * 1e3)
+        bench.wait_for_device()
+        device_ms.append((time.perf_counter() - start) / block * 1e3)
+    step_ms = statistics.median(device_ms)
+    return {
+        "step_ms": step_ms,
+        "host_ms": statistics.median(host_ms),
+        "samples_per_s": samples / step_ms * 1e3,
+        "s_per_epoch": CIFAR_ROWS / samples * step_ms / 1e3,
+        "host_waits": count_waits(steps, block) / block,
+        "peak_gib": bench.peak_memory(bench.DEVICE) / 2**30,
+        "warm_up_s": warm_up_seconds,
+        "batch": samples,
+    }
+
+
+def count_waits(steps: Iterator[int], count: int) -> int:
+    """Return how often the host waits for a GPU in so many steps, as torch counts it."""
+    if not on_gpu():
+        return 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(count):
+                next(steps)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing" in str(warning.message) for warning in caught)
+
+
+def on_gpu() -> bool:
+    return bench.DEVICE.type == "cuda"
+
+
+def show(result: dict[str, Any]) -> str:
+    """Write a result on one line, numbers with three digits."""
+    words = []
+    for name, value in result.items():
+        if isinstance(value, float):
+            value = f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+        words.append(f"{name} {value}")
+    return ", ".join(words)
+
+
+def main() -> int:
+    parser = bench.parser(__doc__)
+    parser.add_argument("what", choices=["ceilings", "linalg", "step", "plain"])
+    parser.add_argument(
+        "--more",
+        nargs="...",
+        default=[],
+        metavar="FLAG",
+        help="flags of resnet50_test.py for step and plain; must come last",
+    )
+    args = parser.parse_args()
+    machine = bench.machine(bench.DEVICE, ("torch", "torchvision"))
+    print(machine, flush=True)
+    measure = {"ceilings": ceilings, "linalg": linalg}.get(args.what)
+    results = measure(args.quick) if measure else measure_steps(args.what, args.more, args.quick)
+    rows = []
+    for result in results:
+        rows.append(result)
+        print(show(result), flush=True)
+    bench.write_json(args.json, [], [], machine=machine, flags=args.more, results=rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
