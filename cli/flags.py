@@ -84,7 +84,8 @@ def format_limit(limit: float) -> str:
 
 count, natural = number(int, 1), number(int, 0)
 MAX_THREADS = 1024  # of a process; some thousands take minutes to start
-positive, not_negative = number(float, 0, open_low=True), number(float, 0)
+MAX_FLOAT = 1e38  # about what fp32 holds
+positive, not_negative = number(float, 0, MAX_FLOAT, open_low=True), number(float, 0, MAX_FLOAT)
 fraction, below_one = number(float, 0, 1, open_low=True), number(float, 0, 0.999)
 
 

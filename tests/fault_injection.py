@@ -370,7 +370,10 @@ def disturb_folder(folder: Path, *, how: str) -> None:
 
 
 def damage(folder: Path, *, how: str, seed: int, references: References) -> None:
-    """A damaged last.pt: the run goes on from the one before, and comes to the same end."""
+    """A damaged last.pt: the run goes on from the one before, and comes to the same end.
+
+    A folder of that name is no damage but somebody's work: it is refused, and left alone.
+    """
     reference, dice = references["sgd"], random.Random(seed)
     cut = stopped_run(references)
     run = folder / "run"
@@ -393,6 +396,9 @@ def damage(folder: Path, *, how: str, seed: int, references: References) -> None
         last.mkdir()
     elif how != "missing":
         last.write_bytes(content)
+    if how == "folder":
+        error_line(start("resnet50_test.py", ["--resume", run], folder).finish(2))
+        return
     start("resnet50_test.py", ["--resume", run], folder).finish(0)
     same_run(reference, run)
 
@@ -565,8 +571,9 @@ def number_cases() -> Iterator[Case]:
     """Settings at the edge of what is possible."""
     for optimizer in ("sgd", "adamw", "ngd", "lars", "lamb", "slamb"):
         for lr in ("1e-300", "1e-30", "1e3", "1e10", "1e30", "1e300"):
-            flags = ["--optimizer", optimizer, "--lr", lr]
-            yield Case("numbers", " ".join(flags), functools.partial(numbers, flags=flags))
+            flags, codes = ["--optimizer", optimizer, "--lr", lr], (2,) if lr == "1e300" else (0, 3)
+            body = functools.partial(numbers, flags=flags, codes=codes)
+            yield Case("numbers", " ".join(flags), body)
     for line in (
         "--weight_decay 1e30",
         "--clip 1e-30",

@@ -47,6 +47,7 @@ BOTH = [
     ("--lr nan", "--lr"),
     ("--lr 0", "--lr"),
     ("--lr inf", "--lr"),
+    ("--lr 1e300", "at most 1e+38"),
     ("--lr -0.1", "--lr"),
     ("--momentum 1", "--momentum"),
     ("--nesterov --momentum 0", "--nesterov"),
