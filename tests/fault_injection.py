@@ -269,7 +269,9 @@ def stop_by_signal(
     if process is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)
-    console = job.finish(0, 130)
+    console = job.finish(0, 130, -number)
+    if job.process.returncode == -number and "run folder" not in console.splitlines()[-1]:
+        raise Failed(f"ended by the signal before the run was over:\n{console[-500:]}")
     if job.process.returncode == 130:
         if "go on with --resume" not in error_line(console):
             raise Failed(f"nothing says how to go on:\n{console[-500:]}")
