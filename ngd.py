@@ -14,30 +14,32 @@ leading `batch` dimension, the parameters of one shape that are updated together
 
     symbol  shape      meaning
     X       (N, D)     the gradient, with this axis last and all others as N rows
-    F       (D, D)     running estimate of X'X, = R' diag(d) R + rho I; never stored as a matrix
-    R       (rank, D)  orthonormal rows, the leading eigenvectors of F
-    d       (rank,)    their eigenvalues less rho
-    rho     ()         the eigenvalue of all other directions
+    F       (D, D)     running estimate of X'X, = R'SR + rho (I - R'R); never stored as a matrix
+    R       (rank, D)  orthonormal rows, which span the leading eigenvectors of F
+    S       (rank, rank)  symmetric: F between the rows of R
+    rho     ()         the eigenvalue of F in all other directions
     alpha   ()         smoothing of F towards a multiple of the identity
-    beta    ()         = rho (1 + alpha) + alpha sum(d) / D
-    E       (rank,)    = d / (beta + d), a diagonal matrix
-    W       (rank, D)  = E^1/2 R, what is stored of R; F^-1, smoothed and scaled, is I - W'W
+    beta    ()         = rho + alpha trace(F) / D, the eigenvalue of the smoothed F there
+    K       (rank, rank)  = (S - rho I) (S - rho I + beta I)^-1, a symmetric matrix
+    W       (rank, D)  any matrix with W'W = R'KR, what is stored of R and S; F^-1, smoothed and
+                       scaled, is I - W'W
     H       (N, rank)  = X W', so that the preconditioned gradient is X - H W
     J       (rank, D)  = H'X = W X'X, what an update of F needs of the gradient
-    eta     ()         weight of the new gradient in F: T = eta X'X + (1 - eta) F is the next F
-    Y       (rank, D)  = R T
-    Z       (rank, rank)  = Y Y', with eigenvectors U and eigenvalues c = s^2
-    g0      ()         squared norm of the gradient, before any axis is preconditioned
-    k       ()         = eta g0 / |X|^2: X is scaled back to g0, having lost length at other axes
+    eta     ()         weight of the new gradient in F: T = eta X'X + (1 - eta) F
+    Y       (rank, D)  = R T, whose rows span those of the next R; the next S is (Y Y')^1/2
+    g0      ()         squared norm of the gradient, before any axis is preconditioned; in eta X'X,
+                       X is scaled to it, having lost length at other axes
 
 So preconditioning is two thin matrix products an axis, X - (X W') W, and a third one, H'X, every
-`update_period` steps for the update of the estimate.
+`update_period` steps for the update of the estimate. Kaldi keeps the eigenvectors of F as the rows
+of R; here they may be any orthonormal rows, so that an update needs a square root of a small matrix
+and no eigenvectors ([matrix_functions.py](optimizers/matrix_functions.py)).
 
 It is kept cheap as follows. Parameters of one shape are updated together, in one scratch buffer. A
 convolution is laid out once as (outputs, kernel, inputs), and all axes of its kernel are one small
-matrix from one Gram matrix. The estimates of all axes of equal (rank, D) are updated together, in
-float64, a quarter of them at each step. The host waits for a GPU only inside torch's
-eigendecomposition, and once more in the second step, to learn whether the first was skipped.
+matrix from one Gram matrix. The estimates of many axes are updated together, in float64, a quarter
+of them at each step. The host waits for a GPU once, in the second step, to learn whether the first
+was skipped.
 """
 
 from __future__ import annotations
@@ -79,11 +81,11 @@ class NGD(GradScalerOptimizer):
     the other settings are read when a parameter is first seen.
 
     State of a parameter:
-        step                 int, the steps in which a parameter of its batch had a gradient.
-        momentum_buffer      the shape of the parameter, in fp32 at least.
-        axis<n>_factor       (rank, D), W of axis n, for each preconditioned axis.
-        axis<n>_eigenvalues  (rank,), d, float64.
-        axis<n>_floor        (), rho, float64.
+        step                   int, the steps in which a parameter of its batch had a gradient.
+        momentum_buffer        the shape of the parameter, in fp32 at least.
+        axis<n>_factor         (rank, D), W of axis n, for each preconditioned axis.
+        axis<n>_floor          (), rho, float64.
+        axis<n>_smoothed_floor (), beta, float64.
 
     Args:
         params: parameters or parameter groups. A group with `ngd=False` takes plain SGD.
@@ -92,7 +94,7 @@ class NGD(GradScalerOptimizer):
         weight_decay: added to the direction after the preconditioning; p.grad is never written.
         decoupled_weight_decay: shrink the weights by lr * weight_decay instead (arXiv:1711.05101).
         ngd: whether this group is preconditioned.
-        rank: eigenvectors kept of an axis, at most half its length.
+        rank: directions of an axis whose eigenvalues are told apart, at most half its length.
         alpha: smoothing of the estimate towards a multiple of the identity; larger values are
             closer to SGD.
         eta: weight of a new gradient in the running estimate.
@@ -118,7 +120,7 @@ class NGD(GradScalerOptimizer):
         nesterov: bool = False,
         decoupled_weight_decay: bool = False,
         ngd: bool = True,
-        rank: int = 80,
+        rank: int = 32,
         alpha: float = 4.0,
         eta: float = 0.1,
         update_period: int = 4,
@@ -411,32 +413,40 @@ class ParameterBatch:
         Where `active` (batch,) is 0 nothing changes.
         """
         momentum, weight_decay = group["momentum"], group["weight_decay"]
-        rates = list((active * -group["lr"]).unbind())
-        if weight_decay and group["decoupled_weight_decay"]:
-            torch._foreach_addcmul_(self.parameters, self.parameters, rates, value=weight_decay)
-        elif weight_decay:
-            factors = list(active.to(X.dtype).unbind())
-            views = self._parameter_views(X)
-            torch._foreach_addcmul_(views, self.parameters, factors, value=weight_decay)
-        updates = X
+        is_decoupled = group["decoupled_weight_decay"]
+        if weight_decay and not is_decoupled:
+            torch._foreach_add_(self._parameter_views(X), self.parameters, alpha=weight_decay)
+            X.mul_(active.to(X.dtype)[:, None])
         if momentum:
             if self.momentum is None:
                 self.momentum = self._create_momentum()
             self.momentum.mul_((1 + active * (momentum - 1))[:, None]).add_(X)
-            updates = X.add_(self.momentum, alpha=momentum) if group["nesterov"] else self.momentum
-        torch._foreach_addcmul_(self.parameters, self._parameter_views(updates), rates)
+            if group["nesterov"]:
+                X.add_(self.momentum, alpha=momentum)
+            else:
+                X.copy_(self.momentum)
+        if weight_decay and is_decoupled:
+            torch._foreach_add_(self._parameter_views(X), self.parameters, alpha=weight_decay)
+        X.mul_((active * -group["lr"]).to(X.dtype)[:, None])
+        torch._foreach_add_(self.parameters, self._parameter_views(X))
 
     def _create_estimate(self, axis: int, group: dict[str, Any]) -> AxisEstimate:
         """Creates the estimate of an axis of all parameters, from their states or from scratch."""
         dim = self.parameters[0].shape[axis]
         rank = min((dim + 1) // 2, group["rank"])
         W = initial_factor(rank, dim, alpha=group["alpha"]).to(self.device, self.scratch_dtype)
-        d = torch.zeros(rank, dtype=torch.float64, device=self.device)
-        rho = torch.zeros((), dtype=torch.float64, device=self.device)
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        for state in self.states:
+            if f"axis{axis}_eigenvalues" in state:  # as checkpoints had it that kept eigenvectors
+                floor = state[f"axis{axis}_floor"]
+                trace = dim * floor + state.pop(f"axis{axis}_eigenvalues").sum()
+                state[f"axis{axis}_smoothed_floor"] = floor + group["alpha"] / dim * trace
+        sizes = torch.tensor([[dim], [rank]], dtype=torch.float64, device=self.device)
         estimate = AxisEstimate(
             W=self._stack_state(f"axis{axis}_factor", W),
-            d=self._stack_state(f"axis{axis}_eigenvalues", d),
-            rho=self._stack_state(f"axis{axis}_floor", rho),
+            rho=self._stack_state(f"axis{axis}_floor", zero),
+            beta=self._stack_state(f"axis{axis}_smoothed_floor", zero),
+            sizes=sizes.expand(2, len(self.parameters)),
         )
         self.axes.append(estimate)
         return estimate

@@ -18,7 +18,7 @@ class OnlineNaturalGradient:
     """The running low-rank estimate of the Fisher matrix of one axis."""
 
     def __init__(
-        self, rank: int = 80, alpha: float = 4.0, eta: float = 0.1, period: int = 4
+        self, rank: int = 32, alpha: float = 4.0, eta: float = 0.1, period: int = 4
     ) -> None:
         self.rank, self.alpha, self.eta, self.period = rank, alpha, eta, period
         self.t = 0

@@ -436,10 +436,10 @@ def add_ngd(parser: Parser) -> None:
     add(
         "--ngd_rank",
         type=count,
-        default=80,
+        default=32,
         metavar="N",
-        help="Keep this many eigenvectors for each axis of a weight, but at most half its length "
-        "(default %(default)s).",
+        help="Tell the eigenvalues of this many directions of each axis of a weight apart, but of "
+        "at most half its length (default %(default)s).",
     )
     add(
         "--ngd_alpha",

@@ -2,12 +2,12 @@
 
     preconditioner = LowRankPreconditioner(left=1, dim=30, right=40, axis=estimate)
     X, spare = preconditioner(X, spare, context=context)   # X (batch, elements), preconditioned
-    apply_updates(context.updates, alpha=alpha, eta=eta)             # the estimates learn from X
+    apply_updates(context.updates, alpha=alpha, eta=eta)   # the estimates learn from X
 
 This is the mathematics of `ngd.NGD`, whose docstring explains the symbols (those of appendix A of
-arXiv:1410.7455): an axis of length D keeps F = R' diag(d) R + rho I, stored as W = E^1/2 R, d and
-rho, and a gradient X becomes X - X W'W along the axis. Everything is batched: each function works
-on the gradients of `batch` parameters of one shape at once.
+arXiv:1410.7455): an axis of length D keeps F = R'SR + rho (I - R'R), stored as W, rho and beta, and
+a gradient X becomes X - X W'W along the axis. Everything is batched: each function works on the
+gradients of `batch` parameters of one shape at once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-# Smallest eigenvalue, relative to the largest one (Kaldi's delta) and to the mean of those of a
-# new gradient.
+from optimizers.matrix_functions import EIGH_DEVICES, SquareRoot
+
+# Smallest eigenvalue, relative to the root of the sum of their squares (Kaldi's delta, there
+# relative to the largest one) and to the mean of those of a new gradient.
 EIGENVALUE_FLOOR = 5e-4
 # Axes up to this long are preconditioned by one (D, D) matrix, not two thin ones.
 MAX_DENSE_DIM = 16
@@ -45,69 +48,75 @@ def initial_factor(rank: int, dim: int, *, alpha: float) -> Tensor:
 
 
 def update_estimates(
-    W: Tensor,
-    d: Tensor,
+    gram: Tensor,
     *,
     rho: Tensor,
-    J: Tensor,
-    k: Tensor,
+    beta: Tensor,
+    dim: Tensor,
+    rank: Tensor,
     g0: Tensor,
-    learns: Tensor,
+    squared_norm: Tensor,
     alpha: float,
     eta: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the estimates after T = eta X'X + (1 - eta) F, for a batch of axes.
 
-    This is appendix A of the paper, whose number of rows N cancels. All is computed in units of the
-    trace of T, so nothing depends on the gradient's scale.
+    The products of the rows of W and J say all of them that is needed. Axes of any length are one
+    batch, and so are axes of different rank: where one has fewer than `size` rows, further rows
+    are made up, which are orthogonal to all others and of which X has nothing.
 
     Args:
-        W: factors (batch, rank, dim) with orthogonal rows.
-        d: eigenvalues (batch, rank), float64; 0 where nothing is known yet.
-        rho: the floor below the eigenvalues (batch,), float64; 0 where nothing is known yet.
-        J: W X'X (batch, rank, dim) of gradients of any scale.
-        k: eta times the squared factor that brings those gradients to scale (batch,), float64.
-        g0: squared norm of the gradients at scale (batch,), float64.
-        learns: whether the gradient is finite and not zero (batch,), bool; elsewhere the estimates
-            stay as they are.
+        gram: (batch, 2 size, 2 size), float64: the products of the rows of W and, from row `size`
+            on, of J. Rows that are made up have 1/2 on the diagonal, those of J have 0.
+        rho, beta: (batch,), float64; 0 where nothing is known yet.
+        dim, rank: the axis's length and its rows of W (batch,), float64.
+        g0: squared norm of the gradient at scale (batch,), float64.
+        squared_norm: squared norm of X (batch,), float64, whose scale may be another.
         alpha: smoothing of F towards a multiple of the identity.
-        eta: weight of the new gradients.
+        eta: weight of the new gradient.
 
     Returns:
-        The new W, d and rho.
+        A (batch, size, 2 size): the new W is A [W; J]. The new rho and beta. Whether they could be
+        computed (batch,), bool; the others hold anything where they could not.
     """
-    rank, dim = W.shape[1:]
+    size = gram.shape[1] // 2
+    eye = torch.eye(size, dtype=gram.dtype, device=gram.device)
+    is_row = torch.arange(size, device=gram.device) < rank[:, None]
+
+    def trace(matrix: Tensor) -> Tensor:
+        return torch.where(is_row, matrix.diagonal(dim1=1, dim2=2), 0).sum(1)
+
+    def times_eye(factor: Tensor) -> Tensor:
+        return factor[:, None, None] * eye
+
+    # The rows of R = C^-1 W are orthonormal. K and S are in their coordinates.
+    C, w_info = torch.linalg.cholesky_ex(gram[:, :size, :size])
+    C_inverse = torch.linalg.solve_triangular(C, eye, upper=False)
+    K = C.mT @ C
     # the estimates are 0 at first, or may come from far smaller gradients
-    floored_rho = torch.maximum(rho, EIGENVALUE_FLOOR / dim * g0)
-    floored_d = torch.maximum(d, EIGENVALUE_FLOOR / dim * g0[:, None])
-    total = eta * g0 + (1 - eta) * (dim * floored_rho + floored_d.sum(1))  # trace of T
-    to_R = 1 / torch.linalg.vector_norm(W, dim=2, dtype=torch.float64)  # E^-1/2: R = E^-1/2 W
-    dtype = torch.promote_types(J.dtype, torch.float32)
-    Y = J * ((k / total)[:, None] * to_R)[:, :, None].to(dtype)  # Y = R T
-    decay = (1 - eta) / total[:, None] * (floored_d + floored_rho[:, None]) * to_R
-    Y.addcmul_(W, decay[:, :, None].to(dtype))
-    Y64 = Y.double()
-    c, U = torch.linalg.eigh(torch.nan_to_num(Y64 @ Y64.mT))  # Z = Y Y'
-    least_c = ((1 - eta) * floored_rho / total).square()[:, None]
-    s = torch.maximum(c.flip(1), least_c).sqrt()  # descending
-    new_rho = (1 - s.sum(1)) / (dim - rank)
-    least = EIGENVALUE_FLOOR * s[:, 0]
-    new_d = torch.maximum(s - new_rho[:, None], least[:, None])
-    new_rho = torch.maximum(new_rho, least)
-    beta = new_rho * (1 + alpha) + alpha / dim * new_d.sum(1)
-    rows = (U.flip(2).mT / s[:, :, None]).to(dtype) @ Y
-    # Gram-Schmidt by Cholesky: the rows of larger eigenvalues are kept, the others adapted to them
-    L, failed = torch.linalg.cholesky_ex((rows @ rows.mT).double())
-    eye = torch.eye(rank, dtype=L.dtype, device=L.device).expand_as(L)
-    L_inverse = torch.linalg.solve_triangular(L, eye, upper=False)
-    root_E = (new_d / (beta[:, None] + new_d)).sqrt()[:, :, None]
-    new_W = (root_E * L_inverse).to(dtype) @ rows
-    valid = learns & (failed == 0)
-    return (
-        torch.where(valid[:, None, None], new_W.to(W.dtype), W),
-        torch.where(valid[:, None], new_d * total[:, None], d),
-        torch.where(valid, new_rho * total, rho),
-    )
+    floored_rho = torch.maximum(rho, EIGENVALUE_FLOOR * g0 / dim)
+    S = beta[:, None, None] * torch.linalg.inv_ex(eye - K).inverse
+    S += times_eye(2 * floored_rho - rho - beta)
+
+    # all that follows is divided by 1 - eta: T = eta / (1 - eta) X'X + F
+    new_weight = eta / (1 - eta)
+    k = new_weight * g0 / squared_norm
+    B = torch.cat([S @ C_inverse, k[:, None, None] * C_inverse], dim=2)  # Y = R T = B [W; J]
+    L, y_info = torch.linalg.cholesky_ex(B @ gram @ B.mT)  # Y Y' = L L', and the new R is L^-1 Y
+    S_squared = L.mT @ L
+    root = SquareRoot(S_squared)
+    new_S = root.matrix
+    new_rho = floored_rho + (trace(S) + new_weight * g0 - trace(new_S)) / (dim - rank)
+    floor = EIGENVALUE_FLOOR * trace(S_squared).sqrt()
+    level = new_rho + floor  # D is S - rho I, but each eigenvalue is at least the floor
+    D = (new_S + root.distance_from(level) + times_eye(floor - new_rho)) / 2
+    new_rho = torch.maximum(new_rho, floor)
+    new_beta = new_rho * (1 + alpha) + alpha / dim * trace(D)
+    new_K = torch.linalg.solve_ex(D + times_eye(new_beta), D).result
+    G, k_info = torch.linalg.cholesky_ex(new_K)  # new K = G G', so that the new W is G' L^-1 Y
+    A = G.mT @ torch.linalg.solve_triangular(L, B, upper=False)
+    is_valid = (w_info + y_info + k_info) == 0
+    return A, new_rho * (1 - eta), new_beta * (1 - eta), is_valid
 
 
 def project(W: Tensor, X: Tensor, *, buffer: Tensor) -> Tensor:
@@ -166,48 +175,103 @@ def gram_matrix(X: Tensor) -> Tensor:
 
 @dataclass
 class AxisEstimate:
-    """The running estimate F = R' diag(d) R + rho I of one axis of `batch` parameters."""
+    """The running estimate F = R'SR + rho (I - R'R) of one axis of `batch` parameters."""
 
-    W: Tensor  # (batch, rank, dim): the factor E^1/2 R, rows orthogonal
-    d: Tensor  # (batch, rank), float64: the largest eigenvalues of F less rho, descending
-    rho: Tensor  # (batch,), float64: the eigenvalue of all other directions
+    W: Tensor  # (batch, rank, dim): the factor, with W'W = R'KR
+    rho: Tensor  # (batch,), float64: the eigenvalue of F in all directions but R's
+    beta: Tensor  # (batch,), float64: the eigenvalue of the smoothed F in them
+    sizes: Tensor  # (2, batch), float64: dim and rank, where the device can read them
 
 
 @dataclass
 class EstimateUpdate:
-    """What the estimate of one axis learns from in this step; see `update_estimates`."""
+    """What the estimate of one axis learns from in this step."""
 
     axis: AxisEstimate
     J: Tensor  # (batch, rank, dim): W X'X of the gradients at this axis
-    k: Tensor  # (batch,), float64: eta times the squared factor that brings them to scale
+    squared_norm: Tensor  # (batch,), float64: |X|^2
     g0: Tensor  # (batch,), float64: squared norm of the gradients at scale
     learns: Tensor  # (batch,), bool: whether the gradient is finite and not zero
 
 
 def apply_updates(updates: Sequence[EstimateUpdate], *, alpha: float, eta: float) -> None:
-    """Updates the estimates in place; axes of equal (rank, dim) are one batch."""
+    """Updates the estimates in place.
+
+    On a CPU axes of equal rank are one batch. On other devices, where the launch of a kernel costs
+    more than its work on small matrices, all axes are.
+    """
+    together: dict[Any, list[EstimateUpdate]] = defaultdict(list)
+    for update in updates:
+        device, rank = update.J.device, update.J.shape[1]
+        together[device, rank if device.type in EIGH_DEVICES else None].append(update)
+    for alike in together.values():
+        _update_together(alike, alpha=alpha, eta=eta)
+
+
+def _update_together(updates: Sequence[EstimateUpdate], *, alpha: float, eta: float) -> None:
     by_shape: dict[Any, list[EstimateUpdate]] = defaultdict(list)
     for update in updates:
-        by_shape[update.J.shape[1:], update.J.device, update.J.dtype].append(update)
-    for alike in by_shape.values():
-        new_W, new_d, new_rho = update_estimates(
-            torch.cat([update.axis.W for update in alike]),
-            torch.cat([update.axis.d for update in alike]),
-            rho=torch.cat([update.axis.rho for update in alike]),
-            J=torch.cat([update.J for update in alike]),
-            k=torch.cat([update.k for update in alike]),
-            g0=torch.cat([update.g0 for update in alike]),
-            learns=torch.cat([update.learns for update in alike]),
-            alpha=alpha,
-            eta=eta,
-        )
-        sizes = [len(update.k) for update in alike]
-        for update, W, d, rho in zip(
-            alike, new_W.split(sizes), new_d.split(sizes), new_rho.split(sizes)
-        ):
-            update.axis.W.copy_(W)
-            update.axis.d.copy_(d)
-            update.axis.rho.copy_(rho)
+        by_shape[update.J.shape[1:], update.J.dtype].append(update)
+    axes = [update.axis for alike in by_shape.values() for update in alike]
+    updates = [update for alike in by_shape.values() for update in alike]
+    old_factors = [torch.cat([update.axis.W for update in alike]) for alike in by_shape.values()]
+    rows = [  # of W and J, (axes of this shape, 2 rank, dim)
+        torch.cat([W, torch.cat([update.J for update in alike])], dim=1).double()
+        for W, alike in zip(old_factors, by_shape.values())
+    ]
+    size = max(W.shape[1] for W in old_factors)
+    gram = torch.cat([_padded_gram(stacked, size=size) for stacked in rows])
+    rho = torch.cat([axis.rho for axis in axes])
+    beta = torch.cat([axis.beta for axis in axes])
+    dim, rank = torch.cat([axis.sizes for axis in axes], dim=1)
+    squared_norm = torch.cat([update.squared_norm for update in updates])
+    learns = torch.cat([update.learns for update in updates]) & (squared_norm > 0)
+    learns &= gram.isfinite().flatten(1).all(1)
+    harmless = torch.eye(2 * size, dtype=gram.dtype, device=gram.device) / 2
+    A, new_rho, new_beta, is_valid = update_estimates(
+        torch.where(learns[:, None, None], gram, harmless),
+        rho=rho,
+        beta=beta,
+        dim=dim,
+        rank=rank,
+        g0=torch.cat([update.g0 for update in updates]),
+        squared_norm=torch.where(learns, squared_norm, 1),
+        alpha=alpha,
+        eta=eta,
+    )
+    learns &= is_valid
+    new_factors: list[Tensor] = []
+    start = 0
+    for W, stacked in zip(old_factors, rows):
+        these = slice(start, start := start + len(W))
+        new_W = (_unpadded(A[these], rank=W.shape[1]) @ stacked).to(W.dtype)
+        new_factors += torch.where(learns[these, None, None], new_W, W).unbind()
+    torch._foreach_copy_([W for axis in axes for W in axis.W.unbind()], new_factors)
+    scalars = [tensor for axis in axes for tensor in (axis.rho, axis.beta)]
+    batches = [len(axis.rho) for axis in axes]
+    new_scalars = zip(
+        torch.where(learns, new_rho, rho).split(batches),
+        torch.where(learns, new_beta, beta).split(batches),
+    )
+    torch._foreach_copy_(scalars, [tensor for pair in new_scalars for tensor in pair])
+
+
+def _padded_gram(rows: Tensor, *, size: int) -> Tensor:
+    """Returns the `gram` of `update_estimates` for W and J, which are `rows` (n, 2 rank, dim)."""
+    rank = rows.shape[1] // 2
+    products = (rows @ rows.mT).view(-1, 2, rank, 2, rank)
+    if missing := size - rank:
+        products = F.pad(products, (0, missing, 0, 0, 0, missing))
+    gram = products.view(-1, 2 * size, 2 * size)
+    if missing:
+        gram.diagonal(dim1=1, dim2=2)[:, rank:size].fill_(0.5)
+    return gram
+
+
+def _unpadded(A: Tensor, *, rank: int) -> Tensor:
+    """Returns the rows and columns of A (n, size, 2 size) that exist, (n, rank, 2 rank)."""
+    size = A.shape[1]
+    return A.view(-1, size, 2, size)[:, :rank, :, :rank].reshape(-1, rank, 2 * rank)
 
 
 @dataclass
@@ -245,9 +309,7 @@ class UpdateContext:
 
     def new_update(self, axis: AxisEstimate, J: Tensor, *, squared_norm: Tensor) -> EstimateUpdate:
         """Returns the update from J of gradients with this squared norm (batch,) at this axis."""
-        known = self.learns & (squared_norm > 0)
-        k = torch.where(known, self.eta * self.g0 / squared_norm, 0)
-        return EstimateUpdate(axis, J=J, k=k, g0=self.g0, learns=self.learns)
+        return EstimateUpdate(axis, J=J, squared_norm=squared_norm, g0=self.g0, learns=self.learns)
 
 
 # ------------------------------------------------------------ preconditioners

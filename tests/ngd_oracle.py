@@ -19,7 +19,7 @@ class Axis:
     def __init__(
         self,
         dim: int,
-        rank: int = 80,
+        rank: int = 32,
         alpha: float = 4.0,
         eta: float = 0.1,
         period: int = 4,
@@ -60,8 +60,8 @@ class Axis:
     def update(self, X: Tensor, g0: float) -> None:
         N, D, R, W, eta = len(X), self.D, self.R, self.W, self.eta
         # ours: no direction counts for less than this, so that none drowns in rounding
-        least = DELTA * g0 / (N * D)
-        d, rho = self.d.clamp(min=least), max(self.rho, least)
+        missing = max(0.0, DELTA * g0 / (N * D) - self.rho)
+        d, rho = self.d + missing, self.rho + missing
         H = X @ W.T
         J, L = H.T @ X, H.T @ H
         K = J @ J.T
@@ -80,7 +80,7 @@ class Axis:
         bad = bool(c[0] > CONDITION * c[-1]) or bool((c < limit).any())
         s = c.clamp(min=limit).sqrt()
         rho = ((eta / N) * g0 + (1 - eta) * (D * rho + float(d.sum())) - float(s.sum())) / (D - R)
-        floor = DELTA * float(s.max())
+        floor = DELTA * float(s.norm())  # ours: Kaldi's is relative to the largest
         bad_d = bool((s - rho < floor).any()) or rho < floor
         self.floored += bad_d
         self.d = (s - rho).clamp(min=floor)

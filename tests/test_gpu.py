@@ -92,9 +92,7 @@ def weights(model: nn.Module) -> Tensor:
 
 @DEVICES
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_do_not_wait_for_the_gpu(name, device, request):
-    if name == "ngd" and device != "cpu":
-        request.applymarker(pytest.mark.xfail(reason="torch.linalg.eigh waits"))
+def test_steps_do_not_wait_for_the_gpu(name, device):
     trainer = trainer_of(name, device, max_grad_norm=1.0, accumulation_steps=2)
     inputs, labels = (tensor.to(device) for tensor in batch(0))
     for _ in range(3):

@@ -106,7 +106,25 @@ def test_a_parameter_unfrozen_or_added_later_starts_its_own_count() -> None:
         other.step()
         if t >= 12:
             one.step()
-    assert_same(snapshot(optimizer, [1, 2]), snapshot(one) + snapshot(other))
+    assert_same(snapshot(optimizer, [1, 2]), snapshot(one) + snapshot(other), 1e-6)
+
+
+def test_a_state_with_eigenvalues_of_the_estimates_goes_on_as_the_same_run() -> None:
+    """As checkpoints had it that kept the estimates' eigenvectors and eigenvalues."""
+    optimizer = train(create_ngd(), range(12))
+    state = copy.deepcopy(optimizer.state_dict())
+    for entry in state["state"].values():
+        for name in [name for name in entry if name.endswith("_smoothed_floor")]:
+            axis, beta = name.removesuffix("_smoothed_floor"), entry.pop(name)
+            E, R = torch.linalg.svd(entry[f"{axis}_factor"].double(), full_matrices=False)[1:]
+            entry[f"{axis}_factor"] = (E[:, None] * R).float()
+            entry[f"{axis}_eigenvalues"] = beta * E**2 / (1 - E**2)
+    old = NGD([nn.Parameter(p.detach().clone()) for p in parameters_of(optimizer)], lr=0.1)
+    old.load_state_dict(state)
+    train(optimizer, range(12, 20))
+    train(old, range(12, 20))
+    assert_same(parameters_of(old), parameters_of(optimizer), 1e-5)
+    assert not estimates(old, "eigenvalues")
 
 
 # ------------------------------------------------------------ precision, layout, devices
