@@ -209,17 +209,19 @@ def apply_updates(updates: Sequence[EstimateUpdate], *, alpha: float, eta: float
 
 
 def _update_together(updates: Sequence[EstimateUpdate], *, alpha: float, eta: float) -> None:
+    """Updates the estimates of axes of any shape, all on one device, as one batch."""
     by_shape: dict[Any, list[EstimateUpdate]] = defaultdict(list)
     for update in updates:
         by_shape[update.J.shape[1:], update.J.dtype].append(update)
-    axes = [update.axis for alike in by_shape.values() for update in alike]
     updates = [update for alike in by_shape.values() for update in alike]
-    old_factors = [torch.cat([update.axis.W for update in alike]) for alike in by_shape.values()]
-    rows = [  # of W and J, (axes of this shape, 2 rank, dim)
+    axes = [update.axis for update in updates]
+    old_W = [torch.cat([update.axis.W for update in alike]) for alike in by_shape.values()]
+    rows = [  # those of W and of J, (axes of this shape, 2 rank, dim)
         torch.cat([W, torch.cat([update.J for update in alike])], dim=1).double()
-        for W, alike in zip(old_factors, by_shape.values())
+        for W, alike in zip(old_W, by_shape.values())
     ]
-    size = max(W.shape[1] for W in old_factors)
+
+    size = max(W.shape[1] for W in old_W)
     gram = torch.cat([_padded_gram(stacked, size=size) for stacked in rows])
     rho = torch.cat([axis.rho for axis in axes])
     beta = torch.cat([axis.beta for axis in axes])
@@ -239,21 +241,20 @@ def _update_together(updates: Sequence[EstimateUpdate], *, alpha: float, eta: fl
         alpha=alpha,
         eta=eta,
     )
+
     learns &= is_valid
-    new_factors: list[Tensor] = []
-    start = 0
-    for W, stacked in zip(old_factors, rows):
-        these = slice(start, start := start + len(W))
-        new_W = (_unpadded(A[these], rank=W.shape[1]) @ stacked).to(W.dtype)
-        new_factors += torch.where(learns[these, None, None], new_W, W).unbind()
-    torch._foreach_copy_([W for axis in axes for W in axis.W.unbind()], new_factors)
-    scalars = [tensor for axis in axes for tensor in (axis.rho, axis.beta)]
-    batches = [len(axis.rho) for axis in axes]
-    new_scalars = zip(
-        torch.where(learns, new_rho, rho).split(batches),
-        torch.where(learns, new_beta, beta).split(batches),
+    new_W: list[Tensor] = []
+    counts = [len(W) for W in old_W]
+    for W, stacked, part, valid in zip(old_W, rows, A.split(counts), learns.split(counts)):
+        product = _unpadded(part, rank=W.shape[1]) @ stacked
+        new_W += torch.where(valid[:, None, None], product.to(W.dtype), W).unbind()
+    torch._foreach_copy_([W for axis in axes for W in axis.W.unbind()], new_W)
+    new_rho, new_beta = torch.where(learns, new_rho, rho), torch.where(learns, new_beta, beta)
+    counts = [len(axis.rho) for axis in axes]
+    torch._foreach_copy_(
+        [axis.rho for axis in axes] + [axis.beta for axis in axes],
+        new_rho.split(counts) + new_beta.split(counts),
     )
-    torch._foreach_copy_(scalars, [tensor for pair in new_scalars for tensor in pair])
 
 
 def _padded_gram(rows: Tensor, *, size: int) -> Tensor:
