@@ -416,18 +416,20 @@ class ParameterBatch:
         is_decoupled = group["decoupled_weight_decay"]
         if weight_decay and not is_decoupled:
             torch._foreach_add_(self._parameter_views(X), self.parameters, alpha=weight_decay)
-            X.mul_(active.to(X.dtype)[:, None])
+        direction = X
         if momentum:
             if self.momentum is None:
                 self.momentum = self._create_momentum()
-            self.momentum.mul_((1 + active * (momentum - 1))[:, None]).add_(X)
+            self.momentum.mul_((1 + active * (momentum - 1))[:, None])
+            self.momentum.addcmul_(X, active[:, None])
             if group["nesterov"]:
                 X.add_(self.momentum, alpha=momentum)
             else:
-                X.copy_(self.momentum)
+                direction = self.momentum
         if weight_decay and is_decoupled:
+            direction = X.copy_(direction)
             torch._foreach_add_(self._parameter_views(X), self.parameters, alpha=weight_decay)
-        X.mul_((active * -group["lr"]).to(X.dtype)[:, None])
+        torch.mul(direction, (active * -group["lr"])[:, None], out=X)
         torch._foreach_add_(self.parameters, self._parameter_views(X))
 
     def _create_estimate(self, axis: int, group: dict[str, Any]) -> AxisEstimate:
