@@ -14,6 +14,7 @@ committed. To try something out: --allow_dirty --logs FOLDER.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -31,12 +32,13 @@ import yaml
 from cli import flags
 from cli.flag_parser import FlagParser
 from errors import InputError, Interrupted, did_you_mean, exit_code
-from figures.run_logs import LOGS, ROOT, finished, read_rows
+from figures.run_logs import LOGS, ROOT, finished
 from training import machine
 
 PLAN = ROOT / "figures" / "experiments.yaml"
 SEEDS = (0, 1, 2)
 SHUTDOWN_SECONDS = 120.0  # that a run has to write its checkpoint after SIGTERM
+POLL_SECONDS = 1.0  # between two looks at a run
 NOT_LOGGED = ("*.pt", "*.part", "tokenizer.json", "shards-*")  # deleted after a finished run
 MAX_NAMED_FILES = 3  # in the message of a run that is refused
 
@@ -128,29 +130,54 @@ def execute(run: PlannedRun, deadline: float, variables: Mapping[str, str]) -> s
     environment = {**os.environ, "PYTHON": sys.executable, **variables, **run_variables}
     process = subprocess.Popen(arguments, cwd=ROOT, env=environment)
     try:
-        code = process.wait(max(0.0, deadline - time.monotonic()) if deadline else None)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(SHUTDOWN_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        while (code := wait(process, POLL_SECONDS)) is None:
+            if deadline and time.monotonic() >= deadline:
+                raise KeyboardInterrupt
+            if describe_other_data(run):
+                end(process)
+    except KeyboardInterrupt:
+        end(process)
         raise Interrupted(
             f"stopped in {run.folder.name} of {run.group}; run the same command again to resume it"
         ) from None
+    if other_data := describe_other_data(run):
+        shutil.rmtree(run.folder)
+        return other_data
     if not run.name:  # a benchmark: exit code 1 is a bar that does not hold, not a failure
         return f"exit code {code}" if code > 1 else ""
     if code or not run.is_done:
         return f"exit code {code}"
     delete_checkpoints(run.folder)
-    rows = read_rows(run.folder)[0]["samples"]
-    if run.rows and not 0.9 * run.rows <= rows <= run.rows:
-        shutil.rmtree(run.folder)
-        return (
-            f"trained on {rows} rows, the plan expects {run.rows}: the data set is another one, "
-            f"so its log is deleted"
-        )
     return ""
+
+
+def wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Return the exit code of a process, or None if it is still running after so many seconds."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Let a process write its checkpoint and end; kill it if it does not."""
+    process.send_signal(signal.SIGTERM)
+    if wait(process, SHUTDOWN_SECONDS) is None:
+        process.kill()
+
+
+def describe_other_data(run: PlannedRun) -> str:
+    """Say that a run's first epoch had other rows than the plan expects; '' if it is not so."""
+    if not run.rows or not (run.folder / "metrics.jsonl").exists():
+        return ""
+    first = (run.folder / "metrics.jsonl").read_text().partition("\n")
+    rows = json.loads(first[0])["samples"] if first[1] else run.rows
+    if 0.9 * run.rows <= rows <= run.rows:
+        return ""
+    return (
+        f"trains on {rows} rows, the plan expects {run.rows}: the data set is another one, so its "
+        "log is deleted"
+    )
 
 
 def delete_checkpoints(folder: Path) -> None:

@@ -303,8 +303,8 @@ def test_a_failed_run_is_named_and_the_others_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_logs_of_another_data_set_are_deleted(tmp_path):
-    console = run_plan(tmp_path, rows="rows: 5000", code=2)
+def test_runs_on_another_data_set_are_ended_and_their_logs_deleted(tmp_path):
+    console = run_plan(tmp_path, rows="rows: 5000", code=2, epochs=200)
     assert "the plan expects 5000" in console
     assert not list((tmp_path / "logs").glob("*/*/metrics.jsonl"))
 
