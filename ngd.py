@@ -38,8 +38,8 @@ and no eigenvectors ([matrix_functions.py](optimizers/matrix_functions.py)).
 It is kept cheap as follows. Parameters of one shape are updated together, in one scratch buffer. A
 convolution is laid out once as (outputs, kernel, inputs), and all axes of its kernel are one small
 matrix from one Gram matrix. The estimates of many axes are updated together, in float64, a quarter
-of them at each step. The host waits for a GPU once, in the second step, to learn whether the first
-was skipped.
+of them at each step. The host waits for a GPU in the first two steps only, where it creates the
+estimates and learns whether the first step was skipped.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class NGD(GradScalerOptimizer):
         update_period: steps between updates of an estimate; the first ten steps update all.
         max_dim: longer axes are not preconditioned (vocabularies).
         min_ndim: parameters with fewer axes take plain SGD (biases, normalisation).
-        factor_dtype: dtype of the factors and of the products with them; None is the parameter's,
-            at least fp32.
+        factor_dtype: dtype of the products of gradients and factors; None is the parameter's, at
+            least fp32. The factors themselves are kept in fp32 at least.
         amp_scaling: see `optimizers.base.GradScalerOptimizer`.
 
     Raises:
@@ -436,7 +436,8 @@ class ParameterBatch:
         """Creates the estimate of an axis of all parameters, from their states or from scratch."""
         dim = self.parameters[0].shape[axis]
         rank = min((dim + 1) // 2, group["rank"])
-        W = initial_factor(rank, dim, alpha=group["alpha"]).to(self.device, self.scratch_dtype)
+        W = initial_factor(rank, dim, alpha=group["alpha"])
+        W = W.to(self.device, torch.promote_types(self.scratch_dtype, torch.float32))
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         for state in self.states:
             if f"axis{axis}_eigenvalues" in state:  # as checkpoints had it that kept eigenvectors

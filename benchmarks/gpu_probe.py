@@ -17,8 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from input_pipeline import image_datasets
 from input_pipeline.image_datasets import ImageSplit
 from models import resnet
 from ngd import NGD
-from optimizers.matrix_functions import sqrt_by_inverses
+from optimizers import fisher
 from optimizers.param_groups import ngd_groups
 
 CIFAR_ROWS = 50_000  # of an epoch
@@ -81,38 +80,49 @@ def ceilings(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def linalg(quick: bool) -> Iterator[dict[str, Any]]:
-    """Measure what NGD may compute for ResNet-50's estimates, by rank: roots and factorisations.
+    """Measure the update of NGD's estimates of ResNet-50, by rank, beside torch's `eigh`.
 
-    NGD takes the roots by inverses; `eigh` is what they replace. `count` is all matrices of that
-    size, as in the first ten steps; later steps have a quarter.
+    `estimates` is all of them, as in steps 2 to 10, or about a quarter, as in later steps. `eigh`
+    decomposes as many matrices of the largest rank, which is what NGD would need at least.
     """
     model = resnet.create_model(
         "resnet8" if quick else "resnet50", classes=10, channels=3, image_size=32
     ).to(bench.DEVICE)
+    yield {"has_magma": int(torch.cuda.has_magma)}
     for rank in RANKS:
         optimizer = NGD(ngd_groups(model, 5e-4), rank=rank)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-        sizes = Counter(
-            len(value)
-            for state in optimizer.state.values()
-            for name, value in state.items()
-            if name.endswith("_factor")
-        )
-        for size, count in sorted(sizes.items()):
-            for part in (count, -(-count // 4)):
-                yield {"ngd_rank": rank, "size": size, "count": part, **decompose(size, part)}
+        assert optimizer.schedule is not None
+        axes = [axis for group in optimizer.schedule.batches for b in group for axis in b.axes]
+        for updated in (axes, axes[::4]):
+            yield {"ngd_rank": rank, **time_update(updated)}
 
 
-def decompose(size: int, count: int) -> dict[str, float]:
-    """Return milliseconds for so many matrices of size x size in float64."""
-    rows = torch.randn(count, size, 2 * size, device=bench.DEVICE, dtype=torch.float64)
+def time_update(axes: Sequence[fisher.AxisEstimate]) -> dict[str, float]:
+    """Return milliseconds of an update of these estimates on the device, and of its launch."""
+    updates = []
+    for axis in axes:
+        ones = torch.ones_like(axis.rho)
+        J = torch.randn_like(axis.W)
+        updates.append(fisher.EstimateUpdate(axis, J, squared_norm=ones, g0=ones, learns=ones > 0))
+    count = sum(len(axis.rho) for axis in axes)
+    rank = max(axis.W.shape[1] for axis in axes)
+    rows = torch.randn(count, rank, 2 * rank, device=bench.DEVICE, dtype=torch.float64)
     gram = rows @ rows.mT
+    host_ms = []
+
+    def update() -> None:
+        start = time.perf_counter()
+        fisher.apply_updates(updates, alpha=4.0, eta=0.1)
+        host_ms.append((time.perf_counter() - start) * 1e3)
+
     return {
+        "estimates": count,
+        "update_ms": milliseconds(update, calls=1),
+        "update_host_ms": statistics.median(host_ms),
         "eigh_ms": milliseconds(lambda: torch.linalg.eigh(gram), calls=1),
-        "root_by_inverses_ms": milliseconds(lambda: sqrt_by_inverses(gram), calls=1),
-        "cholesky_ms": milliseconds(lambda: torch.linalg.cholesky_ex(gram), calls=1),
     }
 
 

@@ -23,11 +23,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from optimizers.matrix_functions import EIGH_DEVICES, SquareRoot
+from optimizers.matrix_functions import EIGH_DEVICES, SquareRoot, inverse
 
-# Smallest eigenvalue, relative to the root of the sum of their squares (Kaldi's delta, there
-# relative to the largest one) and to the mean of those of a new gradient.
+# The smallest eigenvalue that an estimate may have, relative to the root of the sum of the squares
+# of all (Kaldi's delta, which there is relative to the largest). Relative to the mean eigenvalue of
+# a new gradient, it is the smallest that an estimate may have had before.
 EIGENVALUE_FLOOR = 5e-4
+# Squared length of a row that fills up a W of smaller rank: as short as one with an eigenvalue of F
+# hardly above rho, so that it has no part in the largest ones.
+MADE_UP = 1e-3
 # Axes up to this long are preconditioned by one (D, D) matrix, not two thin ones.
 MAX_DENSE_DIM = 16
 MAX_DENSE_KERNEL = 64  # all axes of a convolution's kernel share one matrix up to this many weights
@@ -67,7 +71,7 @@ def update_estimates(
 
     Args:
         gram: (batch, 2 size, 2 size), float64: the products of the rows of W and, from row `size`
-            on, of J. Rows that are made up have 1/2 on the diagonal, those of J have 0.
+            on, of J. Rows that are made up have MADE_UP on the diagonal, those of J have 0.
         rho, beta: (batch,), float64; 0 where nothing is known yet.
         dim, rank: the axis's length and its rows of W (batch,), float64.
         g0: squared norm of the gradient at scale (batch,), float64.
@@ -95,7 +99,7 @@ def update_estimates(
     K = C.mT @ C
     # the estimates are 0 at first, or may come from far smaller gradients
     floored_rho = torch.maximum(rho, EIGENVALUE_FLOOR * g0 / dim)
-    S = beta[:, None, None] * torch.linalg.inv_ex(eye - K).inverse
+    S = beta[:, None, None] * inverse(eye - K)
     S += times_eye(2 * floored_rho - rho - beta)
 
     # all that follows is divided by 1 - eta: T = eta / (1 - eta) X'X + F
@@ -112,10 +116,11 @@ def update_estimates(
     D = (new_S + root.distance_from(level) + times_eye(floor - new_rho)) / 2
     new_rho = torch.maximum(new_rho, floor)
     new_beta = new_rho * (1 + alpha) + alpha / dim * trace(D)
-    new_K = torch.linalg.solve_ex(D + times_eye(new_beta), D).result
+    new_K = eye - new_beta[:, None, None] * inverse(D + times_eye(new_beta))
     G, k_info = torch.linalg.cholesky_ex(new_K)  # new K = G G', so that the new W is G' L^-1 Y
     A = G.mT @ torch.linalg.solve_triangular(L, B, upper=False)
     is_valid = (w_info + y_info + k_info) == 0
+    is_valid &= A.isfinite().flatten(1).all(1)  # on a GPU the factor of NaN counts as computed
     return A, new_rho * (1 - eta), new_beta * (1 - eta), is_valid
 
 
@@ -265,7 +270,7 @@ def _padded_gram(rows: Tensor, *, size: int) -> Tensor:
         products = F.pad(products, (0, missing, 0, 0, 0, missing))
     gram = products.view(-1, 2 * size, 2 * size)
     if missing:
-        gram.diagonal(dim1=1, dim2=2)[:, rank:size].fill_(0.5)
+        gram.diagonal(dim1=1, dim2=2)[:, rank:size].fill_(MADE_UP)
     return gram
 
 
@@ -343,24 +348,25 @@ class LowRankPreconditioner:
         return X, spare
 
     def _precondition(self, X: Tensor, buffer: Tensor, context: UpdateContext | None) -> None:
-        axis = self.axis
+        W = self.axis.W.to(X.dtype)
         if context is None:
-            subtract_projection(X, project(axis.W, X, buffer=buffer), W=axis.W)
+            subtract_projection(X, project(W, X, buffer=buffer), W=W)
             return
         squared_norm = context.squared_norm
         if squared_norm is None:
             squared_norm = row_norms(X.view(len(X), -1)) ** 2
         context.squared_norm = None
         context.start_estimate(
-            axis,
+            self.axis,
             self.left * self.right,
             squared_norm=squared_norm,
-            moment=lambda: second_moment(project(axis.W, X, buffer=buffer), X),
+            moment=lambda: second_moment(project(self.axis.W.to(X.dtype), X, buffer=buffer), X),
         )
-        H = project(axis.W, X, buffer=buffer)
+        W = self.axis.W.to(X.dtype)  # the estimate may have started
+        H = project(W, X, buffer=buffer)
         J = second_moment(H, X)
-        context.updates.append(context.new_update(axis, J, squared_norm=squared_norm))
-        subtract_projection(X, H, W=axis.W)
+        context.updates.append(context.new_update(self.axis, J, squared_norm=squared_norm))
+        subtract_projection(X, H, W=W)
 
     def invalidate(self) -> None:
         """Drops what was computed from the estimates, which have changed; here nothing."""
@@ -368,7 +374,7 @@ class LowRankPreconditioner:
     def update_cost(self) -> int:
         """Returns the multiplications of one update for one parameter.
 
-        They are those of J, and those of the small algebra, which runs at half the speed.
+        They are those of J, and roughly those of the update of W.
         """
         rank = self.axis.W.shape[1]
         return rank * self.dim * (self.left * self.right + 8 * rank)

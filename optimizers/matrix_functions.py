@@ -93,10 +93,22 @@ def sqrt_by_inverses(M: Tensor) -> Tensor:
     eye = torch.eye(M.shape[1], dtype=M.dtype, device=M.device)
     trace = M.diagonal(dim1=1, dim2=2).sum(1)
     shifts = _multiples(trace, POLES)  # (batch, poles)
-    inverses = torch.linalg.inv_ex(M[:, None] + shifts[:, :, None, None] * eye).inverse
+    inverses = inverse(M[:, None] + shifts[:, :, None, None] * eye)
     factors = _multiples(trace, [w * p for w, p in zip(WEIGHTS, POLES)])
     weighted = torch.bmm(factors[:, None], inverses.flatten(2)).view_as(M)
     return trace.sqrt()[:, None, None] * (sum(WEIGHTS) * eye - weighted)
+
+
+def inverse(A: Tensor) -> Tensor:
+    """Computes the inverses of symmetric positive definite matrices (..., n, n).
+
+    They come from Cholesky's factors: for LU factors of many matrices torch's library for GPUs may
+    make the host wait. What is not positive definite has an inverse without meaning, or NaN.
+    """
+    L, _ = torch.linalg.cholesky_ex(A)
+    eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    L_inverse = torch.linalg.solve_triangular(L, eye, upper=False)
+    return L_inverse.mT @ L_inverse
 
 
 def _multiples(x: Tensor, factors: Sequence[float]) -> Tensor:

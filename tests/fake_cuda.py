@@ -38,7 +38,10 @@ aten = torch.ops.aten
 READS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
 COPIES = {aten._to_copy.default, aten.copy_.default}
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
-SOLVERS = {  # torch reads whether they have converged
+SOLVERS = {  # torch reads whether they have converged, or leaves them to a library that waits
+    aten.linalg_inv_ex.default,
+    aten._linalg_solve_ex.default,
+    aten.linalg_lu_factor_ex.default,
     aten._linalg_check_errors.default,
     aten._linalg_eigh.default,
     aten._linalg_svd.default,

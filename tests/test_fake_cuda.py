@@ -220,7 +220,7 @@ class Launches(TorchDispatchMode):
     """Counts operations; one on lists counts for each tensor where torch takes them one by one.
 
     It does so where a tensor that multiplies the list has another dtype, or where the list's
-    partners have other shapes.
+    partners have other shapes or strides.
     """
 
     number = 0
@@ -235,7 +235,7 @@ class Launches(TorchDispatchMode):
             tensors, *others = args
             lists = [other for other in others if isinstance(other, list | tuple)]
             fused = all(
-                one.shape == other.shape
+                one.shape == other.shape and one.stride() == other.stride()
                 for partners in lists
                 for one, other in zip(tensors, partners)
                 if isinstance(other, Tensor)
@@ -247,7 +247,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("name", "most"), [("ngd", 250), ("lamb", 220), ("lars", 220)])
+@pytest.mark.parametrize(("name", "most"), [("ngd", 260), ("lamb", 220), ("lars", 220)])
 def test_a_step_launches_few_kernels(name, most):
     layers = 40
     with FakeGpu() as gpu:
@@ -281,7 +281,7 @@ def test_an_update_of_all_estimates_of_ngd_launches_few_kernels(monkeypatch):
             for _ in range(3):  # the first ten steps update all estimates
                 gpu.set_gradients()
                 optimizer.step()
-    assert max(launches) <= 195, launches
+    assert max(launches) <= 210, launches
 
 
 @ON_RANKS

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from ngd import NGD
 from ngd_cases import SGD, Shapes, assert_same, distance, estimates, parameters_of, weights
-from ngd_oracle import Oracle
+from ngd_oracle import Axis, Oracle
+from optimizers import fisher
 from trainers import build_optimizer
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -158,6 +159,40 @@ def test_without_eigendecompositions_the_direction_is_nearly_that_of_the_oracle(
                     axis.phase = batch.phase - 1  # the oracle counts its steps from 1
                 cosine = F.cosine_similarity(-p.double().flatten(), oracle(p.grad).flatten(), dim=0)
                 assert cosine > 0.9999, (tuple(p.shape), 1 - cosine)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 30])
+def test_rows_that_are_made_up_change_nothing(
+    missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By sums of inverses the roots of a small matrix are as exact beside made-up rows."""
+    monkeypatch.setattr("optimizers.matrix_functions.EIGH_DEVICES", set())
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.logspace(0, -2, 6, dtype=torch.float64)
+    X = torch.randn(50, 6, generator=generator, dtype=torch.float64) * scale
+    W = fisher.initial_factor(3, 6, alpha=1.0)
+    rho = beta = torch.zeros(1, dtype=torch.float64)
+    for _ in range(10):
+        rows = torch.cat([W, W @ X.T @ X])[None]
+        A, rho, beta, is_valid = fisher.update_estimates(
+            fisher._padded_gram(rows, size=3 + missing),
+            rho=rho,
+            beta=beta,
+            dim=torch.tensor([6.0], dtype=torch.float64),
+            rank=torch.tensor([3.0], dtype=torch.float64),
+            g0=X.square().sum()[None],
+            squared_norm=X.square().sum()[None],
+            alpha=1.0,
+            eta=0.1,
+        )
+        assert is_valid.all()
+        W = (fisher._unpadded(A, rank=3) @ rows)[0]
+    oracle = Axis(6, rank=3, alpha=1.0, eta=0.1)
+    oracle.W = fisher.initial_factor(3, 6, alpha=1.0)
+    for _ in range(10):
+        oracle.update(X, float(X.square().sum()))
+    assert_same(W.mT @ W, oracle.W.mT @ oracle.W, 2e-5)
+    assert_same(rho / len(X), torch.tensor([oracle.rho], dtype=torch.float64), 1e-5)
 
 
 def test_the_oracle_meets_floors_and_rows_that_must_be_orthogonalised() -> None:

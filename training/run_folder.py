@@ -133,6 +133,6 @@ def lock_run_folder(folder: Path) -> IO[str]:
 
 
 def describe_process() -> str:
-    """This process in words, for example 'process 1234 on node7, begun 2026-11-22 07:41:14,'."""
+    """This process in words: 'process 1234 on node7, which began 2026-11-22 07:41:14,'."""
     began = time.strftime("%Y-%m-%d %H:%M:%S")
     return f"process {os.getpid()} on {socket.gethostname()}, which began {began},"
