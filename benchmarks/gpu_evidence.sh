@@ -15,7 +15,8 @@
 # A and B need no data and keep their piece for C; C again goes on with runs that were cut off. With
 # half an hour, give A and B LIMIT=420 and leave out D. docs/performance.md says what is expected,
 # by the names of the steps of B. Environment variables and their defaults:
-#   OUT        what to take home: a text and an archive of each part (runs/gpu_evidence)
+#   OUT        what to take home: a text and an archive of each part, as of D-2 where D ran for the
+#              second time (runs/gpu_evidence)
 #   WORK       pieces, data, runs, compiled kernels: what must survive from one part to the next,
 #              outside this folder (/tmp/gpu_evidence)
 #   COMMIT     the commit of this code, where git cannot tell it: git describe --always --dirty
@@ -182,7 +183,7 @@ text() { # text NAME FLAG...
 part_B() { # what the recipes use comes first
     setting compile-256 --bs 256 --backend compile
     setting eager-256 --bs 256
-    probe plain-128 90 plain --more --bs 128 "${small_images[@]}"
+    probe plain-256 90 plain --more --bs 256 "${small_images[@]}"
     setting ngd-256 --bs 256 --ngd
     setting ngd-rank-80-256 --bs 256 --ngd --ngd_rank 80
     setting compile-512 --bs 512 --backend compile
@@ -251,7 +252,8 @@ main() { # main PART ARGUMENT...
     echo "== summary of part $part: $number steps in $SECONDS s"
     cat "$logs"/*.end | tee "$logs/summary.txt"
     mkdir -p "$work/runs"
-    tar -czf "$OUT/$part.tgz" -C "$work" --exclude='*.pt' --exclude='*.shown' "$part" runs
+    tar -czf "$OUT/${logs##*/}.tgz" -C "$work" --exclude='*.pt' --exclude='*.shown' \
+        "${logs##*/}" runs
     ! grep -qv '^ok ' "$logs/summary.txt"
 }
 
@@ -285,11 +287,14 @@ if [ -n "${MINIATURE:-}" ]; then # the later flag counts, so that these replace 
 fi
 [ "$part" = A ] && packages+=(pytest xdist) # of the tests
 OUT=$(realpath -m "${OUT:-$root/runs/gpu_evidence}")
-logs=$work/$part
+logs=$work/$part attempt=1
 deadline=$((SECONDS + ${LIMIT:-530}))
 check_packages
 [ "$part" = D ] || [ -z "${1:-}" ] || [ -e "$1/sums" ] || fail "no piece of the data is in $1"
-rm -rf "$logs"
+while [ -e "$logs" ]; do # a part that runs again keeps what it showed before
+    attempt=$((attempt + 1))
+    logs=$work/$part-$attempt
+done
 mkdir -p "$OUT" "$logs" "$work/pieces"
 if [ "$part" != D ] && [ -n "${1:-}" ]; then
     cp "$1/$archive".* "$1/sums" "$work/pieces/" # this folder may be another one in the next part
@@ -297,4 +302,4 @@ fi
 export DATA_DIR=$work/data PYTHON=$python WORK=$work PYTHONUNBUFFERED=1
 export TORCHINDUCTOR_CACHE_DIR=$work/inductor TRITON_CACHE_DIR=$work/triton
 cd "$root"
-main "$@" 2>&1 | tee "$OUT/$part.txt"
+main "$@" 2>&1 | tee "$OUT/${logs##*/}.txt"

@@ -24,7 +24,7 @@ FAKE_PYTHON = """#!/bin/sh
 case "$*" in
 -c*) exec {python} "$@" ;;
 *eager-256.json*) echo first; echo the GPU is on fire >&2; exit 7 ;;
-*plain-128.json*) sleep 60 ;;
+*plain-256.json*) sleep 60 ;;
 *) echo "did $*" ;;
 esac
 """
@@ -144,7 +144,7 @@ def test_no_step_goes_beyond_the_time_of_its_part(tmp_path, fake_python):
             tmp_path,
             "B",
             code=1,
-            ONLY="plain-128|ngd-256",
+            ONLY="plain-256|ngd-256",
             LIMIT="6",
             PYTHON=str(fake_python),
         )
@@ -190,7 +190,7 @@ def test_every_setting_has_an_expectation_and_the_other_way_round():
     ("part", "only", "steps"),
     [
         ("A", "ceilings|linalg|ngd|ddp|text|tests", 6),
-        ("B", "plain-128|cudagraph-256|ngd-rank-80-256", 3),
+        ("B", "plain-256|cudagraph-256|ngd-rank-80-256", 3),
         ("C", "fast94-seed0", 1),
         ("D", "best-seed0", 1),
     ],
@@ -213,4 +213,7 @@ def test_the_last_part_goes_on_with_its_run(tmp_path):
     for epochs in ("1", "3"):
         printed = run_part(tmp_path, "D", "--epochs", epochs)
         assert f"last.pt: epoch {epochs}" in printed
-    assert "\n    1 " not in (tmp_path / "work" / "D" / "01-best-seed0.log").read_text()
+    first, second = (tmp_path / "work" / part / "01-best-seed0.log" for part in ("D", "D-2"))
+    assert "\n    1 " in first.read_text()
+    assert "\n    1 " not in second.read_text()
+    assert (tmp_path / "out" / "D-2.tgz").exists()
