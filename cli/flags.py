@@ -56,8 +56,11 @@ class Parser(FlagParser):
 # -------------------------------------------------------------------- types of values
 
 
+MAX_FLOAT = 1e38  # about what fp32 holds
+
+
 def number(
-    kind: Callable[[str], Any], low: float, high: float = math.inf, *, open_low: bool = False
+    kind: Callable[[str], Any], low: float, high: float = MAX_FLOAT, *, open_low: bool = False
 ) -> Callable[[str], Any]:
     """An argparse type: numbers of a kind within [low, high], or (low, high] with `open_low`."""
 
@@ -70,7 +73,8 @@ def number(
         in_range = low <= value <= high and not (open_low and value == low)
         if not in_range or not math.isfinite(value):
             limits = f"{'above' if open_low else 'at least'} {format_limit(low)}"
-            limits += f" and at most {format_limit(high)}" if high < math.inf else ""
+            if high < MAX_FLOAT or value > high:
+                limits += f" and at most {format_limit(high)}"
             raise argparse.ArgumentTypeError(f"must be {limits}, got {text}")
         return value
 
@@ -84,8 +88,7 @@ def format_limit(limit: float) -> str:
 
 count, natural = number(int, 1), number(int, 0)
 MAX_THREADS = 1024  # of a process; some thousands take minutes to start
-MAX_FLOAT = 1e38  # about what fp32 holds
-positive, not_negative = number(float, 0, MAX_FLOAT, open_low=True), number(float, 0, MAX_FLOAT)
+positive, not_negative = number(float, 0, open_low=True), number(float, 0)
 fraction, below_one = number(float, 0, 1, open_low=True), number(float, 0, 0.999)
 
 

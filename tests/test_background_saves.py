@@ -234,7 +234,7 @@ def test_a_resumed_run_does_not_hold_the_file_that_it_began_from(
     finish_epoch = Trainer.finish_epoch
 
     def note_maps(trainer: Trainer) -> None:
-        held.append("run/last" in Path("/proc/self/maps").read_text())
+        held.append(str(here / "run" / "last") in Path("/proc/self/maps").read_text())
         finish_epoch(trainer)
 
     monkeypatch.setattr(Trainer, "finish_epoch", note_maps)
