@@ -18,8 +18,9 @@ JOB = """
 import os, signal, sys, time
 rank, code, seconds = os.environ["RANK"], int(sys.argv[1]), float(sys.argv[2])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print(f"rank {rank}, start {os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
-print(f"{os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT']} s to end", flush=True)
+start, shutdown = "TORCHELASTIC_RESTART_COUNT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+lines = f"rank {rank}, start {os.environ[start]}\\n{os.environ[shutdown]} s to end\\n"
+os.write(1, lines.encode())  # at once: python -u would write each end of a line by itself
 if rank == "1":
     time.sleep(1)
     os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
