@@ -25,12 +25,6 @@ FLAGS = """--dataset digits --arch resnet8 --bs 64 --lr 0.02 --epochs 2 --thread
 BACKGROUND = [*FLAGS, "--save_in_background", "yes"]
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 class SlowSave:
     """Stands for `checkpoint.save`: waits first until the loop has done two steps or is waiting."""
 

@@ -23,13 +23,6 @@ from training.checkpoint_manager import delete_unused_shards
 FLAGS = "--dataset digits --arch resnet8 --bs 64 --lr 0.02 --epochs 3 --threads 1 --seed 2".split()
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three epochs that kept three checkpoints; tests take copies of it."""

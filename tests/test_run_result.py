@@ -23,13 +23,6 @@ WORSE_AT_THE_END = """--dataset digits --arch resnet8 --bs 64 --lr 0.1 --lr_sche
 VALIDATED = [*WORSE_AT_THE_END, "--val_fraction", "0.2"]
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose last epoch is worse than its best one; tests take copies of it."""

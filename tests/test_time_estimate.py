@@ -34,12 +34,6 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 # -------------------------------------------------------------------- durations
 
 

@@ -47,12 +47,6 @@ def run(module, *flags, monkeypatch, code: int = 0) -> str:
     return console.getvalue()
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def test_resnet_learns_the_digits_and_leaves_a_whole_run_folder(here, monkeypatch):
     console = run(
         resnet50_test,
