@@ -1,108 +1,94 @@
-"""NGD: SGD along the natural gradient, which is estimated online.
+"""NGD: online natural gradient of the momentum's leading directions, and AdamW for the rest.
 
-    optimizer = NGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    optimizer = NGD(ngd_groups(model, weight_decay=0.05), lr=0.04)   # optimizers.param_groups
     loss.backward()
     optimizer.step()
 
-Povey, Zhang and Khudanpur, arXiv:1410.7455, appendix A; Kaldi's OnlineNaturalGradient. Each axis of
-a weight carries a running estimate F of the gradients' second moment along it. The gradient is
-multiplied by F^-1, smoothed towards the identity, axis after axis, and scaled back to its own norm:
-SGD's step length, natural gradient's direction.
+Each weight is a matrix, a convolution's one of (outputs, everything else). Its Nesterov momentum is
+multiplied by F^(-1/2), where F is an estimate of the momentum's second moment along the shorter
+side: all of F in the leading directions, which are followed from step to step, and a multiple of
+the identity in the others. Every step has the same length, which depends on the weight's shape
+alone. Embeddings, classifiers, biases and normalisation take the step of AdamW.
 
-The symbols of the code, for one axis of length D of one parameter (everything in the code has a
-leading `batch` dimension, the parameters of one shape that are updated together):
+The symbols of the code, for one weight (everything in the code has a leading `batch` dimension, the
+weights of one shape, which are updated together):
 
-    symbol  shape      meaning
-    X       (N, D)     the gradient, with this axis last and all others as N rows
-    F       (D, D)     running estimate of X'X, = R'SR + rho (I - R'R); never stored as a matrix
-    R       (rank, D)  orthonormal rows, which span the leading eigenvectors of F
-    S       (rank, rank)  symmetric: F between the rows of R
-    rho     ()         the eigenvalue of F in all other directions
-    alpha   ()         smoothing of F towards a multiple of the identity
-    beta    ()         = rho + alpha trace(F) / D, the eigenvalue of the smoothed F there
-    K       (rank, rank)  = (S - rho I) (S - rho I + beta I)^-1, a symmetric matrix
-    W       (rank, D)  any matrix with W'W = R'KR, what is stored of R and S; F^-1, smoothed and
-                       scaled, is I - W'W
-    H       (N, rank)  = X W', so that the preconditioned gradient is X - H W
-    J       (rank, D)  = H'X = W X'X, what an update of F needs of the gradient
-    eta     ()         weight of the new gradient in F: T = eta X'X + (1 - eta) F
-    Y       (rank, D)  = R T, whose rows span those of the next R; the next S is (Y Y')^1/2
-    g0      ()         squared norm of the gradient, before any axis is preconditioned; in eta X'X,
-                       X is scaled to it, having lost length at other axes
+    symbol  shape         meaning
+    X       (D, N)        the Nesterov momentum, D <= N; where the weight has more rows than
+                          columns, its transpose
+    F       (D, D)        = XX', of which this is known: R'SR + rho (I - R'R)
+    R       (rank, D)     orthonormal rows, which span nearly the leading eigenvectors of F; all
+                          that is kept between steps
+    H       (rank, N)     = R X
+    J       (rank, D)     = H X' = R F, whose rows span those of the next R: one step of subspace
+                          iteration
+    S       (rank, rank)  = H H' = R F R'
+    rho     ()            = (|X|^2 - trace S) / (D - rank), the mean of F in other directions
+    K       (rank, rank)  = I - (S / rho)^(-1/2), so that (F / rho)^(-1/2) X is X - R'K H
 
-So preconditioning is two thin matrix products an axis, X - (X W') W, and a third one, H'X, every
-`update_period` steps for the update of the estimate. Kaldi keeps the eigenvectors of F as the rows
-of R; here they may be any orthonormal rows, so that an update needs a square root of a small matrix
-and no eigenvectors ([matrix_functions.py](optimizers/matrix_functions.py)).
+So the leading singular values of X become the root mean square of the others. In a step R is taken
+one iteration on, from R X and H X', and then used, by the new R X and R'K H: four thin matrix
+products. That R has seen the newest gradient matters: with the R of the step before, the leading
+directions of the newest gradient are left as they are, and training is slower.
 
-It is kept cheap as follows. Parameters of one shape are updated together, in one scratch buffer. A
-convolution is laid out once as (outputs, kernel, inputs), and all axes of its kernel are one small
-matrix from one Gram matrix. The estimates of many axes are updated together, in float64, a quarter
-of them at each step. The host waits for a GPU in the first two steps only, where it creates the
-estimates and learns whether the first step was skipped.
+The form of F, a few directions and a multiple of the identity, followed online, is that of Povey,
+Zhang and Khudanpur (arXiv:1410.7455), whose own optimizer is [KaldiNGD](optimizers/kaldi_ngd.py).
+The exponent is that of Shampoo on one side (arXiv:1802.09568); with all D directions the step would
+be that of Muon (Jordan, 2024), and following the leading ones by a product with the last is done in
+PowerSGD (arXiv:1905.13727) and Dion (arXiv:2504.05295). docs/natural_gradient.md compares them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from optimizers.base import GradScalerOptimizer
-from optimizers.fisher import (
-    MAX_DENSE_KERNEL,
-    AxisEstimate,
-    EstimateUpdate,
-    Preconditioner,
-    UpdateContext,
-    apply_updates,
-    build_preconditioners,
-    initial_factor,
-    row_norms,
-)
+from optimizers.base import GradScalerOptimizer, subtract_updates
+from optimizers.fisher import project, row_norms, second_moment, subtract_projection
+from optimizers.lamb import adam_directions, update_moments
+from optimizers.matrix_functions import inverse_square_root
 
-FIRST_UPDATES = 10  # at so many first steps all estimates are updated
-CPU_BATCH_BYTES = 16 * 2**20  # of parameters that are updated together: what a cache holds
+CPU_BATCH_BYTES = 16 * 2**20  # of weights that are updated together: what a cache holds
 GPU_BATCH_BYTES = 2**28  # ... on other devices: few kernel launches
+# Relative to |X|^2: the least second moment of a direction. fp32 knows of nothing below it.
+FLOOR = 1e-7
+# Relative to |X|: how much of the old R is in the new one, for directions in which X is nothing.
+KEPT = 1e-5
+RIDGE = 1e-10  # relative to the trace of H H', added to its diagonal
 
 
 class NGD(GradScalerOptimizer):
-    """SGD with momentum along the natural gradient, estimated online (arXiv:1410.7455).
+    """Natural gradient of the momentum's leading directions; AdamW for what is no matrix.
 
-    A parameter whose gradient is missing or not finite stays as it is, as do its estimates; a
-    gradient of zeros does not change the estimates. The schedule of updates is the host's: once
-    the estimates have started, a skipped step counts in it all the same.
+    A parameter without a gradient stays as it is. All hyper-parameters but the rank may change at
+    any step.
 
-    lr, momentum, nesterov, both weight decays, alpha, eta and update_period may change at any step;
-    the other settings are read when a parameter is first seen.
-
-    State of a parameter:
-        step                   int, the steps in which a parameter of its batch had a gradient.
-        momentum_buffer        the shape of the parameter, in fp32 at least.
-        axis<n>_factor         (rank, D), W of axis n, for each preconditioned axis.
-        axis<n>_floor          (), rho, float64.
-        axis<n>_smoothed_floor (), beta, float64.
+    State of a matrix:
+        momentum_buffer        its shape, in fp32 at least: the mean of the gradients.
+        directions             (rank, D), R.
+    State of another parameter: exp_avg and exp_avg_sq, as of AdamW; its steps are counted in the
+        group, as `steps`.
 
     Args:
-        params: parameters or parameter groups. A group with `ngd=False` takes plain SGD.
-        lr: learning rate; as for SGD, since the direction has the gradient's norm.
-        momentum, nesterov: as of torch.optim.SGD.
-        weight_decay: added to the direction after the preconditioning; p.grad is never written.
-        decoupled_weight_decay: shrink the weights by lr * weight_decay instead (arXiv:1711.05101).
-        ngd: whether this group is preconditioned.
-        rank: directions of an axis whose eigenvalues are told apart, at most half its length.
-        alpha: smoothing of the estimate towards a multiple of the identity; larger values are
-            closer to SGD.
-        eta: weight of a new gradient in the running estimate.
-        update_period: steps between updates of an estimate; the first ten steps update all.
-        max_dim: longer axes are not preconditioned (vocabularies).
-        min_ndim: parameters with fewer axes take plain SGD (biases, normalisation).
-        factor_dtype: dtype of the products of gradients and factors; None is the parameter's, at
-            least fp32. The factors themselves are kept in fp32 at least.
+        params: parameters or parameter groups. A group with `ngd=False` is under AdamW, as are
+            parameters with fewer than two axes. `optimizers.param_groups.ngd_groups` makes the
+            groups of a model; embeddings and the classifier belong under AdamW.
+        lr: learning rate of the matrices. A step has the Frobenius norm lr sqrt(min(m, n))
+            sqrt(max(1, m / n)) for m outputs and n inputs, as Muon's has.
+        momentum: decay rate of the mean of the gradients, which is taken before F^(-1/2).
+        nesterov: use the mean that the next step would have if its gradient were the same.
+        weight_decay: decoupled (arXiv:1711.05101): weights shrink by lr * weight_decay, those
+            under AdamW by AdamW's learning rate * weight_decay.
+        rank: directions of a matrix whose second moments are told apart, at most half of its
+            shorter side.
+        adamw_ratio: the learning rate of AdamW is lr * adamw_ratio.
+        betas, eps: of AdamW.
+        ngd: whether this group's matrices are under NGD.
         amp_scaling: see `optimizers.base.GradScalerOptimizer`.
 
     Raises:
@@ -113,363 +99,283 @@ class NGD(GradScalerOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 0.1,
+        lr: float = 0.04,
         *,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        decoupled_weight_decay: bool = False,
-        ngd: bool = True,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.05,
         rank: int = 32,
-        alpha: float = 4.0,
-        eta: float = 0.1,
-        update_period: int = 4,
-        max_dim: int = 4096,
-        min_ndim: int = 2,
-        factor_dtype: torch.dtype | None = None,
+        adamw_ratio: float = 0.075,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        ngd: bool = True,
         amp_scaling: bool = True,
     ) -> None:
-        self.schedule: UpdateSchedule | None = None
+        self.batches: dict[tuple[bool, ...], list[list[MatrixBatch]]] = {}
         defaults = {
             "lr": lr,
             "momentum": momentum,
-            "weight_decay": weight_decay,
             "nesterov": nesterov,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "ngd": ngd,
+            "weight_decay": weight_decay,
             "rank": rank,
-            "alpha": alpha,
-            "eta": eta,
-            "update_period": update_period,
-            "max_dim": max_dim,
-            "min_ndim": min_ndim,
-            "factor_dtype": factor_dtype,
+            "adamw_ratio": adamw_ratio,
+            "betas": betas,
+            "eps": eps,
+            "ngd": ngd,
         }
         super().__init__(params, defaults, amp_scaling=amp_scaling)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.schedule = None
+        self.batches = {}
 
     def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        factor_dtype = group["factor_dtype"]
         return {
             "lr": group["lr"] >= 0,
             "momentum": 0 <= group["momentum"] < 1,
             "weight_decay": group["weight_decay"] >= 0,
-            "nesterov": group["momentum"] > 0 or not group["nesterov"],
             "rank": group["rank"] >= 1,
-            "alpha": group["alpha"] > 0,
-            "eta": 0 < group["eta"] < 1,
-            "update_period": group["update_period"] >= 1,
-            "max_dim": group["max_dim"] >= 1,
-            "factor_dtype": factor_dtype is None or factor_dtype.is_floating_point,
+            "adamw_ratio": group["adamw_ratio"] >= 0,
+            "betas": all(0 <= beta < 1 for beta in group["betas"]),
+            "eps": group["eps"] > 0,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.schedule = None
+        self.batches = {}
 
     def _apply_step(self) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
         if any(p.grad is not None and p.grad.is_sparse for p in parameters):
             raise RuntimeError("NGD does not take sparse gradients")
-        requires_grad = [p.requires_grad for p in parameters]
-        if self.schedule is None or self.schedule.requires_grad != requires_grad:
-            self.schedule = UpdateSchedule(
-                self.param_groups, self.state, requires_grad=requires_grad
-            )
+        has_grad = tuple(p.grad is not None for p in parameters)
+        if has_grad not in self.batches:  # the states are views of the batches made last
+            self.batches = {has_grad: self._make_batches()}
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            for index, group in enumerate(self.param_groups):
-                updates = []
-                for batch in self.schedule.group_batches(index, group["update_period"]):
-                    updates += batch.step(
-                        group,
-                        self.schedule.scratch[batch.scratch_key],
-                        loss_scale=self.loss_scale,
-                        found_inf=self.found_inf,
-                    )
-                apply_updates(updates, alpha=group["alpha"], eta=group["eta"])
+            for group, batches in zip(self.param_groups, self.batches[has_grad]):
+                for batch in batches:
+                    batch.step(group, loss_scale=self.loss_scale, found_inf=self.found_inf)
+                self._adamw_step(group)
 
-
-class UpdateSchedule:
-    """Which parameters are updated together, and at which steps each updates its estimates.
-
-    Args:
-        groups: the parameter groups.
-        state: the optimizer's state, by parameter.
-        requires_grad: for each parameter of the groups; those that do not are left out.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[dict[str, Any]],
-        state: dict[Tensor, dict[str, Any]],
-        *,
-        requires_grad: list[bool],
-    ) -> None:
-        self.requires_grad = requires_grad
-        trained = iter(requires_grad)
-        self.batches = [  # of each group
-            list(
-                make_batches(
-                    [p for p in group["params"] if next(trained) and p.numel()], state, group=group
-                )
-            )
-            for group in groups
-        ]
-        self.periods = [0] * len(groups)
-        sizes: dict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
-        for batch in (batch for batches in self.batches for batch in batches):
-            sizes[batch.scratch_key] = max(sizes[batch.scratch_key], batch.elements)
-        self.scratch = {  # two flat buffers for each device and dtype, shared by all batches
-            (device, dtype): (
-                torch.empty(size, device=device, dtype=dtype),
-                torch.empty(size, device=device, dtype=dtype),
-            )
+    def _make_batches(self) -> list[list[MatrixBatch]]:
+        """Returns the batches of each group, of the matrices that have a gradient."""
+        batches = [list(make_batches(group, self.state)) for group in self.param_groups]
+        sizes: dict[Any, int] = defaultdict(int)
+        for batch in (batch for group in batches for batch in group):
+            key = batch.device, batch.dtype
+            sizes[key] = max(sizes[key], batch.elements)
+        scratch = {
+            (device, dtype): torch.empty((2, size), device=device, dtype=dtype)
             for (device, dtype), size in sizes.items()
         }
+        for batch in (batch for group in batches for batch in group):
+            batch.scratch = scratch[batch.device, batch.dtype]
+        return batches
 
-    def group_batches(self, index: int, period: int) -> list[ParameterBatch]:
-        """Returns the batches of a group.
+    def _adamw_step(self, group: dict[str, Any]) -> None:
+        """Takes AdamW's step with the parameters of a group that are no matrices."""
+        others = {**group, "params": [p for p in group["params"] if not is_matrix(p, group)]}
+        parameters, grads, active = self.unscaled_grads(others)
+        if not parameters:
+            return
+        for p, grad in zip(parameters, grads):
+            if not self.state[p]:
+                self.state[p]["exp_avg"] = torch.zeros_like(grad)
+                self.state[p]["exp_avg_sq"] = torch.zeros_like(grad)
+        m = [self.state[p]["exp_avg"] for p in parameters]
+        v = [self.state[p]["exp_avg_sq"] for p in parameters]
+        device = parameters[0].device
+        counts = torch.ones((), dtype=torch.float64, device=device) if active is None else active
+        steps = group.setdefault("steps", torch.zeros((), dtype=torch.float64, device=device))
+        steps += counts
+        update_moments(m, v, grads=grads, betas=group["betas"], active=counts)
+        updates = adam_directions(
+            m, v, steps=steps, betas=group["betas"], eps=group["eps"], debias=True
+        )
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+        if active is not None:
+            torch._foreach_mul_(updates, active.to(updates[0].dtype))
+        subtract_updates(parameters, updates, lr=group["lr"] * group["adamw_ratio"])
 
-        Their updates are spread over the period: where the period is new, each batch, the costliest
-        first, is given the phase that has least to do so far.
-        """
-        if self.periods[index] != period:
-            self.periods[index] = period
-            load = [0] * period
-            costliest_first = sorted(
-                self.batches[index], key=ParameterBatch.update_cost, reverse=True
-            )
-            for batch in costliest_first:
-                batch.phase = load.index(min(load))
-                load[batch.phase] += batch.update_cost()
-        return self.batches[index]
+
+def is_matrix(parameter: Tensor, group: dict[str, Any]) -> bool:
+    """Whether a parameter of a group is under NGD, not AdamW."""
+    return bool(group["ngd"]) and parameter.ndim >= 2 and parameter.numel() > 0
 
 
 def make_batches(
-    parameters: Sequence[Tensor], state: dict[Tensor, dict[str, Any]], *, group: dict[str, Any]
-) -> Iterator[ParameterBatch]:
-    """Cuts parameters into batches of one shape, dtype, device and number of steps done.
+    group: dict[str, Any], state: dict[Tensor, dict[str, Any]]
+) -> Iterator[MatrixBatch]:
+    """Cuts the matrices of a group that have a gradient into batches of one shape and device.
 
     Args:
-        parameters: of one parameter group.
-        state: the optimizer's state, by parameter.
         group: the parameter group.
+        state: the optimizer's state, by parameter.
     """
     by_kind: dict[Any, list[Tensor]] = defaultdict(list)
-    for p in parameters:
-        by_kind[p.shape, p.dtype, p.device, state[p].get("step", 0)].append(p)
+    for p in group["params"]:
+        if p.grad is not None and is_matrix(p, group):
+            by_kind[p.shape, p.dtype, p.device].append(p)
     for alike in by_kind.values():
         limit = CPU_BATCH_BYTES if alike[0].device.type == "cpu" else GPU_BATCH_BYTES
         size = max(1, limit // (alike[0].numel() * alike[0].element_size()))
         for start in range(0, len(alike), size):
             batch = alike[start : start + size]
-            yield ParameterBatch(batch, [state[p] for p in batch], group=group)
+            yield MatrixBatch(batch, [state[p] for p in batch], rank=group["rank"])
 
 
-class ParameterBatch:
-    """Parameters of one shape, dtype and device that are updated together, one row each.
+class MatrixBatch:
+    """Matrices of one shape, dtype and device that are updated together, one row of `X` each.
 
     Args:
         parameters: the parameters.
         states: the optimizer's state of each. What is missing is created, and the tensors become
             views of this batch's tensors.
-        group: the hyper-parameters. Those that may not change are read now, the others at each
-            step.
+        rank: the most directions that are told apart.
     """
 
+    scratch: Tensor  # (2, elements at least), shared with other batches
+
     def __init__(
-        self, parameters: list[Tensor], states: list[dict[str, Any]], *, group: dict[str, Any]
+        self, parameters: list[Tensor], states: list[dict[str, Any]], *, rank: int
     ) -> None:
         self.parameters = parameters
-        self.states = states
         first = parameters[0]
         self.device = first.device
+        self.dtype = torch.promote_types(first.dtype, torch.float32)  # of all but the parameters
         self.elements = len(parameters) * first.numel()
-        self.wide_dtype = torch.promote_types(first.dtype, torch.float32)  # of the momentum
-        is_preconditioned = group["ngd"] and first.ndim >= group["min_ndim"]
-        self.scratch_dtype = self.wide_dtype
-        if is_preconditioned and group["factor_dtype"] is not None:
-            self.scratch_dtype = group["factor_dtype"]
-        self.scratch_key = (self.device, self.scratch_dtype)
-
-        # the order of the axes in the scratch buffer: kernels as (outputs, kernel, inputs)
-        is_kernel = first.ndim > 2 and first.shape[2:].numel() <= MAX_DENSE_KERNEL
-        self.axis_order = [0, *range(2, first.ndim), 1] if is_kernel else list(range(first.ndim))
+        # a convolution as (outputs, kernel, inputs), as channels_last has it in memory
+        self.axis_order = [0, *range(2, first.ndim), 1]
         self.inverse_order = sorted(range(first.ndim), key=self.axis_order.__getitem__)
-        self.is_permuted = self.axis_order != sorted(self.axis_order)
         self.permuted_shape = [first.shape[axis] for axis in self.axis_order]
-
-        self.axes: list[AxisEstimate] = []
-        self.preconditioners: list[Preconditioner] = []
-        if is_preconditioned:
-            self.preconditioners = build_preconditioners(
-                first.shape,
-                is_kernel,
-                max_dim=group["max_dim"],
-                new_estimate=lambda axis: self._create_estimate(axis, group),
-            )
-        missing = torch.full((), math.nan, dtype=first.dtype, device=first.device)
-        self.missing_grad = missing.expand(self.permuted_shape)
-        self.momentum: Tensor | None = None  # (batch, elements of a parameter), wide_dtype
-        self.steps: int = states[0].get("step", 0)
-        self.phase = 0  # the estimates are updated when (steps + phase) % update_period == 0
-
-    def update_cost(self) -> int:
-        """Returns about how many multiplications an update of the estimates takes."""
-        costs = (preconditioner.update_cost() for preconditioner in self.preconditioners)
-        return len(self.parameters) * sum(costs)
+        rows, columns = len(first), first.numel() // len(first)
+        self.dim = min(rows, columns)
+        self.length = math.sqrt(self.dim * max(1, rows / columns))  # of a step at lr 1
+        if rows <= columns:
+            self.view_shape = (len(parameters), 1, rows, columns)
+        else:
+            self.view_shape = (len(parameters), rows, columns, 1)
+        rank = min((self.dim + 1) // 2, rank)
+        if any("directions" not in state for state in states):
+            directions = initial_directions(rank, self.dim).to(self.device, self.dtype)
+            momentum = torch.zeros(first.shape, dtype=self.dtype, device=self.device)
+            for state in states:
+                state.setdefault("directions", directions)
+                state.setdefault("momentum_buffer", momentum)
+        self.R = torch.stack([state["directions"] for state in states])  # (batch, rank, D)
+        buffers = [state["momentum_buffer"].permute(self.axis_order) for state in states]
+        self.momentum = torch.stack(buffers)  # (batch, permuted shape of a parameter)
+        for state, buffer, row in zip(states, self.momentum, self.R):
+            state["momentum_buffer"] = buffer.permute(self.inverse_order)
+            state["directions"] = row
 
     def step(
-        self,
-        group: dict[str, Any],
-        scratch: tuple[Tensor, Tensor],
-        *,
-        loss_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> list[EstimateUpdate]:
+        self, group: dict[str, Any], *, loss_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
         """Updates the parameters by their gradients.
-
-        A parameter whose gradient is missing or not finite, and all where `found_inf` is not 0,
-        stays as it is.
 
         Args:
             group: the hyper-parameters of this step.
-            scratch: two flat buffers with room for all gradients.
             loss_scale: the factor by which the gradients are too large (); None is 1.
             found_inf: other than 0 where the step must be skipped (); None is 0.
-
-        Returns:
-            What the estimates learn from, if this is one of the steps that update them.
         """
-        if all(p.grad is None for p in self.parameters):
-            return []
-        if self.steps == 1 and self.preconditioners and not self._has_started():
-            self.steps = 0  # the first step was skipped (the loss scale is too large at first)
-        X, spare = (buffer[: self.elements].view(len(self.parameters), -1) for buffer in scratch)
-        self._gather_grads(X)
-        norm = row_norms(X)
-        active = torch.isfinite(norm)
+        X, spare = (buffer[: self.elements] for buffer in self.scratch)
+        X = X.view(len(self.parameters), -1)
+        grads = [p.grad.permute(self.axis_order) for p in self.parameters if p.grad is not None]
+        torch.stack(grads, out=X.view(self.momentum.shape))
+        if loss_scale is not None:
+            X /= loss_scale
+        active = torch.ones((), dtype=self.dtype, device=self.device)
         if found_inf is not None:
-            active &= found_inf == 0
-        target_norm = norm if loss_scale is None else norm / loss_scale
-        updates: list[EstimateUpdate] = []
-        torch.nan_to_num_(X, 0.0, 0.0, 0.0)
-        if self.preconditioners:
-            context = None
-            if self._updates_estimates(group["update_period"]):
-                learns = active & (norm > 0)
-                context = UpdateContext(
-                    learns=learns,
-                    g0=torch.where(learns, target_norm.square(), 1),
-                    squared_norm=norm.square(),
-                    alpha=group["alpha"],
-                    eta=group["eta"],
-                    is_first=self.steps == 0,
-                )
-                updates = context.updates
-            for preconditioner in self.preconditioners:
-                X, spare = preconditioner(X, spare, context=context)
-                if context is not None:
-                    preconditioner.invalidate()
-            norm = row_norms(X)
-        X.mul_(torch.where(active & (norm > 0), target_norm / norm, 0).to(X.dtype)[:, None])
-        self._sgd_step(X, active.to(self.wide_dtype), group)
-        self.steps += 1
-        for state in self.states:
-            state["step"] = self.steps
-        return updates
+            active = (found_inf == 0).to(self.dtype)
+            torch.nan_to_num_(X, 0.0, 0.0, 0.0)
+        momentum = self.momentum.view(X.shape)
+        momentum.lerp_(X, active * (1 - group["momentum"]))
+        if group["nesterov"]:
+            X.lerp_(momentum, group["momentum"])
+        else:
+            X.copy_(momentum)
+        self._precondition(X.view(self.view_shape), spare, active)
+        norm = row_norms(X)
+        X.mul_(torch.where(norm > 0, self.length / norm, 0).to(X.dtype)[:, None])
+        if group["weight_decay"]:
+            decay = group["weight_decay"]
+            torch._foreach_add_(self._as_parameters(X), self.parameters, alpha=decay)
+        X.mul_(active * -group["lr"])
+        torch._foreach_add_(self.parameters, self._as_parameters(X))
 
-    def _has_started(self) -> bool:
-        """Whether any estimate has learned from a gradient; the host waits for it, once."""
-        return bool((self.axes[0].rho > 0).any())
+    def _precondition(self, X: Tensor, buffer: Tensor, active: Tensor) -> None:
+        """Takes R one step on, and multiplies X (batch, left, D, right) by F^(-1/2) in place."""
+        squared_norm = row_norms(X.flatten(1)).square()
+        H = project(self.R, X, buffer=buffer)
+        R = next_directions(
+            gram(H, X), second_moment(H, X).double(), R=self.R.double(), squared_norm=squared_norm
+        ).to(self.R)
+        is_valid = R.isfinite().flatten(1).all(1) & (active > 0)
+        self.R.copy_(torch.where(is_valid[:, None, None], R, self.R))
+        H = project(self.R, X, buffer=buffer)
+        K = flattening(gram(H, X), dim=self.dim, squared_norm=squared_norm)
+        K = torch.where(K.isfinite().flatten(1).all(1)[:, None, None], K, 0)
+        subtract_projection(X, H, W=(K @ self.R.double()).to(X.dtype))
 
-    def _updates_estimates(self, period: int) -> bool:
-        return self.steps < FIRST_UPDATES or (self.steps + self.phase) % period == 0
-
-    def _gather_grads(self, X: Tensor) -> None:
-        """Copies the gradients into the rows of X (batch, elements); missing ones become NaN."""
-        grads = [
-            self.missing_grad if p.grad is None else self._permuted(p.grad) for p in self.parameters
-        ]
-        torch.stack(grads, out=X.view(len(grads), *self.permuted_shape))
-
-    def _permuted(self, tensor: Tensor) -> Tensor:
-        """Returns a parameter or gradient with its axes in the order of the scratch buffer."""
-        return tensor.permute(self.axis_order) if self.is_permuted else tensor
-
-    def _parameter_views(self, X: Tensor) -> list[Tensor]:
+    def _as_parameters(self, X: Tensor) -> list[Tensor]:
         """Returns the rows of X (batch, elements) in the shape of the parameters."""
-        X = X.view(-1, *self.permuted_shape)
-        if self.is_permuted:
-            X = X.permute(0, *(1 + axis for axis in self.inverse_order))
-        return list(X.unbind())
+        permuted = X.view(self.momentum.shape).permute(0, *(1 + a for a in self.inverse_order))
+        return list(permuted.unbind())
 
-    def _sgd_step(self, X: Tensor, active: Tensor, group: dict[str, Any]) -> None:
-        """Takes SGD's step, with weight decay and momentum, along X (batch, elements).
 
-        Where `active` (batch,) is 0 nothing changes.
-        """
-        momentum, weight_decay = group["momentum"], group["weight_decay"]
-        is_decoupled = group["decoupled_weight_decay"]
-        if weight_decay and not is_decoupled:
-            torch._foreach_add_(self._parameter_views(X), self.parameters, alpha=weight_decay)
-        direction = X
-        if momentum:
-            if self.momentum is None:
-                self.momentum = self._create_momentum()
-            self.momentum.mul_((1 + active * (momentum - 1))[:, None])
-            self.momentum.addcmul_(X, active[:, None])
-            if group["nesterov"]:
-                X.add_(self.momentum, alpha=momentum)
-            else:
-                direction = self.momentum
-        if weight_decay and is_decoupled:
-            direction = X.copy_(direction)
-            torch._foreach_add_(self._parameter_views(X), self.parameters, alpha=weight_decay)
-        torch.mul(direction, (active * -group["lr"])[:, None], out=X)
-        torch._foreach_add_(self.parameters, self._parameter_views(X))
+def initial_directions(rank: int, dim: int) -> Tensor:
+    """Returns R_0 (rank, dim), orthonormal rows that any X has a component along, float64.
 
-    def _create_estimate(self, axis: int, group: dict[str, Any]) -> AxisEstimate:
-        """Creates the estimate of an axis of all parameters, from their states or from scratch."""
-        dim = self.parameters[0].shape[axis]
-        rank = min((dim + 1) // 2, group["rank"])
-        W = initial_factor(rank, dim, alpha=group["alpha"])
-        W = W.to(self.device, torch.promote_types(self.scratch_dtype, torch.float32))
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        for state in self.states:
-            if f"axis{axis}_eigenvalues" in state:  # as checkpoints had it that kept eigenvectors
-                floor = state[f"axis{axis}_floor"]
-                trace = dim * floor + state.pop(f"axis{axis}_eigenvalues").sum()
-                state[f"axis{axis}_smoothed_floor"] = floor + group["alpha"] / dim * trace
-        sizes = torch.tensor([[dim], [rank]], dtype=torch.float64, device=self.device)
-        estimate = AxisEstimate(
-            W=self._stack_state(f"axis{axis}_factor", W),
-            rho=self._stack_state(f"axis{axis}_floor", zero),
-            beta=self._stack_state(f"axis{axis}_smoothed_floor", zero),
-            sizes=sizes.expand(2, len(self.parameters)),
-        )
-        self.axes.append(estimate)
-        return estimate
+    They are e_i + e_(i + rank) + e_(i + 2 rank) + ..., scaled.
+    """
+    rows = torch.eye(rank, dtype=torch.float64).repeat(1, -(-dim // rank))[:, :dim]
+    return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
 
-    def _stack_state(self, name: str, initial: Tensor) -> Tensor:
-        """Stacks a state of all parameters; the states become views of the result's rows."""
-        stacked = torch.stack([state.get(name, initial).to(initial) for state in self.states])
-        for state, row in zip(self.states, stacked):
-            state[name] = row
-        return stacked
 
-    def _create_momentum(self) -> Tensor:
-        """Creates the momentum (batch, elements) of all parameters, from their states or zero."""
-        rows = [
-            state["momentum_buffer"].permute(self.axis_order).to(self.wide_dtype)
-            if "momentum_buffer" in state
-            else torch.zeros(self.permuted_shape, dtype=self.wide_dtype, device=self.device)
-            for state in self.states
-        ]
-        stacked = torch.stack(rows)
-        for state, row in zip(self.states, stacked):
-            state["momentum_buffer"] = row.permute(self.inverse_order)
-        return stacked.view(len(rows), -1)
+def gram(H: Tensor, X: Tensor) -> Tensor:
+    """Computes H H' (batch, rank, rank), float64, of H from `project` of X."""
+    H = H.double()
+    return H.mT @ H if X.shape[3] == 1 else H @ H.mT
+
+
+def next_directions(G: Tensor, J: Tensor, *, R: Tensor, squared_norm: Tensor) -> Tensor:
+    """Computes the next R: orthonormal rows (batch, rank, D), float64, that span those of R F.
+
+    Args:
+        G: H H' (batch, rank, rank) with H = R X.
+        J: H X' (batch, rank, D), = R F.
+        R: (batch, rank, D).
+        squared_norm: |X|^2 (batch,).
+
+    Returns:
+        R, not finite where X is 0 or not finite.
+    """
+    trace = G.diagonal(dim1=1, dim2=2).sum(1)
+    eye = torch.eye(G.shape[1], dtype=G.dtype, device=G.device)
+    C, _ = torch.linalg.cholesky_ex(G + (RIDGE * trace)[:, None, None] * eye)
+    Y = torch.linalg.solve_triangular(C, J, upper=False)  # rows of J differ in length far more
+    Y = Y + KEPT * squared_norm.sqrt()[:, None, None] * R
+    L, _ = torch.linalg.cholesky_ex(Y @ Y.mT)
+    return torch.linalg.solve_triangular(L, Y, upper=False)
+
+
+def flattening(S: Tensor, *, dim: int, squared_norm: Tensor) -> Tensor:
+    """Computes K = I - (S / rho)^(-1/2), float64.
+
+    Args:
+        S: (batch, rank, rank), F between the rows of R.
+        dim: D.
+        squared_norm: the trace of F (batch,).
+
+    Returns:
+        K (batch, rank, rank), not finite where S is not.
+    """
+    rank = S.shape[1]
+    eye = torch.eye(rank, dtype=S.dtype, device=S.device)
+    floor = FLOOR * squared_norm
+    rest = squared_norm - S.diagonal(dim1=1, dim2=2).sum(1)
+    rho = torch.maximum(rest / max(1, dim - rank), floor)
+    root = inverse_square_root(S + floor[:, None, None] * eye)
+    return eye - rho.sqrt()[:, None, None] * root

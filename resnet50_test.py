@@ -24,7 +24,9 @@ from errors import exit_code
 from input_pipeline.image_batches import AUGMENTATIONS
 from mixup import MetaMixup
 from ngd import NGD
+from optimizers.kaldi_ngd import KaldiNGD
 from optimizers.lars import LARS
+from optimizers.muon import Muon
 from optimizers.torch_fused import fused_adamw, fused_sgd
 from slamb import LAMB, SLAMB
 
@@ -32,7 +34,9 @@ SCRIPT = "resnet50_test"
 OPTIMIZERS = {  # values of --optimizer: how it is made, and its defaults; docs/recipes.md has more
     "sgd": OptimizerChoice(fused_sgd, lr=0.1, weight_decay=5e-4, nesterov=True),
     "adamw": OptimizerChoice(fused_adamw, lr=3e-3, weight_decay=0.05),
-    "ngd": OptimizerChoice(NGD, lr=0.4, weight_decay=5e-4, nesterov=True),
+    "ngd": OptimizerChoice(NGD, lr=0.04, weight_decay=0.05, nesterov=True, momentum=0.95),
+    "kaldi_ngd": OptimizerChoice(KaldiNGD, lr=0.4, weight_decay=5e-4, nesterov=True),
+    "muon": OptimizerChoice(Muon, lr=0.04, weight_decay=0.05, nesterov=True, momentum=0.95),
     "lars": OptimizerChoice(LARS, lr=1.0, weight_decay=5e-4, nesterov=True),
     "lamb": OptimizerChoice(LAMB, lr=0.01, weight_decay=0.01),
     "slamb": OptimizerChoice(SLAMB, lr=0.01, weight_decay=0.01),

@@ -23,7 +23,9 @@ from dynamic_batch import ByLoss, ByNoise, Scheduled
 from errors import exit_code
 from mixup import MetaMixup
 from ngd import NGD
+from optimizers.kaldi_ngd import KaldiNGD
 from optimizers.lars import LARS
+from optimizers.muon import Muon
 from optimizers.torch_fused import fused_adamw, fused_sgd
 from slamb import LAMB, SLAMB
 
@@ -31,7 +33,9 @@ SCRIPT = "transformer_test"
 OPTIMIZERS = {  # values of --optimizer: how it is made, and its defaults; docs/recipes.md has more
     "sgd": OptimizerChoice(fused_sgd, lr=0.02, weight_decay=5e-4, nesterov=True),
     "adamw": OptimizerChoice(fused_adamw, lr=1e-4, weight_decay=0.05),
-    "ngd": OptimizerChoice(NGD, lr=0.02, weight_decay=5e-4, nesterov=True),
+    "ngd": OptimizerChoice(NGD, lr=0.02, weight_decay=0.05, nesterov=True, momentum=0.95),
+    "kaldi_ngd": OptimizerChoice(KaldiNGD, lr=0.02, weight_decay=5e-4, nesterov=True),
+    "muon": OptimizerChoice(Muon, lr=0.02, weight_decay=0.05, nesterov=True, momentum=0.95),
     "lars": OptimizerChoice(LARS, lr=1.0, weight_decay=5e-4, nesterov=True),
     "lamb": OptimizerChoice(LAMB, lr=4e-3, weight_decay=0.01),
     "slamb": OptimizerChoice(SLAMB, lr=4e-3, weight_decay=0.01),

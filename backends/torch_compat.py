@@ -18,7 +18,13 @@ import torch.distributed
 from torch import Tensor, nn
 
 TORCH_VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
-MINIMUM_VERSIONS = {"fuse": (2, 4), "fsdp": (2, 9), "export": (2, 9), "staging": (2, 9)}
+MINIMUM_VERSIONS = {
+    "fuse": (2, 4),
+    "fsdp": (2, 9),
+    "export": (2, 9),
+    "staging": (2, 9),
+    "muon": (2, 9),
+}
 
 
 def unavailable_reason(feature: str) -> str:

@@ -41,7 +41,7 @@ from input_pipeline.sampler import Sampler, held_out_rows, stratified_rows
 from mixup import MetaMixup
 from models import activation_checkpointing, fusion
 from models.residual import residual_blocks
-from optimizers.param_groups import decay_groups, ngd_groups
+from optimizers.param_groups import optimizer_groups
 from optimizers.schedules import Schedule, scale_lr
 from training import checkpoint, evaluation, predictions, run_log
 from training.batch_schedule import MIN_RANK_ROWS, BatchSchedule, BatchSizePolicy
@@ -226,10 +226,9 @@ def create_optimizer(
     if name in nvidia_apex.OPTIMIZERS and (reason := nvidia_apex.unavailable_reason(name)):
         ours = name.removeprefix("apex_").replace("larc", "lars")
         raise InputError(f"--optimizer {name}: {reason}; ours is --optimizer {ours}")
-    if name == "ngd":
-        groups = ngd_groups(model, args.weight_decay, args.ngd_skip)
-    else:
-        groups = decay_groups(model, args.weight_decay)
+    if name == "muon" and (reason := torch_compat.unavailable_reason("muon")):
+        raise InputError(f"--optimizer muon {reason}; ours is --optimizer ngd")
+    groups = optimizer_groups(name, model, args.weight_decay, skip=args.ngd_skip)
     settings = optimizer_settings(args, run.world).get(name, {})
     return optimizers[name].make(groups, lr=scaled_lr(args, run.world), **settings)
 
@@ -238,7 +237,8 @@ def optimizer_settings(args: Namespace, world: World) -> dict[str, dict[str, Any
     """The settings of each optimizer beside parameters and learning rate, from its flags."""
     sgd = {"momentum": args.momentum, "nesterov": args.nesterov}
     adam = {"betas": tuple(args.betas)}
-    ngd = {
+    with_adamw = {**sgd, **adam, "adamw_ratio": args.adamw_ratio}
+    kaldi_ngd = {
         "rank": args.ngd_rank,
         "alpha": args.ngd_alpha,
         "eta": args.ngd_eta,
@@ -259,7 +259,9 @@ def optimizer_settings(args: Namespace, world: World) -> dict[str, dict[str, Any
     return {
         "sgd": sgd,
         "adamw": adam,
-        "ngd": {**sgd, **ngd},
+        "ngd": {**with_adamw, "rank": args.ngd_rank},
+        "kaldi_ngd": {**sgd, **kaldi_ngd},
+        "muon": with_adamw,
         "lars": {**sgd, "trust_coefficient": args.trust_coefficient, "clip": args.larc},
         "lamb": adam,
         "slamb": {**adam, **slamb},

@@ -20,7 +20,7 @@ import torch
 
 import dynamic_batch
 import mixup
-from backends import execution, nvidia_apex, onnx_runtime, precision
+from backends import execution, nvidia_apex, onnx_runtime, precision, torch_compat
 from cli.flag_parser import FlagParser
 from distributed import comm_hooks, fsdp
 from distributed.world import TimeLimits
@@ -34,13 +34,14 @@ class OptimizerChoice:
     Attributes:
         make: called as make(parameter_groups, lr=..., **settings), where the settings are those
             that `cli.factory.optimizer_settings` knows for this name.
-        lr, weight_decay, nesterov: where the command line does not give them.
+        lr, weight_decay, nesterov, momentum: where the command line does not give them.
     """
 
     make: Callable[..., torch.optim.Optimizer]
     lr: float
     weight_decay: float
     nesterov: bool = False
+    momentum: float = 0.9
 
 
 class Parser(FlagParser):
@@ -97,6 +98,8 @@ fraction, below_one = number(float, 0, 1, open_low=True), number(float, 0, 0.999
 
 def optimizer_unavailable_reason(name: str) -> str:
     """Return why an optimizer cannot be used here, or ''."""
+    if name == "muon":
+        return torch_compat.unavailable_reason("muon")
     return nvidia_apex.unavailable_reason(name) if name in nvidia_apex.OPTIMIZERS else ""
 
 
@@ -372,7 +375,7 @@ def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice]) -> 
         dest="optimizer",
         action="store_const",
         const="ngd",
-        help="Train with SGD along the natural gradient; this is the same as --optimizer ngd.",
+        help="Train with the natural gradient; this is the same as --optimizer ngd.",
         common=True,
     )
     lrs = defaults_by_optimizer({name: choice.lr for name, choice in optimizers.items()})
@@ -384,6 +387,7 @@ def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice]) -> 
         help=f"Train with this learning rate (default {lrs}).",
         common=True,
     )
+    long_memory = ", ".join(name for name, choice in optimizers.items() if choice.momentum == 0.95)
     nesterov_names = ", ".join(name for name, choice in optimizers.items() if choice.nesterov)
     decays = defaults_by_optimizer({name: each.weight_decay for name, each in optimizers.items()})
     add(
@@ -398,14 +402,14 @@ def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice]) -> 
     add(
         "--momentum",
         type=below_one,
-        default=0.9,
         metavar="F",
-        help="Give SGD, NGD and LARS this momentum (default %(default)s).",
+        help="Give SGD, Muon, both kinds of NGD and LARS this momentum (default 0.95 for "
+        f"{long_memory}; 0.9 for the others).",
     )
     add(
         "--nesterov",
         action=argparse.BooleanOptionalAction,
-        help="Use Nesterov momentum in SGD, NGD and LARS (default on for "
+        help="Use Nesterov momentum in SGD, Muon, both kinds of NGD and LARS (default on for "
         f"{nesterov_names}, unless --momentum is 0).",
     )
     add(
@@ -415,7 +419,7 @@ def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice]) -> 
         default=[0.9, 0.999],
         metavar="B",
         help="Let the first and the second moments of AdamW, LAMB and SLAMB decay by these "
-        "factors per step (default %(default)s).",
+        "factors per step; also of AdamW within NGD and Muon (default %(default)s).",
     )
     add(
         "--trust_coefficient",
@@ -433,6 +437,9 @@ def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice]) -> 
     )
 
 
+KALDI_DEFAULTS = {"ngd_alpha": 4.0, "ngd_eta": 0.1, "ngd_period": 4, "ngd_max_dim": 4096}
+
+
 def add_ngd(parser: Parser) -> None:
     """Add the group 'natural gradient'."""
     add = parser.group("natural gradient")
@@ -441,46 +448,56 @@ def add_ngd(parser: Parser) -> None:
         type=count,
         default=32,
         metavar="N",
-        help="Tell the eigenvalues of this many directions of each axis of a weight apart, but of "
-        "at most half its length (default %(default)s).",
+        help="Tell the second moments of this many directions of a weight apart (ngd), or of each "
+        "of its axes (kaldi_ngd), but of at most half its length (default %(default)s).",
+    )
+    add(
+        "--adamw_ratio",
+        type=not_negative,
+        default=0.075,
+        metavar="F",
+        help="Train what is no hidden layer's matrix with AdamW at this fraction of --lr, within "
+        "ngd and muon (default %(default)s).",
     )
     add(
         "--ngd_alpha",
         type=positive,
-        default=4.0,
+        default=KALDI_DEFAULTS["ngd_alpha"],
         metavar="A",
-        help="Smooth the natural gradient by this much; larger values are closer to plain SGD "
-        "(default %(default)s).",
+        help="Smooth the natural gradient of kaldi_ngd by this much; larger values are closer to "
+        "plain SGD (default %(default)s).",
     )
     add(
         "--ngd_eta",
         type=number(float, 1e-6, 0.999),
-        default=0.1,
+        default=KALDI_DEFAULTS["ngd_eta"],
         metavar="F",
-        help="Give each new gradient this weight in the running estimates (default %(default)s).",
+        help="Give each new gradient this weight in the running estimates of kaldi_ngd (default "
+        "%(default)s).",
     )
     add(
         "--ngd_period",
         type=count,
-        default=4,
+        default=KALDI_DEFAULTS["ngd_period"],
         metavar="STEPS",
-        help="Update each running estimate once in this many steps (default %(default)s).",
+        help="Update each running estimate of kaldi_ngd once in this many steps (default "
+        "%(default)s).",
     )
     add(
         "--ngd_max_dim",
         type=count,
-        default=4096,
+        default=KALDI_DEFAULTS["ngd_max_dim"],
         metavar="N",
-        help="Leave axes longer than this, such as that of a vocabulary, to plain SGD "
-        "(default %(default)s).",
+        help="Leave axes longer than this, such as that of a vocabulary, to plain SGD within "
+        "kaldi_ngd (default %(default)s).",
     )
     add(
         "--ngd_skip",
         nargs="+",
         default=[],
         metavar="WORD",
-        help="Train parameters whose names contain one of these words with plain SGD "
-        "(default none).",
+        help="Train parameters whose names contain one of these words with AdamW within ngd and "
+        "muon, and with plain SGD within kaldi_ngd (default none).",
     )
 
 

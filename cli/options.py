@@ -181,7 +181,8 @@ def computed_defaults(chosen: Namespace, optimizer: OptimizerChoice) -> dict[str
     return {
         "lr": optimizer.lr,
         "weight_decay": optimizer.weight_decay,
-        "nesterov": optimizer.nesterov and chosen.momentum > 0,
+        "momentum": optimizer.momentum,
+        "nesterov": optimizer.nesterov and chosen.momentum != 0,
         "warmup": warmup,
         "val_fraction": META_VAL_FRACTION if chosen.mixup == "meta" else 0.0,
     }

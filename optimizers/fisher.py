@@ -4,10 +4,10 @@
     X, spare = preconditioner(X, spare, context=context)   # X (batch, elements), preconditioned
     apply_updates(context.updates, alpha=alpha, eta=eta)   # the estimates learn from X
 
-This is the mathematics of `ngd.NGD`, whose docstring explains the symbols (those of appendix A of
-arXiv:1410.7455): an axis of length D keeps F = R'SR + rho (I - R'R), stored as W, rho and beta, and
-a gradient X becomes X - X W'W along the axis. Everything is batched: each function works on the
-gradients of `batch` parameters of one shape at once.
+This is the mathematics of `kaldi_ngd.KaldiNGD`, whose docstring explains the symbols (those of
+appendix A of arXiv:1410.7455): an axis of length D keeps F = R'SR + rho (I - R'R), stored as W, rho
+and beta, and a gradient X becomes X - X W'W along the axis. Everything is batched: each function
+works on the gradients of `batch` parameters of one shape at once.
 """
 
 from __future__ import annotations

@@ -1,17 +1,39 @@
-"""Parameter groups: which parameters have weight decay, and which NGD preconditions.
+"""Parameter groups: which parameters have weight decay, and which are under NGD.
 
 optimizer = torch.optim.AdamW(decay_groups(model, 0.01), lr=1e-3)
-optimizer = NGD(ngd_groups(model, 5e-4, skip=["embedding"]), lr=0.1)
+optimizer = NGD(ngd_groups(model, 0.05), lr=0.04)
+optimizer = KaldiNGD(kaldi_ngd_groups(model, 5e-4, skip=["embedding"]), lr=0.1)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
 
 from errors import InputError
+
+
+def optimizer_groups(
+    name: str, model: nn.Module, weight_decay: float, *, skip: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Returns the groups of a model's parameters for the optimizer of this name.
+
+    Args:
+        name: as a value of --optimizer.
+        model: the model.
+        weight_decay: see `decay_groups`.
+        skip: see `ngd_groups`; other optimizers have no use for it.
+
+    Raises:
+        InputError: one of `skip` is in no parameter's name.
+    """
+    if name in ("ngd", "muon"):
+        return ngd_groups(model, weight_decay, skip)
+    if name == "kaldi_ngd":
+        return kaldi_ngd_groups(model, weight_decay, skip)
+    return decay_groups(model, weight_decay)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -24,8 +46,8 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     undecayed: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            is_position = "pos" in name.rpartition(".")[2]  # positions, pos_embedding, ...
-            (undecayed if parameter.ndim <= 1 or is_position else decayed).append(parameter)
+            is_undecayed = parameter.ndim <= 1 or is_position(name)
+            (undecayed if is_undecayed else decayed).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
@@ -36,7 +58,32 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def ngd_groups(
     model: nn.Module, weight_decay: float, skip: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Splits the groups of `decay_groups` further, by whether NGD preconditions a parameter.
+    """Splits the groups of `decay_groups` further, by whether a parameter is under NGD.
+
+    Those that are not have `ngd=False`: the parameters of embeddings, of the last linear layer,
+    which is taken to be the classifier, and positions.
+
+    Args:
+        model: the model.
+        weight_decay: see `decay_groups`.
+        skip: parameters whose names contain one of these are not under NGD either.
+
+    Raises:
+        InputError: one of `skip` is in no parameter's name.
+    """
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    embeddings = [
+        module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    ]
+    left_out = {p for module in (*embeddings, *linear[-1:]) for p in module.parameters()}
+    left_out |= {p for name, p in model.named_parameters() if is_position(name)}
+    return _split(model, decay_groups(model, weight_decay), left_out=left_out, skip=skip)
+
+
+def kaldi_ngd_groups(
+    model: nn.Module, weight_decay: float, skip: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Splits the groups of `decay_groups` further, by whether KaldiNGD preconditions a parameter.
 
     Args:
         model: the model.
@@ -46,6 +93,22 @@ def ngd_groups(
     Raises:
         InputError: one of `skip` is in no parameter's name.
     """
+    return _split(model, decay_groups(model, weight_decay), left_out=(), skip=skip)
+
+
+def is_position(name: str) -> bool:
+    """Whether this is the name of positions: positions, pos_embedding, ..."""
+    return "pos" in name.rpartition(".")[2]
+
+
+def _split(
+    model: nn.Module,
+    groups: Sequence[dict[str, Any]],
+    *,
+    left_out: Collection[nn.Parameter],
+    skip: Sequence[str],
+) -> list[dict[str, Any]]:
+    """Splits each group by whether a parameter is left out, or has one of `skip` in its name."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for word in skip:
         if not any(word in name for name in names.values()):
@@ -54,12 +117,11 @@ def ngd_groups(
                 f"--ngd_skip {word}: no parameter has this in its name; "
                 f"the model's parts are {modules}"
             )
-    groups = []
-    for group in decay_groups(model, weight_decay):
+    left_out = {*left_out, *(p for p in names if any(word in names[p] for word in skip))}
+    split = []
+    for group in groups:
         for ngd in (True, False):
-            parameters = [
-                p for p in group["params"] if any(word in names[p] for word in skip) != ngd
-            ]
+            parameters = [p for p in group["params"] if (p in left_out) != ngd]
             if parameters:
-                groups.append({**group, "params": parameters, "ngd": ngd})
-    return groups
+                split.append({**group, "params": parameters, "ngd": ngd})
+    return split

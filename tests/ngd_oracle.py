@@ -1,8 +1,7 @@
-"""Online natural gradient in plain float64, one parameter and one axis at a time.
+"""The direction of NGD in plain float64, one matrix at a time, by other means than ngd.py's.
 
-It follows appendix A of arXiv:1410.7455 literally, is slow on purpose, and is what ngd.py is tested
-against. N, the number of rows, is kept as in the paper, and so is the expansion of Z_t through
-K_t = J J' and L_t = H' H; the small constants are relative to the gradient, as in ngd.py.
+It follows the head of ngd.py with orthonormal bases by QR factors and powers of matrices by
+eigenvectors, is slow on purpose, and is what ngd.py is tested against.
 """
 
 from __future__ import annotations
@@ -10,108 +9,55 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-DELTA, CONDITION = 5e-4, 1e6
-
-
-class Axis:
-    """The Fisher factor F_t = R_t' D_t R_t + rho_t I of one axis of length `dim`."""
-
-    def __init__(
-        self,
-        dim: int,
-        rank: int = 32,
-        alpha: float = 4.0,
-        eta: float = 0.1,
-        period: int = 4,
-        phase: int = 0,
-    ) -> None:
-        self.D, self.R = dim, min((dim + 1) // 2, rank)
-        self.alpha, self.eta, self.period, self.phase = alpha, eta, period, phase
-        rows = torch.zeros(self.R, dim, dtype=torch.float64)
-        for i in range(self.R):
-            rows[i, i :: self.R] = 1.0
-            rows[i, i] = 1.1
-        rows /= rows.norm(dim=1, keepdim=True)
-        self.W = rows / (2 + (dim + self.R) * alpha / dim) ** 0.5
-        self.rho = 0.0  # not yet known
-        self.d = torch.zeros(self.R, dtype=torch.float64)
-        self.t = 0
-        self.floored = self.reorthonormalised = 0
-
-    def precondition(self, X: Tensor) -> Tensor:
-        """X (N, D) through F_t^-1 as estimated so far, then the estimate is taken one step on."""
-        N = len(X)
-        g0 = float((X * X).sum())
-        self.t += 1
-        if self.t == 1:
-            for _ in range(1 if N <= self.R else 3):
-                self.update(X, g0)
-        H = X @ self.W.T
-        out = X - H @ self.W
-        if self.t <= 10 or (self.t + self.phase) % self.period == 0:
-            self.update(X, g0)
-        return out * (g0 / float((out * out).sum())) ** 0.5
-
-    def spread(self, d: Tensor, rho: float) -> Tensor:
-        """E_t, the diagonal of W_t W_t'."""
-        beta = rho * (1 + self.alpha) + self.alpha * float(d.sum()) / self.D
-        return d / (beta + d)
-
-    def update(self, X: Tensor, g0: float) -> None:
-        N, D, R, W, eta = len(X), self.D, self.R, self.W, self.eta
-        # ours: no direction counts for less than this, so that none drowns in rounding
-        missing = max(0.0, DELTA * g0 / (N * D) - self.rho)
-        d, rho = self.d + missing, self.rho + missing
-        H = X @ W.T
-        J, L = H.T @ X, H.T @ H
-        K = J @ J.T
-        e = (W * W).sum(1)  # = E_t; of W_0 too, whose d and rho are not known yet
-        left, kept = (eta / N) * e**-0.5, (1 - eta) * (d + rho) * e**-0.5
-        # Y = left J + kept W and J W' = L, W W' = E
-        Z = (
-            left[:, None] * K * left
-            + left[:, None] * L * kept
-            + kept[:, None] * L * left
-            + torch.diag(kept**2 * e)
-        )
-        c, U = torch.linalg.eigh(Z)
-        c, U = c.flip(0), U.flip(1)
-        limit = (rho * (1 - eta)) ** 2
-        bad = bool(c[0] > CONDITION * c[-1]) or bool((c < limit).any())
-        s = c.clamp(min=limit).sqrt()
-        rho = ((eta / N) * g0 + (1 - eta) * (D * rho + float(d.sum())) - float(s.sum())) / (D - R)
-        floor = DELTA * float(s.norm())  # ours: Kaldi's is relative to the largest
-        bad_d = bool((s - rho < floor).any()) or rho < floor
-        self.floored += bad_d
-        self.d = (s - rho).clamp(min=floor)
-        self.rho = max(rho, floor)
-        e = self.spread(self.d, self.rho)
-        rows = (U.T @ (left[:, None] * J + kept[:, None] * W)) / s[:, None]
-        if bad or bad_d:
-            self.reorthonormalised += bad
-            Q, T = torch.linalg.qr(rows.T)
-            rows = Q.T * torch.sign(T.diagonal())[:, None]
-        self.W = e.sqrt()[:, None] * rows
+FLOOR, KEPT, RIDGE = 1e-7, 1e-5, 1e-10
 
 
 class Oracle:
-    """The direction of one parameter: its axes precondition it in turn, the last one first."""
+    """The steps of one matrix (outputs, inputs) at learning rate 1, without weight decay."""
 
-    def __init__(self, shape: tuple[int, ...], max_dim: int = 4096, **settings: float) -> None:
-        self.axes = {
-            axis: Axis(dim, **settings)  # type: ignore[arg-type]
-            for axis, dim in enumerate(shape)
-            if 1 < dim <= max_dim
-        }
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        *,
+        rank: int = 32,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+    ) -> None:
+        self.outputs, self.inputs = shape
+        self.D = min(shape)
+        self.r = min((self.D + 1) // 2, rank)
+        self.mu, self.nesterov = momentum, nesterov
+        self.mean = torch.zeros(shape, dtype=torch.float64)
+        rows = torch.zeros(self.r, self.D, dtype=torch.float64)
+        for i in range(self.r):
+            rows[i, i :: self.r] = 1.0
+        self.R = rows / rows.norm(dim=1, keepdim=True)
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        X = gradient.double()
-        for a in sorted(self.axes, reverse=True):
-            moved = X.movedim(a, -1)
-            X = (
-                self.axes[a]
-                .precondition(moved.reshape(-1, moved.shape[-1]))
-                .view(moved.shape)
-                .movedim(-1, a)
-            )
-        return X
+        g = gradient.double()
+        self.mean = self.mu * self.mean + (1 - self.mu) * g
+        M = self.mu * self.mean + (1 - self.mu) * g if self.nesterov else self.mean
+        X = M if self.outputs <= self.inputs else M.T
+        self.follow(X)
+        direction = self.inverse_root_of_F(X) @ X
+        direction = direction if self.outputs <= self.inputs else direction.T
+        length = (self.D * max(1, self.outputs / self.inputs)) ** 0.5
+        return -length * direction / direction.norm()
+
+    def follow(self, X: Tensor) -> None:
+        """One step of subspace iteration; directions in which X is nothing stay as they are."""
+        G = self.R @ X @ X.T @ self.R.T
+        C = torch.linalg.cholesky(G + RIDGE * G.trace() * torch.eye(self.r))
+        Y = torch.linalg.inv(C) @ self.R @ X @ X.T + KEPT * X.norm() * self.R
+        basis, T = torch.linalg.qr(Y.T)
+        self.R = torch.sign(T.diagonal())[:, None] * basis.T
+
+    def inverse_root_of_F(self, X: Tensor) -> Tensor:
+        """F^(-1/2) (D, D) of F = R'SR + rho (I - R'R), by the eigenvectors of F."""
+        R, size = self.R, float(X.square().sum())
+        S = R @ X @ X.T @ R.T
+        rho = max((size - float(S.trace())) / max(1, self.D - self.r), FLOOR * size)
+        S = S + FLOOR * size * torch.eye(self.r)
+        F = R.T @ S @ R + rho * (torch.eye(self.D) - R.T @ R)
+        values, vectors = torch.linalg.eigh(F)
+        return vectors @ torch.diag(values**-0.5) @ vectors.T

@@ -1,4 +1,4 @@
-"""NGD and its Fisher estimates equal the float64 oracle."""
+"""KaldiNGD and its Fisher estimates equal the float64 oracle."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ngd import NGD
-from ngd_cases import SGD, Shapes, assert_same, distance, estimates, parameters_of, weights
-from ngd_oracle import Axis, Oracle
+from kaldi_ngd_cases import SGD, Shapes, assert_same, distance, estimates, parameters_of, weights
+from kaldi_ngd_oracle import Axis, Oracle
 from optimizers import fisher
+from optimizers.kaldi_ngd import KaldiNGD
 from trainers import build_optimizer
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -55,13 +55,13 @@ def compare_with_oracle(
     update_period: int = 4,
     **settings: Any,
 ) -> list[Oracle]:
-    """Asserts that NGD equals the oracle in 50 steps.
+    """Asserts that KaldiNGD equals the oracle in 50 steps.
 
     The directions are equal and have the gradient's norm, the estimates are equal, and the rows of
     the factors are orthogonal.
     """
     parameters = weights(shapes, dtype)
-    optimizer = NGD(
+    optimizer = KaldiNGD(
         parameters, lr=1.0, momentum=0.0, min_ndim=1, update_period=update_period, **settings
     )
     oracles = [Oracle(shape, period=update_period, **settings) for shape in shapes]
@@ -142,7 +142,7 @@ def test_without_eigendecompositions_the_direction_is_nearly_that_of_the_oracle(
     monkeypatch.delattr("optimizers.matrix_functions.SquareRoot._with")
     shapes = [(300, 40), (30, 200), (64, 32, 3, 3), (5, 8, 70)]
     parameters = weights(shapes)
-    optimizer = NGD(parameters, lr=1.0, momentum=0.0, rank=rank)
+    optimizer = KaldiNGD(parameters, lr=1.0, momentum=0.0, rank=rank)
     oracles = [Oracle(shape, rank=rank) for shape in shapes]
     gradients = [
         correlated(shape, 200, seed, decay=decay, spike=1e3) for seed, shape in enumerate(shapes)
@@ -211,7 +211,7 @@ def test_parameters_in_one_optimizer_equal_an_oracle_each() -> None:
 def test_momentum_decay_and_rate_come_after_the_preconditioning() -> None:
     ours, theirs, settings = weights([(40, 30)]), weights([(40, 30)]), SGD | {"nesterov": True}
     optimizer, peer, oracle = (
-        NGD(ours, **settings),
+        KaldiNGD(ours, **settings),
         torch.optim.SGD(theirs, **settings),
         Oracle((40, 30), phase=-1),
     )
@@ -224,7 +224,7 @@ def test_momentum_decay_and_rate_come_after_the_preconditioning() -> None:
 
 @pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e3])
 def test_direction_does_not_depend_on_the_scale_of_the_gradient(scale: float) -> None:
-    one, other = (NGD(weights([(40, 30), (20, 10, 3, 3)]), lr=0.1) for _ in range(2))
+    one, other = (KaldiNGD(weights([(40, 30), (20, 10, 3, 3)]), lr=0.1) for _ in range(2))
     for step in zip(correlated((40, 30), 20), correlated((20, 10, 3, 3), 20)):
         for p, q, gradient in zip(parameters_of(one), parameters_of(other), step):
             p.grad, q.grad = gradient.float(), gradient.float() * scale
@@ -239,7 +239,7 @@ def test_it_descends_faster_than_sgd_where_directions_differ_in_scale() -> None:
     x = torch.randn(256, 30, generator=generator) * torch.logspace(0, -1.5, 30)
     y = x @ torch.randn(30, 20, generator=generator)
     losses = {}
-    for name in ("sgd", "ngd"):
+    for name in ("sgd", "kaldi_ngd"):
         model = nn.Linear(30, 20, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = build_optimizer(model, name, lr=0.1, weight_decay=0.0)
@@ -249,4 +249,4 @@ def test_it_descends_faster_than_sgd_where_directions_differ_in_scale() -> None:
             loss.backward()
             optimizer.step()
         losses[name] = loss.item()
-    assert losses["ngd"] < losses["sgd"] / 2, losses
+    assert losses["kaldi_ngd"] < losses["sgd"] / 2, losses

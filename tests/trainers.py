@@ -10,7 +10,7 @@ from torch import nn
 
 import resnet50_test
 from benchmarks.trainers import FP32, NoData, step_trainer
-from optimizers.param_groups import decay_groups, ngd_groups
+from optimizers.param_groups import optimizer_groups
 
 __all__ = ["FP32", "NoData", "build_optimizer", "make_trainer"]
 
@@ -27,8 +27,5 @@ def build_optimizer(
     **settings: Any,
 ) -> torch.optim.Optimizer:
     """The optimizer of that name over all parameters, as the entry scripts make it."""
-    if name == "ngd":
-        groups = ngd_groups(model, weight_decay, ngd_skip)
-    else:
-        groups = decay_groups(model, weight_decay)
+    groups = optimizer_groups(name, model, weight_decay, skip=ngd_skip)
     return resnet50_test.OPTIMIZERS[name].make(groups, lr=lr, **settings)

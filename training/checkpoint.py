@@ -236,6 +236,7 @@ def _load_file(path: Path, script: str, *, flag: str, metadata: Collection[str])
             f"{flag} {path}: not a checkpoint of this project; "
             "give the last.pt or best.pt of a run folder"
         )
+    name_kaldi_ngd(state)
     shards = state.get("shards")
     if shards and not SHARDS_NAME.fullmatch(str(shards)):
         raise InputError(
@@ -258,6 +259,14 @@ def _load_file(path: Path, script: str, *, flag: str, metadata: Collection[str])
         state["shards"] = str(path.parent / shards)
     state["file"] = str(path)
     return {name: value if name in MAPPED else copied(value) for name, value in state.items()}
+
+
+def name_kaldi_ngd(state: dict[str, Any]) -> None:
+    """Let a checkpoint name KaldiNGD, in place, if it is from the time when that was NGD."""
+    flags = state.get("flags")
+    if isinstance(flags, dict) and "adamw_ratio" not in flags and flags.get("optimizer") == "ngd":
+        flags["optimizer"] = "kaldi_ngd"
+        state["optimizer_kind"] = "KaldiNGD"
 
 
 class _Damage(Exception):

@@ -1,4 +1,4 @@
-"""NGD's state and where it runs: resuming, precision, layout, staggering, host reads, two ranks."""
+"""KaldiNGD's state and where it runs: resuming, precision, layout, staggering, two ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import ngd
 import ranks
 from distributed import ddp
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
-from ngd import NGD
-from ngd_cases import (
+from kaldi_ngd_cases import (
     SGD,
     SHAPES,
     assert_same,
@@ -34,6 +32,8 @@ from ngd_cases import (
     train,
     weights,
 )
+from optimizers import kaldi_ngd
+from optimizers.kaldi_ngd import KaldiNGD
 from trainers import build_optimizer
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 # ------------------------------------------------------------ state
 
 
-WAYS: list[Callable[[NGD], NGD]] = [
+WAYS: list[Callable[[KaldiNGD], KaldiNGD]] = [
     through_a_file,
     copy.deepcopy,
     lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
@@ -52,7 +52,7 @@ WAYS: list[Callable[[NGD], NGD]] = [
 @pytest.mark.parametrize("way", WAYS, ids=["file", "deepcopy", "pickle"])
 @pytest.mark.parametrize("factor_dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_resumed_equals_uninterrupted(
-    way: Callable[[NGD], NGD], factor_dtype: torch.dtype | None
+    way: Callable[[KaldiNGD], KaldiNGD], factor_dtype: torch.dtype | None
 ) -> None:
     for steps in (3, 13):  # in the first ten, in mid-period
         optimizer = train(create_ngd(factor_dtype=factor_dtype), range(steps))
@@ -66,7 +66,7 @@ def test_resumed_equals_uninterrupted(
 
 def test_bf16_parameters_keep_wide_state_and_follow_fp32_ones() -> None:
     narrow, wide, double = weights(dtype=torch.bfloat16), weights(), weights(dtype=torch.float64)
-    optimizer = NGD([*narrow, *wide, *double], lr=0.1, update_period=1)
+    optimizer = KaldiNGD([*narrow, *wide, *double], lr=0.1, update_period=1)
     for t in range(15):
         set_gradients(narrow, t)
         for p, q, exact in zip(narrow, wide, double):
@@ -106,13 +106,13 @@ def test_what_cannot_be_computed_leaves_the_estimates(monkeypatch: pytest.Monkey
 
 def test_a_parameter_unfrozen_or_added_later_starts_its_own_count() -> None:
     first, late, added = weights()[:3]
-    optimizer = train(NGD([first, late.requires_grad_(False)], **SGD), range(10))
+    optimizer = train(KaldiNGD([first, late.requires_grad_(False)], **SGD), range(10))
     optimizer.add_param_group({"params": added, "lr": 0.3})
     train(optimizer, range(10, 12))
     late.requires_grad_(True)
     train(optimizer, range(12, 18))
     assert [optimizer.state[p]["step"] for p in parameters_of(optimizer)] == [18, 6, 8]
-    one, other = NGD(weights()[1:2], **SGD), NGD(weights()[2:3], **(SGD | {"lr": 0.3}))
+    one, other = KaldiNGD(weights()[1:2], **SGD), KaldiNGD(weights()[2:3], **(SGD | {"lr": 0.3}))
     for t in range(10, 18):
         set_gradients([first, *parameters_of(one), *parameters_of(other)], t)
         other.step()
@@ -131,7 +131,7 @@ def test_a_state_with_eigenvalues_of_the_estimates_goes_on_as_the_same_run() -> 
             E, R = torch.linalg.svd(entry[f"{axis}_factor"].double(), full_matrices=False)[1:]
             entry[f"{axis}_factor"] = (E[:, None] * R).float()
             entry[f"{axis}_eigenvalues"] = beta * E**2 / (1 - E**2)
-    old = NGD([nn.Parameter(p.detach().clone()) for p in parameters_of(optimizer)], lr=0.1)
+    old = KaldiNGD([nn.Parameter(p.detach().clone()) for p in parameters_of(optimizer)], lr=0.1)
     old.load_state_dict(state)
     train(optimizer, range(12, 20))
     train(old, range(12, 20))
@@ -185,8 +185,8 @@ def test_autocast_and_accumulation_do_not_matter() -> None:
 def test_channels_last_weights_take_the_same_step() -> None:
     shapes = [(20, 10, 3, 3), (10, 3, 9, 9)]
     last = [nn.Parameter(p.detach().to(memory_format=torch.channels_last)) for p in weights(shapes)]
-    plain = train(NGD(weights(shapes), **SGD), range(15))
-    assert_same(snapshot(train(NGD(last, **SGD), range(15))), snapshot(plain), 1e-6)
+    plain = train(KaldiNGD(weights(shapes), **SGD), range(15))
+    assert_same(snapshot(train(KaldiNGD(last, **SGD), range(15))), snapshot(plain), 1e-6)
     assert all(p.is_contiguous(memory_format=torch.channels_last) for p in last)
 
 
@@ -197,10 +197,10 @@ def test_parameters_are_worked_on_together_up_to_a_limit(
     limit: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = train(
-        NGD(weights([(40, 30)] * 3), update_period=1), range(15)
+        KaldiNGD(weights([(40, 30)] * 3), update_period=1), range(15)
     )  # of period 1, as batches have phases of their own
-    monkeypatch.setattr(ngd, "CPU_BATCH_BYTES", limit)
-    other = train(NGD(weights([(40, 30)] * 3), update_period=1), range(15))
+    monkeypatch.setattr(kaldi_ngd, "CPU_BATCH_BYTES", limit)
+    other = train(KaldiNGD(weights([(40, 30)] * 3), update_period=1), range(15))
     assert [len(batch.parameters) for batch in other.schedule.batches[0]] == expected
     assert_same(snapshot(other), snapshot(one), 1e-6)
     assert other.schedule is train(other, [15]).schedule, "made anew at each step"
@@ -209,7 +209,7 @@ def test_parameters_are_worked_on_together_up_to_a_limit(
 @pytest.mark.parametrize("period", [1, 3, 4])
 def test_each_factor_changes_once_a_period_and_not_all_at_once(period: int) -> None:
     shapes = [(40, 30), (40, 30), (50, 20), (9, 5), (5, 8)]
-    optimizer, rows = train(NGD(weights(shapes), update_period=period), [0]), []
+    optimizer, rows = train(KaldiNGD(weights(shapes), update_period=period), [0]), []
     for t in range(1, 10 + 3 * period):
         before = estimates(optimizer, "factor")
         rows.append(
@@ -269,7 +269,7 @@ def one_rank(world: World) -> None:
         nn.Flatten(),
         nn.Linear(32, 5),
     )
-    optimizer = build_optimizer(model, "ngd", lr=0.05, weight_decay=1e-3)
+    optimizer = build_optimizer(model, "kaldi_ngd", lr=0.05, weight_decay=1e-3)
     parallel = ddp.wrap(
         model, world, hook=AllReduceHook(world), sync_batch_norm=False, static_graph=True
     )

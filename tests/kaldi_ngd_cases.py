@@ -1,4 +1,4 @@
-"""Parameters, gradients and steps for the tests of NGD."""
+"""Parameters, gradients and steps for the tests of KaldiNGD."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngd import NGD
+from optimizers.kaldi_ngd import KaldiNGD
 
 Shapes = Sequence[tuple[int, ...]]
 # two alike, a convolution, biases, a scalar, a 3-d one laid out as a convolution, and one whose
@@ -24,8 +24,8 @@ def weights(shapes: Shapes = SHAPES, dtype: torch.dtype = torch.float32) -> list
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
 
-def create_ngd(**settings: Any) -> NGD:
-    return NGD(weights(), **(SGD | settings))
+def create_ngd(**settings: Any) -> KaldiNGD:
+    return KaldiNGD(weights(), **(SGD | settings))
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -47,7 +47,7 @@ def train(optimizer: Any, steps: Iterable[int], scale: float = 1.0) -> Any:
 
 
 def snapshot(
-    optimizer: NGD, numbers: Iterable[int] | None = None
+    optimizer: KaldiNGD, numbers: Iterable[int] | None = None
 ) -> list[tuple[Tensor, dict[str, Tensor]]]:
     """Copies of parameters and of the tensors in their states."""
     some = (
@@ -66,7 +66,7 @@ def snapshot(
     return [(p.detach().clone(), state) for p, state in zip(some, tensors)]
 
 
-def estimates(optimizer: NGD, part: str = "axis") -> list[Tensor]:
+def estimates(optimizer: KaldiNGD, part: str = "axis") -> list[Tensor]:
     return [
         value for _, state in snapshot(optimizer) for name, value in state.items() if part in name
     ]
@@ -82,7 +82,7 @@ def distance(one: Tensor, other: Tensor) -> float:
     )
 
 
-def through_a_file(optimizer: NGD, **settings: Any) -> NGD:
+def through_a_file(optimizer: KaldiNGD, **settings: Any) -> KaldiNGD:
     """Returns an optimizer of copies of the parameters that loaded the state, with `settings`."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -94,6 +94,6 @@ def through_a_file(optimizer: NGD, **settings: Any) -> NGD:
         for value in entry.values()
     )
     state["param_groups"][0].update(settings)
-    other = NGD([nn.Parameter(p.detach().clone()) for p in parameters_of(optimizer)], lr=7.0)
+    other = KaldiNGD([nn.Parameter(p.detach().clone()) for p in parameters_of(optimizer)], lr=7.0)
     other.load_state_dict(state)
     return other

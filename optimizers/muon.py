@@ -1,0 +1,123 @@
+"""torch's Muon for the matrices of hidden layers, and AdamW for the rest: a peer of `ngd.NGD`.
+
+optimizer = Muon(ngd_groups(model, weight_decay=0.05), lr=0.04)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon (Jordan, 2024) and torch.optim.AdamW as one optimizer.
+
+    A convolution's weight is a matrix of shape (outputs, everything else). A step of a matrix has
+    the length that `ngd.NGD` gives it.
+
+    Args:
+        params: parameters or parameter groups. A group with `ngd=False` is under AdamW, as are
+            parameters with fewer than two axes.
+        lr: learning rate of the matrices.
+        momentum, nesterov: of Muon.
+        weight_decay: decoupled.
+        adamw_ratio: the learning rate of AdamW is lr * adamw_ratio.
+        betas: of AdamW.
+        ngd: whether this group's matrices are under Muon.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.04,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.05,
+        adamw_ratio: float = 0.075,
+        betas: tuple[float, float] = (0.9, 0.999),
+        ngd: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "adamw_ratio": adamw_ratio,
+            "betas": betas,
+            "ngd": ngd,
+        }
+        super().__init__(params, defaults)
+        self._create_parts()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._create_parts()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._create_parts()
+
+    def _create_parts(self) -> None:
+        """Creates the optimizers of each group, whose states are those of this optimizer."""
+        self.matrices: list[list[tuple[nn.Parameter, nn.Parameter]]] = []
+        self.parts: list[list[torch.optim.Optimizer]] = []
+        for group in self.param_groups:
+            is_matrix = [group["ngd"] and p.ndim >= 2 for p in group["params"]]
+            pairs = [
+                (p, nn.Parameter(as_matrix(p.detach())))
+                for p, is_matrix in zip(group["params"], is_matrix)
+                if is_matrix
+            ]
+            others = [p for p, is_matrix in zip(group["params"], is_matrix) if not is_matrix]
+            parts: list[torch.optim.Optimizer] = []
+            if pairs:
+                muon = torch.optim.Muon([matrix for _, matrix in pairs])
+                for p, matrix in pairs:
+                    muon.state[matrix] = self.state[p]
+                parts.append(muon)
+            if others:
+                adamw = torch.optim.AdamW(others, fused=True)
+                for p in others:
+                    adamw.state[p] = self.state[p]
+                parts.append(adamw)
+            self.matrices.append(pairs)
+            self.parts.append(parts)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Performs one step of both.
+
+        Args:
+            closure: computes the loss and its gradients anew; its loss is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, parts, pairs in zip(self.param_groups, self.parts, self.matrices):
+            for p, matrix in pairs:
+                matrix.grad = None if p.grad is None else as_matrix(p.grad, like=p)
+            for part in parts:
+                settings = part.param_groups[0]
+                is_muon = isinstance(part, torch.optim.Muon)
+                settings["lr"] = group["lr"] * (1 if is_muon else group["adamw_ratio"])
+                for name in settings.keys() & {"momentum", "nesterov", "weight_decay", "betas"}:
+                    settings[name] = group[name]
+                part.step()
+        return loss
+
+
+def as_matrix(weight: Tensor, *, like: Tensor | None = None) -> Tensor:
+    """Returns a weight as a matrix (outputs, everything else) in the same memory.
+
+    Args:
+        weight: two axes or more, contiguous or channels_last; a gradient may be copied instead.
+        like: of a gradient, the weight, whose memory format decides on the order of the columns.
+    """
+    is_channels_last = not (weight if like is None else like).is_contiguous()
+    if is_channels_last:
+        weight = weight.permute(0, *range(2, weight.ndim), 1)
+    return weight.view(len(weight), -1) if like is None else weight.reshape(len(weight), -1)
