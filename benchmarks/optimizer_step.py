@@ -33,6 +33,9 @@ from errors import exit_code
 from models import resnet
 from models.transformer import Transformer
 from ngd import NGD
+from optimizers.kaldi_ngd import KaldiNGD
+from optimizers.muon import Muon
+from optimizers.param_groups import ngd_groups
 
 # Bars, all for ResNet-50 on one CPU thread.
 # Over the straightforward NGD: ours passes over a gradient less often and batches its updates.
@@ -50,7 +53,8 @@ SYNCS = 0
 # Bytes of our factors per weight, small compared with the momentum's 4.
 FACTOR_BYTES = 0.7
 
-OURS, PLAIN, MUON, PASS = "NGD (ours)", "straightforward NGD", "Muon + AdamW", "forward + backward"
+OURS, KALDI, PLAIN = "NGD", "KaldiNGD", "straightforward KaldiNGD"
+MUON, PASS = "Muon + AdamW", "forward + backward"
 LR, WEIGHT_DECAY = 1e-3, 5e-4
 # Not a multiple of the period, so that each gradient comes to update an estimate.
 GRADIENTS = PERIOD + 1
@@ -109,7 +113,8 @@ def build_sides(workload: Workload) -> dict[str, Side]:
     """Return all optimizers but K-FAC, after their first steps; Muon where bf16 is fast."""
     gradients, common = workload.gradients(), {"lr": LR, "weight_decay": WEIGHT_DECAY}
     makers: dict[str, Callable[[nn.Module], Any]] = {
-        OURS: lambda m: NGD(m.parameters(), momentum=0.9, update_period=PERIOD, **common),
+        OURS: lambda m: NGD(ngd_groups(m, WEIGHT_DECAY), lr=LR),
+        KALDI: lambda m: KaldiNGD(m.parameters(), momentum=0.9, update_period=PERIOD, **common),
         PLAIN: lambda m: StraightforwardNGD(m.parameters(), momentum=0.9, period=PERIOD, **common),
         "SGD (foreach)": lambda m: torch.optim.SGD(
             m.parameters(), momentum=0.9, foreach=True, **common
@@ -117,7 +122,7 @@ def build_sides(workload: Workload) -> dict[str, Side]:
         "AdamW (fused)": lambda m: torch.optim.AdamW(m.parameters(), fused=True, **common),
     }
     if has_bf16(torch.device("cpu")):
-        makers[MUON] = lambda m: peers.Muon(m, **common)
+        makers[MUON] = lambda m: Muon(ngd_groups(m, WEIGHT_DECAY), lr=LR)
     sides = {}
     for name, make in makers.items():
         model = copy.deepcopy(workload.model)

@@ -1,6 +1,5 @@
-"""Peers of optimizer_step.py that torch does not have ready to use: Muon for a model, and K-FAC.
+"""A peer of optimizer_step.py that torch does not have ready to use: K-FAC.
 
-optimizer = Muon(model, lr=1e-3, weight_decay=5e-4)
 optimizer = KFAC(model, images)     # raises Absent if not installed, or not for such a model
 """
 
@@ -23,47 +22,9 @@ try:
 except ImportError:
     nngeometry = None
 
-# Embeddings and classifiers, which Muon's authors leave to AdamW.
-NOT_MATRICES = ("embed.", "positions", "fc.", "head.")
-
 
 class Absent(Exception):
     """A peer that cannot be measured; the message says why."""
-
-
-class Muon:
-    """torch.optim.Muon for the hidden layers' weights, AdamW for all other parameters.
-
-    The weight of a convolution is a matrix of shape (outputs, rest).
-    """
-
-    def __init__(self, model: nn.Module, lr: float, weight_decay: float) -> None:
-        self.weights, others = [], []
-        for name, p in model.named_parameters():
-            (others if p.ndim < 2 or name.startswith(NOT_MATRICES) else self.weights).append(p)
-        self.matrices = [nn.Parameter(self.matrix(p.detach())) for p in self.weights]
-        # Its steps are scaled to the size of AdamW's, so that one learning rate fits both.
-        self.muon = torch.optim.Muon(
-            self.matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw"
-        )
-        self.adamw = torch.optim.AdamW(others, lr, weight_decay=weight_decay, fused=True)
-
-    @staticmethod
-    def matrix(weight: Tensor) -> Tensor:
-        """Return a view of shape (outputs, rest) of a weight in channels_last."""
-        return weight.permute(0, *range(2, weight.ndim), 1).view(len(weight), -1)
-
-    @property
-    def state(self) -> dict[Tensor, Any]:
-        """The states of both optimizers."""
-        return {**self.muon.state, **self.adamw.state}
-
-    def step(self) -> None:
-        """Take a step of both optimizers."""
-        for p, matrix in zip(self.weights, self.matrices):
-            matrix.grad = None if p.grad is None else self.matrix(p.grad)
-        self.muon.step()
-        self.adamw.step()
 
 
 class KFAC:

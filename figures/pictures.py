@@ -43,12 +43,13 @@ MARKERS = "os^Dv*P"
 Groups = Mapping[str, Mapping[str, Runs]]
 """The runs of all logs, by group and name."""
 
+METHODS = {"sgd": "SGD", "kaldi-ngd": "Kaldi's NGD"}  # in the names of runs
 IMAGES, TEXTS = "ResNet-20, 20 % of CIFAR-10", "Transformer, AG News subset"
 ABLATIONS = {  # each row adds one method to those before it
     IMAGES: {
         "plain: fp32, SGD": ("resnet20_batch", "sgd-64-fp32"),
         "+ bf16": ("resnet20_batch", "sgd-64"),
-        "+ natural\ngradient": ("resnet20_batch", "ngd-64"),
+        "+ natural\ngradient": ("resnet20_batch", "kaldi-ngd-64"),
     },
     TEXTS: {
         "plain: fp32": ("agnews12k", "plain-fp32"),
@@ -228,8 +229,8 @@ def draw_ngd_batches(groups: Groups) -> Figure | None:
     figure, axes = create_panels(1, 2)
     train_accuracy = column("train_accuracy", 100)
     for index, (name, runs) in enumerate(named_runs.items()):
-        method, _, batch = name.partition("-")
-        label = f"{method.upper()}, batch {batch}"
+        method, _, batch = name.rpartition("-")
+        label = f"{METHODS[method]}, batch {batch}"
         plot_runs(axes[0, 0], runs, x=epoch, y=train_accuracy, index=index, label=label)
         plot_runs(axes[0, 1], runs, x=epoch, y=accuracy, index=index, label=label)
     label_axes(axes[0, 0], "epoch", "training accuracy / %", title=IMAGES, legend=True)
@@ -399,6 +400,5 @@ PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "slamb": draw_slamb,
     "scaling": draw_scaling,
     "pareto": draw_pareto,
-    "ngd_convergence": partial(draw_group, "ngd_convergence", only_repeated=True),
     **{group: partial(draw_group, group) for group in OVERVIEWS},
 }

@@ -101,7 +101,7 @@ def test_file_that_is_no_checkpoint_is_named(
         ("images", "--resume {images} --export model.txt", "model.txt"),
         ("images", "--resume {images} --epochs 2 --arch resnet32", "--resume"),
         ("images", "--resume {images} --epochs 2 --optimizer adamw", "--resume"),
-        ("images", "--resume {images} --epochs 2 --ngd", "NGD"),
+        ("images", "--resume {images} --epochs 2 --ngd", "--resume"),
         ("texts", "--resume {texts} --epochs 2 --depth 2", "--resume"),
         ("images", "--resume {images} --predict nowhere.png", "nowhere.png"),
         ("images", "--resume {images} --predict text.png", "text.png"),

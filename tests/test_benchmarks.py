@@ -123,7 +123,7 @@ def test_the_passes_in_bf16_are_left_out_where_the_processor_has_none(monkeypatc
 def test_muon_is_left_out_where_the_processor_has_no_bf16(monkeypatch):
     from benchmarks import optimizer_step
 
-    weight = torch.nn.Linear(4, 4)
+    weight = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     for bf16 in (False, True):
         monkeypatch.setattr(optimizer_step, "has_bf16", lambda device, bf16=bf16: bf16)
         gradients = [[torch.ones_like(p) for p in weight.parameters()]]
@@ -145,7 +145,7 @@ def test_the_json_file_names_the_commit(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "a.json").read_text())["commit"] == "abc-dirty"
 
 
-READERS = ("convergence", "profile_step", "step", "throughput", "virtual_step")
+READERS = ("profile_step", "step", "throughput", "virtual_step")
 
 
 @needs_timm
@@ -159,8 +159,7 @@ def test_a_missing_data_set_is_one_line(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DATA_DIR", str(tmp_path / "none"))
     if name == "step":
         monkeypatch.setattr(module, "peak_flops", lambda dtype: 1e11)
-    logs = ["--logs", str(tmp_path / "logs")] if name == "convergence" else []
-    monkeypatch.setattr(sys, "argv", [name, "--quick", *logs])
+    monkeypatch.setattr(sys, "argv", [name, "--quick"])
     assert errors.exit_code(module.main) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines

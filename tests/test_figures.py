@@ -69,7 +69,9 @@ def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
             logged = json.loads((run.folder / "config.json").read_text())["flags"]
             planned = vars(flags_of(run, tmp_path))
             common = (planned.keys() & logged.keys()) - MACHINE_FLAGS
-            if logged.get("arch") in SMALL_NETWORKS or logged["optimizer"] != "ngd":
+            if logged["optimizer"] == "ngd" and "adamw_ratio" not in logged:
+                logged["optimizer"] = "kaldi_ngd"  # which had that name then
+            if logged.get("arch") in SMALL_NETWORKS or "ngd" not in logged["optimizer"]:
                 common -= {"ngd_rank"}
             assert {key: planned[key] for key in common} == {key: logged[key] for key in common}, (
                 run.folder

@@ -1,0 +1,78 @@
+"""Train with an optimizer of another library, in every other respect as an entry script does.
+
+python -m benchmarks.train_peer soap resnet50_test.py --arch resnet20 --lr 3e-3 --out runs/soap
+
+The flags after the script are the script's own: --lr, --betas and --weight_decay reach the peer.
+config.json names the peer and its version. An interrupted run goes on with --resume.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+import resnet50_test
+import transformer_test
+from benchmarks import trainers
+from cli import options
+from distributed.world import init_world
+from errors import InputError, exit_code
+from optimizers.param_groups import decay_groups
+
+SCRIPTS: Mapping[str, ModuleType] = {
+    "resnet50_test.py": resnet50_test,
+    "transformer_test.py": transformer_test,
+}
+
+
+def create_soap(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """SOAP (arXiv:2409.11321) of pytorch_optimizer, with the library's other settings."""
+    try:
+        from pytorch_optimizer import SOAP
+    except ImportError:
+        raise InputError("soap: not installed; pip install pytorch_optimizer") from None
+    weight_decay = settings["weight_decay"]
+    optimizer: torch.optim.Optimizer = SOAP(
+        decay_groups(model, weight_decay), lr=settings["lr"], betas=tuple(settings["betas"])
+    )
+    return optimizer
+
+
+PEERS: Mapping[str, tuple[str, Callable[..., torch.optim.Optimizer]]] = {
+    "soap": ("pytorch_optimizer", create_soap),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as the command line says."""
+    peer, name, *flags = list(sys.argv[1:] if arguments is None else arguments) + [""] * 2
+    flags = [flag for flag in flags if flag]
+    if peer not in PEERS or name not in SCRIPTS:
+        raise InputError(
+            f"usage: python -m benchmarks.train_peer {{{', '.join(PEERS)}}} "
+            f"{{{', '.join(SCRIPTS)}}} FLAGS"
+        )
+    script = SCRIPTS[name]
+    package, create = PEERS[peer]
+    args, _ = options.parse(script.parser(), script.SCRIPT, flags)
+    with init_world(args.device) as world:
+        opened = trainers.open_script(
+            script, flags, world, create_optimizer=partial(create, settings=vars(args))
+        )
+        path = Path(opened.trainer.log.folder) / "config.json"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps({**config, "peer": f"{peer}, {package} {version(package)}"}))
+        opened.trainer.fit(opened.checkpoint)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
