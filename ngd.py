@@ -43,11 +43,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from optimizers.base import GradScalerOptimizer, subtract_updates
 from optimizers.fisher import project, row_norms, second_moment, subtract_projection
@@ -56,6 +57,7 @@ from optimizers.matrix_functions import inverse_square_root
 
 CPU_BATCH_BYTES = 16 * 2**20  # of weights that are updated together: what a cache holds
 GPU_BATCH_BYTES = 2**28  # ... on other devices: few kernel launches
+ALONE_DEVICES = {"cpu"}  # on which a batch takes its step alone, in the cache
 # Relative to |X|^2: the least second moment of a direction. fp32 knows of nothing below it.
 FLOOR = 1e-7
 # Relative to |X|: how much of the old R is in the new one, for directions in which X is nothing.
@@ -113,7 +115,7 @@ class NGD(GradScalerOptimizer):
         ngd: bool = True,
         amp_scaling: bool = True,
     ) -> None:
-        self.batches: dict[tuple[bool, ...], list[list[MatrixBatch]]] = {}
+        self.batches: dict[tuple[bool, ...], list[list[list[MatrixBatch]]]] = {}
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -154,25 +156,30 @@ class NGD(GradScalerOptimizer):
         if has_grad not in self.batches:  # the states are views of the batches made last
             self.batches = {has_grad: self._make_batches()}
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            for group, batches in zip(self.param_groups, self.batches[has_grad]):
-                for batch in batches:
-                    batch.step(group, loss_scale=self.loss_scale, found_inf=self.found_inf)
+            for group, together in zip(self.param_groups, self.batches[has_grad]):
+                for batches in together:
+                    step_together(
+                        batches, group, loss_scale=self.loss_scale, found_inf=self.found_inf
+                    )
                 self._adamw_step(group)
 
-    def _make_batches(self) -> list[list[MatrixBatch]]:
-        """Returns the batches of each group, of the matrices that have a gradient."""
-        batches = [list(make_batches(group, self.state)) for group in self.param_groups]
-        sizes: dict[Any, int] = defaultdict(int)
-        for batch in (batch for group in batches for batch in group):
-            key = batch.device, batch.dtype
-            sizes[key] = max(sizes[key], batch.elements)
-        scratch = {
-            (device, dtype): torch.empty((2, size), device=device, dtype=dtype)
-            for (device, dtype), size in sizes.items()
-        }
-        for batch in (batch for group in batches for batch in group):
-            batch.scratch = scratch[batch.device, batch.dtype]
-        return batches
+    def _make_batches(self) -> list[list[list[MatrixBatch]]]:
+        """Returns what `make_batches` gives for each group, with memory to work in."""
+        groups = [make_batches(group, self.state) for group in self.param_groups]
+        lists = [batches for together in groups for batches in together]
+        scratch: dict[Any, Tensor] = {}  # which one list after another uses
+        for batches in lists:
+            first, size = batches[0], sum(batch.elements for batch in batches)
+            key = first.device, first.dtype
+            if key not in scratch or scratch[key].shape[1] < size:
+                scratch[key] = torch.empty((2, size), device=first.device, dtype=first.dtype)
+        for batches in lists:
+            rest = scratch[batches[0].device, batches[0].dtype]
+            for batch in batches:
+                X, batch.buffer = rest[:, : batch.elements]
+                batch.X = X.view(len(batch.parameters), -1)
+                rest = rest[:, batch.elements :]
+        return groups
 
     def _adamw_step(self, group: dict[str, Any]) -> None:
         """Takes AdamW's step with the parameters of a group that are no matrices."""
@@ -208,23 +215,32 @@ def is_matrix(parameter: Tensor, group: dict[str, Any]) -> bool:
 
 def make_batches(
     group: dict[str, Any], state: dict[Tensor, dict[str, Any]]
-) -> Iterator[MatrixBatch]:
+) -> list[list[MatrixBatch]]:
     """Cuts the matrices of a group that have a gradient into batches of one shape and device.
 
     Args:
         group: the parameter group.
         state: the optimizer's state, by parameter.
+
+    Returns:
+        Lists of batches that take their steps together: on a CPU, where the gradients of one batch
+        fit its cache, each alone; on other devices all that have the same rank, so that the algebra
+        of small matrices is launched once.
     """
     by_kind: dict[Any, list[Tensor]] = defaultdict(list)
     for p in group["params"]:
         if p.grad is not None and is_matrix(p, group):
             by_kind[p.shape, p.dtype, p.device].append(p)
+    together: dict[Any, list[MatrixBatch]] = defaultdict(list)
     for alike in by_kind.values():
         limit = CPU_BATCH_BYTES if alike[0].device.type == "cpu" else GPU_BATCH_BYTES
         size = max(1, limit // (alike[0].numel() * alike[0].element_size()))
         for start in range(0, len(alike), size):
-            batch = alike[start : start + size]
-            yield MatrixBatch(batch, [state[p] for p in batch], rank=group["rank"])
+            parameters = alike[start : start + size]
+            batch = MatrixBatch(parameters, [state[p] for p in parameters], rank=group["rank"])
+            alone = len(together) if batch.device.type in ALONE_DEVICES else None
+            together[batch.device, batch.dtype, batch.R.shape[1], alone].append(batch)
+    return list(together.values())
 
 
 class MatrixBatch:
@@ -237,7 +253,8 @@ class MatrixBatch:
         rank: the most directions that are told apart.
     """
 
-    scratch: Tensor  # (2, elements at least), shared with other batches
+    X: Tensor  # (batch, elements of a parameter): gradient, momentum, step
+    buffer: Tensor  # as much memory again
 
     def __init__(
         self, parameters: list[Tensor], states: list[dict[str, Any]], *, rank: int
@@ -259,6 +276,9 @@ class MatrixBatch:
         else:
             self.view_shape = (len(parameters), rows, columns, 1)
         rank = min((self.dim + 1) // 2, rank)
+        self.dims = torch.full(
+            (len(parameters),), float(self.dim), dtype=torch.float64, device=self.device
+        )
         if any("directions" not in state for state in states):
             directions = initial_directions(rank, self.dim).to(self.device, self.dtype)
             momentum = torch.zeros(first.shape, dtype=self.dtype, device=self.device)
@@ -272,60 +292,120 @@ class MatrixBatch:
             state["momentum_buffer"] = buffer.permute(self.inverse_order)
             state["directions"] = row
 
-    def step(
-        self, group: dict[str, Any], *, loss_scale: Tensor | None, found_inf: Tensor | None
+    @property
+    def matrices(self) -> Tensor:
+        """X as (batch, 1, D, N), or as (batch, N, D, 1) where a matrix has more rows."""
+        return self.X.view(self.view_shape)
+
+    def load_momentum(
+        self,
+        group: dict[str, Any],
+        *,
+        active: Tensor,
+        loss_scale: Tensor | None,
+        found_inf: Tensor | None,
     ) -> None:
-        """Updates the parameters by their gradients.
+        """Takes the gradients into the momentum, and X is the (Nesterov) momentum.
 
         Args:
             group: the hyper-parameters of this step.
-            loss_scale: the factor by which the gradients are too large (); None is 1.
-            found_inf: other than 0 where the step must be skipped (); None is 0.
+            active: 0 where the step is skipped, else 1 ().
+            loss_scale, found_inf: as of `step_together`.
         """
-        X, spare = (buffer[: self.elements] for buffer in self.scratch)
-        X = X.view(len(self.parameters), -1)
+        X, momentum = self.X, self.momentum.view(self.X.shape)
         grads = [p.grad.permute(self.axis_order) for p in self.parameters if p.grad is not None]
         torch.stack(grads, out=X.view(self.momentum.shape))
         if loss_scale is not None:
             X /= loss_scale
-        active = torch.ones((), dtype=self.dtype, device=self.device)
         if found_inf is not None:
-            active = (found_inf == 0).to(self.dtype)
             torch.nan_to_num_(X, 0.0, 0.0, 0.0)
-        momentum = self.momentum.view(X.shape)
         momentum.lerp_(X, active * (1 - group["momentum"]))
         if group["nesterov"]:
             X.lerp_(momentum, group["momentum"])
         else:
             X.copy_(momentum)
-        self._precondition(X.view(self.view_shape), spare, active)
-        norm = row_norms(X)
+
+    def update(self, group: dict[str, Any], *, active: Tensor) -> None:
+        """Scales X to the length of a step, and updates the parameters along it."""
+        X, norm = self.X, row_norms(self.X)
         X.mul_(torch.where(norm > 0, self.length / norm, 0).to(X.dtype)[:, None])
-        if group["weight_decay"]:
-            decay = group["weight_decay"]
+        if decay := group["weight_decay"]:
             torch._foreach_add_(self._as_parameters(X), self.parameters, alpha=decay)
         X.mul_(active * -group["lr"])
         torch._foreach_add_(self.parameters, self._as_parameters(X))
-
-    def _precondition(self, X: Tensor, buffer: Tensor, active: Tensor) -> None:
-        """Takes R on, and multiplies X (batch, left, D, right) by F^(-1/2) in place."""
-        squared_norm = row_norms(X.flatten(1)).square()
-        R = self.R
-        for part in (sample(X, rank=R.shape[1]), X):
-            H = project(R, part, buffer=buffer)
-            J = second_moment(H, part).double()
-            R = next_directions(gram(H, part), J, R=R.double(), squared_norm=squared_norm).to(R)
-        is_valid = R.isfinite().flatten(1).all(1) & (active > 0)
-        self.R.copy_(torch.where(is_valid[:, None, None], R, self.R))
-        H = project(self.R, X, buffer=buffer)
-        K = flattening(gram(H, X), dim=self.dim, squared_norm=squared_norm)
-        K = torch.where(K.isfinite().flatten(1).all(1)[:, None, None], K, 0)
-        subtract_projection(X, H, W=(K @ self.R.double()).to(X.dtype))
 
     def _as_parameters(self, X: Tensor) -> list[Tensor]:
         """Returns the rows of X (batch, elements) in the shape of the parameters."""
         permuted = X.view(self.momentum.shape).permute(0, *(1 + a for a in self.inverse_order))
         return list(permuted.unbind())
+
+
+def step_together(
+    batches: Sequence[MatrixBatch],
+    group: dict[str, Any],
+    *,
+    loss_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Updates the parameters of batches of one rank by their gradients.
+
+    Args:
+        batches: on one device.
+        group: the hyper-parameters of this step.
+        loss_scale: the factor by which the gradients are too large (); None is 1.
+        found_inf: other than 0 where the step must be skipped (); None is 0.
+    """
+    first = batches[0]
+    active = torch.ones((), dtype=first.dtype, device=first.device)
+    if found_inf is not None:
+        active = (found_inf == 0).to(first.dtype)
+    for batch in batches:
+        batch.load_momentum(group, active=active, loss_scale=loss_scale, found_inf=found_inf)
+    precondition(batches, active=active)
+    for batch in batches:
+        batch.update(group, active=active)
+
+
+def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
+    """Takes R of the batches on, and multiplies their X by F^(-1/2) in place.
+
+    The algebra of small matrices is one computation for all batches.
+    """
+    counts = [len(batch.X) for batch in batches]
+    squared_norm = torch.cat([row_norms(batch.X) for batch in batches]).square()
+    directions = [batch.R for batch in batches]
+    for is_sampled in (True, False):
+        grams, products = [], []
+        for batch, R in zip(batches, directions):
+            X = sample(batch.matrices, rank=R.shape[1]) if is_sampled else batch.matrices
+            H = project(R, X, buffer=batch.buffer)
+            grams.append(gram(H, X))
+            products.append(second_moment(H, X))
+        stacked = next_directions(
+            torch.cat(grams),
+            cat_padded(products).double(),
+            R=cat_padded(directions).double(),
+            squared_norm=squared_norm,
+        ).to(directions[0].dtype)
+        directions = [
+            R[:, :, : batch.dim].contiguous() for R, batch in zip(stacked.split(counts), batches)
+        ]
+    is_valid = stacked.isfinite().flatten(1).all(1) & (active > 0)
+    for batch, R, valid in zip(batches, directions, is_valid.split(counts)):
+        batch.R.copy_(torch.where(valid[:, None, None], R, batch.R))
+    projected = [project(batch.R, batch.matrices, buffer=batch.buffer) for batch in batches]
+    S = torch.cat([gram(H, batch.matrices) for H, batch in zip(projected, batches)])
+    dim = torch.cat([batch.dims for batch in batches])
+    K = flattening(S, dim=dim, squared_norm=squared_norm)
+    K = torch.where(K.isfinite().flatten(1).all(1)[:, None, None], K, 0).to(stacked.dtype)
+    for batch, H, part in zip(batches, projected, K.split(counts)):
+        subtract_projection(batch.matrices, H, W=part @ batch.R)
+
+
+def cat_padded(tensors: Sequence[Tensor]) -> Tensor:
+    """Joins tensors (batch, rank, D), the shorter rows filled up with zeros."""
+    longest = max(tensor.shape[2] for tensor in tensors)
+    return torch.cat([F.pad(tensor, (0, longest - tensor.shape[2])) for tensor in tensors])
 
 
 def initial_directions(rank: int, dim: int) -> Tensor:
@@ -371,12 +451,12 @@ def next_directions(G: Tensor, J: Tensor, *, R: Tensor, squared_norm: Tensor) ->
     return torch.linalg.solve_triangular(L, Y, upper=False)
 
 
-def flattening(S: Tensor, *, dim: int, squared_norm: Tensor) -> Tensor:
+def flattening(S: Tensor, *, dim: Tensor, squared_norm: Tensor) -> Tensor:
     """Computes K = I - (S / rho)^(-1/2), float64.
 
     Args:
         S: (batch, rank, rank), F between the rows of R.
-        dim: D.
+        dim: D (batch,), float64.
         squared_norm: the trace of F (batch,).
 
     Returns:
@@ -386,6 +466,6 @@ def flattening(S: Tensor, *, dim: int, squared_norm: Tensor) -> Tensor:
     eye = torch.eye(rank, dtype=S.dtype, device=S.device)
     floor = FLOOR * squared_norm
     rest = squared_norm - S.diagonal(dim1=1, dim2=2).sum(1)
-    rho = torch.maximum(rest / max(1, dim - rank), floor)
+    rho = torch.maximum(rest / (dim - rank).clamp(min=1), floor)
     root = inverse_square_root(S + floor[:, None, None] * eye)
     return eye - rho.sqrt()[:, None, None] * root

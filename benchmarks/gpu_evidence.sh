@@ -10,7 +10,7 @@
 #   bash benchmarks/gpu_evidence.sh C runs/pieces/3     joins the data; recipe fast94, three seeds;
 #                                                       profile
 #   bash benchmarks/gpu_evidence.sh D [FLAG...]         recipe best with these flags, such as
-#                                                       --ngd_rank 80; D again goes on with it
+#                                                       --optimizer kaldi_ngd; D again goes on with it
 #
 # A and B need no data and keep their piece for C; C again goes on with runs that were cut off. With
 # half an hour, give A and B LIMIT=420 and leave out D. docs/performance.md says what is expected,
@@ -142,7 +142,7 @@ smoke_runs() { # every method for a few epochs: embedded digits, and embedded he
     image compile --backend compile
     image cudagraph --backend cudagraph
     image ngd --ngd
-    image ngd-rank-80 --ngd --ngd_rank 80 --backend compile
+    image kaldi-ngd --optimizer kaldi_ngd --ngd_rank 80 --backend compile
     image meta --ngd --meta_learning --meta_every 4
     image cutmix --mixup cutmix
     image mixup-fp16 --mixup mixup --precision fp16
@@ -185,7 +185,7 @@ part_B() { # what the recipes use comes first
     setting eager-256 --bs 256
     probe plain-256 90 plain --more --bs 256 "${small_images[@]}"
     setting ngd-256 --bs 256 --ngd
-    setting ngd-rank-80-256 --bs 256 --ngd --ngd_rank 80
+    setting kaldi-ngd-256 --bs 256 --optimizer kaldi_ngd
     setting compile-512 --bs 512 --backend compile
     setting cudagraph-256 --bs 256 --backend cudagraph
     setting compile-1024 --bs 1024 --backend compile

@@ -1,4 +1,4 @@
-"""What a GPU does: its ceilings, the algebra of NGD, and a step of ResNet-50 on random pixels.
+"""What a GPU does: its ceilings, the algebra of KaldiNGD, and a step of ResNet-50 on random pixels.
 
 python -m benchmarks.gpu_probe ceilings
 python -m benchmarks.gpu_probe linalg
@@ -30,16 +30,16 @@ from errors import exit_code
 from input_pipeline import image_datasets
 from input_pipeline.image_datasets import ImageSplit
 from models import resnet
-from ngd import NGD
 from optimizers import fisher
-from optimizers.param_groups import ngd_groups
+from optimizers.kaldi_ngd import KaldiNGD
+from optimizers.param_groups import kaldi_ngd_groups
 
 CIFAR_ROWS = 50_000  # of an epoch
-RANKS = (32, 80)  # of NGD: the default, which torch decomposes as one batch, and Kaldi's
-# Steps before the clock starts: in the first ten NGD updates all estimates, and a CUDA graph is
+RANKS = (32, 80)  # of KaldiNGD: the default, which torch decomposes as one batch, and Kaldi's
+# Steps before the clock starts: in the first ten KaldiNGD updates all estimates, and a CUDA graph is
 # recorded in the fourth.
 WARM_UP = 12
-STEPS = 20  # of a block: whole periods of NGD's updates
+STEPS = 20  # of a block: whole periods of KaldiNGD's updates
 BLOCKS = 5
 
 
@@ -80,24 +80,24 @@ def ceilings(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def linalg(quick: bool) -> Iterator[dict[str, Any]]:
-    """Measure the update of NGD's estimates of ResNet-50, by rank, beside torch's `eigh`.
+    """Measure the update of KaldiNGD's estimates of ResNet-50, by rank, beside torch's `eigh`.
 
     `estimates` is all of them, as in steps 2 to 10, or about a quarter, as in later steps. `eigh`
-    decomposes as many matrices of the largest rank, which is what NGD would need at least.
+    decomposes as many matrices of the largest rank, which is what KaldiNGD would need at least.
     """
     model = resnet.create_model(
         "resnet8" if quick else "resnet50", classes=10, channels=3, image_size=32
     ).to(bench.DEVICE)
     yield {"has_magma": int(torch.cuda.has_magma)}
     for rank in RANKS:
-        optimizer = NGD(ngd_groups(model, 5e-4), rank=rank)
+        optimizer = KaldiNGD(kaldi_ngd_groups(model, 5e-4), rank=rank)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
         assert optimizer.schedule is not None
         axes = [axis for group in optimizer.schedule.batches for b in group for axis in b.axes]
         for updated in (axes, axes[::4]):
-            yield {"ngd_rank": rank, **time_update(updated)}
+            yield {"kaldi_ngd_rank": rank, **time_update(updated)}
 
 
 def time_update(axes: Sequence[fisher.AxisEstimate]) -> dict[str, float]:

@@ -190,7 +190,7 @@ def test_every_setting_has_an_expectation_and_the_other_way_round():
     ("part", "only", "steps"),
     [
         ("A", "ceilings|linalg|ngd|ddp|text|tests", 6),
-        ("B", "plain-256|cudagraph-256|ngd-rank-80-256", 3),
+        ("B", "plain-256|cudagraph-256|kaldi-ngd-256", 3),
         ("C", "fast94-seed0", 1),
         ("D", "best-seed0", 1),
     ],

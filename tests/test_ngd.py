@@ -339,6 +339,16 @@ def test_channels_last_and_batches_of_any_size_train_alike(
     )
 
 
+def test_batches_that_step_together_step_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [*SHAPES, (50, 64), (70, 64), (90, 300)]
+    alone = train(NGD(weights(shapes), lr=0.1), range(9))
+    monkeypatch.setattr(ngd, "ALONE_DEVICES", set())
+    together = NGD(weights(shapes), lr=0.1)
+    assert_same(copies(train(together, range(9))), copies(alone), 1e-4)
+    (lists,) = next(iter(together.batches.values()))
+    assert max(map(len, lists)) > 1
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
