@@ -36,8 +36,8 @@ from optimizers.param_groups import kaldi_ngd_groups
 
 CIFAR_ROWS = 50_000  # of an epoch
 RANKS = (32, 80)  # of KaldiNGD: the default, which torch decomposes as one batch, and Kaldi's
-# Steps before the clock starts: in the first ten KaldiNGD updates all estimates, and a CUDA graph is
-# recorded in the fourth.
+# Steps before the clock starts: in the first ten KaldiNGD updates all estimates, and a CUDA graph
+# is recorded in the fourth.
 WARM_UP = 12
 STEPS = 20  # of a block: whole periods of KaldiNGD's updates
 BLOCKS = 5
