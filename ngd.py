@@ -1,6 +1,6 @@
 """NGD: online natural gradient of the momentum's leading directions, and AdamW for the rest.
 
-    optimizer = NGD(ngd_groups(model, weight_decay=0.05), lr=0.04)   # optimizers.param_groups
+    optimizer = NGD(ngd_groups(model, weight_decay=0.05), lr=0.08)   # optimizers.param_groups
     loss.backward()
     optimizer.step()
 
@@ -103,9 +103,9 @@ class NGD(GradScalerOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 0.04,
+        lr: float = 0.08,
         *,
-        momentum: float = 0.95,
+        momentum: float = 0.6,
         nesterov: bool = True,
         weight_decay: float = 0.05,
         rank: int = 32,

@@ -32,13 +32,13 @@ from slamb import LAMB, SLAMB
 SCRIPT = "transformer_test"
 OPTIMIZERS = {  # values of --optimizer: how it is made, and its defaults; docs/recipes.md has more
     "sgd": OptimizerChoice(fused_sgd, lr=0.02, weight_decay=5e-4, nesterov=True),
-    "adamw": OptimizerChoice(fused_adamw, lr=1e-4, weight_decay=0.05),
-    "ngd": OptimizerChoice(NGD, lr=0.02, weight_decay=0.05, nesterov=True, momentum=0.95),
+    "adamw": OptimizerChoice(fused_adamw, lr=1e-4, weight_decay=0.05, has_momentum=False),
+    "ngd": OptimizerChoice(NGD, lr=0.016, weight_decay=0.05, nesterov=True, momentum=0.6),
     "kaldi_ngd": OptimizerChoice(KaldiNGD, lr=0.02, weight_decay=5e-4, nesterov=True),
-    "muon": OptimizerChoice(Muon, lr=0.02, weight_decay=0.05, nesterov=True, momentum=0.95),
+    "muon": OptimizerChoice(Muon, lr=0.008, weight_decay=0.05, nesterov=True, momentum=0.6),
     "lars": OptimizerChoice(LARS, lr=1.0, weight_decay=5e-4, nesterov=True),
-    "lamb": OptimizerChoice(LAMB, lr=4e-3, weight_decay=0.01),
-    "slamb": OptimizerChoice(SLAMB, lr=4e-3, weight_decay=0.01),
+    "lamb": OptimizerChoice(LAMB, lr=4e-3, weight_decay=0.01, has_momentum=False),
+    "slamb": OptimizerChoice(SLAMB, lr=4e-3, weight_decay=0.01, has_momentum=False),
     **APEX_OPTIMIZERS,
 }
 BATCH_RULES = {  # values of --dynamic_batch: how the batch size of the next epoch is chosen

@@ -10,7 +10,7 @@ from cli.flags import OptimizerChoice
 APEX_OPTIMIZERS = {
     "apex_sgd": OptimizerChoice(partial(create_optimizer, "apex_sgd"), lr=0.02, weight_decay=5e-4),
     "apex_lamb": OptimizerChoice(
-        partial(create_optimizer, "apex_lamb"), lr=4e-3, weight_decay=0.01
+        partial(create_optimizer, "apex_lamb"), lr=4e-3, weight_decay=0.01, has_momentum=False
     ),
     "apex_larc": OptimizerChoice(partial(create_optimizer, "apex_larc"), lr=1.0, weight_decay=5e-4),
 }

@@ -35,6 +35,7 @@ class OptimizerChoice:
         make: called as make(parameter_groups, lr=..., **settings), where the settings are those
             that `cli.factory.optimizer_settings` knows for this name.
         lr, weight_decay, nesterov, momentum: where the command line does not give them.
+        has_momentum: --momentum is a setting of this optimizer.
     """
 
     make: Callable[..., torch.optim.Optimizer]
@@ -42,6 +43,7 @@ class OptimizerChoice:
     weight_decay: float
     nesterov: bool = False
     momentum: float = 0.9
+    has_momentum: bool = True
 
 
 class Parser(FlagParser):
@@ -387,7 +389,9 @@ def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice]) -> 
         help=f"Train with this learning rate (default {lrs}).",
         common=True,
     )
-    long_memory = ", ".join(name for name, choice in optimizers.items() if choice.momentum == 0.95)
+    momenta = defaults_by_optimizer(
+        {name: choice.momentum for name, choice in optimizers.items() if choice.has_momentum}
+    )
     nesterov_names = ", ".join(name for name, choice in optimizers.items() if choice.nesterov)
     decays = defaults_by_optimizer({name: each.weight_decay for name, each in optimizers.items()})
     add(
@@ -403,13 +407,12 @@ def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice]) -> 
         "--momentum",
         type=below_one,
         metavar="F",
-        help="Give SGD, Muon, both kinds of NGD and LARS this momentum (default 0.95 for "
-        f"{long_memory}; 0.9 for the others).",
+        help=f"Give these optimizers this momentum (default {momenta}).",
     )
     add(
         "--nesterov",
         action=argparse.BooleanOptionalAction,
-        help="Use Nesterov momentum in SGD, Muon, both kinds of NGD and LARS (default on for "
+        help="Use Nesterov momentum where --momentum applies (default on for "
         f"{nesterov_names}, unless --momentum is 0).",
     )
     add(

@@ -33,7 +33,7 @@ class Muon(torch.optim.Optimizer):
         params: Any,
         lr: float = 0.04,
         *,
-        momentum: float = 0.95,
+        momentum: float = 0.6,
         nesterov: bool = True,
         weight_decay: float = 0.05,
         adamw_ratio: float = 0.075,

@@ -1,7 +1,7 @@
 """Parameter groups: which parameters have weight decay, and which are under NGD.
 
 optimizer = torch.optim.AdamW(decay_groups(model, 0.01), lr=1e-3)
-optimizer = NGD(ngd_groups(model, 0.05), lr=0.04)
+optimizer = NGD(ngd_groups(model, 0.05), lr=0.08)
 optimizer = KaldiNGD(kaldi_ngd_groups(model, 5e-4, skip=["embedding"]), lr=0.1)
 """
 

@@ -20,7 +20,7 @@ class Oracle:
         shape: tuple[int, int],
         *,
         rank: int = 32,
-        momentum: float = 0.95,
+        momentum: float = 0.6,
         nesterov: bool = True,
     ) -> None:
         self.outputs, self.inputs = shape
