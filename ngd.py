@@ -369,23 +369,21 @@ def step_together(
 def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
     """Takes R of the batches on, and multiplies their X by F^(-1/2) in place.
 
-    The algebra of small matrices is one computation for all batches.
+    The algebra of small matrices is one computation for all batches, of X / |X| instead of X.
     """
     counts = [len(batch.X) for batch in batches]
-    squared_norm = torch.cat([row_norms(batch.X) for batch in batches]).square()
+    norm = torch.cat([row_norms(batch.X) for batch in batches])[:, None, None]
+    scales = torch.where(norm > 0, 1 / norm, 0).to(batches[0].dtype).split(counts)
     directions = [batch.R for batch in batches]
     for is_sampled in (True, False):
         grams, products = [], []
-        for batch, R in zip(batches, directions):
+        for batch, R, scale in zip(batches, directions, scales):
             X = sample(batch.matrices, rank=R.shape[1]) if is_sampled else batch.matrices
-            H = project(R, X, buffer=batch.buffer)
+            H = project(R * scale, X, buffer=batch.buffer)
             grams.append(gram(H, X))
-            products.append(second_moment(H, X))
+            products.append(second_moment(H, X) * scale)
         stacked = next_directions(
-            torch.cat(grams),
-            cat_padded(products).double(),
-            R=cat_padded(directions).double(),
-            squared_norm=squared_norm,
+            torch.cat(grams), cat_padded(products).double(), R=cat_padded(directions).double()
         ).to(directions[0].dtype)
         directions = [
             R[:, :, : batch.dim].contiguous() for R, batch in zip(stacked.split(counts), batches)
@@ -393,10 +391,12 @@ def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
     is_valid = stacked.isfinite().flatten(1).all(1) & (active > 0)
     for batch, R, valid in zip(batches, directions, is_valid.split(counts)):
         batch.R.copy_(torch.where(valid[:, None, None], R, batch.R))
-    projected = [project(batch.R, batch.matrices, buffer=batch.buffer) for batch in batches]
+    projected = [
+        project(batch.R * scale, batch.matrices, buffer=batch.buffer)
+        for batch, scale in zip(batches, scales)
+    ]
     S = torch.cat([gram(H, batch.matrices) for H, batch in zip(projected, batches)])
-    dim = torch.cat([batch.dims for batch in batches])
-    K = flattening(S, dim=dim, squared_norm=squared_norm)
+    K = flattening(S, dim=torch.cat([batch.dims for batch in batches])) * norm
     K = torch.where(K.isfinite().flatten(1).all(1)[:, None, None], K, 0).to(stacked.dtype)
     for batch, H, part in zip(batches, projected, K.split(counts)):
         subtract_projection(batch.matrices, H, W=part @ batch.R)
@@ -430,14 +430,13 @@ def gram(H: Tensor, X: Tensor) -> Tensor:
     return H.mT @ H if X.shape[3] == 1 else H @ H.mT
 
 
-def next_directions(G: Tensor, J: Tensor, *, R: Tensor, squared_norm: Tensor) -> Tensor:
+def next_directions(G: Tensor, J: Tensor, *, R: Tensor) -> Tensor:
     """Computes the next R: orthonormal rows (batch, rank, D), float64, that span those of R F.
 
     Args:
-        G: H H' (batch, rank, rank) with H = R X.
+        G: H H' (batch, rank, rank) with H = R X and |X| = 1.
         J: H X' (batch, rank, D), = R F.
         R: (batch, rank, D).
-        squared_norm: |X|^2 (batch,).
 
     Returns:
         R, not finite where X is 0 or not finite.
@@ -446,26 +445,24 @@ def next_directions(G: Tensor, J: Tensor, *, R: Tensor, squared_norm: Tensor) ->
     eye = torch.eye(G.shape[1], dtype=G.dtype, device=G.device)
     C, _ = torch.linalg.cholesky_ex(G + (RIDGE * trace)[:, None, None] * eye)
     Y = torch.linalg.solve_triangular(C, J, upper=False)  # rows of J differ in length far more
-    Y = Y + KEPT * squared_norm.sqrt()[:, None, None] * R
+    Y = Y + KEPT * R
     L, _ = torch.linalg.cholesky_ex(Y @ Y.mT)
     return torch.linalg.solve_triangular(L, Y, upper=False)
 
 
-def flattening(S: Tensor, *, dim: Tensor, squared_norm: Tensor) -> Tensor:
+def flattening(S: Tensor, *, dim: Tensor) -> Tensor:
     """Computes K = I - (S / rho)^(-1/2), float64.
 
     Args:
-        S: (batch, rank, rank), F between the rows of R.
+        S: (batch, rank, rank), F between the rows of R, where the trace of F is 1.
         dim: D (batch,), float64.
-        squared_norm: the trace of F (batch,).
 
     Returns:
         K (batch, rank, rank), not finite where S is not.
     """
     rank = S.shape[1]
     eye = torch.eye(rank, dtype=S.dtype, device=S.device)
-    floor = FLOOR * squared_norm
-    rest = squared_norm - S.diagonal(dim1=1, dim2=2).sum(1)
-    rho = torch.maximum(rest / (dim - rank).clamp(min=1), floor)
-    root = inverse_square_root(S + floor[:, None, None] * eye)
+    rest = 1 - S.diagonal(dim1=1, dim2=2).sum(1)
+    rho = (rest / (dim - rank).clamp(min=1)).clamp(min=FLOOR)
+    root = inverse_square_root(S + FLOOR * eye)
     return eye - rho.sqrt()[:, None, None] * root
