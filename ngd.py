@@ -5,10 +5,11 @@
     optimizer.step()
 
 Each weight is a matrix, a convolution's one of (outputs, everything else). Its Nesterov momentum is
-multiplied by F^(-1/2), where F is an estimate of the momentum's second moment along the shorter
-side: all of F in the leading directions, which are followed from step to step, and a multiple of
-the identity in the others. Every step has the same length, which depends on the weight's shape
-alone. Embeddings, classifiers, biases and normalisation take the step of AdamW.
+multiplied by F^(-1/2), where F is the momentum's second moment along the shorter side (of this one
+momentum: no expectation, and so no Fisher matrix). F is known in the leading directions, which are
+followed from step to step, and taken for a multiple of the identity in the others. Every step has
+the same length, which depends on the weight's shape alone, unless nearly no momentum is left.
+Embeddings, classifiers, biases and normalisation take the step of AdamW.
 
 The symbols of the code, for one weight (everything in the code has a leading `batch` dimension, the
 weights of one shape, which are updated together):
@@ -48,12 +49,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from optimizers.base import GradScalerOptimizer, subtract_updates
 from optimizers.fisher import project, row_norms, second_moment, subtract_projection
 from optimizers.lamb import adam_directions, update_moments
 from optimizers.matrix_functions import inverse_square_root
+from optimizers.param_groups import is_matrix
 
 CPU_BATCH_BYTES = 16 * 2**20  # of weights that are updated together: what a cache holds
 GPU_BATCH_BYTES = 2**28  # ... on other devices: few kernel launches
@@ -62,6 +64,7 @@ ALONE_DEVICES = {"cpu"}  # on which a batch takes its step alone, in the cache
 FLOOR = 1e-7
 # Relative to |X|: how much of the old R is in the new one, for directions in which X is nothing.
 KEPT = 1e-5
+SMALLEST = 1e-10  # norm of F^(-1/2) X whose step has the full length
 SAMPLE = 4  # the first of two iterations takes every so many columns of X
 RIDGE = 1e-10  # relative to the trace of H H', added to its diagonal
 
@@ -69,19 +72,22 @@ RIDGE = 1e-10  # relative to the trace of H H', added to its diagonal
 class NGD(GradScalerOptimizer):
     """Natural gradient of the momentum's leading directions; AdamW for what is no matrix.
 
-    A parameter without a gradient stays as it is. All hyper-parameters but the rank may change at
-    any step.
+    A parameter without a gradient stays as it is. All hyper-parameters but `ngd` may change at any
+    step; a new rank applies to parameters that are seen for the first time. Weights in bf16 lose
+    most of the small steps to rounding: keep them in fp32, and compute in bf16 by autocast.
 
     State of a matrix:
         momentum_buffer        its shape, in fp32 at least: the mean of the gradients.
         directions             (rank, D), R.
-    State of another parameter: exp_avg and exp_avg_sq, as of AdamW; its steps are counted in the
-        group, as `steps`.
+    State of another parameter:
+        exp_avg, exp_avg_sq    as of AdamW, in fp32 at least.
+        step                   int, how many gradients it had; `skipped_before` and the group's
+                               `skipped`, float64 (), say how many of these steps were skipped.
 
     Args:
         params: parameters or parameter groups. A group with `ngd=False` is under AdamW, as are
-            parameters with fewer than two axes. `optimizers.param_groups.ngd_groups` makes the
-            groups of a model; embeddings and the classifier belong under AdamW.
+            parameters without two axes longer than 1. `optimizers.param_groups.ngd_groups` makes
+            the groups of a model; embeddings and the classifier belong under AdamW.
         lr: learning rate of the matrices. A step has the Frobenius norm lr sqrt(min(m, n))
             sqrt(max(1, m / n)) for m outputs and n inputs, as Muon's has.
         momentum: decay rate of the mean of the gradients, which is taken before F^(-1/2).
@@ -144,10 +150,6 @@ class NGD(GradScalerOptimizer):
             "eps": group["eps"] > 0,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.batches = {}
-
     def _apply_step(self) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
         if any(p.grad is not None and p.grad.is_sparse for p in parameters):
@@ -187,30 +189,38 @@ class NGD(GradScalerOptimizer):
         parameters, grads, active = self.unscaled_grads(others)
         if not parameters:
             return
-        for p, grad in zip(parameters, grads):
-            if not self.state[p]:
-                self.state[p]["exp_avg"] = torch.zeros_like(grad)
-                self.state[p]["exp_avg_sq"] = torch.zeros_like(grad)
-        m = [self.state[p]["exp_avg"] for p in parameters]
-        v = [self.state[p]["exp_avg_sq"] for p in parameters]
         device = parameters[0].device
         counts = torch.ones((), dtype=torch.float64, device=device) if active is None else active
-        steps = group.setdefault("steps", torch.zeros((), dtype=torch.float64, device=device))
-        steps += counts
+        skipped = group.setdefault("skipped", torch.zeros((), dtype=torch.float64, device=device))
+        alike: dict[int, list[int]] = defaultdict(list)  # numbers of those with as many gradients
+        for number, (p, grad) in enumerate(zip(parameters, grads)):
+            state = self.state[p]
+            if not state:
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), grad * 0
+                state["step"], state["skipped_before"] = 0, skipped.clone()
+            state["step"] += 1
+            alike[state["step"]].append(number)
+        skipped += 1 - counts
+        m = [self.state[p]["exp_avg"] for p in parameters]
+        v = [self.state[p]["exp_avg_sq"] for p in parameters]
         update_moments(m, v, grads=grads, betas=group["betas"], active=counts)
-        updates = adam_directions(
-            m, v, steps=steps, betas=group["betas"], eps=group["eps"], debias=True
-        )
+        updates: list[Tensor] = [*parameters]
+        for step, numbers in alike.items():
+            directions = adam_directions(
+                [m[number] for number in numbers],
+                [v[number] for number in numbers],
+                steps=step - skipped + self.state[parameters[numbers[0]]]["skipped_before"],
+                betas=group["betas"],
+                eps=group["eps"],
+                debias=True,
+            )
+            for number, direction in zip(numbers, directions):
+                updates[number] = direction
         if group["weight_decay"]:
             torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
         if active is not None:
             torch._foreach_mul_(updates, active.to(updates[0].dtype))
         subtract_updates(parameters, updates, lr=group["lr"] * group["adamw_ratio"])
-
-
-def is_matrix(parameter: Tensor, group: dict[str, Any]) -> bool:
-    """Whether a parameter of a group is under NGD, not AdamW."""
-    return bool(group["ngd"]) and parameter.ndim >= 2 and parameter.numel() > 0
 
 
 def make_batches(
@@ -230,7 +240,8 @@ def make_batches(
     by_kind: dict[Any, list[Tensor]] = defaultdict(list)
     for p in group["params"]:
         if p.grad is not None and is_matrix(p, group):
-            by_kind[p.shape, p.dtype, p.device].append(p)
+            known = state[p].get("directions")
+            by_kind[p.shape, p.dtype, p.device, None if known is None else len(known)].append(p)
     together: dict[Any, list[MatrixBatch]] = defaultdict(list)
     for alike in by_kind.values():
         limit = CPU_BATCH_BYTES if alike[0].device.type == "cpu" else GPU_BATCH_BYTES
@@ -275,7 +286,7 @@ class MatrixBatch:
             self.view_shape = (len(parameters), 1, rows, columns)
         else:
             self.view_shape = (len(parameters), rows, columns, 1)
-        rank = min((self.dim + 1) // 2, rank)
+        rank = min((self.dim + 1) // 2, rank)  # of parameters that are seen for the first time
         self.dims = torch.full(
             (len(parameters),), float(self.dim), dtype=torch.float64, device=self.device
         )
@@ -327,8 +338,8 @@ class MatrixBatch:
 
     def update(self, group: dict[str, Any], *, active: Tensor) -> None:
         """Scales X to the length of a step, and updates the parameters along it."""
-        X, norm = self.X, row_norms(self.X)
-        X.mul_(torch.where(norm > 0, self.length / norm, 0).to(X.dtype)[:, None])
+        X = self.X
+        X.mul_((self.length / row_norms(X).clamp(min=SMALLEST)).to(X.dtype)[:, None])
         if decay := group["weight_decay"]:
             torch._foreach_add_(self._as_parameters(X), self.parameters, alpha=decay)
         X.mul_(active * -group["lr"])
@@ -382,9 +393,13 @@ def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
             H = project(R * scale, X, buffer=batch.buffer)
             grams.append(gram(H, X))
             products.append(second_moment(H, X) * scale)
+        old = cat_padded(directions)
         stacked = next_directions(
-            torch.cat(grams), cat_padded(products).double(), R=cat_padded(directions).double()
-        ).to(directions[0].dtype)
+            torch.cat(grams), cat_padded(products).double(), R=old.double()
+        ).to(old.dtype)
+        if is_sampled:  # all sampled columns may be 0
+            is_valid = stacked.isfinite().flatten(1).all(1)
+            stacked = torch.where(is_valid[:, None, None], stacked, old)
         directions = [
             R[:, :, : batch.dim].contiguous() for R, batch in zip(stacked.split(counts), batches)
         ]
@@ -405,7 +420,7 @@ def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
 def cat_padded(tensors: Sequence[Tensor]) -> Tensor:
     """Joins tensors (batch, rank, D), the shorter rows filled up with zeros."""
     longest = max(tensor.shape[2] for tensor in tensors)
-    return torch.cat([F.pad(tensor, (0, longest - tensor.shape[2])) for tensor in tensors])
+    return torch.cat([functional.pad(tensor, (0, longest - tensor.shape[2])) for tensor in tensors])
 
 
 def initial_directions(rank: int, dim: int) -> Tensor:

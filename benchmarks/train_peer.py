@@ -1,19 +1,18 @@
 """Train with an optimizer of another library, in every other respect as an entry script does.
 
-python -m benchmarks.train_peer soap resnet50_test.py --arch resnet20 --lr 3e-3 --out runs/soap
+python -m benchmarks.train_peer soap resnet50_test.py --optimizer adamw --lr 3e-3 --out runs/soap
 
-The flags after the script are the script's own: --lr, --betas and --weight_decay reach the peer.
+The flags after the script are the script's own: --lr, --betas and --weight_decay reach the peer,
+which takes the place of the AdamW that they name.
 config.json names the peer and its version. An interrupted run goes on with --resume.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -47,6 +46,7 @@ def create_soap(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Op
     return optimizer
 
 
+STANDS_FOR = "adamw"  # the value of --optimizer in a peer's run
 PEERS: Mapping[str, tuple[str, Callable[..., torch.optim.Optimizer]]] = {
     "soap": ("pytorch_optimizer", create_soap),
 }
@@ -64,13 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     script = SCRIPTS[name]
     package, create = PEERS[peer]
     args, _ = options.parse(script.parser(), script.SCRIPT, flags)
+    if args.optimizer != STANDS_FOR:
+        raise InputError(
+            f"{peer}: add --optimizer {STANDS_FOR}, whose defaults and groups it takes"
+        )
     with init_world(args.device) as world:
         opened = trainers.open_script(
             script, flags, world, create_optimizer=partial(create, settings=vars(args))
         )
-        path = Path(opened.trainer.log.folder) / "config.json"
-        config = json.loads(path.read_text())
-        path.write_text(json.dumps({**config, "peer": f"{peer}, {package} {version(package)}"}))
+        opened.trainer.log.config["peer"] = f"{peer}, {package} {version(package)}"
         opened.trainer.fit(opened.checkpoint)
 
 

@@ -10,22 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optimizers.param_groups import is_matrix
+
 
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon (Jordan, 2024) and torch.optim.AdamW as one optimizer.
 
     A convolution's weight is a matrix of shape (outputs, everything else). A step of a matrix has
-    the length that `ngd.NGD` gives it.
+    about the length that `ngd.NGD` gives it; Muon's polynomial makes it up to a fifth shorter.
 
     Args:
         params: parameters or parameter groups. A group with `ngd=False` is under AdamW, as are
-            parameters with fewer than two axes.
+            parameters without two axes longer than 1.
         lr: learning rate of the matrices.
         momentum, nesterov: of Muon.
         weight_decay: decoupled.
         adamw_ratio: the learning rate of AdamW is lr * adamw_ratio.
         betas: of AdamW.
-        ngd: whether this group's matrices are under Muon.
+        ngd: False puts this group's matrices under AdamW, as in the groups of `ngd_groups`.
+
+    Raises:
+        ValueError: a hyper-parameter is out of its range.
     """
 
     def __init__(
@@ -50,41 +55,66 @@ class Muon(torch.optim.Optimizer):
             "ngd": ngd,
         }
         super().__init__(params, defaults)
-        self._create_parts()
+        self.layout: Any = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        group = self.defaults | param_group
+        in_range = {
+            "lr": group["lr"] >= 0,
+            "momentum": 0 <= group["momentum"] < 1,
+            "weight_decay": group["weight_decay"] >= 0,
+            "adamw_ratio": group["adamw_ratio"] >= 0,
+        }
+        for name, is_in_range in in_range.items():
+            if not is_in_range:
+                raise ValueError(f"Muon: {name}={group[name]} is out of its range")
+        super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._create_parts()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._create_parts()
+        self.layout = None
 
     def _create_parts(self) -> None:
         """Creates the optimizers of each group, whose states are those of this optimizer."""
         self.matrices: list[list[tuple[nn.Parameter, nn.Parameter]]] = []
         self.parts: list[list[torch.optim.Optimizer]] = []
         for group in self.param_groups:
-            is_matrix = [group["ngd"] and p.ndim >= 2 for p in group["params"]]
             pairs = [
                 (p, nn.Parameter(as_matrix(p.detach())))
-                for p, is_matrix in zip(group["params"], is_matrix)
-                if is_matrix
+                for p in group["params"]
+                if is_matrix(p, group)
             ]
-            others = [p for p, is_matrix in zip(group["params"], is_matrix) if not is_matrix]
+            others = [p for p in group["params"] if not is_matrix(p, group)]
             parts: list[torch.optim.Optimizer] = []
             if pairs:
                 muon = torch.optim.Muon([matrix for _, matrix in pairs])
                 for p, matrix in pairs:
-                    muon.state[matrix] = self.state[p]
+                    muon.state[matrix] = self._state_of_matrix(p)
                 parts.append(muon)
             if others:
                 adamw = torch.optim.AdamW(others, fused=True)
                 for p in others:
                     adamw.state[p] = self.state[p]
+                    if "step" in self.state[p]:
+                        self.state[p]["step"] = self.state[p]["step"].to(p.device)
                 parts.append(adamw)
             self.matrices.append(pairs)
             self.parts.append(parts)
+
+    def _state_of_matrix(self, p: Tensor) -> dict[str, Any]:
+        """Returns the state of a weight, its momentum in the order of the weight's memory."""
+        state = self.state[p]
+        is_channels_last = not p.is_contiguous()
+        if "momentum_buffer" in state and state["is_channels_last"] != is_channels_last:
+            outputs, inputs, *kernel = p.shape
+            if is_channels_last:
+                buffer = state["momentum_buffer"].view(p.shape)
+                buffer = buffer.permute(0, *range(2, p.ndim), 1)
+            else:
+                buffer = state["momentum_buffer"].view(outputs, *kernel, inputs).movedim(-1, 1)
+            state["momentum_buffer"] = buffer.reshape(outputs, -1)
+        state["is_channels_last"] = is_channels_last
+        return state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -97,6 +127,11 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        layout = [(p.data_ptr(), p.stride()) for p in parameters]
+        if self.layout != layout:  # at the first step, after loading, with a new group or format
+            self._create_parts()
+            self.layout = layout
         for group, parts, pairs in zip(self.param_groups, self.parts, self.matrices):
             for p, matrix in pairs:
                 matrix.grad = None if p.grad is None else as_matrix(p.grad, like=p)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from errors import InputError
 
@@ -60,8 +60,9 @@ def ngd_groups(
 ) -> list[dict[str, Any]]:
     """Splits the groups of `decay_groups` further, by whether a parameter is under NGD.
 
-    Those that are not have `ngd=False`: the parameters of embeddings, of the last linear layer,
-    which is taken to be the classifier, and positions.
+    Those that are not have `ngd=False`: the parameters of embeddings, of the linear layer that the
+    model defines last, which is taken to be the classifier, and positions. Where the classifier is
+    another layer, name it in `skip`, or make the groups yourself.
 
     Args:
         model: the model.
@@ -78,6 +79,11 @@ def ngd_groups(
     left_out = {p for module in (*embeddings, *linear[-1:]) for p in module.parameters()}
     left_out |= {p for name, p in model.named_parameters() if is_position(name)}
     return _split(model, decay_groups(model, weight_decay), left_out=left_out, skip=skip)
+
+
+def is_matrix(parameter: Tensor, group: dict[str, Any]) -> bool:
+    """Whether a parameter of a group is under NGD, not AdamW: it has two axes longer than 1."""
+    return bool(group["ngd"]) and sum(length > 1 for length in parameter.shape) >= 2
 
 
 def kaldi_ngd_groups(
@@ -98,7 +104,7 @@ def kaldi_ngd_groups(
 
 def is_position(name: str) -> bool:
     """Whether this is the name of positions: positions, pos_embedding, ..."""
-    return "pos" in name.rpartition(".")[2]
+    return any(word.startswith("pos") for word in name.rpartition(".")[2].split("_"))
 
 
 def _split(

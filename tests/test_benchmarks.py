@@ -182,3 +182,18 @@ def test_the_result_of_a_benchmark_is_its_exit_code():
     short = bench.Bar("speed", measured=1.0, target=2.0)
     assert errors.exit_code(lambda: bench.verdict([short])) == 1
     assert errors.exit_code(lambda: bench.verdict([])) == 0
+
+
+def test_a_peer_trains_and_its_log_names_it(tmp_path, capsys):
+    pytest.importorskip("pytorch_optimizer")
+    from benchmarks import train_peer
+
+    words = "soap resnet50_test.py --dataset digits --arch resnet8 --bs 64 --epochs 1 --subset 0.2"
+    folder = ["--threads", "1", "--out", str(tmp_path / "run")]
+    with pytest.raises(errors.InputError, match="--optimizer adamw"):
+        train_peer.main([*words.split(), *folder])
+    train_peer.main([*words.split(), *folder, "--optimizer", "adamw"])
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["peer"].startswith("soap, pytorch_optimizer ")
+    with pytest.raises(errors.InputError, match="usage"):
+        train_peer.main(["nothing"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +30,11 @@ from kaldi_ngd_cases import (
 from ngd import NGD
 from ngd_oracle import Oracle
 from optimizers import matrix_functions
+from optimizers.muon import Muon
 from optimizers.param_groups import ngd_groups
 from test_fisher import correlated
 from trainers import FP32, build_optimizer
+from training import checkpoint
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -45,7 +50,10 @@ def create(**settings: Any) -> NGD:
 def copies(optimizer: NGD) -> list[tuple[Tensor, dict[str, Tensor]]]:
     """Parameters and the tensors of their states."""
     return [
-        (p.detach().clone(), {name: value.clone() for name, value in optimizer.state[p].items()})
+        (
+            p.detach().clone(),
+            {n: value.clone() for n, value in optimizer.state[p].items() if n != "step"},
+        )
         for p in parameters_of(optimizer)
     ]
 
@@ -74,7 +82,7 @@ def as_matrix(tensor: Tensor) -> Tensor:
     [
         *(
             ([int(n) for n in case.split("x")], {})
-            for case in "40x9 300x40 30x500 170x133 2x9 9x4 1x50 50x1 64x32x3x3 8x16x1x1".split()
+            for case in "40x9 300x40 30x500 170x133 2x9 9x4 64x32x3x3 8x16x1x1".split()
         ),
         ([60, 80], {"rank": 5, "momentum": 0.5}),
         ([60, 80], {"nesterov": False}),
@@ -137,7 +145,7 @@ def test_a_gpus_way_is_nearly_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
         assert distance(one, other) < 1e-3
 
 
-@pytest.mark.parametrize("scale", [1e-18, 1e-3, 1e16])
+@pytest.mark.parametrize("scale", [1e-7, 1e-3, 1e16])
 def test_the_step_does_not_depend_on_the_scale_of_the_gradient(scale: float) -> None:
     shape = (40, 30)
     one, other = (NGD(weights([shape]), lr=0.1) for _ in range(2))
@@ -165,27 +173,28 @@ def test_a_gradient_of_rank_one_or_zero_keeps_the_directions_orthonormal() -> No
             assert distance(-p, p.grad * math.sqrt(50) / p.grad.norm()) < 5e-2
 
 
-def test_it_descends_faster_than_sgd_where_directions_differ_in_scale() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(256, 30, generator=generator) * torch.logspace(0, -1.5, 30)
-    y = x @ torch.randn(30, 20, generator=generator)
-    losses = {}
-    for name in ("sgd", "ngd"):
-        weight = nn.Parameter(torch.zeros(20, 30))
-        parameters = [{"params": [weight]}]
-        if name == "ngd":
-            optimizer = NGD(parameters, lr=1.0, weight_decay=0.0)
-        else:
-            optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-        for step in range(100):
-            for group in optimizer.param_groups:
-                group["lr"] = optimizer.defaults["lr"] * (1 - step / 100)
-            optimizer.zero_grad()
-            loss = (x @ weight.T - y).square().sum(1).mean()
-            loss.backward()
-            optimizer.step()
-        losses[name] = loss.item()
-    assert losses["ngd"] < losses["sgd"] / 2, losses
+def test_dead_columns_do_not_stop_the_directions() -> None:
+    p = nn.Parameter(torch.zeros(64, 256))
+    optimizer = NGD([p], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0)
+    signal = 10 * torch.randn(64, 5) @ torch.randn(5, 256)
+    for _ in range(9):
+        p.detach().zero_()
+        p.grad = signal + torch.randn(64, 256)
+        p.grad[:, ::4] = 0.0  # those that the first iteration samples
+        optimizer.step()
+    values = torch.linalg.svdvals(p.detach())
+    assert values[0] < 5 * values.median()
+
+
+def test_without_gradients_the_steps_come_to_an_end() -> None:
+    p = nn.Parameter(torch.zeros(40, 30))
+    optimizer = NGD([p], lr=1.0, weight_decay=0.0)
+    for step in range(200):
+        p.detach().zero_()
+        p.grad = torch.randn(40, 30) * (1e-3 if step == 0 else 0.0)
+        optimizer.step()
+        assert p.norm() < 1.001 * math.sqrt(40)
+    assert p.norm() < 1e-6
 
 
 # ------------------------------------------------------------ AdamW for the rest, and the groups
@@ -199,8 +208,8 @@ def test_what_is_no_matrix_takes_the_step_of_adamw() -> None:
     peer = torch.optim.AdamW(copied, lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)
     for t in range(10):
         set_gradients(parameters_of(optimizer), t)
-        for p, copy in zip(others, copied):
-            copy.grad = p.grad.clone()
+        for p, own in zip(others, copied):
+            own.grad = p.grad.clone()
         optimizer.step()
         peer.step()
     assert_same(others, copied, 1e-6)
@@ -319,8 +328,12 @@ def test_a_state_from_a_file_goes_on_bit_for_bit(steps: int) -> None:
 def test_bf16_parameters_keep_a_state_in_fp32() -> None:
     optimizer = NGD(weights(SHAPES, torch.bfloat16), lr=0.1)
     other = through_a_file(train(optimizer, range(3)))
-    tensors = [t for p in parameters_of(other) for t in other.state[p].values()]
-    assert all(tensor.dtype == torch.float32 for tensor in tensors)
+    assert all(
+        value.dtype == torch.float32
+        for p in parameters_of(other)
+        for name, value in other.state[p].items()
+        if name not in ("step", "skipped_before")
+    )
     assert_same(copies(train(other, range(3, 6))), copies(train(optimizer, range(3, 6))))
 
 
@@ -364,6 +377,97 @@ def test_batches_that_step_together_step_as_alone(monkeypatch: pytest.MonkeyPatc
 def test_a_setting_out_of_range_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"NGD: {name}="):
         NGD(weights([(3, 3)]), **{name: value})
+
+
+def test_it_is_copied_and_pickled_like_others() -> None:
+    optimizer = train(create(), range(5))
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert_same(
+            copies(train(other, range(5, 9))), copies(train(train(create(), range(5)), range(5, 9)))
+        )
+
+
+def test_a_closure_and_a_rate_in_a_tensor_take_the_same_steps() -> None:
+    optimizer, peer = create(), create(lr=torch.tensor(0.1))
+
+    def closure() -> float:
+        set_gradients(parameters_of(optimizer), 0)
+        return 2.5
+
+    assert optimizer.step(closure) == 2.5
+    assert_same(copies(optimizer), copies(train(peer, [0])), 1e-6)
+
+
+def test_a_parameter_that_appears_late_is_trained_as_from_its_start() -> None:
+    optimizer, peer = create(weight_decay=0.0), create(weight_decay=0.0)
+    late = (2, 6)
+    for t in range(15):
+        set_gradients(parameters_of(optimizer), t)
+        if t < 5:
+            for number in late:
+                parameters_of(optimizer)[number].grad = None
+        optimizer.step()
+    train(peer, range(5, 15))
+    for number in late:
+        one, other = parameters_of(optimizer)[number], parameters_of(peer)[number]
+        assert_same(one.detach(), other.detach(), 1e-5)
+
+
+def test_what_has_one_axis_longer_than_1_is_under_adamw() -> None:
+    scale = nn.Parameter(torch.full((8, 1, 1), 1e-6))
+    optimizer = NGD([scale], lr=0.08)
+    scale.grad = torch.ones_like(scale)
+    optimizer.step()
+    assert set(optimizer.state[scale]) == {"exp_avg", "exp_avg_sq", "step", "skipped_before"}
+
+
+def test_a_run_from_when_ngd_was_kaldis_goes_on_with_kaldis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {"optimizer": "ngd", "lr": 0.3, "dataset": "digits"}
+    state = {"flags": flags, "file": str(tmp_path / "last.pt"), "progress": {"step": 0}}
+    checkpoint.name_kaldi_ngd(state)
+    assert state["optimizer_kind"] == "KaldiNGD"
+    monkeypatch.setattr(options.checkpoint, "load", lambda *_, **__: state)
+    for words in ([], ["--ngd"]):
+        arguments = ["--resume", str(tmp_path), *words]
+        args, _ = options.parse(resnet50_test.parser(), "resnet50_test", arguments)
+        assert (args.optimizer, args.lr, args.momentum) == ("kaldi_ngd", 0.3, 0.9)
+    new = {"flags": {"optimizer": "ngd", "adamw_ratio": 0.1}}
+    checkpoint.name_kaldi_ngd(new)
+    assert new["flags"]["optimizer"] == "ngd"
+
+
+def test_muon_is_torchs_with_adamw_for_the_rest() -> None:
+    settings = {"momentum": 0.7, "nesterov": False, "weight_decay": 0.1, "adamw_ratio": 0.2}
+    shapes = [(20, 30), (16, 8, 3, 3), (9,)]
+    parameters = [
+        p.to(memory_format=torch.channels_last) if p.ndim == 4 else p for p in weights(shapes)
+    ]
+    ours = [nn.Parameter(p.detach().clone()) for p in parameters]
+    optimizer = Muon(ours[:2], lr=0.05, betas=(0.8, 0.9), **settings)
+    optimizer.add_param_group({"params": ours[2:]})
+    matrices = [nn.Parameter(as_matrix(p).clone()) for p in ours[:2]]
+    muon = torch.optim.Muon(matrices, 0.05, 0.1, 0.7, False)
+    bias = nn.Parameter(ours[2].detach().clone())
+    adamw = torch.optim.AdamW([bias], lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
+    for t in range(8):
+        set_gradients(ours, t)
+        for matrix, p in zip(matrices, ours):
+            matrix.grad = as_matrix(p.grad).clone()
+        bias.grad = ours[2].grad.clone()
+        for each in (optimizer, muon, adamw):
+            each.step()
+        if t == 3:  # another memory format from a checkpoint on
+            state = optimizer.state_dict()
+            ours = [nn.Parameter(p.detach().clone().contiguous()) for p in ours]
+            optimizer = Muon(ours[:2], lr=0.05, betas=(0.8, 0.9), **settings)
+            optimizer.add_param_group({"params": ours[2:]})
+            optimizer.load_state_dict(state)
+    assert_same([as_matrix(p) for p in ours[:2]], [m.detach() for m in matrices], 0.02)
+    assert_same(ours[2].detach(), bias.detach(), 1e-6)
+    with pytest.raises(ValueError, match="Muon: momentum="):
+        Muon(weights([(3, 3)]), momentum=5.0)
 
 
 def test_sparse_gradients_are_refused() -> None:

@@ -267,6 +267,7 @@ def name_kaldi_ngd(state: dict[str, Any]) -> None:
     if isinstance(flags, dict) and "adamw_ratio" not in flags and flags.get("optimizer") == "ngd":
         flags["optimizer"] = "kaldi_ngd"
         state["optimizer_kind"] = "KaldiNGD"
+        state["was_ngd"] = True
 
 
 class _Damage(Exception):

@@ -20,7 +20,7 @@ from tuning.config import SweepConfig
 from tuning.objective import NOT_REACHED
 
 NEVER_REACHED = "never reached"
-LINEAR_SCALING = ("sgd", "ngd", "lars", "apex_sgd", "apex_larc")
+LINEAR_SCALING = ("sgd", "kaldi_ngd", "lars", "apex_sgd", "apex_larc")
 """Optimizers whose learning rate scales with the batch size; that of others with its root."""
 SCALING_RULES = {
     "linear": "linearly with the batch size (arXiv:1706.02677)",
