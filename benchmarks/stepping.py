@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ngd import NGD
+from optimizers.kaldi_ngd import KaldiNGD
 
-PERIOD = 4  # steps between updates of both NGDs, and steps of a round
-WARM_UP = 12  # steps; NGD updates all estimates in the first ten
+PERIOD = 4  # steps between updates of both KaldiNGDs, and steps of a round
+WARM_UP = 12  # steps; KaldiNGD updates all estimates in the first ten
 COUNTED_STEP = 5  # the warm-up step whose operators are counted
 
 
@@ -118,14 +119,22 @@ class Side:
     def facts(self) -> dict[str, Any]:
         """Return operators, host reads, and bytes per weight for the table."""
         weights = sum(p.numel() for p in self.model.parameters())
-        scratch = 0  # what our NGD keeps besides its state
-        if isinstance(self.optimizer, NGD) and self.optimizer.schedule is not None:
+        scratch = 0  # what our two keep besides their state
+        if isinstance(self.optimizer, KaldiNGD) and self.optimizer.schedule is not None:
             buffers = tensors(self.optimizer.schedule.scratch)
             scratch = sum(t.numel() * t.element_size() for t in buffers)
+        if isinstance(self.optimizer, NGD):
+            (groups,) = self.optimizer.batches.values()
+            batches = [b for lists in groups for together in lists for b in together]
+            storages = {b.X.untyped_storage().data_ptr(): b.X.untyped_storage() for b in batches}
+            scratch = sum(storage.nbytes() for storage in storages.values())
         return {
             "operators": self.operators.all,
             "syncs": self.operators.syncs,
             "state_bytes": state_bytes(self.optimizer) / weights,
-            "factor_bytes": state_bytes(self.optimizer, "axis") / weights,  # NGD's keys
+            "factor_bytes": (
+                state_bytes(self.optimizer, "axis") + state_bytes(self.optimizer, "directions")
+            )
+            / weights,  # the keys of KaldiNGD and NGD
             "scratch_bytes": scratch / weights,
         }

@@ -400,5 +400,6 @@ PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "slamb": draw_slamb,
     "scaling": draw_scaling,
     "pareto": draw_pareto,
+    "defaults_cifar10_20pct": partial(draw_group, "defaults_cifar10_20pct", only_repeated=True),
     **{group: partial(draw_group, group) for group in OVERVIEWS},
 }
