@@ -1,4 +1,4 @@
-"""What a step of NGD and KaldiNGD costs in time, memory and launched operators, compared with other optimizers.
+"""What a step of NGD and KaldiNGD costs in time, memory and operators, beside other optimizers.
 
 python -m benchmarks.optimizer_step --quick                 # at most five minutes on two cores
 python -m benchmarks.optimizer_step --json optimizers.json  # more rounds, passes at the full batch
