@@ -323,7 +323,7 @@ def sweep_config(script: TargetScript, folder: Path, nproc: int) -> SweepConfig:
             "--optimizer adamw",
             {"lr": 0.1, "ngd": True},
             1,
-            {"optimizer": "adamw", "lr_scaling": "linear", "base_bs": 128},
+            {"optimizer": "adamw", "lr_scaling": "sqrt", "base_bs": 128},
         ),
         (
             "--bs 512 --lr_scaling sqrt --base_bs 64",
