@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import ngd
 import resnet50_test
+from backends import torch_compat
 from cli import factory, options
 from distributed.world import World
 from errors import InputError
@@ -41,6 +42,8 @@ pytestmark = pytest.mark.filterwarnings("error")
 # two alike, a taller one, convolutions, a kernel as large as a matrix, what is no matrix
 SHAPES: Shapes = [(40, 30), (40, 30), (20, 50), (20, 10, 3, 3), (7, 5, 1, 1), (7,), (7,), ()]
 MATRICES = 5
+NO_MUON = torch_compat.unavailable_reason("muon")
+NEEDS_MUON = pytest.mark.skipif(bool(NO_MUON), reason=f"Muon {NO_MUON}")
 
 
 def create(**settings: Any) -> NGD:
@@ -438,6 +441,7 @@ def test_a_run_from_when_ngd_was_kaldis_goes_on_with_kaldis(
     assert new["flags"]["optimizer"] == "ngd"
 
 
+@NEEDS_MUON
 def test_muon_is_torchs_with_adamw_for_the_rest() -> None:
     settings = {"momentum": 0.7, "nesterov": False, "weight_decay": 0.1, "adamw_ratio": 0.2}
     shapes = [(20, 30), (16, 8, 3, 3), (9,)]
@@ -477,7 +481,7 @@ def test_sparse_gradients_are_refused() -> None:
         NGD(table.parameters()).step()
 
 
-@pytest.mark.parametrize("name", ["ngd", "muon"])
+@pytest.mark.parametrize("name", ["ngd", pytest.param("muon", marks=NEEDS_MUON)])
 def test_a_model_learns_and_resumes(name: str) -> None:
     def trained(stop: int | None) -> list[Tensor]:
         torch.manual_seed(0)
