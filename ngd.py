@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from optimizers.base import GradScalerOptimizer, subtract_updates
+from optimizers.base import GradScalerOptimizer, foreach_scalar, subtract_updates
 from optimizers.fisher import project, row_norms, second_moment, subtract_projection
 from optimizers.lamb import adam_directions, update_moments
 from optimizers.matrix_functions import inverse_square_root
@@ -192,34 +192,46 @@ class NGD(GradScalerOptimizer):
         device = parameters[0].device
         counts = torch.ones((), dtype=torch.float64, device=device) if active is None else active
         skipped = group.setdefault("skipped", torch.zeros((), dtype=torch.float64, device=device))
-        alike: dict[int, list[int]] = defaultdict(list)  # numbers of those with as many gradients
-        for number, (p, grad) in enumerate(zip(parameters, grads)):
+        # by the number of gradients that a parameter had
+        alike: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for p, grad in zip(parameters, grads):
             state = self.state[p]
             if not state:
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), grad * 0
+                state["exp_avg"] = torch.zeros_like(grad)
+                state["exp_avg_sq"] = torch.zeros_like(grad)
                 state["step"], state["skipped_before"] = 0, skipped.clone()
             state["step"] += 1
-            alike[state["step"]].append(number)
+            alike[state["step"]].append((p, grad))
         skipped += 1 - counts
-        m = [self.state[p]["exp_avg"] for p in parameters]
-        v = [self.state[p]["exp_avg_sq"] for p in parameters]
-        update_moments(m, v, grads=grads, betas=group["betas"], active=counts)
-        updates: list[Tensor] = [*parameters]
-        for step, numbers in alike.items():
-            directions = adam_directions(
-                [m[number] for number in numbers],
-                [v[number] for number in numbers],
-                steps=step - skipped + self.state[parameters[numbers[0]]]["skipped_before"],
-                betas=group["betas"],
-                eps=group["eps"],
-                debias=True,
+        for step, pairs in alike.items():
+            states = [self.state[p] for p, _ in pairs]
+            self._adamw_update(
+                [p for p, _ in pairs],
+                [grad for _, grad in pairs],
+                group=group,
+                moments=([s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]),
+                steps=step - skipped + states[0]["skipped_before"],
+                active=counts,
             )
-            for number, direction in zip(numbers, directions):
-                updates[number] = direction
+
+    def _adamw_update(
+        self,
+        parameters: list[Tensor],
+        grads: list[Tensor],
+        *,
+        group: dict[str, Any],
+        moments: tuple[list[Tensor], list[Tensor]],
+        steps: Tensor,
+        active: Tensor,
+    ) -> None:
+        """Takes AdamW's step with parameters that have taken equally many, `steps` ()."""
+        m, v = moments
+        betas = group["betas"]
+        update_moments(m, v, grads=grads, betas=betas, active=active)
+        updates = adam_directions(m, v, steps=steps, betas=betas, eps=group["eps"], debias=True)
         if group["weight_decay"]:
             torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
-        if active is not None:
-            torch._foreach_mul_(updates, active.to(updates[0].dtype))
+        torch._foreach_mul_(updates, foreach_scalar(active, updates))
         subtract_updates(parameters, updates, lr=group["lr"] * group["adamw_ratio"])
 
 

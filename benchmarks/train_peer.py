@@ -54,14 +54,14 @@ PEERS: Mapping[str, tuple[str, Callable[..., torch.optim.Optimizer]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line says."""
-    peer, name, *flags = list(sys.argv[1:] if arguments is None else arguments) + [""] * 2
-    flags = [flag for flag in flags if flag]
-    if peer not in PEERS or name not in SCRIPTS:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    flags = arguments[2:]
+    if len(arguments) < 2 or arguments[0] not in PEERS or arguments[1] not in SCRIPTS:
         raise InputError(
             f"usage: python -m benchmarks.train_peer {{{', '.join(PEERS)}}} "
             f"{{{', '.join(SCRIPTS)}}} FLAGS"
         )
-    script = SCRIPTS[name]
+    peer, script = arguments[0], SCRIPTS[arguments[1]]
     package, create = PEERS[peer]
     args, _ = options.parse(script.parser(), script.SCRIPT, flags)
     if args.optimizer != STANDS_FOR:

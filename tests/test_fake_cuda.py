@@ -278,7 +278,21 @@ def test_a_step_launches_few_kernels(name, most):
     assert launches.number < most, launches.number
 
 
-def test_an_update_of_all_estimates_of_ngd_launches_few_kernels(monkeypatch):
+def test_a_step_of_ngd_launches_some_1400_kernels_for_resnet50():
+    with FakeGpu() as gpu:
+        network = resnet.create_model("resnet50", classes=10, channels=3, image_size=32)
+        model = gpu.model(network)
+        optimizer = optimizer_of("ngd", model)
+        optimizer.found_inf = torch.zeros((), device=CUDA)
+        with gpu.waiting():
+            for _ in range(2):
+                gpu.set_gradients()
+                with Launches() as launches:
+                    optimizer.step()
+    assert launches.number < 1450, launches.number
+
+
+def test_an_update_of_all_estimates_of_kaldi_ngd_launches_few_kernels(monkeypatch):
     launches = []
 
     def counted(updates: Sequence[fisher.EstimateUpdate], **settings: float) -> None:
