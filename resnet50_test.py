@@ -75,7 +75,7 @@ def main() -> None:
             return image_classification.export_model(args, run, checkpoint)
 
         data = image_classification.load_data(args, run, checkpoint)
-        model = image_classification.create_model(args, run, data.metadata)
+        model = image_classification.create_model(args, run, data.metadata, images=data.train)
         if checkpoint and args.evaluate:
             model = factory.load_weights(args, run, model, checkpoint)
             return factory.evaluate_checkpoint(args, run, data, model)

@@ -34,7 +34,7 @@ from benchmarks.naive_slamb import NaiveSLAMB
 from benchmarks.stepping import Side
 from benchmarks.two_ranks import MEAN_OF_WEIGHTS
 from errors import exit_code
-from models import resnet
+from models import image_models
 from optimizers.lamb import LAMB
 from slamb import SLAMB
 
@@ -101,7 +101,7 @@ def measure_compute(
     Adam's.
     """
     torch.manual_seed(0)
-    model = resnet.create_model(ARCHS[name], classes=10, channels=3, image_size=32)
+    model = image_models.create_model(ARCHS[name], classes=10, channels=3, image_size=32)
     gradients: list[list[Tensor | None]] = [
         [0.01 * torch.randn_like(p) for p in model.parameters()] for _ in range(3)
     ]

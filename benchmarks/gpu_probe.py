@@ -29,7 +29,7 @@ from distributed.world import init_world
 from errors import exit_code
 from input_pipeline import image_datasets
 from input_pipeline.image_datasets import ImageSplit
-from models import resnet
+from models import image_models
 from optimizers import fisher
 from optimizers.kaldi_ngd import KaldiNGD
 from optimizers.param_groups import kaldi_ngd_groups
@@ -85,7 +85,7 @@ def linalg(quick: bool) -> Iterator[dict[str, Any]]:
     `estimates` is all of them, as in steps 2 to 10, or about a quarter, as in later steps. `eigh`
     decomposes as many matrices of the largest rank, which is what KaldiNGD would need at least.
     """
-    model = resnet.create_model(
+    model = image_models.create_model(
         "resnet8" if quick else "resnet50", classes=10, channels=3, image_size=32
     ).to(bench.DEVICE)
     yield {"has_magma": int(torch.cuda.has_magma)}

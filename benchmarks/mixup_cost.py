@@ -34,7 +34,7 @@ from benchmarks import bench, trainers
 from benchmarks.stepping import clock
 from distributed.world import World
 from errors import exit_code
-from models import resnet
+from models import image_models
 from models.transformer import Transformer
 from optimizers.param_groups import decay_groups
 from optimizers.torch_fused import fused_adamw, fused_sgd
@@ -83,9 +83,9 @@ def models() -> list[Model]:
     return [
         Model(
             "ResNet-18",
-            lambda: resnet.create_model("resnet18", classes=CLASSES, channels=3, image_size=32).to(
-                memory_format=torch.channels_last
-            ),  # type: ignore[call-overload]
+            lambda: image_models.create_model(
+                "resnet18", classes=CLASSES, channels=3, image_size=32
+            ).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
             images,
             plain,
             (3, 32, 32),

@@ -30,7 +30,7 @@ from benchmarks import bench, peers
 from benchmarks.stepping import PERIOD, Side, clock
 from benchmarks.straightforward_ngd import StraightforwardNGD
 from errors import exit_code
-from models import resnet
+from models import image_models
 from models.transformer import Transformer
 from ngd import NGD
 from optimizers.kaldi_ngd import KaldiNGD
@@ -96,7 +96,7 @@ def resnet_workload() -> Workload:
         images = torch.randn(size, 3, 32, 32).to(memory_format=torch.channels_last)
         return images, torch.randint(10, (size,))
 
-    model = resnet.create_model("resnet50", classes=10, channels=3, image_size=32)
+    model = image_models.create_model("resnet50", classes=10, channels=3, image_size=32)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Workload("ResNet-50", model, batch, 8, images=True)
 

@@ -24,7 +24,7 @@ from benchmarks import bench, trainers
 from benchmarks.stepping import clock
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World, init_world
-from models import resnet
+from models import image_models
 from optimizers.param_groups import decay_groups
 from slamb import LAMB, SLAMB
 
@@ -83,7 +83,7 @@ class Training:
     def __init__(self, arch: str, batch: int, world: World, optimizer: str, compress: str) -> None:
         torch.manual_seed(0)
         model = (
-            resnet.create_model(arch, classes=10, channels=3, image_size=32)
+            image_models.create_model(arch, classes=10, channels=3, image_size=32)
             .train()
             .to(memory_format=torch.channels_last)
         )

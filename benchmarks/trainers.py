@@ -76,7 +76,10 @@ def open_script(
     start = time.perf_counter()
     data = task.load_data(args, run, checkpoint)
     seconds = time.perf_counter() - start
-    model = task.create_model(args, run, data.metadata)
+    if task is image_classification:
+        model = image_classification.create_model(args, run, data.metadata, images=data.train)
+    else:
+        model = task.create_model(args, run, data.metadata)
     loss_fn, meta_learner = factory.create_loss(
         args, run, data, sample_mix=mixup.sample_mix, meta_mixup=mixup.MetaMixup
     )

@@ -27,7 +27,7 @@ from benchmarks import bench
 from benchmarks.naive_slamb import NaiveSLAMB
 from benchmarks.stepping import clock
 from distributed.world import init_world
-from models import resnet
+from models import image_models
 from optimizers.lamb import LAMB
 from slamb import SLAMB
 
@@ -186,7 +186,7 @@ class Turn:
 def measure(arch: str, rounds: int, seconds: float, device: str) -> dict[str, Any]:
     """Measure all methods in turn: seconds and bytes of a step, for each round."""
     torch.manual_seed(0)
-    network = resnet.create_model(arch, classes=10, channels=3, image_size=32)
+    network = image_models.create_model(arch, classes=10, channels=3, image_size=32)
     torch.manual_seed(1 + dist.get_rank())
     gradients = [0.01 * torch.randn_like(p) for p in network.parameters()]
     weights, payload = sum(p.numel() for p in network.parameters()), PayloadCounter()

@@ -28,7 +28,7 @@ from benchmarks import bench
 from errors import exit_code
 from input_pipeline import image_batches, image_datasets
 from mixup import FINITE_DIFFERENCE_STEP, Mix, meta_gradient, restore_on_exit
-from models import resnet
+from models import image_models
 
 # Cosine with the measured slopes of central differences in the default precision, over that of
 # double backward: the cheap gradient must be no worse.
@@ -55,9 +55,9 @@ class Problem:
             device=torch.device("cpu"),
         )
         plan = torch.randperm(len(train))[: (steps + 2) * BATCH].view(-1, BATCH)
-        self.model = resnet.create_model("resnet20", classes=10, channels=3, image_size=32).to(
-            memory_format=torch.channels_last
-        )  # type: ignore[call-overload]
+        self.model = image_models.create_model(
+            "resnet20", classes=10, channels=3, image_size=32
+        ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=0.9)
         batches: Iterator[tuple[Tensor, Tensor]] = data.batches(list(plan), 0)
         for _ in range(steps):

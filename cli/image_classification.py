@@ -15,13 +15,16 @@ from cli.flags import Parser, number
 from cli.start_checks import check_data
 from distributed.agreement import local_main_first
 from input_pipeline import image_batches, image_datasets
+from input_pipeline.dataset import BatchedDataset
 from input_pipeline.image_batches import AUGMENTATIONS, Augmentation, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
-from models import resnet
+from models import image_models
+from models.vgg import VGG8
 from training import predictions
 from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
 
+WHITENING_ROWS = 1000  # images whose patches are enough for the first layer of VGG8
 LARGEST_IMAGE_SIZE = 4096  # pixels a side; a batch of larger images fits into no memory
 
 
@@ -45,8 +48,8 @@ def add_flags(parser: Parser) -> None:
         aliases=("--model",),
         default="resnet50",
         metavar="NAME",
-        help=f"Train this network: {', '.join(resnet.STAGES)}, or any classifier of torchvision "
-        "(default %(default)s).",
+        help=f"Train this network: {', '.join(image_models.ARCHITECTURES)}, or any classifier of "
+        "torchvision (default %(default)s).",
         common=True,
     )
     add(
@@ -137,15 +140,28 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
     return Data(sets.pop("train"), sets, metadata)
 
 
-def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.Module:
-    """The model of --arch, channels_last, on its device."""
-    model = resnet.create_model(
+def create_model(
+    args: Namespace, run: Run, metadata: Mapping[str, Any], *, images: BatchedDataset | None = None
+) -> nn.Module:
+    """The model of --arch, channels_last, on its device.
+
+    Args:
+        args: the flags.
+        run: the run.
+        metadata: of the data, or of a checkpoint.
+        images: the training set, from whose pixels some networks take first weights; without it
+            they are random, which does where those of a checkpoint are loaded.
+    """
+    model = image_models.create_model(
         args.arch,
         classes=len(metadata["classes"]),
         channels=metadata["channels"],
         image_size=metadata["size"],
     )
     model = model.to(run.world.device)
+    if images is not None and isinstance(model, VGG8):
+        rows = torch.linspace(0, len(images) - 1, min(len(images), WHITENING_ROWS)).long().unique()
+        model.set_whitening(next(images.batches([rows]))[0])
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 

@@ -1,21 +1,19 @@
-"""ResNets for small images (He et al., arXiv:1512.03385), and any model of torchvision.
+"""ResNets for small images (He et al., arXiv:1512.03385).
 
-    model = create_model("resnet50", classes=10, channels=3, image_size=32)
+    model = create_resnet("resnet50", classes=10, channels=3, image_size=32)
 
 resnet18, 34, 50, 101 and 152 have the parameter names of torchvision, and up to 64 pixels a 3x3
 stem without max-pooling; resnet8, 20, 32, 44, 56 and 110 are the 6n + 2 family of section 4.2 of
-the paper. Every other name is looked up in torchvision.
+the paper.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from errors import InputError, did_you_mean, first_line
 from models.residual import ResidualBlock
 
 STAGES = {  # kind of block, and number of blocks in each stage
@@ -172,27 +170,15 @@ class ResNet(ConvNormModule):
         return self.fc(self.avgpool(x).flatten(1))
 
 
-class GreyToColour(nn.Module):
-    """Repeats one channel three times, for torchvision's models."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.expand(-1, 3, -1, -1)
-
-
-def create_model(arch: str, *, classes: int, channels: int, image_size: int) -> nn.Module:
-    """Create the model of a name, in training mode.
+def create_resnet(arch: str, *, classes: int, channels: int, image_size: int) -> ResNet:
+    """Create the ResNet of a name, in training mode.
 
     Args:
-        arch: a key of `STAGES` or a classification model of torchvision.
+        arch: a key of `STAGES`.
         classes: number of outputs.
-        channels: 1 or 3 channels of the images.
+        channels: number of input channels.
         image_size: height and width of the images in pixels.
-
-    Raises:
-        InputError: there is no such model, or it cannot take images of that size.
     """
-    if arch not in STAGES:
-        return _create_torchvision_model(arch, classes, channels=channels, image_size=image_size)
     kind, stages = STAGES[arch]
     is_family = len(stages) == 3  # 6n + 2
     return ResNet(
@@ -203,30 +189,3 @@ def create_model(arch: str, *, classes: int, channels: int, image_size: int) -> 
         width=16 if is_family else 64,
         small_stem=is_family or image_size <= SMALL_IMAGE,
     )
-
-
-def _create_torchvision_model(
-    arch: str, classes: int, *, channels: int, image_size: int
-) -> nn.Module:
-    from torchvision import models  # only needed for a model that is not ours
-
-    torchvision_models = models.list_models(module=models)
-    if arch not in torchvision_models:
-        raise InputError(
-            f"--arch {arch}: unknown model; choose one of {', '.join(STAGES)} "
-            "or a torchvision model such as swin_t"
-            f"{did_you_mean(arch, [*STAGES, *torchvision_models])}"
-        )
-    options = {"aux_logits": False} if arch in ("googlenet", "inception_v3") else {}
-    model = models.get_model(arch, weights=None, num_classes=classes, **options)
-    if channels == 1:
-        model = nn.Sequential(GreyToColour(), model)
-    try:
-        with torch.no_grad():
-            model.eval()(torch.zeros(2, channels, image_size, image_size))
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(
-            f"--arch {arch} cannot take {image_size}x{image_size} images "
-            f"({first_line(error)}); try --image_size 64 or 224"
-        ) from None
-    return model.train()

@@ -36,7 +36,7 @@ from input_pipeline.sampler import Sampler
 from input_pipeline.text_batches import TextDataset
 from input_pipeline.text_datasets import TextSplit
 from input_pipeline.tokenization import train_tokenizer
-from models import resnet
+from models import image_models
 from models.transformer import Transformer
 from optimizers import fisher
 from optimizers.kaldi_ngd import KaldiNGD
@@ -280,7 +280,7 @@ def test_a_step_launches_few_kernels(name, most):
 
 def test_a_step_of_ngd_launches_some_1400_kernels_for_resnet50():
     with FakeGpu() as gpu:
-        network = resnet.create_model("resnet50", classes=10, channels=3, image_size=32)
+        network = image_models.create_model("resnet50", classes=10, channels=3, image_size=32)
         model = gpu.model(network)
         optimizer = optimizer_of("ngd", model)
         optimizer.found_inf = torch.zeros((), device=CUDA)
@@ -303,7 +303,7 @@ def test_an_update_of_all_estimates_of_kaldi_ngd_launches_few_kernels(monkeypatc
 
     monkeypatch.setattr("optimizers.kaldi_ngd.apply_updates", counted)
     with FakeGpu() as gpu:
-        model = resnet.create_model("resnet50", classes=10, channels=3, image_size=32)
+        model = image_models.create_model("resnet50", classes=10, channels=3, image_size=32)
         optimizer = KaldiNGD(gpu.model(model).parameters())
         with gpu.waiting():
             for _ in range(3):  # the first ten steps update all estimates

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models import activation_checkpointing, fusion
-from models.resnet import create_model
+from models.image_models import create_model
 from models.transformer import Transformer
 
 LAYERS = [

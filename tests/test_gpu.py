@@ -31,7 +31,7 @@ from distributed.world import World
 from input_pipeline.image_batches import Augmentation, ImageDataset, crop_flip
 from input_pipeline.image_datasets import ImageSplit
 from models import fusion
-from models.resnet import create_model
+from models.image_models import create_model
 from trainers import build_optimizer, make_trainer
 from training.losses import CrossEntropy
 from training.trainer import Trainer

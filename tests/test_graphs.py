@@ -15,7 +15,7 @@ from backends import cuda_graph, execution
 from backends.precision import Precision
 from conftest import needs_gpu
 from distributed.world import World
-from models.resnet import create_model
+from models.image_models import create_model
 from trainers import build_optimizer, make_trainer
 from training.losses import CrossEntropy, MixedCrossEntropy
 from training.trainer import Trainer

@@ -11,8 +11,9 @@ from torch import nn
 from torchvision import models
 
 from errors import InputError
-from models.resnet import create_model
+from models.image_models import create_model
 from models.transformer import PAD, UNKNOWN, Dropout, Transformer, sinusoids
+from models.vgg import patch_filters
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +94,44 @@ def test_resnet_overfits_a_batch() -> None:
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.3 < math.log(4)
+
+
+# -------------------------------------------------------------------- VGG8
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_filters_of_vgg8_whiten_patches(channels: int) -> None:
+    mix = torch.randn(channels, channels)
+    smooth = nn.functional.avg_pool2d(torch.randn(64, channels, 20, 20), 3, stride=1)
+    images = torch.einsum("cd,ndhw->nchw", mix, smooth) * 10
+    filters = patch_filters(images)
+    half = 4 * channels
+    assert tuple(filters.shape) == (2 * half, channels, 2, 2)
+    torch.testing.assert_close(filters[half:], -filters[:half])
+    outputs = nn.functional.conv2d(images, filters[:half]).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(
+        outputs @ outputs.T / outputs.shape[1], torch.eye(half), rtol=0, atol=0.05
+    )
+
+
+def test_vgg8_has_the_layers_of_the_paper_and_trains_all_but_the_filters() -> None:
+    model = create_model("vgg8", classes=10, channels=3, image_size=32)
+    assert count(model) == 1_972_514
+    model.set_whitening(torch.randn(10, 3, 32, 32))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x, y = torch.randn(8, 3, 32, 32), torch.arange(8)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    changed = {n for n, tensor in model.state_dict().items() if not tensor.equal(before[n])}
+    assert changed == set(before) - {"filters"}
+
+
+def test_vgg8_refuses_images_that_are_too_small() -> None:
+    model = create_model("vgg8", classes=3, channels=1, image_size=9)
+    assert tuple(model(torch.randn(2, 1, 9, 9)).shape) == (2, 3)
+    with pytest.raises(InputError, match="vgg8 needs images of at least 9 pixels"):
+        create_model("vgg8", classes=3, channels=1, image_size=8)
 
 
 # -------------------------------------------------------------------- Transformer

@@ -254,6 +254,15 @@ def test_evaluating_prints_what_the_run_reported(precision, here, monkeypatch):
         assert f"test accuracy {evaluated(report)}" in lines[name]
 
 
+def test_first_layer_of_vgg8_is_made_from_the_training_images_and_kept(here, monkeypatch):
+    flags = "--arch vgg8 --dataset digits --image_size 12 --epochs 1 --threads 1 --out run".split()
+    lines = reported(run(resnet50_test, *flags, monkeypatch=monkeypatch))
+    filters = torch.load("run/last.pt", weights_only=True)["model"]["filters"]
+    torch.testing.assert_close(filters[4:], -filters[:4])  # as random ones would not be
+    report = run(resnet50_test, "--checkpoint", "run", "--evaluate", monkeypatch=monkeypatch)
+    assert f"test accuracy {evaluated(report)}" in lines["last"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_evaluating_on_two_ranks_prints_what_they_reported(precision, tmp_path):

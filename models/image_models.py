@@ -1,0 +1,73 @@
+"""The image classifiers of --arch: our own, and any of torchvision.
+
+model = create_model("resnet50", classes=10, channels=3, image_size=32)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from errors import InputError, did_you_mean, first_line
+from models import resnet, vgg
+
+ARCHITECTURES = (*resnet.STAGES, "vgg8")
+"""The names of our own networks."""
+
+
+class GreyToColour(nn.Module):
+    """Repeats one channel three times, for torchvision's models."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.expand(-1, 3, -1, -1)
+
+
+def create_model(arch: str, *, classes: int, channels: int, image_size: int) -> nn.Module:
+    """Create the model of a name, in training mode.
+
+    Args:
+        arch: one of `ARCHITECTURES` or a classification model of torchvision.
+        classes: number of outputs.
+        channels: 1 or 3 channels of the images.
+        image_size: height and width of the images in pixels.
+
+    Raises:
+        InputError: there is no such model, or it cannot take images of that size.
+    """
+    if arch == "vgg8":
+        if image_size < vgg.SMALLEST_IMAGE:
+            raise InputError(
+                f"--arch vgg8 needs images of at least {vgg.SMALLEST_IMAGE} pixels a side; "
+                "scale them with --image_size 32"
+            )
+        return vgg.VGG8(classes=classes, channels=channels)
+    if arch in ARCHITECTURES:
+        return resnet.create_resnet(arch, classes=classes, channels=channels, image_size=image_size)
+    return _create_torchvision_model(arch, classes, channels=channels, image_size=image_size)
+
+
+def _create_torchvision_model(
+    arch: str, classes: int, *, channels: int, image_size: int
+) -> nn.Module:
+    from torchvision import models  # only needed for a model that is not ours
+
+    torchvision_models = models.list_models(module=models)
+    if arch not in torchvision_models:
+        raise InputError(
+            f"--arch {arch}: unknown model; choose one of {', '.join(ARCHITECTURES)} "
+            "or a torchvision model such as swin_t"
+            f"{did_you_mean(arch, [*ARCHITECTURES, *torchvision_models])}"
+        )
+    options = {"aux_logits": False} if arch in ("googlenet", "inception_v3") else {}
+    model = models.get_model(arch, weights=None, num_classes=classes, **options)
+    if channels == 1:
+        model = nn.Sequential(GreyToColour(), model)
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(2, channels, image_size, image_size))
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"--arch {arch} cannot take {image_size}x{image_size} images "
+            f"({first_line(error)}); try --image_size 64 or 224"
+        ) from None
+    return model.train()
