@@ -24,6 +24,7 @@ from errors import exit_code
 from input_pipeline.image_batches import AUGMENTATIONS
 from mixup import MetaMixup
 from ngd import NGD
+from optimizers.demo import DeMo
 from optimizers.kaldi_ngd import KaldiNGD
 from optimizers.lars import LARS
 from optimizers.muon import Muon
@@ -40,6 +41,7 @@ OPTIMIZERS = {  # values of --optimizer: how it is made, and its defaults; docs/
     "lars": OptimizerChoice(LARS, lr=1.0, weight_decay=5e-4, nesterov=True),
     "lamb": OptimizerChoice(LAMB, lr=0.01, weight_decay=0.01, has_momentum=False),
     "slamb": OptimizerChoice(SLAMB, lr=0.01, weight_decay=0.01, has_momentum=False),
+    "demo": OptimizerChoice(DeMo, lr=1e-3, weight_decay=0.05, has_momentum=False),
     **APEX_OPTIMIZERS,
 }
 BATCH_RULES = {  # values of --dynamic_batch: how the batch size of the next epoch is chosen

@@ -51,7 +51,7 @@ class Conflict:
         given = vars(args) | {
             "noise": noise_flag(args),
             "noise_or_meta": "--mixup meta" if args.mixup == "meta" else noise_flag(args),
-            "own_exchange": "--optimizer slamb" if args.optimizer == "slamb" else "--sync local",
+            "own_exchange": own_exchange(args),
         }
         return PLACEHOLDER.sub(lambda match: str(given[match["name"]]), line)
 
@@ -64,6 +64,21 @@ def noise_flag(args: Namespace) -> str:
 def measures_noise(args: Namespace) -> bool:
     """Whether the run estimates the gradient noise scale."""
     return args.noise_scale or args.dynamic_batch == "noise"
+
+
+def sends_by_itself(args: Namespace) -> bool:
+    """Whether the optimizer does its own communication."""
+    return args.optimizer in ("slamb", "demo")
+
+
+def averages_weights(args: Namespace) -> bool:
+    """Whether gradients are left as they are, and weights meet now and then."""
+    return args.sync in ("local", "diloco")
+
+
+def own_exchange(args: Namespace) -> str:
+    """The flag by which gradients are not averaged in every step."""
+    return f"--optimizer {args.optimizer}" if sends_by_itself(args) else f"--sync {args.sync}"
 
 
 def is_sharded(args: Namespace) -> bool:
@@ -89,25 +104,25 @@ def torch_optimizer(args: Namespace) -> bool:
 LAYERED = "each rank holds only a part of every layer"
 RECORDED = "a CUDA graph cannot contain decisions of the host"
 USE_DDP, USE_COMPILE = "use --parallel ddp", "use --backend compile"
-OWN_EXCHANGE = "SLAMB does its own communication"
+OWN_EXCHANGE = "it does its own communication"
 AVERAGED = "it needs gradients that are averaged in every step"
 OWN_SCALE = "it needs torch's own loss scale"
 
 CONFLICTS = (
     # ---- communication
     Conflict(
-        "--sync {sync=lag, local}",
-        "--optimizer slamb",
+        "--optimizer {optimizer=slamb, demo}",
+        "--sync {sync=lag, local, diloco}",
         OWN_EXCHANGE,
         "leave --sync out, or use another --optimizer",
-        lambda a: a.sync != "sync" and a.optimizer == "slamb",
+        lambda a: a.sync != "sync" and sends_by_itself(a),
     ),
     Conflict(
+        "--optimizer {optimizer=slamb, demo}",
         "--grad_compress {grad_compress=fp16, bf16, powersgd}",
-        "--optimizer slamb",
         OWN_EXCHANGE,
-        "use --compress_ratio",
-        lambda a: a.grad_compress != "none" and a.optimizer == "slamb",
+        "use --compress_ratio or --demo_topk",
+        lambda a: a.grad_compress != "none" and sends_by_itself(a),
     ),
     Conflict(
         "--sync lag",
@@ -117,26 +132,26 @@ CONFLICTS = (
         lambda a: a.grad_compress == "powersgd" and a.sync == "lag",
     ),
     Conflict(
-        "--sync local",
+        "--sync {sync=local, diloco}",
         "--grad_compress {grad_compress=fp16, bf16, powersgd}",
         "it sends weights, not gradients",
         "leave --grad_compress out",
-        lambda a: a.grad_compress != "none" and a.sync == "local",
+        lambda a: a.grad_compress != "none" and averages_weights(a),
     ),
     # ---- batches that change
     Conflict(
         "--balance_workers",
-        "{own_exchange=--optimizer slamb, --sync local}",
+        "{own_exchange=--optimizer slamb, --optimizer demo, --sync local, --sync diloco}",
         AVERAGED,
         "leave one of them out",
-        lambda a: a.balance_workers and (a.optimizer == "slamb" or a.sync == "local"),
+        lambda a: a.balance_workers and (sends_by_itself(a) or averages_weights(a)),
     ),
     Conflict(
         "{noise=--noise_scale, --dynamic_batch noise}",
-        "{own_exchange=--optimizer slamb, --sync local}",
+        "{own_exchange=--optimizer slamb, --optimizer demo, --sync local, --sync diloco}",
         "the noise scale needs gradients that are averaged in every step",
         "leave one of them out",
-        lambda a: measures_noise(a) and (a.optimizer == "slamb" or a.sync == "local"),
+        lambda a: measures_noise(a) and (sends_by_itself(a) or averages_weights(a)),
     ),
     Conflict(
         "{noise=--noise_scale, --dynamic_batch noise}",
@@ -193,7 +208,7 @@ CONFLICTS = (
     ),
     Conflict(
         "--parallel {parallel=fsdp, hsdp}",
-        "--sync {sync=lag, local}",
+        "--sync {sync=lag, local, diloco}",
         LAYERED,
         USE_DDP,
         lambda a: is_sharded(a) and a.sync != "sync",

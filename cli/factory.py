@@ -31,6 +31,7 @@ from cli.options import check_validation_set
 from cli.start_checks import check_processes, open_run_folder
 from distributed import ddp, fsdp, sharded_checkpoint
 from distributed.comm_hooks import WIRE_DTYPES, AllReduceHook, DelayedAllReduce, LocalSGD
+from distributed.diloco import DiLoCo
 from distributed.worker import launcher_id
 from distributed.world import World
 from dynamic_batch import WorkerBalancer
@@ -53,7 +54,7 @@ from training.trainer import Trainer, TrainerConfig
 
 MIN_EVAL_BATCH = 64
 LARGEST_LR_FACTOR = 1e6  # of a schedule that lets the learning rate grow
-SLAMB_WIRE_DTYPES = {"fp32": torch.float32, **WIRE_DTYPES}
+OWN_WIRE_DTYPES = {"fp32": torch.float32, **WIRE_DTYPES}
 
 
 # -------------------------------------------------------------------- run and data
@@ -252,7 +253,13 @@ def optimizer_settings(args: Namespace, world: World) -> dict[str, dict[str, Any
         "local_steps": args.local_steps,
         "dense_steps": args.dense_steps,
         "selection": args.selection,
-        "wire_dtype": SLAMB_WIRE_DTYPES[args.wire_dtype],
+        "wire_dtype": OWN_WIRE_DTYPES[args.wire_dtype],
+    }
+    demo = {
+        "topk": args.demo_topk,
+        "chunk": args.demo_chunk,
+        "decay": args.demo_decay,
+        "wire_dtype": OWN_WIRE_DTYPES[args.wire_dtype],
     }
     if args.optimizer == "slamb" and args.node_groups:
         slamb["node_group"] = world.node_group()
@@ -265,6 +272,7 @@ def optimizer_settings(args: Namespace, world: World) -> dict[str, dict[str, Any
         "lars": {**sgd, "trust_coefficient": args.trust_coefficient, "clip": args.larc},
         "lamb": adam,
         "slamb": {**adam, **slamb},
+        "demo": demo,
         "apex_sgd": sgd,
         "apex_lamb": adam,
         "apex_larc": sgd,
@@ -560,6 +568,16 @@ def create_comm_hook(args: Namespace, run: Run) -> AllReduceHook:
         return DelayedAllReduce(run.world, args.grad_compress)
     if args.sync == "local":
         return LocalSGD(run.world, args.local_steps, after=args.dense_steps)
+    if args.sync == "diloco":
+        return DiLoCo(
+            run.world,
+            args.local_steps,
+            after=args.dense_steps,
+            lr=args.outer_lr,
+            momentum=args.outer_momentum,
+            fragments=args.fragments,
+            wire_dtype=OWN_WIRE_DTYPES[args.wire_dtype],
+        )
     return AllReduceHook(run.world, args.grad_compress, rank=args.powersgd_rank)
 
 

@@ -25,6 +25,7 @@ from cli.flag_parser import FlagParser
 from distributed import comm_hooks, fsdp
 from distributed.world import TimeLimits
 from optimizers import schedules
+from optimizers.demo import LARGEST_CHUNK
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,7 @@ def shared_parser(
     add_optimizer(parser, optimizers)
     add_ngd(parser)
     add_slamb(parser)
+    add_demo(parser)
     add_schedule(parser)
     add_speed(parser)
     add_communication(parser)
@@ -539,17 +541,38 @@ def add_slamb(parser: Parser) -> None:
         "(default %(default)s).",
     )
     add(
-        "--wire_dtype",
-        choices=("bf16", "fp16", "fp32"),
-        default="bf16",
-        help="Send numbers in this format (default %(default)s).",
-    )
-    add(
         "--node_groups",
         action=argparse.BooleanOptionalAction,
         default=False,
         help="Send whole gradients within a node, and fractions of the momentum only between "
         "nodes (default off).",
+    )
+
+
+def add_demo(parser: Parser) -> None:
+    """Add the group 'DeMo'."""
+    add = parser.group("DeMo")
+    add(
+        "--demo_topk",
+        type=count,
+        default=32,
+        metavar="N",
+        help="Send this many elements of the momentum's cosine transform in each chunk "
+        "(default %(default)s).",
+    )
+    add(
+        "--demo_chunk",
+        type=number(int, 1, LARGEST_CHUNK),
+        default=64,
+        metavar="N",
+        help="Cut weights into chunks of at most this many rows and columns (default %(default)s).",
+    )
+    add(
+        "--demo_decay",
+        type=number(float, 0, 1),
+        default=0.999,
+        metavar="F",
+        help="Multiply the momentum that stays by this factor in each step (default %(default)s).",
     )
 
 
@@ -745,23 +768,54 @@ def add_communication(parser: Parser) -> None:
         "--sync",
         choices=comm_hooks.SYNCS,
         default="sync",
-        help="Average gradients in each step (sync), apply their average a step late (lag), or "
-        "average weights every --local_steps (local) (default %(default)s).",
+        help="Average gradients in each step (sync), apply their average a step late (lag), "
+        "average weights every --local_steps (local), or let them take a step with momentum "
+        "along their mean change (diloco) (default %(default)s).",
     )
     add(
         "--local_steps",
         type=count,
         default=50,
         metavar="STEPS",
-        help="Average the weights once in this many steps, with SLAMB and --sync local "
-        "(default %(default)s).",
+        help="Let the weights of all processes meet once in this many steps, with SLAMB and "
+        "--sync local or diloco (default %(default)s).",
     )
     add(
         "--dense_steps",
         type=natural,
         default=10,
         metavar="STEPS",
-        help="Send everything in this many steps at the start, with SLAMB and --sync local "
+        help="Send everything in this many steps at the start, with SLAMB and --sync local or "
+        "diloco (default %(default)s).",
+    )
+    add(
+        "--wire_dtype",
+        choices=("bf16", "fp16", "fp32"),
+        default="bf16",
+        help="Send numbers in this format, with SLAMB, DeMo and --sync diloco "
+        "(default %(default)s).",
+    )
+    add(
+        "--outer_lr",
+        type=positive,
+        default=0.7,
+        metavar="RATE",
+        help="Move the common weights of --sync diloco by this multiple of the processes' mean "
+        "change (default %(default)s).",
+    )
+    add(
+        "--outer_momentum",
+        type=below_one,
+        default=0.9,
+        metavar="F",
+        help="Give the common weights of --sync diloco this momentum (default %(default)s).",
+    )
+    add(
+        "--fragments",
+        type=count,
+        default=1,
+        metavar="N",
+        help="Let the weights of --sync diloco meet in this many parts, one after the other "
         "(default %(default)s).",
     )
 

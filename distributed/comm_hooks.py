@@ -24,7 +24,7 @@ from distributed.averaging import RankAverager, average_tensors
 from distributed.world import World
 
 COMPRESSIONS = ("none", "fp16", "bf16", "powersgd")
-SYNCS = ("sync", "lag", "local")
+SYNCS = ("sync", "lag", "local", "diloco")
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 POWER_SGD_START = 2  # steps before PowerSGD compresses: torch's least with error feedback
 
@@ -95,6 +95,9 @@ class AllReduceHook:
     def _notify_observers(self, bucket: dist.GradBucket) -> None:
         for observe in self.observers:
             observe(bucket)
+
+    def start(self, parameters: Sequence[Tensor]) -> None:
+        """Called before the first step, when all ranks have the same weights; here it is no use."""
 
     def after_step(self, parameters: Sequence[Tensor]) -> None:
         """Called after each optimizer step; here nothing is left to do."""

@@ -44,6 +44,8 @@ MODES = {  # of the runs that are killed: number of ranks, script, flags
     "slamb-2": (2, "resnet50_test.py", [*IMAGES, "--bs", "32", "--optimizer", "slamb"]),
     "noise-2": (2, "resnet50_test.py", [*IMAGES, "--bs", "32", "--dynamic_batch", "noise"]),
     "local-2": (2, "resnet50_test.py", [*IMAGES, "--bs", "32", "--sync", "local"]),
+    "diloco-2": (2, "resnet50_test.py", [*IMAGES, "--bs", "32", "--sync", "diloco"]),
+    "demo-2": (2, "resnet50_test.py", [*IMAGES, "--bs", "32", "--optimizer", "demo"]),
     "fsdp-2": (2, "resnet50_test.py", [*IMAGES, "--bs", "32", "--parallel", "fsdp"]),
     "sgd-4": (4, "resnet50_test.py", [*IMAGES, "--bs", "16"]),
     "slamb-4": (4, "resnet50_test.py", [*IMAGES, "--bs", "16", "--optimizer", "slamb"]),
@@ -480,7 +482,7 @@ def all_cases(references: References, kills: int) -> Iterator[Case]:
 
 def rank_cases(references: References) -> Iterator[Case]:
     """Ranks that end, stop or disagree."""
-    for mode in ("slamb-2", "noise-2", "fsdp-2", "sgd-4"):
+    for mode in ("slamb-2", "noise-2", "diloco-2", "demo-2", "fsdp-2", "sgd-4"):
         for victim in (0, 1):
             body = functools.partial(restart, mode=mode, victim=victim, references=references)
             yield Case("ranks", f"restart {mode} rank {victim}", body)
@@ -571,7 +573,7 @@ def disk_cases(references: References) -> Iterator[Case]:
 
 def number_cases() -> Iterator[Case]:
     """Settings at the edge of what is possible."""
-    for optimizer in ("sgd", "adamw", "ngd", "lars", "lamb", "slamb"):
+    for optimizer in ("sgd", "adamw", "ngd", "lars", "lamb", "slamb", "demo"):
         for lr in ("1e-300", "1e-30", "1e3", "1e10", "1e30", "1e300"):
             flags, codes = ["--optimizer", optimizer, "--lr", lr], (2,) if lr == "1e300" else (0, 3)
             body = functools.partial(numbers, flags=flags, codes=codes)

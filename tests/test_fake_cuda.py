@@ -27,6 +27,7 @@ from backends.precision import Precision
 from distributed import ddp
 from distributed.averaging import RankAverager, average_tensors
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD
+from distributed.diloco import DiLoCo
 from distributed.world import World
 from errors import InputError
 from fake_cuda import CUDA, FakeGpu, HostWaits, fake_world
@@ -66,9 +67,11 @@ OPTIMIZERS = [
     "slamb",
     "slamb-random",
     "slamb-authors",
+    "demo",
 ]
 # Memory that is laid out at an optimizer's first step, or after its state was loaded.
 LAYOUT = {
+    "demo.__init__",
     "flat_buffer.__init__",
     "flat_buffer.element_indices",
     "kaldi_ngd._create_estimate",
@@ -81,7 +84,8 @@ LAYOUT = {
 # Where the ranks make no difference to an optimizer, one is enough.
 ON_RANKS = pytest.mark.parametrize(
     ("name", "size"),
-    [(name, 1) for name in OPTIMIZERS] + [(name, 2) for name in OPTIMIZERS if "slamb" in name],
+    [(name, 1) for name in OPTIMIZERS]
+    + [(name, 2) for name in OPTIMIZERS if "slamb" in name or name == "demo"],
 )
 
 
@@ -479,6 +483,7 @@ HOOKS: dict[str, Callable[[World], AllReduceHook]] = {
     "lag": DelayedAllReduce,
     "lag bf16": lambda world: DelayedAllReduce(world, "bf16"),
     "local": lambda world: LocalSGD(world, 2, after=1),
+    "diloco": lambda world: DiLoCo(world, 2, after=1),
 }
 
 
@@ -489,6 +494,7 @@ def test_hooks_wait_for_nothing(name, monkeypatch):
         hook = HOOKS[name](world)
         model = gpu.model(network())
         parameters = list(model.parameters())
+        hook.start(parameters)
         meter = NoiseMeter(parameters, world)
         hook.observers.append(meter.local_norm.add)
         bucket = Bucket(parameters)
@@ -503,6 +509,7 @@ def test_hooks_wait_for_nothing(name, monkeypatch):
             saved = to_cpu(hook.state_dict(parameters))
             hook.load_state_dict(saved, parameters)
         allowed = {"comm_hooks.<dictcomp>", "comm_hooks.state_dict", "comm_hooks.load_state_dict"}
+        allowed |= {"diloco.<listcomp>", "diloco.load_state_dict"}
         assert waits.keys() <= allowed
         hook.run(None, bucket)
         assert meter.local_norm.squared().is_cuda

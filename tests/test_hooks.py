@@ -205,6 +205,8 @@ def test_what_ranks_send_each_other() -> None:
         "--sync lag --grad_compress powersgd",
         "--sync local --grad_compress bf16",
         "--sync lag --optimizer slamb",
+        "--sync diloco --optimizer demo",
+        "--sync diloco --grad_compress bf16",
         "--optimizer slamb --grad_compress fp16",
     ],
 )

@@ -76,6 +76,8 @@ def test_sigkill_then_resume_on_one_process(name, flags, tmp_path):
         "--optimizer slamb --lr 3e-3 --local_steps 8",
         "--sync lag --grad_compress bf16",
         "--sync local --local_steps 7",
+        "--sync diloco --local_steps 7 --fragments 2 --optimizer adamw",
+        "--optimizer demo",
     ],
 )
 def test_sigkill_then_resume_on_two_ranks(more, tmp_path):
@@ -95,9 +97,17 @@ def test_sigkill_then_resume_on_two_ranks(more, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigkill_then_resume_on_four_ranks(tmp_path):
-    """A sum over four ranks depends on where a gradient lies in DDP's buckets."""
-    flags = [*IMAGES[:4], "--bs", "16", *IMAGES[6:]]
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",  # a sum over four ranks depends on where a gradient lies in DDP's buckets
+        "--optimizer slamb --lr 3e-3 --local_steps 8",
+        "--sync diloco --local_steps 7",
+        "--optimizer demo",
+    ],
+)
+def test_sigkill_then_resume_on_four_ranks(more, tmp_path):
+    flags = [*IMAGES[:4], "--bs", "16", *IMAGES[6:], *more.split()]
     whole = tmp_path / "whole"
     command = ranks.torchrun("resnet50_test.py", *flags, "--out", whole / "run")
     ranks.finish(ranks.start(command, whole, NGPU="4"), whole)
@@ -134,17 +144,16 @@ def test_a_signal_writes_a_checkpoint_and_leaves_with_130(number, tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_by_itself_after_a_rank_dies(tmp_path):
-    flags = [
-        *IMAGES[:4],
-        "--bs",
-        "32",
-        *IMAGES[6:],
-        "--ngd",
-        "--meta_learning",
-        "--meta_every",
-        "4",
-    ]
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--ngd --meta_learning --meta_every 4",
+        "--optimizer slamb --lr 3e-3 --local_steps 8",
+        "--sync diloco --local_steps 7",
+    ],
+)
+def test_torchrun_restarts_by_itself_after_a_rank_dies(more, tmp_path):
+    flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:], *more.split()]
     whole, hurt = tmp_path / "whole", tmp_path / "hurt"
     reference = ranks.torchrun("resnet50_test.py", *flags, "--out", whole / "run")
     ranks.finish(ranks.start(reference, whole, NGPU="2"), whole)
@@ -163,7 +172,15 @@ def test_torchrun_restarts_by_itself_after_a_rank_dies(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["--optimizer slamb --lr 3e-3", "--sync local --local_steps 7"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--optimizer slamb --lr 3e-3",
+        "--optimizer demo",
+        "--sync local --local_steps 7",
+        "--sync diloco --local_steps 7",
+    ],
+)
 def test_ranks_with_weights_of_their_own_go_on_as_one_process(more, tmp_path):
     flags = [
         "--dataset",

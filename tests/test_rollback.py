@@ -21,7 +21,7 @@ def goes_back_and_on(command: list[str], folder: Path) -> None:
     assert 0 < row["train_loss"] < 3
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "ngd", "lars", "lamb", "slamb"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "ngd", "lars", "lamb", "slamb", "demo"])
 def test_every_optimizer_goes_back_within_the_first_epoch(optimizer, tmp_path):
     flags = [*RUN, "--optimizer", optimizer, "--out", "run"]
     goes_back_and_on(ranks.script(SCRIPT, *flags), tmp_path)
@@ -31,6 +31,8 @@ WAYS = [
     "--optimizer slamb",
     "--optimizer slamb --node_groups",
     "--optimizer lamb --sync local --local_steps 4 --dense_steps 2",
+    "--optimizer demo",
+    "--optimizer lamb --sync diloco --local_steps 4 --dense_steps 2",
     "--sync lag",
     "--sync lag --grad_compress bf16",
     "--grad_compress fp16",

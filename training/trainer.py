@@ -619,6 +619,7 @@ class Trainer:
             sync_batch_norm=self.config.sync_batch_norm,
             static_graph=not several,
         )
+        self.comm_hook.start(self.parameters)
 
     def arrange_buckets(self, steps: int) -> None:
         """Let DDP lay out its buckets of gradients as it has after so many steps; collective.
