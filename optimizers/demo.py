@@ -98,6 +98,7 @@ class DeMo(CommunicatingOptimizer):
         """Nothing of DeMo is scheduled by epochs."""
 
     def epoch_metrics(self) -> dict[str, float]:
+        """Returns nothing: DeMo has no value that changes from epoch to epoch."""
         return {}
 
     def take_bytes(self) -> int:
@@ -221,7 +222,7 @@ class ChunkedTensors:
         return torch.cat(chunks)
 
     def join(self, chunks: Tensor) -> list[Tensor]:
-        """Inverse of `split`."""
+        """Returns tensors with the parameters' shapes: the inverse of `split`."""
         height, width = self.shape
         tensors = []
         counts = [tensor.numel() // (height * width) for tensor in self.tensors]
