@@ -85,7 +85,7 @@ def main() -> None:
         loss_fn, meta_learner = factory.create_loss(
             args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
         )
-        batches = factory.create_batch_schedule(args, run, data, BATCH_RULES)
+        batches = factory.create_batch_sampler(args, run, data, BATCH_RULES)
         model = factory.prepare_model(args, run, model)  # fused, sharded, compiled
         optimizer = factory.create_optimizer(args, run, model, OPTIMIZERS)
         trainer = factory.create_trainer(

@@ -21,9 +21,8 @@ from backends.precision import Precision
 from cli import factory, image_classification, options, text_classification
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
-from input_pipeline.sampler import Sampler
 from optimizers.schedules import Schedule
-from training.batch_schedule import BatchSchedule
+from training.batch_sampler import DynamicBatchSampler
 from training.losses import CrossEntropy, LossFn
 from training.meta_mixup_step import MetaLearner
 from training.run_log import RunLog
@@ -83,7 +82,7 @@ def open_script(
     loss_fn, meta_learner = factory.create_loss(
         args, run, data, sample_mix=mixup.sample_mix, meta_mixup=mixup.MetaMixup
     )
-    batches = factory.create_batch_schedule(args, run, data, script.BATCH_RULES)
+    batches = factory.create_batch_sampler(args, run, data, script.BATCH_RULES)
     model = factory.prepare_model(args, run, model)
     if create_optimizer is not None:
         optimizer = create_optimizer(model)
@@ -150,7 +149,7 @@ def step_trainer(
         model,
         optimizer,
         loss_fn or CrossEntropy(),
-        BatchSchedule(world, Sampler(ROWS, seed=0), base=8 * world.size),
+        DynamicBatchSampler(ROWS, 8 * world.size, world=world),
         train_set=NoData(),
         eval_sets={},
         lr_schedule=Schedule("constant", 1),

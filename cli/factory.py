@@ -3,7 +3,7 @@
 run = create_run(args, "resnet50_test", world)
 optimizer = create_optimizer(args, run, model, OPTIMIZERS)
 loss_fn, meta_learner = create_loss(args, run, data)
-batches = create_batch_schedule(args, run, data)
+batches = create_batch_sampler(args, run, data)
 trainer = create_trainer(args, run, data, model=model, ...)
 report_result(run, trainer.fit(checkpoint))
 """
@@ -38,14 +38,14 @@ from dynamic_batch import WorkerBalancer
 from errors import InputError
 from input_pipeline import own_data
 from input_pipeline.dataset import BatchedDataset
-from input_pipeline.sampler import Sampler, held_out_rows, stratified_rows
+from input_pipeline.sampler import held_out_rows, stratified_rows
 from mixup import MetaMixup
 from models import activation_checkpointing, fusion
 from models.residual import residual_blocks
 from optimizers.param_groups import optimizer_groups
 from optimizers.schedules import Schedule, scale_lr
 from training import checkpoint, evaluation, predictions, run_log
-from training.batch_schedule import MIN_RANK_ROWS, BatchSchedule, BatchSizePolicy
+from training.batch_sampler import MIN_RANK_ROWS, DynamicBatchSampler
 from training.epoch_report import EVAL_SET_NAMES, RunSummary, epoch_result
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
 from training.machine import describe_machine, device_name
@@ -357,38 +357,49 @@ def create_loss(
 # -------------------------------------------------------------------- batches
 
 
-def create_batch_schedule(
+def create_batch_sampler(
     args: Namespace, run: Run, data: Data, rules: Mapping[str, type[dynamic_batch.Rule] | None]
-) -> BatchSchedule:
+) -> DynamicBatchSampler:
     """Which rows make a batch, by --bs, --dynamic_batch and --balance_workers.
 
     Raises:
         InputError: the batch, or its limits, do not fit the training set.
     """
     world, base = run.world, global_batch_size(args, run.world)
-    order = Sampler(len(data.train), args.seed, lengths=data.train.lengths)
-    if order.steps(base) == 0:
+    rows = len(data.train)
+    if rows < base:
         raise InputError(
             f"--bs {args.batch_size}: a global batch of {base} samples (batch x accumulation x "
-            f"processes) is larger than the training set of {len(order)}; use a smaller --bs"
+            f"processes) is larger than the training set of {rows}; use a smaller --bs"
         )
     balancer = WorkerBalancer() if args.balance_workers and world.size > 1 else None
-    policy = None
-    if rule := rules[args.dynamic_batch]:
-        policy = create_batch_size_policy(
-            args, create_batch_rule(args, rule, base), base=base, ranks=world.size, rows=len(order)
-        )
-    return BatchSchedule(world, order, base=base, policy=policy, balancer=balancer)
+    rule = rules[args.dynamic_batch]
+    change: dict[str, Any] = {}
+    if rule is not None:
+        low, high = batch_limits(args, base, ranks=world.size, rows=rows)
+        power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[args.dynamic_lr]
+        change = {
+            "rule": create_batch_rule(args, rule, base),
+            "low": low,
+            "high": high,
+            "lr_power": 1.0 if args.replace_decay else power,
+        }
+    return DynamicBatchSampler(
+        rows,
+        base,
+        balancer=balancer,
+        seed=args.seed,
+        lengths=data.train.lengths,
+        world=world,
+        **change,
+    )
 
 
-def create_batch_size_policy(
-    args: Namespace, rule: dynamic_batch.Rule, *, base: int, ranks: int, rows: int
-) -> BatchSizePolicy:
-    """How the batch size changes over time.
+def batch_limits(args: Namespace, base: int, *, ranks: int, rows: int) -> tuple[int, int]:
+    """The smallest and the largest global batch of --dynamic_batch, in samples.
 
     Args:
         args: the flags.
-        rule: which batch size it asks for.
         base: the first global batch.
         ranks: how many share it.
         rows: of the training set.
@@ -407,13 +418,7 @@ def create_batch_size_policy(
             f"--dynamic_batch {kind}: batches from {low} to {high} samples; --min_bs must be at "
             f"least {smallest} and at most --max_bs, and that at most the {rows} training samples"
         )
-    power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[args.dynamic_lr]
-    return BatchSizePolicy(
-        rule=rule,
-        low=low,
-        high=high,
-        lr_power=1.0 if args.replace_decay else power,
-    )
+    return low, high
 
 
 def create_batch_rule(args: Namespace, rule: Callable[..., Any], base: int) -> dynamic_batch.Rule:
@@ -461,7 +466,7 @@ def create_trainer(
     optimizer: torch.optim.Optimizer,
     loss_fn: LossFn,
     meta_learner: MetaLearner | None,
-    batches: BatchSchedule,
+    batches: DynamicBatchSampler,
     state: Mapping[str, Any] | None = None,
     long_run_hint: str = "",
 ) -> Trainer:
@@ -517,7 +522,7 @@ def create_trainer(
 
 
 def create_trainer_config(
-    args: Namespace, run: Run, batches: BatchSchedule, *, long_run_hint: str
+    args: Namespace, run: Run, batches: DynamicBatchSampler, *, long_run_hint: str
 ) -> TrainerConfig:
     """The named values of a run.
 

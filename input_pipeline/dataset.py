@@ -17,7 +17,7 @@ rows. `ImageDataset` and `TextDataset` of this package provide them, and so can 
                 yield self.inputs[rows], self.labels[rows]
 
 The data set does not decide which rows make a batch, or which rank computes them:
-`input_pipeline.sampler` and `training.batch_schedule` do, in the same way for every data set.
+`input_pipeline.sampler` and `training.batch_sampler` do, in the same way for every data set.
 """
 
 from __future__ import annotations

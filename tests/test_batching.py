@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import ranks
 import resnet50_test
@@ -17,7 +18,7 @@ from distributed.world import World
 from dynamic_batch import ByLoss, ByNoise, Scheduled, WorkerBalancer, at_milestones, every_epoch
 from input_pipeline.sampler import Sampler, rank_share, row_owners
 from trainers import NoData, build_optimizer, make_trainer
-from training.batch_schedule import BatchSchedule, BatchSizePolicy
+from training.batch_sampler import DynamicBatchSampler
 from training.micro_batches import MicroBatches
 from training.step_stats import squared_norm
 from training.trainer import Trainer
@@ -34,8 +35,9 @@ class Alike(World):
 
 def make(
     rank: int, size: int, rows: int = 1003, base: int = 60, lengths: Tensor | None = None, **options
-) -> BatchSchedule:
-    return BatchSchedule(Alike(rank, size), Sampler(rows, 3, lengths=lengths), base=base, **options)
+) -> DynamicBatchSampler:
+    world = Alike(rank, size)
+    return DynamicBatchSampler(rows, base, seed=3, lengths=lengths, world=world, **options)
 
 
 # -------------------------------------------------------------------- rows
@@ -103,25 +105,23 @@ def test_full_batches_of_equal_shares_are_cut_alike_for_every_number_of_ranks() 
 
 
 def test_the_batch_follows_its_rule_and_the_rate_the_batch() -> None:
-    change = BatchSizePolicy(
-        Scheduled(60, at_milestones(2.0, [1, 2, 3])), low=60, high=250, lr_power=0.5
-    )
-    batching = make(0, 1, policy=change)
+    rule = Scheduled(60, at_milestones(2.0, [1, 2, 3]))
+    batching = make(0, 1, rule=rule, low=60, high=250, lr_power=0.5)
     sizes, factors = [], []
     for epoch in range(4):
         batching.start_epoch(epoch)
         sizes.append(batching.size)
         factors.append(batching.lr_factor)
-        batching.end_epoch(epoch, loss=1.0, seconds=1.0, compute_seconds=1.0, noise=None)
+        batching.end_epoch(1.0, 1.0)
     assert sizes == [60, 120, 240, 240]
     assert factors == pytest.approx([1, 2**0.5, 2, 2])
 
 
 def test_the_slowest_rank_s_time_counts() -> None:
-    batching = make(0, 2, policy=BatchSizePolicy(ByLoss("score"), low=60, high=960))
+    batching = make(0, 2, rule=ByLoss("score"), low=60, high=960)
     batching.world.given = [[1.0, 1.0], [3.0, 1.0]]
-    batching.end_epoch(0, loss=1.0, seconds=1.0, compute_seconds=1.0, noise=None)
-    assert batching.policy.rule.seconds == [3.0]
+    batching.end_epoch(1.0, 1.0)
+    assert batching.rule.seconds == [3.0]
 
 
 def test_micro_batches_of_a_small_batch_keep_two_rows_where_memory_allows() -> None:
@@ -283,13 +283,92 @@ def test_three_ranks() -> None:
     ranks.run_ranks(unequal_shares_have_the_gradient_of_the_whole_batch, 3)
 
 
+# -------------------------------------------------------------------- in a loop of one's own
+
+
+def loader_of(sampler: DynamicBatchSampler, rows: int, workers: int = 0) -> DataLoader:
+    data = TensorDataset(torch.arange(rows))
+    return DataLoader(data, batch_sampler=sampler, num_workers=workers)
+
+
+def test_a_data_loader_takes_every_row_once_and_batches_grow_between_epochs() -> None:
+    sampler = DynamicBatchSampler(1000, 64, rule=Scheduled(64, at_milestones(2.0, [1, 2])))
+    for epoch, (size, steps) in enumerate(((64, 16), (128, 8), (256, 4))):
+        loader = loader_of(sampler, 1000, workers=epoch % 2)
+        batches = [rows for (rows,) in loader]
+        assert len(batches) == len(loader) == steps
+        assert len(batches[0]) == sampler.size == size
+        assert torch.equal(torch.cat(batches).sort().values, torch.arange(1000))
+        assert all(sampler.loss_weight(step) == 1 for step in range(steps))
+        sampler.end_epoch(1.0, 1.0)
+
+
+def test_the_mean_of_weighted_losses_is_that_of_the_whole_batch() -> None:
+    losses = torch.rand(1003)
+    plans = []
+    for rank in range(2):
+        sampler = make(rank, 2, balancer=WorkerBalancer())
+        sampler.balancer.observe([50, 50], [1.0, 4.0])
+        plans.append((sampler, list(sampler)))
+    for step, rows in enumerate(zip(*(batches for _, batches in plans))):
+        weighted = [
+            sampler.loss_weight(step) * losses[own].mean() for (sampler, _), own in zip(plans, rows)
+        ]
+        assert len(rows[0]) > 2 * len(rows[1])
+        whole = losses[rows[0] + rows[1]].mean()
+        torch.testing.assert_close(sum(weighted) / 2, whole)
+
+
+def test_a_loop_goes_on_in_the_middle_of_an_epoch() -> None:
+    def new() -> DynamicBatchSampler:
+        return DynamicBatchSampler(1000, 64, rule=ByLoss(window=2), seed=5)
+
+    whole, cut = new(), new()
+    for sampler in (whole, cut):
+        for loss in (2.0, 1.0):
+            list(sampler)
+            sampler.end_epoch(loss, 1.0)
+    batches = list(whole)
+    resumed = new()
+    resumed.load_state_dict(cut.state_dict(steps_done=3))
+    assert len(resumed) == len(batches) - 3
+    assert list(resumed) == batches[3:]
+    for sampler in (whole, resumed):
+        sampler.end_epoch(0.5, 1.0)
+    assert whole.size == resumed.size != 64
+    assert list(resumed) == list(whole)
+
+
+def test_impossible_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="batch_size=11 must be from 1 to the 10 rows"):
+        DynamicBatchSampler(10, 11)
+    with pytest.raises(ValueError, match="low=9 must be at least the number of ranks, 1, and at"):
+        DynamicBatchSampler(10, 5, low=9, high=8)
+
+
+def ranks_of_torch_share_the_rows(world: World) -> None:
+    rule = ByLoss("score")
+    sampler = DynamicBatchSampler(1001, 64, rule=rule, balancer=WorkerBalancer())
+    mine = torch.zeros(1001, dtype=torch.long)
+    for rows in sampler:
+        mine[rows] += 1
+    assert torch.equal(world.sum(mine), torch.ones_like(mine))
+    sampler.end_epoch(1.0, 1.0 + world.rank, compute_seconds=1.0 + 2 * world.rank)
+    assert rule.seconds == [2.0]
+    assert sampler.shares[0] > 2 * sampler.shares[1]
+
+
+def test_the_ranks_are_those_of_torch() -> None:
+    ranks.run_ranks(ranks_of_torch_share_the_rows, 2)
+
+
 # -------------------------------------------------------------------- going on
 
 
 def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
-    def new(size: int = 2, base: int = 60) -> BatchSchedule:
-        change = BatchSizePolicy(ByNoise(2.0), low=60, high=960)
-        return make(0, size, base=base, policy=change, balancer=WorkerBalancer())
+    def new(size: int = 2, base: int = 60) -> DynamicBatchSampler:
+        balancer = WorkerBalancer()
+        return make(0, size, base=base, rule=ByNoise(2.0), low=60, high=960, balancer=balancer)
 
     first = new()
     first.start_epoch(0)
@@ -301,7 +380,7 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
         "inverse_big": 1 / 60,
     }
     epoch = {"loss": 1.0, "seconds": 1.0, "compute_seconds": 1.0, "noise": noise}
-    row = first.end_epoch(0, **epoch)
+    row = first.end_epoch(**epoch)
     speed = (16 * 30 + 21) / 3  # of 1003 rows rank 0 takes 502 and rank 1 takes 501
     assert row["shares"] == [30, 30]
     assert row["noise_scale"] == pytest.approx(500 / 3)
@@ -316,7 +395,7 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
     assert [part.rows.tolist() for part in first.plan(1, 3)] == [
         part.rows.tolist() for part in second.plan(1, 3)
     ]
-    assert first.end_epoch(1, **epoch) == second.end_epoch(1, **epoch)
+    assert first.end_epoch(**epoch) == second.end_epoch(**epoch)
     assert (first.size, first.shares) == (second.size, second.shares)
     fewer = new(size=1, base=30)  # a rank has stopped: its batch goes, the rest grows as before
     fewer.load_state_dict(first.state_dict())
@@ -324,7 +403,7 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
     plain = make(0, 2)  # the rule is taken away, or another one
     plain.load_state_dict(first.state_dict())
     assert (plain.size, plain.shares) == (60, [30, 30])
-    other = make(0, 2, policy=BatchSizePolicy(ByLoss(), low=60, high=960))
+    other = make(0, 2, rule=ByLoss(), low=60, high=960)
     other.load_state_dict(first.state_dict())
     assert (other.size, other.shares) == (first.size, [first.size // 2] * 2)
     more = new(size=3, base=90)
@@ -363,28 +442,26 @@ def test_a_compiled_model_is_not_compiled_anew_for_every_size(growth: float) -> 
     model = image_model()
     trainer = trainer_of(model, World(), micro_batch_size=60)
     model.compile(backend=backend)
-    batching = make(
-        0, 1, policy=BatchSizePolicy(Scheduled(60, every_epoch(growth)), low=60, high=480)
-    )
+    batching = make(0, 1, rule=Scheduled(60, every_epoch(growth)), low=60, high=480)
     sizes = set()
     for epoch in range(30):
         batching.start_epoch(epoch)
         for part in batching.plan(epoch, 0)[:2]:
             trainer.train_step(*batch(len(part.rows)))
         sizes.add(batching.size)
-        batching.end_epoch(epoch, loss=1.0, seconds=1.0, compute_seconds=1.0, noise=None)
+        batching.end_epoch(1.0, 1.0)
     assert len(sizes) >= 5
     assert len(compiled) <= 3
     torch._dynamo.reset()
 
 
-def batching_of(words: str, world: World, rows: int = 8000) -> BatchSchedule:
+def batching_of(words: str, world: World, rows: int = 8000) -> DynamicBatchSampler:
     """What the flags build."""
     args, _ = options.parse(
         resnet50_test.parser(), resnet50_test.SCRIPT, ["--bs", "32", *words.split()]
     )
     data = factory.Data(Rows(rows), {}, {})
-    return factory.create_batch_schedule(
+    return factory.create_batch_sampler(
         args, factory.Run("x", world, FP32), data, resnet50_test.BATCH_RULES
     )
 
@@ -431,8 +508,7 @@ def test_the_flags_build_the_schedule(
     words: str, low: int, high: int, power: float, sizes: list[int]
 ) -> None:
     batching = batching_of(f"--dynamic_batch {words}", Alike(0, 2))
-    change = batching.policy
-    assert (change.low, change.high, change.lr_power) == (low, high, power)
+    assert (batching.low, batching.high, batching.lr_power) == (low, high, power)
     found = []
     for epoch in range(len(sizes)):
         batching.start_epoch(epoch)
@@ -444,9 +520,9 @@ def test_the_flags_build_the_rules_and_the_balance() -> None:
     words = (
         "--dynamic_batch loss --loss_rule score --loss_window 7 --loss_threshold 3 --batch_factor 3"
     )
-    rule = batching_of(words, World()).policy.rule
+    rule = batching_of(words, World()).rule
     assert (rule.kind, rule.window, rule.threshold, rule.factor) == ("score", 7, 3.0, 3.0)
-    assert isinstance(batching_of("--dynamic_batch noise", World()).policy.rule, ByNoise)
+    assert isinstance(batching_of("--dynamic_batch noise", World()).rule, ByNoise)
     assert batching_of("--balance_workers", World()).balancer is None  # alone
     assert batching_of("--balance_workers", World(0, 2)).changes
     assert not batching_of("", World(0, 2)).changes

@@ -33,7 +33,6 @@ from errors import InputError
 from fake_cuda import CUDA, FakeGpu, HostWaits, fake_world
 from input_pipeline.image_batches import Augmentation, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
-from input_pipeline.sampler import Sampler
 from input_pipeline.text_batches import TextDataset
 from input_pipeline.text_datasets import TextSplit
 from input_pipeline.tokenization import train_tokenizer
@@ -44,7 +43,7 @@ from optimizers.kaldi_ngd import KaldiNGD
 from slamb import AuthorsSLAMB
 from trainers import build_optimizer, make_trainer
 from training import evaluation
-from training.batch_schedule import BatchSchedule
+from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import to_cpu
 from training.losses import CrossEntropy, MixedCrossEntropy
 from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
@@ -682,7 +681,7 @@ def whole_trainer(
         model,
         optimizer_of(name, model),
         CrossEntropy(),
-        BatchSchedule(world, Sampler(rows, 0), base=8),
+        DynamicBatchSampler(rows, 8, world=world),
         train_set=data,
         eval_sets={"test": data},
         lr_schedule=lambda progress, step=0.0: 1.0,

@@ -16,7 +16,8 @@ import errors
 import ranks
 import resnet50_test
 import transformer_test
-from training import batch_schedule, checkpoint, recovery
+from training import checkpoint, recovery
+from training.batch_sampler import DynamicBatchSampler
 from training.losses import CrossEntropy
 from training.trainer import Trainer
 
@@ -358,9 +359,9 @@ def test_the_real_data_sets_train(data_dir, here, monkeypatch):
 
 
 def test_the_step_gets_the_weight_of_its_share_and_the_rate_of_its_batch(here, monkeypatch):
-    plan, train_step, given = batch_schedule.BatchSchedule.plan, Trainer.train_step, []
+    plan, train_step, given = DynamicBatchSampler.plan, Trainer.train_step, []
     monkeypatch.setattr(
-        batch_schedule.BatchSchedule,
+        DynamicBatchSampler,
         "plan",
         lambda *args: [part._replace(weight=0.5) for part in plan(*args)],
     )

@@ -18,7 +18,7 @@ from distributed import fsdp, sharded_checkpoint
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
 from errors import InputError
-from training.batch_schedule import BatchSchedule
+from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import (
     load_into,
     load_optimizer,
@@ -49,7 +49,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scaler: Any
     comm_hook: AllReduceHook
-    batches: BatchSchedule
+    batches: DynamicBatchSampler
     sums: StepSums
     world: World
     compute_timer: ComputeTimer | None

@@ -37,7 +37,7 @@ from input_pipeline.dataset import BatchedDataset
 from optimizers.base import CommunicatingOptimizer, global_norm, step_unless_skipped
 from optimizers.schedules import Schedule
 from training import evaluation
-from training.batch_schedule import BatchSchedule
+from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import rng_states, set_rng_states
 from training.checkpoint_manager import CheckpointManager
 from training.epoch_report import EVAL_SET_NAMES, RunSummary, epoch_row, run_summary
@@ -121,7 +121,7 @@ class Trainer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loss_fn: LossFn,
-        batches: BatchSchedule,
+        batches: DynamicBatchSampler,
         *,
         train_set: BatchedDataset,
         eval_sets: Mapping[str, BatchedDataset],
@@ -504,9 +504,8 @@ class Trainer:
                 f"{progress.epoch + 1} were skipped, since a gradient was not finite{why}"
             )
         row |= self.batches.end_epoch(
-            progress.epoch,
-            loss=row["train_loss"],
-            seconds=progress.train_seconds,
+            row["train_loss"],
+            progress.train_seconds,
             compute_seconds=self.clock.take_compute_seconds(),
             noise=self._noise_means(totals),
         )

@@ -1,24 +1,29 @@
 """Which rows each rank takes in each step, and how large the next epoch's batches are.
 
-    batches = BatchSchedule(world, sampler, base=256)            # the same batch size throughout
-    policy = BatchSizePolicy(rule, low=256, high=4096)
-    batches = BatchSchedule(world, sampler, base=256, policy=policy, balancer=WorkerBalancer())
-    for rows, weight, samples in batches.plan(epoch, done=0): ...
-    batches.end_epoch(epoch, loss=loss, seconds=seconds, compute_seconds=compute, noise=None)
+    rule = Scheduled(256, at_milestones(2.0, [15, 23]))
+    sampler = DynamicBatchSampler(len(dataset), 256, rule=rule, high=4096)
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    for epoch in range(30):
+        for step, (x, y) in enumerate(loader):
+            loss = sampler.loss_weight(step) * criterion(model(x), y)
+            ...
+        sampler.end_epoch(mean_loss, seconds)
 
-The rules themselves are in dynamic_batch.py.
+The rules themselves are in dynamic_batch.py. The training loop of this project takes the same
+object by `plan`, `start_epoch` and `end_epoch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils import data
 
 import dynamic_batch
-from distributed.world import World
+from distributed.world import World, new_group
 from dynamic_batch import NoiseScale, Rule, WorkerBalancer
 from input_pipeline.sampler import Sampler, batch_sizes, row_owners
 
@@ -42,70 +47,114 @@ class RankBatch(NamedTuple):
     samples: int
 
 
-@dataclass(frozen=True)
-class BatchSizePolicy:
-    """A batch size that changes from epoch to epoch.
+class DynamicBatchSampler(data.Sampler[list[int]]):
+    """The batches of a run, for `DataLoader(batch_sampler=...)`; every rank computes the same.
 
-    Attributes:
-        rule: which batch size it asks for.
-        low, high: the limits, in samples over all ranks.
-        lr_power: the learning rate is multiplied by (batch / first batch) ** lr_power.
-    """
+    Iterating yields this rank's rows of each step of the current epoch. Every row comes once an
+    epoch, whether the size changes or not, and no batch is smaller than half of the size; see
+    `input_pipeline.sampler.batch_sizes`. The order is a function of (seed, epoch).
 
-    rule: Rule
-    low: int
-    high: int
-    lr_power: float = 0.0
-
-
-class BatchSchedule:
-    """The batches of a run; every rank computes the same.
-
-    Every row comes once an epoch, whether the size changes or not, and no batch is smaller than
-    half of the size; see `input_pipeline.sampler.batch_sizes`.
+    With a data loader of its own, a loop has three duties: multiply each loss by `loss_weight`,
+    since the ranks' shares may differ; multiply the learning rate by `lr_factor` where `lr_power`
+    is given; and call `end_epoch` after each epoch.
 
     Args:
-        world: the ranks.
-        order: the order of the rows.
-        base: the first global batch size.
-        policy: how the size changes over time, or None.
-        balancer: how it is shared out among the ranks, or None for equal shares.
+        rows: of the training set.
+        batch_size: samples of the first global batch, that is of all ranks.
+        rule: how the size changes over time, one of dynamic_batch.py, or None.
+        low: samples of the smallest global batch; None is a sixteenth of `batch_size`, but at
+            least two samples for each rank.
+        high: samples of the largest one; None is sixteen times `batch_size`, or all rows.
+        lr_power: the learning rate is to be multiplied by (size / batch_size) ** lr_power.
+        balancer: how a batch is shared out among the ranks, or None for equal shares.
+        seed: of the order of the rows.
+        lengths: (rows,) number of tokens of each sample, so that batches hold rows of similar
+            length; None where all are equally long.
+        world: the ranks; None is those of torch's default process group, or this process alone.
+            They exchange a few numbers in `end_epoch`.
+
+    Raises:
+        ValueError: the training set has fewer rows than a batch, or a limit excludes the other.
     """
 
     def __init__(
         self,
-        world: World,
-        order: Sampler,
+        rows: int,
+        batch_size: int,
         *,
-        base: int,
-        policy: BatchSizePolicy | None = None,
+        rule: Rule | None = None,
+        low: int | None = None,
+        high: int | None = None,
+        lr_power: float = 0.0,
         balancer: WorkerBalancer | None = None,
+        seed: int = 0,
+        lengths: Tensor | None = None,
+        world: World | None = None,
     ) -> None:
-        self.world, self.order, self.base = world, order, base
-        self.policy, self.balancer = policy, balancer
+        self.world = this_world() if world is None else world
+        self.order, self.base = Sampler(rows, seed, lengths=lengths), batch_size
+        self.rule, self.lr_power, self.balancer = rule, lr_power, balancer
+        if not 0 < batch_size <= rows:
+            raise ValueError(f"batch_size={batch_size} must be from 1 to the {rows} rows")
+        fewest = min(MIN_RANK_ROWS * self.world.size, batch_size)
+        self.low = max(batch_size // 16, fewest) if low is None else low
+        self.high = min(16 * batch_size, rows) if high is None else high
+        if not self.world.size <= self.low <= self.high:
+            raise ValueError(
+                f"low={self.low} must be at least the number of ranks, {self.world.size}, and at "
+                f"most high={self.high}"
+            )
         self.noise = NoiseScale()
         self.noise_scale: float | None = None
         self.advised = False
         self.memory_limits: list[int] | None = None  # rows that fit each rank's memory at once
-        self.size = base
-        self.shares = dynamic_batch.apportion(base, [1.0] * world.size)
+        self.size = batch_size
+        self.shares = dynamic_batch.apportion(batch_size, [1.0] * self.world.size)
         self.decided = 0  # the epoch, counted from 1, that size and shares are for
+        self.first_step = 0  # of the next iteration
+        self.weights: list[float] = []  # of the steps of the last iteration
+
+    # ---------------------------------------------------------------- for a data loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch = max(self.decided - 1, 0)
+        self.start_epoch(epoch)
+        plan = self.plan(epoch, self.first_step)
+        self.weights = [batch.weight for batch in plan]
+        return iter([batch.rows.tolist() for batch in plan])
+
+    def __len__(self) -> int:
+        """The number of steps of the next iteration."""
+        self.start_epoch(max(self.decided - 1, 0))
+        return self.steps() - self.first_step
+
+    def loss_weight(self, step: int) -> float:
+        """The factor of this rank's mean loss, of which the ranks then take the mean.
+
+        It is 1 unless the ranks' shares of a batch differ.
+
+        Args:
+            step: counted from the start of the last iteration, as by `enumerate(loader)`.
+        """
+        return self.weights[step]
+
+    # ---------------------------------------------------------------- sizes
 
     @property
     def changes(self) -> bool:
         """Whether the batch size or the ranks' shares of it change during the run."""
-        return self.policy is not None or self.balancer is not None
+        return self.rule is not None or self.balancer is not None
 
     @property
     def largest_share(self) -> int:
         """Rows of one rank in a step at most, as long as shares are equal."""
-        largest = max(self._sizes(self.policy.high if self.policy else self.base))
+        largest = max(self._sizes(self.high if self.rule is not None else self.base))
         return -(-largest // self.world.size)
 
     @property
     def lr_factor(self) -> float:
         """The factor by which the batch size changes the learning rate."""
-        return (self.size / self.base) ** self.policy.lr_power if self.policy else 1.0
+        return (self.size / self.base) ** self.lr_power
 
     def limit(self, micro_batch: int | None) -> None:
         """Tell how many rows fit this rank's memory at once (None: all). Collective.
@@ -122,17 +171,15 @@ class BatchSchedule:
         """Decide the batch size of an epoch, counted from 0, once."""
         if self.decided >= epoch + 1:
             return
-        if self.policy is not None:
-            self.size = self._nearest(
-                self.policy, self.policy.rule.next_batch_size(epoch, self.size)
-            )
+        if self.rule is not None:
+            self.size = self._nearest(self.rule.next_batch_size(epoch, self.size))
         self.shares = self.share_out(self.size)
         self.decided = epoch + 1
 
-    def _nearest(self, policy: BatchSizePolicy, target: float) -> int:
-        """The batch size nearest to a target that the policy's limits and the ranks allow."""
+    def _nearest(self, target: float) -> int:
+        """The batch size nearest to a target that the limits and the ranks allow."""
         return dynamic_batch.nearest_batch_size(
-            target, self.base, low=policy.low, high=policy.high, unit=self.world.size
+            target, self.base, low=self.low, high=self.high, unit=self.world.size
         )
 
     def share_out(self, size: int) -> list[int]:
@@ -188,39 +235,40 @@ class BatchSchedule:
 
     def end_epoch(
         self,
-        epoch: int,
-        *,
         loss: float,
         seconds: float,
-        compute_seconds: float,
-        noise: Mapping[str, float] | None,
+        *,
+        compute_seconds: float | None = None,
+        noise: Mapping[str, float] | None = None,
     ) -> dict[str, Any]:
-        """Learn from an epoch and decide the next one's batch size; collective.
+        """Learn from the epoch that is over and decide the next one's batch size; collective.
 
         Args:
-            epoch: the one that is over, counted from 0.
-            loss: its mean training loss.
-            seconds, compute_seconds: this rank's time for all steps, and without waiting for
-                others.
+            loss: its mean training loss, the same on all ranks.
+            seconds: this rank's time for all steps.
+            compute_seconds: the same without waiting for other ranks, for the balancer; None is
+                `seconds`.
             noise: the arguments of `NoiseScale.observe`, or None where they were not measured.
         Returns:
             What the epoch's row in metrics.jsonl says of its batches.
         """
         row: dict[str, Any] = {}
+        compute_seconds = seconds if compute_seconds is None else compute_seconds
         if noise is not None:
             row["noise_scale"] = self.noise_scale = self.noise.observe(**noise)
         if self.changes:
             times = self.world.all_gather([seconds, compute_seconds])
-            if self.policy is not None:
+            if self.rule is not None:
                 slowest = max(seconds for seconds, _ in times)
-                self.policy.rule.observe(self.size, loss, seconds=slowest, noise=self.noise_scale)
+                self.rule.observe(self.size, loss, seconds=slowest, noise=self.noise_scale)
             if self.balancer is not None:
                 shares = [self._shares_of(size) for size in self._sizes(self.size)]
                 samples = [sum(mine) for mine in zip(*shares)]
                 self.balancer.observe(samples, [compute for _, compute in times])
                 speeds = [round(speed, 2) for speed in self.balancer.speeds]
                 row |= {"shares": list(self.shares), "worker_samples_per_second": speeds}
-        self.start_epoch(epoch + 1)
+        self.first_step = 0
+        self.start_epoch(max(self.decided, 1))
         return row
 
     def advice(self, batch_size: int) -> str:
@@ -236,10 +284,16 @@ class BatchSchedule:
 
     # ---------------------------------------------------------------- in a checkpoint
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values, the same on all ranks."""
-        rule = self.policy.rule if self.policy else None
+    def state_dict(self, steps_done: int = 0) -> dict[str, Any]:
+        """Plain values, the same on all ranks.
+
+        Args:
+            steps_done: in the current epoch, so that a resumed run begins with the step after them.
+                A data loader reads ahead, so only the loop can know.
+        """
+        rule = self.rule
         return {
+            "first_step": steps_done,
             "base": self.base,
             "size": self.size,
             "shares": list(self.shares),
@@ -258,18 +312,27 @@ class BatchSchedule:
         """
         self.noise.load_state_dict(state["noise"])
         self.noise_scale, self.decided = state["noise_scale"], state["decided"]
-        policy, stored_rule = self.policy, state["rule"]
-        if policy is not None and stored_rule.get("kind") == type(policy.rule).__name__:
-            policy.rule.load_state_dict(stored_rule)
+        self.first_step = state.get("first_step", 0)
+        rule, stored_rule = self.rule, state["rule"]
+        if rule is not None and stored_rule.get("kind") == type(rule).__name__:
+            rule.load_state_dict(stored_rule)
         same_ranks = state["base"] == self.base and len(state["shares"]) == self.world.size
-        if policy is None:
+        if rule is None:
             self.size = self.base
         elif same_ranks:
             self.size = state["size"]
         else:
-            self.size = self._nearest(policy, self.base * state["size"] / state["base"])
+            self.size = self._nearest(self.base * state["size"] / state["base"])
         self.shares = dynamic_batch.apportion(self.size, [1.0] * self.world.size)
         if same_ranks and self.balancer is not None:
             self.balancer.load_state_dict(state)
             same_size = sum(state["shares"]) == self.size
             self.shares = list(state["shares"]) if same_size else self.share_out(self.size)
+
+
+def this_world() -> World:
+    """The ranks of torch's default process group, or this process alone; collective."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return World()
+    control = new_group(backend="gloo")
+    return World(rank=dist.get_rank(), size=dist.get_world_size(), control=control)
