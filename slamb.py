@@ -60,8 +60,9 @@ TRUST_CLAMP = (0.01, 1000.0)  # range of the trust ratios of tensors that are ex
 class SLAMB(CommunicatingOptimizer):
     """LAMB with sparse communication (see above), which it does itself.
 
-    All ranks must call it alike. A gradient that is missing on a rank is zero there. A step that is
-    non-finite on one rank (`found_inf`) changes nothing on any. The schedule of units is the
+    All ranks must call it alike, and freeze the same weights (`requires_grad`), which then stay as
+    they are. A gradient that is missing on a rank is zero there. A step that is non-finite on one
+    rank (`found_inf`) changes nothing on any. The schedule of units is the
     host's: on a GPU, where the host does not wait to learn of it, the units of a skipped step miss
     their turn.
 
@@ -130,6 +131,7 @@ class SLAMB(CommunicatingOptimizer):
         self.warmup = list(warmup)
         self.averager = RankAverager(process_group, node_group)
         self.buffers: list[ParamGroupBuffers] | None = None  # of each group
+        self.trained: list[bool] = []  # which parameters are in them
         self.checks_gradients = self.averager.size > 1  # until a step has compared them
         defaults = {
             "lr": lr,
@@ -159,7 +161,7 @@ class SLAMB(CommunicatingOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.buffers = None
+        self.buffers, self.trained = None, []
         if "averager" not in vars(self):  # an unpickled one; load_state_dict comes here as well
             self.averager = RankAverager(None, None)
             self.checks_gradients = self.averager.size > 1
@@ -200,8 +202,9 @@ class SLAMB(CommunicatingOptimizer):
         average_tensors(weights, self.averager)
 
     def _apply_step(self) -> None:
-        if self.buffers is None:
-            self.buffers = self._create_buffers()
+        trained = [p.requires_grad for group in self.param_groups for p in group["params"]]
+        if self.buffers is None or trained != self.trained:
+            self.buffers, self.trained = self._create_buffers(), trained
         for buffers in self.buffers:
             buffers.load(self.loss_scale)
         if self.checks_gradients:
@@ -221,7 +224,7 @@ class SLAMB(CommunicatingOptimizer):
             self.average_weights()
 
     def _create_buffers(self) -> list[ParamGroupBuffers]:
-        """Lays all groups out, at the first step and after a change of groups or state."""
+        """Lays all groups out: at first, and after a change of groups, state or frozen weights."""
         for group in self.param_groups:
             if group["params"]:
                 device = group["params"][0].device

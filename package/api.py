@@ -1,0 +1,62 @@
+"""Parts of faster-training for your own training loop.
+
+from faster_training import NGD, ngd_groups
+
+optimizer = NGD(ngd_groups(model, weight_decay=0.05), lr=0.08)
+
+"""
+
+from __future__ import annotations
+
+import mixup
+from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD
+from distributed.diloco import DiLoCo
+from distributed.world import World, init_world
+from dynamic_batch import (
+    ByLoss,
+    ByNoise,
+    NoiseScale,
+    Scheduled,
+    WorkerBalancer,
+    at_milestones,
+    every_epoch,
+    replacing_decay,
+)
+from mixup import MetaMixup
+from ngd import NGD
+from optimizers.demo import DeMo
+from optimizers.kaldi_ngd import KaldiNGD
+from optimizers.lamb import LAMB
+from optimizers.lars import LARS
+from optimizers.param_groups import decay_groups, kaldi_ngd_groups, ngd_groups
+from slamb import SLAMB
+from training.batch_sampler import DynamicBatchSampler
+
+__all__ = [
+    "LAMB",
+    "LARS",
+    "NGD",
+    "SLAMB",
+    "AllReduceHook",
+    "ByLoss",
+    "ByNoise",
+    "DeMo",
+    "DelayedAllReduce",
+    "DiLoCo",
+    "DynamicBatchSampler",
+    "KaldiNGD",
+    "LocalSGD",
+    "MetaMixup",
+    "NoiseScale",
+    "Scheduled",
+    "WorkerBalancer",
+    "World",
+    "at_milestones",
+    "decay_groups",
+    "every_epoch",
+    "init_world",
+    "kaldi_ngd_groups",
+    "mixup",
+    "ngd_groups",
+    "replacing_decay",
+]

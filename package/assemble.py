@@ -1,0 +1,163 @@
+"""Assembles the package `faster_training` from the files of this repository, when pip builds it.
+
+pip install .                        # calls build_wheel, as pyproject.toml says
+python -m package.assemble FOLDER    # writes what is built into a folder, to look at
+
+The repository's modules lie side by side at its root, and other packages have modules of the same
+names. Here they become one package: package/api.py is its __init__, and the modules that this one
+needs lie beside it as they lie at the root, with imports such as
+
+    from optimizers.base import GradScalerOptimizer                     # in the repository
+    from faster_training.optimizers.base import GradScalerOptimizer     # in the package
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "faster_training"
+API = "package.api"
+BUILD_SYSTEM = """[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[tool.setuptools]
+packages = {packages}
+
+[tool.setuptools.package-data]
+{package} = ["py.typed"]
+"""
+
+
+# -------------------------------------------------------------------- what pip calls (PEP 517)
+
+
+def get_requires_for_build_wheel(config_settings: object = None) -> list[str]:
+    """What pip installs before it calls `build_wheel`."""
+    return ["setuptools>=77"]
+
+
+get_requires_for_build_sdist = get_requires_for_build_wheel
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: object = None, metadata_directory: object = None
+) -> str:
+    """Build the wheel into a folder; returns its file name."""
+    from setuptools import build_meta  # is there while pip builds
+
+    return _build(build_meta.build_wheel, wheel_directory)
+
+
+def build_sdist(sdist_directory: str, config_settings: object = None) -> str:
+    """Build an archive of the assembled package into a folder; returns its file name."""
+    from setuptools import build_meta
+
+    return _build(build_meta.build_sdist, sdist_directory)
+
+
+def _build(build: Callable[[str], str], target: str) -> str:
+    """Call a function of setuptools within a folder that holds the assembled package."""
+    target = str(Path(target).resolve())
+    with tempfile.TemporaryDirectory() as folder:
+        assemble(Path(folder))
+        with _working_folder(folder):
+            return build(target)
+
+
+@contextlib.contextmanager
+def _working_folder(folder: str) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+# -------------------------------------------------------------------- assembling
+
+
+def assemble(folder: Path) -> None:
+    """Write the package and its pyproject.toml into a folder."""
+    modules = needed_modules()
+    tops = {name.partition(".")[0] for name in modules}
+    for name, path in modules.items():
+        relative = path.relative_to(ROOT) if name != API else Path("__init__.py")
+        target = folder / PACKAGE / relative
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(with_package_imports(path.read_text(), tops))
+    (folder / PACKAGE / "py.typed").touch()  # its annotations are for type checkers
+    for name in ("README.md", "LICENSE"):
+        (folder / name).write_text((ROOT / name).read_text())
+    sections = re.split(r"(?m)^(?=\[[^\[\n]+\]$)", (ROOT / "pyproject.toml").read_text())
+    project = "".join(section for section in sections if section.startswith("[project"))
+    parents = {(folder / PACKAGE / name).parent for name in ("x", *_files(folder / PACKAGE))}
+    packages = sorted(".".join(parent.relative_to(folder).parts) for parent in parents)
+    (folder / "pyproject.toml").write_text(
+        project + BUILD_SYSTEM.format(packages=packages, package=PACKAGE)
+    )
+
+
+def _files(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob("*.py")]
+
+
+def needed_modules() -> dict[str, Path]:
+    """The file of each module that the API imports, directly or not, and of their packages."""
+    found: dict[str, Path] = {}
+    waiting = [API]
+    while waiting:
+        name = waiting.pop()
+        path = _module_file(name)
+        if path is None or name in found:
+            continue
+        found[name] = path
+        waiting += imported_names(path.read_text())
+        if name != API:
+            waiting.append(name.rpartition(".")[0])
+    return found
+
+
+def _module_file(name: str) -> Path | None:
+    """The file of a module of this repository; None where it is another package's."""
+    path = ROOT.joinpath(*name.split("."))
+    candidates = (path.with_suffix(".py"), path / "__init__.py") if name else ()
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def imported_names(source: str) -> list[str]:
+    """What a module imports: names of modules, and of what may be a module within a package."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
+
+
+def with_package_imports(source: str, tops: set[str]) -> str:
+    """A module's source with the imports of this repository's modules as the package has them.
+
+    Those of examples in docstrings are changed as well.
+
+    Args:
+        source: the source.
+        tops: the modules and packages at the root.
+    """
+    top = "|".join(sorted(tops))
+    source = re.sub(rf"(?m)^(\s*)import ({top})$", rf"\1from {PACKAGE} import \2", source)
+    return re.sub(rf"(?m)^(\s*)from ({top})(?=[. ])", rf"\1from {PACKAGE}.\2", source)
+
+
+if __name__ == "__main__":
+    assemble(Path(sys.argv[1]))
