@@ -110,3 +110,35 @@ def foreign_loop(site: Path) -> dict[str, str]:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_loops_of_other_projects(optimizer: str, check: str, foreign_loop: dict[str, str]) -> None:
     assert foreign_loop[f"{optimizer} {check}"] == ""
+
+
+# -------------------------------------------------------------------- examples
+
+
+EXAMPLES = {  # what each needs, and how its last line of numbers begins
+    "plain_loop": ("sklearn", "epoch 8: batch 128, loss"),
+    "with_timm": ("timm", "epoch 10: loss"),
+    "hf_trainer": ("transformers", "training loss"),
+    "with_lightning": ("lightning", "training loss"),
+    "slamb_torchrun": ("torch", "step 60: loss"),
+}
+
+
+def test_every_example_is_tested_and_listed() -> None:
+    page = (ROOT / "examples" / "README.md").read_text()
+    names = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert names == EXAMPLES.keys()
+    assert all(f"({name}.py)" in page for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run_where_their_library_is(name: str, site: Path) -> None:
+    library, result = EXAMPLES[name]
+    pytest.importorskip(library)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words = launcher if name == "slamb_torchrun" else []
+    console = run_elsewhere(site, *words, str(ROOT / "examples" / f"{name}.py"))
+    [line] = [line for line in console.splitlines() if line.startswith(result)]
+    loss = float(re.search(r"loss (\d+\.\d+)", line)[1])
+    assert loss < {"plain_loop": 1.0, "hf_trainer": 0.65}.get(name, 0.6)

@@ -1,0 +1,61 @@
+"""NGD, learned mixing and batches that grow, in a plain loop. Needs scikit-learn for its digits."""
+
+import time
+
+import torch
+from faster_training import (
+    NGD,
+    DynamicBatchSampler,
+    MetaMixup,
+    Scheduled,
+    at_milestones,
+    mixup,
+    ngd_groups,
+)
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+EPOCHS = 8
+torch.manual_seed(0)
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+labels = torch.tensor(digits.target)
+train = TensorDataset(images[:1400], labels[:1400])
+clean, clean_labels = images[1400:1500], labels[1400:1500]  # what the mixing is learned on
+test, test_labels = images[1500:], labels[1500:]
+
+model = nn.Sequential(
+    nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+    nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
+    nn.Flatten(), nn.Linear(256, 10),
+)  # fmt: skip
+optimizer = NGD(ngd_groups(model, weight_decay=0.05), lr=0.05)
+sampler = DynamicBatchSampler(len(train), 32, rule=Scheduled(32, at_milestones(2.0, [4, 6])))
+meta = MetaMixup(classes=10)
+for epoch in range(EPOCHS):
+    start, losses = time.perf_counter(), []
+    for step, (x, y) in enumerate(DataLoader(train, batch_sampler=sampler)):
+
+        def mixed_loss(mix, x=x, y=y):
+            return mixup.cross_entropy(model(mixup.blend(x, mix)), y, mix=mix)
+
+        if step % 16 == 0:
+            meta.learn(
+                model, y, mixed_loss=mixed_loss, rate=0.05,
+                clean_loss=lambda: F.cross_entropy(model(clean), clean_labels),
+            )  # fmt: skip
+        loss = sampler.loss_weight(step) * mixed_loss(meta.mix(y))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    mean_loss = sum(losses) / len(losses)
+    size = sampler.size
+    sampler.end_epoch(mean_loss, time.perf_counter() - start)
+    model.eval()
+    with torch.no_grad():
+        accuracy = (model(test).argmax(1) == test_labels).float().mean().item()
+    model.train()
+    print(f"epoch {epoch + 1}: batch {size}, loss {mean_loss:.3f}, accuracy {accuracy:.1%}")

@@ -1,0 +1,29 @@
+"""SLAMB on several processes: torchrun --nproc-per-node 2 examples/slamb_torchrun.py
+
+The model is not wrapped in DistributedDataParallel: SLAMB sends a tenth of its momentum itself.
+"""
+
+import torch
+import torch.distributed as dist
+from faster_training import SLAMB
+from torch import nn
+
+dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+torch.manual_seed(0)  # the same weights on all ranks
+model = nn.Sequential(nn.Linear(20, 512), nn.ReLU(), nn.Linear(512, 4)).to(device)
+optimizer = SLAMB(model.parameters(), lr=0.01, compress_ratio=0.1)
+torch.manual_seed(dist.get_rank())  # other samples on each
+for step in range(1, 61):
+    x = torch.randn(64, 20, device=device)
+    loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % 20 == 0 and dist.get_rank() == 0:
+        kilobytes = optimizer.take_bytes() / 20 / 1000
+        print(f"step {step}: loss {loss.item():.3f}, {kilobytes:.0f} kB sent a step", flush=True)
+optimizer.average_weights()  # before an evaluation, or before weights are saved for later use
+dist.destroy_process_group()
