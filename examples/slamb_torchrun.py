@@ -26,4 +26,5 @@ for step in range(1, 61):
         kilobytes = optimizer.take_bytes() / 20 / 1000
         print(f"step {step}: loss {loss.item():.3f}, {kilobytes:.0f} kB sent a step", flush=True)
 optimizer.average_weights()  # before an evaluation, or before weights are saved for later use
+dist.barrier()  # gloo may abort where one process leaves while another is still sending
 dist.destroy_process_group()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ranks
 import resnet50_test
@@ -22,6 +23,7 @@ from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
 from figures import flags_page
 from input_pipeline.dataset import BatchedDataset
+from package.assemble import assemble
 from tuning.sweep import sweep_parser
 
 README = ranks.ROOT / "README.md"
@@ -117,6 +119,12 @@ def run_python_blocks(page: Path) -> dict[str, Any]:
         "OptimizerChoice": OptimizerChoice,
         "adam": {"betas": (0.9, 0.999)},
         "rows": [],
+        "DataLoader": DataLoader,
+        "dataset": TensorDataset(images.repeat(50, 1, 1, 1), labels.repeat(50)),
+        "criterion": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.SGD(model.parameters()),
+        "mean_loss": 1.0,
+        "seconds": 1.0,
     }
     for source in PYTHON.findall(page.read_text()):
         source = textwrap.dedent(source)
@@ -129,7 +137,9 @@ def run_python_blocks(page: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda page: page.stem
 )
-def test_the_python_code_of_a_page_runs(page):
+def test_the_python_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    assemble(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # the package faster_training
     text = page.read_text()
     assert len(PYTHON.findall(text)) == text.count("```python")
     run_python_blocks(page)
