@@ -138,6 +138,13 @@ CONFLICTS = (
         "leave --grad_compress out",
         lambda a: a.grad_compress != "none" and averages_weights(a),
     ),
+    Conflict(
+        "--ema",
+        "{own_exchange=--optimizer slamb, --sync local, --sync diloco}",
+        "weights differ between the processes",
+        "leave one of them out",
+        lambda a: bool(a.ema) and (a.optimizer == "slamb" or averages_weights(a)),
+    ),
     # ---- batches that change
     Conflict(
         "--balance_workers",
@@ -233,6 +240,13 @@ CONFLICTS = (
         LAYERED,
         USE_DDP,
         lambda a: is_sharded(a) and measures_noise(a),
+    ),
+    Conflict(
+        "--parallel {parallel=fsdp, hsdp}",
+        "--ema",
+        LAYERED,
+        USE_DDP,
+        lambda a: is_sharded(a) and bool(a.ema),
     ),
     Conflict(
         "--parallel {parallel=fsdp, hsdp}",

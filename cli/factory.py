@@ -542,6 +542,7 @@ def create_trainer_config(
         accumulation_steps=accumulation_steps,
         micro_batch_size=micro_batch_size,
         max_grad_norm=args.clip,
+        average_decay=args.ema,
         sync_batch_norm=args.sync_bn,
         save_every=args.save_every,
         keep=args.keep,
@@ -619,7 +620,12 @@ def load_weights(
     holds the predictions alone.
     """
     shards = state.get("shards")
-    weights = sharded_checkpoint.load_whole_model(Path(shards)) if shards else state["model"]
+    if average := state.get("average"):
+        weights = average["weights"]
+    elif shards:
+        weights = sharded_checkpoint.load_whole_model(Path(shards))
+    else:
+        weights = state["model"]
     flag = "--resume" if args.checkpoint is None else "--checkpoint"
     checkpoint.load_into(model, weights, "model", flag=flag)
     if run.world.is_main:

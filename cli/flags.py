@@ -290,6 +290,15 @@ def add_training(parser: Parser) -> None:
         common=True,
     )
     add(
+        "--ema",
+        aliases=("--model_ema_decay",),
+        type=below_one,
+        default=0.0,
+        metavar="DECAY",
+        help="Evaluate, and keep for use, a moving average of the weights over the steps with this "
+        "decay, such as 0.999; 0 does not average (default %(default)s).",
+    )
+    add(
         "--clip",
         aliases=("--clip_grad", "--max_grad_norm"),
         type=not_negative,
@@ -1026,7 +1035,7 @@ def add_run(parser: Parser) -> None:
     add(
         "--export",
         metavar="FILE",
-        help="Write the model of --checkpoint as .onnx or .pt2, and check that the file computes "
-        "the same.",
+        help="Write the model of --checkpoint as .onnx or .pt2, or its weights as .safetensors, "
+        "with classes and preprocessing, and check that the file computes the same.",
         common=True,
     )

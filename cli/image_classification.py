@@ -196,5 +196,10 @@ def export_model(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> No
     example = torch.randn(2, checkpoint["channels"], checkpoint["size"], checkpoint["size"])
     model = load_weights(args, run, create_model(args, run, checkpoint), checkpoint)
     dynamic = {0: ("batch", LARGEST_BATCH)}
-    difference = export(model, example, Path(args.export), dynamic=dynamic)
+    metadata = {
+        "arch": args.arch,
+        "input": "float32 (batch, channels, size, size): (pixel / 255 - mean) / std, RGB or grey",
+        **{name: checkpoint[name] for name in ("classes", "channels", "size", "mean", "std")},
+    }
+    difference = export(model, example, Path(args.export), dynamic=dynamic, metadata=metadata)
     print(f"{args.export}: same probabilities as the model, to {difference:.1g}")

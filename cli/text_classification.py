@@ -310,5 +310,11 @@ def export_model(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> No
     example = text_batches.encode_texts(texts, tokenizer, max_len=checkpoint["max_len"])
     model = load_weights(args, run, create_model(args, run, checkpoint), checkpoint)
     dynamic = {0: ("batch", LARGEST_BATCH), 1: ("length", checkpoint["max_len"])}
-    difference = export(model, example, Path(args.export), dynamic=dynamic)
+    metadata = {
+        "input": "int32 (batch, length): [CLS] and a text's tokens, [PAD] behind shorter texts",
+        "classes": checkpoint["classes"],
+        "max_len": checkpoint["max_len"],
+        "tokenizer": checkpoint["tokenizer"],
+    }
+    difference = export(model, example, Path(args.export), dynamic=dynamic, metadata=metadata)
     print(f"{args.export}: same probabilities as the model, to {difference:.1g}")

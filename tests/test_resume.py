@@ -51,7 +51,7 @@ def killed_and_resumed(command: list[str], folder: Path, kills: int, **environme
     [
         (
             "resnet50_test.py",
-            [*IMAGES, "--dynamic_batch", "noise", "--min_bs", "16", "--dynamic_lr", "sqrt"],
+            [*IMAGES, *"--dynamic_batch noise --min_bs 16 --dynamic_lr sqrt --ema 0.95".split()],
         ),
         (
             "transformer_test.py",
@@ -72,7 +72,7 @@ def test_sigkill_then_resume_on_one_process(name, flags, tmp_path):
     "more",
     [
         "--ngd --meta_learning --meta_every 4",
-        "--dynamic_batch noise --max_bs 512",
+        "--dynamic_batch noise --max_bs 512 --ema 0.95",
         "--optimizer slamb --lr 3e-3 --local_steps 8",
         "--sync lag --grad_compress bf16",
         "--sync local --local_steps 7",

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import io
 import json
 import math
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -222,11 +227,57 @@ def test_evaluate_predict_and_export_of_images(here, monkeypatch):
         .splitlines()[-1]
         .startswith("zero.png: 0 ")
     )
-    for name in ("model.onnx", "model.pt2"):
-        assert "same probabilities" in run(
-            resnet50_test, "--resume", "run", "--export", name, monkeypatch=monkeypatch
-        )
+    metadata = exported_metadata(resnet50_test, monkeypatch)
+    state = checkpoint.load(here / "run", "resnet50_test")
+    for name in ("classes", "channels", "size", "mean", "std"):
+        assert metadata[name] == state[name]
+    assert metadata["arch"] == state["flags"]["arch"]
+
+    words = ["--resume", "run", "--predict", "zero.png", "--predict_out", "zero.jsonl"]
+    run(resnet50_test, *words, monkeypatch=monkeypatch)
+    expected = json.loads(Path("zero.jsonl").read_text())["probabilities"]
+    served = answer_of_the_example(Path("zero.png").read_bytes())
+    assert served == pytest.approx(expected, abs=1e-4)
+    assert "cannot identify" in answer_of_the_example(b"not an image")["error"]
+
+
+def exported_metadata(script, monkeypatch) -> dict[str, Any]:
+    """Export the run in each format and assert that all of them say the same of it."""
+    for name in ("model.onnx", "model.pt2", "model.safetensors"):
+        console = run(script, "--resume", "run", "--export", name, monkeypatch=monkeypatch)
+        assert "same probabilities" in console
         assert Path(name).stat().st_size > 100_000
+    onnxruntime = pytest.importorskip("onnxruntime")
+    safetensors = pytest.importorskip("safetensors")
+    session = onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
+    found = [dict(session.get_modelmeta().custom_metadata_map)]
+    extra = {"metadata.json": ""}
+    torch.export.load("model.pt2", extra_files=extra)
+    found.append(json.loads(extra["metadata.json"]))
+    with safetensors.safe_open("model.safetensors", framework="pt") as file:
+        found.append(file.metadata())
+    assert found[0] == found[1] == found[2]
+    return {name: json.loads(value) for name, value in found[0].items()}
+
+
+def answer_of_the_example(content: bytes) -> dict[str, Any]:
+    """What examples/serve_onnx.py answers to an upload, in a process of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    example = str(ranks.ROOT / "examples" / "serve_onnx.py")
+    server = subprocess.Popen([sys.executable, example, "model.onnx", str(port)])
+    try:
+        for _ in range(200):
+            time.sleep(0.1)
+            with contextlib.suppress(ConnectionRefusedError):
+                connection = http.client.HTTPConnection("localhost", port)
+                connection.request("POST", "/", content)
+                return json.loads(connection.getresponse().read())
+        raise AssertionError("the example does not answer")
+    finally:
+        server.kill()
+        server.wait()
 
 
 @pytest.mark.slow
@@ -244,10 +295,9 @@ def test_predict_and_export_of_texts(here, monkeypatch):
     assert lines[0].startswith("weights of run/last.pt: epoch 8, test accuracy ")
     assert ": Sports " in lines[1]
     assert ": Business " in lines[2]
-    for name in ("model.onnx", "model.pt2"):
-        assert "same probabilities" in run(
-            transformer_test, "--resume", "run", "--export", name, monkeypatch=monkeypatch
-        )
+    metadata = exported_metadata(transformer_test, monkeypatch)
+    assert metadata["classes"] == ["World", "Sports", "Business", "Sci/Tech"]
+    assert json.loads(metadata["tokenizer"])["model"]["vocab"]
 
 
 @pytest.mark.slow

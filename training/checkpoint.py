@@ -45,7 +45,7 @@ NESTED_ENTRIES = {  # that the entries above hold at least
     "progress": ("epoch", "step", "best"),
     "batching": ("size",),
 }
-MAPPED = ("model", "optimizer", "ranks")  # their tensors are read from the file where they are used
+MAPPED = ("model", "optimizer", "ranks", "average")  # their tensors are read where they are used
 OLDER_NAME = re.compile(r"last-([1-9][0-9]*)\.pt")  # a checkpoint before last.pt
 SHARDS_NAME = re.compile(r"shards-[0-9]+")  # a sharded checkpoint's folder beside the file
 

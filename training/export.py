@@ -1,10 +1,16 @@
 """Exported models: a file that runs without this project, checked against the model it came from.
 
-export(model, example_inputs, Path("model.onnx"), dynamic={0: ("batch", LARGEST_BATCH)})
+export(model, example_inputs, Path("model.onnx"), dynamic={0: ("batch", LARGEST_BATCH)},
+       metadata={"classes": ["cat", "dog"], "mean": [0.5], ...})
+
+The file also says what its numbers mean. The metadata are strings of JSON, one for each name: in
+.onnx and .safetensors the file's own metadata, in .pt2 the extra file metadata.json.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,21 +21,28 @@ from torch import Tensor, nn
 from errors import InputError
 from models import fusion
 
-SUFFIXES = (".onnx", ".pt2")
+SUFFIXES = (".onnx", ".pt2", ".safetensors")
+PT2_METADATA = "metadata.json"  # the name of the extra file
 LARGEST_BATCH = 4096  # of an exported model
 TOLERANCE = 1e-4  # largest difference of a probability between the exported and the original model
 
 
 def export(
-    model: nn.Module, example: Tensor, path: Path, *, dynamic: Mapping[int, tuple[str, int]]
+    model: nn.Module,
+    example: Tensor,
+    path: Path,
+    *,
+    dynamic: Mapping[int, tuple[str, int]],
+    metadata: Mapping[str, Any],
 ) -> float:
     """Write a model to a file, run the file on `example`, and compare.
 
     Args:
-        model: any; batch-norm is folded into its convolutions in place.
+        model: any; for .onnx and .pt2 batch-norm is folded into its convolutions in place.
         example: inputs, at least 2 in every dynamic dimension.
-        path: ends in .onnx or .pt2.
+        path: ends in .onnx, .pt2, or .safetensors, which holds the weights alone.
         dynamic: dimensions of the input that may change: {dimension: (name, largest size)}.
+        metadata: plain values that the file shall hold.
     Returns:
         The largest difference of a probability.
     Raises:
@@ -37,19 +50,19 @@ def export(
     """
     model = model.cpu().float().eval()
     expected = model(example).softmax(1).detach()
-    model = fusion.fold_batch_norm(model)
+    texts = {name: json.dumps(value) for name, value in metadata.items()}
     sizes = {
         axis: torch.export.Dim(name, min=1, max=largest)
         for axis, (name, largest) in dynamic.items()
     }
     if path.suffix == ".pt2":
-        program = torch.export.export(model, (example,), dynamic_shapes=(sizes,))
-        torch.export.save(program, path)
-        given = torch.export.load(path).module()(example)
+        given = _export_pt2(fusion.fold_batch_norm(model), example, path, sizes, texts)
     elif path.suffix == ".onnx":
-        given = _export_onnx(model, example, path, sizes)
+        given = _export_onnx(fusion.fold_batch_norm(model), example, path, sizes, texts)
+    elif path.suffix == ".safetensors":
+        given = _export_weights(model, example, path, texts)
     else:
-        raise InputError(f"--export {path}: the name must end in .onnx or .pt2")
+        raise InputError(f"--export {path}: the name must end in {' or '.join(SUFFIXES)}")
     difference = (given.softmax(1) - expected).abs().max().item()
     if not difference <= TOLERANCE:
         raise InputError(
@@ -59,9 +72,29 @@ def export(
     return difference
 
 
-def _export_onnx(model: nn.Module, example: Tensor, path: Path, sizes: Mapping[int, Any]) -> Tensor:
+def _export_pt2(
+    model: nn.Module,
+    example: Tensor,
+    path: Path,
+    sizes: Mapping[int, Any],
+    metadata: dict[str, str],
+) -> Tensor:
+    """Write a program of torch.export; returns the logits that it computes when it is read."""
+    program = torch.export.export(model, (example,), dynamic_shapes=(sizes,))
+    torch.export.save(program, path, extra_files={PT2_METADATA: json.dumps(metadata)})
+    return torch.export.load(path).module()(example)
+
+
+def _export_onnx(
+    model: nn.Module,
+    example: Tensor,
+    path: Path,
+    sizes: Mapping[int, Any],
+    metadata: dict[str, str],
+) -> Tensor:
     """Write an ONNX file; returns the logits that ONNX Runtime computes with it."""
     try:
+        import onnx
         import onnxruntime
         import onnxscript  # noqa: F401  torch's exporter needs it
     except ImportError:
@@ -77,6 +110,28 @@ def _export_onnx(model: nn.Module, example: Tensor, path: Path, sizes: Mapping[i
         external_data=False,
         verbose=False,
     )
+    program = onnx.load(path)
+    onnx.helper.set_model_props(program, metadata)
+    onnx.save(program, path)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     inputs = {session.get_inputs()[0].name: example.numpy()}
     return torch.from_numpy(session.run(None, inputs)[0])
+
+
+def _export_weights(
+    model: nn.Module, example: Tensor, path: Path, metadata: dict[str, str]
+) -> Tensor:
+    """Write the weights; returns the logits of the model with those that are in the file."""
+    try:
+        from safetensors import torch as safetensors
+    except ImportError:
+        raise InputError(
+            "--export to .safetensors needs a package: pip install safetensors"
+        ) from None
+    weights = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
+    safetensors.save_file(weights, path, metadata=metadata)
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    other.load_state_dict(safetensors.load_file(path))
+    return other(example).detach()

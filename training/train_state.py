@@ -28,6 +28,7 @@ from training.checkpoint import (
 )
 from training.meta_mixup_step import MetaLearner
 from training.step_stats import ComputeTimer, StepSums
+from training.weight_average import WeightAverage
 
 MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}  # of which ranks keep their own
 
@@ -41,7 +42,7 @@ class TrainState:
             parallelism.
         comm_hook, batches, sums, world: what sends, what comes next, what was added up, and the
             ranks.
-        compute_timer, meta_learner: None where the run has none.
+        compute_timer, meta_learner, average: None where the run has none.
         replicas_diverge: each rank has weights and optimizer of its own between averagings.
     """
 
@@ -55,6 +56,7 @@ class TrainState:
     compute_timer: ComputeTimer | None
     meta_learner: MetaLearner | None
     replicas_diverge: bool
+    average: WeightAverage | None = None
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -81,6 +83,7 @@ class TrainState:
             "hook": self.comm_hook.state_dict(self.parameters),
             "scaler": self.scaler.state_dict(),
             "learner": meta_learner.state_dict() if meta_learner is not None else None,
+            "average": self.average.state_dict() if self.average is not None else None,
             "batching": self.batches.state_dict(),
             "ranks": self.world.gather(self._rank_state(weights, optimizer)),
         }
@@ -93,6 +96,7 @@ class TrainState:
         return {
             "random": rng_states(self.world.device),
             "weights": {name: weights[name].cpu() for name in own_names},
+            "average": self.average.own_state() if self.average is not None else {},
             "optimizer": to_cpu(optimizer) if self.replicas_diverge else None,
             **self.sums.state_dict(),
             **self.world.state_dict(),
@@ -108,8 +112,11 @@ class TrainState:
             InputError: the state does not fit the flags.
         """
         ranks, weights, optimizer = state["ranks"], state["model"], state["optimizer"]
+        average = state.get("average")
         if len(ranks) == self.world.size:
             mine = ranks[self.world.rank]
+            if average:
+                average["weights"] = {**average["weights"], **mine["average"]}
             weights, optimizer = {**weights, **mine["weights"]}, optimizer or mine["optimizer"]
             set_rng_states(mine["random"], self.world.device)
             self.sums.load_state_dict(mine)
@@ -125,6 +132,8 @@ class TrainState:
             self._load_sharded(state, weights)
         else:
             self._load_whole(weights, optimizer)
+        if self.average is not None and average:
+            self.average.load_state_dict(average)
         self.comm_hook.load_state_dict(state["hook"], self.parameters)
         self.batches.load_state_dict(state["batching"])
         if self.scaler.is_enabled() and state["scaler"]:

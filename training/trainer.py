@@ -50,6 +50,7 @@ from training.run_log import EpochStatus, RunLog
 from training.step_stats import ComputeTimer, NoiseMeter, StepSums, StepTotals, TrainClock
 from training.time_estimate import TimeEstimate
 from training.train_state import TrainState
+from training.weight_average import WeightAverage
 
 RAISED_LR = 2.01  # times the last step's rate; a warm-up at most doubles it in one step
 LOG_INTERVAL = {"cpu": 1, "cuda": 20}  # steps between two reads of the sums
@@ -66,6 +67,7 @@ class TrainerConfig:
         accumulation_steps: micro-batches of a step, at least.
         micro_batch_size: samples of one at most; None is no limit.
         max_grad_norm: gradients are clipped to this norm; 0 is no limit.
+        average_decay: decay of the average of the weights that is evaluated; 0 is none.
         sync_batch_norm: BatchNorm statistics over all GPUs.
         save_every: steps between checkpoints within an epoch; 0 is none.
         keep: how many checkpoints stay: last.pt and those before it.
@@ -83,6 +85,7 @@ class TrainerConfig:
     accumulation_steps: int = 1
     micro_batch_size: int | None = None
     max_grad_norm: float = 0.0
+    average_decay: float = 0.0
     sync_batch_norm: bool = False
     save_every: int = 0
     keep: int = 1
@@ -178,6 +181,9 @@ class Trainer:
         if config.record_cuda_graph:
             self.graph = CudaGraphRunner(self._whole_step)
             make_capturable(self.optimizer)
+        self.average: WeightAverage | None = None
+        if config.average_decay:
+            self.average = WeightAverage(self.model, config.average_decay)
         self.vote = StopVote(world)
         train_state = TrainState(
             model=self.model,
@@ -190,6 +196,7 @@ class Trainer:
             compute_timer=self.compute_timer,
             meta_learner=meta_learner,
             replicas_diverge=self.replicas_diverge,
+            average=self.average,
         )
         self.checkpoints = CheckpointManager(
             train_state,
@@ -294,6 +301,8 @@ class Trainer:
                 self.set_lr(self.scheduled_lr())
                 with without_compilation(one_shape and planned.samples != self.batches.size):
                     self.train_step(inputs, labels, planned.weight, samples=planned.samples)
+                if self.average is not None:
+                    self.average.update(self.model)
                 self.world.first_step_done()
                 progress.step += 1
                 progress.step_in_epoch += 1
@@ -537,12 +546,19 @@ class Trainer:
             self.log.tables("policy", self.meta_learner.tables(), self.metadata["classes"])
 
     def evaluate(self) -> dict[str, float]:
-        """Loss and accuracy on each evaluation set, all ranks having the same weights."""
+        """Loss and accuracy on each evaluation set, all ranks having the same weights.
+
+        They are those of the averaged weights where the run averages them.
+        """
         self.sync_replicas()
+        model = self.model
+        if self.average is not None:
+            model = self.average.model
+            self.world.average_buffers(model)
         results: dict[str, float] = {}
         for name, data in self.eval_sets.items():
             results[f"{name}_loss"], results[f"{name}_accuracy"] = evaluation.evaluate(
-                self.model,
+                model,
                 data,
                 precision=self.precision,
                 world=self.world,

@@ -1,0 +1,93 @@
+"""The moving average of the weights: its formula, what is evaluated and kept, and its state."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import ranks
+import resnet50_test
+from test_training import run
+from training.weight_average import WeightAverage
+
+FLAGS = "--dataset digits --arch resnet8 --bs 64 --lr 0.1 --epochs 2 --threads 1 --ema 0.9".split()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+
+
+def changed(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p))
+    model(torch.randn(8, 3, dtype=torch.float64) * 3 + 1)  # BatchNorm's statistics
+
+
+def test_it_is_the_average_of_the_formula() -> None:
+    model = network()
+    average = WeightAverage(model, 0.6)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    for step in range(1, 30):
+        changed(model)
+        average.update(model)
+        decay = min(0.6, step / (step + 10)) if step > 1 else 0.0  # the first step is copied
+        for name, value in model.state_dict().items():
+            if value.is_floating_point():
+                expected[name] = decay * expected[name] + (1 - decay) * value
+            else:
+                expected[name] = value.clone()
+    for name, value in average.model.state_dict().items():
+        torch.testing.assert_close(value, expected[name])
+    assert not any(p.requires_grad for p in average.model.parameters())
+
+
+def test_it_goes_on_from_its_state() -> None:
+    model = network()
+    average = WeightAverage(model, 0.9)
+    for _ in range(4):
+        changed(model)
+        average.update(model)
+    other = WeightAverage(network(), 0.9)
+    other.load_state_dict(average.state_dict())
+    for _ in range(3):
+        changed(model)
+        average.update(model)
+        other.update(model)
+    for one, two in zip(average.model.state_dict().values(), other.model.state_dict().values()):
+        assert torch.equal(one, two)
+
+
+def test_the_average_is_evaluated_kept_and_used(here, monkeypatch) -> None:
+    run(resnet50_test, *FLAGS, "--out", "run", monkeypatch=monkeypatch)
+    run(resnet50_test, *FLAGS, "--ema", "0", "--out", "plain", monkeypatch=monkeypatch)
+    state = torch.load("run/last.pt", weights_only=True)
+    plain = torch.load("plain/last.pt", weights_only=True)
+    assert all(torch.equal(p, q) for p, q in zip(state["model"].values(), plain["model"].values()))
+    assert plain["average"] is None
+    assert not torch.equal(state["average"]["weights"]["fc.weight"], state["model"]["fc.weight"])
+    averaged, own = (ranks.metrics(here / name)[-1] for name in ("run", "plain"))
+    assert averaged["train_loss"] == own["train_loss"]
+    assert averaged["test_loss"] != own["test_loss"]
+    words = ["--checkpoint", "run", "--evaluate"]
+    report = run(resnet50_test, *words, monkeypatch=monkeypatch)
+    found = re.search(r"all +(\d+\.\d\d) %", report)
+    assert found is not None
+    assert found[1] == f"{100 * averaged['test_accuracy']:.2f}"
+
+
+def test_a_run_without_an_average_gets_one_when_it_is_resumed(here, monkeypatch) -> None:
+    run(resnet50_test, *FLAGS, "--ema", "0", "--out", "run", monkeypatch=monkeypatch)
+    more = ["--resume", "run", "--ema", "0.9", "--epochs", "3"]
+    run(resnet50_test, *more, monkeypatch=monkeypatch)
+    state = torch.load("run/last.pt", weights_only=True)
+    assert state["average"]["steps"] == -(-1437 // 64)  # of the third epoch
+
+
+@pytest.mark.parametrize("words", ["--optimizer slamb", "--sync diloco", "--parallel fsdp"])
+def test_weights_that_differ_or_lie_in_shards_are_not_averaged(words: str, refused) -> None:
+    assert "--ema" in refused("images", f"--ema 0.9 {words}", "--ema")
