@@ -68,7 +68,7 @@ def test_metadata_names_the_extras_and_only_torch_is_required(wheel: Path) -> No
     required = re.findall(r"^Requires-Dist: (.*)$", text, re.MULTILINE)
     assert [line for line in required if "extra ==" not in line] == ["torch>=2.9"]
     extras = re.findall(r"^Provides-Extra: (.*)$", text, re.MULTILINE)
-    assert sorted(extras) == ["onnx", "tensorboard", "track", "tune"]
+    assert sorted(extras) == ["onnx", "safetensors", "tensorboard", "track", "tune"]
 
 
 def test_importing_it_imports_neither_the_loop_nor_large_libraries(site: Path) -> None:

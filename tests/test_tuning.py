@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import os
 import re
 import signal
@@ -506,3 +507,12 @@ def test_complete_trials_rank_first():
     ]
     order = report.rank_trials(study, given)
     assert [given.index(trial) for trial in order] == [4, 2, 3, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["resnet50_tuning", "transformer_tuning"])
+def test_a_sweep_without_optuna_is_one_line(name, monkeypatch, capsys):
+    module = importlib.import_module(f"tuning.{name}")
+    monkeypatch.setitem(sys.modules, "optuna", None)  # as if it were not installed
+    assert errors.exit_code(module.main) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == "error: a sweep needs Optuna: pip install 'optuna>=4'"

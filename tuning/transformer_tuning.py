@@ -6,11 +6,14 @@ python -m tuning.transformer_tuning --trials 40 --jobs 4     # all flags: see tu
 import sys
 
 from errors import exit_code
-from tuning import sweep
+from tuning import check_optuna
 
 
 def main() -> None:
     """Run the sweep with these defaults; flags of the command line override them."""
+    check_optuna()
+    from tuning import sweep  # imports Optuna
+
     sweep.main(script="transformer_test.py", script_arguments=("--subset", "0.1", "--epoch", "5"))
 
 
