@@ -39,6 +39,7 @@ ALIASES = [  # of timm and of Hugging Face's Trainer, and the same in our names
     ("--gradient_accumulation_steps 2", "--accumulate 2"),
     ("--grad_checkpointing", "--checkpoint_activations"),
     ("--gradient_checkpointing", "--checkpoint_activations"),
+    ("--model_ema_decay 0.99", "--ema 0.99"),
     ("--output my-run", "--out my-run"),
     ("--output_dir my-run", "--out my-run"),
     ("--config fast94", "--recipe fast94"),
