@@ -44,7 +44,7 @@ from models import activation_checkpointing, fusion
 from models.residual import residual_blocks
 from optimizers.param_groups import optimizer_groups
 from optimizers.schedules import Schedule, scale_lr
-from training import checkpoint, evaluation, predictions, run_log
+from training import checkpoint, evaluation, predictions, pretrained, run_log
 from training.batch_sampler import MIN_RANK_ROWS, DynamicBatchSampler
 from training.epoch_report import EVAL_SET_NAMES, RunSummary, epoch_result
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
@@ -230,6 +230,8 @@ def create_optimizer(
     if name == "muon" and (reason := torch_compat.unavailable_reason("muon")):
         raise InputError(f"--optimizer muon {reason}; ours is --optimizer ngd")
     groups = optimizer_groups(name, model, args.weight_decay, skip=args.ngd_skip)
+    if args.layer_decay < 1:
+        groups = pretrained.decay_layers(model, groups, args.layer_decay)
     settings = optimizer_settings(args, run.world).get(name, {})
     return optimizers[name].make(groups, lr=scaled_lr(args, run.world), **settings)
 

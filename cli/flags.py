@@ -415,6 +415,15 @@ def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice]) -> 
         common=True,
     )
     add(
+        "--layer_decay",
+        aliases=("--layer_lr_decay",),
+        type=fraction,
+        default=1.0,
+        metavar="F",
+        help="Multiply the learning rate by this factor from each layer to the one before it, for "
+        "fine-tuning; 1 is one rate for all (default %(default)s).",
+    )
+    add(
         "--momentum",
         type=below_one,
         metavar="F",

@@ -20,7 +20,7 @@ from input_pipeline.image_batches import AUGMENTATIONS, Augmentation, ImageDatas
 from input_pipeline.image_datasets import ImageSplit
 from models import image_models
 from models.vgg import VGG8
-from training import predictions
+from training import predictions, pretrained
 from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
 
@@ -49,8 +49,21 @@ def add_flags(parser: Parser) -> None:
         default="resnet50",
         metavar="NAME",
         help=f"Train this network: {', '.join(image_models.ARCHITECTURES)}, or any classifier of "
-        "torchvision (default %(default)s).",
+        "torchvision, or timm:NAME where timm is installed (default %(default)s).",
         common=True,
+    )
+    add(
+        "--weights",
+        metavar="FILE|DEFAULT",
+        help="Begin with these weights: a run folder or .pt file of this project, a .safetensors "
+        "or state_dict file, or DEFAULT, those of torchvision or timm. A classifier for other "
+        "classes begins anew (default random weights).",
+        common=True,
+    )
+    add(
+        "--freeze",
+        action="store_true",
+        help="Train the last linear layer alone, and leave all other weights as they are.",
     )
     add(
         "--image_size",
@@ -159,10 +172,30 @@ def create_model(
         image_size=metadata["size"],
     )
     model = model.to(run.world.device)
+    if args.freeze:
+        pretrained.freeze_all_but_classifier(model)
     if images is not None and isinstance(model, VGG8):
         rows = torch.linspace(0, len(images) - 1, min(len(images), WHITENING_ROWS)).long().unique()
         model.set_whitening(next(images.batches([rows]))[0])
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def begin_with_weights(args: Namespace, run: Run, model: nn.Module) -> None:
+    """Load the weights of --weights into a new model; one line says what was loaded.
+
+    Raises:
+        InputError: there are none, or they are not of this model.
+    """
+    if args.weights is None:
+        return
+    with local_main_first(run.world):
+        if args.weights == "DEFAULT":
+            weights = image_models.default_weights(args.arch)
+        else:
+            weights = pretrained.read_weights(Path(args.weights))
+    line = pretrained.load_pretrained(model, weights, args.weights)
+    if run.world.is_main:
+        print(line, flush=True)
 
 
 def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:

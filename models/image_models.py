@@ -13,6 +13,7 @@ from models import resnet, vgg
 
 ARCHITECTURES = (*resnet.STAGES, "vgg8")
 """The names of our own networks."""
+TIMM = "timm:"  # in front of the name of a model of timm
 
 
 class GreyToColour(nn.Module):
@@ -26,7 +27,7 @@ def create_model(arch: str, *, classes: int, channels: int, image_size: int) -> 
     """Create the model of a name, in training mode.
 
     Args:
-        arch: one of `ARCHITECTURES` or a classification model of torchvision.
+        arch: one of `ARCHITECTURES`, a classification model of torchvision, or timm:NAME.
         classes: number of outputs.
         channels: 1 or 3 channels of the images.
         image_size: height and width of the images in pixels.
@@ -41,9 +42,46 @@ def create_model(arch: str, *, classes: int, channels: int, image_size: int) -> 
                 "scale them with --image_size 32"
             )
         return vgg.VGG8(classes=classes, channels=channels)
+    if arch.startswith(TIMM):
+        return _create_timm_model(arch, classes, channels=channels, image_size=image_size)
     if arch in ARCHITECTURES:
         return resnet.create_resnet(arch, classes=classes, channels=channels, image_size=image_size)
     return _create_torchvision_model(arch, classes, channels=channels, image_size=image_size)
+
+
+def default_weights(arch: str) -> dict[str, Tensor]:
+    """The pretrained weights that torchvision, or timm, has for an architecture; downloads them.
+
+    Raises:
+        InputError: there are none, or they cannot be downloaded.
+    """
+    try:
+        if arch.startswith(TIMM):
+            import timm
+
+            return timm.create_model(arch.removeprefix(TIMM), pretrained=True).state_dict()
+        from torchvision import models
+
+        return models.get_model_weights(arch).DEFAULT.get_state_dict(progress=False)
+    except (ImportError, ValueError, RuntimeError, OSError) as error:
+        raise InputError(
+            f"--weights DEFAULT: none for --arch {arch} ({first_line(error)}); give a file"
+        ) from None
+
+
+def _create_timm_model(arch: str, classes: int, *, channels: int, image_size: int) -> nn.Module:
+    try:
+        import timm
+    except ImportError:
+        raise InputError(f"--arch {arch} needs a package: pip install timm") from None
+    name = arch.removeprefix(TIMM)
+    if not timm.is_model(name):
+        raise InputError(
+            f"--arch {arch}: timm {timm.__version__} has no such model"
+            f"{did_you_mean(name, timm.list_models())}"
+        )
+    model = timm.create_model(name, num_classes=classes, in_chans=channels)
+    return _checked(model, arch, channels=channels, image_size=image_size)
 
 
 def _create_torchvision_model(
@@ -62,6 +100,11 @@ def _create_torchvision_model(
     model = models.get_model(arch, weights=None, num_classes=classes, **options)
     if channels == 1:
         model = nn.Sequential(GreyToColour(), model)
+    return _checked(model, arch, channels=channels, image_size=image_size)
+
+
+def _checked(model: nn.Module, arch: str, *, channels: int, image_size: int) -> nn.Module:
+    """The model in training mode, after it has taken an image of that size."""
     try:
         with torch.no_grad():
             model.eval()(torch.zeros(2, channels, image_size, image_size))

@@ -40,6 +40,7 @@ ALIASES = [  # of timm and of Hugging Face's Trainer, and the same in our names
     ("--grad_checkpointing", "--checkpoint_activations"),
     ("--gradient_checkpointing", "--checkpoint_activations"),
     ("--model_ema_decay 0.99", "--ema 0.99"),
+    ("--layer_lr_decay 0.8", "--layer_decay 0.8"),
     ("--output my-run", "--out my-run"),
     ("--output_dir my-run", "--out my-run"),
     ("--config fast94", "--recipe fast94"),

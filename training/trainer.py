@@ -370,7 +370,7 @@ class Trainer:
     def _meta_update(self, meta_learner: MetaLearner, inputs: Tensor, labels: Tensor) -> None:
         """Let the meta-learner learn on the first micro-batch of the step."""
         x, y = self.micro_batches.split(inputs, labels)[0]
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = self.last_lr()
         meta_learner.before_step(
             self.model, x, y, lr=lr, precision=self.precision, scaler=self.scaler
         )
@@ -476,13 +476,18 @@ class Trainer:
         """
         device = self.world.device
         for group in self.optimizer.param_groups:
-            rate = group["lr"]
+            rate, own_lr = group["lr"], lr * group.get("lr_scale", 1.0)
             if self.graph is None:
-                group["lr"] = lr
+                group["lr"] = own_lr
             elif isinstance(rate, Tensor) and rate.device.type == device.type:
-                rate.fill_(lr)
+                rate.fill_(own_lr)
             else:
-                group["lr"] = torch.tensor(lr, device=device)
+                group["lr"] = torch.tensor(own_lr, device=device)
+
+    def last_lr(self) -> float:
+        """The learning rate of the last step, without the factors of layers."""
+        group = self.optimizer.param_groups[0]
+        return float(group["lr"]) / group.get("lr_scale", 1.0)
 
     # ---------------------------------------------------------------- the end of an epoch
 
@@ -499,7 +504,7 @@ class Trainer:
             progress,
             totals,
             evaluated=evaluated,
-            lr=float(self.optimizer.param_groups[0]["lr"]),
+            lr=self.last_lr(),
             batch_size=self.batches.size,
             world=self.world,
         )
@@ -715,7 +720,7 @@ class Trainer:
 
         Other flags can do that: --epochs moves the end of a schedule, --lr scales it.
         """
-        before, now = float(self.optimizer.param_groups[0]["lr"]), self.scheduled_lr()
+        before, now = self.last_lr(), self.scheduled_lr()
         is_over = self.progress.epoch >= self.config.epochs
         if self.progress.step and not is_over and 0 < before < now / RAISED_LR:
             self.log.info(

@@ -1,0 +1,165 @@
+"""Fine-tuning: which files give weights, the classifier, frozen layers, rates of layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import ranks
+import resnet50_test
+from errors import InputError
+from models.image_models import create_model
+from test_training import run
+from training import pretrained
+
+SOURCE = "--dataset digits --arch resnet8 --bs 64 --lr 0.1 --epochs 6 --threads 1 --ema 0.9".split()
+TUNE = "--dataset folder --data_dir small --image_size 8 --augment none --arch resnet8".split()
+TUNE += "--bs 25 --lr 0.02 --epochs 3 --threads 1 --warmup 0".split()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on the digits, with averaged weights."""
+    folder = tmp_path_factory.mktemp("source") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        run(resnet50_test, *SOURCE, "--out", folder, monkeypatch=patch)
+    return folder
+
+
+@pytest.fixture
+def small(here: Path) -> Path:
+    """Another data set: digits 5 to 9 on their sides, ten images of each in training."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    for label in range(5, 10):
+        images = (digits.images[digits.target == label] * 255 / 16).round().astype("uint8")
+        for number, pixels in enumerate(images[:110]):
+            folder = here / "small" / ("train" if number < 10 else "test") / f"class-{label}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.T.copy()).save(folder / f"{number}.png")
+    return here / "small"
+
+
+def test_fine_tuning_beats_training_from_scratch(source, small, here, monkeypatch) -> None:
+    run(resnet50_test, *TUNE, "--out", "scratch", monkeypatch=monkeypatch)
+    words = [*TUNE, "--weights", source, "--out", "tuned"]
+    console = run(resnet50_test, *words, monkeypatch=monkeypatch)
+    assert "the classifier fc (5 x 64) begins anew" in console
+    scratch, tuned = (
+        ranks.metrics(here / name)[-1]["test_accuracy"] for name in ("scratch", "tuned")
+    )
+    assert tuned > scratch + 0.1
+
+
+def test_frozen_weights_stay_and_resuming_leaves_weights_alone(
+    source, small, here, monkeypatch
+) -> None:
+    flags = [*TUNE, "--weights", source / "best.pt", "--freeze", "--out", "run"]
+    run(resnet50_test, *flags, monkeypatch=monkeypatch)
+    first = torch.load(source / "best.pt", weights_only=True)["average"]["weights"]
+    tuned = torch.load("run/last.pt", weights_only=True)["model"]
+    first["conv1.weight"] = first["conv1.weight"].expand(-1, 3, -1, -1) / 3  # grey to colours
+    same = {name for name in first if torch.equal(first[name], tuned[name])}
+    trained = {name for name, _ in create_named().named_parameters()} - same
+    assert trained == {"fc.weight", "fc.bias"}
+    run(resnet50_test, "--resume", "run", "--epochs", "4", monkeypatch=monkeypatch)
+    resumed = torch.load("run/last.pt", weights_only=True)["model"]
+    assert torch.equal(resumed["conv1.weight"], tuned["conv1.weight"])
+    assert not torch.equal(resumed["fc.weight"], tuned["fc.weight"])
+
+
+def test_grey_images_give_the_same_features_through_colour_weights() -> None:
+    grey, colour = (nn.Conv2d(channels, 4, 3).weight.detach() for channels in (1, 3))
+    x = torch.randn(2, 1, 6, 6)
+    for weight, own, inputs, theirs in (
+        (grey, colour, x.expand(-1, 3, -1, -1), x),
+        (colour, grey, x, x.expand(-1, 3, -1, -1)),
+    ):
+        fitted = pretrained.fit_channels(weight, own)
+        assert fitted.shape == own.shape
+        torch.testing.assert_close(
+            nn.functional.conv2d(inputs, fitted), nn.functional.conv2d(theirs, weight)
+        )
+
+
+def create_named() -> nn.Module:
+    return create_model("resnet8", classes=5, channels=1, image_size=8)
+
+
+def test_weights_of_many_kinds_of_files(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = create_named()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    safetensors.save_file(state, tmp_path / "a.safetensors")
+    torch.save(state, tmp_path / "b.pth")
+    torch.save({"state_dict": {f"module.{n}": v for n, v in state.items()}}, tmp_path / "c.pth")
+    for name in ("a.safetensors", "b.pth", "c.pth"):
+        other = create_named()
+        line = pretrained.load_pretrained(
+            other, pretrained.read_weights(tmp_path / name), source=name
+        )
+        assert line == f"weights of {name}: {len(state)} of {len(state)} tensors"
+        assert all(torch.equal(v, state[n]) for n, v in other.state_dict().items())
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing", b"PK\x03\x04 half an archive"])
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_a_damaged_file_is_one_line(content: bytes, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=f"--weights .*{name}: cannot be read"):
+        pretrained.read_weights(tmp_path / name)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    torch.save({"epoch": 3}, tmp_path / "x.pt")
+    with pytest.raises(InputError, match="holds no weights by their names"):
+        pretrained.read_weights(tmp_path / "x.pt")
+    with pytest.raises(InputError, match="no such file"):
+        pretrained.read_weights(tmp_path / "missing.pt")
+    weights = create_model("resnet20", classes=5, channels=1, image_size=8).state_dict()
+    with pytest.raises(InputError, match=r"--weights my.pt: not of this model .* and \d+ more"):
+        pretrained.load_pretrained(create_named(), weights, source="my.pt")
+
+
+def test_rates_fall_towards_the_input() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 4))
+    groups = [
+        {"params": [model[0].weight, model[2].weight], "weight_decay": 0.1},
+        {"params": [model[0].bias, *model[1].parameters(), model[2].bias], "weight_decay": 0.0},
+    ]
+    split = pretrained.decay_layers(model, groups, 0.5)
+    found = {
+        p: (group["lr_scale"], group["weight_decay"]) for group in split for p in group["params"]
+    }
+    assert found == {
+        model[0].weight: (0.25, 0.1),
+        model[0].bias: (0.25, 0.0),
+        model[1].weight: (0.5, 0.0),
+        model[1].bias: (0.5, 0.0),
+        model[2].weight: (1.0, 0.1),
+        model[2].bias: (1.0, 0.0),
+    }
+
+
+def test_a_run_logs_the_rate_of_the_last_layer(here, monkeypatch) -> None:
+    flags = "--dataset digits --arch resnet8 --epochs 1 --lr_schedule constant --warmup 0".split()
+    flags += "--optimizer adamw --lr 0.002 --layer_decay 0.5 --threads 1 --out run".split()
+    run(resnet50_test, *flags, monkeypatch=monkeypatch)
+    [row] = ranks.metrics(here / "run")
+    assert row["lr"] == pytest.approx(0.002)
+    groups = torch.load("run/last.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert max(group["lr"] for group in groups) == pytest.approx(0.002)
+    assert min(group["lr"] for group in groups) < 0.0005
+
+
+def test_a_model_of_timm_takes_grey_images_and_a_wrong_name_is_one_line(refused) -> None:
+    pytest.importorskip("timm")
+    model = create_model("timm:resnet10t", classes=3, channels=1, image_size=32)
+    assert tuple(model.eval()(torch.zeros(2, 1, 32, 32)).shape) == (2, 3)
+    line = refused("images", "--arch timm:resnet10", "--arch timm:resnet10")
+    assert "resnet10t" in line
