@@ -84,6 +84,8 @@ def main() -> None:
             model = factory.load_weights(args, run, model, checkpoint)
             return factory.evaluate_checkpoint(args, run, data, model)
 
+        if checkpoint is None:
+            text_classification.begin_with_weights(args, run, model)
         loss_fn, meta_learner = factory.create_loss(
             args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
         )

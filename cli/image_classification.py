@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cli import fine_tuning
 from cli.factory import Data, Run, load_weights, report_own_data, report_predictions, split_rows
 from cli.flags import Parser, number
 from cli.start_checks import check_data
@@ -52,18 +53,11 @@ def add_flags(parser: Parser) -> None:
         "torchvision, or timm:NAME where timm is installed (default %(default)s).",
         common=True,
     )
-    add(
-        "--weights",
-        metavar="FILE|DEFAULT",
-        help="Begin with these weights: a run folder or .pt file of this project, a .safetensors "
-        "or state_dict file, or DEFAULT, those of torchvision or timm. A classifier for other "
-        "classes begins anew (default random weights).",
-        common=True,
-    )
-    add(
-        "--freeze",
-        action="store_true",
-        help="Train the last linear layer alone, and leave all other weights as they are.",
+    fine_tuning.add_flags(
+        add,
+        "FILE|DEFAULT",
+        "Begin with these weights: a run folder or .pt file of this project, a .safetensors or "
+        "state_dict file, or DEFAULT, those of torchvision or timm.",
     )
     add(
         "--image_size",
@@ -181,21 +175,18 @@ def create_model(
 
 
 def begin_with_weights(args: Namespace, run: Run, model: nn.Module) -> None:
-    """Load the weights of --weights into a new model; one line says what was loaded.
+    """Load the weights of --weights, if given, into a new model.
 
     Raises:
         InputError: there are none, or they are not of this model.
     """
-    if args.weights is None:
-        return
-    with local_main_first(run.world):
-        if args.weights == "DEFAULT":
-            weights = image_models.default_weights(args.arch)
-        else:
-            weights = pretrained.read_weights(Path(args.weights))
-    line = pretrained.load_pretrained(model, weights, args.weights)
-    if run.world.is_main:
-        print(line, flush=True)
+    fine_tuning.begin_with_weights(
+        args,
+        run,
+        model,
+        flags="--arch, --image_size",
+        default=lambda: image_models.default_weights(args.arch),
+    )
 
 
 def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cli import fine_tuning
 from cli.factory import Data, Run, load_weights, report_own_data, report_predictions, split_rows
 from cli.flags import Parser, below_one, count, number
 from cli.start_checks import check_data
@@ -22,7 +23,7 @@ from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import TextDataset
 from models.transformer import Transformer
-from training import predictions
+from training import predictions, pretrained
 from training.atomic_file import atomic_write_text
 from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
@@ -97,6 +98,12 @@ def tokenizer_unavailable_reason(name: str) -> str:
 def add_model_flags(parser: Parser) -> None:
     """Add the group 'Transformer'."""
     add = parser.group("Transformer", after="texts")
+    fine_tuning.add_flags(
+        add,
+        "FILE",
+        "Begin with the weights and the tokenizer of this run folder, .pt file, or .safetensors "
+        "file that --export wrote; --tokenizer and --vocab_size then do nothing.",
+    )
     add(
         "--width",
         type=count,
@@ -180,7 +187,8 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
     Args:
         args: the flags.
         run: the run.
-        checkpoint: whose tokenizer is taken, or None to train one on the training split.
+        checkpoint: whose tokenizer is taken; without one it is that of --weights, or trained on
+            the training split.
     Raises:
         InputError: the data set is missing or broken.
     """
@@ -214,6 +222,9 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
     report_own_data(args, run, classes, labels=labels, has_val=has_val, notes=notes)
     if checkpoint is not None:
         tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
+    elif args.weights is not None:
+        with local_main_first(world):
+            tokenizer = tokenization.load_tokenizer(pretrained.read_tokenizer(Path(args.weights)))
     else:
         trained = ""
         if world.is_main:
@@ -265,7 +276,24 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
         prior=metadata["prior"],
         mix_at=args.mix_at,
     )
+    if args.freeze:
+        pretrained.freeze_all_but_classifier(model)
     return model.to(run.world.device)
+
+
+def begin_with_weights(args: Namespace, run: Run, model: nn.Module) -> None:
+    """Load the weights of --weights, if given, into a new model.
+
+    Raises:
+        InputError: there are none, or they are not of this model.
+    """
+    fine_tuning.begin_with_weights(
+        args,
+        run,
+        model,
+        flags="--width, --depth, --heads, --mlp_width, --max_len, --positions",
+        kept=("prior", "prior_weight"),  # they are of the data
+    )
 
 
 def write_tokenizer(log: RunLog, metadata: Mapping[str, Any]) -> None:

@@ -11,7 +11,9 @@ from torch import nn
 
 import ranks
 import resnet50_test
+import transformer_test
 from errors import InputError
+from input_pipeline.text_datasets import read_headlines
 from models.image_models import create_model
 from test_training import run
 from training import pretrained
@@ -19,6 +21,10 @@ from training import pretrained
 SOURCE = "--dataset digits --arch resnet8 --bs 64 --lr 0.1 --epochs 6 --threads 1 --ema 0.9".split()
 TUNE = "--dataset folder --data_dir small --image_size 8 --augment none --arch resnet8".split()
 TUNE += "--bs 25 --lr 0.02 --epochs 3 --threads 1 --warmup 0".split()
+
+TEXT_SOURCE = "--dataset headlines --width 32 --depth 1 --heads 2 --mlp_width 64 --bs 32".split()
+TEXT_SOURCE += "--epochs 12 --lr 5e-3 --dropout 0 --token_dropout 0.2 --threads 1".split()
+TEXT_TUNE = [*TEXT_SOURCE, *"--dataset csv --data_dir few --bs 8 --lr 2e-3 --epochs 6".split()]
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +77,76 @@ def test_frozen_weights_stay_and_resuming_leaves_weights_alone(
     resumed = torch.load("run/last.pt", weights_only=True)["model"]
     assert torch.equal(resumed["conv1.weight"], tuned["conv1.weight"])
     assert not torch.equal(resumed["fc.weight"], tuned["fc.weight"])
+
+
+@pytest.fixture(scope="module")
+def text_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on the embedded headlines, and its export."""
+    folder = tmp_path_factory.mktemp("text_source") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        run(transformer_test, *TEXT_SOURCE, "--out", folder, monkeypatch=patch)
+    return folder
+
+
+@pytest.fixture
+def few_texts(here: Path) -> Path:
+    """Test rows of the headlines under other classes, 16 of them to train on."""
+    rows = read_headlines()
+    texts = rows["test"]
+    names = ["affairs", "play", "affairs", "play"]  # World, Sports, Business, Sci/Tech
+    order = sorted(range(len(texts)), key=lambda row: (row * 37) % len(texts))
+    (here / "few").mkdir()
+    for split, part in (("train", order[:16]), ("test", order[16:])):
+        lines = [f'{names[texts.labels[row]]},"{texts.texts[row]}"' for row in part]
+        text = "\n".join(["label,text", *(line.replace('""', "'") for line in lines)])
+        (here / "few" / f"{split}.csv").write_text(text + "\n")
+    return here / "few"
+
+
+def test_fine_tuning_of_texts_beats_training_from_scratch(
+    text_source, few_texts, here, monkeypatch
+) -> None:
+    run(transformer_test, *TEXT_TUNE, "--out", "scratch", monkeypatch=monkeypatch)
+    words = [*TEXT_TUNE, "--weights", text_source, "--out", "tuned"]
+    console = run(transformer_test, *words, monkeypatch=monkeypatch)
+    assert "the classifier head (2 x 32) begins anew" in console
+    scratch, tuned = (
+        ranks.metrics(here / name)[-1]["test_accuracy"] for name in ("scratch", "tuned")
+    )
+    assert tuned > scratch + 0.1
+    tokenizers = [
+        (folder / "tokenizer.json").read_text() for folder in (text_source, here / "tuned")
+    ]
+    assert tokenizers[0] == tokenizers[1]
+
+
+def test_an_exported_text_classifier_is_fine_tuned_with_its_own_tokenizer(
+    text_source, few_texts, here, monkeypatch
+) -> None:
+    pytest.importorskip("safetensors")
+    run(
+        transformer_test,
+        *("--checkpoint", text_source, "--export", "text.safetensors"),
+        monkeypatch=monkeypatch,
+    )
+    words = [*TEXT_TUNE, "--weights", "text.safetensors", "--freeze", "--prior", "naive_bayes"]
+    run(transformer_test, *words, "--out", "tuned", monkeypatch=monkeypatch)
+    first = torch.load(text_source / "last.pt", weights_only=True)
+    tuned = torch.load("tuned/last.pt", weights_only=True)
+    assert tuned["tokenizer"] == first["tokenizer"]
+    assert torch.equal(tuned["model"]["embed.weight"], first["model"]["embed.weight"])
+    assert "prior" in tuned["model"]
+
+
+def test_texts_need_weights_with_a_tokenizer_and_of_the_same_size(
+    source, text_source, few_texts, refused
+) -> None:
+    line = refused("texts", f"--dataset csv --data_dir few --weights {source}", "no tokenizer")
+    assert "transformer_test.py" in line
+    line = refused(
+        "texts", f"--dataset csv --data_dir few --weights {text_source}", "not of this model"
+    )
+    assert "--width" in line
 
 
 def test_grey_images_give_the_same_features_through_colour_weights() -> None:

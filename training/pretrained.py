@@ -8,6 +8,7 @@ groups = decay_layers(model, groups, 0.75)            # smaller rates for layers
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,11 +33,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         InputError: there is no such file, or it holds no weights.
     """
-    if path.is_dir():
-        path = path / "last.pt"
-    if not path.is_file():
-        raise InputError(f"--weights {path}: no such file")
-    state = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    path = _find_file(path)
+    state = _read_safetensors(path)[0] if path.suffix == ".safetensors" else _read_torch(path)
     if state.get("average"):
         state = state["average"]["weights"]
     for name in NESTED:
@@ -47,16 +45,47 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return {name.removeprefix("module."): value for name, value in state.items()}
 
 
-def _read_safetensors(path: Path) -> dict[str, Any]:
+def read_tokenizer(path: Path) -> str:
+    """The tokenizer that the weights of a text classifier were trained with, as JSON.
+
+    Args:
+        path: a run folder or checkpoint of this project, or a .safetensors file that it exported.
+    Raises:
+        InputError: there is no such file, or it holds no tokenizer.
+    """
+    path = _find_file(path)
+    if path.suffix == ".safetensors":
+        tokenizer = json.loads(_read_safetensors(path)[1].get("tokenizer", '""'))
+    else:
+        tokenizer = _read_torch(path).get("tokenizer", "")
+    if not isinstance(tokenizer, str) or not tokenizer:
+        raise InputError(
+            f"--weights {path}: holds no tokenizer; give a run of transformer_test.py, its "
+            "checkpoint, or a .safetensors file that it exported"
+        )
+    return tokenizer
+
+
+def _find_file(path: Path) -> Path:
+    if path.is_dir():
+        path = path / "last.pt"
+    if not path.is_file():
+        raise InputError(f"--weights {path}: no such file")
+    return path
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The weights and the metadata of a file."""
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        from safetensors import SafetensorError, safe_open
     except ImportError:
         raise InputError(
             "--weights of .safetensors needs a package: pip install safetensors"
         ) from None
     try:
-        return load_file(path)
+        with safe_open(path, "pt") as file:
+            names = file.keys()
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
     except SafetensorError as error:
         raise InputError(f"--weights {path}: cannot be read ({first_line(error)})") from None
 
@@ -79,7 +108,14 @@ def classifier_names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters() if name.startswith(f"{linear[-1]}.")]
 
 
-def load_pretrained(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> str:
+def load_pretrained(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    source: str,
+    *,
+    flags: str = "--arch, --image_size",
+    kept: Sequence[str] = (),
+) -> str:
     """Load weights into a model; its classifier stays as it is where it has another shape.
 
     Args:
@@ -87,13 +123,20 @@ def load_pretrained(model: nn.Module, weights: Mapping[str, Tensor], source: str
             for colours, or the other way round.
         weights: by the model's names, on any device.
         source: where they are from, for messages.
+        flags: which say what the model is, for messages.
+        kept: names of what stays the model's own, whether or not there is a weight of that name.
     Returns:
         A line that says what was loaded, and whether the classifier begins anew.
     Raises:
         InputError: other weights than the classifier's are missing, unknown or of another shape.
     """
-    own, classifier = model.state_dict(), classifier_names(model)
-    weights = {name: fit_channels(value, own.get(name)) for name, value in weights.items()}
+    classifier = classifier_names(model)
+    own = {name: value for name, value in model.state_dict().items() if name not in kept}
+    weights = {
+        name: fit_channels(value, own.get(name))
+        for name, value in weights.items()
+        if name not in kept
+    }
     shapes = {name: value.shape for name, value in weights.items()}
     wrong = [name for name, value in own.items() if shapes.get(name) != value.shape]
     anew = [name for name in wrong if name in classifier]
@@ -103,12 +146,11 @@ def load_pretrained(model: nn.Module, weights: Mapping[str, Tensor], source: str
         names = [*wrong, *unknown]
         more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         raise InputError(
-            f"--weights {source}: not of this model (--arch, --image_size): "
-            f"{', '.join(names[:MAX_NAMES])}{more}"
+            f"--weights {source}: not of this model ({flags}): {', '.join(names[:MAX_NAMES])}{more}"
         )
     anew = classifier if anew else []
     model.load_state_dict(
-        {name: own[name] if name in anew else weights[name] for name in own}, strict=True
+        {name: value for name, value in weights.items() if name not in anew}, strict=False
     )
     line = f"weights of {source}: {len(own) - len(anew)} of {len(own)} tensors"
     if not anew:
