@@ -42,6 +42,7 @@ from input_pipeline.sampler import held_out_rows, stratified_rows
 from mixup import MetaMixup
 from models import activation_checkpointing, fusion
 from models.residual import residual_blocks
+from models.test_views import VIEWS, TestViews
 from optimizers.param_groups import optimizer_groups
 from optimizers.schedules import Schedule, scale_lr
 from training import checkpoint, evaluation, predictions, pretrained, run_log
@@ -53,6 +54,7 @@ from training.meta_mixup_step import HeldOutBatches, MetaLearner, MetaMixupStep
 from training.trainer import Trainer, TrainerConfig
 
 MIN_EVAL_BATCH = 64
+NOISE_SEED = 2  # added to --seed for --label_noise; --val_fraction adds 1
 LARGEST_LR_FACTOR = 1e6  # of a schedule that lets the learning rate grow
 OWN_WIRE_DTYPES = {"fp32": torch.float32, **WIRE_DTYPES}
 
@@ -545,6 +547,7 @@ def create_trainer_config(
         micro_batch_size=micro_batch_size,
         max_grad_norm=args.clip,
         average_decay=args.ema,
+        test_views=test_views(args),
         sync_batch_norm=args.sync_bn,
         save_every=args.save_every,
         keep=args.keep,
@@ -554,6 +557,11 @@ def create_trainer_config(
         record_cuda_graph=args.backend == "cudagraph",
         long_run_hint=long_run_hint,
     )
+
+
+def test_views(args: Namespace) -> int:
+    """Views of a test image, over which outputs are averaged; a text has one."""
+    return VIEWS[getattr(args, "test_views", "none")]
 
 
 def eval_batch_size(args: Namespace) -> int:
@@ -673,6 +681,8 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
     """
     eval_sets = used_eval_sets(args, data)
     name = "test" if "test" in eval_sets else "val"
+    if test_views(args) > 1:
+        model = TestViews(model, test_views(args))
     report = evaluation.evaluate_per_class(
         model,
         eval_sets[name],
@@ -726,6 +736,8 @@ def report_result(run: Run, summary: RunSummary, *, folder: Path) -> None:
         if name == "last" and name in summary.unsaved:
             line += "; this epoch is not in the file, which could not be written"
         print(line)
+        if name == "last" and result.views:
+            print(f"last.pt, averaged over the views of each image: {result.show_views()}")
     print(
         f"{summary.seconds:.1f} s, {summary.samples_per_second:.0f} samples/s, peak memory "
         f"{summary.peak_memory_bytes / 2**30:.2f} GiB, {summary.device_hours:.4f} "

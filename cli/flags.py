@@ -227,6 +227,14 @@ def add_data(parser: Parser, datasets: Sequence[str]) -> None:
         common=True,
     )
     add(
+        "--label_noise",
+        type=below_one,
+        default=0.0,
+        metavar="F",
+        help="Give this fraction of the training rows of each class a wrong label, to see how a "
+        "method bears it; validation and test rows keep theirs (default %(default)s).",
+    )
+    add(
         "--test",
         action=argparse.BooleanOptionalAction,
         default=True,

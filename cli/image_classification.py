@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,21 +12,33 @@ import torch
 from torch import nn
 
 from cli import fine_tuning
-from cli.factory import Data, Run, load_weights, report_own_data, report_predictions, split_rows
+from cli.factory import (
+    NOISE_SEED,
+    Data,
+    Run,
+    load_weights,
+    report_own_data,
+    report_predictions,
+    split_rows,
+)
 from cli.flags import Parser, number
 from cli.start_checks import check_data
 from distributed.agreement import local_main_first
+from errors import InputError
 from input_pipeline import image_batches, image_datasets
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.image_batches import AUGMENTATIONS, Augmentation, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
+from input_pipeline.label_noise import with_noise
 from models import image_models
+from models.test_views import VIEWS
 from models.vgg import VGG8
 from training import predictions, pretrained
 from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
 
 WHITENING_ROWS = 1000  # images whose patches are enough for the first layer of VGG8
+LARGEST_PAD = 127  # pixels; the offset of a crop is kept in a byte
 LARGEST_IMAGE_SIZE = 4096  # pixels a side; a batch of larger images fits into no memory
 
 
@@ -77,6 +90,42 @@ def add_flags(parser: Parser) -> None:
         common=True,
     )
     add(
+        "--crop_pad",
+        type=number(int, 0, LARGEST_PAD),
+        metavar="PIXELS",
+        help="Crop training images at random out of images with so many zeros added on each side "
+        "(default 4 for cifar10 and folder, 2 for mnist, 1 for digits).",
+    )
+    add(
+        "--alternate_flip",
+        action="store_true",
+        help="Mirror a random half of the training images in even epochs and the other half in odd "
+        "ones, instead of a new half in each epoch.",
+    )
+    add(
+        "--small_epochs",
+        type=number(int, 0),
+        default=0,
+        metavar="N",
+        help="Scale training images down to --small_size in the first N epochs, which are faster "
+        "(default %(default)s).",
+    )
+    add(
+        "--small_size",
+        type=number(int, 1, LARGEST_IMAGE_SIZE),
+        default=24,
+        metavar="PIXELS",
+        help="Scale images of --small_epochs to this many pixels a side (default %(default)s).",
+    )
+    add(
+        "--test_views",
+        choices=VIEWS,
+        default="none",
+        help="After the last epoch, and with --evaluate, average the outputs for a test image and "
+        "its mirror image (mirror), or for these two and both shifted by a pixel up and left, and "
+        "down and right (mirror_shift) (default %(default)s).",
+    )
+    add(
         "--resident",
         choices=("auto", "yes", "no"),
         default="auto",
@@ -117,12 +166,16 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
     labels = {name: split.labels.tolist() for name, split in splits.items()}
     report_own_data(args, run, classes, labels=labels, has_val=has_val)
     train = splits["train"]
+    if args.label_noise:
+        noisy = with_noise(
+            train.labels, args.label_noise, classes=len(classes), seed=args.seed + NOISE_SEED
+        )
+        train = splits["train"] = dataclasses.replace(train, labels=noisy)
     if checkpoint is None:
         mean, std = image_batches.channel_statistics(train)
     else:
         mean, std = checkpoint["mean"], checkpoint["std"]
-    standard = args.augment == "standard"
-    augmentation = AUGMENTATIONS[args.dataset] if standard else Augmentation(pad=0, flip=False)
+    augmentation = create_augmentation(args, train.size)
     sets = {}
     for name, split in splits.items():
         fits = image_batches.fits_in_memory(split, run.world.device)
@@ -145,6 +198,41 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
         "size": train.size,
     }
     return Data(sets.pop("train"), sets, metadata)
+
+
+def create_augmentation(args: Namespace, size: int) -> Augmentation:
+    """What happens to training images.
+
+    Args:
+        args: the flags.
+        size: pixels a side of an image.
+    Raises:
+        InputError: a flag does not fit the data set or another flag.
+    """
+    standard = AUGMENTATIONS[args.dataset]
+    if not standard.flip and (args.alternate_flip or args.test_views != "none"):
+        raise InputError(
+            f"--alternate_flip and --test_views mirror images, and those of {args.dataset} mean "
+            "something else then; leave them out"
+        )
+    if args.small_epochs and args.small_size > size:
+        raise InputError(
+            f"--small_size {args.small_size}: images have only {size} pixels a side; give fewer"
+        )
+    if args.augment == "none":
+        if args.alternate_flip or args.crop_pad:
+            raise InputError(
+                "--alternate_flip and --crop_pad change the standard augmentation; leave them or "
+                "--augment none out"
+            )
+        standard = Augmentation(pad=0, flip=False)
+    return dataclasses.replace(
+        standard,
+        pad=standard.pad if args.crop_pad is None else args.crop_pad,
+        alternate=args.alternate_flip,
+        small_epochs=args.small_epochs,
+        small_size=args.small_size,
+    )
 
 
 def create_model(

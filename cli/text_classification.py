@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 from cli import fine_tuning
-from cli.factory import Data, Run, load_weights, report_own_data, report_predictions, split_rows
+from cli.factory import (
+    NOISE_SEED,
+    Data,
+    Run,
+    load_weights,
+    report_own_data,
+    report_predictions,
+    split_rows,
+)
 from cli.flags import Parser, below_one, count, number
 from cli.start_checks import check_data
 from distributed.agreement import local_main_first
@@ -20,8 +28,10 @@ from distributed.world import READ_SECONDS
 from errors import InputError
 from input_pipeline import text_batches, text_datasets, tokenization, torchtext_tokenizer
 from input_pipeline.csv_tables import ColumnChoice
+from input_pipeline.label_noise import with_noise
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import TextDataset
+from input_pipeline.text_datasets import TextSplit
 from models.transformer import Transformer
 from training import predictions, pretrained
 from training.atomic_file import atomic_write_text
@@ -220,6 +230,14 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
         splits[name] = labelled.select_rows(rows.tolist())
     labels = {name: split.labels for name, split in splits.items()}
     report_own_data(args, run, classes, labels=labels, has_val=has_val, notes=notes)
+    if args.label_noise:
+        noisy = with_noise(
+            torch.tensor(splits["train"].labels),
+            args.label_noise,
+            classes=len(classes),
+            seed=args.seed + NOISE_SEED,
+        )
+        splits["train"] = TextSplit(noisy.tolist(), splits["train"].texts)
     if checkpoint is not None:
         tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
     elif args.weights is not None:

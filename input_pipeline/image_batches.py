@@ -32,15 +32,22 @@ MEMORY_FRACTION = 4  # a split may take a quarter of the free memory
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random crops and flips.
+    """Random crops and flips, and smaller images in the first epochs.
 
     Attributes:
         pad: zero pixels added to each side of an image, out of which its own size is cropped.
         flip: whether to mirror each image horizontally with probability 1/2.
+        alternate: mirror a random half of the images in even epochs and the other half in odd ones,
+            so that two epochs show each image both ways (arXiv:2404.00498, section 3.6).
+        small_epochs: in so many first epochs images are scaled down.
+        small_size: pixels a side of those.
     """
 
     pad: int
     flip: bool
+    alternate: bool = False
+    small_epochs: int = 0
+    small_size: int = 0
 
 
 AUGMENTATIONS = {
@@ -109,6 +116,7 @@ class ImageDataset:
             labels: (batch,) int64.
         """
         crops = self.draw_crops(epoch) if epoch is not None else None
+        small = epoch is not None and epoch < self.augmentation.small_epochs
         if self.pixels is not None:
             decoded = self._resident_batches(self.pixels, row_batches)
         else:
@@ -119,7 +127,8 @@ class ImageDataset:
                 pixels = crop_flip(
                     pixels, offsets[rows], flips=flips[rows], pad=self.augmentation.pad
                 )
-            yield normalise(pixels, self.mean, std=self.std), self.labels[rows]
+            images = normalise(pixels, self.mean, std=self.std)
+            yield self._scale_down(images) if small else images, self.labels[rows]
 
     def draw_crops(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Draw the crop offsets and flips of all rows for one epoch.
@@ -132,9 +141,16 @@ class ImageDataset:
         num_offsets = 2 * self.augmentation.pad + 1
         offsets = torch.randint(num_offsets, (len(self), 2), generator=generator, dtype=torch.uint8)
         flips = torch.randint(2, (len(self),), generator=generator, dtype=torch.uint8)
+        if self.augmentation.alternate:
+            first = epoch_generator(self.seed + 2, 0)
+            flips = torch.randint(2, (len(self),), generator=first, dtype=torch.uint8) ^ epoch % 2
         if not self.augmentation.flip:
             flips.zero_()
         return offsets.to(self.device), flips.to(self.device)
+
+    def _scale_down(self, images: Tensor) -> Tensor:
+        size = self.augmentation.small_size
+        return F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
 
     def _resident_batches(
         self, all_pixels: Tensor, row_batches: Sequence[Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,28 @@ def test_augmentation_draws_every_crop_and_no_epoch_means_none(train: ImageDatas
         by_row(train, [torch.arange(200)], None),
         normalise(train.images.pixels, torch.tensor(MEAN), std=torch.tensor(STD)),
     )
+
+
+def test_alternating_flips_show_each_image_both_ways_in_two_epochs(train: ImageDataset) -> None:
+    train.augmentation = dataclasses.replace(train.augmentation, alternate=True)
+    first, second, third = (train.draw_crops(epoch)[1] for epoch in range(3))
+    assert torch.equal(first + second, torch.ones_like(first))
+    assert torch.equal(first, third)
+    assert 0.3 < first.float().mean() < 0.7
+
+
+def test_images_of_the_first_epochs_are_smaller(train: ImageDataset) -> None:
+    train.augmentation = dataclasses.replace(train.augmentation, small_epochs=2, small_size=6)
+    rows = [torch.arange(32)]
+    for epoch, size in ((0, 6), (1, 6), (2, 12), (None, 12)):
+        [(images, _)] = train.batches(rows, epoch)
+        assert tuple(images.shape) == (32, 3, size, size)
+        assert images.is_contiguous(memory_format=torch.channels_last)
+    train.augmentation = dataclasses.replace(train.augmentation, pad=0, flip=False)
+    [(small, _)], [(large, _)] = train.batches(rows, 0), train.batches(rows, 5)
+    expected = large[:, :, 2:10, 2:10]  # where the filter does not reach over an edge
+    mean = small[:, :, 1:5, 1:5].mean((2, 3)) - expected.mean((2, 3))
+    assert mean.abs().max() < 0.5 * expected.std()
 
 
 def test_digits_are_never_mirrored() -> None:

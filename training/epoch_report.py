@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from backends.device import peak_memory
@@ -78,26 +78,40 @@ class EpochResult:
     Attributes:
         epoch: its number, counted from 1; 0 is before the first one.
         accuracies: in 0..1, by the name of the evaluation set: 'val', 'test', or both.
+        views: the same of outputs that are averaged over views of each image; mostly empty.
     """
 
     epoch: int
     accuracies: Mapping[str, float]
+    views: Mapping[str, float] = field(default_factory=dict)
 
     def show(self) -> str:
         """For example 'epoch 6, validation accuracy 95.00 %, test accuracy 94.00 %'."""
-        parts = [f"epoch {self.epoch}"] if self.epoch else ["before the first epoch"]
-        for name, accuracy in self.accuracies.items():
-            parts.append(f"{EVAL_SET_NAMES[name]} accuracy {100 * accuracy:.2f} %")
-        return ", ".join(parts)
+        epoch = f"epoch {self.epoch}" if self.epoch else "before the first epoch"
+        return ", ".join([epoch, *show_accuracies(self.accuracies)])
+
+    def show_views(self) -> str:
+        """For example 'test accuracy 94.00 %'."""
+        return ", ".join(show_accuracies(self.views))
+
+
+def show_accuracies(accuracies: Mapping[str, float]) -> list[str]:
+    """Each accuracy in words; they are in 0..1, by the name of the evaluation set."""
+    return [
+        f"{EVAL_SET_NAMES[name]} accuracy {100 * accuracy:.2f} %"
+        for name, accuracy in accuracies.items()
+    ]
 
 
 def epoch_result(rows: Sequence[Mapping[str, Any]], epoch: int) -> EpochResult:
     """The result of an epoch, counted from 1, from the rows of metrics.jsonl."""
     row: Mapping[str, Any] = next((row for row in rows if row["epoch"] == epoch), {})
-    keys = {name: f"{name}_accuracy" for name in EVAL_SET_NAMES}
-    return EpochResult(
-        epoch, {name: row[key] for name, key in keys.items() if row.get(key) is not None}
-    )
+
+    def accuracies(suffix: str) -> dict[str, float]:
+        keys = {name: f"{name}_accuracy{suffix}" for name in EVAL_SET_NAMES}
+        return {name: row[key] for name, key in keys.items() if row.get(key) is not None}
+
+    return EpochResult(epoch, accuracies(""), accuracies("_views"))
 
 
 @dataclass(frozen=True)

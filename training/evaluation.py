@@ -42,7 +42,7 @@ def predict_logits(
     order = torch.arange(len(data)) if lengths is None else torch.argsort(lengths, stable=True)
     plan = list(rank_share(order, world.rank, world_size=world.size).split(batch_size))
     mine = len(plan)
-    if fsdp.is_sharded(model):
+    if any(map(fsdp.is_sharded, model.modules())):
         # Every batch gathers weights from all ranks, so all ranks take part in as many batches.
         plan += [order[:1]] * (world.max_over_ranks(mine) - mine)
     total, shown = sum(map(len, plan[:mine])), world.is_main and bool(title)

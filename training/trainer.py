@@ -34,6 +34,7 @@ from distributed.comm_hooks import AllReduceHook
 from distributed.world import StopVote, World
 from errors import InputError, Interrupted, NonFiniteLoss
 from input_pipeline.dataset import BatchedDataset
+from models.test_views import TestViews
 from optimizers.base import CommunicatingOptimizer, global_norm, step_unless_skipped
 from optimizers.schedules import Schedule
 from training import evaluation
@@ -68,6 +69,7 @@ class TrainerConfig:
         micro_batch_size: samples of one at most; None is no limit.
         max_grad_norm: gradients are clipped to this norm; 0 is no limit.
         average_decay: decay of the average of the weights that is evaluated; 0 is none.
+        test_views: views of each image, over which the outputs of the trained model are averaged.
         sync_batch_norm: BatchNorm statistics over all GPUs.
         save_every: steps between checkpoints within an epoch; 0 is none.
         keep: how many checkpoints stay: last.pt and those before it.
@@ -86,6 +88,7 @@ class TrainerConfig:
     micro_batch_size: int | None = None
     max_grad_norm: float = 0.0
     average_decay: float = 0.0
+    test_views: int = 1
     sync_batch_norm: bool = False
     save_every: int = 0
     keep: int = 1
@@ -553,23 +556,29 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Loss and accuracy on each evaluation set, all ranks having the same weights.
 
-        They are those of the averaged weights where the run averages them.
+        They are those of the averaged weights where the run averages them. After the last epoch
+        they are there over several views of each image as well, where the run has them.
         """
         self.sync_replicas()
         model = self.model
         if self.average is not None:
             model = self.average.model
             self.world.average_buffers(model)
+        models = {"": model}
+        if self.config.test_views > 1 and self.progress.epoch + 1 == self.config.epochs:
+            models["_views"] = TestViews(model, self.config.test_views)
         results: dict[str, float] = {}
-        for name, data in self.eval_sets.items():
-            results[f"{name}_loss"], results[f"{name}_accuracy"] = evaluation.evaluate(
-                model,
-                data,
-                precision=self.precision,
-                world=self.world,
-                batch_size=self.config.eval_batch_size,
-                title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
-            )
+        for suffix, evaluated in models.items():
+            for name, data in self.eval_sets.items():
+                loss, accuracy = evaluation.evaluate(
+                    evaluated,
+                    data,
+                    precision=self.precision,
+                    world=self.world,
+                    batch_size=self.config.eval_batch_size,
+                    title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
+                )
+                results |= {f"{name}_loss{suffix}": loss, f"{name}_accuracy{suffix}": accuracy}
         return results
 
     def sync_replicas(self) -> None:

@@ -1,0 +1,111 @@
+"""Views of test images, whose outputs are averaged; wrong labels on purpose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ranks
+import resnet50_test
+import transformer_test
+from input_pipeline.label_noise import with_noise
+from models.test_views import TestViews
+from test_training import run
+
+
+def test_views_and_their_weights() -> None:
+    images = torch.randn(3, 2, 6, 6, dtype=torch.float64)
+    weight = torch.randn(5, 72, dtype=torch.float64)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 5, bias=False, dtype=torch.float64))
+    model[1].weight.data = weight
+
+    def shifted(down: int) -> torch.Tensor:
+        """Each pixel is that `down` pixels below and to the right, reflected at the edges."""
+        reach = torch.arange(6) + down
+        inside = (5 - (5 - reach).abs()).abs()
+        return images[:, :, inside][:, :, :, inside]
+
+    def both_ways(x: torch.Tensor) -> torch.Tensor:
+        return (x.flatten(1) @ weight.T + x.flip(3).flatten(1) @ weight.T) / 2
+
+    centre = both_ways(images)
+    expected = {
+        1: images.flatten(1) @ weight.T,
+        2: centre,
+        6: centre / 2 + both_ways(shifted(-1)) / 4 + both_ways(shifted(1)) / 4,
+    }
+    for views, logits in expected.items():
+        torch.testing.assert_close(TestViews(model, views)(images), logits)
+
+
+def test_a_run_reports_the_accuracy_over_views(here, monkeypatch) -> None:
+    make_folder(here / "images")
+    flags = "--dataset folder --data_dir images --image_size 8 --arch resnet8 --bs 16 --epochs 2"
+    flags += " --threads 1 --test_views mirror --alternate_flip --small_epochs 1 --small_size 6"
+    console = run(resnet50_test, *flags.split(), "--out", "run", monkeypatch=monkeypatch)
+    first, last = ranks.metrics(here / "run")
+    assert "test_accuracy_views" not in first
+    accuracy = f"{100 * last['test_accuracy_views']:.2f} %"
+    assert f"averaged over the views of each image: test accuracy {accuracy}" in console
+    words = ["--checkpoint", "run", "--evaluate", "--test_views", "mirror"]
+    console = run(resnet50_test, *words, monkeypatch=monkeypatch)
+    assert f"all  {100 * last['test_accuracy_views']:6.2f} %" in console
+
+
+def make_folder(folder) -> None:
+    """Noise images of two classes."""
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    for split in ("train", "test"):
+        for number in range(40):
+            pixels = torch.randint(256, (8, 8, 3), generator=generator, dtype=torch.uint8)
+            path = folder / split / f"class{number % 2}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.numpy()).save(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--dataset digits --test_views mirror", "mirror images"),
+        ("--dataset digits --alternate_flip", "mirror images"),
+        ("--dataset digits --small_epochs 1 --small_size 9", "only 8 pixels a side"),
+        ("--dataset digits --augment none --crop_pad 2", "leave them or --augment none out"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(refused, flags: str, expected: str) -> None:
+    refused("images", flags, expected)
+
+
+def test_noise_gives_a_share_of_each_class_other_labels() -> None:
+    labels = torch.arange(4000) % 4
+    noisy = with_noise(labels, 0.25, classes=4, seed=3)
+    changed = noisy != labels
+    for label in range(4):
+        assert changed[labels == label].sum() == 250
+        new = noisy[(labels == label) & changed].bincount(minlength=4)
+        assert (new[label], new.sum()) == (0, 250)
+        assert (new[torch.arange(4) != label] - 250 / 3).abs().max() < 45  # 6 standard deviations
+    assert torch.equal(noisy, with_noise(labels, 0.25, classes=4, seed=3))
+    assert not torch.equal(noisy, with_noise(labels, 0.25, classes=4, seed=4))
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        (resnet50_test, "--dataset digits --arch resnet8 --lr 0.1 --epochs 4"),
+        (
+            transformer_test,
+            "--dataset headlines --width 32 --depth 1 --heads 2 --lr 0.005 --dropout 0 --epochs 16",
+        ),
+    ],
+    ids=["images", "texts"],
+)
+def test_only_training_rows_get_wrong_labels(here, monkeypatch, script, flags: str) -> None:
+    """With every label wrong, what is learned is wrong on the rows that are held out."""
+    words = [*flags.split(), *"--bs 32 --threads 1 --val_fraction 0.2".split()]
+    run(script, *words, "--label_noise", "0.99", "--out", "noisy", monkeypatch=monkeypatch)
+    last = ranks.metrics(here / "noisy")[-1]
+    assert last["train_accuracy"] > 2 * max(last["val_accuracy"], last["test_accuracy"])
