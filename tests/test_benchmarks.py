@@ -197,3 +197,78 @@ def test_a_peer_trains_and_its_log_names_it(tmp_path, capsys):
     assert config["peer"].startswith("soap, pytorch_optimizer ")
     with pytest.raises(errors.InputError, match="usage"):
         train_peer.main(["nothing"])
+
+
+AIRBENCH = """
+import torch
+import torchvision.transforms as T
+from torch import nn
+
+CIFAR_MEAN, CIFAR_STD = torch.full((3,), 0.5), torch.full((3,), 0.25)
+
+def zeropower_via_newtonschulz5(matrix):
+    return matrix
+
+class Muon(torch.optim.SGD):
+    pass
+
+class CifarLoader:
+    def __len__(self):
+        return len(self.images) // self.batch_size
+    def __iter__(self):
+        assert self.shuffle and self.drop_last and self.aug == {"flip": True, "translate": 2}
+        self.epoch += 1
+        for rows in torch.randperm(len(self.images)).split(self.batch_size):
+            yield self.normalize(self.images[rows]), self.labels[rows]
+
+class CifarNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.whiten, self.norm = nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4)
+        self.conv, self.head = nn.Conv2d(4, 8, 3), nn.Linear(8, 10)
+        self.whiten.weight.requires_grad_(False)
+    def reset(self):
+        pass
+    def init_whiten(self, images):
+        assert images.abs().max() <= 2
+    def forward(self, x, whiten_bias_grad=True):
+        return self.head(self.conv(self.norm(self.whiten(x))).amax((2, 3)))
+
+def infer(model, loader, views):
+    model.eval()
+    assert views in (0, 2)
+    with torch.no_grad():
+        return model(loader.normalize(loader.images))
+"""
+
+
+def test_airbench_trains_by_the_file_of_its_authors(data_dir, tmp_path):
+    from benchmarks import airbench
+
+    (tmp_path / "source.py").write_text(AIRBENCH)
+    words = f"--source {tmp_path}/source.py --data_dir {data_dir} --rows 64 --epochs 2"
+    airbench.main([*words.split(), "--out", str(tmp_path / "run")])
+    rows = ranks.metrics(tmp_path / "run")
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert set(rows[1]) - set(rows[0]) == {"test_accuracy_views"}
+    assert [row["samples"] for row in rows] == [64, 128]
+    text = (tmp_path / "run" / "config.json").read_text()
+    assert str(tmp_path) not in text
+    assert "source.py, sha256" in json.loads(text)["peer"]
+    with pytest.raises(errors.InputError, match="holds the log of a run"):
+        airbench.main([*words.split(), "--out", str(tmp_path / "run")])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "no such file"), ("1 / 0", "cannot be run"), ("x = 1", "has no CifarNet, Muon")],
+)
+def test_another_source_of_airbench_is_one_line(content, message, tmp_path):
+    from benchmarks import airbench
+
+    if content is not None:
+        (tmp_path / "source.py").write_text(content)
+    words = ["--source", str(tmp_path / "source.py"), "--out", str(tmp_path / "run")]
+    with pytest.raises(errors.InputError, match=message):
+        airbench.main(words)
+    assert not (tmp_path / "run").exists()

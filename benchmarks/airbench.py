@@ -1,0 +1,281 @@
+"""Train the published network of cifar10-airbench by its own optimizer and settings, on a CPU.
+
+git clone https://github.com/KellerJordan/cifar10-airbench
+python -m benchmarks.airbench --source cifar10-airbench/airbench94_muon.py --out runs/airbench
+
+It is the peer of recipes/fast94_vgg8.yaml: same data, machine, precision and clock. Network,
+optimizer, augmentation and test views are taken from the file of --source as it is run; the loop
+around them is written for this benchmark, since the file's own needs a GPU. Weights are in fp32 and
+products in --precision, where the file has both in fp16, which a CPU computes slowly. The log is
+that of the entry scripts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cli.flags import count, natural
+from errors import InputError, exit_code, first_line
+from input_pipeline.image_datasets import read_image_splits
+from training.machine import describe_machine
+from training.run_log import RunLog
+
+CPU = torch.device("cpu")
+NEEDED = (
+    "CifarNet",
+    "Muon",
+    "zeropower_via_newtonschulz5",
+    "CifarLoader",
+    "CIFAR_MEAN",
+    "CIFAR_STD",
+    "T",
+    "infer",
+)
+WHITENING_ROWS = 5000
+# What `main` of airbench94_muon.py sets, at commit f1c599c:
+EPOCHS = 8
+WHITENING_BIAS_EPOCHS = 3
+BATCH_SIZE = 2000
+BIAS_LR = 0.053
+HEAD_LR = 0.67
+FILTER_LR = 0.24
+WEIGHT_DECAY = 2e-6 * BATCH_SIZE
+SGD_MOMENTUM = 0.85
+MUON_MOMENTUM = 0.6
+LABEL_SMOOTHING = 0.2
+FOLDERS = ("source", "out", "data_dir")  # of this machine, which no log names
+ALL_VIEWS = 2  # its number for the six views
+
+
+def load_source(path: Path) -> ModuleType:
+    """Import the peer's file.
+
+    Raises:
+        InputError: it is not there, or it is another file.
+    """
+    if not path.is_file():
+        raise InputError(f"--source {path}: no such file; clone KellerJordan/cifar10-airbench")
+    spec = importlib.util.spec_from_file_location("airbench_source", path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"--source {path}: is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever another file does
+        raise InputError(f"--source {path}: cannot be run ({first_line(error)})") from None
+    if missing := [name for name in NEEDED if not hasattr(module, name)]:
+        raise InputError(f"--source {path}: has no {', '.join(missing)}; give airbench94_muon.py")
+    return module
+
+
+def create_loader(
+    source: ModuleType, images: Tensor, labels: Tensor, *, train: bool, batch_size: int
+) -> Any:
+    """The peer's loader over images that are in memory.
+
+    Args:
+        source: the peer.
+        images: (rows, 3, height, width) fp32, of pixel values in 0..1.
+        labels: (rows,).
+        train: shuffle, flip and shift.
+        batch_size: images of a batch.
+    """
+    loader = source.CifarLoader.__new__(source.CifarLoader)  # its __init__ reads a file onto a GPU
+    loader.images, loader.labels = images, labels
+    loader.normalize = source.T.Normalize(source.CIFAR_MEAN, source.CIFAR_STD)
+    loader.proc_images, loader.epoch = {}, 0
+    loader.aug = {"flip": True, "translate": 2} if train else {}
+    loader.batch_size, loader.drop_last, loader.shuffle = batch_size, train, train
+    return loader
+
+
+def create_optimizers(source: ModuleType, net: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """The peer's two optimizers; the first group of the first one is the first layer's bias."""
+    filters = [p for p in net.parameters() if p.ndim == 4 and p.requires_grad]
+    norms = [p for name, p in net.named_parameters() if "norm" in name and p.requires_grad]
+    groups = [
+        {"params": [net.whiten.bias], "lr": BIAS_LR, "weight_decay": WEIGHT_DECAY / BIAS_LR},
+        {"params": norms, "lr": BIAS_LR, "weight_decay": WEIGHT_DECAY / BIAS_LR},
+        {"params": [net.head.weight], "lr": HEAD_LR, "weight_decay": WEIGHT_DECAY / HEAD_LR},
+    ]
+    sgd = torch.optim.SGD(groups, momentum=SGD_MOMENTUM, nesterov=True, fused=True)
+    muon = source.Muon(filters, lr=FILTER_LR, momentum=MUON_MOMENTUM, nesterov=True)
+    for group in (*sgd.param_groups, *muon.param_groups):
+        group["initial_lr"] = group["lr"]
+    return [sgd, muon]
+
+
+def set_rates(optimizers: Sequence[torch.optim.Optimizer], step: int, steps: int) -> None:
+    """Set the rates of a step, counted from 0: all fall to 0 in a line."""
+    for number, group in enumerate(g for each in optimizers for g in each.param_groups):
+        last = steps if number else bias_steps(steps)
+        group["lr"] = group["initial_lr"] * max(0.0, 1 - step / last)
+
+
+def bias_steps(steps: int) -> int:
+    """In how many of all steps the first layer's bias is trained."""
+    return math.ceil(steps * WHITENING_BIAS_EPOCHS / EPOCHS)
+
+
+def accuracy(source: ModuleType, net: torch.nn.Module, loader: Any, views: int) -> float:
+    """The peer's accuracy in 0..1 over one view of each image, or `ALL_VIEWS`."""
+    logits = source.infer(net, loader, views)
+    return float((logits.argmax(1) == loader.labels).float().mean())
+
+
+def create_loaders(source: ModuleType, data_dir: str, rows: int) -> tuple[Any, Any]:
+    """The peer's loaders of CIFAR-10's training and test images, or of their first rows."""
+    splits, _ = read_image_splits("cifar10", data_dir, image_size=0)
+    loaders = []
+    for name in ("train", "test"):
+        some = slice(0, rows or None)
+        images = splits[name].decode(torch.arange(len(splits[name]))[some])
+        images = images.permute(0, 3, 1, 2).float().div_(255)
+        loaders.append(
+            create_loader(
+                source,
+                images.contiguous(memory_format=torch.channels_last),
+                splits[name].labels[some],
+                train=name == "train",
+                batch_size=min(BATCH_SIZE, len(images)),
+            )
+        )
+    return loaders[0], loaders[1]
+
+
+def train(args: argparse.Namespace, source: ModuleType, log: RunLog) -> None:
+    """Train with one seed; a row of the log for each epoch."""
+    loader, test_loader = create_loaders(source, args.data_dir, args.rows)
+    torch.manual_seed(args.seed)
+    net = source.CifarNet().float().to(memory_format=torch.channels_last)
+    net.reset()
+    optimizers = create_optimizers(source, net)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16")
+    forward = torch.compile(net) if args.compile else net
+    steps = args.epochs * len(loader)
+    start = time.perf_counter()
+    net.init_whiten(loader.normalize(loader.images[:WHITENING_ROWS]))
+    train_seconds, eval_seconds = time.perf_counter() - start, 0.0
+    compile_seconds = warm_up(source, net, forward, loader, autocast)
+    rows: list[dict[str, Any]] = []
+    for epoch in range(args.epochs):
+        net.train()
+        loss_sum, num_correct, first_step = 0.0, 0, epoch * len(loader)
+        epoch_start = time.perf_counter()
+        for step, (inputs, labels) in enumerate(loader, first_step):
+            set_rates(optimizers, step, steps)
+            with autocast:
+                outputs = forward(inputs, whiten_bias_grad=step < bias_steps(steps))
+            loss = F.cross_entropy(
+                outputs.float(), labels, label_smoothing=LABEL_SMOOTHING, reduction="sum"
+            )
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            net.zero_grad(set_to_none=True)
+            loss_sum += loss.item()
+            num_correct += int((outputs.argmax(1) == labels).sum())
+        eval_start = time.perf_counter()
+        train_seconds += eval_start - epoch_start
+        with autocast:
+            results = {"test_accuracy": accuracy(source, net, test_loader, 0)}
+            if epoch + 1 == args.epochs:
+                results["test_accuracy_views"] = accuracy(source, net, test_loader, ALL_VIEWS)
+        eval_seconds += time.perf_counter() - eval_start
+        samples = len(loader) * loader.batch_size
+        rows.append(
+            {
+                "epoch": epoch + 1,
+                "step": (epoch + 1) * len(loader),
+                "samples": (epoch + 1) * samples,
+                "seconds": train_seconds + compile_seconds + eval_seconds,
+                "train_seconds": train_seconds,
+                "compile_seconds": compile_seconds,
+                "eval_seconds": eval_seconds,
+                "samples_per_second": (epoch + 1) * samples / train_seconds,
+                "train_loss": loss_sum / samples,
+                "train_accuracy": num_correct / samples,
+                **results,
+                "lr": optimizers[1].param_groups[0]["lr"],
+                "batch_size": loader.batch_size,
+            }
+        )
+        log.epoch(rows)
+
+
+def warm_up(source: ModuleType, net: Any, forward: Any, loader: Any, autocast: Any) -> float:
+    """Let what is compiled be compiled, without a step; returns the seconds it took."""
+    start = time.perf_counter()
+    for weight in net.parameters():
+        if weight.ndim == 4 and weight.requires_grad:  # the file compiles what Muon calls
+            source.zeropower_via_newtonschulz5(torch.randn_like(weight).flatten(1))
+    if forward is not net:
+        inputs = loader.normalize(loader.images[: loader.batch_size])
+        for whiten_bias_grad in (True, False):
+            with autocast:
+                outputs = forward(inputs, whiten_bias_grad=whiten_bias_grad)
+            F.cross_entropy(outputs.float(), loader.labels[: loader.batch_size]).backward()
+        net.zero_grad(set_to_none=True)
+    return time.perf_counter() - start
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    flags = argparse.ArgumentParser(prog="python -m benchmarks.airbench", description=__doc__)
+    flags.add_argument("--source", type=Path, required=True, help="airbench94_muon.py of a clone")
+    flags.add_argument("--out", type=Path, required=True, help="a new folder for the log")
+    flags.add_argument(
+        "--data_dir", default=os.environ.get("DATA_DIR") or "./data", help="as of the entry scripts"
+    )
+    flags.add_argument("--epochs", type=count, default=EPOCHS)
+    flags.add_argument("--rows", type=natural, default=0, help="of each split; 0 is all")
+    flags.add_argument("--seed", type=natural, default=0)
+    flags.add_argument("--threads", type=natural, default=0, help="0 is torch's own choice")
+    flags.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
+    flags.add_argument("--compile", action="store_true", help="compile the network, as the peer")
+    return flags
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as the command line says."""
+    args = parser().parse_args(arguments)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if (args.out / "metrics.jsonl").exists():
+        raise InputError(f"--out {args.out}: holds the log of a run; give a new folder")
+    source = load_source(args.source)
+    args.out.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(args.source.read_bytes()).hexdigest()[:12]
+    flags = {name: value for name, value in vars(args).items() if name not in FOLDERS}
+    log = RunLog(
+        args.out,
+        True,
+        config={
+            "flags": flags,
+            "peer": f"cifar10-airbench {args.source.name}, sha256 {digest}",
+            **describe_machine(CPU),
+            "threads": torch.get_num_threads(),
+            "command": f"python -m benchmarks.airbench, {args.source.name}",
+        },
+    )
+    log.begin([])
+    train(args, source, log)
+    log.close()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
