@@ -1,6 +1,6 @@
 """What a step of NGD and KaldiNGD costs in time, memory and operators, beside other optimizers.
 
-python -m benchmarks.optimizer_step --quick                 # at most five minutes on two cores
+python -m benchmarks.optimizer_step --quick                 # five minutes; with SOAP about ten
 python -m benchmarks.optimizer_step --json optimizers.json  # more rounds, passes at the full batch
 
 On one CPU thread, for ResNet-50 on 32x32 images and for the Transformer with its default sizes.
@@ -8,7 +8,8 @@ Every optimizer has its own copy of the model and takes the same gradients, of s
 batches in turn. After a warm-up the optimizers take turns: in a round each takes the steps of one
 update period of KaldiNGD, and their mean counts. Where the processor does not compute in bf16, the
 passes in bf16 and Muon, whose orthogonalisation is in bf16, are left out: a step would take
-minutes. K-FAC (optional: pip install nngeometry) is composed of its parts, see peers.py.
+minutes. SOAP (optional: pip install pytorch_optimizer) is measured over ten steps, after which it
+renews its bases. K-FAC (optional: pip install nngeometry) is composed of its parts, see peers.py.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ WORST_SHARE = 0.35
 OPERATOR_SHARE = 0.2
 
 OURS, KALDI, PLAIN = "NGD", "KaldiNGD", "straightforward KaldiNGD"
-MUON, PASS = "Muon + AdamW", "forward + backward"
+MUON, SOAP, PASS = "Muon + AdamW", "SOAP", "forward + backward"
 LR, WEIGHT_DECAY = 1e-3, 5e-4
 # Not a multiple of the period, so that each gradient comes to update an estimate.
 GRADIENTS = PERIOD + 1
@@ -125,10 +126,13 @@ def build_sides(workload: Workload) -> dict[str, Side]:
     }
     if has_bf16(torch.device("cpu")):
         makers[MUON] = lambda m: Muon(ngd_groups(m, WEIGHT_DECAY), lr=LR)
+    if peers.pytorch_optimizer:
+        makers[SOAP] = lambda m: peers.pytorch_optimizer.SOAP(m.parameters(), lr=LR)
     sides = {}
     for name, make in makers.items():
         model = copy.deepcopy(workload.model)
-        sides[name] = Side(model, make(model), gradients)
+        period = peers.SOAP_PERIOD if name == SOAP else PERIOD
+        sides[name] = Side(model, make(model), gradients, period)
         sides[name].warm_up()
     return sides
 
@@ -199,8 +203,10 @@ def measure(workload: Workload, quick: bool, *, deadline: float) -> Result:
     notes = []
     if MUON not in sides:
         notes.append(f"{MUON} left out: it computes in bf16, and this processor does not")
+    if SOAP not in sides:
+        notes.append(f"{SOAP} left out: not installed: pip install pytorch_optimizer")
     if workload.images:
-        slow = set(new := passes(workload, quick))
+        slow = {*(new := passes(workload, quick)), *({SOAP} & set(sides))}
         calls.update(new)
         if f"{PASS}, bf16" not in new:
             notes.append(f"{PASS} in bf16 left out: this processor does not compute in bf16")
@@ -298,7 +304,7 @@ def main() -> None:
     keep_freed_memory()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    packages = ["torch", *(["nngeometry"] if peers.nngeometry else [])]
+    packages = ["torch", *(name for name in peers.OPTIONAL if getattr(peers, name))]
     machine = bench.machine(torch.device("cpu"), packages)
     makers = (resnet_workload, transformer_workload)
     budget = bench.Budget(args.quick, len(makers))

@@ -1,4 +1,4 @@
-"""A peer of optimizer_step.py that torch does not have ready to use: K-FAC.
+"""Peers of optimizer_step.py that torch does not have: K-FAC, and SOAP of another library.
 
 optimizer = KFAC(model, images)     # raises Absent if not installed, or not for such a model
 """
@@ -21,6 +21,13 @@ try:
     import nngeometry.object
 except ImportError:
     nngeometry = None
+try:
+    import pytorch_optimizer
+except ImportError:
+    pytorch_optimizer = None
+
+OPTIONAL = ("nngeometry", "pytorch_optimizer")  # packages, which are None where they are missing
+SOAP_PERIOD = 10  # steps after which SOAP renews its bases, with the library's settings
 
 
 class Absent(Exception):

@@ -77,13 +77,24 @@ class Operators(TorchDispatchMode):
 
 @dataclass
 class Side:
-    """An optimizer on its own copy of the model; a call measures one period of steps."""
+    """An optimizer on its own copy of the model; a call measures one period of steps.
+
+    Attributes:
+        model: a copy.
+        optimizer: of its parameters.
+        gradients: of each batch, which it takes in turn.
+        period: how many steps make one: those after which its rare work comes again.
+        operators: counted in one step of the warm-up.
+        seconds: of each step of each round (rounds, steps).
+        steps: taken so far.
+    """
 
     model: nn.Module
     optimizer: Any
     gradients: list[list[Tensor | None]]
+    period: int = PERIOD
     operators: Operators = field(default_factory=Operators)
-    seconds: list[list[float]] = field(default_factory=list)  # shape (rounds, steps)
+    seconds: list[list[float]] = field(default_factory=list)
     steps: int = 0
 
     def set_gradients(self) -> None:
@@ -107,7 +118,7 @@ class Side:
     def __call__(self) -> float:
         """Return the mean seconds of a step over one period."""
         self.seconds.append([])
-        for _ in range(PERIOD):
+        for _ in range(self.period):
             self.set_gradients()
             self.seconds[-1].append(clock(self.optimizer.step))
         return statistics.mean(self.seconds[-1])
