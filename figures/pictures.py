@@ -5,242 +5,121 @@ figure = PICTURES["slamb"](read_groups(LOGS))
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # before pyplot is imported
-import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.lines import Line2D
 
-from figures.run_logs import (
-    ROOT,
-    Row,
-    Runs,
-    accuracy,
-    device_hours,
-    last,
-    mean,
-    per_epoch,
-    repeated,
-    seconds_to,
+from figures.methods import (
+    BATCH_RULES,
+    GREY,
+    LABELS,
+    OPTIMIZERS,
+    line_styles,
+    method_of,
+    setting_of,
 )
-from training.epoch_report import training_seconds
+from figures.panels import (
+    add_legend,
+    column,
+    create_panels,
+    create_subfigures,
+    describe_seeds,
+    epoch,
+    label_axes,
+    plain_log_ticks,
+    plot_methods,
+    seconds,
+    with_megabytes_sent,
+)
+from figures.run_logs import LOGS, ROOT, Runs, accuracy, device_hours, last, read_flags, seconds_to
+from tuning.trial_panels import draw_trial_panel, read_trials
 
-# The palette of Okabe and Ito, which the colour-blind can tell apart.
-BLUE, VERMILION, GREEN = "#0072B2", "#D55E00", "#009E73"
-COLOURS = (BLUE, VERMILION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "os^Dv*P"
 Groups = Mapping[str, Mapping[str, Runs]]
 """The runs of all logs, by group and name."""
 
-DEFAULTS = {  # runs of defaults_cifar10_20pct, and what they are called
-    "default": "SGD",
-    "default-kaldi-ngd": "KaldiNGD",
-    "default-muon": "torch's Muon",
-    "default-ngd": "NGD",
-}
-METHODS = {"sgd": "SGD", "kaldi-ngd": "Kaldi's NGD"}  # in the names of runs
-IMAGES, TEXTS = "ResNet-20, 20 % of CIFAR-10", "Transformer, AG News subset"
-ABLATIONS = {  # each row adds one method to those before it
-    IMAGES: {
-        "plain: fp32, SGD": ("resnet20_batch", "sgd-64-fp32"),
-        "+ bf16": ("resnet20_batch", "sgd-64"),
-        "+ natural\ngradient": ("resnet20_batch", "kaldi-ngd-64"),
-    },
-    TEXTS: {
-        "plain: fp32": ("agnews12k", "plain-fp32"),
-        "+ bf16": ("agnews12k", "plain"),
-        "+ prior,\nhalf the epochs,\nlower learning rate": ("agnews12k", "prior"),
-    },
+SMALL_IMAGES = "ResNet-20, 20 % of CIFAR-10"
+SMALL_TEXTS = "Transformer, 12,000 rows of AG News"
+ABLATIONS = {  # each run adds one technique to those before it
+    f"{SMALL_IMAGES}, batch 64": (
+        "resnet20_batch",
+        {"sgd-64-fp32": "SGD, fp32", "sgd-64": "SGD", "kaldi-ngd-64": "KaldiNGD"},
+    ),
+    SMALL_TEXTS: ("agnews12k", LABELS["agnews12k"]),
 }
 SCALING_RESULTS = ROOT / "benchmarks" / "results" / "scaling-cpu.json"
-
-# -------------------------------------------------------------------- columns of metrics.jsonl
-
-
-def epoch(row: Row) -> float:
-    """Return the epoch of a row."""
-    return row["epoch"]
-
-
-def seconds(row: Row) -> float:
-    """Return the seconds of training since the start of the run."""
-    return training_seconds(row)
+SCALING_METHODS = {  # in these results, and what they are called
+    "DDP + LAMB": "LAMB",
+    "DDP bf16 hook + LAMB": "LAMB with bf16 gradients",
+    "SLAMB block k=0.1 bf16": "SLAMB",
+}
+SEARCH_RANGE = 0.3  # of losses in the enlarged panel of a search, as a part of the lowest
+ACCURACY_RANGE = 6  # points of accuracy below the highest that an enlarged panel shows
 
 
-def column(key: str, scale: float = 1.0) -> Callable[[Row], float]:
-    """Return a function that reads one column, multiplied by `scale`; null is not a number."""
-    return lambda row: math.nan if row[key] is None else scale * row[key]
+def relabel(named_runs: Mapping[str, Runs], labels: Mapping[str, str]) -> dict[str, Runs]:
+    """Return the runs that have a label, by their labels and in the labels' order."""
+    return {label: named_runs[name] for name, label in labels.items() if name in named_runs}
 
 
-def with_megabytes_sent(rows: Sequence[Row]) -> list[Row]:
-    """Add to each row the megabytes that each rank has sent since the start of the run."""
-    totals = itertools.accumulate(row["comm_bytes"] for row in rows)
-    return [{**row, "sent": total / 1e6} for row, total in zip(rows, totals)]
+def labelled(groups: Groups, *names: str) -> dict[str, Runs]:
+    """Return the runs of these groups by their labels."""
+    named_runs: dict[str, Runs] = {}
+    for name in names:
+        named_runs |= relabel(groups.get(name, {}), LABELS[name])
+    return named_runs
 
 
-# -------------------------------------------------------------------- parts of a figure
-
-
-def style(index: int) -> dict[str, Any]:
-    """Return colour and marker of the line with this index."""
-    return {"color": COLOURS[index % 7], "marker": MARKERS[index % 7], "markersize": 4}
-
-
-def plot_runs(
-    axes: Axes,
-    runs: Runs,
-    *,
-    x: Callable[[Row], float],
-    y: Callable[[Row], float],
-    index: int,
-    label: str,
-) -> None:
-    """Plot the mean over seeds as a line, and the range over seeds as a band."""
-    values = per_epoch(runs, y)
-    horizontal = mean(per_epoch(runs, x))
-    axes.plot(horizontal, mean(values), label=label, **style(index))
-    low, high = [min(each) for each in values], [max(each) for each in values]
-    axes.fill_between(horizontal, low, high, color=COLOURS[index % 7], alpha=0.15, linewidth=0)
-
-
-def label_axes(
-    axes: Axes, xlabel: str, ylabel: str, *, title: str = "", legend: bool = False
-) -> None:
-    """Set the labels, and add a grid and, if asked for, a legend."""
-    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    axes.grid(alpha=0.3)
-    if legend:
-        axes.legend(fontsize=8)
-
-
-def plain_log_ticks(axis: Any, base: int = 10) -> None:
-    """Give a logarithmic axis (`axes.xaxis`) ticks at powers, written as plain numbers."""
-    axis.set_major_locator(LogLocator(base, subs=(1.0, 3.0) if base == 10 else (1.0,)))
-    axis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def create_panels(rows: int, columns: int) -> tuple[Figure, Any]:
-    """Return a figure and its axes, an array of shape (rows, columns)."""
-    size = (4 * columns, 3.6 * rows)
-    return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
-
-
-# -------------------------------------------------------------------- the figures
+# -------------------------------------------------------------------- accuracy over epochs and time
 
 
 def overview(named_runs: Mapping[str, Runs], title: str = "") -> Figure:
     """Plot test accuracy against epochs and seconds, and training loss against epochs."""
-    figure, axes = create_panels(1, 3)
-    figure.suptitle(title)
+    figure, axes = create_panels(1, 3, title)
     has_test = all("test_accuracy" in rows[0] for runs in named_runs.values() for rows in runs)
     ylabel = "test accuracy / %" if has_test else "accuracy on test or held-out rows / %"
-    for index, (name, runs) in enumerate(named_runs.items()):
-        plot_runs(axes[0, 0], runs, x=epoch, y=accuracy, index=index, label=name)
-        plot_runs(axes[0, 1], runs, x=seconds, y=accuracy, index=index, label=name)
-        plot_runs(axes[0, 2], runs, x=epoch, y=column("train_loss"), index=index, label=name)
-    label_axes(axes[0, 0], "epoch", ylabel, legend=True)
-    label_axes(axes[0, 1], "time / s", ylabel)
-    label_axes(axes[0, 2], "epoch", "training loss")
+    plot_methods(axes[0, 0], named_runs, x=epoch, y=accuracy)
+    plot_methods(axes[0, 1], named_runs, x=seconds, y=accuracy)
+    plot_methods(axes[0, 2], named_runs, x=epoch, y=column("train_loss"))
+    label_axes(axes[0, 0], "epoch", ylabel)
+    label_axes(axes[0, 1], "training time / s", ylabel)
+    label_axes(axes[0, 2], "epoch", "training loss (cross-entropy)")
+    bands = describe_seeds(named_runs, band="band, and bar of times")
+    add_legend(figure, axes[0, 0], title=bands, columns=4 if len(named_runs) == 4 else 3)
     return figure
 
 
-def draw_group(group: str, groups: Groups, *, only_repeated: bool = False) -> Figure | None:
-    """Draw the overview of one group.
+def draw_overview(group: str, title: str, groups: Groups) -> Figure | None:
+    """Draw the overview of the runs of one group."""
+    named_runs = labelled(groups, group)
+    return overview(named_runs, title) if named_runs else None
 
-    Args:
-        group: name of the group.
-        groups: all logs.
-        only_repeated: leave out runs of a single seed, which were the search for a setting.
-    """
-    named_runs = groups.get(group, {})
+
+def draw_optimizers(data_set: str, title: str, groups: Groups) -> Figure | None:
+    """Draw test accuracy of optimizers over epochs and over time, and its highest part enlarged."""
+    named_runs = labelled(groups, f"optimizers_{data_set}", f"soap_{data_set}")
     if not named_runs:
         return None
-    return overview(repeated(named_runs) if only_repeated else named_runs)
-
-
-def draw_time(groups: Groups) -> Figure | None:
-    """Draw time against epochs for each ablation, and what each method saves.
-
-    The saving is in the time to the highest accuracy that all runs of the ablation reach.
-    """
-    ablations = {
-        title: {
-            name: groups[group][run]
-            for name, (group, run) in rows.items()
-            if run in groups.get(group, {})
-        }
-        for title, rows in ABLATIONS.items()
-    }
-    if any(len(ablation) < 2 for ablation in ablations.values()):
-        return None
-    figure, axes = create_panels(2, 2)
-    for panel, (title, ablation) in enumerate(ablations.items()):
-        for index, (name, runs) in enumerate(ablation.items()):
-            plot_runs(axes[0, panel], runs, x=epoch, y=seconds, index=index, label=name)
-        label_axes(axes[0, panel], "epoch", "time / s", title=title, legend=True)
-        target = min(statistics.mean(last(runs, accuracy)) for runs in ablation.values())
-        times = {name: seconds_to(runs, target) for name, runs in ablation.items()}
-        reached = {name: time for name, time in times.items() if time}
-        draw_waterfall(axes[1, panel], list(reached), list(reached.values()))
-        label_axes(axes[1, panel], "", f"time to {target:.1f} % test accuracy / s")
-    return figure
-
-
-def draw_waterfall(axes: Axes, names: Sequence[str], times: Sequence[float]) -> None:
-    """Draw bars from the time before each method to the time with it.
-
-    Args:
-        axes: where to draw.
-        names: the first is the plain run, each other one adds a method.
-        times: seconds of each.
-    """
-    first, final, changes = times[0], times[-1], list(zip(times, times[1:]))
-    axes.bar(0, first, color=BLUE)
-    for position, (before, after) in enumerate(changes, 1):
-        colour = GREEN if after <= before else VERMILION
-        axes.bar(position, before - after, bottom=after, color=colour)
-    axes.bar(len(times), final, color=BLUE)
-    heights = [first, *(max(change) for change in changes), final]
-    labels = [f"{first:.0f} s"]
-    labels += [f"{after - before:+.0f} s" for before, after in changes]
-    labels += [f"{final:.0f} s\n{first / final:.1f} x faster"]
-    for position, (height, label) in enumerate(zip(heights, labels)):
-        axes.annotate(label, (position, height), ha="center", va="bottom", fontsize=8)
-    tick_labels = [name.replace(": ", ":\n") for name in names] + ["all"]
-    axes.set_xticks(range(len(times) + 1), tick_labels, fontsize=8)
-    axes.set_ylim(0, 1.2 * max(heights))
-
-
-def draw_ngd_batches(groups: Groups) -> Figure | None:
-    """Draw training and test accuracy of SGD and NGD at a small and a large batch size."""
-    named_runs = {
-        name: runs
-        for name, runs in groups.get("resnet20_batch", {}).items()
-        if not name.endswith("fp32")
-    }
-    if not named_runs:
-        return None
-    figure, axes = create_panels(1, 2)
-    train_accuracy = column("train_accuracy", 100)
-    for index, (name, runs) in enumerate(named_runs.items()):
-        method, _, batch = name.rpartition("-")
-        label = f"{METHODS[method]}, batch {batch}"
-        plot_runs(axes[0, 0], runs, x=epoch, y=train_accuracy, index=index, label=label)
-        plot_runs(axes[0, 1], runs, x=epoch, y=accuracy, index=index, label=label)
-    label_axes(axes[0, 0], "epoch", "training accuracy / %", title=IMAGES, legend=True)
-    label_axes(axes[0, 1], "epoch", "test accuracy / %", title=IMAGES)
+    title = f"Optimizers, each at the best setting of its search\n{title}"
+    figure, axes = create_panels(2, 2, title)
+    for panel, x, xlabel in (
+        (0, epoch, "epoch"),
+        (1, seconds, "training time on one core, beside other work / s"),
+    ):
+        for row in axes[:, panel]:
+            plot_methods(row, named_runs, x=x, y=accuracy)
+            label_axes(row, xlabel, "test accuracy / %")
+    highest = max(max(last(runs, accuracy)) for runs in named_runs.values())
+    for panel in axes[1]:
+        panel.set_ylim(highest - ACCURACY_RANGE, highest + 0.1 * ACCURACY_RANGE)
+        panel.set_title("the highest accuracies, enlarged", fontsize=10)
+    bands = describe_seeds(named_runs, band="band, and bar of times")
+    add_legend(figure, axes[0, 0], title=bands)
     return figure
 
 
@@ -249,153 +128,267 @@ def draw_defaults(groups: Groups) -> Figure | None:
 
     Times are left out: other work ran beside some of these runs.
     """
-    named_runs = groups.get("defaults_cifar10_20pct", {})
-    if not DEFAULTS.keys() <= named_runs.keys():
+    named_runs = labelled(groups, "defaults_cifar10_20pct")
+    if not named_runs:
         return None
-    figure, axes = create_panels(1, 2)
-    for index, (name, label) in enumerate(DEFAULTS.items()):
-        runs = named_runs[name]
-        plot_runs(axes[0, 0], runs, x=epoch, y=accuracy, index=index, label=label)
-        plot_runs(axes[0, 1], runs, x=epoch, y=column("train_loss"), index=index, label=label)
-    label_axes(axes[0, 0], "epoch", "test accuracy / %", title=IMAGES, legend=True)
-    label_axes(axes[0, 1], "epoch", "training loss", title="default rates, three seeds")
+    title = f"Optimizers at their default learning rates\n{SMALL_IMAGES}, batch 128, 10 epochs"
+    figure, axes = create_panels(1, 2, title)
+    plot_methods(axes[0, 0], named_runs, x=epoch, y=accuracy)
+    plot_methods(axes[0, 1], named_runs, x=epoch, y=column("train_loss"))
+    label_axes(axes[0, 0], "epoch", "test accuracy / %")
+    label_axes(axes[0, 1], "epoch", "training loss (cross-entropy)")
+    add_legend(figure, axes[0, 0], title=describe_seeds(named_runs), columns=4)
+    return figure
+
+
+def draw_ngd_batches(groups: Groups) -> Figure | None:
+    """Draw training and test accuracy of SGD and KaldiNGD at a small and a large batch size."""
+    named_runs = labelled(groups, "resnet20_batch")
+    named_runs.pop("SGD, batch 64, fp32", None)
+    if not named_runs:
+        return None
+    title = f"SGD and KaldiNGD at a small and a large batch\n{SMALL_IMAGES}, bf16"
+    figure, axes = create_panels(1, 2, title)
+    plot_methods(axes[0, 0], named_runs, x=epoch, y=column("train_accuracy", 100))
+    plot_methods(axes[0, 1], named_runs, x=epoch, y=accuracy)
+    label_axes(axes[0, 0], "epoch", "training accuracy / %")
+    label_axes(axes[0, 1], "epoch", "test accuracy / %")
+    add_legend(figure, axes[0, 0], title=describe_seeds(named_runs), columns=2)
     return figure
 
 
 def draw_dynamic_batching(processes: int, groups: Groups) -> Figure | None:
     """Draw accuracy and batch size of each batch-size rule on MNIST and CIFAR-10."""
     data_sets = {
-        "MNIST": groups.get(f"dynamic_batch_mnist_{processes}p", {}),
-        "CIFAR-10": groups.get(f"dynamic_batch_cifar10_{processes}p", {}),
+        data_set: relabel(groups.get(f"dynamic_batch_{key}_{processes}p", {}), BATCH_RULES)
+        for data_set, key in (("MNIST", "mnist"), ("CIFAR-10", "cifar10"))
     }
     if not all(data_sets.values()):
         return None
-    figure, axes = create_panels(2, 2)
-    batch_size = column("batch_size")
+    workers = f"{processes} process{'es' if processes > 1 else ''}"
+    title = f"Rules for the batch size (--dynamic_batch)\nResNet-8, {workers}, constant rate"
+    figure, axes = create_panels(2, 2, title)
     for panel, (data_set, named_runs) in enumerate(data_sets.items()):
-        for index, (name, runs) in enumerate(named_runs.items()):
-            plot_runs(axes[0, panel], runs, x=epoch, y=accuracy, index=index, label=name)
-            plot_runs(axes[1, panel], runs, x=epoch, y=batch_size, index=index, label=name)
-        title = f"10 % of {data_set}, {processes} process{'es' if processes > 1 else ''}"
-        label_axes(axes[0, panel], "epoch", "test accuracy / %", title=title, legend=True)
+        plot_methods(axes[0, panel], named_runs, x=epoch, y=accuracy)
+        plot_methods(axes[1, panel], named_runs, x=epoch, y=column("batch_size"))
+        label_axes(axes[0, panel], "epoch", "test accuracy / %", title=f"10 % of {data_set}")
         label_axes(axes[1, panel], "epoch", "global batch size / samples")
         axes[1, panel].set_yscale("log", base=2)
         plain_log_ticks(axes[1, panel].yaxis, 2)
+    add_legend(figure, axes[0, 0], title=describe_seeds(data_sets["MNIST"]), columns=4)
     return figure
 
 
 def draw_slamb(groups: Groups) -> Figure | None:
     """Draw accuracy against epochs and against the bytes that each rank has sent."""
-    named_runs = groups.get("slamb_convergence_20pct")
+    named_runs = {
+        label: [with_megabytes_sent(rows) for rows in runs]
+        for label, runs in labelled(groups, "slamb_convergence_20pct").items()
+    }
     if not named_runs:
         return None
-    figure, axes = create_panels(1, 2)
-    sent = column("sent")
-    for index, (name, runs) in enumerate(named_runs.items()):
-        runs_with_sent = [with_megabytes_sent(rows) for rows in runs]
-        plot_runs(axes[0, 0], runs, x=epoch, y=accuracy, index=index, label=name)
-        plot_runs(axes[0, 1], runs_with_sent, x=sent, y=accuracy, index=index, label=name)
+    title = f"Accuracy over epochs and over what is sent\n{SMALL_IMAGES}, two ranks of batch 64"
+    figure, axes = create_panels(1, 2, title)
+    plot_methods(axes[0, 0], named_runs, x=epoch, y=accuracy)
+    plot_methods(axes[0, 1], named_runs, x=column("sent"), y=accuracy)
     axes[0, 1].set_xscale("log")
     plain_log_ticks(axes[0, 1].xaxis)
-    title = f"{IMAGES}, two ranks"
-    label_axes(axes[0, 0], "epoch", "test accuracy / %", title=title, legend=True)
+    label_axes(axes[0, 0], "epoch", "test accuracy / %")
     label_axes(axes[0, 1], "sent by each rank / MB", "test accuracy / %")
+    add_legend(figure, axes[0, 0], title=describe_seeds(named_runs), columns=2)
     return figure
 
 
-def draw_scaling(groups: Groups) -> Figure | None:
-    """Draw parallel efficiency against processes: predicted as lines, measured as points."""
-    if not SCALING_RESULTS.exists():
+# -------------------------------------------------------------------- time
+
+
+def draw_time(groups: Groups) -> Figure | None:
+    """Draw time against epochs for each ablation, and the time to an accuracy that all reach."""
+    ablations = ablation_runs(groups)
+    if any(len(named_runs) < 2 for named_runs in ablations.values()):
         return None
-    results = json.loads(SCALING_RESULTS.read_text())
-    ratios = {row["name"]: row["ratios"] for row in results["rows"]}
-    figure, axes = create_panels(1, 2)
-    figure.set_size_inches(8, 4.2)
-    for panel, (arch, batch) in enumerate((("resnet20", 64), ("resnet110", 32))):
-        for network, line_style, mbits in (
-            ("1 Gbit/s", "-", "1000 Mbit/s"),
-            ("100 Mbit/s", "--", "100 Mbit/s"),
-        ):
-            predicted = results["measured"][f"{arch} predicted"][mbits]
-            for index, (method, values) in enumerate(predicted.items()):
-                colour = COLOURS[index]
-                label = method.replace(" hook", "").replace(" block k=0.1", "") + f", {network}"
-                axes[0, panel].plot(results["many"], values, line_style, color=colour, label=label)
-                if measured := ratios.get(f"{arch} {network} N=2 {method}", []):
-                    plot_measured_efficiency(axes[0, panel], measured, index)
-        axes[0, panel].set_xscale("log", base=2)
-        plain_log_ticks(axes[0, panel].xaxis, 2)
-        axes[0, panel].set_ylim(0, 1.05)
-        title = f"{arch.replace('resnet', 'ResNet-')}, {batch} images per process"
-        label_axes(axes[0, panel], "processes", "efficiency", title=title)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    figure, axes = create_panels(2, 2, "Training time with and without each technique, two cores")
+    for panel, (title, named_runs) in enumerate(ablations.items()):
+        plot_methods(axes[0, panel], named_runs, x=epoch, y=seconds)
+        label_axes(axes[0, panel], "epoch", "training time / s", title=title)
+        draw_times_to_accuracy(axes[1, panel], named_runs)
+    figure.align_xlabels(axes[1])
+    notes = [f"{title.split(',')[0]}: {describe_seeds(each)}" for title, each in ablations.items()]
+    add_legend(figure, *axes[0], title="\n".join(notes), columns=2)
     return figure
 
 
-def plot_measured_efficiency(axes: Axes, ratios: Sequence[float], index: int) -> None:
-    """Plot the median of two processes' efficiency, with bars from minimum to maximum."""
-    median = statistics.median(ratios)
-    bars = [[median - min(ratios)], [max(ratios) - median]]
-    axes.errorbar([2], [median], bars, fmt=MARKERS[index], color=COLOURS[index], capsize=3)
+def ablation_runs(groups: Groups) -> dict[str, dict[str, Runs]]:
+    """Return the runs of each ablation by their labels, by its title."""
+    return {
+        title: relabel(groups.get(group, {}), labels)
+        for title, (group, labels) in ABLATIONS.items()
+    }
+
+
+def times_to_accuracy(named_runs: Mapping[str, Runs]) -> tuple[float, dict[str, float]]:
+    """Return the highest accuracy that all methods reach, in percent, and each one's seconds."""
+    target = min(statistics.mean(last(runs, accuracy)) for runs in named_runs.values())
+    times = {label: seconds_to(runs, target) for label, runs in named_runs.items()}
+    return target, {label: time for label, time in times.items() if time}
+
+
+def draw_times_to_accuracy(axes: Axes, named_runs: Mapping[str, Runs]) -> None:
+    """Draw a bar for the time of each method to the highest accuracy that all of them reach.
+
+    Each bar tells what it saves against the one before it, and the last one the gain of all.
+    """
+    target, reached = times_to_accuracy(named_runs)
+    styles, times = line_styles(named_runs), list(reached.values())
+    for index, (label, time) in enumerate(reached.items()):
+        text = f"{time:.0f} s"
+        if index:
+            text += f" ({time - times[index - 1]:+.0f} s)"
+        if index == len(times) - 1:
+            text += f"\n{times[0] / time:.1f} times as fast"
+        colour = styles[label]["color"]
+        filling = styles[label].get("markerfacecolor", colour)
+        axes.bar(index, time, color=filling, edgecolor=colour, zorder=2)
+        axes.annotate(text, (index, time), ha="center", va="bottom", fontsize=8)
+    names = [label.replace(", ", ",\n") for label in reached]
+    axes.set_xticks(range(len(names)), names, fontsize=9)
+    axes.set_ylim(0, 1.2 * max(times))
+    title = f"time to {target:.1f} % test accuracy"
+    label_axes(axes, "method", "training time / s", title=title)
+
+
+# -------------------------------------------------------------------- searches
+
+
+def draw_optimizer_search(names: Sequence[str], title: str, groups: Groups) -> Figure | None:
+    """Draw the loss on held-out rows over the learning rate, a curve for each momentum.
+
+    Args:
+        names: groups whose runs are named OPTIMIZER-lrRATE and so on.
+        title: network, data and length of the runs.
+        groups: all logs.
+    """
+    curves = search_curves(names, groups)
+    if not curves:
+        return None
+    figure, axes = create_panels(1, 2, f"Search of the learning rates: held-out loss\n{title}")
+    styles, best = line_styles(curves), best_settings(curves)
+    for panel in axes[0]:
+        for label, losses in curves.items():
+            panel.plot(*zip(*sorted(losses.items())), label=label, **styles[label])
+        for label, point in best.items():
+            colour = styles[label]["color"]
+            panel.plot(*point, "o", markersize=14, markerfacecolor="none", color=colour)
+        panel.set_xscale("log")
+        plain_log_ticks(panel.xaxis)
+    lowest = min(loss for _, loss in best.values())
+    axes[0, 1].set_ylim((1 - 0.1 * SEARCH_RANGE) * lowest, (1 + SEARCH_RANGE) * lowest)
+    ylabel = "validation loss (cross-entropy)"
+    label_axes(axes[0, 0], "learning rate", ylabel, title="all settings")
+    label_axes(axes[0, 1], "learning rate", ylabel, title="the lowest losses, enlarged")
+    note = "one seed each; ring: the best setting of an optimizer"
+    add_legend(figure, axes[0, 0], title=note, columns=2)
+    return figure
+
+
+def search_curves(names: Sequence[str], groups: Groups) -> dict[str, dict[float, float]]:
+    """Return the last validation loss by rate, of each optimizer and momentum."""
+    curves: dict[str, dict[float, float]] = {}
+    for optimizer, method in OPTIMIZERS.items():
+        for group in names:
+            for run, runs in groups.get(group, {}).items():
+                if run.partition("-lr")[0] == optimizer:
+                    flags = read_flags(group, run)
+                    curve = curves.setdefault(f"{method}, {setting_of(flags)}", {})
+                    curve[flags["lr"]] = statistics.mean(last(runs, column("val_loss")))
+    return curves
+
+
+def best_settings(curves: Mapping[str, Mapping[float, float]]) -> dict[str, tuple[float, float]]:
+    """Return rate and loss of each optimizer's best setting, by the label of its curve."""
+    best: dict[str, tuple[str, float, float]] = {}
+    for label, losses in curves.items():
+        for rate, loss in losses.items():
+            method = method_of(label)
+            if method not in best or loss < best[method][2]:
+                best[method] = (label, rate, loss)
+    return {label: (rate, loss) for label, rate, loss in best.values()}
+
+
+def draw_tuning(groups: Groups) -> Figure | None:
+    """Draw the trials of the Transformer's sweep, and what its best flags reach in full."""
+    group = "tuning_agnews12k"
+    path = LOGS / group / "sweep" / "results.csv"
+    named_runs = labelled(groups, group)
+    if not named_runs or not path.exists():
+        return None
+    trials = read_trials(path)
+    title = f"A sweep of {len(trials)} trials, and its result in full\n{SMALL_TEXTS}, 8 epochs"
+    figure, axes = create_panels(2, 2, title)
+    for flag, panel in zip(("lr", "token_dropout", "prior"), axes.flat):
+        draw_trial_panel(panel, trials, flag, logarithmic=flag == "lr", scale=100)
+        title = "trials: half of the rows, a fifth held out"
+        label_axes(panel, f"--{flag}", "validation accuracy / %", title=title)
+    plot_methods(axes[1, 1], named_runs, x=epoch, y=accuracy)
+    label_axes(axes[1, 1], "epoch", "test accuracy / %", title="in full: all rows")
+    add_legend(figure, axes[0, 0], axes[1, 1], title="one seed each")
+    return figure
+
+
+# -------------------------------------------------------------------- device-hours
 
 
 def draw_pareto(groups: Groups) -> Figure | None:
-    """Draw device-hours against accuracy of every run, and the Pareto front.
+    """Draw device-hours against test accuracy after the last epoch, a panel for each problem.
 
-    Data sets, and runs on CPUs and GPUs, have a panel each.
+    Runs share a panel only if they train the same network on the same data on the same kind of
+    device. Only runs that may use all cores of a machine are drawn: those with --threads 1 leave
+    the others to other work, so that they are not hours of a device.
     """
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    problems: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for group, named_runs in groups.items():
-        if "mnist" in group:
-            continue
-        data_set = "AG News" if "agnews" in group or "transformer" in group else "CIFAR-10"
-        device = "GPU" if group.startswith("gpu_") else "CPU"
-        panels.setdefault(f"{data_set}, {device}", {})[group] = [
-            (device_hours(rows[-1]), accuracy(rows[-1]))
-            for runs in named_runs.values()
-            for rows in runs
-        ]
-    if not panels:
+        for run, label in LABELS.get(group, {}).items():
+            for rows in named_runs.get(run, []):
+                flags = read_flags(group, run)
+                if flags["threads"] == 0 and "test_accuracy" in rows[-1]:
+                    points = problems.setdefault(problem_of(group, flags), {})
+                    point = device_hours(rows[-1]), accuracy(rows[-1])
+                    points.setdefault(label, []).append(point)
+    problems = {title: points for title, points in problems.items() if len(points) > 1}
+    if not problems:
         return None
-    figure, axes = create_panels(1, len(panels))
-    figure.set_size_inches(5.5 * len(panels), 4.5)
-    for panel, (title, points) in zip(axes[0], sorted(panels.items())):
-        for index, (group, pairs) in enumerate(points.items()):
-            plot_points(panel, pairs, index=index, label=group)
-        front = pareto_front([pair for pairs in points.values() for pair in pairs])
-        panel.plot(*zip(*front), color="0.5", linewidth=1, zorder=0)
-        panel.set_xscale("log")
-        plain_log_ticks(panel.xaxis)
-        spread_high_accuracies(panel)
-        title = f"{title}: every run, last epoch"
-        label_axes(panel, "device-hours", "test accuracy / %", title=title, legend=True)
+    title = "Device-hours and test accuracy after the last epoch, a marker for each run"
+    figure, subfigures = create_subfigures(len(problems), title)
+    for subfigure, (problem, points) in zip(subfigures, sorted(problems.items())):
+        axes = subfigure.subplots()
+        draw_pareto_panel(axes, points)
+        label_axes(axes, "device-hours", "test accuracy / %", title=problem)
+        columns = 2 if len(points) > 6 else 1
+        subfigure.legend(loc="outside lower center", fontsize=8, ncols=columns, handlelength=1.5)
     return figure
 
 
-def plot_points(
-    axes: Axes, points: Sequence[tuple[float, float]], *, index: int, label: str
-) -> None:
-    """Plot points; after seven groups the markers are hollow."""
-    colour = COLOURS[index % 7]
-    x, y = zip(*points)
-    axes.scatter(
-        x,
-        y,
-        s=22,
-        marker=MARKERS[index % 7],
-        edgecolors=colour,
-        facecolors="none" if index >= 7 else colour,
-        label=label,
-    )
+def problem_of(group: str, flags: Mapping[str, Any]) -> str:
+    """Name the network, the data and the device of a run."""
+    device = "GPU" if group.startswith("gpu_") else "CPU"
+    rows = "" if device == "GPU" else "12,000 rows of "
+    if flags["dataset"] == "agnews":
+        return f"Transformer, {rows}AG News, {device}"
+    network = flags["arch"].replace("resnet", "ResNet-")
+    data_set = {"mnist": "MNIST", "cifar10": "CIFAR-10"}[flags["dataset"]]
+    fraction = "" if flags["subset"] == 1 else f"{flags['subset']:.0%} of ".replace("%", " %")
+    return f"{network}, {fraction}{data_set}, {device}"
 
 
-def spread_high_accuracies(axes: Axes) -> None:
-    """Scale the vertical axis by -log(102 - percent), which gives high accuracies more room."""
-    to_axis, from_axis = (lambda a: -np.log(102 - a)), (lambda e: 102 - np.exp(-e))
-    axes.set_yscale("function", functions=(to_axis, from_axis))
-    percents = (10, 30, 50, 60, 70, 80, 85, 90, 95, 98)
-    axes.set_yticks([percent for percent in percents if percent < axes.get_ylim()[1]])
+def draw_pareto_panel(axes: Axes, points: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """Draw the runs of one problem as markers, and their Pareto front as a line."""
+    styles = line_styles(points)
+    for label, pairs in points.items():
+        axes.plot(*zip(*pairs), label=label, **{**styles[label], "linestyle": ""})
+    front = pareto_front([pair for pairs in points.values() for pair in pairs])
+    label = "none is cheaper and better"
+    (line,) = axes.plot(*zip(*front), "o-", color=GREY, linewidth=1, zorder=0, label=label)
+    line.set(markersize=11, markerfacecolor="none")
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -407,14 +400,102 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
     return front
 
 
-OVERVIEWS = (
-    "ngd_meta",
-    "agnews12k",
-    "mixup_agnews12k",
-    "mixup_cifar10_10pct",
-    "recipes_cifar10_20pct",
-    "tuning_agnews12k",
-)
+# -------------------------------------------------------------------- scaling
+
+
+def draw_scaling(groups: Groups) -> Figure | None:
+    """Draw parallel efficiency against processes: the model as lines, measurements as markers."""
+    if not SCALING_RESULTS.exists():
+        return None
+    results = json.loads(SCALING_RESULTS.read_text())
+    ratios = {row["name"]: row["ratios"] for row in results["rows"]}
+    figure, axes = create_panels(2, 2, "Parallel efficiency of LAMB and SLAMB on slow networks")
+    for column_index, (arch, batch) in enumerate((("resnet20", 64), ("resnet110", 32))):
+        for row_index, (network, mbits) in enumerate(
+            (("1 Gbit/s", "1000 Mbit/s"), ("100 Mbit/s", "100 Mbit/s"))
+        ):
+            panel = axes[row_index, column_index]
+            predicted = results["measured"][f"{arch} predicted"][mbits]
+            for key, method in SCALING_METHODS.items():
+                measured = ratios[f"{arch} {network} N=2 {key}"]
+                plot_efficiency(panel, results["many"], predicted[key], measured, label=method)
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(results["many"], results["many"])
+            panel.minorticks_off()
+            panel.set_ylim(0, 1.05)
+            title = f"{arch.replace('resnet', 'ResNet-')}, {batch} images per process, {network}"
+            label_axes(panel, "processes", "parallel efficiency", title=title)
+    note = "measured: two processes; marker: median, bar: lowest to highest of all rounds"
+    kinds = (
+        Line2D([], [], linestyle="--", color=GREY, label="model"),
+        Line2D([], [], linestyle="", marker="o", color=GREY, label="measured"),
+    )
+    add_legend(figure, axes[0, 0], title=note, further=kinds, columns=5)
+    return figure
+
+
+def plot_efficiency(
+    axes: Axes,
+    processes: Sequence[int],
+    predicted: Sequence[float],
+    measured: Sequence[float],
+    *,
+    label: str,
+) -> None:
+    """Plot a method's predicted efficiency, and the measured one of two processes with its range.
+
+    Args:
+        axes: where to draw.
+        processes: numbers of processes for which there is a prediction.
+        predicted: efficiency for each of them.
+        measured: efficiency of two processes in each round.
+        label: name of the method.
+    """
+    style = line_styles([label])[label]
+    axes.plot(processes, predicted, "--", color=style["color"])
+    median = statistics.median(measured)
+    bars = [[median - min(measured)], [max(measured) - median]]
+    axes.errorbar(
+        [2],
+        [median],
+        bars,
+        linestyle="",
+        color=style["color"],
+        marker=style["marker"],
+        markersize=8,
+        elinewidth=1,
+        capsize=4,
+        label=label,
+    )
+
+
+# -------------------------------------------------------------------- all pictures
+
+OVERVIEWS = {
+    "agnews12k": f"The naive Bayes prior and bf16\n{SMALL_TEXTS}, AdamW, two cores",
+    "ngd_meta": f"Mixing of samples with KaldiNGD\n{SMALL_IMAGES} (5 % of it held out)",
+    "mixup_agnews12k": (
+        f"Mixing of samples\n{SMALL_TEXTS} (5 % of them held out), AdamW, one core each"
+    ),
+    "mixup_cifar10_10pct": (
+        "Mixing of samples\nResNet-20, 10 % of CIFAR-10 (5 % of it held out), SGD, one core each"
+    ),
+    "recipes_cifar10_20pct": f"Recipes at the size of two cores\n{SMALL_IMAGES}",
+}
+SEARCHES = {  # groups that share axes; the first one names the picture
+    ("optimizer_search_cifar10_20pct", "soap_search_cifar10_20pct"): (
+        f"{SMALL_IMAGES}, batch 128, 6 epochs, 10 % held out"
+    ),
+    ("optimizer_search_vgg8_20pct", "soap_search_vgg8_20pct"): (
+        "VGG8, 20 % of CIFAR-10, batch 256, 4 epochs, 10 % held out"
+    ),
+    ("optimizer_search_agnews12k", "soap_search_agnews12k"): (
+        f"{SMALL_TEXTS}, batch 128, 8 epochs, 10 % held out"
+    ),
+    ("optimizer_search_cifar10", "soap_search_cifar10"): (
+        "ResNet-20, all of CIFAR-10, batch 128, 4 epochs, 10 % held out"
+    ),
+}
 PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "time": draw_time,
     "training_ngd_batch_compare": draw_ngd_batches,
@@ -425,5 +506,13 @@ PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "scaling": draw_scaling,
     "pareto": draw_pareto,
     "defaults_cifar10_20pct": draw_defaults,
-    **{group: partial(draw_group, group) for group in OVERVIEWS},
+    "tuning_agnews12k": draw_tuning,
+    "optimizers_agnews12k": partial(
+        draw_optimizers, "agnews12k", f"{SMALL_TEXTS}, batch 128, 8 epochs"
+    ),
+    "optimizers_cifar10": partial(
+        draw_optimizers, "cifar10", "ResNet-20, all of CIFAR-10, batch 128"
+    ),
+    **{group: partial(draw_overview, group, title) for group, title in OVERVIEWS.items()},
+    **{names[0]: partial(draw_optimizer_search, names, title) for names, title in SEARCHES.items()},
 }

@@ -78,6 +78,12 @@ def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
     return {group: by_name(each) for group, each in folders.items()}
 
 
+def read_flags(group: str, name: str) -> dict[str, Any]:
+    """Return the flags of a logged run, which are those of all its seeds but for the seed."""
+    config = min((LOGS / group).glob(f"{name}-seed*/config.json"))
+    return json.loads(config.read_text())["flags"]
+
+
 def repeated(runs: Mapping[str, Runs]) -> Mapping[str, Runs]:
     """Return the settings that have several seeds, or all settings if none has.
 

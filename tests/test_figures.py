@@ -17,16 +17,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 import yaml
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 import ranks
 import resnet50_test
 import transformer_test
 from cli import options
 from errors import InputError
-from figures import draw, experiments, pictures, run_logs, table
+from figures import draw, experiments, methods, pictures, run_logs, table
 from training import machine
 from training.generated_section import replace_generated_section
 
@@ -132,19 +138,179 @@ def test_the_accuracy_in_a_recipe_is_that_of_its_logs(path):
         )
 
 
-@pytest.mark.parametrize("name", pictures.PICTURES)
-def test_every_picture_can_be_drawn_from_the_logs(name):
-    figure = pictures.PICTURES[name](run_logs.read_groups(run_logs.LOGS))
-    assert figure is not None
-    for axis in figure.axes:
-        assert axis.get_ylabel()
-        assert axis.get_xlabel() or name == "time"  # the waterfall's bars have names
-    pictures.plt.close(figure)
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, Figure]:
+    """All pictures that can be drawn from the committed logs, by name."""
+    groups = run_logs.read_groups(run_logs.LOGS)
+    figures = {name: picture(groups) for name, picture in pictures.PICTURES.items()}
+    plt.close("all")
+    return {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def lines_of(*panels: Axes) -> list[tuple[str, Line2D]]:
+    """Return the label and the line of each method in these panels."""
+    lines = [(line.get_label(), line) for axes in panels for line in axes.get_lines()]
+    for axes in panels:  # measurements with bars
+        bars = [each for each in axes.containers if isinstance(each, ErrorbarContainer)]
+        lines += [(each.get_label(), each.lines[0]) for each in bars if each.get_label()]
+    return [(label, line) for label, line in lines if methods.method_of(label) in methods.STYLES]
+
+
+def test_every_picture_whose_runs_are_logged_is_drawn(drawn):
+    planned = {name for name in pictures.PICTURES if not (run_logs.LOGS / name).exists()}
+    assert drawn.keys() >= pictures.PICTURES.keys() - planned
+    assert drawn.keys() >= {"time", "training_ngd_batch_compare", "slamb", "scaling", "pareto"}
+    assert drawn.keys() == {path.stem for path in draw.HERE.glob("*.png")}, "run make figures"
+
+
+def test_every_picture_says_what_it_shows(drawn):
+    for name, figure in drawn.items():
+        title = figure.get_suptitle() + "".join(axes.get_title() for axes in figure.axes)
+        assert re.search(r"ResNet-(8|20|110)|VGG8|Transformer", title), name
+        assert figure.get_suptitle(), name
+        for axes in figure.axes:
+            assert axes.get_xlabel(), name
+            assert axes.get_ylabel(), name
+        legends = [*figure.legends, *(each for sub in figure.subfigs for each in sub.legends)]
+        named = {text.get_text() for legend in legends for text in legend.get_texts()}
+        assert {label for label, _ in lines_of(*figure.axes)} <= named, name
+
+
+def test_bands_are_explained(drawn):
+    for name, figure in drawn.items():
+        legends = " ".join(legend.get_title().get_text() for legend in figure.legends)
+        artists = [artist for axes in figure.axes for artist in axes.collections]
+        if any(isinstance(artist, PolyCollection) for artist in artists):
+            assert re.search(r"mean over .*; band.*: lowest to highest seed", legends), name
+        elif name != "pareto":
+            assert "one seed each" in legends or "bar: lowest to highest" in legends, name
+
+
+def test_a_method_has_its_colour_and_marker_in_every_picture(drawn):
+    seen = set()
+    for name, figure in drawn.items():
+        assert lines_of(*figure.axes), name
+        for label, line in lines_of(*figure.axes):
+            method = methods.method_of(label)
+            assert (line.get_color(), line.get_marker()) == methods.STYLES[method], (name, label)
+            seen.add(method)
+    assert seen == methods.STYLES.keys()
+    assert len(set(methods.STYLES.values())) == len(methods.STYLES)
+
+
+def test_methods_that_share_a_panel_differ_in_their_colours(drawn):
+    for name, figure in drawn.items():
+        for axes in figure.axes:
+            labels = axes.get_legend_handles_labels()[1]
+            shown = {methods.method_of(label) for label in labels} & methods.STYLES.keys()
+            assert len({methods.STYLES[method][0] for method in shown}) == len(shown), name
+
+
+def test_only_what_a_model_computes_is_dashed(drawn):
+    for name, figure in drawn.items():
+        dashed = [
+            line
+            for axes in figure.axes
+            for line in axes.get_lines()
+            if line.get_linestyle() == "--"
+        ]
+        assert bool(dashed) == (name == "scaling"), name
+    labels = [text.get_text() for text in drawn["scaling"].legends[0].get_texts()]
+    assert labels[-2:] == ["model", "measured"]
+
+
+def test_runs_share_axes_in_the_pareto_picture_only_if_they_solve_the_same_problem(drawn):
+    drawn_runs = 0
+    for axes in drawn["pareto"].axes:
+        problems = set()
+        points = {tuple(point) for _, line in lines_of(axes) for point in line.get_xydata()}
+        for path in run_logs.LOGS.glob("*/*/config.json"):
+            last_row = run_logs.read_rows(path.parent)[-1]
+            if "test_accuracy" not in last_row:
+                continue
+            if (run_logs.device_hours(last_row), run_logs.accuracy(last_row)) in points:
+                flags = json.loads(path.read_text())["flags"]
+                network = flags.get("arch", "Transformer")
+                problems.add((network, flags["dataset"], flags["subset"], flags["threads"]))
+                drawn_runs += 1
+        assert len(problems) == 1, axes.get_title()
+    assert drawn_runs > 30
 
 
 def test_a_picture_whose_runs_are_missing_is_left_out():
     for name, picture in pictures.PICTURES.items():
         assert picture({}) is None or name == "scaling"
+
+
+@pytest.mark.parametrize("data_set", ["agnews12k", "cifar10"])
+def test_optimizers_are_drawn_with_the_seeds_and_methods_that_there_are(data_set):
+    logged = run_logs.read_groups(run_logs.LOGS)["optimizers_agnews12k"]
+    groups = {f"optimizers_{data_set}": {"ngd": logged["ngd"], "sgd": logged["sgd"][:1]}}
+    figure = pictures.PICTURES[f"optimizers_{data_set}"](groups)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == [f"NGD, {len(logged['ngd'])} seeds", "SGD, 1 seed"]
+    assert [axes.get_xlabel().partition(" ")[0] for axes in figure.axes[:2]] == [
+        "epoch",
+        "training",
+    ]
+    plt.close(figure)
+
+
+def test_a_search_that_has_only_begun_is_drawn(tmp_path, monkeypatch):
+    logged = run_logs.LOGS / "optimizer_search_cifar10_20pct"
+    for source, name in (
+        ("ngd-lr0.08-momentum0.6", "ngd-lr0.08"),
+        ("ngd-lr0.16-momentum0.6", "ngd-lr0.16"),
+        ("adamw-lr0.004-beta0.95", "adamw-lr0.004"),
+    ):
+        folder = tmp_path / "optimizer_search_cifar10" / f"{name}-seed0"
+        shutil.copytree(logged / f"{source}-seed0", folder)
+    monkeypatch.setattr(run_logs, "LOGS", tmp_path)
+    groups = run_logs.read_groups(tmp_path)
+    figure = pictures.PICTURES["optimizer_search_cifar10"](groups)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["AdamW, betas 0.9 and 0.95", "NGD, momentum 0.6"]
+    curve = dict(lines_of(figure.axes[0]))["NGD, momentum 0.6"]
+    assert curve.get_xdata().tolist() == [0.08, 0.16]
+    plt.close(figure)
+
+
+def test_the_times_on_the_results_page_are_those_of_the_picture():
+    page = draw.RESULTS_PAGE.read_text()
+    groups = run_logs.read_groups(run_logs.LOGS)
+    for named_runs in pictures.ablation_runs(groups).values():
+        target, times = pictures.times_to_accuracy(named_runs)
+        plain, bf16, together = times.values()
+        cells = f"{plain:.0f} s | {bf16:.0f} s | {together:.0f} s | {plain / together:.1f} times"
+        assert re.search(rf"to {target:.1f} % .*\| {re.escape(cells)}", page)
+
+
+def test_the_best_setting_of_each_optimizer_is_the_one_of_the_lowest_loss():
+    curves = {"NGD, momentum 0.6": {0.1: 0.5, 0.2: 0.4}, "NGD, momentum 0.9": {0.1: 0.3, 0.2: 0.6}}
+    curves["SGD, momentum 0.9"] = {0.4: 0.9}
+    assert pictures.best_settings(curves) == {
+        "NGD, momentum 0.9": (0.1, 0.3),
+        "SGD, momentum 0.9": (0.4, 0.9),
+    }
+
+
+def test_settings_of_a_method_differ_in_the_line_alone():
+    styles = methods.line_styles(["SGD, batch 512", "SGD", "NGD", "my own run", "another"])
+    assert styles["SGD"]["linestyle"] == styles["NGD"]["linestyle"] == "-"
+    assert styles["SGD, batch 512"]["linestyle"] == ":"
+    assert styles["SGD, batch 512"]["color"] == styles["SGD"]["color"] == methods.BLUE
+    assert styles["my own run"]["color"] != styles["another"]["color"]
+
+
+def test_pictures_are_small_and_the_same_bytes_each_time(tmp_path):
+    groups = run_logs.read_groups(run_logs.LOGS)
+    for name in ("slamb", "pareto"):
+        for number in (1, 2):
+            draw.save(pictures.PICTURES[name](groups), tmp_path / f"{name}{number}.png")
+        first, second = ((tmp_path / f"{name}{number}.png").read_bytes() for number in (1, 2))
+        assert first == second, name
+    for path in draw.HERE.glob("*.png"):
+        assert path.stat().st_size < 150_000, path.name
 
 
 def runs(*accuracies: float) -> run_logs.Runs:
@@ -345,7 +511,7 @@ def test_held_out_rows_are_drawn_for_runs_without_test_rows():
         {"run": [[{"epoch": 1, "seconds": 1.0, "train_loss": 1.0, "val_accuracy": 0.5}]]}
     )
     assert "held-out" in figure.axes[0].get_ylabel()
-    pictures.plt.close(figure)
+    plt.close(figure)
 
 
 def write_run(folder: Path, *accuracies: float) -> str:
@@ -361,13 +527,11 @@ def test_own_runs_are_drawn_with_their_labels_and_a_title(tmp_path, monkeypatch)
     folders = [write_run(tmp_path / name, 0.5, 0.6) for name in ("a", "b-seed0", "b-seed1")]
     draw.main(["--runs", *folders, "--labels", "SGD", "NGD", "NGD", "--title", "digits"])
     draw.main(["--runs", *folders])
-    legends = [
-        [text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in saved
-    ]
-    assert legends == [["SGD", "NGD"], ["a", "b"]]
+    legends = [[text.get_text() for text in figure.legends[0].get_texts()] for figure in saved]
+    assert legends == [["SGD, 1 seed", "NGD, 2 seeds"], ["a, 1 seed", "b, 2 seeds"]]
     assert [figure.get_suptitle() for figure in saved] == ["digits", ""]
     for figure in saved:
-        pictures.plt.close(figure)
+        plt.close(figure)
 
 
 @pytest.mark.parametrize(

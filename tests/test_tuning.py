@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import importlib
 import os
 import re
@@ -20,7 +21,7 @@ import errors
 import ranks
 import resnet50_test
 from cli import options
-from tuning import report, space, sweep, trials
+from tuning import report, space, sweep, trial_panels, trials
 from tuning.config import SweepConfig
 from tuning.objective import Objective
 from tuning.target_script import TargetScript
@@ -273,7 +274,7 @@ def test_a_killed_sweep_resumes_and_finds_a_rate_that_trains(tmp_path):
     assert len(pruned) >= 4
     assert float(table[0]["value"]) > 0.5  # a rate of 1e-6 stays at chance
     assert float(table[0]["lr"]) > 1e-4
-    assert {"history.png", "parallel.png"} <= {path.name for path in folder.iterdir()}
+    assert {"history.png", "trials.png"} <= {path.name for path in folder.iterdir()}
     recipe = yaml.safe_load((tmp_path / "tuned.yaml").read_text())
     assert recipe["base_bs"] == 64
     assert recipe["lr_scaling"] == "linear"
@@ -359,6 +360,46 @@ def test_a_recipe_holds_what_the_best_trial_had(arguments, params, nproc, expect
         "lr_scaling": expected.get("lr_scaling", "none"),
         "base_bs": expected.get("base_bs", 128),
     }
+
+
+def test_the_picture_of_the_trials_marks_the_best_and_the_stopped_ones(tmp_path):
+    read = space.read_space(
+        write(tmp_path, "lr: {log: [1e-4, 1]}\nmixup: {choice: [none, mixup]}\n"),
+        resnet50_test.parser().own_name,
+    )
+    study = optuna.create_study(direction="maximize")
+    for lr, mixup, value in (
+        (0.1, "none", 0.8),
+        (0.01, "mixup", 0.9),
+        (0.001, "none", None),
+        (1.0, "none", 0.6),
+    ):
+        study.add_trial(
+            optuna.trial.create_trial(
+                state=optuna.trial.TrialState["COMPLETE" if value else "PRUNED"],
+                value=value,
+                params={"lr": lr, "mixup": mixup},
+                distributions=read,
+            )
+        )
+    config = dataclasses.replace(
+        sweep_config(TargetScript.read("resnet50_test.py", []), tmp_path, 1), space=read
+    )
+    ranking = report.rank_trials(study, study.trials)
+    report.write_csv(tmp_path / "results.csv", ranking)
+    assert tmp_path / "trials.png" in report.draw_figures(study, config)
+
+    rows = trial_panels.read_trials(tmp_path / "results.csv")
+    figure = trial_panels.draw_trials(rows, "accuracy", {"lr"})
+    rates, mixing = figure.axes
+    assert (rates.get_xlabel(), mixing.get_xlabel()) == ("--lr", "--mixup")
+    assert (rates.get_xscale(), mixing.get_xscale()) == ("log", "linear")
+    points = {each.get_label(): each.get_offsets().tolist() for each in rates.collections}
+    assert points["trial"] == [[0.01, 0.9], [0.1, 0.8], [1.0, 0.6]]
+    assert points["best trial"] == [[0.01, 0.9]]
+    ((rate, height),) = points["stopped early, no value"]
+    assert rate == 0.001
+    assert height < 0.6
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 
 import optuna
 import yaml
+from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from errors import InputError
@@ -78,7 +79,7 @@ def write_report(study: optuna.Study, trials: Sequence[FrozenTrial], config: Swe
         )
     write_recipe(config, best, num_trials=len(trials))
     print(f"recipe: python {config.script.file} --recipe {config.recipe_out}")
-    for figure in draw_figures(study, config.out):
+    for figure in draw_figures(study, config):
         print(f"figure: {figure}")
 
 
@@ -151,10 +152,10 @@ def write_recipe(config: SweepConfig, best: FrozenTrial, *, num_trials: int) -> 
     config.recipe_out.write_text(text)
 
 
-def draw_figures(study: optuna.Study, folder: Path) -> list[Path]:
-    """Draw the history, the importance of each flag and the parallel coordinates.
+def draw_figures(study: optuna.Study, config: SweepConfig) -> list[Path]:
+    """Draw the history, the importance of each flag, and what each trial reached over each flag.
 
-    A figure that Optuna cannot draw from so few trials is left out with a message.
+    A figure that cannot be drawn from so few trials is left out with a message.
     """
     import matplotlib as mpl
 
@@ -162,21 +163,29 @@ def draw_figures(study: optuna.Study, folder: Path) -> list[Path]:
     from matplotlib import pyplot as plt
     from optuna.visualization import matplotlib as visualization
 
-    plots: dict[str, Callable[[optuna.Study], Any]] = {
-        "history": visualization.plot_optimization_history,
-        "importance": visualization.plot_param_importances,
-        "parallel": visualization.plot_parallel_coordinate,
+    from tuning.trial_panels import draw_trials, read_trials
+
+    logarithmic = {
+        name
+        for name, distribution in config.space.items()
+        if isinstance(distribution, FloatDistribution | IntDistribution) and distribution.log
+    }
+    table = config.out / "results.csv"
+    figures: dict[str, Callable[[], Any]] = {
+        "history": lambda: visualization.plot_optimization_history(study).figure,
+        "importance": lambda: visualization.plot_param_importances(study).figure,
+        "trials": lambda: draw_trials(read_trials(table), config.objective.name, logarithmic),
     }
     paths = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name, plot in plots.items():
+        for name, draw_figure in figures.items():
             try:
-                plot(study)
+                figure = draw_figure()
             except (RuntimeError, ValueError, ZeroDivisionError) as error:
                 print(f"no figure of {name}: {str(error).splitlines()[0]}")
                 continue
-            plt.gcf().savefig(folder / f"{name}.png", dpi=150, bbox_inches="tight")
+            paths.append(config.out / f"{name}.png")
+            figure.savefig(paths[-1], dpi=150, bbox_inches="tight")
             plt.close("all")
-            paths.append(folder / f"{name}.png")
     return paths

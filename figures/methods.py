@@ -1,0 +1,167 @@
+"""The methods in the pictures: their names, and the colour and the marker that each always has.
+
+    labels = LABELS["ngd_meta"]                  # {name of a run: label}
+    styles = line_styles(labels.values())        # {label: keyword arguments of Axes.plot}
+
+A label is the name of a method, or 'method, setting'. The settings of one method share its colour
+and its marker, and differ in the line and in the filling of the marker. No line is dashed: that is
+how pictures show what a model predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# The palette of Okabe and Ito, which the colour-blind can tell apart, with a wine red and a grey
+# of other lightness in place of its yellow, which is hard to see on white.
+BLUE, VERMILION, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+ORANGE, SKY, BLACK, WINE, GREY = "#E69F00", "#56B4E9", "#000000", "#882255", "#777777"
+
+STYLES: Mapping[str, tuple[str, str]] = {  # colour and marker; no two methods share both
+    # optimizers
+    "SGD": (BLUE, "o"),
+    "AdamW": (BLACK, "s"),
+    "NGD": (VERMILION, "D"),
+    "KaldiNGD": (PINK, "^"),
+    "torch's Muon": (GREEN, "v"),
+    "SOAP": (SKY, "P"),
+    "LAMB": (ORANGE, "X"),
+    "LAMB with bf16 gradients": (GREY, "d"),
+    "SLAMB": (WINE, "*"),
+    # mixing of samples
+    "no mixing": (GREY, "o"),
+    "mixup": (ORANGE, "s"),
+    "meta-mixup": (SKY, "D"),
+    # rules for the batch size
+    "static": (GREY, "s"),
+    "increase": (BLUE, "^"),
+    "decrease": (ORANGE, "v"),
+    "loss": (GREEN, "D"),
+    # recipes, and what was tuned
+    "recipe prior_work": (GREEN, "p"),
+    "recipe fast94": (VERMILION, "*"),
+    "recipe best": (BLACK, "h"),
+    "recipe large_batch": (WINE, "<"),
+    "naive Bayes prior": (VERMILION, "p"),
+    "tuned by a sweep": (GREEN, "*"),
+}
+UNNAMED = tuple(zip((BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, BLACK), "os^Dv*P"))
+"""Colours and markers for runs of the user's own, whose labels are no methods named above."""
+SETTINGS: tuple[dict[str, Any], ...] = (  # the first, second and third setting of a method
+    {"linestyle": "-"},
+    {"linestyle": ":", "markerfacecolor": "white"},
+    {"linestyle": "-.", "fillstyle": "left"},
+)
+
+OPTIMIZERS = {  # in the names of runs
+    "adamw": "AdamW",
+    "soap": "SOAP",
+    "muon": "torch's Muon",
+    "ngd": "NGD",
+    "kaldi-ngd": "KaldiNGD",
+    "sgd": "SGD",
+    "lamb": "LAMB",
+    "slamb": "SLAMB",
+}
+MIXING = {
+    "none": "no mixing",
+    "mixup": "mixup",
+    "mixup-tokens": "mixup, of tokens",
+    "meta": "meta-mixup",
+    "meta-tokens": "meta-mixup, of tokens",
+}
+RECIPES = {name: f"recipe {name}" for name in ("prior_work", "large_batch", "best", "fast94")}
+BATCH_RULES = {name: name for name in ("static", "increase", "decrease", "loss")}
+BATCHES = {
+    "sgd-64": "SGD, batch 64",
+    "sgd-512": "SGD, batch 512",
+    "sgd-64-fp32": "SGD, batch 64, fp32",
+    "kaldi-ngd-64": "KaldiNGD, batch 64",
+    "kaldi-ngd-512": "KaldiNGD, batch 512",
+}
+LABELS: Mapping[str, Mapping[str, str]] = {
+    "agnews12k": {
+        "plain-fp32": "AdamW, fp32",
+        "plain": "AdamW",
+        "prior": "naive Bayes prior, half the epochs, lower rate",
+    },
+    "resnet20_batch": BATCHES,
+    "ngd_meta": {
+        "kaldi-ngd": "KaldiNGD, no mixing",
+        "kaldi-ngd-mixup": "mixup, with KaldiNGD",
+        "kaldi-ngd-meta": "meta-mixup, with KaldiNGD",
+    },
+    "recipes_cifar10_20pct": RECIPES,
+    "tuning_agnews12k": {
+        "default": "AdamW, defaults of that time",
+        "tuned": "tuned by a sweep",
+    },
+    "tuning_agnews12k_short": {"tuned": "tuned by a sweep, of short trials"},
+    "slamb_convergence_20pct": {
+        "sgd": "SGD",
+        "lamb": "LAMB",
+        "averaging": "LAMB, weights averaged every 50 steps",
+        "slamb-warm": "SLAMB",
+        "slamb": "SLAMB, without compression warm-up",
+    },
+    "mixup_cifar10_10pct": MIXING,
+    "mixup_agnews12k": MIXING,
+    **{
+        f"dynamic_batch_{data_set}_{processes}p": {
+            rule: rule if processes == 1 else f"{rule}, {processes} processes"
+            for rule in BATCH_RULES
+        }
+        for data_set in ("mnist", "cifar10")
+        for processes in (1, 2, 4)
+    },
+    "defaults_cifar10_20pct": {
+        "default": "SGD",
+        "default-kaldi-ngd": "KaldiNGD",
+        "default-muon": "torch's Muon",
+        "default-ngd": "NGD",
+    },
+    **{
+        f"{source}_{data_set}": OPTIMIZERS
+        for source in ("optimizers", "soap")
+        for data_set in ("agnews12k", "cifar10")
+    },
+}
+"""The labels of the runs in each group, in the order of the legend; other runs are not drawn."""
+
+
+def method_of(label: str) -> str:
+    """Return the method of a label, 'SGD' of 'SGD, batch 512'."""
+    return label.split(",")[0]
+
+
+def setting_of(flags: Mapping[str, Any]) -> str:
+    """Describe the momentum of an optimizer from the flags of a run, as in 'momentum 0.6'."""
+    if flags["optimizer"] == "adamw":  # also of SOAP, which takes AdamW's place
+        return "betas {:g} and {:g}".format(*flags["betas"])
+    if flags["optimizer"] == "kaldi_ngd":
+        return f"alpha {flags['ngd_alpha']:g}"
+    return f"momentum {flags['momentum']:g}"
+
+
+def line_styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the keyword arguments of `Axes.plot` for each label of a picture.
+
+    A label that is the name of a method alone has a solid line and filled markers. The settings of
+    a method have the line styles of SETTINGS in the order of the labels.
+    """
+    labels = list(dict.fromkeys(labels))
+    methods = list(dict.fromkeys(map(method_of, labels)))
+    unnamed = [method for method in methods if method not in STYLES]
+    styles = {}
+    for method in methods:
+        if method in STYLES:
+            colour, marker = STYLES[method]
+        else:
+            colour, marker = UNNAMED[unnamed.index(method) % len(UNNAMED)]
+        settings = [label for label in labels if method_of(label) == method]
+        settings.sort(key=lambda label: "," in label)
+        for index, label in enumerate(settings):
+            setting = SETTINGS[index % len(SETTINGS)]
+            styles[label] = {"color": colour, "marker": marker, "markersize": 5, **setting}
+    return styles

@@ -1,0 +1,169 @@
+"""The parts of a figure: panels, lines of runs, axes, and the legend that explains bands and bars.
+
+figure, axes = create_panels(1, 2, "SGD and NGD\\nResNet-20, 20 % of CIFAR-10")
+plot_methods(axes[0, 0], named_runs, x=epoch, y=accuracy)
+label_axes(axes[0, 0], "epoch", "test accuracy / %")
+add_legend(figure, axes[0, 0], title=describe_seeds(named_runs))
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # before pyplot is imported
+import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from figures.methods import line_styles
+from figures.run_logs import Row, Runs, mean, per_epoch
+from training.epoch_report import training_seconds
+
+WIDTH = {2: 8.0, 3: 9.6}  # of a figure in inches, by its columns: on a page its text is readable
+TITLE_HEIGHT, PANEL_HEIGHT, SUBFIGURE_HEIGHT, LEGEND_LINE = 0.5, 2.9, 4.4, 0.2  # inches
+MARKERS_PER_LINE = 15  # about; more of them hide the lines
+
+# -------------------------------------------------------------------- columns of metrics.jsonl
+
+
+def epoch(row: Row) -> float:
+    """Return the epoch of a row."""
+    return row["epoch"]
+
+
+def seconds(row: Row) -> float:
+    """Return the seconds of training since the start of the run."""
+    return training_seconds(row)
+
+
+def column(key: str, scale: float = 1.0) -> Callable[[Row], float]:
+    """Return a function that reads one column, multiplied by `scale`; null is not a number."""
+    return lambda row: math.nan if row[key] is None else scale * row[key]
+
+
+def with_megabytes_sent(rows: Sequence[Row]) -> list[Row]:
+    """Add to each row the megabytes that each rank has sent since the start of the run."""
+    totals = itertools.accumulate(row["comm_bytes"] for row in rows)
+    return [{**row, "sent": total / 1e6} for row, total in zip(rows, totals)]
+
+
+# -------------------------------------------------------------------- panels
+
+
+def create_subfigures(number: int, title: str) -> tuple[Figure, list[SubFigure]]:
+    """Return a figure with a title, and subfigures in two columns, which have their own legends."""
+    rows = math.ceil(number / 2)
+    figure = plt.figure(figsize=(WIDTH[2], TITLE_HEIGHT + SUBFIGURE_HEIGHT * rows))
+    figure.set_layout_engine("constrained")
+    figure.suptitle(title, fontsize=11)
+    return figure, list(figure.subfigures(rows, 2, squeeze=False).flat[:number])
+
+
+def create_panels(rows: int, columns: int, title: str) -> tuple[Figure, Any]:
+    """Return a figure with a title, and its axes, an array of shape (rows, columns)."""
+    figure, axes = plt.subplots(
+        rows,
+        columns,
+        figsize=(WIDTH[columns], TITLE_HEIGHT + PANEL_HEIGHT * rows),
+        layout="constrained",
+        squeeze=False,
+    )
+    figure.suptitle(title, fontsize=11)
+    return figure, axes
+
+
+def label_axes(axes: Axes, xlabel: str, ylabel: str, *, title: str = "") -> None:
+    """Set the labels and add a grid; epochs are whole numbers."""
+    axes.set_title(title, fontsize=10)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.grid(alpha=0.3)
+    if xlabel == "epoch":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def plain_log_ticks(axis: Any, base: int = 10) -> None:
+    """Give a logarithmic axis (`axes.xaxis`) ticks at powers, written as plain numbers."""
+    axis.set_major_locator(LogLocator(base, subs=(1.0, 3.0) if base == 10 else (1.0,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+# -------------------------------------------------------------------- lines and their legend
+
+
+def plot_methods(
+    axes: Axes,
+    named_runs: Mapping[str, Runs],
+    *,
+    x: Callable[[Row], float],
+    y: Callable[[Row], float],
+) -> None:
+    """Plot the mean over the seeds of each method as a line, and their range as a band.
+
+    Where the seeds end at different x, as they do at different times, a bar at the end of the line
+    goes from the lowest to the highest.
+    """
+    styles = line_styles(named_runs)
+    same_counts = len({len(runs) for runs in named_runs.values()}) == 1
+    for label, runs in named_runs.items():
+        values, ends = per_epoch(runs, y), per_epoch(runs, x)[-1]
+        horizontal, vertical = mean(per_epoch(runs, x)), mean(values)
+        count = "" if same_counts else f", {len(runs)} seed{'s' if len(runs) > 1 else ''}"
+        step = max(1, len(values) // MARKERS_PER_LINE)
+        marked = (len(values) - 1) % step, step  # among them the last point
+        axes.plot(horizontal, vertical, label=label + count, markevery=marked, **styles[label])
+        colour = styles[label]["color"]
+        if len(runs) > 1:
+            low, high = [min(each) for each in values], [max(each) for each in values]
+            axes.fill_between(horizontal, low, high, color=colour, alpha=0.15, linewidth=0)
+        if max(ends) > min(ends):
+            end = horizontal[-1]
+            bar = [[end - min(ends)], [max(ends) - end]]
+            axes.errorbar([end], vertical[-1:], xerr=bar, color=colour, capsize=3, linewidth=1)
+
+
+def describe_seeds(named_runs: Mapping[str, Runs], *, band: str = "band") -> str:
+    """Say how many seeds there are, and what a line and a band are, for the title of a legend."""
+    counts = sorted({len(runs) for runs in named_runs.values()})
+    if counts[-1] == 1:
+        return "one seed each"
+    seeds = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+    return f"line: mean over {seeds} seeds; {band}: lowest to highest seed"
+
+
+def add_legend(
+    figure: Figure,
+    *panels: Axes,
+    title: str,
+    columns: int = 3,
+    further: Sequence[Artist] = (),
+) -> None:
+    """Put a legend below all panels, for which the figure grows.
+
+    Args:
+        figure: the figure that gets the legend.
+        panels: those whose lines are named.
+        title: an explanation of what is drawn, such as what a band is.
+        columns: number of columns of the legend.
+        further: artists that no panel has, with labels of their own.
+    """
+    handles = [handle for panel in panels for handle in panel.get_legend_handles_labels()[0]]
+    handles += further
+    lines = 1 + math.ceil(len(handles) / columns)
+    figure.set_figheight(figure.get_figheight() + LEGEND_LINE * lines)
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=columns,
+        fontsize=9,
+        title=title,
+        title_fontsize=9,
+        handlelength=3.2,
+    )
