@@ -9,10 +9,19 @@ from typing import Any
 
 from backends.device import peak_memory
 from distributed.world import World
+from training.evaluation import Evaluation
 from training.progress import Progress
 from training.step_stats import StepTotals
 
 EVAL_SET_NAMES = {"val": "validation", "test": "test"}  # in sentences
+
+
+def epoch_columns(evaluated: Mapping[str, Evaluation]) -> dict[str, float]:
+    """Loss and accuracy on each evaluation set, by their names in metrics.jsonl."""
+    columns = {}
+    for name, result in evaluated.items():
+        columns |= {f"{name}_loss": result.loss, f"{name}_accuracy": result.accuracy}
+    return columns
 
 
 def epoch_row(

@@ -129,6 +129,7 @@ class EpochStatus:
 
 TITLES_EVERY = 20  # rows
 MAX_NAMED_CLASSES = 40  # of a drawn table: more names would not be readable
+CONFUSION_FILE = "confusion.json"  # of a run folder
 TIMING_FIELDS = (
     "seconds",
     "train_seconds",
@@ -261,6 +262,29 @@ class RunLog:
         except OSError as error:
             self.info(
                 f"warning: {name}.png could not be written ({error.strerror}); the run goes on"
+    def confusion(
+        self, epoch: int, tables: Mapping[str, Tensor | None], classes: Sequence[str]
+    ) -> None:
+        """Write confusion.json: how often each class was taken for each, after the last epoch.
+
+        Args:
+            epoch: its number, counted from 1.
+            tables: (classes, classes) numbers of samples by the name of the evaluation set, rows
+                being the true class; None where they were not counted.
+            classes: names of the classes.
+        """
+        counts = {name: table.tolist() for name, table in tables.items() if table is not None}
+        if not self.is_main or not counts:
+            return
+        text = json.dumps({"epoch": epoch, "classes": list(classes), **counts})
+        try:
+            atomic_write_text(self.folder / CONFUSION_FILE, text + "\n")
+        except OSError as error:
+            self.info(
+                f"warning: {CONFUSION_FILE} could not be written ({error.strerror}); the run goes "
+                "on"
+            )
+
             )
 
     # ---------------------------------------------------------------- console

@@ -40,7 +40,13 @@ from training import evaluation
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import rng_states, set_rng_states
 from training.checkpoint_manager import CheckpointManager
-from training.epoch_report import EVAL_SET_NAMES, RunSummary, epoch_row, run_summary
+from training.epoch_report import (
+    EVAL_SET_NAMES,
+    RunSummary,
+    epoch_columns,
+    epoch_row,
+    run_summary,
+)
 from training.losses import LossFn
 from training.meta_mixup_step import MetaLearner
 from training.micro_batches import MicroBatches
@@ -53,6 +59,7 @@ from training.train_state import TrainState
 from training.weight_average import WeightAverage
 
 RAISED_LR = 2.01  # times the last step's rate; a warm-up at most doubles it in one step
+MAX_COUNTED_CLASSES = 1000  # of a confusion matrix: 8 MB, which the ranks add up
 LOG_INTERVAL = {"cpu": 1, "cuda": 20}  # steps between two reads of the sums
 
 
@@ -239,7 +246,7 @@ class Trainer:
             self.train_epochs()
         finally:
             self.checkpoints.close()
-        self.log.close()
+            self.log.close()
         return run_summary(
             self.progress,
             self.world,
@@ -503,7 +510,7 @@ class Trainer:
         row = epoch_row(
             progress,
             totals,
-            evaluated=evaluated,
+            evaluated=epoch_columns(evaluated),
             lr=self.last_lr(),
             batch_size=self.batches.size,
             world=self.world,
@@ -527,6 +534,11 @@ class Trainer:
         progress.epoch, progress.step_in_epoch, progress.train_seconds = progress.epoch + 1, 0, 0.0
         self.world.reset_bytes()
         self.sums.start_epoch()
+        self.log.confusion(
+            row["epoch"],
+            {name: each.confusion for name, each in evaluated.items()},
+            self.metadata.get("classes", ()),
+        )
         accuracy = row[f"{self.chosen_on}_accuracy"]
         self.checkpoints.wait()  # then the best epoch is one that could be written
         best = progress.best
@@ -550,8 +562,8 @@ class Trainer:
         if self.meta_learner is not None:
             self.log.tables("policy", self.meta_learner.tables(), self.metadata["classes"])
 
-    def evaluate(self) -> dict[str, float]:
-        """Loss and accuracy on each evaluation set, all ranks having the same weights.
+    def evaluate(self) -> dict[str, evaluation.Evaluation]:
+        """The result on each evaluation set by its name, all ranks having the same weights.
 
         They are those of the averaged weights where the run averages them.
         """
@@ -560,17 +572,19 @@ class Trainer:
         if self.average is not None:
             model = self.average.model
             self.world.average_buffers(model)
-        results: dict[str, float] = {}
-        for name, data in self.eval_sets.items():
-            results[f"{name}_loss"], results[f"{name}_accuracy"] = evaluation.evaluate(
+        classes = len(self.metadata.get("classes", ()))
+        return {
+            name: evaluation.evaluate(
                 model,
                 data,
                 precision=self.precision,
                 world=self.world,
                 batch_size=self.config.eval_batch_size,
+                count_classes=classes if classes <= MAX_COUNTED_CLASSES else 0,
                 title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
             )
-        return results
+            for name, data in self.eval_sets.items()
+        }
 
     def sync_replicas(self) -> None:
         """Give all ranks the same weights and BatchNorm statistics; collective."""
