@@ -38,7 +38,7 @@ NOT_RESTORED = frozenset(
         *INFERENCE,
         "predict_out",
         "distributed",
-        "tensorboard",
+        "track",
     ]
 )
 """Flags of one invocation: a resumed run does not take them from its checkpoint."""

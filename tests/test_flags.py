@@ -57,6 +57,9 @@ ALIASES = [  # of timm and of Hugging Face's Trainer, and the same in our names
     ("--label_smoothing_factor 0.1", "--label_smoothing 0.1"),
     ("--dataloader_num_workers 4", "--workers 4"),
     ("--resume_from_checkpoint runs/a-b", "--resume runs/a-b"),
+    ("--report_to trackio", "--track trackio"),
+    ("--log_wandb", "--track wandb"),
+    ("--tensorboard", "--track tensorboard"),
 ]
 HYPHENS = [
     ("--batch-size 64", "--batch_size 64"),
