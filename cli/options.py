@@ -191,6 +191,26 @@ def computed_defaults(chosen: Namespace, optimizer: OptimizerChoice) -> dict[str
     }
 
 
+def defaults_for(parser: Parser, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run with these flags would have had for each flag that was not given, by name.
+
+    Args:
+        parser: of the run's script.
+        flags: of the run, which another version may have had.
+    """
+    defaults = vars(parser.parse_args([]))
+    optimizer = parser.optimizers.get(str(flags.get("optimizer")))
+    if optimizer is not None:
+        chosen = Namespace(**{**defaults, **flags})
+        defaults |= computed_defaults(chosen, optimizer)
+    return defaults
+
+
+def is_own_data(dataset: Any) -> bool:
+    """Whether a value of --dataset is data of the user's own, which --data_dir names."""
+    return dataset in own_data.DATASETS
+
+
 def uses_trained_model(args: Namespace) -> bool:
     """Whether this invocation evaluates, predicts or exports, and does not train."""
     return any(getattr(args, flag) for flag in INFERENCE)

@@ -18,7 +18,7 @@ EVAL_SET_NAMES = {"val": "validation", "test": "test"}  # in sentences
 
 def epoch_columns(evaluated: Mapping[str, Evaluation]) -> dict[str, float]:
     """Loss and accuracy on each evaluation set, by their names in metrics.jsonl."""
-    columns = {}
+    columns: dict[str, float] = {}
     for name, result in evaluated.items():
         columns |= {f"{name}_loss": result.loss, f"{name}_accuracy": result.accuracy}
     return columns
@@ -136,13 +136,23 @@ class RunSummary:
 
     def how_chosen(self) -> str:
         """How the best epoch was chosen, and what that means for its accuracy."""
-        if self.last.epoch == 1:
-            return "the only epoch"
-        if self.chosen_on == "test":
-            return "chosen on the test set, so it is optimistic"
-        if self.meta_learned:
-            return "chosen by validation rows, from which the mixing policy learned as well"
-        return "chosen by validation rows"
+        return how_chosen(self.last.epoch, chosen_on=self.chosen_on, meta_learned=self.meta_learned)
+
+
+def how_chosen(epochs: int, *, chosen_on: str, meta_learned: bool) -> str:
+    """How the best of so many epochs was chosen, and what that means for its accuracy.
+
+    Args:
+        epochs: of the run by now.
+        chosen_on, meta_learned: as of `RunSummary`.
+    """
+    if epochs == 1:
+        return "the only epoch"
+    if chosen_on == "test":
+        return "chosen on the test set, so it is optimistic"
+    if meta_learned:
+        return "chosen by validation rows, from which the mixing policy learned as well"
+    return "chosen by validation rows"
 
 
 def run_summary(
