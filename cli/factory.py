@@ -28,7 +28,7 @@ from backends import device, execution, nvidia_apex, onnx_runtime, torch_compat
 from backends.precision import Precision, choose_precision
 from cli.flags import OptimizerChoice
 from cli.options import check_validation_set
-from cli.start_checks import check_processes, open_run_folder
+from cli.start_checks import check_processes, check_tracker_of_run, open_run_folder
 from distributed import ddp, fsdp, sharded_checkpoint
 from distributed.comm_hooks import WIRE_DTYPES, AllReduceHook, DelayedAllReduce, LocalSGD
 from distributed.diloco import DiLoCo
@@ -49,7 +49,7 @@ from training import checkpoint, evaluation, predictions, pretrained, run_log
 from training.batch_sampler import MIN_RANK_ROWS, DynamicBatchSampler
 from training.epoch_report import EVAL_SET_NAMES, RunSummary, epoch_result
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
-from training.machine import describe_machine, device_name
+from training.machine import cpu_name, describe_machine, device_name
 from training.meta_mixup_step import HeldOutBatches, MetaLearner, MetaMixupStep
 from training.trainer import Trainer, TrainerConfig
 
@@ -100,10 +100,11 @@ def create_run(
         world: the ranks.
         state: the checkpoint that the run goes on from, or None.
     Raises:
-        InputError: the ranks differ in flags, code or checkpoint, or the device does not support
-            the precision.
+        InputError: the ranks differ in flags, code or checkpoint, the tracker is not installed, or
+            the device does not support the precision.
     """
     check_processes(args, world, state)
+    check_tracker_of_run(args, world)
     onnx_runtime.silence_onnxruntime_notice()
     device.keep_freed_memory()
     device.set_num_threads(args.threads, world.local_size)
@@ -492,9 +493,11 @@ def create_trainer(
         config={
             "flags": vars(args),
             **describe_machine(world.device),
+            "processor": cpu_name(),
+            "precision": run.precision.name,
             "launchers": launchers,
         },
-        tensorboard=args.tensorboard,
+        track=args.track,
         log_every=args.log_every,
         lock=lock,
     )

@@ -26,6 +26,7 @@ from distributed import comm_hooks, fsdp
 from distributed.world import TimeLimits
 from optimizers import schedules
 from optimizers.demo import LARGEST_CHUNK
+from training.tracking import TRACKERS
 
 
 @dataclass(frozen=True)
@@ -1015,9 +1016,13 @@ def add_run(parser: Parser) -> None:
         common=True,
     )
     add(
-        "--tensorboard",
-        action="store_true",
-        help="Write TensorBoard events into the run folder as well.",
+        "--track",
+        aliases=("--report_to",),
+        value_aliases={"--tensorboard": "tensorboard", "--log_wandb": "wandb"},
+        choices=TRACKERS,
+        default="none",
+        help="Send each epoch's row and the flags to this tracker as well; wandb stays offline "
+        "unless WANDB_MODE is set (default %(default)s).",
     )
     add(
         "--log_every",

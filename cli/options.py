@@ -38,7 +38,7 @@ NOT_RESTORED = frozenset(
         *INFERENCE,
         "predict_out",
         "distributed",
-        "tensorboard",
+        "track",
     ]
 )
 """Flags of one invocation: a resumed run does not take them from its checkpoint."""
@@ -189,6 +189,26 @@ def computed_defaults(chosen: Namespace, optimizer: OptimizerChoice) -> dict[str
         "warmup": warmup,
         "val_fraction": META_VAL_FRACTION if chosen.mixup == "meta" else 0.0,
     }
+
+
+def defaults_for(parser: Parser, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run with these flags would have had for each flag that was not given, by name.
+
+    Args:
+        parser: of the run's script.
+        flags: of the run, which another version may have had.
+    """
+    defaults = vars(parser.parse_args([]))
+    optimizer = parser.optimizers.get(str(flags.get("optimizer")))
+    if optimizer is not None:
+        chosen = Namespace(**{**defaults, **flags})
+        defaults |= computed_defaults(chosen, optimizer)
+    return defaults
+
+
+def is_own_data(dataset: Any) -> bool:
+    """Whether a value of --dataset is data of the user's own, which --data_dir names."""
+    return dataset in own_data.DATASETS
 
 
 def uses_trained_model(args: Namespace) -> bool:

@@ -1,6 +1,7 @@
 """What is checked before a run begins, once all of its processes are there.
 
     check_processes(args, world, state)                  # same flags, code and checkpoint
+    check_tracker_of_run(args, world)                    # the package of --track
     metadata["data"] = check_data(args, run.world, classes, labels=labels, state=state)
     folder, lock = open_run_folder(args, script, world, state)
 
@@ -20,13 +21,14 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from cli.options import check_overwritten
+from cli.options import check_overwritten, uses_trained_model
 from distributed.agreement import check_equal, on_main
 from distributed.world import World
 from errors import SharedInputError
 from input_pipeline.fingerprint import differences, fingerprint
 from training.machine import commit_or_none
 from training.run_folder import lock_run_folder, make_run_folder, new_run_folder
+from training.tracking import check_tracker
 
 FLAGS_OF_A_NODE = frozenset(
     ["data_dir", "out", "resume", "checkpoint", "recipe", "threads", "workers", "log_every"]
@@ -57,6 +59,19 @@ def check_processes(args: Namespace, world: World, state: Mapping[str, Any] | No
         },
         advice="start every process with the same flags, code and checkpoint",
     )
+
+
+def check_tracker_of_run(args: Namespace, world: World) -> None:
+    """Check on rank 0 that the tracker of a run that trains is installed; collective.
+
+    Args:
+        args: the flags.
+        world: the ranks.
+    Raises:
+        InputError: it is not; on every rank.
+    """
+    if args.track != "none" and not uses_trained_model(args):
+        on_main(world, lambda: check_tracker(args.track))
 
 
 def describe_position(progress: Mapping[str, Any]) -> str:

@@ -30,17 +30,39 @@ def read_rows(folder: Path) -> list[Row]:
     """Return the rows of a run's metrics.jsonl.
 
     Raises:
-        InputError: there are none.
+        InputError: there are none, or a line is not a row, as one that is only half written.
+    """
+    path = folder / "metrics.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        problem = "holds no metrics.jsonl" if folder.is_dir() else "is no folder"
+        raise InputError(f"{folder} {problem}; give run folders") from None
+    if not lines:
+        raise InputError(f"{path} is empty: the run has not finished an epoch; train longer")
+    return [parse_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def parse_row(line: str, source: str) -> Row:
+    """Return the row in a line of metrics.jsonl.
+
+    Args:
+        line: of the file.
+        source: file and line, which messages begin with.
+
+    Raises:
+        InputError: it holds no object with an epoch.
     """
     try:
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    except OSError:
-        raise InputError(f"{folder} holds no metrics.jsonl; give run folders") from None
-    if not rows:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict) or type(row.get("epoch")) is not int:
         raise InputError(
-            f"{folder}/metrics.jsonl is empty: the run has not finished an epoch; train longer"
+            f"{source}: is not a whole row of an epoch; the run may be writing it, else go on with "
+            "the run by --resume, or delete the line"
         )
-    return rows
+    return row
 
 
 def by_name(folders: Sequence[Path]) -> dict[str, Runs]:

@@ -42,6 +42,7 @@ TOOL_FLAGS = {
     "benchmarks": {"--quick", "--json", "--logs", "--report", "--source", "--text"},
     "written with hyphens": {"--batch-size", "--no-sync-bn"},
     "sbatch": {"--nodes", "--gpus-per-node"},
+    "TensorBoard": {"--logdir"},
 }
 
 

@@ -660,8 +660,11 @@ def test_an_evaluation_waits_once_at_its_end(kind, read, size):
             "world": world,
             "batch_size": 6,
         }
+        classes = 10 if kind == "images" else 4
         if read == "evaluate_per_class":
-            arguments["classes"] = ["a"] * (10 if kind == "images" else 4)
+            arguments["classes"] = ["a"] * classes
+        else:
+            arguments["count_classes"] = classes
         with gpu.waiting() as waits:
             getattr(evaluation, read)(model, data, **arguments)
         assert waits == {f"evaluation.{read}": 1}

@@ -540,7 +540,8 @@ def test_own_runs_are_drawn_with_their_labels_and_a_title(tmp_path, monkeypatch)
         ("--labels SGD", "give --runs too"),
         ("--title digits", "give --runs too"),
         ("--runs {run} --labels SGD NGD", "2 names for 1 --runs"),
-        ("--runs {run} nowhere", "nowhere holds no metrics.jsonl"),
+        ("--runs {run} nowhere", "nowhere is no folder; give run folders"),
+        ("--runs {run} {run}/..", "holds no metrics.jsonl"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_line(tmp_path, arguments, message):

@@ -17,7 +17,7 @@ from cli import options
 from cli.flag_parser import Flag, FlagParser, format_default
 from cli.flags import Parser
 from errors import InputError
-from figures import draw, experiments
+from figures import draw, experiments, report
 from tuning import sweep
 
 SCRIPTS = {"resnet50_test": resnet50_test.parser, "transformer_test": transformer_test.parser}
@@ -26,6 +26,7 @@ PARSERS: dict[str, Callable[[], FlagParser]] = {
     "sweep": lambda: sweep.sweep_parser("resnet50_test.py"),
     "experiments": experiments.experiments_parser,
     "draw": draw.draw_parser,
+    "report": report.report_parser,
 }
 ALIASES = [  # of timm and of Hugging Face's Trainer, and the same in our names
     ("--opt lamb", "--optimizer lamb"),
@@ -57,6 +58,9 @@ ALIASES = [  # of timm and of Hugging Face's Trainer, and the same in our names
     ("--label_smoothing_factor 0.1", "--label_smoothing 0.1"),
     ("--dataloader_num_workers 4", "--workers 4"),
     ("--resume_from_checkpoint runs/a-b", "--resume runs/a-b"),
+    ("--report_to trackio", "--track trackio"),
+    ("--log_wandb", "--track wandb"),
+    ("--tensorboard", "--track tensorboard"),
 ]
 HYPHENS = [
     ("--batch-size 64", "--batch_size 64"),

@@ -154,7 +154,9 @@ FULL = OSError(28, "No space left on device")
 def accuracies_of(monkeypatch, *accuracies: float) -> None:
     """Let the evaluations of a run give these accuracies."""
     given = iter(accuracies)
-    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: (1.0, next(given)))
+    monkeypatch.setattr(
+        evaluation, "evaluate", lambda *_, **__: evaluation.Evaluation(1.0, next(given))
+    )
 
 
 def test_a_best_checkpoint_that_was_never_written_is_not_announced(here, monkeypatch):

@@ -12,7 +12,6 @@ import pytest
 
 import ranks
 from dynamic_batch import ByLoss
-from errors import InputError
 from training.run_log import RunLog
 
 FLAGS = ["--dataset", "digits", "--arch", "resnet8", "--threads", "1", "--precision", "fp32"]
@@ -177,9 +176,3 @@ def test_flags_out_of_reach_are_refused_before_a_folder_is_made(flags, tmp_path)
     console = run_script(tmp_path, *FLAGS, *flags.split(), expected=2)
     assert console.splitlines()[-1].startswith("error: --")
     assert not (tmp_path / "runs").exists()
-
-
-def test_tensorboard_that_is_missing_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(InputError, match="pip install tensorboard"):
-        RunLog(tmp_path, is_main=True, tensorboard=True)

@@ -477,6 +477,8 @@ def test_a_trial_that_fails_is_recorded_and_a_grid_ends_by_itself(tmp_path):
         table = list(csv.DictReader(file))
     assert [row["state"] for row in table] == ["COMPLETE", "FAIL"]
     assert "not finite" in table[1]["error"]
+    page = (tmp_path / "sweep" / "report.html").read_text()
+    assert "2 trials of resnet50_test.py, and the best one by accuracy" in page
     again = run_sweep(tmp_path, *grid, *DIGITS, "--bs", "16")
     assert "2 finished" in again.stdout
 

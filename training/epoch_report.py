@@ -9,10 +9,20 @@ from typing import Any
 
 from backends.device import peak_memory
 from distributed.world import World
+from training.evaluation import Evaluation
 from training.progress import Progress
 from training.step_stats import StepTotals
 
 EVAL_SET_NAMES = {"val": "validation", "test": "test"}  # in sentences
+
+
+def epoch_columns(evaluated: Mapping[str, Evaluation], suffix: str = "") -> dict[str, float]:
+    """Loss and accuracy on each evaluation set, by their names in metrics.jsonl."""
+    columns: dict[str, float] = {}
+    for name, result in evaluated.items():
+        columns[f"{name}_loss{suffix}"] = result.loss
+        columns[f"{name}_accuracy{suffix}"] = result.accuracy
+    return columns
 
 
 def epoch_row(
@@ -141,13 +151,23 @@ class RunSummary:
 
     def how_chosen(self) -> str:
         """How the best epoch was chosen, and what that means for its accuracy."""
-        if self.last.epoch == 1:
-            return "the only epoch"
-        if self.chosen_on == "test":
-            return "chosen on the test set, so it is optimistic"
-        if self.meta_learned:
-            return "chosen by validation rows, from which the mixing policy learned as well"
-        return "chosen by validation rows"
+        return how_chosen(self.last.epoch, chosen_on=self.chosen_on, meta_learned=self.meta_learned)
+
+
+def how_chosen(epochs: int, *, chosen_on: str, meta_learned: bool) -> str:
+    """How the best of so many epochs was chosen, and what that means for its accuracy.
+
+    Args:
+        epochs: of the run by now.
+        chosen_on, meta_learned: as of `RunSummary`.
+    """
+    if epochs == 1:
+        return "the only epoch"
+    if chosen_on == "test":
+        return "chosen on the test set, so it is optimistic"
+    if meta_learned:
+        return "chosen by validation rows, from which the mixing policy learned as well"
+    return "chosen by validation rows"
 
 
 def run_summary(

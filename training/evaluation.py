@@ -1,6 +1,7 @@
 """What a trained model is good for: its accuracy, overall and of each class.
 
-loss, accuracy = evaluate(model, test, precision=precision, world=world, batch_size=256)
+result = evaluate(model, test, precision=precision, world=world, batch_size=256)
+result.loss, result.accuracy
 report = evaluate_per_class(model, test, classes=classes, ...)    # and the accuracy of each class
 """
 
@@ -55,6 +56,22 @@ def predict_logits(
                 bar.update(len(labels))
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model does on a set.
+
+    Attributes:
+        loss: mean cross-entropy.
+        accuracy: in 0..1.
+        confusion: (classes, classes) number of samples, by their class (row) and the predicted one
+            (column); None where it was not asked for.
+    """
+
+    loss: float
+    accuracy: float
+    confusion: Tensor | None = None
+
+
 def evaluate(
     model: nn.Module,
     data: BatchedDataset,
@@ -62,22 +79,33 @@ def evaluate(
     precision: Precision,
     world: World,
     batch_size: int,
+    count_classes: int = 0,
     title: str = "",
-) -> tuple[float, float]:
-    """(mean cross-entropy, accuracy in 0..1) over a set; one read of the device at the end.
+) -> Evaluation:
+    """Loss and accuracy over a set; one read of the device at the end.
 
-    With a title, rank 0 shows a progress bar.
+    Args:
+        model, data, precision, world, batch_size: as of `predict_logits`.
+        count_classes: count the confusion of so many classes as well; 0 is none.
+        title: with one, rank 0 shows a progress bar.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss, correct, samples
+    pairs = torch.zeros(count_classes**2, dtype=torch.float64, device=world.device)
     batches = predict_logits(
         model, data, precision=precision, world=world, batch_size=batch_size, title=title
     )
     for logits, labels in batches:
+        predicted = logits.argmax(1)
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[1] += (predicted == labels).sum()
         sums[2] += len(labels)
-    loss, num_correct, samples = world.sum(sums).tolist()
-    return loss / samples, num_correct / samples
+        if count_classes:
+            ones = torch.ones_like(labels, dtype=torch.float64)
+            pairs.index_add_(0, count_classes * labels + predicted, ones)
+    totals = world.sum(torch.cat([sums, pairs])).cpu()
+    loss, num_correct, samples = totals[:3].tolist()
+    confusion = totals[3:].long().view(count_classes, count_classes) if count_classes else None
+    return Evaluation(loss / samples, num_correct / samples, confusion)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from errors import InputError, discard_stdout
 from training.atomic_file import atomic_write, atomic_write_text
 from training.progress_bar import progress_bar
 from training.time_estimate import in_six_characters
+from training.tracking import TrackedRun
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class EpochStatus:
 
 
 TITLES_EVERY = 20  # rows
+CONFUSION_FILE = "confusion.json"  # of a run folder
 MAX_NAMED_CLASSES = 40  # of a drawn table: more names would not be readable
 TIMING_FIELDS = (
     "seconds",
@@ -148,12 +150,10 @@ class RunLog:
         folder: the run folder.
         is_main: whether this is rank 0.
         config: what config.json holds: flags, versions, device, commit.
-        tensorboard: also write TensorBoard event files into the folder.
+        track: the tracker that gets the rows as well, one of `tracking.TRACKERS`.
         log_every: off a terminal, seconds without a line on the console after which one says how
             far the run is; 0 is never.
         lock: what `lock_run_folder` returned; it is kept as long as the log.
-    Raises:
-        InputError: TensorBoard is not installed.
     """
 
     clock: Callable[[], float] = staticmethod(time.perf_counter)
@@ -164,14 +164,15 @@ class RunLog:
         is_main: bool,
         *,
         config: Mapping[str, Any] | None = None,
-        tensorboard: bool = False,
+        track: str = "none",
         log_every: float = 0.0,
         lock: IO[str] | None = None,
     ) -> None:
         self.folder, self.is_main, self.log_every = folder, is_main, log_every
         self.config, self.lock = config or {}, lock
-        self.board: Any = None
-        self.make_board = _summary_writer() if tensorboard and is_main else None
+        self.tracked: TrackedRun | None = None
+        if track != "none" and is_main:
+            self.tracked = TrackedRun(track, folder, warn=self.info)
         self.written: int | None = 0  # rows in metrics.jsonl; None: it holds rows it should not
         self.shown = 0  # rows on the console since the titles
         self.columns: list[Column] = []  # of the row above
@@ -194,9 +195,9 @@ class RunLog:
             raise InputError(
                 f"--out {self.folder}: cannot be written ({error.strerror}); choose another folder"
             ) from None
-        if self.make_board is not None:
-            self.board = self.make_board(str(self.folder))
         self.restart(rows)
+        if self.tracked is not None:
+            self.tracked.begin(self.config, rows)
 
     def restart(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Make metrics.jsonl hold exactly these rows: those that the checkpoint knows.
@@ -235,10 +236,8 @@ class RunLog:
             return
         self._write_rows(rows)
         self._show({**rows[-1], LEFT: in_six_characters(seconds_left)})
-        if self.board is not None:
-            for key, value in rows[-1].items():
-                if isinstance(value, int | float):
-                    self.board.add_scalar(key, value, rows[-1]["step"])
+        if self.tracked is not None:
+            self.tracked.send(rows)
 
     def tables(self, name: str, tables: Mapping[str, Tensor], classes: Sequence[str]) -> None:
         """Draw (classes, classes) tables side by side as <name>.png, if there are any."""
@@ -261,6 +260,29 @@ class RunLog:
         except OSError as error:
             self.info(
                 f"warning: {name}.png could not be written ({error.strerror}); the run goes on"
+            )
+
+    def confusion(
+        self, epoch: int, tables: Mapping[str, Tensor | None], classes: Sequence[str]
+    ) -> None:
+        """Write confusion.json: how often each class was taken for each, after the last epoch.
+
+        Args:
+            epoch: its number, counted from 1.
+            tables: (classes, classes) numbers of samples by the name of the evaluation set, rows
+                being the true class; None where they were not counted.
+            classes: names of the classes.
+        """
+        counts = {name: table.tolist() for name, table in tables.items() if table is not None}
+        if not self.is_main or not counts:
+            return
+        text = json.dumps({"epoch": epoch, "classes": list(classes), **counts})
+        try:
+            atomic_write_text(self.folder / CONFUSION_FILE, text + "\n")
+        except OSError as error:
+            self.info(
+                f"warning: {CONFUSION_FILE} could not be written ({error.strerror}); the run goes "
+                "on"
             )
 
     # ---------------------------------------------------------------- console
@@ -300,9 +322,9 @@ class RunLog:
             self.info(status.line())
 
     def close(self) -> None:
-        """Write TensorBoard's last events, and release the folder."""
-        if self.board is not None:
-            self.board.close()
+        """Close the tracked run, and release the folder."""
+        if self.tracked is not None:
+            self.tracked.close()
         if self.lock is not None:
             self.lock.close()
 
@@ -317,16 +339,3 @@ def _finite_or_none(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite_or_none(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _summary_writer() -> Callable[[str], Any]:
-    """TensorBoard's writer of event files.
-
-    Raises:
-        InputError: it is not installed.
-    """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise InputError("--tensorboard needs a package: pip install tensorboard") from None
-    return SummaryWriter

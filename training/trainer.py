@@ -41,7 +41,13 @@ from training import evaluation
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import rng_states, set_rng_states
 from training.checkpoint_manager import CheckpointManager
-from training.epoch_report import EVAL_SET_NAMES, RunSummary, epoch_row, run_summary
+from training.epoch_report import (
+    EVAL_SET_NAMES,
+    RunSummary,
+    epoch_columns,
+    epoch_row,
+    run_summary,
+)
 from training.losses import LossFn
 from training.meta_mixup_step import MetaLearner
 from training.micro_batches import MicroBatches
@@ -54,6 +60,7 @@ from training.train_state import TrainState
 from training.weight_average import WeightAverage
 
 RAISED_LR = 2.01  # times the last step's rate; a warm-up at most doubles it in one step
+MAX_COUNTED_CLASSES = 1000  # of a confusion matrix: 8 MB, which the ranks add up
 LOG_INTERVAL = {"cpu": 1, "cuda": 20}  # steps between two reads of the sums
 
 
@@ -242,7 +249,7 @@ class Trainer:
             self.train_epochs()
         finally:
             self.checkpoints.close()
-        self.log.close()
+            self.log.close()
         return run_summary(
             self.progress,
             self.world,
@@ -557,29 +564,43 @@ class Trainer:
         """Loss and accuracy on each evaluation set, all ranks having the same weights.
 
         They are those of the averaged weights where the run averages them. After the last epoch
-        they are there over several views of each image as well, where the run has them.
+        they are there over several views of each image as well, where the run has them. The log
+        gets how often each class was taken for each.
         """
         self.sync_replicas()
         model = self.model
         if self.average is not None:
             model = self.average.model
             self.world.average_buffers(model)
-        models = {"": model}
-        if self.config.test_views > 1 and self.progress.epoch + 1 == self.config.epochs:
-            models["_views"] = TestViews(model, self.config.test_views)
-        results: dict[str, float] = {}
-        for suffix, evaluated in models.items():
-            for name, data in self.eval_sets.items():
-                loss, accuracy = evaluation.evaluate(
-                    evaluated,
-                    data,
-                    precision=self.precision,
-                    world=self.world,
-                    batch_size=self.config.eval_batch_size,
-                    title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
-                )
-                results |= {f"{name}_loss{suffix}": loss, f"{name}_accuracy{suffix}": accuracy}
-        return results
+        classes = self.metadata.get("classes", ())
+        evaluated = self._evaluate_model(
+            model, len(classes) if len(classes) <= MAX_COUNTED_CLASSES else 0
+        )
+        epoch = self.progress.epoch + 1
+        confusions = {name: each.confusion for name, each in evaluated.items()}
+        self.log.confusion(epoch, confusions, classes)
+        columns = epoch_columns(evaluated)
+        if self.config.test_views > 1 and epoch == self.config.epochs:
+            over_views = self._evaluate_model(TestViews(model, self.config.test_views))
+            columns |= epoch_columns(over_views, suffix="_views")
+        return columns
+
+    def _evaluate_model(
+        self, model: nn.Module, count_classes: int = 0
+    ) -> dict[str, evaluation.Evaluation]:
+        """What a model does on each evaluation set, by its name."""
+        return {
+            name: evaluation.evaluate(
+                model,
+                data,
+                precision=self.precision,
+                world=self.world,
+                batch_size=self.config.eval_batch_size,
+                count_classes=count_classes,
+                title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
+            )
+            for name, data in self.eval_sets.items()
+        }
 
     def sync_replicas(self) -> None:
         """Give all ranks the same weights and BatchNorm statistics; collective."""

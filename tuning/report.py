@@ -1,4 +1,4 @@
-"""The results of a sweep: ranked table, results.csv, recipe, figures.
+"""The results of a sweep: ranked table, results.csv, recipe, figures, and a report of the best.
 
 write_report(study, trials, config)
 """
@@ -17,10 +17,14 @@ from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from errors import InputError
+from figures import report as run_report
+from figures.html_page import MISSING, Section, table
+from figures.reported_run import ReportedRun, read_run
 from tuning.config import SweepConfig
 from tuning.objective import NOT_REACHED
 
 NEVER_REACHED = "never reached"
+MAX_REPORTED = 5  # trials whose curves are in report.html
 LINEAR_SCALING = ("sgd", "kaldi_ngd", "lars", "apex_sgd", "apex_larc")
 """Optimizers whose learning rate scales with the batch size; that of others with its root."""
 SCALING_RULES = {
@@ -31,10 +35,12 @@ SCALING_RULES = {
 
 def format_params(params: Mapping[str, Any]) -> str:
     """Write flags and values on one line."""
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in params.items()
-    )
+    return ", ".join(f"{name} {format_value(value)}" for name, value in params.items())
+
+
+def format_value(value: Any) -> str:
+    """Write a value in few digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def format_result(trial: FrozenTrial) -> str:
@@ -59,7 +65,7 @@ def rank_trials(study: optuna.Study, trials: Sequence[FrozenTrial]) -> list[Froz
 
 
 def write_report(study: optuna.Study, trials: Sequence[FrozenTrial], config: SweepConfig) -> None:
-    """Print the ranking and write results.csv, the recipe and the figures.
+    """Print the ranking and write results.csv, the recipe, the figures and report.html.
 
     Raises:
         InputError: no trial is complete, or none reached the target of the objective.
@@ -81,6 +87,8 @@ def write_report(study: optuna.Study, trials: Sequence[FrozenTrial], config: Swe
     print(f"recipe: python {config.script.file} --recipe {config.recipe_out}")
     for figure in draw_figures(study, config):
         print(f"figure: {figure}")
+    if page := write_page(ranking, config):
+        print(f"report: {page}")
 
 
 def print_ranking(ranking: Sequence[FrozenTrial], config: SweepConfig) -> None:
@@ -189,3 +197,49 @@ def draw_figures(study: optuna.Study, config: SweepConfig) -> list[Path]:
             figure.savefig(paths[-1], dpi=150, bbox_inches="tight")
             plt.close("all")
     return paths
+
+
+def write_page(ranking: Sequence[FrozenTrial], config: SweepConfig) -> Path | None:
+    """Write report.html: all trials, and the runs of the best ones as `figures.report` shows them.
+
+    A trial whose folder cannot be read, such as one of another machine, is left out with a message.
+
+    Returns:
+        Its path, or None where no trial can be read.
+    """
+    runs: list[ReportedRun] = []
+    for trial in ranking[:MAX_REPORTED]:
+        if trial.state is TrialState.COMPLETE:
+            try:
+                folder = Path(trial.user_attrs.get("folder", ""))
+                runs.append(read_run(folder, f"trial {trial.number}"))
+            except InputError as error:
+                print(f"trial {trial.number} is not in the report: {error}")
+    if not runs:
+        return None
+    path = config.out / "report.html"
+    best = f"the best {len(runs)}" if len(runs) > 1 else "the best one"
+    run_report.write_report(
+        runs,
+        path,
+        title=f"{len(ranking)} trials of {config.script.file}, and {best} by "
+        f"{config.objective.name}",
+        first=[Section("Trials", trials_table(ranking, config))],
+    )
+    return path
+
+
+def trials_table(ranking: Sequence[FrozenTrial], config: SweepConfig) -> str:
+    """A row of HTML for each trial, the best first."""
+    names = sorted({name for trial in ranking for name in trial.params})
+    rows = [
+        [
+            str(rank),
+            str(trial.number),
+            format_result(trial),
+            str(len(trial.intermediate_values)),
+            *(format_value(trial.params[n]) if n in trial.params else MISSING for n in names),
+        ]
+        for rank, trial in enumerate(ranking, 1)
+    ]
+    return table(["rank", "trial", config.objective.name, "epochs", *names], rows, numbers=True)

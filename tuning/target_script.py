@@ -18,8 +18,8 @@ from errors import InputError
 from tuning import space
 
 SET_BY_SWEEP = ("out", "resume", "checkpoint", "val_fraction", "test", "no-test")
-MACHINE_FLAGS = {"data_dir", "workers", "threads", "device", "resident", "log_every"}
-NOT_IN_RECIPE = MACHINE_FLAGS | {"subset", "epochs", "seed", "recipe", "save_every", "tensorboard"}
+MACHINE_FLAGS = {"data_dir", "workers", "threads", "device", "resident", "log_every", "track"}
+NOT_IN_RECIPE = MACHINE_FLAGS | {"subset", "epochs", "seed", "recipe", "save_every"}
 """Flags of a trial that its recipe does not fix."""
 
 
