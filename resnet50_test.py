@@ -83,7 +83,7 @@ def main() -> None:
             return factory.evaluate_checkpoint(args, run, data, model)
 
         if checkpoint is None:
-            image_classification.begin_with_weights(args, run, model)
+            image_classification.begin_with_weights(args, run, model, data.metadata)
         loss_fn, meta_learner = factory.create_loss(
             args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
         )

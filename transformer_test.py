@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 
 import mixup
-from cli import factory, options, text_classification
+from cli import factory, fine_tuning, options, text_classification
 from cli.apex_optimizers import APEX_OPTIMIZERS
 from cli.flags import OptimizerChoice, Parser, shared_parser
 from distributed.world import TimeLimits, init_world
@@ -78,14 +78,15 @@ def main() -> None:
         if checkpoint and args.export:
             return text_classification.export_model(args, run, checkpoint)
 
-        data = text_classification.load_data(args, run, checkpoint)
+        saved = None if checkpoint else fine_tuning.read_saved_model(args, run)
+        data = text_classification.load_data(args, run, checkpoint, saved)
         model = text_classification.create_model(args, run, data.metadata)
         if checkpoint and args.evaluate:
             model = factory.load_weights(args, run, model, checkpoint)
             return factory.evaluate_checkpoint(args, run, data, model)
 
-        if checkpoint is None:
-            text_classification.begin_with_weights(args, run, model)
+        if saved is not None:
+            text_classification.begin_with_weights(args, run, model, data.metadata, saved)
         loss_fn, meta_learner = factory.create_loss(
             args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
         )

@@ -38,11 +38,12 @@ from dynamic_batch import WorkerBalancer
 from errors import InputError
 from input_pipeline import own_data
 from input_pipeline.dataset import BatchedDataset
+from input_pipeline.label_noise import with_noise
 from input_pipeline.sampler import held_out_rows, stratified_rows
 from mixup import MetaMixup
 from models import activation_checkpointing, fusion
+from models.averaged_views import VIEWS, AveragedViews
 from models.residual import residual_blocks
-from models.test_views import VIEWS, TestViews
 from optimizers.param_groups import optimizer_groups
 from optimizers.schedules import Schedule, scale_lr
 from training import checkpoint, evaluation, predictions, pretrained, run_log
@@ -146,6 +147,22 @@ def split_rows(args: Namespace, labels: Tensor, has_val: bool = False) -> dict[s
             "one row only; give more rows (without --subset), or --val_fraction 0"
         )
     return {"train": rows[train], "val": rows[val]}
+
+
+def noisy_labels(args: Namespace, run: Run, labels: Tensor, classes: int) -> Tensor:
+    """The labels of training rows with those that --label_noise makes wrong; a line says how many.
+
+    Args:
+        args: the flags.
+        run: the run.
+        labels: (rows,) class numbers.
+        classes: how many there are.
+    """
+    noisy = with_noise(labels, args.label_noise, classes=classes, seed=args.seed + NOISE_SEED)
+    if run.world.is_main:
+        wrong = int((noisy != labels).sum())
+        print(f"--label_noise: {wrong} of {len(labels)} training labels are wrong", flush=True)
+    return noisy
 
 
 def report_own_data(
@@ -550,7 +567,7 @@ def create_trainer_config(
         micro_batch_size=micro_batch_size,
         max_grad_norm=args.clip,
         average_decay=args.ema,
-        test_views=test_views(args),
+        num_views=num_views(args),
         sync_batch_norm=args.sync_bn,
         save_every=args.save_every,
         keep=args.keep,
@@ -562,7 +579,7 @@ def create_trainer_config(
     )
 
 
-def test_views(args: Namespace) -> int:
+def num_views(args: Namespace) -> int:
     """Views of a test image, over which outputs are averaged; a text has one."""
     return VIEWS[getattr(args, "test_views", "none")]
 
@@ -680,12 +697,12 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
 
     It is the validation set where the run has no test set, or leaves it alone by --no-test. The
     model computes just as after an epoch of training, so that the accuracy is the one that the run
-    reported.
+    reported; with --test_views that over these views.
     """
     eval_sets = used_eval_sets(args, data)
     name = "test" if "test" in eval_sets else "val"
-    if test_views(args) > 1:
-        model = TestViews(model, test_views(args))
+    if num_views(args) > 1:
+        model = AveragedViews(model, num_views(args))
     report = evaluation.evaluate_per_class(
         model,
         eval_sets[name],
@@ -697,7 +714,9 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
     )
     if run.world.is_main:
         why = "" if name == "test" else ", which also chose the best epoch"
-        print(f"accuracy on the {EVAL_SET_NAMES[name]} set{why}")
+        views = num_views(args)
+        over = f", averaged over {views} views of each image" if views > 1 else ""
+        print(f"accuracy on the {EVAL_SET_NAMES[name]} set{over}{why}")
         print(report.show())
 
 
@@ -739,8 +758,8 @@ def report_result(run: Run, summary: RunSummary, *, folder: Path) -> None:
         if name == "last" and name in summary.unsaved:
             line += "; this epoch is not in the file, which could not be written"
         print(line)
-        if name == "last" and result.views:
-            print(f"last.pt, averaged over the views of each image: {result.show_views()}")
+        if name == "last" and result.over_views:
+            print(f"last.pt: {result.show_views()}")
     print(
         f"{summary.seconds:.1f} s, {summary.samples_per_second:.0f} samples/s, peak memory "
         f"{summary.peak_memory_bytes / 2**30:.2f} GiB, {summary.device_hours:.4f} "

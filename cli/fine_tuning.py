@@ -1,7 +1,8 @@
 """Fine-tuning by flags, for both scripts: weights from elsewhere, frozen layers.
 
 add_flags(add, "FILE", "Begin with these weights: ...")
-begin_with_weights(args, run, model, flags="--arch, --image_size")
+saved = read_saved_model(args, run)
+begin_with_weights(args, run, model, saved, classes=classes, flags=["arch", "image_size"])
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 from cli.factory import Run
 from distributed.agreement import local_main_first
+from errors import InputError
 from training import pretrained
+from training.pretrained import SavedModel
 
 
 def add_flags(add: Callable[..., Any], metavar: str, help: str) -> None:
@@ -23,7 +26,8 @@ def add_flags(add: Callable[..., Any], metavar: str, help: str) -> None:
     add(
         "--weights",
         metavar=metavar,
-        help=f"{help} A classifier for other classes begins anew (default random weights).",
+        help=f"{help} The classifier keeps what it knows of classes of the same name, and begins "
+        "anew for others (default random weights).",
         common=True,
     )
     add(
@@ -33,34 +37,65 @@ def add_flags(add: Callable[..., Any], metavar: str, help: str) -> None:
     )
 
 
+def read_saved_model(
+    args: Namespace, run: Run, default: Callable[[], dict[str, Tensor]] | None = None
+) -> SavedModel | None:
+    """What --weights names; None where it is not given.
+
+    Args:
+        args: the flags.
+        run: the run.
+        default: the weights that `--weights DEFAULT` means; None where there are none.
+    Raises:
+        InputError: there is no such file, or it holds no weights.
+    """
+    if args.weights is None:
+        return None
+    with local_main_first(run.world):
+        if args.weights != "DEFAULT":
+            return pretrained.read_saved_model(Path(args.weights))
+        if default is None:
+            raise InputError("--weights DEFAULT: there are none for texts; give a run or a file")
+        return SavedModel(default())
+
+
 def begin_with_weights(
     args: Namespace,
     run: Run,
     model: nn.Module,
+    saved: SavedModel,
     *,
-    flags: str,
-    default: Callable[[], dict[str, Tensor]] | None = None,
+    classes: Sequence[str],
+    flags: Sequence[str],
     kept: Sequence[str] = (),
 ) -> None:
-    """Load the weights of --weights into a new model; one line says what was loaded.
+    """Load weights into a new model; one line says what was loaded.
 
     Args:
         args: the flags.
         run: the run.
         model: whose weights are replaced.
-        flags: which say what the model is, for messages.
-        default: the weights that `--weights DEFAULT` means; None where there are none.
+        saved: the weights.
+        classes: names of the model's classes.
+        flags: names of those that say what the model is.
         kept: names of what stays the model's own.
     Raises:
-        InputError: there are none, or they are not of this model.
+        InputError: the weights are not of this model.
     """
-    if args.weights is None:
-        return
-    with local_main_first(run.world):
-        if default is not None and args.weights == "DEFAULT":
-            weights = default()
-        else:
-            weights = pretrained.read_weights(Path(args.weights))
-    line = pretrained.load_pretrained(model, weights, args.weights, flags=flags, kept=kept)
+    for name in flags:
+        given, own = saved.flags.get(name), getattr(args, name)
+        if given is not None and given != own:
+            raise InputError(
+                f"--weights {args.weights}: is of a model of --{name} {given}; give that flag "
+                f"instead of --{name} {own}"
+            )
+    line = pretrained.load_pretrained(
+        model,
+        saved,
+        args.weights,
+        classes=classes,
+        flags=", ".join(f"--{name}" for name in flags),
+        kept=kept,
+    )
     if run.world.is_main:
         print(line, flush=True)

@@ -13,10 +13,10 @@ from torch import nn
 
 from cli import fine_tuning
 from cli.factory import (
-    NOISE_SEED,
     Data,
     Run,
     load_weights,
+    noisy_labels,
     report_own_data,
     report_predictions,
     split_rows,
@@ -29,14 +29,14 @@ from input_pipeline import image_batches, image_datasets
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.image_batches import AUGMENTATIONS, Augmentation, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
-from input_pipeline.label_noise import with_noise
 from models import image_models
-from models.test_views import VIEWS
+from models.averaged_views import VIEWS
 from models.vgg import VGG8
 from training import predictions, pretrained
 from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
 
+MODEL_FLAGS = ("arch",)  # which weights must share with the model
 WHITENING_ROWS = 1000  # images whose patches are enough for the first layer of VGG8
 LARGEST_PAD = 127  # pixels; the offset of a crop is kept in a byte
 LARGEST_IMAGE_SIZE = 4096  # pixels a side; a batch of larger images fits into no memory
@@ -167,15 +167,13 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
     report_own_data(args, run, classes, labels=labels, has_val=has_val)
     train = splits["train"]
     if args.label_noise:
-        noisy = with_noise(
-            train.labels, args.label_noise, classes=len(classes), seed=args.seed + NOISE_SEED
-        )
+        noisy = noisy_labels(args, run, train.labels, len(classes))
         train = splits["train"] = dataclasses.replace(train, labels=noisy)
     if checkpoint is None:
         mean, std = image_batches.channel_statistics(train)
     else:
         mean, std = checkpoint["mean"], checkpoint["std"]
-    augmentation = create_augmentation(args, train.size)
+    augmentation = create_augmentation(args, train.size, train.channels)
     sets = {}
     for name, split in splits.items():
         fits = image_batches.fits_in_memory(split, run.world.device)
@@ -200,12 +198,13 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
     return Data(sets.pop("train"), sets, metadata)
 
 
-def create_augmentation(args: Namespace, size: int) -> Augmentation:
+def create_augmentation(args: Namespace, size: int, channels: int) -> Augmentation:
     """What happens to training images.
 
     Args:
         args: the flags.
         size: pixels a side of an image.
+        channels: of an image.
     Raises:
         InputError: a flag does not fit the data set or another flag.
     """
@@ -218,6 +217,13 @@ def create_augmentation(args: Namespace, size: int) -> Augmentation:
     if args.small_epochs and args.small_size > size:
         raise InputError(
             f"--small_size {args.small_size}: images have only {size} pixels a side; give fewer"
+        )
+    if args.small_epochs and not image_models.takes_smaller_images(
+        args.arch, args.small_size, channels=channels, image_size=size
+    ):
+        raise InputError(
+            f"--small_size {args.small_size}: --arch {args.arch} cannot take images of so few "
+            "pixels a side; give more, or leave --small_epochs out"
         )
     if args.augment == "none":
         if args.alternate_flip or args.crop_pad:
@@ -262,19 +268,30 @@ def create_model(
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def begin_with_weights(args: Namespace, run: Run, model: nn.Module) -> None:
+def begin_with_weights(
+    args: Namespace, run: Run, model: nn.Module, metadata: Mapping[str, Any]
+) -> None:
     """Load the weights of --weights, if given, into a new model.
 
     Raises:
         InputError: there are none, or they are not of this model.
     """
-    fine_tuning.begin_with_weights(
-        args,
-        run,
-        model,
-        flags="--arch, --image_size",
-        default=lambda: image_models.default_weights(args.arch),
+    saved = fine_tuning.read_saved_model(
+        args, run, default=lambda: image_models.default_weights(args.arch)
     )
+    if saved is not None:
+        weights = {
+            name.removeprefix(image_models.GREY_PREFIX): value
+            for name, value in saved.weights.items()
+        }
+        fine_tuning.begin_with_weights(
+            args,
+            run,
+            image_models.part_for_colours(model),
+            dataclasses.replace(saved, weights=weights),
+            classes=metadata["classes"],
+            flags=MODEL_FLAGS,
+        )
 
 
 def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:

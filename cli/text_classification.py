@@ -13,10 +13,10 @@ from torch import nn
 
 from cli import fine_tuning
 from cli.factory import (
-    NOISE_SEED,
     Data,
     Run,
     load_weights,
+    noisy_labels,
     report_own_data,
     report_predictions,
     split_rows,
@@ -28,7 +28,6 @@ from distributed.world import READ_SECONDS
 from errors import InputError
 from input_pipeline import text_batches, text_datasets, tokenization, torchtext_tokenizer
 from input_pipeline.csv_tables import ColumnChoice
-from input_pipeline.label_noise import with_noise
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import TextDataset
 from input_pipeline.text_datasets import TextSplit
@@ -37,7 +36,11 @@ from training import predictions, pretrained
 from training.atomic_file import atomic_write_text
 from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
+from training.pretrained import SavedModel
 from training.run_log import RunLog
+
+# which weights must share with the model
+MODEL_FLAGS = ("width", "depth", "heads", "mlp_width", "max_len", "positions", "pooling")
 
 
 def long_run_hint(args: Namespace, run: Run) -> str:
@@ -191,14 +194,20 @@ def add_model_flags(parser: Parser) -> None:
     )
 
 
-def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -> Data:
+def load_data(
+    args: Namespace,
+    run: Run,
+    checkpoint: Mapping[str, Any] | None,
+    saved: SavedModel | None = None,
+) -> Data:
     """Training, validation and test texts, tokenized.
 
     Args:
         args: the flags.
         run: the run.
-        checkpoint: whose tokenizer is taken; without one it is that of --weights, or trained on
-            the training split.
+        checkpoint: whose tokenizer is taken, or None.
+        saved: what --weights names, whose tokenizer is taken otherwise; without it one is trained
+            on the training split.
     Raises:
         InputError: the data set is missing or broken.
     """
@@ -231,18 +240,12 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
     labels = {name: split.labels for name, split in splits.items()}
     report_own_data(args, run, classes, labels=labels, has_val=has_val, notes=notes)
     if args.label_noise:
-        noisy = with_noise(
-            torch.tensor(splits["train"].labels),
-            args.label_noise,
-            classes=len(classes),
-            seed=args.seed + NOISE_SEED,
-        )
+        noisy = noisy_labels(args, run, torch.tensor(splits["train"].labels), len(classes))
         splits["train"] = TextSplit(noisy.tolist(), splits["train"].texts)
     if checkpoint is not None:
         tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
-    elif args.weights is not None:
-        with local_main_first(world):
-            tokenizer = tokenization.load_tokenizer(pretrained.read_tokenizer(Path(args.weights)))
+    elif saved is not None:
+        tokenizer = load_saved_tokenizer(args, saved)
     else:
         trained = ""
         if world.is_main:
@@ -267,6 +270,23 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
         "prior": prior,
     }
     return Data(sets.pop("train"), sets, metadata, model_mixes=True)
+
+
+def load_saved_tokenizer(args: Namespace, saved: SavedModel) -> tokenization.AnyTokenizer:
+    """The tokenizer of --weights.
+
+    Raises:
+        InputError: there is none, or it cannot be read.
+    """
+    try:
+        if saved.tokenizer:
+            return tokenization.load_tokenizer(saved.tokenizer)
+    except Exception:  # the library raises nothing more special
+        pass
+    raise InputError(
+        f"--weights {args.weights}: holds no tokenizer; give a run of transformer_test.py, its "
+        "checkpoint, or a .safetensors file that it exported"
+    )
 
 
 def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.Module:
@@ -299,17 +319,21 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
     return model.to(run.world.device)
 
 
-def begin_with_weights(args: Namespace, run: Run, model: nn.Module) -> None:
-    """Load the weights of --weights, if given, into a new model.
+def begin_with_weights(
+    args: Namespace, run: Run, model: nn.Module, metadata: Mapping[str, Any], saved: SavedModel
+) -> None:
+    """Load the weights of --weights into a new model.
 
     Raises:
-        InputError: there are none, or they are not of this model.
+        InputError: they are not of this model.
     """
     fine_tuning.begin_with_weights(
         args,
         run,
         model,
-        flags="--width, --depth, --heads, --mlp_width, --max_len, --positions",
+        saved,
+        classes=metadata["classes"],
+        flags=MODEL_FLAGS,
         kept=("prior", "prior_weight"),  # they are of the data
     )
 
@@ -361,6 +385,7 @@ def export_model(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> No
         "classes": checkpoint["classes"],
         "max_len": checkpoint["max_len"],
         "tokenizer": checkpoint["tokenizer"],
+        "flags": {name: getattr(args, name) for name in MODEL_FLAGS},
     }
     difference = export(model, example, Path(args.export), dynamic=dynamic, metadata=metadata)
     print(f"{args.export}: same probabilities as the model, to {difference:.1g}")

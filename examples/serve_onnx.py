@@ -42,9 +42,12 @@ class Handler(BaseHTTPRequestHandler):
     """Answers the upload of an image with JSON."""
 
     def do_POST(self):
-        content = self.rfile.read(int(self.headers["Content-Length"]))
+        length = self.headers["Content-Length"]
         try:
-            status, answer = 200, classify(content)
+            if length is None:
+                status, answer = 411, {"error": "give Content-Length"}
+            else:
+                status, answer = 200, classify(self.rfile.read(int(length)))
         except OSError as error:  # not an image
             status, answer = 400, {"error": str(error)}
         self.send_response(status)

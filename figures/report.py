@@ -46,6 +46,7 @@ MAX_MATRIX = 40  # classes of a matrix that can be read
 MAX_TABLE = 40  # classes of a table that is open from the start
 MAX_MISTAKES = 30  # that are listed where the matrix would be too large
 COSTS = ("time", "device-hours", "samples/s", "peak memory")
+COLOURED = ("sgd", "ngd", "muon", "kaldi_ngd", "lamb", "soap", "adamw", "slamb", "lars", "demo")
 ENDINGS = (".html", ".htm")
 
 
@@ -174,6 +175,10 @@ def summary_table(runs: Sequence[ReportedRun]) -> str:
         for name, text in reversed(EVAL_SET_NAMES.items()):
             if best is not None and name in best.accuracies:
                 cells[f"best {text}"] = f"{100 * best.accuracies[name]:.2f}"
+        for name, text in reversed(EVAL_SET_NAMES.items()):
+            if name in last.over_views:
+                over_views = f"{100 * last.over_views[name]:.2f}"
+                cells[f"last {text}, {last.views} views"] = over_views
         if best is not None:
             cells |= {"best epoch": str(best.epoch), "chosen by": EVAL_SET_NAMES[run.chosen_on]}
         rows[run.name] = cells | costs(run)
@@ -212,17 +217,28 @@ def curves(runs: Sequence[ReportedRun], *, over_time: bool) -> str:
         for name, (quantity, ylabel, scale) in itertools.product(SETS, quantities):
             lines = [
                 Series(run.name, points(run, f"{name}_{quantity}", scale), index)
-                for index, run in enumerate(runs)
+                for index, run in zip(colours(runs), runs)
             ]
             drawn.append(line_chart(lines, xlabel, f"{SETS[name]} {ylabel}", **horizontal))
     shown = charts(drawn)
     return legend_of(runs) + shown if shown else ""
 
 
+def colours(runs: Sequence[ReportedRun]) -> list[int]:
+    """The number of each run's colour: that of its optimizer where each has another; else in turn.
+
+    The colours of optimizers are those that they have in the figures of figures/methods.py.
+    """
+    names = [run.flags.get("optimizer") for run in runs]
+    if len(set(names)) < len(runs) or not set(names) <= set(COLOURED):
+        return list(range(len(runs)))
+    return [COLOURED.index(name) for name in names]
+
+
 def legend_of(runs: Sequence[ReportedRun]) -> str:
     """The legend of the curves: the sets of one run, or the names of several."""
     if len(runs) > 1:
-        return legend([Series(run.name, [], index) for index, run in enumerate(runs)])
+        return legend([Series(run.name, [], index) for index, run in zip(colours(runs), runs)])
     present = {key for row in runs[0].rows for key in row}
     sets = enumerate(SETS.items())
     return legend(
@@ -248,7 +264,7 @@ def chart_of(
     runs: Sequence[ReportedRun], key: str, ylabel: str, *, only_if_it_varies: bool = False
 ) -> str:
     """A column of metrics.jsonl over the epochs, a line for each run; '' where none has it."""
-    lines = [Series(run.name, run.values(key), index) for index, run in enumerate(runs)]
+    lines = [Series(run.name, run.values(key), index) for index, run in zip(colours(runs), runs)]
     values = {y for line in lines for _, y in line.points if y is not None}
     if only_if_it_varies and len(values) < 2:
         return ""

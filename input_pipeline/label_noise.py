@@ -8,23 +8,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from input_pipeline.sampler import stratified_rows
-
 
 def with_noise(labels: Tensor, fraction: float, *, classes: int, seed: int) -> Tensor:
     """Give rows of each class, chosen at random, a label of another class, each alike likely.
 
     Args:
         labels: (rows,) class numbers.
-        fraction: of the rows of each class that get a wrong label, in (0, 1).
+        fraction: of the rows of each class that get a wrong label, in (0, 1); rounded to whole
+            rows, and at least one row of each class keeps its label.
         classes: how many classes there are, two or more.
         seed: of the choice.
     Returns:
         (rows,) class numbers, as new memory.
     """
-    rows, _ = stratified_rows(labels, fraction, seed=seed)
-    generator = torch.Generator().manual_seed(seed + 1)
-    moved = torch.randint(1, classes, (len(rows),), generator=generator)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(labels), generator=generator)
     noisy = labels.clone()
-    noisy[rows] = (labels[rows] + moved) % classes
+    for label in labels.unique():
+        rows_of_class = order[labels[order] == label]
+        count = min(round(fraction * len(rows_of_class)), len(rows_of_class) - 1)
+        offset = torch.randint(1, classes, (count,), generator=generator)
+        noisy[rows_of_class[:count]] = (label + offset) % classes
     return noisy

@@ -16,6 +16,9 @@ ARCHITECTURES = (*resnet.STAGES, "vgg8")
 TIMM = "timm:"  # in front of the name of a model of timm
 
 
+GREY_PREFIX = "1."  # of a weight's name in a model that takes grey images as if they had colours
+
+
 class GreyToColour(nn.Module):
     """Repeats one channel three times, for torchvision's models."""
 
@@ -47,6 +50,32 @@ def create_model(arch: str, *, classes: int, channels: int, image_size: int) -> 
     if arch in ARCHITECTURES:
         return resnet.create_resnet(arch, classes=classes, channels=channels, image_size=image_size)
     return _create_torchvision_model(arch, classes, channels=channels, image_size=image_size)
+
+
+def part_for_colours(model: nn.Module) -> nn.Module:
+    """The part of a model that takes images of three channels; mostly the model itself."""
+    if isinstance(model, nn.Sequential) and isinstance(model[0], GreyToColour):
+        return model[1]
+    return model
+
+
+def takes_smaller_images(arch: str, size: int, *, channels: int, image_size: int) -> bool:
+    """Whether a model made for larger images can take images of `size` pixels a side.
+
+    Args:
+        arch, channels, image_size: as of `create_model`.
+        size: pixels.
+    """
+    state = torch.get_rng_state()  # as if no model had been made
+    try:
+        model = create_model(arch, classes=2, channels=channels, image_size=image_size)
+        with torch.no_grad():
+            model.eval()(torch.zeros(2, channels, size, size))
+    except (RuntimeError, AssertionError):
+        return False
+    finally:
+        torch.set_rng_state(state)
+    return True
 
 
 def default_weights(arch: str) -> dict[str, Tensor]:

@@ -14,9 +14,10 @@ import resnet50_test
 import transformer_test
 from errors import InputError
 from input_pipeline.text_datasets import read_headlines
-from models.image_models import create_model
+from models.image_models import create_model, part_for_colours
 from test_training import run
 from training import pretrained
+from training.pretrained import SavedModel
 
 SOURCE = "--dataset digits --arch resnet8 --bs 64 --lr 0.1 --epochs 6 --threads 1 --ema 0.9".split()
 TUNE = "--dataset folder --data_dir small --image_size 8 --augment none --arch resnet8".split()
@@ -55,7 +56,7 @@ def test_fine_tuning_beats_training_from_scratch(source, small, here, monkeypatc
     run(resnet50_test, *TUNE, "--out", "scratch", monkeypatch=monkeypatch)
     words = [*TUNE, "--weights", source, "--out", "tuned"]
     console = run(resnet50_test, *words, monkeypatch=monkeypatch)
-    assert "the classifier fc (5 x 64) begins anew" in console
+    assert "fc (5 x 64) begins anew" in console
     scratch, tuned = (
         ranks.metrics(here / name)[-1]["test_accuracy"] for name in ("scratch", "tuned")
     )
@@ -109,7 +110,7 @@ def test_fine_tuning_of_texts_beats_training_from_scratch(
     run(transformer_test, *TEXT_TUNE, "--out", "scratch", monkeypatch=monkeypatch)
     words = [*TEXT_TUNE, "--weights", text_source, "--out", "tuned"]
     console = run(transformer_test, *words, monkeypatch=monkeypatch)
-    assert "the classifier head (2 x 32) begins anew" in console
+    assert "head (2 x 32) begins anew" in console
     scratch, tuned = (
         ranks.metrics(here / name)[-1]["test_accuracy"] for name in ("scratch", "tuned")
     )
@@ -138,15 +139,39 @@ def test_an_exported_text_classifier_is_fine_tuned_with_its_own_tokenizer(
     assert "prior" in tuned["model"]
 
 
-def test_texts_need_weights_with_a_tokenizer_and_of_the_same_size(
-    source, text_source, few_texts, refused
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--weights {source}", "arch"),
+        ("--weights {source}/metrics.jsonl", "is no readable file of weights"),
+        ("--weights DEFAULT", "there are none for texts"),
+        ("--weights {texts}", "--width 32"),
+        ("--weights {texts} --width 32 --depth 1 --heads 4", "--heads 2"),
+        (
+            "--weights {texts} --width 32 --depth 1 --heads 2 --mlp_width 64 --pooling cls",
+            "--pooling mean",
+        ),
+    ],
+)
+def test_weights_of_another_model_are_refused_by_name(
+    source, text_source, few_texts, refused, flags: str, expected: str
 ) -> None:
-    line = refused("texts", f"--dataset csv --data_dir few --weights {source}", "no tokenizer")
-    assert "transformer_test.py" in line
-    line = refused(
-        "texts", f"--dataset csv --data_dir few --weights {text_source}", "not of this model"
-    )
-    assert "--width" in line
+    if "arch" in expected:
+        expected = "holds no tokenizer"
+    words = flags.format(source=source, texts=text_source)
+    refused("texts", f"--dataset csv --data_dir few {words}", expected)
+
+
+def test_a_tokenizer_that_is_none_is_one_line(few_texts, refused, here) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    for tokenizer in ("bert-base-uncased", '"bert-base-uncased"', '"{}"'):
+        weights = {"head.weight": torch.zeros(2, 2)}
+        safetensors.save_file(weights, here / "x.safetensors", metadata={"tokenizer": tokenizer})
+        refused(
+            "texts",
+            f"--dataset csv --data_dir few --weights {here}/x.safetensors",
+            "holds no tokenizer",
+        )
 
 
 def test_grey_images_give_the_same_features_through_colour_weights() -> None:
@@ -176,10 +201,9 @@ def test_weights_of_many_kinds_of_files(tmp_path: Path) -> None:
     torch.save({"state_dict": {f"module.{n}": v for n, v in state.items()}}, tmp_path / "c.pth")
     for name in ("a.safetensors", "b.pth", "c.pth"):
         other = create_named()
-        line = pretrained.load_pretrained(
-            other, pretrained.read_weights(tmp_path / name), source=name
-        )
-        assert line == f"weights of {name}: {len(state)} of {len(state)} tensors"
+        saved = pretrained.read_saved_model(tmp_path / name)
+        line = pretrained.load_pretrained(other, saved, name, classes=list("abcde"))
+        assert line == f"weights of {name}: {len(state)} tensors"
         assert all(torch.equal(v, state[n]) for n, v in other.state_dict().items())
 
 
@@ -187,19 +211,70 @@ def test_weights_of_many_kinds_of_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
 def test_a_damaged_file_is_one_line(content: bytes, name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=f"--weights .*{name}: cannot be read"):
-        pretrained.read_weights(tmp_path / name)
+    with pytest.raises(InputError, match=f"--weights .*{name}: (cannot be read|is no readable)"):
+        pretrained.read_saved_model(tmp_path / name)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     torch.save({"epoch": 3}, tmp_path / "x.pt")
     with pytest.raises(InputError, match="holds no weights by their names"):
-        pretrained.read_weights(tmp_path / "x.pt")
+        pretrained.read_saved_model(tmp_path / "x.pt")
     with pytest.raises(InputError, match="no such file"):
-        pretrained.read_weights(tmp_path / "missing.pt")
+        pretrained.read_saved_model(tmp_path / "missing.pt")
     weights = create_model("resnet20", classes=5, channels=1, image_size=8).state_dict()
     with pytest.raises(InputError, match=r"--weights my.pt: not of this model .* and \d+ more"):
-        pretrained.load_pretrained(create_named(), weights, source="my.pt")
+        pretrained.load_pretrained(
+            create_named(), SavedModel(weights), "my.pt", classes=list("abcde")
+        )
+
+
+@pytest.mark.parametrize("average", [torch.zeros(3), True, {"weights": 5}])
+def test_an_average_that_is_none_of_ours_is_left_alone(average, tmp_path: Path) -> None:
+    weights = create_named().state_dict()
+    torch.save({"average": average, "model": weights}, tmp_path / "x.pt")
+    saved = pretrained.read_saved_model(tmp_path / "x.pt")
+    assert saved.weights.keys() == weights.keys()
+
+
+def test_the_classifier_keeps_the_outputs_of_classes_of_the_same_name() -> None:
+    model, other = create_named(), create_named()
+    saved = SavedModel(other.state_dict(), ["a", "b", "c", "d", "e"])
+    own = model.fc.weight.detach().clone()
+    names = ["e", "x", "a", "y", "b"]
+    line = pretrained.load_pretrained(model, saved, "z", classes=names)
+    assert line.endswith("tensors; in fc begin anew: x, y")
+    for row, saved_row in ((0, 4), (2, 0), (4, 1)):
+        assert torch.equal(model.fc.weight[row], other.fc.weight[saved_row])
+        assert model.fc.bias[row] == other.fc.bias[saved_row]
+    assert torch.equal(model.fc.weight[[1, 3]], own[[1, 3]])
+    line = pretrained.load_pretrained(model, saved, "z", classes=list("vwxyz"))
+    assert line.endswith("fc (5 x 64) begins anew")
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v3_small", "googlenet"])
+def test_weights_of_torchvision_fit_grey_images_and_models_without_auxiliary_outputs(name) -> None:
+    from torchvision import models
+
+    options = {"init_weights": False, "aux_logits": True} if name == "googlenet" else {}
+    weights = models.get_model(name, weights=None, **options).state_dict()
+    for channels in (1, 3):
+        model = create_model(name, classes=10, channels=channels, image_size=64)
+        part = part_for_colours(model)
+        pretrained.load_pretrained(part, SavedModel(weights), "DEFAULT", classes=list("0123456789"))
+        first = next(iter(part.state_dict()))
+        assert torch.equal(part.state_dict()[first], weights[first])
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"), [("vit_b_16", 17), ("resnet18", 11), ("mobilenet_v3_small", 17)]
+)
+def test_each_block_is_a_layer_of_its_own(name: str, layers: int) -> None:
+    from torchvision import models
+
+    model = models.get_model(name, weights=None)
+    split = pretrained.decay_layers(model, [{"params": list(model.parameters())}], 0.5)
+    assert len(split) == layers
+    assert len({group["lr_scale"] for group in split}) == layers
 
 
 def test_rates_fall_towards_the_input() -> None:

@@ -88,12 +88,14 @@ class EpochResult:
     Attributes:
         epoch: its number, counted from 1; 0 is before the first one.
         accuracies: in 0..1, by the name of the evaluation set: 'val', 'test', or both.
-        views: the same of outputs that are averaged over views of each image; mostly empty.
+        over_views: the same of outputs that are averaged over views of each image; mostly empty.
+        views: how many views.
     """
 
     epoch: int
     accuracies: Mapping[str, float]
-    views: Mapping[str, float] = field(default_factory=dict)
+    over_views: Mapping[str, float] = field(default_factory=dict)
+    views: int = 1
 
     def show(self) -> str:
         """For example 'epoch 6, validation accuracy 95.00 %, test accuracy 94.00 %'."""
@@ -101,8 +103,9 @@ class EpochResult:
         return ", ".join([epoch, *show_accuracies(self.accuracies)])
 
     def show_views(self) -> str:
-        """For example 'test accuracy 94.00 %'."""
-        return ", ".join(show_accuracies(self.views))
+        """For example 'test accuracy 94.00 %, averaged over 6 views of each image'."""
+        accuracies = ", ".join(show_accuracies(self.over_views))
+        return f"{accuracies}, averaged over {self.views} views of each image"
 
 
 def show_accuracies(accuracies: Mapping[str, float]) -> list[str]:
@@ -121,7 +124,7 @@ def epoch_result(rows: Sequence[Mapping[str, Any]], epoch: int) -> EpochResult:
         keys = {name: f"{name}_accuracy{suffix}" for name in EVAL_SET_NAMES}
         return {name: row[key] for name, key in keys.items() if row.get(key) is not None}
 
-    return EpochResult(epoch, accuracies(""), accuracies("_views"))
+    return EpochResult(epoch, accuracies(""), accuracies("_views"), row.get("views", 1))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Weights from elsewhere to begin with: fine-tuning.
 
-weights = read_weights(Path("runs/my-run/best.pt"))   # or .safetensors, or a plain state_dict
-line = load_pretrained(model, weights, "my run")       # the classifier may have other classes
+saved = read_saved_model(Path("runs/my-run/best.pt"))  # or .safetensors, or a plain state_dict
+line = load_pretrained(model, saved, "my run", classes=["cat", "dog"])
 freeze_all_but_classifier(model)
 groups = decay_layers(model, groups, 0.75)            # smaller rates for layers near the input
 """
@@ -11,20 +11,40 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from distributed import sharded_checkpoint
 from errors import InputError, first_line
 
 NESTED = ("state_dict", "model")  # where other projects' checkpoints keep their weights
 MAX_NAMES = 3  # in the message of weights that do not fit
+KINDS = "give a run folder, a .pt file, or a .safetensors file"
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """The weights in a file, on the CPU.
+@dataclass(frozen=True)
+class SavedModel:
+    """Weights, and what is known of the model that they are of.
+
+    Attributes:
+        weights: by their names, on the CPU.
+        classes: names of its classes in the order of its outputs; empty where they are not known.
+        tokenizer: of a text classifier, as JSON; '' where there is none.
+        flags: with which it was made, by name, as far as they are known.
+    """
+
+    weights: Mapping[str, Tensor]
+    classes: Sequence[str] = ()
+    tokenizer: str = ""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_saved_model(path: Path) -> SavedModel:
+    """Read the weights in a file.
 
     Args:
         path: a run folder or checkpoint of this project, of which the averaged weights are taken
@@ -33,49 +53,24 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         InputError: there is no such file, or it holds no weights.
     """
-    path = _find_file(path)
-    state = _read_safetensors(path)[0] if path.suffix == ".safetensors" else _read_torch(path)
-    if state.get("average"):
-        state = state["average"]["weights"]
-    for name in NESTED:
-        if isinstance(state.get(name), Mapping):
-            state = state[name]
-    if not state or not all(isinstance(value, Tensor) for value in state.values()):
-        raise InputError(f"--weights {path}: holds no weights by their names")
-    return {name.removeprefix("module."): value for name, value in state.items()}
-
-
-def read_tokenizer(path: Path) -> str:
-    """The tokenizer that the weights of a text classifier were trained with, as JSON.
-
-    Args:
-        path: a run folder or checkpoint of this project, or a .safetensors file that it exported.
-    Raises:
-        InputError: there is no such file, or it holds no tokenizer.
-    """
-    path = _find_file(path)
-    if path.suffix == ".safetensors":
-        tokenizer = json.loads(_read_safetensors(path)[1].get("tokenizer", '""'))
-    else:
-        tokenizer = _read_torch(path).get("tokenizer", "")
-    if not isinstance(tokenizer, str) or not tokenizer:
-        raise InputError(
-            f"--weights {path}: holds no tokenizer; give a run of transformer_test.py, its "
-            "checkpoint, or a .safetensors file that it exported"
-        )
-    return tokenizer
-
-
-def _find_file(path: Path) -> Path:
     if path.is_dir():
         path = path / "last.pt"
     if not path.is_file():
         raise InputError(f"--weights {path}: no such file")
-    return path
+    state, about = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    if not state or not all(isinstance(value, Tensor) for value in state.values()):
+        raise InputError(f"--weights {path}: holds no weights by their names; {KINDS}")
+    classes, tokenizer, flags = (about.get(name) for name in ("classes", "tokenizer", "flags"))
+    return SavedModel(
+        {name.removeprefix("module."): value for name, value in state.items()},
+        [str(name) for name in classes] if isinstance(classes, list) else (),
+        tokenizer if isinstance(tokenizer, str) else "",
+        flags if isinstance(flags, dict) else {},
+    )
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The weights and the metadata of a file."""
+def _read_safetensors(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The weights, and the metadata, whose values are JSON where this project wrote them."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -85,19 +80,36 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         with safe_open(path, "pt") as file:
             names = file.keys()
-            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
+            weights = {name: file.get_tensor(name) for name in names}
+            metadata = file.metadata() or {}
     except SafetensorError as error:
         raise InputError(f"--weights {path}: cannot be read ({first_line(error)})") from None
+    about = {}
+    for name, text in metadata.items():
+        try:
+            about[name] = json.loads(text)
+        except ValueError:
+            continue  # another project's
+    return weights, about
 
 
-def _read_torch(path: Path) -> dict[str, Any]:
+def _read_torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The weights, and all that the file holds."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises errors of many kinds for damaged files
-        raise InputError(f"--weights {path}: cannot be read ({first_line(error)})") from None
+    except Exception:  # torch raises errors of many kinds for damaged files, and pages of advice
+        raise InputError(f"--weights {path}: is no readable file of weights; {KINDS}") from None
     if not isinstance(state, Mapping):
-        raise InputError(f"--weights {path}: holds no weights by their names")
-    return dict(state)
+        return {}, {}
+    average, shards = state.get("average"), state.get("shards")
+    if isinstance(average, Mapping) and isinstance(average.get("weights"), Mapping):
+        return average["weights"], state
+    if shards and isinstance(shards, str) and isinstance(state.get("flags"), Mapping):
+        return sharded_checkpoint.load_whole_model(path.parent / Path(shards).name), state
+    for name in NESTED:
+        if isinstance(state.get(name), Mapping):
+            return state[name], state
+    return state, {}
 
 
 def classifier_names(model: nn.Module) -> list[str]:
@@ -110,23 +122,28 @@ def classifier_names(model: nn.Module) -> list[str]:
 
 def load_pretrained(
     model: nn.Module,
-    weights: Mapping[str, Tensor],
+    saved: SavedModel,
     source: str,
     *,
+    classes: Sequence[str],
     flags: str = "--arch, --image_size",
     kept: Sequence[str] = (),
 ) -> str:
-    """Load weights into a model; its classifier stays as it is where it has another shape.
+    """Load weights into a model. Its classifier keeps the outputs of classes of the same name.
+
+    Where the names of the saved classes are not known, the classifier is loaded if its shape is the
+    same. All other outputs begin as the model has them.
 
     Args:
         model: whose weights are replaced in place; it may take grey images where the weights are
             for colours, or the other way round.
-        weights: by the model's names, on any device.
+        saved: the weights.
         source: where they are from, for messages.
+        classes: names of the model's classes.
         flags: which say what the model is, for messages.
         kept: names of what stays the model's own, whether or not there is a weight of that name.
     Returns:
-        A line that says what was loaded, and whether the classifier begins anew.
+        A line that says what was loaded, and which outputs begin anew.
     Raises:
         InputError: other weights than the classifier's are missing, unknown or of another shape.
     """
@@ -134,29 +151,75 @@ def load_pretrained(
     own = {name: value for name, value in model.state_dict().items() if name not in kept}
     weights = {
         name: fit_channels(value, own.get(name))
-        for name, value in weights.items()
+        for name, value in saved.weights.items()
         if name not in kept
     }
     shapes = {name: value.shape for name, value in weights.items()}
-    wrong = [name for name, value in own.items() if shapes.get(name) != value.shape]
-    anew = [name for name in wrong if name in classifier]
-    wrong = [name for name in wrong if name not in classifier]
-    unknown = [name for name in weights if name not in own]
+    wrong = [
+        name
+        for name, value in own.items()
+        if name not in classifier and shapes.get(name) != value.shape
+    ]
+    unknown = [name for name in weights if name not in own and not is_auxiliary(name)]
     if wrong or unknown:
         names = [*wrong, *unknown]
         more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         raise InputError(
             f"--weights {source}: not of this model ({flags}): {', '.join(names[:MAX_NAMES])}{more}"
         )
-    anew = classifier if anew else []
-    model.load_state_dict(
-        {name: value for name, value in weights.items() if name not in anew}, strict=False
+    rows = _matching_rows(
+        {name: own[name] for name in classifier},
+        {name: weights[name] for name in classifier if name in weights},
+        saved.classes,
+        classes,
     )
-    line = f"weights of {source}: {len(own) - len(anew)} of {len(own)} tensors"
-    if not anew:
+    for name in classifier:
+        anew = own[name].clone()
+        for row, saved_row in rows.items():
+            anew[row] = weights[name][saved_row]
+        weights[name] = anew
+    model.load_state_dict({name: weights[name] for name in own}, strict=False)
+    line = f"weights of {source}: {len(own)} tensors"
+    outputs, layer = len(own[classifier[0]]), classifier[0].rpartition(".")[0]
+    if len(rows) == outputs:
         return line
-    shape = " x ".join(map(str, own[anew[0]].shape))
-    return f"{line}; the classifier {anew[0].rpartition('.')[0]} ({shape}) begins anew"
+    if not rows:
+        shape = " x ".join(map(str, own[classifier[0]].shape))
+        loaded = len(own) - len(classifier)
+        return f"{line[: line.rindex(':')]}: {loaded} tensors; {layer} ({shape}) begins anew"
+    new = [name for number, name in enumerate(classes) if number not in rows]
+    more = f" and {len(new) - MAX_NAMES} more" if len(new) > MAX_NAMES else ""
+    return f"{line}; in {layer} begin anew: {', '.join(new[:MAX_NAMES])}{more}"
+
+
+def is_auxiliary(name: str) -> bool:
+    """Whether a weight is of a classifier that torchvision's models have in training alone."""
+    return name.startswith(("aux1.", "aux2.", "AuxLogits."))
+
+
+def _matching_rows(
+    own: Mapping[str, Tensor],
+    saved: Mapping[str, Tensor],
+    saved_classes: Sequence[str],
+    classes: Sequence[str],
+) -> dict[int, int]:
+    """Rows of the saved classifier by those of the model's own that they fit; {} where none does.
+
+    Args:
+        own: weight and bias of the model's classifier, by name.
+        saved: the same of the saved model; some may be missing.
+        saved_classes: names of the saved classes; empty where they are not known.
+        classes: names of the model's classes.
+    """
+    if saved.keys() != own.keys():
+        return {}
+    if any(saved[name].shape[1:] != value.shape[1:] for name, value in own.items()):
+        return {}
+    outputs, saved_outputs = ({len(value) for value in each.values()} for each in (own, saved))
+    if outputs != {len(classes)} or saved_outputs != {len(saved_classes)}:
+        return {row: row for row in range(len(classes))} if outputs == saved_outputs else {}
+    numbers = {name: number for number, name in enumerate(saved_classes)}
+    return {row: numbers[name] for row, name in enumerate(classes) if name in numbers}
 
 
 def fit_channels(weight: Tensor, own: Tensor | None) -> Tensor:
@@ -170,10 +233,10 @@ def fit_channels(weight: Tensor, own: Tensor | None) -> Tensor:
     """
     if own is None or weight.ndim != 4 or own.ndim != 4:
         return weight
-    given, wanted = weight.shape[1], own.shape[1]
-    if (given, wanted) == (1, 3) and weight.shape[2:] == own.shape[2:]:
+    channels, target = weight.shape[1], own.shape[1]
+    if (channels, target) == (1, 3) and weight.shape[2:] == own.shape[2:]:
         return weight.expand(-1, 3, -1, -1) / 3
-    if (given, wanted) == (3, 1) and weight.shape[2:] == own.shape[2:]:
+    if (channels, target) == (3, 1) and weight.shape[2:] == own.shape[2:]:
         return weight.sum(1, keepdim=True)
     return weight
 
@@ -190,9 +253,10 @@ def decay_layers(
 ) -> list[dict[str, Any]]:
     """Split parameter groups by layers, and give each an `lr_scale`.
 
-    The layers are the parts of the model that its parameters' names begin with, to two levels, in
-    the order of the parameters: conv1, bn1, layer1.0, layer1.1, ..., fc. The last has the scale 1,
-    and each before it `decay` times that of the next, as in BEiT (arXiv:2106.08254, appendix).
+    A layer is what the parameters' names begin with, up to the number of a repeated block, or the
+    first two words where there is none, in the order of the parameters: conv1, bn1, layer1.0,
+    layer1.1, ..., fc. The last layer has the scale 1, and each before it `decay` times that of the
+    next, as in BEiT (arXiv:2106.08254, appendix).
 
     Args:
         model: whose parameters are in the groups.
@@ -202,8 +266,7 @@ def decay_layers(
     layers: dict[str, int] = {}
     layer_of: dict[Tensor, int] = {}
     for name, parameter in model.named_parameters():
-        *modules, _ = name.split(".")
-        layer_of[parameter] = layers.setdefault(".".join(modules[:2]), len(layers))
+        layer_of[parameter] = layers.setdefault(layer_name(name), len(layers))
     split = []
     for group in groups:
         numbers = sorted({layer_of[p] for p in group["params"]})
@@ -212,3 +275,23 @@ def decay_layers(
             scale = math.pow(decay, len(layers) - 1 - number)
             split.append({**group, "params": parameters, "lr_scale": scale})
     return split
+
+
+def layer_name(parameter: str) -> str:
+    """The layer of a parameter of this name, see `decay_layers`.
+
+    >>> layer_name("encoder.layers.encoder_layer_3.mlp.0.weight"), layer_name("norm.weight")
+    ('encoder.layers.encoder_layer_3', 'norm')
+    >>> layer_name("stages.2.blocks.1.conv.weight"), layer_name("layer1.0.conv1.weight")
+    ('stages.2.blocks.1', 'layer1.0')
+    """
+    modules = parameter.split(".")[:-1]
+    for depth, name in enumerate(modules):
+        if depth >= 1 and name.isdigit() or depth >= 2 and name[-1].isdigit():
+            inner = modules[depth + 1 :]
+            if inner and inner[0].isdigit():  # a stage of blocks
+                return ".".join(modules[: depth + 2])
+            if len(inner) > 1 and inner[0] in ("blocks", "layers") and inner[1].isdigit():
+                return ".".join(modules[: depth + 3])
+            return ".".join(modules[: depth + 1])
+    return ".".join(modules[:2])

@@ -208,6 +208,8 @@ class TrackedRun:
             self.tracker = library.open(importlib.import_module(library.module), run)
 
         self._call(open_run)
+        if self.tracker is not None:
+            self._write_state()  # before the first epoch is over: the run may be killed in it
         self.send(rows)
 
     def send(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -240,22 +242,28 @@ class TrackedRun:
                 f"warning: --track {self.name}: {first_line(error)}; the run goes on without it"
             )
 
+    def _read_states(self) -> dict[str, Any]:
+        """What tracking.json holds of each tracker; empty where there is no such file."""
+        try:
+            states = json.loads((self.folder / STATE_FILE).read_text())
+        except (OSError, ValueError):
+            return {}
+        return states if isinstance(states, dict) else {}
+
     def _read_state(self) -> bool:
         """Take name and position of an earlier start; returns whether there was one."""
         try:
-            state = json.loads((self.folder / STATE_FILE).read_text())
-            if state["tracker"] != self.name:
-                return False
+            state = self._read_states()[self.name]
             self.run_id, self.sent = str(state["id"]), int(state["epoch"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             return False
         return True
 
     def _write_state(self) -> None:
         """Keep name and position; where the disk is full, a resumed run sends rows again."""
-        state = {"tracker": self.name, "id": self.run_id, "epoch": self.sent}
+        states = {**self._read_states(), self.name: {"id": self.run_id, "epoch": self.sent}}
         with contextlib.suppress(OSError):
-            atomic_write_text(self.folder / STATE_FILE, json.dumps(state) + "\n")
+            atomic_write_text(self.folder / STATE_FILE, json.dumps(states) + "\n")
 
 
 def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:

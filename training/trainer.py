@@ -34,7 +34,7 @@ from distributed.comm_hooks import AllReduceHook
 from distributed.world import StopVote, World
 from errors import InputError, Interrupted, NonFiniteLoss
 from input_pipeline.dataset import BatchedDataset
-from models.test_views import TestViews
+from models.averaged_views import AveragedViews
 from optimizers.base import CommunicatingOptimizer, global_norm, step_unless_skipped
 from optimizers.schedules import Schedule
 from training import evaluation
@@ -76,7 +76,7 @@ class TrainerConfig:
         micro_batch_size: samples of one at most; None is no limit.
         max_grad_norm: gradients are clipped to this norm; 0 is no limit.
         average_decay: decay of the average of the weights that is evaluated; 0 is none.
-        test_views: views of each image, over which the outputs of the trained model are averaged.
+        num_views: views of each image, over which the outputs of the trained model are averaged.
         sync_batch_norm: BatchNorm statistics over all GPUs.
         save_every: steps between checkpoints within an epoch; 0 is none.
         keep: how many checkpoints stay: last.pt and those before it.
@@ -95,7 +95,7 @@ class TrainerConfig:
     micro_batch_size: int | None = None
     max_grad_norm: float = 0.0
     average_decay: float = 0.0
-    test_views: int = 1
+    num_views: int = 1
     sync_batch_norm: bool = False
     save_every: int = 0
     keep: int = 1
@@ -580,9 +580,9 @@ class Trainer:
         confusions = {name: each.confusion for name, each in evaluated.items()}
         self.log.confusion(epoch, confusions, classes)
         columns = epoch_columns(evaluated)
-        if self.config.test_views > 1 and epoch == self.config.epochs:
-            over_views = self._evaluate_model(TestViews(model, self.config.test_views))
-            columns |= epoch_columns(over_views, suffix="_views")
+        if self.config.num_views > 1 and epoch == self.config.epochs:
+            over_views = self._evaluate_model(AveragedViews(model, self.config.num_views))
+            columns |= {"views": self.config.num_views, **epoch_columns(over_views, "_views")}
         return columns
 
     def _evaluate_model(

@@ -174,8 +174,7 @@ def add_execution(parser: FlagParser) -> None:
         "--recipe_out",
         type=Path,
         metavar="YAML",
-        help="Write the recipe of the best trial to this file (default "
-        "recipes/tuned_resnet50.yaml or recipes/tuned_transformer.yaml).",
+        help="Write the recipe of the best trial to this file (default recipe.yaml in --out).",
     )
 
 
@@ -225,7 +224,7 @@ def main(
         pruner_trials=args.pruner_trials,
         storage=args.storage or f"sqlite:///{out.resolve() / 'study.db'}",
         out=out,
-        recipe_out=args.recipe_out or ROOT / "recipes" / f"tuned_{name}.yaml",
+        recipe_out=args.recipe_out or out / "recipe.yaml",
     )
     run_sweep(config)
 

@@ -10,7 +10,8 @@ import ranks
 import resnet50_test
 import transformer_test
 from input_pipeline.label_noise import with_noise
-from models.test_views import TestViews
+from models import image_models
+from models.averaged_views import AveragedViews
 from test_training import run
 
 
@@ -36,7 +37,7 @@ def test_views_and_their_weights() -> None:
         6: centre / 2 + both_ways(shifted(-1)) / 4 + both_ways(shifted(1)) / 4,
     }
     for views, logits in expected.items():
-        torch.testing.assert_close(TestViews(model, views)(images), logits)
+        torch.testing.assert_close(AveragedViews(model, views)(images), logits)
 
 
 def test_a_run_reports_the_accuracy_over_views(here, monkeypatch) -> None:
@@ -47,10 +48,13 @@ def test_a_run_reports_the_accuracy_over_views(here, monkeypatch) -> None:
     first, last = ranks.metrics(here / "run")
     assert "test_accuracy_views" not in first
     accuracy = f"{100 * last['test_accuracy_views']:.2f} %"
-    assert f"averaged over the views of each image: test accuracy {accuracy}" in console
+    assert f"last.pt: test accuracy {accuracy}, averaged over 2 views of each image" in console
     words = ["--checkpoint", "run", "--evaluate", "--test_views", "mirror"]
     console = run(resnet50_test, *words, monkeypatch=monkeypatch)
+    assert "accuracy on the test set, averaged over 2 views of each image" in console
     assert f"all  {100 * last['test_accuracy_views']:6.2f} %" in console
+    words = ["--resume", "run", "--test_views", "mirror_shift"]  # which a finished run ignores
+    assert "averaged over 2 views" in run(resnet50_test, *words, monkeypatch=monkeypatch)
 
 
 def make_folder(folder) -> None:
@@ -79,6 +83,12 @@ def test_what_does_not_go_together_is_one_line(refused, flags: str, expected: st
     refused("images", flags, expected)
 
 
+def test_a_network_may_not_take_smaller_images() -> None:
+    for size, expected in ((4, False), (24, True)):
+        found = image_models.takes_smaller_images("vgg8", size, channels=3, image_size=32)
+        assert found == expected
+
+
 def test_noise_gives_a_share_of_each_class_other_labels() -> None:
     labels = torch.arange(4000) % 4
     noisy = with_noise(labels, 0.25, classes=4, seed=3)
@@ -90,6 +100,9 @@ def test_noise_gives_a_share_of_each_class_other_labels() -> None:
         assert (new[torch.arange(4) != label] - 250 / 3).abs().max() < 45  # 6 standard deviations
     assert torch.equal(noisy, with_noise(labels, 0.25, classes=4, seed=3))
     assert not torch.equal(noisy, with_noise(labels, 0.25, classes=4, seed=4))
+    assert torch.equal(with_noise(torch.arange(4), 0.9, classes=4, seed=0), torch.arange(4))
+    few = with_noise(labels, 1e-4, classes=4, seed=0)
+    assert torch.equal(few, labels)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +119,9 @@ def test_noise_gives_a_share_of_each_class_other_labels() -> None:
 def test_only_training_rows_get_wrong_labels(here, monkeypatch, script, flags: str) -> None:
     """With every label wrong, what is learned is wrong on the rows that are held out."""
     words = [*flags.split(), *"--bs 32 --threads 1 --val_fraction 0.2".split()]
-    run(script, *words, "--label_noise", "0.99", "--out", "noisy", monkeypatch=monkeypatch)
+    console = run(
+        script, *words, "--label_noise", "0.99", "--out", "noisy", monkeypatch=monkeypatch
+    )
+    assert "training labels are wrong" in console
     last = ranks.metrics(here / "noisy")[-1]
     assert last["train_accuracy"] > 2 * max(last["val_accuracy"], last["test_accuracy"])

@@ -1,6 +1,6 @@
 """Several views of each test image, whose outputs are averaged (test-time augmentation).
 
-    model = TestViews(model, 6)
+    model = AveragedViews(model, 6)
     logits = model(images)          # (batch, classes), of (batch, channels, height, width)
 
 The six views and their weights are those of arXiv:2404.00498, section 3.1.
@@ -15,7 +15,7 @@ VIEWS = {"none": 1, "mirror": 2, "mirror_shift": 6}  # values of --test_views
 SHIFT = 1  # pixels
 
 
-class TestViews(nn.Module):
+class AveragedViews(nn.Module):
     """Averages a model's outputs over views of each image.
 
     Args:
@@ -23,8 +23,6 @@ class TestViews(nn.Module):
         views: 1 is the image alone; 2 adds its mirror image; 6 adds both of these shifted by one
             pixel up and left, and down and right, edges reflected, which weigh half as much.
     """
-
-    __test__ = False  # its name does not make it a test
 
     def __init__(self, model: nn.Module, views: int) -> None:
         super().__init__()
