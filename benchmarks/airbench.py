@@ -157,22 +157,22 @@ def create_loaders(source: ModuleType, data_dir: str, rows: int) -> tuple[Any, A
     return loaders[0], loaders[1]
 
 
-def train(args: argparse.Namespace, source: ModuleType, log: RunLog) -> None:
-    """Train with one seed; a row of the log for each epoch."""
-    loader, test_loader = create_loaders(source, args.data_dir, args.rows)
-    torch.manual_seed(args.seed)
+def train(settings: argparse.Namespace, source: ModuleType, log: RunLog) -> None:
+    """Train with one seed, as the flags say; a row of the log for each epoch."""
+    loader, test_loader = create_loaders(source, settings.data_dir, settings.rows)
+    torch.manual_seed(settings.seed)
     net = source.CifarNet().float().to(memory_format=torch.channels_last)
     net.reset()
     optimizers = create_optimizers(source, net)
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16")
-    forward = torch.compile(net) if args.compile else net
-    steps = args.epochs * len(loader)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=settings.precision == "bf16")
+    forward = torch.compile(net) if settings.compile else net
+    steps = settings.epochs * len(loader)
     start = time.perf_counter()
     net.init_whiten(loader.normalize(loader.images[:WHITENING_ROWS]))
     train_seconds, eval_seconds = time.perf_counter() - start, 0.0
     compile_seconds = warm_up(source, net, forward, loader, autocast)
     rows: list[dict[str, Any]] = []
-    for epoch in range(args.epochs):
+    for epoch in range(settings.epochs):
         net.train()
         loss_sum, num_correct, first_step = 0.0, 0, epoch * len(loader)
         epoch_start = time.perf_counter()
@@ -193,7 +193,7 @@ def train(args: argparse.Namespace, source: ModuleType, log: RunLog) -> None:
         train_seconds += eval_start - epoch_start
         with autocast:
             results = {"test_accuracy": accuracy(source, net, test_loader, 0)}
-            if epoch + 1 == args.epochs:
+            if epoch + 1 == settings.epochs:
                 results["test_accuracy_views"] = accuracy(source, net, test_loader, ALL_VIEWS)
         eval_seconds += time.perf_counter() - eval_start
         samples = len(loader) * loader.batch_size
@@ -234,7 +234,7 @@ def warm_up(source: ModuleType, net: Any, forward: Any, loader: Any, autocast: A
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """The flags of the command line."""
     flags = argparse.ArgumentParser(prog="python -m benchmarks.airbench", description=__doc__)
     flags.add_argument("--source", type=Path, required=True, help="airbench94_muon.py of a clone")
     flags.add_argument("--out", type=Path, required=True, help="a new folder for the log")

@@ -26,8 +26,8 @@ def add_flags(add: Callable[..., Any], metavar: str, help: str) -> None:
     add(
         "--weights",
         metavar=metavar,
-        help=f"{help} The classifier keeps what it knows of classes of the same name, and begins "
-        "anew for others (default random weights).",
+        help=f"{help} The classifier keeps classes of the same name, and begins anew for others "
+        "(default random weights).",
         common=True,
     )
     add(

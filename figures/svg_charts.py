@@ -84,7 +84,7 @@ class Axis:
         return cls(low, high, ticks, decimals if is_readable else None)
 
     def label(self, value: float) -> str:
-        """A tick's label."""
+        """The text beside a tick."""
         return f"{value:.1e}" if self.decimals is None else f"{value:.{self.decimals}f}"
 
     def position(self, value: float, start: float, end: float) -> float:

@@ -226,7 +226,7 @@ class TrackedRun:
                 self._write_state()
 
     def close(self) -> None:
-        """Close the run."""
+        """Close the run; nothing is sent any more."""
         if self.tracker is not None:
             self._call(self.tracker.close)
         self.tracker = None
