@@ -349,6 +349,13 @@ CONFLICTS = (
         lambda a: a.fuse and a.sync_bn,
     ),
     Conflict(
+        "--freeze",
+        "--layer_decay",
+        "one layer is trained, and has the whole rate",
+        "leave one of them out",
+        lambda a: a.freeze and a.layer_decay < 1,
+    ),
+    Conflict(
         "--nesterov",
         "--momentum 0",
         "there is no momentum to look ahead along",

@@ -162,6 +162,11 @@ def test_weights_of_another_model_are_refused_by_name(
     refused("texts", f"--dataset csv --data_dir few {words}", expected)
 
 
+@pytest.mark.parametrize("name", ["images", "texts"])
+def test_one_trained_layer_has_no_other_rates(name: str, refused) -> None:
+    refused(name, "--freeze --layer_decay 0.8", "one layer is trained")
+
+
 def test_a_tokenizer_that_is_none_is_one_line(few_texts, refused, here) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     for tokenizer in ("bert-base-uncased", '"bert-base-uncased"', '"{}"'):
