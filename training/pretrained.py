@@ -179,14 +179,14 @@ def load_pretrained(
             anew[row] = weights[name][saved_row]
         weights[name] = anew
     model.load_state_dict({name: weights[name] for name in own}, strict=False)
-    line = f"weights of {source}: {len(own)} tensors"
-    outputs, layer = len(own[classifier[0]]), classifier[0].rpartition(".")[0]
-    if len(rows) == outputs:
-        return line
+    layer, num_outputs = classifier[0].rpartition(".")[0], len(own[classifier[0]])
     if not rows:
         shape = " x ".join(map(str, own[classifier[0]].shape))
-        loaded = len(own) - len(classifier)
-        return f"{line[: line.rindex(':')]}: {loaded} tensors; {layer} ({shape}) begins anew"
+        num_loaded = len(own) - len(classifier)
+        return f"weights of {source}: {num_loaded} tensors; {layer} ({shape}) begins anew"
+    line = f"weights of {source}: {len(own)} tensors"
+    if len(rows) == num_outputs:
+        return line
     new = [name for number, name in enumerate(classes) if number not in rows]
     more = f" and {len(new) - MAX_NAMES} more" if len(new) > MAX_NAMES else ""
     return f"{line}; in {layer} begin anew: {', '.join(new[:MAX_NAMES])}{more}"
