@@ -147,6 +147,24 @@ def test_rows_that_the_tracker_does_not_have_are_sent_at_the_start(tmp_path, mon
         assert [step for step, _ in library.sent] == [4, 8]
 
 
+def test_each_tracker_keeps_its_place_while_another_one_follows(tmp_path, monkeypatch):
+    trackio, wandb = fake("trackio", monkeypatch), fake("wandb", monkeypatch)
+    for name, rows in (("trackio", ROWS[:1]), ("wandb", ROWS), ("trackio", ROWS)):
+        tracked = tracking.TrackedRun(name, tmp_path, warn=print)
+        tracked.begin(CONFIG, rows)
+        tracked.close()
+    assert [step for step, _ in trackio.sent] == [4, 8]
+    assert [step for step, _ in wandb.sent] == [4, 8]
+    assert len({each["name"] for each in trackio.opened}) == 1
+
+
+def test_a_run_that_is_killed_in_its_first_epoch_keeps_its_name(tmp_path, monkeypatch):
+    library = fake("wandb", monkeypatch)
+    for _ in range(2):
+        tracking.TrackedRun("wandb", tmp_path, warn=print).begin(CONFIG, [])
+    assert len({each["id"] for each in library.opened}) == 1
+
+
 @pytest.mark.parametrize(("given", "expected"), [(None, "offline"), ("online", "online")])
 def test_wandb_is_offline_unless_the_user_says_otherwise(given, expected, tmp_path, monkeypatch):
     library = fake("wandb", monkeypatch)
