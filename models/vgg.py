@@ -92,4 +92,7 @@ class VGG8(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map images (batch, channels, height, width), 9x9 or more, to logits (batch, classes)."""
         x = F.gelu(F.conv2d(x, self.filters, self.bias))
-        return self.fc(self.groups(x).amax((2, 3))) * LOGIT_SCALE
+        # Not amax, whose compiled backward pass is NaN under bf16: it looks for the rounded maximum
+        # among values that are not rounded.
+        x = F.adaptive_max_pool2d(self.groups(x), 1).flatten(1)
+        return self.fc(x) * LOGIT_SCALE
