@@ -20,6 +20,10 @@ As the authors write it (`AuthorsSLAMB`), second moments are never exchanged, so
 are up to a hundred times LAMB's, and k = 1 is not LAMB. `SLAMB` averages the gradients of small
 tensors instead of their momentum (as many bytes), and all gradients in the first `dense_steps` and
 wherever k = 1; then every rank does what LAMB does.
+
+With `wire_bits` 8 or 4 each rank sends its momentum in M rounded to so many bits, and keeps what
+rounding left, e, in its own: m[M] <- mean of the rounded m[M] + e. So the mean of m over the ranks
+stays what it is, as for what was not sent, and no error adds up.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.averaging import RankAverager, average_tensors
+from distributed.quantization import dequantize, quantize
 from optimizers.base import CommunicatingOptimizer, global_norm, subtract_updates
 from optimizers.flat_buffer import FlatLayout, RoundRobin
 from optimizers.lamb import LAMB, lamb_trust_ratios
@@ -48,6 +53,7 @@ SETTINGS = (  # attributes of the optimizer that belong to no parameter group
     "dense_steps",
     "selection",
     "wire_dtype",
+    "wire_bits",
     "warmup",
     "final_ratios",
 )
@@ -84,6 +90,9 @@ class SLAMB(CommunicatingOptimizer):
         dense_steps: first steps, in which all gradients are averaged.
         selection: what the units are: 'block', rows of 64 elements, or 'random', elements.
         wire_dtype: dtype of what is sent; the weights are sent in their own.
+        wire_bits: 8 or 4: the momentum of large tensors is sent in so many bits, and two more
+            bytes for every 64 elements, to each other rank: for two to four of them. 0: in
+            `wire_dtype`.
         process_group: the ranks; None is torch's default group. Without one nothing is sent and
             this is LAMB.
         node_group: the ranks of this node, as many on every node: gradients are averaged within
@@ -112,6 +121,7 @@ class SLAMB(CommunicatingOptimizer):
         dense_steps: int = 10,
         selection: str = "block",
         wire_dtype: torch.dtype = torch.bfloat16,
+        wire_bits: int = 0,
         process_group: dist.ProcessGroup | None = None,
         node_group: dist.ProcessGroup | None = None,
         adapt: bool | None = None,
@@ -124,10 +134,15 @@ class SLAMB(CommunicatingOptimizer):
             raise ValueError(f"SLAMB: local_steps={local_steps} must be at least 1")
         if dense_steps < 0:
             raise ValueError(f"SLAMB: dense_steps={dense_steps} must be at least 0")
+        if wire_bits not in (0, 4, 8):
+            raise ValueError(f"SLAMB: wire_bits={wire_bits} must be 0, 4 or 8")
+        if wire_bits and node_group is not None:
+            raise ValueError(f"SLAMB: wire_bits={wire_bits} is not supported with node_group")
         self.local_steps = local_steps
         self.dense_steps = dense_steps
         self.selection = selection
         self.wire_dtype = wire_dtype
+        self.wire_bits = wire_bits
         self.warmup = list(warmup)
         self.averager = RankAverager(process_group, node_group)
         self.buffers: list[ParamGroupBuffers] | None = None  # of each group
@@ -211,7 +226,7 @@ class SLAMB(CommunicatingOptimizer):
             self._warn_if_gradients_are_averaged(self.buffers)
         skip_flag = self._average_in_node(self.buffers)
         exchanges = [self._plan_exchange(buffers) for buffers in self.buffers]
-        active = self._all_reduce_mean(exchanges, skip_flag)
+        active = self._exchange(exchanges, skip_flag)
         if active.device.type == "cpu" and not active:
             for exchange in exchanges:
                 exchange.buffers.undo_selection(exchange.units)
@@ -293,23 +308,71 @@ class SLAMB(CommunicatingOptimizer):
         is_warming_up = group["calls"] <= self.dense_steps
         return self.averager.size == 1 or is_warming_up or group["compress_ratio"] >= 1
 
-    def _all_reduce_mean(self, exchanges: list[GroupExchange], skip_flag: Tensor) -> Tensor:
+    def _exchange(self, exchanges: list[GroupExchange], skip_flag: Tensor) -> Tensor:
         """Replaces the values by their means over the ranks; the step's one collective.
 
         Returns:
             (), 0 where the step must be skipped, else 1.
         """
-        values = [each for exchange in exchanges for each in exchange.values.values()]
         if self.averager.size > 1:
-            flat = torch.cat([skip_flag, *values]).to(self.wire_dtype)
-            flat = self.averager.mean_across(flat).to(values[0].dtype)
-            skip_flag, *means = flat.split([1, *(len(each) for each in values)])
-            remaining = iter(means)
-            for exchange in exchanges:
-                for layout in exchange.values:
-                    exchange.values[layout] = next(remaining)
+            if self.wire_bits and any(exchange.units is not None for exchange in exchanges):
+                skip_flag = self._gather_quantized(exchanges, skip_flag)
+            else:
+                skip_flag = self._all_reduce(exchanges, skip_flag)
         self.skipped = (skip_flag[0] != 0).double()
         return 1 - self.skipped
+
+    def _all_reduce(self, exchanges: list[GroupExchange], skip_flag: Tensor) -> Tensor:
+        """Replaces the values by their means, sent in `wire_dtype`; returns the mean flag."""
+        values = [each for exchange in exchanges for each in exchange.values.values()]
+        flat = torch.cat([skip_flag, *values]).to(self.wire_dtype)
+        flat = self.averager.mean_across(flat).to(values[0].dtype)
+        skip_flag, *means = flat.split([1, *(len(each) for each in values)])
+        remaining = iter(means)
+        for exchange in exchanges:
+            for layout in exchange.values:
+                exchange.values[layout] = next(remaining)
+        return skip_flag
+
+    def _gather_quantized(self, exchanges: list[GroupExchange], skip_flag: Tensor) -> Tensor:
+        """Replaces the values by their means, those of units sent in `wire_bits`.
+
+        To the mean of the units' values each rank adds what its own have lost by rounding.
+
+        Returns:
+            The mean flag.
+        """
+        pieces = [skip_flag.to(self.wire_dtype)]
+        for exchange in exchanges:
+            for layout, values in exchange.values.items():
+                if exchange.is_sparse(layout):
+                    pieces += quantize(values, self.wire_bits)
+                else:
+                    pieces.append(values.to(self.wire_dtype))
+        sent, received = iter(pieces), [iter(each) for each in self.averager.gather(pieces)]
+
+        def mean(like: Tensor, *, is_quantized: bool) -> Tensor:
+            """The mean of the next values that were received, with this rank's own error."""
+            if is_quantized:
+                own = (next(sent), next(sent))
+                error = like - dequantize(*own, bits=self.wire_bits, like=like)
+                each = [
+                    dequantize(next(rank), next(rank), bits=self.wire_bits, like=like)
+                    for rank in received
+                ]
+            else:
+                next(sent)
+                error = torch.zeros_like(like)
+                each = [next(rank).to(like.dtype) for rank in received]
+            # Summed in the order of the ranks, so that all of them get the same bits.
+            return sum(each[1:], each[0]) / len(each) + error
+
+        skip_flag = mean(skip_flag, is_quantized=False)
+        for exchange in exchanges:
+            for layout, values in exchange.values.items():
+                is_quantized = exchange.is_sparse(layout)
+                exchange.values[layout] = mean(values, is_quantized=is_quantized)
+        return skip_flag
 
 
 @dataclass
@@ -319,6 +382,10 @@ class GroupExchange:
     buffers: ParamGroupBuffers
     units: Tensor | None  # (units,) of the large tensors; None: all of them
     values: dict[FlatLayout, Tensor]  # flat, by layout: what is averaged, then the means
+
+    def is_sparse(self, layout: FlatLayout) -> bool:
+        """Tells whether only the momentum of some units of this layout is exchanged."""
+        return self.units is not None and layout is self.buffers.large
 
 
 # ------------------------------------------------------------ the tensors of a parameter group

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.flags import KALDI_DEFAULTS
+from cli.flags import KALDI_DEFAULTS, WIRE_BITS
 from errors import InputError
 from training.atomic_file import atomic_write_text
 from training.generated_section import replace_generated_section
@@ -137,6 +137,20 @@ CONFLICTS = (
         "it sends weights, not gradients",
         "leave --grad_compress out",
         lambda a: a.grad_compress != "none" and averages_weights(a),
+    ),
+    Conflict(
+        "--wire_dtype {wire_dtype=int8, int4}",
+        "{own_exchange=--optimizer demo, --sync diloco}",
+        "only SLAMB keeps what rounding to so few bits leaves",
+        "use --wire_dtype bf16, fp16 or fp32",
+        lambda a: a.wire_dtype in WIRE_BITS and (a.optimizer == "demo" or a.sync == "diloco"),
+    ),
+    Conflict(
+        "--wire_dtype {wire_dtype=int8, int4}",
+        "--node_groups",
+        "each rank would send everything to all nodes",
+        "leave one of them out",
+        lambda a: a.wire_dtype in WIRE_BITS and a.node_groups,
     ),
     Conflict(
         "--ema",

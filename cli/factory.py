@@ -26,7 +26,7 @@ import dynamic_batch
 import mixup
 from backends import device, execution, nvidia_apex, onnx_runtime, torch_compat
 from backends.precision import Precision, choose_precision
-from cli.flags import OptimizerChoice
+from cli.flags import WIRE_BITS, OptimizerChoice
 from cli.options import check_validation_set
 from cli.start_checks import check_processes, check_tracker_of_run, open_run_folder
 from distributed import ddp, fsdp, sharded_checkpoint
@@ -57,7 +57,11 @@ from training.trainer import Trainer, TrainerConfig
 MIN_EVAL_BATCH = 64
 NOISE_SEED = 2  # added to --seed for --label_noise; --val_fraction adds 1
 LARGEST_LR_FACTOR = 1e6  # of a schedule that lets the learning rate grow
-OWN_WIRE_DTYPES = {"fp32": torch.float32, **WIRE_DTYPES}
+OWN_WIRE_DTYPES = {
+    "fp32": torch.float32,
+    **WIRE_DTYPES,
+    **dict.fromkeys(WIRE_BITS, torch.bfloat16),  # of what SLAMB does not round further
+}
 
 
 # -------------------------------------------------------------------- run and data
@@ -276,6 +280,7 @@ def optimizer_settings(args: Namespace, world: World) -> dict[str, dict[str, Any
         "dense_steps": args.dense_steps,
         "selection": args.selection,
         "wire_dtype": OWN_WIRE_DTYPES[args.wire_dtype],
+        "wire_bits": WIRE_BITS.get(args.wire_dtype, 0),
     }
     demo = {
         "topk": args.demo_topk,

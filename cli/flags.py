@@ -469,6 +469,7 @@ def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice]) -> 
     )
 
 
+WIRE_BITS = {"int8": 8, "int4": 4}  # values of --wire_dtype for SLAMB alone
 KALDI_DEFAULTS = {"ngd_alpha": 4.0, "ngd_eta": 0.1, "ngd_period": 4, "ngd_max_dim": 4096}
 
 
@@ -817,10 +818,10 @@ def add_communication(parser: Parser) -> None:
     )
     add(
         "--wire_dtype",
-        choices=("bf16", "fp16", "fp32"),
+        choices=("bf16", "fp16", "fp32", *WIRE_BITS),
         default="bf16",
-        help="Send numbers in this format, with SLAMB, DeMo and --sync diloco "
-        "(default %(default)s).",
+        help="Send numbers in this format, with SLAMB, DeMo and --sync diloco; int8 and int4 are "
+        "SLAMB's, whose ranks keep what rounding leaves (default %(default)s).",
     )
     add(
         "--outer_lr",

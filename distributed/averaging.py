@@ -71,6 +71,29 @@ class RankAverager:
         dist.all_gather_into_tensor(padded, mine, group=self.node_group)
         return padded[: len(values)]
 
+    def gather(self, pieces: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The tensors of each rank, which are alike on all of them; one collective.
+
+        Args:
+            pieces: this rank's tensors, of any dtypes.
+        Returns:
+            For each rank tensors of the same shapes and dtypes.
+        """
+        if self.size == 1:
+            return [list(pieces)]
+        mine = torch.cat([piece.flatten().view(torch.uint8) for piece in pieces])
+        everything = mine.new_empty(self.size * len(mine))
+        dist.all_gather_into_tensor(everything, mine, group=self.group)
+        self.bytes_sent += mine.nbytes
+        sizes = [piece.nbytes for piece in pieces]
+        return [
+            [
+                part.clone().view(piece.dtype).view(piece.shape)  # a copy lies at a whole address
+                for part, piece in zip(of_rank.split(sizes), pieces)
+            ]
+            for of_rank in everything.split(len(mine))
+        ]
+
     def take_bytes(self) -> int:
         """This rank's payload in bytes since the last call."""
         sent, self.bytes_sent = self.bytes_sent, 0

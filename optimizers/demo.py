@@ -22,7 +22,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from distributed.averaging import RankAverager
@@ -165,29 +164,14 @@ class DeMo(CommunicatingOptimizer):
         skip = torch.zeros((), dtype=torch.bool, device=own[0][0].device)
         if self.found_inf is not None:
             skip = self.found_inf.reshape(()) > 0
-        if self.averager.size == 1:
-            return [own], skip
         pieces = [skip.to(torch.int16).reshape(1)]
-        pieces += [places.to(torch.int16).flatten() for places, _ in own]
-        pieces += [elements.flatten() for _, elements in own]
-        mine = torch.cat([piece.view(torch.uint8) for piece in pieces])
-        everything = mine.new_empty(self.averager.size * len(mine))
-        dist.all_gather_into_tensor(everything, mine)
-        self.averager.bytes_sent += mine.nbytes
+        for places, elements in own:
+            pieces += [places.to(torch.int16), elements]
         received = []
-        for of_rank in everything.split(len(mine)):
-            first, *rest = of_rank.split([piece.nbytes for piece in pieces])
-            skip = skip | (first.view(torch.int16)[0] != 0)
+        for flag, *parts in self.averager.gather(pieces):
+            skip = skip | (flag[0] != 0)
             received.append(
-                [
-                    (
-                        places.clone().view(torch.int16).view(like.shape).long(),
-                        elements.clone().view(values.dtype).view(values.shape),
-                    )
-                    for places, elements, (like, values) in zip(
-                        rest[: len(own)], rest[len(own) :], own
-                    )
-                ]
+                [(places.long(), elements) for places, elements in zip(parts[::2], parts[1::2])]
             )
         return received, skip
 

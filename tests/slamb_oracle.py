@@ -55,6 +55,7 @@ class Oracle:
             "beta3": 0.99,
             "local": 50,
             "dense": 10,
+            "bits": 0,
         }
         self.settings |= settings
         self.w = [start() for _ in range(ranks)]
@@ -103,9 +104,11 @@ class Oracle:
                 self.m[rank][number] = s["b1"] * self.m[rank][number] + (1 - s["b1"]) * g
                 self.v[rank][number] = s["b2"] * self.v[rank][number] + (1 - s["b2"]) * g**2
             if self.authors or not (dense or not large):
-                mean = sum(self.m[rank][number] for rank in range(W)) / W
+                own = [self.m[rank][number] for rank in range(W)]
+                sent = [self.rounded(m, s["bits"]) if large else m for m in own]
+                mean = sum(sent) / W
                 for rank in range(W):
-                    self.m[rank][number] = torch.where(mask, mean, self.m[rank][number])
+                    self.m[rank][number] = torch.where(mask, mean + own[rank] - sent[rank], own[rank])
             self.age[number] = torch.where(mask, 0, self.age[number] + 1)
             r = s["beta3"] ** self.age[number]
             for rank in range(W):
@@ -127,6 +130,22 @@ class Oracle:
                 mean = sum(self.w[rank][number] for rank in range(W)) / W
                 for rank in range(W):
                     self.w[rank][number] = mean
+
+    @staticmethod
+    def rounded(m: Tensor, bits: float) -> Tensor:
+        """Returns the momentum of a large tensor as it is sent: of each block whole multiples."""
+        if not bits:
+            return m
+        layout = FlatLayout([m], BLOCK)
+        buffer = layout.new_buffer()
+        (view,) = layout.views(buffer)
+        view.copy_(m)
+        most = 2 ** (bits - 1) - 1
+        for row in buffer:
+            scale = (row.abs().max() / most).bfloat16().double()
+            if scale > 0:
+                row.copy_((row / scale).round().clamp(-most, most) * scale)
+        return view.clone()
 
     @staticmethod
     def ratio(w: Tensor, u: Tensor) -> Tensor | float:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import slamb_oracle
+from distributed.quantization import dequantize, quantize
 from optimizers.flat_buffer import FlatLayout, RoundRobin
 from optimizers.lamb import LAMB
 from slamb import BLOCK, SLAMB, AuthorsSLAMB
@@ -148,6 +149,7 @@ def test_one_with_process_groups_of_its_own_says_that_it_cannot_be_copied() -> N
 def test_bad_settings_are_refused() -> None:
     for bad in (
         {"selection": "top"},
+        {"wire_bits": 3},
         {"local_steps": 0},
         {"compress_ratio": 0.0},
         {"compress_ratio": 1.5},
@@ -158,10 +160,39 @@ def test_bad_settings_are_refused() -> None:
             SLAMB(parameters(), **bad)
 
 
+# ------------------------------------------------------------ numbers in few bits
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("length", [1, 64, 1000])
+def test_numbers_in_few_bits_are_off_by_half_a_scale_at_most(bits: int, length: int) -> None:
+    values = torch.randn(length, dtype=torch.float64) * 10.0 ** torch.randint(-4, 4, (length,))
+    codes, scales = quantize(values, bits)
+    found = dequantize(codes, scales, bits=bits, like=values)
+    rows = math.ceil(length / 64)
+    assert codes.nbytes == rows * 8 * bits
+    steps = scales.double().repeat_interleave(64)[:length]
+    # The bf16 scale may be a 256th too small, and the largest code then falls short by as much.
+    assert ((found - values).abs() <= 0.5 * steps + values.abs() / 256).all()
+    assert torch.equal(found.sign() * values.sign() < 0, torch.zeros(length, dtype=torch.bool))
+
+
+def test_rows_of_zeros_stay_zero_and_no_number_hides_that_one_is_not_finite() -> None:
+    values = torch.zeros(192)
+    values[100] = math.inf
+    values[130] = math.nan
+    for bits in (8, 4):
+        found = dequantize(*quantize(values, bits), bits=bits, like=values)
+        assert torch.equal(found[:64], torch.zeros(64))
+        assert not found[64:].isfinite().any()
+
+
 # ------------------------------------------------------------ on ranks
 
 
-def follows_the_oracle(world: Any, selection: str, *, authors: bool, k: float) -> None:
+def follows_the_oracle(
+    world: Any, selection: str, *, authors: bool, k: float, bits: int = 0
+) -> None:
     mine = parameters()
     ours = (AuthorsSLAMB if authors else SLAMB)(
         mine,
@@ -171,10 +202,11 @@ def follows_the_oracle(world: Any, selection: str, *, authors: bool, k: float) -
         dense_steps=4,
         local_steps=9,
         beta3=0.9,
+        wire_bits=bits,
         **EXACT,
     )
     oracle = Oracle(
-        world.size, k, selection=selection, authors=authors, dense=4, local=9, beta3=0.9
+        world.size, k, selection=selection, authors=authors, dense=4, local=9, beta3=0.9, bits=bits
     )
     for step in range(1, 26):
         set_gradients(mine, step, world.rank)
@@ -200,6 +232,8 @@ def all_oracles(world: Any) -> None:
             follows_the_oracle(world, selection, authors=True, k=k)
         for k in (0.004, 0.1, 0.3, 0.7, 1.0):  # 0.004: nothing of some tensors
             follows_the_oracle(world, selection, authors=False, k=k)
+    for bits in (8, 4):
+        follows_the_oracle(world, "block", authors=False, k=0.3, bits=bits)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -266,6 +300,34 @@ def bytes_are_as_documented(world: Any) -> None:
             assert sent[1] == sent[2] == sent[4] == sparse
             assert sent[3] == sparse + 4 * ELEMENTS
             assert sent[0] == 2 * (SMALL_ELEMENTS + (LARGE_ROWS * BLOCK) + 1)
+
+
+def rounded_momentum_takes_fewer_bytes(world: Any) -> None:
+    for bits in (8, 4):
+        for selection in ("block", "random"):
+            mine = parameters(torch.float32)
+            ours = SLAMB(
+                mine,
+                compress_ratio=0.3,
+                dense_steps=1,
+                selection=selection,
+                wire_dtype=torch.float32,
+                wire_bits=bits,
+            )
+            dense = [torch.zeros(shape) for shape in SHAPES]
+            for step in range(12):
+                set_gradients(mine, step, world.rank)
+                for m, p in zip(dense, mine):
+                    m.lerp_(world.sum(p.grad.clone()) / world.size, 0.1)
+                ours.step()
+                sent = ours.take_bytes()
+            for p, m in zip(mine, dense):  # nothing is lost of the mean momentum
+                total = world.sum(ours.state[p]["exp_avg"].clone()) / world.size
+                torch.testing.assert_close(total, m, rtol=1e-4, atol=1e-7)
+            units = LARGE_ROWS if selection == "block" else (ELEMENTS - SMALL_ELEMENTS)
+            rows = math.ceil(0.3 * units - 1e-9)
+            rows = rows if selection == "block" else math.ceil(rows / BLOCK)
+            assert sent == 4 * (SMALL_ELEMENTS + 1) + rows * (BLOCK * bits // 8 + 2)
 
 
 def every_step_averages(world: Any) -> None:
@@ -463,6 +525,7 @@ def all_small_ones(world: Any) -> None:
         full_exchange_is_lamb,
         early_updates_are_small,
         bytes_are_as_documented,
+        rounded_momentum_takes_fewer_bytes,
         every_step_averages,
         a_bad_step_on_one_rank_is_skipped_by_all,
         missing_gradients_are_zeros,
