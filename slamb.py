@@ -57,6 +57,7 @@ SETTINGS = (  # attributes of the optimizer that belong to no parameter group
     "warmup",
     "final_ratios",
 )
+CACHED = 64 * 1024  # elements of a buffer that a CPU takes through several passes at a time
 TRUST_CLAMP = (0.01, 1000.0)  # range of the trust ratios of tensors that are exchanged in parts
 
 
@@ -427,6 +428,7 @@ class ParamGroupBuffers:
         self.w = {layout: layout.new_buffer() for layout in self.layouts}
         self.g_views = {layout: layout.views(self.g[layout]) for layout in self.layouts}
         self.w_views = {layout: layout.views(self.w[layout]) for layout in self.layouts}
+        self.pieces = {layout: _cached_pieces(layout) for layout in self.layouts}
 
         # of the large tensors, (rows, BLOCK) of elements or (rows, 1) of blocks
         buffer = self.large.new_buffer()
@@ -562,28 +564,31 @@ class ParamGroupBuffers:
 
     def _advance_moments(self, layout: FlatLayout, active: Tensor) -> None:
         """Updates Adam's moments by the gradients in the buffer."""
-        g = self.g[layout]
-        if not _is_on_host(active):
-            g.copy_(torch.where(active > 0, g, 0.0))
-        update_flat_moments(
-            self.m[layout],
-            self.v[layout],
-            g=g,
-            betas=self.group["betas"],
-            active=None if _is_on_host(active) else active,
-        )
+        on_host = _is_on_host(active)
+        for rows in self.pieces[layout]:
+            g = self.g[layout][rows]
+            if not on_host:
+                g.copy_(torch.where(active > 0, g, 0.0))
+            update_flat_moments(
+                self.m[layout][rows],
+                self.v[layout][rows],
+                g=g,
+                betas=self.group["betas"],
+                active=None if on_host else active,
+            )
 
     def _compute_direction(self, layout: FlatLayout) -> None:
         """Writes u, Adam's direction with weight decay, over the gradients."""
-        u = flat_adam_direction(
-            self.m[layout],
-            self.v[layout],
-            steps=self.group["steps"],
-            betas=self.group["betas"],
-            eps=self.group["eps"],
-            out=self.g[layout],
-        )
-        u.add_(self.w[layout], alpha=self.group["weight_decay"])
+        corrections = bias_corrections(self.group["steps"], self.group["betas"])
+        for rows in self.pieces[layout]:
+            u = flat_adam_direction(
+                self.m[layout][rows],
+                self.v[layout][rows],
+                corrections=corrections,
+                eps=self.group["eps"],
+                out=self.g[layout][rows],
+            )
+            u.add_(self.w[layout][rows], alpha=self.group["weight_decay"])
 
     def _update_small(self, active: Tensor) -> None:
         """Takes LAMB's step of the small tensors; their u lie in the gradients' buffer."""
@@ -622,12 +627,12 @@ class ParamGroupBuffers:
         row_tensors = self.row_tensors[layout]
         selected = torch.where(self.adapts[layout], selected, 1.0)[row_tensors, None]
         others = torch.where(self.adapts[layout], others, 1.0)[row_tensors, None]
-        trust = torch.lerp(others, selected, r, out=self.scratch)
-        self._clamp_large_(trust, units)
-        u.mul_(trust)
+        rates = torch.lerp(others, selected, r, out=self.scratch)
+        self._clamp_large_(rates, units)
         stale = 1 / math.sqrt(nodes)  # the share of the rate for momentum of one rank alone
         rate = self.group["lr"] * active
-        u.mul_(torch.mul(r, (1 - stale) * rate, out=self.scratch).add_(stale * rate))
+        for rows in self.pieces[layout]:
+            u[rows].mul_(rates[rows].mul_(r[rows] * ((1 - stale) * rate) + stale * rate))
         subtract_updates(layout.tensors, self.g_views[layout], lr=1.0)
 
     def _selected_ratios(self, weights: Tensor, updates: Tensor, *, others: Tensor) -> Tensor:
@@ -678,6 +683,16 @@ def _share_state(
         if name in state[p]:
             view.copy_(state[p][name])
         state[p][name] = view
+
+
+def _cached_pieces(layout: FlatLayout) -> list[slice]:
+    """Returns rows of a buffer that stay in a CPU's cache from one pass over them to the next.
+
+    So several passes read and write memory but once. A GPU, where each pass is a launch, has all
+    rows in one piece.
+    """
+    rows = CACHED // layout.width if layout.device.type == "cpu" else layout.rows
+    return [slice(start, start + rows) for start in range(0, layout.rows, rows)]
 
 
 def _is_on_host(active: Tensor) -> bool:
@@ -773,21 +788,25 @@ def update_flat_moments(
     v.addcmul_(g, g, value=1 - b2)
 
 
+def bias_corrections(steps: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """Returns 1 - b1^t and 1 - b2^t, (), float64; t = 0, of a first step that is skipped, is 1."""
+    b1, b2 = betas
+    counted = steps.clamp(min=1)
+    return 1 - b1**counted, 1 - b2**counted
+
+
 def flat_adam_direction(
-    m: Tensor, v: Tensor, *, steps: Tensor, betas: tuple[float, float], eps: float, out: Tensor
+    m: Tensor, v: Tensor, *, corrections: tuple[Tensor, Tensor], eps: float, out: Tensor
 ) -> Tensor:
     """Computes (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) in four passes over memory.
 
     Args:
         m: first moments.
         v: second moments.
-        steps: t (), float64.
-        betas: decay rates of the moments.
+        corrections: of `bias_corrections`.
         eps: added to the denominator.
         out: memory for the result.
     """
-    b1, b2 = betas
-    counted = steps.clamp(min=1)  # steps is 0 if the very first step is skipped
-    debias = 1 - b1**counted
-    torch.sqrt(v, out=out).mul_(debias / (1 - b2**counted).sqrt()).add_(eps * debias)
+    first, second = corrections
+    torch.sqrt(v, out=out).mul_(first / second.sqrt()).add_(eps * first)
     return torch.div(m, out, out=out)

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from cli.flags import count, natural
 from errors import InputError, exit_code, first_line
 from input_pipeline.image_datasets import read_image_splits
+from models.averaged_views import VIEWS
 from training.machine import describe_machine
 from training.run_log import RunLog
 
@@ -195,6 +196,7 @@ def train(settings: argparse.Namespace, source: ModuleType, log: RunLog) -> None
             results = {"test_accuracy": accuracy(source, net, test_loader, 0)}
             if epoch + 1 == settings.epochs:
                 results["test_accuracy_views"] = accuracy(source, net, test_loader, ALL_VIEWS)
+                results["views"] = VIEWS["mirror_shift"]
         eval_seconds += time.perf_counter() - eval_start
         samples = len(loader) * loader.batch_size
         rows.append(

@@ -1,7 +1,7 @@
 """Numbers in 8 or 4 bits for sending: whole codes, and a scale for each row of them.
 
-    codes, scales = quantize(values, bits=8)                    # values (n,)
-    values = dequantize(codes, scales, bits=8, like=values)     # off by half a scale at most
+codes, scales = quantize(values, bits=8)                    # values (n,)
+values = dequantize(codes, scales, bits=8, like=values)     # off by half a scale at most
 """
 
 from __future__ import annotations

@@ -43,6 +43,8 @@ STYLES: Mapping[str, tuple[str, str]] = {  # colour and marker; no two methods s
     "recipe fast94": (VERMILION, "*"),
     "recipe best": (BLACK, "h"),
     "recipe large_batch": (WINE, "<"),
+    "recipe fast94_vgg8": (VERMILION, ">"),
+    "cifar10-airbench": (BLACK, "p"),
     "naive Bayes prior": (VERMILION, "p"),
     "tuned by a sweep": (GREEN, "*"),
 }
@@ -93,6 +95,7 @@ LABELS: Mapping[str, Mapping[str, str]] = {
         "kaldi-ngd-meta": "meta-mixup, with KaldiNGD",
     },
     "recipes_cifar10_20pct": RECIPES,
+    "fast94_vgg8": {"ngd": "recipe fast94_vgg8", "airbench94": "cifar10-airbench"},
     "tuning_agnews12k": {
         "default": "AdamW, defaults of that time",
         "tuned": "tuned by a sweep",

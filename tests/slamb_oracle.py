@@ -108,7 +108,9 @@ class Oracle:
                 sent = [self.rounded(m, s["bits"]) if large else m for m in own]
                 mean = sum(sent) / W
                 for rank in range(W):
-                    self.m[rank][number] = torch.where(mask, mean + own[rank] - sent[rank], own[rank])
+                    self.m[rank][number] = torch.where(
+                        mask, mean + own[rank] - sent[rank], own[rank]
+                    )
             self.age[number] = torch.where(mask, 0, self.age[number] + 1)
             r = s["beta3"] ** self.age[number]
             for rank in range(W):

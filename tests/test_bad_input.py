@@ -121,7 +121,7 @@ BOTH = [
     ("--recipe nowhere.yaml", "nowhere.yaml"),
     ("--recipe .", "--recipe ."),
     ("--recipe fats94", "did you mean fast94?"),
-    ("--recipe nowhere", "one of the recipes agnews, agnews12k, best, fast94, large_batch"),
+    ("--recipe nowhere", "one of the recipes agnews, agnews12k, best, fast94, fast94_vgg8"),
     ("--out=", "--out: the value is empty"),
     ("--predict a.png --evaluate", "--evaluate and --predict: one run of the script does one"),
     ("--export a.onnx --predict a.png", "--predict and --export: one run"),
