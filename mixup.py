@@ -105,6 +105,7 @@ def mixup(
     labels: Tensor,
     alpha: float,
     *,
+    weight: float | None = None,
     per_sample: bool = False,
     generator: torch.Generator | None = None,
 ) -> Mix:
@@ -113,6 +114,7 @@ def mixup(
     Args:
         labels: (batch,) integers; only their number and device count.
         alpha: parameter of the Beta distribution; a small one mixes little.
+        weight: lambda, if it is not to be sampled.
         per_sample: sample a lambda for each sample instead of one for the batch.
         generator: on the device of `labels`.
 
@@ -120,15 +122,20 @@ def mixup(
         A Mix whose `weight` is expanded (stride 0) unless `per_sample`.
     """
     count, device = len(labels), labels.device
-    numbers = count if per_sample else 1
-    weight = sample_beta(alpha, numbers, device=device, generator=generator).expand(count)
-    return Mix(torch.randperm(count, generator=generator, device=device), weight)
+    if weight is not None:
+        weights = torch.full((1,), weight, device=device)
+    else:
+        numbers = count if per_sample else 1
+        weights = sample_beta(alpha, numbers, device=device, generator=generator)
+    partner = torch.randperm(count, generator=generator, device=device)
+    return Mix(partner, weights.expand(count))
 
 
 def intra(
     labels: Tensor,
     alpha: float,
     *,
+    weight: float | None = None,
     same_class: bool = False,
     generator: torch.Generator | None = None,
 ) -> Mix:
@@ -137,6 +144,7 @@ def intra(
     Args:
         labels: (batch,) integers.
         alpha: parameter of the Beta distribution of lambda.
+        weight: lambda, if it is not to be sampled.
         same_class: choose partners of the same class instead of another class.
         generator: on the device of `labels`.
 
@@ -147,8 +155,11 @@ def intra(
     eligible.fill_diagonal_(False)
     scores = torch.rand(eligible.shape, generator=generator, device=labels.device)
     best, partner = scores.masked_fill_(~eligible, -1.0).max(1)
-    weight = sample_beta(alpha, len(labels), device=labels.device, generator=generator)
-    return Mix(partner, torch.where(best < 0, 1.0, weight))
+    if weight is not None:
+        weights = torch.full((len(labels),), weight, device=labels.device)
+    else:
+        weights = sample_beta(alpha, len(labels), device=labels.device, generator=generator)
+    return Mix(partner, torch.where(best < 0, 1.0, weights))
 
 
 def attention(
@@ -243,13 +254,22 @@ def _pixel_range(centre: float, lam: float, *, size: int) -> tuple[int, int]:
     return max(0, round((centre - half) * size)), min(size, round((centre + half) * size))
 
 
-def sample_mix(kind: str, labels: Tensor, *, alpha: float, height: int, width: int) -> Mix:
+def sample_mix(
+    kind: str,
+    labels: Tensor,
+    *,
+    alpha: float,
+    weight: float | None = None,
+    height: int,
+    width: int,
+) -> Mix:
     """Sample a Mix of a kind that is named by a string.
 
     Args:
         kind: one of `KINDS` except 'none' and 'meta'.
         labels: (batch,) integers.
         alpha: parameter of the Beta distribution of lambda.
+        weight: lambda of mixup and intra, if it is not to be sampled.
         height: of the images, in pixels; kinds of `TEXT_KINDS` ignore it.
         width: of the images, in pixels; kinds of `TEXT_KINDS` ignore it.
 
@@ -258,9 +278,9 @@ def sample_mix(kind: str, labels: Tensor, *, alpha: float, height: int, width: i
     """
     match kind:
         case "mixup":
-            return mixup(labels, alpha)
+            return mixup(labels, alpha, weight=weight)
         case "intra":
-            return intra(labels, alpha)
+            return intra(labels, alpha, weight=weight)
         case "attention":
             return attention(labels, alpha, height=height, width=width)
         case "cutmix":

@@ -219,6 +219,14 @@ CONFLICTS = (
         "choose one",
         lambda a: bool(a.batch_milestones) and a.replace_decay,
     ),
+    # ---- mixing
+    Conflict(
+        "--mixup_weight",
+        "--mixup {mixup=none, attention, cutmix, meta}",
+        "it is the weight of whole samples",
+        "use --mixup mixup or intra",
+        lambda a: a.mixup_weight is not None and a.mixup not in ("mixup", "intra"),
+    ),
     # ---- weights in shards
     Conflict(
         "--parallel {parallel=fsdp, hsdp}",

@@ -369,7 +369,8 @@ def create_loss(
         MixedCrossEntropy, model_mixes=data.model_mixes, label_smoothing=args.label_smoothing
     )
     if args.mixup != "meta":
-        return mixed(partial(sample_mix, args.mixup, alpha=args.alpha)), None
+        draw = partial(sample_mix, args.mixup, alpha=args.alpha, weight=args.mixup_weight)
+        return mixed(draw), None
     classes = len(data.metadata["classes"])
     meta = meta_mixup(
         classes, args.meta_policy, alpha=args.alpha, lr=args.meta_lr, device=run.world.device

@@ -357,6 +357,13 @@ def add_mixing(parser: Parser, mixing: Sequence[str]) -> None:
         common=True,
     )
     add(
+        "--mixup_weight",
+        type=number(float, 0, 1),
+        metavar="F",
+        help="Give each sample of --mixup mixup or intra this weight, and its partner the rest, "
+        "instead of weights that are drawn (default: they are).",
+    )
+    add(
         "--meta_policy",
         choices=mixup.POLICIES,
         default="pair",

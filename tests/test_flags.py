@@ -213,7 +213,7 @@ def test_recipes_are_found_by_name_from_any_folder(
         assert (args.lr_schedule, args.recipe) == ("polynomial", name)
     (tmp_path / "fast94").mkdir()  # a folder cannot be meant
     assert options.recipe_path("fast94") == options.RECIPES / "fast94.yaml"
-    with pytest.raises(InputError, match=r"did you mean fast94\?"):
+    with pytest.raises(InputError, match=r"did you mean fast94 or fast94_vgg8\?"):
         options.recipe_path("recipes/fast94.yaml")
 
 

@@ -35,6 +35,17 @@ KINDS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("kind", ["mixup", "intra"])
+def test_a_given_weight_is_that_of_every_sample_that_has_a_partner(kind: str) -> None:
+    labels = labels_of()
+    labels[0] = labels[1] = 4
+    mix = mixup.sample_mix(kind, labels, alpha=1.0, weight=0.8, height=1, width=1)
+    torch.testing.assert_close(mix.weight, torch.full((64,), 0.8))
+    assert len(mix.partner.unique()) > 30
+    alone = mixup.sample_mix("intra", torch.zeros(3), alpha=1.0, weight=0.8, height=1, width=1)
+    assert torch.equal(alone.weight, torch.ones(3)), "no partner of another class"
+
+
 @KINDS
 def test_blend_is_the_weighted_sum_and_the_labels_weigh_as_the_inputs_do(kind: str) -> None:
     labels = labels_of()
@@ -283,7 +294,10 @@ def test_mixed_tokens_attend_to_a_place_as_much_as_it_is_there() -> None:
 
 @pytest.mark.parametrize(
     ("module", "words"),
-    [(resnet50_test, "--mixup cutmix --alpha 3"), (transformer_test, "--mixup intra")],
+    [
+        (resnet50_test, "--mixup cutmix --alpha 3"),
+        (transformer_test, "--mixup intra --mixup_weight 0.8"),
+    ],
 )
 def test_the_flags_choose_the_loss(
     module: ModuleType, words: str, monkeypatch: pytest.MonkeyPatch
@@ -302,8 +316,8 @@ def test_the_flags_choose_the_loss(
         assert (loss_fn.model_mixes, loss_fn.label_smoothing, learner) == (inside, 0.2, None)
         loss_fn.sample_mix(labels_of(), height=3, width=4)
     (kind, labels), named = seen[0]
-    expected = ("cutmix", 3.0) if module is resnet50_test else ("intra", 0.99)
-    assert (kind, named["alpha"]) == expected
+    expected = ("cutmix", 3.0, None) if module is resnet50_test else ("intra", 0.99, 0.8)
+    assert (kind, named["alpha"], named["weight"]) == expected
     assert torch.equal(labels, labels_of())
     assert (named["height"], named["width"]) == (3, 4)
     args, _ = options.parse(module.parser(), module.SCRIPT, [])
