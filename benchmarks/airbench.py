@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from backends.device import keep_freed_memory, peak_memory
 from cli.flags import count, natural
 from errors import InputError, exit_code, first_line
 from input_pipeline.image_datasets import read_image_splits
@@ -214,6 +215,8 @@ def train(settings: argparse.Namespace, source: ModuleType, log: RunLog) -> None
                 **results,
                 "lr": optimizers[1].param_groups[0]["lr"],
                 "batch_size": loader.batch_size,
+                "devices": 1,
+                "peak_memory_bytes": peak_memory(CPU),
             }
         )
         log.epoch(rows)
@@ -255,6 +258,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line says."""
     args = parser().parse_args(arguments)
+    keep_freed_memory()  # as the entry scripts do
     if args.threads:
         torch.set_num_threads(args.threads)
     if (args.out / "metrics.jsonl").exists():

@@ -94,5 +94,5 @@ class VGG8(nn.Module):
         x = F.gelu(F.conv2d(x, self.filters, self.bias))
         # Not amax, whose compiled backward pass is NaN under bf16: it looks for the rounded maximum
         # among values that are not rounded.
-        x = F.adaptive_max_pool2d(self.groups(x), 1).flatten(1)
+        x = self.groups(x).flatten(2).max(2).values
         return self.fc(x) * LOGIT_SCALE
