@@ -101,6 +101,20 @@ def sample_beta(
     return (own / (own + other)).float()
 
 
+def _weights(
+    alpha: float,
+    count: int,
+    *,
+    weight: float | None,
+    device: torch.device,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Return `weight` in shape (count,), or samples from Beta(alpha, alpha) where it is None."""
+    if weight is not None:
+        return torch.full((count,), weight, device=device)
+    return sample_beta(alpha, count, device=device, generator=generator)
+
+
 def mixup(
     labels: Tensor,
     alpha: float,
@@ -122,11 +136,8 @@ def mixup(
         A Mix whose `weight` is expanded (stride 0) unless `per_sample`.
     """
     count, device = len(labels), labels.device
-    if weight is not None:
-        weights = torch.full((1,), weight, device=device)
-    else:
-        numbers = count if per_sample else 1
-        weights = sample_beta(alpha, numbers, device=device, generator=generator)
+    numbers = count if per_sample else 1
+    weights = _weights(alpha, numbers, weight=weight, device=device, generator=generator)
     partner = torch.randperm(count, generator=generator, device=device)
     return Mix(partner, weights.expand(count))
 
@@ -155,10 +166,7 @@ def intra(
     eligible.fill_diagonal_(False)
     scores = torch.rand(eligible.shape, generator=generator, device=labels.device)
     best, partner = scores.masked_fill_(~eligible, -1.0).max(1)
-    if weight is not None:
-        weights = torch.full((len(labels),), weight, device=labels.device)
-    else:
-        weights = sample_beta(alpha, len(labels), device=labels.device, generator=generator)
+    weights = _weights(alpha, len(labels), weight=weight, device=labels.device, generator=generator)
     return Mix(partner, torch.where(best < 0, 1.0, weights))
 
 

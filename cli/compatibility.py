@@ -148,7 +148,7 @@ CONFLICTS = (
     Conflict(
         "--wire_dtype {wire_dtype=int8, int4}",
         "--node_groups",
-        "each rank would send everything to all nodes",
+        "rounded momentum is gathered from all processes, not node by node",
         "leave one of them out",
         lambda a: a.wire_dtype in WIRE_BITS and a.node_groups,
     ),
@@ -223,7 +223,7 @@ CONFLICTS = (
     Conflict(
         "--mixup_weight",
         "--mixup {mixup=none, attention, cutmix, meta}",
-        "it is the weight of whole samples",
+        "only mixup and intra draw a weight that it can replace",
         "use --mixup mixup or intra",
         lambda a: a.mixup_weight is not None and a.mixup not in ("mixup", "intra"),
     ),

@@ -361,7 +361,7 @@ def add_mixing(parser: Parser, mixing: Sequence[str]) -> None:
         type=number(float, 0, 1),
         metavar="F",
         help="Give each sample of --mixup mixup or intra this weight, and its partner the rest, "
-        "instead of weights that are drawn (default: they are).",
+        "instead of weights drawn from the Beta distribution of --alpha (default: they are drawn).",
     )
     add(
         "--meta_policy",
@@ -827,8 +827,9 @@ def add_communication(parser: Parser) -> None:
         "--wire_dtype",
         choices=("bf16", "fp16", "fp32", *WIRE_BITS),
         default="bf16",
-        help="Send numbers in this format, with SLAMB, DeMo and --sync diloco; int8 and int4 are "
-        "SLAMB's, whose ranks keep what rounding leaves (default %(default)s).",
+        help="Send numbers in this format, with SLAMB, DeMo and --sync diloco. int8 and int4 are "
+        "for SLAMB alone and round the momentum of its large tensors; it sends the rest as bf16 "
+        "(default %(default)s).",
     )
     add(
         "--outer_lr",

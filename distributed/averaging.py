@@ -1,4 +1,4 @@
-"""Means over ranks, flat or through nodes, with the bytes they take: for whoever sends by itself.
+"""Means and tensors of all ranks, with the bytes they take: for whoever communicates by itself.
 
 averager = RankAverager(group=None, node_group=None)    # without a process group nothing is sent
 gradients = averager.mean(gradients)
@@ -17,7 +17,7 @@ from distributed.world import new_group
 
 
 class RankAverager:
-    """Means over the ranks, and the bytes that this rank has put into them.
+    """Means over the ranks, and tensors of all of them; counts the bytes that this rank puts in.
 
     Args:
         group: the ranks; None is torch's default group, or this process alone where there is none.
@@ -72,12 +72,12 @@ class RankAverager:
         return padded[: len(values)]
 
     def gather(self, pieces: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The tensors of each rank, which are alike on all of them; one collective.
+        """The tensors of each rank, whatever nodes they are in; one collective.
 
         Args:
-            pieces: this rank's tensors, of any dtypes.
+            pieces: this rank's tensors, of the same shapes and dtypes on every rank.
         Returns:
-            For each rank tensors of the same shapes and dtypes.
+            The tensors of every rank, in the order of the ranks.
         """
         if self.size == 1:
             return [list(pieces)]

@@ -31,7 +31,7 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     scales = (rows.abs().amax(1) / largest).to(torch.bfloat16)
     divisors = scales.to(rows.dtype)[:, None]
     rounded = torch.where(divisors > 0, rows / divisors, 0.0).round_()
-    codes = rounded.clamp_(-largest, largest).to(torch.int8)  # bf16 may have shrunk the scale
+    codes = rounded.clamp_(-largest, largest).to(torch.int8)  # a tiny scale is too small in bf16
     if bits == 4:
         codes = (codes[:, ::2] + 8).to(torch.uint8) * 16 + (codes[:, 1::2] + 8).to(torch.uint8)
     return codes, scales

@@ -113,12 +113,12 @@ def draw_fast94(groups: Groups) -> Figure | None:
     return overview_and_end(labelled(groups, "fast94_vgg8"), title, "training time / s")
 
 
-def overview_and_end(named_runs: Mapping[str, Runs], title: str, time: str) -> Figure | None:
+def overview_and_end(named_runs: Mapping[str, Runs], title: str, time_label: str) -> Figure | None:
     """Plot test accuracy against epochs and time, above the same with the highest part enlarged."""
     if not named_runs:
         return None
     figure, axes = create_panels(2, 2, title)
-    for panel, x, xlabel in ((0, epoch, "epoch"), (1, seconds, time)):
+    for panel, x, xlabel in ((0, epoch, "epoch"), (1, seconds, time_label)):
         for row in axes[:, panel]:
             plot_methods(row, named_runs, x=x, y=accuracy)
             label_axes(row, xlabel, "test accuracy / %")

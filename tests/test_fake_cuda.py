@@ -65,6 +65,7 @@ OPTIMIZERS = [
     "lars",
     "slamb",
     "slamb-random",
+    "slamb-int8",
     "slamb-authors",
     "demo",
 ]
@@ -114,7 +115,9 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if variant == "authors":
         return AuthorsSLAMB(model.parameters(), lr=0.1, dense_steps=0)
     settings: dict[str, Any] = {"dense_steps": 3, "local_steps": 4} if kind == "slamb" else {}
-    if variant:
+    if variant == "int8":
+        settings["wire_bits"] = 8
+    elif variant:
         settings["selection"] = variant
     return build_optimizer(model, kind, 0.1, 1e-3, **settings)
 

@@ -127,6 +127,16 @@ def test_vgg8_has_the_layers_of_the_paper_and_trains_all_but_the_filters() -> No
     assert changed == set(before) - {"filters"}
 
 
+def test_compiled_vgg8_has_finite_gradients_in_bf16() -> None:
+    """Its maximum over all places is looked for among values of another precision."""
+    model = create_model("vgg8", classes=10, channels=3, image_size=16)
+    compiled = torch.compile(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = compiled(torch.randn(16, 3, 16, 16))
+    logits.float().square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+
+
 def test_vgg8_refuses_images_that_are_too_small() -> None:
     model = create_model("vgg8", classes=3, channels=1, image_size=9)
     assert tuple(model(torch.randn(2, 1, 9, 9)).shape) == (2, 3)

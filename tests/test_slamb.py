@@ -16,13 +16,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ranks
+import resnet50_test
+import slamb
 import slamb_oracle
+from cli import factory, options
 from distributed.quantization import dequantize, quantize
+from distributed.world import World
 from optimizers.flat_buffer import FlatLayout, RoundRobin
 from optimizers.lamb import LAMB
 from slamb import BLOCK, SLAMB, AuthorsSLAMB
 from slamb_oracle import SHAPES, Oracle, gradient, start
-from trainers import make_trainer
+from trainers import FP32, make_trainer
 from training.step_stats import StepSums
 from training.train_state import merge_optimizer_states
 
@@ -120,7 +124,13 @@ def test_one_process_equals_lamb_and_sends_nothing(selection: str, dtype: torch.
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_a_copy_keeps_every_setting_and_goes_on_alike(copied: Any) -> None:
-    settings = {"local_steps": 7, "dense_steps": 3, "selection": "random", "warmup": [0.5]}
+    settings = {
+        "local_steps": 7,
+        "dense_steps": 3,
+        "selection": "random",
+        "warmup": [0.5],
+        "wire_bits": 4,
+    }
     mine = parameters()
     ours = SLAMB(mine, compress_ratio=0.2, amp_scaling=False, wire_dtype=torch.float32, **settings)
     for step in range(3):
@@ -144,6 +154,8 @@ def test_one_with_process_groups_of_its_own_says_that_it_cannot_be_copied() -> N
     ours.averager.group = object()
     with pytest.raises(TypeError, match="use state_dict"):
         pickle.dumps(ours)
+    with pytest.raises(ValueError, match="wire_bits=8 is not supported with node_group"):
+        SLAMB(parameters(), wire_bits=8, node_group=object())
 
 
 def test_bad_settings_are_refused() -> None:
@@ -160,6 +172,17 @@ def test_bad_settings_are_refused() -> None:
             SLAMB(parameters(), **bad)
 
 
+@pytest.mark.parametrize(("name", "bits"), [("fp32", 0), ("int8", 8), ("int4", 4)])
+def test_the_format_of_the_flags_reaches_the_optimizer(name: str, bits: int) -> None:
+    words = ["--optimizer", "slamb", "--wire_dtype", name]
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words)
+    run = factory.Run("x", World(), FP32)
+    ours = factory.create_optimizer(args, run, nn.Linear(3, 4), resnet50_test.OPTIMIZERS)
+    assert isinstance(ours, SLAMB)
+    assert ours.wire_bits == bits
+    assert ours.wire_dtype == (torch.bfloat16 if bits else torch.float32)
+
+
 # ------------------------------------------------------------ numbers in few bits
 
 
@@ -172,9 +195,8 @@ def test_numbers_in_few_bits_are_off_by_half_a_scale_at_most(bits: int, length: 
     rows = math.ceil(length / 64)
     assert codes.nbytes == rows * 8 * bits
     steps = scales.double().repeat_interleave(64)[:length]
-    # The bf16 scale may be a 256th too small, and the largest code then falls short by as much.
-    assert ((found - values).abs() <= 0.5 * steps + values.abs() / 256).all()
-    assert torch.equal(found.sign() * values.sign() < 0, torch.zeros(length, dtype=torch.bool))
+    assert ((found - values).abs() <= 0.5 * steps).all()
+    assert (steps <= 1.01 * values.abs().max() / (127 if bits == 8 else 7)).all()
 
 
 def test_rows_of_zeros_stay_zero_and_no_number_hides_that_one_is_not_finite() -> None:
@@ -227,13 +249,15 @@ def follows_the_oracle(
 
 
 def all_oracles(world: Any) -> None:
+    slamb.CACHED = 256  # several pieces of each buffer; this process ends with this function
     for selection in ("block", "random"):
         for k in (0.1, 0.3):
             follows_the_oracle(world, selection, authors=True, k=k)
         for k in (0.004, 0.1, 0.3, 0.7, 1.0):  # 0.004: nothing of some tensors
             follows_the_oracle(world, selection, authors=False, k=k)
     for bits in (8, 4):
-        follows_the_oracle(world, "block", authors=False, k=0.3, bits=bits)
+        for authors in (True, False):
+            follows_the_oracle(world, "block", authors=authors, k=0.3, bits=bits)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -305,22 +329,29 @@ def bytes_are_as_documented(world: Any) -> None:
 def rounded_momentum_takes_fewer_bytes(world: Any) -> None:
     for bits in (8, 4):
         for selection in ("block", "random"):
-            mine = parameters(torch.float32)
-            ours = SLAMB(
-                mine,
-                compress_ratio=0.3,
-                dense_steps=1,
-                selection=selection,
-                wire_dtype=torch.float32,
-                wire_bits=bits,
+            mine, other = parameters(torch.float32), parameters(torch.float32)
+            ours, exact = (
+                SLAMB(
+                    each,
+                    compress_ratio=0.3,
+                    dense_steps=1,
+                    selection=selection,
+                    wire_dtype=torch.float32,
+                    wire_bits=wire_bits,
+                )
+                for each, wire_bits in ((mine, bits), (other, 0))
             )
             dense = [torch.zeros(shape) for shape in SHAPES]
             for step in range(12):
                 set_gradients(mine, step, world.rank)
+                set_gradients(other, step, world.rank)
                 for m, p in zip(dense, mine):
                     m.lerp_(world.sum(p.grad.clone()) / world.size, 0.1)
+                exact.step()
                 ours.step()
                 sent = ours.take_bytes()
+            for p, q, begin in zip(mine, other, slamb_oracle.start(torch.float32)):
+                assert (p - q).norm() < (0.02 if bits == 8 else 0.3) * (q - begin).norm()
             for p, m in zip(mine, dense):  # nothing is lost of the mean momentum
                 total = world.sum(ours.state[p]["exp_avg"].clone()) / world.size
                 torch.testing.assert_close(total, m, rtol=1e-4, atol=1e-7)
@@ -341,12 +372,17 @@ def every_step_averages(world: Any) -> None:
 
 
 def a_bad_step_on_one_rank_is_skipped_by_all(world: Any) -> None:
-    for selection in ("block", "random"):
+    for selection, bits in (("block", 0), ("random", 0), ("block", 8)):
         runs = []
         for bad in (True, False):
             mine = parameters(torch.float32)
             ours = SLAMB(
-                mine, compress_ratio=0.2, dense_steps=2, local_steps=5, selection=selection
+                mine,
+                compress_ratio=0.2,
+                dense_steps=2,
+                local_steps=5,
+                selection=selection,
+                wire_bits=bits,
             )
             for step in range(9):
                 # before dense steps, a sparse one and an averaging
@@ -384,22 +420,24 @@ def missing_gradients_are_zeros(world: Any) -> None:
 
 
 def groups_have_their_own_settings(world: Any) -> None:
-    mine = parameters(torch.float32)
-    groups = [
-        {"params": mine[:2], "lr": 0.0},
-        {"params": mine[2:4], "compress_ratio": 1.0},
-        {"params": mine[4:], "weight_decay": 0.0},
-    ]
-    ours = SLAMB(groups, dense_steps=0)
-    before = [p.detach().clone() for p in mine]
-    for step in range(3):
-        set_gradients(mine, step, world.rank)
-        ours.step()
-    changed = [not torch.equal(p, q) for p, q in zip(mine, before)]
-    assert changed == [False, False, True, True, True, True]
-    for p in mine[2:4]:  # k = 1: exchanged whole
-        assert torch.equal(world.sum(p.detach().clone()), p.detach() * world.size)
-    assert [group["calls"] for group in ours.state_dict()["param_groups"]] == [3, 3, 3]
+    for bits in (0, 8):
+        mine = parameters(torch.float32)
+        groups = [
+            {"params": mine[:2], "lr": 0.0},
+            {"params": mine[2:4], "compress_ratio": 1.0},
+            {"params": mine[4:], "weight_decay": 0.0},
+        ]
+        ours = SLAMB(groups, dense_steps=0, wire_bits=bits)
+        before = [p.detach().clone() for p in mine]
+        for step in range(3):
+            set_gradients(mine, step, world.rank)
+            ours.step()
+        changed = [not torch.equal(p, q) for p, q in zip(mine, before)]
+        assert changed == [False, False, True, True, True, True]
+        for p in mine[2:]:  # k = 1, or small: exchanged whole
+            assert torch.equal(world.sum(p.detach().clone()), p.detach() * world.size)
+        counts = [group["calls"] for group in ours.state_dict()["param_groups"]]
+        assert counts == [3, 3, 3]
 
 
 def a_resumed_run_equals_the_uninterrupted_one(world: Any) -> None:

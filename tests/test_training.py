@@ -241,6 +241,13 @@ def test_evaluate_predict_and_export_of_images(here, monkeypatch):
     assert "cannot identify" in answer_of_the_example(b"not an image")["error"]
 
 
+def test_vgg8_is_exported(here, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    flags = "--arch vgg8 --image_size 12 --epochs 1 --out run".split()
+    run(resnet50_test, *DIGITS, *flags, monkeypatch=monkeypatch)
+    assert exported_metadata(resnet50_test, monkeypatch)["arch"] == "vgg8"
+
+
 def exported_metadata(script, monkeypatch) -> dict[str, Any]:
     """Export the run in each format and assert that all of them say the same of it."""
     for name in ("model.onnx", "model.pt2", "model.safetensors"):
