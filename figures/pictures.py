@@ -109,7 +109,7 @@ def draw_optimizers(data_set: str, title: str, groups: Groups) -> Figure | None:
 
 def draw_fast94(groups: Groups) -> Figure | None:
     """Draw test accuracy of our recipe and of its peer over epochs and over time."""
-    title = "94 % on all of CIFAR-10\nVGG8 on two cores, accuracy over one view of each test image"
+    title = "VGG8 on all of CIFAR-10 and two cores\naccuracy over one view of each test image"
     return overview_and_end(labelled(groups, "fast94_vgg8"), title, "training time / s")
 
 
