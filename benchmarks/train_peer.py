@@ -9,8 +9,10 @@ config.json names the peer and its version. An interrupted run goes on with --re
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from types import ModuleType
@@ -23,7 +25,7 @@ import resnet50_test
 import transformer_test
 from benchmarks import trainers
 from cli import options
-from distributed.world import init_world
+from distributed.world import World, init_world
 from errors import InputError, exit_code
 from optimizers.param_groups import decay_groups
 
@@ -52,27 +54,60 @@ PEERS: Mapping[str, tuple[str, Callable[..., torch.optim.Optimizer]]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train as the command line says."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    flags = arguments[2:]
+@dataclass(frozen=True)
+class PeerRun:
+    """What a command line asks for.
+
+    Attributes:
+        peer: name of the peer.
+        script: the entry script.
+        flags: of the script, as they were given.
+        args: the same, parsed.
+    """
+
+    peer: str
+    script: ModuleType
+    flags: Sequence[str]
+    args: argparse.Namespace
+
+    def open(self, world: World) -> trainers.Opened:
+        """Create what is to be trained."""
+        package, create = PEERS[self.peer]
+        opened = trainers.open_script(
+            self.script,
+            self.flags,
+            world,
+            create_optimizer=partial(create, settings=vars(self.args)),
+        )
+        opened.trainer.log.config["peer"] = f"{self.peer}, {package} {version(package)}"
+        return opened
+
+
+def parse(arguments: Sequence[str]) -> PeerRun:
+    """Read a peer's name, a script's name, and flags of the script.
+
+    Raises:
+        InputError: there is no such peer or script, or --optimizer is not what the peer replaces.
+    """
     if len(arguments) < 2 or arguments[0] not in PEERS or arguments[1] not in SCRIPTS:
         raise InputError(
             f"usage: python -m benchmarks.train_peer {{{', '.join(PEERS)}}} "
             f"{{{', '.join(SCRIPTS)}}} FLAGS"
         )
-    peer, script = arguments[0], SCRIPTS[arguments[1]]
-    package, create = PEERS[peer]
+    peer, script, flags = arguments[0], SCRIPTS[arguments[1]], arguments[2:]
     args, _ = options.parse(script.parser(), script.SCRIPT, flags)
     if args.optimizer != STANDS_FOR:
         raise InputError(
             f"{peer}: add --optimizer {STANDS_FOR}, whose defaults and groups it takes"
         )
-    with init_world(args.device) as world:
-        opened = trainers.open_script(
-            script, flags, world, create_optimizer=partial(create, settings=vars(args))
-        )
-        opened.trainer.log.config["peer"] = f"{peer}, {package} {version(package)}"
+    return PeerRun(peer, script, flags, args)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as the command line says."""
+    run = parse(sys.argv[1:] if arguments is None else arguments)
+    with init_world(run.args.device) as world:
+        opened = run.open(world)
         opened.trainer.fit(opened.checkpoint)
 
 

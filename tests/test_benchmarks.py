@@ -16,6 +16,7 @@ import torch
 
 import errors
 import ranks
+import resnet50_test
 from benchmarks import bench
 
 needs_timm = pytest.mark.skipif(
@@ -197,6 +198,45 @@ def test_a_peer_trains_and_its_log_names_it(tmp_path, capsys):
     assert config["peer"].startswith("soap, pytorch_optimizer ")
     with pytest.raises(errors.InputError, match="usage"):
         train_peer.main(["nothing"])
+
+
+def test_time_to_an_accuracy_of_logged_runs(tmp_path, capsys, monkeypatch):
+    from benchmarks import time_to_target, train_peer
+
+    pytest.importorskip("pytorch_optimizer")
+    logs = tmp_path / "logs"
+    flags = "resnet50_test.py --dataset digits --arch resnet8 --bs 64 --subset 0.5 --threads 1"
+    flags = [*flags.split(), "--epochs", "2", "--lr", "0.01"]
+    for seed in ("0", "1"):
+        out = ["--seed", seed, "--out", str(logs / f"ngd-seed{seed}")]
+        monkeypatch.setattr(sys, "argv", [flags[0], *flags[1:], "--ngd", *out])
+        resnet50_test.main()
+    peer = ["soap", *flags, "--optimizer", "adamw", "--out", str(logs / "soap-seed0")]
+    monkeypatch.setattr(sys, "argv", ["train_peer.py", *peer])
+    train_peer.main(peer)
+    monkeypatch.setattr(sys, "argv", ["time_to_target.py", "--quick", str(logs)])
+    capsys.readouterr()
+    time_to_target.main()
+    header, ngd, soap, _ = capsys.readouterr().out.strip().splitlines()[-4:]
+    assert "samples/s" in header
+    assert ngd.split()[0] == "ngd"
+    assert soap.split()[0] == "soap"
+    assert " ep " in ngd
+    assert " min" in ngd
+    monkeypatch.setattr(sys, "argv", ["time_to_target.py", str(tmp_path)])
+    with pytest.raises(errors.InputError, match="no folder"):
+        time_to_target.main()
+
+
+def test_epochs_to_an_accuracy_are_counted_with_a_fraction():
+    from benchmarks import time_to_target
+
+    rows = [{"epoch": 1, "test_accuracy": 0.5}, {"epoch": 2, "test_accuracy": 0.7}]
+    assert time_to_target.epochs_to(30, rows, guessing=10) == pytest.approx(0.5)
+    assert time_to_target.epochs_to(60, rows, guessing=10) == pytest.approx(1.5)
+    assert time_to_target.epochs_to(71, rows, guessing=10) == float("inf")
+    runs = {"a": [rows], "b": [[{"epoch": 1, "test_accuracy": 0.559}], rows]}
+    assert time_to_target.targets_of(runs) == [55, 70]
 
 
 AIRBENCH = """
