@@ -105,7 +105,7 @@ def time_to(target: float, runs: run_logs.Runs, rate: float, *, guessing: float)
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure the steps and print the table."""
     parser = bench.parser(__doc__)
     parser.add_argument("groups", nargs="+", type=Path, metavar="FOLDER", help="of NAME-seedN")
     args = parser.parse_args()

@@ -93,8 +93,15 @@ def add_flags(parser: Parser) -> None:
         "--crop_pad",
         type=number(int, 0, LARGEST_PAD),
         metavar="PIXELS",
-        help="Crop training images at random out of images with so many zeros added on each side "
+        help="Crop training images at random out of images with so many pixels added on each side "
         "(default 4 for cifar10 and folder, 2 for mnist, 1 for digits).",
+    )
+    add(
+        "--crop_fill",
+        choices=("black", "reflect"),
+        default="black",
+        help="The pixels that are added before a crop are black, or the image's own reflected at "
+        "its edges (default %(default)s).",
     )
     add(
         "--alternate_flip",
@@ -226,15 +233,22 @@ def create_augmentation(args: Namespace, size: int, channels: int) -> Augmentati
             "pixels a side; give more, or leave --small_epochs out"
         )
     if args.augment == "none":
-        if args.alternate_flip or args.crop_pad:
+        if args.alternate_flip or args.crop_pad or args.crop_fill != "black":
             raise InputError(
-                "--alternate_flip and --crop_pad change the standard augmentation; leave them or "
-                "--augment none out"
+                "--alternate_flip, --crop_pad and --crop_fill change the standard augmentation; "
+                "leave them or --augment none out"
             )
         standard = Augmentation(pad=0, flip=False)
+    pad = standard.pad if args.crop_pad is None else args.crop_pad
+    if args.crop_fill == "reflect" and pad >= size:
+        raise InputError(
+            f"--crop_fill reflect: of {size} pixels a side at most {size - 1} can be reflected, "
+            f"not {pad}; give a smaller --crop_pad"
+        )
     return dataclasses.replace(
         standard,
-        pad=standard.pad if args.crop_pad is None else args.crop_pad,
+        pad=pad,
+        reflect=args.crop_fill == "reflect",
         alternate=args.alternate_flip,
         small_epochs=args.small_epochs,
         small_size=args.small_size,

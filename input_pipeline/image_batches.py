@@ -35,7 +35,8 @@ class Augmentation:
     """Random crops and flips, and smaller images in the first epochs.
 
     Attributes:
-        pad: zero pixels added to each side of an image, out of which its own size is cropped.
+        pad: pixels added to each side of an image, out of which its own size is cropped.
+        reflect: whether those are the image's own, reflected at its edges, instead of zeros.
         flip: whether to mirror each image horizontally with probability 1/2.
         alternate: mirror a random half of the images in even epochs and the other half in odd ones,
             so that two epochs show each image both ways (arXiv:2404.00498, section 3.6).
@@ -45,6 +46,7 @@ class Augmentation:
 
     pad: int
     flip: bool
+    reflect: bool = False
     alternate: bool = False
     small_epochs: int = 0
     small_size: int = 0
@@ -125,7 +127,11 @@ class ImageDataset:
             if crops is not None:
                 offsets, flips = crops
                 pixels = crop_flip(
-                    pixels, offsets[rows], flips=flips[rows], pad=self.augmentation.pad
+                    pixels,
+                    offsets[rows],
+                    flips=flips[rows],
+                    pad=self.augmentation.pad,
+                    reflect=self.augmentation.reflect,
                 )
             images = normalise(pixels, self.mean, std=self.std)
             yield self._scale_down(images) if small else images, self.labels[rows]
@@ -208,20 +214,28 @@ def normalise(pixels: Tensor, mean: Tensor, *, std: Tensor) -> Tensor:
     return image_rows.view(pixels.shape).permute(0, 3, 1, 2)
 
 
-def crop_flip(pixels: Tensor, offsets: Tensor, *, flips: Tensor, pad: int) -> Tensor:
-    """Crop each image out of its zero-padded self and mirror some, with one gather of image rows.
+def crop_flip(
+    pixels: Tensor, offsets: Tensor, *, flips: Tensor, pad: int, reflect: bool = False
+) -> Tensor:
+    """Crop each image out of its padded self and mirror some, with one gather of image rows.
 
     Args:
         pixels: (batch, height, width, channels) uint8.
         offsets: (batch, 2) uint8, position of the crop from the top and from the left, in 0..2 pad.
         flips: (batch,) uint8, 1 where the image is mirrored horizontally.
-        pad: zero pixels on each side.
+        pad: pixels added on each side; fewer than the image has, if they are reflected.
+        reflect: whether the added pixels are the image's own, reflected at its edges without
+            repeating them, instead of zeros.
     Returns:
         (batch, height, width, channels) uint8.
     """
     batch, height, width, channels = pixels.shape
     top, left = offsets.long().unbind(1)
-    padded = F.pad(pixels, (0, 0, pad, pad, pad, pad))
+    if reflect:
+        rows, columns = (reflected_indices(size, pad, pixels.device) for size in (height, width))
+        padded = pixels.index_select(1, rows).index_select(2, columns)
+    else:
+        padded = F.pad(pixels, (0, 0, pad, pad, pad, pad))
     row_stride = (width + 2 * pad) * channels  # bytes of a padded image row
     first_row = torch.arange(batch, device=pixels.device) * (height + 2 * pad) + top
     first_byte = first_row * row_stride + left * channels
@@ -232,6 +246,12 @@ def crop_flip(pixels: Tensor, offsets: Tensor, *, flips: Tensor, pad: int) -> Te
     windows = padded.flatten().as_strided((padded.numel() - row_bytes + 1, row_bytes), (1, 1))
     cropped = windows.index_select(0, starts.flatten()).view(pixels.shape)
     return torch.where(flips.bool()[:, None, None, None], cropped.flip(2), cropped)
+
+
+def reflected_indices(size: int, pad: int, device: torch.device) -> Tensor:
+    """Return pad, ..., 1, 0, 1, ..., size - 1, size - 2, ..., size - 1 - pad: int64."""
+    position = torch.arange(-pad, size + pad, device=device).abs()
+    return torch.where(position < size, position, 2 * (size - 1) - position)
 
 
 def channel_statistics(images: ImageSplit) -> tuple[list[float], list[float]]:

@@ -195,7 +195,8 @@ def image_data(device: str, resident: bool) -> ImageDataset:
 
 
 @DEVICES
-def test_crops_and_pasted_boxes_have_the_bytes_of_the_cpu(device):
+@pytest.mark.parametrize("reflect", [False, True])
+def test_crops_and_pasted_boxes_have_the_bytes_of_the_cpu(device, reflect):
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (16, 8, 8, 3), dtype=torch.uint8, generator=generator)
     offsets = torch.randint(5, (16, 2), dtype=torch.uint8, generator=generator)
@@ -203,7 +204,9 @@ def test_crops_and_pasted_boxes_have_the_bytes_of_the_cpu(device):
     partner = torch.randperm(16, generator=generator)
     results = []
     for place in ("cpu", device):
-        cropped = crop_flip(pixels.to(place), offsets.to(place), flips=flips.to(place), pad=2)
+        cropped = crop_flip(
+            pixels.to(place), offsets.to(place), flips=flips.to(place), pad=2, reflect=reflect
+        )
         mix = mixup.Mix(partner.to(place), torch.ones(16, device=place), box=(1, 5, 2, 7))
         images = cropped.permute(0, 3, 1, 2).float()
         results.append((cropped.cpu(), mixup.blend(images, mix).cpu()))

@@ -32,15 +32,14 @@ def random_pixels(*shape: int) -> torch.Tensor:
 
 
 def plain_crop_flip(
-    pixels: torch.Tensor, offsets: torch.Tensor, flips: torch.Tensor, pad: int
+    pixels: torch.Tensor, offsets: torch.Tensor, flips: torch.Tensor, pad: int, mode: str
 ) -> np.ndarray:
-    """Crop and flip image by image: a zero canvas, a window, a mirror."""
+    """Crop and flip image by image: a padded image, a window, a mirror."""
     out = np.zeros(pixels.shape)
     images = pixels.numpy().astype(np.float64)
     for i, (image, (top, left), flip) in enumerate(zip(images, offsets.tolist(), flips.tolist())):
-        height, width, channels = image.shape
-        canvas = np.zeros((height + 2 * pad, width + 2 * pad, channels))
-        canvas[pad : pad + height, pad : pad + width] = image
+        height, width, _ = image.shape
+        canvas = np.pad(image, ((pad, pad), (pad, pad), (0, 0)), mode=mode)
         window = canvas[top : top + height, left : left + width]
         out[i] = window[:, ::-1] if flip else window
     return out
@@ -48,17 +47,18 @@ def plain_crop_flip(
 
 @pytest.mark.parametrize(
     ("height", "width", "channels", "pad"),
-    [(32, 32, 3, 4), (28, 28, 1, 2), (5, 9, 3, 3), (4, 4, 2, 0)],
+    [(32, 32, 3, 4), (28, 28, 1, 2), (5, 9, 3, 3), (4, 4, 2, 0), (5, 6, 1, 4)],
 )
+@pytest.mark.parametrize("mode", ["constant", "reflect"])
 def test_crop_flip_equals_a_plain_reference(
-    height: int, width: int, channels: int, pad: int
+    height: int, width: int, channels: int, pad: int, mode: str
 ) -> None:
     pixels = random_pixels(40, height, width, channels)
     offsets = torch.randint(2 * pad + 1, (40, 2), dtype=torch.uint8)
     flips = torch.randint(2, (40,), dtype=torch.uint8)
     assert np.array_equal(
-        crop_flip(pixels, offsets, flips=flips, pad=pad).numpy(),
-        plain_crop_flip(pixels, offsets, flips, pad),
+        crop_flip(pixels, offsets, flips=flips, pad=pad, reflect=mode == "reflect").numpy(),
+        plain_crop_flip(pixels, offsets, flips, pad, mode),
     )
 
 
