@@ -430,6 +430,8 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
         raise InputError(
             f"--warmup {args.warmup:g}: must be shorter than the run of {args.epochs} epochs"
         )
+    if args.freeze and args.weights is None:
+        raise InputError("--freeze: all but the last layer would stay random; add --weights")
     reason = torch_compat.unavailable_reason("staging")
     if args.save_in_background == "yes" and reason:
         raise InputError(f"--save_in_background yes {reason}; leave it out")

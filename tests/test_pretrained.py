@@ -167,6 +167,11 @@ def test_one_trained_layer_has_no_other_rates(name: str, refused) -> None:
     refused(name, "--freeze --layer_decay 0.8", "one layer is trained")
 
 
+@pytest.mark.parametrize("name", ["images", "texts"])
+def test_random_weights_are_not_frozen(name: str, refused) -> None:
+    refused(name, "--freeze", "would stay random; add --weights")
+
+
 def test_a_tokenizer_that_is_none_is_one_line(few_texts, refused, here) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     for tokenizer in ("bert-base-uncased", '"bert-base-uncased"', '"{}"'):
