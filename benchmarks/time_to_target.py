@@ -6,66 +6,39 @@ The clock of a run that shared its machine with other work says little. Here the
 name NAME-seedN in these folders is opened again as its config.json says, on the real data, and the
 runs take turns with the same training steps. Targets are, for each name, the last accuracy
 of its lowest seed, rounded down to a whole percent. Within an epoch the accuracy is
-taken to grow evenly, from that of guessing before the first. Evaluations are not counted.
+taken to grow evenly, from 0 in the first. Evaluations are not counted. Runs of several ranks
+are measured with --ranks and --network (see slow_network.py).
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from backends.device import keep_freed_memory
-from benchmarks import bench, peers, throughput, train_peer
-from benchmarks.trainers import Opened
-from distributed.world import World, init_world
+from benchmarks import bench, peers, slow_network, training_rates
+from distributed.world import init_world
 from errors import InputError, exit_code
 from figures import run_logs
 
 # With --quick and without: turns, and steps of each, a multiple of the ten steps after which SOAP's
 # rare work comes again.
 SIZES = {True: (3, 10), False: (7, 30)}
+NETWORKS = {"loopback": "", "1gbit": "1gbit", "100mbit": "100mbit"}
 
 
-def open_run(folder: Path, world: World, out: Path) -> Opened:
-    """Create what a logged run trained, from its command line, to be written to another folder.
-
-    Raises:
-        InputError: the folder has no config.json, or one without a command line.
-    """
-    try:
-        command = json.loads((folder / "config.json").read_text())["command"]
-    except (OSError, ValueError, KeyError):
-        raise InputError(f"{folder}: holds no config.json with a command line") from None
-    arguments = [*command[1:], "--out", str(out)]
-    if command[0] == "train_peer.py":
-        opened = train_peer.parse(arguments).open(world)
-    elif command[0] in train_peer.SCRIPTS:
-        script = train_peer.SCRIPTS[command[0]]
-        opened = throughput.trainers.open_script(script, arguments, world)
-    else:
-        raise InputError(f"{folder}: {command[0]} is no script whose steps can be measured")
-    opened.trainer.wrap_model()
-    opened.trainer.model.train()
-    return opened
-
-
-def epochs_to(target: float, rows: Sequence[run_logs.Row], *, guessing: float) -> float:
+def epochs_to(target: float, rows: Sequence[run_logs.Row]) -> float:
     """Return how many epochs a run needs for an accuracy, with a fraction; infinite if it fails.
 
     Args:
         target: the accuracy in percent.
         rows: of the run's epochs.
-        guessing: accuracy of guessing in percent, that of epoch 0.
     """
-    before = guessing
+    before = 0.0
     for row in rows:
         reached = run_logs.accuracy(row)
         if reached >= target:
@@ -79,24 +52,45 @@ def targets_of(runs: dict[str, run_logs.Runs]) -> list[int]:
     return sorted({int(min(run_logs.last(each, run_logs.accuracy))) for each in runs.values()})
 
 
-def samples_per_second(opened: Opened, steps: int) -> float:
-    """Take the first training steps of an epoch, and return the rate."""
-    generator = throughput.our_steps(opened.trainer)
-    start = time.perf_counter()
-    samples = sum(itertools.islice(generator, steps))
-    return samples / (time.perf_counter() - start)
+def measure_rates(
+    runs: Mapping[str, Path], *, network: str, ranks: int, quick: bool
+) -> dict[str, list[float]]:
+    """Return the samples per second of each turn, by name.
+
+    Args:
+        runs: folders of logged runs, by name.
+        network: one of `NETWORKS`; of one rank, any.
+        ranks: processes on this machine, of one thread each if there are several.
+        quick: whether to take few turns.
+
+    Raises:
+        InputError: this machine cannot have such a network.
+    """
+    turns, steps = SIZES[quick]
+    if ranks == 1:
+        with init_world() as world:
+            return training_rates.measure(runs, turns=turns, steps=steps, world=world)
+    command = ["-m", "benchmarks.training_rates", "--turns", str(turns), "--steps", str(steps)]
+    command += [f"{name}={folder.resolve()}" for name, folder in runs.items()]
+    places = (
+        slow_network.joined(network, ranks) if NETWORKS[network] else slow_network.loopback(ranks)
+    )
+    try:
+        with places as all_places:
+            return slow_network.run(all_places, command)
+    except slow_network.Unavailable as reason:
+        raise InputError(f"--network {network}: {reason}") from None
 
 
-def time_to(target: float, runs: run_logs.Runs, rate: float, *, guessing: float) -> str:
+def time_to(target: float, runs: run_logs.Runs, rate: float) -> str:
     """Write the mean epochs and minutes to an accuracy, or that not all seeds reach it.
 
     Args:
         target: the accuracy in percent.
         runs: the rows of each seed.
         rate: samples per second.
-        guessing: see `epochs_to`.
     """
-    epochs = [epochs_to(target, rows, guessing=guessing) for rows in runs]
+    epochs = [epochs_to(target, rows) for rows in runs]
     if math.inf in epochs:
         return f"{sum(map(math.isfinite, epochs))} of {len(epochs)} seeds"
     mean = statistics.mean(epochs)
@@ -108,6 +102,13 @@ def main() -> None:
     """Measure the steps and print the table."""
     parser = bench.parser(__doc__)
     parser.add_argument("groups", nargs="+", type=Path, metavar="FOLDER", help="of NAME-seedN")
+    parser.add_argument("--ranks", type=int, default=1, help="processes (default %(default)s)")
+    parser.add_argument(
+        "--network",
+        choices=NETWORKS,
+        default="loopback",
+        help="between the processes; slow ones need Linux and root (default %(default)s)",
+    )
     args = parser.parse_args()
     started = time.perf_counter()
     keep_freed_memory()
@@ -118,28 +119,21 @@ def main() -> None:
         raise InputError("no folder NAME-seedN with a config.json in these folders")
     runs = run_logs.by_name(folders)
     first = {folder.name.rpartition("-seed")[0]: folder for folder in reversed(folders)}
-    turns, steps = SIZES[args.quick]
-    with tempfile.TemporaryDirectory() as scratch, init_world() as world:
-        opened = {
-            name: open_run(folder, world, Path(scratch) / name) for name, folder in first.items()
-        }
-        sides = {name: partial(samples_per_second, each, steps) for name, each in opened.items()}
-        for side in sides.values():
-            side()  # not timed: the first steps allocate memory
-        rates = bench.take_turns(sides, turns)
-    guessing = 100 / len(next(iter(opened.values())).data.metadata["classes"])
+    rates = measure_rates(first, network=args.network, ranks=args.ranks, quick=args.quick)
     targets = targets_of(runs)
     columns = "".join(f"{f'to {target} %':>22}" for target in targets)
-    print(f"{'':<12}{'samples/s':>10}{'spread':>16}{'seeds':>6}{columns}")
+    print(f"{'':<20}{'samples/s':>10}{'spread':>16}{'seeds':>6}{columns}")
     for name, each in runs.items():
         rate = statistics.median(rates[name])
-        cells = "".join(f"{time_to(t, each, rate, guessing=guessing):>22}" for t in targets)
+        cells = "".join(f"{time_to(target, each, rate):>22}" for target in targets)
         spread = f"{min(rates[name]):.0f}..{max(rates[name]):.0f}"
-        print(f"{name:<12}{rate:>10.0f}{spread:>16}{len(each):>6}{cells}")
+        print(f"{name:<20}{rate:>10.0f}{spread:>16}{len(each):>6}{cells}")
     packages = ["torch", *(name for name in peers.OPTIONAL if getattr(peers, name))]
-    machine = bench.machine(world.device, packages)
+    machine = bench.machine(bench.DEVICE, packages)
+    turns, steps = SIZES[args.quick]
     took = time.perf_counter() - started
-    print(f"{turns} turns of {steps} steps each; {machine}; {took:.0f} s")
+    place = f"{args.ranks} process(es), {args.network}" if args.ranks > 1 else "1 process"
+    print(f"{turns} turns of {steps} steps each; {place}; {machine}; {took:.0f} s")
     bench.write_json(
         args.json,
         [],
@@ -147,9 +141,11 @@ def main() -> None:
         machine=machine,
         took=took,
         quick=args.quick,
+        ranks=args.ranks,
+        network=args.network,
         samples_per_second=rates,
         epochs_to_target={
-            name: {t: [epochs_to(t, rows, guessing=guessing) for rows in each] for t in targets}
+            name: {target: [epochs_to(target, rows) for rows in each] for target in targets}
             for name, each in runs.items()
         },
     )
