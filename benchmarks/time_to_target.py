@@ -25,9 +25,9 @@ from distributed.world import init_world
 from errors import InputError, exit_code
 from figures import run_logs
 
-# With --quick and without: turns, and steps of each, a multiple of the ten steps after which SOAP's
-# rare work comes again.
-SIZES = {True: (3, 10), False: (7, 30)}
+# With --quick and without: turns, and steps of each. SOAP's rare work comes again after ten steps,
+# and SLAMB's mean of the weights after fifty.
+SIZES = {True: (3, 10), False: (5, 50)}
 NETWORKS = {"loopback": "", "1gbit": "1gbit", "100mbit": "100mbit"}
 
 

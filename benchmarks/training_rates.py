@@ -9,7 +9,6 @@ the rates as JSON.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import tempfile
 import time
@@ -18,9 +17,10 @@ from functools import partial
 from pathlib import Path
 
 from backends.device import keep_freed_memory
-from benchmarks import bench, throughput, train_peer, trainers
+from benchmarks import bench, train_peer, trainers
 from distributed.world import World, init_world
 from errors import InputError
+from training.trainer import Trainer
 
 
 def open_run(folder: Path, world: World, out: Path) -> trainers.Opened:
@@ -48,12 +48,19 @@ def open_run(folder: Path, world: World, out: Path) -> trainers.Opened:
     return opened
 
 
-def samples_per_second(opened: trainers.Opened, steps: int, world: World) -> float:
+def samples_per_second(trainer: Trainer, steps: int) -> float:
     """Take the first training steps of an epoch, and return the rate of all ranks together."""
-    generator = throughput.our_steps(opened.trainer)
-    start = time.perf_counter()
-    samples = sum(itertools.islice(generator, steps))
-    return samples * world.size / (time.perf_counter() - start)
+    trainer.batches.start_epoch(0)
+    trainer.progress.epoch, trainer.progress.step_in_epoch = 0, 0
+    plan = trainer.batches.plan(0, 0)[:steps]
+    samples, start = 0, time.perf_counter()
+    data = trainer.train_set.batches([planned.rows for planned in plan], 0)
+    for (inputs, labels), planned in zip(data, plan):
+        trainer.set_lr(trainer.scheduled_lr())
+        trainer.train_step(inputs, labels, planned.weight, samples=planned.samples)
+        trainer.progress.step_in_epoch += 1
+        samples += planned.samples
+    return samples / (time.perf_counter() - start)
 
 
 def measure(
@@ -70,12 +77,10 @@ def measure(
         Samples per second of each turn, by name.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        sides = {
-            name: partial(
-                samples_per_second, open_run(folder, world, Path(scratch) / name), steps, world
-            )
-            for name, folder in runs.items()
-        }
+        sides = {}
+        for name, folder in runs.items():
+            opened = open_run(folder, world, Path(scratch) / name)
+            sides[name] = partial(samples_per_second, opened.trainer, steps)
         for side in sides.values():
             side()
         return bench.take_turns(sides, turns)
