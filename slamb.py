@@ -57,7 +57,7 @@ SETTINGS = (  # attributes of the optimizer that belong to no parameter group
     "warmup",
     "final_ratios",
 )
-CACHED = 64 * 1024  # elements of a buffer that a thread takes through several passes at a time
+CACHED = 256 * 1024  # elements of a buffer that a thread takes through several passes at a time
 TRUST_CLAMP = (0.01, 1000.0)  # range of the trust ratios of tensors that are exchanged in parts
 
 
