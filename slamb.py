@@ -47,7 +47,6 @@ from optimizers.lamb import LAMB, lamb_trust_ratios
 __all__ = ["LAMB", "SLAMB", "AuthorsSLAMB"]
 
 BLOCK = 64  # elements of a unit of the selection 'block'
-SMALL = 9000  # tensors with fewer elements are exchanged whole at every step
 SETTINGS = (  # attributes of the optimizer that belong to no parameter group
     "local_steps",
     "dense_steps",
@@ -108,6 +107,8 @@ class SLAMB(CommunicatingOptimizer):
     Raises:
         ValueError: a hyper-parameter is out of its range.
     """
+
+    smallest_large = 1024  # elements: of smaller tensors, and vectors, everything is exchanged
 
     def __init__(
         self,
@@ -252,7 +253,18 @@ class SLAMB(CommunicatingOptimizer):
         ]
 
     def _new_group_buffers(self, group: dict[str, Any], seed: int) -> ParamGroupBuffers:
-        return ParamGroupBuffers(group, self.state, selection=self.selection, seed=seed)
+        return self._group_buffers(ParamGroupBuffers, group, seed)
+
+    def _group_buffers(
+        self, create: type[ParamGroupBuffers], group: dict[str, Any], seed: int
+    ) -> ParamGroupBuffers:
+        return create(
+            group,
+            self.state,
+            selection=self.selection,
+            smallest_large=self.smallest_large,
+            seed=seed,
+        )
 
     def _warn_if_gradients_are_averaged(self, group_buffers: list[ParamGroupBuffers]) -> None:
         """Compares the norms of the ranks' gradients, once, at the first step that has any.
@@ -403,6 +415,7 @@ class ParamGroupBuffers:
         state: the optimizer's state, by parameter; what is there is taken over, and from then on
             it consists of views of the buffers.
         selection: 'block' or 'random'.
+        smallest_large: elements of a tensor with several axes, from which it is a large one.
         seed: seed of the order of the units.
     """
 
@@ -412,10 +425,11 @@ class ParamGroupBuffers:
         state: dict[Tensor, dict[str, Any]],
         *,
         selection: str,
+        smallest_large: int,
         seed: int,
     ) -> None:
         parameters = [p for p in group["params"] if p.requires_grad and p.numel()]
-        is_small = [p.ndim < 2 or p.numel() < SMALL for p in parameters]
+        is_small = [p.ndim < 2 or p.numel() < smallest_large for p in parameters]
         self.group = group
         self.selects_elements = selection == "random"
         self.small = FlatLayout([p for p, small in zip(parameters, is_small) if small], 1)
@@ -719,8 +733,10 @@ class AuthorsSLAMB(SLAMB):
     of the order. Early updates are much larger than LAMB's.
     """
 
+    smallest_large = 9000
+
     def _new_group_buffers(self, group: dict[str, Any], seed: int) -> ParamGroupBuffers:
-        return AuthorsParamGroupBuffers(group, self.state, selection=self.selection, seed=seed)
+        return self._group_buffers(AuthorsParamGroupBuffers, group, seed)
 
     def _is_dense_step(self, group: dict[str, Any]) -> bool:
         return False
@@ -735,9 +751,12 @@ class AuthorsParamGroupBuffers(ParamGroupBuffers):
         state: dict[Tensor, dict[str, Any]],
         *,
         selection: str,
+        smallest_large: int,
         seed: int,
     ) -> None:
-        super().__init__(group, state, selection=selection, seed=seed)
+        super().__init__(
+            group, state, selection=selection, smallest_large=smallest_large, seed=seed
+        )
         self.is_vector = torch.tensor(
             [p.ndim < 2 for p in self.small.tensors], dtype=torch.bool, device=self.small.device
         )

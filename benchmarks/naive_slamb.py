@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MIN_SPARSE = 9000  # tensors with fewer elements, or one dimension, are sent in full
+from slamb import SLAMB
+
 CLAMP = (0.01, 1000.0)
 
 
@@ -38,7 +39,9 @@ class NaiveSLAMB(torch.optim.Optimizer):
         )
         self.local_steps, self.ranks, self.t = local_steps, ranks, 0
         self.parameters = [p for group in self.param_groups for p in group["params"]]
-        self.large = [p for p in self.parameters if p.ndim > 1 and p.numel() >= MIN_SPARSE]
+        self.large = [
+            p for p in self.parameters if p.ndim > 1 and p.numel() >= SLAMB.smallest_large
+        ]
         total = sum(p.numel() for p in self.large)
         order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
         self.chunks = order.tensor_split(max(1, int(1 / self.defaults["compress_ratio"])))

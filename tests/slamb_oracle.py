@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from optimizers.flat_buffer import FlatLayout, RoundRobin
-from slamb import BLOCK, SMALL, TRUST_CLAMP
+from slamb import BLOCK, SLAMB, TRUST_CLAMP, AuthorsSLAMB
 
-SHAPES = [(20, 16, 6, 6), (30, 10), (7,), (96, 101), (20,), (5, 3, 2)]
+SHAPES = [(20, 16, 6, 6), (30, 40), (7,), (96, 101), (20,), (5, 3, 2)]
 
 
 def start(dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -63,8 +63,9 @@ class Oracle:
             [[torch.zeros_like(p) for p in start()] for _ in range(ranks)] for _ in range(2)
         )
         self.age = [torch.zeros_like(p) for p in start()]
+        smallest = (AuthorsSLAMB if authors else SLAMB).smallest_large
         self.large = [
-            number for number, p in enumerate(start()) if p.ndim > 1 and p.numel() >= SMALL
+            number for number, p in enumerate(start()) if p.ndim > 1 and p.numel() >= smallest
         ]
         self.layout = FlatLayout([start()[number] for number in self.large], BLOCK)
         layout = self.layout

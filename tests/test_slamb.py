@@ -31,9 +31,10 @@ from training.step_stats import StepSums
 from training.train_state import merge_optimizer_states
 
 EXACT = {"wire_dtype": torch.float64}
-SMALL_ELEMENTS = sum(math.prod(shape) for shape in SHAPES if math.prod(shape) < 9000)
 ELEMENTS = sum(math.prod(shape) for shape in SHAPES)
-LARGE_ROWS = sum(-(-math.prod(shape) // BLOCK) for shape in SHAPES if math.prod(shape) >= 9000)
+LARGE = [elements for elements in map(math.prod, SHAPES) if elements >= SLAMB.smallest_large]
+SMALL_ELEMENTS = ELEMENTS - sum(LARGE)
+LARGE_ROWS = sum(-(-elements // BLOCK) for elements in LARGE)
 
 
 def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
