@@ -141,15 +141,22 @@ def as_rank(rank: int, size: int, address: str, port: int) -> dict[str, str]:
     }
 
 
-def run(places: Sequence[Place], command: Sequence[str]) -> dict[str, Any]:
+def run(
+    places: Sequence[Place], command: Sequence[str], *, timeout: float = TIMEOUT
+) -> dict[str, Any]:
     """Run a Python command on each of the places, as torchrun would start it.
 
     Args:
         places: where the ranks run; the name of a rank's device is appended to its command.
         command: arguments of the Python interpreter.
+        timeout: seconds that it may take.
 
     Returns:
         The JSON that rank 0 prints last.
+
+    Raises:
+        RuntimeError: a rank failed.
+        subprocess.TimeoutExpired: it took too long.
     """
     port = free_port()
     started: list[subprocess.Popen[str]] = []
@@ -163,7 +170,7 @@ def run(places: Sequence[Place], command: Sequence[str]) -> dict[str, Any]:
             started.append(
                 subprocess.Popen(line, cwd=ROOT, env=environment, stdout=output, text=True)
             )
-        printed, _ = started[0].communicate(timeout=TIMEOUT)
+        printed, _ = started[0].communicate(timeout=timeout)
         for process in started:
             if process.wait(timeout=60):
                 raise RuntimeError(f"exit code {process.returncode}: {' '.join(command)}")

@@ -1,17 +1,18 @@
-"""Time to an accuracy: epochs from the logs of runs, and their seconds a step, measured in turns.
+"""Time to an accuracy: epochs from the logs of runs, and samples/s, measured in turns.
 
 python -m benchmarks.time_to_target figures/logs/optimizers_cifar10 figures/logs/soap_cifar10
 
 The clock of a run that shared its machine with other work says little. Here the first run of each
-name NAME-seedN in these folders is opened again as its config.json says, on the real data, and the
-runs take turns with the same training steps. Targets are, for each name, the last accuracy
-of its lowest seed, rounded down to a whole percent. Within an epoch the accuracy is
-taken to grow evenly, from 0 in the first. Evaluations are not counted. Runs of several ranks
-are measured with --ranks and --network (see slow_network.py).
+name NAME-seedN in these folders is opened again by its command line, on the real data, and the runs
+take turns with the same training steps. Targets are, for each name, the final accuracy of its worst
+seed, rounded down to a whole percent. Within an epoch the accuracy is taken to grow evenly, from 0
+in the first. Evaluations are not counted. Runs of several ranks are measured with --ranks and
+--network (see slow_network.py).
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import sys
@@ -28,7 +29,8 @@ from figures import run_logs
 # With --quick and without: turns, and steps of each. SOAP's rare work comes again after ten steps,
 # and SLAMB's mean of the weights after fifty.
 SIZES = {True: (3, 10), False: (5, 50)}
-NETWORKS = {"loopback": "", "1gbit": "1gbit", "100mbit": "100mbit"}
+NETWORKS = ("loopback", *slow_network.BURST)
+SECONDS_A_STEP = 20  # of which nobody waits for more
 
 
 def epochs_to(target: float, rows: Sequence[run_logs.Row]) -> float:
@@ -40,16 +42,56 @@ def epochs_to(target: float, rows: Sequence[run_logs.Row]) -> float:
     """
     before = 0.0
     for row in rows:
-        reached = run_logs.accuracy(row)
+        reached = in_percent(row)
         if reached >= target:
-            return row["epoch"] - 1 + (target - before) / (reached - before)
+            share = (target - before) / (reached - before) if reached > before else 1.0
+            return row["epoch"] - 1 + share
         before = reached
     return math.inf
 
 
+def in_percent(row: run_logs.Row) -> float:
+    """Return the accuracy of an epoch in percent, without the rounding errors of 100 x 0.58."""
+    return round(run_logs.accuracy(row), 9)
+
+
 def targets_of(runs: dict[str, run_logs.Runs]) -> list[int]:
-    """Return the last accuracy of each name's lowest seed, rounded down, lowest first."""
-    return sorted({int(min(run_logs.last(each, run_logs.accuracy))) for each in runs.values()})
+    """Return the final accuracy of each name's worst seed, rounded down, lowest first."""
+    return sorted({int(min(run_logs.last(each, in_percent))) for each in runs.values()})
+
+
+def find_runs(
+    groups: Sequence[Path], ranks: int
+) -> tuple[dict[str, run_logs.Runs], dict[str, Path]]:
+    """Find the finished runs in folders of groups.
+
+    Args:
+        groups: folders that hold folders NAME-seedN.
+        ranks: of which every run must be.
+    Returns:
+        The rows of each seed, and the folder of the first one, by name.
+    Raises:
+        InputError: a folder holds no finished run, two hold the same name, or a run had another
+            number of ranks.
+    """
+    runs: dict[str, run_logs.Runs] = {}
+    first: dict[str, Path] = {}
+    for group in groups:
+        folders = [path.parent for path in sorted(group.glob("*-seed*/config.json"))]
+        finished = [folder for folder in folders if run_logs.finished(folder)]
+        if not finished:
+            raise InputError(f"{group}: holds no finished run NAME-seedN")
+        found = run_logs.by_name(finished)
+        if both := sorted(found.keys() & runs.keys()):
+            raise InputError(f"{group}: has runs {both[0]}, as a folder before it")
+        runs.update(found)
+        for folder in finished:
+            name = folder.name.rpartition("-seed")[0] or folder.name
+            first.setdefault(name, folder)
+            had = run_logs.read_rows(folder)[-1].get("world_size", 1)
+            if had != ranks:
+                raise InputError(f"{folder}: is of {had} ranks; add --ranks {had}")
+    return runs, first
 
 
 def measure_rates(
@@ -59,27 +101,29 @@ def measure_rates(
 
     Args:
         runs: folders of logged runs, by name.
-        network: one of `NETWORKS`; of one rank, any.
+        network: one of `NETWORKS`, between several ranks.
         ranks: processes on this machine, of one thread each if there are several.
         quick: whether to take few turns.
-
     Raises:
-        InputError: this machine cannot have such a network.
+        InputError: this machine cannot have such a network, or a run cannot be measured.
+        subprocess.TimeoutExpired: the ranks take far too long.
     """
     turns, steps = SIZES[quick]
     if ranks == 1:
         with init_world() as world:
             return training_rates.measure(runs, turns=turns, steps=steps, world=world)
     command = ["-m", "benchmarks.training_rates", "--turns", str(turns), "--steps", str(steps)]
-    command += [f"{name}={folder.resolve()}" for name, folder in runs.items()]
-    places = (
-        slow_network.joined(network, ranks) if NETWORKS[network] else slow_network.loopback(ranks)
-    )
+    command += [json.dumps({name: str(folder.resolve()) for name, folder in runs.items()})]
+    is_loopback = network == NETWORKS[0]
+    joined = slow_network.loopback(ranks) if is_loopback else slow_network.joined(network, ranks)
+    timeout = SECONDS_A_STEP * len(runs) * (turns + 1) * steps
     try:
-        with places as all_places:
-            return slow_network.run(all_places, command)
+        with joined as places:
+            return slow_network.run(places, command, timeout=timeout)
     except slow_network.Unavailable as reason:
         raise InputError(f"--network {network}: {reason}") from None
+    except RuntimeError:
+        raise InputError("a rank failed; its message is above") from None
 
 
 def time_to(target: float, runs: run_logs.Runs, rate: float) -> str:
@@ -110,15 +154,11 @@ def main() -> None:
         help="between the processes; slow ones need Linux and root (default %(default)s)",
     )
     args = parser.parse_args()
+    if args.ranks < 1 or (args.ranks == 1 and args.network != NETWORKS[0]):
+        parser.error("--ranks must be at least 1, and at least 2 with --network")
     started = time.perf_counter()
     keep_freed_memory()
-    folders = [
-        path.parent for group in args.groups for path in sorted(group.glob("*-seed*/config.json"))
-    ]
-    if not folders:
-        raise InputError("no folder NAME-seedN with a config.json in these folders")
-    runs = run_logs.by_name(folders)
-    first = {folder.name.rpartition("-seed")[0]: folder for folder in reversed(folders)}
+    runs, first = find_runs(args.groups, args.ranks)
     rates = measure_rates(first, network=args.network, ranks=args.ranks, quick=args.quick)
     targets = targets_of(runs)
     columns = "".join(f"{f'to {target} %':>22}" for target in targets)
@@ -143,9 +183,16 @@ def main() -> None:
         quick=args.quick,
         ranks=args.ranks,
         network=args.network,
+        steps_a_turn=steps,
+        folders=[str(group) for group in args.groups],
+        samples_per_epoch={name: each[0][0]["samples"] for name, each in runs.items()},
         samples_per_second=rates,
-        epochs_to_target={
-            name: {target: [epochs_to(target, rows) for rows in each] for target in targets}
+        epochs_to_target={  # null: not reached
+            name: {
+                target: [needed if math.isfinite(needed) else None for needed in of_seeds]
+                for target in targets
+                if (of_seeds := [epochs_to(target, rows) for rows in each])
+            }
             for name, each in runs.items()
         },
     )

@@ -33,7 +33,8 @@ def add_flags(add: Callable[..., Any], metavar: str, help: str) -> None:
     add(
         "--freeze",
         action="store_true",
-        help="Train the last linear layer alone, and leave all other weights as they are.",
+        help="Train the last linear layer alone, and leave all other weights as they are; needs "
+        "--weights.",
     )
 
 

@@ -240,10 +240,10 @@ def create_augmentation(args: Namespace, size: int, channels: int) -> Augmentati
             )
         standard = Augmentation(pad=0, flip=False)
     pad = standard.pad if args.crop_pad is None else args.crop_pad
-    if args.crop_fill == "reflect" and pad >= size:
+    if args.crop_fill == "reflect" and not 0 < pad < size:
         raise InputError(
-            f"--crop_fill reflect: of {size} pixels a side at most {size - 1} can be reflected, "
-            f"not {pad}; give a smaller --crop_pad"
+            f"--crop_fill reflect: of {size} pixels a side 1 to {size - 1} can be reflected, not "
+            f"{pad}; give another --crop_pad"
         )
     return dataclasses.replace(
         standard,

@@ -430,8 +430,10 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
         raise InputError(
             f"--warmup {args.warmup:g}: must be shorter than the run of {args.epochs} epochs"
         )
-    if args.freeze and args.weights is None:
-        raise InputError("--freeze: all but the last layer would stay random; add --weights")
+    if args.freeze and args.weights is None and not resumed:
+        raise InputError(
+            "--freeze needs --weights: without them all layers but the last would stay random"
+        )
     reason = torch_compat.unavailable_reason("staging")
     if args.save_in_background == "yes" and reason:
         raise InputError(f"--save_in_background yes {reason}; leave it out")

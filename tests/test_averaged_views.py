@@ -78,7 +78,8 @@ def make_folder(folder) -> None:
         ("--dataset digits --small_epochs 1 --small_size 9", "only 8 pixels a side"),
         ("--dataset digits --augment none --crop_pad 2", "leave them or --augment none out"),
         ("--dataset digits --augment none --crop_fill reflect", "leave them or --augment none out"),
-        ("--dataset digits --crop_pad 8 --crop_fill reflect", "at most 7 can be reflected, not 8"),
+        ("--dataset digits --crop_pad 8 --crop_fill reflect", "1 to 7 can be reflected, not 8"),
+        ("--dataset digits --crop_pad 0 --crop_fill reflect", "1 to 7 can be reflected, not 0"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(refused, flags: str, expected: str) -> None:

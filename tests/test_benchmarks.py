@@ -200,32 +200,91 @@ def test_a_peer_trains_and_its_log_names_it(tmp_path, capsys):
         train_peer.main(["nothing"])
 
 
-def test_time_to_an_accuracy_of_logged_runs(tmp_path, capsys, monkeypatch):
-    from benchmarks import time_to_target, train_peer
+SMALL_RUN = "--dataset digits --arch resnet8 --bs 64 --subset 0.5 --threads 1 --epochs 2 --lr 0.01"
 
-    pytest.importorskip("pytorch_optimizer")
-    logs = tmp_path / "logs"
-    flags = "resnet50_test.py --dataset digits --arch resnet8 --bs 64 --subset 0.5 --threads 1"
-    flags = [*flags.split(), "--epochs", "2", "--lr", "0.01"]
-    for seed in ("0", "1"):
-        out = ["--seed", seed, "--out", str(logs / f"ngd-seed{seed}")]
-        monkeypatch.setattr(sys, "argv", [flags[0], *flags[1:], "--ngd", *out])
+
+@pytest.fixture
+def small_logs(tmp_path, monkeypatch):
+    """A folder of logged runs: two seeds of NGD, one of SGD."""
+    for name, flags in (("ngd-seed0", "--ngd"), ("ngd-seed1", "--ngd --seed 1"), ("sgd-seed0", "")):
+        words = ["resnet50_test.py", *SMALL_RUN.split(), *flags.split()]
+        monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path / "logs" / name)])
         resnet50_test.main()
-    peer = ["soap", *flags, "--optimizer", "adamw", "--out", str(logs / "soap-seed0")]
-    monkeypatch.setattr(sys, "argv", ["train_peer.py", *peer])
-    train_peer.main(peer)
-    monkeypatch.setattr(sys, "argv", ["time_to_target.py", "--quick", str(logs)])
-    capsys.readouterr()
+    return tmp_path / "logs"
+
+
+def run_time_to_target(monkeypatch, *words) -> None:
+    from benchmarks import time_to_target
+
+    monkeypatch.setattr(sys, "argv", ["time_to_target.py", "--quick", *map(str, words)])
     time_to_target.main()
-    header, ngd, soap, _ = capsys.readouterr().out.strip().splitlines()[-4:]
+
+
+def test_time_to_an_accuracy_of_logged_runs(small_logs, tmp_path, capsys, monkeypatch):
+    from benchmarks import training_rates
+
+    opened = []
+    take_steps = training_rates.samples_per_second
+
+    def spy(trainer, steps):
+        opened.append((type(trainer.optimizer).__name__, trainer.optimizer.param_groups[0]["lr"]))
+        return take_steps(trainer, steps)
+
+    monkeypatch.setattr(training_rates, "samples_per_second", spy)
+    capsys.readouterr()
+    run_time_to_target(monkeypatch, "--json", tmp_path / "times.json", small_logs)
+    assert {name for name, _ in opened} == {"NGD", "SGD"}
+    assert len(opened) == 2 * 4  # each once to warm up, and three turns
+    header, ngd, sgd, _ = capsys.readouterr().out.strip().splitlines()[-4:]
     assert "samples/s" in header
-    assert ngd.split()[0] == "ngd"
-    assert soap.split()[0] == "soap"
-    assert " ep " in ngd
-    assert " min" in ngd
-    monkeypatch.setattr(sys, "argv", ["time_to_target.py", str(tmp_path)])
-    with pytest.raises(errors.InputError, match="no folder"):
-        time_to_target.main()
+    assert (ngd.split()[0], ngd.split()[3]) == ("ngd", "2")
+    assert (sgd.split()[0], sgd.split()[3]) == ("sgd", "1")
+    text = (tmp_path / "times.json").read_text()
+    assert "Infinity" not in text
+    assert json.loads(text)["samples_per_epoch"] == {"ngd": 719, "sgd": 719}
+
+
+def test_what_time_to_target_cannot_compare_is_one_line(small_logs, tmp_path, monkeypatch):
+    def refused(*words, match):
+        with pytest.raises(errors.InputError, match=match):
+            run_time_to_target(monkeypatch, *words)
+
+    refused(tmp_path, match="no finished run")
+    refused(small_logs, small_logs, match="as a folder before it")
+    refused(small_logs, "--ranks", "2", match="is of 1 ranks; add --ranks 1")
+    path = small_logs / "sgd-seed0" / "config.json"
+    config = json.loads(path.read_text())
+    for changes, match in (
+        ({"command": [*config["command"], "--momentum", "0.5"]}, "momentum = 0.9, .* 0.5 today"),
+        ({"command": [*config["command"], "--resume", "gone"]}, ""),
+        ({"command": "python"}, "is not the run of a script"),
+        ({"command": ["tune.py"]}, "tune.py is no script"),
+    ):
+        path.write_text(json.dumps(config | changes))
+        if match:
+            refused(small_logs, match=match)
+        else:
+            run_time_to_target(monkeypatch, small_logs)
+    for flags in ("--small_epochs 1 --small_size 8", "--ema 0.9"):
+        words = [*config["command"], *flags.split()]
+        new = {"ema": 0.9} if "ema" in flags else {"small_epochs": 1, "small_size": 8}
+        path.write_text(json.dumps(config | {"command": words, "flags": config["flags"] | new}))
+        refused(small_logs, match=f"with {flags.split()[0]} steps differ in their cost")
+    with pytest.raises(SystemExit):
+        run_time_to_target(monkeypatch, small_logs, "--ranks", "0")
+    with pytest.raises(SystemExit):
+        run_time_to_target(monkeypatch, small_logs, "--network", "100mbit")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts bytes as Linux does")
+def test_time_to_an_accuracy_of_two_ranks(small_logs, capfd, monkeypatch):
+    for path in small_logs.glob("*/metrics.jsonl"):
+        path.write_text(path.read_text().replace('"world_size": 1', '"world_size": 2'))
+    run_time_to_target(monkeypatch, "--ranks", "2", small_logs)
+    *_, ngd, sgd, place = capfd.readouterr().out.strip().splitlines()
+    assert (ngd.split()[0], sgd.split()[0]) == ("ngd", "sgd")
+    assert "2 process(es), loopback" in place
 
 
 def test_epochs_to_an_accuracy_are_counted_with_a_fraction():

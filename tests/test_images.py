@@ -11,6 +11,8 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
+import resnet50_test
+from cli import image_classification, options
 from errors import InputError
 from input_pipeline.image_batches import (
     AUGMENTATIONS,
@@ -101,6 +103,17 @@ def by_row(data: ImageDataset, row_batches: list[torch.Tensor], epoch: int | Non
 def test_augmentation_of_a_sample_does_not_depend_on_batch_and_order(train: ImageDataset) -> None:
     whole = by_row(train, [torch.arange(200)], epoch=3)
     assert torch.equal(whole, by_row(train, list(torch.randperm(200).split(7)), epoch=3))
+
+
+@pytest.mark.parametrize("fill", ["black", "reflect"])
+def test_pixels_outside_an_image_are_black_or_its_own(train: ImageDataset, fill: str) -> None:
+    words = ["--dataset", "cifar10", "--crop_pad", "2", "--crop_fill", fill]
+    args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words)
+    train.augmentation = image_classification.create_augmentation(args, size=12, channels=3)
+    train.pixels = torch.full_like(train.images.pixels, 255)
+    white = by_row(train, [torch.arange(200)], epoch=None)
+    cropped = by_row(train, [torch.arange(200)], epoch=0)
+    assert torch.equal(cropped, white) is (fill == "reflect")
 
 
 def test_augmentation_changes_with_epoch_and_seed(train: ImageDataset) -> None:

@@ -169,7 +169,7 @@ def test_one_trained_layer_has_no_other_rates(name: str, refused) -> None:
 
 @pytest.mark.parametrize("name", ["images", "texts"])
 def test_random_weights_are_not_frozen(name: str, refused) -> None:
-    refused(name, "--freeze", "would stay random; add --weights")
+    refused(name, "--freeze", "--freeze needs --weights")
 
 
 def test_a_tokenizer_that_is_none_is_one_line(few_texts, refused, here) -> None:
