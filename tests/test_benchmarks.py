@@ -9,6 +9,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -274,6 +275,27 @@ def test_what_time_to_target_cannot_compare_is_one_line(small_logs, tmp_path, mo
         run_time_to_target(monkeypatch, small_logs, "--ranks", "0")
     with pytest.raises(SystemExit):
         run_time_to_target(monkeypatch, small_logs, "--network", "100mbit")
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"optimizer": "slamb", "compress_warmup": [0.5]}, "with --compress_warmup steps differ"),
+        ({"dynamic_batch": "noise"}, "with --dynamic_batch steps differ"),
+        ({"optimizer": "slamb"}, "weights every 50 steps, and a turn has 10"),
+        ({"sync": "diloco"}, "weights every 50 steps, and a turn has 10"),
+    ],
+)
+def test_steps_that_do_not_stand_for_a_run_are_not_measured(changed, match):
+    from benchmarks import training_rates
+
+    flags = {"optimizer": "sgd", "compress_warmup": [], "dynamic_batch": "none", "ema": 0.0}
+    flags |= {"sync": "sync", "local_steps": 50}
+    folder = Path("run")
+    training_rates.check_steps(folder, flags, flags, steps=10)
+    flags |= changed
+    with pytest.raises(errors.InputError, match=match):
+        training_rates.check_steps(folder, flags, flags, steps=10)
 
 
 @pytest.mark.slow
