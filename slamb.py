@@ -21,6 +21,11 @@ are up to a hundred times LAMB's, and k = 1 is not LAMB. `SLAMB` averages the gr
 tensors instead of their momentum (as many bytes), and all gradients in the first `dense_steps` and
 wherever k = 1; then every rank does what LAMB does.
 
+With `outer_momentum` mu the weights do not become their mean. They take a step of rate eta with
+momentum along the mean change since the ranks agreed last, on a, as in DiLoCo (arXiv:2311.08105):
+    d = mean of (a - w),  b <- mu b + d,  a <- a - eta (d + mu b),  w <- a
+where a - w is sent in `wire_dtype`.
+
 With `wire_bits` 8 or 4 each rank sends its momentum in M rounded to so many bits, and keeps what
 rounding left, e, in its own: m[M] <- mean of the rounded m[M] + e. So the mean of m over the ranks
 stays what it is, as for what was not sent, and no error adds up.
@@ -39,6 +44,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.averaging import RankAverager, average_tensors
+from distributed.outer_step import OuterStep
 from distributed.quantization import dequantize, quantize
 from optimizers.base import CommunicatingOptimizer, global_norm, subtract_updates
 from optimizers.flat_buffer import FlatLayout, RoundRobin
@@ -47,8 +53,11 @@ from optimizers.lamb import LAMB, lamb_trust_ratios
 __all__ = ["LAMB", "SLAMB", "AuthorsSLAMB"]
 
 BLOCK = 64  # elements of a unit of the selection 'block'
+OLD_SMALLEST_LARGE = 9000  # of the authors, and of states that do not name theirs
 SETTINGS = (  # attributes of the optimizer that belong to no parameter group
     "local_steps",
+    "outer_momentum",
+    "outer_lr",
     "dense_steps",
     "selection",
     "wire_dtype",
@@ -76,6 +85,8 @@ class SLAMB(CommunicatingOptimizer):
         exp_avg      the shape of the parameter, m, in fp32 at least.
         exp_avg_sq   the same, v.
         fresh        beta3^age: of each element, or of each row of 64 elements (rows,).
+        common       with `outer_momentum` and several ranks: a, in fp32 at least.
+        outer        with `outer_momentum` and several ranks: b, the same.
     State of a group:
         steps        (), t, float64.
         calls        int, all calls of `step`, without those that the host knows to be skipped.
@@ -87,9 +98,12 @@ class SLAMB(CommunicatingOptimizer):
         compress_ratio: k, in (0, 1]; may change at any step.
         beta3: how fast trust in a unit's momentum fades with its age.
         local_steps: steps between averagings of the weights.
+        outer_momentum: mu, in [0, 1); 0: the weights become their mean, and are sent in their own
+            dtype.
+        outer_lr: eta, with `outer_momentum`.
         dense_steps: first steps, in which all gradients are averaged.
         selection: what the units are: 'block', rows of 64 elements, or 'random', elements.
-        wire_dtype: dtype of what is sent; the weights are sent in their own.
+        wire_dtype: dtype of what is sent.
         wire_bits: 8 or 4: the momentum of large tensors is sent in so many bits, and two more
             bytes for every 64 elements. It is gathered from all ranks instead of reduced on the
             way, which saves bytes for two or three ranks (8) and for up to seven (4). 0: it is sent
@@ -98,6 +112,8 @@ class SLAMB(CommunicatingOptimizer):
             this is LAMB.
         node_group: the ranks of this node, as many on every node: gradients are averaged within
             it, and nodes take the place of ranks.
+        smallest_large: of tensors with fewer elements, and of vectors, everything is exchanged
+            (default 1024; of `AuthorsSLAMB` 9000).
         adapt: whether a group has trust ratios; None: its parameters with two axes or more have
             them.
         warmup: k of the first epochs, where it is above `compress_ratio`; see `start_epoch`.
@@ -108,7 +124,7 @@ class SLAMB(CommunicatingOptimizer):
         ValueError: a hyper-parameter is out of its range.
     """
 
-    smallest_large = 1024  # elements: of smaller tensors, and vectors, everything is exchanged
+    default_smallest_large = 1024
 
     def __init__(
         self,
@@ -121,12 +137,15 @@ class SLAMB(CommunicatingOptimizer):
         compress_ratio: float = 0.1,
         beta3: float = 0.99,
         local_steps: int = 50,
+        outer_momentum: float = 0.0,
+        outer_lr: float = 1.0,
         dense_steps: int = 10,
         selection: str = "block",
         wire_dtype: torch.dtype = torch.bfloat16,
         wire_bits: int = 0,
         process_group: dist.ProcessGroup | None = None,
         node_group: dist.ProcessGroup | None = None,
+        smallest_large: int | None = None,
         adapt: bool | None = None,
         warmup: Sequence[float] = (),
         amp_scaling: bool = True,
@@ -135,6 +154,10 @@ class SLAMB(CommunicatingOptimizer):
             raise ValueError(f"SLAMB: selection={selection} must be block or random")
         if local_steps < 1:
             raise ValueError(f"SLAMB: local_steps={local_steps} must be at least 1")
+        if not 0 <= outer_momentum < 1:
+            raise ValueError(f"SLAMB: outer_momentum={outer_momentum} must be in [0, 1)")
+        if outer_lr <= 0:
+            raise ValueError(f"SLAMB: outer_lr={outer_lr} must be positive")
         if dense_steps < 0:
             raise ValueError(f"SLAMB: dense_steps={dense_steps} must be at least 0")
         if wire_bits not in (0, 4, 8):
@@ -142,6 +165,8 @@ class SLAMB(CommunicatingOptimizer):
         if wire_bits and node_group is not None:
             raise ValueError(f"SLAMB: wire_bits={wire_bits} is not supported with node_group")
         self.local_steps = local_steps
+        self.outer_momentum = outer_momentum
+        self.outer_lr = outer_lr
         self.dense_steps = dense_steps
         self.selection = selection
         self.wire_dtype = wire_dtype
@@ -150,6 +175,7 @@ class SLAMB(CommunicatingOptimizer):
         self.averager = RankAverager(process_group, node_group)
         self.buffers: list[ParamGroupBuffers] | None = None  # of each group
         self.trained: list[bool] = []  # which parameters are in them
+        self.outer_step: OuterStep | None = None  # made together with the buffers
         self.checks_gradients = self.averager.size > 1  # until a step has compared them
         defaults = {
             "lr": lr,
@@ -158,6 +184,9 @@ class SLAMB(CommunicatingOptimizer):
             "weight_decay": weight_decay,
             "compress_ratio": compress_ratio,
             "beta3": beta3,
+            "smallest_large": (
+                self.default_smallest_large if smallest_large is None else smallest_large
+            ),
             "adapt": adapt,
         }
         super().__init__(params, defaults, amp_scaling=amp_scaling)
@@ -179,7 +208,9 @@ class SLAMB(CommunicatingOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.buffers, self.trained = None, []
+        for group in self.param_groups:
+            group.setdefault("smallest_large", OLD_SMALLEST_LARGE)
+        self.buffers, self.trained, self.outer_step = None, [], None
         if "averager" not in vars(self):  # an unpickled one; load_state_dict comes here as well
             self.averager = RankAverager(None, None)
             self.checks_gradients = self.averager.size > 1
@@ -192,6 +223,7 @@ class SLAMB(CommunicatingOptimizer):
             "weight_decay": group["weight_decay"] >= 0,
             "compress_ratio": 0 < group["compress_ratio"] <= 1,
             "beta3": 0 <= group["beta3"] <= 1,
+            "smallest_large": group["smallest_large"] >= 0,
         }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -223,6 +255,7 @@ class SLAMB(CommunicatingOptimizer):
         trained = [p.requires_grad for group in self.param_groups for p in group["params"]]
         if self.buffers is None or trained != self.trained:
             self.buffers, self.trained = self._create_buffers(), trained
+            self.outer_step = self._create_outer_step()
         for buffers in self.buffers:
             buffers.load(self.loss_scale)
         if self.checks_gradients:
@@ -239,7 +272,10 @@ class SLAMB(CommunicatingOptimizer):
             exchange.buffers.update(exchange, active, nodes=self.averager.nodes)
         calls = self.buffers[0].group["calls"]
         if self.averager.size > 1 and calls % self.local_steps == 0:
-            self.average_weights()
+            if self.outer_step is None:
+                self.average_weights()
+            else:
+                self.outer_step.step(self.averager)
 
     def _create_buffers(self) -> list[ParamGroupBuffers]:
         """Lays all groups out: at first, and after a change of groups, state or frozen weights."""
@@ -252,19 +288,29 @@ class SLAMB(CommunicatingOptimizer):
             self._new_group_buffers(group, seed) for seed, group in enumerate(self.param_groups)
         ]
 
-    def _new_group_buffers(self, group: dict[str, Any], seed: int) -> ParamGroupBuffers:
-        return self._group_buffers(ParamGroupBuffers, group, seed)
-
-    def _group_buffers(
-        self, create: type[ParamGroupBuffers], group: dict[str, Any], seed: int
-    ) -> ParamGroupBuffers:
-        return create(
-            group,
-            self.state,
-            selection=self.selection,
-            smallest_large=self.smallest_large,
-            seed=seed,
+    def _create_outer_step(self) -> OuterStep | None:
+        """Keeps the weights on which the ranks agree, or takes them from the state."""
+        if not self.outer_momentum or self.averager.size == 1:
+            return None
+        weights = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        outer_step = OuterStep(
+            weights, lr=self.outer_lr, momentum=self.outer_momentum, wire_dtype=self.wire_dtype
         )
+        new = []
+        for p, common, outer in zip(weights, outer_step.common, outer_step.momenta):
+            state = self.state[p]
+            if "common" in state:
+                common.copy_(state["common"])
+                outer.copy_(state["outer"])
+            else:
+                new.append(common)
+            state["common"], state["outer"] = common, outer
+        if any(group["calls"] for group in self.param_groups):  # the ranks have parted already
+            average_tensors(new, self.averager)
+        return outer_step
+
+    def _new_group_buffers(self, group: dict[str, Any], seed: int) -> ParamGroupBuffers:
+        return ParamGroupBuffers(group, self.state, selection=self.selection, seed=seed)
 
     def _warn_if_gradients_are_averaged(self, group_buffers: list[ParamGroupBuffers]) -> None:
         """Compares the norms of the ranks' gradients, once, at the first step that has any.
@@ -415,7 +461,6 @@ class ParamGroupBuffers:
         state: the optimizer's state, by parameter; what is there is taken over, and from then on
             it consists of views of the buffers.
         selection: 'block' or 'random'.
-        smallest_large: elements of a tensor with several axes, from which it is a large one.
         seed: seed of the order of the units.
     """
 
@@ -425,11 +470,10 @@ class ParamGroupBuffers:
         state: dict[Tensor, dict[str, Any]],
         *,
         selection: str,
-        smallest_large: int,
         seed: int,
     ) -> None:
         parameters = [p for p in group["params"] if p.requires_grad and p.numel()]
-        is_small = [p.ndim < 2 or p.numel() < smallest_large for p in parameters]
+        is_small = [p.ndim < 2 or p.numel() < group["smallest_large"] for p in parameters]
         self.group = group
         self.selects_elements = selection == "random"
         self.small = FlatLayout([p for p, small in zip(parameters, is_small) if small], 1)
@@ -733,10 +777,10 @@ class AuthorsSLAMB(SLAMB):
     of the order. Early updates are much larger than LAMB's.
     """
 
-    smallest_large = 9000
+    default_smallest_large = OLD_SMALLEST_LARGE
 
     def _new_group_buffers(self, group: dict[str, Any], seed: int) -> ParamGroupBuffers:
-        return self._group_buffers(AuthorsParamGroupBuffers, group, seed)
+        return AuthorsParamGroupBuffers(group, self.state, selection=self.selection, seed=seed)
 
     def _is_dense_step(self, group: dict[str, Any]) -> bool:
         return False
@@ -751,12 +795,9 @@ class AuthorsParamGroupBuffers(ParamGroupBuffers):
         state: dict[Tensor, dict[str, Any]],
         *,
         selection: str,
-        smallest_large: int,
         seed: int,
     ) -> None:
-        super().__init__(
-            group, state, selection=selection, smallest_large=smallest_large, seed=seed
-        )
+        super().__init__(group, state, selection=selection, seed=seed)
         self.is_vector = torch.tensor(
             [p.ndim < 2 for p in self.small.tensors], dtype=torch.bool, device=self.small.device
         )

@@ -40,7 +40,7 @@ class NaiveSLAMB(torch.optim.Optimizer):
         self.local_steps, self.ranks, self.t = local_steps, ranks, 0
         self.parameters = [p for group in self.param_groups for p in group["params"]]
         self.large = [
-            p for p in self.parameters if p.ndim > 1 and p.numel() >= SLAMB.smallest_large
+            p for p in self.parameters if p.ndim > 1 and p.numel() >= SLAMB.default_smallest_large
         ]
         total = sum(p.numel() for p in self.large)
         order = torch.randperm(total, generator=torch.Generator().manual_seed(0))

@@ -834,17 +834,17 @@ def add_communication(parser: Parser) -> None:
     add(
         "--outer_lr",
         type=positive,
-        default=0.7,
         metavar="RATE",
-        help="Move the common weights of --sync diloco by this multiple of the processes' mean "
-        "change (default %(default)s).",
+        help="Move the weights on which the processes agree every --local_steps by this multiple "
+        "of their mean change, with --sync diloco, and with SLAMB and --outer_momentum (default "
+        "0.7 for diloco, 1 for SLAMB).",
     )
     add(
         "--outer_momentum",
         type=below_one,
-        default=0.9,
         metavar="F",
-        help="Give the common weights of --sync diloco this momentum (default %(default)s).",
+        help="Give these weights this momentum, with --sync diloco and SLAMB (default 0.9 for "
+        "diloco, 0 for SLAMB).",
     )
     add(
         "--fragments",

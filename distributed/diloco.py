@@ -21,51 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.averaging import RankAverager
 from distributed.comm_hooks import LocalSGD
+from distributed.outer_step import OuterStep
 from distributed.world import World
-
-
-class OuterStep:
-    """SGD with Nesterov momentum along the mean change of the ranks' weights since the last step.
-
-    Args:
-        parameters: on all ranks the same at this moment.
-        lr: eta, of the outer step.
-        momentum: mu.
-        wire_dtype: dtype in which changes are sent.
-
-    Attributes:
-        common: the weights a on which the ranks have last agreed, in fp32 at least.
-        momenta: b.
-    """
-
-    def __init__(
-        self, parameters: Sequence[Tensor], *, lr: float, momentum: float, wire_dtype: torch.dtype
-    ) -> None:
-        self.parameters = list(parameters)
-        self.lr, self.momentum, self.wire_dtype = lr, momentum, wire_dtype
-        self.common = [
-            p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
-            for p in self.parameters
-        ]
-        self.momenta = [torch.zeros_like(each) for each in self.common]
-
-    @torch.no_grad()
-    def step(self, averager: RankAverager) -> None:
-        """Take the step on all ranks: one collective, of one number of `wire_dtype` a weight."""
-        changes = [a - p for a, p in zip(self.common, self.parameters)]
-        sizes = [change.numel() for change in changes]
-        sent = torch.cat([change.flatten() for change in changes]).to(self.wire_dtype)
-        received = averager.mean(sent).split(sizes)
-        for change, mean in zip(changes, received):
-            change.copy_(mean.view(change.shape))
-        torch._foreach_mul_(self.momenta, self.momentum)
-        torch._foreach_add_(self.momenta, changes)
-        torch._foreach_add_(changes, self.momenta, alpha=self.momentum)
-        torch._foreach_add_(self.common, changes, alpha=-self.lr)
-        for p, a in zip(self.parameters, self.common):
-            p.copy_(a)
 
 
 class DiLoCo(LocalSGD):

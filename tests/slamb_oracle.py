@@ -56,6 +56,8 @@ class Oracle:
             "local": 50,
             "dense": 10,
             "bits": 0,
+            "mu": 0.0,
+            "eta": 1.0,
         }
         self.settings |= settings
         self.w = [start() for _ in range(ranks)]
@@ -63,7 +65,8 @@ class Oracle:
             [[torch.zeros_like(p) for p in start()] for _ in range(ranks)] for _ in range(2)
         )
         self.age = [torch.zeros_like(p) for p in start()]
-        smallest = (AuthorsSLAMB if authors else SLAMB).smallest_large
+        self.a, self.b = start(), [torch.zeros_like(p) for p in start()]
+        smallest = (AuthorsSLAMB if authors else SLAMB).default_smallest_large
         self.large = [
             number for number, p in enumerate(start()) if p.ndim > 1 and p.numel() >= smallest
         ]
@@ -131,6 +134,11 @@ class Oracle:
         if t % s["local"] == 0:
             for number in range(len(masks)):
                 mean = sum(self.w[rank][number] for rank in range(W)) / W
+                if s["mu"]:
+                    change = self.a[number] - mean
+                    self.b[number] = s["mu"] * self.b[number] + change
+                    step = s["eta"] * (change + s["mu"] * self.b[number])
+                    self.a[number] = mean = self.a[number] - step
                 for rank in range(W):
                     self.w[rank][number] = mean
 

@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,12 +28,15 @@ from optimizers.lamb import LAMB
 from slamb import BLOCK, SLAMB, AuthorsSLAMB
 from slamb_oracle import SHAPES, Oracle, gradient, start
 from trainers import FP32, make_trainer
+from training import checkpoint
 from training.step_stats import StepSums
 from training.train_state import merge_optimizer_states
 
 EXACT = {"wire_dtype": torch.float64}
 ELEMENTS = sum(math.prod(shape) for shape in SHAPES)
-LARGE = [elements for elements in map(math.prod, SHAPES) if elements >= SLAMB.smallest_large]
+LARGE = [
+    elements for elements in map(math.prod, SHAPES) if elements >= SLAMB.default_smallest_large
+]
 SMALL_ELEMENTS = ELEMENTS - sum(LARGE)
 LARGE_ROWS = sum(-(-elements // BLOCK) for elements in LARGE)
 
@@ -127,6 +131,8 @@ def test_one_process_equals_lamb_and_sends_nothing(selection: str, dtype: torch.
 def test_a_copy_keeps_every_setting_and_goes_on_alike(copied: Any) -> None:
     settings = {
         "local_steps": 7,
+        "outer_momentum": 0.5,
+        "outer_lr": 0.7,
         "dense_steps": 3,
         "selection": "random",
         "warmup": [0.5],
@@ -164,6 +170,9 @@ def test_bad_settings_are_refused() -> None:
         {"selection": "top"},
         {"wire_bits": 3},
         {"local_steps": 0},
+        {"outer_momentum": 1.0},
+        {"outer_lr": 0.0},
+        {"smallest_large": -1},
         {"compress_ratio": 0.0},
         {"compress_ratio": 1.5},
         {"lr": -1.0},
@@ -210,11 +219,41 @@ def test_rows_of_zeros_stay_zero_and_no_number_hides_that_one_is_not_finite() ->
         assert not found[64:].isfinite().any()
 
 
+@pytest.mark.parametrize("places", ["replicas", "ranks"])
+def test_a_run_from_when_slamb_had_no_outer_step_goes_on_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: str
+) -> None:
+    flags = {"optimizer": "slamb", "dataset": "digits", "outer_lr": 0.7, "outer_momentum": 0.9}
+    for group, expected in (({"beta3": 0.99}, (1.0, 0.0)), ({"smallest_large": 9}, (0.7, 0.9))):
+        optimizer = {"param_groups": [group]}
+        state = {"flags": dict(flags), "file": str(tmp_path / "last.pt"), "progress": {"step": 0}}
+        state |= {
+            "optimizer": optimizer if places == "replicas" else None,
+            "ranks": [{"optimizer": optimizer}] if places == "ranks" else None,
+        }
+        checkpoint.leave_out_outer_step(state)
+        monkeypatch.setattr(options.checkpoint, "load", lambda *_, state=state, **__: state)
+        args, _ = options.parse(
+            resnet50_test.parser(), "resnet50_test", ["--resume", str(tmp_path)]
+        )
+        assert (args.outer_lr, args.outer_momentum) == expected
+
+
+def test_an_old_state_keeps_its_limit_of_large_tensors() -> None:
+    mine = parameters()
+    ours = SLAMB(mine)
+    state = ours.state_dict()
+    for group in state["param_groups"]:
+        del group["smallest_large"]
+    ours.load_state_dict(state)
+    assert ours.param_groups[0]["smallest_large"] == 9000
+
+
 # ------------------------------------------------------------ on ranks
 
 
 def follows_the_oracle(
-    world: Any, selection: str, *, authors: bool, k: float, bits: int = 0
+    world: Any, selection: str, *, authors: bool, k: float, bits: int = 0, mu: float = 0.0
 ) -> None:
     mine = parameters()
     ours = (AuthorsSLAMB if authors else SLAMB)(
@@ -226,11 +265,12 @@ def follows_the_oracle(
         local_steps=9,
         beta3=0.9,
         wire_bits=bits,
+        outer_momentum=mu,
+        outer_lr=0.8,
         **EXACT,
     )
-    oracle = Oracle(
-        world.size, k, selection=selection, authors=authors, dense=4, local=9, beta3=0.9, bits=bits
-    )
+    settings = {"dense": 4, "local": 9, "beta3": 0.9, "bits": bits, "mu": mu, "eta": 0.8}
+    oracle = Oracle(world.size, k, selection=selection, authors=authors, **settings)
     for step in range(1, 26):
         set_gradients(mine, step, world.rank)
         ours.step()
@@ -259,6 +299,8 @@ def all_oracles(world: Any) -> None:
     for bits in (8, 4):
         for authors in (True, False):
             follows_the_oracle(world, "block", authors=authors, k=0.3, bits=bits)
+    for authors in (True, False):
+        follows_the_oracle(world, "block", authors=authors, k=0.3, mu=0.6)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -442,12 +484,17 @@ def groups_have_their_own_settings(world: Any) -> None:
 
 
 def a_resumed_run_equals_the_uninterrupted_one(world: Any) -> None:
-    for selection in ("block", "random"):
+    for selection, mu in (("block", 0.0), ("random", 0.0), ("block", 0.5)):
+        settings = {
+            "compress_ratio": 0.2,
+            "dense_steps": 4,
+            "local_steps": 5,
+            "selection": selection,
+            "outer_momentum": mu,
+        }
         for at in (2, 7):
             mine = parameters(torch.float32)
-            ours = SLAMB(
-                mine, compress_ratio=0.2, dense_steps=4, local_steps=5, selection=selection
-            )
+            ours = SLAMB(mine, **settings)
             for step in range(12):
                 if step == at:
                     file = io.BytesIO()
@@ -456,9 +503,7 @@ def a_resumed_run_equals_the_uninterrupted_one(world: Any) -> None:
                 set_gradients(mine, step, world.rank)
                 ours.step()
             file.seek(0)
-            theirs = SLAMB(
-                other, compress_ratio=0.2, dense_steps=4, local_steps=5, selection=selection
-            )
+            theirs = SLAMB(other, **settings)
             theirs.load_state_dict(torch.load(file, weights_only=True))
             pickled = pickle.loads(pickle.dumps(theirs))
             for resumed in (theirs, pickled):
@@ -467,6 +512,24 @@ def a_resumed_run_equals_the_uninterrupted_one(world: Any) -> None:
                     set_gradients(weights, step, world.rank)
                     resumed.step()
                 assert all(torch.equal(p, q) for p, q in zip(mine, weights))
+
+
+def outer_steps_bring_the_weights_together(world: Any) -> None:
+    """Also where the outer momentum is new in a run whose ranks have parted."""
+    mine = parameters(torch.float32)
+    ours = SLAMB(mine, dense_steps=0, local_steps=4)
+    for step in range(10):
+        if step == 6:
+            state = ours.state_dict()
+            ours = SLAMB(mine, dense_steps=0, local_steps=4, outer_momentum=0.5)
+            ours.load_state_dict(state)
+        set_gradients(mine, step, world.rank)
+        ours.take_bytes()
+        ours.step()
+        agree = all(torch.equal(world.sum(p.detach().clone()) / world.size, p) for p in mine)
+        assert agree == (step in (3, 7))
+        if step == 7:
+            assert ours.take_bytes() > 2 * ELEMENTS
 
 
 def merged_states_keep_the_mean_momentum(world: Any) -> None:
@@ -570,6 +633,7 @@ def all_small_ones(world: Any) -> None:
         missing_gradients_are_zeros,
         groups_have_their_own_settings,
         a_resumed_run_equals_the_uninterrupted_one,
+        outer_steps_bring_the_weights_together,
         merged_states_keep_the_mean_momentum,
         the_step_clips_by_the_global_norm_and_counts_skips,
         the_ratio_is_warmed_up_by_epochs,

@@ -253,6 +253,7 @@ def _load_file(path: Path, script: str, *, flag: str, metadata: Collection[str])
             f"{flag} {path}: the checkpoint is incomplete ({problem}); "
             "try the other .pt file beside it, or start anew"
         )
+    leave_out_outer_step(state)
     if problem := _damage_of_shards(path, state):
         raise DamagedCheckpoint(path, problem, flag)
     if shards:
@@ -268,6 +269,20 @@ def name_kaldi_ngd(state: dict[str, Any]) -> None:
         flags["optimizer"] = "kaldi_ngd"
         state["optimizer_kind"] = "KaldiNGD"
         state["was_ngd"] = True
+
+
+def leave_out_outer_step(state: dict[str, Any]) -> None:
+    """Let a checkpoint of SLAMB, in place, have no outer step if SLAMB had none at that time.
+
+    Its flags name one, which was DiLoCo's alone. Groups of SLAMB have had `smallest_large` since.
+    """
+    flags = state["flags"]
+    if flags.get("optimizer") != "slamb":
+        return
+    optimizer = state["optimizer"] or state["ranks"][0]["optimizer"]
+    if not any("smallest_large" in group for group in optimizer["param_groups"]):
+        flags.pop("outer_momentum", None)
+        flags.pop("outer_lr", None)
 
 
 class _Damage(Exception):
