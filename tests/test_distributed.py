@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -189,6 +191,35 @@ def test_device_hours_count_gpus_or_nodes():
     assert World(size=4, local_size=2, device=cpu).devices == 2
     assert World(size=4, local_size=2, device=gpu).devices == 4
     assert World(size=4, local_size=4, device=gpu, shares_gpu=True).devices == 1
+
+
+NO_THREADS_LEFT = """
+import os
+import distributed  # before the group is there
+import torch
+import torch.distributed as dist
+
+def gloo_threads():
+    tasks = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+    return [name for name in tasks if "gloo" in name]
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+weight = torch.zeros(3, requires_grad=True)
+weight.sum().backward()
+torch.optim.SGD([weight]).step()  # imports much of torch
+dist.all_reduce(weight.detach())
+assert gloo_threads()
+dist.destroy_process_group()
+assert not gloo_threads()
+"""
+
+
+def test_the_end_of_the_process_group_ends_its_threads() -> None:
+    """A thread that outlives it may abort the process while the interpreter ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_THREADS_LEFT], capture_output=True, text=True, cwd=ranks.ROOT
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
