@@ -1,4 +1,4 @@
-"""Draw every picture and write the results table of docs/results.md, from the logs.
+"""Draw every picture and write the table and the list of docs/results.md, from the logs.
 
 python -m figures.draw                                     # everything, from figures/logs
 python -m figures.draw --runs runs/a runs/b --labels SGD NGD --title "digits" --out a.png
@@ -20,7 +20,7 @@ from PIL import Image
 
 from cli.flag_parser import FlagParser
 from errors import InputError, exit_code
-from figures import table
+from figures import table, unlogged_flags
 from figures.pictures import PICTURES, overview
 from figures.run_logs import LOGS, ROOT, by_label, by_name, read_groups
 from training.atomic_file import atomic_write
@@ -64,6 +64,8 @@ def draw_all() -> None:
     generated = table.results(groups, PLAN)
     table.write(generated, RESULTS_PAGE)
     print(generated)
+    flags = unlogged_flags.listed(unlogged_flags.read_flags(LOGS))
+    unlogged_flags.write(flags, RESULTS_PAGE)
 
 
 def draw_parser() -> FlagParser:

@@ -33,7 +33,7 @@ import transformer_test
 from benchmarks import airbench
 from cli import options
 from errors import InputError
-from figures import draw, experiments, methods, pictures, run_logs, table
+from figures import draw, experiments, methods, pictures, run_logs, table, unlogged_flags
 from training import machine
 from training.generated_section import replace_generated_section
 
@@ -103,6 +103,25 @@ def test_the_results_page_shows_what_the_logs_say():
     text = draw.RESULTS_PAGE.read_text()
     shown = text.split(table.BEGIN)[1].split(table.END)[0].strip()
     assert shown == table.results(run_logs.read_groups(run_logs.LOGS), experiments.PLAN)
+
+
+def test_the_results_page_lists_the_flags_without_a_log():
+    text = draw.RESULTS_PAGE.read_text()
+    shown = text.split(unlogged_flags.BEGIN)[1].split(unlogged_flags.END)[0].strip()
+    assert shown == unlogged_flags.listed(unlogged_flags.read_flags(run_logs.LOGS))
+
+
+def test_a_flag_is_without_a_log_until_a_run_has_another_value_than_its_default():
+    nothing = unlogged_flags.listed([vars(resnet50_test.parser().parse_args([]))])
+    assert "`--ema`" in nothing
+    assert "`--optimizer`" in nothing
+    assert "`--resume`" not in nothing  # it changes no result
+    words = ["--ema", "0.9", "--optimizer", "lars"]
+    some = unlogged_flags.listed([vars(resnet50_test.parser().parse_args(words))])
+    assert "`--ema`" not in some
+    assert "`--optimizer`" not in some
+    assert "`--optimizer demo`" in some
+    assert "`--optimizer lars`" not in some
 
 
 def test_planned_experiments_without_a_log_are_named_below_the_table():
