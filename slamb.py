@@ -19,12 +19,13 @@ mean gradient at any time.
 As the authors write it (`AuthorsSLAMB`), second moments are never exchanged, so that early updates
 are up to a hundred times LAMB's, and k = 1 is not LAMB. `SLAMB` averages the gradients of small
 tensors instead of their momentum (as many bytes), and all gradients in the first `dense_steps` and
-wherever k = 1; then every rank does what LAMB does.
+wherever k = 1; then every rank does what LAMB does, until an outer step.
 
-With `outer_momentum` mu the weights do not become their mean. They take a step of rate eta with
-momentum along the mean change since the ranks agreed last, on a, as in DiLoCo (arXiv:2311.08105):
+With an outer step (`outer_momentum` mu above 0, or `outer_lr` eta other than 1) the weights do not
+become their mean. As in DiLoCo (arXiv:2311.08105), every `local_steps` steps the ranks go on from
+the weights a on which they last agreed, with momentum along their mean change since:
     d = mean of (a - w),  b <- mu b + d,  a <- a - eta (d + mu b),  w <- a
-where a - w is sent in `wire_dtype`.
+where a - w is sent in `wire_dtype`. One rank alone takes no outer step.
 
 With `wire_bits` 8 or 4 each rank sends its momentum in M rounded to so many bits, and keeps what
 rounding left, e, in its own: m[M] <- mean of the rounded m[M] + e. So the mean of m over the ranks
@@ -53,7 +54,7 @@ from optimizers.lamb import LAMB, lamb_trust_ratios
 __all__ = ["LAMB", "SLAMB", "AuthorsSLAMB"]
 
 BLOCK = 64  # elements of a unit of the selection 'block'
-OLD_SMALLEST_LARGE = 9000  # of the authors, and of states that do not name theirs
+AUTHORS_SMALLEST_LARGE = 9000
 SETTINGS = (  # attributes of the optimizer that belong to no parameter group
     "local_steps",
     "outer_momentum",
@@ -85,8 +86,8 @@ class SLAMB(CommunicatingOptimizer):
         exp_avg      the shape of the parameter, m, in fp32 at least.
         exp_avg_sq   the same, v.
         fresh        beta3^age: of each element, or of each row of 64 elements (rows,).
-        common       with `outer_momentum` and several ranks: a, in fp32 at least.
-        outer        with `outer_momentum` and several ranks: b, the same.
+        common       with an outer step and several ranks: a, in fp32 at least.
+        outer        with an outer step and several ranks: b, the same.
     State of a group:
         steps        (), t, float64.
         calls        int, all calls of `step`, without those that the host knows to be skipped.
@@ -98,9 +99,9 @@ class SLAMB(CommunicatingOptimizer):
         compress_ratio: k, in (0, 1]; may change at any step.
         beta3: how fast trust in a unit's momentum fades with its age.
         local_steps: steps between averagings of the weights.
-        outer_momentum: mu, in [0, 1); 0: the weights become their mean, and are sent in their own
-            dtype.
-        outer_lr: eta, with `outer_momentum`.
+        outer_momentum: mu, in [0, 1). Where it is 0 and `outer_lr` is 1, there is no outer step:
+            the weights become their mean, and are sent in their own dtype.
+        outer_lr: eta, above 0.
         dense_steps: first steps, in which all gradients are averaged.
         selection: what the units are: 'block', rows of 64 elements, or 'random', elements.
         wire_dtype: dtype of what is sent.
@@ -109,7 +110,7 @@ class SLAMB(CommunicatingOptimizer):
             way, which saves bytes for two or three ranks (8) and for up to seven (4). 0: it is sent
             in `wire_dtype`, as gradients always are.
         process_group: the ranks; None is torch's default group. Without one nothing is sent and
-            this is LAMB.
+            this is LAMB, whatever the settings of the outer step.
         node_group: the ranks of this node, as many on every node: gradients are averaged within
             it, and nodes take the place of ranks.
         smallest_large: of tensors with fewer elements, and of vectors, everything is exchanged
@@ -125,6 +126,10 @@ class SLAMB(CommunicatingOptimizer):
     """
 
     default_smallest_large = 1024
+    outer_momentum, outer_lr = (
+        0.0,
+        1.0,
+    )  # of objects that were pickled before they had an outer step
 
     def __init__(
         self,
@@ -209,11 +214,22 @@ class SLAMB(CommunicatingOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            group.setdefault("smallest_large", OLD_SMALLEST_LARGE)
+            if "smallest_large" not in group:
+                group["smallest_large"] = self._limit_of_state(group)
         self.buffers, self.trained, self.outer_step = None, [], None
         if "averager" not in vars(self):  # an unpickled one; load_state_dict comes here as well
             self.averager = RankAverager(None, None)
             self.checks_gradients = self.averager.size > 1
+
+    def _limit_of_state(self, group: dict[str, Any]) -> int:
+        """The `smallest_large` of a group that is older than this setting.
+
+        Only large tensors have the state `fresh`. The limit was the authors' at first, and then
+        today's, which shows where a smaller tensor has this state.
+        """
+        large = [p.numel() for p in group["params"] if "fresh" in self.state.get(p, ())]
+        limit = AUTHORS_SMALLEST_LARGE
+        return limit if not large or min(large) >= limit else self.default_smallest_large
 
     def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
         return {
@@ -290,9 +306,12 @@ class SLAMB(CommunicatingOptimizer):
 
     def _create_outer_step(self) -> OuterStep | None:
         """Keeps the weights on which the ranks agree, or takes them from the state."""
-        if not self.outer_momentum or self.averager.size == 1:
-            return None
         weights = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if self.averager.size == 1 or (not self.outer_momentum and self.outer_lr == 1):
+            for p in weights:  # of a state that had them: later, they would be of another time
+                for name in ("common", "outer"):
+                    self.state.get(p, {}).pop(name, None)
+            return None
         outer_step = OuterStep(
             weights, lr=self.outer_lr, momentum=self.outer_momentum, wire_dtype=self.wire_dtype
         )
@@ -305,8 +324,7 @@ class SLAMB(CommunicatingOptimizer):
             else:
                 new.append(common)
             state["common"], state["outer"] = common, outer
-        if any(group["calls"] for group in self.param_groups):  # the ranks have parted already
-            average_tensors(new, self.averager)
+        average_tensors(new, self.averager)  # the ranks may have parted already
         return outer_step
 
     def _new_group_buffers(self, group: dict[str, Any], seed: int) -> ParamGroupBuffers:
@@ -777,7 +795,7 @@ class AuthorsSLAMB(SLAMB):
     of the order. Early updates are much larger than LAMB's.
     """
 
-    default_smallest_large = OLD_SMALLEST_LARGE
+    default_smallest_large = AUTHORS_SMALLEST_LARGE
 
     def _new_group_buffers(self, group: dict[str, Any], seed: int) -> ParamGroupBuffers:
         return AuthorsParamGroupBuffers(group, self.state, selection=self.selection, seed=seed)

@@ -835,16 +835,16 @@ def add_communication(parser: Parser) -> None:
         "--outer_lr",
         type=positive,
         metavar="RATE",
-        help="Move the weights on which the processes agree every --local_steps by this multiple "
-        "of their mean change, with --sync diloco, and with SLAMB and --outer_momentum (default "
-        "0.7 for diloco, 1 for SLAMB).",
+        help="Every --local_steps of --sync diloco or of SLAMB, move the weights on which the "
+        "processes last agreed by this multiple of their mean change (default 0.7 for diloco, 1 "
+        "for SLAMB).",
     )
     add(
         "--outer_momentum",
         type=below_one,
         metavar="F",
-        help="Give these weights this momentum, with --sync diloco and SLAMB (default 0.9 for "
-        "diloco, 0 for SLAMB).",
+        help="Let the weights on which the processes agree every --local_steps of --sync diloco "
+        "or of SLAMB move with this momentum (default 0.9 for diloco, 0 for SLAMB).",
     )
     add(
         "--fragments",

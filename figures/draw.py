@@ -64,7 +64,7 @@ def draw_all() -> None:
     generated = table.results(groups, PLAN)
     table.write(generated, RESULTS_PAGE)
     print(generated)
-    flags = unlogged_flags.listed(unlogged_flags.read_flags(LOGS))
+    flags = unlogged_flags.listed(unlogged_flags.read_configs(LOGS))
     unlogged_flags.write(flags, RESULTS_PAGE)
 
 

@@ -134,7 +134,7 @@ class Oracle:
         if t % s["local"] == 0:
             for number in range(len(masks)):
                 mean = sum(self.w[rank][number] for rank in range(W)) / W
-                if s["mu"]:
+                if s["mu"] or s["eta"] != 1:
                     change = self.a[number] - mean
                     self.b[number] = s["mu"] * self.b[number] + change
                     step = s["eta"] * (change + s["mu"] * self.b[number])

@@ -66,6 +66,7 @@ OPTIMIZERS = [
     "slamb",
     "slamb-random",
     "slamb-int8",
+    "slamb-outer",
     "slamb-authors",
     "demo",
 ]
@@ -117,6 +118,8 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     settings: dict[str, Any] = {"dense_steps": 3, "local_steps": 4} if kind == "slamb" else {}
     if variant == "int8":
         settings["wire_bits"] = 8
+    elif variant == "outer":
+        settings["outer_momentum"] = 0.5
     elif variant:
         settings["selection"] = variant
     return build_optimizer(model, kind, 0.1, 1e-3, **settings)

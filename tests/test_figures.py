@@ -108,20 +108,26 @@ def test_the_results_page_shows_what_the_logs_say():
 def test_the_results_page_lists_the_flags_without_a_log():
     text = draw.RESULTS_PAGE.read_text()
     shown = text.split(unlogged_flags.BEGIN)[1].split(unlogged_flags.END)[0].strip()
-    assert shown == unlogged_flags.listed(unlogged_flags.read_flags(run_logs.LOGS))
+    assert shown == unlogged_flags.listed(unlogged_flags.read_configs(run_logs.LOGS))
 
 
-def test_a_flag_is_without_a_log_until_a_run_has_another_value_than_its_default():
-    nothing = unlogged_flags.listed([vars(resnet50_test.parser().parse_args([]))])
-    assert "`--ema`" in nothing
-    assert "`--optimizer`" in nothing
-    assert "`--resume`" not in nothing  # it changes no result
-    words = ["--ema", "0.9", "--optimizer", "lars"]
-    some = unlogged_flags.listed([vars(resnet50_test.parser().parse_args(words))])
-    assert "`--ema`" not in some
-    assert "`--optimizer`" not in some
-    assert "`--optimizer demo`" in some
-    assert "`--optimizer lars`" not in some
+def unlogged_of(*words: str) -> str:
+    """The list where one run with these flags is logged."""
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", list(words))
+    config = {"command": ["resnet50_test.py", *words], "flags": vars(args)}
+    return unlogged_flags.listed([config])
+
+
+def test_a_flag_is_without_a_log_until_a_run_has_set_it():
+    by_command, by_recipe = ("`--ema`", "`--optimizer`"), ("`--alternate_flip`", "`--test_views`")
+    without = unlogged_of()
+    assert all(flag in without for flag in (*by_command, *by_recipe, "`--outer_momentum`"))
+    assert "`--resume`" not in without  # it changes no result
+    listed = unlogged_of("--ema", "0.9", "--ngd", "--recipe", "fast94_vgg8")
+    assert not any(flag in listed for flag in (*by_command, *by_recipe))
+    assert "`--optimizer ngd`" not in listed
+    assert "`--optimizer demo`" in listed
+    assert "`--outer_momentum`" in listed  # its default depends on the optimizer
 
 
 def test_planned_experiments_without_a_log_are_named_below_the_table():

@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import pickle
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from optimizers.lamb import LAMB
 from slamb import BLOCK, SLAMB, AuthorsSLAMB
 from slamb_oracle import SHAPES, Oracle, gradient, start
 from trainers import FP32, make_trainer
-from training import checkpoint
 from training.step_stats import StepSums
 from training.train_state import merge_optimizer_states
 
@@ -219,41 +219,73 @@ def test_rows_of_zeros_stay_zero_and_no_number_hides_that_one_is_not_finite() ->
         assert not found[64:].isfinite().any()
 
 
-@pytest.mark.parametrize("places", ["replicas", "ranks"])
-def test_a_run_from_when_slamb_had_no_outer_step_goes_on_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: str
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--optimizer slamb", (1.0, 0.0)),
+        ("--optimizer slamb --outer_momentum 0.5", (1.0, 0.5)),
+        ("--sync diloco", (0.7, 0.9)),
+    ],
+)
+def test_the_flags_of_the_outer_step_have_defaults_of_their_own(
+    words: str, expected: tuple[float, float]
 ) -> None:
-    flags = {"optimizer": "slamb", "dataset": "digits", "outer_lr": 0.7, "outer_momentum": 0.9}
-    for group, expected in (({"beta3": 0.99}, (1.0, 0.0)), ({"smallest_large": 9}, (0.7, 0.9))):
-        optimizer = {"param_groups": [group]}
-        state = {"flags": dict(flags), "file": str(tmp_path / "last.pt"), "progress": {"step": 0}}
-        state |= {
-            "optimizer": optimizer if places == "replicas" else None,
-            "ranks": [{"optimizer": optimizer}] if places == "ranks" else None,
-        }
-        checkpoint.leave_out_outer_step(state)
-        monkeypatch.setattr(options.checkpoint, "load", lambda *_, state=state, **__: state)
-        args, _ = options.parse(
-            resnet50_test.parser(), "resnet50_test", ["--resume", str(tmp_path)]
-        )
-        assert (args.outer_lr, args.outer_momentum) == expected
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words.split())
+    assert (args.outer_lr, args.outer_momentum) == expected
+    if args.optimizer == "slamb":
+        run = factory.Run("x", World(), FP32)
+        ours = factory.create_optimizer(args, run, nn.Linear(3, 4), resnet50_test.OPTIMIZERS)
+        assert (ours.outer_lr, ours.outer_momentum) == expected
 
 
-def test_an_old_state_keeps_its_limit_of_large_tensors() -> None:
+def test_a_run_from_when_slamb_had_no_outer_step_goes_on_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "--dataset digits --arch resnet8 --epochs 1 --bs 512 --optimizer slamb --threads 1"
+    monkeypatch.setattr(sys, "argv", ["resnet50_test.py", *words.split(), "--out", str(tmp_path)])
+    resnet50_test.main()
+    path = tmp_path / "last.pt"
+    state = torch.load(path, weights_only=True)
+
+    def resumed() -> tuple[float, float]:
+        torch.save(state, path)
+        words = ["--resume", str(path)]
+        args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words)
+        return args.outer_lr, args.outer_momentum
+
+    state["flags"] |= {"outer_lr": 0.7, "outer_momentum": 0.9}
+    assert resumed() == (0.7, 0.9)
+    for group in state["ranks"][0]["optimizer"]["param_groups"]:
+        del group["smallest_large"]
+    assert resumed() == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("limit", [1024, 9000])
+def test_a_state_that_does_not_name_its_limit_of_large_tensors_keeps_it(limit: int) -> None:
     mine = parameters()
-    ours = SLAMB(mine)
+    ours = SLAMB(mine, smallest_large=limit)
+    set_gradients(mine, 1, 0)
+    ours.step()
     state = ours.state_dict()
     for group in state["param_groups"]:
         del group["smallest_large"]
-    ours.load_state_dict(state)
-    assert ours.param_groups[0]["smallest_large"] == 9000
+    other = SLAMB(parameters())
+    other.load_state_dict(state)
+    assert other.param_groups[0]["smallest_large"] == limit
 
 
 # ------------------------------------------------------------ on ranks
 
 
 def follows_the_oracle(
-    world: Any, selection: str, *, authors: bool, k: float, bits: int = 0, mu: float = 0.0
+    world: Any,
+    selection: str,
+    *,
+    authors: bool,
+    k: float,
+    bits: int = 0,
+    mu: float = 0.0,
+    eta: float = 1.0,
 ) -> None:
     mine = parameters()
     ours = (AuthorsSLAMB if authors else SLAMB)(
@@ -266,10 +298,10 @@ def follows_the_oracle(
         beta3=0.9,
         wire_bits=bits,
         outer_momentum=mu,
-        outer_lr=0.8,
+        outer_lr=eta,
         **EXACT,
     )
-    settings = {"dense": 4, "local": 9, "beta3": 0.9, "bits": bits, "mu": mu, "eta": 0.8}
+    settings = {"dense": 4, "local": 9, "beta3": 0.9, "bits": bits, "mu": mu, "eta": eta}
     oracle = Oracle(world.size, k, selection=selection, authors=authors, **settings)
     for step in range(1, 26):
         set_gradients(mine, step, world.rank)
@@ -300,7 +332,8 @@ def all_oracles(world: Any) -> None:
         for authors in (True, False):
             follows_the_oracle(world, "block", authors=authors, k=0.3, bits=bits)
     for authors in (True, False):
-        follows_the_oracle(world, "block", authors=authors, k=0.3, mu=0.6)
+        for mu, eta in ((0.6, 0.8), (0.6, 1.0), (0.0, 0.8)):
+            follows_the_oracle(world, "block", authors=authors, k=0.3, mu=mu, eta=eta)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -528,8 +561,35 @@ def outer_steps_bring_the_weights_together(world: Any) -> None:
         ours.step()
         agree = all(torch.equal(world.sum(p.detach().clone()) / world.size, p) for p in mine)
         assert agree == (step in (3, 7))
-        if step == 7:
-            assert ours.take_bytes() > 2 * ELEMENTS
+        sent = ours.take_bytes()
+        if step == 5:
+            sparse = sent
+        elif step == 7:
+            assert sent == sparse + 2 * ELEMENTS
+
+
+def outer_steps_that_were_left_out_leave_nothing(world: Any) -> None:
+    """A run that went on without an outer step begins it anew."""
+    mine = parameters(torch.float32)
+    state = SLAMB(mine).state_dict()
+    for mu in (0.5, 0.0, 0.5):
+        ours = SLAMB(mine, dense_steps=0, local_steps=3, outer_momentum=mu)
+        ours.load_state_dict(state)
+        for step in range(4):
+            set_gradients(mine, step, world.rank)
+            ours.step()
+        state = ours.state_dict()
+        assert all(("common" in of_p) == (mu > 0) for of_p in state["state"].values())
+
+
+def ranks_that_begin_apart_agree_after_an_outer_step(world: Any) -> None:
+    mine = [nn.Parameter(p.detach() + world.rank) for p in parameters(torch.float32)]
+    ours = SLAMB(mine, local_steps=2, outer_momentum=0.5)
+    for step in range(2):
+        set_gradients(mine, step, world.rank)
+        ours.step()
+    for p in mine:
+        assert torch.equal(world.sum(p.detach().clone()) / world.size, p)
 
 
 def merged_states_keep_the_mean_momentum(world: Any) -> None:
@@ -634,6 +694,8 @@ def all_small_ones(world: Any) -> None:
         groups_have_their_own_settings,
         a_resumed_run_equals_the_uninterrupted_one,
         outer_steps_bring_the_weights_together,
+        outer_steps_that_were_left_out_leave_nothing,
+        ranks_that_begin_apart_agree_after_an_outer_step,
         merged_states_keep_the_mean_momentum,
         the_step_clips_by_the_global_norm_and_counts_skips,
         the_ratio_is_warmed_up_by_epochs,

@@ -274,13 +274,16 @@ def name_kaldi_ngd(state: dict[str, Any]) -> None:
 def leave_out_outer_step(state: dict[str, Any]) -> None:
     """Let a checkpoint of SLAMB, in place, have no outer step if SLAMB had none at that time.
 
-    Its flags name one, which was DiLoCo's alone. Groups of SLAMB have had `smallest_large` since.
+    Flags of that time hold DiLoCo's defaults. A state whose groups lack `smallest_large` is of
+    that time.
     """
     flags = state["flags"]
     if flags.get("optimizer") != "slamb":
         return
-    optimizer = state["optimizer"] or state["ranks"][0]["optimizer"]
-    if not any("smallest_large" in group for group in optimizer["param_groups"]):
+    places = [state, *(state.get("ranks") or ())]
+    optimizers = [place["optimizer"] for place in places if place.get("optimizer")]
+    groups = [group for optimizer in optimizers for group in optimizer["param_groups"]]
+    if not any("smallest_large" in group for group in groups):
         flags.pop("outer_momentum", None)
         flags.pop("outer_lr", None)
 
