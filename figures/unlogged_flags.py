@@ -38,14 +38,16 @@ def read_configs(logs: Path) -> list[Config]:
 
 
 def set_flags(config: Config) -> set[str]:
-    """Return the names of the flags that a run has on its command line or in its recipe."""
+    """Return what the flags on a run's command line or in its recipe set, without dashes."""
     command = config["command"]
     words = shlex.split(command) if isinstance(command, str) else list(command)
     is_of_texts = any("transformer_test" in word for word in words)
     parser = (transformer_test if is_of_texts else resnet50_test).parser()
     if recipe := config["flags"].get("recipe"):
         words += options.recipe_arguments(Path(recipe).stem, parser)
-    return {word.partition("=")[0] for word in words if word.startswith("-")}
+    names = [word.partition("=")[0] for word in words if word.startswith("--")]
+    flags = [parser.find(name.removeprefix("--")) for name in names]
+    return {flag.action.dest for flag in flags if flag is not None}
 
 
 def unlogged(flag: Flag, configs: Sequence[Config], names: set[str]) -> list[str]:
@@ -54,9 +56,9 @@ def unlogged(flag: Flag, configs: Sequence[Config], names: set[str]) -> list[str
     Args:
         flag: of either script.
         configs: of all runs.
-        names: of the flags that they set.
+        names: what their flags set, without dashes.
     """
-    if names.isdisjoint([*flag.action.option_strings, *flag.aliases, *flag.value_aliases]):
+    if flag.action.dest not in names:
         return [f"`{flag.name}`"]
     values = {str(config["flags"].get(flag.action.dest)) for config in configs}
     choices = flag.choices(installed_only=False)
