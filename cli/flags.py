@@ -140,12 +140,13 @@ def defaults_by_optimizer(values: Mapping[str, float]) -> str:
     return "; ".join(f"{value:g} for {', '.join(group)}" for value, group in names.items())
 
 
-ADVICE = {  # by flags of timm and Hugging Face that have no exact counterpart here
+ADVICE = {  # by flags that have no exact counterpart here, most of timm or Hugging Face
     "--amp": "did you mean --precision, with bf16 or fp16?",
     "--logging_steps": "did you mean --log_every, which takes seconds?",
     "--do_train": "the script trains unless --evaluate, --predict or --export is given",
     "--do_eval": "each epoch is evaluated; to evaluate a checkpoint alone, use --evaluate",
     "--do_predict": "did you mean --predict?",
+    "--help_all": "did you mean --help all?",
 }
 
 
