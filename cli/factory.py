@@ -52,6 +52,7 @@ from training.epoch_report import EVAL_SET_NAMES, RunSummary, epoch_result
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
 from training.machine import cpu_name, describe_machine, device_name
 from training.meta_mixup_step import HeldOutBatches, MetaLearner, MetaMixupStep
+from training.run_history import describe_changes, next_history
 from training.trainer import Trainer, TrainerConfig
 
 MIN_EVAL_BATCH = 64
@@ -512,16 +513,21 @@ def create_trainer(
     comm_hook, lr_schedule = create_comm_hook(args, run), create_lr_schedule(args)
     folder, lock = open_run_folder(args, run.script, world, state)
     launchers = sorted(set(world.gather(launcher_id())))  # by which a restarted job knows its run
+    machine = {
+        **describe_machine(world.device),
+        "processor": cpu_name(),
+        "precision": run.precision.name,
+    }
+    circumstances = {**machine, "processes": world.size}
+    del circumstances["command"]
+    history = next_history(state, circumstances)
+    config = {"flags": vars(args), **machine, "launchers": launchers}
+    if len(history) > 1:
+        config["history"] = history
     log = run_log.RunLog(
         folder,
         world.is_main,
-        config={
-            "flags": vars(args),
-            **describe_machine(world.device),
-            "processor": cpu_name(),
-            "precision": run.precision.name,
-            "launchers": launchers,
-        },
+        config=config,
         track=args.track,
         log_every=args.log_every,
         lock=lock,
@@ -532,6 +538,8 @@ def create_trainer(
         f"{device_name(world.device)}, {run.precision.name}, {args.backend}; "
         f"run folder {folder}"
     )
+    if state is not None and state.get("changed"):
+        log.info(f"goes on with other flags: {describe_changes(state['changed'])}")
     if advice := large_batch_advice(args, batches.base, len(data.train)):
         log.info(advice)
     torch.manual_seed(args.seed * 1009 + 1 + world.rank)  # each rank has dropout of its own
@@ -547,7 +555,7 @@ def create_trainer(
         world=world,
         log=log,
         config=create_trainer_config(args, run, batches, long_run_hint=long_run_hint),
-        metadata={"script": run.script, "flags": vars(args), **data.metadata},
+        metadata={"script": run.script, "flags": vars(args), "history": history, **data.metadata},
         comm_hook=comm_hook,
         meta_learner=meta_learner,
     )

@@ -101,6 +101,8 @@ def parse(
     if path is not None and args.out is None:
         args.out = str(path if path.is_dir() else path.parent)
     validate(args, script, resumed=state is not None)
+    if state is not None:
+        state["changed"] = changed_flags(parser, state["flags"], args)
     if not uses_trained_model(args):
         check_overwritten(args, state)
     return args, state
@@ -150,6 +152,33 @@ def check_restored(
                 f"{source}: the checkpoint's {flag.name} {value} is not supported any more; "
                 f"{advice} on the command line"
             )
+
+
+def changed_flags(
+    parser: Parser, before: Mapping[str, Any], args: Namespace
+) -> dict[str, list[Any]]:
+    """The flags in which a run that goes on differs from its checkpoint, as [before, now].
+
+    Args:
+        parser: of the run's script.
+        before: the checkpoint's flags. A flag that it lacks is of a later version and left out.
+        args: the flags that the run goes on with.
+    """
+    spellings: dict[str, str] = {}
+    for flag in parser.flags:
+        if flag.action.nargs != 0 or flag.action.dest not in spellings:
+            spellings[flag.action.dest] = flag.name
+    compared = spellings.keys() - NOT_RESTORED
+    if not is_own_data(args.dataset):
+        compared -= {"data_dir"}  # the same data at another place
+    changed = {}
+    for name, spelling in spellings.items():
+        if name in compared and name in before:
+            values = [before[name], getattr(args, name)]
+            pair = [list(value) if isinstance(value, tuple) else value for value in values]
+            if pair[0] != pair[1]:
+                changed[spelling] = pair
+    return changed
 
 
 def is_supported(flag: Flag, value: Any) -> bool:

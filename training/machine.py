@@ -33,7 +33,7 @@ class CommitUnknown(Exception):
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Versions, device, commit (None where it is unknown) and the command line."""
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # TorchVersion is no plain value of a checkpoint
         "python": platform.python_version(),
         "device": device_name(device),
         "commit": commit_or_none(),
