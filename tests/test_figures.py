@@ -94,9 +94,12 @@ def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
 
 def test_logs_come_from_clean_commits():
     for path in run_logs.LOGS.glob("*/*/config.json"):
-        commit = json.loads(path.read_text()).get("commit")
-        assert commit, path
-        assert not commit.endswith("-dirty"), f"{path}: commit the code, then run it again"
+        config = json.loads(path.read_text())
+        for part in [config, *config.get("history", [])]:
+            commit = part.get("commit")
+            assert commit, path
+            assert not commit.endswith("-dirty"), f"{path}: commit the code, then run it again"
+            assert not part.get("changed"), f"{path}: no plan knows the flags of its parts"
 
 
 def test_the_results_page_shows_what_the_logs_say():
