@@ -60,7 +60,8 @@ def unlogged(flag: Flag, configs: Sequence[Config], names: set[str]) -> list[str
     """
     if flag.action.dest not in names:
         return [f"`{flag.name}`"]
-    values = {str(config["flags"].get(flag.action.dest)) for config in configs}
+    name, default = flag.action.dest, flag.action.default  # what runs before this flag had
+    values = {str(config["flags"].get(name, default)) for config in configs}
     choices = flag.choices(installed_only=False)
     return [f"`{flag.name} {choice}`" for choice in choices if choice not in values]
 
@@ -76,7 +77,9 @@ def listed(configs: Sequence[Config]) -> str:
             found = groups.setdefault(title, {})
             for flag in flags:
                 if flag.action.dest not in PLACES:
-                    found.setdefault(flag.name, unlogged(flag, configs, names))
+                    words = found.setdefault(flag.name, [])  # the scripts' choices may differ
+                    new = unlogged(flag, configs, names)
+                    words += [word for word in new if word not in words]
     return "\n".join(
         item(title, (words for of_flag in flags.values() for words in of_flag))
         for title, flags in groups.items()

@@ -131,6 +131,19 @@ def test_a_flag_is_without_a_log_until_a_run_has_set_it():
     assert "`--optimizer ngd`" not in listed
     assert "`--optimizer demo`" in listed
     assert "`--outer_momentum`" in listed  # its default depends on the optimizer
+    listed = unlogged_of("--dataset", "mnist", "--crop_fill", "reflect")
+    assert "`--dataset mnist`" not in listed
+    assert all(f"`--dataset {name}`" in listed for name in ("folder", "csv"))  # of one script each
+
+
+def test_a_run_from_before_a_flag_had_its_default():
+    old = {"command": ["resnet50_test.py"], "flags": {}}
+    new = {
+        "command": ["resnet50_test.py", "--crop_fill", "reflect"],
+        "flags": {"crop_fill": "reflect"},
+    }
+    assert "`--crop_fill black`" in unlogged_flags.listed([new])
+    assert "`--crop_fill black`" not in unlogged_flags.listed([old, new])
 
 
 def test_planned_experiments_without_a_log_are_named_below_the_table():
