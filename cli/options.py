@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from backends import torch_compat
-from cli import compatibility
+from cli import compatibility, unused_flags
 from cli.flag_parser import Flag
 from cli.flags import OptimizerChoice, Parser
 from cli.yaml_file import LONGEST_EXCERPT, excerpt, read_yaml
@@ -75,20 +75,21 @@ def parse(
     Raises:
         InputError: a flag, the recipe or the checkpoint is wrong.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    given = parser.parse_args(arguments)
+    command_line = list(sys.argv[1:] if arguments is None else arguments)
+    given = parser.parse_args(command_line)
     state, source = None, ""
     unsupported: dict[str, Flag] = {}
     path = resume_path(given, script)
     if path is not None:
         source = "--resume" if given.checkpoint is None else "--checkpoint"
         state = checkpoint.load(path, script, flag=source, metadata=METADATA[script])
-        if "warning" in state and os.environ.get("RANK", "0") == "0":
+        if "warning" in state and is_first_rank():
             print(state["warning"], file=sys.stderr, flush=True)
         unsupported = restore_flags(state["flags"], parser, inference=uses_trained_model(given))
         if given.lr is not None:  # the user's own remedy takes the place of those so far
             state["progress"] |= {"rollbacks": 0, "lr_factor": 1.0}
-    arguments = [*(recipe_arguments(given.recipe, parser) if given.recipe else []), *arguments]
+    recipe = recipe_arguments(given.recipe, parser) if given.recipe else []
+    arguments = [*recipe, *command_line]
     chosen = parser.parse_args(arguments)
     if state is not None and state.get("was_ngd") and chosen.optimizer == "ngd":
         arguments += ["--optimizer", "kaldi_ngd"]  # which is what --ngd meant for this run
@@ -105,7 +106,16 @@ def parse(
         state["changed"] = changed_flags(parser, state["flags"], args)
     if not uses_trained_model(args):
         check_overwritten(args, state)
+        if is_first_rank():
+            names = unused_flags.given_flags(parser, command_line)
+            for line in unused_flags.warnings(parser, names, args):
+                print(line, file=sys.stderr, flush=True)
     return args, state
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that prints, before there is a process group."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def restore_flags(flags: Mapping[str, Any], parser: Parser, *, inference: bool) -> dict[str, Flag]:

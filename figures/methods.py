@@ -127,7 +127,7 @@ LABELS: Mapping[str, Mapping[str, str]] = {
     **{
         f"{source}_{data_set}": OPTIMIZERS
         for source in ("optimizers", "soap")
-        for data_set in ("agnews12k", "cifar10")
+        for data_set in ("agnews12k", "cifar10", "vgg8")
     },
 }
 """The labels of the runs in each group, in the order of the legend; other runs are not drawn."""

@@ -503,6 +503,9 @@ SEARCHES = {  # groups that share axes; the first one names the picture
     ("optimizer_search_cifar10", "soap_search_cifar10"): (
         "ResNet-20, all of CIFAR-10, batch 128, 4 epochs, 10 % held out"
     ),
+    ("optimizer_search_vgg8", "soap_search_vgg8"): (
+        "VGG8, all of CIFAR-10 at 24 pixels, batch 128, 3 epochs, 10 % held out"
+    ),
 }
 PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "time": draw_time,
@@ -521,6 +524,9 @@ PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     ),
     "optimizers_cifar10": partial(
         draw_optimizers, "cifar10", "ResNet-20, all of CIFAR-10, batch 128"
+    ),
+    "optimizers_vgg8": partial(
+        draw_optimizers, "vgg8", "VGG8, all of CIFAR-10 at 24 pixels, batch 128"
     ),
     **{group: partial(draw_overview, group, title) for group, title in OVERVIEWS.items()},
     **{names[0]: partial(draw_optimizer_search, names, title) for names, title in SEARCHES.items()},
