@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 
 import mixup
-from cli import factory, image_classification, options
+from cli import factory, image_classification, options, unused_flags
 from cli.apex_optimizers import APEX_OPTIMIZERS
 from cli.flags import OptimizerChoice, Parser, shared_parser
 from distributed.world import TimeLimits, init_world
@@ -69,6 +69,7 @@ def parser() -> Parser:
 def main() -> None:
     """What a run is made of, from its flags to its last epoch."""
     args, checkpoint = options.parse(parser(), SCRIPT)
+    unused_flags.warn(parser(), args)
     with init_world(args.device, TimeLimits(*args.timeout)) as world:
         run = factory.create_run(args, SCRIPT, world, checkpoint)
         if checkpoint and args.predict:

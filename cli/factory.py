@@ -52,7 +52,7 @@ from training.epoch_report import EVAL_SET_NAMES, RunSummary, epoch_result
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
 from training.machine import cpu_name, describe_machine, device_name
 from training.meta_mixup_step import HeldOutBatches, MetaLearner, MetaMixupStep
-from training.run_history import describe_changes, next_history
+from training.run_segments import describe_last, is_uninterrupted, next_segments
 from training.trainer import Trainer, TrainerConfig
 
 MIN_EVAL_BATCH = 64
@@ -518,12 +518,11 @@ def create_trainer(
         "processor": cpu_name(),
         "precision": run.precision.name,
     }
-    circumstances = {**machine, "processes": world.size}
-    del circumstances["command"]
-    history = next_history(state, circumstances)
+    environment = {name: value for name, value in machine.items() if name != "command"}
+    segments = next_segments(state, {**environment, "processes": world.size})
     config = {"flags": vars(args), **machine, "launchers": launchers}
-    if len(history) > 1:
-        config["history"] = history
+    if not is_uninterrupted(segments):
+        config["segments"] = segments
     log = run_log.RunLog(
         folder,
         world.is_main,
@@ -538,8 +537,9 @@ def create_trainer(
         f"{device_name(world.device)}, {run.precision.name}, {args.backend}; "
         f"run folder {folder}"
     )
-    if state is not None and state.get("changed"):
-        log.info(f"goes on with other flags: {describe_changes(state['changed'])}")
+    is_new = state is not None and segments != state.get("segments")
+    if is_new and (changes := describe_last(segments)):
+        log.info(f"the run goes on with {changes}")
     if advice := large_batch_advice(args, batches.base, len(data.train)):
         log.info(advice)
     torch.manual_seed(args.seed * 1009 + 1 + world.rank)  # each rank has dropout of its own
@@ -555,7 +555,7 @@ def create_trainer(
         world=world,
         log=log,
         config=create_trainer_config(args, run, batches, long_run_hint=long_run_hint),
-        metadata={"script": run.script, "flags": vars(args), "history": history, **data.metadata},
+        metadata={"script": run.script, "flags": vars(args), "segments": segments, **data.metadata},
         comm_hook=comm_hook,
         meta_learner=meta_learner,
     )

@@ -328,6 +328,28 @@ class FlagParser(argparse.ArgumentParser):
         """The names of all flags as attributes of the parsed arguments, as they were added."""
         return list(dict.fromkeys(flag.action.dest for flag in self.flags))
 
+    def spelling_of(self) -> dict[str, str]:
+        """How a user writes each flag that takes a value or is a switch, by its attribute's name.
+
+        Of several flags of one attribute, such as --optimizer and --ngd, it is that with a value.
+        """
+        spellings: dict[str, str] = {}
+        for flag in self.flags:
+            if flag.action.nargs != 0 or flag.action.dest not in spellings:
+                spellings[flag.action.dest] = flag.name
+        return spellings
+
+    def given(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """What a command line gives, by attribute and without the defaults of other flags.
+
+        Raises:
+            InputError: a flag is unknown, or its value is not valid.
+        """
+        not_given = object()  # a flag that has a value already is not set to its default
+        values = argparse.Namespace(**dict.fromkeys(self.names(), not_given))
+        self.parse_args(arguments, values)
+        return {name: value for name, value in vars(values).items() if value is not not_given}
+
     def option_strings(self) -> set[str]:
         """The own spellings of all flags, with their dashes; no aliases."""
         return {option for flag in self.flags for option in flag.action.option_strings}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from backends import torch_compat
-from cli import compatibility, unused_flags
+from cli import compatibility
 from cli.flag_parser import Flag
 from cli.flags import OptimizerChoice, Parser
 from cli.yaml_file import LONGEST_EXCERPT, excerpt, read_yaml
@@ -42,6 +42,21 @@ NOT_RESTORED = frozenset(
     ]
 )
 """Flags of one invocation: a resumed run does not take them from its checkpoint."""
+CHANGES_NO_RESULT = frozenset(
+    [
+        "workers",
+        "save_every",
+        "keep",
+        "save_in_background",
+        "log_every",
+        "timeout",
+        "weights",
+        "tokenizer",
+        "vocab_size",
+    ]
+)
+"""Flags that a resumed run may change without becoming another one; the last three say how a new
+run begins."""
 COMMAND_LINE_ONLY = frozenset(["help", "recipe", "resume", "checkpoint", *INFERENCE, "predict_out"])
 """Flags that say what one invocation does: neither a recipe nor a search space may hold them."""
 INFERENCE_NEEDS = frozenset(
@@ -79,14 +94,18 @@ def parse(
     given = parser.parse_args(command_line)
     state, source = None, ""
     unsupported: dict[str, Flag] = {}
+    defaults = {name: parser.get_default(name) for name in parser.names() if name != "help"}
+    before: dict[str, Any] = {}  # the flags of the checkpoint
     path = resume_path(given, script)
     if path is not None:
         source = "--resume" if given.checkpoint is None else "--checkpoint"
         state = checkpoint.load(path, script, flag=source, metadata=METADATA[script])
-        if "warning" in state and is_first_rank():
+        if "warning" in state and os.environ.get("RANK", "0") == "0":
             print(state["warning"], file=sys.stderr, flush=True)
         unsupported = restore_flags(state["flags"], parser, inference=uses_trained_model(given))
+        before = {**defaults, **state["flags"]}  # a later version has flags that it lacks
         if given.lr is not None:  # the user's own remedy takes the place of those so far
+            before["lr"] *= state["progress"].get("lr_factor", 1.0)
             state["progress"] |= {"rollbacks": 0, "lr_factor": 1.0}
     recipe = recipe_arguments(given.recipe, parser) if given.recipe else []
     arguments = [*recipe, *command_line]
@@ -103,19 +122,12 @@ def parse(
         args.out = str(path if path.is_dir() else path.parent)
     validate(args, script, resumed=state is not None)
     if state is not None:
-        state["changed"] = changed_flags(parser, state["flags"], args)
+        for name in computed.keys() - state["flags"].keys():
+            del before[name]  # its default is not known without the other flags
+        state["changed"] = changed_flags(before, args, spellings=parser.spelling_of())
     if not uses_trained_model(args):
         check_overwritten(args, state)
-        if is_first_rank():
-            names = unused_flags.given_flags(parser, command_line)
-            for line in unused_flags.warnings(parser, names, args):
-                print(line, file=sys.stderr, flush=True)
     return args, state
-
-
-def is_first_rank() -> bool:
-    """Whether this process is the one that prints, before there is a process group."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def restore_flags(flags: Mapping[str, Any], parser: Parser, *, inference: bool) -> dict[str, Flag]:
@@ -165,29 +177,24 @@ def check_restored(
 
 
 def changed_flags(
-    parser: Parser, before: Mapping[str, Any], args: Namespace
+    before: Mapping[str, Any], args: Namespace, *, spellings: Mapping[str, str]
 ) -> dict[str, list[Any]]:
     """The flags in which a run that goes on differs from its checkpoint, as [before, now].
 
     Args:
-        parser: of the run's script.
-        before: the checkpoint's flags. A flag that it lacks is of a later version and left out.
+        before: the values of the checkpoint. A flag that it lacks is left out.
         args: the flags that the run goes on with.
+        spellings: how a user writes each flag, by its name in the other two.
     """
-    spellings: dict[str, str] = {}
-    for flag in parser.flags:
-        if flag.action.nargs != 0 or flag.action.dest not in spellings:
-            spellings[flag.action.dest] = flag.name
-    compared = spellings.keys() - NOT_RESTORED
-    if not is_own_data(args.dataset):
-        compared -= {"data_dir"}  # the same data at another place
     changed = {}
-    for name, spelling in spellings.items():
-        if name in compared and name in before:
+    for name in spellings:
+        if name in before and name not in NOT_RESTORED | CHANGES_NO_RESULT:
             values = [before[name], getattr(args, name)]
+            if name == "data_dir":  # the same data may lie at another place
+                values = [os.path.abspath(each) for each in values if is_own_data(args.dataset)]
             pair = [list(value) if isinstance(value, tuple) else value for value in values]
-            if pair[0] != pair[1]:
-                changed[spelling] = pair
+            if pair and pair[0] != pair[1]:
+                changed[spellings[name]] = pair
     return changed
 
 

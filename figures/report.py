@@ -37,7 +37,7 @@ from figures.reported_run import ClassScores, Confusion, ReportedRun, names_of, 
 from figures.svg_charts import Point, Series, legend, line_chart
 from training.atomic_file import atomic_write
 from training.epoch_report import EVAL_SET_NAMES
-from training.run_history import describe_parts
+from training.run_segments import describe_all
 from training.time_estimate import in_words
 
 SETS = {"train": "training", **EVAL_SET_NAMES}  # in the order of the charts
@@ -447,7 +447,7 @@ def environment_of(run: ReportedRun) -> dict[str, str]:
     return {
         "command": " ".join(map(str, command)) if isinstance(command, list) else "",
         "commit": str(config.get("commit") or ""),
-        "changed on the way": parts_in_words(config.get("history")),
+        "changes during the run": changes_in_words(config.get("segments")),
         "torch": str(config.get("torch", "")),
         "Python": str(config.get("python", "")),
         "device": device,
@@ -464,11 +464,11 @@ def environment_of(run: ReportedRun) -> dict[str, str]:
     }
 
 
-def parts_in_words(history: Any) -> str:
-    """What a run's parts changed; '' where there is one part, or a history cannot be read."""
+def changes_in_words(segments: Any) -> str:
+    """What changed while a run was trained; '' where nothing did, or the entry cannot be read."""
     try:
-        return describe_parts(history or [])
-    except (AttributeError, KeyError, TypeError, ValueError):
+        return describe_all(segments or [])
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return ""
 
 

@@ -95,11 +95,11 @@ def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
 def test_logs_come_from_clean_commits():
     for path in run_logs.LOGS.glob("*/*/config.json"):
         config = json.loads(path.read_text())
-        for part in [config, *config.get("history", [])]:
-            commit = part.get("commit")
+        for segment in [config, *config.get("segments", [])]:
+            commit = segment.get("commit")
             assert commit, path
             assert not commit.endswith("-dirty"), f"{path}: commit the code, then run it again"
-            assert not part.get("changed"), f"{path}: no plan knows the flags of its parts"
+            assert not segment.get("changed"), f"{path}: flags changed while the run was trained"
 
 
 def test_the_results_page_shows_what_the_logs_say():
@@ -144,6 +144,8 @@ def test_a_run_from_before_a_flag_had_its_default():
     }
     assert "`--crop_fill black`" in unlogged_flags.listed([new])
     assert "`--crop_fill black`" not in unlogged_flags.listed([old, new])
+    texts = {"command": ["transformer_test.py"], "flags": {}}
+    assert "`--crop_fill black`" in unlogged_flags.listed([texts, new])  # which have no crops
 
 
 def test_planned_experiments_without_a_log_are_named_below_the_table():

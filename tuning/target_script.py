@@ -6,7 +6,6 @@ script.flags({"lr": 0.1, "nesterov": False})["lr"]
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,11 +64,7 @@ class TargetScript:
         recipe = parser.parse_args(arguments).recipe
         expanded = [*(options.recipe_arguments(recipe, parser) if recipe else []), *arguments]
         parser.parse_args(expanded)
-        not_given = object()  # a flag that has a value already is not set to its default
-        values = argparse.Namespace(**dict.fromkeys(parser.names(), not_given))
-        parser.parse_args(expanded, values)
-        given = {name: value for name, value in vars(values).items() if value is not not_given}
-        return cls(file, arguments, expanded, flag_names, given)
+        return cls(file, arguments, expanded, flag_names, parser.given(expanded))
 
     def own_name(self, name: str) -> str:
         """Return the script's own name of a searched flag for any spelling, both without dashes.

@@ -1,0 +1,126 @@
+"""What a run says of segments that were trained with other flags, by other code or elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import resnet50_test
+from cli import options
+from figures.report import changes_in_words
+from test_training import run
+from training import checkpoint, machine
+from training.run_segments import describe_all, next_segments
+
+FLAGS = "--dataset digits --arch resnet8 --subset 0.2 --bs 64 --lr 0.02 --threads 1".split()
+GOES_ON = "the run goes on with "
+
+
+def config_of(folder: str) -> dict[str, Any]:
+    return json.loads((Path(folder) / "config.json").read_text())
+
+
+def line_of(console: str) -> str:
+    """What the line on changes says, or ''."""
+    lines = [line for line in console.splitlines() if line.startswith(GOES_ON)]
+    assert len(lines) < 2
+    return lines[0].removeprefix(GOES_ON) if lines else ""
+
+
+def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "commit_or_none", lambda: "aaa")
+    console = run(resnet50_test, *FLAGS, "--epochs", "1", "--out", "a", monkeypatch=monkeypatch)
+    assert line_of(console) == ""
+    assert "segments" not in config_of("a")
+
+    flags = ["--epochs", "2", "--label_noise", "0.5", "--no-nesterov", "--keep", "3"]
+    console = run(resnet50_test, "--resume", "a", *flags, monkeypatch=monkeypatch)
+    changes = "--label_noise 0.5 (was 0.0), --epoch 2 (was 1), --nesterov off (was on)"
+    assert line_of(console) == changes
+
+    monkeypatch.setattr(machine, "commit_or_none", lambda: "bbb")
+    more = ["--out", "b", "--epochs", "3"]
+    console = run(resnet50_test, "--resume", "a", *more, monkeypatch=monkeypatch)
+    assert line_of(console) == "--epoch 3 (was 2), commit bbb (was aaa)"
+    segments = config_of("b")["segments"]
+    assert [segment["changed"] for segment in segments] == [
+        {},
+        {"--label_noise": [0.0, 0.5], "--epoch": [1, 2], "--nesterov": [True, False]},
+        {"--epoch": [2, 3]},
+    ]
+    assert [segment["after_epochs"] for segment in segments] == [0, 1, 2]
+    assert [segment["commit"] for segment in segments] == ["aaa", "aaa", "bbb"]
+    steps = checkpoint.load(Path("b"), "resnet50_test")["progress"]["step"] // 3
+    assert [segment["after_steps"] for segment in segments] == [0, steps, 2 * steps]
+    assert describe_all(segments) == (
+        f"from step {steps + 1} on: {changes}; "
+        f"from step {2 * steps + 1} on: --epoch 3 (was 2), commit bbb (was aaa)"
+    )
+    assert len(config_of("a")["segments"]) == 2, "the run that b began from stays as it is"
+
+
+def test_a_run_that_goes_on_as_it_was_has_one_segment(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where known data lie elsewhere, or where a flag changes that changes no result."""
+    run(resnet50_test, *FLAGS, "--epochs", "1", "--out", "a", monkeypatch=monkeypatch)
+    more = ["--out", "b", "--data_dir", str(here / "elsewhere"), "--keep", "1", "--workers", "1"]
+    console = run(resnet50_test, "--resume", "a", *more, monkeypatch=monkeypatch)
+    assert line_of(console) == ""
+    assert "segments" not in config_of("b")
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on_and_says_what_changed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lacks the segments, and a flag that was added since."""
+    run(resnet50_test, *FLAGS, "--epochs", "1", "--out", "a", monkeypatch=monkeypatch)
+    state = torch.load("a/last.pt", weights_only=True)
+    del state["segments"], state["flags"]["crop_fill"], state["flags"]["outer_lr"]
+    torch.save(state, "old.pt")
+    flags = ["--epochs", "2", "--crop_fill", "reflect"]
+    console = run(
+        resnet50_test, "--resume", "old.pt", "--out", "b", *flags, monkeypatch=monkeypatch
+    )
+    assert line_of(console) == "--epoch 2 (was 1), --crop_fill reflect (was black)"
+    (segment,) = config_of("b")["segments"]
+    assert segment["after_epochs"] == 1
+    assert segment["changed"] == {"--epoch": [1, 2], "--crop_fill": ["black", "reflect"]}
+    said = changes_in_words([segment])
+    assert said.startswith(f"from step {segment['after_steps'] + 1} on: --epoch 2 (was 1)")
+
+
+def test_a_rate_that_takes_the_place_of_a_halved_one_has_changed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(resnet50_test, *FLAGS, "--epochs", "1", "--out", "a", monkeypatch=monkeypatch)
+    state = torch.load("a/last.pt", weights_only=True)
+    state["progress"]["lr_factor"] = 0.5
+    torch.save(state, "halved.pt")
+    command = ["--resume", "halved.pt", "--out", "b", "--lr", "0.02"]
+    _, state = options.parse(resnet50_test.parser(), "resnet50_test", command)
+    assert state is not None
+    assert state["changed"] == {"--lr": [0.01, 0.02]}
+
+
+def test_segments_begin_where_something_changes() -> None:
+    state = {"progress": {"epoch": 3, "step": 40}, "changed": {}}
+    segments = next_segments(state, {"commit": "abc"})
+    assert segments == [{"after_epochs": 3, "after_steps": 40, "changed": {}, "commit": "abc"}]
+    known = {**state, "segments": segments}
+    assert next_segments(known, {"commit": "abc"}) == segments
+    assert next_segments(known, {"commit": "abc", "a later entry": 1}) == segments
+    assert len(next_segments(known, {"commit": "def"})) == 2
+    assert len(segments) == 1, "the checkpoint's own list is not changed"
+    assert next_segments({**state, "segments": 3}, {"commit": "abc"}) == segments
+
+
+@pytest.mark.parametrize("segments", [None, 3, [3, 4], ["ab", "cd"], [{}, {}], {"a": 1, "b": 2}])
+def test_segments_that_cannot_be_read_are_left_out_of_a_report(segments: object) -> None:
+    assert changes_in_words(segments) == ""

@@ -1,0 +1,88 @@
+"""The segments of a run: from which step on it was trained with which flags, by which code, where.
+
+    segments = next_segments(state, {"commit": "31dfeba", "torch": "2.15.0"})
+    segments[-1]    # {"after_epochs": 1, "after_steps": 12, "commit": "31dfeba", ...,
+                    #  "changed": {"--label_noise": [0.0, 0.4]}}: the value before, and now
+
+Every checkpoint holds the segments of its run, and so does config.json if the run was not trained
+in one. Otherwise config.json would say that the flags and the code of the last segment trained the
+whole run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PLACE = ("after_epochs", "after_steps", "changed")  # what a segment has beside its environment
+
+Segment = dict[str, Any]
+"""What is said of a segment: its place, the flags that it changed, and its environment."""
+
+
+def next_segments(state: Mapping[str, Any] | None, environment: Mapping[str, Any]) -> list[Segment]:
+    """The segments of a run, the oldest first, with the one that begins now.
+
+    None begins where nothing has changed, as after an interruption on the same machine.
+
+    Args:
+        state: the checkpoint that the run goes on from, or None for a new run. Its `changed` maps
+            names of flags to [value before, value now].
+        environment: what results depend on beside the flags: commit, versions, device.
+    """
+    if state is None:
+        return [{"after_epochs": 0, "after_steps": 0, "changed": {}, **environment}]
+    progress, changed = state["progress"], dict(state.get("changed", {}))
+    segments = state.get("segments")
+    segments = list(segments) if isinstance(segments, list) else []
+    if segments and not changed and not changes_between(segments[-1], environment):
+        return segments
+    done = {"after_epochs": progress["epoch"], "after_steps": progress["step"]}
+    return [*segments, {**done, "changed": changed, **environment}]
+
+
+def is_uninterrupted(segments: Sequence[Segment]) -> bool:
+    """Whether one segment trained the whole run.
+
+    A run of a version that did not record segments has one that does not begin at step 0.
+    """
+    return len(segments) == 1 and segments[0]["after_steps"] == 0
+
+
+def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What differs between the environments of two segments, as [value before, value now].
+
+    What only one of them records is left out.
+    """
+    common = [name for name in now if name in before and name not in PLACE]
+    return {name: [before[name], now[name]] for name in common if before[name] != now[name]}
+
+
+def describe_last(segments: Sequence[Segment]) -> str:
+    """What the last segment changed: '--epochs 9 (was 5), commit bbb (was aaa)'; or ''."""
+    environment = changes_between(segments[-2], segments[-1]) if len(segments) > 1 else {}
+    return ", ".join(
+        f"{name} {in_words(now)} (was {in_words(before)})"
+        for name, (before, now) in {**segments[-1]["changed"], **environment}.items()
+    )
+
+
+def describe_all(segments: Sequence[Segment]) -> str:
+    """What each segment changed and from which step on; '' for an uninterrupted run."""
+    if not segments or is_uninterrupted(segments):
+        return ""
+    first = 0 if segments[0]["after_steps"] else 1
+    return "; ".join(
+        f"from step {segments[number]['after_steps'] + 1} on: "
+        f"{describe_last(segments[: number + 1]) or 'not known'}"
+        for number in range(first, len(segments))
+    )
+
+
+def in_words(value: Any) -> str:
+    """The value of a flag as a user would say it."""
+    if value is None:
+        return "not given"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
