@@ -495,16 +495,13 @@ SEARCHES = {  # groups that share axes; the first one names the picture
         f"{SMALL_IMAGES}, batch 128, 6 epochs, 10 % held out"
     ),
     ("optimizer_search_vgg8_20pct", "soap_search_vgg8_20pct"): (
-        "VGG8, 20 % of CIFAR-10 at 24 pixels, 4 epochs, 10 % held out"
+        "VGG8, 20 % of CIFAR-10 at 24 pixels, batch 128, 4 epochs, 10 % held out"
     ),
     ("optimizer_search_agnews12k", "soap_search_agnews12k"): (
         f"{SMALL_TEXTS}, batch 128, 8 epochs, 10 % held out"
     ),
     ("optimizer_search_cifar10", "soap_search_cifar10"): (
         "ResNet-20, all of CIFAR-10, batch 128, 4 epochs, 10 % held out"
-    ),
-    ("optimizer_search_vgg8", "soap_search_vgg8"): (
-        "VGG8, all of CIFAR-10 at 24 pixels, batch 128, 3 epochs, 10 % held out"
     ),
 }
 PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
