@@ -105,7 +105,8 @@ def parse(
         unsupported = restore_flags(state["flags"], parser, inference=uses_trained_model(given))
         before = {**defaults, **state["flags"]}  # a later version has flags that it lacks
         if given.lr is not None:  # the user's own remedy takes the place of those so far
-            before["lr"] *= state["progress"].get("lr_factor", 1.0)
+            if before["lr"] is not None:
+                before["lr"] *= state["progress"].get("lr_factor", 1.0)
             state["progress"] |= {"rollbacks": 0, "lr_factor": 1.0}
     recipe = recipe_arguments(given.recipe, parser) if given.recipe else []
     arguments = [*recipe, *command_line]
@@ -186,16 +187,18 @@ def changed_flags(
         args: the flags that the run goes on with.
         spellings: how a user writes each flag, by its name in the other two.
     """
+    left_out = NOT_RESTORED | CHANGES_NO_RESULT
+    if not is_own_data(args.dataset):
+        left_out |= {"data_dir"}  # the same data may lie at another place
     changed = {}
-    for name in spellings:
-        if name in before and name not in NOT_RESTORED | CHANGES_NO_RESULT:
-            values = [before[name], getattr(args, name)]
-            if name == "data_dir":  # the same data may lie at another place
-                values = [os.path.abspath(each) for each in values if is_own_data(args.dataset)]
-            pair = [list(value) if isinstance(value, tuple) else value for value in values]
-            if pair and pair[0] != pair[1]:
-                changed[spellings[name]] = pair
-    return changed
+    for name in spellings.keys() & before.keys() - left_out:
+        values = [before[name], getattr(args, name)]
+        if name == "data_dir":
+            values = [os.path.abspath(value) for value in values]
+        pair = [list(value) if isinstance(value, tuple) else value for value in values]
+        if pair[0] != pair[1]:
+            changed[name] = pair
+    return {spellings[name]: changed[name] for name in spellings if name in changed}
 
 
 def is_supported(flag: Flag, value: Any) -> bool:
