@@ -126,10 +126,8 @@ class SLAMB(CommunicatingOptimizer):
     """
 
     default_smallest_large = 1024
-    outer_momentum, outer_lr = (
-        0.0,
-        1.0,
-    )  # of objects that were pickled before they had an outer step
+    outer_momentum = 0.0  # these two of objects that were pickled before they had an outer step
+    outer_lr = 1.0
 
     def __init__(
         self,

@@ -74,6 +74,7 @@ class Oracle:
         layout = self.layout
         units = layout.element_indices() if selection == "random" else layout.row_numbers()
         self.order = RoundRobin(units, 0)
+        self.units = units  # that are exchanged in this step
 
     def masks(self, dense: bool) -> list[Tensor]:
         """Returns a mask of each tensor: the elements that are exchanged in this step."""
@@ -81,11 +82,11 @@ class Oracle:
         if dense:
             return masks
         if self.authors:
-            units = self.order.partition(self.t, int(1 / self.k))
+            self.units = self.order.partition(self.t, int(1 / self.k))
         else:
-            units = self.order.next_units(self.k)
+            self.units = self.order.next_units(self.k)
         buffer = torch.zeros(self.layout.rows, BLOCK, dtype=torch.float64)
-        (buffer.view(-1) if self.selection == "random" else buffer)[units] = 1
+        (buffer.view(-1) if self.selection == "random" else buffer)[self.units] = 1
         for number, view in zip(self.large, self.layout.views(buffer)):
             masks[number] = view.clone() > 0
         return masks
@@ -97,7 +98,7 @@ class Oracle:
         dense = not self.authors and (t <= s["dense"] or self.k >= 1 or W == 1)
         masks = self.masks(dense)
         gradients = [gradient(t, rank) for rank in range(W)]
-        for number, mask in enumerate(masks):
+        for number in range(len(masks)):
             large = number in self.large
             if not self.authors and (dense or not large):
                 mean = sum(each[number] for each in gradients) / W
@@ -107,9 +108,12 @@ class Oracle:
                 g = gradients[rank][number]
                 self.m[rank][number] = s["b1"] * self.m[rank][number] + (1 - s["b1"]) * g
                 self.v[rank][number] = s["b2"] * self.v[rank][number] + (1 - s["b2"]) * g**2
+        all_sent = [m if dense else self.rounded(m) for m in self.m]
+        for number, mask in enumerate(masks):
+            large = number in self.large
             if self.authors or not (dense or not large):
                 own = [self.m[rank][number] for rank in range(W)]
-                sent = [self.rounded(m, s["bits"]) if large else m for m in own]
+                sent = [all_sent[rank][number] for rank in range(W)]
                 mean = sum(sent) / W
                 for rank in range(W):
                     self.m[rank][number] = torch.where(
@@ -142,21 +146,29 @@ class Oracle:
                 for rank in range(W):
                     self.w[rank][number] = mean
 
-    @staticmethod
-    def rounded(m: Tensor, bits: float) -> Tensor:
-        """Returns the momentum of a large tensor as it is sent: of each block whole multiples."""
+    def rounded(self, momenta: list[Tensor]) -> list[Tensor]:
+        """Returns a rank's momenta as they are sent.
+
+        The units of this step, one after the other, are rounded to whole multiples of a scale for
+        each BLOCK elements of them.
+        """
+        bits = self.settings["bits"]
         if not bits:
-            return m
-        layout = FlatLayout([m], BLOCK)
-        buffer = layout.new_buffer()
-        (view,) = layout.views(buffer)
-        view.copy_(m)
-        most = 2 ** (bits - 1) - 1
-        for row in buffer:
-            scale = (row.abs().max() / most).bfloat16().double()
+            return momenta
+        buffer = self.layout.new_buffer()
+        for number, view in zip(self.large, self.layout.views(buffer)):
+            view.copy_(momenta[number])
+        units = buffer.view(-1, 1) if self.selection == "random" else buffer
+        sent, most = units[self.units].flatten(), 2 ** (bits - 1) - 1
+        for block in sent.split(BLOCK):
+            scale = (block.abs().max() / most).bfloat16().double()
             if scale > 0:
-                row.copy_((row / scale).round().clamp(-most, most) * scale)
-        return view.clone()
+                block.copy_((block / scale).round().clamp(-most, most) * scale)
+        units[self.units] = sent.view(-1, units.shape[1])
+        rounded = list(momenta)
+        for number, view in zip(self.large, self.layout.views(buffer)):
+            rounded[number] = view.clone()
+        return rounded
 
     @staticmethod
     def ratio(w: Tensor, u: Tensor) -> Tensor | float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import math
 import pickle
 import sys
@@ -329,8 +330,8 @@ def all_oracles(world: Any) -> None:
         for k in (0.004, 0.1, 0.3, 0.7, 1.0):  # 0.004: nothing of some tensors
             follows_the_oracle(world, selection, authors=False, k=k)
     for bits in (8, 4):
-        for authors in (True, False):
-            follows_the_oracle(world, "block", authors=authors, k=0.3, bits=bits)
+        for selection, authors in itertools.product(("block", "random"), (True, False)):
+            follows_the_oracle(world, selection, authors=authors, k=0.3, bits=bits)
     for authors in (True, False):
         for mu, eta in ((0.6, 0.8), (0.6, 1.0), (0.0, 0.8)):
             follows_the_oracle(world, "block", authors=authors, k=0.3, mu=mu, eta=eta)
@@ -517,7 +518,12 @@ def groups_have_their_own_settings(world: Any) -> None:
 
 
 def a_resumed_run_equals_the_uninterrupted_one(world: Any) -> None:
-    for selection, mu in (("block", 0.0), ("random", 0.0), ("block", 0.5)):
+    for selection, mu, dtype in (
+        ("block", 0.0, torch.float32),
+        ("random", 0.0, torch.float32),
+        ("block", 0.5, torch.float32),
+        ("block", 0.5, torch.bfloat16),
+    ):
         settings = {
             "compress_ratio": 0.2,
             "dense_steps": 4,
@@ -526,7 +532,7 @@ def a_resumed_run_equals_the_uninterrupted_one(world: Any) -> None:
             "outer_momentum": mu,
         }
         for at in (2, 7):
-            mine = parameters(torch.float32)
+            mine = parameters(dtype)
             ours = SLAMB(mine, **settings)
             for step in range(12):
                 if step == at:
@@ -580,6 +586,21 @@ def outer_steps_that_were_left_out_leave_nothing(world: Any) -> None:
             ours.step()
         state = ours.state_dict()
         assert all(("common" in of_p) == (mu > 0) for of_p in state["state"].values())
+
+
+def weights_in_bf16_agree_after_an_outer_step(world: Any) -> None:
+    """Though the weights on which the ranks agreed are kept in fp32."""
+    mine = parameters(torch.bfloat16)
+    ours = SLAMB(mine, 0.1, dense_steps=0, local_steps=3, outer_momentum=0.5)
+    for step in range(6):
+        set_gradients(mine, step, world.rank)
+        ours.step()
+    for p in mine:
+        common = ours.state[p]["common"]
+        assert common.dtype == torch.float32
+        assert torch.equal(common.bfloat16(), p)
+        assert torch.equal(world.sum(p.detach().float()) / world.size, p.float())
+        assert not torch.equal(common, p.float())
 
 
 def ranks_that_begin_apart_agree_after_an_outer_step(world: Any) -> None:
@@ -695,6 +716,7 @@ def all_small_ones(world: Any) -> None:
         a_resumed_run_equals_the_uninterrupted_one,
         outer_steps_bring_the_weights_together,
         outer_steps_that_were_left_out_leave_nothing,
+        weights_in_bf16_agree_after_an_outer_step,
         ranks_that_begin_apart_agree_after_an_outer_step,
         merged_states_keep_the_mean_momentum,
         the_step_clips_by_the_global_norm_and_counts_skips,
@@ -722,7 +744,7 @@ def nodes_take_the_place_of_ranks(world: Any) -> None:
         ]
 
     slamb_oracle.gradient = of_node  # in this process, which ends with this function
-    for selection in ("block", "random"):
+    for selection, mu in (("block", 0.0), ("random", 0.0), ("block", 0.6)):
         mine = parameters()
         ours = SLAMB(
             mine,
@@ -731,9 +753,10 @@ def nodes_take_the_place_of_ranks(world: Any) -> None:
             selection=selection,
             dense_steps=3,
             local_steps=6,
+            outer_momentum=mu,
             **EXACT,
         )
-        alone = Oracle(2, 0.1, selection=selection, authors=False, dense=3, local=6)
+        alone = Oracle(2, 0.1, selection=selection, authors=False, dense=3, local=6, mu=mu)
         for step in range(1, 15):
             for p, g in zip(mine, plain(step, world.rank)):
                 p.grad = g
