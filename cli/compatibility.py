@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cli.flags import KALDI_DEFAULTS, WIRE_BITS
+from distributed.comm_hooks import ROUNDED_BITS
 from errors import InputError
 from training.atomic_file import atomic_write_text
 from training.generated_section import replace_generated_section
@@ -64,6 +65,11 @@ def noise_flag(args: Namespace) -> str:
 def measures_noise(args: Namespace) -> bool:
     """Whether the run estimates the gradient noise scale."""
     return args.noise_scale or args.dynamic_batch == "noise"
+
+
+def loses_gradients(args: Namespace) -> bool:
+    """Whether what a step sends is not its gradients, but an approximation with error feedback."""
+    return args.grad_compress in ("powersgd", *ROUNDED_BITS)
 
 
 def sends_by_itself(args: Namespace) -> bool:
@@ -119,21 +125,21 @@ CONFLICTS = (
     ),
     Conflict(
         "--optimizer {optimizer=slamb, demo}",
-        "--grad_compress {grad_compress=fp16, bf16, powersgd}",
+        "--grad_compress {grad_compress=fp16, bf16, powersgd, int8, int4, sign}",
         OWN_EXCHANGE,
         "use --compress_ratio or --demo_topk",
         lambda a: a.grad_compress != "none" and sends_by_itself(a),
     ),
     Conflict(
         "--sync lag",
-        "--grad_compress powersgd",
-        "its factors would come a step late",
+        "--grad_compress {grad_compress=powersgd, int8, int4, sign}",
+        "what compression left would come a step late",
         "use --grad_compress none, fp16 or bf16",
-        lambda a: a.grad_compress == "powersgd" and a.sync == "lag",
+        lambda a: loses_gradients(a) and a.sync == "lag",
     ),
     Conflict(
         "--sync {sync=local, diloco}",
-        "--grad_compress {grad_compress=fp16, bf16, powersgd}",
+        "--grad_compress {grad_compress=fp16, bf16, powersgd, int8, int4, sign}",
         "it sends weights, not gradients",
         "leave --grad_compress out",
         lambda a: a.grad_compress != "none" and averages_weights(a),
@@ -176,10 +182,10 @@ CONFLICTS = (
     ),
     Conflict(
         "{noise=--noise_scale, --dynamic_batch noise}",
-        "--grad_compress powersgd",
+        "--grad_compress {grad_compress=powersgd, int8, int4, sign}",
         "it needs the gradients as they are",
         "use --grad_compress none, fp16 or bf16",
-        lambda a: measures_noise(a) and a.grad_compress == "powersgd",
+        lambda a: measures_noise(a) and loses_gradients(a),
     ),
     Conflict(
         "--replace_decay",
@@ -244,10 +250,10 @@ CONFLICTS = (
     ),
     Conflict(
         "--parallel {parallel=fsdp, hsdp}",
-        "--grad_compress powersgd",
+        "--grad_compress {grad_compress=powersgd, int8, int4, sign}",
         LAYERED,
         "use --grad_compress bf16, or --parallel ddp",
-        lambda a: is_sharded(a) and a.grad_compress == "powersgd",
+        lambda a: is_sharded(a) and loses_gradients(a),
     ),
     Conflict(
         "--parallel {parallel=fsdp, hsdp}",

@@ -30,7 +30,14 @@ from cli.flags import WIRE_BITS, OptimizerChoice
 from cli.options import check_validation_set
 from cli.start_checks import check_processes, check_tracker_of_run, open_run_folder
 from distributed import ddp, fsdp, sharded_checkpoint
-from distributed.comm_hooks import WIRE_DTYPES, AllReduceHook, DelayedAllReduce, LocalSGD
+from distributed.comm_hooks import (
+    ROUNDED_BITS,
+    WIRE_DTYPES,
+    AllReduceHook,
+    DelayedAllReduce,
+    LocalSGD,
+    RoundedGradients,
+)
 from distributed.diloco import DiLoCo
 from distributed.worker import launcher_id
 from distributed.world import World
@@ -609,8 +616,15 @@ def create_comm_hook(args: Namespace, run: Run) -> AllReduceHook:
     """What data parallelism sends, by --sync and --grad_compress.
 
     Raises:
-        InputError: --sync lag with fp16.
+        InputError: --sync lag, or few bits, with fp16.
     """
+    if args.grad_compress in ROUNDED_BITS:
+        if run.precision.uses_grad_scaler:
+            raise InputError(
+                f"--grad_compress {args.grad_compress} is not supported with fp16: what rounding "
+                "left does not fit a loss scale that changes; use --precision bf16 or fp32"
+            )
+        return RoundedGradients(run.world, args.grad_compress)
     if args.sync == "lag":
         if run.precision.uses_grad_scaler:
             raise InputError(

@@ -791,7 +791,8 @@ def add_communication(parser: Parser) -> None:
         "--grad_compress",
         choices=comm_hooks.COMPRESSIONS,
         default="none",
-        help="Send gradients in this compressed form (default %(default)s).",
+        help="Send gradients in this compressed form; powersgd, int8, int4 and sign correct what "
+        "they lose in later steps (default %(default)s).",
     )
     add(
         "--powersgd_rank",

@@ -18,12 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
+from torch.nn import functional as F
 
 from backends import torch_compat
 from distributed.averaging import RankAverager, average_tensors
+from distributed.quantization import ROW, dequantize, quantize
 from distributed.world import World
 
-COMPRESSIONS = ("none", "fp16", "bf16", "powersgd")
+COMPRESSIONS = ("none", "fp16", "bf16", "powersgd", "int8", "int4", "sign")
+ROUNDED_BITS = {"int8": 8, "int4": 4, "sign": 1}  # of the compressions of `RoundedGradients`
+SMALLEST_ROUNDED = 1024  # elements of a matrix; what is smaller is a small part of a model's bytes
 SYNCS = ("sync", "lag", "local", "diloco")
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 POWER_SGD_START = 2  # steps before PowerSGD compresses: torch's least with error feedback
@@ -113,6 +117,89 @@ class AllReduceHook:
         """Load what `state_dict` returned; PowerSGD starts again without error feedback."""
         if self.power_sgd is not None:
             self.power_sgd = self._new_power_sgd()
+
+    def rank_state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+        """What a resumed run needs of the hook that is this rank's own; here that is nothing.
+
+        The mean over the ranks must mean the same for any number of ranks that take it.
+        """
+        return {}
+
+    def load_rank_state_dict(self, state: dict[str, Tensor], parameters: Sequence[Tensor]) -> None:
+        """Load what `rank_state_dict` returned, or its mean over the ranks."""
+
+
+class RoundedGradients(AllReduceHook):
+    """Gradients rounded to few bits, which each rank corrects by its next ones (error feedback).
+
+    On each of W ranks, with g its gradient and e what rounding has left so far, zeros at first:
+        s = rounded(g + e),  e <- g + e - s;  the optimizer gets the mean of s over the ranks.
+    So the sum of all gradients that were sent is off by the last e alone (Karimireddy et al.,
+    arXiv:1901.09847). Matrices of at least 1,024 elements are rounded (see `quantization.py`), the
+    rest is sent in bf16, and the backward pass waits for it. All codes go to all ranks instead of
+    being reduced on the way: a rank sends 1/4 (int8), 1/7.5 (int4) or 1/26 (sign) of fp32's bytes,
+    and receives as much from each of the others.
+
+    Where a step is skipped because its gradients are not finite, e is zero afterwards in the rows
+    that were not.
+
+    Args:
+        world: the ranks.
+        compression: a key of `ROUNDED_BITS`.
+    """
+
+    def __init__(self, world: World, compression: str) -> None:
+        super().__init__(world, compression)
+        self.bits = ROUNDED_BITS[compression]
+        self.averager = RankAverager(None, None)
+        self.errors: dict[Tensor, Tensor] = {}  # e of each parameter that is rounded
+
+    @torch.no_grad()
+    def run(self, state, bucket):  # see AllReduceHook.run
+        """Send this step's gradients with what was left before, and keep what is left now."""
+        self._notify_observers(bucket)
+        rounded: list[Tensor] = []
+        whole: list[Tensor] = []
+        matrices = [p for p in bucket.parameters() if is_rounded(p)]
+        for p, g in zip(bucket.parameters(), bucket.gradients()):
+            (rounded if is_rounded(p) else whole).append(g)
+        for p, g in zip(matrices, rounded):
+            if p in self.errors:
+                g.add_(self.errors[p])
+        values = _flatten(rounded, like=bucket.buffer(), multiple=ROW)
+        others = _flatten(whole, like=bucket.buffer())
+        codes, scales = quantize(values, self.bits)
+        received = self.averager.gather([codes, scales, others.to(torch.bfloat16)])
+        self.world.bytes_sent += self.averager.take_bytes()
+        errors = values - self._decode(received[self.world.rank], values)
+        errors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self.errors.update(zip(matrices, _parts(errors, rounded, multiple=ROW)))
+        values.zero_()
+        others.zero_()
+        for pieces in received:  # in the order of the ranks, so that all of them get the same bits
+            values += self._decode(pieces, values)
+            others += pieces[-1]
+        means = [*_parts(values, rounded, multiple=ROW), *_parts(others, whole)]
+        for g, total in zip([*rounded, *whole], means):
+            torch.div(total, self.world.size, out=g)
+        return _finished(bucket.buffer())
+
+    def _decode(self, pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+        """The rounded numbers that a rank has sent, in the length and dtype of `like`."""
+        return dequantize(pieces[0], pieces[1], bits=self.bits, like=like)
+
+    def rank_state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+        """What rounding has left on this rank, by the parameters' numbers."""
+        numbered = enumerate(parameters)
+        return {str(n): self.errors[p].cpu() for n, p in numbered if p in self.errors}
+
+    def load_rank_state_dict(self, state: dict[str, Tensor], parameters: Sequence[Tensor]) -> None:
+        """Load what `rank_state_dict` returned."""
+        self.errors = {
+            parameter: state[str(number)].to(parameter.device)
+            for number, parameter in enumerate(parameters)
+            if str(number) in state
+        }
 
 
 class DelayedAllReduce(AllReduceHook):
@@ -221,6 +308,24 @@ def _replace_non_finite(power_sgd: powerSGD_hook.PowerSGDState) -> None:
             factors.shape, generator=generator, device=factors.device, dtype=factors.dtype
         )
         factors.copy_(torch.where(factors.isfinite().all(), factors, fresh))
+
+
+def is_rounded(parameter: Tensor) -> bool:
+    """Whether `RoundedGradients` rounds the gradient of a parameter."""
+    return parameter.ndim > 1 and parameter.numel() >= SMALLEST_ROUNDED
+
+
+def _flatten(tensors: Sequence[Tensor], *, like: Tensor, multiple: int = 1) -> Tensor:
+    """All elements in one flat tensor of the dtype of `like`, each filled up to a multiple."""
+    flat = [F.pad(each.flatten(), (0, -each.numel() % multiple)) for each in tensors]
+    return torch.cat(flat) if flat else like.new_empty(0)
+
+
+def _parts(flat: Tensor, tensors: Sequence[Tensor], *, multiple: int = 1) -> list[Tensor]:
+    """The parts of what `_flatten` returned, in the shapes of the tensors."""
+    lengths = [each.numel() + -each.numel() % multiple for each in tensors]
+    parts = flat.split(lengths) if lengths else ()
+    return [part[: each.numel()].view(each.shape) for part, each in zip(parts, tensors)]
 
 
 def _wait_for(work: dist.Work | None, gradient: Tensor) -> Tensor:

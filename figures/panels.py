@@ -54,6 +54,11 @@ def with_megabytes_sent(rows: Sequence[Row]) -> list[Row]:
     return [{**row, "sent": total / 1e6} for row, total in zip(rows, totals)]
 
 
+def kilobytes_a_step(rows: Sequence[Row]) -> float:
+    """Return the kilobytes that each rank has sent in a step, on average over the run."""
+    return sum(row["comm_bytes"] for row in rows) / rows[-1]["step"] / 1e3
+
+
 # -------------------------------------------------------------------- panels
 
 

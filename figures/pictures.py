@@ -31,6 +31,7 @@ from figures.panels import (
     create_subfigures,
     describe_seeds,
     epoch,
+    kilobytes_a_step,
     label_axes,
     plain_log_ticks,
     plot_methods,
@@ -204,6 +205,34 @@ def draw_slamb(groups: Groups) -> Figure | None:
     label_axes(axes[0, 0], "epoch", "test accuracy / %")
     label_axes(axes[0, 1], "sent by each rank / MB", "test accuracy / %")
     add_legend(figure, axes[0, 0], title=describe_seeds(named_runs), columns=2)
+    return figure
+
+
+def draw_slow_network(groups: Groups) -> Figure | None:
+    """Draw final accuracy against the bytes of a step, and accuracy over epochs."""
+    named_runs = labelled(groups, "slow_network_cifar10")
+    if not named_runs:
+        return None
+    title = (
+        "Methods for slow networks, each at the best rate of its search\n"
+        "ResNet-20, all of CIFAR-10 at 24 pixels, two ranks of batch 512"
+    )
+    figure, axes = create_panels(1, 2, title)
+    styles = line_styles(named_runs)
+    for label, runs in named_runs.items():
+        sent = statistics.mean(map(kilobytes_a_step, runs))
+        final = last(runs, accuracy)
+        middle = statistics.mean(final)
+        bar = [[middle - min(final)], [max(final) - middle]]
+        style = {**styles[label], "linestyle": "", "markersize": 8}
+        axes[0, 0].errorbar([sent], [middle], bar, label=label, capsize=3, elinewidth=1, **style)
+    axes[0, 0].set_xscale("log")
+    plain_log_ticks(axes[0, 0].xaxis)
+    plot_methods(axes[0, 1], named_runs, x=epoch, y=accuracy)
+    label_axes(axes[0, 0], "sent by each rank in a step / kB", "final test accuracy / %")
+    label_axes(axes[0, 1], "epoch", "test accuracy / %")
+    bars = describe_seeds(named_runs, band="band and bar")
+    add_legend(figure, axes[0, 1], title=bars, columns=3)
     return figure
 
 
@@ -512,6 +541,7 @@ PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "dynamic_batching_2": partial(draw_dynamic_batching, 2),
     "dynamic_batching_4": partial(draw_dynamic_batching, 4),
     "slamb": draw_slamb,
+    "slow_network_cifar10": draw_slow_network,
     "scaling": draw_scaling,
     "pareto": draw_pareto,
     "defaults_cifar10_20pct": draw_defaults,

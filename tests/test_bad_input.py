@@ -83,6 +83,8 @@ BOTH = [
     ("--parallel hsdp --optimizer adamw --balance_workers", "--balance_workers"),
     ("--parallel hsdp --optimizer adamw --dynamic_batch increase", "--dynamic_batch increase"),
     ("--noise_scale --grad_compress powersgd", "powersgd"),
+    ("--noise_scale --grad_compress sign", "sign"),
+    ("--parallel fsdp --optimizer sgd --grad_compress int4", "int4"),
     ("--balance_workers --optimizer slamb", "--balance_workers"),
     ("--wire_dtype int8 --optimizer demo", "only SLAMB keeps what rounding"),
     ("--wire_dtype int4 --sync diloco", "--sync diloco: only SLAMB"),

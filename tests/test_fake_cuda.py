@@ -26,7 +26,7 @@ from backends.cuda_graph import WARM_UP_CALLS, CudaGraphRunner
 from backends.precision import Precision
 from distributed import ddp
 from distributed.averaging import RankAverager, average_tensors
-from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD
+from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
 from distributed.diloco import DiLoCo
 from distributed.world import World
 from errors import InputError
@@ -485,6 +485,8 @@ HOOKS: dict[str, Callable[[World], AllReduceHook]] = {
     "none": AllReduceHook,
     "bf16": lambda world: AllReduceHook(world, "bf16"),
     "fp16": lambda world: AllReduceHook(world, "fp16"),
+    "int4": lambda world: RoundedGradients(world, "int4"),
+    "sign": lambda world: RoundedGradients(world, "sign"),
     "lag": DelayedAllReduce,
     "lag bf16": lambda world: DelayedAllReduce(world, "bf16"),
     "local": lambda world: LocalSGD(world, 2, after=1),

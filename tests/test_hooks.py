@@ -10,12 +10,19 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import resnet50_test
 from backends.precision import Precision
 from cli import options
-from distributed.comm_hooks import WIRE_DTYPES, AllReduceHook, DelayedAllReduce, LocalSGD
+from distributed.comm_hooks import (
+    WIRE_DTYPES,
+    AllReduceHook,
+    DelayedAllReduce,
+    LocalSGD,
+    RoundedGradients,
+)
 from errors import InputError
 from trainers import make_trainer
 from training.trainer import Trainer
@@ -104,6 +111,74 @@ def power_sgd_sends_little_and_descends(world: Any) -> None:
     assert torch.equal(world.sum(flat(trainer.model)), flat(trainer.model) * world.size)
 
 
+def rounded(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """What is sent of a gradient: whole multiples of a scale, or signs, for each 64 elements."""
+    flat, most = values.flatten().clone(), 2 ** (bits - 1) - 1
+    for row in flat.split(64):
+        if bits == 1:
+            scale = (row.abs().sum() / 64).bfloat16().double()
+            row.copy_(torch.where(row >= 0, scale, -scale))
+        else:
+            scale = (row.abs().max() / most).bfloat16().double()
+            row.copy_((row / scale).round().clamp(-most, most) * scale)
+    return flat.view(values.shape)
+
+
+def few_bits_follow_the_equations(world: Any) -> None:
+    for name, bits in (("int8", 8), ("int4", 4), ("sign", 1)):
+        model, hook = network().double(), RoundedGradients(world, name)
+        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        parallel.register_comm_hook(None, hook.run)
+        parameters = list(model.parameters())
+        errors = [[torch.zeros_like(p) for p in parameters] for _ in range(world.size)]
+        for step in range(6):
+            gradients = []
+            for rank in range(world.size):
+                x, y = batch(step, rank)
+                loss = F.cross_entropy(model(x.double()), y)
+                gradients.append(torch.autograd.grad(loss, parameters))
+            model.zero_grad()
+            world.bytes_sent = 0
+            x, y = batch(step, world.rank)
+            F.cross_entropy(parallel(x.double()), y).backward()
+            for number, p in enumerate(parameters):
+                sent = [each[number] for each in gradients]
+                if p.numel() < 1024:
+                    sent = [each.bfloat16().double() for each in sent]
+                else:
+                    for rank in range(world.size):
+                        corrected = sent[rank] + errors[rank][number]
+                        sent[rank] = rounded(corrected, bits)
+                        errors[rank][number] = corrected - sent[rank]
+                    torch.testing.assert_close(hook.errors[p], errors[world.rank][number])
+                torch.testing.assert_close(p.grad, sum(sent) / world.size)
+            rows = math.ceil(40 * 60 / 64) + math.ceil(60 * 50 / 64)
+            assert world.bytes_sent == rows * (64 * bits // 8 + 2) + 2 * (60 + 50 + 4 * 50 + 4)
+            with torch.no_grad():
+                for p in parameters:
+                    p -= 0.5 * p.grad
+
+
+def few_bits_go_on_from_their_state(world: Any) -> None:
+    trainer = trainer_of(world, RoundedGradients(world, "sign"))
+    for number in range(4):
+        trainer.train_step(*batch(number, world.rank))
+    hook = trainer.comm_hook
+    state = hook.rank_state_dict(trainer.parameters)
+    assert len(state) == 2
+    models = [copy.deepcopy(trainer.model) for _ in range(2)]
+    resumed, fresh = (
+        trainer_of(world, RoundedGradients(world, "sign"), model=model) for model in models
+    )
+    resumed.comm_hook.load_rank_state_dict(state, resumed.parameters)
+    for number in range(4, 7):
+        for each in (trainer, resumed, fresh):
+            each.train_step(*batch(number, world.rank))
+    assert torch.equal(flat(trainer.model), flat(resumed.model))
+    assert not torch.equal(flat(trainer.model), flat(fresh.model))
+    assert torch.equal(world.sum(flat(trainer.model)), flat(trainer.model) * world.size)
+
+
 def a_lagged_step_takes_the_gradient_before(world: Any) -> None:
     for static in (True, False):
         trainer = trainer_of(world, DelayedAllReduce(world), static=static)
@@ -169,17 +244,23 @@ def a_bad_step_is_skipped_by_all_of_them(world: Any) -> None:
         assert flat(trainer.model).isfinite().all()
 
 
-def power_sgd_goes_on_after_a_bad_step(world: Any) -> None:
-    trainer = trainer_of(world, AllReduceHook(world, "powersgd", rank=2))
-    losses = []
-    for number in range(40):
-        x, y = batch(0, world.rank)
-        trainer.sums.values.zero_()
-        trainer.train_step(x * (math.nan if number == 6 and world.rank == 1 else 1), y)
-        assert trainer.sums.skipped == (number == 6)
-        losses.append(trainer.sums.loss.item())
-    assert losses[-1] < losses[5] / 2
-    assert torch.equal(world.sum(flat(trainer.model)), flat(trainer.model) * world.size)
+def error_feedback_goes_on_after_a_bad_step(world: Any) -> None:
+    for hook in (
+        AllReduceHook(world, "powersgd", rank=2),
+        RoundedGradients(world, "int8"),
+        RoundedGradients(world, "int4"),
+        RoundedGradients(world, "sign"),
+    ):
+        trainer = trainer_of(world, hook)
+        losses = []
+        for number in range(40):
+            x, y = batch(0, world.rank)
+            trainer.sums.values.zero_()
+            trainer.train_step(x * (math.nan if number == 6 and world.rank == 1 else 1), y)
+            assert trainer.sums.skipped == (number == 6)
+            losses.append(trainer.sums.loss.item())
+        assert losses[-1] < losses[5] / 2
+        assert torch.equal(world.sum(flat(trainer.model)), flat(trainer.model) * world.size)
 
 
 def all_of_it(world: Any) -> None:
@@ -189,7 +270,9 @@ def all_of_it(world: Any) -> None:
         a_lagged_step_takes_the_gradient_before,
         local_steps_average_weights_now_and_then,
         a_bad_step_is_skipped_by_all_of_them,
-        power_sgd_goes_on_after_a_bad_step,
+        few_bits_follow_the_equations,
+        few_bits_go_on_from_their_state,
+        error_feedback_goes_on_after_a_bad_step,
     ):
         body(world)
 
@@ -203,6 +286,8 @@ def test_what_ranks_send_each_other() -> None:
     "words",
     [
         "--sync lag --grad_compress powersgd",
+        "--sync lag --grad_compress sign",
+        "--optimizer slamb --grad_compress int4",
         "--sync local --grad_compress bf16",
         "--sync lag --optimizer slamb",
         "--sync diloco --optimizer demo",

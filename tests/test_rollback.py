@@ -37,6 +37,7 @@ WAYS = [
     "--sync lag --grad_compress bf16",
     "--grad_compress fp16",
     "--grad_compress powersgd",
+    "--grad_compress int4",
     "--ngd --balance_workers --dynamic_batch increase",
     "--optimizer adamw --parallel fsdp",
 ]

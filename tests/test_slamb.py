@@ -210,11 +210,24 @@ def test_numbers_in_few_bits_are_off_by_half_a_scale_at_most(bits: int, length: 
     assert (steps <= 1.01 * values.abs().max() / (127 if bits == 8 else 7)).all()
 
 
+@pytest.mark.parametrize("length", [1, 64, 1000])
+def test_a_single_bit_is_the_sign_and_the_scale_is_the_mean_size(length: int) -> None:
+    values = torch.randn(length, dtype=torch.float64)
+    codes, scales = quantize(values, 1)
+    found = dequantize(codes, scales, bits=1, like=values)
+    assert codes.nbytes == math.ceil(length / 64) * 8
+    assert torch.equal(found.sign(), values.sign())
+    for row, mine in zip(values.split(64), found.split(64)):
+        torch.testing.assert_close(
+            mine.abs(), (row.abs().sum() / 64).expand_as(row), rtol=5e-3, atol=0
+        )
+
+
 def test_rows_of_zeros_stay_zero_and_no_number_hides_that_one_is_not_finite() -> None:
     values = torch.zeros(192)
     values[100] = math.inf
     values[130] = math.nan
-    for bits in (8, 4):
+    for bits in (8, 4, 1):
         found = dequantize(*quantize(values, bits), bits=bits, like=values)
         assert torch.equal(found[:64], torch.zeros(64))
         assert not found[64:].isfinite().any()

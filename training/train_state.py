@@ -98,6 +98,7 @@ class TrainState:
             "weights": {name: weights[name].cpu() for name in own_names},
             "average": self.average.own_state() if self.average is not None else {},
             "optimizer": to_cpu(optimizer) if self.replicas_diverge else None,
+            "hook": self.comm_hook.rank_state_dict(self.parameters),
             **self.sums.state_dict(),
             **self.world.state_dict(),
             **(timer.state_dict() if timer is not None else {"compute_seconds": 0.0}),
@@ -123,10 +124,12 @@ class TrainState:
             self.world.load_state_dict(mine)
             if self.compute_timer is not None:
                 self.compute_timer.load_state_dict(mine)
+            of_hook = mine.get("hook", {})
         else:
+            of_hook = _mean_tensors([rank.get("hook", {}) for rank in ranks])
             self.sums.load_merged(ranks, self.world)
             if optimizer is None and not state.get("shards"):
-                weights = _mean_weights([rank["weights"] for rank in ranks])
+                weights = _mean_tensors([rank["weights"] for rank in ranks])
                 optimizer = merge_optimizer_states([rank["optimizer"] for rank in ranks])
         if state.get("shards"):
             self._load_sharded(state, weights)
@@ -135,6 +138,7 @@ class TrainState:
         if self.average is not None and average:
             self.average.load_state_dict(average)
         self.comm_hook.load_state_dict(state["hook"], self.parameters)
+        self.comm_hook.load_rank_state_dict(of_hook, self.parameters)
         self.batches.load_state_dict(state["batching"])
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
@@ -192,7 +196,7 @@ def merge_optimizer_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _mean_weights(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _mean_tensors(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The mean of the floating tensors of several state_dicts; the others are the first one's."""
     return {
         name: torch.stack([state[name] for state in states]).mean(0)
