@@ -10,9 +10,9 @@ Networks: two gloo ranks (--ranks), one thread each, take a step without forward
 (two_ranks.py), on the loopback device and between network namespaces at 1 Gbit/s and 100 Mbit/s
 (slow_network.py; Linux and root). Bytes are those that rank 0's network device has sent, including
 the headers of its packets (up to 32 KiB on a slow network, 64 KiB on loopback); payload are those
-that a rank gave to all_reduce. SLAMB averages the weights once in 50 steps; this is measured
-separately, and 'with weights' is a step and a fiftieth of it. In training, DDP overlaps its
-communication with the backward pass, which SLAMB does not.
+that a rank gave to all_reduce and all_gather_into_tensor. SLAMB averages the weights once in 50
+steps; this is measured separately, and 'with weights' is a step and a fiftieth of it. In training,
+DDP overlaps its communication with the backward pass, which SLAMB and the hooks that round do not.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ from backends.device import keep_freed_memory
 from benchmarks import bench
 from benchmarks.naive_slamb import NaiveSLAMB
 from benchmarks.stepping import clock
-from distributed.world import init_world
+from distributed.comm_hooks import RoundedGradients
+from distributed.world import World, init_world
 from models import image_models
 from optimizers.lamb import LAMB
 from slamb import SLAMB
@@ -111,13 +112,15 @@ def naive(parameters: Parameters) -> Method:
     )
 
 
-def methods(weights: int) -> dict[str, Callable[[Parameters], Method]]:
+def methods(weights: int, world: World) -> dict[str, Callable[[Parameters], Method]]:
     """Return the methods for a model with so many weights, by name."""
     makers: dict[str, Callable[[Parameters], Method]] = {
         "DDP + LAMB": partial(ddp_lamb, hook=default_hooks.allreduce_hook),
         "DDP bf16 hook + LAMB": partial(ddp_lamb, hook=default_hooks.bf16_compress_hook),
         "DDP fp16 hook + LAMB": partial(ddp_lamb, hook=default_hooks.fp16_compress_hook),
         "DDP PowerSGD rank 2 + LAMB": partial(ddp_lamb, hook=powerSGD_hook.powerSGD_hook, rank=2),
+        "DDP int4 hook + LAMB": partial(ddp_lamb, hook=RoundedGradients(world, "int4").run),
+        "DDP sign hook + LAMB": partial(ddp_lamb, hook=RoundedGradients(world, "sign").run),
     }
     for selection in ("block",) if weights > LARGE else ("block", "random"):
         for k in (0.1, 0.01):
@@ -133,15 +136,21 @@ def methods(weights: int) -> dict[str, Callable[[Parameters], Method]]:
 
 
 class PayloadCounter:
-    """Replaces dist.all_reduce and counts the bytes given to it."""
+    """Replaces torch's collectives by ones that count the bytes which this rank gives them."""
 
     def __init__(self) -> None:
-        self.bytes, self.inner = 0, dist.all_reduce
-        dist.all_reduce = self  # type: ignore[assignment]
+        self.bytes = 0
+        dist.all_reduce = self._counting(dist.all_reduce, given=0)
+        dist.all_gather_into_tensor = self._counting(dist.all_gather_into_tensor, given=1)
 
-    def __call__(self, values: Tensor, *rest: Any, **named: Any) -> Any:
-        self.bytes += values.nbytes
-        return self.inner(values, *rest, **named)
+    def _counting(self, collective: Callable[..., Any], *, given: int) -> Callable[..., Any]:
+        """Return a collective that counts the argument at the place `given`."""
+
+        def count_and_call(*tensors: Tensor, **named: Any) -> Any:
+            self.bytes += tensors[given].nbytes
+            return collective(*tensors, **named)
+
+        return count_and_call
 
 
 def sent_bytes(device: str) -> int:
@@ -183,7 +192,7 @@ class Turn:
         return taken / self.steps
 
 
-def measure(arch: str, rounds: int, seconds: float, device: str) -> dict[str, Any]:
+def measure(arch: str, rounds: int, seconds: float, device: str, *, world: World) -> dict[str, Any]:
     """Measure all methods in turn: seconds and bytes of a step, for each round."""
     torch.manual_seed(0)
     network = image_models.create_model(arch, classes=10, channels=3, image_size=32)
@@ -191,8 +200,8 @@ def measure(arch: str, rounds: int, seconds: float, device: str) -> dict[str, An
     gradients = [0.01 * torch.randn_like(p) for p in network.parameters()]
     weights, payload = sum(p.numel() for p in network.parameters()), PayloadCounter()
     probe = torch.zeros(PROBE // 4)
-    turns = {"probe": Turn(lambda: payload(probe), 0.0, device, payload)}
-    for name, make in methods(weights).items():
+    turns = {"probe": Turn(lambda: dist.all_reduce(probe), 0.0, device, payload)}
+    for name, make in methods(weights, world).items():
         method = make(Parameters(network, gradients))
         turns[name] = Turn(method.step, seconds, device, payload)
         if isinstance(method.optimizer, SLAMB) and MEAN_OF_WEIGHTS not in turns:
@@ -228,7 +237,7 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     with init_world("cpu") as world:
-        results = measure(args.arch, args.rounds, args.seconds, args.device)
+        results = measure(args.arch, args.rounds, args.seconds, args.device, world=world)
         if world.is_main:
             print(json.dumps(results))
 

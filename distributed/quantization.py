@@ -5,9 +5,14 @@ values = dequantize(codes, scales, bits=8, like=values)     # off by half a scal
 
 A single bit is the sign of a number, and the scale is the mean size of its row (Karimireddy et al.,
 "Error Feedback Fixes SignSGD", arXiv:1901.09847, with rows in place of whole tensors).
+
+Codes of less than a byte are packed several at a time, as whole numbers of the bytes that they take
+before, and unpacked by a table: both are several times as fast as one by one.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -15,7 +20,9 @@ from torch.nn import functional as F
 
 ROW = 64  # numbers that share a scale
 LARGEST_CODE = {8: 127, 4: 7}
-SIGNS = 8  # that a byte holds
+# Times eight bytes that are 0 or 1, read as one whole number with the first byte lowest, this has
+# the first of them in bit 56, the second in bit 57 and so on.
+GATHER_BITS = 0x0102040810204080
 
 
 def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -34,15 +41,16 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     rows = F.pad(values, (0, -len(values) % ROW)).view(-1, ROW)
     if bits == 1:
-        signs = (rows >= 0).view(len(rows), -1, SIGNS) * _sign_places(values.device)
-        return signs.sum(2, dtype=torch.uint8), rows.abs().mean(1).to(torch.bfloat16)
+        words = (rows >= 0).view(torch.uint8).view(torch.int64)
+        return ((words * GATHER_BITS) >> 56).to(torch.uint8), rows.abs().mean(1).bfloat16()
     largest = LARGEST_CODE[bits]
-    scales = (rows.abs().amax(1) / largest).to(torch.bfloat16)
-    divisors = scales.to(rows.dtype)[:, None]
-    rounded = torch.where(divisors > 0, rows / divisors, 0.0).round_()
+    scales = (rows.abs().amax(1) / largest).bfloat16()
+    divisors = torch.where(scales > 0, scales, torch.inf).to(rows.dtype)[:, None]
+    rounded = rows.div(divisors).round_()
     codes = rounded.clamp_(-largest, largest).to(torch.int8)  # a tiny scale is too small in bf16
     if bits == 4:
-        codes = (codes[:, ::2] + 8).to(torch.uint8) * 16 + (codes[:, 1::2] + 8).to(torch.uint8)
+        words = (codes + 8).view(torch.int16)
+        codes = ((words << 4) | (words >> 8)).to(torch.uint8)
     return codes, scales
 
 
@@ -54,15 +62,19 @@ def dequantize(codes: Tensor, scales: Tensor, *, bits: int, like: Tensor) -> Ten
         bits: 8, 4 or 1.
         like: (n,), of the length and dtype of the result.
     """
-    if bits == 1:
-        places = _sign_places(codes.device)
-        codes = (codes[:, :, None].bitwise_and(places) > 0).flatten(1).to(torch.int8) * 2 - 1
+    if bits == 8:
+        rows = codes.to(like.dtype)
+    else:
+        rows = _table(bits, like.dtype, like.device)[codes.int()].view(-1, ROW)
+    return rows.mul_(scales.to(like.dtype)[:, None]).view(-1)[: len(like)]
+
+
+@functools.cache
+def _table(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns what each byte (256) means: two codes of 4 bits, or eight signs."""
+    byte = torch.arange(256, device=device)[:, None]
     if bits == 4:
-        pairs = torch.stack([codes // 16, codes % 16], dim=2).to(torch.int8) - 8
-        codes = pairs.flatten(1)
-    return (codes.to(like.dtype) * scales.to(like.dtype)[:, None]).view(-1)[: len(like)]
-
-
-def _sign_places(device: torch.device) -> Tensor:
-    """Returns the value of each bit of a byte (8,), the highest first."""
-    return 2 ** torch.arange(SIGNS - 1, -1, -1, dtype=torch.uint8, device=device)
+        codes = torch.cat([byte // 16, byte % 16], dim=1) - 8
+    else:
+        codes = (byte >> torch.arange(8, device=device)).bitwise_and(1) * 2 - 1
+    return codes.to(dtype)

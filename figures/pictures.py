@@ -209,31 +209,41 @@ def draw_slamb(groups: Groups) -> Figure | None:
 
 
 def draw_slow_network(groups: Groups) -> Figure | None:
-    """Draw final accuracy against the bytes of a step, and accuracy over epochs."""
+    """Draw accuracy against the bytes of a step in the search, and over epochs in full."""
+    found = best_of_search(groups.get("slow_network_search_cifar10", {}))
+    searched = relabel(found, LABELS["slow_network_cifar10"])
     named_runs = labelled(groups, "slow_network_cifar10")
-    if not named_runs:
+    if not searched or not named_runs:
         return None
     title = (
         "Methods for slow networks, each at the best rate of its search\n"
         "ResNet-20, all of CIFAR-10 at 24 pixels, two ranks of batch 512"
     )
     figure, axes = create_panels(1, 2, title)
-    styles = line_styles(named_runs)
-    for label, runs in named_runs.items():
-        sent = statistics.mean(map(kilobytes_a_step, runs))
-        final = last(runs, accuracy)
-        middle = statistics.mean(final)
-        bar = [[middle - min(final)], [max(final) - middle]]
+    styles = line_styles(searched)
+    for label, runs in searched.items():
+        (sent,), (value,) = map(kilobytes_a_step, runs), last(runs, accuracy)
         style = {**styles[label], "linestyle": "", "markersize": 8}
-        axes[0, 0].errorbar([sent], [middle], bar, label=label, capsize=3, elinewidth=1, **style)
+        axes[0, 0].plot([sent], [value], label=label, **style)
     axes[0, 0].set_xscale("log")
     plain_log_ticks(axes[0, 0].xaxis)
     plot_methods(axes[0, 1], named_runs, x=epoch, y=accuracy)
-    label_axes(axes[0, 0], "sent by each rank in a step / kB", "final test accuracy / %")
-    label_axes(axes[0, 1], "epoch", "test accuracy / %")
-    bars = describe_seeds(named_runs, band="band and bar")
-    add_legend(figure, axes[0, 1], title=bars, columns=3)
+    xlabel, ylabel = "sent by each rank in a step / kB", "held-out accuracy / %"
+    label_axes(axes[0, 0], xlabel, ylabel, title="search: one seed, a tenth held out")
+    label_axes(axes[0, 1], "epoch", "test accuracy / %", title="in full")
+    bands = f"right, {describe_seeds(named_runs)}"
+    add_legend(figure, axes[0, 0], title=bands, columns=3)
     return figure
+
+
+def best_of_search(named_runs: Mapping[str, Runs]) -> dict[str, Runs]:
+    """Return the runs METHOD-lrRATE with the lowest last validation loss, by METHOD."""
+    best: dict[str, Runs] = {}
+    for name, runs in named_runs.items():
+        method, loss = name.partition("-lr")[0], statistics.mean(last(runs, column("val_loss")))
+        if method not in best or loss < statistics.mean(last(best[method], column("val_loss"))):
+            best[method] = runs
+    return best
 
 
 # -------------------------------------------------------------------- time

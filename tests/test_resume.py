@@ -230,3 +230,21 @@ def test_workers_end_with_a_launcher_that_is_killed(tmp_path):
     while ranks.relatives(job) and time.monotonic() < end:
         time.sleep(0.1)
     assert ranks.relatives(job) == []
+
+
+@pytest.mark.slow
+def test_what_rounding_has_left_on_each_rank_goes_on_on_four_ranks(tmp_path):
+    flags = "--dataset digits --arch resnet8 --bs 32 --threads 1 --grad_compress sign".split()
+    run = tmp_path / "run"
+    command = ranks.torchrun("resnet50_test.py", *flags, "--epochs", "1", "--out", run)
+    ranks.finish(ranks.start(command, tmp_path, NGPU="2"), tmp_path)
+    first, second = (
+        part["hook"] for part in torch.load(run / "last.pt", weights_only=True)["ranks"]
+    )
+    assert first.keys() == second.keys()
+    assert not any(torch.equal(first[number], second[number]) for number in first)
+    command = ranks.torchrun("resnet50_test.py", "--resume", run, "--epochs", "2")
+    ranks.finish(ranks.start(command, tmp_path, NGPU="4"), tmp_path)
+    rows = ranks.metrics(run)
+    assert [row["world_size"] for row in rows] == [2, 4]
+    assert rows[1]["train_loss"] < rows[0]["train_loss"]
