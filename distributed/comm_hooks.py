@@ -152,7 +152,8 @@ class RoundedGradients(AllReduceHook):
         super().__init__(world, compression)
         self.bits = ROUNDED_BITS[compression]
         self.averager = RankAverager(None, None)
-        self.errors: dict[Tensor, Tensor] = {}  # e of each parameter that is rounded
+        # e of each parameter that is rounded, its elements in the order of DDP's bucket
+        self.errors: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def run(self, state, bucket):  # see AllReduceHook.run

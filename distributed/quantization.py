@@ -6,8 +6,8 @@ values = dequantize(codes, scales, bits=8, like=values)     # off by half a scal
 A single bit is the sign of a number, and the scale is the mean size of its row (Karimireddy et al.,
 "Error Feedback Fixes SignSGD", arXiv:1901.09847, with rows in place of whole tensors).
 
-Codes of less than a byte are packed several at a time, as whole numbers of the bytes that they take
-before, and unpacked by a table: both are several times as fast as one by one.
+Codes smaller than a byte are packed by integer arithmetic on two or eight of them at once, and
+unpacked through a table of what each of the 256 bytes means.
 """
 
 from __future__ import annotations
