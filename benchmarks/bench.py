@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ from backends.device import peak_memory
 from training import run_log
 from training.machine import commit_or_none, device_name
 
+Name = TypeVar("Name")  # of a side
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MIN_BLOCKS = 3  # blocks of each side that a median needs, however slow the machine is
 # Seconds of --quick in which measurements take turns: the rest of five minutes is for imports, the
@@ -229,12 +230,12 @@ class Budget:
 
 
 def take_turns(
-    sides: Mapping[str, Callable[[], float]],
+    sides: Mapping[Name, Callable[[], float]],
     rounds: int,
-    slow: Collection[str] = (),
+    slow: Collection[Name] = (),
     *,
     deadline: float = math.inf,
-) -> dict[str, list[float]]:
+) -> dict[Name, list[float]]:
     """Call each side in each round and return its values, one per round.
 
     Args:
@@ -244,7 +245,7 @@ def take_turns(
         deadline: value of time.perf_counter(); after `MIN_BLOCKS` rounds, none starts that would
             pass it if it took as long as the one before.
     """
-    values: dict[str, list[float]] = {name: [] for name in sides}
+    values: dict[Name, list[float]] = {name: [] for name in sides}
     names = list(sides)
     now = time.perf_counter()
     for turn in range(rounds):

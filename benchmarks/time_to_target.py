@@ -4,9 +4,10 @@ python -m benchmarks.time_to_target figures/logs/optimizers_cifar10 figures/logs
 
 The clock of a run that shared its machine with other work says little. Here the first run of each
 name NAME-seedN in these folders is opened again by its command line, on the real data, and the runs
-take turns with the same training steps. Targets are, for each name, the final accuracy of its worst
-seed, rounded down to a whole percent. Within an epoch the accuracy is taken to grow evenly, from 0
-in the first. Evaluations are not counted. Runs of several ranks are measured with --ranks and
+take turns with the same training steps; SLAMB has turns of its own for its first epochs, in which
+it sends more (--compress_warmup). Targets are, for each name, the final accuracy of its worst seed,
+rounded down to a whole percent. Within an epoch the accuracy is taken to grow evenly, from 0 in the
+first. Evaluations are not counted. Runs of several ranks are measured with --ranks and
 --network (see slow_network.py).
 """
 
@@ -22,12 +23,13 @@ from pathlib import Path
 
 from backends.device import keep_freed_memory
 from benchmarks import bench, peers, slow_network, training_rates
+from benchmarks.training_rates import Rates
 from distributed.world import init_world
 from errors import InputError, exit_code
 from figures import run_logs
 
-# With --quick and without: turns, and steps of each. SOAP's rare work comes again after ten steps,
-# and SLAMB's mean of the weights after fifty.
+# With --quick and without: turns, and steps of each, or a few more: whole periods of --local_steps.
+# SOAP's rare work comes again after ten steps.
 SIZES = {True: (3, 10), False: (5, 50)}
 NETWORKS = ("loopback", *slow_network.BURST)
 SECONDS_A_STEP = 20  # of which nobody waits for more
@@ -96,8 +98,8 @@ def find_runs(
 
 def measure_rates(
     runs: Mapping[str, Path], *, network: str, ranks: int, quick: bool
-) -> dict[str, list[float]]:
-    """Return the samples per second of each turn, by name.
+) -> dict[str, Rates]:
+    """Return the samples per second of each turn, by name and first epoch.
 
     Args:
         runs: folders of logged runs, by name.
@@ -116,30 +118,59 @@ def measure_rates(
     command += [json.dumps({name: str(folder.resolve()) for name, folder in runs.items()})]
     is_loopback = network == NETWORKS[0]
     joined = slow_network.loopback(ranks) if is_loopback else slow_network.joined(network, ranks)
-    timeout = SECONDS_A_STEP * len(runs) * (turns + 1) * steps
+    timeout = SECONDS_A_STEP * len(runs) * (turns + 1) * max(steps, SIZES[False][1])
     try:
         with joined as places:
-            return slow_network.run(places, command, timeout=timeout)
+            measured = slow_network.run(places, command, timeout=timeout)
     except slow_network.Unavailable as reason:
         raise InputError(f"--network {network}: {reason}") from None
     except RuntimeError:
         raise InputError("a rank failed; its message is above") from None
+    return {  # JSON made the epochs strings
+        name: {int(epoch): each for epoch, each in rates.items()}
+        for name, rates in measured.items()
+    }
 
 
-def time_to(target: float, runs: run_logs.Runs, rate: float) -> str:
+def minutes_of(epochs: float, samples: int, rates: Mapping[int, float]) -> float:
+    """Return how many minutes epochs take.
+
+    Args:
+        epochs: from the start of the run, with a fraction.
+        samples: of an epoch.
+        rates: samples per second from each of these epochs on, the first of which is 0.
+    """
+    starts = sorted(rates)
+    ends = [*starts[1:], math.inf]
+    parts = (max(0.0, min(epochs, end) - start) for start, end in zip(starts, ends))
+    return sum(part * samples / rates[start] for part, start in zip(parts, starts)) / 60
+
+
+def time_to(target: float, runs: run_logs.Runs, rates: Mapping[int, float]) -> str:
     """Write the mean epochs and minutes to an accuracy, or that not all seeds reach it.
 
     Args:
         target: the accuracy in percent.
         runs: the rows of each seed.
-        rate: samples per second.
+        rates: samples per second from each of these epochs on.
     """
     epochs = [epochs_to(target, rows) for rows in runs]
     if math.inf in epochs:
         return f"{sum(map(math.isfinite, epochs))} of {len(epochs)} seeds"
-    mean = statistics.mean(epochs)
-    samples = runs[0][0]["samples"] * mean
-    return f"{mean:.2f} ep {samples / rate / 60:.2f} min"
+    minutes = statistics.mean(minutes_of(each, runs[0][0]["samples"], rates) for each in epochs)
+    return f"{statistics.mean(epochs):.2f} ep {minutes:.2f} min"
+
+
+def whole_run(runs: run_logs.Runs, rates: Rates) -> list[float]:
+    """Return the samples per second of a whole run, for each turn.
+
+    Args:
+        runs: the rows of each seed.
+        rates: samples per second of each turn, by first epoch.
+    """
+    epochs, samples = len(runs[0]), runs[0][0]["samples"]
+    of_turns = [dict(zip(rates, turn)) for turn in zip(*rates.values())]
+    return [epochs * samples / minutes_of(epochs, samples, turn) / 60 for turn in of_turns]
 
 
 def main() -> None:
@@ -163,17 +194,22 @@ def main() -> None:
     targets = targets_of(runs)
     columns = "".join(f"{f'to {target} %':>22}" for target in targets)
     print(f"{'':<20}{'samples/s':>10}{'spread':>16}{'seeds':>6}{columns}")
+    medians = {
+        name: {epoch: statistics.median(turns) for epoch, turns in each.items()}
+        for name, each in rates.items()
+    }
     for name, each in runs.items():
-        rate = statistics.median(rates[name])
-        cells = "".join(f"{time_to(target, each, rate):>22}" for target in targets)
-        spread = f"{min(rates[name]):.0f}..{max(rates[name]):.0f}"
+        measured = whole_run(each, rates[name])
+        cells = "".join(f"{time_to(target, each, medians[name]):>22}" for target in targets)
+        spread = f"{min(measured):.0f}..{max(measured):.0f}"
+        rate = statistics.median(measured)
         print(f"{name:<20}{rate:>10.0f}{spread:>16}{len(each):>6}{cells}")
     packages = ["torch", *(name for name in peers.OPTIONAL if getattr(peers, name))]
     machine = bench.machine(bench.DEVICE, packages)
     turns, steps = SIZES[args.quick]
     took = time.perf_counter() - started
     place = f"{args.ranks} process(es), {args.network}" if args.ranks > 1 else "1 process"
-    print(f"{turns} turns of {steps} steps each; {place}; {machine}; {took:.0f} s")
+    print(f"{turns} turns of at least {steps} steps each; {place}; {machine}; {took:.0f} s")
     bench.write_json(
         args.json,
         [],
@@ -186,7 +222,13 @@ def main() -> None:
         steps_a_turn=steps,
         folders=[str(group) for group in args.groups],
         samples_per_epoch={name: each[0][0]["samples"] for name, each in runs.items()},
-        samples_per_second=rates,
+        samples_per_second=rates,  # of each turn, by the first epoch that it stands for
+        minutes_of_epochs={
+            name: [
+                minutes_of(row["epoch"], each[0][0]["samples"], medians[name]) for row in each[0]
+            ]
+            for name, each in runs.items()
+        },
         epochs_to_target={  # null: not reached
             name: {
                 target: [needed if math.isfinite(needed) else None for needed in of_seeds]

@@ -1,6 +1,6 @@
 """How fast logged runs train, in turns: samples/s of the same training steps on the real data.
 
-rates = training_rates.measure({"ngd": folder}, turns=3, steps=10, world=world)
+rates = training_rates.measure({"ngd": folder}, turns=3, steps=10, world=world)["ngd"][0]
 
 As a program it is one rank of time_to_target.py, which `slow_network.run` starts: rank 0 prints
 the rates as JSON.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -29,19 +30,22 @@ from training.trainer import Trainer
 UNCOMPARED = frozenset(["out", "resume", "checkpoint", "recipe", "data_dir", "seed", "track"])
 
 
-def open_run(folder: Path, world: World, *, steps: int, out: Path) -> Trainer:
+Rates = dict[int, list[float]]
+"""Samples per second of each turn, by the first epoch of the stretch whose steps were taken."""
+
+
+def open_run(folder: Path, world: World, *, out: Path) -> tuple[Trainer, argparse.Namespace]:
     """Create what a logged run trained, from its command line, ready for its first step.
 
     Args:
         folder: of the logged run.
         world: the ranks.
-        steps: training steps of a turn.
         out: the run folder of what is opened.
     Returns:
-        The trainer, its model in training mode and wrapped for data parallelism.
+        The trainer, its model in training mode and wrapped for data parallelism, and its flags.
     Raises:
         InputError: the folder has no command line of a script, the flags mean something else in
-            this version, or the first steps do not stand for all steps of the run.
+            this version, or a few steps do not stand for all steps of the run.
     """
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -60,11 +64,11 @@ def open_run(folder: Path, world: World, *, steps: int, out: Path) -> Trainer:
         open_trainer = partial(trainers.open_script, script, arguments)
     else:
         raise InputError(f"{folder}: {command[0]} is no script whose steps can be measured")
-    check_steps(folder, vars(args), flags, steps=steps)
+    check_steps(folder, vars(args), flags)
     trainer = open_trainer(world).trainer
     trainer.wrap_model()
     trainer.model.train()
-    return trainer
+    return trainer, args
 
 
 def without_resume(arguments: Sequence[str]) -> list[str]:
@@ -78,18 +82,15 @@ def without_resume(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def check_steps(
-    folder: Path, given: Mapping[str, Any], flags: Mapping[str, Any], *, steps: int
-) -> None:
-    """Check that the first steps of these flags are the steps of a logged run.
+def check_steps(folder: Path, given: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
+    """Check that these flags are those of a logged run, and that a few of its steps tell all.
 
     Args:
         folder: of the logged run.
         given: the flags that its command line gives in this version, by name.
         flags: the logged ones.
-        steps: training steps of a turn.
     Raises:
-        InputError: they are not.
+        InputError: they are not, or do not.
     """
     today = json.loads(json.dumps(given))  # tuples become lists
     for name in sorted(flags.keys() & today.keys() - UNCOMPARED):
@@ -102,7 +103,6 @@ def check_steps(
         "--small_epochs": bool(today.get("small_epochs")),
         "--dynamic_batch": today["dynamic_batch"] != "none",
         "--ema": bool(today["ema"]),
-        "--compress_warmup": today["optimizer"] == "slamb" and bool(today["compress_warmup"]),
     }
     for name, is_used in varying.items():
         if is_used:
@@ -110,29 +110,62 @@ def check_steps(
                 f"{folder}: with {name} steps differ in their cost, so that the first ones do not "
                 "stand for all of them"
             )
-    averages_weights = today["optimizer"] == "slamb" or today["sync"] in ("local", "diloco")
-    if averages_weights and steps % today["local_steps"]:
-        raise InputError(
-            f"{folder}: its ranks average their weights every {today['local_steps']} steps, and a "
-            f"turn has {steps}; leave --quick out"
-        )
 
 
-def samples_per_second(trainer: Trainer, steps: int) -> float:
-    """Take the first training steps of an epoch, and return the rate of all ranks together."""
-    trainer.batches.start_epoch(0)
-    trainer.progress.epoch, trainer.progress.step_in_epoch = 0, 0
+def stretches(flags: Mapping[str, Any]) -> list[int]:
+    """Return the first epochs of the stretches of a run within which steps cost the same.
+
+    There is one, but for SLAMB, which sends more in its first epochs.
+
+    Args:
+        flags: of the run, by name.
+    """
+    if flags["optimizer"] != "slamb":
+        return [0]
+    final = flags["compress_ratio"]
+    ratios = [*(max(ratio, final) for ratio in flags["compress_warmup"] or ()), final]
+    starts = [epoch for epoch in range(1, len(ratios)) if ratios[epoch] != ratios[epoch - 1]]
+    return [start for start in (0, *starts) if start < flags["epochs"]]
+
+
+def steps_of_turn(flags: Mapping[str, Any], at_least: int) -> int:
+    """Return the steps of a turn: whole periods of --local_steps, where ranks average weights.
+
+    Args:
+        flags: of the run, by name.
+        at_least: so many steps, or a few more.
+    """
+    averages_weights = flags["optimizer"] == "slamb" or flags["sync"] in ("local", "diloco")
+    period = flags["local_steps"] if averages_weights else 1
+    return math.ceil(at_least / period) * period
+
+
+def samples_per_second(trainer: Trainer, steps: int, epoch: int = 0) -> float:
+    """Take training steps of an epoch, again and again if it has fewer; return samples/s.
+
+    Args:
+        trainer: of one rank, each of which calls this alike.
+        steps: to take.
+        epoch: counted from 0.
+    Returns:
+        The rate of all ranks together.
+    """
+    trainer.batches.start_epoch(epoch)
+    trainer.progress.epoch = epoch
     if trainer.communicating is not None:
-        trainer.communicating.start_epoch(0)
-    plan = trainer.batches.plan(0, 0)[:steps]
+        trainer.communicating.start_epoch(epoch)
     samples = 0
     start = time_together(trainer.world)
-    data = trainer.train_set.batches([planned.rows for planned in plan], 0)
-    for (inputs, labels), planned in zip(data, plan):
-        trainer.set_lr(trainer.scheduled_lr())
-        trainer.train_step(inputs, labels, planned.weight, samples=planned.samples)
-        trainer.progress.step_in_epoch += 1
-        samples += planned.samples
+    while steps:
+        trainer.progress.step_in_epoch = 0
+        plan = trainer.batches.plan(epoch, 0)[:steps]
+        data = trainer.train_set.batches([planned.rows for planned in plan], epoch)
+        for (inputs, labels), planned in zip(data, plan):
+            trainer.set_lr(trainer.scheduled_lr())
+            trainer.train_step(inputs, labels, planned.weight, samples=planned.samples)
+            trainer.progress.step_in_epoch += 1
+            samples += planned.samples
+        steps -= len(plan)
     return samples / (time_together(trainer.world) - start)
 
 
@@ -143,29 +176,31 @@ def time_together(world: World) -> float:
     return time.perf_counter()
 
 
-def measure(
-    runs: Mapping[str, Path], *, turns: int, steps: int, world: World
-) -> dict[str, list[float]]:
-    """Measure runs in turns, after one turn that allocates memory and compiles.
+def measure(runs: Mapping[str, Path], *, turns: int, steps: int, world: World) -> dict[str, Rates]:
+    """Measure runs in turns, after a short one that allocates memory and compiles.
 
     Args:
         runs: folders of logged runs, by name.
-        turns: of each run.
-        steps: training steps of a turn.
+        turns: of each stretch of each run.
+        steps: training steps of a turn, at least.
         world: the ranks, all of which call this alike.
     Returns:
-        Samples per second of each turn, by name.
+        The rates by name.
     Raises:
         InputError: see `open_run`.
     """
     with tempfile.TemporaryDirectory() as scratch:
         sides = {}
         for name, folder in runs.items():
-            trainer = open_run(folder, world, steps=steps, out=Path(scratch) / name)
-            sides[name] = partial(samples_per_second, trainer, steps)
-        for side in sides.values():
-            side()
-        return bench.take_turns(sides, turns)
+            trainer, args = open_run(folder, world, out=Path(scratch) / name)
+            samples_per_second(trainer, args.dense_steps + 2)  # past the first, dense steps
+            taken = steps_of_turn(vars(args), steps)
+            for epoch in stretches(vars(args)):
+                sides[name, epoch] = partial(samples_per_second, trainer, taken, epoch)
+        rates: dict[str, Rates] = {name: {} for name in runs}
+        for (name, epoch), each in bench.take_turns(sides, turns).items():
+            rates[name][epoch] = each
+        return rates
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import statistics
 import sys
 import urllib.error
 import urllib.request
@@ -227,9 +228,9 @@ def test_time_to_an_accuracy_of_logged_runs(small_logs, tmp_path, capsys, monkey
     opened = []
     take_steps = training_rates.samples_per_second
 
-    def spy(trainer, steps):
+    def spy(trainer, steps, epoch=0):
         opened.append((type(trainer.optimizer).__name__, trainer.optimizer.param_groups[0]["lr"]))
-        return take_steps(trainer, steps)
+        return take_steps(trainer, steps, epoch)
 
     monkeypatch.setattr(training_rates, "samples_per_second", spy)
     capsys.readouterr()
@@ -242,7 +243,12 @@ def test_time_to_an_accuracy_of_logged_runs(small_logs, tmp_path, capsys, monkey
     assert (sgd.split()[0], sgd.split()[3]) == ("sgd", "1")
     text = (tmp_path / "times.json").read_text()
     assert "Infinity" not in text
-    assert json.loads(text)["samples_per_epoch"] == {"ngd": 719, "sgd": 719}
+    written = json.loads(text)
+    assert written["samples_per_epoch"] == {"ngd": 719, "sgd": 719}
+    first, second = written["minutes_of_epochs"]["ngd"]
+    assert second == pytest.approx(2 * first)
+    rate = statistics.median(written["samples_per_second"]["ngd"]["0"])
+    assert first == pytest.approx(719 / rate / 60)
 
 
 def test_what_time_to_target_cannot_compare_is_one_line(small_logs, tmp_path, monkeypatch):
@@ -277,25 +283,64 @@ def test_what_time_to_target_cannot_compare_is_one_line(small_logs, tmp_path, mo
         run_time_to_target(monkeypatch, small_logs, "--network", "100mbit")
 
 
-@pytest.mark.parametrize(
-    ("changed", "match"),
-    [
-        ({"optimizer": "slamb", "compress_warmup": [0.5]}, "with --compress_warmup steps differ"),
-        ({"dynamic_batch": "noise"}, "with --dynamic_batch steps differ"),
-        ({"optimizer": "slamb"}, "weights every 50 steps, and a turn has 10"),
-        ({"sync": "diloco"}, "weights every 50 steps, and a turn has 10"),
-    ],
-)
-def test_steps_that_do_not_stand_for_a_run_are_not_measured(changed, match):
+def test_steps_that_do_not_stand_for_a_run_are_not_measured():
     from benchmarks import training_rates
 
-    flags = {"optimizer": "sgd", "compress_warmup": [], "dynamic_batch": "none", "ema": 0.0}
-    flags |= {"sync": "sync", "local_steps": 50}
-    folder = Path("run")
-    training_rates.check_steps(folder, flags, flags, steps=10)
-    flags |= changed
-    with pytest.raises(errors.InputError, match=match):
-        training_rates.check_steps(folder, flags, flags, steps=10)
+    flags = {"dynamic_batch": "none", "ema": 0.0}
+    training_rates.check_steps(Path("run"), flags, flags)
+    flags["dynamic_batch"] = "noise"
+    with pytest.raises(errors.InputError, match="with --dynamic_batch steps differ"):
+        training_rates.check_steps(Path("run"), flags, flags)
+
+
+@pytest.mark.parametrize(
+    ("changed", "starts"),
+    [
+        ({}, [0]),
+        ({"compress_warmup": [0.5, 0.5, 0.2]}, [0, 2, 3]),
+        ({"compress_warmup": [0.5, 0.5, 0.2], "compress_ratio": 0.4}, [0, 2]),
+        ({"compress_warmup": [0.5, 0.5, 0.2], "epochs": 2}, [0]),
+        ({"compress_warmup": [0.5], "optimizer": "lamb"}, [0]),
+    ],
+)
+def test_stretches_begin_where_slamb_sends_another_share(changed, starts):
+    from benchmarks import training_rates
+
+    flags = {"optimizer": "slamb", "compress_ratio": 0.1, "compress_warmup": None, "epochs": 6}
+    assert training_rates.stretches(flags | changed) == starts
+
+
+def test_a_turn_has_whole_periods_of_averaging():
+    from benchmarks.training_rates import steps_of_turn
+
+    flags = {"optimizer": "sgd", "sync": "sync", "local_steps": 25}
+    assert steps_of_turn(flags, 10) == 10
+    assert steps_of_turn(flags | {"sync": "diloco"}, 10) == 25
+    assert steps_of_turn(flags | {"optimizer": "slamb"}, 50) == 50
+
+
+def test_a_turn_longer_than_an_epoch_starts_it_again(small_logs, tmp_path, monkeypatch):
+    from benchmarks import training_rates
+    from distributed.world import init_world
+
+    with init_world() as world:
+        trainer, _ = training_rates.open_run(small_logs / "sgd-seed0", world, out=tmp_path / "run")
+        taken = []
+        monkeypatch.setattr(trainer, "train_step", lambda *_, samples: taken.append(samples))
+        training_rates.samples_per_second(trainer, 25)
+    an_epoch = [64] * 10 + [40, 39]  # what is left over is shared by two steps
+    assert taken == [*an_epoch, *an_epoch, 64]
+
+
+def test_minutes_are_those_of_each_stretch():
+    from benchmarks import time_to_target
+
+    rates = {0: 10.0, 2: 20.0, 3: 100.0}  # of epochs of 600 samples: 1, 0.5 and 0.1 minutes
+    for epochs, minutes in ((0.5, 0.5), (2, 2.0), (2.5, 2.25), (3, 2.5), (5, 2.7)):
+        assert time_to_target.minutes_of(epochs, 600, rates) == pytest.approx(minutes)
+    runs = [[{"epoch": epoch, "samples": 600 * epoch} for epoch in range(1, 6)]]
+    of_turns = {0: [10.0, 20.0], 2: [20.0, 40.0], 3: [100.0, 200.0]}
+    assert time_to_target.whole_run(runs, of_turns) == pytest.approx([3000 / 162, 3000 / 81])
 
 
 @pytest.mark.slow
