@@ -32,6 +32,7 @@ STYLES: Mapping[str, tuple[str, str]] = {  # colour and marker; no two methods s
     "PowerSGD": (GREEN, "s"),
     "DiLoCo": (SKY, "h"),
     "DeMo": (PINK, "p"),
+    "LARS": (GREY, "^"),
     # mixing of samples
     "no mixing": (GREY, "o"),
     "mixup": (ORANGE, "s"),
@@ -117,6 +118,8 @@ LABELS: Mapping[str, Mapping[str, str]] = {
         "ngd-sign": "NGD, gradients in 1 bit",
         "lamb": "LAMB",
         "lamb-sign": "LAMB, gradients in 1 bit",
+        "sgd": "SGD",
+        "lars": "LARS",
         "sgd-powersgd": "PowerSGD",
         "powersgd": "PowerSGD, with LAMB",
         "ngd-powersgd": "PowerSGD, with NGD",

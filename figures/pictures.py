@@ -54,6 +54,10 @@ ABLATIONS = {  # each run adds one technique to those before it
     SMALL_TEXTS: ("agnews12k", LABELS["agnews12k"]),
 }
 SCALING_RESULTS = ROOT / "benchmarks" / "results" / "scaling-cpu.json"
+SLOW_NETWORKS = {  # time_to_target's measurements of the runs in slow_network_cifar10
+    "1 Gbit/s": ROOT / "benchmarks" / "results" / "time-to-target-1gbit-cpu.json",
+    "100 Mbit/s": ROOT / "benchmarks" / "results" / "time-to-target-100mbit-cpu.json",
+}
 SCALING_METHODS = {  # in these results, and what they are called
     "DDP + LAMB": "LAMB",
     "DDP bf16 hook + LAMB": "LAMB with bf16 gradients",
@@ -233,6 +237,33 @@ def draw_slow_network(groups: Groups) -> Figure | None:
     label_axes(axes[0, 1], "epoch", "test accuracy / %", title="in full")
     bands = f"right, {describe_seeds(named_runs)}"
     add_legend(figure, axes[0, 0], title=bands, columns=3)
+    return figure
+
+
+def draw_slow_network_time(groups: Groups) -> Figure | None:
+    """Draw accuracy against the minutes of training on two slow networks, and LAMB's as a level."""
+    runs = groups.get("slow_network_cifar10", {})
+    if "lamb" not in runs or not all(path.exists() for path in SLOW_NETWORKS.values()):
+        return None
+    title = "Time to an accuracy on slow networks\nResNet-20, 24 pixels, two ranks of batch 512"
+    figure, axes = create_panels(1, 2, title)
+    level = statistics.mean(last(runs["lamb"], accuracy))
+    for panel, (network, path) in zip(axes[0], SLOW_NETWORKS.items()):
+        minutes = json.loads(path.read_text())["minutes_of_epochs"]
+        timed = {
+            name: [
+                [{**row, "minutes": minutes[name][row["epoch"] - 1]} for row in rows]
+                for rows in runs[name]
+            ]
+            for name in runs.keys() & minutes.keys()
+        }
+        named_runs = relabel(timed, LABELS["slow_network_cifar10"])
+        plot_methods(panel, named_runs, x=column("minutes"), y=accuracy)
+        panel.axhline(level, color=GREY, linewidth=1, zorder=0)
+        label_axes(panel, "training time / minutes", "test accuracy / %", title=network)
+    level_line = Line2D([], [], color=GREY, linewidth=1, label="last accuracy of LAMB")
+    bands = describe_seeds(named_runs)
+    add_legend(figure, axes[0, 0], title=bands, columns=3, further=[level_line])
     return figure
 
 
@@ -552,6 +583,7 @@ PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "dynamic_batching_4": partial(draw_dynamic_batching, 4),
     "slamb": draw_slamb,
     "slow_network_cifar10": draw_slow_network,
+    "slow_network_time": draw_slow_network_time,
     "scaling": draw_scaling,
     "pareto": draw_pareto,
     "defaults_cifar10_20pct": draw_defaults,

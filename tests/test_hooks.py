@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import ranks
 import resnet50_test
 from backends.precision import Precision
 from cli import options
+from cli.factory import create_comm_hook
 from distributed.comm_hooks import (
     WIRE_DTYPES,
     AllReduceHook,
@@ -23,6 +25,7 @@ from distributed.comm_hooks import (
     LocalSGD,
     RoundedGradients,
 )
+from distributed.world import World
 from errors import InputError
 from trainers import make_trainer
 from training.trainer import Trainer
@@ -280,6 +283,16 @@ def all_of_it(world: Any) -> None:
 @pytest.mark.slow
 def test_what_ranks_send_each_other() -> None:
     ranks.run_ranks(all_of_it, 2)
+
+
+@pytest.mark.parametrize("words", ["--grad_compress int4", "--grad_compress sign", "--sync lag"])
+def test_gradients_kept_for_later_are_refused_with_a_loss_scale(words: str) -> None:
+    args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split())
+    run = SimpleNamespace(precision=Precision("fp16", "cpu", torch.float16), world=World())
+    with pytest.raises(InputError, match=f"{words} is not supported with fp16"):
+        create_comm_hook(args, run)
+    run.precision = Precision("bf16", "cpu", torch.bfloat16)
+    create_comm_hook(args, run)
 
 
 @pytest.mark.parametrize(
