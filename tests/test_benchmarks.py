@@ -251,6 +251,14 @@ def test_time_to_an_accuracy_of_logged_runs(small_logs, tmp_path, capsys, monkey
     assert first == pytest.approx(719 / rate / 60)
 
 
+def test_time_to_target_takes_only_what_is_named(small_logs):
+    from benchmarks import time_to_target
+
+    runs, first = time_to_target.find_runs([small_logs], 1, ["sgd"])
+    assert list(runs) == ["sgd"]
+    assert first == {"sgd": small_logs / "sgd-seed0"}
+
+
 def test_what_time_to_target_cannot_compare_is_one_line(small_logs, tmp_path, monkeypatch):
     def refused(*words, match):
         with pytest.raises(errors.InputError, match=match):
@@ -259,6 +267,7 @@ def test_what_time_to_target_cannot_compare_is_one_line(small_logs, tmp_path, mo
     refused(tmp_path, match="no finished run")
     refused(small_logs, small_logs, match="as a folder before it")
     refused(small_logs, "--ranks", "2", match="is of 1 ranks; add --ranks 1")
+    refused(small_logs, "--only", "sgd", "lamb", match="--only lamb: no folder holds")
     path = small_logs / "sgd-seed0" / "config.json"
     config = json.loads(path.read_text())
     for changes, match in (
