@@ -510,6 +510,8 @@ class ParamGroupBuffers:
         self.freshness = torch.ones_like(buffer if self.selects_elements else buffer[:, :1])
         self.mask = torch.empty_like(self.freshness)  # 1 where this step exchanges, else 0
         self.scratch = torch.empty_like(self.freshness)
+        self.w_norms = RowNorms.empty(len(buffer), like=buffer)
+        self.u_norms = RowNorms.empty(len(buffer), like=buffer)
 
         large = self.large
         units = large.element_indices() if self.selects_elements else large.row_numbers()
@@ -554,7 +556,14 @@ class ParamGroupBuffers:
     # -------------------------------------------------------- what is exchanged
 
     def select_units(self, call: int) -> Tensor:
-        """Returns the units whose turn it is at this call of `step`, counted from 1."""
+        """Returns the units whose turn it is at this call of `step`, counted from 1.
+
+        Blocks are in the order of memory, so that those of a piece of the buffers lie together.
+        """
+        units = self._next_units(call)
+        return units if self.selects_elements else units.sort().values
+
+    def _next_units(self, call: int) -> Tensor:
         units = self.order.next_units(self.group["compress_ratio"])
         self.group["cursor"] = self.order.cursor
         return units
@@ -577,7 +586,7 @@ class ParamGroupBuffers:
         if self.selects_elements:
             buffer.view(-1).index_copy_(0, units, values)
         else:
-            buffer.index_copy_(0, units, values.view(len(units), -1))
+            buffer.index_copy_(0, units, values.view(len(units), BLOCK))
 
     def values_to_average(self, units: Tensor | None) -> dict[FlatLayout, Tensor]:
         """Returns for each layout what is averaged over the ranks, flat.
@@ -610,60 +619,122 @@ class ParamGroupBuffers:
             active: (), 0 where the step is skipped; a CPU step that is skipped does not come here.
             nodes: how many nodes (or ranks) exchange.
         """
+        corrections = bias_corrections(self.group["steps"], self.group["betas"])
+        units = exchange.units
+        if units is not None:
+            self.mask.zero_().view(-1).index_fill_(0, units, 1.0)
         for layout, values in exchange.values.items():
-            units = exchange.units if layout is self.large else None
-            if units is not None:
-                self._advance_moments(layout, active)
-                kept = None if _is_on_host(active) else self.gather_units(self.m[layout], units)
-                values = _where_active(active, values, kept)
-                self.scatter_units(self.m[layout], units, values=values)
-            else:
-                self._update_whole_moments(layout, values.view_as(self.g[layout]), active)
-            self._compute_direction(layout)
+            if units is not None and layout is self.large:
+                self._update_selected(units, values, active, corrections)
+                continue
+            means = values.view_as(self.g[layout])
+            for rows in self.pieces[layout]:
+                self._update_whole_moments(layout, rows, means[rows], active)
+                self._compute_direction(layout, rows, corrections)
         if self.small.rows:
             self._update_small(active)
         if self.large.rows:
-            self._update_freshness(exchange.units, active)
-            self._update_large(exchange.units, active, nodes)
+            self._update_freshness(units, active)
+            self._update_large(units, active, nodes)
 
-    def _update_whole_moments(self, layout: FlatLayout, mean: Tensor, active: Tensor) -> None:
-        """Updates the moments of a layout that was exchanged whole.
+    def _update_selected(
+        self, units: Tensor, means: Tensor, active: Tensor, corrections: tuple[Tensor, Tensor]
+    ) -> None:
+        """Updates moments and directions of the large tensors, of which some units were exchanged.
+
+        Args:
+            units: what was exchanged.
+            means: of their momentum over the ranks, flat.
+            active: see `update`.
+            corrections: of `bias_corrections`.
+        """
+        layout = self.large
+        if self.selects_elements:  # which are in no order
+            for rows in self.pieces[layout]:
+                self._advance_moments(layout, rows, active)
+            self._receive(units, means, active)
+            for rows in self.pieces[layout]:
+                self._compute_direction(layout, rows, corrections)
+                self._take_selected_norms(rows)
+            return
+        for rows, part in self._units_of_pieces(units):
+            self._advance_moments(layout, rows, active)
+            self._receive(units[part], means.view(len(units), BLOCK)[part].view(-1), active)
+            self._compute_direction(layout, rows, corrections)
+
+    def _units_of_pieces(self, units: Tensor) -> list[tuple[slice, slice]]:
+        """Returns for each piece of the large tensors its rows, and which of the units they are."""
+        pieces = self.pieces[self.large]
+        starts = torch.tensor([rows.start for rows in pieces[1:]])
+        if not len(starts):
+            return [(pieces[0], slice(None))]
+        bounds = [0, *torch.searchsorted(units, starts).tolist(), len(units)]
+        return [(rows, slice(*part)) for rows, part in zip(pieces, zip(bounds, bounds[1:]))]
+
+    def _receive(self, units: Tensor, means: Tensor, active: Tensor) -> None:
+        """Writes the mean momentum (flat) of these units of the large tensors."""
+        m = self.m[self.large]
+        kept = None if _is_on_host(active) else self.gather_units(m, units)
+        self.scatter_units(m, units, values=_where_active(active, means, kept))
+
+    def _update_whole_moments(
+        self, layout: FlatLayout, rows: slice, mean: Tensor, active: Tensor
+    ) -> None:
+        """Updates the moments of some rows of a layout that was exchanged whole.
 
         Args:
             layout: the layout.
-            mean: the mean over the ranks of `_whole_values`, in the shape of the buffers.
+            rows: of its buffers.
+            mean: the mean over the ranks of `_whole_values` of these rows, (rows, width).
             active: see `update`.
         """
-        self.g[layout].copy_(mean)
-        self._advance_moments(layout, active)
+        self.g[layout][rows].copy_(mean)
+        self._advance_moments(layout, rows, active)
 
-    def _advance_moments(self, layout: FlatLayout, active: Tensor) -> None:
-        """Updates Adam's moments by the gradients in the buffer."""
+    def _advance_moments(self, layout: FlatLayout, rows: slice, active: Tensor) -> None:
+        """Updates Adam's moments of some rows by the gradients in the buffer."""
         on_host = _is_on_host(active)
-        for rows in self.pieces[layout]:
-            g = self.g[layout][rows]
-            if not on_host:
-                g.copy_(torch.where(active > 0, g, 0.0))
-            update_flat_moments(
-                self.m[layout][rows],
-                self.v[layout][rows],
-                g=g,
-                betas=self.group["betas"],
-                active=None if on_host else active,
-            )
+        g = self.g[layout][rows]
+        if not on_host:
+            g.copy_(torch.where(active > 0, g, 0.0))
+        update_flat_moments(
+            self.m[layout][rows],
+            self.v[layout][rows],
+            g=g,
+            betas=self.group["betas"],
+            active=None if on_host else active,
+        )
 
-    def _compute_direction(self, layout: FlatLayout) -> None:
-        """Writes u, Adam's direction with weight decay, over the gradients."""
-        corrections = bias_corrections(self.group["steps"], self.group["betas"])
-        for rows in self.pieces[layout]:
-            u = flat_adam_direction(
-                self.m[layout][rows],
-                self.v[layout][rows],
-                corrections=corrections,
-                eps=self.group["eps"],
-                out=self.g[layout][rows],
-            )
-            u.add_(self.w[layout][rows], alpha=self.group["weight_decay"])
+    def _compute_direction(
+        self, layout: FlatLayout, rows: slice, corrections: tuple[Tensor, Tensor]
+    ) -> None:
+        """Writes u, Adam's direction with weight decay, over the gradients of some rows.
+
+        The norms of these rows of the large tensors are taken here, while they are in the cache.
+
+        Args:
+            layout: the layout.
+            rows: of its buffers.
+            corrections: of `bias_corrections`.
+        """
+        w = self.w[layout][rows]
+        u = flat_adam_direction(
+            self.m[layout][rows],
+            self.v[layout][rows],
+            corrections=corrections,
+            eps=self.group["eps"],
+            out=self.g[layout][rows],
+        )
+        u.add_(w, alpha=self.group["weight_decay"])
+        if layout is self.large:
+            torch.linalg.vector_norm(w, dim=1, out=self.w_norms.all[rows])
+            torch.linalg.vector_norm(u, dim=1, out=self.u_norms.all[rows])
+
+    def _take_selected_norms(self, rows: slice) -> None:
+        """Takes the norms of the selected elements of some rows of the large tensors."""
+        for buffer, norms in ((self.w, self.w_norms), (self.g, self.u_norms)):
+            values = torch.mul(buffer[self.large][rows], self.mask[rows], out=self.scratch[rows])
+            torch.linalg.vector_norm(values, dim=1, out=norms.selected[rows])
 
     def _update_small(self, active: Tensor) -> None:
         """Takes LAMB's step of the small tensors; their u lie in the gradients' buffer."""
@@ -680,12 +751,11 @@ class ParamGroupBuffers:
         return ratios
 
     def _update_freshness(self, units: Tensor | None, active: Tensor) -> None:
-        """Sets the mask, and makes all units a step older but for those that were exchanged."""
+        """Makes all units a step older but for those that were exchanged."""
         freshness, beta3 = self.freshness, self.group["beta3"]
         if units is None:
             freshness.copy_(torch.where(active > 0, 1.0, freshness))
             return
-        self.mask.zero_().view(-1).index_fill_(0, units, 1.0)
         freshness.mul_(1 - active * (1 - beta3))
         renewed = self.mask
         if not _is_on_host(active):
@@ -695,8 +765,8 @@ class ParamGroupBuffers:
     def _update_large(self, units: Tensor | None, active: Tensor, nodes: int) -> None:
         """Takes SLAMB's step of the large tensors; their u lie in the gradients' buffer."""
         layout, u, r = self.large, self.g[self.large], self.freshness
-        w_selected, w_others = self._split_norms(self.w[layout], units)
-        u_selected, u_others = self._split_norms(u, units)
+        w_selected, w_others = self._split_norms(self.w_norms, units)
+        u_selected, u_others = self._split_norms(self.u_norms, units)
         others = lamb_trust_ratios(w_others, u_others)
         selected = self._selected_ratios(w_selected, u_selected, others=others)
         row_tensors = self.row_tensors[layout]
@@ -730,26 +800,35 @@ class ParamGroupBuffers:
         if units is not None:
             trust.clamp_(max=TRUST_CLAMP[1])
 
-    def _split_norms(self, buffer: Tensor, units: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _split_norms(self, norms: RowNorms, units: Tensor | None) -> tuple[Tensor, Tensor]:
         """Computes the norms of each large tensor's selected elements and of its others.
 
         Returns:
             Two tensors (tensors,); without units the norms of all elements, and zeros.
         """
-        squares = torch.linalg.vector_norm(buffer, dim=1).square()
+        squares = norms.all.square()
         if units is None:
-            norms = self.large.sum_per_tensor(squares).sqrt()
-            return norms, torch.zeros_like(norms)
-        if self.selects_elements:
-            selected_elements = torch.mul(buffer, self.mask, out=self.scratch)
-            selected = torch.linalg.vector_norm(selected_elements, dim=1).square()
-        else:
-            selected = squares * self.mask[:, 0]
+            of_tensors = self.large.sum_per_tensor(squares).sqrt()
+            return of_tensors, torch.zeros_like(of_tensors)
+        selected = norms.selected.square() if self.selects_elements else squares * self.mask[:, 0]
         others = (squares - selected).clamp(min=0)
         return (
             self.large.sum_per_tensor(selected).sqrt(),
             self.large.sum_per_tensor(others).sqrt(),
         )
+
+
+@dataclass
+class RowNorms:
+    """The norm of each row of a buffer, and, of single selected elements, that of the selected."""
+
+    all: Tensor  # (rows,)
+    selected: Tensor  # (rows,), unused where whole rows are selected
+
+    @classmethod
+    def empty(cls, rows: int, *, like: Tensor) -> RowNorms:
+        """Memory for the norms of so many rows, in the type and on the device of a buffer."""
+        return cls(like.new_empty(rows), like.new_empty(rows))
 
 
 def _share_state(
@@ -821,15 +900,17 @@ class AuthorsParamGroupBuffers(ParamGroupBuffers):
     def _adapts(self, parameter: Tensor) -> bool:
         return True
 
-    def select_units(self, call: int) -> Tensor:
+    def _next_units(self, call: int) -> Tensor:
         return self.order.partition(call, int(1 / self.group["compress_ratio"]))
 
     def _whole_values(self, layout: FlatLayout) -> Tensor:
         return torch.lerp(self.m[layout], self.g[layout], 1 - self.group["betas"][0]).view(-1)
 
-    def _update_whole_moments(self, layout: FlatLayout, mean: Tensor, active: Tensor) -> None:
-        self._advance_moments(layout, active)
-        m = self.m[layout]
+    def _update_whole_moments(
+        self, layout: FlatLayout, rows: slice, mean: Tensor, active: Tensor
+    ) -> None:
+        self._advance_moments(layout, rows, active)
+        m = self.m[layout][rows]
         m.copy_(_where_active(active, mean, None if _is_on_host(active) else m))
 
     def _clamp_small(self, ratios: Tensor) -> Tensor:
