@@ -725,7 +725,8 @@ class ParamGroupBuffers:
             eps=self.group["eps"],
             out=self.g[layout][rows],
         )
-        u.add_(w, alpha=self.group["weight_decay"])
+        if self.group["weight_decay"]:
+            u.add_(w, alpha=self.group["weight_decay"])
         if layout is self.large:
             torch.linalg.vector_norm(w, dim=1, out=self.w_norms.all[rows])
             torch.linalg.vector_norm(u, dim=1, out=self.u_norms.all[rows])
@@ -777,9 +778,8 @@ class ParamGroupBuffers:
         stale = 1 / math.sqrt(nodes)  # the share of the rate for momentum of one rank alone
         rate = self.group["lr"] * active
         for rows in self.pieces[layout]:
-            u[rows].mul_(rates[rows])
-            torch.mul(r[rows], (1 - stale) * rate, out=rates[rows]).add_(stale * rate)
-            u[rows].mul_(rates[rows])
+            trusted = torch.mul(r[rows], (1 - stale) * rate, out=self.mask[rows]).add_(stale * rate)
+            u[rows].mul_(rates[rows].mul_(trusted))
         subtract_updates(layout.tensors, self.g_views[layout], lr=1.0)
 
     def _selected_ratios(self, weights: Tensor, updates: Tensor, *, others: Tensor) -> Tensor:
