@@ -69,7 +69,20 @@ OPTIMIZERS = {  # in the names of runs
     "sgd": "SGD",
     "lamb": "LAMB",
     "slamb": "SLAMB",
+    "lars": "LARS",
 }
+SENT = {  # what is sent
+    "ngd-int4": "NGD, gradients in 4 bits",
+    "ngd-sign": "NGD, gradients in 1 bit",
+    "diloco-ngd": "DiLoCo",
+    "demo": "DeMo",
+    "ngd-powersgd": "PowerSGD",
+}
+COMPRESSIONS = (  # the same method in runs that send ever less
+    ("ngd", "ngd-int4", "ngd-sign"),
+    ("diloco-ngd-every10", "diloco-ngd"),
+    ("ngd-powersgd-rank8", "ngd-powersgd"),
+)
 MIXING = {
     "none": "no mixing",
     "mixup": "mixup",
@@ -112,23 +125,21 @@ LABELS: Mapping[str, Mapping[str, str]] = {
         "slamb-warm": "SLAMB",
         "slamb": "SLAMB, without compression warm-up",
     },
-    "slow_network_cifar10": {
-        "ngd": "NGD",
-        "ngd-int4": "NGD, gradients in 4 bits",
-        "ngd-sign": "NGD, gradients in 1 bit",
-        "lamb": "LAMB",
-        "lamb-sign": "LAMB, gradients in 1 bit",
-        "sgd": "SGD",
-        "lars": "LARS",
-        "sgd-powersgd": "PowerSGD",
-        "powersgd": "PowerSGD, with LAMB",
-        "ngd-powersgd": "PowerSGD, with NGD",
-        "demo": "DeMo",
-        "slamb": "SLAMB",
+    "slow_network_search_cifar10": {
+        **OPTIMIZERS,
+        **SENT,
         "slamb-int4": "SLAMB, 40 % in 4 bits",
         "slamb-outer": "SLAMB, outer momentum",
-        "diloco-ngd": "DiLoCo",
+        "diloco-ngd-every10": "DiLoCo, every 10 steps",
         "diloco-lamb": "DiLoCo, with LAMB",
+        "lamb-sign": "LAMB, gradients in 1 bit",
+        "sgd-powersgd": "PowerSGD, with SGD",
+        "ngd-powersgd-rank8": "PowerSGD, of rank 8",
+    },
+    "slow_network_cifar10": {
+        **OPTIMIZERS,
+        **SENT,
+        "slamb-int4-lr0.08": "SLAMB, 40 % in 4 bits",
     },
     "mixup_cifar10_10pct": MIXING,
     "mixup_agnews12k": MIXING,

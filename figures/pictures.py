@@ -17,6 +17,7 @@ from matplotlib.lines import Line2D
 
 from figures.methods import (
     BATCH_RULES,
+    COMPRESSIONS,
     GREY,
     LABELS,
     OPTIMIZERS,
@@ -215,7 +216,8 @@ def draw_slamb(groups: Groups) -> Figure | None:
 def draw_slow_network(groups: Groups) -> Figure | None:
     """Draw accuracy against the bytes of a step in the search, and over epochs in full."""
     found = best_of_search(groups.get("slow_network_search_cifar10", {}))
-    searched = relabel(found, LABELS["slow_network_cifar10"])
+    labels = LABELS["slow_network_search_cifar10"]
+    searched = relabel(found, labels)
     named_runs = labelled(groups, "slow_network_cifar10")
     if not searched or not named_runs:
         return None
@@ -229,6 +231,14 @@ def draw_slow_network(groups: Groups) -> Figure | None:
         (sent,), (value,) = map(kilobytes_a_step, runs), last(runs, accuracy)
         style = {**styles[label], "linestyle": "", "markersize": 8}
         axes[0, 0].plot([sent], [value], label=label, **style)
+    for names in COMPRESSIONS:
+        there = [name for name in names if name in found]
+        points = [
+            (kilobytes_a_step(rows), accuracy(rows[-1]))
+            for (rows,) in map(found.__getitem__, there)
+        ]
+        colour = styles[labels[there[0]]]["color"] if there else GREY
+        axes[0, 0].plot(*zip(*points), color=colour, linewidth=1, zorder=0)
     axes[0, 0].set_xscale("log")
     plain_log_ticks(axes[0, 0].xaxis)
     plot_methods(axes[0, 1], named_runs, x=epoch, y=accuracy)
