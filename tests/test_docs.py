@@ -39,8 +39,8 @@ TABLE_ROW = re.compile(r'"\w+": ')
 TOOL_FLAGS = {
     "test.sh": {"--all", "--legacy"},
     "figures": {"--allow_dirty", "--labels", "--list", "--only", "--minutes", "--runs", "--title"},
-    "benchmarks": {"--compile", "--quick", "--json", "--logs", "--network", "--ranks", "--report"}
-    | {"--source", "--text"},
+    "benchmarks": {"--compile", "--quick", "--json", "--logs", "--network", "--only", "--ranks"}
+    | {"--report", "--source", "--text"},
     "written with hyphens": {"--batch-size", "--no-sync-bn"},
     "sbatch": {"--nodes", "--gpus-per-node"},
     "TensorBoard": {"--logdir"},

@@ -189,7 +189,8 @@ def test_the_accuracy_in_a_recipe_is_that_of_its_logs(path):
 def drawn() -> dict[str, Figure]:
     """All pictures that can be drawn from the committed logs, by name."""
     groups = run_logs.read_groups(run_logs.LOGS)
-    figures = {name: picture(groups) for name, picture in pictures.PICTURES.items()}
+    with plt.rc_context({"figure.max_open_warning": 0}):
+        figures = {name: picture(groups) for name, picture in pictures.PICTURES.items()}
     plt.close("all")
     return {name: figure for name, figure in figures.items() if figure is not None}
 
