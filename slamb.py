@@ -508,7 +508,8 @@ class ParamGroupBuffers:
         # of the large tensors, (rows, BLOCK) of elements or (rows, 1) of blocks
         buffer = self.large.new_buffer()
         self.freshness = torch.ones_like(buffer if self.selects_elements else buffer[:, :1])
-        self.mask = torch.empty_like(self.freshness)  # 1 where this step exchanges, else 0
+        # 1 where this step exchanges, else 0; at its end memory for rates
+        self.mask = torch.empty_like(self.freshness)
         self.scratch = torch.empty_like(self.freshness)
         self.w_norms = RowNorms.empty(len(buffer), like=buffer)
         self.u_norms = RowNorms.empty(len(buffer), like=buffer)
