@@ -97,6 +97,11 @@ def uses_apex_amp(args: Namespace) -> bool:
     return args.precision.startswith("apex")
 
 
+def has_peers() -> bool:
+    """Whether torchrun has started several processes."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
 def replays_graph(args: Namespace) -> bool:
     """Whether steps are recorded and replayed."""
     return args.backend == "cudagraph"
@@ -338,7 +343,7 @@ CONFLICTS = (
         "several processes",
         "collectives are not recorded",
         USE_COMPILE,
-        lambda a: replays_graph(a) and int(os.environ.get("WORLD_SIZE", 1)) > 1,
+        lambda a: replays_graph(a) and has_peers(),
     ),
     # ---- precision and layers
     Conflict(

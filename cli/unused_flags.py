@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from cli.compatibility import has_peers
 from cli.flag_parser import FlagParser
 from cli.options import uses_trained_model
 
@@ -56,11 +57,6 @@ def needs_schedule(name: str, schedules: Sequence[str]) -> Condition:
         f"without --lr_schedule {listed(schedules, 'or')}",
         lambda args: args.lr_schedule in schedules,
     )
-
-
-def has_peers() -> bool:
-    """Whether torchrun has started several processes."""
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
 WITH_MOMENTUM = ["sgd", "ngd", "kaldi_ngd", "muon", "lars", "apex_sgd", "apex_larc"]
@@ -108,7 +104,10 @@ CONDITIONS = (
         ["base_bs"], "on the rate without --lr_scaling", lambda args: args.lr_scaling != "none"
     ),
     # ---- communication
-    Condition(["grad_compress", "balance_workers", "parallel"], ALONE, lambda _: has_peers()),
+    Condition(
+        ["grad_compress", "balance_workers", "parallel", "sync_bn"], ALONE, lambda _: has_peers()
+    ),
+    Condition(["sync"], ALONE, lambda args: args.sync == "diloco" or has_peers()),
     Condition(
         ["powersgd_rank"],
         "without --grad_compress powersgd",

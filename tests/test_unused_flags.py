@@ -81,8 +81,11 @@ def test_flags_of_several_processes(monkeypatch):
     flags = ["--grad_compress", "bf16", "--balance_workers"]
     (line,) = warned(*flags)
     assert line == "--grad_compress and --balance_workers have no effect in a single process"
+    assert warned("--sync", "diloco") == []  # its outer step is taken by a single process too
+    others = (["--sync", "lag"], ["--sync", "local"], ["--sync_bn"])
+    assert all(len(warned(*other)) == 1 for other in others)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert warned(*flags) == []
+    assert not any(warned(*each) for each in (flags, *others))
 
 
 def test_flags_of_how_a_run_begins():
