@@ -54,10 +54,11 @@ STYLES: Mapping[str, tuple[str, str]] = {  # colour and marker; no two methods s
 }
 UNNAMED = tuple(zip((BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, BLACK), "os^Dv*P"))
 """Colours and markers for runs of the user's own, whose labels are no methods named above."""
-SETTINGS: tuple[dict[str, Any], ...] = (  # the first, second and third setting of a method
+SETTINGS: tuple[dict[str, Any], ...] = (  # the first to fourth setting of a method
     {"linestyle": "-"},
     {"linestyle": ":", "markerfacecolor": "white"},
     {"linestyle": "-.", "fillstyle": "left"},
+    {"linestyle": "--", "fillstyle": "top"},
 )
 
 OPTIMIZERS = {  # in the names of runs
@@ -75,6 +76,7 @@ SENT = {  # what is sent
     "ngd-int4": "NGD, gradients in 4 bits",
     "ngd-sign": "NGD, gradients in 1 bit",
     "diloco-ngd": "DiLoCo",
+    "diloco-ngd-momentum0.5": "DiLoCo, outer momentum 0.5",
     "demo": "DeMo",
     "ngd-powersgd": "PowerSGD",
 }
@@ -112,7 +114,11 @@ LABELS: Mapping[str, Mapping[str, str]] = {
         "kaldi-ngd-meta": "meta-mixup, with KaldiNGD",
     },
     "recipes_cifar10_20pct": RECIPES,
-    "fast94_vgg8": {"ngd": "recipe fast94_vgg8", "airbench94": "cifar10-airbench"},
+    "fast94_vgg8": {
+        "ngd-14-epochs": "recipe fast94_vgg8",
+        "ngd": "recipe fast94_vgg8, 10 epochs",
+        "airbench94": "cifar10-airbench",
+    },
     "tuning_agnews12k": {
         "default": "AdamW, defaults of that time",
         "tuned": "tuned by a sweep",
