@@ -44,6 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backends.torch_compat import supports_fused_optimizers
 from distributed.averaging import RankAverager, average_tensors
 from distributed.outer_step import OuterStep
 from distributed.quantization import dequantize, quantize
@@ -66,7 +67,6 @@ SETTINGS = (  # attributes of the optimizer that belong to no parameter group
     "warmup",
     "final_ratios",
 )
-CACHED = 256 * 1024  # elements of a buffer that a thread takes through several passes at a time
 TRUST_CLAMP = (0.01, 1000.0)  # range of the trust ratios of tensors that are exchanged in parts
 
 
@@ -401,13 +401,13 @@ class SLAMB(CommunicatingOptimizer):
     def _all_reduce(self, exchanges: list[GroupExchange], skip_flag: Tensor) -> Tensor:
         """Replaces the values by their means, sent in `wire_dtype`; returns the mean flag."""
         values = [each for exchange in exchanges for each in exchange.values.values()]
-        flat = torch.cat([skip_flag, *values]).to(self.wire_dtype)
-        flat = self.averager.mean_across(flat).to(values[0].dtype)
+        flat = torch.cat([each.to(self.wire_dtype) for each in (skip_flag, *values)])
+        flat = self.averager.mean_across(flat)
         skip_flag, *means = flat.split([1, *(len(each) for each in values)])
         remaining = iter(means)
         for exchange in exchanges:
-            for layout in exchange.values:
-                exchange.values[layout] = next(remaining)
+            for layout, sent in exchange.values.items():
+                exchange.values[layout] = next(remaining).to(sent.dtype)
         return skip_flag
 
     def _gather_quantized(self, exchanges: list[GroupExchange], skip_flag: Tensor) -> Tensor:
@@ -496,23 +496,22 @@ class ParamGroupBuffers:
         self.large = FlatLayout([p for p, small in zip(parameters, is_small) if not small], BLOCK)
         self.layouts = [layout for layout in (self.small, self.large) if layout.rows]
 
-        # of each layout: moments, gradients (later updates) and weights, (rows, width)
+        # of each layout: moments, gradients, and weights that later become updates, (rows, width)
         self.m = {layout: layout.new_buffer() for layout in self.layouts}
         self.v = {layout: layout.new_buffer() for layout in self.layouts}
         self.g = {layout: layout.new_buffer() for layout in self.layouts}
-        self.w = {layout: layout.new_buffer() for layout in self.layouts}
+        self.u = {layout: layout.new_buffer() for layout in self.layouts}
         self.g_views = {layout: layout.views(self.g[layout]) for layout in self.layouts}
-        self.w_views = {layout: layout.views(self.w[layout]) for layout in self.layouts}
-        self.pieces = {layout: _cached_pieces(layout) for layout in self.layouts}
+        self.u_views = {layout: layout.views(self.u[layout]) for layout in self.layouts}
+        self.w_norms = {layout: RowNorms.empty(layout) for layout in self.layouts}
+        self.u_norms = {layout: RowNorms.empty(layout) for layout in self.layouts}
 
         # of the large tensors, (rows, BLOCK) of elements or (rows, 1) of blocks
         buffer = self.large.new_buffer()
         self.freshness = torch.ones_like(buffer if self.selects_elements else buffer[:, :1])
-        # 1 where this step exchanges, else 0; at its end memory for rates
+        # 1 where this step exchanges, else 0
         self.mask = torch.empty_like(self.freshness)
         self.scratch = torch.empty_like(self.freshness)
-        self.w_norms = RowNorms.empty(len(buffer), like=buffer)
-        self.u_norms = RowNorms.empty(len(buffer), like=buffer)
 
         large = self.large
         units = large.element_indices() if self.selects_elements else large.row_numbers()
@@ -550,7 +549,7 @@ class ParamGroupBuffers:
                 self.g[layout].zero_()
             if present:
                 torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
-            torch._foreach_copy_(self.w_views[layout], layout.tensors)
+            torch._foreach_copy_(self.u_views[layout], layout.tensors)
             if loss_scale is not None:
                 self.g[layout].div_(loss_scale)
 
@@ -559,7 +558,7 @@ class ParamGroupBuffers:
     def select_units(self, call: int) -> Tensor:
         """Returns the units whose turn it is at this call of `step`, counted from 1.
 
-        Blocks are in the order of memory, so that those of a piece of the buffers lie together.
+        Blocks are in the order of memory, in which they are read fastest.
         """
         units = self._next_units(call)
         return units if self.selects_elements else units.sort().values
@@ -601,7 +600,7 @@ class ParamGroupBuffers:
             if layout is self.large and units is not None:
                 m = self.gather_units(self.m[layout], units)
                 g = self.gather_units(self.g[layout], units)
-                values[layout] = torch.lerp(m, g, 1 - self.group["betas"][0])
+                values[layout] = m.lerp_(g, 1 - self.group["betas"][0])
             else:
                 values[layout] = self._whole_values(layout)
         return values
@@ -620,133 +619,79 @@ class ParamGroupBuffers:
             active: (), 0 where the step is skipped; a CPU step that is skipped does not come here.
             nodes: how many nodes (or ranks) exchange.
         """
-        corrections = bias_corrections(self.group["steps"], self.group["betas"])
+        adam = AdamStep(
+            betas=self.group["betas"],
+            eps=self.group["eps"],
+            weight_decay=self.group["weight_decay"],
+            steps=self.group["steps"],
+            active=None if active.device.type == "cpu" else active,
+        )
         units = exchange.units
         if units is not None:
             self.mask.zero_().view(-1).index_fill_(0, units, 1.0)
-        for layout, values in exchange.values.items():
+        for layout, means in exchange.values.items():
+            self._take_norms(layout, self.w_norms[layout], units)
             if units is not None and layout is self.large:
-                self._update_selected(units, values, active, corrections)
-                continue
-            means = values.view_as(self.g[layout])
-            for rows in self.pieces[layout]:
-                self._update_whole_moments(layout, rows, means[rows], active)
-                self._compute_direction(layout, rows, corrections)
+                self._update_selected(units, means, adam)
+            else:
+                self._update_whole(layout, means, adam)
+            self._take_norms(layout, self.u_norms[layout], units)
         if self.small.rows:
             self._update_small(active)
         if self.large.rows:
             self._update_freshness(units, active)
             self._update_large(units, active, nodes)
 
-    def _update_selected(
-        self, units: Tensor, means: Tensor, active: Tensor, corrections: tuple[Tensor, Tensor]
-    ) -> None:
-        """Updates moments and directions of the large tensors, of which some units were exchanged.
+    def _take_norms(self, layout: FlatLayout, norms: RowNorms, units: Tensor | None) -> None:
+        """Takes the norms of the rows of `u`, and those of the selected elements of each row."""
+        values = self.u[layout]
+        torch.linalg.vector_norm(values, dim=1, out=norms.all)
+        if units is not None and layout is self.large and self.selects_elements:
+            values = torch.mul(values, self.mask, out=self.scratch)
+            torch.linalg.vector_norm(values, dim=1, out=norms.selected)
+
+    def _update_selected(self, units: Tensor, means: Tensor, adam: AdamStep) -> None:
+        """Updates moments and updates of the large tensors, of which some units were exchanged.
+
+        All of them first move by this rank's own gradients; then the units get the mean momentum.
 
         Args:
             units: what was exchanged.
             means: of their momentum over the ranks, flat.
-            active: see `update`.
-            corrections: of `bias_corrections`.
+            adam: of this step.
         """
         layout = self.large
-        if self.selects_elements:  # which are in no order
-            for rows in self.pieces[layout]:
-                self._advance_moments(layout, rows, active)
-            self._receive(units, means, active)
-            for rows in self.pieces[layout]:
-                self._compute_direction(layout, rows, corrections)
-                self._take_selected_norms(rows)
-            return
-        for rows, part in self._units_of_pieces(units):
-            self._advance_moments(layout, rows, active)
-            self._receive(units[part], means.view(len(units), BLOCK)[part].view(-1), active)
-            self._compute_direction(layout, rows, corrections)
+        m, v, u = self.m[layout], self.v[layout], self.u[layout]
+        if adam.active is not None:
+            means = torch.where(adam.active > 0, means, self.gather_units(m, units))
+        updates = self.gather_units(u, units)
+        advance_and_replace_by_updates(u, m, v, g=self.g[layout], adam=adam)
+        replace_by_updates(updates, means, self.gather_units(v, units), adam=adam)
+        self.scatter_units(m, units, values=means)
+        self.scatter_units(u, units, values=updates)
 
-    def _units_of_pieces(self, units: Tensor) -> list[tuple[slice, slice]]:
-        """Returns for each piece of the large tensors its rows, and which of the units they are."""
-        pieces = self.pieces[self.large]
-        starts = torch.tensor([rows.start for rows in pieces[1:]])
-        if not len(starts):
-            return [(pieces[0], slice(None))]
-        bounds = [0, *torch.searchsorted(units, starts).tolist(), len(units)]
-        return [(rows, slice(*part)) for rows, part in zip(pieces, zip(bounds, bounds[1:]))]
-
-    def _receive(self, units: Tensor, means: Tensor, active: Tensor) -> None:
-        """Writes the mean momentum (flat) of these units of the large tensors."""
-        m = self.m[self.large]
-        kept = None if _is_on_host(active) else self.gather_units(m, units)
-        self.scatter_units(m, units, values=_where_active(active, means, kept))
-
-    def _update_whole_moments(
-        self, layout: FlatLayout, rows: slice, mean: Tensor, active: Tensor
-    ) -> None:
-        """Updates the moments of some rows of a layout that was exchanged whole.
+    def _update_whole(self, layout: FlatLayout, means: Tensor, adam: AdamStep) -> None:
+        """Updates moments and updates of a layout that was exchanged whole.
 
         Args:
             layout: the layout.
-            rows: of its buffers.
-            mean: the mean over the ranks of `_whole_values` of these rows, (rows, width).
-            active: see `update`.
+            means: of `_whole_values` over the ranks, flat.
+            adam: of this step.
         """
-        self.g[layout][rows].copy_(mean)
-        self._advance_moments(layout, rows, active)
-
-    def _advance_moments(self, layout: FlatLayout, rows: slice, active: Tensor) -> None:
-        """Updates Adam's moments of some rows by the gradients in the buffer."""
-        on_host = _is_on_host(active)
-        g = self.g[layout][rows]
-        if not on_host:
-            g.copy_(torch.where(active > 0, g, 0.0))
-        update_flat_moments(
-            self.m[layout][rows],
-            self.v[layout][rows],
-            g=g,
-            betas=self.group["betas"],
-            active=None if on_host else active,
-        )
-
-    def _compute_direction(
-        self, layout: FlatLayout, rows: slice, corrections: tuple[Tensor, Tensor]
-    ) -> None:
-        """Writes u, Adam's direction with weight decay, over the gradients of some rows.
-
-        The norms of these rows of the large tensors are taken here, while they are in the cache.
-
-        Args:
-            layout: the layout.
-            rows: of its buffers.
-            corrections: of `bias_corrections`.
-        """
-        w = self.w[layout][rows]
-        u = flat_adam_direction(
-            self.m[layout][rows],
-            self.v[layout][rows],
-            corrections=corrections,
-            eps=self.group["eps"],
-            out=self.g[layout][rows],
-        )
-        if self.group["weight_decay"]:
-            u.add_(w, alpha=self.group["weight_decay"])
-        if layout is self.large:
-            torch.linalg.vector_norm(w, dim=1, out=self.w_norms.all[rows])
-            torch.linalg.vector_norm(u, dim=1, out=self.u_norms.all[rows])
-
-    def _take_selected_norms(self, rows: slice) -> None:
-        """Takes the norms of the selected elements of some rows of the large tensors."""
-        for buffer, norms in ((self.w, self.w_norms), (self.g, self.u_norms)):
-            values = torch.mul(buffer[self.large][rows], self.mask[rows], out=self.scratch[rows])
-            torch.linalg.vector_norm(values, dim=1, out=norms.selected[rows])
+        u, m, v = self.u[layout], self.m[layout], self.v[layout]
+        advance_and_replace_by_updates(u, m, v, g=means.view_as(u), adam=adam)
 
     def _update_small(self, active: Tensor) -> None:
-        """Takes LAMB's step of the small tensors; their u lie in the gradients' buffer."""
-        layout, u = self.small, self.g[self.small]
-        w_norms = layout.sum_per_tensor(self.w[layout].view(-1).square()).sqrt()
-        u_norms = layout.sum_per_tensor(u.view(-1).square()).sqrt()
+        """Takes LAMB's step of the small tensors."""
+        layout, u = self.small, self.u[self.small]
+        w_norms, u_norms = (
+            layout.sum_per_tensor(norms[layout].all.square()).sqrt()
+            for norms in (self.w_norms, self.u_norms)
+        )
         ratios = self._clamp_small(lamb_trust_ratios(w_norms, u_norms))
         rates = torch.where(self.adapts[layout], ratios, 1.0) * (self.group["lr"] * active)
         u.mul_(rates.to(layout.dtype)[self.row_tensors[layout], None])
-        subtract_updates(layout.tensors, self.g_views[layout], lr=1.0)
+        subtract_updates(layout.tensors, self.u_views[layout], lr=1.0)
 
     def _clamp_small(self, ratios: Tensor) -> Tensor:
         """Limits the trust ratios (tensors,) of the small tensors; here not at all, as LAMB."""
@@ -760,28 +705,29 @@ class ParamGroupBuffers:
             return
         freshness.mul_(1 - active * (1 - beta3))
         renewed = self.mask
-        if not _is_on_host(active):
+        if active.device.type != "cpu":  # where the step may be skipped
             renewed = (self.mask * active).to(freshness.dtype)
         torch.maximum(freshness, renewed, out=freshness)
 
     def _update_large(self, units: Tensor | None, active: Tensor, nodes: int) -> None:
-        """Takes SLAMB's step of the large tensors; their u lie in the gradients' buffer."""
-        layout, u, r = self.large, self.g[self.large], self.freshness
-        w_selected, w_others = self._split_norms(self.w_norms, units)
-        u_selected, u_others = self._split_norms(self.u_norms, units)
+        """Takes SLAMB's step of the large tensors."""
+        layout, u, r = self.large, self.u[self.large], self.freshness
+        w_selected, w_others = self._split_norms(self.w_norms[layout], units)
+        u_selected, u_others = self._split_norms(self.u_norms[layout], units)
         others = lamb_trust_ratios(w_others, u_others)
         selected = self._selected_ratios(w_selected, u_selected, others=others)
         row_tensors = self.row_tensors[layout]
-        selected = torch.where(self.adapts[layout], selected, 1.0)[row_tensors, None]
-        others = torch.where(self.adapts[layout], others, 1.0)[row_tensors, None]
+        selected, others = (
+            torch.where(self.adapts[layout], each, 1.0).index_select(0, row_tensors)[:, None]
+            for each in (selected, others)
+        )
         rates = torch.lerp(others, selected, r, out=self.scratch)
         self._clamp_large_(rates, units)
         stale = 1 / math.sqrt(nodes)  # the share of the rate for momentum of one rank alone
         rate = self.group["lr"] * active
-        for rows in self.pieces[layout]:
-            trusted = torch.mul(r[rows], (1 - stale) * rate, out=self.mask[rows]).add_(stale * rate)
-            u[rows].mul_(rates[rows].mul_(trusted))
-        subtract_updates(layout.tensors, self.g_views[layout], lr=1.0)
+        trusted = torch.mul(r, (1 - stale) * rate, out=self.mask).add_(stale * rate)
+        u.mul_(rates.mul_(trusted))
+        subtract_updates(layout.tensors, self.u_views[layout], lr=1.0)
 
     def _selected_ratios(self, weights: Tensor, updates: Tensor, *, others: Tensor) -> Tensor:
         """Returns the trust ratios (tensors,) of the selected elements.
@@ -827,9 +773,10 @@ class RowNorms:
     selected: Tensor  # (rows,), unused where whole rows are selected
 
     @classmethod
-    def empty(cls, rows: int, *, like: Tensor) -> RowNorms:
-        """Memory for the norms of so many rows, in the type and on the device of a buffer."""
-        return cls(like.new_empty(rows), like.new_empty(rows))
+    def empty(cls, layout: FlatLayout) -> RowNorms:
+        """Memory for the norms of the rows of a layout."""
+        like = torch.empty(layout.rows, dtype=layout.dtype, device=layout.device)
+        return cls(like, torch.empty_like(like))
 
 
 def _share_state(
@@ -840,26 +787,6 @@ def _share_state(
         if name in state[p]:
             view.copy_(state[p][name])
         state[p][name] = view
-
-
-def _cached_pieces(layout: FlatLayout) -> list[slice]:
-    """Returns rows of a buffer that stay in a CPU's cache from one pass over them to the next.
-
-    Several passes over a piece then read and write main memory only once. A GPU, where each pass is
-    a launch, has all rows in one piece.
-    """
-    on_cpu = layout.device.type == "cpu"
-    rows = CACHED * torch.get_num_threads() // layout.width if on_cpu else layout.rows
-    return [slice(start, start + rows) for start in range(0, layout.rows, rows)]
-
-
-def _is_on_host(active: Tensor) -> bool:
-    return active.device.type == "cpu"
-
-
-def _where_active(active: Tensor, new: Tensor, old: Tensor | None) -> Tensor:
-    """Returns `new` where the step is not skipped; without `old` it is known not to be."""
-    return new if old is None else torch.where(active > 0, new, old)
 
 
 # ------------------------------------------------------------ the authors' formulas
@@ -907,12 +834,15 @@ class AuthorsParamGroupBuffers(ParamGroupBuffers):
     def _whole_values(self, layout: FlatLayout) -> Tensor:
         return torch.lerp(self.m[layout], self.g[layout], 1 - self.group["betas"][0]).view(-1)
 
-    def _update_whole_moments(
-        self, layout: FlatLayout, rows: slice, mean: Tensor, active: Tensor
-    ) -> None:
-        self._advance_moments(layout, rows, active)
-        m = self.m[layout][rows]
-        m.copy_(_where_active(active, mean, None if _is_on_host(active) else m))
+    def _update_whole(self, layout: FlatLayout, means: Tensor, adam: AdamStep) -> None:
+        m, v, g, u = self.m[layout], self.v[layout], self.g[layout], self.u[layout]
+        means = means.view_as(m)
+        if adam.active is not None:
+            g.copy_(torch.where(adam.active > 0, g, 0.0))
+            means = torch.where(adam.active > 0, means, m)
+        advance_moments(m, v, g=g, adam=adam)
+        m.copy_(means)
+        replace_by_updates(u, m, v, adam=adam)
 
     def _clamp_small(self, ratios: Tensor) -> Tensor:
         return torch.where(self.is_vector, ratios, ratios.clamp(*TRUST_CLAMP))
@@ -928,47 +858,71 @@ class AuthorsParamGroupBuffers(ParamGroupBuffers):
 # Separate from those of optimizers/lamb.py on lists: these make few passes over one flat buffer.
 
 
-def update_flat_moments(
-    m: Tensor, v: Tensor, *, g: Tensor, betas: tuple[float, float], active: Tensor | None
+@dataclass(frozen=True)
+class AdamStep:
+    """What a step of Adam needs besides its tensors."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    steps: Tensor  # (), t, float64; 0, of a skipped first step, counts as 1
+    active: Tensor | None  # (), 0 where the step is skipped; None: it is not
+
+
+def advance_and_replace_by_updates(
+    w: Tensor, m: Tensor, v: Tensor, *, g: Tensor, adam: AdamStep
 ) -> None:
-    """Updates Adam's two moments in place by the gradients g.
+    """Does `advance_moments` and `replace_by_updates` in one pass over memory.
+
+    It is a step of AdamW at a rate of -1, which adds the direction to the weights, and with a decay
+    of `weight_decay` - 1, which multiplies them by `weight_decay` before. So torch's fused kernel
+    can do it. A step that is skipped leaves all as it is.
 
     Args:
+        w: weights.
         m: first moments.
         v: second moments.
-        g: gradients; zeros where the step is skipped.
-        betas: decay rates of the moments.
-        active: (), 0 where the step is skipped; None: it is not.
+        g: gradients.
+        adam: of this step.
     """
-    b1, b2 = betas
-    if active is None:
+    if not supports_fused_optimizers([w]):
+        advance_moments(m, v, g=g, adam=adam)
+        replace_by_updates(w, m, v, adam=adam)
+        return
+    torch._fused_adamw_(
+        [w],
+        [g],
+        [m],
+        [v],
+        [],
+        [adam.steps.float()],
+        lr=-1.0,
+        beta1=adam.betas[0],
+        beta2=adam.betas[1],
+        weight_decay=adam.weight_decay - 1,
+        eps=adam.eps,
+        amsgrad=False,
+        maximize=False,
+        found_inf=None if adam.active is None else (1 - adam.active).float(),
+    )
+
+
+def advance_moments(m: Tensor, v: Tensor, *, g: Tensor, adam: AdamStep) -> None:
+    """Updates Adam's two moments by the gradients g, which are 0 where the step is skipped."""
+    b1, b2 = adam.betas
+    if adam.active is None:
         m.lerp_(g, 1 - b1)
         v.mul_(b2)
     else:
-        m.mul_(1 - active * (1 - b1)).add_(g, alpha=1 - b1)
-        v.mul_(1 - active * (1 - b2))
+        m.mul_(1 - adam.active * (1 - b1)).add_(g, alpha=1 - b1)
+        v.mul_(1 - adam.active * (1 - b2))
     v.addcmul_(g, g, value=1 - b2)
 
 
-def bias_corrections(steps: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """Returns 1 - b1^t and 1 - b2^t, (), float64; t = 0, of a skipped first step, counts as 1."""
-    b1, b2 = betas
-    counted = steps.clamp(min=1)
-    return 1 - b1**counted, 1 - b2**counted
-
-
-def flat_adam_direction(
-    m: Tensor, v: Tensor, *, corrections: tuple[Tensor, Tensor], eps: float, out: Tensor
-) -> Tensor:
-    """Computes (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) in four passes over memory.
-
-    Args:
-        m: first moments.
-        v: second moments.
-        corrections: of `bias_corrections`.
-        eps: added to the denominator.
-        out: memory for the result.
-    """
-    first, second = corrections
-    torch.sqrt(v, out=out).mul_(first / second.sqrt()).add_(eps * first)
-    return torch.div(m, out, out=out)
+def replace_by_updates(w: Tensor, m: Tensor, v: Tensor, *, adam: AdamStep) -> None:
+    """Writes (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w over w."""
+    b1, b2 = adam.betas
+    counted = adam.steps.clamp(min=1)
+    first, second = 1 - b1**counted, 1 - b2**counted
+    roots = v.sqrt().mul_(first / second.sqrt()).add_(adam.eps * first)
+    w.mul_(adam.weight_decay).addcdiv_(m, roots)

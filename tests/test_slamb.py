@@ -128,6 +128,50 @@ def test_one_process_equals_lamb_and_sends_nothing(selection: str, dtype: torch.
     )
 
 
+@pytest.mark.parametrize("active", [None, 1.0, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_one_pass_updates_as_the_equations_do(dtype: torch.dtype, active: float | None) -> None:
+    generator = torch.Generator().manual_seed(5)
+    w, m, g = (torch.randn(40, BLOCK, generator=generator, dtype=dtype) for _ in range(3))
+    v = torch.rand(40, BLOCK, generator=generator, dtype=dtype)
+    start = w, m, v
+    for weight_decay, t in ((0.01, 1.0), (0.0, 7.0), (1.0, 900.0)):
+        adam = slamb.AdamStep(
+            betas=(0.9, 0.98),
+            eps=1e-6,
+            weight_decay=weight_decay,
+            steps=torch.tensor(t, dtype=torch.float64),
+            active=None if active is None else torch.tensor(active, dtype=torch.float64),
+        )
+        one, other = ([each.clone() for each in start] for _ in range(2))
+        slamb.advance_and_replace_by_updates(*one, g=g, adam=adam)
+        if active == 0.0:
+            assert all(torch.equal(each, before) for each, before in zip(one, start))
+            continue
+        slamb.advance_moments(*other[1:], g=g, adam=adam)
+        slamb.replace_by_updates(*other, adam=adam)
+        exact = [each.double() for each in start]
+        exact[1] = 0.9 * exact[1] + 0.1 * g.double()
+        exact[2] = 0.98 * exact[2] + 0.02 * g.double().square()
+        direction = exact[1] / (1 - 0.9**t) / ((exact[2] / (1 - 0.98**t)).sqrt() + 1e-6)
+        exact[0] = direction + weight_decay * exact[0]
+        tolerance = {torch.float64: 1e-13, torch.float32: 2e-6}[dtype]
+        for mine in (one, other):
+            close(mine, exact, tolerance=tolerance, message=f"{weight_decay}, {t}")
+
+
+def test_a_torch_without_fused_kernels_for_cpus_takes_the_same_steps(monkeypatch: Any) -> None:
+    one, other = parameters(), parameters()
+    for mine, fused in ((one, True), (other, False)):
+        monkeypatch.setattr(slamb, "supports_fused_optimizers", lambda _, fused=fused: fused)
+        ours = SLAMB(mine, 0.01)
+        for step in range(5):
+            set_gradients(mine, step, 0)
+            ours.step()
+    close(one, [p.detach() for p in other], tolerance=1e-12, message="fused")
+    assert not all(torch.equal(p, q) for p, q in zip(one, other))  # they were two ways
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_a_copy_keeps_every_setting_and_goes_on_alike(copied: Any) -> None:
     settings = {
@@ -336,7 +380,6 @@ def follows_the_oracle(
 
 
 def all_oracles(world: Any) -> None:
-    slamb.CACHED = 256  # several pieces of each buffer; this process ends with this function
     for selection in ("block", "random"):
         for k in (0.1, 0.3):
             follows_the_oracle(world, selection, authors=True, k=k)
