@@ -277,7 +277,7 @@ class SLAMB(CommunicatingOptimizer):
         skip_flag = self._average_in_node(self.buffers)
         exchanges = [self._plan_exchange(buffers) for buffers in self.buffers]
         active = self._exchange(exchanges, skip_flag)
-        if active.device.type == "cpu" and not active:
+        if not _is_decided_on_device(active) and not active:
             for exchange in exchanges:
                 exchange.buffers.undo_selection(exchange.units)
             return
@@ -401,9 +401,9 @@ class SLAMB(CommunicatingOptimizer):
     def _all_reduce(self, exchanges: list[GroupExchange], skip_flag: Tensor) -> Tensor:
         """Replaces the values by their means, sent in `wire_dtype`; returns the mean flag."""
         values = [each for exchange in exchanges for each in exchange.values.values()]
-        flat = torch.cat([each.to(self.wire_dtype) for each in (skip_flag, *values)])
+        flat = torch.cat([each.to(self.wire_dtype) for each in (*values, skip_flag)])
         flat = self.averager.mean_across(flat)
-        skip_flag, *means = flat.split([1, *(len(each) for each in values)])
+        *means, skip_flag = flat.split([*(len(each) for each in values), 1])
         remaining = iter(means)
         for exchange in exchanges:
             for layout, sent in exchange.values.items():
@@ -496,7 +496,7 @@ class ParamGroupBuffers:
         self.large = FlatLayout([p for p, small in zip(parameters, is_small) if not small], BLOCK)
         self.layouts = [layout for layout in (self.small, self.large) if layout.rows]
 
-        # of each layout: moments, gradients, and weights that later become updates, (rows, width)
+        # of each layout: moments, gradients, and weights that a step turns into u, (rows, width)
         self.m = {layout: layout.new_buffer() for layout in self.layouts}
         self.v = {layout: layout.new_buffer() for layout in self.layouts}
         self.g = {layout: layout.new_buffer() for layout in self.layouts}
@@ -509,7 +509,7 @@ class ParamGroupBuffers:
         # of the large tensors, (rows, BLOCK) of elements or (rows, 1) of blocks
         buffer = self.large.new_buffer()
         self.freshness = torch.ones_like(buffer if self.selects_elements else buffer[:, :1])
-        # 1 where this step exchanges, else 0
+        # 1 where this step exchanges, else 0; at its end memory for rates, as scratch is
         self.mask = torch.empty_like(self.freshness)
         self.scratch = torch.empty_like(self.freshness)
 
@@ -558,7 +558,7 @@ class ParamGroupBuffers:
     def select_units(self, call: int) -> Tensor:
         """Returns the units whose turn it is at this call of `step`, counted from 1.
 
-        Blocks are in the order of memory, in which they are read fastest.
+        Blocks are in the order of memory, in which they are written fastest.
         """
         units = self._next_units(call)
         return units if self.selects_elements else units.sort().values
@@ -624,62 +624,66 @@ class ParamGroupBuffers:
             eps=self.group["eps"],
             weight_decay=self.group["weight_decay"],
             steps=self.group["steps"],
-            active=None if active.device.type == "cpu" else active,
+            active=active if _is_decided_on_device(active) else None,
         )
         units = exchange.units
         if units is not None:
             self.mask.zero_().view(-1).index_fill_(0, units, 1.0)
         for layout, means in exchange.values.items():
-            self._take_norms(layout, self.w_norms[layout], units)
+            self._take_norms(layout, self.w_norms[layout], units=units)
             if units is not None and layout is self.large:
-                self._update_selected(units, means, adam)
+                self._update_selected(units, means, adam=adam)
             else:
-                self._update_whole(layout, means, adam)
-            self._take_norms(layout, self.u_norms[layout], units)
+                self._update_whole(layout, means, adam=adam)
+            self._take_norms(layout, self.u_norms[layout], units=units)
         if self.small.rows:
             self._update_small(active)
         if self.large.rows:
             self._update_freshness(units, active)
             self._update_large(units, active, nodes)
 
-    def _take_norms(self, layout: FlatLayout, norms: RowNorms, units: Tensor | None) -> None:
-        """Takes the norms of the rows of `u`, and those of the selected elements of each row."""
+    def _take_norms(self, layout: FlatLayout, norms: RowNorms, *, units: Tensor | None) -> None:
+        """Takes the norms of the rows of what the buffer of u holds: weights, then updates.
+
+        Where single elements are selected, those of each row's selected ones as well.
+        """
         values = self.u[layout]
         torch.linalg.vector_norm(values, dim=1, out=norms.all)
         if units is not None and layout is self.large and self.selects_elements:
             values = torch.mul(values, self.mask, out=self.scratch)
             torch.linalg.vector_norm(values, dim=1, out=norms.selected)
 
-    def _update_selected(self, units: Tensor, means: Tensor, adam: AdamStep) -> None:
-        """Updates moments and updates of the large tensors, of which some units were exchanged.
+    def _update_selected(self, units: Tensor, means: Tensor, *, adam: AdamStep) -> None:
+        """Computes moments and u of the large tensors, of which some units were exchanged.
 
-        All of them first move by this rank's own gradients; then the units get the mean momentum.
+        All elements move by this rank's own gradients. Those of the units then get the mean
+        momentum, and a u from it, from the new second moments and from the weights before this
+        step, which are therefore read first.
 
         Args:
             units: what was exchanged.
             means: of their momentum over the ranks, flat.
             adam: of this step.
         """
-        layout = self.large
-        m, v, u = self.m[layout], self.v[layout], self.u[layout]
+        m, v, u = self.m[self.large], self.v[self.large], self.u[self.large]
         if adam.active is not None:
             means = torch.where(adam.active > 0, means, self.gather_units(m, units))
-        updates = self.gather_units(u, units)
-        advance_and_replace_by_updates(u, m, v, g=self.g[layout], adam=adam)
-        replace_by_updates(updates, means, self.gather_units(v, units), adam=adam)
+        of_units = self.gather_units(u, units)
+        fused_update_(u, m=m, v=v, g=self.g[self.large], adam=adam)
+        weights_to_updates_(of_units, m=means, v=self.gather_units(v, units), adam=adam)
         self.scatter_units(m, units, values=means)
-        self.scatter_units(u, units, values=updates)
+        self.scatter_units(u, units, values=of_units)
 
-    def _update_whole(self, layout: FlatLayout, means: Tensor, adam: AdamStep) -> None:
-        """Updates moments and updates of a layout that was exchanged whole.
+    def _update_whole(self, layout: FlatLayout, means: Tensor, *, adam: AdamStep) -> None:
+        """Computes moments and u of a layout that was exchanged whole.
 
         Args:
             layout: the layout.
             means: of `_whole_values` over the ranks, flat.
             adam: of this step.
         """
-        u, m, v = self.u[layout], self.m[layout], self.v[layout]
-        advance_and_replace_by_updates(u, m, v, g=means.view_as(u), adam=adam)
+        u = self.u[layout]
+        fused_update_(u, m=self.m[layout], v=self.v[layout], g=means.view_as(u), adam=adam)
 
     def _update_small(self, active: Tensor) -> None:
         """Takes LAMB's step of the small tensors."""
@@ -705,7 +709,7 @@ class ParamGroupBuffers:
             return
         freshness.mul_(1 - active * (1 - beta3))
         renewed = self.mask
-        if active.device.type != "cpu":  # where the step may be skipped
+        if _is_decided_on_device(active):
             renewed = (self.mask * active).to(freshness.dtype)
         torch.maximum(freshness, renewed, out=freshness)
 
@@ -779,6 +783,11 @@ class RowNorms:
         return cls(like, torch.empty_like(like))
 
 
+def _is_decided_on_device(active: Tensor) -> bool:
+    """Tells whether the host does not wait to learn that a step is skipped, as on a GPU."""
+    return active.device.type != "cpu"
+
+
 def _share_state(
     state: dict[Tensor, dict[str, Any]], name: str, tensors: list[Tensor], *, views: list[Tensor]
 ) -> None:
@@ -834,15 +843,14 @@ class AuthorsParamGroupBuffers(ParamGroupBuffers):
     def _whole_values(self, layout: FlatLayout) -> Tensor:
         return torch.lerp(self.m[layout], self.g[layout], 1 - self.group["betas"][0]).view(-1)
 
-    def _update_whole(self, layout: FlatLayout, means: Tensor, adam: AdamStep) -> None:
-        m, v, g, u = self.m[layout], self.v[layout], self.g[layout], self.u[layout]
+    def _update_whole(self, layout: FlatLayout, means: Tensor, *, adam: AdamStep) -> None:
+        m, v = self.m[layout], self.v[layout]
         means = means.view_as(m)
         if adam.active is not None:
-            g.copy_(torch.where(adam.active > 0, g, 0.0))
             means = torch.where(adam.active > 0, means, m)
-        advance_moments(m, v, g=g, adam=adam)
+        update_moments(m, v, g=self.g[layout], adam=adam)
         m.copy_(means)
-        replace_by_updates(u, m, v, adam=adam)
+        weights_to_updates_(self.u[layout], m=m, v=v, adam=adam)
 
     def _clamp_small(self, ratios: Tensor) -> Tensor:
         return torch.where(self.is_vector, ratios, ratios.clamp(*TRUST_CLAMP))
@@ -869,25 +877,24 @@ class AdamStep:
     active: Tensor | None  # (), 0 where the step is skipped; None: it is not
 
 
-def advance_and_replace_by_updates(
-    w: Tensor, m: Tensor, v: Tensor, *, g: Tensor, adam: AdamStep
-) -> None:
-    """Does `advance_moments` and `replace_by_updates` in one pass over memory.
+def fused_update_(w: Tensor, *, m: Tensor, v: Tensor, g: Tensor, adam: AdamStep) -> None:
+    """Does `update_moments` and `weights_to_updates_` in one pass over memory.
 
-    It is a step of AdamW at a rate of -1, which adds the direction to the weights, and with a decay
+    It is a step of AdamW at a rate of -1, which adds Adam's direction to the weights, with a decay
     of `weight_decay` - 1, which multiplies them by `weight_decay` before. So torch's fused kernel
-    can do it. A step that is skipped leaves all as it is.
+    can do it; torch.optim's function around it would count the steps itself. In fp32 on a GPU,
+    `weight_decay` - 1 is rounded to 6e-8, so that of much smaller decays nothing is left.
 
     Args:
-        w: weights.
+        w: weights; afterwards u. In a step that is skipped they stay what they are.
         m: first moments.
         v: second moments.
-        g: gradients.
+        g: gradients, of the same dtype and layout as all others.
         adam: of this step.
     """
     if not supports_fused_optimizers([w]):
-        advance_moments(m, v, g=g, adam=adam)
-        replace_by_updates(w, m, v, adam=adam)
+        update_moments(m, v, g=g, adam=adam)
+        weights_to_updates_(w, m=m, v=v, adam=adam)
         return
     torch._fused_adamw_(
         [w],
@@ -895,7 +902,7 @@ def advance_and_replace_by_updates(
         [m],
         [v],
         [],
-        [adam.steps.float()],
+        [adam.steps.float()],  # as the kernel of GPUs reads them
         lr=-1.0,
         beta1=adam.betas[0],
         beta2=adam.betas[1],
@@ -907,20 +914,21 @@ def advance_and_replace_by_updates(
     )
 
 
-def advance_moments(m: Tensor, v: Tensor, *, g: Tensor, adam: AdamStep) -> None:
-    """Updates Adam's two moments by the gradients g, which are 0 where the step is skipped."""
+def update_moments(m: Tensor, v: Tensor, *, g: Tensor, adam: AdamStep) -> None:
+    """Updates Adam's two moments by the gradients g; not where the step is skipped."""
     b1, b2 = adam.betas
     if adam.active is None:
         m.lerp_(g, 1 - b1)
         v.mul_(b2)
     else:
+        g = torch.where(adam.active > 0, g, 0.0)
         m.mul_(1 - adam.active * (1 - b1)).add_(g, alpha=1 - b1)
         v.mul_(1 - adam.active * (1 - b2))
     v.addcmul_(g, g, value=1 - b2)
 
 
-def replace_by_updates(w: Tensor, m: Tensor, v: Tensor, *, adam: AdamStep) -> None:
-    """Writes (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w over w."""
+def weights_to_updates_(w: Tensor, *, m: Tensor, v: Tensor, adam: AdamStep) -> None:
+    """Writes u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w over w."""
     b1, b2 = adam.betas
     counted = adam.steps.clamp(min=1)
     first, second = 1 - b1**counted, 1 - b2**counted

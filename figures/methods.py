@@ -42,6 +42,13 @@ STYLES: Mapping[str, tuple[str, str]] = {  # colour and marker; no two methods s
     "increase": (BLUE, "^"),
     "decrease": (ORANGE, "v"),
     "loss": (GREEN, "D"),
+    "noise": (VERMILION, "o"),
+    # schedules of the learning rate
+    "constant": (GREY, "v"),
+    "multistep": (ORANGE, "o"),
+    "cosine": (BLUE, "s"),
+    "onecycle": (VERMILION, "P"),
+    "cyclic": (GREEN, "X"),
     # recipes, and what was tuned
     "recipe prior_work": (GREEN, "p"),
     "recipe fast94": (VERMILION, "*"),
@@ -93,7 +100,16 @@ MIXING = {
     "meta-tokens": "meta-mixup, of tokens",
 }
 RECIPES = {name: f"recipe {name}" for name in ("prior_work", "large_batch", "best", "fast94")}
-BATCH_RULES = {name: name for name in ("static", "increase", "decrease", "loss")}
+BATCH_RULES = {
+    "static": "static",
+    "cosine": "static, 32, with a cosine",
+    "increase": "increase",
+    "replace_decay": "increase, in place of the cosine",
+    "decrease": "decrease",
+    "loss": "loss",
+    "noise": "noise",
+}
+SCHEDULES = {name: name for name in ("constant", "multistep", "cosine", "onecycle", "cyclic")}
 BATCHES = {
     "sgd-64": "SGD, batch 64",
     "sgd-512": "SGD, batch 512",
@@ -149,14 +165,8 @@ LABELS: Mapping[str, Mapping[str, str]] = {
     },
     "mixup_cifar10_10pct": MIXING,
     "mixup_agnews12k": MIXING,
-    **{
-        f"dynamic_batch_{data_set}_{processes}p": {
-            rule: rule if processes == 1 else f"{rule}, {processes} processes"
-            for rule in BATCH_RULES
-        }
-        for data_set in ("mnist", "cifar10")
-        for processes in (1, 2, 4)
-    },
+    "dynamic_batch_cifar10_20pct": BATCH_RULES,
+    "schedules_cifar10_20pct": SCHEDULES,
     "defaults_cifar10_20pct": {
         "default": "SGD",
         "default-kaldi-ngd": "KaldiNGD",

@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from figures.methods import (
-    BATCH_RULES,
     COMPRESSIONS,
     GREY,
     LABELS,
@@ -171,25 +170,24 @@ def draw_ngd_batches(groups: Groups) -> Figure | None:
     return figure
 
 
-def draw_dynamic_batching(processes: int, groups: Groups) -> Figure | None:
-    """Draw accuracy and batch size of each batch-size rule on MNIST and CIFAR-10."""
-    data_sets = {
-        data_set: relabel(groups.get(f"dynamic_batch_{key}_{processes}p", {}), BATCH_RULES)
-        for data_set, key in (("MNIST", "mnist"), ("CIFAR-10", "cifar10"))
-    }
-    if not all(data_sets.values()):
+def draw_dynamic_batching(groups: Groups) -> Figure | None:
+    """Draw accuracy, batch size and gradient noise scale of each rule for the batch size."""
+    named_runs = labelled(groups, "dynamic_batch_cifar10_20pct")
+    if not named_runs:
         return None
-    workers = f"{processes} process{'es' if processes > 1 else ''}"
-    title = f"Rules for the batch size (--dynamic_batch)\nResNet-8, {workers}, constant rate"
-    figure, axes = create_panels(2, 2, title)
-    for panel, (data_set, named_runs) in enumerate(data_sets.items()):
-        plot_methods(axes[0, panel], named_runs, x=epoch, y=accuracy)
-        plot_methods(axes[1, panel], named_runs, x=epoch, y=column("batch_size"))
-        label_axes(axes[0, panel], "epoch", "test accuracy / %", title=f"10 % of {data_set}")
-        label_axes(axes[1, panel], "epoch", "global batch size / samples")
-        axes[1, panel].set_yscale("log", base=2)
-        plain_log_ticks(axes[1, panel].yaxis, 2)
-    add_legend(figure, axes[0, 0], title=describe_seeds(data_sets["MNIST"]), columns=4)
+    title = "Rules for the batch size (--dynamic_batch), each at the best rate of its search"
+    figure, axes = create_panels(1, 3, f"{title}\n{SMALL_IMAGES} at 24 pixels, SGD")
+    for panel, name, ylabel in (
+        (axes[0, 1], "batch_size", "batch size / samples"),
+        (axes[0, 2], "noise_scale", "gradient noise scale / samples"),
+    ):
+        plot_methods(panel, named_runs, x=epoch, y=column(name))
+        label_axes(panel, "epoch", ylabel)
+        panel.set_yscale("log", base=2)
+        plain_log_ticks(panel.yaxis, 2)
+    plot_methods(axes[0, 0], named_runs, x=epoch, y=accuracy)
+    label_axes(axes[0, 0], "epoch", "test accuracy / %")
+    add_legend(figure, axes[0, 0], title=describe_seeds(named_runs), columns=4)
     return figure
 
 
@@ -569,6 +567,10 @@ OVERVIEWS = {
         "Mixing of samples\nResNet-20, 10 % of CIFAR-10 (5 % of it held out), SGD, one core each"
     ),
     "recipes_cifar10_20pct": f"Recipes at the size of two cores\n{SMALL_IMAGES}",
+    "schedules_cifar10_20pct": (
+        "Learning-rate schedules, each at the best rate of its search\n"
+        f"{SMALL_IMAGES} at 24 pixels, SGD, batch 128, one core each"
+    ),
 }
 SEARCHES = {  # groups that share axes; the first one names the picture
     ("optimizer_search_cifar10_20pct", "soap_search_cifar10_20pct"): (
@@ -588,9 +590,7 @@ PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "time": draw_time,
     "fast94_vgg8": draw_fast94,
     "training_ngd_batch_compare": draw_ngd_batches,
-    "dynamic_batching_1": partial(draw_dynamic_batching, 1),
-    "dynamic_batching_2": partial(draw_dynamic_batching, 2),
-    "dynamic_batching_4": partial(draw_dynamic_batching, 4),
+    "dynamic_batching": draw_dynamic_batching,
     "slamb": draw_slamb,
     "slow_network_cifar10": draw_slow_network,
     "slow_network_time": draw_slow_network_time,

@@ -124,6 +124,8 @@ class FakeGpu:
         if func in WITHOUT_FAKE:
             assert all(tensor.is_cuda for tensor in tensors), f"{func} of tensors on the CPU"
             return WITHOUT_FAKE[func](*args, **kwargs)
+        if func is aten._fused_adamw_.default:
+            _check_fused_adamw(args, kwargs)
         return func(*args, **kwargs)
 
     def _waits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -256,6 +258,20 @@ def _calling_function() -> str:
             return f"{path.stem}.{frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "test"
+
+
+def _check_fused_adamw(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What the kernel of GPUs takes for granted and torch's fake of it does not check."""
+    *lists, _, steps = args[:6]
+    for w, g, m, v in zip(*lists):
+        for each in (g, m, v):
+            assert each.is_cuda, "aten._fused_adamw_: a tensor on the CPU"
+            same = (each.dtype, each.shape, each.stride()) == (w.dtype, w.shape, w.stride())
+            assert same, "aten._fused_adamw_: tensors of another dtype or layout than the weights"
+    found_inf = kwargs.get("found_inf")
+    for each in [*steps, *([] if found_inf is None else [found_inf])]:
+        assert each.is_cuda, "aten._fused_adamw_: numbers on the CPU"
+        assert each.dtype == torch.float32, "aten._fused_adamw_: numbers that are not in fp32"
 
 
 def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

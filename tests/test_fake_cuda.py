@@ -152,6 +152,30 @@ WAITING: dict[str, Callable[[Tensor], Any]] = {
     ),
     "synchronize": lambda x: torch.cuda.synchronize(),
 }
+
+
+def fused_adamw(x: Tensor, **changed: Tensor) -> None:
+    given = {name: torch.zeros_like(x) for name in ("w", "g", "m", "v")}
+    given |= {"steps": torch.ones((), device=CUDA), "found_inf": torch.zeros((), device=CUDA)}
+    given |= changed
+    torch._fused_adamw_(
+        [given["w"]],
+        [given["g"]],
+        [given["m"]],
+        [given["v"]],
+        [],
+        [given["steps"]],
+        lr=1.0,
+        beta1=0.9,
+        beta2=0.9,
+        weight_decay=0.0,
+        eps=1e-8,
+        amsgrad=False,
+        maximize=False,
+        found_inf=given["found_inf"],
+    )
+
+
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "boolean index": lambda x: x[x > 0],
     "nonzero": lambda x: x.nonzero(),
@@ -159,6 +183,15 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "repeat_interleave": lambda x: torch.repeat_interleave(x, (x > 0).long()),
     "two devices": lambda x: x + torch.zeros(4),
     "rows on the host": lambda x: x.index_select(0, torch.tensor([0])),
+    "fused AdamW, steps in fp64": lambda x: fused_adamw(
+        x, steps=torch.ones((), device=CUDA).double()
+    ),
+    "fused AdamW, steps on the host": lambda x: fused_adamw(x, steps=torch.ones(())),
+    "fused AdamW, a moment on the host": lambda x: fused_adamw(x, m=torch.zeros(4)),
+    "fused AdamW, gradients in bf16": lambda x: fused_adamw(x, g=x.bfloat16()),
+    "fused AdamW, a flag in fp64": lambda x: fused_adamw(
+        x, found_inf=torch.ones((), device=CUDA).double()
+    ),
 }
 
 
@@ -188,6 +221,7 @@ def test_what_waits_for_nothing_passes_and_the_host_is_real():
         torch.zeros(4).to(CUDA, non_blocking=True)
         x[:1] = 5.0
         torch.where(x > 0, 0.0, x).mul_(torch.tensor(2.0))
+        fused_adamw(x)
         rows = torch.arange(4)
         assert rows[rows > 1].tolist() == [2, 3]
         assert rows.sum().item() == 6

@@ -11,6 +11,7 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -128,36 +129,53 @@ def test_one_process_equals_lamb_and_sends_nothing(selection: str, dtype: torch.
     )
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("active", [None, 1.0, 0.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_one_pass_updates_as_the_equations_do(dtype: torch.dtype, active: float | None) -> None:
+@pytest.mark.parametrize(
+    ("weight_decay", "t", "betas"),
+    [
+        (0.01, 1, (0.9, 0.98)),
+        (0.0, 7, (0.9, 0.999)),
+        (1.0, 900, (0.95, 0.98)),
+        (0.1, 3, (0.0, 0.0)),
+    ],
+)
+def test_moments_and_updates_follow_their_equations(
+    monkeypatch: Any,
+    weight_decay: float,
+    t: int,
+    betas: tuple[float, float],
+    dtype: torch.dtype,
+    active: float | None,
+    is_fused: bool,
+) -> None:
+    monkeypatch.setattr(slamb, "supports_fused_optimizers", lambda _: is_fused)
     generator = torch.Generator().manual_seed(5)
     w, m, g = (torch.randn(40, BLOCK, generator=generator, dtype=dtype) for _ in range(3))
     v = torch.rand(40, BLOCK, generator=generator, dtype=dtype)
-    start = w, m, v
-    for weight_decay, t in ((0.01, 1.0), (0.0, 7.0), (1.0, 900.0)):
-        adam = slamb.AdamStep(
-            betas=(0.9, 0.98),
-            eps=1e-6,
-            weight_decay=weight_decay,
-            steps=torch.tensor(t, dtype=torch.float64),
-            active=None if active is None else torch.tensor(active, dtype=torch.float64),
-        )
-        one, other = ([each.clone() for each in start] for _ in range(2))
-        slamb.advance_and_replace_by_updates(*one, g=g, adam=adam)
-        if active == 0.0:
-            assert all(torch.equal(each, before) for each, before in zip(one, start))
-            continue
-        slamb.advance_moments(*other[1:], g=g, adam=adam)
-        slamb.replace_by_updates(*other, adam=adam)
-        exact = [each.double() for each in start]
-        exact[1] = 0.9 * exact[1] + 0.1 * g.double()
-        exact[2] = 0.98 * exact[2] + 0.02 * g.double().square()
-        direction = exact[1] / (1 - 0.9**t) / ((exact[2] / (1 - 0.98**t)).sqrt() + 1e-6)
-        exact[0] = direction + weight_decay * exact[0]
-        tolerance = {torch.float64: 1e-13, torch.float32: 2e-6}[dtype]
-        for mine in (one, other):
-            close(mine, exact, tolerance=tolerance, message=f"{weight_decay}, {t}")
+    if active == 0.0:  # the very first step, which is not counted, with a gradient to be skipped
+        t, g[3, 5] = 0, math.inf
+    adam = slamb.AdamStep(
+        betas=betas,
+        eps=1e-6,
+        weight_decay=weight_decay,
+        steps=torch.tensor(t, dtype=torch.float64),
+        active=None if active is None else torch.tensor(active, dtype=torch.float64),
+    )
+    mine = [each.clone() for each in (w, m, v)]
+    slamb.fused_update_(mine[0], m=mine[1], v=mine[2], g=g, adam=adam)
+    if active == 0.0:
+        assert torch.equal(mine[1], m)
+        assert torch.equal(mine[2], v)
+        assert mine[0].isfinite().all()
+        return
+    b1, b2 = betas
+    exact_m = b1 * m.double() + (1 - b1) * g.double()
+    exact_v = b2 * v.double() + (1 - b2) * g.double().square()
+    exact_u = exact_m / (1 - b1**t) / ((exact_v / (1 - b2**t)).sqrt() + 1e-6)
+    exact = [exact_u + weight_decay * w.double(), exact_m, exact_v]
+    close(mine, exact, tolerance={torch.float64: 1e-13, torch.float32: 3e-6}[dtype], message="")
 
 
 def test_a_torch_without_fused_kernels_for_cpus_takes_the_same_steps(monkeypatch: Any) -> None:
@@ -504,16 +522,21 @@ def every_step_averages(world: Any) -> None:
             assert torch.equal(world.sum(p.detach().clone()) / world.size, p.detach())
 
 
-def a_bad_step_on_one_rank_is_skipped_by_all(world: Any) -> None:
-    for selection, bits in (("block", 0), ("random", 0), ("block", 8)):
+def a_bad_step_on_one_rank_is_skipped_by_all(world: Any, on_device: bool = False) -> None:
+    for selection, bits, make in (
+        ("block", 0, SLAMB),
+        ("random", 0, SLAMB),
+        ("block", 8, SLAMB),
+        ("block", 0, AuthorsSLAMB),
+    ):
         runs = []
         for bad in (True, False):
             mine = parameters(torch.float32)
-            ours = SLAMB(
+            ours = make(
                 mine,
                 compress_ratio=0.2,
                 dense_steps=2,
-                local_steps=5,
+                local_steps=100 if on_device else 5,  # a skipped step may be one of averaging
                 selection=selection,
                 wire_bits=bits,
             )
@@ -522,6 +545,12 @@ def a_bad_step_on_one_rank_is_skipped_by_all(world: Any) -> None:
                 if bad and step in (0, 1, 4, 5):
                     set_gradients(mine, 50 + step, world.rank)
                     before = [p.detach().clone() for p in mine]
+                    moments = [
+                        ours.state[p][name].clone()
+                        for p in mine
+                        for name in ("exp_avg", "exp_avg_sq")
+                        if ours.state[p]
+                    ]
                     overflow = world.rank == step % world.size
                     if overflow:
                         mine[step % 3].grad.view(-1)[3] = math.inf
@@ -529,12 +558,47 @@ def a_bad_step_on_one_rank_is_skipped_by_all(world: Any) -> None:
                     ours.step()
                     assert ours.skipped == 1
                     assert all(torch.equal(p, q) for p, q in zip(mine, before))
+                    now = [ours.state[p][name] for p in mine for name in ("exp_avg", "exp_avg_sq")]
+                    assert all(torch.equal(p, q) for p, q in zip(now, moments))
+                    if on_device:  # where the units of this step miss their turn
+                        continue
                 set_gradients(mine, step, world.rank)
                 ours.found_inf = torch.tensor(0.0)
                 ours.step()
                 assert ours.skipped == 0
             runs.append([p.detach().clone() for p in mine])
-        assert all(torch.equal(p, q) for p, q in zip(*runs))
+        if on_device:
+            assert all(p.isfinite().all() for run in runs for p in run)
+        else:
+            assert all(torch.equal(p, q) for p, q in zip(*runs))
+
+
+def a_bad_step_is_skipped_where_the_host_does_not_learn_of_it(world: Any) -> None:
+    with mock.patch.object(slamb, "_is_decided_on_device", return_value=True):
+        a_bad_step_on_one_rank_is_skipped_by_all(world, on_device=True)
+        follows_the_oracle(world, "block", authors=False, k=0.3)
+        follows_the_oracle(world, "random", authors=True, k=0.3)
+
+
+def the_plain_kernels_follow_the_oracle(world: Any) -> None:
+    with mock.patch.object(slamb, "supports_fused_optimizers", return_value=False):
+        follows_the_oracle(world, "block", authors=False, k=0.3)
+        follows_the_oracle(world, "random", authors=False, k=0.3)
+
+
+def dtypes_may_differ_within_a_group(world: Any) -> None:
+    for make, selection in itertools.product((SLAMB, AuthorsSLAMB), ("block", "random")):
+        runs = []
+        for mixed in (True, False):
+            dtypes = [torch.float32 if mixed and p.ndim < 2 else torch.float64 for p in start()]
+            mine = [nn.Parameter(p.to(dtype)) for p, dtype in zip(start(), dtypes)]
+            ours = make(mine, selection=selection, dense_steps=2, wire_dtype=torch.float64)
+            for step in range(6):
+                set_gradients(mine, step, world.rank)
+                ours.step()
+            runs.append([p.detach().double() for p in mine])
+            assert [p.dtype for p in mine] == dtypes
+        close(runs[0], runs[1], tolerance=1e-5, message=f"{make}, {selection}")
 
 
 def missing_gradients_are_zeros(world: Any) -> None:
@@ -767,6 +831,9 @@ def all_small_ones(world: Any) -> None:
         rounded_momentum_takes_fewer_bytes,
         every_step_averages,
         a_bad_step_on_one_rank_is_skipped_by_all,
+        a_bad_step_is_skipped_where_the_host_does_not_learn_of_it,
+        the_plain_kernels_follow_the_oracle,
+        dtypes_may_differ_within_a_group,
         missing_gradients_are_zeros,
         groups_have_their_own_settings,
         a_resumed_run_equals_the_uninterrupted_one,
