@@ -656,9 +656,9 @@ class ParamGroupBuffers:
     def _update_selected(self, units: Tensor, means: Tensor, *, adam: AdamStep) -> None:
         """Computes moments and u of the large tensors, of which some units were exchanged.
 
-        All elements move by this rank's own gradients. Those of the units then get the mean
-        momentum, and a u from it, from the new second moments and from the weights before this
-        step, which are therefore read first.
+        All elements move by this rank's own gradients, and those of the units then get the mean
+        momentum. Units of rows also get a new u, from the weights before this step, which are
+        therefore read first. Single elements are slower to read than all of them in their order.
 
         Args:
             units: what was exchanged.
@@ -668,6 +668,11 @@ class ParamGroupBuffers:
         m, v, u = self.m[self.large], self.v[self.large], self.u[self.large]
         if adam.active is not None:
             means = torch.where(adam.active > 0, means, self.gather_units(m, units))
+        if self.selects_elements:
+            update_moments(m, v, g=self.g[self.large], adam=adam)
+            self.scatter_units(m, units, values=means)
+            weights_to_updates_(u, m=m, v=v, adam=adam)
+            return
         of_units = self.gather_units(u, units)
         fused_update_(u, m=m, v=v, g=self.g[self.large], adam=adam)
         weights_to_updates_(of_units, m=means, v=self.gather_units(v, units), adam=adam)
