@@ -51,9 +51,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from optimizers.adam import AdamStep, copies_of, fused_update_
 from optimizers.base import GradScalerOptimizer, foreach_scalar, subtract_updates
 from optimizers.fisher import project, row_norms, second_moment, subtract_projection
-from optimizers.lamb import adam_directions, update_moments
 from optimizers.matrix_functions import inverse_square_root
 from optimizers.param_groups import is_matrix
 
@@ -225,12 +225,15 @@ class NGD(GradScalerOptimizer):
         active: Tensor,
     ) -> None:
         """Takes AdamW's step with parameters that have taken equally many, `steps` ()."""
-        m, v = moments
-        betas = group["betas"]
-        update_moments(m, v, grads=grads, betas=betas, active=active)
-        updates = adam_directions(m, v, steps=steps, betas=betas, eps=group["eps"], debias=True)
-        if group["weight_decay"]:
-            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+        adam = AdamStep(
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            steps=steps,
+            active=active,
+        )
+        updates = copies_of(parameters, like=moments[0])
+        fused_update_(updates, *moments, grads=grads, adam=adam)
         torch._foreach_mul_(updates, foreach_scalar(active, updates))
         subtract_updates(parameters, updates, lr=group["lr"] * group["adamw_ratio"])
 

@@ -44,10 +44,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.torch_compat import supports_fused_optimizers
 from distributed.averaging import RankAverager, average_tensors
 from distributed.outer_step import OuterStep
 from distributed.quantization import dequantize, quantize
+from optimizers.adam import AdamStep, fused_update_, update_moments, weights_to_updates_
 from optimizers.base import CommunicatingOptimizer, global_norm, subtract_updates
 from optimizers.flat_buffer import FlatLayout, RoundRobin
 from optimizers.lamb import LAMB, lamb_trust_ratios
@@ -669,13 +669,13 @@ class ParamGroupBuffers:
         if adam.active is not None:
             means = torch.where(adam.active > 0, means, self.gather_units(m, units))
         if self.selects_elements:
-            update_moments(m, v, g=self.g[self.large], adam=adam)
+            update_moments([m], [v], grads=[self.g[self.large]], adam=adam)
             self.scatter_units(m, units, values=means)
-            weights_to_updates_(u, m=m, v=v, adam=adam)
+            weights_to_updates_([u], [m], [v], adam=adam)
             return
         of_units = self.gather_units(u, units)
-        fused_update_(u, m=m, v=v, g=self.g[self.large], adam=adam)
-        weights_to_updates_(of_units, m=means, v=self.gather_units(v, units), adam=adam)
+        fused_update_([u], [m], [v], grads=[self.g[self.large]], adam=adam)
+        weights_to_updates_([of_units], [means], [self.gather_units(v, units)], adam=adam)
         self.scatter_units(m, units, values=means)
         self.scatter_units(u, units, values=of_units)
 
@@ -688,7 +688,7 @@ class ParamGroupBuffers:
             adam: of this step.
         """
         u = self.u[layout]
-        fused_update_(u, m=self.m[layout], v=self.v[layout], g=means.view_as(u), adam=adam)
+        fused_update_([u], [self.m[layout]], [self.v[layout]], grads=[means.view_as(u)], adam=adam)
 
     def _update_small(self, active: Tensor) -> None:
         """Takes LAMB's step of the small tensors."""
@@ -853,9 +853,9 @@ class AuthorsParamGroupBuffers(ParamGroupBuffers):
         means = means.view_as(m)
         if adam.active is not None:
             means = torch.where(adam.active > 0, means, m)
-        update_moments(m, v, g=self.g[layout], adam=adam)
+        update_moments([m], [v], grads=[self.g[layout]], adam=adam)
         m.copy_(means)
-        weights_to_updates_(self.u[layout], m=m, v=v, adam=adam)
+        weights_to_updates_([self.u[layout]], [m], [v], adam=adam)
 
     def _clamp_small(self, ratios: Tensor) -> Tensor:
         return torch.where(self.is_vector, ratios, ratios.clamp(*TRUST_CLAMP))
@@ -865,77 +865,3 @@ class AuthorsParamGroupBuffers(ParamGroupBuffers):
 
     def _clamp_large_(self, trust: Tensor, units: Tensor | None) -> None:
         trust.clamp_(*TRUST_CLAMP)
-
-
-# ------------------------------------------------------------ the mathematics
-# Separate from those of optimizers/lamb.py on lists: these make few passes over one flat buffer.
-
-
-@dataclass(frozen=True)
-class AdamStep:
-    """What a step of Adam needs besides its tensors."""
-
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    steps: Tensor  # (), t, float64; 0, of a skipped first step, counts as 1
-    active: Tensor | None  # (), 0 where the step is skipped; None: it is not
-
-
-def fused_update_(w: Tensor, *, m: Tensor, v: Tensor, g: Tensor, adam: AdamStep) -> None:
-    """Does `update_moments` and `weights_to_updates_` in one pass over memory.
-
-    It is a step of AdamW at a rate of -1, which adds Adam's direction to the weights, with a decay
-    of `weight_decay` - 1, which multiplies them by `weight_decay` before. So torch's fused kernel
-    can do it; torch.optim's function around it would count the steps itself. In fp32 on a GPU,
-    `weight_decay` - 1 is rounded to 6e-8, so that of much smaller decays nothing is left.
-
-    Args:
-        w: weights; afterwards u. In a step that is skipped they stay what they are.
-        m: first moments.
-        v: second moments.
-        g: gradients, of the same dtype and layout as all others.
-        adam: of this step.
-    """
-    if not supports_fused_optimizers([w]):
-        update_moments(m, v, g=g, adam=adam)
-        weights_to_updates_(w, m=m, v=v, adam=adam)
-        return
-    torch._fused_adamw_(
-        [w],
-        [g],
-        [m],
-        [v],
-        [],
-        [adam.steps.float()],  # as the kernel of GPUs reads them
-        lr=-1.0,
-        beta1=adam.betas[0],
-        beta2=adam.betas[1],
-        weight_decay=adam.weight_decay - 1,
-        eps=adam.eps,
-        amsgrad=False,
-        maximize=False,
-        found_inf=None if adam.active is None else (1 - adam.active).float(),
-    )
-
-
-def update_moments(m: Tensor, v: Tensor, *, g: Tensor, adam: AdamStep) -> None:
-    """Updates Adam's two moments by the gradients g; not where the step is skipped."""
-    b1, b2 = adam.betas
-    if adam.active is None:
-        m.lerp_(g, 1 - b1)
-        v.mul_(b2)
-    else:
-        g = torch.where(adam.active > 0, g, 0.0)
-        m.mul_(1 - adam.active * (1 - b1)).add_(g, alpha=1 - b1)
-        v.mul_(1 - adam.active * (1 - b2))
-    v.addcmul_(g, g, value=1 - b2)
-
-
-def weights_to_updates_(w: Tensor, *, m: Tensor, v: Tensor, adam: AdamStep) -> None:
-    """Writes u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w over w."""
-    b1, b2 = adam.betas
-    counted = adam.steps.clamp(min=1)
-    first, second = 1 - b1**counted, 1 - b2**counted
-    roots = v.sqrt().mul_(first / second.sqrt()).add_(adam.eps * first)
-    w.mul_(adam.weight_decay).addcdiv_(m, roots)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimizers.adam import AdamStep, copies_of, fused_update_
 from optimizers.base import (
     GradScalerOptimizer,
     foreach_scalar,
@@ -127,15 +128,18 @@ class LAMB(GradScalerOptimizer):
         m = [self.state[p]["exp_avg"] for p in parameters]
         v = [self.state[p]["exp_avg_sq"] for p in parameters]
         device = parameters[0].device
-        counts = torch.ones((), dtype=torch.float64, device=device) if active is None else active
         steps = group.setdefault("steps", torch.zeros((), dtype=torch.float64, device=device))
-        steps += counts
-        update_moments(m, v, grads=grads, betas=group["betas"], active=counts)
-        updates = adam_directions(
-            m, v, steps=steps, betas=group["betas"], eps=group["eps"], debias=group["debias"]
+        steps += 1 if active is None else active
+        adam = AdamStep(
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            steps=steps,
+            active=active,
+            debias=group["debias"],
         )
-        if group["weight_decay"]:
-            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+        updates = copies_of(parameters, like=m)
+        fused_update_(updates, m, v, grads=grads, adam=adam)
         adapts = [(p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters]
         adapted = [index for index, adapt in enumerate(adapts) if adapt]
         if adapted:
@@ -148,49 +152,3 @@ class LAMB(GradScalerOptimizer):
         if active is not None:
             torch._foreach_mul_(updates, foreach_scalar(active, updates))
         subtract_updates(parameters, updates, lr=group["lr"])
-
-
-def update_moments(
-    m: list[Tensor],
-    v: list[Tensor],
-    *,
-    grads: list[Tensor],
-    betas: tuple[float, float],
-    active: Tensor,
-) -> None:
-    """Updates Adam's two moments in place; not where `active` () is 0, where gradients are 0."""
-    b1, b2 = betas
-    torch._foreach_mul_(m, foreach_scalar(1 - active * (1 - b1), m))
-    torch._foreach_add_(m, grads, alpha=1 - b1)
-    torch._foreach_mul_(v, foreach_scalar(1 - active * (1 - b2), v))
-    torch._foreach_addcmul_(v, grads, grads, value=1 - b2)
-
-
-def adam_directions(
-    m: list[Tensor],
-    v: list[Tensor],
-    *,
-    steps: Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    debias: bool,
-) -> list[Tensor]:
-    """Returns Adam's direction for each parameter, without weight decay.
-
-    Args:
-        m: first moments.
-        v: second moments.
-        steps: t (), float64.
-        betas: decay rates of the moments.
-        eps: added to the denominator.
-        debias: divide the moments by 1 - b^t.
-    """
-    b1, b2 = betas
-    roots = list(torch._foreach_sqrt(v))
-    numerators = m
-    if debias:
-        counted = steps.clamp(min=1)  # steps is 0 if the very first step is skipped
-        torch._foreach_div_(roots, foreach_scalar((1 - b2**counted).sqrt(), roots))
-        numerators = list(torch._foreach_div(m, foreach_scalar(1 - b1**counted, m)))
-    torch._foreach_add_(roots, eps)
-    return list(torch._foreach_div(numerators, roots))

@@ -26,6 +26,7 @@ import slamb_oracle
 from cli import factory, options
 from distributed.quantization import dequantize, quantize
 from distributed.world import World
+from optimizers import adam
 from optimizers.flat_buffer import FlatLayout, RoundRobin
 from optimizers.lamb import LAMB
 from slamb import BLOCK, SLAMB, AuthorsSLAMB
@@ -129,59 +130,10 @@ def test_one_process_equals_lamb_and_sends_nothing(selection: str, dtype: torch.
     )
 
 
-@pytest.mark.parametrize("is_fused", [True, False])
-@pytest.mark.parametrize("active", [None, 1.0, 0.0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(
-    ("weight_decay", "t", "betas"),
-    [
-        (0.01, 1, (0.9, 0.98)),
-        (0.0, 7, (0.9, 0.999)),
-        (1.0, 900, (0.95, 0.98)),
-        (0.1, 3, (0.0, 0.0)),
-    ],
-)
-def test_moments_and_updates_follow_their_equations(
-    monkeypatch: Any,
-    weight_decay: float,
-    t: int,
-    betas: tuple[float, float],
-    dtype: torch.dtype,
-    active: float | None,
-    is_fused: bool,
-) -> None:
-    monkeypatch.setattr(slamb, "supports_fused_optimizers", lambda _: is_fused)
-    generator = torch.Generator().manual_seed(5)
-    w, m, g = (torch.randn(40, BLOCK, generator=generator, dtype=dtype) for _ in range(3))
-    v = torch.rand(40, BLOCK, generator=generator, dtype=dtype)
-    if active == 0.0:  # the very first step, which is not counted, with a gradient to be skipped
-        t, g[3, 5] = 0, math.inf
-    adam = slamb.AdamStep(
-        betas=betas,
-        eps=1e-6,
-        weight_decay=weight_decay,
-        steps=torch.tensor(t, dtype=torch.float64),
-        active=None if active is None else torch.tensor(active, dtype=torch.float64),
-    )
-    mine = [each.clone() for each in (w, m, v)]
-    slamb.fused_update_(mine[0], m=mine[1], v=mine[2], g=g, adam=adam)
-    if active == 0.0:
-        assert torch.equal(mine[1], m)
-        assert torch.equal(mine[2], v)
-        assert mine[0].isfinite().all()
-        return
-    b1, b2 = betas
-    exact_m = b1 * m.double() + (1 - b1) * g.double()
-    exact_v = b2 * v.double() + (1 - b2) * g.double().square()
-    exact_u = exact_m / (1 - b1**t) / ((exact_v / (1 - b2**t)).sqrt() + 1e-6)
-    exact = [exact_u + weight_decay * w.double(), exact_m, exact_v]
-    close(mine, exact, tolerance={torch.float64: 1e-13, torch.float32: 3e-6}[dtype], message="")
-
-
 def test_a_torch_without_fused_kernels_for_cpus_takes_the_same_steps(monkeypatch: Any) -> None:
     one, other = parameters(), parameters()
     for mine, fused in ((one, True), (other, False)):
-        monkeypatch.setattr(slamb, "supports_fused_optimizers", lambda _, fused=fused: fused)
+        monkeypatch.setattr(adam, "supports_fused_optimizers", lambda _, fused=fused: fused)
         ours = SLAMB(mine, 0.01)
         for step in range(5):
             set_gradients(mine, step, 0)
@@ -581,7 +533,7 @@ def a_bad_step_is_skipped_where_the_host_does_not_learn_of_it(world: Any) -> Non
 
 
 def the_plain_kernels_follow_the_oracle(world: Any) -> None:
-    with mock.patch.object(slamb, "supports_fused_optimizers", return_value=False):
+    with mock.patch.object(adam, "supports_fused_optimizers", return_value=False):
         follows_the_oracle(world, "block", authors=False, k=0.3)
         follows_the_oracle(world, "random", authors=False, k=0.3)
 

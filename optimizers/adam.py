@@ -1,0 +1,122 @@
+"""Adam's moments and the updates made of them, for AdamW within NGD, for LAMB and for SLAMB.
+
+    updates = copies_of(parameters, like=m)                     # lists of tensors
+    fused_update_(updates, m, v, grads=grads, adam=AdamStep(betas, eps, weight_decay, steps))
+
+With g the gradient of weights w at step t (Kingma and Ba, arXiv:1412.6980, algorithm 1; the decay
+of Loshchilov and Hutter, arXiv:1711.05101):
+    m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2
+    u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backends.torch_compat import supports_fused_optimizers
+from optimizers.base import foreach_scalar
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """What a step of Adam needs besides its tensors."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    steps: Tensor  # (), t, float64; 0, of a skipped first step, counts as 1
+    active: Tensor | None = None  # (), 0 where the step is skipped; None: it is not
+    debias: bool = True  # divide the moments by 1 - b^t
+
+
+def copies_of(parameters: list[Tensor], *, like: list[Tensor]) -> list[Tensor]:
+    """Returns copies of the parameters, in the dtype and layout of their states `like`."""
+    copies = [torch.empty_like(each) for each in like]
+    torch._foreach_copy_(copies, parameters)
+    return copies
+
+
+def fused_update_(
+    w: list[Tensor], m: list[Tensor], v: list[Tensor], *, grads: list[Tensor], adam: AdamStep
+) -> None:
+    """Does `update_moments` and `weights_to_updates_`, in one pass over memory where torch can.
+
+    It is a step of AdamW at a rate of -1, which adds Adam's direction to the weights, with a decay
+    of `weight_decay` - 1, which multiplies them by `weight_decay` before. So torch's fused kernel
+    can do it; torch.optim's function around it would count the steps itself. In fp32 on a GPU,
+    `weight_decay` - 1 is rounded to 6e-8, so that of much smaller decays nothing is left.
+
+    Args:
+        w: weights, which become u; in a step that is skipped they stay finite, and are not u.
+        m: first moments.
+        v: second moments.
+        grads: gradients; of a step that is skipped they may be non-finite.
+        adam: of this step.
+    """
+    if not adam.debias or not _fit_the_kernel(w, m, v, grads):
+        update_moments(m, v, grads=grads, adam=adam)
+        weights_to_updates_(w, m, v, adam=adam)
+        return
+    torch._fused_adamw_(
+        w,
+        grads,
+        m,
+        v,
+        [],
+        [adam.steps.float()] * len(w),  # as the kernel of GPUs reads them
+        lr=-1.0,
+        beta1=adam.betas[0],
+        beta2=adam.betas[1],
+        weight_decay=adam.weight_decay - 1,
+        eps=adam.eps,
+        amsgrad=False,
+        maximize=False,
+        found_inf=None if adam.active is None else (1 - adam.active).float(),
+    )
+
+
+def _fit_the_kernel(w: list[Tensor], *others: list[Tensor]) -> bool:
+    """Whether the fused kernel, which reads all tensors in the order of memory, can take these."""
+    kinds = {(each.dtype, each.device) for tensors in (w, *others) for each in tensors}
+    return (
+        len(kinds) == 1
+        and supports_fused_optimizers(w)
+        and all(
+            each.stride() == like.stride() for tensors in others for each, like in zip(tensors, w)
+        )
+    )
+
+
+def update_moments(
+    m: list[Tensor], v: list[Tensor], *, grads: list[Tensor], adam: AdamStep
+) -> None:
+    """Updates Adam's two moments by the gradients; not where the step is skipped."""
+    b1, b2 = adam.betas
+    if adam.active is None:
+        torch._foreach_mul_(m, b1)
+        torch._foreach_mul_(v, b2)
+    else:
+        grads = [torch.where(adam.active > 0, grad, 0.0) for grad in grads]
+        torch._foreach_mul_(m, foreach_scalar(1 - adam.active * (1 - b1), m))
+        torch._foreach_mul_(v, foreach_scalar(1 - adam.active * (1 - b2), v))
+    torch._foreach_add_(m, grads, alpha=1 - b1)
+    torch._foreach_addcmul_(v, grads, grads, value=1 - b2)
+
+
+def weights_to_updates_(
+    w: list[Tensor], m: list[Tensor], v: list[Tensor], *, adam: AdamStep
+) -> None:
+    """Writes u over the weights w."""
+    roots = list(torch._foreach_sqrt(v))
+    counted = adam.steps.clamp(min=1)
+    first, second = (1 - beta**counted for beta in adam.betas)
+    if adam.debias:
+        torch._foreach_mul_(roots, foreach_scalar(1 / second.sqrt(), roots))
+    torch._foreach_add_(roots, adam.eps)
+    if adam.debias:
+        torch._foreach_mul_(roots, foreach_scalar(first, roots))
+    torch._foreach_mul_(w, adam.weight_decay)
+    torch._foreach_addcdiv_(w, m, roots)
