@@ -284,7 +284,7 @@ class Launches(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace != "aten" or func.is_view or name in NO_KERNEL:
             pass
-        elif not name.startswith(("_foreach", "_fused")):
+        elif not name.startswith("_foreach"):
             self.number += 1
         else:
             tensors, *others = args
