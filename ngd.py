@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from optimizers.adam import AdamStep, copies_of, fused_update_
+from optimizers.adam import AdamStep, adam_updates
 from optimizers.base import GradScalerOptimizer, foreach_scalar, subtract_updates
 from optimizers.fisher import project, row_norms, second_moment, subtract_projection
 from optimizers.matrix_functions import inverse_square_root
@@ -232,8 +232,7 @@ class NGD(GradScalerOptimizer):
             steps=steps,
             active=active,
         )
-        updates = copies_of(parameters, like=moments[0])
-        fused_update_(updates, *moments, grads=grads, adam=adam)
+        updates = adam_updates(parameters, *moments, grads=grads, adam=adam)
         torch._foreach_mul_(updates, foreach_scalar(active, updates))
         subtract_updates(parameters, updates, lr=group["lr"] * group["adamw_ratio"])
 

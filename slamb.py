@@ -47,7 +47,7 @@ from torch import Tensor
 from distributed.averaging import RankAverager, average_tensors
 from distributed.outer_step import OuterStep
 from distributed.quantization import dequantize, quantize
-from optimizers.adam import AdamStep, fused_update_, update_moments, weights_to_updates_
+from optimizers.adam import AdamStep, adam_update_, update_moments, weights_to_updates_
 from optimizers.base import CommunicatingOptimizer, global_norm, subtract_updates
 from optimizers.flat_buffer import FlatLayout, RoundRobin
 from optimizers.lamb import LAMB, lamb_trust_ratios
@@ -674,7 +674,7 @@ class ParamGroupBuffers:
             weights_to_updates_([u], [m], [v], adam=adam)
             return
         of_units = self.gather_units(u, units)
-        fused_update_([u], [m], [v], grads=[self.g[self.large]], adam=adam)
+        adam_update_([u], [m], [v], grads=[self.g[self.large]], adam=adam)
         weights_to_updates_([of_units], [means], [self.gather_units(v, units)], adam=adam)
         self.scatter_units(m, units, values=means)
         self.scatter_units(u, units, values=of_units)
@@ -688,7 +688,7 @@ class ParamGroupBuffers:
             adam: of this step.
         """
         u = self.u[layout]
-        fused_update_([u], [self.m[layout]], [self.v[layout]], grads=[means.view_as(u)], adam=adam)
+        adam_update_([u], [self.m[layout]], [self.v[layout]], grads=[means.view_as(u)], adam=adam)
 
     def _update_small(self, active: Tensor) -> None:
         """Takes LAMB's step of the small tensors."""

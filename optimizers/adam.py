@@ -1,7 +1,7 @@
 """Adam's moments and the updates made of them, for AdamW within NGD, for LAMB and for SLAMB.
 
-    updates = copies_of(parameters, like=m)                     # lists of tensors
-    fused_update_(updates, m, v, grads=grads, adam=AdamStep(betas, eps, weight_decay, steps))
+    adam = AdamStep(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, steps=steps)
+    updates = adam_updates(parameters, m, v, grads=grads, adam=adam)      # lists of tensors
 
 With g the gradient of weights w at step t (Kingma and Ba, arXiv:1412.6980, algorithm 1; the decay
 of Loshchilov and Hutter, arXiv:1711.05101):
@@ -32,31 +32,48 @@ class AdamStep:
     debias: bool = True  # divide the moments by 1 - b^t
 
 
-def copies_of(parameters: list[Tensor], *, like: list[Tensor]) -> list[Tensor]:
-    """Returns copies of the parameters, in the dtype and layout of their states `like`."""
-    copies = [torch.empty_like(each) for each in like]
-    torch._foreach_copy_(copies, parameters)
-    return copies
-
-
-def fused_update_(
-    w: list[Tensor], m: list[Tensor], v: list[Tensor], *, grads: list[Tensor], adam: AdamStep
-) -> None:
-    """Does `update_moments` and `weights_to_updates_`, in one pass over memory where torch can.
-
-    It is a step of AdamW at a rate of -1, which adds Adam's direction to the weights, with a decay
-    of `weight_decay` - 1, which multiplies them by `weight_decay` before. So torch's fused kernel
-    can do it; torch.optim's function around it would count the steps itself. In fp32 on a GPU,
-    `weight_decay` - 1 is rounded to 6e-8, so that of much smaller decays nothing is left.
+def adam_updates(
+    parameters: list[Tensor],
+    m: list[Tensor],
+    v: list[Tensor],
+    *,
+    grads: list[Tensor],
+    adam: AdamStep,
+) -> list[Tensor]:
+    """Updates the moments and returns u for each parameter, in the dtype of the moments.
 
     Args:
-        w: weights, which become u; in a step that is skipped they stay finite, and are not u.
+        parameters: w; they stay what they are, and without weight decay are not read.
+        m, v, grads, adam: see `adam_update_`.
+    """
+    updates = [torch.empty_like(each) for each in m]
+    if adam.weight_decay:
+        torch._foreach_copy_(updates, parameters)
+    else:
+        torch._foreach_zero_(updates)
+    adam_update_(updates, m, v, grads=grads, adam=adam)
+    return updates
+
+
+def adam_update_(
+    w: list[Tensor], m: list[Tensor], v: list[Tensor], *, grads: list[Tensor], adam: AdamStep
+) -> None:
+    """Updates the moments m and v, and writes u over the weights w.
+
+    Where torch has a fused kernel for the tensors, that takes one pass over memory. It is a step of
+    AdamW at a rate of -1, which adds Adam's direction to the weights, with a decay of
+    `weight_decay` - 1, which multiplies them by `weight_decay` before. torch.optim's function
+    around the kernel would count the steps itself. In fp32 on a GPU, `weight_decay` - 1 is rounded
+    to 6e-8, so that of much smaller decays nothing is left.
+
+    Args:
+        w: weights, dense, which become u; in a step that is skipped they are not u, but finite.
         m: first moments.
         v: second moments.
         grads: gradients; of a step that is skipped they may be non-finite.
         adam: of this step.
     """
-    if not adam.debias or not _fit_the_kernel(w, m, v, grads):
+    if not adam.debias or not _fits_fused_kernel(w, m, v, grads):  # which always divides
         update_moments(m, v, grads=grads, adam=adam)
         weights_to_updates_(w, m, v, adam=adam)
         return
@@ -66,7 +83,8 @@ def fused_update_(
         m,
         v,
         [],
-        [adam.steps.float()] * len(w),  # as the kernel of GPUs reads them
+        # On the tensors' device and in fp32, since a GPU's kernel reads them without a check.
+        [adam.steps.to(w[0].device, torch.float32)] * len(w),
         lr=-1.0,
         beta1=adam.betas[0],
         beta2=adam.betas[1],
@@ -74,20 +92,32 @@ def fused_update_(
         eps=adam.eps,
         amsgrad=False,
         maximize=False,
-        found_inf=None if adam.active is None else (1 - adam.active).float(),
+        found_inf=(
+            None if adam.active is None else (1 - adam.active).to(w[0].device, torch.float32)
+        ),
     )
 
 
-def _fit_the_kernel(w: list[Tensor], *others: list[Tensor]) -> bool:
+def _fits_fused_kernel(w: list[Tensor], *others: list[Tensor]) -> bool:
     """Whether the fused kernel, which reads all tensors in the order of memory, can take these."""
     kinds = {(each.dtype, each.device) for tensors in (w, *others) for each in tensors}
     return (
         len(kinds) == 1
         and supports_fused_optimizers(w)
         and all(
-            each.stride() == like.stride() for tensors in others for each, like in zip(tensors, w)
+            each.shape == like.shape and _have_same_order(each, like)
+            for tensors in others
+            for each, like in zip(tensors, w)
         )
     )
+
+
+def _have_same_order(one: Tensor, other: Tensor) -> bool:
+    """Whether two dense tensors of one shape have their elements in the same order in memory."""
+    if one.stride() == other.stride():
+        return True
+    steps = zip(one.shape, one.stride(), other.stride())
+    return all(size == 1 or step == other_step for size, step, other_step in steps)
 
 
 def update_moments(
@@ -95,14 +125,15 @@ def update_moments(
 ) -> None:
     """Updates Adam's two moments by the gradients; not where the step is skipped."""
     b1, b2 = adam.betas
+    grads = [grad.to(each.dtype) for grad, each in zip(grads, m)]
     if adam.active is None:
-        torch._foreach_mul_(m, b1)
+        torch._foreach_lerp_(m, grads, 1 - b1)
         torch._foreach_mul_(v, b2)
     else:
         grads = [torch.where(adam.active > 0, grad, 0.0) for grad in grads]
         torch._foreach_mul_(m, foreach_scalar(1 - adam.active * (1 - b1), m))
+        torch._foreach_add_(m, grads, alpha=1 - b1)
         torch._foreach_mul_(v, foreach_scalar(1 - adam.active * (1 - b2), v))
-    torch._foreach_add_(m, grads, alpha=1 - b1)
     torch._foreach_addcmul_(v, grads, grads, value=1 - b2)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimizers.adam import AdamStep, copies_of, fused_update_
+from optimizers.adam import AdamStep, adam_updates
 from optimizers.base import (
     GradScalerOptimizer,
     foreach_scalar,
@@ -138,8 +138,7 @@ class LAMB(GradScalerOptimizer):
             active=active,
             debias=group["debias"],
         )
-        updates = copies_of(parameters, like=m)
-        fused_update_(updates, m, v, grads=grads, adam=adam)
+        updates = adam_updates(parameters, m, v, grads=grads, adam=adam)
         adapts = [(p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters]
         adapted = [index for index, adapt in enumerate(adapts) if adapt]
         if adapted:

@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from backends.torch_compat import supports_fused_optimizers
 from optimizers import adam
-from optimizers.adam import AdamStep, copies_of, fused_update_
+from optimizers.adam import AdamStep, adam_update_, adam_updates
 
+HAS_FUSED = pytest.mark.skipif(
+    not supports_fused_optimizers([torch.zeros(1)]), reason="this torch has no such kernel of CPUs"
+)
+BOTH_WAYS = pytest.mark.parametrize("is_fused", [pytest.param(True, marks=HAS_FUSED), False])
 SHAPES = [(40, 64), (7,), (5, 6, 3, 3), ()]
 
 
@@ -40,7 +45,7 @@ def exact(lists: list[list[Tensor]], step: AdamStep) -> list[list[Tensor]]:
     return results
 
 
-@pytest.mark.parametrize("is_fused", [True, False])
+@BOTH_WAYS
 @pytest.mark.parametrize("active", [None, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
@@ -75,14 +80,14 @@ def test_moments_and_updates_follow_their_equations(
     lists = random_lists(dtype)
     expected = exact(lists, step)
     w, m, v, grads = lists
-    fused_update_(w, m, v, grads=grads, adam=step)
+    adam_update_(w, m, v, grads=grads, adam=step)
     tolerance = {torch.float64: 1e-13, torch.float32: 3e-6}[dtype]
     for mine, right in zip((w, m, v), expected):
         for each, other in zip(mine, right):
             torch.testing.assert_close(each.double(), other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("is_fused", [True, False])
+@BOTH_WAYS
 def test_a_skipped_step_changes_no_moment_even_the_first(monkeypatch: Any, is_fused: bool) -> None:
     monkeypatch.setattr(adam, "supports_fused_optimizers", lambda _: is_fused)
     w, m, v, grads = random_lists(torch.float32)
@@ -90,39 +95,56 @@ def test_a_skipped_step_changes_no_moment_even_the_first(monkeypatch: Any, is_fu
     before = [each.clone() for each in (*m, *v)]
     none = torch.zeros((), dtype=torch.float64)
     step = AdamStep(betas=(0.9, 0.99), eps=1e-6, weight_decay=0.01, steps=none, active=none)
-    fused_update_(w, m, v, grads=grads, adam=step)
+    adam_update_(w, m, v, grads=grads, adam=step)
     assert all(torch.equal(each, other) for each, other in zip((*m, *v), before))
     assert all(each.isfinite().all() for each in w)
 
 
 def test_tensors_of_another_layout_or_dtype_are_not_read_in_the_order_of_memory() -> None:
     step = AdamStep(betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1, steps=torch.tensor(3.0))
-    for change in (
-        lambda g: g.contiguous() if g.ndim == 4 else g,  # not as the weights lie
-        lambda g: g.T.contiguous().T if g.ndim == 2 else g,
-        lambda g: g.double(),
-    ):
-        lists = random_lists(torch.float32)
-        lists[3] = [change(g) for g in lists[3]]
-        expected = exact(lists, step)
-        w, m, v, grads = lists
-        fused_update_(w, m, v, grads=grads, adam=step)
-        for each, other in zip((*w, *m, *v), (p for of_kind in expected for p in of_kind)):
-            torch.testing.assert_close(each.double(), other, rtol=3e-6, atol=3e-6)
+    for position in (1, 2, 3):  # of moments and gradients
+        for change in (
+            lambda each: each.contiguous() if each.ndim == 4 else each,  # not as the weights lie
+            lambda each: each.T.contiguous().T if each.ndim == 2 else each,
+            lambda each: each.double(),
+        ):
+            lists = random_lists(torch.float32)
+            lists[position] = [change(each) for each in lists[position]]
+            if lists[position][0].dtype == torch.float64 and position < 3:
+                continue  # states have one dtype
+            expected = exact(lists, step)
+            w, m, v, grads = lists
+            adam_update_(w, m, v, grads=grads, adam=step)
+            for each, other in zip((*w, *m, *v), (p for of_kind in expected for p in of_kind)):
+                torch.testing.assert_close(each.double(), other, rtol=3e-6, atol=3e-6)
 
 
+@HAS_FUSED
 def test_the_fused_kernel_is_used_where_it_can(monkeypatch: Any) -> None:
     monkeypatch.setattr(adam, "update_moments", None)  # of the other way
     w, m, v, grads = random_lists(torch.float32)
+    for tensors in (w, m, v, grads):
+        tensors.append(torch.ones(4, 3, 1, 1))
+    grads[-1] = grads[-1].to(memory_format=torch.channels_last)  # in memory this is the same order
+    assert grads[-1].stride() != w[-1].stride()
     step = AdamStep(betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1, steps=torch.tensor(3.0))
-    fused_update_(w, m, v, grads=grads, adam=step)
+    adam_update_(w, m, v, grads=grads, adam=step)
 
 
-def test_copies_have_the_dtype_and_layout_of_the_states() -> None:
-    parameters = [torch.randn(5, 6, 3, 3).bfloat16(), torch.randn(3)]
-    states = [torch.zeros(5, 6, 3, 3).to(memory_format=torch.channels_last), torch.zeros(3)]
-    copies = copies_of(parameters, like=states)
-    for copied, parameter, state in zip(copies, parameters, states):
-        assert torch.equal(copied, parameter.to(copied.dtype))
-        assert (copied.dtype, copied.stride()) == (state.dtype, state.stride())
-        assert copied.data_ptr() != parameter.data_ptr()
+def test_updates_have_the_dtype_and_layout_of_the_moments_and_spare_the_parameters() -> None:
+    moments = [torch.ones(5, 6, 3, 3).to(memory_format=torch.channels_last), torch.ones(3)]
+    for weight_decay in (0.1, 0.0):
+        parameters = [torch.randn(5, 6, 3, 3).bfloat16(), torch.randn(3)]
+        if not weight_decay:
+            parameters[1][0] = -math.inf  # is not read
+        before = [p.clone() for p in parameters]
+        m, v, grads = ([each.clone() for each in moments] for _ in range(3))
+        step = AdamStep(
+            betas=(0.5, 0.5), eps=0.0, weight_decay=weight_decay, steps=torch.tensor(1.0)
+        )
+        updates = adam_updates(parameters, m, v, grads=grads, adam=step)
+        assert all(torch.equal(p, q) for p, q in zip(parameters, before))
+        for u, p, moment in zip(updates, parameters, m):
+            assert (u.dtype, u.stride()) == (moment.dtype, moment.stride())
+            expected = math.sqrt(2) + (weight_decay * p.float() if weight_decay else 0.0)
+            torch.testing.assert_close(u, torch.as_tensor(expected).expand(u.shape).contiguous())
