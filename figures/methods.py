@@ -43,12 +43,6 @@ STYLES: Mapping[str, tuple[str, str]] = {  # colour and marker; no two methods s
     "decrease": (ORANGE, "v"),
     "loss": (GREEN, "D"),
     "noise": (VERMILION, "o"),
-    # schedules of the learning rate
-    "constant": (GREY, "v"),
-    "multistep": (ORANGE, "o"),
-    "cosine": (BLUE, "s"),
-    "onecycle": (VERMILION, "P"),
-    "cyclic": (GREEN, "X"),
     # recipes, and what was tuned
     "recipe prior_work": (GREEN, "p"),
     "recipe fast94": (VERMILION, "*"),
@@ -109,7 +103,6 @@ BATCH_RULES = {
     "loss": "loss",
     "noise": "noise",
 }
-SCHEDULES = {name: name for name in ("constant", "multistep", "cosine", "onecycle", "cyclic")}
 BATCHES = {
     "sgd-64": "SGD, batch 64",
     "sgd-512": "SGD, batch 512",
@@ -166,7 +159,6 @@ LABELS: Mapping[str, Mapping[str, str]] = {
     "mixup_cifar10_10pct": MIXING,
     "mixup_agnews12k": MIXING,
     "dynamic_batch_cifar10_20pct": BATCH_RULES,
-    "schedules_cifar10_20pct": SCHEDULES,
     "defaults_cifar10_20pct": {
         "default": "SGD",
         "default-kaldi-ngd": "KaldiNGD",

@@ -567,10 +567,6 @@ OVERVIEWS = {
         "Mixing of samples\nResNet-20, 10 % of CIFAR-10 (5 % of it held out), SGD, one core each"
     ),
     "recipes_cifar10_20pct": f"Recipes at the size of two cores\n{SMALL_IMAGES}",
-    "schedules_cifar10_20pct": (
-        "Learning-rate schedules, each at the best rate of its search\n"
-        f"{SMALL_IMAGES} at 24 pixels, SGD, batch 128, one core each"
-    ),
 }
 SEARCHES = {  # groups that share axes; the first one names the picture
     ("optimizer_search_cifar10_20pct", "soap_search_cifar10_20pct"): (
