@@ -280,7 +280,8 @@ if [ -n "${MINIATURE:-}" ]; then # the later flag counts, so that these replace 
     small=(--device cpu --backend eager --precision fp32 --threads 1 --workers 0 --bs 16
         --epochs 1 --warmup 0)
     small_images=("${small[@]}" --arch resnet8 --subset 0.2)
-    small_data=("${small_images[@]}" --dataset digits)
+    small_data=("${small_images[@]}" --dataset digits # whose images are of 8 pixels, not to mirror
+        --small_epochs 0 --no-alternate_flip --crop_fill black --test_views none)
     quick=(--quick)
     tests=(tests/test_gpu.py -k "crops or streamed")
     slots=1

@@ -7,7 +7,7 @@ begin_with_weights(args, run, model, saved, classes=classes, flags=["arch", "ima
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,10 @@ def add_flags(add: Callable[..., Any], metavar: str, help: str) -> None:
     )
     add(
         "--freeze",
-        action="store_true",
+        action=BooleanOptionalAction,
+        default=False,
         help="Train the last linear layer alone, and leave all other weights as they are; needs "
-        "--weights.",
+        "--weights (default off).",
     )
 
 

@@ -209,6 +209,9 @@ class FlagParser(argparse.ArgumentParser):
             self._titles.append(group)
         spellings = {name: name for name in action.option_strings}
         spellings |= dict.fromkeys(aliases, flag.name)
+        if isinstance(action, argparse.BooleanOptionalAction):
+            opposite = flag.name.replace("--", "--no-", 1)
+            spellings |= {alias.replace("--", "--no-", 1): opposite for alias in aliases}
         spellings |= {alias: f"{flag.name}={value}" for alias, value in flag.value_aliases.items()}
         for spelling, own in spellings.items():
             if self._own_spelling.setdefault(with_underscores(spelling), own) != own:

@@ -735,15 +735,17 @@ def add_speed(parser: Parser) -> None:
     )
     add(
         "--fuse",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
+        default=False,
         help="Save memory: recompute convolution, batch-norm and ReLU, or MLPs, as one block in "
-        "the backward pass.",
+        "the backward pass (default off).",
     )
     add(
         "--checkpoint_activations",
         aliases=("--grad_checkpointing", "--gradient_checkpointing"),
-        action="store_true",
-        help="Save most memory: recompute each residual block in the backward pass.",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Save most memory: recompute each residual block in the backward pass (default off).",
     )
     add(
         "--threads",
@@ -884,13 +886,16 @@ def add_batches(parser: Parser, batch_rules: Collection[str]) -> None:
     )
     add(
         "--noise_scale",
-        action="store_true",
-        help="Log the gradient noise scale after each epoch, as --dynamic_batch noise always does.",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Log the gradient noise scale after each epoch, as --dynamic_batch noise always does "
+        "(default off).",
     )
     add(
         "--balance_workers",
-        action="store_true",
-        help="Give each process a share of the batch in proportion to its speed.",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Give each process a share of the batch in proportion to its speed (default off).",
         common=True,
     )
     add(
@@ -930,8 +935,10 @@ def add_batch_rules(parser: Parser) -> None:
     )
     add(
         "--replace_decay",
-        action="store_true",
-        help="Let the batch grow, in increase, where --lr_schedule would lower the learning rate.",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Let the batch grow, in increase, where --lr_schedule would lower the learning rate "
+        "(default off).",
     )
     add(
         "--dynamic_lr",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from argparse import Namespace
+from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,10 @@ def add_flags(parser: Parser) -> None:
     )
     add(
         "--alternate_flip",
-        action="store_true",
+        action=BooleanOptionalAction,
+        default=False,
         help="Mirror a random half of the training images in even epochs and the other half in odd "
-        "ones, instead of a new half in each epoch.",
+        "ones, instead of a new half in each epoch (default off).",
     )
     add(
         "--small_epochs",

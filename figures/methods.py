@@ -44,10 +44,6 @@ STYLES: Mapping[str, tuple[str, str]] = {  # colour and marker; no two methods s
     "loss": (GREEN, "D"),
     "noise": (VERMILION, "o"),
     # recipes, and what was tuned
-    "recipe prior_work": (GREEN, "p"),
-    "recipe fast94": (VERMILION, "*"),
-    "recipe best": (BLACK, "h"),
-    "recipe large_batch": (WINE, "<"),
     "recipe fast94_vgg8": (VERMILION, ">"),
     "cifar10-airbench": (BLACK, "p"),
     "naive Bayes prior": (VERMILION, "p"),
@@ -93,7 +89,6 @@ MIXING = {
     "meta": "meta-mixup",
     "meta-tokens": "meta-mixup, of tokens",
 }
-RECIPES = {name: f"recipe {name}" for name in ("prior_work", "large_batch", "best", "fast94")}
 BATCH_RULES = {
     "static": "static",
     "cosine": "static, 32, with a cosine",
@@ -122,7 +117,6 @@ LABELS: Mapping[str, Mapping[str, str]] = {
         "kaldi-ngd-mixup": "mixup, with KaldiNGD",
         "kaldi-ngd-meta": "meta-mixup, with KaldiNGD",
     },
-    "recipes_cifar10_20pct": RECIPES,
     "fast94_vgg8": {
         "ngd-14-epochs": "recipe fast94_vgg8",
         "ngd": "recipe fast94_vgg8, 10 epochs",
@@ -131,14 +125,6 @@ LABELS: Mapping[str, Mapping[str, str]] = {
     "tuning_agnews12k": {
         "default": "AdamW, defaults of that time",
         "tuned": "tuned by a sweep",
-    },
-    "tuning_agnews12k_short": {"tuned": "tuned by a sweep, of short trials"},
-    "slamb_convergence_20pct": {
-        "sgd": "SGD",
-        "lamb": "LAMB",
-        "averaging": "LAMB, weights averaged every 50 steps",
-        "slamb-warm": "SLAMB",
-        "slamb": "SLAMB, without compression warm-up",
     },
     "slow_network_search_cifar10": {
         **OPTIMIZERS,

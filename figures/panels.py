@@ -8,7 +8,6 @@ add_legend(figure, axes[0, 0], title=describe_seeds(named_runs))
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,12 +45,6 @@ def seconds(row: Row) -> float:
 def column(key: str, scale: float = 1.0) -> Callable[[Row], float]:
     """Return a function that reads one column, multiplied by `scale`; null is not a number."""
     return lambda row: math.nan if row[key] is None else scale * row[key]
-
-
-def with_megabytes_sent(rows: Sequence[Row]) -> list[Row]:
-    """Add to each row the megabytes that each rank has sent since the start of the run."""
-    totals = itertools.accumulate(row["comm_bytes"] for row in rows)
-    return [{**row, "sent": total / 1e6} for row, total in zip(rows, totals)]
 
 
 def kilobytes_a_step(rows: Sequence[Row]) -> float:

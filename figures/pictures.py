@@ -1,6 +1,6 @@
 """The figures: each a function of the logs' groups that returns a figure, or None without its runs.
 
-figure = PICTURES["slamb"](read_groups(LOGS))
+figure = PICTURES["slow_network_time"](read_groups(LOGS))
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from figures.panels import (
     plain_log_ticks,
     plot_methods,
     seconds,
-    with_megabytes_sent,
 )
-from figures.run_logs import LOGS, ROOT, Runs, accuracy, device_hours, last, read_flags, seconds_to
+from figures.run_logs import LOGS, ROOT, Runs, accuracy, device_hours, last, read_flags
 from tuning.trial_panels import draw_trial_panel, read_trials
 
 Groups = Mapping[str, Mapping[str, Runs]]
@@ -46,17 +45,15 @@ Groups = Mapping[str, Mapping[str, Runs]]
 
 SMALL_IMAGES = "ResNet-20, 20 % of CIFAR-10"
 SMALL_TEXTS = "Transformer, 12,000 rows of AG News"
-ABLATIONS = {  # each run adds one technique to those before it
-    f"{SMALL_IMAGES}, batch 64": (
-        "resnet20_batch",
-        {"sgd-64-fp32": "SGD, fp32", "sgd-64": "SGD", "kaldi-ngd-64": "KaldiNGD"},
-    ),
-    SMALL_TEXTS: ("agnews12k", LABELS["agnews12k"]),
+RESULTS = ROOT / "benchmarks" / "results"
+TIMES = {  # time_to_target's measurements of the runs in optimizers_* and soap_*
+    "ResNet-20, all of CIFAR-10": ("cifar10", "time-to-target-resnet20-cpu.json"),
+    "VGG8, all of CIFAR-10 at 24 pixels": ("vgg8", "time-to-target-vgg8-cpu.json"),
+    SMALL_TEXTS: ("agnews12k", "time-to-target-texts-cpu.json"),
 }
-SCALING_RESULTS = ROOT / "benchmarks" / "results" / "scaling-cpu.json"
-SLOW_NETWORKS = {  # time_to_target's measurements of the runs in slow_network_cifar10
-    "1 Gbit/s": ROOT / "benchmarks" / "results" / "time-to-target-1gbit-cpu.json",
-    "100 Mbit/s": ROOT / "benchmarks" / "results" / "time-to-target-100mbit-cpu.json",
+SLOW_NETWORKS = {  # the same of the runs in slow_network_cifar10
+    "1 Gbit/s": "time-to-target-1gbit-cpu.json",
+    "100 Mbit/s": "time-to-target-100mbit-cpu.json",
 }
 SCALING_METHODS = {  # in these results, and what they are called
     "DDP + LAMB": "LAMB",
@@ -191,26 +188,6 @@ def draw_dynamic_batching(groups: Groups) -> Figure | None:
     return figure
 
 
-def draw_slamb(groups: Groups) -> Figure | None:
-    """Draw accuracy against epochs and against the bytes that each rank has sent."""
-    named_runs = {
-        label: [with_megabytes_sent(rows) for rows in runs]
-        for label, runs in labelled(groups, "slamb_convergence_20pct").items()
-    }
-    if not named_runs:
-        return None
-    title = f"Accuracy over epochs and over what is sent\n{SMALL_IMAGES}, two ranks of batch 64"
-    figure, axes = create_panels(1, 2, title)
-    plot_methods(axes[0, 0], named_runs, x=epoch, y=accuracy)
-    plot_methods(axes[0, 1], named_runs, x=column("sent"), y=accuracy)
-    axes[0, 1].set_xscale("log")
-    plain_log_ticks(axes[0, 1].xaxis)
-    label_axes(axes[0, 0], "epoch", "test accuracy / %")
-    label_axes(axes[0, 1], "sent by each rank / MB", "test accuracy / %")
-    add_legend(figure, axes[0, 0], title=describe_seeds(named_runs), columns=2)
-    return figure
-
-
 def draw_slow_network(groups: Groups) -> Figure | None:
     """Draw accuracy against the bytes of a step in the search, and over epochs in full."""
     found = best_of_search(groups.get("slow_network_search_cifar10", {}))
@@ -250,27 +227,21 @@ def draw_slow_network(groups: Groups) -> Figure | None:
 
 def draw_slow_network_time(groups: Groups) -> Figure | None:
     """Draw accuracy against the minutes of training on two slow networks, and LAMB's as a level."""
-    runs = groups.get("slow_network_cifar10", {})
-    if "lamb" not in runs or not all(path.exists() for path in SLOW_NETWORKS.values()):
+    named_runs = labelled(groups, "slow_network_cifar10")
+    paths = {network: RESULTS / file for network, file in SLOW_NETWORKS.items()}
+    if "LAMB" not in named_runs or not all(path.exists() for path in paths.values()):
         return None
     title = "Time to an accuracy on slow networks\nResNet-20, 24 pixels, two ranks of batch 512"
     figure, axes = create_panels(1, 2, title)
-    level = statistics.mean(last(runs["lamb"], accuracy))
-    for panel, (network, path) in zip(axes[0], SLOW_NETWORKS.items()):
-        minutes = json.loads(path.read_text())["minutes_of_epochs"]
-        timed = {
-            name: [
-                [{**row, "minutes": minutes[name][row["epoch"] - 1]} for row in rows]
-                for rows in runs[name]
-            ]
-            for name in runs.keys() & minutes.keys()
-        }
-        named_runs = relabel(timed, LABELS["slow_network_cifar10"])
-        plot_methods(panel, named_runs, x=column("minutes"), y=accuracy)
+    level = statistics.mean(last(named_runs["LAMB"], accuracy))
+    labels = LABELS["slow_network_cifar10"]
+    for panel, (network, path) in zip(axes[0], paths.items()):
+        timed = with_minutes(named_runs, json.loads(path.read_text()), labels)
+        plot_methods(panel, timed, x=column("minutes"), y=accuracy)
         panel.axhline(level, color=GREY, linewidth=1, zorder=0)
         label_axes(panel, "training time / minutes", "test accuracy / %", title=network)
     level_line = Line2D([], [], color=GREY, linewidth=1, label="last accuracy of LAMB")
-    bands = describe_seeds(named_runs)
+    bands = describe_seeds(timed)
     add_legend(figure, axes[0, 0], title=bands, columns=3, further=[level_line])
     return figure
 
@@ -289,58 +260,54 @@ def best_of_search(named_runs: Mapping[str, Runs]) -> dict[str, Runs]:
 
 
 def draw_time(groups: Groups) -> Figure | None:
-    """Draw time against epochs for each ablation, and the time to an accuracy that all reach."""
-    ablations = ablation_runs(groups)
-    if any(len(named_runs) < 2 for named_runs in ablations.values()):
+    """Draw the highest accuracies of optimizers over minutes of training, a panel for each problem.
+
+    The accuracies are those of the logs, and the minutes those of a machine with nothing else to
+    do, where time_to_target measured each optimizer's samples a second.
+    """
+    problems = {
+        title: (labelled(groups, f"optimizers_{data_set}", f"soap_{data_set}"), RESULTS / file)
+        for title, (data_set, file) in TIMES.items()
+    }
+    if not all(named_runs and path.exists() for named_runs, path in problems.values()):
         return None
-    figure, axes = create_panels(2, 2, "Training time with and without each technique, two cores")
-    for panel, (title, named_runs) in enumerate(ablations.items()):
-        plot_methods(axes[0, panel], named_runs, x=epoch, y=seconds)
-        label_axes(axes[0, panel], "epoch", "training time / s", title=title)
-        draw_times_to_accuracy(axes[1, panel], named_runs)
-    figure.align_xlabels(axes[1])
-    notes = [f"{title.split(',')[0]}: {describe_seeds(each)}" for title, each in ablations.items()]
-    add_legend(figure, *axes[0], title="\n".join(notes), columns=2)
+    title = "Test accuracy over training time on one core, each optimizer at its best rate"
+    figure, axes = create_panels(1, 3, title)
+    for panel, (title, (named_runs, path)) in zip(axes[0], problems.items()):
+        timed = with_minutes(named_runs, json.loads(path.read_text()), OPTIMIZERS)
+        plot_methods(panel, timed, x=column("minutes"), y=accuracy)
+        highest = max(max(last(runs, accuracy)) for runs in timed.values())
+        panel.set_ylim(highest - ACCURACY_RANGE, highest + 0.1 * ACCURACY_RANGE)
+        label_axes(panel, "training time / minutes", "test accuracy / %", title=title)
+    bands = describe_seeds(problems[SMALL_TEXTS][0])
+    add_legend(figure, axes[0, 2], title=bands)
     return figure
 
 
-def ablation_runs(groups: Groups) -> dict[str, dict[str, Runs]]:
-    """Return the runs of each ablation by their labels, by its title."""
-    return {
-        title: relabel(groups.get(group, {}), labels)
-        for title, (group, labels) in ABLATIONS.items()
-    }
+def with_minutes(
+    named_runs: Mapping[str, Runs], results: Mapping[str, Any], labels: Mapping[str, str]
+) -> dict[str, Runs]:
+    """Add the minutes of training to each row, at the speed that time_to_target measured.
 
+    The batch of these runs does not change, so that all epochs of a run take the same time.
 
-def times_to_accuracy(named_runs: Mapping[str, Runs]) -> tuple[float, dict[str, float]]:
-    """Return the highest accuracy that all methods reach, in percent, and each one's seconds."""
-    target = min(statistics.mean(last(runs, accuracy)) for runs in named_runs.values())
-    times = {label: seconds_to(runs, target) for label, runs in named_runs.items()}
-    return target, {label: time for label, time in times.items() if time}
-
-
-def draw_times_to_accuracy(axes: Axes, named_runs: Mapping[str, Runs]) -> None:
-    """Draw a bar for the time of each method to the highest accuracy that all of them reach.
-
-    Each bar tells what it saves against the one before it, and the last one the gain of all.
+    Args:
+        named_runs: the runs by their labels; those that were not measured are left out.
+        results: the json of time_to_target.
+        labels: the labels by the names of the runs, as in the json.
     """
-    target, reached = times_to_accuracy(named_runs)
-    styles, times = line_styles(named_runs), list(reached.values())
-    for index, (label, time) in enumerate(reached.items()):
-        text = f"{time:.0f} s"
-        if index:
-            text += f" ({time - times[index - 1]:+.0f} s)"
-        if index == len(times) - 1:
-            text += f"\n{times[0] / time:.1f} times as fast"
-        colour = styles[label]["color"]
-        filling = styles[label].get("markerfacecolor", colour)
-        axes.bar(index, time, color=filling, edgecolor=colour, zorder=2)
-        axes.annotate(text, (index, time), ha="center", va="bottom", fontsize=8)
-    names = [label.replace(", ", ",\n") for label in reached]
-    axes.set_xticks(range(len(names)), names, fontsize=9)
-    axes.set_ylim(0, 1.2 * max(times))
-    title = f"time to {target:.1f} % test accuracy"
-    label_axes(axes, "method", "training time / s", title=title)
+    timed = {}
+    for name, label in labels.items():
+        if label not in named_runs or name not in results["samples_per_second"]:
+            continue
+        turns = results["samples_per_second"][name]
+        rate = statistics.median(turns["0"] if isinstance(turns, dict) else turns)
+        minutes = results["samples_per_epoch"][name] / rate / 60  # of an epoch
+        timed[label] = [
+            [{**row, "minutes": minutes * row["epoch"]} for row in rows]
+            for rows in named_runs[label]
+        ]
+    return timed
 
 
 # -------------------------------------------------------------------- searches
@@ -491,9 +458,9 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 def draw_scaling(groups: Groups) -> Figure | None:
     """Draw parallel efficiency against processes: the model as lines, measurements as markers."""
-    if not SCALING_RESULTS.exists():
+    if not (RESULTS / "scaling-cpu.json").exists():
         return None
-    results = json.loads(SCALING_RESULTS.read_text())
+    results = json.loads((RESULTS / "scaling-cpu.json").read_text())
     ratios = {row["name"]: row["ratios"] for row in results["rows"]}
     figure, axes = create_panels(2, 2, "Parallel efficiency of LAMB and SLAMB on slow networks")
     for column_index, (arch, batch) in enumerate((("resnet20", 64), ("resnet110", 32))):
@@ -566,7 +533,6 @@ OVERVIEWS = {
     "mixup_cifar10_10pct": (
         "Mixing of samples\nResNet-20, 10 % of CIFAR-10 (5 % of it held out), SGD, one core each"
     ),
-    "recipes_cifar10_20pct": f"Recipes at the size of two cores\n{SMALL_IMAGES}",
 }
 SEARCHES = {  # groups that share axes; the first one names the picture
     ("optimizer_search_cifar10_20pct", "soap_search_cifar10_20pct"): (
@@ -587,7 +553,6 @@ PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "fast94_vgg8": draw_fast94,
     "training_ngd_batch_compare": draw_ngd_batches,
     "dynamic_batching": draw_dynamic_batching,
-    "slamb": draw_slamb,
     "slow_network_cifar10": draw_slow_network,
     "slow_network_time": draw_slow_network_time,
     "scaling": draw_scaling,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from errors import InputError
-from training.epoch_report import training_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "figures" / "logs"
@@ -146,10 +145,3 @@ def spread(values: Sequence[float]) -> str:
     """Write mean and standard deviation as '93.21 ± 0.10'; a single value stands alone."""
     text = f"{statistics.mean(values):.2f}"
     return f"{text} ± {statistics.stdev(values):.2f}" if len(values) > 1 else text
-
-
-def seconds_to(runs: Runs, target: float) -> float | None:
-    """Return the mean seconds until the mean accuracy is at least `target` percent, or None."""
-    seconds = mean(per_epoch(runs, training_seconds))
-    accuracies = mean(per_epoch(runs, accuracy))
-    return next((second for second, value in zip(seconds, accuracies) if value >= target), None)

@@ -162,7 +162,8 @@ def test_a_recipe_may_have_any_spelling(tmp_path: Path) -> None:
     )
     arguments = options.recipe_arguments(str(recipe), resnet50_test.parser())
     assert arguments == (
-        "--arch resnet20 --lr 0.3 --no-nesterov --backend=compile --milestones 3 4".split()
+        "--arch resnet20 --lr 0.3 --no-nesterov --backend=compile --no-checkpoint_activations "
+        "--milestones 3 4".split()
     )
 
 
@@ -172,6 +173,35 @@ def test_the_command_line_overrides_a_recipe_in_any_spelling(tmp_path: Path) -> 
     given = f"--config {recipe} --learning-rate 0.1".split()
     args, _ = options.parse(resnet50_test.parser(), "resnet50_test", given)
     assert (args.lr, args.batch_size) == (0.1, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "switch"),
+    [
+        ("alternate_flip", "--no-alternate_flip"),
+        ("freeze", "--no_freeze"),
+        ("fuse", "--no-fuse"),
+        ("grad-checkpointing", "--no-checkpoint_activations"),
+        ("checkpoint_activations", "--no-grad-checkpointing"),
+        ("noise_scale", "--no-noise-scale"),
+        ("balance_workers", "--no-balance_workers"),
+        ("replace_decay", "--no-replace_decay"),
+    ],
+)
+def test_the_command_line_turns_off_what_a_recipe_turns_on(
+    name: str, switch: str, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"{name}: true\n")
+    parser = resnet50_test.parser()
+    flag = parser.find(name)
+    assert flag is not None
+    arguments = options.recipe_arguments(str(recipe), parser)
+    values = [
+        vars(parser.parse_args(parser.translate(given)))[flag.action.dest]
+        for given in (arguments, [*arguments, switch])
+    ]
+    assert values == [True, False]
 
 
 def test_an_unknown_flag_of_a_recipe_is_refused_also_where_it_is_false(tmp_path: Path) -> None:
@@ -192,7 +222,7 @@ def test_an_unknown_flag_of_a_recipe_is_refused_also_where_it_is_false(tmp_path:
         ("nesterov: no", "--no-nesterov"),
         ("no-nesterov: true", "--no-nesterov"),
         ("no-nesterov: false", "--nesterov"),
-        ("fuse: no", ""),
+        ("fuse: no", "--no-fuse"),
         ("compress_warmup: []", "--compress_warmup"),
     ],
 )
