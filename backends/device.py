@@ -64,7 +64,8 @@ def set_num_threads(threads: int, local_world_size: int) -> int:
     """Set the number of torch's CPU threads.
 
     torchrun sets OMP_NUM_THREADS=1 where the user has not set it, which would leave all other cores
-    idle; a value of 1 is therefore ignored.
+    idle; a value of 1 is therefore ignored. Where OMP_PROC_BIND binds threads to cores, this thread
+    has been left one core since torch was loaded, and OpenMP has counted the cores before.
 
     Args:
         threads: the number; 0 takes OMP_NUM_THREADS if that is larger than 1, and else divides the
@@ -77,7 +78,10 @@ def set_num_threads(threads: int, local_world_size: int) -> int:
     if not threads and requested.isdigit() and int(requested) > 1:
         threads = int(requested)
     if not threads:
-        threads = max(1, len(os.sched_getaffinity(0)) // local_world_size)
+        cores = len(os.sched_getaffinity(0))
+        if os.environ.get("OMP_PROC_BIND", "false").lower() != "false":
+            cores = max(cores, torch.get_num_threads())
+        threads = max(1, cores // local_world_size)
     torch.set_num_threads(threads)
     return threads
 

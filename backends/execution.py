@@ -21,7 +21,7 @@ from errors import InputError
 BACKENDS = ("eager", "compile", "cudagraph", "ort")
 
 
-def apply_backend(name: str, model: nn.Module) -> nn.Module:
+def apply_backend(name: str, model: nn.Module, *, few_shapes: bool = False) -> nn.Module:
     """Prepare a model for a backend, in place.
 
     For 'cudagraph' the model is compiled here; the training step around it is recorded by
@@ -30,6 +30,8 @@ def apply_backend(name: str, model: nn.Module) -> nn.Module:
     Args:
         name: one of `BACKENDS`.
         model: on its device; its parameters and the keys of its state_dict stay the same.
+        few_shapes: compile the model for each shape of its inputs. Otherwise torch compiles it for
+            the first one, and at the second one for all others, with slower kernels.
     Returns:
         The same model.
     Raises:
@@ -39,7 +41,8 @@ def apply_backend(name: str, model: nn.Module) -> nn.Module:
         raise InputError("--backend cudagraph needs a GPU; use --backend eager or compile")
     if name in ("compile", "cudagraph"):
         _compile_clock.install()
-        model.compile()  # in place: the state_dict gets no `_orig_mod.` prefix
+        # In place: the state_dict gets no `_orig_mod.` prefix.
+        model.compile(dynamic=False if few_shapes else None)
     if name == "ort":
         if reason := onnx_runtime.unavailable_reason():
             raise InputError(f"--backend ort: {reason}; --backend compile is torch's own")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import math
 import multiprocessing
@@ -31,11 +32,13 @@ from typing import Any, TypeVar
 import torch
 
 from backends.device import peak_memory
+from errors import InputError
 from training import run_log
 from training.machine import commit_or_none, device_name
 
 Name = TypeVar("Name")  # of a side
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PR_SET_PDEATHSIG = 1  # of prctl in linux/prctl.h
 MIN_BLOCKS = 3  # blocks of each side that a median needs, however slow the machine is
 # Seconds of --quick in which measurements take turns: the rest of five minutes is for imports, the
 # last round, and what comes after it.
@@ -126,8 +129,8 @@ class Side:
 class Remote:
     """A side in a process of its own, with a fresh interpreter's allocator and settings.
 
-    `make(*arguments)` is called there and returns the iterator; both must be picklable. The process
-    waits at a pipe, and its workers are stopped, while the other side is measured.
+    `make(*arguments)` is called there and returns the iterator; both must be picklable. Between its
+    turns the process is stopped, as its workers are: threads of OpenMP may wait actively.
     """
 
     def __init__(self, make: Callable[..., Iterator[int]], *arguments: Any) -> None:
@@ -138,29 +141,62 @@ class Remote:
         there.close()
 
     def rate(self, seconds: float) -> float:
-        """Run `Side.rate` in the process."""
-        self.pipe.send(seconds)
-        return self.pipe.recv()
+        """Run `Side.rate` in the process.
+
+        Raises:
+            InputError: the process has ended.
+        """
+        return self._ask(seconds)
 
     def peak_memory(self) -> int:
-        """Return the peak memory of the process in bytes."""
-        self.pipe.send("memory")
-        return self.pipe.recv()
+        """Return the peak memory of the process in bytes.
+
+        Raises:
+            InputError: the process has ended.
+        """
+        return self._ask("memory")
 
     def close(self) -> None:
         """End the process of this side."""
+        self._send("SIGCONT")
         with contextlib.suppress(OSError):
             self.pipe.send(None)
         self.process.join()
 
+    def _ask(self, request: Any) -> Any:
+        """Let the process answer a request, and stop it until the next one."""
+        self._send("SIGCONT")
+        try:
+            self.pipe.send(request)
+            answer = self.pipe.recv()
+        except (EOFError, OSError):
+            raise InputError("the process of a side has ended; its message is above") from None
+        self._send("SIGSTOP")
+        return answer
+
+    def _send(self, name: str) -> None:
+        """Send a signal to the process if it is alive and the system has it (Windows has not)."""
+        if hasattr(signal, name) and self.process.is_alive() and self.process.pid is not None:
+            os.kill(self.process.pid, getattr(signal, name))
+
 
 def serve(pipe: Any, make: Callable[..., Iterator[int]], arguments: tuple[Any, ...]) -> None:
     """Serve the requests of a `Remote`, in its process."""
+    continue_if_parent_ends()
     side = Side(make(*arguments))
     with contextlib.suppress(EOFError):
         while (request := pipe.recv()) is not None:
             pipe.send(peak_memory(DEVICE) if request == "memory" else side.rate(request))
     side.close()
+
+
+def continue_if_parent_ends() -> None:
+    """Let this process be sent SIGCONT when its parent ends, so that it does not stay stopped.
+
+    It then finds its pipe closed and ends. This needs Linux; elsewhere nothing happens.
+    """
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
 def wait_for_device() -> None:

@@ -302,10 +302,15 @@ class FlagParser(argparse.ArgumentParser):
         spelling = with_underscores(name)
         if spelling in self.advice:
             return f"{name}: there is no such flag; {self.advice[spelling]}"
-        switches = {each.name for each in self.flags if each.action.nargs == 0}
-        switch = self._own_spelling.get(spelling.replace("--no_", "--", 1))
-        if switch in switches:
-            return f"{name}: there is no such flag; {switch} is off unless it is given"
+        positive = self._own_spelling.get(spelling.replace("--no_", "--", 1))
+        switch = next((each for each in self.flags if each.name == positive), None)
+        if switch is not None and switch.action.const is True:
+            return f"{name}: there is no such flag; {switch.name} is off unless it is given"
+        if switch is not None and switch.action.nargs == 0:  # it stands for a value of another
+            return (
+                f"{name}: there is no such flag; give --{switch.action.dest} another value than "
+                f"{switch.action.const}"
+            )
         known = [
             own if with_underscores(own) == each else each
             for each, own in self._own_spelling.items()

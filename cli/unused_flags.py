@@ -174,5 +174,7 @@ def warn(parser: FlagParser, args: Namespace) -> None:
         args: the flags of the run.
     """
     if os.environ.get("RANK", "0") == "0" and not uses_trained_model(args):
-        for line in warnings(parser.given(sys.argv[1:]).keys(), args, parser=parser):
+        given = parser.given(sys.argv[1:])
+        names = [name for name, value in given.items() if value is not False]  # of --no-NAME
+        for line in warnings(names, args, parser=parser):
             print(f"warning: {line}", file=sys.stderr, flush=True)

@@ -20,6 +20,8 @@ BOTH = [
     ("--epo 3", "did you mean --epoch or --epochs?"),
     ("--qqq 1", "--help all prints all flags"),
     ("--no-evaluate", "--evaluate is off unless it is given"),
+    ("--no-ngd", "give --optimizer another value than ngd"),
+    ("--no_meta_learning", "give --mixup another value than meta"),
     ("--no-lr 3", "there is no such flag; did you mean --"),
     ("--no-nestrov", "did you mean --no-nesterov?"),
     ("stray", "stray: this is neither a flag nor the value of one"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import statistics
 import sys
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -148,7 +150,53 @@ def test_the_json_file_names_the_commit(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "a.json").read_text())["commit"] == "abc-dirty"
 
 
-READERS = ("profile_step", "step", "throughput", "virtual_step")
+def three_steps() -> Iterator[int]:
+    """A side that ends after three steps of ten samples."""
+    for _ in range(3):
+        time.sleep(0.01)
+        yield 10
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 10) -> None:
+    """Wait until it holds, or fail."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def state_of(process: int | None) -> str:
+    """The state of a process in /proc, such as 'T' for stopped."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_process_is_stopped_between_its_turns_and_its_end_is_one_line(capfd):
+    remote = bench.Remote(three_steps)
+    try:
+        for _ in range(2):
+            assert 0 < remote.rate(0.001) < 1000
+            wait_until(lambda: state_of(remote.process.pid) == "T")
+        assert remote.peak_memory() > 0
+        with pytest.raises(errors.InputError, match="has ended; its message is above"):
+            remote.rate(1)
+    finally:
+        remote.close()
+    assert not remote.process.is_alive()
+
+
+def test_settings_of_a_side_are_for_its_process_alone(monkeypatch):
+    from benchmarks import accelerators
+
+    monkeypatch.setenv("OMP_PLACES", "threads")
+    monkeypatch.delenv("OMP_PROC_BIND", raising=False)
+    with accelerators.environment({"OMP_PLACES": "cores", "OMP_PROC_BIND": "close"}):
+        assert (os.environ["OMP_PLACES"], os.environ["OMP_PROC_BIND"]) == ("cores", "close")
+    assert os.environ["OMP_PLACES"] == "threads"
+    assert "OMP_PROC_BIND" not in os.environ
+
+
+READERS = ("accelerators", "profile_step", "step", "throughput", "virtual_step")
 
 
 @needs_timm

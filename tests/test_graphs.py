@@ -153,6 +153,14 @@ def test_compile_compiles_in_place():
     assert models["compile"]._compiled_call_impl is not None
 
 
+def test_images_of_two_sizes_are_compiled_for_each(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **each: given.append(each))
+    for few_shapes in (True, False):
+        execution.apply_backend("compile", torch.nn.Linear(1, 1), few_shapes=few_shapes)
+    assert given == [{"dynamic": False}, {"dynamic": None}]
+
+
 @needs_gpu
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_graphs_are_the_steps(name):

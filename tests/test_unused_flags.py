@@ -114,6 +114,18 @@ def test_the_first_rank_prints_what_changes_nothing_in_training(rank, flags, cap
     assert capsys.readouterr().err == ("" if rank == "1" or flags else line)
 
 
+def test_a_switch_that_is_turned_off_needs_no_warning(capsys, monkeypatch):
+    for switch, line in (
+        ("--balance_workers", "warning: --balance_workers has no effect in a single process\n"),
+        ("--no-balance_workers", ""),
+        ("--no-larc", ""),
+    ):
+        monkeypatch.setattr(sys, "argv", ["resnet50_test.py", switch])
+        args = resnet50_test.parser().parse_args([switch])
+        unused_flags.warn(resnet50_test.parser(), args)
+        assert capsys.readouterr().err == line
+
+
 # -------------------------------------------------------------------- the table and the code
 
 

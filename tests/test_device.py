@@ -1,0 +1,42 @@
+"""The number of CPU threads, in processes of their own, since OpenMP reads its settings once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import ranks
+
+CODE = "from backends import device; print(device.set_num_threads(0, local_world_size=1))"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="there is no affinity to read")
+@pytest.mark.parametrize(
+    ("settings", "threads"),
+    [
+        ({}, None),
+        ({"OMP_NUM_THREADS": "1"}, None),  # of torchrun
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_PROC_BIND": "false"}, None),
+        ({"OMP_PROC_BIND": "close"}, None),
+    ],
+    ids=lambda each: (
+        " ".join(f"{name}={value}" for name, value in each.items())
+        if isinstance(each, dict)
+        else ""
+    ),
+)
+def test_all_cores_are_used_unless_openmp_is_told_otherwise(settings, threads):
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    printed = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env={**bare, **settings},
+        cwd=ranks.ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert int(printed) == (threads or len(os.sched_getaffinity(0)))
