@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def backend(self) -> str:
-        """What --backend names."""
+        """The value of --backend in the flags."""
         return self.flags.partition("--backend ")[2] or "eager"
 
     def start(self, script: str, batch: int, data_dir: str, out: str) -> bench.Remote:

@@ -43,6 +43,12 @@ STYLES: Mapping[str, tuple[str, str]] = {  # colour and marker; no two methods s
     "decrease": (ORANGE, "v"),
     "loss": (GREEN, "D"),
     "noise": (VERMILION, "o"),
+    # schedules of the learning rate
+    "constant": (GREY, "v"),
+    "multistep": (BLUE, "X"),
+    "cosine": (VERMILION, "s"),
+    "one-cycle": (GREEN, "^"),
+    "cyclic": (ORANGE, "p"),
     # recipes, and what was tuned
     "recipe fast94_vgg8": (VERMILION, ">"),
     "cifar10-airbench": (BLACK, "p"),
@@ -98,6 +104,13 @@ BATCH_RULES = {
     "loss": "loss",
     "noise": "noise",
 }
+SCHEDULES = {
+    "constant": "constant",
+    "multistep": "multistep",
+    "cosine": "cosine",
+    "onecycle": "one-cycle",
+    "cyclic": "cyclic",
+}
 BATCHES = {
     "sgd-64": "SGD, batch 64",
     "sgd-512": "SGD, batch 512",
@@ -145,6 +158,7 @@ LABELS: Mapping[str, Mapping[str, str]] = {
     "mixup_cifar10_10pct": MIXING,
     "mixup_agnews12k": MIXING,
     "dynamic_batch_cifar10_20pct": BATCH_RULES,
+    "schedules_cifar10_20pct": SCHEDULES,
     "defaults_cifar10_20pct": {
         "default": "SGD",
         "default-kaldi-ngd": "KaldiNGD",

@@ -188,6 +188,21 @@ def draw_dynamic_batching(groups: Groups) -> Figure | None:
     return figure
 
 
+def draw_schedules(groups: Groups) -> Figure | None:
+    """Draw test accuracy and learning rate of each schedule over epochs."""
+    named_runs = labelled(groups, "schedules_cifar10_20pct")
+    if not named_runs:
+        return None
+    title = "Schedules of the learning rate, each at the best rate of its search"
+    figure, axes = create_panels(1, 2, f"{title}\n{SMALL_IMAGES} at 24 pixels, SGD, batch 128")
+    plot_methods(axes[0, 0], named_runs, x=epoch, y=accuracy)
+    plot_methods(axes[0, 1], named_runs, x=epoch, y=column("lr"))
+    label_axes(axes[0, 0], "epoch", "test accuracy / %")
+    label_axes(axes[0, 1], "epoch", "learning rate at its end")
+    add_legend(figure, axes[0, 0], title=describe_seeds(named_runs), columns=5)
+    return figure
+
+
 def draw_slow_network(groups: Groups) -> Figure | None:
     """Draw accuracy against the bytes of a step in the search, and over epochs in full."""
     found = best_of_search(groups.get("slow_network_search_cifar10", {}))
@@ -553,6 +568,7 @@ PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "fast94_vgg8": draw_fast94,
     "training_ngd_batch_compare": draw_ngd_batches,
     "dynamic_batching": draw_dynamic_batching,
+    "schedules": draw_schedules,
     "slow_network_cifar10": draw_slow_network,
     "slow_network_time": draw_slow_network_time,
     "scaling": draw_scaling,

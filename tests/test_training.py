@@ -351,7 +351,7 @@ def test_the_smaller_last_batches_are_not_compiled_for(more, here, monkeypatch):
         shapes.append(tuple(example_inputs[-1].shape))
         return graph.forward
 
-    def compiled(name, model):
+    def compiled(name, model, *, few_shapes):
         model.compile(backend=backend)
         return model
 
