@@ -138,13 +138,7 @@ def measure_script(script: str, names: list[str], data_dir: str, *, quick: bool)
                 for number, name in enumerate(some)
             }
             try:
-                for remote in remotes.values():
-                    remote.rate(seconds)
-                turns = {
-                    name: lambda remote=remote: remote.rate(seconds)
-                    for name, remote in remotes.items()
-                }
-                rates = bench.take_turns(turns, rounds)
+                rates = bench.take_remote_turns(remotes, rounds, seconds)
             finally:
                 for remote in remotes.values():
                     remote.close()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import json
 import math
 import multiprocessing
@@ -293,6 +294,24 @@ def take_turns(
         if turn + 1 >= MIN_BLOCKS and now + (now - before) > deadline:
             break
     return values
+
+
+def take_remote_turns(
+    remotes: Mapping[Name, Remote], rounds: int, seconds: float, *, deadline: float = math.inf
+) -> dict[Name, list[float]]:
+    """Let each process run for `seconds`, untimed and then once a round; return its samples/s.
+
+    Args:
+        remotes: by name.
+        rounds, deadline: as of `take_turns`.
+        seconds: of a turn.
+    Raises:
+        InputError: a process has ended.
+    """
+    for remote in remotes.values():
+        remote.rate(seconds)
+    turns = {name: functools.partial(remote.rate, seconds) for name, remote in remotes.items()}
+    return take_turns(turns, rounds, deadline=deadline)
 
 
 # -------------------------------------------------------------------- showing

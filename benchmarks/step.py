@@ -178,13 +178,7 @@ def measure(
     """
     remotes = {name: bench.Remote(Side.steps, side) for name, side in sides.items()}
     try:
-        for remote in remotes.values():
-            remote.rate(seconds)
-        rates = bench.take_turns(
-            {side: lambda remote=remote: remote.rate(seconds) for side, remote in remotes.items()},
-            rounds,
-            deadline=deadline,
-        )
+        rates = bench.take_remote_turns(remotes, rounds, seconds, deadline=deadline)
         memory = {side: remote.peak_memory() for side, remote in remotes.items()}
     finally:
         for remote in remotes.values():
