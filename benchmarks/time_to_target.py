@@ -35,31 +35,9 @@ NETWORKS = ("loopback", *slow_network.BURST)
 SECONDS_A_STEP = 20  # of which nobody waits for more
 
 
-def epochs_to(target: float, rows: Sequence[run_logs.Row]) -> float:
-    """Return how many epochs a run needs for an accuracy, with a fraction; infinite if it fails.
-
-    Args:
-        target: the accuracy in percent.
-        rows: of the run's epochs.
-    """
-    before = 0.0
-    for row in rows:
-        reached = in_percent(row)
-        if reached >= target:
-            share = (target - before) / (reached - before) if reached > before else 1.0
-            return row["epoch"] - 1 + share
-        before = reached
-    return math.inf
-
-
-def in_percent(row: run_logs.Row) -> float:
-    """Return the accuracy of an epoch in percent, without the rounding errors of 100 x 0.58."""
-    return round(run_logs.accuracy(row), 9)
-
-
 def targets_of(runs: dict[str, run_logs.Runs]) -> list[int]:
     """Return the final accuracy of each name's worst seed, rounded down, lowest first."""
-    return sorted({int(min(run_logs.last(each, in_percent))) for each in runs.values()})
+    return sorted({int(min(run_logs.last(each, run_logs.accuracy))) for each in runs.values()})
 
 
 def find_runs(
@@ -163,7 +141,7 @@ def time_to(target: float, runs: run_logs.Runs, rates: Mapping[int, float]) -> s
         runs: the rows of each seed.
         rates: samples per second from each of these epochs on.
     """
-    epochs = [epochs_to(target, rows) for rows in runs]
+    epochs = [run_logs.epochs_to(target, rows) for rows in runs]
     if math.inf in epochs:
         return f"{sum(map(math.isfinite, epochs))} of {len(epochs)} seeds"
     minutes = statistics.mean(minutes_of(each, runs[0][0]["samples"], rates) for each in epochs)
@@ -243,7 +221,7 @@ def main() -> None:
             name: {
                 target: [needed if math.isfinite(needed) else None for needed in of_seeds]
                 for target in targets
-                if (of_seeds := [epochs_to(target, rows) for rows in each])
+                if (of_seeds := [run_logs.epochs_to(target, rows) for rows in each])
             }
             for name, each in runs.items()
         },

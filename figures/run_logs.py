@@ -1,12 +1,13 @@
 """Read the logs of runs for figures and tables.
 
 groups = read_groups(LOGS)                # {group: {name: [rows of each seed]}}
-[[row["epoch"] for row in rows] for rows in groups["ngd_meta"]["ngd"]]
+[[row["epoch"] for row in rows] for rows in groups["optimizers_vgg8"]["ngd"]]
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -118,7 +119,27 @@ def repeated(runs: Mapping[str, Runs]) -> Mapping[str, Runs]:
 
 def accuracy(row: Row) -> float:
     """Return the accuracy in percent on the test set, or on held-out rows if it was not used."""
-    return 100 * row["test_accuracy" if "test_accuracy" in row else "val_accuracy"]
+    fraction = row["test_accuracy" if "test_accuracy" in row else "val_accuracy"]
+    return round(100 * fraction, 9)  # 58, where 100 * 0.58 is 57.99999999999999
+
+
+def epochs_to(target: float, rows: Sequence[Row]) -> float:
+    """Return how many epochs a run needs for an accuracy, with a fraction; infinite if it fails.
+
+    Within an epoch the accuracy is taken to grow evenly, from 0 in the first.
+
+    Args:
+        target: the accuracy in percent.
+        rows: of the run's epochs.
+    """
+    before = 0.0
+    for row in rows:
+        reached = accuracy(row)
+        if reached >= target:
+            share = (target - before) / (reached - before) if reached > before else 1.0
+            return row["epoch"] - 1 + share
+        before = reached
+    return math.inf
 
 
 def device_hours(row: Row) -> float:

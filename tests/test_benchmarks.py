@@ -413,11 +413,12 @@ def test_time_to_an_accuracy_of_two_ranks(small_logs, capfd, monkeypatch):
 
 def test_epochs_to_an_accuracy_are_counted_with_a_fraction():
     from benchmarks import time_to_target
+    from figures import run_logs
 
     rows = [{"epoch": 1, "test_accuracy": 0.5}, {"epoch": 2, "test_accuracy": 0.7}]
-    assert time_to_target.epochs_to(30, rows) == pytest.approx(0.6)
-    assert time_to_target.epochs_to(60, rows) == pytest.approx(1.5)
-    assert time_to_target.epochs_to(71, rows) == float("inf")
+    assert run_logs.epochs_to(30, rows) == pytest.approx(0.6)
+    assert run_logs.epochs_to(60, rows) == pytest.approx(1.5)
+    assert run_logs.epochs_to(71, rows) == float("inf")
     runs = {"a": [rows], "b": [[{"epoch": 1, "test_accuracy": 0.559}], rows]}
     assert time_to_target.targets_of(runs) == [55, 70]
 
