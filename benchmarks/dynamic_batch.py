@@ -2,11 +2,13 @@
 
 python -m benchmarks.dynamic_batch --quick          # three rounds of three epochs
 python -m benchmarks.dynamic_batch --json FILE      # six rounds of four
+python -m benchmarks.dynamic_batch --cifar DIR      # on a tenth of CIFAR-10, which lies in DIR
 
-Two processes of one thread train a ResNet-20 on the embedded digits at 32 x 32 through
-resnet50_test.py, with and without --balance_workers in turn. The slow process is stopped and
-continued by signals, so that it runs half of the time. Compared are samples/s of all training steps
-of an epoch, communication included; a balanced epoch has one more small step for the last rows.
+Two processes of one thread train a ResNet-20 on the embedded digits at 32 x 32, or on a tenth of
+CIFAR-10 at 24 x 24, through resnet50_test.py, with and without --balance_workers in turn. The slow
+process is stopped and continued by signals, so that it runs half of the time. Compared are
+samples/s of all training steps of an epoch, communication included; a balanced epoch has one more
+small step for the last rows.
 
 The upper bound: at speeds s and s / 2, a batch of B samples takes B / s in equal shares, as the
 slow process needs for its half, and B / 1.5 s in proportional shares, which is 1.5 times as fast.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -41,9 +44,9 @@ SIZES = {True: (3, 3), False: (6, 4)}  # rounds and epochs; with --quick and wit
 JUDGED_EPOCH = 3
 UPPER_BOUND = 1.5  # see above
 SLICE = 0.01  # seconds for which the slow process runs, and for which it is stopped
-FLAGS = (
-    "--dataset digits --image_size 32 --arch resnet20 --bs 64 --lr 0.02 --threads 1 --device cpu"
-).split()
+FLAGS = "--arch resnet20 --bs 64 --lr 0.02 --threads 1 --device cpu".split()
+DIGITS = "--dataset digits --image_size 32".split()
+CIFAR = "--dataset cifar10 --subset 0.1 --image_size 24 --workers 0 --data_dir".split()
 
 
 class HalfSpeed:
@@ -69,11 +72,12 @@ class HalfSpeed:
                 time.sleep(SLICE)
 
 
-def train(balanced: bool, slow: bool, *, epochs: int) -> list[dict[str, Any]]:
-    """Train on two ranks and return the rows of metrics.jsonl."""
+def train(balanced: bool, slow: bool, data: list[str], *, epochs: int) -> list[dict[str, Any]]:
+    """Train on two ranks, on the data of these flags, and return the rows of metrics.jsonl."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [
             *FLAGS,
+            *data,
             "--epochs",
             str(epochs),
             "--out",
@@ -105,7 +109,7 @@ def train(balanced: bool, slow: bool, *, epochs: int) -> list[dict[str, Any]]:
 
 
 def compare(
-    slow: bool, rounds: int, *, epochs: int
+    slow: bool, rounds: int, data: list[str], *, epochs: int
 ) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
     """Return the metrics of a static and a balanced run for each round; print a line for each."""
     title = "one rank at half speed" if slow else "equal ranks"
@@ -113,7 +117,7 @@ def compare(
     pairs = []
     for turn in range(rounds):
         sides = {
-            balanced: train(balanced, slow, epochs=epochs)
+            balanced: train(balanced, slow, data, epochs=epochs)
             for balanced in ((False, True) if turn % 2 == 0 else (True, False))
         }
         pairs.append((sides[False], sides[True]))
@@ -125,11 +129,16 @@ def compare(
 
 def main() -> int:
     started = time.perf_counter()
-    args = bench.parser(__doc__).parse_args()
+    parser = bench.parser(__doc__)
+    parser.add_argument("--cifar", metavar="DIR", help="folder of CIFAR-10 (default the digits)")
+    args = parser.parse_args()
+    data = [*CIFAR, os.path.abspath(args.cifar)] if args.cifar else DIGITS
     machine = bench.machine(torch.device("cpu"), ("torch",))
-    print(machine)
+    print(machine, "CIFAR-10" if args.cifar else "digits", sep="\n")
     rounds, epochs = SIZES[args.quick]
-    runs = {name: compare(name == "slow", rounds, epochs=epochs) for name in ("slow", "equal")}
+    runs = {
+        name: compare(name == "slow", rounds, data, epochs=epochs) for name in ("slow", "equal")
+    }
     rates: dict[str, bench.Row] = {}
     for name, pairs in runs.items():
         for epoch in range(epochs):

@@ -1,6 +1,6 @@
 """Run the experiments of experiments.yaml that have no finished log yet: see run_all.sh.
 
-python -m figures.experiments cpu --only resnet20_batch --minutes 30
+python -m figures.experiments cpu --only schedules_cifar10_20pct --minutes 30
 python -m figures.experiments gpu --list
 
 A run is a command as one would type it, to which `--seed N --out figures/logs/GROUP/NAME-seedN` is

@@ -1,6 +1,6 @@
 """The methods in the pictures: their names, and the colour and the marker that each always has.
 
-    labels = LABELS["ngd_meta"]                  # {name of a run: label}
+    labels = LABELS["mixup_agnews12k"]                 # {name of a run: label}
     styles = line_styles(labels.values())        # {label: keyword arguments of Axes.plot}
 
 A label is the name of a method, or 'method, setting'. The settings of one method share its colour
@@ -111,12 +111,13 @@ SCHEDULES = {
     "onecycle": "one-cycle",
     "cyclic": "cyclic",
 }
-BATCHES = {
-    "sgd-64": "SGD, batch 64",
-    "sgd-512": "SGD, batch 512",
-    "sgd-64-fp32": "SGD, batch 64, fp32",
-    "kaldi-ngd-64": "KaldiNGD, batch 64",
-    "kaldi-ngd-512": "KaldiNGD, batch 512",
+WRONG_LABELS = {
+    "none": "no mixing",
+    "mixup0.2": "mixup, alpha 0.2",
+    "mixup1": "mixup, alpha 1",
+    "weight0.8": "mixup, constant weight 0.8",
+    "meta-pair": "meta-mixup, a weight for each pair",
+    "meta-beta": "meta-mixup, a distribution for each pair",
 }
 LABELS: Mapping[str, Mapping[str, str]] = {
     "agnews12k": {
@@ -124,12 +125,7 @@ LABELS: Mapping[str, Mapping[str, str]] = {
         "plain": "AdamW",
         "prior": "naive Bayes prior, half the epochs, lower rate",
     },
-    "resnet20_batch": BATCHES,
-    "ngd_meta": {
-        "kaldi-ngd": "KaldiNGD, no mixing",
-        "kaldi-ngd-mixup": "mixup, with KaldiNGD",
-        "kaldi-ngd-meta": "meta-mixup, with KaldiNGD",
-    },
+    "label_noise_agnews12k": WRONG_LABELS,
     "fast94_vgg8": {
         "ngd-14-epochs": "recipe fast94_vgg8",
         "ngd": "recipe fast94_vgg8, 10 epochs",

@@ -6,8 +6,10 @@ figure = PICTURES["slow_network_time"](read_groups(LOGS))
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,7 +39,16 @@ from figures.panels import (
     plot_methods,
     seconds,
 )
-from figures.run_logs import LOGS, ROOT, Runs, accuracy, device_hours, last, read_flags
+from figures.run_logs import (
+    LOGS,
+    ROOT,
+    Runs,
+    accuracy,
+    device_hours,
+    epochs_to,
+    last,
+    read_flags,
+)
 from tuning.trial_panels import draw_trial_panel, read_trials
 
 Groups = Mapping[str, Mapping[str, Runs]]
@@ -61,6 +72,7 @@ SCALING_METHODS = {  # in these results, and what they are called
     "SLAMB block k=0.1 bf16": "SLAMB",
 }
 SEARCH_RANGE = 0.3  # of losses in the enlarged panel of a search, as a part of the lowest
+CRITICAL_TARGET = 50  # percent, in the picture of the critical batch
 ACCURACY_RANGE = 6  # points of accuracy below the highest that an enlarged panel shows
 
 
@@ -151,20 +163,100 @@ def draw_defaults(groups: Groups) -> Figure | None:
     return figure
 
 
-def draw_ngd_batches(groups: Groups) -> Figure | None:
-    """Draw training and test accuracy of SGD and KaldiNGD at a small and a large batch size."""
-    named_runs = labelled(groups, "resnet20_batch")
-    named_runs.pop("SGD, batch 64, fp32", None)
-    if not named_runs:
+def draw_critical_batch(groups: Groups) -> Figure | None:
+    """Draw steps and samples to an accuracy over the batch size, and the gradient noise scale.
+
+    A dashed line is the model of McCandlish et al. (https://arxiv.org/abs/1812.06162, equation
+    2.11), fitted to the samples. A dotted upright line is the noise scale that the runs measured in
+    the epoch in which they reach the accuracy: the median of all runs of the optimizer.
+    """
+    group = "critical_batch_cifar10_20pct"
+    points = {
+        OPTIMIZERS[optimizer]: reached_by_batch(groups.get(group, {}), optimizer)
+        for optimizer in ("sgd", "ngd")
+    }
+    if not all(points.values()):
         return None
-    title = f"SGD and KaldiNGD at a small and a large batch\n{SMALL_IMAGES}, bf16"
-    figure, axes = create_panels(1, 2, title)
-    plot_methods(axes[0, 0], named_runs, x=epoch, y=column("train_accuracy", 100))
-    plot_methods(axes[0, 1], named_runs, x=epoch, y=accuracy)
-    label_axes(axes[0, 0], "epoch", "training accuracy / %")
-    label_axes(axes[0, 1], "epoch", "test accuracy / %")
-    add_legend(figure, axes[0, 0], title=describe_seeds(named_runs), columns=2)
+    title = f"Steps and samples to {CRITICAL_TARGET} % at the best rate of each batch size"
+    figure, axes = create_panels(1, 2, f"{title}\n{SMALL_IMAGES} at 16 pixels, constant rates")
+    styles = line_styles(points)
+    for label, by_batch in points.items():
+        batches = sorted(by_batch)
+        samples = [statistics.mean(each.samples for each in by_batch[size]) for size in batches]
+        least, critical = fit_critical_batch(batches, samples)
+        noise = statistics.median(each.noise for runs in by_batch.values() for each in runs)
+        for panel, scale in ((axes[0, 0], lambda size: size), (axes[0, 1], lambda size: 1)):
+            colour = styles[label]["color"]
+            for size, mean_samples in zip(batches, samples):
+                values = [each.samples / scale(size) for each in by_batch[size]]
+                centre = mean_samples / scale(size)
+                bar = [[centre - min(values)], [max(values) - centre]]
+                panel.errorbar([size], [centre], bar, color=colour, capsize=3, linewidth=1)
+            means = [value / scale(size) for size, value in zip(batches, samples)]
+            model = [least * (1 + size / critical) / scale(size) for size in batches]
+            panel.plot(batches, means, label=label, **{**styles[label], "linestyle": ""})
+            panel.plot(batches, model, "--", color=colour, linewidth=1, zorder=0)
+            panel.axvline(noise, color=colour, linestyle=":", linewidth=1, zorder=0)
+    for panel, ylabel in ((axes[0, 0], "steps"), (axes[0, 1], "samples")):
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        plain_log_ticks(panel.xaxis, 2)
+        plain_log_ticks(panel.yaxis)
+        label_axes(panel, "batch size / samples", f"{ylabel} to {CRITICAL_TARGET} %")
+    kinds = (
+        Line2D([], [], linestyle="--", color=GREY, label="fitted model"),
+        Line2D([], [], linestyle=":", color=GREY, label="noise scale, measured"),
+    )
+    note = "marker: mean of three seeds; bar: lowest to highest seed"
+    add_legend(figure, axes[0, 0], title=note, columns=4, further=kinds)
     return figure
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a run needs for the accuracy of the picture of the critical batch.
+
+    Attributes:
+        samples: trained on until then.
+        noise: the gradient noise scale of that epoch, in samples.
+    """
+
+    samples: float
+    noise: float
+
+
+def reached_by_batch(named_runs: Mapping[str, Runs], optimizer: str) -> dict[int, list[Reached]]:
+    """Return what each seed of the runs OPTIMIZER-bsSIZE needs, by the size of the batch.
+
+    A size is left out if one of its seeds does not reach the accuracy.
+    """
+    reached: dict[int, list[Reached]] = {}
+    for name, runs in named_runs.items():
+        method, _, size = name.partition("-bs")
+        epochs = [epochs_to(CRITICAL_TARGET, rows) for rows in runs]
+        if method == optimizer and all(map(math.isfinite, epochs)):
+            reached[int(size)] = [
+                Reached(each * rows[0]["samples"], rows[math.ceil(each) - 1]["noise_scale"])
+                for each, rows in zip(epochs, runs)
+            ]
+    return reached
+
+
+def fit_critical_batch(batches: Sequence[int], samples: Sequence[float]) -> tuple[float, float]:
+    """Fit samples = least * (1 + batch / critical) by least squares of the logarithms.
+
+    Returns:
+        The least number of samples, and the critical batch size in samples.
+    """
+    best = (math.inf, 0.0, 0.0)
+    for position in range(1001):
+        critical = 2.0 ** (position / 50)  # 1 to 1,000,000
+        least_of_each = [
+            math.log(each / (1 + size / critical)) for size, each in zip(batches, samples)
+        ]
+        error = statistics.pvariance(least_of_each)
+        best = min(best, (error, math.exp(statistics.mean(least_of_each)), critical))
+    return best[1], best[2]
 
 
 def draw_dynamic_batching(groups: Groups) -> Figure | None:
@@ -541,7 +633,9 @@ def plot_efficiency(
 
 OVERVIEWS = {
     "agnews12k": f"The naive Bayes prior and bf16\n{SMALL_TEXTS}, AdamW, two cores",
-    "ngd_meta": f"Mixing of samples with KaldiNGD\n{SMALL_IMAGES} (5 % of it held out)",
+    "label_noise_agnews12k": (
+        f"Mixing of samples where 40 % of the training labels are wrong\n{SMALL_TEXTS}, AdamW"
+    ),
     "mixup_agnews12k": (
         f"Mixing of samples\n{SMALL_TEXTS} (5 % of them held out), AdamW, one core each"
     ),
@@ -566,7 +660,7 @@ SEARCHES = {  # groups that share axes; the first one names the picture
 PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "time": draw_time,
     "fast94_vgg8": draw_fast94,
-    "training_ngd_batch_compare": draw_ngd_batches,
+    "critical_batch": draw_critical_batch,
     "dynamic_batching": draw_dynamic_batching,
     "schedules": draw_schedules,
     "slow_network_cifar10": draw_slow_network,

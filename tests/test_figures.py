@@ -207,7 +207,7 @@ def lines_of(*panels: Axes) -> list[tuple[str, Line2D]]:
 def test_every_picture_whose_runs_are_logged_is_drawn(drawn):
     planned = {name for name in pictures.PICTURES if not (run_logs.LOGS / name).exists()}
     assert drawn.keys() >= pictures.PICTURES.keys() - planned
-    assert drawn.keys() >= {"time", "training_ngd_batch_compare", "scaling", "pareto"}
+    assert drawn.keys() >= {"time", "schedules", "scaling", "pareto"}
     pngs = {path.stem for path in draw.HERE.glob("*.png")}
     assert drawn.keys() == pngs - {"report"}, "run make figures"  # that one is a screenshot
 
@@ -608,3 +608,22 @@ def test_sigterm_stops_the_runner_and_its_run(tmp_path):
     _, console = process.communicate(timeout=60)
     assert process.returncode == 130, console
     assert (folder / "last.pt").exists()
+
+
+def test_the_critical_batch_is_the_one_that_the_samples_were_made_with():
+    batches = [32, 128, 512, 2048]
+    samples = [5e4 * (1 + size / 700) for size in batches]
+    least, critical = pictures.fit_critical_batch(batches, samples)
+    assert (least, critical) == (pytest.approx(5e4, rel=0.01), pytest.approx(700, rel=0.01))
+
+
+def test_samples_to_an_accuracy_are_read_by_batch_size_and_optimizer():
+    target = pictures.CRITICAL_TARGET / 100
+    rows = [
+        {"epoch": 1, "samples": 1000, "test_accuracy": target - 0.1, "noise_scale": 50.0},
+        {"epoch": 2, "samples": 2000, "test_accuracy": target + 0.1, "noise_scale": 80.0},
+    ]
+    runs = {"sgd-bs32": [rows, rows[:1]], "sgd-bs512": [rows, rows], "ngd-bs32": [rows[:1]]}
+    reached = pictures.reached_by_batch(runs, "sgd")
+    assert reached == {512: [pictures.Reached(pytest.approx(1500), 80.0)] * 2}
+    assert pictures.reached_by_batch(runs, "ngd") == {}
