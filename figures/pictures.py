@@ -72,7 +72,7 @@ SCALING_METHODS = {  # in these results, and what they are called
     "SLAMB block k=0.1 bf16": "SLAMB",
 }
 SEARCH_RANGE = 0.3  # of losses in the enlarged panel of a search, as a part of the lowest
-CRITICAL_TARGET = 50  # percent, in the picture of the critical batch
+CRITICAL_TARGET = 45  # percent, in the picture of the critical batch
 ACCURACY_RANGE = 6  # points of accuracy below the highest that an enlarged panel shows
 
 
