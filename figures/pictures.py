@@ -163,6 +163,48 @@ def draw_defaults(groups: Groups) -> Figure | None:
     return figure
 
 
+def draw_label_noise(groups: Groups) -> Figure | None:
+    """Draw what mixing gains where labels are wrong: over the rates, and against none by seed."""
+    named_runs = labelled(groups, "label_noise_agnews12k")
+    if not named_runs:
+        return None
+    title = "Mixing of samples where 40 % of the training labels are wrong"
+    figure, axes = create_panels(1, 2, f"{title}\n{SMALL_TEXTS}, AdamW, 8 epochs")
+    styles = line_styles(named_runs)
+    plain, *_ = named_runs.values()
+    for number, (kind, label) in enumerate(LABELS["label_noise_agnews12k"].items()):
+        over_rates = []
+        for name, runs in groups.get("label_noise_search_agnews12k", {}).items():
+            if name.partition("-lr")[0] == kind:
+                rate = read_flags("label_noise_search_agnews12k", name)["lr"]
+                over_rates.append((rate, statistics.mean(last(runs, accuracy))))
+        axes[0, 0].plot(*zip(*sorted(over_rates)), label=label, **styles[label])
+        gains = [
+            own - other
+            for own, other in zip(last(named_runs[label], accuracy), last(plain, accuracy))
+        ]
+        style = {**styles[label], "linestyle": "", "markersize": 8}
+        axes[0, 1].plot([number] * len(gains), gains, **style)
+    axes[0, 0].set_xscale("log")
+    plain_log_ticks(axes[0, 0].xaxis)
+    axes[0, 1].set_xticks([])
+    axes[0, 1].axhline(0, color=GREY, linewidth=1, zorder=0)
+    label_axes(
+        axes[0, 0],
+        "learning rate",
+        "last held-out accuracy / %",
+        title="search: one seed, all rates",
+    )
+    label_axes(
+        axes[0, 1],
+        "kind of mixing",
+        "gain in test accuracy / points",
+        title=f"at 0.000125: a marker for each of {len(plain)} seeds",
+    )
+    add_legend(figure, axes[0, 0], title="each seed has its own wrong labels", columns=2)
+    return figure
+
+
 def draw_critical_batch(groups: Groups) -> Figure | None:
     """Draw steps and samples to an accuracy over the batch size, and the gradient noise scale.
 
@@ -633,9 +675,6 @@ def plot_efficiency(
 
 OVERVIEWS = {
     "agnews12k": f"The naive Bayes prior and bf16\n{SMALL_TEXTS}, AdamW, two cores",
-    "label_noise_agnews12k": (
-        f"Mixing of samples where 40 % of the training labels are wrong\n{SMALL_TEXTS}, AdamW"
-    ),
     "mixup_agnews12k": (
         f"Mixing of samples\n{SMALL_TEXTS} (5 % of them held out), AdamW, one core each"
     ),
@@ -660,6 +699,7 @@ SEARCHES = {  # groups that share axes; the first one names the picture
 PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "time": draw_time,
     "fast94_vgg8": draw_fast94,
+    "label_noise_agnews12k": draw_label_noise,
     "critical_batch": draw_critical_batch,
     "dynamic_batching": draw_dynamic_batching,
     "schedules": draw_schedules,
