@@ -193,15 +193,20 @@ def draw_label_noise(groups: Groups) -> Figure | None:
         axes[0, 0],
         "learning rate",
         "last held-out accuracy / %",
-        title="search: one seed, all rates",
+        title="search of the rate",
     )
     label_axes(
         axes[0, 1],
         "kind of mixing",
         "gain in test accuracy / points",
-        title=f"at 0.000125: a marker for each of {len(plain)} seeds",
+        title="at a rate of 0.000125",
     )
-    add_legend(figure, axes[0, 0], title="each seed has its own wrong labels", columns=2)
+    add_legend(
+        figure,
+        axes[0, 0],
+        title="left: one seed each; right: a marker for each of three seeds",
+        columns=2,
+    )
     return figure
 
 
