@@ -263,7 +263,7 @@ def test_only_what_a_model_computes_is_dashed(drawn):
             for line in axes.get_lines()
             if line.get_linestyle() == "--"
         ]
-        assert bool(dashed) == (name == "scaling"), name
+        assert bool(dashed) == (name in {"scaling", "critical_batch"}), name
     labels = [text.get_text() for text in drawn["scaling"].legends[0].get_texts()]
     assert labels[-2:] == ["model", "measured"]
 
