@@ -72,6 +72,7 @@ SCALING_METHODS = {  # in these results, and what they are called
     "SLAMB block k=0.1 bf16": "SLAMB",
 }
 SEARCH_RANGE = 0.3  # of losses in the enlarged panel of a search, as a part of the lowest
+FITTED_SIZES = 3  # of the batch, at least, for the two numbers of the model
 CRITICAL_TARGET = 45  # percent, in the picture of the critical batch
 ACCURACY_RANGE = 6  # points of accuracy below the highest that an enlarged panel shows
 
@@ -164,49 +165,38 @@ def draw_defaults(groups: Groups) -> Figure | None:
 
 
 def draw_label_noise(groups: Groups) -> Figure | None:
-    """Draw what mixing gains where labels are wrong: over the rates, and against none by seed."""
-    named_runs = labelled(groups, "label_noise_agnews12k")
-    if not named_runs:
+    """Draw accuracies over the rates where labels are wrong, and what mixing gains by seed."""
+    group, search = "label_noise_agnews12k", "label_noise_search_agnews12k"
+    kinds, named_runs = LABELS[group], groups.get(group, {})
+    if not named_runs.keys() >= kinds.keys() or search not in groups:
         return None
     title = "Mixing of samples where 40 % of the training labels are wrong"
-    figure, axes = create_panels(1, 2, f"{title}\n{SMALL_TEXTS}, AdamW, 8 epochs")
-    styles = line_styles(named_runs)
-    plain, *_ = named_runs.values()
-    for number, (kind, label) in enumerate(LABELS["label_noise_agnews12k"].items()):
-        over_rates = []
-        for name, runs in groups.get("label_noise_search_agnews12k", {}).items():
-            if name.partition("-lr")[0] == kind:
-                rate = read_flags("label_noise_search_agnews12k", name)["lr"]
-                over_rates.append((rate, statistics.mean(last(runs, accuracy))))
-        axes[0, 0].plot(*zip(*sorted(over_rates)), label=label, **styles[label])
-        gains = [
-            own - other
-            for own, other in zip(last(named_runs[label], accuracy), last(plain, accuracy))
-        ]
+    figure, axes = create_panels(1, 3, f"{title}\n{SMALL_TEXTS}, AdamW, 8 epochs")
+    styles = line_styles(kinds.values())
+    for number, (kind, label) in enumerate(kinds.items()):
+        points = sorted(
+            (read_flags(search, name)["lr"], *rows_of_search)
+            for name, runs in groups[search].items()
+            if name.partition("-lr")[0] == kind
+            for rows_of_search in [(max(map(accuracy, runs[0])), accuracy(runs[0][-1]))]
+        )
+        rates, highest, at_end = zip(*points)
+        axes[0, 0].plot(rates, highest, label=label, **styles[label])
+        axes[0, 1].plot(rates, at_end, **styles[label])
+        plain = last(named_runs["none"], accuracy)
+        gains = [own - none for own, none in zip(last(named_runs[kind], accuracy), plain)]
         style = {**styles[label], "linestyle": "", "markersize": 8}
-        axes[0, 1].plot([number] * len(gains), gains, **style)
-    axes[0, 0].set_xscale("log")
-    plain_log_ticks(axes[0, 0].xaxis)
-    axes[0, 1].set_xticks([])
-    axes[0, 1].axhline(0, color=GREY, linewidth=1, zorder=0)
-    label_axes(
-        axes[0, 0],
-        "learning rate",
-        "last held-out accuracy / %",
-        title="search of the rate",
-    )
-    label_axes(
-        axes[0, 1],
-        "kind of mixing",
-        "gain in test accuracy / points",
-        title="at a rate of 0.000125",
-    )
-    add_legend(
-        figure,
-        axes[0, 0],
-        title="left: one seed each; right: a marker for each of three seeds",
-        columns=2,
-    )
+        axes[0, 2].plot([number] * len(gains), gains, **style)
+    for panel, title in ((axes[0, 0], "search: best epoch"), (axes[0, 1], "search: last epoch")):
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(rates, [f"{1e4 * rate:g}" for rate in rates])
+        panel.minorticks_off()
+        label_axes(panel, "learning rate / 0.0001", "held-out accuracy / %", title=title)
+    axes[0, 2].set_xticks(range(len(kinds)), kinds, rotation=45, ha="right", fontsize=8)
+    axes[0, 2].axhline(0, color=GREY, linewidth=1, zorder=0)
+    label_axes(axes[0, 2], "kind of mixing", "gain in test accuracy", title="in full, last epoch")
+    note = "search: one seed each; in full: a marker for each seed, which has its own wrong labels"
+    add_legend(figure, axes[0, 0], title=note, columns=3)
     return figure
 
 
@@ -216,13 +206,14 @@ def draw_critical_batch(groups: Groups) -> Figure | None:
     A dashed line is the model of McCandlish et al. (https://arxiv.org/abs/1812.06162, equation
     2.11), fitted to the samples. A dotted upright line is the noise scale that the runs measured in
     the epoch in which they reach the accuracy: the median of all runs of the optimizer.
+    A size of which a seed does not reach the accuracy is left out.
     """
     group = "critical_batch_cifar10_20pct"
     points = {
         OPTIMIZERS[optimizer]: reached_by_batch(groups.get(group, {}), optimizer)
         for optimizer in ("sgd", "ngd")
     }
-    if not all(points.values()):
+    if min(map(len, points.values())) < FITTED_SIZES:
         return None
     title = f"Steps and samples to {CRITICAL_TARGET} % at the best rate of each batch size"
     figure, axes = create_panels(1, 2, f"{title}\n{SMALL_IMAGES} at 16 pixels, constant rates")
@@ -254,7 +245,7 @@ def draw_critical_batch(groups: Groups) -> Figure | None:
         Line2D([], [], linestyle="--", color=GREY, label="fitted model"),
         Line2D([], [], linestyle=":", color=GREY, label="noise scale, measured"),
     )
-    note = "marker: mean of three seeds; bar: lowest to highest seed"
+    note = "marker: mean over the seeds; bar: lowest to highest seed"
     add_legend(figure, axes[0, 0], title=note, columns=4, further=kinds)
     return figure
 
@@ -549,8 +540,9 @@ def draw_pareto(groups: Groups) -> Figure | None:
     """Draw device-hours against test accuracy after the last epoch, a panel for each problem.
 
     Runs share a panel only if they train the same network on the same data on the same kind of
-    device. Only runs that may use both cores of their machine are drawn: those with --threads 1
-    leave the other one to other work, so that they are not hours of a device.
+    device; but the peer of fast94_vgg8 has its own network. Only runs that may use both cores of
+    their machine are drawn: those with --threads 1 leave the other one to other work, so that they
+    are not hours of a device.
     """
     problems: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for group, named_runs in groups.items():
