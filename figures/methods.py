@@ -1,6 +1,6 @@
 """The methods in the pictures: their names, and the colour and the marker that each always has.
 
-    labels = LABELS["mixup_agnews12k"]                 # {name of a run: label}
+    labels = LABELS["mixup_agnews12k"]           # {name of a run: label}
     styles = line_styles(labels.values())        # {label: keyword arguments of Axes.plot}
 
 A label is the name of a method, or 'method, setting'. The settings of one method share its colour

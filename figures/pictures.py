@@ -175,16 +175,16 @@ def draw_label_noise(groups: Groups) -> Figure | None:
     styles = line_styles(kinds.values())
     for number, (kind, label) in enumerate(kinds.items()):
         points = sorted(
-            (read_flags(search, name)["lr"], *rows_of_search)
+            (read_flags(search, name)["lr"], max(map(accuracy, runs[0])), accuracy(runs[0][-1]))
             for name, runs in groups[search].items()
             if name.partition("-lr")[0] == kind
-            for rows_of_search in [(max(map(accuracy, runs[0])), accuracy(runs[0][-1]))]
         )
         rates, highest, at_end = zip(*points)
         axes[0, 0].plot(rates, highest, label=label, **styles[label])
         axes[0, 1].plot(rates, at_end, **styles[label])
         plain = last(named_runs["none"], accuracy)
-        gains = [own - none for own, none in zip(last(named_runs[kind], accuracy), plain)]
+        own = last(named_runs[kind], accuracy)
+        gains = [each - none for each, none in zip(own, plain, strict=True)]  # by seed
         style = {**styles[label], "linestyle": "", "markersize": 8}
         axes[0, 2].plot([number] * len(gains), gains, **style)
     for panel, title in ((axes[0, 0], "search: best epoch"), (axes[0, 1], "search: last epoch")):
