@@ -6,15 +6,13 @@ python -m benchmarks.throughput --json throughput.json  # longer blocks, larger 
 Ours is what the scripts run with their default flags: created by their own functions, with the
 steps of the Trainer. Plain is torchvision transforms on PIL images or a tokenizing collate
 function, DataLoader workers, fp32, eager, NCHW, and torch's optimizers with their defaults, in a
-process of its own. Both start from the same weights and take turns. The last line compares the
-accuracy of a committed run of the Transformer with TF-IDF and logistic regression on the same rows.
+process of its own. Both start from the same weights and take turns.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import json
 import os
 import sys
 import tempfile
@@ -26,8 +24,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -39,10 +35,8 @@ import errors
 import resnet50_test
 import transformer_test
 from benchmarks import bench, trainers
-from cli import factory, options
 from distributed.world import World, init_world
 from input_pipeline import csv_tables, text_datasets
-from training import run_folder
 from training.trainer import Trainer
 
 # Target ratios of samples/s. Training: bf16 in channels_last alone gave 2.73 on two cores with AMX;
@@ -50,9 +44,8 @@ from training.trainer import Trainer
 # Input: the cores are there for the model, so our batches may cost a tenth (texts: a fifth) of what
 # they cost with a worker process per core.
 SPEED_UPS = {"resnet50 training": 2.7, "image input pipeline": 10.0, "text input pipeline": 5.0}
-ACCURACY = 87.5  # percent of the official AG News test set
 
-PACKAGES = ("torch", "torchvision", "tokenizers", "scikit-learn")
+PACKAGES = ("torch", "torchvision", "tokenizers")
 WORKERS = 2  # of the plain DataLoader: one per core
 INPUT_BATCH = TEXT_BATCH = 128
 
@@ -261,66 +254,13 @@ def measure(
     }
 
 
-# -------------------------------------------------------------------- accuracy
-
-
-def accuracies(log: Path, data_dir: str) -> dict[str, Any]:
-    """Return test accuracies in percent of TF-IDF with logistic regression, and of a logged run.
-
-    TF-IDF gets the rows that the run trained on: --subset, --val_fraction and --seed are those of
-    its config.json.
-    """
-    flags = run_folder.read_config(log).get("flags", {})
-    arguments = ["--data_dir", data_dir]
-    for name in ("subset", "val_fraction", "seed"):
-        arguments += [f"--{name}", str(flags[name])] if name in flags else []
-    args, _ = options.parse(transformer_test.parser(), transformer_test.SCRIPT, arguments)
-    dataset_splits, _ = text_datasets.read_text_splits("agnews", data_dir)
-    train = dataset_splits["train"].select_rows(
-        factory.split_rows(args, torch.tensor(dataset_splits["train"].labels))["train"].tolist()
-    )
-    vectors = TfidfVectorizer(sublinear_tf=True, ngram_range=(1, 2), min_df=2)
-    regression = LogisticRegression(C=4, max_iter=300).fit(
-        vectors.fit_transform(train.texts), train.labels
-    )
-    tfidf = 100 * regression.score(
-        vectors.transform(dataset_splits["test"].texts), dataset_splits["test"].labels
-    )
-    results = {"train_rows": len(train), "test_rows": len(dataset_splits["test"]), "tfidf": tfidf}
-    if not (log / "metrics.jsonl").exists():
-        return results
-    epochs = [
-        100 * json.loads(line)["test_accuracy"]
-        for line in (log / "metrics.jsonl").read_text().splitlines()
-    ]
-    if not epochs:
-        return results
-    return {**results, "transformer": max(epochs), "last_epoch": epochs[-1]}
-
-
-def accuracy_line(results: dict[str, Any], log: Path) -> str:
-    rows = f"AG News, {results['train_rows']} training rows, {results['test_rows']} test rows"
-    line = f"{rows}: TF-IDF + logistic regression {results['tfidf']:.2f} %"
-    if "transformer" not in results:
-        return f"{line}; no run in {log}, so the bar of the Transformer's accuracy is left out"
-    best, last = results["transformer"], results["last_epoch"]
-    return f"{line}, Transformer {best:.2f} % in its best epoch, {last:.2f} % in its last ({log})"
-
-
 def main() -> None:
     started = time.perf_counter()
     parser = bench.parser(__doc__)
-    root, data_dir = Path(__file__).resolve().parents[1], os.environ.get("DATA_DIR", "./data")
+    data_dir = os.environ.get("DATA_DIR", "./data")
     add = parser.add_argument
     add(
         "--data_dir", default=data_dir, help="folder of the data sets (default $DATA_DIR or ./data)"
-    )
-    log = root / "figures/logs/agnews12k/prior-seed0"
-    add(
-        "--agnews_log",
-        type=Path,
-        default=log,
-        help="run folder (default figures/logs/agnews12k/prior-seed0)",
     )
     args = parser.parse_args()
     # Without it tokenizers warns in every forked worker.
@@ -328,18 +268,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, init_world() as world:
         machine = bench.machine(world.device, PACKAGES)
         rows, facts = measure(args.data_dir, args.quick, folder, world)
-    results = accuracies(args.agnews_log, args.data_dir)
     bars = [
         bench.Bar(row.name, row.ratio, SPEED_UPS[row.name]) for row in rows if row.name in SPEED_UPS
     ]
-    if "transformer" in results:
-        bars.append(bench.Bar("transformer accuracy", results["transformer"], ACCURACY))
     seconds = time.perf_counter() - started
     print(bench.table(rows, "plain"))
     print(f"{machine}; ours in {facts['precision']}, plain in fp32; {seconds:.0f} s")
     prepare = ", ".join(f"{v:.1f} s ({k})" for k, v in facts["prepare_seconds"].items())
     print(f"before the first epoch ours takes {prepare}")
-    print(accuracy_line(results, args.agnews_log))
     bench.write_json(
         args.json,
         rows,
@@ -347,7 +283,6 @@ def main() -> None:
         machine=machine,
         seconds=seconds,
         quick=args.quick,
-        accuracy=results,
         **facts,
     )
     sys.exit(bench.verdict(bars))

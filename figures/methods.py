@@ -53,6 +53,7 @@ STYLES: Mapping[str, tuple[str, str]] = {  # colour and marker; no two methods s
     "recipe fast94_vgg8": (VERMILION, ">"),
     "cifar10-airbench": (BLACK, "p"),
     "naive Bayes prior": (VERMILION, "p"),
+    "defaults": (BLACK, "o"),
     "tuned by a sweep": (GREEN, "*"),
 }
 UNNAMED = tuple(zip((BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, BLACK), "os^Dv*P"))
@@ -111,7 +112,7 @@ SCHEDULES = {
     "onecycle": "one-cycle",
     "cyclic": "cyclic",
 }
-WRONG_LABELS = {
+MIXING_KINDS = {
     "none": "no mixing",
     "mixup0.2": "mixup, alpha 0.2",
     "mixup1": "mixup, alpha 1",
@@ -125,16 +126,15 @@ LABELS: Mapping[str, Mapping[str, str]] = {
         "plain": "AdamW",
         "prior": "naive Bayes prior, half the epochs, lower rate",
     },
-    "label_noise_agnews12k": WRONG_LABELS,
+    "label_noise_agnews12k": MIXING_KINDS,
+    "few_rows_agnews12k": MIXING_KINDS,
     "fast94_vgg8": {
         "ngd-14-epochs": "recipe fast94_vgg8",
         "ngd": "recipe fast94_vgg8, 10 epochs",
         "airbench94": "cifar10-airbench",
     },
-    "tuning_agnews12k": {
-        "default": "AdamW, defaults of that time",
-        "tuned": "tuned by a sweep",
-    },
+    "tuning_cifar10_20pct": {"tuned": "tuned by a sweep"},
+    "tuning_agnews12k": {"tuned": "tuned by a sweep"},
     "slow_network_search_cifar10": {
         **OPTIMIZERS,
         **SENT,

@@ -74,6 +74,7 @@ SCALING_METHODS = {  # in these results, and what they are called
 SEARCH_RANGE = 0.3  # of losses in the enlarged panel of a search, as a part of the lowest
 FITTED_SIZES = 3  # of the batch, at least, for the two numbers of the model
 CRITICAL_TARGET = 45  # percent, in the picture of the critical batch
+LOGARITHMIC = {"lr", "weight_decay"}  # flags whose logarithm a sweep searched
 ACCURACY_RANGE = 6  # points of accuracy below the highest that an enlarged panel shows
 
 
@@ -164,14 +165,12 @@ def draw_defaults(groups: Groups) -> Figure | None:
     return figure
 
 
-def draw_label_noise(groups: Groups) -> Figure | None:
-    """Draw accuracies over the rates where labels are wrong, and what mixing gains by seed."""
-    group, search = "label_noise_agnews12k", "label_noise_search_agnews12k"
+def draw_mixing(group: str, search: str, title: str, note: str, groups: Groups) -> Figure | None:
+    """Draw accuracies of a search over the rates for each kind of mixing, and its gain by seed."""
     kinds, named_runs = LABELS[group], groups.get(group, {})
     if not named_runs.keys() >= kinds.keys() or search not in groups:
         return None
-    title = "Mixing of samples where 40 % of the training labels are wrong"
-    figure, axes = create_panels(1, 3, f"{title}\n{SMALL_TEXTS}, AdamW, 8 epochs")
+    figure, axes = create_panels(1, 3, title)
     styles = line_styles(kinds.values())
     for number, (kind, label) in enumerate(kinds.items()):
         points = sorted(
@@ -195,8 +194,8 @@ def draw_label_noise(groups: Groups) -> Figure | None:
     axes[0, 2].set_xticks(range(len(kinds)), kinds, rotation=45, ha="right", fontsize=8)
     axes[0, 2].axhline(0, color=GREY, linewidth=1, zorder=0)
     label_axes(axes[0, 2], "kind of mixing", "gain in test accuracy", title="in full, last epoch")
-    note = "search: one seed each; in full: a marker for each seed, which has its own wrong labels"
-    add_legend(figure, axes[0, 0], title=note, columns=3)
+    legend = f"search: one seed each; in full: a marker for each seed{note}"
+    add_legend(figure, axes[0, 0], title=legend, columns=3)
     return figure
 
 
@@ -513,23 +512,33 @@ def best_settings(curves: Mapping[str, Mapping[float, float]]) -> dict[str, tupl
     return {label: (rate, loss) for label, rate, loss in best.values()}
 
 
-def draw_tuning(groups: Groups) -> Figure | None:
-    """Draw the trials of the Transformer's sweep, and what its best flags reach in full."""
-    group = "tuning_agnews12k"
+def draw_tuning(
+    group: str, defaults: str, flags: Sequence[str], title: str, groups: Groups
+) -> Figure | None:
+    """Draw the trials of a sweep over three flags, and what its best ones reach in full.
+
+    Args:
+        group: the runs in full with the best flags, beside whose logs the trials lie.
+        defaults: group of the runs with the defaults of the script.
+        flags: three that were searched.
+        title: what was trained.
+        groups: the runs of all logs.
+    """
     path = LOGS / group / "sweep" / "results.csv"
     named_runs = labelled(groups, group)
-    if not named_runs or not path.exists():
+    if not named_runs or defaults not in groups or not path.exists():
         return None
+    named_runs = {"defaults": groups[defaults]["default"], **named_runs}
     trials = read_trials(path)
-    title = f"A sweep of {len(trials)} trials, and its result in full\n{SMALL_TEXTS}, 8 epochs"
-    figure, axes = create_panels(2, 2, title)
-    for flag, panel in zip(("lr", "token_dropout", "prior"), axes.flat):
-        draw_trial_panel(panel, trials, flag, logarithmic=flag == "lr", scale=100)
-        title = "trials: half of the rows, a fifth held out"
-        label_axes(panel, f"--{flag}", "validation accuracy / %", title=title)
+    first_line = f"A sweep of {len(trials)} trials, and its result in full"
+    figure, axes = create_panels(2, 2, f"{first_line}\n{title}")
+    for flag, panel in zip(flags, axes.flat):
+        draw_trial_panel(panel, trials, flag, logarithmic=flag in LOGARITHMIC, scale=100)
+        label_axes(panel, f"--{flag}", "held-out accuracy / %", title="trials")
     plot_methods(axes[1, 1], named_runs, x=epoch, y=accuracy)
-    label_axes(axes[1, 1], "epoch", "test accuracy / %", title="in full: all rows")
-    add_legend(figure, axes[0, 0], axes[1, 1], title="one seed each")
+    label_axes(axes[1, 1], "epoch", "test accuracy / %", title="in full")
+    note = f"trials: one seed each; in full: {describe_seeds(named_runs)}"
+    add_legend(figure, axes[0, 0], axes[1, 1], title=note)
     return figure
 
 
@@ -698,7 +707,21 @@ SEARCHES = {  # groups that share axes; the first one names the picture
 PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "time": draw_time,
     "fast94_vgg8": draw_fast94,
-    "label_noise_agnews12k": draw_label_noise,
+    "label_noise_agnews12k": partial(
+        draw_mixing,
+        "label_noise_agnews12k",
+        "label_noise_search_agnews12k",
+        "Mixing of samples where 40 % of the training labels are wrong\n"
+        f"{SMALL_TEXTS}, AdamW, 8 epochs",
+        ", which has its own wrong labels",
+    ),
+    "few_rows_agnews12k": partial(
+        draw_mixing,
+        "few_rows_agnews12k",
+        "few_rows_search_agnews12k",
+        "Mixing of samples on few rows\nTransformer, 2,880 rows of AG News, AdamW, 20 epochs",
+        "",
+    ),
     "critical_batch": draw_critical_batch,
     "dynamic_batching": draw_dynamic_batching,
     "schedules": draw_schedules,
@@ -707,7 +730,20 @@ PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "scaling": draw_scaling,
     "pareto": draw_pareto,
     "defaults_cifar10_20pct": draw_defaults,
-    "tuning_agnews12k": draw_tuning,
+    "tuning_cifar10_20pct": partial(
+        draw_tuning,
+        "tuning_cifar10_20pct",
+        "defaults_cifar10_20pct",
+        ("lr", "momentum", "weight_decay"),
+        f"{SMALL_IMAGES}, SGD; trials: 5 epochs, a fifth held out; in full: 10 epochs",
+    ),
+    "tuning_agnews12k": partial(
+        draw_tuning,
+        "tuning_agnews12k",
+        "defaults_agnews12k",
+        ("lr", "token_dropout", "dropout"),
+        f"{SMALL_TEXTS}, 8 epochs; trials: half of the rows, a fifth held out",
+    ),
     "optimizers_agnews12k": partial(
         draw_optimizers, "agnews12k", f"{SMALL_TEXTS}, batch 128, 8 epochs"
     ),
