@@ -48,12 +48,14 @@ def select(texts: Texts, rows: torch.Tensor) -> Texts:
     return [texts[0][row] for row in rows.tolist()], [texts[1][row] for row in rows.tolist()]
 
 
-def accuracies(train: Texts, test: Texts, *, longest: int, rarest: int) -> dict[float, float]:
-    """Return the accuracy in percent on `test` for each C."""
-    vectors = TfidfVectorizer(sublinear_tf=True, ngram_range=(1, longest), min_df=rarest)
+def accuracies(
+    train: Texts, test: Texts, *, longest: int, min_documents: int, strengths: Sequence[float]
+) -> dict[float, float]:
+    """Return the accuracy in percent on `test` for each C of `strengths`."""
+    vectors = TfidfVectorizer(sublinear_tf=True, ngram_range=(1, longest), min_df=min_documents)
     train_features, test_features = vectors.fit_transform(train[0]), vectors.transform(test[0])
     reached = {}
-    for strength in STRENGTHS:
+    for strength in strengths:
         model = LogisticRegression(C=strength, max_iter=ITERATIONS).fit(train_features, train[1])
         reached[strength] = 100 * model.score(test_features, test[1])
     return reached
@@ -62,25 +64,32 @@ def accuracies(train: Texts, test: Texts, *, longest: int, rarest: int) -> dict[
 def search(train: Texts, seeds: Sequence[int]) -> list[dict[str, Any]]:
     """Return settings and their mean accuracy on held-out rows, the best first."""
     labels, results = torch.tensor(train[1]), []
-    for longest, rarest in itertools.product(SEQUENCES, MIN_DOCUMENTS):
+    for longest, min_documents in itertools.product(SEQUENCES, MIN_DOCUMENTS):
         reached = []
         for seed in seeds:
             held_out, rest = held_out_rows(labels, HELD_OUT, seed=seed)
             parts = select(train, rest), select(train, held_out)
-            reached.append(accuracies(*parts, longest=longest, rarest=rarest))
+            reached.append(
+                accuracies(
+                    *parts, longest=longest, min_documents=min_documents, strengths=STRENGTHS
+                )
+            )
         for strength in STRENGTHS:
             means = [each[strength] for each in reached]
-            setting = {"words": longest, "min_documents": rarest, "C": strength}
+            setting = {"words": longest, "min_documents": min_documents, "C": strength}
             results.append({**setting, "held_out": statistics.mean(means)})
         best = max(results, key=lambda each: each["held_out"])
-        print(f"up to {longest} words, in {rarest} texts at least; best so far: {best}", flush=True)
+        print(f"words <= {longest}, texts >= {min_documents}; best so far: {best}", flush=True)
     return sorted(results, key=lambda each: -each["held_out"])
 
 
 def in_full(train: Texts, test: Texts, setting: Mapping[str, Any]) -> float:
     """Return the accuracy on the test set in percent, of this setting trained on all rows."""
-    words, rarest = setting["words"], setting["min_documents"]
-    return accuracies(train, test, longest=words, rarest=rarest)[setting["C"]]
+    longest, min_documents, strength = setting["words"], setting["min_documents"], setting["C"]
+    reached = accuracies(
+        train, test, longest=longest, min_documents=min_documents, strengths=[strength]
+    )
+    return reached[strength]
 
 
 def main() -> None:
