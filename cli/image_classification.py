@@ -40,6 +40,7 @@ MODEL_FLAGS = ("arch",)  # which weights must share with the model
 WHITENING_ROWS = 1000  # images whose patches are enough for the first layer of VGG8
 LARGEST_PAD = 127  # pixels; the offset of a crop is kept in a byte
 LARGEST_IMAGE_SIZE = 4096  # pixels a side; a batch of larger images fits into no memory
+MOST_SMALL_STAGES = 4  # a model is compiled for each size of images, and torch limits how often
 
 
 def long_run_hint(args: Namespace, run: Run) -> str:
@@ -124,6 +125,15 @@ def add_flags(parser: Parser) -> None:
         default=24,
         metavar="PIXELS",
         help="Scale images of --small_epochs to this many pixels a side (default %(default)s).",
+    )
+    add(
+        "--small_stages",
+        type=number(int, 1, MOST_SMALL_STAGES),
+        default=1,
+        metavar="N",
+        help="Divide --small_epochs into N stages of about equal length, whose images grow evenly "
+        "from --small_size towards their own size: 16 and 24 pixels of 32 in two stages (default "
+        "%(default)s).",
     )
     add(
         "--test_views",
@@ -233,6 +243,11 @@ def create_augmentation(args: Namespace, size: int, channels: int) -> Augmentati
             f"--small_size {args.small_size}: --arch {args.arch} cannot take images of so few "
             "pixels a side; give more, or leave --small_epochs out"
         )
+    if args.small_epochs and args.small_stages > args.small_epochs:
+        raise InputError(
+            f"--small_stages {args.small_stages}: there are only {args.small_epochs} "
+            "--small_epochs, and a stage has at least one; give fewer"
+        )
     if args.augment == "none":
         if args.alternate_flip or args.crop_pad or args.crop_fill != "black":
             raise InputError(
@@ -253,6 +268,7 @@ def create_augmentation(args: Namespace, size: int, channels: int) -> Augmentati
         alternate=args.alternate_flip,
         small_epochs=args.small_epochs,
         small_size=args.small_size,
+        small_stages=args.small_stages,
     )
 
 

@@ -66,7 +66,9 @@ OF_SLAMB = ["compress_ratio", "compress_warmup", "beta3", "selection", "node_gro
 ALONE = "in a single process"
 CONDITIONS = (
     # ---- data
-    Condition(["small_size"], "without --small_epochs", lambda args: args.small_epochs > 0),
+    Condition(
+        ["small_size", "small_stages"], "without --small_epochs", lambda args: args.small_epochs > 0
+    ),
     Condition(
         ["weights", "tokenizer", "vocab_size"], "with --resume", lambda args: args.resume is None
     ),

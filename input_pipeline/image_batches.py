@@ -42,6 +42,8 @@ class Augmentation:
             so that two epochs show each image both ways (arXiv:2404.00498, section 3.6).
         small_epochs: in so many first epochs images are scaled down.
         small_size: pixels a side of those.
+        small_stages: those epochs are divided into so many stages, whose images grow evenly from
+            `small_size` towards their own size, which they have after the last stage.
     """
 
     pad: int
@@ -50,6 +52,14 @@ class Augmentation:
     alternate: bool = False
     small_epochs: int = 0
     small_size: int = 0
+    small_stages: int = 1
+
+    def size_of_epoch(self, epoch: int, full_size: int) -> int:
+        """Return the pixels a side that training images of `full_size` have in an epoch, from 0."""
+        if epoch >= self.small_epochs:
+            return full_size
+        stage = epoch * self.small_stages // self.small_epochs
+        return self.small_size + (full_size - self.small_size) * stage // self.small_stages
 
 
 AUGMENTATIONS = {
@@ -118,7 +128,8 @@ class ImageDataset:
             labels: (batch,) int64.
         """
         crops = self.draw_crops(epoch) if epoch is not None else None
-        small = epoch is not None and epoch < self.augmentation.small_epochs
+        full_size = self.images.size
+        size = full_size if epoch is None else self.augmentation.size_of_epoch(epoch, full_size)
         if self.pixels is not None:
             decoded = self._resident_batches(self.pixels, row_batches)
         else:
@@ -134,7 +145,7 @@ class ImageDataset:
                     reflect=self.augmentation.reflect,
                 )
             images = normalise(pixels, self.mean, std=self.std)
-            yield self._scale_down(images) if small else images, self.labels[rows]
+            yield scale_down(images, size) if size < full_size else images, self.labels[rows]
 
     def draw_crops(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Draw the crop offsets and flips of all rows for one epoch.
@@ -153,10 +164,6 @@ class ImageDataset:
         if not self.augmentation.flip:
             flips.zero_()
         return offsets.to(self.device), flips.to(self.device)
-
-    def _scale_down(self, images: Tensor) -> Tensor:
-        size = self.augmentation.small_size
-        return F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
 
     def _resident_batches(
         self, all_pixels: Tensor, row_batches: Sequence[Tensor]
@@ -212,6 +219,11 @@ def normalise(pixels: Tensor, mean: Tensor, *, std: Tensor) -> Tensor:
     means, scales = (255 * mean).repeat(width), (1 / (255 * std)).repeat(width)
     image_rows = (pixels.float().flatten(2) - means).mul_(scales)
     return image_rows.view(pixels.shape).permute(0, 3, 1, 2)
+
+
+def scale_down(images: Tensor, size: int) -> Tensor:
+    """Return (batch, channels, height, width) images with `size` pixels a side, smoothed before."""
+    return F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
 
 
 def crop_flip(

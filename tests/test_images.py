@@ -163,6 +163,14 @@ def test_images_of_the_first_epochs_are_smaller(train: ImageDataset) -> None:
     assert mean.abs().max() < 0.5 * expected.std()
 
 
+def test_small_images_grow_in_stages(train: ImageDataset) -> None:
+    train.augmentation = dataclasses.replace(
+        train.augmentation, small_epochs=5, small_size=6, small_stages=3
+    )
+    sizes = [next(iter(train.batches([torch.arange(4)], epoch)))[0].shape[-1] for epoch in range(7)]
+    assert sizes == [6, 6, 8, 8, 10, 12, 12]  # of 12 pixels
+
+
 def test_digits_are_never_mirrored() -> None:
     split = read_image_splits("digits", "")[0]["train"]
     data = ImageDataset(split, AUGMENTATIONS["digits"], mean=[0.3], std=[0.3], device=CPU)

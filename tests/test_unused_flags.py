@@ -16,6 +16,7 @@ from distributed.world import World
 SCRIPTS = {"resnet50_test": resnet50_test, "transformer_test": transformer_test}
 CASES = [  # a flag, what gives it an effect ('' is nothing), and what it is to say without
     ("--small_size 16", "--small_epochs 2", "without --small_epochs"),
+    ("--small_stages 2", "--small_epochs 2", "without --small_epochs"),
     ("--alpha 0.2", "--mixup cutmix", "without --mixup"),
     ("--alpha=0.2 --mixup meta", "--meta_policy beta", "with --meta_policy pair"),
     ("--alpha 0.2 --mixup mixup --mixup_weight 0.5", "", "with --mixup_weight"),
