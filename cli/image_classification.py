@@ -236,13 +236,6 @@ def create_augmentation(args: Namespace, size: int, channels: int) -> Augmentati
         raise InputError(
             f"--small_size {args.small_size}: images have only {size} pixels a side; give fewer"
         )
-    if args.small_epochs and not image_models.takes_smaller_images(
-        args.arch, args.small_size, channels=channels, image_size=size
-    ):
-        raise InputError(
-            f"--small_size {args.small_size}: --arch {args.arch} cannot take images of so few "
-            "pixels a side; give more, or leave --small_epochs out"
-        )
     if args.small_epochs and args.small_stages > args.small_epochs:
         raise InputError(
             f"--small_stages {args.small_stages}: there are only {args.small_epochs} "
@@ -261,7 +254,7 @@ def create_augmentation(args: Namespace, size: int, channels: int) -> Augmentati
             f"--crop_fill reflect: of {size} pixels a side 1 to {size - 1} can be reflected, not "
             f"{pad}; give another --crop_pad"
         )
-    return dataclasses.replace(
+    augmentation = dataclasses.replace(
         standard,
         pad=pad,
         reflect=args.crop_fill == "reflect",
@@ -270,6 +263,16 @@ def create_augmentation(args: Namespace, size: int, channels: int) -> Augmentati
         small_size=args.small_size,
         small_stages=args.small_stages,
     )
+    for smaller in sorted({augmentation.size_of_epoch(n, size) for n in range(args.small_epochs)}):
+        if not image_models.takes_smaller_images(
+            args.arch, smaller, channels=channels, image_size=size
+        ):
+            raise InputError(
+                f"--small_epochs {args.small_epochs}: --arch {args.arch} cannot take images of "
+                f"{smaller} pixels a side; change --small_size or --small_stages, or leave "
+                "--small_epochs out"
+            )
+    return augmentation
 
 
 def create_model(

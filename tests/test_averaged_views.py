@@ -93,6 +93,14 @@ def test_a_network_may_not_take_smaller_images() -> None:
         assert found == expected
 
 
+def test_a_network_has_to_take_the_images_of_each_stage(refused, monkeypatch) -> None:
+    monkeypatch.setattr(
+        image_models, "takes_smaller_images", lambda arch, size, *, channels, image_size: size != 6
+    )
+    flags = "--dataset digits --small_epochs 2 --small_size 4 --small_stages 2"
+    refused("images", flags, "cannot take images of 6 pixels")
+
+
 def test_noise_gives_a_share_of_each_class_other_labels() -> None:
     labels = torch.arange(4000) % 4
     noisy = with_noise(labels, 0.25, classes=4, seed=3)
