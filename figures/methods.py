@@ -1,6 +1,6 @@
 """The methods in the pictures: their names, and the colour and the marker that each always has.
 
-    labels = LABELS["mixup_agnews12k"]           # {name of a run: label}
+    labels = LABELS["few_rows_agnews12k"]        # {name of a run: label}
     styles = line_styles(labels.values())        # {label: keyword arguments of Axes.plot}
 
 A label is the name of a method, or 'method, setting'. The settings of one method share its colour
@@ -36,6 +36,7 @@ STYLES: Mapping[str, tuple[str, str]] = {  # colour and marker; no two methods s
     # mixing of samples
     "no mixing": (GREY, "o"),
     "mixup": (ORANGE, "s"),
+    "CutMix": (BLUE, "D"),
     "meta-mixup": (SKY, "D"),
     # rules for the batch size
     "static": (GREY, "s"),
@@ -89,13 +90,6 @@ COMPRESSIONS = (  # the same method in runs that send ever less
     ("diloco-ngd-every10", "diloco-ngd"),
     ("ngd-powersgd-rank8", "ngd-powersgd"),
 )
-MIXING = {
-    "none": "no mixing",
-    "mixup": "mixup",
-    "mixup-tokens": "mixup, of tokens",
-    "meta": "meta-mixup",
-    "meta-tokens": "meta-mixup, of tokens",
-}
 BATCH_RULES = {
     "static": "static",
     "cosine": "static, 32, with a cosine",
@@ -151,8 +145,20 @@ LABELS: Mapping[str, Mapping[str, str]] = {
         **SENT,
         "slamb-int4-lr0.08": "SLAMB, 40 % in 4 bits",
     },
-    "mixup_cifar10_10pct": MIXING,
-    "mixup_agnews12k": MIXING,
+    "mixup_cifar10_10pct": {
+        "none": "no mixing",
+        "mixup0.2": "mixup, alpha 0.2",
+        "mixup1": "mixup, alpha 1",
+        "cutmix": "CutMix",
+        "meta-pair": "meta-mixup, a weight for each pair",
+    },
+    "mixup_agnews6k": {
+        "none": "no mixing",
+        "mixup1": "mixup, alpha 1",
+        "mixup1-tokens": "mixup, alpha 1, of tokens",
+        "meta-pair": "meta-mixup, a weight for each pair",
+        "meta-pair-tokens": "meta-mixup, a weight for each pair, of tokens",
+    },
     "dynamic_batch_cifar10_20pct": BATCH_RULES,
     "schedules_cifar10_20pct": SCHEDULES,
     "defaults_cifar10_20pct": {

@@ -681,15 +681,6 @@ def plot_efficiency(
 
 # -------------------------------------------------------------------- all pictures
 
-OVERVIEWS = {
-    "agnews12k": f"The naive Bayes prior and bf16\n{SMALL_TEXTS}, AdamW, two cores",
-    "mixup_agnews12k": (
-        f"Mixing of samples\n{SMALL_TEXTS} (5 % of them held out), AdamW, one core each"
-    ),
-    "mixup_cifar10_10pct": (
-        "Mixing of samples\nResNet-20, 10 % of CIFAR-10 (5 % of it held out), SGD, one core each"
-    ),
-}
 SEARCHES = {  # groups that share axes; the first one names the picture
     ("optimizer_search_cifar10_20pct", "soap_search_cifar10_20pct"): (
         f"{SMALL_IMAGES}, batch 128, 6 epochs, 10 % held out"
@@ -707,6 +698,20 @@ SEARCHES = {  # groups that share axes; the first one names the picture
 PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "time": draw_time,
     "fast94_vgg8": draw_fast94,
+    "mixup_cifar10_10pct": partial(
+        draw_mixing,
+        "mixup_cifar10_10pct",
+        "mixup_search_cifar10_10pct",
+        "Mixing of samples\nResNet-20, 4,000 images of CIFAR-10 at 24 pixels, SGD, 30 epochs",
+        "",
+    ),
+    "mixup_agnews6k": partial(
+        draw_mixing,
+        "mixup_agnews6k",
+        "mixup_search_agnews6k",
+        "Mixing of pooled texts and of tokens\nTransformer, 4,800 rows of AG News, AdamW, 8 epochs",
+        "",
+    ),
     "label_noise_agnews12k": partial(
         draw_mixing,
         "label_noise_agnews12k",
@@ -753,6 +758,10 @@ PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
     "optimizers_vgg8": partial(
         draw_optimizers, "vgg8", "VGG8, all of CIFAR-10 at 24 pixels, batch 128"
     ),
-    **{group: partial(draw_overview, group, title) for group, title in OVERVIEWS.items()},
+    "agnews12k": partial(
+        draw_overview,
+        "agnews12k",
+        f"The naive Bayes prior and bf16\n{SMALL_TEXTS}, AdamW, two cores",
+    ),
     **{names[0]: partial(draw_optimizer_search, names, title) for names, title in SEARCHES.items()},
 }
