@@ -36,7 +36,6 @@ STYLES: Mapping[str, tuple[str, str]] = {  # colour and marker; no two methods s
     # mixing of samples
     "no mixing": (GREY, "o"),
     "mixup": (ORANGE, "s"),
-    "CutMix": (BLUE, "D"),
     "meta-mixup": (SKY, "D"),
     # rules for the batch size
     "static": (GREY, "s"),
@@ -149,7 +148,6 @@ LABELS: Mapping[str, Mapping[str, str]] = {
         "none": "no mixing",
         "mixup0.2": "mixup, alpha 0.2",
         "mixup1": "mixup, alpha 1",
-        "cutmix": "CutMix",
         "meta-pair": "meta-mixup, a weight for each pair",
     },
     "mixup_agnews6k": {
