@@ -593,6 +593,7 @@ def create_trainer_config(
         average_decay=args.ema,
         num_views=num_views(args),
         sync_batch_norm=args.sync_bn,
+        eval_every=args.eval_every,
         save_every=args.save_every,
         keep=args.keep,
         save_in_background={"auto": None, "yes": True, "no": False}[args.save_in_background],

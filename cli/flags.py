@@ -1003,6 +1003,14 @@ def add_run(parser: Parser) -> None:
         common=True,
     )
     add(
+        "--eval_every",
+        type=count,
+        default=1,
+        metavar="EPOCHS",
+        help="Evaluate after each epoch whose number is a multiple of this one, and after the last "
+        "epoch; the best epoch is one of these (default %(default)s).",
+    )
+    add(
         "--save_every",
         type=natural,
         default=0,

@@ -24,6 +24,7 @@ from figures import table, unlogged_flags
 from figures.pictures import PICTURES, overview
 from figures.run_logs import LOGS, ROOT, by_label, by_name, read_groups
 from training.atomic_file import atomic_write
+from training.epoch_report import is_evaluated
 
 HERE = ROOT / "figures"
 PLAN = HERE / "experiments.yaml"
@@ -114,7 +115,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--labels: {len(args.labels)} names for {len(args.runs)} --runs; give one for each"
         )
     named_runs = by_label(args.runs, args.labels) if args.labels else by_name(args.runs)
-    save(overview(named_runs, args.title or ""), args.out)
+    evaluated = {
+        name: [list(filter(is_evaluated, rows)) for rows in runs]
+        for name, runs in named_runs.items()
+    }
+    for name, runs in evaluated.items():
+        if not all(runs):
+            raise InputError(f"{name}: no epoch has been evaluated yet; train longer")
+    save(overview(evaluated, args.title or ""), args.out)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from training.epoch_report import (
     EpochResult,
     epoch_result,
     how_chosen,
+    is_evaluated,
     training_seconds,
 )
 from training.run_log import CONFUSION_FILE
@@ -127,16 +128,22 @@ class ReportedRun:
         return "val" if any("val_accuracy" in row for row in self.rows) else "test"
 
     def values(self, key: str, scale: float = 1.0) -> list[Point]:
-        """(epoch, value) of each epoch, the value None where the row has none."""
-        return [(row["epoch"], scaled(row.get(key), scale)) for row in self.rows]
+        """(epoch, value) of each epoch, the value None where a row should have one."""
+        return [(row["epoch"], scaled(row.get(key), scale)) for row in self._rows_of(key)]
 
     def values_in_time(self, key: str, unit: float, scale: float = 1.0) -> list[Point]:
         """(training time, value) of each epoch whose time is known; the time in `unit` seconds."""
         return [
             (training_seconds(row) / unit, scaled(row.get(key), scale))
-            for row in self.rows
+            for row in self._rows_of(key)
             if "seconds" in row
         ]
+
+    def _rows_of(self, key: str) -> list[dict[str, float]]:
+        """The epochs that may have a value: of an evaluation set only those that were evaluated."""
+        if key.partition("_")[0] not in EVAL_SETS:
+            return self.rows
+        return [row for row in self.rows if is_evaluated(row)]
 
     def last(self, key: str) -> float | None:
         """A value after the last epoch, or None."""
@@ -162,7 +169,12 @@ class ReportedRun:
     def how_best_was_chosen(self) -> str:
         """A remark on the accuracy of the best epoch."""
         meta_learned = self.flags.get("mixup") == "meta"
-        return how_chosen(len(self.rows), chosen_on=self.chosen_on, meta_learned=meta_learned)
+        return how_chosen(
+            len(self.rows),
+            sum(map(is_evaluated, self.rows)),
+            chosen_on=self.chosen_on,
+            meta_learned=meta_learned,
+        )
 
     def device_hours(self) -> float | None:
         """Hours times devices, or None where the time is not known."""

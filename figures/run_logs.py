@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import InputError
+from training.epoch_report import is_evaluated
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "figures" / "logs"
@@ -126,19 +127,19 @@ def accuracy(row: Row) -> float:
 def epochs_to(target: float, rows: Sequence[Row]) -> float:
     """Return how many epochs a run needs for an accuracy, with a fraction; infinite if it fails.
 
-    Within an epoch the accuracy is taken to grow evenly, from 0 in the first.
+    Between evaluations the accuracy is taken to grow evenly, from 0 at the start.
 
     Args:
         target: the accuracy in percent.
         rows: of the run's epochs.
     """
-    before = 0.0
-    for row in rows:
+    before, epochs_before = 0.0, 0
+    for row in filter(is_evaluated, rows):
         reached = accuracy(row)
         if reached >= target:
             share = (target - before) / (reached - before) if reached > before else 1.0
-            return row["epoch"] - 1 + share
-        before = reached
+            return epochs_before + share * (row["epoch"] - epochs_before)
+        before, epochs_before = reached, row["epoch"]
     return math.inf
 
 

@@ -230,6 +230,7 @@ def test_the_only_epoch_was_not_chosen():
         chosen_on="test",
         meta_learned=False,
         unsaved=(),
+        evaluations=1,
         seconds=1.0,
         samples_per_second=1.0,
         peak_memory_bytes=1,
@@ -371,6 +372,7 @@ def test_training_goes_on_from_the_best_checkpoint_in_a_folder_of_its_own(copied
 
 
 def test_training_goes_on_from_best_where_last_is_damaged(copied, monkeypatch):
+    shutil.copy(copied / "last.pt", copied / "last-1.pt")  # later than the best, whichever it is
     (copied / "last.pt").write_bytes(b"cut")
     flags = ["--resume", copied / "best.pt", "--epochs", "3"]
     message = run(resnet50_test, *flags, monkeypatch=monkeypatch, code=2)

@@ -131,7 +131,7 @@ def test_a_correction_comes_where_evaluation_takes_much_longer():
 
 def test_without_evaluation_there_is_nothing_to_wait_for():
     clock = Clock()
-    estimate = TimeEstimate(clock, evaluates=False)
+    estimate = TimeEstimate(clock, eval_every=0)
     estimate.start_epoch(0, epochs=1, step=0, samples=1000, done=0)
     assert steps(estimate, clock, first=1, last=50, seconds=6) == ["about 10 min in all"]
 
@@ -310,7 +310,7 @@ def test_rows_fit_80_characters(missing, expected, tmp_path, capsys):
 
 def test_titles_come_again_where_the_columns_change(tmp_path, capsys):
     log = RunLog(tmp_path, is_main=True)
-    rows = [ROW, ROW, {**ROW, "val_accuracy": None}]
+    rows = [ROW, ROW, {key: value for key, value in ROW.items() if key != "val_accuracy"}]
     for number in range(1, 4):
         log.epoch(rows[:number])
     lines = capsys.readouterr().out.splitlines()

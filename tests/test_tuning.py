@@ -120,6 +120,7 @@ def test_a_message_about_a_space_is_short(tmp_path):
             (f"{name}: {{choice: [0.5]}}", f"{name}: the sweep sets this flag")
             for name in ("out", "output_dir", "resume", "checkpoint", "val_fraction", "test")
         ),
+        ("eval_every: {choice: [1]}", "eval_every: the sweep sets this flag"),
         ("no-test: {choice: [true]}", "the sweep sets this flag"),
         ("help: {choice: [true]}", "this flag cannot be searched"),
         ("recipe: {choice: [best, fast94]}", "this flag cannot be searched"),

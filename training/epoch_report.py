@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +25,21 @@ def epoch_columns(evaluated: Mapping[str, Evaluation], suffix: str = "") -> dict
     return columns
 
 
+def blank_columns(names: Iterable[str]) -> dict[str, float | None]:
+    """The same columns of an epoch without an evaluation, for sets of these names."""
+    return {f"{name}_{what}": None for name in names for what in ("loss", "accuracy")}
+
+
+def is_evaluated(row: Mapping[str, Any]) -> bool:
+    """Whether there was an evaluation after the epoch of a row of metrics.jsonl."""
+    return any(row.get(f"{name}_accuracy") is not None for name in EVAL_SET_NAMES)
+
+
 def epoch_row(
     progress: Progress,
     totals: StepTotals,
     *,
-    evaluated: dict[str, float],
+    evaluated: Mapping[str, float | None],
     lr: float,
     batch_size: int,
     world: World,
@@ -40,7 +50,7 @@ def epoch_row(
         progress: of the run, the epoch still being counted as not done.
         totals: the epoch's sums over all ranks. Skipped steps are not in them; if all of them
             were skipped, loss and accuracy are not a number.
-        evaluated: loss and accuracy on each evaluation set.
+        evaluated: loss and accuracy on each evaluation set; None where there was no evaluation.
         lr: the learning rate of the last step.
         batch_size: the global batch.
         world: the ranks; their `bytes_sent` is the epoch's.
@@ -136,6 +146,7 @@ class RunSummary:
         chosen_on: name of the evaluation set that chose the best epoch, 'val' or 'test'.
         meta_learned: whether a mixing policy learned from the rows of 'val'.
         unsaved: of 'last' and 'best', what the last save failed to write.
+        evaluations: how many epochs were evaluated, among which the best one is.
         seconds: of all epochs, those before the run was resumed included.
         samples_per_second: of the training steps.
         peak_memory_bytes: of this rank's device, or of its process on a CPU.
@@ -147,6 +158,7 @@ class RunSummary:
     chosen_on: str
     meta_learned: bool
     unsaved: Collection[str]
+    evaluations: int
     seconds: float
     samples_per_second: float
     peak_memory_bytes: int
@@ -154,18 +166,26 @@ class RunSummary:
 
     def how_chosen(self) -> str:
         """How the best epoch was chosen, and what that means for its accuracy."""
-        return how_chosen(self.last.epoch, chosen_on=self.chosen_on, meta_learned=self.meta_learned)
+        return how_chosen(
+            self.last.epoch,
+            self.evaluations,
+            chosen_on=self.chosen_on,
+            meta_learned=self.meta_learned,
+        )
 
 
-def how_chosen(epochs: int, *, chosen_on: str, meta_learned: bool) -> str:
+def how_chosen(epochs: int, evaluations: int, *, chosen_on: str, meta_learned: bool) -> str:
     """How the best of so many epochs was chosen, and what that means for its accuracy.
 
     Args:
         epochs: of the run by now.
+        evaluations: how many of them were evaluated.
         chosen_on, meta_learned: as of `RunSummary`.
     """
     if epochs == 1:
         return "the only epoch"
+    if evaluations == 1:
+        return "the only epoch that was evaluated"
     if chosen_on == "test":
         return "chosen on the test set, so it is optimistic"
     if meta_learned:
@@ -195,6 +215,7 @@ def run_summary(
         chosen_on=chosen_on,
         meta_learned=meta_learned,
         unsaved=unsaved,
+        evaluations=sum(map(is_evaluated, progress.rows)),
         seconds=progress.seconds,
         samples_per_second=progress.samples / max(train_seconds, 1e-9),
         peak_memory_bytes=peak_memory(world.device),

@@ -39,6 +39,7 @@ class Column:
         format: of a value.
         factor: by which a value is multiplied.
         is_optional: left out where the line would become longer than `MAX_WIDTH`.
+        may_be_empty: there also where the value is None.
     """
 
     title: str
@@ -47,10 +48,13 @@ class Column:
     format: str = "{}"
     factor: int = 1
     is_optional: bool = False
+    may_be_empty: bool = False
 
     def show(self, row: Mapping[str, Any]) -> str:
         """The value of a row, in fewer digits where it would not fit."""
         value = row[self.key]
+        if value is None:
+            return ""
         if isinstance(value, str):
             return value
         formats = (self.format, "{:.0f}", "{:.1e}", "{:.0e}")
@@ -65,8 +69,8 @@ COLUMNS = (
     Column("epoch", "epoch", 5, "{:d}"),
     Column("train loss", "train_loss", 10, "{:.4f}"),
     Column("train %", "train_accuracy", 7, "{:.2f}", 100),
-    Column("val %", "val_accuracy", 6, "{:.2f}", 100),
-    Column("test %", "test_accuracy", 6, "{:.2f}", 100),
+    Column("val %", "val_accuracy", 6, "{:.2f}", 100, may_be_empty=True),
+    Column("test %", "test_accuracy", 6, "{:.2f}", 100, may_be_empty=True),
     Column("lr", "lr", 8, "{:.3g}"),
     Column("batch", "batch_size", 6, "{:d}", is_optional=True),
     Column("lambda", "mean_lambda", 6, "{:.3f}", is_optional=True),
@@ -79,7 +83,11 @@ COLUMNS = (
 
 def fitting_columns(row: Mapping[str, Any]) -> list[Column]:
     """The columns of a row's values: all that are not optional, and of the others what fits."""
-    present = [column for column in COLUMNS if row.get(column.key) is not None]
+    present = [
+        column
+        for column in COLUMNS
+        if row.get(column.key) is not None or (column.may_be_empty and column.key in row)
+    ]
     chosen = [column for column in present if not column.is_optional]
     for column in present:
         widths = [len(GAP) + other.width for other in (*chosen, column)]

@@ -1,6 +1,6 @@
 """How long a run takes, from the steps that it has done itself.
 
-    estimate = TimeEstimate(clock=time.perf_counter, evaluates=True)
+    estimate = TimeEstimate(clock=time.perf_counter, eval_every=1)
     estimate.start_epoch(0, epochs=50, step=0, samples=50_000, done=0)
     estimate.observe(step=20, samples=2_560)       # at logging intervals; nothing waits for a GPU
     estimate.announcement()                        # once: "about 20 min an epoch, 16 h in all"
@@ -63,18 +63,18 @@ class TimeEstimate:
 
     Args:
         clock: gives the time in seconds.
-        evaluates: whether the run evaluates after each epoch.
+        eval_every: epochs from one evaluation to the next, which the last epoch has in any case;
+            0 is none at all.
         hint: what makes a run shorter; follows the announcement of a long one.
     """
 
-    def __init__(
-        self, clock: Callable[[], float], *, evaluates: bool = True, hint: str = ""
-    ) -> None:
-        self.clock, self.hint = clock, hint
+    def __init__(self, clock: Callable[[], float], *, eval_every: int = 1, hint: str = "") -> None:
+        self.clock, self.eval_every, self.hint = clock, eval_every, hint
         self.started = clock()
         self.seconds_per_sample: float | None = None
-        self.between_epochs = 0.0  # seconds of evaluating and saving
-        self.is_complete = not evaluates  # whether `between_epochs` is known
+        self.saving = 0.0  # seconds between two epochs without an evaluation
+        self.evaluating = 0.0  # and with one, which are of saving as well
+        self.is_complete = not eval_every  # whether those of an evaluation are known
         self.is_stable = False  # whether enough was measured to be announced
         self.warm_seconds = 0.0  # of whole epochs after the first one
         self.first_epoch: int | None = None  # that this process works on
@@ -139,19 +139,35 @@ class TimeEstimate:
             self.is_stable |= self.warm_seconds >= MIN_SECONDS
         self.done, self.epoch_start = self.samples, Mark(now, 0, self.samples)
 
-    def end_epoch(self) -> None:
-        """Note that the run has evaluated and saved since `end_steps`."""
-        self.between_epochs = self.clock() - self.epoch_start.time
-        self.is_complete, self.in_epoch = True, False
+    def end_epoch(self, is_evaluated: bool = True) -> None:
+        """Note that the run has saved, and has evaluated or not, since `end_steps`."""
+        seconds = self.clock() - self.epoch_start.time
+        if is_evaluated and self.eval_every:
+            self.evaluating, self.is_complete = seconds, True
+        else:
+            self.saving = seconds
+        self.in_epoch = False
         self.epoch += 1
 
     # ---------------------------------------------------------------- adding up
 
     def epoch_seconds(self) -> float | None:
-        """Seconds of a whole epoch; None until the speed is known."""
+        """Seconds of a whole epoch, in the mean of those left; None until the speed is known."""
         if self.seconds_per_sample is None:
             return None
-        return self.samples * self.seconds_per_sample + self.between_epochs
+        between = self.saving
+        left = self.epochs - self.epoch
+        if left and self.is_complete:
+            evaluations = self._evaluations(self.epochs) - self._evaluations(self.epoch)
+            between += evaluations / left * (self.evaluating - self.saving)
+        return self.samples * self.seconds_per_sample + between
+
+    def _evaluations(self, epochs: int) -> int:
+        """How many evaluations there are in so many first epochs of the run."""
+        if not self.eval_every:
+            return 0
+        has_another = epochs == self.epochs and epochs % self.eval_every != 0
+        return epochs // self.eval_every + has_another
 
     def seconds_left(self) -> float | None:
         """Seconds until the end of the run; None until the speed is known."""

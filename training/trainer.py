@@ -44,6 +44,7 @@ from training.checkpoint_manager import CheckpointManager
 from training.epoch_report import (
     EVAL_SET_NAMES,
     RunSummary,
+    blank_columns,
     epoch_columns,
     epoch_row,
     run_summary,
@@ -78,6 +79,7 @@ class TrainerConfig:
         average_decay: decay of the average of the weights that is evaluated; 0 is none.
         num_views: views of each image, over which the outputs of the trained model are averaged.
         sync_batch_norm: BatchNorm statistics over all GPUs.
+        eval_every: epochs from one evaluation to the next; the last epoch has one in any case.
         save_every: steps between checkpoints within an epoch; 0 is none.
         keep: how many checkpoints stay: last.pt and those before it.
         save_in_background: write checkpoints while the loop goes on; None is where the model is
@@ -97,6 +99,7 @@ class TrainerConfig:
     average_decay: float = 0.0
     num_views: int = 1
     sync_batch_norm: bool = False
+    eval_every: int = 1
     save_every: int = 0
     keep: int = 1
     save_in_background: bool | None = False
@@ -107,7 +110,7 @@ class TrainerConfig:
 
 
 class Trainer:
-    """Fits a model to a training set and evaluates it after each epoch.
+    """Fits a model to a training set and evaluates it between epochs.
 
     Args:
         model: on its device, not wrapped for data parallelism.
@@ -177,7 +180,9 @@ class Trainer:
         self.compute_timer = ComputeTimer(world.device) if config.time_compute else None
         self.clock = TrainClock(self.progress, self.compute_timer)
         self.time_estimate = TimeEstimate(
-            log.clock, evaluates=bool(eval_sets), hint=config.long_run_hint
+            log.clock,
+            eval_every=config.eval_every if eval_sets else 0,
+            hint=config.long_run_hint,
         )
         self.noise_meter: NoiseMeter | None = None
         if config.measure_noise_scale:
@@ -502,11 +507,14 @@ class Trainer:
     # ---------------------------------------------------------------- the end of an epoch
 
     def finish_epoch(self) -> None:
-        """Evaluate, decide the next epoch's batches, save, write the epoch's row."""
+        """Evaluate if it is due, decide the next epoch's batches, save, write the epoch's row."""
         progress = self.progress
         totals = self.sums.totals(self.world)
         start = time.perf_counter()
-        evaluated = self.evaluate()
+        self.sync_replicas()  # after each epoch, so that evaluating changes no training
+        number = progress.epoch + 1
+        is_evaluated = number % self.config.eval_every == 0 or number == self.config.epochs
+        evaluated = self.evaluate() if is_evaluated else blank_columns(self.eval_sets)
         eval_seconds = time.perf_counter() - start
         progress.seconds += eval_seconds
         progress.eval_seconds += eval_seconds
@@ -537,12 +545,12 @@ class Trainer:
         progress.epoch, progress.step_in_epoch, progress.train_seconds = progress.epoch + 1, 0, 0.0
         self.world.reset_bytes()
         self.sums.start_epoch()
-        accuracy = row[f"{self.chosen_on}_accuracy"]
+        accuracy = row[f"{self.chosen_on}_accuracy"]  # or None
         self.checkpoints.wait()  # then the best epoch is one that could be written
         best = progress.best
         if best.get("chosen_on", self.chosen_on) != self.chosen_on:
             best = Progress().best  # a resumed run with other evaluation sets cannot compare them
-        is_best = accuracy > best["accuracy"]
+        is_best = accuracy is not None and accuracy > best["accuracy"]
         if is_best:
             progress.best = {
                 "chosen_on": self.chosen_on,
@@ -551,7 +559,7 @@ class Trainer:
                 "test_accuracy": row.get("test_accuracy"),
             }
         self.checkpoints.save(progress, previous_best=best if is_best else None)
-        self.time_estimate.end_epoch()
+        self.time_estimate.end_epoch(is_evaluated)
         self.log.epoch(progress.rows, self.time_estimate.seconds_left())
         for line in self.time_estimate.announcement():
             self.log.info(line)
@@ -561,17 +569,13 @@ class Trainer:
             self.log.tables("policy", self.meta_learner.tables(), self.metadata["classes"])
 
     def evaluate(self) -> dict[str, float]:
-        """Loss and accuracy on each evaluation set, all ranks having the same weights.
+        """Loss and accuracy on each evaluation set, after `sync_replicas`.
 
         They are those of the averaged weights where the run averages them. After the last epoch
         they are there over several views of each image as well, where the run has them. The log
         gets how often each class was taken for each.
         """
-        self.sync_replicas()
-        model = self.model
-        if self.average is not None:
-            model = self.average.model
-            self.world.average_buffers(model)
+        model = self.model if self.average is None else self.average.model
         classes = self.metadata.get("classes", ())
         evaluated = self._evaluate_model(
             model, len(classes) if len(classes) <= MAX_COUNTED_CLASSES else 0
@@ -603,8 +607,13 @@ class Trainer:
         }
 
     def sync_replicas(self) -> None:
-        """Give all ranks the same weights and BatchNorm statistics; collective."""
+        """Give all ranks the same weights and BatchNorm statistics; collective.
+
+        The averages of the weights have statistics of their own, which are made the same as well.
+        """
         self.world.average_buffers(self.model)
+        if self.average is not None:
+            self.world.average_buffers(self.average.model)
         if self.communicating is not None:
             self.communicating.average_weights()
             self.world.bytes_sent += self.communicating.take_bytes()

@@ -296,6 +296,7 @@ def create_sweep_time(config: SweepConfig, trials: int) -> SweepTime:
 def trial_arguments(config: SweepConfig, gpus: int) -> list[str]:
     """Return the arguments that all trials share, with those that the sweep sets."""
     arguments = [*config.script.arguments, "--val_fraction", str(config.val_fraction), "--no-test"]
+    arguments += ["--eval_every", "1"]  # also where a recipe has another one
     if not gpus and "threads" not in config.script.given:
         cores = len(os.sched_getaffinity(0))
         arguments += ["--threads", str(max(1, cores // (config.jobs * config.nproc)))]
