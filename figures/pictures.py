@@ -188,9 +188,11 @@ def draw_mixing(group: str, search: str, title: str, note: str, groups: Groups) 
         axes[0, 2].plot([number] * len(gains), gains, **style)
     for panel, title in ((axes[0, 0], "search: best epoch"), (axes[0, 1], "search: last epoch")):
         panel.set_xscale("log", base=2)
-        panel.set_xticks(rates, [f"{1e4 * rate:g}" for rate in rates])
+        unit = 1e-4 if min(rates) < 0.01 else 1.0  # ticks of many digits would overlap
+        xlabel = "learning rate" + (" / 0.0001" if unit < 1 else "")
+        panel.set_xticks(rates, [f"{rate / unit:g}" for rate in rates])
         panel.minorticks_off()
-        label_axes(panel, "learning rate / 0.0001", "held-out accuracy / %", title=title)
+        label_axes(panel, xlabel, "held-out accuracy / %", title=title)
     axes[0, 2].set_xticks(range(len(kinds)), kinds, rotation=45, ha="right", fontsize=8)
     axes[0, 2].axhline(0, color=GREY, linewidth=1, zorder=0)
     label_axes(axes[0, 2], "kind of mixing", "gain in test accuracy", title="in full, last epoch")
