@@ -8,11 +8,12 @@ import pytest
 
 import ranks
 import resnet50_test
+from errors import InputError
 from figures import draw, report
 from figures.run_logs import epochs_to
 from test_training import DIGITS, run
 from training.epoch_report import how_chosen, is_evaluated
-from training.run_log import fitting_columns
+from training.run_log import RunLog, fitting_columns
 from training.time_estimate import TimeEstimate
 
 FLAGS = [*DIGITS, "--epochs", "5", "--lr", "0.05", "--seed", "3"]
@@ -59,14 +60,12 @@ def test_a_run_without_an_evaluation_by_now_can_be_resumed_and_is_not_drawn(here
         if len(rows) == 2:
             signal.raise_signal(signal.SIGTERM)
 
-    from training.run_log import RunLog
-
     original = RunLog.epoch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunLog, "epoch", stop_after_the_second)
         run(resnet50_test, *flags, "--out", "cut", monkeypatch=monkeypatch, code=130)
     assert not any(map(is_evaluated, ranks.metrics(here / "cut")))
-    with pytest.raises(Exception, match="no epoch has been evaluated yet"):
+    with pytest.raises(InputError, match="no epoch has been evaluated yet"):
         draw.main(["--runs", "cut", "--out", "cut.png"])
     report.main(["cut", "--out", "cut.html"])
     run(resnet50_test, "--resume", "cut", monkeypatch=monkeypatch)
