@@ -172,6 +172,7 @@ def draw_mixing(group: str, search: str, title: str, note: str, groups: Groups) 
         return None
     figure, axes = create_panels(1, 3, title)
     styles = line_styles(kinds.values())
+    tried: set[float] = set()  # rates, of any kind
     for number, (kind, label) in enumerate(kinds.items()):
         points = sorted(
             (read_flags(search, name)["lr"], max(map(accuracy, runs[0])), accuracy(runs[0][-1]))
@@ -179,6 +180,7 @@ def draw_mixing(group: str, search: str, title: str, note: str, groups: Groups) 
             if name.partition("-lr")[0] == kind
         )
         rates, highest, at_end = zip(*points)
+        tried.update(rates)
         axes[0, 0].plot(rates, highest, label=label, **styles[label])
         axes[0, 1].plot(rates, at_end, **styles[label])
         plain = last(named_runs["none"], accuracy)
@@ -188,9 +190,10 @@ def draw_mixing(group: str, search: str, title: str, note: str, groups: Groups) 
         axes[0, 2].plot([number] * len(gains), gains, **style)
     for panel, title in ((axes[0, 0], "search: best epoch"), (axes[0, 1], "search: last epoch")):
         panel.set_xscale("log", base=2)
-        unit = 1e-4 if min(rates) < 0.01 else 1.0  # ticks of many digits would overlap
+        ticks = sorted(tried)
+        unit = 1e-4 if ticks[0] < 0.01 else 1.0  # ticks of many digits would overlap
         xlabel = "learning rate" + (" / 0.0001" if unit < 1 else "")
-        panel.set_xticks(rates, [f"{rate / unit:g}" for rate in rates])
+        panel.set_xticks(ticks, [f"{rate / unit:g}" for rate in ticks])
         panel.minorticks_off()
         label_axes(panel, xlabel, "held-out accuracy / %", title=title)
     axes[0, 2].set_xticks(range(len(kinds)), kinds, rotation=45, ha="right", fontsize=8)
