@@ -205,7 +205,6 @@ def cutmix(
     *,
     height: int,
     width: int,
-    per_sample: bool = False,
     generator: torch.Generator | None = None,
 ) -> Mix:
     """Paste a rectangle of the partner whose area is at most 1 - lambda (arXiv:1905.04899).
@@ -218,36 +217,22 @@ def cutmix(
         alpha: parameter of the Beta distribution of lambda.
         height: of the images, in pixels.
         width: of the images, in pixels.
-        per_sample: sample a rectangle for each sample instead of one for the batch.
-        generator: on the device of `labels`; without `per_sample` a CPU generator, since the one
-            rectangle is sampled on the host.
+        generator: on the CPU, since the rectangle is sampled on the host.
 
     Returns:
-        A Mix with a `box`, or with a `weight_map` of zeros and ones where `per_sample`.
+        A Mix with a `box`.
     """
     count, device = len(labels), labels.device
-    if not per_sample:
-        on_device = generator if device.type == "cpu" else None
-        partner = torch.randperm(count, generator=on_device, device=device)
-        lam = sample_beta(alpha, 1, generator=generator).item()
-        vertical = torch.rand((), generator=generator).item()
-        horizontal = torch.rand((), generator=generator).item()
-        top, bottom = _pixel_range(vertical, lam, size=height)
-        left, right = _pixel_range(horizontal, lam, size=width)
-        own = 1 - (bottom - top) * (right - left) / (height * width)
-        weight = torch.full((1,), own, device=device).expand(count)
-        return Mix(partner, weight, box=(top, bottom, left, right))
-    mix = mixup(labels, alpha, per_sample=True, generator=generator)
-    half = (1 - mix.weight).sqrt() / 2
-    centres = torch.rand(2, count, generator=generator, device=device)
-    covered = []  # of rows and of columns, (batch, height) and (batch, width)
-    for centre, size in zip(centres, (height, width)):
-        start = ((centre - half) * size).round().clamp(0, size)
-        stop = ((centre + half) * size).round().clamp(0, size)
-        pixels = torch.arange(size, device=device)
-        covered.append((pixels >= start[:, None]) & (pixels < stop[:, None]))
-    weight_map = 1.0 - (covered[0][:, None, :, None] & covered[1][:, None, None, :]).float()
-    return Mix(mix.partner, weight_map.mean((1, 2, 3)), weight_map)
+    on_device = generator if device.type == "cpu" else None
+    partner = torch.randperm(count, generator=on_device, device=device)
+    lam = sample_beta(alpha, 1, generator=generator).item()
+    vertical = torch.rand((), generator=generator).item()
+    horizontal = torch.rand((), generator=generator).item()
+    top, bottom = _pixel_range(vertical, lam, size=height)
+    left, right = _pixel_range(horizontal, lam, size=width)
+    own = 1 - (bottom - top) * (right - left) / (height * width)
+    weight = torch.full((1,), own, device=device).expand(count)
+    return Mix(partner, weight, box=(top, bottom, left, right))
 
 
 def _pixel_range(centre: float, lam: float, *, size: int) -> tuple[int, int]:

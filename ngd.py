@@ -152,8 +152,6 @@ class NGD(GradScalerOptimizer):
 
     def _apply_step(self) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
-        if any(p.grad is not None and p.grad.is_sparse for p in parameters):
-            raise RuntimeError("NGD does not take sparse gradients")
         has_grad = tuple(p.grad is not None for p in parameters)
         if has_grad not in self.batches:  # the states are views of the batches made last
             self.batches = {has_grad: self._make_batches()}

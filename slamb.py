@@ -13,8 +13,8 @@ of W ranks, with g the local gradient and k the compress ratio:
     u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w,  r = beta3^age
     trust = clamp(r |w[M]| / |u[M]| + (1 - r) |w[not M]| / |u[not M]|, 0.01, 1000) for each tensor
     w <- w - lr (r + (1 - r) / sqrt(W)) trust u;  every `local_steps` steps w <- mean of w
-What a rank has not sent yet stays in its m: the mean of m over the ranks is the momentum of the
-mean gradient at any time.
+What a rank has not sent yet stays in its m: at each step the mean of m over the ranks is the
+momentum of the mean gradient, but for the rounding to `wire_dtype` (in bf16 about 1e-3 of it).
 
 As the authors write it (`AuthorsSLAMB`), second moments are never exchanged, so that early updates
 are up to a hundred times LAMB's, and k = 1 is not LAMB. `SLAMB` averages the gradients of small
@@ -77,8 +77,11 @@ class SLAMB(CommunicatingOptimizer):
     """LAMB with sparse communication (see above), which it does itself.
 
     All ranks must call it alike, and freeze the same weights (`requires_grad`), which then stay as
-    they are. A gradient that is missing on a rank is zero there. A step that is non-finite on one
-    rank (`found_inf`) changes nothing on any. The schedule of units is the
+    they are. A gradient that is missing on some ranks is zero there; where all ranks miss it, the
+    weight and its state stay as they are. On a CPU the ranks exchange which gradients they have, by
+    a second collective, in the steps in which a rank misses one; on a GPU, where the host does not
+    wait to learn of it, in every step, as further numbers of the first. A step that is non-finite
+    on one rank (`found_inf`) changes nothing on any. The schedule of units is the
     host's: on a GPU, where the host does not wait to learn of it, the units of a skipped step miss
     their turn.
 
@@ -180,6 +183,7 @@ class SLAMB(CommunicatingOptimizer):
         self.trained: list[bool] = []  # which parameters are in them
         self.outer_step: OuterStep | None = None  # made together with the buffers
         self.checks_gradients = self.averager.size > 1  # until a step has compared them
+        self.final_ratios: list[float] = []  # of each group, after the warm-up
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -193,7 +197,6 @@ class SLAMB(CommunicatingOptimizer):
             "adapt": adapt,
         }
         super().__init__(params, defaults, amp_scaling=amp_scaling)
-        self.final_ratios = [group["compress_ratio"] for group in self.param_groups]
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle and deepcopy keep.
@@ -242,6 +245,7 @@ class SLAMB(CommunicatingOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
+        self.final_ratios.append(self.param_groups[-1]["compress_ratio"])
         self.buffers = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -270,19 +274,26 @@ class SLAMB(CommunicatingOptimizer):
         if self.buffers is None or trained != self.trained:
             self.buffers, self.trained = self._create_buffers(), trained
             self.outer_step = self._create_outer_step()
+        weights = [p for each in self.buffers for layout in each.layouts for p in layout.tensors]
+        if not weights:  # all are frozen, on all ranks
+            self.skipped = torch.zeros((), dtype=torch.float64)
+            return
         for buffers in self.buffers:
             buffers.load(self.loss_scale)
         if self.checks_gradients:
             self._warn_if_gradients_are_averaged(self.buffers)
-        skip_flag = self._average_in_node(self.buffers)
+        own_flags = self._own_flags(weights)
+        flags = self._average_in_node(self.buffers, own_flags)
         exchanges = [self._plan_exchange(buffers) for buffers in self.buffers]
-        active = self._exchange(exchanges, skip_flag)
+        flags = self._exchange(exchanges, flags)
+        self.skipped = (~flags[0].isfinite()).double()
+        active = 1 - self.skipped
         if not _is_decided_on_device(active) and not active:
             for exchange in exchanges:
                 exchange.buffers.undo_selection(exchange.units)
             return
+        self._note_missing(exchanges, flags, weights=weights)
         for exchange in exchanges:
-            exchange.buffers.group["steps"] += active
             exchange.buffers.update(exchange, active, nodes=self.averager.nodes)
         calls = self.buffers[0].group["calls"]
         if self.averager.size > 1 and calls % self.local_steps == 0:
@@ -349,25 +360,33 @@ class SLAMB(CommunicatingOptimizer):
                 stacklevel=2,
             )
 
-    def _average_in_node(self, group_buffers: list[ParamGroupBuffers]) -> Tensor:
-        """Replaces all gradients by their mean over this node's ranks.
+    def _own_flags(self, weights: list[Tensor]) -> Tensor:
+        """Returns what this rank tells the others beside its gradients; they get the mean.
 
         Returns:
-            (1,), greater than 0 where one of the ranks asks to skip the step.
+            (1,): infinite where this rank asks to skip the step, else 1 where it misses a gradient,
+            else 0. Where the host does not wait to read the mean, (1 + weights,): after that number
+            1 for each weight that has a gradient, and 0 for the others.
         """
-        grads = [buffers.g[layout] for buffers in group_buffers for layout in buffers.layouts]
-        if self.found_inf is None:
-            skip_flag = torch.zeros(1, device=grads[0].device)
-        else:
-            skip_flag = self.found_inf.reshape(1).float()
+        has_all = all(p.grad is not None for p in weights)
+        flags = torch.full((1,), 0.0 if has_all else 1.0, device=weights[0].device)
+        if self.found_inf is not None:
+            flags.masked_fill_(self.found_inf.reshape(1) != 0, math.inf)
+        if self.averager.size > 1 and _is_decided_on_device(flags):
+            flags = torch.cat([flags, _has_gradient(weights)])
+        return flags
+
+    def _average_in_node(self, group_buffers: list[ParamGroupBuffers], flags: Tensor) -> Tensor:
+        """Replaces all gradients by their mean over this node's ranks; returns that of flags."""
         if self.averager.local_size == 1:
-            return skip_flag
-        flat = torch.cat([skip_flag, *(grad.view(-1) for grad in grads)])
+            return flags
+        grads = [buffers.g[layout] for buffers in group_buffers for layout in buffers.layouts]
+        flat = torch.cat([flags, *(grad.view(-1) for grad in grads)])
         flat = self.averager.mean_in_node(flat)
-        skip_flag, *means = flat.split([1, *(grad.numel() for grad in grads)])
+        flags, *means = flat.split([len(flags), *(grad.numel() for grad in grads)])
         for grad, mean in zip(grads, means):
             grad.copy_(mean.view_as(grad))
-        return skip_flag
+        return flags
 
     def _plan_exchange(self, buffers: ParamGroupBuffers) -> GroupExchange:
         """Selects what a group exchanges in this step."""
@@ -384,41 +403,60 @@ class SLAMB(CommunicatingOptimizer):
         is_warming_up = group["calls"] <= self.dense_steps
         return self.averager.size == 1 or is_warming_up or group["compress_ratio"] >= 1
 
-    def _exchange(self, exchanges: list[GroupExchange], skip_flag: Tensor) -> Tensor:
-        """Replaces the values by their means over the ranks; the step's one collective.
+    def _exchange(self, exchanges: list[GroupExchange], flags: Tensor) -> Tensor:
+        """Replaces the values by their means over the ranks; returns the mean flags."""
+        if self.averager.size == 1:
+            return flags
+        if self.wire_bits and any(exchange.units is not None for exchange in exchanges):
+            return self._gather_quantized(exchanges, flags)
+        return self._all_reduce(exchanges, flags)
 
-        Returns:
-            (), 0 where the step must be skipped, else 1.
+    def _note_missing(
+        self, exchanges: list[GroupExchange], flags: Tensor, *, weights: list[Tensor]
+    ) -> None:
+        """Writes into the exchanges which weights have a gradient on some rank.
+
+        Args:
+            exchanges: of all groups.
+            flags: mean over the ranks of `_own_flags`.
+            weights: all weights, in the order of the exchanges.
         """
-        if self.averager.size > 1:
-            if self.wire_bits and any(exchange.units is not None for exchange in exchanges):
-                skip_flag = self._gather_quantized(exchanges, skip_flag)
+        if len(flags) > 1:
+            has_gradient = flags[1:]
+        else:
+            if self.averager.size == 1:
+                is_missing = any(p.grad is None for p in weights)
             else:
-                skip_flag = self._all_reduce(exchanges, skip_flag)
-        self.skipped = (skip_flag[0] != 0).double()
-        return 1 - self.skipped
+                is_missing = bool(flags[0] > 0)  # read by the host of a CPU, alike on all ranks
+            if not is_missing:
+                return
+            has_gradient = self.averager.mean(_has_gradient(weights).to(self.wire_dtype))
+        sizes = [len(layout.tensors) for exchange in exchanges for layout in exchange.values]
+        remaining = iter((has_gradient > 0).split(sizes))
+        for exchange in exchanges:
+            exchange.has_gradient = {layout: next(remaining) for layout in exchange.values}
 
-    def _all_reduce(self, exchanges: list[GroupExchange], skip_flag: Tensor) -> Tensor:
-        """Replaces the values by their means, sent in `wire_dtype`; returns the mean flag."""
+    def _all_reduce(self, exchanges: list[GroupExchange], flags: Tensor) -> Tensor:
+        """Replaces the values by their means, sent in `wire_dtype`; returns the mean flags."""
         values = [each for exchange in exchanges for each in exchange.values.values()]
-        flat = torch.cat([each.to(self.wire_dtype) for each in (*values, skip_flag)])
+        flat = torch.cat([each.to(self.wire_dtype) for each in (*values, flags)])
         flat = self.averager.mean_across(flat)
-        *means, skip_flag = flat.split([*(len(each) for each in values), 1])
+        *means, flags = flat.split([len(each) for each in (*values, flags)])
         remaining = iter(means)
         for exchange in exchanges:
             for layout, sent in exchange.values.items():
                 exchange.values[layout] = next(remaining).to(sent.dtype)
-        return skip_flag
+        return flags
 
-    def _gather_quantized(self, exchanges: list[GroupExchange], skip_flag: Tensor) -> Tensor:
+    def _gather_quantized(self, exchanges: list[GroupExchange], flags: Tensor) -> Tensor:
         """Replaces the values by their means, those of units sent in `wire_bits`.
 
         To the mean of the units' values each rank adds what its own have lost by rounding.
 
         Returns:
-            The mean flag.
+            The mean flags.
         """
-        pieces = [skip_flag.to(self.wire_dtype)]
+        pieces = [flags.to(self.wire_dtype)]
         for exchange in exchanges:
             for layout, values in exchange.values.items():
                 if exchange.is_sparse(layout):
@@ -427,7 +465,7 @@ class SLAMB(CommunicatingOptimizer):
                     pieces.append(values.to(self.wire_dtype))
         of_ranks = [self._decode(each, exchanges) for each in self.averager.gather(pieces)]
         # Summed in the order of the ranks, so that all of them get the same bits.
-        flag, *means = [sum(each[1:], each[0]) / len(each) for each in zip(*of_ranks)]
+        flags, *means = [sum(each[1:], each[0]) / len(each) for each in zip(*of_ranks)]
         _, *own = of_ranks[dist.get_rank(self.averager.group)]
         remaining = iter(zip(means, own))
         for exchange in exchanges:
@@ -435,10 +473,10 @@ class SLAMB(CommunicatingOptimizer):
                 mean, sent = next(remaining)
                 is_sparse = exchange.is_sparse(layout)
                 exchange.values[layout] = mean + (values - sent) if is_sparse else mean
-        return flag
+        return flags
 
     def _decode(self, pieces: list[Tensor], exchanges: list[GroupExchange]) -> list[Tensor]:
-        """Returns the flag and the values that a rank has sent, in the order of the exchanges."""
+        """Returns the flags and the values that a rank has sent, in the order of the exchanges."""
         remaining = iter(pieces)
         decoded = [next(remaining).float()]
         for exchange in exchanges:
@@ -458,6 +496,8 @@ class GroupExchange:
     buffers: ParamGroupBuffers
     units: Tensor | None  # (units,) of the large tensors; None: all of them
     values: dict[FlatLayout, Tensor]  # flat, by layout: what is averaged, then the means
+    # of each layout (tensors,), bool: whether a rank has a gradient; None: all tensors have one
+    has_gradient: dict[FlatLayout, Tensor] | None = None
 
     def is_sparse(self, layout: FlatLayout) -> bool:
         """Tells whether only the momentum of some units of this layout is exchanged."""
@@ -619,6 +659,12 @@ class ParamGroupBuffers:
             active: (), 0 where the step is skipped; a CPU step that is skipped does not come here.
             nodes: how many nodes (or ranks) exchange.
         """
+        if not self.layouts:
+            return
+        counted = active
+        if exchange.has_gradient is not None:
+            counted = active * torch.cat(list(exchange.has_gradient.values())).any()
+        self.group["steps"] += counted
         adam = AdamStep(
             betas=self.group["betas"],
             eps=self.group["eps"],
@@ -631,16 +677,33 @@ class ParamGroupBuffers:
             self.mask.zero_().view(-1).index_fill_(0, units, 1.0)
         for layout, means in exchange.values.items():
             self._take_norms(layout, self.w_norms[layout], units=units)
+            changes = self._rows_that_change(layout, exchange)
+            moments = self.m[layout], self.v[layout]
+            before = [each.clone() for each in moments] if changes is not None else []
             if units is not None and layout is self.large:
                 self._update_selected(units, means, adam=adam)
             else:
                 self._update_whole(layout, means, adam=adam)
+            if changes is not None:
+                for each, old in zip(moments, before):
+                    each.copy_(torch.where(changes, each, old))
+                self.u[layout].masked_fill_(~changes, 0.0)
             self._take_norms(layout, self.u_norms[layout], units=units)
         if self.small.rows:
             self._update_small(active)
         if self.large.rows:
-            self._update_freshness(units, active)
+            changes = self._rows_that_change(self.large, exchange)
+            self._update_freshness(units, active if changes is None else active * changes)
             self._update_large(units, active, nodes)
+
+    def _rows_that_change(self, layout: FlatLayout, exchange: GroupExchange) -> Tensor | None:
+        """Returns for each row of a layout (rows, 1) whether its tensor has a gradient.
+
+        None: all tensors have one.
+        """
+        if exchange.has_gradient is None:
+            return None
+        return exchange.has_gradient[layout].index_select(0, self.row_tensors[layout])[:, None]
 
     def _take_norms(self, layout: FlatLayout, norms: RowNorms, *, units: Tensor | None) -> None:
         """Takes the norms of the rows of what the buffer of u holds: weights, then updates.
@@ -707,14 +770,19 @@ class ParamGroupBuffers:
         return ratios
 
     def _update_freshness(self, units: Tensor | None, active: Tensor) -> None:
-        """Makes all units a step older but for those that were exchanged."""
+        """Makes all units a step older but for those that were exchanged.
+
+        Args:
+            units: what was exchanged; None: everything.
+            active: () or (rows, 1), 0 where nothing changes, else 1.
+        """
         freshness, beta3 = self.freshness, self.group["beta3"]
         if units is None:
             freshness.copy_(torch.where(active > 0, 1.0, freshness))
             return
-        freshness.mul_(1 - active * (1 - beta3))
+        freshness.mul_((1 - active * (1 - beta3)).to(freshness.dtype))
         renewed = self.mask
-        if _is_decided_on_device(active):
+        if active.ndim or _is_decided_on_device(active):
             renewed = (self.mask * active).to(freshness.dtype)
         torch.maximum(freshness, renewed, out=freshness)
 
@@ -791,6 +859,15 @@ class RowNorms:
 def _is_decided_on_device(active: Tensor) -> bool:
     """Tells whether the host does not wait to learn that a step is skipped, as on a GPU."""
     return active.device.type != "cpu"
+
+
+def _has_gradient(weights: list[Tensor]) -> Tensor:
+    """Returns (weights,), 1 for each weight that has a gradient, else 0; the host need not wait."""
+    has_gradient = torch.ones(len(weights), device=weights[0].device)
+    for index, p in enumerate(weights):
+        if p.grad is None:
+            has_gradient[index].zero_()
+    return has_gradient
 
 
 def _share_state(

@@ -169,7 +169,7 @@ class RoundedGradients(AllReduceHook):
                 g.add_(self.errors[p])
         values = _flatten(rounded, like=bucket.buffer(), multiple=ROW)
         others = _flatten(whole, like=bucket.buffer())
-        codes, scales = quantize(values, self.bits)
+        codes, scales = quantize(values, self.bits, lengths=[g.numel() for g in rounded])
         received = self.averager.gather([codes, scales, others.to(torch.bfloat16)])
         self.world.bytes_sent += self.averager.take_bytes()
         errors = values - self._decode(received[self.world.rank], values)

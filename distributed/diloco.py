@@ -29,8 +29,9 @@ from distributed.world import World
 class DiLoCo(LocalSGD):
     """DiLoCo (see above) as what data parallelism sends.
 
-    Before an evaluation the ranks take the mean of their weights, as with `LocalSGD`. That leaves
-    the next outer step as it is, because it depends on the mean alone.
+    Before an evaluation the ranks take the mean of their weights, as with `LocalSGD`, and go on
+    from it. The mean change of the weights stays the same, but the next gradients are those of the
+    mean weights. So the outer steps depend on when the ranks are evaluated.
 
     Args:
         world: the ranks.

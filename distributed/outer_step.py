@@ -20,6 +20,8 @@ from distributed.averaging import RankAverager
 class OuterStep:
     """SGD with Nesterov momentum along the mean change of the ranks' weights since the last step.
 
+    A tensor that no rank has changed since then stays as it is, and so does its momentum.
+
     Args:
         parameters: on all ranks the same at this moment.
         lr: eta, of the outer step.
@@ -45,15 +47,21 @@ class OuterStep:
     @torch.no_grad()
     def step(self, averager: RankAverager) -> None:
         """Take the step on all ranks: one collective, of one number of `wire_dtype` a weight."""
-        changes = [a - p for a, p in zip(self.common, self.parameters)]
+        changes = [_change(a, p) for a, p in zip(self.common, self.parameters)]
         sizes = [change.numel() for change in changes]
         sent = torch.cat([change.flatten() for change in changes]).to(self.wire_dtype)
         received = averager.mean(sent).split(sizes)
-        for change, mean in zip(changes, received):
-            change.copy_(mean.view(change.shape))
-        torch._foreach_mul_(self.momenta, self.momentum)
-        torch._foreach_add_(self.momenta, changes)
-        torch._foreach_add_(changes, self.momenta, alpha=self.momentum)
-        torch._foreach_add_(self.common, changes, alpha=-self.lr)
-        for p, a in zip(self.parameters, self.common):
+        for p, a, b, mean in zip(self.parameters, self.common, self.momenta, received):
+            d = mean.view(a.shape).to(a.dtype)
+            has_changed = d.any()
+            momentum = b * self.momentum + d
+            step = torch.add(d, momentum, alpha=self.momentum)
+            b.copy_(torch.where(has_changed, momentum, b))
+            a.copy_(torch.where(has_changed, torch.add(a, step, alpha=-self.lr), a))
             p.copy_(a)
+
+
+def _change(common: Tensor, parameter: Tensor) -> Tensor:
+    """Returns a - w, zeros where the parameter is what its own dtype keeps of a."""
+    has_changed = (parameter != common.to(parameter.dtype)).any()
+    return torch.where(has_changed, common - parameter, 0.0)

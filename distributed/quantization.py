@@ -13,6 +13,7 @@ unpacked through a table of what each of the 256 bytes means.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ LARGEST_CODE = {8: 127, 4: 7}
 GATHER_BITS = 0x0102040810204080
 
 
-def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def quantize(
+    values: Tensor, bits: int, *, lengths: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
     """Rounds numbers to multiples of their row's scale, the row's largest size / 127 or / 7.
 
     With one bit they become plus or minus their row's mean size. A row with a number that is not
@@ -34,6 +37,8 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     Args:
         values: (n,) of any n.
         bits: 8, 4 or 1.
+        lengths: of the tensors that `values` consists of, each filled up to whole rows by zeros,
+            which do not count in a row's mean; None: `values` is one tensor, not filled up.
     Returns:
         codes: (ceil(n / 64), 64) int8, or uint8 with several codes in each: (ceil(n / 64), 32) for
             4 bits, (ceil(n / 64), 8) for one.
@@ -42,7 +47,9 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     rows = F.pad(values, (0, -len(values) % ROW)).view(-1, ROW)
     if bits == 1:
         words = (rows >= 0).view(torch.uint8).view(torch.int64)
-        return ((words * GATHER_BITS) >> 56).to(torch.uint8), rows.abs().mean(1).bfloat16()
+        sums = rows.abs().sum(1, dtype=torch.promote_types(rows.dtype, torch.float32))
+        counts = _row_counts([len(values)] if lengths is None else lengths, like=sums)
+        return ((words * GATHER_BITS) >> 56).to(torch.uint8), (sums / counts).bfloat16()
     largest = LARGEST_CODE[bits]
     scales = (rows.abs().amax(1) / largest).bfloat16()
     divisors = torch.where(scales > 0, scales, torch.inf).to(rows.dtype)[:, None]
@@ -67,6 +74,16 @@ def dequantize(codes: Tensor, scales: Tensor, *, bits: int, like: Tensor) -> Ten
     else:
         rows = _table(bits, like.dtype, like.device)[codes.int()].view(-1, ROW)
     return rows.mul_(scales.to(like.dtype)[:, None]).view(-1)[: len(like)]
+
+
+def _row_counts(lengths: Sequence[int], *, like: Tensor) -> Tensor:
+    """Returns how many numbers each row has, where tensors of these lengths begin new rows."""
+    counts, end = torch.full_like(like, ROW), 0
+    for length in lengths:
+        end += -(-length // ROW)
+        if length % ROW:
+            counts[end - 1].fill_(length % ROW)
+    return counts
 
 
 @functools.cache

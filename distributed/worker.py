@@ -39,8 +39,8 @@ def launcher_id() -> str:
     of the machine belong to the name.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        status = Path(f"/proc/{os.getppid()}/stat").read_text()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        status = Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8")
     except OSError:
         return ""
     after_name = status.rpartition(")")[2].split()  # the name of a program may hold blanks

@@ -57,6 +57,10 @@ class _ConvBatchNorm(torch.autograd.Function):
         relu: bool,
     ) -> Tensor:
         y = F.conv2d(x, weight, None, stride, padding, dilation, groups)
+        if y.numel() == y.shape[1]:
+            raise ValueError(  # as nn.BatchNorm2d says it
+                f"Expected more than 1 value per channel when training, got input size {y.shape}"
+            )
         out, mean, inverse_std = torch.native_batch_norm(
             y, gamma, beta, running_mean, running_var, True, momentum, eps
         )

@@ -41,7 +41,9 @@ class GradScalerOptimizer(torch.optim.Optimizer):
             gradients in mixed precision for optimizers that scale by themselves, and needs False.
 
     Raises:
-        ValueError: a hyper-parameter of a group is out of its range.
+        ValueError: a hyper-parameter of a group is out of its range, or a parameter is complex or
+            twice in a group.
+        RuntimeError: a gradient is sparse (in `step`).
     """
 
     # torch's GradScaler reads the first; it sets the others before `step` and deletes them after it
@@ -77,6 +79,7 @@ class GradScalerOptimizer(torch.optim.Optimizer):
             if not in_range:
                 raise ValueError(f"{type(self).__name__}: {name}={group[name]} is out of its range")
         super().add_param_group(param_group)
+        refuse_unsupported_parameters(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state as torch does, but each state tensor keeps its own precision.
@@ -92,7 +95,7 @@ class GradScalerOptimizer(torch.optim.Optimizer):
                     self.state[parameter][name] = value.to(parameter.device)
         for group in self.param_groups:
             for name, value in group.items():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and group["params"]:
                     group[name] = value.to(group["params"][0].device)
 
     @torch.no_grad()
@@ -101,11 +104,15 @@ class GradScalerOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: computes the loss and its gradients anew; its loss is returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        refuse_sparse_gradients(self)
         self._apply_step()
         return loss
 
@@ -119,14 +126,9 @@ class GradScalerOptimizer(torch.optim.Optimizer):
             `found_inf` says that the step must be skipped, else 1, or None where `found_inf` is
             not set. In a skipped step the gradients are zeros, because 0 times a non-finite number
             is not 0. p.grad is never written.
-
-        Raises:
-            RuntimeError: a gradient is sparse.
         """
         parameters = [p for p in group["params"] if p.grad is not None]
         grads = [p.grad for p in parameters]
-        if any(grad.is_sparse for grad in grads):
-            raise RuntimeError(f"{type(self).__name__} does not take sparse gradients")
         grads = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
         if self.loss_scale is not None and grads:
             grads = list(torch._foreach_div(grads, self.loss_scale))
@@ -161,6 +163,30 @@ class CommunicatingOptimizer(GradScalerOptimizer):
     @abstractmethod
     def epoch_metrics(self) -> dict[str, float]:
         """Returns what the optimizer adds to the metrics of an epoch."""
+
+
+def refuse_unsupported_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Takes the last parameter group away again if an optimizer here cannot train it.
+
+    Raises:
+        ValueError: a parameter is complex, or twice in the group.
+    """
+    parameters, name = optimizer.param_groups[-1]["params"], type(optimizer).__name__
+    if any(p.is_complex() for p in parameters):
+        problem = f"{name} does not take complex parameters"
+    elif len(set(parameters)) < len(parameters):
+        problem = f"{name}: a parameter is in the same group twice"
+    else:
+        return
+    del optimizer.param_groups[-1]
+    raise ValueError(problem)
+
+
+def refuse_sparse_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Raises RuntimeError where a gradient is sparse."""
+    grads = (p.grad for group in optimizer.param_groups for p in group["params"])
+    if any(grad is not None and grad.is_sparse for grad in grads):
+        raise RuntimeError(f"{type(optimizer).__name__} does not take sparse gradients")
 
 
 def step_unless_skipped(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:

@@ -33,8 +33,9 @@ LARGEST_CHUNK = 128  # elements a side: places within a chunk are sent in 16 bit
 class DeMo(CommunicatingOptimizer):
     """DeMo (see above), which communicates by itself.
 
-    All ranks must call it alike, and their weights stay equal. A gradient that is missing on a rank
-    is zero there. A step that is non-finite on one rank (`found_inf`) changes nothing on any.
+    All ranks must call it alike, and their weights stay equal. A gradient that is missing on some
+    ranks is zero there; where all ranks miss it, the weight and its momentum stay as they are. A
+    step that is non-finite on one rank (`found_inf`) changes nothing on any.
 
     State of a parameter, each rank its own:
         momentum_buffer     m, the shape of the parameter, in fp32 at least.
@@ -47,7 +48,8 @@ class DeMo(CommunicatingOptimizer):
         chunk: the largest number of rows and of columns of a chunk; it has the largest ones that
             divide the matrix and are not above it.
         weight_decay: decoupled.
-        wire_dtype: dtype in which elements are sent; their places take two bytes each.
+        wire_dtype: dtype in which elements are sent; their places take two bytes each, of which the
+            sign says whether the gradient is missing.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
@@ -69,6 +71,7 @@ class DeMo(CommunicatingOptimizer):
         self.chunk, self.wire_dtype = chunk, wire_dtype
         self.averager = RankAverager(None, None)
         self.parts: list[ChunkedTensors] | None = None
+        self.trained: list[bool] = []  # which parameters are in them
         defaults = {"lr": lr, "decay": decay, "topk": topk, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
@@ -77,7 +80,7 @@ class DeMo(CommunicatingOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.parts = None
+        self.parts, self.trained = None, []
         if "averager" not in vars(self):  # an unpickled one; load_state_dict comes here as well
             self.averager = RankAverager(None, None)
 
@@ -107,27 +110,29 @@ class DeMo(CommunicatingOptimizer):
         """Leaves the weights as they are: all ranks have the same."""
 
     def _apply_step(self) -> None:
-        if self.parts is None:
-            self.parts = self._create_parts()
+        trained = [p.requires_grad for group in self.param_groups for p in group["params"]]
+        if self.parts is None or trained != self.trained:
+            self.parts, self.trained = self._create_parts(), trained
         momenta = [self._next_momenta(part) for part in self.parts]
         own = [part.select(each, self.wire_dtype) for part, each in zip(self.parts, momenta)]
-        if not own:
+        if not own:  # all are frozen, on all ranks
             self.skipped = torch.zeros((), dtype=torch.float64)
             return
         received, skip = self._all_gather(own)
-        active = 1 - skip.double()
         self.skipped = skip.double()
         for number, (part, momentum) in enumerate(zip(self.parts, momenta)):
             residual = momentum - part.decode([own[number]])
-            signs = part.decode([each[number] for each in received]).sign_()
-            part.update(residual, signs, active=active, state=self.state)
+            selections = [each[number] for each in received]
+            signs = part.decode(selections).sign_()
+            changes = [each & ~skip for each in part.has_gradient(selections)]
+            part.update(residual, signs, changes=changes, state=self.state)
 
     def _create_parts(self) -> list[ChunkedTensors]:
         """Puts the parameters of each group together by the shape of their chunks."""
         parts: dict[tuple[int, tuple[int, int]], ChunkedTensors] = {}
         for number, group in enumerate(self.param_groups):
             for p in group["params"]:
-                if not p.requires_grad:
+                if not (p.requires_grad and p.numel()):
                     continue
                 if "momentum_buffer" not in self.state[p]:
                     dtype = torch.promote_types(p.dtype, torch.float32)
@@ -209,8 +214,7 @@ class ChunkedTensors:
         """Returns tensors with the parameters' shapes: the inverse of `split`."""
         height, width = self.shape
         tensors = []
-        counts = [tensor.numel() // (height * width) for tensor in self.tensors]
-        for tensor, own in zip(self.tensors, chunks.split(counts)):
+        for tensor, own in zip(self.tensors, chunks.split(self.counts())):
             rows, columns = matrix_shape(tensor)
             grid = own.view(rows // height, columns // width, height, width)
             tensors.append(grid.transpose(1, 2).reshape(tensor.shape))
@@ -223,14 +227,32 @@ class ChunkedTensors:
             chunks: (chunks, rows, columns).
             wire_dtype: dtype of the elements.
         Returns:
-            places: (chunks, k) int64, in the flattened chunk.
+            places: (chunks, k) int64, in the flattened chunk; their complement, -1 - place, where
+                the parameter has no gradient on this rank.
             elements: (chunks, k).
         """
         dtype = chunks.dtype
         transformed = (self.down.to(dtype) @ chunks @ self.across.T.to(dtype)).flatten(1)
         count = min(self.group["topk"], transformed.shape[1])
         places = transformed.abs().topk(count, dim=1, sorted=False).indices
-        return places, transformed.gather(1, places).to(wire_dtype)
+        elements = transformed.gather(1, places).to(wire_dtype)
+        for p, own in zip(self.tensors, places.split(self.counts())):
+            if p.grad is None:
+                own.bitwise_not_()
+        return places, elements
+
+    def counts(self) -> list[int]:
+        """Returns the number of chunks of each parameter."""
+        return [p.numel() // math.prod(self.shape) for p in self.tensors]
+
+    def has_gradient(self, selections: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Returns for each parameter whether a rank has its gradient, bool ().
+
+        Args:
+            selections: of each rank, places and elements as `select` returns them.
+        """
+        of_chunks = torch.stack([places[:, 0] >= 0 for places, _ in selections]).any(0)
+        return [own[0] for own in of_chunks.split(self.counts())]
 
     def decode(self, selections: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Returns the chunks of the mean of several ranks' selections.
@@ -249,6 +271,7 @@ class ChunkedTensors:
         total = torch.zeros(len(places), height * width, dtype=dtype, device=places.device)
         count = torch.zeros_like(total)
         for places, elements in selections:
+            places = torch.where(places < 0, ~places, places)
             total.scatter_(1, places, total.gather(1, places) + elements)
             count.scatter_(1, places, count.gather(1, places) + 1)
         mean = (total / count.clamp_(min=1)).view(-1, height, width)
@@ -259,23 +282,24 @@ class ChunkedTensors:
         momenta: Tensor,
         signs: Tensor,
         *,
-        active: Tensor,
+        changes: list[Tensor],
         state: dict[Tensor, dict[str, Any]],
     ) -> None:
-        """Takes the step; nothing changes where `active` is 0.
+        """Takes the step.
 
         Args:
             momenta: the next momentum, as chunks.
             signs: of the mean of what was sent, as chunks.
-            active: (), 0 where the step is skipped, else 1.
+            changes: of each parameter, bool (), false where it and its momentum stay as they are.
             state: of the optimizer.
         """
         lr, weight_decay = self.group["lr"], self.group["weight_decay"]
-        for p, momentum, sign in zip(self.tensors, self.join(momenta), self.join(signs)):
+        each_joined = zip(self.tensors, self.join(momenta), self.join(signs), changes)
+        for p, momentum, sign, change in each_joined:
             stored = state[p]["momentum_buffer"]
-            stored.copy_(torch.where(active > 0, momentum, stored))
+            stored.copy_(torch.where(change, momentum, stored))
             updated = p * (1 - lr * weight_decay) - lr * sign
-            p.copy_(torch.where(active > 0, updated, p))
+            p.copy_(torch.where(change, updated, p))
 
 
 def matrix_shape(tensor: Tensor) -> tuple[int, int]:

@@ -172,8 +172,6 @@ class KaldiNGD(GradScalerOptimizer):
 
     def _apply_step(self) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
-        if any(p.grad is not None and p.grad.is_sparse for p in parameters):
-            raise RuntimeError("KaldiNGD does not take sparse gradients")
         requires_grad = [p.requires_grad for p in parameters]
         if self.schedule is None or self.schedule.requires_grad != requires_grad:
             self.schedule = UpdateSchedule(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optimizers.base import refuse_sparse_gradients, refuse_unsupported_parameters
 from optimizers.param_groups import is_matrix
 
 
@@ -30,7 +31,9 @@ class Muon(torch.optim.Optimizer):
         ngd: False puts this group's matrices under AdamW, as in the groups of `ngd_groups`.
 
     Raises:
-        ValueError: a hyper-parameter is out of its range.
+        ValueError: a hyper-parameter is out of its range, or a parameter is complex or twice in a
+            group.
+        RuntimeError: a gradient is sparse (in `step`).
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Muon(torch.optim.Optimizer):
             if not is_in_range:
                 raise ValueError(f"Muon: {name}={group[name]} is out of its range")
         super().add_param_group(param_group)
+        refuse_unsupported_parameters(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -122,11 +126,15 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             closure: computes the loss and its gradients anew; its loss is returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        refuse_sparse_gradients(self)
         parameters = [p for group in self.param_groups for p in group["params"]]
         layout = [(p.data_ptr(), p.stride()) for p in parameters]
         if self.layout != layout:  # at the first step, after loading, with a new group or format

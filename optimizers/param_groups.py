@@ -82,8 +82,12 @@ def ngd_groups(
 
 
 def is_matrix(parameter: Tensor, group: dict[str, Any]) -> bool:
-    """Whether a parameter of a group is under NGD, not AdamW: it has two axes longer than 1."""
-    return bool(group["ngd"]) and sum(length > 1 for length in parameter.shape) >= 2
+    """Whether a parameter of a group is under NGD, not AdamW: it has two axes longer than 1.
+
+    One without elements is under AdamW, where there is nothing to do.
+    """
+    has_two_axes = sum(length > 1 for length in parameter.shape) >= 2
+    return bool(group["ngd"]) and has_two_axes and parameter.numel() > 0
 
 
 def kaldi_ngd_groups(

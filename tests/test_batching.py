@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ranks
 import resnet50_test
 from backends.precision import Precision
+from benchmarks.trainers import open_script
 from cli import factory, options
 from distributed.world import World
 from dynamic_batch import ByLoss, ByNoise, Scheduled, WorkerBalancer, at_milestones, every_epoch
@@ -20,6 +21,7 @@ from input_pipeline.sampler import Sampler, rank_share, row_owners
 from trainers import NoData, build_optimizer, make_trainer
 from training.batch_sampler import DynamicBatchSampler
 from training.micro_batches import MicroBatches
+from training.progress import Progress
 from training.step_stats import squared_norm
 from training.trainer import Trainer
 
@@ -566,6 +568,24 @@ def test_a_batch_beyond_the_noise_is_told_once() -> None:
     assert batching.advice(200) == ""
     assert "noise scale of 100" in batching.advice(201)
     assert batching.advice(10**6) == ""
+
+
+def test_an_epoch_goes_on_at_the_same_place_in_batches_of_another_size() -> None:
+    progress = Progress(step_in_epoch=30)
+    progress.rescale_epoch(64, 128)
+    assert progress.step_in_epoch == 15
+
+
+def test_weights_are_the_same_on_every_rank_and_dropout_is_not(here) -> None:
+    words = "--dataset digits --arch resnet8 --subset 0.05 --bs 32 --threads 1 --out".split()
+    weights, drawn = [], []
+    for rank in (0, 1):
+        world = World(rank=rank)  # each waits for no other one
+        opened = open_script(resnet50_test, [*words, f"run-{rank}"], world)
+        weights.append(opened.trainer.model.fc.weight)
+        drawn.append(torch.rand(3))
+    assert torch.equal(*weights)
+    assert not torch.equal(*drawn)
 
 
 DIGITS = "--dataset digits --arch resnet8 --bs 32 --lr 0.05 --epochs 4 --threads 1 --warmup 1"

@@ -150,6 +150,40 @@ def ranks_stay_together_and_a_bad_step_is_skipped(world: Any) -> None:
     assert all(torch.equal(p, q) for p, q in zip(*runs))
 
 
+def weights_without_a_gradient_stay_as_they_are(world: Any) -> None:
+    mine = parameters(torch.float32)
+    ours = DeMo(mine, 0.01, topk=3, chunk=8, weight_decay=0.1)
+    for step in range(6):
+        set_gradients(mine, step, world.rank)
+        unused = range(step % 2, len(mine), 2) if step else ()
+        for number in range(len(mine)):
+            if number in unused or (number < 3 and world.rank):
+                mine[number].grad = None
+        before = [(p.detach().clone(), copy.deepcopy(ours.state[p])) for p in mine]
+        ours.step()
+        for number, (p, (weights, state)) in enumerate(zip(mine, before)):
+            is_unused = number in unused
+            assert torch.equal(p, weights) == is_unused, (step, number)
+            for value in state.values():
+                assert torch.equal(ours.state[p]["momentum_buffer"], value) or not is_unused
+            assert torch.equal(world.sum(p.detach().clone()), p.detach() * world.size)
+
+
+def a_gradient_that_is_missing_on_one_rank_is_zero(world: Any) -> None:
+    runs = []
+    for missing in (True, False):
+        mine = parameters(torch.float32)
+        ours = DeMo(mine, 0.01, topk=3, chunk=8)
+        for step in range(4):
+            set_gradients(mine, step, world.rank)
+            for p in mine[:3] if world.rank == 0 else ():
+                p.grad = None if missing else torch.zeros_like(p)
+            ours.step()
+        runs.append((mine, ours.take_bytes()))
+    assert all(torch.equal(p, q) for p, q in zip(runs[0][0], runs[1][0]))
+    assert runs[0][1] == runs[1][1]
+
+
 def what_bf16_leaves_out_stays_in_the_momentum(world: Any) -> None:
     mine = parameters(torch.float32)
     ours = DeMo(mine, topk=10_000, decay=1.0)  # everything is sent, in bf16
@@ -167,6 +201,8 @@ def all_of_it(world: Any) -> None:
         bytes_are_as_documented,
         ranks_stay_together_and_a_bad_step_is_skipped,
         what_bf16_leaves_out_stays_in_the_momentum,
+        weights_without_a_gradient_stay_as_they_are,
+        a_gradient_that_is_missing_on_one_rank_is_zero,
     ):
         body(world)
 
@@ -209,6 +245,18 @@ def test_a_copy_and_a_loaded_state_go_on_alike(copied: Any) -> None:
         set_gradients(own, 1, 0)
         optimizer.step()
     assert all(torch.equal(p, q) and torch.equal(p, r) for p, q, r in zip(mine, theirs, third))
+
+
+def test_a_weight_that_is_frozen_at_first_is_trained_later() -> None:
+    mine = parameters()
+    ours = DeMo(mine)
+    for is_trained in (False, True):
+        before = mine[0].detach().clone()
+        mine[0].requires_grad_(is_trained)
+        set_gradients(mine, 0, 0)
+        mine[0].grad = gradient(0, 0)[0] if is_trained else None
+        ours.step()
+        assert torch.equal(mine[0], before) != is_trained
 
 
 def test_bad_settings_are_refused() -> None:

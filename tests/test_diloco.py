@@ -103,7 +103,8 @@ def it_parts_after_the_dense_steps(world: World) -> None:
         torch.testing.assert_close(p, expected, rtol=0, atol=1e-12)
 
 
-def an_average_in_between_changes_no_outer_step(world: World) -> None:
+def an_average_in_between_leaves_the_mean_change_of_given_steps(world: World) -> None:
+    """Those of an optimizer are not given: its gradients are those of the mean from then on."""
     runs = []
     for averaged in (True, False):
         mine = parameters()
@@ -116,6 +117,22 @@ def an_average_in_between_changes_no_outer_step(world: World) -> None:
         runs.append(mine)
     for p, q in zip(*runs):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-12)
+
+
+def what_no_rank_changes_stays_as_it_is(world: World) -> None:
+    """As a weight without a gradient, which no optimizer changes."""
+    for dtype in (torch.float64, torch.bfloat16):
+        mine = [p.to(dtype) for p in parameters()]
+        hook = DiLoCo(world, 2)
+        hook.start(mine)
+        for step in range(1, 7):
+            if step == 3:
+                before = mine[0].clone()
+            for number, (p, added) in enumerate(zip(mine, change(step, world.rank))):
+                if number > 0 or step < 3:
+                    p += added.to(dtype)
+            hook.after_step(mine)
+        assert torch.equal(mine[0], before)
 
 
 def it_goes_on_from_its_state(world: World) -> None:
@@ -138,7 +155,8 @@ def all_of_it(world: World) -> None:
         follows_the_oracle,
         its_bytes_are_counted,
         it_parts_after_the_dense_steps,
-        an_average_in_between_changes_no_outer_step,
+        an_average_in_between_leaves_the_mean_change_of_given_steps,
+        what_no_rank_changes_stays_as_it_is,
         it_goes_on_from_its_state,
     ):
         body(world)

@@ -19,6 +19,7 @@ from input_pipeline.sampler import rank_share
 from models.transformer import Transformer
 from trainers import build_optimizer, make_trainer
 from training.losses import BatchLoss, CrossEntropy
+from training.step_stats import StepSums
 from training.trainer import Trainer
 
 FP32 = Precision("fp32", "cpu")
@@ -118,6 +119,41 @@ def test_running_out_of_memory_halves_the_micro_batch_and_keeps_the_result(monke
     torch.testing.assert_close(*outcomes, rtol=1e-9, atol=1e-12)
     assert trainer.micro_batches.number(10) == 4
     assert len(messages) == 2  # 10 -> 5 -> 3
+
+
+def test_a_batch_that_is_tried_leaves_no_trace():
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(), nn.Linear(5, 3))
+    trainer = trainer_of(model, World())
+    before = [value.clone() for value in model.state_dict().values()]
+    state = torch.get_rng_state()
+    trainer.probe_step(model, torch.randn(8, 6, generator=torch.Generator()), torch.arange(8) % 3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, q) for p, q in zip(model.state_dict().values(), before))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_clipping_makes_no_gradient_longer():
+    for clip, factor in ((0.0, 1.0), (100.0, 1.0), (1.0, 0.2)):
+        model = nn.Linear(2, 1, bias=False)
+        trainer = trainer_of(model, World(), max_grad_norm=clip)
+        before = model.weight.detach().clone()
+        model.weight.grad = torch.tensor([[3.0, 4.0]])
+        trainer.optimizer_step(StepSums(torch.device("cpu")))
+        moved = (before - model.weight.detach()) / 0.1
+        torch.testing.assert_close(moved, factor * torch.tensor([[3.0, 4.0]]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_gives_back_the_random_numbers_and_the_loss_scale():
+    precision = Precision("fp16", "cpu", torch.float16)
+    trainers = [trainer_of(nn.Linear(2, 1), World(), precision=precision) for _ in range(2)]
+    states = [each.checkpoints.train_state for each in trainers]
+    trainers[0].scaler.scale(torch.ones(1))
+    trainers[0].scaler.update(256.0)
+    state = states[0].state_dict()
+    drawn = torch.rand(3)
+    states[1].load_state_dict(state)
+    assert torch.equal(torch.rand(3), drawn)
+    assert trainers[1].scaler.get_scale() == 256.0
 
 
 def sums_and_votes(world):

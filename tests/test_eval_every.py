@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
+import torch
 
 import ranks
 import resnet50_test
@@ -15,6 +16,7 @@ from test_training import DIGITS, run
 from training.epoch_report import how_chosen, is_evaluated
 from training.run_log import RunLog, fitting_columns
 from training.time_estimate import TimeEstimate
+from training.trainer import Trainer
 
 FLAGS = [*DIGITS, "--epochs", "5", "--lr", "0.05", "--seed", "3"]
 
@@ -70,6 +72,15 @@ def test_a_run_without_an_evaluation_by_now_can_be_resumed_and_is_not_drawn(here
     report.main(["cut", "--out", "cut.html"])
     run(resnet50_test, "--resume", "cut", monkeypatch=monkeypatch)
     ranks.same_run(here / "whole", here / "cut")
+
+
+def test_the_first_of_equally_accurate_epochs_is_the_best(here, monkeypatch):
+    evaluated = {"test_loss": 1.0, "test_accuracy": 0.5}
+    monkeypatch.setattr(Trainer, "evaluate", lambda trainer: dict(evaluated))
+    flags = [*DIGITS, "--epochs", "2", "--subset", "0.1", "--out", "run"]
+    run(resnet50_test, *flags, monkeypatch=monkeypatch)
+    state = torch.load(here / "run" / "best.pt", weights_only=True)
+    assert state["progress"]["best"]["epoch"] == state["progress"]["epoch"] == 1
 
 
 def test_the_columns_of_the_console_stay():

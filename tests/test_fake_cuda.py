@@ -442,7 +442,6 @@ def test_mixing_waits_for_nothing(kind):
     [
         lambda labels: mixup.mixup(labels, 0.3, per_sample=True),
         lambda labels: mixup.intra(labels, 0.3, same_class=True),
-        lambda labels: mixup.cutmix(labels, 0.3, height=8, width=8, per_sample=True),
     ],
 )
 def test_mixing_each_sample_waits_for_nothing(sample):

@@ -109,6 +109,19 @@ def test_only_the_input_is_stored() -> None:
     assert fused <= x.nbytes + 16 * 4 * 4
 
 
+def test_a_single_value_a_channel_is_refused_as_by_the_modules() -> None:
+    for settings, size in (({"kernel_size": 1}, 1), ({"kernel_size": 3}, 3)):
+        for norm in ({}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}):
+            conv, bn, _ = layers(settings, **norm)
+            x = torch.randn(1, 4, size, size, dtype=torch.float64, requires_grad=True)
+            with pytest.raises(ValueError, match="more than 1 value per channel") as expected:
+                bn(conv(x))
+            with pytest.raises(ValueError, match="more than 1 value per channel") as found:
+                fusion.conv_batch_norm(x, conv, norm=bn)
+            assert str(found.value) == str(expected.value)
+            assert all(buffer.isfinite().all() for buffer in bn.buffers())
+
+
 @pytest.mark.parametrize("norm", [nn.SyncBatchNorm(8), nn.GroupNorm(2, 8)], ids=str)
 def test_other_normalisation_is_refused(norm: nn.Module) -> None:
     with pytest.raises(ValueError, match="cannot be fused"):

@@ -13,11 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+import fake_cuda
 import ranks
 import resnet50_test
 from backends.precision import Precision
 from cli import options
 from cli.factory import create_comm_hook
+from distributed.averaging import RankAverager
 from distributed.comm_hooks import (
     WIRE_DTYPES,
     AllReduceHook,
@@ -119,7 +121,7 @@ def rounded(values: torch.Tensor, bits: int) -> torch.Tensor:
     flat, most = values.flatten().clone(), 2 ** (bits - 1) - 1
     for row in flat.split(64):
         if bits == 1:
-            scale = (row.abs().sum() / 64).bfloat16().double()
+            scale = row.abs().mean().bfloat16().double()
             row.copy_(torch.where(row >= 0, scale, -scale))
         else:
             scale = (row.abs().max() / most).bfloat16().double()
@@ -283,6 +285,85 @@ def all_of_it(world: Any) -> None:
 @pytest.mark.slow
 def test_what_ranks_send_each_other() -> None:
     ranks.run_ranks(all_of_it, 2)
+
+
+class Bucket:
+    """A bucket of gradients, as DistributedDataParallel hands them to a hook."""
+
+    def __init__(self, parameters: list[torch.Tensor], values: torch.Tensor) -> None:
+        self.members, self.flat = parameters, values.clone()
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self.members
+
+    def gradients(self) -> list[torch.Tensor]:
+        parts = self.flat.split([p.numel() for p in self.members])
+        return [part.view(p.shape) for part, p in zip(parts, self.members)]
+
+
+NEEDS_FAKE_RANKS = pytest.mark.skipif(
+    bool(fake_cuda.unavailable_reason()), reason=fake_cuda.unavailable_reason()
+)
+
+
+@NEEDS_FAKE_RANKS
+def test_what_is_sent_is_a_share_of_the_mean_and_its_bytes_are_those_of_its_dtype() -> None:
+    parameters = [torch.zeros(3, 4), torch.zeros(5)]
+    first, second = torch.arange(17.0), torch.ones(17)
+    with fake_cuda.fake_world(2) as world:  # whose sums are those of rank 0 alone
+        for name, size in (("none", 4), ("bf16", 2), ("fp16", 2)):
+            world.bytes_sent = 0
+            hook = AllReduceHook(world, name)
+            hook.run(None, Bucket(parameters, first))
+            assert world.bytes_sent == 17 * size
+            world.bytes_sent = 0
+            lagged = DelayedAllReduce(world, name)
+            lagged.run(None, Bucket(parameters, first))
+            bucket = Bucket(parameters, second)
+            lagged.run(None, bucket)
+            assert torch.equal(bucket.flat, first / 2)
+            assert world.bytes_sent == 2 * 17 * size
+
+
+def test_what_rounding_has_left_goes_on_from_a_state() -> None:
+    parameters = [torch.zeros(40, 30), torch.zeros(33, 32), torch.zeros(5)]
+    generator = torch.Generator().manual_seed(0)
+    for name in ("int8", "int4", "sign"):
+        values = [torch.randn(1200 + 1056 + 5, generator=generator) for _ in range(2)]
+        hooks = [RoundedGradients(World(), name) for _ in range(3)]
+        hooks[0].run(None, Bucket(parameters, values[0]))
+        hooks[1].load_rank_state_dict(hooks[0].rank_state_dict(parameters), parameters)
+        received = []
+        for hook in hooks:
+            bucket = Bucket(parameters, values[1])
+            hook.run(None, bucket)
+            received.append(bucket.flat)
+        assert torch.equal(received[0], received[1])
+        assert not torch.equal(received[0], received[2])
+
+
+def test_signs_have_the_mean_size_of_a_row_that_is_not_full() -> None:
+    parameters = [torch.zeros(41, 25), torch.zeros(33, 32)]  # 1025 elements: one in the last row
+    bucket = Bucket(parameters, torch.ones(1025 + 1056))
+    RoundedGradients(World(), "sign").run(None, bucket)
+    assert torch.equal(bucket.flat, torch.ones(1025 + 1056))
+
+
+@NEEDS_FAKE_RANKS
+def test_a_mean_across_nodes_is_divided_by_the_number_of_nodes(monkeypatch) -> None:
+    averager = RankAverager(None, None)
+    averager.size, averager.local_size, averager.nodes = 6, 2, 3
+
+    def gather(everything: torch.Tensor, mine: torch.Tensor, group: object) -> None:
+        everything.copy_(torch.cat([mine, mine]))
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda values, group: values.mul_(3))
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
+    assert torch.equal(averager.mean_across(torch.full((5,), 7.0)), torch.full((5,), 7.0))
 
 
 @pytest.mark.parametrize("words", ["--grad_compress int4", "--grad_compress sign", "--sync lag"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from errors import InputError
 from mixup import MetaMixup, Mix, meta_gradient
 from models.transformer import Transformer
 from trainers import build_optimizer, make_trainer
-from training.losses import MixedCrossEntropy
+from training.losses import BatchLoss, MixedCrossEntropy
 from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
 from training.trainer import Trainer
 
@@ -386,6 +387,43 @@ def test_held_out_batches_go_on_from_any_number_and_are_shared_out() -> None:
         InputError, match="3 held-out rows are too few; use a larger --val_fraction"
     ):
         HeldOutBatches(Rows(3), 64, seed=1, world=World(size=2))
+
+
+def test_a_loaded_state_decides_which_held_out_batch_is_next() -> None:
+    seen: list[list[int]] = []
+    meta = SimpleNamespace(
+        learn=lambda *_, clean_loss, **__: clean_loss(),
+        state_dict=lambda: {},
+        load_state_dict=lambda state: None,
+    )
+    held_out = HeldOutBatches(Rows(23), 4, seed=1, world=World())
+    step = MetaMixupStep(meta, SimpleNamespace(label_smoothing=0.0), held_out=held_out, every=1)
+
+    def note(model: nn.Module, inputs: Tensor, labels: Tensor) -> BatchLoss:
+        seen.append(inputs.tolist())
+        return BatchLoss(torch.zeros(()), torch.zeros(()))
+
+    step.clean_loss_fn = note
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            labels = torch.zeros(2)
+            step.before_step(
+                nn.Identity(),
+                labels,
+                labels,
+                lr=0.1,
+                precision=Precision("fp32", "cpu"),
+                scaler=torch.amp.GradScaler("cpu", enabled=False),
+            )
+
+    steps(2)
+    state = step.state_dict()
+    steps(3)
+    step.load_state_dict(state)
+    steps(3)
+    assert seen[5:] == seen[2:5]
+    assert seen[2] != seen[3]
 
 
 class Texts(Rows):

@@ -194,6 +194,76 @@ def test_state_round_trips_with_a_frozen_parameter(name: str) -> None:
     torch.testing.assert_close(other.state_dict(), optimizer.state_dict())
 
 
+def weight(*shape: int, **settings: bool) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape), **settings)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_unusual_groups_and_parameters_are_taken_as_by_torch(name: str) -> None:
+    def make(params) -> torch.optim.Optimizer:
+        return OPTIMIZERS[name].make(params, lr=0.1)
+
+    frozen = weight(4, 3, requires_grad=False)
+    for groups in (
+        [{"params": []}, {"params": [weight(4, 3)]}, {"params": []}],
+        [{"params": []}],
+        [{"params": [weight(4, 0, 3), weight(0, 5), weight(0), weight(4, 3)]}],
+        [{"params": [weight(4, 0, 3)]}],
+        [{"params": [weight(), weight(1, 1), weight(4, 3)]}],
+        [{"params": [frozen]}, {"params": [frozen.clone().requires_grad_(False)]}],
+        [{"params": [weight(2, 3, 2, 1, 2), weight(9, 8).detach().T[::2].requires_grad_()]}],
+    ):
+        optimizer = make(groups)
+        for _ in range(2):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for p in parameters:
+                p.grad = torch.ones_like(p) if p.requires_grad else None
+            before = [p.detach().clone() for p in parameters]
+            optimizer.step()
+            for p, old in zip(parameters, before):
+                assert torch.equal(p, old) == (p.grad is None or p.numel() == 0)
+                assert p.isfinite().all()
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.add_param_group({"params": [weight(5, 6)]})
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("name", HERE)
+def test_parameters_and_gradients_of_another_kind_are_refused_in_one_line(name: str) -> None:
+    make, is_torchs = OPTIMIZERS[name].make, name in ("sgd", "adamw")
+    complex_one, twice = nn.Parameter(torch.ones(4, 3, dtype=torch.complex64)), weight(4, 3)
+    for bad in [] if is_torchs else ([complex_one], [twice, twice]):
+        with pytest.raises(ValueError, match="complex parameters|in the same group twice"):
+            make([{"params": bad}], lr=0.1)
+        optimizer = make([{"params": [weight(4, 3)]}], lr=0.1)
+        with pytest.raises(ValueError, match="complex parameters|in the same group twice"):
+            optimizer.add_param_group({"params": bad})
+        assert len(optimizer.param_groups) == 1
+    embedding = nn.Embedding(5, 3, sparse=True)
+    optimizer = make([{"params": list(embedding.parameters())}], lr=0.1)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    if name != "sgd":
+        with pytest.raises(RuntimeError, match="sparse gradients"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_weights_without_a_gradient_stay_as_they_are(name: str) -> None:
+    mine = [weight(*shape) for shape in ((40, 60), (40, 60), (7,), (7,), (), (3, 3))]
+    optimizer = OPTIMIZERS[name].make([{"params": mine, "weight_decay": 0.1}], lr=0.01)
+    for step in range(6):
+        unused = range(step % 2, len(mine), 2) if step else range(4, 6)
+        for number, p in enumerate(mine):
+            p.grad = None if number in unused else torch.randn_like(p)
+        before = [(p.detach().clone(), optimizer.state[p].get("momentum_buffer")) for p in mine]
+        before = [(p, None if m is None else m.clone()) for p, m in before]
+        optimizer.step()
+        for number, (p, (weights, momentum)) in enumerate(zip(mine, before)):
+            assert torch.equal(p, weights) == (number in unused), (step, number)
+            if number in unused and momentum is not None:
+                assert torch.equal(optimizer.state[p]["momentum_buffer"], momentum)
+
+
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Uninitialised tensors hold NaN, so that reading one shows."""

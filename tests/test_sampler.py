@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from cli import factory
 from input_pipeline.sampler import (
     BATCHES_PER_SORT,
     Sampler,
@@ -178,6 +181,18 @@ def test_stratified_rows_are_the_same_fraction_of_each_class(fraction: float) ->
     assert torch.equal(torch.cat([drawn, others]).sort().values, torch.arange(608))
     assert torch.equal(drawn, drawn.sort().values)
     assert torch.equal(others, others.sort().values)
+
+
+def test_validation_rows_depend_on_the_seed() -> None:
+    labels = torch.arange(300) % 3
+    drawn = [
+        factory.split_rows(
+            SimpleNamespace(seed=seed, subset=1.0, val_fraction=0.2, early_stop=False), labels
+        )
+        for seed in (0, 0, 1)
+    ]
+    assert torch.equal(drawn[0]["val"], drawn[1]["val"])
+    assert not torch.equal(drawn[0]["val"], drawn[2]["val"])
 
 
 def test_stratified_rows_depend_on_the_seed_only() -> None:

@@ -130,6 +130,27 @@ def test_one_process_equals_lamb_and_sends_nothing(selection: str, dtype: torch.
     )
 
 
+def test_one_process_equals_lamb_where_gradients_are_missing_in_turn() -> None:
+    for make, selection in itertools.product((SLAMB, AuthorsSLAMB), ("block", "random")):
+        one, other = parameters(), parameters()
+        ours = make(one, 0.01, selection=selection)
+        lamb = LAMB(other, 0.01, adapt=True if make is AuthorsSLAMB else None)
+        for step in range(12):
+            for mine, optimizer in ((one, ours), (other, lamb)):
+                set_gradients(mine, step, 0)
+                for number in range(len(SHAPES)):
+                    if step == 0 or number % 3 == step % 3:
+                        mine[number].grad = None
+                optimizer.step()
+        weights = [p.detach() for p in other]
+        if make is SLAMB:
+            close(one, weights, tolerance=1e-12, message="LAMB")
+        for p, q in zip(one, other):
+            for name in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(ours.state[p][name], lamb.state[q][name])
+        assert ours.param_groups[0]["steps"] == lamb.param_groups[0]["steps"] == 11
+
+
 def test_a_torch_without_fused_kernels_for_cpus_takes_the_same_steps(monkeypatch: Any) -> None:
     one, other = parameters(), parameters()
     for mine, fused in ((one, True), (other, False)):
@@ -224,17 +245,27 @@ def test_numbers_in_few_bits_are_off_by_half_a_scale_at_most(bits: int, length: 
     assert (steps <= 1.01 * values.abs().max() / (127 if bits == 8 else 7)).all()
 
 
-@pytest.mark.parametrize("length", [1, 64, 1000])
-def test_a_single_bit_is_the_sign_and_the_scale_is_the_mean_size(length: int) -> None:
-    values = torch.randn(length, dtype=torch.float64)
-    codes, scales = quantize(values, 1)
-    found = dequantize(codes, scales, bits=1, like=values)
-    assert codes.nbytes == math.ceil(length / 64) * 8
-    assert torch.equal(found.sign(), values.sign())
-    for row, mine in zip(values.split(64), found.split(64)):
-        torch.testing.assert_close(
-            mine.abs(), (row.abs().sum() / 64).expand_as(row), rtol=5e-3, atol=0
-        )
+def test_a_single_bit_is_the_sign_and_the_scale_is_the_mean_size_of_its_row() -> None:
+    for length in (1, 2, 64, 66, 1000):
+        values = torch.randn(length, dtype=torch.float64)
+        codes, scales = quantize(values, 1)
+        found = dequantize(codes, scales, bits=1, like=values)
+        assert codes.nbytes == math.ceil(length / 64) * 8
+        assert torch.equal(found.sign(), values.sign())
+        for row, mine in zip(values.split(64), found.split(64)):
+            torch.testing.assert_close(
+                mine.abs(), row.abs().mean().expand_as(row), rtol=5e-3, atol=0
+            )
+
+
+def test_zeros_that_fill_up_the_rows_of_several_tensors_count_in_no_scale() -> None:
+    tensors = [torch.randn(length) for length in (66, 64, 1, 130)]
+    padded = [torch.nn.functional.pad(each, (0, -len(each) % 64)) for each in tensors]
+    for bits in (8, 4, 1):
+        lengths = [len(each) for each in tensors]
+        _, together = quantize(torch.cat(padded), bits, lengths=lengths)
+        alone = torch.cat([quantize(each, bits)[1] for each in tensors])
+        assert torch.equal(together, alone)
 
 
 def test_rows_of_zeros_stay_zero_and_no_number_hides_that_one_is_not_finite() -> None:
@@ -568,6 +599,63 @@ def missing_gradients_are_zeros(world: Any) -> None:
     assert all(torch.equal(p, q) for p, q in zip(*runs))
 
 
+def weights_without_a_gradient_stay_as_they_are(world: Any, on_device: bool = False) -> None:
+    """Two heads are used in turn, and some of their gradients are there on rank 0 alone."""
+    for make, settings in (
+        (SLAMB, {"dense_steps": 100}),
+        (SLAMB, {"dense_steps": 0}),
+        (SLAMB, {"dense_steps": 0, "selection": "random"}),
+        (SLAMB, {"dense_steps": 0, "wire_bits": 8}),
+        (AuthorsSLAMB, {}),
+    ):
+        mine = parameters(torch.float32)
+        ours = make(mine, 0.01, compress_ratio=0.3, local_steps=100, **settings)
+        for step in range(8):
+            set_gradients(mine, step, world.rank)
+            unused = range(step % 2, len(mine), 2) if step else ()
+            for number in range(len(mine)):
+                if number in unused or (number < 3 and world.rank):
+                    mine[number].grad = None
+            before = [(p.detach().clone(), copy.deepcopy(ours.state[p])) for p in mine]
+            ours.step()
+            for number, (p, (weights, state)) in enumerate(zip(mine, before)):
+                is_unused = number in unused
+                assert torch.equal(p, weights) == is_unused, (make, settings, step, number)
+                for name, value in state.items():
+                    assert torch.equal(ours.state[p][name], value) or not is_unused, name
+            if make is SLAMB:  # of small tensors the gradients are averaged
+                for p in (mine[2], mine[5]):
+                    assert torch.equal(world.sum(p.detach().clone()), p.detach() * world.size)
+            sent = ours.take_bytes()
+        if make is SLAMB:  # every step sends as much, but for 2 bytes for each weight
+            set_gradients(mine, 8, world.rank)
+            ours.step()
+            saved = 0 if on_device else 2 * len(mine)
+            assert ours.take_bytes() == sent - saved, "no flags where no gradient is missing"
+
+
+def weights_without_a_gradient_stay_where_the_host_does_not_learn_of_it(world: Any) -> None:
+    with mock.patch.object(slamb, "_is_decided_on_device", return_value=True):
+        weights_without_a_gradient_stay_as_they_are(world, on_device=True)
+
+
+def unused_weights_stay_when_the_ranks_meet(world: Any) -> None:
+    for settings, dtype in itertools.product(
+        ({}, {"outer_momentum": 0.5}), (torch.float32, torch.bfloat16)
+    ):
+        mine = parameters(dtype)
+        ours = SLAMB(mine, 0.1, local_steps=2, **settings)
+        for step in range(6):
+            set_gradients(mine, step, world.rank)
+            if step > 1:
+                mine[0].grad = mine[2].grad = None
+            if step == 2:
+                before = [mine[number].detach().clone() for number in (0, 2)]
+            ours.step()
+        assert torch.equal(mine[0], before[0])
+        assert torch.equal(mine[2], before[1])
+
+
 def groups_have_their_own_settings(world: Any) -> None:
     for bits in (0, 8):
         mine = parameters(torch.float32)
@@ -587,6 +675,24 @@ def groups_have_their_own_settings(world: Any) -> None:
             assert torch.equal(world.sum(p.detach().clone()), p.detach() * world.size)
         counts = [group["calls"] for group in ours.state_dict()["param_groups"]]
         assert counts == [3, 3, 3]
+
+
+def frozen_and_empty_groups_are_no_hindrance(world: Any) -> None:
+    for settings in ({}, {"outer_momentum": 0.5, "local_steps": 1}):
+        mine = parameters(torch.float32)
+        frozen = [p.requires_grad_(False) for p in mine[:2]]
+        groups = [{"params": []}, {"params": frozen}, {"params": [nn.Parameter(torch.ones(4, 0))]}]
+        ours = SLAMB(groups, **settings)
+        ours.step()
+        assert ours.skipped == 0
+        ours.add_param_group({"params": mine[2:]})
+        set_gradients(mine, 0, world.rank)
+        for p in frozen:
+            p.grad = None
+        ours.step()
+        ours.average_weights()
+        moved = [not torch.equal(p, q) for p, q in zip(mine, start(torch.float32))]
+        assert moved == [False] * 2 + [True] * 4
 
 
 def a_resumed_run_equals_the_uninterrupted_one(world: Any) -> None:
@@ -749,6 +855,11 @@ def the_ratio_is_warmed_up_by_epochs(world: Any) -> None:
         ours.start_epoch(epoch)
         seen.append([group["compress_ratio"] for group in ours.param_groups])
     assert seen == [[0.5, 0.5], [0.2, 0.3], [0.1, 0.3], [0.2, 0.3]]
+    ours.add_param_group({"params": parameters()[1:2]})  # which is warmed up as well
+    ours.start_epoch(0)
+    assert ours.param_groups[2]["compress_ratio"] == 0.5
+    ours.start_epoch(2)
+    assert ours.param_groups[2]["compress_ratio"] == 0.1
 
 
 def averaged_gradients_are_warned_of(world: Any) -> None:
@@ -787,6 +898,10 @@ def all_small_ones(world: Any) -> None:
         the_plain_kernels_follow_the_oracle,
         dtypes_may_differ_within_a_group,
         missing_gradients_are_zeros,
+        weights_without_a_gradient_stay_as_they_are,
+        weights_without_a_gradient_stay_where_the_host_does_not_learn_of_it,
+        unused_weights_stay_when_the_ranks_meet,
+        frozen_and_empty_groups_are_no_hindrance,
         groups_have_their_own_settings,
         a_resumed_run_equals_the_uninterrupted_one,
         outer_steps_bring_the_weights_together,

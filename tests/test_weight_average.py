@@ -10,7 +10,9 @@ from torch import nn
 
 import ranks
 import resnet50_test
+from distributed.world import World
 from test_training import run
+from trainers import make_trainer
 from training.weight_average import WeightAverage
 
 FLAGS = "--dataset digits --arch resnet8 --bs 64 --lr 0.1 --epochs 2 --threads 1 --ema 0.9".split()
@@ -60,6 +62,21 @@ def test_it_goes_on_from_its_state() -> None:
         other.update(model)
     for one, two in zip(average.model.state_dict().values(), other.model.state_dict().values()):
         assert torch.equal(one, two)
+
+
+def test_the_average_has_the_mean_statistics_of_all_ranks(monkeypatch) -> None:
+    model = network()
+    world = World(rank=0, size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = make_trainer(model, optimizer, world, average_decay=0.5)
+    changed(model)
+    trainer.average.update(model)
+    norms = model[1], trainer.average.model[1]
+    expected = [norm.running_mean / 2 + 0.5 for norm in norms]
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat: flat.add_(1.0))  # of rank 1
+    trainer.sync_replicas()
+    for norm, mean in zip(norms, expected):
+        torch.testing.assert_close(norm.running_mean, mean, rtol=1e-6, atol=1e-6)
 
 
 def test_the_average_is_evaluated_kept_and_used(here, monkeypatch) -> None:
