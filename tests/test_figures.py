@@ -71,6 +71,28 @@ def test_the_scripts_accept_every_command_of_the_plan(run, monkeypatch, tmp_path
     assert str(flags_of(run, tmp_path).out).endswith(f"{run.group}/{run.name}-seed0")
 
 
+def names_optimizer(arguments: list[str], recipe: str | None) -> bool:
+    parser = resnet50_test.parser()
+    words = [*(options.recipe_arguments(recipe, parser) if recipe else []), *arguments]
+    return "optimizer" in parser.given(words)
+
+
+def test_every_image_command_and_recipe_names_its_optimizer(monkeypatch):
+    """So that another default does not change what was measured."""
+    monkeypatch.chdir(ROOT)
+    script = f"{resnet50_test.SCRIPT}.py"
+    commands = {run.command for run in PLANNED if script in run.command}
+    assert len(commands) > 200
+    for command in commands:
+        arguments = shlex.split(command.partition(script)[2])
+        recipe = resnet50_test.parser().parse_args(arguments).recipe
+        assert names_optimizer(arguments, recipe), command
+    recipes = [path for path in options.RECIPES.glob("*.yaml") if script in path.read_text()]
+    assert len(recipes) > 5
+    for path in recipes:
+        assert names_optimizer([], str(path)), path
+
+
 def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     checked = 0
