@@ -58,8 +58,8 @@ Next:
   a fifth of CIFAR-10 with NGD, minutes on two cores (downloads 170 MB)
     $python resnet50_test.py --arch resnet20 --subset 0.2 --epochs 10 --ngd
   two processes, or all GPUs
-    bash run_distributed.sh resnet50_test.py --dataset digits --arch resnet20 --bs 32 --lr 0.05 \\
-        --warmup 1 --epochs 3
+    bash run_distributed.sh resnet50_test.py --dataset digits --arch resnet20 --bs 32 \\
+        --optimizer sgd --lr 0.05 --warmup 1 --epochs 3
   all flags
     $python resnet50_test.py --help all
 NEXT

@@ -64,6 +64,7 @@ elif [ "$gpus" -gt 0 ]; then
     launch transformer_test.py
 else
     echo "no GPU: $processes gloo processes with small models and data, so that a CPU can finish"
-    launch resnet50_test.py --dataset digits --arch resnet20 --bs 32 --lr 0.1 --epochs 3
+    launch resnet50_test.py --dataset digits --arch resnet20 --bs 32 --optimizer sgd --lr 0.1 \
+        --epochs 3
     launch transformer_test.py --dataset headlines --bs 8 --lr 4e-4 --epochs 10
 fi

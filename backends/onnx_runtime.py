@@ -140,7 +140,7 @@ def _no_output() -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     saved = [os.dup(descriptor) for descriptor in (1, 2)]
-    with warnings.catch_warnings(), open(os.devnull, "w") as null:
+    with warnings.catch_warnings(), open(os.devnull, "w", encoding="utf-8") as null:
         warnings.simplefilter("ignore")
         try:
             for descriptor in (1, 2):

@@ -27,6 +27,7 @@ import transformer_test
 from backends.device import has_bf16, keep_freed_memory
 from benchmarks import bench, slow_network, throughput
 from cli import flags
+from cli.flag_parser import path_text
 from distributed.world import init_world
 from errors import InputError, exit_code
 
@@ -61,6 +62,7 @@ class Setting:
     def start(self, script: str, batch: int, data_dir: str, out: str) -> bench.Remote:
         """Start the process, which waits for its turns."""
         arguments = ["--data_dir", data_dir, "--bs", str(batch), "--out", out]
+        arguments += ["--optimizer", throughput.OPTIMIZERS[script]]
         with environment(self.environment):
             return bench.Remote(steps, script, [*arguments, *self.flags.split()])
 
@@ -177,7 +179,10 @@ def main() -> int:
     started = time.perf_counter()
     parser = bench.parser(__doc__)
     parser.add_argument(
-        "--data_dir", default=os.environ.get("DATA_DIR", "./data"), help="folder of the data sets"
+        "--data_dir",
+        type=path_text,
+        default=os.environ.get("DATA_DIR", "./data"),
+        help="folder of the data sets",
     )
     parser.add_argument("--only", choices=list(SCRIPTS), help="measure one script only")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES)[1:], help="default all there are")

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from backends.device import keep_freed_memory, peak_memory
+from cli.flag_parser import file_path, path_text
 from cli.flags import count, natural
 from errors import InputError, exit_code, first_line
 from input_pipeline.image_datasets import read_image_splits
@@ -241,10 +242,15 @@ def warm_up(source: ModuleType, net: Any, forward: Any, loader: Any, autocast: A
 def parser() -> argparse.ArgumentParser:
     """The flags of the command line."""
     flags = argparse.ArgumentParser(prog="python -m benchmarks.airbench", description=__doc__)
-    flags.add_argument("--source", type=Path, required=True, help="airbench94_muon.py of a clone")
-    flags.add_argument("--out", type=Path, required=True, help="a new folder for the log")
     flags.add_argument(
-        "--data_dir", default=os.environ.get("DATA_DIR") or "./data", help="as of the entry scripts"
+        "--source", type=file_path, required=True, help="airbench94_muon.py of a clone"
+    )
+    flags.add_argument("--out", type=file_path, required=True, help="a new folder for the log")
+    flags.add_argument(
+        "--data_dir",
+        type=path_text,
+        default=os.environ.get("DATA_DIR") or "./data",
+        help="as of the entry scripts",
     )
     flags.add_argument("--epochs", type=count, default=EPOCHS)
     flags.add_argument("--rows", type=natural, default=0, help="of each split; 0 is all")
@@ -273,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config={
             "flags": flags,
             "peer": f"cifar10-airbench {args.source.name}, sha256 {digest}",
-            **describe_machine(CPU),
+            **describe_machine(CPU, with_speed=True),
             "threads": torch.get_num_threads(),
             "command": f"python -m benchmarks.airbench, {args.source.name}",
         },

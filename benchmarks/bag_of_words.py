@@ -26,6 +26,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
 from benchmarks import bench
+from cli.flag_parser import path_text
 from errors import exit_code
 from figures.run_logs import LOGS, accuracy, last, read_groups
 from input_pipeline import text_datasets
@@ -98,7 +99,10 @@ def main() -> None:
     parser = bench.parser(__doc__)
     data_dir = os.environ.get("DATA_DIR", "./data")
     parser.add_argument(
-        "--data_dir", default=data_dir, help="folder of the data sets (default $DATA_DIR or ./data)"
+        "--data_dir",
+        type=path_text,
+        default=data_dir,
+        help="folder of the data sets (default $DATA_DIR or ./data)",
     )
     args = parser.parse_args()
     splits, _ = text_datasets.read_text_splits("agnews", args.data_dir)

@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 import torch
 
 from backends.device import peak_memory
+from cli.flag_parser import path_text
 from errors import InputError
 from training import run_log
 from training.machine import commit_or_none, device_name
@@ -327,17 +328,17 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="fewer rounds: at most five minutes on two cores"
     )
-    parser.add_argument("--json", metavar="FILE", help="write everything measured")
+    parser.add_argument("--json", type=path_text, metavar="FILE", help="write everything measured")
     return parser
 
 
 def machine(device: torch.device, packages: Sequence[str]) -> str:
-    """Describe versions of the packages, the processor and its load by other programs."""
+    """Describe versions of the packages, the processor, its speed and load by other programs."""
     load = ""
     if sys.platform != "win32":
         load = f"; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
-    return f"{versions}; {device_name(device)}{load}"
+    return f"{versions}; {device_name(device, with_speed=True)}{load}"
 
 
 def table(rows: Sequence[Row], peer: str, unit: str = "samples/s") -> str:

@@ -22,7 +22,7 @@ from distributed import ddp
 from distributed.world import init_world
 from errors import exit_code
 
-FLAGS = "--device cpu --image_size 16 --bs 32 --threads 1 --workers 0"
+FLAGS = "--device cpu --image_size 16 --bs 32 --optimizer sgd --threads 1 --workers 0"
 WARM_UP = 2  # steps: DDP lays its buckets out anew after the first
 
 

@@ -44,7 +44,7 @@ SIZES = {True: (3, 3), False: (6, 4)}  # rounds and epochs; with --quick and wit
 JUDGED_EPOCH = 3
 UPPER_BOUND = 1.5  # see above
 SLICE = 0.01  # seconds for which the slow process runs, and for which it is stopped
-FLAGS = "--arch resnet20 --bs 64 --lr 0.02 --threads 1 --device cpu".split()
+FLAGS = "--arch resnet20 --bs 64 --optimizer sgd --lr 0.02 --threads 1 --device cpu".split()
 DIGITS = "--dataset digits --image_size 32".split()
 CIFAR = "--dataset cifar10 --subset 0.1 --image_size 24 --workers 0 --data_dir".split()
 
@@ -104,7 +104,9 @@ def train(balanced: bool, slow: bool, data: list[str], *, epochs: int) -> list[d
                 process.wait()
         return [
             json.loads(line)
-            for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+            for line in Path(folder, "run", "metrics.jsonl")
+            .read_text(encoding="utf-8")
+            .splitlines()
         ]
 
 

@@ -136,7 +136,8 @@ part_A() {
 }
 
 smoke_runs() { # every method for a few epochs: embedded digits, and embedded headlines
-    local digits=(resnet50_test.py --dataset digits --arch resnet20 --bs 64 --lr 0.05 --epochs 2)
+    local digits=(resnet50_test.py --dataset digits --arch resnet20 --bs 64 --epochs 2
+        --optimizer sgd --lr 0.05)
     local texts=(transformer_test.py --dataset headlines --bs 16 --lr 4e-4 --epochs 3)
     image sgd
     image compile --backend compile
@@ -183,7 +184,7 @@ text() { # text NAME FLAG...
 part_B() { # what the recipes use comes first
     setting compile-256 --bs 256 --backend compile
     setting eager-256 --bs 256
-    probe plain-256 90 plain --more --bs 256 "${small_images[@]}"
+    probe plain-256 90 plain --more --bs 256 --optimizer sgd "${small_images[@]}"
     setting ngd-256 --bs 256 --ngd
     setting kaldi-ngd-256 --bs 256 --optimizer kaldi_ngd
     setting compile-512 --bs 512 --backend compile
@@ -198,7 +199,7 @@ part_B() { # what the recipes use comes first
 }
 
 setting() { # setting NAME FLAG...: the step of ResNet-50 with these flags, on random pixels
-    probe "$1" 150 step --more "${@:2}" "${small_images[@]}"
+    probe "$1" 150 step --more --optimizer sgd "${@:2}" "${small_images[@]}"
 }
 
 probe() { # probe NAME SECONDS WORD...

@@ -23,6 +23,7 @@ import resnet50_test
 import transformer_test
 from backends.device import keep_freed_memory
 from benchmarks import bench, throughput
+from cli.flag_parser import path_text
 from distributed.world import init_world
 from errors import exit_code
 
@@ -37,8 +38,9 @@ def table(name: str, arguments: list[str], data_dir: str) -> Iterator[str]:
     cuda = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with tempfile.TemporaryDirectory() as folder, init_world() as world:
-        flags = ["--data_dir", data_dir, "--bs", str(batch), "--out", f"{folder}/run", *arguments]
-        opened = throughput.open_script(script, flags, world)
+        flags = ["--data_dir", data_dir, "--bs", str(batch), "--out", f"{folder}/run"]
+        flags += ["--optimizer", throughput.OPTIMIZERS[name]]
+        opened = throughput.open_script(script, [*flags, *arguments], world)
         steps = throughput.our_steps(opened.trainer)
         for _ in range(WARM_UP):
             next(steps)
@@ -68,10 +70,15 @@ def table(name: str, arguments: list[str], data_dir: str) -> Iterator[str]:
 def main() -> int:
     parser = bench.parser(__doc__)
     parser.add_argument(
-        "--data_dir", default=os.environ.get("DATA_DIR", "./data"), help="folder of the data sets"
+        "--data_dir",
+        type=path_text,
+        default=os.environ.get("DATA_DIR", "./data"),
+        help="folder of the data sets",
     )
     parser.add_argument("--only", choices=list(SCRIPTS), help="profile one script only")
-    parser.add_argument("--text", metavar="FILE", help="also write the tables to this file")
+    parser.add_argument(
+        "--text", type=path_text, metavar="FILE", help="also write the tables to this file"
+    )
     parser.add_argument(
         "--more",
         nargs="...",
@@ -86,7 +93,7 @@ def main() -> int:
         lines += ["", *table(name, args.more, args.data_dir)]
     print("\n".join(lines))
     if args.text:
-        Path(args.text).write_text("\n".join(lines) + "\n")
+        Path(args.text).write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
 
 

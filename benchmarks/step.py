@@ -34,6 +34,7 @@ import resnet50_test
 import transformer_test
 from backends.device import has_bf16, keep_freed_memory
 from benchmarks import bench, throughput
+from cli.flag_parser import path_text
 from distributed.world import init_world
 from errors import exit_code
 
@@ -77,6 +78,7 @@ class Side:
             yield from peer_steps(self.name, self.recipe, self.data_dir, self.batch)
         out = f"{self.folder}/{self.name.replace(' ', '-')}"
         arguments = ["--data_dir", self.data_dir, "--bs", str(self.batch), "--out", out]
+        arguments += ["--optimizer", throughput.OPTIMIZERS[self.script]]
         with init_world() as world:
             script = SCRIPTS[self.script]
             opened = throughput.open_script(
@@ -115,6 +117,7 @@ def inspect_script(name: str, data_dir: str, folder: str) -> tuple[throughput.Re
     with init_world() as world:
         arguments = ["--data_dir", data_dir, "--out", f"{folder}/flops"]
         arguments += ["--bs", "16", "--precision", "fp32"]
+        arguments += ["--optimizer", throughput.OPTIMIZERS[name]]
         opened = throughput.open_script(SCRIPTS[name], arguments, world)
         trainer = opened.trainer
         recipe = throughput.recipe_of(opened)
@@ -248,7 +251,10 @@ def main() -> int:
     started = time.perf_counter()
     parser = bench.parser(__doc__)
     parser.add_argument(
-        "--data_dir", default=os.environ.get("DATA_DIR", "./data"), help="folder of the data sets"
+        "--data_dir",
+        type=path_text,
+        default=os.environ.get("DATA_DIR", "./data"),
+        help="folder of the data sets",
     )
     parser.add_argument("--only", choices=list(SCRIPTS), help="measure one script only")
     parser.add_argument(
@@ -261,7 +267,7 @@ def main() -> int:
     keep_freed_memory()
     machine = bench.machine(bench.DEVICE, ("torch", "torchvision", "timm"))
     peak = Peak.measured()
-    print(f"{machine}; {peak.best_dtype} matrix product {peak.best / 1e9:.0f} GFLOP/s")
+    print(f"{machine}; peak of {MATRIX_SIZE} rows {peak.best / 1e9:.0f} in {peak.best_dtype}")
     sides = args.sides or default_sides(args.quick, has_bf16(bench.DEVICE))
     rows: list[bench.Row] = []
     bars: list[bench.Bar] = []

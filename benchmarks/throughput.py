@@ -35,6 +35,7 @@ import errors
 import resnet50_test
 import transformer_test
 from benchmarks import bench, trainers
+from cli.flag_parser import path_text
 from distributed.world import World, init_world
 from input_pipeline import csv_tables, text_datasets
 from training.trainer import Trainer
@@ -48,6 +49,7 @@ SPEED_UPS = {"resnet50 training": 2.7, "image input pipeline": 10.0, "text input
 PACKAGES = ("torch", "torchvision", "tokenizers")
 WORKERS = 2  # of the plain DataLoader: one per core
 INPUT_BATCH = TEXT_BATCH = 128
+OPTIMIZERS = {"resnet50": "sgd", "transformer": "adamw"}  # of both sides of a pair
 
 # Seconds of a block, blocks of a side, and the seconds after which three blocks are enough; with
 # --quick, and without.
@@ -237,9 +239,11 @@ def measure(
     batch = 64 if quick else 128
     common = ["--data_dir", data_dir, "--out"]
     arguments = [*common, f"{folder}/image", "--bs", str(batch)]
+    arguments += ["--optimizer", OPTIMIZERS["resnet50"]]
     image = open_script(resnet50_test, arguments, world)
     rows = both_pairs("resnet50", image, data_dir, quick, batch)
     arguments = [*common, f"{folder}/text", "--bs", str(TEXT_BATCH)]
+    arguments += ["--optimizer", OPTIMIZERS["transformer"]]
     text = open_script(transformer_test, arguments, world)
     rows += both_pairs("transformer", text, data_dir, quick, TEXT_BATCH)
     facts = {
@@ -260,7 +264,10 @@ def main() -> None:
     data_dir = os.environ.get("DATA_DIR", "./data")
     add = parser.add_argument
     add(
-        "--data_dir", default=data_dir, help="folder of the data sets (default $DATA_DIR or ./data)"
+        "--data_dir",
+        type=path_text,
+        default=data_dir,
+        help="folder of the data sets (default $DATA_DIR or ./data)",
     )
     args = parser.parse_args()
     # Without it tokenizers warns in every forked worker.

@@ -24,6 +24,7 @@ from pathlib import Path
 from backends.device import keep_freed_memory
 from benchmarks import bench, peers, slow_network, training_rates
 from benchmarks.training_rates import Rates
+from cli.flag_parser import file_path
 from distributed.world import init_world
 from errors import InputError, exit_code
 from figures import run_logs
@@ -163,7 +164,7 @@ def whole_run(runs: run_logs.Runs, rates: Rates) -> list[float]:
 def main() -> None:
     """Measure the steps and print the table."""
     parser = bench.parser(__doc__)
-    parser.add_argument("groups", nargs="+", type=Path, metavar="FOLDER", help="of NAME-seedN")
+    parser.add_argument("groups", nargs="+", type=file_path, metavar="FOLDER", help="of NAME-seedN")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="runs to take (default all)")
     parser.add_argument("--ranks", type=int, default=1, help="processes (default %(default)s)")
     parser.add_argument(

@@ -48,7 +48,7 @@ def open_run(folder: Path, world: World, *, out: Path) -> tuple[Trainer, argpars
             this version, or a few steps do not stand for all steps of the run.
     """
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         command, flags = config["command"], config["flags"]
     except (OSError, ValueError, KeyError):
         raise InputError(f"{folder}: holds no config.json with a command line") from None

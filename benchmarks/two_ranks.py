@@ -155,7 +155,7 @@ class PayloadCounter:
 
 def sent_bytes(device: str) -> int:
     """Return the bytes that a network device has sent since it exists."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
+    for line in Path("/proc/net/dev").read_text(encoding="utf-8").splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == device:
             return int(numbers.split()[8])

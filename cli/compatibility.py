@@ -442,7 +442,7 @@ def page_with_table(page: str) -> str:
 
 def main() -> None:
     """Write the table into its page of the documentation."""
-    atomic_write_text(PAGE, page_with_table(PAGE.read_text()))
+    atomic_write_text(PAGE, page_with_table(PAGE.read_text(encoding="utf-8")))
     print(PAGE.relative_to(ROOT))
 
 

@@ -57,7 +57,7 @@ from training import checkpoint, evaluation, predictions, pretrained, run_log
 from training.batch_sampler import MIN_RANK_ROWS, DynamicBatchSampler
 from training.epoch_report import EVAL_SET_NAMES, RunSummary, epoch_result
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
-from training.machine import cpu_name, describe_machine, device_name
+from training.machine import describe_machine, device_name
 from training.meta_mixup_step import HeldOutBatches, MetaLearner, MetaMixupStep
 from training.run_segments import describe_last, is_uninterrupted, next_segments
 from training.trainer import Trainer, TrainerConfig
@@ -522,13 +522,13 @@ def create_trainer(
     folder, lock = open_run_folder(args, run.script, world, state)
     launchers = sorted(set(world.gather(launcher_id())))  # by which a restarted job knows its run
     machine = {
-        **describe_machine(world.device),
-        "processor": cpu_name(),
+        **describe_machine(world.device, with_speed=world.is_main),
         "precision": run.precision.name,
     }
-    environment = {name: value for name, value in machine.items() if name != "command"}
+    changing = ("command", "processor_speed")  # also where nothing else has changed
+    environment = {name: value for name, value in machine.items() if name not in changing}
     segments = next_segments(state, {**environment, "processes": world.size})
-    config = {"flags": vars(args), **machine, "launchers": launchers}
+    config = {"script": run.script, "flags": vars(args), **machine, "launchers": launchers}
     if not is_uninterrupted(segments):
         config["segments"] = segments
     log = run_log.RunLog(
@@ -542,8 +542,8 @@ def create_trainer(
     log.info(
         f"{len(data.train)} training samples, {num_parameters(model) / 1e6:.2f} M parameters, "
         f"global batch {batches.base} on {world.size} process(es) of "
-        f"{device_name(world.device)}, {run.precision.name}, {args.backend}; "
-        f"run folder {folder}"
+        f"{device_name(world.device, with_speed=world.is_main)}, {run.precision.name}, "
+        f"{args.backend}; run folder {folder}"
     )
     is_new = state is not None and segments != state.get("segments")
     if is_new and (changes := describe_last(segments)):

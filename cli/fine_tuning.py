@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cli.factory import Run
+from cli.flag_parser import path_text
 from distributed.agreement import local_main_first
 from errors import InputError
 from training import pretrained
@@ -25,6 +26,7 @@ def add_flags(add: Callable[..., Any], metavar: str, help: str) -> None:
     """Add --weights, with the help of a script, and --freeze to a group."""
     add(
         "--weights",
+        type=path_text,
         metavar=metavar,
         help=f"{help} The classifier keeps classes of the same name, and begins anew for others "
         "(default random weights).",

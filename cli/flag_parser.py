@@ -16,17 +16,29 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from errors import InputError, did_you_mean
 
 HELP_COLUMN = 26  # where the text of a flag begins in --help
 WIDEST_HELP = 100  # columns of --help in a wide terminal
+
+
+def path_text(text: str) -> str:
+    """An argparse type: a path as text, in which ~ and ~NAME stand for home folders."""
+    return os.path.expanduser(text)
+
+
+def file_path(text: str) -> Path:
+    """An argparse type: as `path_text`, as a Path."""
+    return Path(path_text(text))
 
 
 def nothing(value: str) -> str:

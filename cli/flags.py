@@ -21,7 +21,7 @@ import torch
 import dynamic_batch
 import mixup
 from backends import execution, nvidia_apex, onnx_runtime, precision, torch_compat
-from cli.flag_parser import FlagParser
+from cli.flag_parser import FlagParser, path_text
 from distributed import comm_hooks, fsdp
 from distributed.world import TimeLimits
 from optimizers import schedules
@@ -205,6 +205,7 @@ def add_data(parser: Parser, datasets: Sequence[str]) -> None:
     )
     add(
         "--data_dir",
+        type=path_text,
         default=os.environ.get("DATA_DIR") or "./data",
         metavar="DIR",
         help="Read data sets from this folder, and download missing ones into it "
@@ -979,6 +980,7 @@ def add_run(parser: Parser) -> None:
     add(
         "--out",
         aliases=("--output", "--output_dir"),
+        type=path_text,
         metavar="DIR",
         help="Write the run into this folder (default runs/SCRIPT-TIME).",
         common=True,
@@ -989,6 +991,7 @@ def add_run(parser: Parser) -> None:
         aliases=("--resume_from_checkpoint",),
         nargs="?",
         const="",
+        type=path_text,
         metavar="PATH",
         help="Continue from this checkpoint or run folder; without PATH, from --out or from the "
         "newest run.",
@@ -996,6 +999,7 @@ def add_run(parser: Parser) -> None:
     )
     add(
         "--checkpoint",
+        type=path_text,
         metavar="best|last|PATH",
         help="Take the weights of --evaluate, --predict and --export from this run folder or .pt "
         "file, or from the best or last checkpoint of --resume, --out or the newest run; with "
@@ -1036,6 +1040,7 @@ def add_run(parser: Parser) -> None:
     add(
         "--recipe",
         aliases=("--config", "-c"),
+        type=path_text,
         metavar="NAME",
         help="Read flags from recipes/NAME.yaml of this project, or from the YAML file of that "
         "path; the command line overrides them.",
@@ -1068,6 +1073,7 @@ def add_run(parser: Parser) -> None:
     add(
         "--predict",
         nargs="+",
+        type=path_text,
         metavar="PATH",
         help="Classify images, or each line of text files, with the model of --checkpoint; a "
         "folder stands for all such files below it.",
@@ -1075,6 +1081,7 @@ def add_run(parser: Parser) -> None:
     )
     add(
         "--predict_out",
+        type=path_text,
         metavar="FILE",
         help="Write the predictions, with the probability of every class, into this .jsonl or "
         ".csv file.",
@@ -1082,6 +1089,7 @@ def add_run(parser: Parser) -> None:
     )
     add(
         "--export",
+        type=path_text,
         metavar="FILE",
         help="Write the model of --checkpoint as .onnx or .pt2, or its weights as .safetensors, "
         "with classes and preprocessing, and check that the file computes the same.",

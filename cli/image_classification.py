@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from cli.flags import Parser, number
 from cli.start_checks import check_data
 from distributed.agreement import local_main_first
 from errors import InputError
-from input_pipeline import image_batches, image_datasets
+from input_pipeline import image_batches, image_datasets, own_data
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.image_batches import AUGMENTATIONS, Augmentation, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
@@ -177,12 +178,13 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
         labels={name: split.labels for name, split in splits.items()},
         state=checkpoint,
     )
+    notes = [split.note for split in splits.values() if split.note]
     labelled = splits.pop("train")
     has_val = "val" in splits
     for name, rows in split_rows(args, labelled.labels, has_val).items():
         splits[name] = labelled.select_rows(rows) if len(rows) < len(labelled) else labelled
     labels = {name: split.labels.tolist() for name, split in splits.items()}
-    report_own_data(args, run, classes, labels=labels, has_val=has_val)
+    report_own_data(args, run, classes, labels=labels, has_val=has_val, notes=notes)
     train = splits["train"]
     if args.label_noise:
         noisy = noisy_labels(args, run, train.labels, len(classes))
@@ -314,15 +316,11 @@ def begin_with_weights(
         args, run, default=lambda: image_models.default_weights(args.arch)
     )
     if saved is not None:
-        weights = {
-            name.removeprefix(image_models.GREY_PREFIX): value
-            for name, value in saved.weights.items()
-        }
         fine_tuning.begin_with_weights(
             args,
             run,
             image_models.part_for_colours(model),
-            dataclasses.replace(saved, weights=weights),
+            saved,
             classes=metadata["classes"],
             flags=MODEL_FLAGS,
         )
@@ -330,7 +328,8 @@ def begin_with_weights(
 
 def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Classify the image files of --predict, and those below its folders."""
-    files = [file for path in args.predict for file in image_datasets.expand_images(Path(path))]
+    found_in = [image_datasets.expand_images(Path(path)) for path in args.predict]
+    files = [file for files_of_path, _ in found_in for file in files_of_path]
     images = ImageDataset(
         ImageSplit(
             torch.zeros(len(files), dtype=torch.long),  # labels, which are not known
@@ -348,10 +347,13 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
     rows = torch.arange(len(files)).split(args.batch_size)
     found = predictions.predict(
         load_weights(args, run, create_model(args, run, checkpoint), checkpoint),
-        [Sample(str(file)) for file in files],
+        [Sample(own_data.utf8_name(file)) for file in files],
         (inputs for inputs, _ in images.batches(rows)),
     )
     report_predictions(args, run, found, classes=checkpoint["classes"])
+    for _, note in found_in:
+        if note and run.world.is_main:
+            print(note, file=sys.stderr)
 
 
 def export_model(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:

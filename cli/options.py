@@ -583,6 +583,13 @@ def validate_inference(args: Namespace, resumed: bool) -> None:
             f"--export {reason}: export from the stack of requirements.txt, "
             "which reads this run as well"
         )
+    try:
+        args.export.encode()
+    except UnicodeEncodeError:  # the libraries open no such file, or end the process
+        raise InputError(
+            f"--export {args.export}: the name is not UTF-8 in this locale; give another one, or "
+            "set PYTHONUTF8=1"
+        ) from None
     if not Path(args.export).parent.is_dir():
         raise InputError(f"--export {args.export}: the folder does not exist; make it first")
 

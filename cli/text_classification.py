@@ -26,7 +26,13 @@ from cli.start_checks import check_data
 from distributed.agreement import local_main_first
 from distributed.world import READ_SECONDS
 from errors import InputError
-from input_pipeline import text_batches, text_datasets, tokenization, torchtext_tokenizer
+from input_pipeline import (
+    own_data,
+    text_batches,
+    text_datasets,
+    tokenization,
+    torchtext_tokenizer,
+)
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import TextDataset
@@ -356,10 +362,13 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Classify every line of the text files of --predict, and of those below its folders."""
     lines: list[Sample] = []
     for path in args.predict:
-        for file, texts_of_file in text_datasets.read_text_files(Path(path)).items():
-            if not texts_of_file and run.world.is_main:
-                print(f"warning: {file}: contains no text and is left out", file=sys.stderr)
-            lines += [Sample(f"{file}:{number}", line) for number, line in texts_of_file.items()]
+        lines_of_files, notes = text_datasets.read_text_files(Path(path))
+        if run.world.is_main:
+            for note in notes:
+                print(note, file=sys.stderr)
+        for file, texts_of_file in lines_of_files.items():
+            name = own_data.utf8_name(file)
+            lines += [Sample(f"{name}:{number}", line) for number, line in texts_of_file.items()]
     tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
     texts = [line.text or "" for line in lines]
     batches = (

@@ -37,7 +37,7 @@ def read_yaml(path: Path, source: str) -> Any:
         InputError: the file cannot be read, is not YAML, or has a key twice.
     """
     try:
-        return yaml.load(path.read_text(), Loader=_Loader)  # _Loader is a safe one
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # _Loader is a safe one
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     except OSError as error:

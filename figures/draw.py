@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from PIL import Image
 
-from cli.flag_parser import FlagParser
+from cli.flag_parser import FlagParser, file_path
 from errors import InputError, exit_code
 from figures import table, unlogged_flags
 from figures.pictures import PICTURES, overview
@@ -76,7 +76,7 @@ def draw_parser() -> FlagParser:
     add(
         "--runs",
         nargs="+",
-        type=Path,
+        type=file_path,
         metavar="DIR",
         help="Draw the runs in these folders in place of the committed logs.",
     )
@@ -94,7 +94,7 @@ def draw_parser() -> FlagParser:
     )
     add(
         "--out",
-        type=Path,
+        type=file_path,
         default=Path("accuracy.png"),
         metavar="FILE",
         help="Write the picture of --runs to this file (default %(default)s).",

@@ -30,7 +30,7 @@ import torch
 import yaml
 
 from cli import flags
-from cli.flag_parser import FlagParser
+from cli.flag_parser import FlagParser, file_path
 from errors import InputError, Interrupted, did_you_mean, exit_code
 from figures.run_logs import LOGS, ROOT, finished
 from training import machine
@@ -101,7 +101,7 @@ def read_plan(path: Path, device: str, logs: Path) -> list[PlannedRun]:
         logs: folder below which the logs are written.
     """
     ordered = []
-    for group, entry in yaml.safe_load(path.read_text())[device].items():
+    for group, entry in yaml.safe_load(path.read_text(encoding="utf-8"))[device].items():
         for name, extra in entry.get("runs", {"": ""}).items():
             command = f"{entry['command']} {extra or ''}".strip()
             seeds = entry.get("seeds", SEEDS) if name else [0]
@@ -170,7 +170,7 @@ def describe_other_data(run: PlannedRun) -> str:
     """Say that a run's first epoch had other rows than the plan expects; '' if it is not so."""
     if not run.rows or not (run.folder / "metrics.jsonl").exists():
         return ""
-    first = (run.folder / "metrics.jsonl").read_text().partition("\n")
+    first = (run.folder / "metrics.jsonl").read_text(encoding="utf-8").partition("\n")
     rows = json.loads(first[0])["samples"] if first[1] else run.rows
     if 0.9 * run.rows <= rows <= run.rows:
         return ""
@@ -289,14 +289,14 @@ def experiments_parser() -> FlagParser:
     add("--draw", action="store_true", help="Draw the figures at the end, also after a failure.")
     add(
         "--plan",
-        type=Path,
+        type=file_path,
         default=PLAN,
         metavar="YAML",
         help="Read the experiments from this file (default figures/experiments.yaml).",
     )
     add(
         "--logs",
-        type=Path,
+        type=file_path,
         default=LOGS,
         metavar="DIR",
         help="Write the logs below this folder (default figures/logs).",

@@ -92,7 +92,7 @@ def difference(images: Flag, texts: Flag) -> str:
 
 def main() -> None:
     """Write the lists into their page of the documentation."""
-    atomic_write_text(PAGE, page_with_flags(PAGE.read_text()))
+    atomic_write_text(PAGE, page_with_flags(PAGE.read_text(encoding="utf-8")))
     print(PAGE.relative_to(ROOT))
 
 

@@ -385,7 +385,7 @@ def draw_slow_network_time(groups: Groups) -> Figure | None:
     level = statistics.mean(last(named_runs["LAMB"], accuracy))
     labels = LABELS["slow_network_cifar10"]
     for panel, (network, path) in zip(axes[0], paths.items()):
-        timed = with_minutes(named_runs, json.loads(path.read_text()), labels)
+        timed = with_minutes(named_runs, json.loads(path.read_text(encoding="utf-8")), labels)
         plot_methods(panel, timed, x=column("minutes"), y=accuracy)
         panel.axhline(level, color=GREY, linewidth=1, zorder=0)
         label_axes(panel, "training time / minutes", "test accuracy / %", title=network)
@@ -423,7 +423,7 @@ def draw_time(groups: Groups) -> Figure | None:
     title = "Test accuracy over training time on one core, each optimizer at its best rate"
     figure, axes = create_panels(1, 3, title)
     for panel, (title, (named_runs, path)) in zip(axes[0], problems.items()):
-        timed = with_minutes(named_runs, json.loads(path.read_text()), OPTIMIZERS)
+        timed = with_minutes(named_runs, json.loads(path.read_text(encoding="utf-8")), OPTIMIZERS)
         plot_methods(panel, timed, x=column("minutes"), y=accuracy)
         highest = max(max(last(runs, accuracy)) for runs in timed.values())
         panel.set_ylim(highest - ACCURACY_RANGE, highest + 0.1 * ACCURACY_RANGE)
@@ -622,7 +622,7 @@ def draw_scaling(groups: Groups) -> Figure | None:
     """Draw parallel efficiency against processes: the model as lines, measurements as markers."""
     if not (RESULTS / "scaling-cpu.json").exists():
         return None
-    results = json.loads((RESULTS / "scaling-cpu.json").read_text())
+    results = json.loads((RESULTS / "scaling-cpu.json").read_text(encoding="utf-8"))
     ratios = {row["name"]: row["ratios"] for row in results["rows"]}
     figure, axes = create_panels(2, 2, "Parallel efficiency of LAMB and SLAMB on slow networks")
     for column_index, (arch, batch) in enumerate((("resnet20", 64), ("resnet110", 32))):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cli import options
-from cli.flag_parser import FlagParser, format_default
+from cli.flag_parser import FlagParser, file_path, format_default
 from errors import InputError, exit_code
 from figures.html_page import (
     MISSING,
@@ -487,13 +487,13 @@ def report_parser() -> FlagParser:
     add(
         "runs",
         nargs="+",
-        type=Path,
+        type=file_path,
         metavar="RUN",
         help="Report on the runs in these folders.",
     )
     add(
         "--out",
-        type=Path,
+        type=file_path,
         default=Path("report.html"),
         metavar="FILE",
         help="Write the report to this file, whose name ends in .html (default %(default)s).",

@@ -83,8 +83,10 @@ def by_label(folders: Sequence[Path], labels: Sequence[str]) -> dict[str, Runs]:
 def finished(folder: Path) -> bool:
     """Tell whether a run's log holds its last epoch."""
     try:
-        epochs = json.loads((folder / "config.json").read_text())["flags"]["epochs"]
-        last_row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+        epochs = json.loads((folder / "config.json").read_text(encoding="utf-8"))["flags"]["epochs"]
+        last_row = json.loads(
+            (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+        )
         return last_row["epoch"] >= epochs
     except (OSError, IndexError, KeyError, ValueError):
         return False
@@ -104,7 +106,7 @@ def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
 def read_flags(group: str, name: str) -> dict[str, Any]:
     """Return the flags of a logged run, which are those of all its seeds but for the seed."""
     config = min((LOGS / group).glob(f"{name}-seed*/config.json"))
-    return json.loads(config.read_text())["flags"]
+    return json.loads(config.read_text(encoding="utf-8"))["flags"]
 
 
 def repeated(runs: Mapping[str, Runs]) -> Mapping[str, Runs]:

@@ -37,7 +37,7 @@ def results(groups: Groups, plan_path: Path) -> str:
         groups: the finished runs of each experiment, by the group's name and the run's.
         plan_path: the plan of the experiments, figures/experiments.yaml.
     """
-    plan = yaml.safe_load(plan_path.read_text())
+    plan = yaml.safe_load(plan_path.read_text(encoding="utf-8"))
     rows, paragraphs = [], []
     for device in ("cpu", "gpu"):
         missing = []
@@ -109,5 +109,7 @@ def write(generated: str, page: Path) -> None:
     Raises:
         ValueError: the page does not have each marker exactly once.
     """
-    text = replace_generated_section(page.read_text(), BEGIN, END, content=generated)
+    text = replace_generated_section(
+        page.read_text(encoding="utf-8"), BEGIN, END, content=generated
+    )
     atomic_write_text(page, text)

@@ -36,7 +36,10 @@ Config = Mapping[str, Any]
 
 def read_configs(logs: Path) -> list[Config]:
     """Return the config.json of every run below a folder of logs."""
-    return [json.loads(path.read_text()) for path in sorted(logs.glob("*/*/config.json"))]
+    return [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(logs.glob("*/*/config.json"))
+    ]
 
 
 def command_of(config: Config) -> list[str]:
@@ -118,5 +121,7 @@ def write(generated: str, page: Path) -> None:
     Raises:
         ValueError: the page does not have each marker exactly once.
     """
-    text = replace_generated_section(page.read_text(), BEGIN, END, content=generated)
+    text = replace_generated_section(
+        page.read_text(encoding="utf-8"), BEGIN, END, content=generated
+    )
     atomic_write_text(page, text)

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 
 from errors import InputError
-from input_pipeline.own_data import list_names, shorten
+from input_pipeline.own_data import list_names, normal_form, shorten
 
 SUFFIXES = (".csv", ".tsv")
 SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "vertical bar"}
@@ -27,6 +27,10 @@ SAMPLE_ROWS = 20  # by which the separator is recognised
 LONGEST_CELL = 2**31 - 1  # characters; the limit of the csv module is 131,072 by default
 LONGEST_NUMBER = 640  # digits, which Python converts under every setting of its limit
 LONGEST_HEADER_CELL = 64  # characters; a row with a longer cell is no header
+PREAMBLE_ROWS = 10  # that may stand above a header, such as a title or comments
+SEPARATOR_LINE = re.compile(r'"?sep=([^\w"\r\n])"?[,;|\t ]*(?=[\r\n])', re.IGNORECASE)
+"""The first line of a file that a spreadsheet is to open: 'sep=;'."""
+RULE = re.compile(r"\s*[:+]?(-{2,}|={2,})?[:+]?\s*")  # a cell of a line drawn below a header
 LABEL_NAMES = frozenset(
     """label labels class classes class_index class_name category categories target targets
     sentiment topic intent y""".split()
@@ -66,12 +70,14 @@ class CsvTable:
         header: the names of the columns; empty where the file has no header row.
         rows: the other rows, all of the same length.
         numbers: the number of each row in the file, from 1 on, for messages.
+        note: a line on rows that are no data and were left out, or ''.
     """
 
     path: Path
     header: list[str]
     rows: list[list[str]]
     numbers: list[int]
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ def normalise(name: str) -> str:
     >>> normalise(" Class Index")
     'class_index'
     """
-    return re.sub(r"[\s_-]+", "_", name.strip().casefold())
+    return re.sub(r"[\s_-]+", "_", normal_form(name.strip().casefold()))
 
 
 def is_number(name: str) -> bool:
@@ -111,8 +117,15 @@ def read_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = Non
         InputError: the file is missing, empty or broken, or only one of the files has a header.
     """
     text = read_utf8(path)
-    separator = "\t" if path.suffix.lower() == ".tsv" else recognise_separator(text)
-    table = check_rows(path, parse(text, separator, path=path), separator=separator)
+    if named := SEPARATOR_LINE.match(text):
+        separator, text = named[1], text[named.end() :]  # the line break stays, for row numbers
+    elif path.suffix.lower() == ".tsv":
+        separator = "\t"
+    else:
+        separator = recognise_separator(text, choice)
+    rows = parse(text, separator, path=path)
+    header_at = find_header(rows, choice)
+    table = check_rows(path, rows[header_at:], separator=separator)
     if not has_header(table.rows, choice, train):
         if train is not None and train.header:
             raise InputError(
@@ -120,9 +133,51 @@ def read_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = Non
                 f"{train.path.name} ({list_names(train.header)}); give both files a header row"
             )
         return table
-    if len(table.rows) == 1:
+    header, *data_rows = table.rows
+    data = [
+        (number, row)
+        for number, row in zip(table.numbers[1:], data_rows)
+        if not repeats_header(row, header)
+    ]
+    if data and is_rule(data[0][1]):
+        del data[0]
+    if not data:
         raise InputError(f"{path} has a header row only: it needs at least one row below it")
-    return CsvTable(path, table.rows[0], table.rows[1:], table.numbers[1:])
+    numbers, data_rows = map(list, zip(*data))
+    others = sorted({number for number, _ in rows} - {table.numbers[0], *numbers})
+    note = f"warning: {path}: left out, as they are no data: rows {list_names([*map(str, others)])}"
+    return CsvTable(path, header, data_rows, numbers, note=note if others else "")
+
+
+def find_header(rows: Sequence[tuple[int, Sequence[str]]], choice: ColumnChoice) -> int:
+    """Return the position of the first row that is surely a header; 0 if there is none.
+
+    It has names of a label and a text, or all names that the user chose. A title or comments may
+    stand above it.
+
+    Args:
+        rows: number and columns of each row.
+        choice: the columns that the user named.
+    """
+    chosen = choice.names()
+    for position, (_, row) in enumerate(rows[: PREAMBLE_ROWS + 1]):
+        names = {normalise(cell) for cell in row}
+        if (LABEL_NAMES & names and TEXT_NAMES & names) or (chosen and chosen <= names):
+            return position
+    return 0
+
+
+def repeats_header(row: Sequence[str], header: Sequence[str]) -> bool:
+    """Tell whether a row is the header once more, as where files were joined."""
+    return len(row) == len(header) and all(
+        len(cell) <= LONGEST_HEADER_CELL and normalise(cell) == normalise(name)
+        for cell, name in zip(row, header)
+    )
+
+
+def is_rule(row: Sequence[str]) -> bool:
+    """Tell whether a row is a line drawn below a header, such as --- | ---."""
+    return any(cell.strip() for cell in row) and all(RULE.fullmatch(cell) for cell in row)
 
 
 def read_csv(path: Path, columns: int = 0) -> list[list[str]]:
@@ -200,10 +255,11 @@ def has_rows_inside(cell: str) -> bool:
     return "\t" in cell and ("\n" in cell or "\r" in cell)
 
 
-def recognise_separator(text: str) -> str:
+def recognise_separator(text: str, choice: ColumnChoice) -> str:
     """Return the separator that gives the first rows equally many columns, at least two.
 
-    Where several do, it is the one that comes first; where none does, a comma.
+    Where several do, it is the one that comes first; where none does, a comma. Rows above a header
+    do not count.
     """
     first_cells: dict[str, int] = {}
     for separator in SEPARATORS:
@@ -211,6 +267,7 @@ def recognise_separator(text: str) -> str:
             rows = [row for _, row in parse(text, separator, path=Path(), limit=SAMPLE_ROWS)]
         except InputError:
             continue
+        rows = rows[find_header(list(enumerate(rows)), choice) :]
         if rows and len(rows[0]) > 1 and len({len(row) for row in rows}) == 1:
             first_cells[separator] = len(rows[0][0])
     return min(first_cells, key=lambda separator: first_cells[separator], default=",")
@@ -234,9 +291,10 @@ def check_rows(
     columns = columns or max(2, len(rows[0][1]))
     for number, row in rows:
         if len(row) != columns:
+            name = SEPARATORS.get(separator, repr(separator))
             raise InputError(
                 f"{path}, row {number}: {len(row)} columns, expected {columns}; correct or delete "
-                f"the row (a text that contains a {SEPARATORS[separator]} needs double quotes)"
+                f"the row (a text that contains a {name} needs double quotes)"
             )
     return CsvTable(path, [], [row for _, row in rows], [number for number, _ in rows])
 
@@ -262,7 +320,9 @@ def has_header(rows: Sequence[Sequence[str]], choice: ColumnChoice, train: CsvTa
         return bool({normalise(name) for name in train.header if name.strip()} & set(names))
     return any(
         name in LABEL_NAMES | TEXT_NAMES
-        and not any(normalise(row[position]) == name for row in rows[1:])
+        and not any(
+            normalise(row[position]) == name for row in rows[1:] if not repeats_header(row, rows[0])
+        )
         for position, name in enumerate(names)
     )
 

@@ -12,6 +12,7 @@ on the number of ranks.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -183,6 +184,7 @@ class ImageDataset:
             DecodedBatches(self.images, row_batches),
             batch_size=None,
             num_workers=self.workers,
+            worker_init_fn=ignore_signals,
             pin_memory=on_gpu,
         )
         if not on_gpu:
@@ -318,6 +320,18 @@ class DecodedBatches(Dataset):
             return error
 
 
+def ignore_signals(worker: int) -> None:
+    """Let a worker process go on after SIGINT and SIGTERM, which reach all processes of a job.
+
+    The training process finishes its step, writes a checkpoint and then ends its workers.
+
+    Args:
+        worker: its number.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def raise_worker_errors(
     loader: Iterable[tuple[Tensor, Tensor] | InputError],
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -332,7 +346,12 @@ def decode_all(images: ImageSplit, workers: int) -> Tensor:
     """Decode all files once, in parallel: (rows, size, size, channels) uint8."""
     pixels = torch.empty(len(images), images.size, images.size, images.channels, dtype=torch.uint8)
     row_batches = torch.arange(len(images)).split(DECODE_ROWS)
-    loader = DataLoader(DecodedBatches(images, row_batches), batch_size=None, num_workers=workers)
+    loader = DataLoader(
+        DecodedBatches(images, row_batches),
+        batch_size=None,
+        num_workers=workers,
+        worker_init_fn=ignore_signals,
+    )
     for rows, decoded in raise_worker_errors(loader):
         pixels[rows] = decoded
     return pixels

@@ -9,6 +9,7 @@ A missing CIFAR-10 or MNIST is downloaded by torchvision, which verifies checksu
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 import struct
 from collections.abc import Sequence
@@ -22,7 +23,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from errors import InputError, first_line
-from input_pipeline.own_data import find_splits
+from input_pipeline.own_data import (
+    LeftOut,
+    class_name,
+    find_splits,
+    is_hidden,
+    list_files,
+    list_folders,
+    normal_form,
+)
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 TORCHVISION_FOLDERS = {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}  # below --data_dir
@@ -55,6 +64,7 @@ class ImageSplit:
         files: one image file for each row, or None.
         size: pixels a side.
         channels: 3 for colour, 1 for grey.
+        note: a line on files that were left out, or ''.
     """
 
     labels: Tensor
@@ -63,6 +73,7 @@ class ImageSplit:
     files: list[Path] | None = None
     size: int = 0
     channels: int = 3
+    note: str = ""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -191,7 +202,7 @@ def read_folder(
         paths = {"train": root}
     if "train" not in paths:
         hint = ""
-        if not paths and class_folders(root):
+        if not paths and root.is_dir() and class_folders(root, LeftOut(root)):
             hint = f" (or, if the folders in {root} are the classes, add --val_fraction 0.1)"
         raise InputError(
             f"{root / 'train'} is missing: --dataset folder needs {root}/train/CLASS/* "
@@ -202,21 +213,29 @@ def read_folder(
             f"{root / 'test'} is missing: --dataset folder needs {root}/test/CLASS/*, or "
             f"{root}/val/CLASS/*, or --val_fraction 0.1 to hold out images of train/"
         )
-    found = class_folders(paths["train"])
-    if len(found) < 2:
+    names = list(classes)
+    if not names:
+        names = sorted(class_folders(paths["train"], LeftOut(paths["train"])))
+    if len(names) < 2:
         raise InputError(
-            f"{paths['train']} has {len(found)} class folders; classification needs two or more"
+            f"{paths['train']} has {len(names)} class folders; classification needs two or more"
         )
-    names = list(classes) or found
     return {split: list_split(path, names, size=size) for split, path in paths.items()}, names
 
 
-def class_folders(folder: Path) -> list[str]:
-    """Return the names of the folders in a folder, sorted, without hidden ones."""
-    if not folder.is_dir():
-        return []
-    names = [entry.name for entry in folder.iterdir() if entry.is_dir()]
-    return sorted(name for name in names if not name.startswith("."))
+def class_folders(folder: Path, left_out: LeftOut) -> dict[str, list[Path]]:
+    """Return the folders in a folder by the class that each holds.
+
+    A class has several folders if their names differ in nothing but the form of their characters.
+
+    Args:
+        folder: of a split.
+        left_out: counts hidden folders and links to a folder above.
+    """
+    by_class: dict[str, list[Path]] = {}
+    for path in list_folders(folder, left_out):
+        by_class.setdefault(class_name(path), []).append(path)
+    return by_class
 
 
 def list_split(folder: Path, classes: Sequence[str], *, size: int) -> ImageSplit:
@@ -225,56 +244,61 @@ def list_split(folder: Path, classes: Sequence[str], *, size: int) -> ImageSplit
     Raises:
         InputError: there is an unknown class, or a class folder or the whole split is empty.
     """
-    names = class_folders(folder)
-    if unknown := sorted(set(names) - set(classes)):
+    left_out = LeftOut(folder)
+    folders = class_folders(folder, left_out)
+    if unknown := sorted(set(folders) - {normal_form(name) for name in classes}):
         raise InputError(
-            f"{folder / unknown[0]}: not one of the {len(classes)} classes that are trained on; "
+            f"{folders[unknown[0]][0]}: not one of the {len(classes)} classes that are trained on; "
             "move or delete it"
         )
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        class_files = list_images(folder / name)
-        if not class_files and name in names:
-            raise InputError(
-                f"{folder / name} contains no images ({', '.join(sorted(SUFFIXES))}); "
-                "add some or delete the folder"
-            )
+        class_files = []
+        for path in folders.get(normal_form(name), ()):
+            class_files += list_files(path, SUFFIXES, left_out)
+            if not class_files:
+                raise InputError(
+                    f"{path} contains no images ({', '.join(sorted(SUFFIXES))}); "
+                    f"add some or delete the folder{left_out.hint()}"
+                )
         files += class_files
         labels += [label] * len(class_files)
     if not files:
         raise InputError(f"{folder} contains no images: it needs a folder for each class")
-    return ImageSplit(torch.tensor(labels), files=files, size=size)
+    for path in sorted(folder.iterdir()):
+        if path.suffix.lower() in SUFFIXES and os.path.isfile(path) and not is_hidden(path):
+            left_out.add("images outside the folders of the classes", path)
+    return ImageSplit(torch.tensor(labels), files=files, size=size, note=left_out.line())
 
 
-def list_images(folder: Path) -> list[Path]:
-    """Return the image files below a folder, sorted, without hidden ones."""
-    return sorted(
-        path
-        for path in folder.glob("**/*")
-        if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
-    )
-
-
-def expand_images(path: Path) -> list[Path]:
+def expand_images(path: Path) -> tuple[list[Path], str]:
     """Return the image files below a folder, sorted, or the path itself if it is not a folder.
 
+    Returns:
+        The files, and a line on what was left out of a folder, or ''.
     Raises:
         InputError: the path does not exist, or the folder has no images.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file")
-    files = list_images(path) if path.is_dir() else [path]
+    if not path.is_dir():
+        return [path], ""
+    left_out = LeftOut(path)
+    files = list_files(path, SUFFIXES, left_out)
     if not files:
-        raise InputError(f"{path}: contains no images ({', '.join(sorted(SUFFIXES))})")
-    return files
+        raise InputError(
+            f"{path}: contains no images ({', '.join(sorted(SUFFIXES))}){left_out.hint()}"
+        )
+    return files, left_out.line()
 
 
 def read_image(path: Path, size: int, *, channels: int = 3) -> Tensor:
-    """Read one image file, scale its shorter side to `size` and crop the centre.
+    """Read one image file, cut out the square in its centre and scale it to `size`.
 
     The orientation that a camera writes into a photo is applied. Grey pixels of 16 bits are scaled
-    to 8 bits.
+    to 8 bits. A JPEG file is decoded at the smallest of its scales that has at least twice the
+    pixels a side.
 
     Args:
         path: the image file, with pixels of 8 bits a channel, or of 16 bits.
@@ -287,14 +311,15 @@ def read_image(path: Path, size: int, *, channels: int = 3) -> Tensor:
     """
     try:
         with Image.open(path) as image:
-            image = ImageOps.exif_transpose(to_8_bits(image, path))
-            image = image.convert("RGB" if channels == 3 else "L")
-            scale = size / min(image.size)
-            width, height = (max(size, round(side * scale)) for side in image.size)
-            left, top = (width - size) // 2, (height - size) // 2
-            image = image.resize((width, height), Image.Resampling.BILINEAR)
-            image = image.crop((left, top, left + size, top + size))
-            return torch.from_numpy(np.array(image)).view(size, size, channels)
+            image.draft(None, (2 * size, 2 * size))  # does nothing unless it is a JPEG file
+            ImageOps.exif_transpose(image, in_place=True)
+            side = min(image.size)
+            left, top = ((length - side) // 2 for length in image.size)
+            square = image.crop((left, top, left + side, top + side))
+            square = to_8_bits(square, path, file_format=image.format)
+            square = square.convert("RGB" if channels == 3 else "L")
+            square = square.resize((size, size), Image.Resampling.BILINEAR)
+            return torch.from_numpy(np.array(square)).view(size, size, channels)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except DECODE_ERRORS as error:
@@ -303,17 +328,18 @@ def read_image(path: Path, size: int, *, channels: int = 3) -> Tensor:
         ) from None
 
 
-def to_8_bits(image: Image.Image, path: Path) -> Image.Image:
+def to_8_bits(image: Image.Image, path: Path, *, file_format: str | None) -> Image.Image:
     """Scale grey pixels of 16 bits to 8 bits; Pillow's own conversion would cut them off at 255.
 
     Args:
         image: in any mode.
         path: its file, for the error message.
+        file_format: of the file, as Pillow names it.
     Raises:
         InputError: the pixels are floats or 32-bit integers, which have no common range.
     """
     is_16_bit = image.mode in GREY_16_MODES
-    is_16_bit |= image.mode == "I" and image.format in FORMATS_OF_16_BITS
+    is_16_bit |= image.mode == "I" and file_format in FORMATS_OF_16_BITS
     if is_16_bit:
         pixels = np.asarray(image).astype(np.float64)
         return Image.fromarray((pixels / 257).round().clip(0, 255).astype(np.uint8))

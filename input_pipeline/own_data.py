@@ -1,13 +1,19 @@
-"""Data of your own: which splits a folder holds, and how many rows each class has in them.
+"""Data of your own: the splits of a folder, the files below it, the rows of each class.
 
 paths = find_splits(Path("my_images"))             # {"train": Path(...), "test": Path(...)}
+left_out = LeftOut(paths["train"])
+files = list_files(paths["train"], {".png"}, left_out)
+print(left_out.line())                             # '' where every file is used
 class_table(["cat", "dog"], {"train": [0, 0, 1], "test": [1]})     # lines for the console
 """
 
 from __future__ import annotations
 
+import os
+import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from errors import InputError
@@ -22,6 +28,50 @@ SPLIT_NAMES = {
 MAX_LISTED = 20  # classes of a table
 MAX_NAMED = 8  # classes or columns of a sentence
 LONGEST_NAME = 40  # characters of a name in a table or sentence
+SYSTEM_FOLDERS = frozenset(
+    ["__MACOSX", "__pycache__", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"]
+)
+"""Folders that operating systems, archives and file servers add; they are left out like hidden
+ones."""
+
+
+@dataclass
+class LeftOut:
+    """Counts the files and folders that a reader does not use.
+
+    Attributes:
+        root: the folder that is read.
+        paths: those left out, by reason.
+    """
+
+    root: Path
+    paths: dict[str, list[Path]] = field(default_factory=dict)
+
+    def add(self, reason: str, path: Path) -> None:
+        """Count a path below `root`; the reason is a noun phrase such as 'dangling links'."""
+        self.paths.setdefault(reason, []).append(path)
+
+    def summary(self) -> str:
+        """Return the number of paths and an example for each reason, or ''.
+
+        >>> left_out = LeftOut(Path("mine"))
+        >>> left_out.add("dangling links", Path("mine/cat/1.png"))
+        >>> left_out.summary()
+        'left out: dangling links (1, such as cat/1.png)'
+        """
+        reasons = [
+            f"{reason} ({len(paths)}, such as {paths[0].relative_to(self.root)})"
+            for reason, paths in sorted(self.paths.items())
+        ]
+        return f"left out: {', '.join(reasons)}" if reasons else ""
+
+    def line(self) -> str:
+        """Return the summary as a line for the console, or ''."""
+        return f"warning: {self.root}: {self.summary()}" if self.paths else ""
+
+    def hint(self) -> str:
+        """Return the summary as the end of an error message, or ''."""
+        return f" ({self.summary()})" if self.paths else ""
 
 
 def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
@@ -33,7 +83,8 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
     Returns:
         The paths of 'train', 'test' and 'val', as far as they are there, in this order.
     Raises:
-        InputError: a split is there twice, or `root` is a file or cannot be read.
+        InputError: a split is there twice or is a dangling link, or `root` is a file or cannot be
+            read.
     """
     if root.is_file():
         raise InputError(f"--data_dir {root}: is a file; give the folder that contains it")
@@ -43,14 +94,17 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
         raise InputError(
             f"--data_dir {root}: cannot be read ({error.strerror}); give a folder that you may read"
         ) from None
-    if "" in suffixes:
-        entries = [entry for entry in entries if entry.is_dir()]
-    else:  # what is neither a file nor a folder, such as a pipe, would be waited for
-        entries = [entry for entry in entries if entry.is_file()]
+    is_wanted = Path.is_dir if "" in suffixes else Path.is_file  # a pipe would be waited for
     paths = {}
     for split, names in SPLIT_NAMES.items():
         candidates = {f"{name}{suffix}" for name in names for suffix in suffixes}
-        present = [entry for entry in entries if entry.name.lower() in candidates]
+        named = [entry for entry in entries if entry.name.lower() in candidates]
+        if dangling := [entry for entry in named if not entry.exists()]:
+            raise InputError(
+                f"{dangling[0]}: is a link to nothing, and would be the {split} split; fetch what "
+                "it links to, or delete it"
+            )
+        present = [entry for entry in named if is_wanted(entry)]
         if len(present) > 1:
             raise InputError(
                 f"{present[0]} and {present[1].name} are both there: both would be the {split} "
@@ -59,6 +113,110 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
         if present:
             paths[split] = present[0]
     return paths
+
+
+def list_files(folder: Path, suffixes: Collection[str], left_out: LeftOut) -> list[Path]:
+    """Return the files below a folder that have one of the suffixes, sorted.
+
+    Links to files and folders are followed, but for links to a folder above them.
+
+    Args:
+        folder: is read with all folders below it; it is the root of `left_out` or below it.
+        suffixes: in lower case, with their dots.
+        left_out: counts all other files, but for hidden ones of other suffixes.
+    """
+    return sorted(_walk(folder, suffixes, left_out, above=(left_out.root.resolve(),)))
+
+
+def list_folders(folder: Path, left_out: LeftOut) -> list[Path]:
+    """Return the folders in a folder, sorted by name.
+
+    Args:
+        folder: of a split.
+        left_out: counts folders that are hidden or above, and links to nothing.
+    """
+    folders, real = [], folder.resolve()
+    for path in _entries(folder, left_out):
+        if os.path.isdir(path):
+            if _is_used(path, (real,), left_out):
+                folders.append(path)
+        elif not os.path.exists(path) and not is_hidden(path):
+            left_out.add("dangling links", path)
+    return folders
+
+
+def _walk(
+    folder: Path, suffixes: Collection[str], left_out: LeftOut, *, above: tuple[Path, ...]
+) -> Iterator[Path]:
+    """Yield the files of `list_files`; `above` has the real paths of the folders above."""
+    above = (*above, folder.resolve())
+    for path in _entries(folder, left_out):
+        has_suffix = path.suffix.lower() in suffixes
+        if os.path.isdir(path):
+            if _is_used(path, above, left_out):
+                yield from _walk(path, suffixes, left_out, above=above)
+        elif is_hidden(path):
+            if has_suffix:
+                left_out.add("hidden files and folders", path)
+        elif os.path.islink(path) and not os.path.exists(path):
+            left_out.add("dangling links", path)
+        elif not has_suffix:
+            left_out.add("files of other types", path)
+        elif os.path.isfile(path) and os.access(path, os.R_OK):
+            yield path
+        else:
+            left_out.add("unreadable files", path)
+
+
+def _entries(folder: Path, left_out: LeftOut) -> list[Path]:
+    """Return what is in a folder, sorted by name; a folder that cannot be read is left out."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        left_out.add("unreadable folders", folder)
+        return []
+
+
+def _is_used(folder: Path, above: Sequence[Path], left_out: LeftOut) -> bool:
+    """Return whether a folder is neither hidden nor a link to a folder above it.
+
+    Args:
+        folder: below all of `above`.
+        above: real paths of the folders that it was reached through.
+        left_out: counts the folder if it is not used.
+    """
+    if is_hidden(folder):
+        left_out.add("hidden files and folders", folder)
+        return False
+    target = folder.resolve()
+    if any(target == each or target in each.parents for each in above):
+        left_out.add("links to a folder above", folder)
+        return False
+    return True
+
+
+def is_hidden(path: Path) -> bool:
+    """Return whether a file or folder is hidden, or a folder that a system has added."""
+    return path.name.startswith(".") or path.name in SYSTEM_FOLDERS
+
+
+def class_name(folder: Path) -> str:
+    """Return the class that a folder holds: its name in the form in which names are compared."""
+    return normal_form(utf8_name(folder.name))
+
+
+def utf8_name(path: Path | str) -> str:
+    """Return a path read as UTF-8, also in a locale in which Python reads it otherwise."""
+    return os.fsencode(path).decode("utf-8", "surrogateescape")
+
+
+def normal_form(name: str) -> str:
+    """Return a name or a text in Unicode's composed form (NFC), in which they are compared.
+
+    >>> normal_form("cafe\u0301") == "caf\u00e9"
+    True
+    """
+    return unicodedata.normalize("NFC", name)
 
 
 def class_table(classes: Sequence[str], labels: Mapping[str, Sequence[int]]) -> list[str]:

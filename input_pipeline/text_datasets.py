@@ -33,7 +33,14 @@ from input_pipeline.csv_tables import (
     read_csv,
     read_table,
 )
-from input_pipeline.own_data import find_splits, list_names, shorten
+from input_pipeline.own_data import (
+    LeftOut,
+    find_splits,
+    list_files,
+    list_names,
+    normal_form,
+    shorten,
+)
 
 AGNEWS_CLASSES = ["World", "Sports", "Business", "Sci/Tech"]
 AGNEWS_URL = "https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv/"
@@ -45,10 +52,11 @@ AGNEWS_FILES = {
 AGNEWS_COLUMNS = 3  # class, title, description
 HEADLINES = Path(__file__).with_name("headlines.csv")  # in the format of AG News
 HEADLINES_TRAIN = 400  # the first rows are the training set, the others the test set
+TEXT_SUFFIXES = (".txt",)  # of texts to classify
 MIN_CHECKED_ROWS = 20  # a training file of fewer rows may have as many classes as rows
 MAX_CLASSES_PER_ROW = 0.5  # more are no classes, so another column was meant
 TAG = re.compile(r"</?[A-Za-z!][^<>]*>")
-URL = re.compile(r"(?:https?://|www\.)\S+")
+URL = re.compile(r"(?:https?://|www\.)[!-~]+")  # ASCII: some scripts have no space behind it
 ENTITY_WITHOUT_AMPERSAND = re.compile(r"(?<![&\w])(#\d{2,4}|quot|amp|lt|gt|nbsp|apos|mdash|ndash);")
 """AG News has lost the ampersand of many entities, such as '#39;' for an apostrophe."""
 
@@ -76,7 +84,7 @@ class TextSplit:
 
 
 def clean_text(text: str) -> str:
-    """Remove HTML tags, entities and URLs, and fold white space.
+    """Remove HTML tags, entities and URLs, fold white space, and compose characters (NFC).
 
     A backslash becomes a space, since AG News has one where a line ended.
 
@@ -84,7 +92,8 @@ def clean_text(text: str) -> str:
     'Oil up at today'
     """
     text = ENTITY_WITHOUT_AMPERSAND.sub(r"&\1;", text.replace("\\", " "))
-    return " ".join(URL.sub(" ", TAG.sub(" ", html.unescape(text))).split())
+    text = URL.sub(" ", TAG.sub(" ", html.unescape(text)))
+    return normal_form(" ".join(text.split()))
 
 
 def read_text_splits(
@@ -185,7 +194,7 @@ def read_own_csv(
         else:
             alike = choose_alike(table, choice, train=train, columns=train_columns)
             columns = find_columns(table, alike)
-        labels = [row[columns.label].strip() for row in table.rows]
+        labels = [normal_form(row[columns.label].strip()) for row in table.rows]
         if "" in labels:
             raise InputError(
                 f"{path}, row {table.numbers[labels.index('')]}: the label "
@@ -196,12 +205,16 @@ def read_own_csv(
         else:
             check_first_row(table, labels, train=train, train_labels=train_labels)
         names = names or name_classes(labels, table, columns)
-        numbers = {name: number for number, name in enumerate(names)}
+        numbers = {normal_form(name): number for number, name in enumerate(names)}
         texts = [clean_text(" ".join(row[i] for i in columns.texts)) for row in table.rows]
         splits[split] = TextSplit(
             number_labels(labels, numbers, table=table),
             texts,
-            notes=(describe_columns(table, columns), *check_texts(texts, table)),
+            notes=(
+                describe_columns(table, columns),
+                *([table.note] if table.note else []),
+                *check_texts(texts, table),
+            ),
         )
     return splits, names
 
@@ -349,32 +362,35 @@ def download_agnews(folder: Path, file: str) -> None:
         ) from None
 
 
-def list_text_files(path: Path) -> list[Path]:
-    """Return the .txt files below a folder, sorted, or the path itself if it is not a folder.
-
-    Raises:
-        InputError: the folder has none.
-    """
-    if not path.is_dir():
-        return [path]
-    files = sorted(file for file in path.rglob("*.txt") if not file.name.startswith("."))
-    if not files:
-        raise InputError(f"{path}: contains no .txt files; give text files with one text a line")
-    return files
-
-
-def read_text_files(path: Path) -> dict[Path, dict[int, str]]:
+def read_text_files(path: Path) -> tuple[dict[Path, dict[int, str]], list[str]]:
     """Return the lines of a text file, or of all .txt files below a folder.
 
     Returns:
-        What `read_lines` returns of each file; empty for a file without text, in a folder.
+        What `read_lines` returns of each file, in sorted order; and warnings of what was left out
+        of a folder, files without text among them.
     Raises:
         InputError: a file cannot be read, or there is no text at all.
     """
-    lines = {file: read_lines(file) for file in list_text_files(path)}
+    if not path.is_dir():
+        lines, notes = {path: read_lines(path)}, []
+    else:
+        left_out = LeftOut(path)
+        files = list_files(path, TEXT_SUFFIXES, left_out)
+        if not files:
+            raise InputError(
+                f"{path}: contains no .txt files; give text files with one text a line"
+                f"{left_out.hint()}"
+            )
+        lines = {file: read_lines(file) for file in files}
+        notes = [left_out.line()] if left_out.paths else []
+        notes += [
+            f"warning: {file}: contains no text and is left out"
+            for file in files
+            if not lines[file]
+        ]
     if not any(lines.values()):
         raise InputError(f"{path}: contains no text; give text files with one text a line")
-    return lines
+    return lines, notes
 
 
 def read_lines(path: Path) -> dict[int, str]:

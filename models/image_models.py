@@ -14,7 +14,6 @@ from models import resnet, vgg
 ARCHITECTURES = (*resnet.STAGES, "vgg8")
 """The names of our own networks."""
 TIMM = "timm:"  # in front of the name of a model of timm
-GREY_PREFIX = "1."  # of a weight's name in a model that takes grey images as if they had colours
 
 
 class GreyToColour(nn.Module):

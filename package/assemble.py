@@ -17,6 +17,7 @@ import ast
 import contextlib
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -94,16 +95,19 @@ def assemble(folder: Path) -> None:
         relative = path.relative_to(ROOT) if name != API else Path("__init__.py")
         target = folder / PACKAGE / relative
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(with_package_imports(path.read_text(), tops))
+        text = with_package_imports(path.read_text(encoding="utf-8"), tops)
+        target.write_text(text, encoding="utf-8")
     (folder / PACKAGE / "py.typed").touch()  # its annotations are for type checkers
     for name in ("README.md", "LICENSE"):
-        (folder / name).write_text((ROOT / name).read_text())
-    sections = re.split(r"(?m)^(?=\[[^\[\n]+\]$)", (ROOT / "pyproject.toml").read_text())
+        shutil.copyfile(ROOT / name, folder / name)
+    sections = re.split(
+        r"(?m)^(?=\[[^\[\n]+\]$)", (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    )
     project = "".join(section for section in sections if section.startswith("[project"))
     parents = {(folder / PACKAGE / name).parent for name in ("x", *_files(folder / PACKAGE))}
     packages = sorted(".".join(parent.relative_to(folder).parts) for parent in parents)
     (folder / "pyproject.toml").write_text(
-        project + BUILD_SYSTEM.format(packages=packages, package=PACKAGE)
+        project + BUILD_SYSTEM.format(packages=packages, package=PACKAGE), encoding="utf-8"
     )
 
 
@@ -121,7 +125,7 @@ def needed_modules() -> dict[str, Path]:
         if path is None or name in found:
             continue
         found[name] = path
-        waiting += imported_names(path.read_text())
+        waiting += imported_names(path.read_text(encoding="utf-8"))
         if name != API:
             waiting.append(name.rpartition(".")[0])
     return found

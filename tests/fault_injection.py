@@ -114,7 +114,12 @@ class Job:
         alive = []
         for number, environment in ranks.relatives(self):  # type: ignore[arg-type]
             with contextlib.suppress(OSError):
-                state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+                state = (
+                    Path(f"/proc/{number}/stat")
+                    .read_text(encoding="utf-8")
+                    .rpartition(")")[2]
+                    .split()[0]
+                )
                 if state != "Z":
                     alive.append((number, environment))
         return alive

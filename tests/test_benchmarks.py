@@ -22,6 +22,7 @@ import errors
 import ranks
 import resnet50_test
 from benchmarks import bench
+from training import machine
 
 needs_timm = pytest.mark.skipif(
     importlib.util.find_spec("timm") is None, reason="timm is not installed"
@@ -292,6 +293,7 @@ def test_time_to_an_accuracy_of_logged_runs(small_logs, tmp_path, capsys, monkey
     text = (tmp_path / "times.json").read_text()
     assert "Infinity" not in text
     written = json.loads(text)
+    assert machine.device_name(torch.device("cpu"), with_speed=True) in written["machine"]
     assert written["samples_per_epoch"] == {"ngd": 719, "sgd": 719}
     first, second = written["minutes_of_epochs"]["ngd"]
     assert second == pytest.approx(2 * first)

@@ -244,7 +244,11 @@ def test_random_states_come_back() -> None:
 
 def mapped_kib(path: Path) -> int:
     """How much of a file this process has in its memory; 0 where it is not mapped."""
-    lines, total, inside = Path("/proc/self/smaps").read_text().splitlines(), 0, False
+    lines, total, inside = (
+        Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines(),
+        0,
+        False,
+    )
     for line in lines:
         if "-" in line.split()[0]:
             inside = line.endswith(str(path))

@@ -13,6 +13,7 @@ import errors
 import resnet50_test
 import transformer_test
 from backends import nvidia_apex, onnx_runtime
+from benchmarks import bench
 from cli import options
 from cli.flag_parser import Flag, FlagParser, format_default
 from cli.flags import Parser
@@ -149,6 +150,32 @@ def test_an_empty_data_dir_of_the_environment_counts_as_none(
 ) -> None:
     monkeypatch.setenv("DATA_DIR", "")
     assert resnet50_test.parser().parse_args([]).data_dir == "./data"
+
+
+def test_home_folders_are_expanded_in_every_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the command line, a recipe and the environment."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DATA_DIR", "~/d")
+    parser = resnet50_test.parser()
+    assert parser.parse_args([]).data_dir == f"{tmp_path}/d"
+    for name in (
+        *("data_dir", "out", "resume", "checkpoint", "recipe", "weights", "predict", "predict_out"),
+        "export",
+    ):
+        given = getattr(parser.parse_args([f"--{name}=~/x y"]), name)
+        assert given in (f"{tmp_path}/x y", [f"{tmp_path}/x y"]), name
+    (tmp_path / "mine.yaml").write_text("out: ~/r\ndata_dir: ~/e\n")
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", ["--recipe=~/mine.yaml"])
+    assert (args.out, args.data_dir) == (f"{tmp_path}/r", f"{tmp_path}/e")
+    for module, words in (
+        (sweep.sweep_parser("resnet50_test.py"), ["--out=~/x", "--recipe_out=~/x", "--space=~/x"]),
+        (experiments.experiments_parser(), ["--logs=~/x", "--plan=~/x"]),
+        (bench.parser(None), ["--json=~/x"]),
+    ):
+        values = vars(module.parse_args(words)).values()
+        assert [str(v) for v in values if str(v).endswith("/x")] == [f"{tmp_path}/x"] * len(words)
 
 
 # -------------------------------------------------------------------- recipes and checkpoints

@@ -279,6 +279,48 @@ def test_image_file_of_any_mode_is_scaled_and_cut_to_the_centre(
     assert colour.min() == grey.min() == 255
 
 
+def test_the_longest_image_and_the_largest_photo_need_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The centre is cut out before it is scaled; a JPEG is decoded at about twice the size."""
+    pixels = []  # of each image that Pillow makes
+    make = Image.Image._new
+
+    def counted(self: Image.Image, core: object) -> Image.Image:
+        image = make(self, core)
+        pixels.append(image.width * image.height)
+        return image
+
+    monkeypatch.setattr(Image.Image, "_new", counted)
+    for size in ((12_000, 1), (1, 12_000), (4_000, 3_000), (3_000, 4_000)):
+        image = Image.new("RGB", size, (9, 90, 200))
+        for suffix in ("png", "jpg"):
+            image.save(tmp_path / f"x.{suffix}")
+            pixels.clear()
+            result = read_image(tmp_path / f"x.{suffix}", 32)
+            assert (result - torch.tensor([9, 90, 200])).abs().max() <= 2
+            assert max(pixels) <= max(min(size) ** 2, 32**2)
+            if suffix == "jpg":
+                assert max(pixels) <= max(32, min(size) // 8) ** 2
+
+
+def test_a_photo_is_scaled_as_its_pixels_are(tmp_path: Path) -> None:
+    """The smaller scale of a JPEG, the cut and the camera's orientation keep every part's place."""
+    generator = torch.Generator().manual_seed(3)
+    coarse = torch.randint(256, (3, 4, 3), generator=generator, dtype=torch.uint8)
+    exact = coarse.repeat_interleave(600, 0).repeat_interleave(600, 1)  # 1,800 x 2,400 pixels
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(exact.numpy()).save(tmp_path / "x.jpg", quality=95)
+    Image.fromarray(exact.numpy()).save(tmp_path / "turned.jpg", quality=95, exif=exif)
+    middle = coarse.repeat_interleave(2, 1)[:, 1:7].repeat_interleave(2, 0)  # of half squares
+    sample = [4, 13, 22, 31, 40, 49]  # pixels in the middle of these, of 54
+    expected = middle.float()
+    for name, turned in (("x", expected), ("turned", expected.rot90(-1))):
+        result = read_image(tmp_path / f"{name}.jpg", 54)[sample][:, sample].float()
+        assert (result - turned).abs().max() < 12
+
+
 @pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
 def test_grey_pixels_of_16_bits_are_scaled(suffix: str, tmp_path: Path) -> None:
     values = np.array([[0, 257], [257 * 100, 65535]], dtype=np.uint16)

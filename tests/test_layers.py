@@ -87,6 +87,22 @@ def test_nothing_edits_sys_path():
             assert not (is_attribute and (node.value.id, node.attr) == ("sys", "path")), path
 
 
+def test_every_text_file_is_opened_as_utf8():
+    """Whatever the locale is: each call that reads or writes text names the encoding."""
+    lacking = []
+    for path in [*FILES, *(ROOT / "package").glob("*.py"), *(ROOT / "examples").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or any(k.arg == "encoding" for k in node.keywords):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            mode = [*node.args[1:2], *(k.value for k in node.keywords if k.arg == "mode")]
+            is_binary = any("b" in ast.unparse(each) for each in mode)
+            is_open = isinstance(node.func, ast.Name) and name == "open" and not is_binary
+            if is_open or name in ("read_text", "write_text"):
+                lacking.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert not lacking
+
+
 @pytest.mark.parametrize("name", [name for name in TREES if not name.startswith("cli.")])
 def test_args_are_a_parameter_in_cli_alone(name):
     for node in ast.walk(TREES[name]):

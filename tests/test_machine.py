@@ -1,15 +1,18 @@
-"""What config.json says of the commit: with changes, without git, and in a copy of the project."""
+"""What config.json says of the commit and the processor, and where either cannot be told."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 import conftest
+from benchmarks import bench
 from training import machine
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
@@ -113,3 +116,41 @@ def test_training_needs_no_git(tmp_path, monkeypatch):
     script, flags = conftest.SCRIPTS["images"]
     assert conftest.call(script, [*flags.split(), "--out", str(tmp_path / "run")]) == 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["commit"] is None
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_processor_has_a_name_a_family_a_model_and_instructions(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    name = machine.cpu_name()  # of a system without that file
+    assert name
+    assert "family" not in name
+    lines = ["cpu family\t: 26", "model\t\t: 2", "model name\t: AMD EPYC", "flags\t\t: fpu avx2"]
+    (tmp_path / "cpuinfo").write_text("\n".join(lines))
+    assert machine.cpu_name() == "AMD EPYC (family 26, model 2, avx2)"
+
+
+def test_measuring_the_speed_changes_neither_random_numbers_nor_threads(monkeypatch):
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    machine._measured_speed.cache_clear()
+    speed = machine.processor_speed()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads == speed.threads
+    assert speed.gflops > 0
+    monkeypatch.setattr(machine, "has_bf16", lambda device: speed.precision != "bf16")
+    machine._measured_speed.cache_clear()
+    assert {machine.processor_speed().precision, speed.precision} == {"bf16", "fp32"}
+    machine._measured_speed.cache_clear()
+
+
+def test_a_run_and_a_benchmark_name_the_processor_and_its_speed(tmp_path, capsys):
+    script, flags = conftest.SCRIPTS["images"]
+    assert conftest.call(script, [*flags.split(), "--out", str(tmp_path / "run")]) == 0
+    named = machine.device_name(CPU, with_speed=True)
+    assert str(machine.processor_speed()) in named
+    assert f" of {named}, fp32" in capsys.readouterr().out
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["processor"] == machine.cpu_name()
+    assert config["processor_speed"] == asdict(machine.processor_speed())
+    assert named in bench.machine(CPU, ("torch",))

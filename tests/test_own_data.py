@@ -19,7 +19,7 @@ import ranks
 import resnet50_test
 import transformer_test
 from input_pipeline.csv_tables import ColumnChoice
-from input_pipeline.image_datasets import list_images, read_image_splits
+from input_pipeline.image_datasets import expand_images, read_image_splits
 from input_pipeline.own_data import class_table
 from input_pipeline.text_datasets import TextSplit, read_text_splits
 
@@ -111,6 +111,23 @@ HEADERS = {
         "train__csv": "label;text\nspam;Win, now\nham;see you\nspam;a prize\nham;at noon\n",
         "test__csv": "label;text\nham;Hello there\n",
     },
+    "separator named in the first line": {
+        "train__csv": "sep=;\nspam;Win, now\nham;see you\nspam;a prize\nham;at noon\n",
+        "test__csv": '\ufeff"sep=\t"\r\ntext\tlabel\r\nHello there\tham\r\n',
+    },
+    "separator named, padded": {
+        name: "SEP=,,\nlabel,text\n" + text for name, text in PLAIN.items()
+    },
+    "a title and comments above the header": {
+        "train__csv": "# export of 2026\n# a, b\n\nlabel;text\nspam;Win, now\nham;see you\n"
+        "spam;a prize\nham;at noon\n",
+        "test__csv": f"My texts,\nlabel,text\n{PLAIN['test__csv']}",
+    },
+    "joined files, a line below the header": {
+        "train__csv": "label | text\n------|-----\nspam|Win, now\nham|see you\nLabel|text\n"
+        "spam|a prize\nham|at noon\n",
+        "test__csv": "label,inhalt\nham,Hello there\nlabel,inhalt\n",
+    },
 }
 
 
@@ -119,6 +136,22 @@ def test_every_form_of_a_file_reads_alike(files: dict[str, str], tmp_path: Path)
     splits, classes = read(write(tmp_path, **files))
     assert classes == ["ham", "spam"]
     assert splits == EXPECTED
+
+
+def test_rows_that_are_no_data_are_counted(tmp_path: Path) -> None:
+    rows = "My texts,\nlabel,text\n--,--\nspam,a\nlabel,text\nham,b\n"
+    other = rows.replace("label,text", "stars,body")
+    write(tmp_path / "a", train__csv=rows, test__csv=rows)
+    write(tmp_path / "b", train__csv=other, test__csv=other)
+    for folder, columns in ((tmp_path / "a", ()), (tmp_path / "b", ("stars", "body"))):
+        splits, classes = read(folder, *columns)
+        assert classes == ["ham", "spam"]
+        for name in ("train", "test"):
+            path = folder / f"{name}.csv"
+            assert splits[name].labels == [1, 0]
+            assert splits[name].notes[1] == (
+                f"warning: {path}: left out, as they are no data: rows 1, 3, 5"
+            )
 
 
 def test_the_first_row_of_a_file_without_header_is_a_sample(tmp_path: Path) -> None:
@@ -599,8 +632,74 @@ def test_two_validation_folders_are_refused(refused: Refused, tmp_path: Path) ->
 def test_hidden_files_are_not_images(tmp_path: Path) -> None:
     data = image_folder(tmp_path / "mine", "train", "test")
     (data / "train" / "cat" / "._0.png").write_bytes(b"what macOS leaves in archives")
-    assert len(list_images(data / "train" / "cat")) == 6
+    assert len(expand_images(data / "train" / "cat")[0]) == 6
     assert read_image_splits("folder", str(data))[1] == ["cat", "dog"]
+
+
+def test_every_image_is_used_or_counted_with_the_reason(tmp_path: Path) -> None:
+    """Hidden folders, links of all kinds and other files, in the data and in what is predicted."""
+    data = image_folder(tmp_path / "mine", "train", "test")
+    cat, elsewhere = data / "train" / "cat", image_folder(tmp_path, "elsewhere") / "elsewhere"
+    hidden = image_folder(cat, ".ipynb_checkpoints", "__MACOSX")
+    for name in ("0.png", "1.png"):
+        (cat / name).unlink()
+        (cat / name).symlink_to("annex/objects/" + name)
+    (cat / "more").symlink_to(elsewhere / "cat")
+    (cat / "6.png").symlink_to(elsewhere / "dog" / "0.png")
+    (cat / "loop").symlink_to(data)
+    (cat / "up").symlink_to("..")
+    (cat / "itself").symlink_to(cat)
+    (cat / "7.heic").write_bytes(b"of a phone")
+    (cat / "folder.png").mkdir()
+    os.mkfifo(cat / "pipe.png")
+    (data / "train" / "parent").symlink_to(data / "train")
+    (data / "train" / "stray.png").write_bytes((cat / "2.png").read_bytes())
+    (data / "train" / "fish").symlink_to(elsewhere / "dog")
+    (data / "train" / "bird").symlink_to("nowhere")
+    (elsewhere / "dog" / "back").symlink_to(data / "train")
+    splits, classes = read_image_splits("folder", str(data), train_is_enough=True)
+    assert classes == ["cat", "dog", "fish"]
+    assert splits["train"].labels.bincount().tolist() == [4 + 6 + 1, 6, 6]
+    assert splits["train"].note == (
+        f"warning: {data / 'train'}: left out: dangling links (3, such as bird), files of "
+        "other types (1, such as cat/7.heic), hidden files and folders (2, such as "
+        "cat/.ipynb_checkpoints), images outside the folders of the classes (1, such as "
+        "stray.png), links to a folder above (5, such as parent), unreadable files (1, such as "
+        "cat/pipe.png)"
+    )
+    assert splits["test"].note == ""
+    files, note = expand_images(cat)
+    assert len(files) == 11
+    assert "links to a folder above (3, such as itself)" in note
+    assert hidden == cat
+
+
+def test_a_split_that_is_a_link_to_nothing_is_refused(tmp_path: Path, refused: Refused) -> None:
+    """It must not be taken for one that is not there."""
+    for name, base, make in (("images", IMAGES, image_folder), ("texts", TEXTS, csv_folder)):
+        data = make(tmp_path / name, "train", "val")
+        (data / ("test" if name == "images" else "test.csv")).symlink_to("nowhere")
+        refused(name, f"--data_dir {data}", "is a link to nothing", base)
+
+
+def test_names_in_two_forms_are_one_class(tmp_path: Path) -> None:
+    """Composed and decomposed characters, in folders, labels, headers and trained models."""
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    data = image_folder(tmp_path / "mine", "train", classes=(composed, "dog"))
+    image_folder(data, "test", classes=(decomposed, "dog"))
+    for classes in ((), (decomposed, "dog")):
+        splits, found = read_image_splits("folder", str(data), classes=classes)
+        assert found == [*classes] or found == [composed, "dog"]
+        assert splits["test"].labels.bincount().tolist() == [6, 6]
+    texts = write(
+        tmp_path / "texts",
+        train__csv=f"text,th\u00e8me\na b,{composed}\nc d,bar\ne f,{decomposed}\n",
+        test__csv=f"text,the\u0300me\na caf\u00e9,{decomposed}\na cafe\u0301,bar\n",
+    )
+    splits, found = read(texts, "the\u0300me")
+    assert found == ["bar", composed]
+    assert splits["train"].labels == [1, 0, 1]
+    assert splits["test"] == TextSplit([1, 0], ["a caf\u00e9"] * 2)
 
 
 # -------------------------------------------------------------------- predictions
@@ -667,6 +766,8 @@ def test_the_lines_of_a_folder_of_texts_are_classified(
     folder = tmp_path / "texts"
     write(folder / "b", one__txt='\nHome team wins, "again"\n\n')
     write(folder, a__txt="Stocks rise\nOil down\n", notes__md="not a text to classify")
+    write(folder / ".ipynb_checkpoints", a__txt="An older version\n")
+    (folder / "loop").symlink_to(folder)
     resume = ["--resume", str(runs["texts"]), "--predict", str(folder)]
     out = tmp_path / "out.csv"
     assert conftest.call(transformer_test, [*resume, "--predict_out", str(out)]) == 0
@@ -676,7 +777,10 @@ def test_the_lines_of_a_folder_of_texts_are_classified(
         (f"{folder}/a.txt:2", "Oil down"),
         (f"{folder}/b/one.txt:2", 'Home team wins, "again"'),
     ]
-    capsys.readouterr()
+    assert capsys.readouterr().err.startswith(
+        f"warning: {folder}: left out: files of other types (1, such as notes.md), hidden files "
+        "and folders (1, such as .ipynb_checkpoints), links to a folder above (1, such as loop)\n"
+    )
     assert conftest.call(transformer_test, resume) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in printed] == [row["text"] for row in rows]
@@ -726,6 +830,23 @@ def test_names_that_are_not_utf8_are_written_with_escapes(
         assert conftest.call(resnet50_test, [*predict, "--predict_out", str(out)]) == 0
         assert shown in out.read_text(encoding="utf-8")
     assert json.loads(out.read_text(encoding="utf-8"))["name"] == photo
+
+
+@pytest.mark.slow
+def test_texts_and_names_are_utf8_in_every_locale(tmp_path: Path) -> None:
+    """Classes, texts, files and the run folder have other letters; the locale knows ASCII alone."""
+    rows = "label,text\n" + "caf\u00e9,na\u00efve\n\u65e5\u672c,\u3088\u3044\n" * 8
+    write(tmp_path / "d\u00e4ta", train__csv=rows, test__csv=rows)
+    write(tmp_path, line__txt="na\u00efve\n")
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    train = [*TEXTS.split(), "--data_dir", "d\u00e4ta", "--out", "r\u00fcn"]
+    predict = "--resume r\u00fcn --predict line.txt --predict_out \u00f6ut.jsonl".split()
+    for flags in (train, predict):
+        command = ranks.script("transformer_test.py", *flags)
+        ranks.finish(ranks.start(command, tmp_path, cold=True, **locale), tmp_path)
+    record = json.loads((tmp_path / "\u00f6ut.jsonl").read_text(encoding="utf-8"))
+    assert record["text"] == "na\u00efve"
+    assert list(record["probabilities"]) == ["caf\u00e9", "\u65e5\u672c"]
 
 
 def test_classes_whose_names_are_not_utf8_are_trained_on(

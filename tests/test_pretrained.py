@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -204,17 +206,68 @@ def create_named() -> nn.Module:
 
 def test_weights_of_many_kinds_of_files(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
-    model = create_named()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    safetensors.save_file(state, tmp_path / "a.safetensors")
-    torch.save(state, tmp_path / "b.pth")
-    torch.save({"state_dict": {f"module.{n}": v for n, v in state.items()}}, tmp_path / "c.pth")
-    for name in ("a.safetensors", "b.pth", "c.pth"):
+    state = {name: value.clone() for name, value in create_named().state_dict().items()}
+    files: dict[str, Any] = {
+        "a.safetensors": state,
+        "plain": state,
+        "DDP": {"state_dict": {f"module.{n}": v for n, v in state.items()}},
+        "compiled": {"model": {f"_orig_mod.{n}": v for n, v in state.items()}, "step": 3},
+        "compiled under DDP": {f"module._orig_mod.{n}": v for n, v in state.items()},
+        "a compiled block": {
+            n.replace("layer1.", "layer1._orig_mod."): v for n, v in state.items()
+        },
+        "Lightning": {
+            "state_dict": {
+                **{f"model.{n}": v for n, v in state.items()},
+                "loss.weight": torch.ones(5),
+            },
+            "optimizer_states": [{"state": {}}],
+        },
+        "model_state_dict": {"model_state_dict": state, "epoch": 3, "optimizer": {"state": {}}},
+        "a name of its own": {"net": {f"backbone.net.{n}": v for n, v in state.items()}},
+        "without counters": {n: v for n, v in state.items() if "num_batches" not in n},
+        "with numbers beside": {**state, "epoch": 3},
+    }
+    for name, content in files.items():
+        path = tmp_path / name
+        (safetensors.save_file if name == "a.safetensors" else torch.save)(content, path)
         other = create_named()
-        saved = pretrained.read_saved_model(tmp_path / name)
+        saved = pretrained.read_saved_model(path)
         line = pretrained.load_pretrained(other, saved, name, classes=list("abcde"))
         assert line == f"weights of {name}: {len(state)} tensors"
-        assert all(torch.equal(v, state[n]) for n, v in other.state_dict().items())
+        assert all(torch.equal(v, state[n]) for n, v in other.state_dict().items()), name
+
+
+def test_weights_are_refused_by_what_is_wrong(tmp_path: Path) -> None:
+    state = create_named().state_dict()
+    cases = {
+        "it has no bn1.weight": {n: v for n, v in state.items() if n != "bn1.weight"},
+        "its conv1.weight has 16 x 1 x 5 x 5 and not 16 x 1 x 3 x 3 values": {
+            **state,
+            "conv1.weight": torch.zeros(16, 1, 5, 5),
+        },
+        "its conv9.weight is unknown": {**state, "conv9.weight": torch.zeros(3)},
+        "whose names begin with ema. and model.;": {
+            f"{part}.{n}": v for n, v in state.items() for part in ("model", "ema")
+        },
+    }
+    for message, weights in cases.items():
+        with pytest.raises(InputError, match=re.escape(message)):
+            pretrained.load_pretrained(
+                create_named(), SavedModel(weights), "x", classes=list("abcde")
+            )
+    torch.save({"state_dict": state, "hyper_parameters": Path("x")}, tmp_path / "x.ckpt")
+    with pytest.raises(InputError, match=r"objects of Python .*\(pathlib.*the state_dict"):
+        pretrained.read_saved_model(tmp_path / "x.ckpt")
+
+
+def test_classes_of_one_name_are_kept_in_either_form(tmp_path: Path) -> None:
+    state = {n: torch.randn_like(v) for n, v in create_named().state_dict().items() if v.ndim}
+    names = ["cafe\u0301", "b", "c", "d", "e"]
+    other = create_named()
+    classes = ["z", "e", "caf\u00e9", "y", "x"]
+    pretrained.load_pretrained(other, SavedModel(state, names), "x", classes=classes)
+    assert torch.equal(other.state_dict()["fc.weight"][[1, 2]], state["fc.weight"][[4, 0]])
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing", b"PK\x03\x04 half an archive"])

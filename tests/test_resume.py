@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 import ranks
 
@@ -145,6 +147,28 @@ def test_a_signal_writes_a_checkpoint_and_leaves_with_130(number, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_signal_to_the_whole_job_spares_the_processes_that_decode_images(tmp_path):
+    """systemd and Slurm send it to every process of a job, and a terminal its Ctrl-C."""
+    for split, (number, name) in itertools.product(("train", "test"), enumerate(("cat", "dog"))):
+        folder = tmp_path / "mine" / split / name
+        folder.mkdir(parents=True)
+        for i in range(60):
+            Image.new("RGB", (64, 64), (4 * i, 90 * number, 9)).save(folder / f"{i}.png")
+    flags = "--dataset folder --data_dir mine --resident no --arch resnet8 --bs 8".split()
+    flags += "--epochs 500 --threads 1".split()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        run = tmp_path / f"run-{number}"
+        command = ranks.script("resnet50_test.py", *flags, "--out", run)
+        process = ranks.start(["setsid", *command], tmp_path)
+        ranks.wait_for(lambda run=run: (run / "last.pt").exists(), process)
+        time.sleep(0.2)  # into an epoch, which has workers of its own
+        os.killpg(process.pid, number)
+        console = ranks.finish(process, tmp_path, expected=130)
+        assert "Traceback" not in console
+        assert not ranks.relatives(process)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -219,7 +243,7 @@ def test_ranks_with_weights_of_their_own_go_on_as_one_process(more, tmp_path):
 @pytest.mark.slow
 def test_workers_end_with_a_launcher_that_is_killed(tmp_path):
     flags = "--dataset digits --arch resnet8 --bs 16 --epochs 500 --threads 1 --out run".split()
-    job = ranks.start(ranks.torchrun("resnet50_test.py", *flags), tmp_path)
+    job = ranks.start(ranks.torchrun("resnet50_test.py", *flags), tmp_path, cold=True)
     log = tmp_path / "run" / "metrics.jsonl"
     ranks.wait_for(lambda: log.exists() and log.read_text().count("\n") > 1, job)
     workers = [number for number, environment in ranks.relatives(job) if b"\0RANK=" in environment]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import ranks
 from errors import InputError
-from training.run_folder import LOCK_FILE, lock_run_folder, make_run_folder
+from training.run_folder import LOCK_FILE, latest_run, lock_run_folder, make_run_folder
 
 FLAGS = ["--dataset", "digits", "--arch", "resnet8", "--threads", "1", "--epochs", "2"]
 HOLD = """
@@ -113,3 +115,32 @@ def test_a_resume_that_does_not_fit_changes_no_file(tmp_path):
     console = ranks.finish(ranks.start(resume, tmp_path), tmp_path, expected=2)
     assert "does not fit" in console.splitlines()[-1]
     assert contents(run) == before
+
+
+def test_the_newest_run_is_that_of_the_newest_checkpoint(here):
+    """Whatever the folders are called, and wherever below runs/ they are."""
+    made = [
+        ("runs/resnet50_test-20260101-000000", {"script": "resnet50_test"}),
+        ("runs/final", {"script": "resnet50_test"}),
+        ("runs/group/a-seed0", {"command": ["resnet50_test.py", "--ngd"]}),  # of an older version
+        ("runs/linked", {"script": "resnet50_test"}),
+        ("runs/resnet50_test-20250101-000000", {}),
+        ("runs/resnet50_test-of-texts", {"script": "transformer_test"}),
+        ("runs/resnet50_test-29991231-235959", None),  # has no checkpoint
+    ]
+    (here / "elsewhere").mkdir()
+    (here / "runs").mkdir()
+    (here / "runs" / "linked").symlink_to(here / "elsewhere")
+    for number, (name, config) in enumerate(made):
+        folder = here / name
+        folder.mkdir(parents=True, exist_ok=True)
+        if config is not None:
+            (folder / "config.json").write_text(json.dumps(config))
+            (folder / "last.pt").touch()
+            os.utime(folder / "last.pt", (number, number))
+    assert latest_run("transformer_test") == Path(made[5][0])
+    for newest in (4, 3, 2, 1, 0):
+        assert latest_run("resnet50_test") == Path(made[newest][0])
+        os.utime(here / made[newest][0] / "last.pt", (-newest, -newest))
+    os.utime(here / "runs/final/last.pt", (99, 99))
+    assert latest_run("resnet50_test") == Path("runs/final")

@@ -68,12 +68,18 @@ def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(
 def test_a_run_that_goes_on_as_it_was_has_one_segment(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where known data lie elsewhere, or where a flag changes that changes no result."""
+    """Also where known data lie elsewhere, or where a flag changes that changes no result.
+
+    The processor was measured as a little faster or slower.
+    """
     run(resnet50_test, *FLAGS, "--epochs", "1", "--out", "a", monkeypatch=monkeypatch)
+    speed = machine.ProcessorSpeed(1.0, "fp32", threads=1)
+    monkeypatch.setattr(machine, "processor_speed", lambda: speed)
     more = ["--out", "b", "--data_dir", str(here / "elsewhere"), "--keep", "1", "--workers", "1"]
     console = run(resnet50_test, "--resume", "a", *more, monkeypatch=monkeypatch)
     assert line_of(console) == ""
     assert "segments" not in config_of("b")
+    assert config_of("b")["processor_speed"]["gflops"] == 1.0
 
 
 def test_a_checkpoint_of_an_earlier_version_goes_on_and_says_what_changed(

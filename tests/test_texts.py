@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import unicodedata
 from collections import Counter
 from pathlib import Path
 
@@ -98,6 +99,38 @@ def test_tokenizer_puts_cls_first_and_round_trips(
 
 def test_tokenizer_ignores_case_and_accents(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("Café MARKET").ids == tokenizer.encode("cafe market").ids
+
+
+@KINDS
+def test_marks_that_carry_meaning_are_kept_in_every_script(kind: str) -> None:
+    """Words that differ in a mark alone differ; the two forms of one character do not."""
+    pairs = {
+        "Hindi": ("\u0915\u0940", "\u0915\u0947"),
+        "Japanese": ("\u304b", "\u304c"),
+        "Vietnamese": ("m\u00e1", "m\u1ea1"),
+        "Thai": ("\u0e01\u0e34", "\u0e01\u0e37"),
+        "Tamil": ("\u0b95\u0bbf", "\u0b95\u0bc0"),
+        "Arabic": ("\u0627", "\u0623"),
+        "Russian": ("\u0438", "\u0439"),
+        "French": ("ou", "o\u00f9"),
+    }
+    for language, words in pairs.items():
+        texts = [f"{words[number % 2]} abc" for number in range(20)]
+        tokenizer = train_tokenizer(texts, kind, vocab_size=400)
+        first, second = (tokenizer.encode(word).ids for word in words)
+        assert first != second, language
+        assert 1 not in first + second, language  # no unknown token
+        for word, ids in zip(words, (first, second)):
+            assert tokenizer.encode(unicodedata.normalize("NFD", word)).ids == ids, language
+
+
+@KINDS
+def test_a_text_without_spaces_is_no_unknown_word(kind: str) -> None:
+    """Many scripts have no spaces; a link within such a text ends where the script goes on."""
+    texts = ["\u65e5\u672c\u8a9e\u306e\u6587" * 60, "\u4e2d\u6587\u7684\u53e5\u5b50" * 60]
+    tokenizer = train_tokenizer(texts, kind, vocab_size=600)
+    assert all(1 not in tokenizer.encode(text).ids for text in texts)
+    assert clean_text("https://a.example/b?c=1\u3092\u898b\u308b") == "\u3092\u898b\u308b"
 
 
 def test_known_text_decodes_to_itself(tokenizer: Tokenizer) -> None:

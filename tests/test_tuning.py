@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,11 +18,13 @@ import optuna
 import pytest
 import yaml
 
+import conftest
 import errors
 import ranks
 import resnet50_test
+import transformer_test
 from cli import options
-from tuning import report, space, sweep, trial_panels, trials
+from tuning import report, resnet50_tuning, space, sweep, trial_panels, trials
 from tuning.config import SweepConfig
 from tuning.objective import Objective
 from tuning.target_script import TargetScript
@@ -146,6 +149,18 @@ def test_spaces_of_the_project_are_accepted():
         read = space.read_space(path, script.own_name)
         script.check_space(read, source=str(path))
         assert len(list(space.limits_and_choices(read))) >= 2 * len(read)
+
+
+def test_a_sweep_of_images_names_sgd_where_its_user_names_no_optimizer(monkeypatch):
+    configs: list[SweepConfig] = []
+    monkeypatch.setattr(sweep, "run_sweep", configs.append)
+    for words in ([], ["--ngd"], ["--recipe", "best"], ["--recipe", "tuned_resnet20"]):
+        monkeypatch.setattr("sys.argv", ["resnet50_tuning", *words])
+        resnet50_tuning.main()
+    scripts = [config.script for config in configs]
+    assert [script.given["optimizer"] for script in scripts] == ["sgd", "ngd", "kaldi_ngd", "sgd"]
+    assert scripts[0].arguments[-2:] == ["--optimizer", "sgd"]
+    assert scripts[0].recipe({})["optimizer"] == "sgd", "the recipe of the best trial names it too"
 
 
 def test_a_tuned_recipe_has_a_searched_flag_once():
@@ -310,6 +325,44 @@ def sweep_config(script: TargetScript, folder: Path, nproc: int) -> SweepConfig:
         out=folder,
         recipe_out=folder / "tuned.yaml",
     )
+
+
+def test_each_folder_has_a_database_of_its_own(tmp_path):
+    """Also folders whose names have characters with a meaning in a URL."""
+    folders = [tmp_path / name for name in ("q?1", "q?2", "q", "a#b", "50%3F", "x&y=z;{v}", "é ü")]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        study = optuna.create_study(storage=sweep.sqlite_url(folder / "study.db"))
+        study.enqueue_trial({"lr": number})
+    for number, folder in enumerate(folders):
+        assert [path.name for path in folder.iterdir()] == ["study.db"]
+        (name,) = optuna.get_all_study_names(sweep.sqlite_url(folder / "study.db"))
+        study = optuna.load_study(study_name=name, storage=sweep.sqlite_url(folder / "study.db"))
+        assert study.trials[0].system_attrs["fixed_params"] == {"lr": number}
+
+
+def test_the_printed_command_trains_on_the_same_data(tmp_path, monkeypatch, capsys):
+    """A recipe has no folder of data; rows are held out where the data is a training set alone."""
+    monkeypatch.chdir(tmp_path)
+    data = tmp_path / "my texts; $HOME"
+    data.mkdir()
+    rows = "label,text\n" + "spam,a prize\nham,at noon\n" * 8
+    (data / "train.csv").write_text(rows)
+    words = ["--dataset", "csv", "--data_dir", str(data), *"--width 8 --heads 2 --bs 4".split()]
+    script = TargetScript.read("transformer_test.py", [*words, "--epochs", "1"])
+    folder = tmp_path / "a sweep's"
+    config = sweep_config(script, folder, nproc=1)
+    trial = optuna.trial.create_trial(params={}, distributions={}, value=0.5)
+    for split in ("train", "test"):  # what is there by then
+        (data / f"{split}.csv").write_text(rows)
+        report.write_recipe(config, trial, num_trials=1)
+        command = report.training_command(config)
+        assert f"# {command}" in config.recipe_out.read_text().splitlines()
+        _, name, *arguments = shlex.split(command)
+        assert (tmp_path / name).resolve() == ranks.ROOT / "transformer_test.py"
+        assert ("--val_fraction" in arguments) == (split == "train")
+        arguments += ["--epochs", "1", "--out", f"run-{split}", "--threads", "1"]
+        assert conftest.call(transformer_test, arguments) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

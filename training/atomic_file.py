@@ -42,7 +42,7 @@ def atomic_write_text(path: Path, text: str) -> None:
         OSError: it could not be written; the previous file is untouched.
     """
     with atomic_write(path) as temporary:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
 
 
 def sync_file(path: Path) -> None:

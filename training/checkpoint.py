@@ -330,8 +330,22 @@ def _read(path: Path) -> Any:
         raise _Damage(f"truncated or not a checkpoint: {first_line(error)}") from error
     if changed is not None:
         raise _Damage(f"{changed} in it does not match its checksum")
+    return _load_mapped(path)
+
+
+def _load_mapped(path: Path) -> Any:
+    """What torch reads from a file, with the tensors mapped into memory.
+
+    torch maps no file whose name Python does not decode as UTF-8, as in the C locale; the tensors
+    of such a file are read.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            with open(path, "rb") as file:
+                return torch.load(file, map_location="cpu", weights_only=True)
         return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
 
 
@@ -391,9 +405,7 @@ def read_description(path: Path) -> dict[str, Any]:
     They are empty for what is not a checkpoint of this project.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            state = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+        state = _load_mapped(path)
     except Exception:  # as in `load`
         return {}
     return state if isinstance(state, dict) and state.get("format") == FORMAT else {}

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,12 @@ from torch import Tensor, nn
 
 from distributed import sharded_checkpoint
 from errors import InputError, first_line
+from input_pipeline.own_data import normal_form
 
-NESTED = ("state_dict", "model")  # where other projects' checkpoints keep their weights
+NESTED = ("state_dict", "model", "model_state_dict")  # where other projects keep the weights
+COMPILED = "_orig_mod."  # in names of a model, or a part of one, that torch.compile has wrapped
+COUNTER = "num_batches_tracked"  # of BatchNorm; files of old versions of torch lack it
+PICKLED_OBJECT = re.compile(r"Unsupported (?:global: GLOBAL|class) ([\w.]+)")  # in torch's error
 MAX_NAMES = 3  # in the message of weights that do not fit
 KINDS = "give a run folder, a .pt file, or a .safetensors file"
 
@@ -49,7 +54,7 @@ def read_saved_model(path: Path) -> SavedModel:
     Args:
         path: a run folder or checkpoint of this project, of which the averaged weights are taken
             where there are any; a .safetensors file; or a file that torch.save wrote, with a
-            state_dict or with one under 'state_dict' or 'model'.
+            state_dict, or with one under a name of `NESTED` or as its only one.
     Raises:
         InputError: there is no such file, or it holds no weights.
     """
@@ -58,11 +63,12 @@ def read_saved_model(path: Path) -> SavedModel:
     if not path.is_file():
         raise InputError(f"--weights {path}: no such file")
     state, about = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
-    if not state or not all(isinstance(value, Tensor) for value in state.values()):
+    weights = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    if not weights:
         raise InputError(f"--weights {path}: holds no weights by their names; {KINDS}")
     classes, tokenizer, flags = (about.get(name) for name in ("classes", "tokenizer", "flags"))
     return SavedModel(
-        {name.removeprefix("module."): value for name, value in state.items()},
+        weights,
         [str(name) for name in classes] if isinstance(classes, list) else (),
         tokenizer if isinstance(tokenizer, str) else "",
         flags if isinstance(flags, dict) else {},
@@ -97,7 +103,12 @@ def _read_torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The weights, and all that the file holds."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # torch raises errors of many kinds for damaged files, and pages of advice
+    except Exception as error:  # torch raises errors of many kinds for damaged files
+        if found := PICKLED_OBJECT.search(str(error)):
+            raise InputError(
+                f"--weights {path}: holds objects of Python beside its weights ({found[1]}), which "
+                "are not loaded since they could run any code; save the state_dict alone"
+            ) from None
         raise InputError(f"--weights {path}: is no readable file of weights; {KINDS}") from None
     if not isinstance(state, Mapping):
         return {}, {}
@@ -109,7 +120,47 @@ def _read_torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     for name in NESTED:
         if isinstance(state.get(name), Mapping):
             return state[name], state
-    return state, {}
+    dicts = [each for each in state.values() if isinstance(each, Mapping) and is_state_dict(each)]
+    return (dicts[0], state) if len(dicts) == 1 else (state, {})
+
+
+def is_state_dict(values: Mapping[Any, Any]) -> bool:
+    """Whether all values are tensors, and there are some."""
+    return bool(values) and all(isinstance(value, Tensor) for value in values.values())
+
+
+def match_names(
+    weights: Mapping[str, Tensor], own: Collection[str], *, source: str
+) -> dict[str, Tensor]:
+    """Give the weights of a file the names that they have in a model.
+
+    DDP, Lightning, torch.compile and others put words in front of each name, such as 'module.' or
+    'model.'. What else the file holds, such as weights of a loss, is left out where there are such
+    words.
+
+    Args:
+        weights: of the file, by their names.
+        own: names in the model.
+        source: where the weights are from, for the message.
+    Raises:
+        InputError: two models in the file fit equally well.
+    """
+    plain = {name.replace(COMPILED, ""): value for name, value in weights.items()}
+    prefixes = {name[: end + 1] for name in plain for end, sign in enumerate(name) if sign == "."}
+    found = {prefix: sum(prefix + name in plain for name in own) for prefix in ("", *prefixes)}
+    best = [prefix for prefix in found if found[prefix] == max(found.values())]
+    if "" in best:
+        return plain
+    if len(best) > 1:
+        raise InputError(
+            f"--weights {source}: holds weights of several models that fit, whose names begin "
+            f"with {' and '.join(sorted(best)[:MAX_NAMES])}; save the state_dict of one alone"
+        )
+    return {
+        name.removeprefix(best[0]): value
+        for name, value in plain.items()
+        if name.startswith(best[0])
+    }
 
 
 def classifier_names(model: nn.Module) -> list[str]:
@@ -151,21 +202,15 @@ def load_pretrained(
     own = {name: value for name, value in model.state_dict().items() if name not in kept}
     weights = {
         name: fit_channels(value, own.get(name))
-        for name, value in saved.weights.items()
+        for name, value in match_names(saved.weights, own, source=source).items()
         if name not in kept
     }
-    shapes = {name: value.shape for name, value in weights.items()}
-    wrong = [
-        name
-        for name, value in own.items()
-        if name not in classifier and shapes.get(name) != value.shape
-    ]
-    unknown = [name for name in weights if name not in own and not is_auxiliary(name)]
-    if wrong or unknown:
-        names = [*wrong, *unknown]
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    counters = {name: value for name, value in own.items() if name.endswith(COUNTER)}
+    weights = counters | weights
+    if wrong := misfits(weights, own, classifier=classifier):
+        more = f" and {len(wrong) - MAX_NAMES} more" if len(wrong) > MAX_NAMES else ""
         raise InputError(
-            f"--weights {source}: not of this model ({flags}): {', '.join(names[:MAX_NAMES])}{more}"
+            f"--weights {source}: not of this model ({flags}): {', '.join(wrong[:MAX_NAMES])}{more}"
         )
     rows = _matching_rows(
         {name: own[name] for name in classifier},
@@ -190,6 +235,27 @@ def load_pretrained(
     new = [name for number, name in enumerate(classes) if number not in rows]
     more = f" and {len(new) - MAX_NAMES} more" if len(new) > MAX_NAMES else ""
     return f"{line}; in {layer} begin anew: {', '.join(new[:MAX_NAMES])}{more}"
+
+
+def misfits(
+    weights: Mapping[str, Tensor], own: Mapping[str, Tensor], *, classifier: Collection[str]
+) -> list[str]:
+    """Say of each weight that a model lacks, or has in another shape, what is wrong with it.
+
+    Args:
+        weights: of a file.
+        own: of the model.
+        classifier: names of its classifier's weights, which may be wrong.
+    """
+    wrong = []
+    for name, value in own.items():
+        if name not in classifier and name not in weights:
+            wrong.append(f"it has no {name}")
+        elif name not in classifier and weights[name].shape != value.shape:
+            shapes = (" x ".join(map(str, each[name].shape)) or "one" for each in (weights, own))
+            wrong.append(f"its {name} has {' and not '.join(shapes)} values")
+    unknown = [name for name in weights if name not in own and not is_auxiliary(name)]
+    return wrong + [f"its {name} is unknown" for name in unknown]
 
 
 def is_auxiliary(name: str) -> bool:
@@ -218,8 +284,9 @@ def _matching_rows(
     outputs, saved_outputs = ({len(value) for value in each.values()} for each in (own, saved))
     if outputs != {len(classes)} or saved_outputs != {len(saved_classes)}:
         return {row: row for row in range(len(classes))} if outputs == saved_outputs else {}
-    numbers = {name: number for number, name in enumerate(saved_classes)}
-    return {row: numbers[name] for row, name in enumerate(classes) if name in numbers}
+    numbers = {normal_form(name): number for number, name in enumerate(saved_classes)}
+    names = map(normal_form, classes)
+    return {row: numbers[name] for row, name in enumerate(names) if name in numbers}
 
 
 def fit_channels(weight: Tensor, own: Tensor | None) -> Tensor:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from errors import InputError
+from input_pipeline.own_data import LeftOut, list_files
 from training.checkpoint import latest_files
 
 LOCK_FILE = ".lock"  # says which process writes to the folder, or wrote to it last
@@ -30,19 +31,37 @@ def new_run_folder(script: str) -> Path:
 
 
 def latest_run(script: str, launcher: str | None = None) -> Path | None:
-    """The newest run folder of a script that holds a checkpoint.
+    """The run folder below runs/ with the newest checkpoint of a script, whatever its name is.
 
     Args:
         script: its name without .py.
         launcher: consider only the folders that the job of this launcher wrote to.
     """
-    folders = Path("runs").glob(f"{script}-*")
-    for folder in sorted(folders, key=lambda path: path.name, reverse=True):
-        if not latest_files(folder):
+    runs = Path("runs")
+    folders = {path.parent for path in list_files(runs, (".pt",), LeftOut(runs))}
+    newest: dict[Path, int] = {}
+    for folder in folders:
+        files = latest_files(folder)
+        if not files or not is_run_of_script(script, folder):
             continue
         if launcher is None or is_run_of(launcher, folder):
-            return folder
-    return None
+            newest[folder] = files[0].stat().st_mtime_ns
+    return max(newest, key=lambda folder: (newest[folder], folder), default=None)
+
+
+def is_run_of_script(script: str, folder: Path) -> bool:
+    """Whether config.json of a run folder, or the folder's name where it does not say, names it.
+
+    Args:
+        script: its name without .py.
+        folder: the run folder.
+    """
+    config = read_config(folder)
+    if "script" in config:
+        return config["script"] == script
+    if isinstance(config.get("command"), list):
+        return f"{script}.py" in config["command"]
+    return folder.name.startswith(f"{script}-")
 
 
 def is_run_of(launcher: str, folder: Path) -> bool:
@@ -58,7 +77,7 @@ def is_run_of(launcher: str, folder: Path) -> bool:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a run folder; empty where it is missing or cut."""
     try:
-        return json.loads((folder / "config.json").read_text())
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
 
@@ -104,7 +123,7 @@ def lock_run_folder(folder: Path) -> IO[str]:
     path = folder / LOCK_FILE
     try:
         # It stays open as long as the run.
-        file = open(path, "a+", errors="replace")  # noqa: SIM115
+        file = open(path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115
     except OSError as error:
         raise InputError(
             f"--out {folder}: cannot be written ({error.strerror}); choose another folder"

@@ -223,7 +223,7 @@ class RunLog:
             if self.written is None:
                 atomic_write_text(path, _json_lines(rows))
             else:
-                with open(path, "a") as file:
+                with open(path, "a", encoding="utf-8") as file:
                     file.write(_json_lines(rows[self.written :]))
             self.written = len(rows)
         except OSError as error:

@@ -245,7 +245,7 @@ class TrackedRun:
     def _read_states(self) -> dict[str, Any]:
         """What tracking.json holds of each tracker; empty where there is no such file."""
         try:
-            states = json.loads((self.folder / STATE_FILE).read_text())
+            states = json.loads((self.folder / STATE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return states if isinstance(states, dict) else {}

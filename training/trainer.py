@@ -17,6 +17,7 @@ Sums of loss and accuracy stay on the device: within an epoch nothing waits for 
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -808,5 +809,6 @@ class Trainer:
                 f"{self.log.folder} would go on from the save before, if there is one"
             )
         raise Interrupted(
-            f"interrupted in {where}; last.pt is written, go on with --resume {self.log.folder}"
+            f"interrupted in {where}; last.pt is written, go on with --resume "
+            f"{shlex.quote(str(self.log.folder))}"
         )

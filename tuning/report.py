@@ -6,6 +6,8 @@ write_report(study, trials, config)
 from __future__ import annotations
 
 import csv
+import os
+import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,8 +22,10 @@ from errors import InputError
 from figures import report as run_report
 from figures.html_page import MISSING, Section, table
 from figures.reported_run import ReportedRun, read_run
+from input_pipeline import csv_tables, own_data
 from tuning.config import SweepConfig
 from tuning.objective import NOT_REACHED
+from tuning.trials import ROOT
 
 NEVER_REACHED = "never reached"
 MAX_REPORTED = 5  # trials whose curves are in report.html
@@ -84,7 +88,7 @@ def write_report(study: optuna.Study, trials: Sequence[FrozenTrial], config: Swe
             f"give more --epoch or a lower target"
         )
     write_recipe(config, best, num_trials=len(trials))
-    print(f"recipe: python {config.script.file} --recipe {config.recipe_out}")
+    print(f"recipe: {training_command(config)}")
     for figure in draw_figures(study, config):
         print(f"figure: {figure}")
     if page := write_page(ranking, config):
@@ -110,7 +114,7 @@ def write_csv(path: Path, ranking: Sequence[FrozenTrial]) -> None:
     """Write a row for each trial, the best first."""
     names = sorted({name for trial in ranking for name in trial.params})
     columns = ["rank", "trial", "state", "value", "epochs", "seconds", *names, "folder", "error"]
-    with open(path, "w", newline="") as file:
+    with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         for rank, trial in enumerate(ranking, 1):
@@ -143,7 +147,7 @@ def write_recipe(config: SweepConfig, best: FrozenTrial, *, num_trials: int) -> 
         f"{best.value:.4f} on held-out training rows.",
         f"# Each trial: {flags['epochs']} epochs of {flags['subset']:.0%} of the training set, "
         f"{config.nproc} process(es).",
-        f"# python {script.file} --recipe {config.recipe_out}",
+        f"# {training_command(config)}",
     ]
     if "lr" in best.params:
         rule, base_bs = flags["lr_scaling"], flags["base_bs"]
@@ -157,7 +161,27 @@ def write_recipe(config: SweepConfig, best: FrozenTrial, *, num_trials: int) -> 
         values |= {"lr_scaling": rule, "base_bs": base_bs}
     config.recipe_out.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False)
-    config.recipe_out.write_text(text)
+    config.recipe_out.write_text(text, encoding="utf-8")
+
+
+def training_command(config: SweepConfig) -> str:
+    """Return the command line that trains with the recipe in full, quoted for a shell.
+
+    It names the folder of own data, which the recipe leaves out, and rows to hold out where that
+    folder has nothing but a training set.
+    """
+    given = config.script.given
+    words = ["python", os.path.relpath(ROOT / config.script.file), "--recipe"]
+    words.append(str(config.recipe_out))
+    if "data_dir" in given:
+        words += ["--data_dir", given["data_dir"]]
+    dataset = given.get("dataset")
+    if dataset in own_data.DATASETS:
+        suffixes = csv_tables.SUFFIXES if dataset == "csv" else ("",)
+        data_dir = config.script.flags({})["data_dir"]
+        if len(own_data.find_splits(Path(data_dir), suffixes)) < 2:
+            words += ["--val_fraction", str(config.val_fraction)]
+    return shlex.join(words)
 
 
 def draw_figures(study: optuna.Study, config: SweepConfig) -> list[Path]:

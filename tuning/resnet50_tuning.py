@@ -1,4 +1,4 @@
-"""Tune resnet50_test.py on a tenth of the training set, five epochs a trial.
+"""Tune resnet50_test.py with --optimizer sgd on a tenth of the training set, five epochs a trial.
 
 python -m tuning.resnet50_tuning --trials 40 --jobs 4     # all flags: see tuning/sweep.py
 """
@@ -14,7 +14,11 @@ def main() -> None:
     check_optuna()
     from tuning import sweep  # imports Optuna
 
-    sweep.main(script="resnet50_test.py", script_arguments=("--subset", "0.1", "--epoch", "5"))
+    sweep.main(
+        script="resnet50_test.py",
+        script_arguments=("--subset", "0.1", "--epoch", "5"),
+        optimizer="sgd",
+    )
 
 
 if __name__ == "__main__":

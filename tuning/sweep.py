@@ -1,6 +1,6 @@
 """Search hyper-parameters on a fraction of the training set, an entry script's process per trial.
 
-python -m tuning.sweep --script resnet50_test.py --space tuning/resnet50.yaml --subset 0.1 --epoch 5
+python -m tuning.sweep --space tuning/resnet50.yaml --optimizer sgd --subset 0.1 --epoch 5
 bash tuning/resnet50_tuning.sh --trials 40 --jobs 4     # these defaults; four GPUs side by side
 bash tuning/transformer_tuning.sh --sampler random --objective time_to:0.85 --dataset agnews
 
@@ -13,6 +13,7 @@ table, results.csv, figures, and a recipe for the script's --recipe.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import os
 import re
@@ -30,9 +31,10 @@ import optuna
 import torch
 from optuna.distributions import distribution_to_json
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.engine import URL, make_url
 
 from cli import flags
-from cli.flag_parser import FlagParser
+from cli.flag_parser import FlagParser, file_path
 from errors import InputError, Interrupted, exit_code, first_line
 from training.time_estimate import in_words
 from tuning import report, space
@@ -73,7 +75,7 @@ def add_search(parser: FlagParser, script: str) -> None:
     )
     add(
         "--space",
-        type=Path,
+        type=file_path,
         metavar="YAML",
         help="Read the search space from this file, whose format is described in tuning/space.py "
         "(default tuning/resnet50.yaml or tuning/transformer.yaml).",
@@ -165,14 +167,14 @@ def add_execution(parser: FlagParser) -> None:
     add(
         "--out",
         aliases=("--output", "--output_dir"),
-        type=Path,
+        type=file_path,
         metavar="DIR",
         help="Write the sweep into this folder (default runs/tuning-resnet50 or "
         "runs/tuning-transformer).",
     )
     add(
         "--recipe_out",
-        type=Path,
+        type=file_path,
         metavar="YAML",
         help="Write the recipe of the best trial to this file (default recipe.yaml in --out).",
     )
@@ -183,6 +185,7 @@ def main(
     *,
     script: str = SCRIPTS[0],
     script_arguments: Sequence[str] = (),
+    optimizer: str | None = None,
 ) -> None:
     """Run a sweep from the command line, on which the flags of the sweep and script are mixed.
 
@@ -190,6 +193,7 @@ def main(
         argv: the command line; None is that of the process.
         script: default of --script.
         script_arguments: default arguments of the script; the command line overrides them.
+        optimizer: of the trials, where neither the command line nor its recipe names one.
 
     Raises:
         InputError: a flag, the space or the storage is wrong.
@@ -198,9 +202,11 @@ def main(
     parser = sweep_parser(script)
     args, rest = parser.parse_known_args(argv)
     name = args.script.removesuffix("_test.py")
-    target = TargetScript.read(
-        args.script, [*script_arguments, *rest], sweep_flags=parser.option_strings()
-    )
+    arguments, sweep_flags = [*script_arguments, *rest], parser.option_strings()
+    target = TargetScript.read(args.script, arguments, sweep_flags=sweep_flags)
+    if optimizer and "optimizer" not in target.given:
+        arguments += ["--optimizer", optimizer]
+        target = TargetScript.read(args.script, arguments, sweep_flags=sweep_flags)
     space_path = args.space or ROOT / "tuning" / f"{name}.yaml"
     searched = space.read_space(space_path, target.own_name)
     target.check_space(searched, source=f"--space {space_path}")
@@ -222,7 +228,7 @@ def main(
         pruner=args.pruner,
         pruner_epochs=args.pruner_epochs,
         pruner_trials=args.pruner_trials,
-        storage=args.storage or f"sqlite:///{out.resolve() / 'study.db'}",
+        storage=args.storage or sqlite_url(out.resolve() / "study.db"),
         out=out,
         recipe_out=args.recipe_out or out / "recipe.yaml",
     )
@@ -334,6 +340,22 @@ def open_study(config: SweepConfig) -> optuna.Study:
         for values in itertools.product(*axes.values()):
             study.enqueue_trial(dict(zip(axes, values)), skip_if_exists=True)
     return study
+
+
+def sqlite_url(path: Path) -> str:
+    """Return the URL of a database file.
+
+    Raises:
+        InputError: the path has a character that a URL of the installed SQLAlchemy cannot have.
+    """
+    with contextlib.suppress(UnicodeEncodeError):
+        url = URL.create("sqlite", database=str(path)).render_as_string(hide_password=False)
+        if make_url(url).database == str(path):
+            return url
+    raise InputError(
+        f"--out {path.parent}: no URL of a database can have this name; choose another folder, "
+        "of plain letters"
+    )
 
 
 def without_password(storage: str) -> str:

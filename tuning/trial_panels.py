@@ -31,7 +31,7 @@ Trial = Mapping[str, str]
 
 def read_trials(path: Path) -> list[Trial]:
     """Return the trials of a sweep's results.csv, the best first."""
-    with open(path, newline="") as file:
+    with open(path, encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 

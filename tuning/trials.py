@@ -110,7 +110,7 @@ class TrialRunner:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpus
-        with open(folder / "console.log", "a") as console:
+        with open(folder / "console.log", "a", encoding="utf-8") as console:
             return subprocess.Popen(
                 command,
                 stdout=console,
@@ -169,7 +169,7 @@ class TrialRunner:
 def complete_rows(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl; a last line that is still being written is left out."""
     try:
-        text = (folder / "metrics.jsonl").read_text()
+        text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -177,7 +177,7 @@ def complete_rows(folder: Path) -> list[dict[str, Any]]:
 
 def error_line(folder: Path) -> str:
     """Return the script's error line from its console, else the console's last line."""
-    console = (folder / "console.log").read_text()
+    console = (folder / "console.log").read_text(encoding="utf-8", errors="replace")
     lines = [line for line in console.splitlines() if line.strip()]
     error_lines = [line for line in lines if line.startswith("error: ")]
     return (error_lines or lines or [""])[-1][:300]
