@@ -60,6 +60,11 @@ def has_bf16(device: torch.device) -> bool:
     return torch_compat.cpu_has_bf16()
 
 
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def set_num_threads(threads: int, local_world_size: int) -> int:
     """Set the number of torch's CPU threads.
 
@@ -78,7 +83,7 @@ def set_num_threads(threads: int, local_world_size: int) -> int:
     if not threads and requested.isdigit() and int(requested) > 1:
         threads = int(requested)
     if not threads:
-        cores = len(os.sched_getaffinity(0))
+        cores = num_cores()
         if os.environ.get("OMP_PROC_BIND", "false").lower() != "false":
             cores = max(cores, torch.get_num_threads())
         threads = max(1, cores // local_world_size)

@@ -6,7 +6,7 @@ import os
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +16,7 @@ import torch
 import errors
 import resnet50_test
 import transformer_test
+from backends import device
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHORT = "--epochs 1 --bs 32 --device cpu --precision fp32 --threads 1"
@@ -29,6 +30,15 @@ def call(script: ModuleType, words: list[str]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [f"{script.SCRIPT}.py", *words])
         return errors.exit_code(script.main)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Scripts that are called take one core, since the tests of other cores run beside them."""
+    monkeypatch.setattr(device, "num_cores", lambda: 1)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

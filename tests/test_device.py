@@ -13,6 +13,11 @@ import ranks
 CODE = "from backends import device; print(device.set_num_threads(0, local_world_size=1))"
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """These tests count all cores."""
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="there is no affinity to read")
 @pytest.mark.parametrize(
     ("settings", "threads"),
