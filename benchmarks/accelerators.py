@@ -2,19 +2,16 @@
 
 python -m benchmarks.accelerators --json accelerators.json                # the default stack
 .venv-legacy/bin/python -m benchmarks.accelerators --json legacy.json     # with ORTModule
-python -m benchmarks.accelerators --buckets                               # two ranks at 1 Gbit/s
 
 Every side is a process of its own and trains on the real data, input pipeline included. The
 baseline is eager execution in fp32; each other side differs in what its name says. --quick leaves
-out what is compiled and halves the batches. With --buckets two ranks train ResNet-50 over a network
-of 1 Gbit/s, with gradients in DDP buckets of several sizes (Linux, root). No side has a target.
+out what is compiled and halves the batches. No side has a target.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -25,7 +22,7 @@ from types import ModuleType
 import resnet50_test
 import transformer_test
 from backends.device import has_bf16, keep_freed_memory
-from benchmarks import bench, slow_network, throughput
+from benchmarks import bench, throughput
 from cli import flags
 from cli.flag_parser import path_text
 from distributed.world import init_world
@@ -37,9 +34,6 @@ BASELINE = "eager"
 FP32 = "--precision fp32"
 SIZES = {True: (3, 2.0), False: (5, 8.0)}  # of --quick: rounds, and seconds of each side in one
 AT_ONCE = 4  # sides in memory besides the baseline
-BUCKETS_MIB = (25, 1, 5, 100)  # the first is what DDP is given otherwise; ResNet-50 has 90 MiB
-BUCKET_NETWORK = "1gbit"
-BUCKET_TURNS = {True: (3, 2), False: (5, 4)}  # of --quick: turns, and steps of each
 
 
 @dataclass(frozen=True)
@@ -149,32 +143,6 @@ def measure_script(script: str, names: list[str], data_dir: str, *, quick: bool)
     return rows
 
 
-def measure_buckets(data_dir: str, *, quick: bool) -> list[bench.Row]:
-    """Measure two ranks with each size of DDP's buckets over the first size; print the table.
-
-    Raises:
-        InputError: this machine cannot set up such a network, or a rank failed.
-    """
-    check_data("resnet50", data_dir)
-    turns, taken = BUCKET_TURNS[quick]
-    command = ["-m", "benchmarks.bucket_ranks", data_dir, str(turns), str(taken)]
-    try:
-        with slow_network.joined(BUCKET_NETWORK, ranks=2) as places:
-            rates = slow_network.run(places, [*command, *map(str, BUCKETS_MIB)])
-    except slow_network.Unavailable as reason:
-        raise InputError(f"--buckets: {reason}") from None
-    except RuntimeError:
-        raise InputError("a rank failed; its message is above") from None
-    first, *others = (str(size) for size in BUCKETS_MIB)
-    rows = [bench.Row(f"buckets of {size} MiB", rates[size], rates[first]) for size in others]
-    print(
-        f"two ranks at 1 Gbit/s, over buckets of {first} MiB "
-        f"({statistics.median(rates[first]):.1f} samples/s)"
-    )
-    print(bench.table(rows, f"{first} MiB"), flush=True)
-    return rows
-
-
 def main() -> int:
     started = time.perf_counter()
     parser = bench.parser(__doc__)
@@ -186,27 +154,23 @@ def main() -> int:
     )
     parser.add_argument("--only", choices=list(SCRIPTS), help="measure one script only")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES)[1:], help="default all there are")
-    parser.add_argument("--buckets", action="store_true", help="measure DDP's buckets instead")
     args = parser.parse_args()
     keep_freed_memory()
     machine = bench.machine(bench.DEVICE, ("torch", "torchvision"))
     print(machine)
-    if args.buckets:
-        rows = measure_buckets(args.data_dir, quick=args.quick)
-    else:
-        missing = missing_sides()
-        for name in args.sides or ():
-            if name in missing:
-                raise InputError(f"--sides {name!r}: {missing[name]}")
-        there = [name for name in SIDES if name not in {*missing, BASELINE}]
-        if args.quick:
-            there = [name for name in there if SIDES[name].backend != "compile"]
-        scripts = [args.only] if args.only else list(SCRIPTS)
-        rows = [
-            row
-            for script in scripts
-            for row in measure_script(script, args.sides or there, args.data_dir, quick=args.quick)
-        ]
+    missing = missing_sides()
+    for name in args.sides or ():
+        if name in missing:
+            raise InputError(f"--sides {name!r}: {missing[name]}")
+    there = [name for name in SIDES if name not in {*missing, BASELINE}]
+    if args.quick:
+        there = [name for name in there if SIDES[name].backend != "compile"]
+    scripts = [args.only] if args.only else list(SCRIPTS)
+    rows = [
+        row
+        for script in scripts
+        for row in measure_script(script, args.sides or there, args.data_dir, quick=args.quick)
+    ]
     took = time.perf_counter() - started
     print(f"{took:.0f} s")
     bench.write_json(args.json, rows, [], machine=machine, took=took, quick=args.quick)

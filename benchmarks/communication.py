@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from backends.device import keep_freed_memory
 from benchmarks import bench, slow_network
-from benchmarks.naive_slamb import NaiveSLAMB
 from benchmarks.stepping import Side
 from benchmarks.two_ranks import MEAN_OF_WEIGHTS
 from errors import exit_code
@@ -43,8 +42,6 @@ from slamb import SLAMB
 BLOCK, RANDOM = 1.1, 2.6
 # The same for ResNet-50, whose tensors fit no cache: one pass over memory for moments and updates.
 BLOCK_RESNET50 = 1.5
-# Times of our step: ours needs no masks and no loop over tensors.
-NAIVE_BLOCK, NAIVE_RANDOM = 10, 7
 # MB sent per step: a tenth of the large tensors, all of the small ones, and headers.
 SENT = {"fp32": 0.735, "bf16": 0.37}
 # Share of DDP's step at 100 Mbit/s, DDP in fp32 and in bf16, SLAMB sending bf16: the shares of the
@@ -56,7 +53,7 @@ LOOPBACK = 1.0
 ARCHS = {"ResNet-20": "resnet20", "ResNet-110": "resnet110", "ResNet-50": "resnet50"}
 JUDGED = "ResNet-110"
 NETWORKS = {"loopback": None, "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
-ADAM, NAIVE = "Adam (foreach)", "naive SLAMB"
+ADAM = "Adam (foreach)"
 DDP, DDP_BF16 = "DDP + LAMB", "DDP bf16 hook + LAMB"
 LOCAL_STEPS = 50  # SLAMB's default
 NEVER = 10**9  # steps; beyond the end of any measurement
@@ -68,12 +65,6 @@ def without_network(optimizer: Any) -> Any:
     """Make SLAMB one of two ranks with equal values, whose all_reduce needs no network."""
     optimizer.averager.size = optimizer.averager.nodes = 2
     optimizer.averager.all_reduce = lambda values, group: values.mul_(2)
-    return optimizer
-
-
-def naive(model: nn.Module) -> NaiveSLAMB:
-    optimizer = NaiveSLAMB(model.parameters(), ranks=2, local_steps=NEVER)
-    optimizer.reduce = lambda values: None  # type: ignore[method-assign]
     return optimizer
 
 
@@ -90,13 +81,10 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "LAMB (timm)": lambda m: timm.optim.lamb.Lamb(m.parameters()),
     "SLAMB block": lambda m: slamb(m, "block"),
     "SLAMB random": lambda m: slamb(m, "random"),
-    NAIVE: naive,
 }
 
 
-def measure_compute(
-    name: str, rounds: int, leave_out: str = "", *, deadline: float
-) -> dict[str, bench.Row]:
+def measure_compute(name: str, rounds: int, *, deadline: float) -> dict[str, bench.Row]:
     """Print a model's table and return its rows; `deadline` is that of `bench.take_turns`.
 
     A row's ratio is foreach Adam's rate over the optimizer's: the optimizer's time in units of
@@ -109,11 +97,10 @@ def measure_compute(
     ]
     sides: dict[str, Side] = {}
     for optimizer, make in OPTIMIZERS.items():
-        if optimizer != leave_out:
-            mine = copy.deepcopy(model)
-            sides[optimizer] = Side(mine, make(mine), gradients)
-            sides[optimizer].warm_up()
-    seconds = bench.take_turns(sides, rounds, {NAIVE}, deadline=deadline)
+        mine = copy.deepcopy(model)
+        sides[optimizer] = Side(mine, make(mine), gradients)
+        sides[optimizer].warm_up()
+    seconds = bench.take_turns(sides, rounds, deadline=deadline)
     rates = {optimizer: [1 / taken for taken in each] for optimizer, each in seconds.items()}
     rows = {
         optimizer: bench.Row(f"{name} {optimizer}", rates[ADAM], rate)
@@ -139,16 +126,9 @@ def compute_bars(name: str, rows: dict[str, bench.Row]) -> list[bench.Bar]:
         return [bench.Bar("block of Adam, ResNet-50", ratio, BLOCK_RESNET50, at_most=True)]
     if name != JUDGED:
         return []
-    block, random, slow = (rows[name] for name in ("SLAMB block", "SLAMB random", NAIVE))
-
-    def speed_up(row: bench.Row) -> float:
-        return statistics.median(ours / naive for ours, naive in zip(row.peer, slow.peer))
-
     return [
-        bench.Bar("block of Adam", block.ratio, BLOCK, at_most=True),
-        bench.Bar("random of Adam", random.ratio, RANDOM, at_most=True),
-        bench.Bar("naive of block", speed_up(block), NAIVE_BLOCK),
-        bench.Bar("naive of random", speed_up(random), NAIVE_RANDOM),
+        bench.Bar("block of Adam", rows["SLAMB block"].ratio, BLOCK, at_most=True),
+        bench.Bar("random of Adam", rows["SLAMB random"].ratio, RANDOM, at_most=True),
     ]
 
 
@@ -255,10 +235,8 @@ def main() -> int:
     budget = bench.Budget(args.quick, 2 * len(ARCHS) + 1)
     for name in ARCHS:
         deadline = budget.next_deadline()
-        judged = name == JUDGED
         rounds = (15 if args.quick else 41) if name != "ResNet-50" else (5 if args.quick else 15)
-        leave_out = "" if judged or not args.quick else NAIVE
-        compute = measure_compute(name, rounds, leave_out, deadline=deadline)
+        compute = measure_compute(name, rounds, deadline=deadline)
         rows += compute.values()
         bars += compute_bars(name, compute)
     for network in NETWORKS:

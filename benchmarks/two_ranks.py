@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from backends import torch_compat
 from backends.device import keep_freed_memory
 from benchmarks import bench
-from benchmarks.naive_slamb import NaiveSLAMB
 from benchmarks.stepping import clock
 from distributed.comm_hooks import RoundedGradients
 from distributed.world import World, init_world
@@ -105,13 +104,6 @@ def slamb(parameters: Parameters, **settings: Any) -> Method:
     )
 
 
-def naive(parameters: Parameters) -> Method:
-    return Method(
-        parameters,
-        NaiveSLAMB(parameters.parameters(), ranks=dist.get_world_size(), local_steps=10**9),
-    )
-
-
 def methods(weights: int, world: World) -> dict[str, Callable[[Parameters], Method]]:
     """Return the methods for a model with so many weights, by name."""
     makers: dict[str, Callable[[Parameters], Method]] = {
@@ -127,8 +119,6 @@ def methods(weights: int, world: World) -> dict[str, Callable[[Parameters], Meth
             for wire, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
                 make = partial(slamb, selection=selection, compress_ratio=k, wire_dtype=dtype)
                 makers[f"SLAMB {selection} k={k} {wire}"] = make
-    if weights <= LARGE:
-        makers["naive SLAMB k=0.1"] = naive
     return makers
 
 

@@ -197,7 +197,7 @@ def test_settings_of_a_side_are_for_its_process_alone(monkeypatch):
     assert "OMP_PROC_BIND" not in os.environ
 
 
-READERS = ("accelerators", "profile_step", "step", "throughput", "virtual_step")
+READERS = ("accelerators", "profile_step", "step", "throughput")
 
 
 @needs_timm

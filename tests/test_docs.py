@@ -40,7 +40,7 @@ TOOL_FLAGS = {
     "test.sh": {"--all", "--legacy"},
     "figures": {"--allow_dirty", "--labels", "--list", "--only", "--minutes", "--runs", "--title"},
     "benchmarks": {"--compile", "--quick", "--json", "--logs", "--network", "--only", "--ranks"}
-    | {"--buckets", "--cifar", "--report", "--source", "--text"},
+    | {"--cifar", "--report", "--source", "--text"},
     "written with hyphens": {"--batch-size", "--no-sync-bn"},
     "sbatch": {"--nodes", "--gpus-per-node"},
     "TensorBoard": {"--logdir"},
