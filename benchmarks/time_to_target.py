@@ -1,6 +1,6 @@
 """Time to an accuracy: epochs from the logs of runs, and samples/s, measured in turns.
 
-python -m benchmarks.time_to_target figures/logs/optimizers_cifar10 figures/logs/soap_cifar10
+python -m benchmarks.time_to_target figures/logs/{optimizers,soap}_cifar10.jsonl
 
 The clock of a run that shared its machine with other work says little. Here the first run of each
 name NAME-seedN in these folders is opened again by its command line, on the real data, and the runs
@@ -47,7 +47,7 @@ def find_runs(
     """Find the finished runs in folders of groups.
 
     Args:
-        groups: folders that hold folders NAME-seedN.
+        groups: folders that hold folders NAME-seedN, or packed files of them.
         ranks: of which every run must be.
         only: names of the runs to take; None is all.
     Returns:
@@ -59,7 +59,7 @@ def find_runs(
     runs: dict[str, run_logs.Runs] = {}
     first: dict[str, Path] = {}
     for group in groups:
-        folders = [path.parent for path in sorted(group.glob("*-seed*/config.json"))]
+        folders = run_logs.run_folders(group.with_suffix(""))
         finished = [folder for folder in folders if run_logs.finished(folder)]
         if not finished:
             raise InputError(f"{group}: holds no finished run NAME-seedN")

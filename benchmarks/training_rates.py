@@ -24,6 +24,7 @@ from benchmarks import bench, train_peer, trainers
 from cli import options
 from distributed.world import World, init_world
 from errors import InputError, exit_code
+from figures.run_logs import read_config
 from training.trainer import Trainer
 
 # Flags that may differ from the logged ones: none of them changes a step.
@@ -48,9 +49,9 @@ def open_run(folder: Path, world: World, *, out: Path) -> tuple[Trainer, argpars
             this version, or a few steps do not stand for all steps of the run.
     """
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_config(folder)
         command, flags = config["command"], config["flags"]
-    except (OSError, ValueError, KeyError):
+    except (ValueError, KeyError):
         raise InputError(f"{folder}: holds no config.json with a command line") from None
     if not isinstance(command, list):
         raise InputError(f"{folder}: is not the run of a script")

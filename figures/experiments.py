@@ -5,8 +5,9 @@ python -m figures.experiments gpu --list
 
 A run is a command as one would type it, to which `--seed N --out figures/logs/GROUP/NAME-seedN` is
 added. The entry scripts record flags, device, versions and commit in config.json. A run is done
-when its log holds the last epoch; its checkpoints are then deleted. An interrupted run resumes from
-its checkpoint. A failed run does not end the others; it is named at the end.
+when its log holds the last epoch; it is then packed into figures/logs/GROUP.jsonl, and its folder
+deleted. An interrupted run resumes from its checkpoint. A failed run does not end the others; it is
+named at the end.
 
 A log is evidence only together with the code that made it, so no run starts while a file is not
 committed. To try something out: --allow_dirty --logs FOLDER.
@@ -32,6 +33,7 @@ import yaml
 from cli import flags
 from cli.flag_parser import FlagParser, file_path
 from errors import InputError, Interrupted, did_you_mean, exit_code
+from figures.pack_logs import pack
 from figures.run_logs import LOGS, ROOT, finished
 from training import machine
 
@@ -39,7 +41,6 @@ PLAN = ROOT / "figures" / "experiments.yaml"
 SEEDS = (0, 1, 2)
 SHUTDOWN_SECONDS = 120.0  # that a run has to write its checkpoint after SIGTERM
 POLL_SECONDS = 1.0  # between two looks at a run
-NOT_LOGGED = ("*.pt", "*.part", "tokenizer.json", "shards-*")  # deleted after a finished run
 MAX_NAMED_FILES = 3  # in the message of a run that is refused
 
 
@@ -147,7 +148,7 @@ def execute(run: PlannedRun, deadline: float, variables: Mapping[str, str]) -> s
         return f"exit code {code}" if code > 1 else ""
     if code or not run.is_done:
         return f"exit code {code}"
-    delete_checkpoints(run.folder)
+    pack(run.folder)
     return ""
 
 
@@ -178,13 +179,6 @@ def describe_other_data(run: PlannedRun) -> str:
         f"trains on {rows} rows, the plan expects {run.rows}: the data set is another one, so its "
         "log is deleted"
     )
-
-
-def delete_checkpoints(folder: Path) -> None:
-    """Delete what only a resume needs."""
-    for pattern in NOT_LOGGED:
-        for path in folder.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def select_groups(runs: Sequence[PlannedRun], only: Sequence[str]) -> list[PlannedRun]:
@@ -251,7 +245,8 @@ def execute_all(
         title = f"[{position}/{len(runs)}] {run.group}/{run.folder.name}"
         if run.is_done:
             print(f"{title}: done", flush=True)
-            delete_checkpoints(run.folder)  # the run may have finished while it was stopped
+            if run.folder.is_dir():  # the run had finished when the runner was stopped
+                pack(run.folder)
             continue
         if not allow_dirty:
             check_committed(run.logs)

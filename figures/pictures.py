@@ -529,7 +529,7 @@ def draw_tuning(
         title: what was trained.
         groups: the runs of all logs.
     """
-    path = LOGS / group / "sweep" / "results.csv"
+    path = LOGS / f"{group}-trials.csv"
     named_runs = labelled(groups, group)
     if not named_runs or defaults not in groups or not path.exists():
         return None

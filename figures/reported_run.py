@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import InputError
-from figures.run_logs import device_hours, read_rows
+from figures.run_logs import device_hours, read_config, read_rows
 from figures.svg_charts import Point
 from training.epoch_report import (
     EVAL_SET_NAMES,
@@ -207,7 +207,7 @@ def read_run(folder: Path, name: str = "") -> ReportedRun:
         name=name or folder.resolve().name,
         folder=folder,
         rows=rows,
-        config=read_object(folder / "config.json"),
+        config=read_object(folder / "config.json") or read_config(folder),
         confusion=read_confusion(folder / CONFUSION_FILE, {row["epoch"] for row in rows}),
         policy=policy if policy.startswith(PNG) else b"",
     )

@@ -2,10 +2,14 @@
 
 groups = read_groups(LOGS)                # {group: {name: [rows of each seed]}}
 [[row["epoch"] for row in rows] for rows in groups["optimizers_vgg8"]["ngd"]]
+
+A log is a run folder, LOGS/GROUP/NAME-seedN, or is packed into the file LOGS/GROUP.jsonl, see
+`figures.pack_logs`. The path of the folder names both.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
@@ -33,15 +37,70 @@ def read_rows(folder: Path) -> list[Row]:
     Raises:
         InputError: there are none, or a line is not a row, as one that is only half written.
     """
+    lines = row_lines(folder)
     path = folder / "metrics.jsonl"
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        problem = "holds no metrics.jsonl" if folder.is_dir() else "is no folder"
-        raise InputError(f"{folder} {problem}; give run folders") from None
     if not lines:
         raise InputError(f"{path} is empty: the run has not finished an epoch; train longer")
     return [parse_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def row_lines(folder: Path) -> list[str]:
+    """Return the lines of a run's metrics.jsonl, in its folder or packed.
+
+    Raises:
+        InputError: there is no such file.
+    """
+    try:
+        text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        if packed := packed_runs(packed_file(folder)).get(folder.name):
+            return packed[1:]
+        problem = "holds no metrics.jsonl" if folder.is_dir() else "is no folder"
+        raise InputError(f"{folder} {problem}; give run folders") from None
+    return text.splitlines()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a run's config.json, in its folder or packed; {} where there is none.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        packed = packed_runs(packed_file(folder)).get(folder.name)
+        return json.loads(packed[0]) if packed else {}
+
+
+def packed_file(folder: Path) -> Path:
+    """Return the file into which the runs of a folder's group are packed."""
+    folder = folder.resolve()
+    return folder.parent.with_name(f"{folder.parent.name}.jsonl")
+
+
+def packed_runs(path: Path) -> dict[str, list[str]]:
+    """Return the lines of each run in a packed file by the run's name; {} where there is none."""
+    try:
+        return _packed_runs(path, path.stat().st_mtime_ns)
+    except OSError:
+        return {}
+
+
+@functools.lru_cache
+def _packed_runs(path: Path, changed: int) -> dict[str, list[str]]:
+    runs: dict[str, list[str]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith('{"run": '):
+            runs[json.loads(line)["run"]] = lines = []
+        lines.append(line)
+    return runs
+
+
+def run_folders(group: Path) -> list[Path]:
+    """Return the folders of a group's runs, sorted, those that are packed among them."""
+    names = {path.parent.name for path in group.glob("*/metrics.jsonl")}
+    return [group / name for name in sorted(names | packed_runs(packed_file(group / "x")).keys())]
 
 
 def parse_row(line: str, source: str) -> Row:
@@ -83,30 +142,30 @@ def by_label(folders: Sequence[Path], labels: Sequence[str]) -> dict[str, Runs]:
 def finished(folder: Path) -> bool:
     """Tell whether a run's log holds its last epoch."""
     try:
-        epochs = json.loads((folder / "config.json").read_text(encoding="utf-8"))["flags"]["epochs"]
-        last_row = json.loads(
-            (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
-        )
-        return last_row["epoch"] >= epochs
-    except (OSError, IndexError, KeyError, ValueError):
+        return json.loads(row_lines(folder)[-1])["epoch"] >= read_config(folder)["flags"]["epochs"]
+    except (InputError, IndexError, KeyError, ValueError):
         return False
 
 
 def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
     """Return the finished runs below a folder of groups; unfinished runs are named and left out."""
-    folders: dict[str, list[Path]] = {}
-    for path in sorted(logs.glob("*/*/metrics.jsonl")):
-        if finished(path.parent):
-            folders.setdefault(path.parent.parent.name, []).append(path.parent)
-        else:
-            print(f"{path.parent}: not finished, left out")
-    return {group: by_name(each) for group, each in folders.items()}
+    names = {path.stem for path in logs.glob("*.jsonl")}
+    names |= {path.parent.parent.name for path in logs.glob("*/*/metrics.jsonl")}
+    groups: dict[str, dict[str, Runs]] = {}
+    for name in sorted(names):
+        folders = run_folders(logs / name)
+        for folder in folders:
+            if not finished(folder):
+                print(f"{folder}: not finished, left out")
+        if done := [folder for folder in folders if finished(folder)]:
+            groups[name] = by_name(done)
+    return groups
 
 
 def read_flags(group: str, name: str) -> dict[str, Any]:
     """Return the flags of a logged run, which are those of all its seeds but for the seed."""
-    config = min((LOGS / group).glob(f"{name}-seed*/config.json"))
-    return json.loads(config.read_text(encoding="utf-8"))["flags"]
+    folders = run_folders(LOGS / group)
+    return read_config(next(f for f in folders if f.name.rpartition("-seed")[0] == name))["flags"]
 
 
 def repeated(runs: Mapping[str, Runs]) -> Mapping[str, Runs]:

@@ -83,7 +83,7 @@ def measured_row(entry: Mapping[str, Any], runs: Runs, name: str, *, group: str)
         f"{hours:.4f}",
         f"{memory:.2f} GiB",
         f"`{command(entry, name)}`",
-        f"[log](../figures/logs/{group})",
+        f"[log](../figures/logs/{group}.jsonl)",
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -8,7 +8,6 @@ have set, the choices are listed that no run has.
 
 from __future__ import annotations
 
-import json
 import shlex
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ import transformer_test
 from cli import options
 from cli.flag_parser import Flag
 from cli.flags import Parser
+from figures.run_logs import read_config, run_folders
 from training.atomic_file import atomic_write_text
 from training.generated_section import replace_generated_section
 
@@ -36,10 +36,9 @@ Config = Mapping[str, Any]
 
 def read_configs(logs: Path) -> list[Config]:
     """Return the config.json of every run below a folder of logs."""
-    return [
-        json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(logs.glob("*/*/config.json"))
-    ]
+    groups = sorted({*logs.glob("*.jsonl"), *(p for p in logs.glob("*") if p.is_dir())})
+    names = dict.fromkeys(group.with_suffix("") for group in groups)
+    return [read_config(folder) for group in names for folder in run_folders(group)]
 
 
 def command_of(config: Config) -> list[str]:

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,13 @@ class WarmJob:
     """A script in forked processes, as torchrun starts it, with the methods of `Popen` in use."""
 
     def __init__(
-        self, words: list[str], folder: Path, environment: dict[str, str], size: int = 0
+        self,
+        words: list[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        *,
+        size: int = 0,
+        console: Path | None = None,
     ) -> None:
         self.returncode: int | None = None
         self._group = contextlib.ExitStack()
@@ -96,7 +102,10 @@ class WarmJob:
         if size:
             ranks = self._group.enter_context(rank_environments(size))
         self.processes = [
-            FORKSERVER.Process(target=_run_script, args=(words, folder, environment | own))
+            FORKSERVER.Process(
+                target=_run_script,
+                args=(words, folder, {**environment, **own}, console or folder / "console.log"),
+            )
             for own in ranks
         ]
         for process in self.processes:
@@ -141,13 +150,15 @@ class WarmJob:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _run_script(words: list[str], folder: Path, environment: dict[str, str]) -> None:
+def _run_script(
+    words: list[str], folder: Path, environment: Mapping[str, str], console: Path
+) -> None:
     """Become the process of a script: its command line, folder, environment and console."""
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    with open("console.log", "a") as log:
+    with open(console, "a") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
     sys.stdout, sys.stderr = (
@@ -176,7 +187,7 @@ def start(
     env = {**os.environ, "PYTHON": sys.executable, "TEST_JOB": job, **environment}
     folder.mkdir(parents=True, exist_ok=True)
     if not cold and command[0] == "bash" and command[2] in SCRIPTS:
-        return WarmJob([str(ROOT / command[2]), *command[3:]], folder, env, int(env["NGPU"]))
+        return WarmJob([str(ROOT / command[2]), *command[3:]], folder, env, size=int(env["NGPU"]))
     if not cold and command[0] == sys.executable and Path(command[1]).name in SCRIPTS:
         return WarmJob(command[1:], folder, env)
     with open(folder / "console.log", "a") as log:

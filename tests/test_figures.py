@@ -6,6 +6,7 @@ The runner of the experiments continues where it was stopped.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import re
@@ -15,25 +16,37 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import pytest
 import torch
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+import errors
 import ranks
 import resnet50_test
 import transformer_test
 from benchmarks import airbench
 from cli import options
 from errors import InputError
-from figures import draw, experiments, methods, pictures, run_logs, table, unlogged_flags
+from figures import (
+    draw,
+    experiments,
+    methods,
+    pack_logs,
+    pictures,
+    run_logs,
+    table,
+    unlogged_flags,
+)
 from training import machine
 from training.generated_section import replace_generated_section
 
@@ -71,6 +84,13 @@ def test_the_scripts_accept_every_command_of_the_plan(run, monkeypatch, tmp_path
     assert str(flags_of(run, tmp_path).out).endswith(f"{run.group}/{run.name}-seed0")
 
 
+LOGGED = [
+    folder
+    for path in sorted(run_logs.LOGS.glob("*.jsonl"))
+    for folder in run_logs.run_folders(path.with_suffix(""))
+]
+
+
 def names_optimizer(arguments: list[str], recipe: str | None) -> bool:
     parser = resnet50_test.parser()
     words = [*(options.recipe_arguments(recipe, parser) if recipe else []), *arguments]
@@ -98,7 +118,7 @@ def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
     checked = 0
     for run in PLANNED:
         if run.is_done:
-            logged = json.loads((run.folder / "config.json").read_text())["flags"]
+            logged = run_logs.read_config(run.folder)["flags"]
             planned = vars(flags_of(run, tmp_path))
             common = (planned.keys() & logged.keys()) - MACHINE_FLAGS
             if logged.get("optimizer") == "ngd" and "adamw_ratio" not in logged:
@@ -115,13 +135,12 @@ def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
 
 
 def test_logs_come_from_clean_commits():
-    for path in run_logs.LOGS.glob("*/*/config.json"):
-        config = json.loads(path.read_text())
+    for config in unlogged_flags.read_configs(run_logs.LOGS):
         for segment in [config, *config.get("segments", [])]:
-            commit = segment.get("commit")
-            assert commit, path
-            assert not commit.endswith("-dirty"), f"{path}: commit the code, then run it again"
-            assert not segment.get("changed"), f"{path}: flags changed while the run was trained"
+            commit, run = segment.get("commit"), config["run"]
+            assert commit, run
+            assert not commit.endswith("-dirty"), f"{run}: commit the code, then run it again"
+            assert not segment.get("changed"), f"{run}: flags changed while the run was trained"
 
 
 def test_the_results_page_shows_what_the_logs_say():
@@ -187,7 +206,9 @@ def test_only_the_section_between_the_markers_is_replaced():
             replace_generated_section(bad, "<!-- a -->", "<!-- b -->", content="new")
 
 
-MEASURED = re.compile(r"(\d+\.\d+)(?: \+- (\d+\.\d+))? %[^()%]*\(figures/logs/(\S+)/(\S+)\)")
+MEASURED = re.compile(
+    r"(\d+\.\d+)(?: \+- (\d+\.\d+))? %[^()%]*\(figures/logs/(\S+)\.jsonl: (\S+)\)"
+)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +248,7 @@ def lines_of(*panels: Axes) -> list[tuple[str, Line2D]]:
 
 
 def test_every_picture_whose_runs_are_logged_is_drawn(drawn):
-    planned = {name for name in pictures.PICTURES if not (run_logs.LOGS / name).exists()}
+    planned = {name for name in pictures.PICTURES if not (run_logs.LOGS / f"{name}.jsonl").exists()}
     assert drawn.keys() >= pictures.PICTURES.keys() - planned
     assert drawn.keys() >= {"time", "schedules", "scaling", "pareto"}
     pngs = {path.stem for path in draw.HERE.glob("*.png")}
@@ -295,13 +316,13 @@ def test_runs_share_axes_in_the_pareto_picture_only_if_they_solve_the_same_probl
     for axes in drawn["pareto"].axes:
         problems = set()
         points = {tuple(point) for _, line in lines_of(axes) for point in line.get_xydata()}
-        for path in run_logs.LOGS.glob("*/*/config.json"):
-            last_row = run_logs.read_rows(path.parent)[-1]
+        for folder in LOGGED:
+            last_row = run_logs.read_rows(folder)[-1]
             if "test_accuracy" not in last_row:
                 continue
             if (run_logs.device_hours(last_row), run_logs.accuracy(last_row)) in points:
-                flags = json.loads(path.read_text())["flags"]
-                if path.parent.name.startswith("airbench94"):  # a peer: its flags are its own
+                flags = run_logs.read_config(folder)["flags"]
+                if folder.name.startswith("airbench94"):  # a peer: its flags are its own
                     flags = {"arch": "vgg8", "dataset": "cifar10", "subset": 1.0, "threads": 2}
                 network = flags.get("arch", "Transformer")
                 problems.add((network, flags["dataset"], flags["subset"], flags["threads"]))
@@ -337,7 +358,10 @@ def test_a_search_that_has_only_begun_is_drawn(tmp_path, monkeypatch):
         ("adamw-lr0.004-beta0.95", "adamw-lr0.004"),
     ):
         folder = tmp_path / "optimizer_search_cifar10" / f"{name}-seed0"
-        shutil.copytree(logged / f"{source}-seed0", folder)
+        folder.mkdir(parents=True)
+        run = logged / f"{source}-seed0"
+        (folder / "config.json").write_text(json.dumps(run_logs.read_config(run)))
+        (folder / "metrics.jsonl").write_text("\n".join(run_logs.row_lines(run)))
     monkeypatch.setattr(run_logs, "LOGS", tmp_path)
     groups = run_logs.read_groups(tmp_path)
     figure = pictures.PICTURES["optimizer_search_cifar10"](groups)
@@ -423,11 +447,33 @@ def runner(folder: Path) -> list[str]:
     return [sys.executable, "-m", "figures.experiments", "cpu", *plan, "--allow_dirty"]
 
 
-def run_plan(folder: Path, *arguments: str, epochs: int = 2, rows: str = "", code: int = 0) -> str:
+def run_plan(
+    folder: Path,
+    *arguments: str,
+    epochs: int = 2,
+    rows: str = "",
+    code: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+) -> str:
+    """What the runner and its runs print, which are forked processes."""
     (folder / "plan.yaml").write_text(TINY.format(epochs=epochs, rows=rows))
-    done = subprocess.run([*runner(folder), *arguments], capture_output=True, text=True)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    console = folder / "console.log"
+
+    def start(words: list[str], cwd: Path, env: dict[str, str]) -> ranks.WarmJob:
+        return ranks.WarmJob(words[1:], cwd, env, console=console)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.getsignal(number) for number in numbers]
+    with pytest.MonkeyPatch.context() as patch, open(console, "w") as printed:
+        patch.setattr(experiments.subprocess, "Popen", start)
+        patch.setattr(experiments, "time", SimpleNamespace(monotonic=clock))
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            words = [*runner(folder)[3:], *arguments]
+            found = errors.exit_code(lambda: experiments.main(words))
+    for number, handler in zip(numbers, handlers):
+        signal.signal(number, handler)
+    assert found == code, console.read_text()
+    return console.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -505,21 +551,27 @@ def test_finished_runs_are_skipped(tmp_path):
     assert run_plan(tmp_path, "--list").count("open") == 4
     run_plan(tmp_path)
     assert run_plan(tmp_path, "--list").count("done") == 4
-    assert not list((tmp_path / "logs").glob("*/*/*.pt"))
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["one.jsonl"]
     assert run_plan(tmp_path).count("done") == 4
-    config = (tmp_path / "logs" / "one" / "long-seed3" / "config.json").read_text()
-    assert yaml.safe_load(config)["flags"]["seed"] == 3
+    assert run_logs.read_config(tmp_path / "logs" / "one" / "long-seed3")["flags"]["seed"] == 3
 
 
 @pytest.mark.slow
 def test_a_plan_that_runs_out_of_time_resumes_from_its_checkpoint(tmp_path):
-    console = run_plan(tmp_path, "--minutes", "0.8", epochs=4000, code=130)
-    assert "run the same command again to resume it" in console
     folder = tmp_path / "logs" / "one" / "long-seed3"
-    before = len(ranks.metrics(folder))
+    before = 0
+
+    def clock() -> float:
+        """The time is over when the run has trained a little."""
+        there = (folder / "metrics.jsonl").exists() and (folder / "last.pt").exists()
+        return 1e9 if there and len(ranks.metrics(folder)) > before else 0.0
+
+    console = run_plan(tmp_path, "--minutes", "1", epochs=4000, code=130, clock=clock)
+    assert "run the same command again to resume it" in console
     assert (folder / "last.pt").exists()
     assert "long-seed4" not in console, "no run starts after the deadline"
-    console = run_plan(tmp_path, "--minutes", "0.6", epochs=4000, code=130)
+    before = len(ranks.metrics(folder))
+    console = run_plan(tmp_path, "--minutes", "1", epochs=4000, code=130, clock=clock)
     assert len(ranks.metrics(folder)) > before
     assert [row["epoch"] for row in ranks.metrics(folder)] == list(
         range(1, len(ranks.metrics(folder)) + 1)
@@ -540,7 +592,7 @@ def test_a_failed_run_is_named_and_the_others_run(tmp_path):
 def test_runs_on_another_data_set_are_ended_and_their_logs_deleted(tmp_path):
     console = run_plan(tmp_path, rows="rows: 5000", code=2, epochs=200)
     assert "the plan expects 5000" in console
-    assert not list((tmp_path / "logs").glob("*/*/metrics.jsonl"))
+    assert not run_logs.read_groups(tmp_path / "logs")
 
 
 @pytest.mark.slow
@@ -561,6 +613,34 @@ def test_unfinished_runs_are_left_out(tmp_path):
         (folder / "config.json").write_text('{"flags": {"epochs": 2}}')
         (folder / "metrics.jsonl").write_text(text)
     assert run_logs.read_groups(tmp_path) == {"one": {"long": [[json.loads(row) for row in rows]]}}
+
+
+def test_a_packed_run_reads_as_its_folder_did(tmp_path):
+    """Without the places of a machine; a run that is packed again is replaced."""
+    group, rows = tmp_path / "one", []
+    for name, seconds in (("a-seed0", 1.5), ("b-seed1", 2.0), ("a-seed0", 3.0)):
+        folder = group / name
+        folder.mkdir(parents=True)
+        config = {
+            "flags": {"epochs": 1, "data_dir": "/home/me/data", "out": "../../runs/a"},
+            "command": ["resnet50_test.py", "--data_dir=/home/me/data", "--lr", "0.1"],
+            "launchers": ["a-boot"],
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        rows = [f'{{"epoch": 1,  "seconds": {seconds}}}']
+        (folder / "metrics.jsonl").write_text(rows[0] + "\n")
+        pack_logs.main([str(folder)])
+    assert not group.exists()
+    assert [folder.name for folder in run_logs.run_folders(group)] == ["a-seed0", "b-seed1"]
+    assert run_logs.row_lines(group / "a-seed0") == rows
+    assert run_logs.read_config(group / "a-seed0") == {
+        "run": "a-seed0",
+        "flags": {"epochs": 1, "data_dir": "data", "out": "a"},
+        "command": ["resnet50_test.py", "--data_dir=data", "--lr", "0.1"],
+    }
+    assert run_logs.read_groups(tmp_path)["one"]["b"] == [[{"epoch": 1, "seconds": 2.0}]]
+    with pytest.raises(InputError, match="no folder of a finished run"):
+        pack_logs.main([str(group / "a-seed0")])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,0 +1,74 @@
+"""Pack the logs of finished runs: a file for each group, in place of a folder for each run.
+
+python -m figures.pack_logs figures/logs/GROUP/NAME-seed0    # into figures/logs/GROUP.jsonl
+
+A run is one line, {"run": "NAME-seed0", "flags": {...}, "commit": ..., ...}, which is its
+config.json, and behind it the lines of its metrics.jsonl as they are. What names the machine's
+folders and processes is left out. The folder is deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cli.flag_parser import FlagParser, file_path
+from errors import InputError, exit_code
+from figures.run_logs import finished, packed_file, packed_runs, read_config, row_lines
+from training.atomic_file import atomic_write_text
+
+OF_THE_MACHINE = ("launchers",)  # entries of config.json
+
+
+def pack(folder: Path) -> None:
+    """Move the log of a finished run from its folder into the file of its group.
+
+    A run of the same name that is there already is replaced.
+
+    Args:
+        folder: LOGS/GROUP/NAME-seedN.
+
+    Raises:
+        InputError: the run is not finished.
+    """
+    if not folder.is_dir() or not finished(folder):
+        raise InputError(f"{folder}: is no folder of a finished run")
+    config = {k: v for k, v in read_config(folder).items() if k not in OF_THE_MACHINE}
+    head = json.dumps({"run": folder.name, **without_places(config)})
+    path = packed_file(folder)
+    runs = {**packed_runs(path), folder.name: [head, *row_lines(folder)]}
+    lines = [line for name in sorted(runs) for line in runs[name]]
+    atomic_write_text(path, "\n".join(lines) + "\n")
+    shutil.rmtree(folder)
+    if not any(folder.parent.iterdir()):
+        folder.parent.rmdir()
+
+
+def without_places(value: Any) -> Any:
+    """Return a value of config.json in which the name of a file stands for its absolute path."""
+    if isinstance(value, dict):
+        return {name: without_places(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [without_places(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    flag, equals, path = value.partition("=") if value.startswith("--") else ("", "", value)
+    return f"{flag}{equals}{Path(path).name}" if path.startswith(("/", "../")) else value
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Pack the runs in the folders that the command line names."""
+    parser = FlagParser(__doc__, usage="FOLDER ...")
+    parser.add_argument(
+        "folders", nargs="+", type=file_path, help="Pack the runs in these folders."
+    )
+    for folder in parser.parse_args(argv).folders:
+        pack(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
