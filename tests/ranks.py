@@ -30,7 +30,6 @@ from training.run_log import TIMING_FIELDS
 
 ROOT = Path(__file__).parent.parent
 TIMING = set(TIMING_FIELDS)
-SCRIPTS = ("resnet50_test.py", "transformer_test.py")
 PRELOADED = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
     *("sklearn.datasets", "torchvision", "resnet50_test", "transformer_test", "ranks"),
@@ -186,10 +185,10 @@ def start(
     job = f"{os.getpid()}-{time.monotonic_ns()}"
     env = {**os.environ, "PYTHON": sys.executable, "TEST_JOB": job, **environment}
     folder.mkdir(parents=True, exist_ok=True)
-    if not cold and command[0] == "bash" and command[2] in SCRIPTS:
-        return WarmJob([str(ROOT / command[2]), *command[3:]], folder, env, size=int(env["NGPU"]))
-    if not cold and command[0] == sys.executable and Path(command[1]).name in SCRIPTS:
-        return WarmJob(command[1:], folder, env)
+    words = command[2 if command[0] == "bash" else 1 :]  # without run_distributed.sh
+    if not cold and words[0].endswith(".py"):
+        size = int(env["NGPU"]) if command[0] == "bash" else 0
+        return WarmJob([str(ROOT / words[0]), *words[1:]], folder, env, size=size)
     with open(folder / "console.log", "a") as log:
         process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log, text=True)
     process.job = job  # type: ignore[attr-defined]

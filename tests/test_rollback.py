@@ -13,7 +13,7 @@ SCRIPT = "tests/diverging_run.py"
 
 
 def goes_back_and_on(command: list[str], folder: Path) -> None:
-    console = ranks.finish(ranks.start(command, folder, PYTHONPATH=str(ranks.ROOT)), folder)
+    console = ranks.finish(ranks.start(command, folder, NGPU="2"), folder)
     assert console.count("back to epoch 1, step 0, learning rate x 0.5") == 1, console
     [row] = ranks.metrics(folder / "run")
     assert row["samples"] == 1437

@@ -335,6 +335,8 @@ def test_a_state_that_does_not_name_its_limit_of_large_tensors_keeps_it(limit: i
 
 # ------------------------------------------------------------ on ranks
 
+NUM_ORACLE_STEPS = 12  # beyond the dense steps and two averages of the weights
+
 
 def follows_the_oracle(
     world: Any,
@@ -353,16 +355,16 @@ def follows_the_oracle(
         compress_ratio=k,
         selection=selection,
         dense_steps=4,
-        local_steps=9,
+        local_steps=5,
         beta3=0.9,
         wire_bits=bits,
         outer_momentum=mu,
         outer_lr=eta,
         **EXACT,
     )
-    settings = {"dense": 4, "local": 9, "beta3": 0.9, "bits": bits, "mu": mu, "eta": eta}
+    settings = {"dense": 4, "local": 5, "beta3": 0.9, "bits": bits, "mu": mu, "eta": eta}
     oracle = Oracle(world.size, k, selection=selection, authors=authors, **settings)
-    for step in range(1, 26):
+    for step in range(1, NUM_ORACLE_STEPS + 1):
         set_gradients(mine, step, world.rank)
         ours.step()
         oracle.step()
@@ -370,7 +372,7 @@ def follows_the_oracle(
         close(mine, oracle.w[world.rank], tolerance=1e-8, message=where)
     mean = [sum(m[number] for m in oracle.m) / world.size for number in range(len(SHAPES))]
     dense = [torch.zeros_like(m) for m in mean]
-    for step in range(1, 26):
+    for step in range(1, NUM_ORACLE_STEPS + 1):
         for number in range(len(SHAPES)):
             g = sum(gradient(step, rank)[number] for rank in range(world.size)) / world.size
             dense[number] = 0.9 * dense[number] + 0.1 * g
@@ -381,20 +383,21 @@ def follows_the_oracle(
 
 
 def all_oracles(world: Any) -> None:
+    follows_the_oracle(world, "block", authors=False, k=0.3, bits=4)
+    follows_the_oracle(world, "random", authors=True, k=0.1, mu=0.6, eta=0.8)
+    if world.size > 2:
+        return
     for selection in ("block", "random"):
-        for k in (0.1, 0.3):
-            follows_the_oracle(world, selection, authors=True, k=k)
-        for k in (0.004, 0.1, 0.3, 0.7, 1.0):  # 0.004: nothing of some tensors
+        follows_the_oracle(world, selection, authors=True, k=0.3)
+        for k in (0.004, 0.3, 1.0):  # 0.004: nothing of some tensors
             follows_the_oracle(world, selection, authors=False, k=k)
-    for bits in (8, 4):
-        for selection, authors in itertools.product(("block", "random"), (True, False)):
-            follows_the_oracle(world, selection, authors=authors, k=0.3, bits=bits)
-    for authors in (True, False):
-        for mu, eta in ((0.6, 0.8), (0.6, 1.0), (0.0, 0.8)):
-            follows_the_oracle(world, "block", authors=authors, k=0.3, mu=mu, eta=eta)
+        for authors in (True, False):
+            follows_the_oracle(world, selection, authors=authors, k=0.3, bits=8)
+    for mu, eta in ((0.6, 0.8), (0.6, 1.0), (0.0, 0.8)):
+        follows_the_oracle(world, "block", authors=False, k=0.3, mu=mu, eta=eta)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, 3])
 def test_it_follows_the_equations_and_the_mean_momentum_is_the_dense_one(size: int) -> None:
     ranks.run_ranks(all_oracles, size)
 

@@ -310,7 +310,8 @@ def test_predict_and_export_of_texts(here, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_every_precision_trains(precision, here, monkeypatch):
-    run(resnet50_test, *DIGITS, "--precision", precision, "--out", "run", monkeypatch=monkeypatch)
+    flags = [*DIGITS, "--arch", "resnet8", "--precision", precision, "--out", "run"]
+    run(resnet50_test, *flags, monkeypatch=monkeypatch)
     assert ranks.metrics(here / "run")[-1]["test_accuracy"] > 0.5
 
 
