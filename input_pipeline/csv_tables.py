@@ -11,9 +11,10 @@ other columns are text, as in the files of AG News.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,11 +27,14 @@ SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "vertical bar"}
 SAMPLE_ROWS = 20  # by which the separator is recognised
 LONGEST_CELL = 2**31 - 1  # characters; the limit of the csv module is 131,072 by default
 LONGEST_NUMBER = 640  # digits, which Python converts under every setting of its limit
-LONGEST_HEADER_CELL = 64  # characters; a row with a longer cell is no header
-PREAMBLE_ROWS = 10  # that may stand above a header, such as a title or comments
-SEPARATOR_LINE = re.compile(r'"?sep=([^\w"\r\n])"?[,;|\t ]*(?=[\r\n])', re.IGNORECASE)
+LONGEST_HEADER_CELL = 64  # characters; a row with a longer cell is a header by two names only
+MOST_SPACES = 8  # around a name in a header that is there once more
+PREAMBLE_ROWS = 30  # that may stand above a header, such as a title or comments
+SEPARATOR_LINE = re.compile(r'(?im)^"?sep=([^\w\s"]|\t)"?[,;|\t ]*$')
 """The first line of a file that a spreadsheet is to open: 'sep=;'."""
-RULE = re.compile(r"\s*[:+]?(-{2,}|={2,})?[:+]?\s*")  # a cell of a line drawn below a header
+RULE = re.compile(r"[\s:+|]*[-=_\u2500\u2501]{3,}[-=_\u2500\u2501\s:+|]*")
+"""A cell of a line that is drawn below a header or around a table."""
+NUM_ROWS = re.compile(r"\(\d+ rows?\)")  # the last line of what a data base prints
 LABEL_NAMES = frozenset(
     """label labels class classes class_index class_name category categories target targets
     sentiment topic intent y""".split()
@@ -118,12 +122,14 @@ def read_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = Non
     """
     text = read_utf8(path)
     if named := SEPARATOR_LINE.match(text):
-        separator, text = named[1], text[named.end() :]  # the line break stays, for row numbers
+        separator = named[1]
     elif path.suffix.lower() == ".tsv":
         separator = "\t"
     else:
         separator = recognise_separator(text, choice)
-    rows = parse(text, separator, path=path)
+    rows = parse(SEPARATOR_LINE.sub("", text), separator, path=path)  # the line breaks stay
+    drawn = {number for number, row in rows if is_drawn(row)}
+    rows = [(number, row) for number, row in rows if number not in drawn]
     header_at = find_header(rows, choice)
     table = check_rows(path, rows[header_at:], separator=separator)
     if not has_header(table.rows, choice, train):
@@ -132,21 +138,36 @@ def read_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = Non
                 f"{path}: row 1 ({list_names(table.rows[0])}) is not a header with columns of "
                 f"{train.path.name} ({list_names(train.header)}); give both files a header row"
             )
-        return table
+        return dataclasses.replace(table, note=describe_left_out(path, drawn))
     header, *data_rows = table.rows
-    data = [
-        (number, row)
-        for number, row in zip(table.numbers[1:], data_rows)
-        if not repeats_header(row, header)
-    ]
-    if data and is_rule(data[0][1]):
-        del data[0]
+    again = {
+        number for number, row in zip(table.numbers, table.rows) if repeats_header(row, header)
+    }
+    data = [(n, row) for n, row in zip(table.numbers[1:], data_rows) if n not in again]
+    names = sorted(map(normalise, header))
+    for number, row in data:
+        may_be_names = len(row[0]) <= LONGEST_HEADER_CELL and normalise(row[0]) in names
+        if may_be_names and sorted(map(normalise, row)) == names:
+            raise InputError(
+                f"{path}, row {number}: is the header with its columns in another order, as where "
+                "files were joined; give all parts one order"
+            )
     if not data:
         raise InputError(f"{path} has a header row only: it needs at least one row below it")
     numbers, data_rows = map(list, zip(*data))
-    others = sorted({number for number, _ in rows} - {table.numbers[0], *numbers})
-    note = f"warning: {path}: left out, as they are no data: rows {list_names([*map(str, others)])}"
-    return CsvTable(path, header, data_rows, numbers, note=note if others else "")
+    others = {number for number, _ in rows[:header_at]} | again - {table.numbers[0]} | drawn
+    return CsvTable(path, header, data_rows, numbers, note=describe_left_out(path, others))
+
+
+def describe_left_out(path: Path, numbers: Collection[int]) -> str:
+    """Return a line that names the rows of a file that are no data, or ''."""
+    if not numbers:
+        return ""
+    rows = list_names([str(number) for number in sorted(numbers)])
+    return (
+        f"warning: {path}: left out, as they are no data (a title, a drawn line, the header once "
+        f"more): rows {rows}"
+    )
 
 
 def find_header(rows: Sequence[tuple[int, Sequence[str]]], choice: ColumnChoice) -> int:
@@ -168,16 +189,25 @@ def find_header(rows: Sequence[tuple[int, Sequence[str]]], choice: ColumnChoice)
 
 
 def repeats_header(row: Sequence[str], header: Sequence[str]) -> bool:
-    """Tell whether a row is the header once more, as where files were joined."""
-    return len(row) == len(header) and all(
-        len(cell) <= LONGEST_HEADER_CELL and normalise(cell) == normalise(name)
-        for cell, name in zip(row, header)
+    """Tell whether a row is the header once more, as where files were joined.
+
+    A column without a name of its own, such as an index, may have another value.
+    """
+    names = [normalise(name) for name in header]
+    named = [position for position, name in enumerate(names) if name not in OTHER_NAMES]
+    return bool(named) and all(
+        len(row[position]) <= len(header[position]) + MOST_SPACES
+        and normalise(row[position]) == names[position]
+        for position in named
     )
 
 
-def is_rule(row: Sequence[str]) -> bool:
-    """Tell whether a row is a line drawn below a header, such as --- | ---."""
-    return any(cell.strip() for cell in row) and all(RULE.fullmatch(cell) for cell in row)
+def is_drawn(row: Sequence[str]) -> bool:
+    """Tell whether a row is a line such as --- | ---, or the number of rows below a table."""
+    cells = [cell for cell in row if cell.strip()]
+    return all(RULE.fullmatch(cell) for cell in cells) or bool(
+        len(cells) == 1 and NUM_ROWS.fullmatch(cells[0].strip())
+    )
 
 
 def read_csv(path: Path, columns: int = 0) -> list[list[str]]:
@@ -195,14 +225,14 @@ def read_csv(path: Path, columns: int = 0) -> list[list[str]]:
 
 
 def read_utf8(path: Path) -> str:
-    """Return a file's text as it is, without a byte-order mark.
+    """Return a file's text without byte-order marks, which joined files have within.
 
     Raises:
         InputError: the file is missing or not UTF-8.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            return file.read()
+            return file.read().replace("\ufeff", "")
     except FileNotFoundError:
         raise InputError(
             f"{path} is missing: put a csv file there with the columns label, text..."
@@ -267,6 +297,7 @@ def recognise_separator(text: str, choice: ColumnChoice) -> str:
             rows = [row for _, row in parse(text, separator, path=Path(), limit=SAMPLE_ROWS)]
         except InputError:
             continue
+        rows = [row for row in rows if not is_drawn(row)]
         rows = rows[find_header(list(enumerate(rows)), choice) :]
         if rows and len(rows[0]) > 1 and len({len(row) for row in rows}) == 1:
             first_cells[separator] = len(rows[0][0])
@@ -309,13 +340,13 @@ def has_header(rows: Sequence[Sequence[str]], choice: ColumnChoice, train: CsvTa
     training file one such name is enough if no other row has it in that column. Another file may
     also share a name with the header of the training file.
     """
-    if max(map(len, rows[0])) > LONGEST_HEADER_CELL:
-        return False
     names = [normalise(cell) for cell in rows[0]]
     if choice.names() & set(names):
         return True
     if LABEL_NAMES & set(names) and TEXT_NAMES & set(names):
         return True
+    if train is None and max(map(len, rows[0])) > LONGEST_HEADER_CELL:
+        return False
     if train is not None:
         return bool({normalise(name) for name in train.header if name.strip()} & set(names))
     return any(

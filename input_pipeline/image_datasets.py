@@ -254,14 +254,13 @@ def list_split(folder: Path, classes: Sequence[str], *, size: int) -> ImageSplit
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        class_files = []
-        for path in folders.get(normal_form(name), ()):
-            class_files += list_files(path, SUFFIXES, left_out)
-            if not class_files:
-                raise InputError(
-                    f"{path} contains no images ({', '.join(sorted(SUFFIXES))}); "
-                    f"add some or delete the folder{left_out.hint()}"
-                )
+        of_class = folders.get(normal_form(name), [])
+        class_files = [file for path in of_class for file in list_files(path, SUFFIXES, left_out)]
+        if of_class and not class_files:
+            raise InputError(
+                f"{of_class[0]} contains no images ({', '.join(sorted(SUFFIXES))}); "
+                f"add some or delete the folder{left_out.hint()}"
+            )
         files += class_files
         labels += [label] * len(class_files)
     if not files:

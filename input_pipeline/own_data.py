@@ -28,8 +28,12 @@ SPLIT_NAMES = {
 MAX_LISTED = 20  # classes of a table
 MAX_NAMED = 8  # classes or columns of a sentence
 LONGEST_NAME = 40  # characters of a name in a table or sentence
+INVISIBLE = dict.fromkeys([0x00AD, 0x200B, 0x2060, 0xFE0E, 0xFE0F, 0xFEFF])
+"""Characters that nobody sees in a name: soft hyphen, zero-width space, word joiner, variation
+selectors, byte-order mark."""
 SYSTEM_FOLDERS = frozenset(
-    ["__MACOSX", "__pycache__", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"]
+    ["__MACOSX", "__pycache__", "@eaDir", "#recycle", "@Recycle", "lost+found", "$RECYCLE.BIN"]
+    + ["System Volume Information"]
 )
 """Folders that operating systems, archives and file servers add; they are left out like hidden
 ones."""
@@ -118,14 +122,16 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
 def list_files(folder: Path, suffixes: Collection[str], left_out: LeftOut) -> list[Path]:
     """Return the files below a folder that have one of the suffixes, sorted.
 
-    Links to files and folders are followed, but for links to a folder above them.
+    Links to files and folders are followed, but for links to a folder above them, and each folder
+    is read once.
 
     Args:
         folder: is read with all folders below it; it is the root of `left_out` or below it.
         suffixes: in lower case, with their dots.
         left_out: counts all other files, but for hidden ones of other suffixes.
     """
-    return sorted(_walk(folder, suffixes, left_out, above=(left_out.root.resolve(),)))
+    above = (left_out.root.resolve(),)
+    return sorted(_walk(folder, suffixes, left_out, above=above, seen=set()))
 
 
 def list_folders(folder: Path, left_out: LeftOut) -> list[Path]:
@@ -146,15 +152,31 @@ def list_folders(folder: Path, left_out: LeftOut) -> list[Path]:
 
 
 def _walk(
-    folder: Path, suffixes: Collection[str], left_out: LeftOut, *, above: tuple[Path, ...]
+    folder: Path,
+    suffixes: Collection[str],
+    left_out: LeftOut,
+    *,
+    above: tuple[Path, ...],
+    seen: set[Path],
 ) -> Iterator[Path]:
-    """Yield the files of `list_files`; `above` has the real paths of the folders above."""
-    above = (*above, folder.resolve())
+    """Yield the files of `list_files`.
+
+    Args:
+        folder, suffixes, left_out: as of `list_files`.
+        above: real paths of the folders above.
+        seen: real paths of all folders that have been read; this one is added.
+    """
+    real = folder.resolve()
+    if real in seen:
+        left_out.add("folders that another link leads to", folder)
+        return
+    seen.add(real)
+    above = (*above, real)
     for path in _entries(folder, left_out):
         has_suffix = path.suffix.lower() in suffixes
         if os.path.isdir(path):
             if _is_used(path, above, left_out):
-                yield from _walk(path, suffixes, left_out, above=above)
+                yield from _walk(path, suffixes, left_out, above=above, seen=seen)
         elif is_hidden(path):
             if has_suffix:
                 left_out.add("hidden files and folders", path)
@@ -211,12 +233,14 @@ def utf8_name(path: Path | str) -> str:
 
 
 def normal_form(name: str) -> str:
-    """Return a name or a text in Unicode's composed form (NFC), in which they are compared.
+    """Return the name of a class or column in the form in which names are compared.
 
-    >>> normal_form("cafe\u0301") == "caf\u00e9"
+    Its characters are composed (NFC), and it has no invisible ones and single spaces.
+
+    >>> normal_form("cafe\u0301\u00a0 au lait") == "caf\u00e9 au lait"
     True
     """
-    return unicodedata.normalize("NFC", name)
+    return " ".join(unicodedata.normalize("NFC", name).translate(INVISIBLE).split())
 
 
 def class_table(classes: Sequence[str], labels: Mapping[str, Sequence[int]]) -> list[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import html
 import re
+import unicodedata
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -93,7 +94,7 @@ def clean_text(text: str) -> str:
     """
     text = ENTITY_WITHOUT_AMPERSAND.sub(r"&\1;", text.replace("\\", " "))
     text = URL.sub(" ", TAG.sub(" ", html.unescape(text)))
-    return normal_form(" ".join(text.split()))
+    return unicodedata.normalize("NFC", " ".join(text.split()))
 
 
 def read_text_splits(
@@ -185,7 +186,6 @@ def read_own_csv(
     names = list(classes)
     train: CsvTable | None = None
     train_columns: Columns | None = None
-    train_labels: list[str] = []
     for split, path in paths.items():
         table = read_table(path, choice, train=train)
         if train is None or train_columns is None:
@@ -194,16 +194,12 @@ def read_own_csv(
         else:
             alike = choose_alike(table, choice, train=train, columns=train_columns)
             columns = find_columns(table, alike)
-        labels = [normal_form(row[columns.label].strip()) for row in table.rows]
+        labels = [normal_form(row[columns.label]) for row in table.rows]
         if "" in labels:
             raise InputError(
                 f"{path}, row {table.numbers[labels.index('')]}: the label "
                 f"({describe_column(table, columns.label)}) is empty; fill it in or delete the row"
             )
-        if table is train:
-            train_labels = labels
-        else:
-            check_first_row(table, labels, train=train, train_labels=train_labels)
         names = names or name_classes(labels, table, columns)
         numbers = {normal_form(name): number for number, name in enumerate(names)}
         texts = [clean_text(" ".join(row[i] for i in columns.texts)) for row in table.rows]
@@ -236,34 +232,6 @@ def check_texts(texts: Sequence[str], table: CsvTable) -> list[str]:
     ]
 
 
-def check_first_row(
-    table: CsvTable, labels: Sequence[str], *, train: CsvTable, train_labels: Sequence[str]
-) -> None:
-    """Check that the first row is not a header that two files share and that was not recognised.
-
-    It looks like one if it is the same in both files and no other row has its label, while other
-    labels of the training file occur several times.
-
-    Args:
-        table: a file beside the training file.
-        labels: the label of each of its rows.
-        train: the training file.
-        train_labels: the label of each row of the training file.
-    Raises:
-        InputError: the first rows look like a header.
-    """
-    if train.header or table.header or table.rows[0] != train.rows[0]:
-        return
-    counts = Counter(train_labels)
-    is_unique = counts[labels[0]] == 1 and labels.count(labels[0]) == 1
-    if is_unique and max(counts.values()) > 1:
-        raise InputError(
-            f"{table.path}: row 1 ({list_names(table.rows[0])}) is also row 1 of "
-            f"{train.path.name}, and no other row has its label; if it is a header, name its "
-            "columns with --label_column and --text_column, otherwise delete it"
-        )
-
-
 def name_classes(labels: Sequence[str], table: CsvTable, columns: Columns) -> list[str]:
     """Return the classes of own data: the different labels of the training file.
 
@@ -289,12 +257,15 @@ def name_classes(labels: Sequence[str], table: CsvTable, columns: Columns) -> li
             f"classes (such as {shorten(labels[0])!r}); choose the column of the label with "
             "--label_column"
         )
-    others = [count for label, count in counts.items() if label != labels[0]]
-    if not table.header and counts[labels[0]] == 1 and min(others) > 1:
+    first = table.rows[0]
+    different = {(label, *row) for label, row in zip(labels, table.rows)}
+    num_different = Counter(row[0] for row in different)  # rows of each label, copies once
+    if not table.header and num_different[labels[0]] == 1 < max(num_different.values()):
         raise InputError(
             f"{table.path}, row {table.numbers[0]}: no other row has the label "
-            f"{shorten(labels[0])!r}; if this row is a header ({list_names(table.rows[0])}), name "
-            "its columns with --label_column and --text_column, otherwise delete it"
+            f"{shorten(labels[0])!r}; if this row is a header ({list_names(first)}), name its "
+            "columns with --label_column and --text_column; if it is data, put a header row such "
+            "as label,text above it"
         )
     return sorted(
         counts, key=lambda name: (0, int(name), name) if is_number(name) else (1, 0, name)

@@ -518,7 +518,7 @@ def test_a_run_starts_from_a_clean_commit_only(repository):
     subprocess.run(["git", "checkout", "-q", "ngd.py"], cwd=repository, check=True)
     (repository / "figures" / "time.png").write_text("results do not count")
     start_plan(repository, code=0)  # four runs: the logs of the first do not stop the second
-    commits = {json.loads(path.read_text())["commit"] for path in logs.glob("*/config.json")}
+    commits = {run_logs.read_config(folder)["commit"] for folder in run_logs.run_folders(logs)}
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True)
     assert len(commits) == 1
     assert head.stdout.decode().startswith(commits.pop())

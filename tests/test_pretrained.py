@@ -207,6 +207,7 @@ def create_named() -> nn.Module:
 def test_weights_of_many_kinds_of_files(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     state = {name: value.clone() for name, value in create_named().state_dict().items()}
+    bias = state["fc.bias"]
     files: dict[str, Any] = {
         "a.safetensors": state,
         "plain": state,
@@ -227,6 +228,7 @@ def test_weights_of_many_kinds_of_files(tmp_path: Path) -> None:
         "a name of its own": {"net": {f"backbone.net.{n}": v for n, v in state.items()}},
         "without counters": {n: v for n, v in state.items() if "num_batches" not in n},
         "with numbers beside": {**state, "epoch": 3},
+        "two levels down": {"state": {"net": state}, "optimizer": {"state": {0: {"m": bias}}}},
     }
     for name, content in files.items():
         path = tmp_path / name
@@ -247,6 +249,18 @@ def test_weights_are_refused_by_what_is_wrong(tmp_path: Path) -> None:
             "conv1.weight": torch.zeros(16, 1, 5, 5),
         },
         "its conv9.weight is unknown": {**state, "conv9.weight": torch.zeros(3)},
+        "its conv1.weight holds numbers that are not finite": {
+            **state,
+            "conv1.weight": state["conv1.weight"] * torch.nan,
+        },
+        "its conv1.weight holds complex64 numbers": {
+            **state,
+            "conv1.weight": state["conv1.weight"] + 0j,
+        },
+        "its conv1.weight holds qint8 numbers": {
+            **state,
+            "conv1.weight": torch.quantize_per_tensor(state["conv1.weight"], 0.1, 0, torch.qint8),
+        },
         "whose names begin with ema. and model.;": {
             f"{part}.{n}": v for n, v in state.items() for part in ("model", "ema")
         },
@@ -256,6 +270,9 @@ def test_weights_are_refused_by_what_is_wrong(tmp_path: Path) -> None:
             pretrained.load_pretrained(
                 create_named(), SavedModel(weights), "x", classes=list("abcde")
             )
+    torch.save({"params": state, "params_ema": state}, tmp_path / "x.pt")
+    with pytest.raises(InputError, match=r"of several models \(params, params_ema\)"):
+        pretrained.read_saved_model(tmp_path / "x.pt")
     torch.save({"state_dict": state, "hyper_parameters": Path("x")}, tmp_path / "x.ckpt")
     with pytest.raises(InputError, match=r"objects of Python .*\(pathlib.*the state_dict"):
         pretrained.read_saved_model(tmp_path / "x.ckpt")

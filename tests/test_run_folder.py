@@ -127,6 +127,8 @@ def test_the_newest_run_is_that_of_the_newest_checkpoint(here):
         ("runs/resnet50_test-20250101-000000", {}),
         ("runs/resnet50_test-of-texts", {"script": "transformer_test"}),
         ("runs/resnet50_test-29991231-235959", None),  # has no checkpoint
+        ("runs/.hidden", {"script": "resnet50_test"}),
+        ("runs/tuning/trials/0003", {"script": "resnet50_test"}),  # of a sweep
     ]
     (here / "elsewhere").mkdir()
     (here / "runs").mkdir()
@@ -139,7 +141,7 @@ def test_the_newest_run_is_that_of_the_newest_checkpoint(here):
             (folder / "last.pt").touch()
             os.utime(folder / "last.pt", (number, number))
     assert latest_run("transformer_test") == Path(made[5][0])
-    for newest in (4, 3, 2, 1, 0):
+    for newest in (7, 4, 3, 2, 1, 0):
         assert latest_run("resnet50_test") == Path(made[newest][0])
         os.utime(here / made[newest][0] / "last.pt", (-newest, -newest))
     os.utime(here / "runs/final/last.pt", (99, 99))

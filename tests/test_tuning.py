@@ -357,9 +357,9 @@ def test_the_printed_command_trains_on_the_same_data(tmp_path, monkeypatch, caps
         (data / f"{split}.csv").write_text(rows)
         report.write_recipe(config, trial, num_trials=1)
         command = report.training_command(config)
-        assert f"# {command}" in config.recipe_out.read_text().splitlines()
         _, name, *arguments = shlex.split(command)
-        assert (tmp_path / name).resolve() == ranks.ROOT / "transformer_test.py"
+        assert Path(name) == ranks.ROOT / "transformer_test.py"
+        assert all(Path(word).is_absolute() for word in arguments[1:4:2])
         assert ("--val_fraction" in arguments) == (split == "train")
         arguments += ["--epochs", "1", "--out", f"run-{split}", "--threads", "1"]
         assert conftest.call(transformer_test, arguments) == 0, capsys.readouterr().err

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,8 @@ def read_saved_model(path: Path) -> SavedModel:
         path = path / "last.pt"
     if not path.is_file():
         raise InputError(f"--weights {path}: no such file")
-    state, about = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    is_safetensors = path.suffix.lower() == ".safetensors"
+    state, about = _read_safetensors(path) if is_safetensors else _read_torch(path)
     weights = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not weights:
         raise InputError(f"--weights {path}: holds no weights by their names; {KINDS}")
@@ -120,13 +121,27 @@ def _read_torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     for name in NESTED:
         if isinstance(state.get(name), Mapping):
             return state[name], state
-    dicts = [each for each in state.values() if isinstance(each, Mapping) and is_state_dict(each)]
-    return (dicts[0], state) if len(dicts) == 1 else (state, {})
+    nested = dict(state_dicts(state))
+    if len(nested) > 1:
+        raise InputError(
+            f"--weights {path}: holds the weights of several models ({', '.join(nested)}); save "
+            "the state_dict of one alone"
+        )
+    return (next(iter(nested.values())), state) if nested else (state, {})
 
 
-def is_state_dict(values: Mapping[Any, Any]) -> bool:
-    """Whether all values are tensors, and there are some."""
-    return bool(values) and all(isinstance(value, Tensor) for value in values.values())
+def state_dicts(state: Mapping[Any, Any], name: str = "") -> Iterator[tuple[str, Mapping]]:
+    """Yield each state_dict within a checkpoint, with the names that lead to it.
+
+    A state_dict maps names such as conv1.weight to tensors; the state of an optimizer does not.
+    """
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            path = f"{name}{key}"
+            if any(isinstance(v, Tensor) and "." in str(k) for k, v in value.items()):
+                yield path, value
+            else:
+                yield from state_dicts(value, f"{path}.")
 
 
 def match_names(
@@ -254,8 +269,19 @@ def misfits(
         elif name not in classifier and weights[name].shape != value.shape:
             shapes = (" x ".join(map(str, each[name].shape)) or "one" for each in (weights, own))
             wrong.append(f"its {name} has {' and not '.join(shapes)} values")
+        elif name in weights and value.is_floating_point() and (kind := unusable(weights[name])):
+            wrong.append(f"its {name} holds {kind}")
     unknown = [name for name in weights if name not in own and not is_auxiliary(name)]
     return wrong + [f"its {name} is unknown" for name in unknown]
+
+
+def unusable(weight: Tensor) -> str:
+    """What a tensor holds that no weight of floats can take, or ''."""
+    if weight.is_meta or weight.layout != torch.strided:
+        return "no plain tensor"
+    if not weight.is_floating_point():
+        return f"{str(weight.dtype).removeprefix('torch.')} numbers"
+    return "" if weight.isfinite().all() else "numbers that are not finite"
 
 
 def is_auxiliary(name: str) -> bool:

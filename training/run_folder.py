@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from errors import InputError
-from input_pipeline.own_data import LeftOut, list_files
 from training.checkpoint import latest_files
 
 LOCK_FILE = ".lock"  # says which process writes to the folder, or wrote to it last
@@ -33,20 +32,31 @@ def new_run_folder(script: str) -> Path:
 def latest_run(script: str, launcher: str | None = None) -> Path | None:
     """The run folder below runs/ with the newest checkpoint of a script, whatever its name is.
 
+    The trials of sweeps do not count.
+
     Args:
         script: its name without .py.
         launcher: consider only the folders that the job of this launcher wrote to.
     """
-    runs = Path("runs")
-    folders = {path.parent for path in list_files(runs, (".pt",), LeftOut(runs))}
     newest: dict[Path, int] = {}
-    for folder in folders:
+    seen: set[str] = set()
+    for name, subfolders, _ in os.walk("runs", followlinks=True):
+        folder, real = Path(name), os.path.realpath(name)
+        if real in seen or is_trial(folder):
+            subfolders.clear()
+            continue
+        seen.add(real)
         files = latest_files(folder)
         if not files or not is_run_of_script(script, folder):
             continue
         if launcher is None or is_run_of(launcher, folder):
             newest[folder] = files[0].stat().st_mtime_ns
     return max(newest, key=lambda folder: (newest[folder], folder), default=None)
+
+
+def is_trial(folder: Path) -> bool:
+    """Whether a folder is that of a trial of a sweep, which nobody goes on with by himself."""
+    return folder.parent.name == "trials" and folder.name.isdigit()
 
 
 def is_run_of_script(script: str, folder: Path) -> bool:

@@ -147,7 +147,7 @@ def write_recipe(config: SweepConfig, best: FrozenTrial, *, num_trials: int) -> 
         f"{best.value:.4f} on held-out training rows.",
         f"# Each trial: {flags['epochs']} epochs of {flags['subset']:.0%} of the training set, "
         f"{config.nproc} process(es).",
-        f"# {training_command(config)}",
+        f"# python {script.file} --recipe {config.recipe_out}",
     ]
     if "lr" in best.params:
         rule, base_bs = flags["lr_scaling"], flags["base_bs"]
@@ -167,19 +167,18 @@ def write_recipe(config: SweepConfig, best: FrozenTrial, *, num_trials: int) -> 
 def training_command(config: SweepConfig) -> str:
     """Return the command line that trains with the recipe in full, quoted for a shell.
 
-    It names the folder of own data, which the recipe leaves out, and rows to hold out where that
-    folder has nothing but a training set.
+    It works from any folder. It names the folder of own data, which the recipe leaves out, and rows
+    to hold out where that folder has nothing but a training set.
     """
-    given = config.script.given
-    words = ["python", os.path.relpath(ROOT / config.script.file), "--recipe"]
-    words.append(str(config.recipe_out))
-    if "data_dir" in given:
-        words += ["--data_dir", given["data_dir"]]
-    dataset = given.get("dataset")
+    words = ["python", str(ROOT / config.script.file)]
+    words += ["--recipe", str(config.recipe_out.resolve())]
+    flags = config.script.flags({})
+    dataset, data_dir = flags["dataset"], Path(flags["data_dir"])
+    if "data_dir" in config.script.given or os.environ.get("DATA_DIR"):
+        words += ["--data_dir", str(data_dir.resolve())]
     if dataset in own_data.DATASETS:
         suffixes = csv_tables.SUFFIXES if dataset == "csv" else ("",)
-        data_dir = config.script.flags({})["data_dir"]
-        if len(own_data.find_splits(Path(data_dir), suffixes)) < 2:
+        if len(own_data.find_splits(data_dir, suffixes)) < 2:
             words += ["--val_fraction", str(config.val_fraction)]
     return shlex.join(words)
 

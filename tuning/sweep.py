@@ -214,6 +214,8 @@ def main(
     if args.sampler == "grid":
         trials = min(trials, space.grid_size(space_path, searched))
     out = args.out or Path("runs") / f"tuning-{name}"
+    if "\n" in f"{out}{args.recipe_out}":
+        raise InputError("--out, --recipe_out: the name has a line break; choose another one")
     config = SweepConfig(
         script=target,
         space_path=space_path,
