@@ -214,23 +214,10 @@ class SLAMB(CommunicatingOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:
-            if "smallest_large" not in group:
-                group["smallest_large"] = self._limit_of_state(group)
         self.buffers, self.trained, self.outer_step = None, [], None
         if "averager" not in vars(self):  # an unpickled one; load_state_dict comes here as well
             self.averager = RankAverager(None, None)
             self.checks_gradients = self.averager.size > 1
-
-    def _limit_of_state(self, group: dict[str, Any]) -> int:
-        """The `smallest_large` of a group that is older than this setting.
-
-        Only large tensors have the state `fresh`. The limit was the authors' at first, and then
-        today's, which shows where a smaller tensor has this state.
-        """
-        large = [p.numel() for p in group["params"] if "fresh" in self.state.get(p, ())]
-        limit = AUTHORS_SMALLEST_LARGE
-        return limit if not large or min(large) >= limit else self.default_smallest_large
 
     def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
         return {

@@ -111,9 +111,6 @@ def parse(
     recipe = recipe_arguments(given.recipe, parser) if given.recipe else []
     arguments = [*recipe, *command_line]
     chosen = parser.parse_args(arguments)
-    if state is not None and state.get("was_ngd") and chosen.optimizer == "ngd":
-        arguments += ["--optimizer", "kaldi_ngd"]  # which is what --ngd meant for this run
-        chosen = parser.parse_args(arguments)
     if state is not None:
         check_restored(chosen, state, unsupported, source=f"{source} {path}")
     computed = computed_defaults(chosen, parser.optimizers[chosen.optimizer])

@@ -212,6 +212,12 @@ class Trap:
         return Path.touch, (self.path,)
 
 
+def test_a_checkpoint_of_another_version_is_refused_in_one_line(tmp_path: Path) -> None:
+    torch.save({"format": "faster-training-3", **state_of(1)}, tmp_path / "last.pt")
+    with pytest.raises(InputError, match="another version of this project .faster-training-3"):
+        checkpoint.load(tmp_path, "resnet50_test")
+
+
 @pytest.mark.parametrize("writer", ["torch", "pickle"])
 def test_load_runs_no_code_of_the_file(writer: str, tmp_path: Path) -> None:
     state, trap = {"format": checkpoint.FORMAT, **state_of(1)}, tmp_path / "sprung"

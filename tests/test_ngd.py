@@ -6,7 +6,6 @@ import copy
 import io
 import math
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +34,6 @@ from optimizers.muon import Muon
 from optimizers.param_groups import ngd_groups
 from test_fisher import correlated
 from trainers import FP32, build_optimizer
-from training import checkpoint
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -423,23 +421,6 @@ def test_what_has_one_axis_longer_than_1_is_under_adamw() -> None:
     scale.grad = torch.ones_like(scale)
     optimizer.step()
     assert set(optimizer.state[scale]) == {"exp_avg", "exp_avg_sq", "step", "skipped_before"}
-
-
-def test_a_run_from_when_ngd_was_kaldis_goes_on_with_kaldis(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags = {"optimizer": "ngd", "lr": 0.3, "dataset": "digits"}
-    state = {"flags": flags, "file": str(tmp_path / "last.pt"), "progress": {"step": 0}}
-    checkpoint.name_kaldi_ngd(state)
-    assert state["optimizer_kind"] == "KaldiNGD"
-    monkeypatch.setattr(options.checkpoint, "load", lambda *_, **__: state)
-    for words in ([], ["--ngd"]):
-        arguments = ["--resume", str(tmp_path), *words]
-        args, _ = options.parse(resnet50_test.parser(), "resnet50_test", arguments)
-        assert (args.optimizer, args.lr, args.momentum) == ("kaldi_ngd", 0.3, 0.9)
-    new = {"flags": {"optimizer": "ngd", "adamw_ratio": 0.1}}
-    checkpoint.name_kaldi_ngd(new)
-    assert new["flags"]["optimizer"] == "ngd"
 
 
 @NEEDS_MUON

@@ -7,9 +7,7 @@ import io
 import itertools
 import math
 import pickle
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -295,42 +293,6 @@ def test_the_flags_of_the_outer_step_have_defaults_of_their_own(
         run = factory.Run("x", World(), FP32)
         ours = factory.create_optimizer(args, run, nn.Linear(3, 4), resnet50_test.OPTIMIZERS)
         assert (ours.outer_lr, ours.outer_momentum) == expected
-
-
-def test_a_run_from_when_slamb_had_no_outer_step_goes_on_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = "--dataset digits --arch resnet8 --epochs 1 --bs 512 --optimizer slamb --threads 1"
-    monkeypatch.setattr(sys, "argv", ["resnet50_test.py", *words.split(), "--out", str(tmp_path)])
-    resnet50_test.main()
-    path = tmp_path / "last.pt"
-    state = torch.load(path, weights_only=True)
-
-    def resumed() -> tuple[float, float]:
-        torch.save(state, path)
-        words = ["--resume", str(path)]
-        args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words)
-        return args.outer_lr, args.outer_momentum
-
-    state["flags"] |= {"outer_lr": 0.7, "outer_momentum": 0.9}
-    assert resumed() == (0.7, 0.9)
-    for group in state["ranks"][0]["optimizer"]["param_groups"]:
-        del group["smallest_large"]
-    assert resumed() == (1.0, 0.0)
-
-
-@pytest.mark.parametrize("limit", [1024, 9000])
-def test_a_state_that_does_not_name_its_limit_of_large_tensors_keeps_it(limit: int) -> None:
-    mine = parameters()
-    ours = SLAMB(mine, smallest_large=limit)
-    set_gradients(mine, 1, 0)
-    ours.step()
-    state = ours.state_dict()
-    for group in state["param_groups"]:
-        del group["smallest_large"]
-    other = SLAMB(parameters())
-    other.load_state_dict(state)
-    assert other.param_groups[0]["smallest_large"] == limit
 
 
 # ------------------------------------------------------------ on ranks

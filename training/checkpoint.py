@@ -26,7 +26,8 @@ from distributed import sharded_checkpoint
 from errors import DiskFull, InputError, first_line, is_disk_full
 from training.atomic_file import atomic_write, sync_folder
 
-FORMAT = "faster-training-3"
+FORMAT_NAME = "faster-training-"
+FORMAT = f"{FORMAT_NAME}4"
 ENTRIES: dict[str, type | tuple[type, ...]] = {  # of every checkpoint, by their kinds
     "flags": dict,
     "progress": dict,
@@ -231,12 +232,17 @@ def _load_file(path: Path, script: str, *, flag: str, metadata: Collection[str])
             f"{flag} {path}: cannot be read, or not a checkpoint ({reason}); "
             "give the last.pt or best.pt of a run folder"
         ) from None
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    written = str(state.get("format")) if isinstance(state, dict) else ""
+    if written.startswith(FORMAT_NAME) and written != FORMAT:
+        raise InputError(
+            f"{flag} {path}: is of another version of this project ({written}, not {FORMAT}); use "
+            "the commit in its config.json, or start anew"
+        )
+    if written != FORMAT:
         raise InputError(
             f"{flag} {path}: not a checkpoint of this project; "
             "give the last.pt or best.pt of a run folder"
         )
-    name_kaldi_ngd(state)
     shards = state.get("shards")
     if shards and not SHARDS_NAME.fullmatch(str(shards)):
         raise InputError(
@@ -253,39 +259,12 @@ def _load_file(path: Path, script: str, *, flag: str, metadata: Collection[str])
             f"{flag} {path}: the checkpoint is incomplete ({problem}); "
             "try the other .pt file beside it, or start anew"
         )
-    leave_out_outer_step(state)
     if problem := _damage_of_shards(path, state):
         raise DamagedCheckpoint(path, problem, flag)
     if shards:
         state["shards"] = str(path.parent / shards)
     state["file"] = str(path)
     return {name: value if name in MAPPED else copied(value) for name, value in state.items()}
-
-
-def name_kaldi_ngd(state: dict[str, Any]) -> None:
-    """Let a checkpoint name KaldiNGD, in place, if it is from the time when that was NGD."""
-    flags = state.get("flags")
-    if isinstance(flags, dict) and "adamw_ratio" not in flags and flags.get("optimizer") == "ngd":
-        flags["optimizer"] = "kaldi_ngd"
-        state["optimizer_kind"] = "KaldiNGD"
-        state["was_ngd"] = True
-
-
-def leave_out_outer_step(state: dict[str, Any]) -> None:
-    """Let a checkpoint of SLAMB, in place, have no outer step if SLAMB had none at that time.
-
-    Flags of that time hold DiLoCo's defaults. A state whose groups lack `smallest_large` is of
-    that time.
-    """
-    flags = state["flags"]
-    if flags.get("optimizer") != "slamb":
-        return
-    places = [state, *(state.get("ranks") or ())]
-    optimizers = [place["optimizer"] for place in places if place.get("optimizer")]
-    groups = [group for optimizer in optimizers for group in optimizer["param_groups"]]
-    if not any("smallest_large" in group for group in groups):
-        flags.pop("outer_momentum", None)
-        flags.pop("outer_lr", None)
 
 
 class _Damage(Exception):
