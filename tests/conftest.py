@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,38 @@ def call(script: ModuleType, words: list[str]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [f"{script.SCRIPT}.py", *words])
         return errors.exit_code(script.main)
+
+
+def for_each(cases: Iterable[tuple[Any, ...]], check: Callable[..., object]) -> None:
+    """Call a check with each case, and fail with a line for each case that fails."""
+    failures = []
+    for case in cases:
+        try:
+            check(*case)
+        except (AssertionError, errors.InputError) as error:
+            failures.append(f"{case}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+def each_of(
+    names: str | tuple[str, ...], values: Iterable[Any], ids: object = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Call a test in a loop over values, as `pytest.mark.parametrize` makes a test of each."""
+    names = tuple(names.replace(" ", "").split(",")) if isinstance(names, str) else names
+    cases = [value if len(names) > 1 else (value,) for value in values]
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def loop(**fixtures: Any) -> None:
+            for_each(cases, lambda *case: test(**fixtures, **dict(zip(names, case, strict=True))))
+
+        parameters = inspect.signature(test).parameters.values()
+        own = [parameter for parameter in parameters if parameter.name not in names]
+        loop.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+        loop.__name__, loop.__doc__ = test.__name__, test.__doc__
+        loop.pytestmark = getattr(test, "pytestmark", [])  # type: ignore[attr-defined]
+        return loop
+
+    return decorate
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from backends.torch_compat import supports_fused_optimizers
+from conftest import each_of
 from optimizers import adam
 from optimizers.adam import AdamStep, adam_update_, adam_updates
 
@@ -46,9 +47,9 @@ def exact(lists: list[list[Tensor]], step: AdamStep) -> list[list[Tensor]]:
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize("active", [None, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(
+@each_of("active", [None, 1.0])
+@each_of("dtype", [torch.float64, torch.float32])
+@each_of(
     ("weight_decay", "t", "betas", "debias"),
     [
         (0.01, 1, (0.9, 0.98), True),

@@ -14,6 +14,7 @@ from PIL import Image
 import conftest
 import resnet50_test
 from cli import options
+from conftest import each_of
 
 Refused = Callable[..., str]
 
@@ -28,7 +29,7 @@ ALIAS_BOMB = b"lr: [&a0 [%s], %s]" % (
 COMMAND_LINE = "help recipe resume checkpoint evaluate predict predict_out export config".split()
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("text", "names"),
     [
         (b"lr: [", "not YAML"),
@@ -224,7 +225,7 @@ def test_damaged_data_set_is_named(name: str, refused: Refused, tmp_path: Path) 
 GOOD_CSV = b"spam,win a prize\nham,see you soon\n" * 20
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("part", "content", "names"),
     [
         ("train", None, "train.csv is missing"),

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from conftest import for_each
+
 SCRIPTS = {"images": "resnet50_test", "texts": "transformer_test"}
 Refused = Callable[..., str]
 
@@ -172,13 +174,8 @@ CASES = [(name, *case) for name in SCRIPTS for case in BOTH]
 CASES += [("images", *case) for case in IMAGES_ONLY] + [("texts", *case) for case in TEXTS_ONLY]
 
 
-@pytest.mark.parametrize(
-    ("name", "extra", "names"), CASES, ids=[f"{name}{extra}" for name, extra, _ in CASES]
-)
-def test_wrong_flag_is_named_in_one_line(
-    name: str, extra: str, names: str, refused: Refused
-) -> None:
-    refused(name, extra, names)
+def test_a_wrong_flag_is_named_in_one_line(refused: Refused) -> None:
+    for_each(CASES, refused)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -15,6 +15,7 @@ import resnet50_test
 from backends.precision import Precision
 from benchmarks.trainers import open_script
 from cli import factory, options
+from conftest import each_of
 from distributed.world import World
 from dynamic_batch import ByLoss, ByNoise, Scheduled, WorkerBalancer, at_milestones, every_epoch
 from input_pipeline.sampler import Sampler, rank_share, row_owners
@@ -54,10 +55,10 @@ def test_owners_are_as_many_as_their_shares_and_spread_evenly() -> None:
         assert torch.equal(row_owners([6] * size), torch.arange(6 * size) % size)
 
 
-@pytest.mark.parametrize("lengths", [None, torch.arange(1003) % 97 + 1], ids=["plain", "lengths"])
-@pytest.mark.parametrize("shares", [[60], [30, 30], [43, 17], [20, 30, 2, 8]])
-@pytest.mark.parametrize("rows", [1003, 960, 961])
-@pytest.mark.parametrize("balanced", [False, True])
+@each_of("lengths", [None, torch.arange(1003) % 97 + 1], ids=["plain", "lengths"])
+@each_of("shares", [[60], [30, 30], [43, 17], [20, 30, 2, 8]])
+@each_of("rows", [1003, 960, 961])
+@each_of("balanced", [False, True])
 def test_every_row_comes_once_over_all_ranks_whatever_the_shares(
     shares, lengths, rows, balanced
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from conftest import each_of
 from errors import InputError
 from training import atomic_file, checkpoint
 
@@ -54,7 +55,7 @@ def test_load_gives_back_what_was_saved_by_file_and_by_folder(tmp_path: Path) ->
     assert os.listdir(tmp_path) == ["last.pt"]
 
 
-@pytest.mark.parametrize("name", [*checkpoint.ENTRIES, "script", "mean"])
+@each_of("name", [*checkpoint.ENTRIES, "script", "mean"])
 def test_a_missing_entry_is_named(name: str, tmp_path: Path) -> None:
     state = {**state_of(1), "mean": [0.5]}
     del state[name]

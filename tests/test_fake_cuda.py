@@ -24,6 +24,7 @@ import mixup
 from backends import cuda_graph, torch_compat
 from backends.cuda_graph import WARM_UP_CALLS, CudaGraphRunner
 from backends.precision import Precision
+from conftest import each_of
 from distributed import ddp
 from distributed.averaging import RankAverager, average_tensors
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
@@ -195,7 +196,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", WAITING)
+@each_of("name", WAITING)
 def test_waiting_for_the_gpu_is_noticed(name):
     with FakeGpu() as gpu:
         x = torch.zeros(4, device=CUDA)

@@ -36,6 +36,7 @@ import resnet50_test
 import transformer_test
 from benchmarks import airbench
 from cli import options
+from conftest import for_each
 from errors import InputError
 from figures import (
     draw,
@@ -76,12 +77,13 @@ def flags_of(run: experiments.PlannedRun, logs: Path) -> argparse.Namespace:
     return options.parse(script.parser(), script.SCRIPT, arguments)[0]
 
 
-@pytest.mark.parametrize(
-    "run", [run for run in PLANNED if run.seed == 0], ids=lambda run: f"{run.group}-{run.name}"
-)
-def test_the_scripts_accept_every_command_of_the_plan(run, monkeypatch, tmp_path):
+def test_the_scripts_accept_every_command_of_the_plan(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    assert str(flags_of(run, tmp_path).out).endswith(f"{run.group}/{run.name}-seed0")
+
+    def check(run: experiments.PlannedRun) -> None:
+        assert str(flags_of(run, tmp_path).out).endswith(f"{run.group}/{run.name}-seed0")
+
+    for_each([(run,) for run in PLANNED if run.seed == 0], check)
 
 
 LOGGED = [

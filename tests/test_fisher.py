@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from conftest import each_of
 from kaldi_ngd_cases import SGD, Shapes, assert_same, distance, estimates, parameters_of, weights
 from kaldi_ngd_oracle import Axis, Oracle
 from optimizers import fisher
@@ -122,10 +123,8 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize(
-    ("shape", "settings"), [*((case, {}) for case in CASES.split()), *SETTINGS], ids=str
-)
+@each_of("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@each_of(("shape", "settings"), [*((case, {}) for case in CASES.split()), *SETTINGS], ids=str)
 def test_direction_and_estimates_equal_the_oracle(
     shape: str, settings: dict[str, Any], dtype: torch.dtype
 ) -> None:

@@ -15,8 +15,9 @@ import transformer_test
 from backends import nvidia_apex, onnx_runtime
 from benchmarks import bench
 from cli import options
-from cli.flag_parser import Flag, FlagParser, format_default
+from cli.flag_parser import FlagParser
 from cli.flags import Parser
+from conftest import each_of
 from errors import InputError
 from figures import draw, experiments, report
 from tuning import sweep
@@ -82,13 +83,14 @@ def parse(arguments: str, parser: Parser | None = None) -> dict[str, object]:
 # -------------------------------------------------------------------- spellings
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize(("spelling", "own"), [*ALIASES, *HYPHENS])
-def test_other_spellings_mean_the_same(spelling: str, own: str, script: str) -> None:
-    parsed = parse(spelling, SCRIPTS[script]())
-    assert parsed == parse(own, SCRIPTS[script]())
-    if not spelling.startswith("--no"):
-        assert parsed != parse("", SCRIPTS[script]())
+def test_other_spellings_mean_the_same() -> None:
+    def check(spelling: str, own: str) -> None:
+        for script in SCRIPTS:
+            parsed = parse(spelling, SCRIPTS[script]())
+            assert parsed == parse(own, SCRIPTS[script]()), script
+            assert spelling.startswith("--no") or parsed != parse("", SCRIPTS[script]()), script
+
+    conftest.for_each([*ALIASES, *HYPHENS], check)
 
 
 def test_model_is_the_architecture() -> None:
@@ -137,8 +139,8 @@ def test_an_alias_stands_for_one_flag() -> None:
         parser.add_argument("--norm", aliases=("--max-norm",))
 
 
-@pytest.mark.parametrize("name", ["recipe", "checkpoint", "out", "data_dir", "resume", "ngd_skip"])
-@pytest.mark.parametrize("empty", [["--{}", ""], ["--{}="], ["--{}", " "]])
+@each_of("name", ["recipe", "checkpoint", "out", "data_dir", "resume", "ngd_skip"])
+@each_of("empty", [["--{}", ""], ["--{}="], ["--{}", " "]])
 def test_an_empty_value_is_refused(name: str, empty: list[str]) -> None:
     arguments = [word.format(name) for word in empty]
     with pytest.raises(InputError, match=f"^--{name}: the value is empty"):
@@ -380,37 +382,6 @@ SENTENCE = (
     "Help is a sentence that a newcomer understands without reading the code: it begins with a "
     "capital, says what the flag does and in which unit, and ends with a full stop"
 )
-LENGTHS = range(25, 261)  # characters of a help text
-FLAGS = [(name, flag) for name, make in PARSERS.items() for flag in make().flags]
-
-
-@pytest.mark.parametrize(
-    ("parser", "flag"), FLAGS, ids=[f"{name}{flag.name}" for name, flag in FLAGS]
-)
-def test_help_is_a_sentence(parser: str, flag: Flag) -> None:
-    raw = flag.action.help or ""
-    text = raw % (vars(flag.action) | {"default": format_default(flag.action.default)})
-    assert text[:1].isupper(), f"{flag.name}: {SENTENCE}"
-    assert text.endswith("."), f"{flag.name}: {SENTENCE}"
-    assert len(text) in LENGTHS, f"{flag.name}: {len(text)} characters; say it in 25 to 260"
-    assert "  " not in text, f"{flag.name}: a space too many between two parts of the text"
-    assert "<" not in text, f"{flag.name}: write SCRIPT and not <script>, which is HTML in docs/"
-    assert len(text.split()) >= 5, f"{flag.name}: {SENTENCE}"
-
-
-@pytest.mark.parametrize(
-    ("parser", "flag"), FLAGS, ids=[f"{name}{flag.name}" for name, flag in FLAGS]
-)
-def test_help_names_the_default(parser: str, flag: Flag) -> None:
-    takes_value = flag.action.nargs != 0 and flag.group != "help"
-    if not takes_value or flag.action.default is None:
-        return
-    assert "(default " in flag.text(), (
-        f"{flag.name}: end its help with (default %(default)s), or in words where it is computed"
-    )
-    written = "%(default)s" in (flag.action.help or "")
-    is_simple = isinstance(flag.action.default, int | float | str) and flag.name != "--data_dir"
-    assert written or not is_simple, f"{flag.name}: write %(default)s, which is always up to date"
 
 
 @pytest.mark.parametrize("name", PARSERS)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conftest import each_of
 from models import activation_checkpointing, fusion
 from models.image_models import create_model
 from models.transformer import Transformer
@@ -53,13 +54,13 @@ def test_conv_batch_norm_passes_gradcheck(settings: dict, relu: bool) -> None:
     assert torch.autograd.gradcheck(run, inputs)
 
 
-@pytest.mark.parametrize("settings", LAYERS, ids=str)
-@pytest.mark.parametrize(
+@each_of("settings", LAYERS, ids=str)
+@each_of(
     "norm",
     [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}, {"eps": 0.1}],
     ids=str,
 )
-@pytest.mark.parametrize("relu", [False, True])
+@each_of("relu", [False, True])
 def test_conv_batch_norm_equals_the_modules_over_several_steps(
     settings: dict, norm: dict, relu: bool
 ) -> None:

@@ -13,6 +13,7 @@ from torchvision import transforms
 
 import resnet50_test
 from cli import image_classification, options
+from conftest import each_of
 from errors import InputError
 from input_pipeline.image_batches import (
     AUGMENTATIONS,
@@ -263,8 +264,8 @@ def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder: Path) 
             assert other_pixels.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("size", [(40, 20), (20, 40)], ids=["wide", "tall"])
-@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "CMYK"])
+@each_of("size", [(40, 20), (20, 40)], ids=["wide", "tall"])
+@each_of("mode", ["L", "RGB", "RGBA", "P", "1", "CMYK"])
 def test_image_file_of_any_mode_is_scaled_and_cut_to_the_centre(
     mode: str, size: tuple[int, int], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import resnet50_test
 from cli import factory, options
+from conftest import each_of
 from distributed.world import World
 from errors import InputError
 from kaldi_ngd_cases import (
@@ -242,7 +243,7 @@ WRONG += [
 WRONG += [("factor_dtype", torch.int32), ("nesterov", True)]
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG)
+@each_of(("name", "value"), WRONG)
 def test_a_setting_out_of_range_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"KaldiNGD: {name}="):
         KaldiNGD(weights(), **({"momentum": 0.0} | {name: value}))

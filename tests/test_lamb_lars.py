@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conftest import each_of
 from ngd import NGD
 from optimizers.base import tensor_norms
 from optimizers.lamb import LAMB
@@ -69,9 +70,9 @@ def test_lamb_equals_timm(decay: float, debias: bool, clip: bool, norm: float) -
     follow(ours, timm_optim.Lamb(other, 0.01, weight_decay=decay, **options), one, other)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.02])
-@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-@pytest.mark.parametrize("clip", [False, True])
+@each_of("decay", [0.0, 0.02])
+@each_of(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+@each_of("clip", [False, True])
 def test_lars_equals_timm(decay: float, momentum: float, nesterov: bool, clip: bool) -> None:
     one, other = weights(), weights()
     ours = LARS(

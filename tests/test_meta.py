@@ -18,6 +18,7 @@ import resnet50_test
 import transformer_test
 from backends.precision import Precision
 from cli import factory, options
+from conftest import each_of
 from distributed.world import World
 from errors import InputError
 from mixup import MetaMixup, Mix, meta_gradient
@@ -474,13 +475,13 @@ def table_of(trainer: Trainer) -> Tensor:
     return trainer.meta_learner.meta.table.detach().clone()
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "dtype"),
     [("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
     ids=lambda value: str(value),
 )
-@pytest.mark.parametrize("optimizer", ["sgd", "ngd", "adamw"])
-@pytest.mark.parametrize("mix_at", ["tokens", "pooled"])
+@each_of("optimizer", ["sgd", "ngd", "adamw"])
+@each_of("mix_at", ["tokens", "pooled"])
 def test_the_step_learns_the_policy_now_and_then(
     name: str, dtype: torch.dtype | None, optimizer: str, mix_at: str
 ) -> None:

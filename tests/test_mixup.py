@@ -15,6 +15,7 @@ import mixup
 import resnet50_test
 import transformer_test
 from cli import factory, options
+from conftest import each_of
 from models.transformer import Transformer
 from training.losses import CrossEntropy, MixedCrossEntropy
 
@@ -164,9 +165,9 @@ def test_correct_predictions_weigh_both_labels() -> None:
     assert mixup.num_correct(logits, labels, mix=mix).item() == pytest.approx(0.7 + 0.6 + 0.0 + 1.0)
 
 
-@pytest.mark.parametrize("box", [(3, 3, 0, 8), (0, 8, 0, 8), (2, 5, 7, 8), (8, 8, 8, 8)])
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("last", [False, True])
+@each_of("box", [(3, 3, 0, 8), (0, 8, 0, 8), (2, 5, 7, 8), (8, 8, 8, 8)])
+@each_of("channels", [1, 3])
+@each_of("last", [False, True])
 def test_any_box_is_pasted_with_and_without_a_gradient(
     box: tuple[int, ...], channels: int, last: bool
 ) -> None:

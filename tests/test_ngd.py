@@ -16,6 +16,7 @@ import ngd
 import resnet50_test
 from backends import torch_compat
 from cli import factory, options
+from conftest import each_of
 from distributed.world import World
 from errors import InputError
 from kaldi_ngd_cases import (
@@ -77,8 +78,8 @@ def as_matrix(tensor: Tensor) -> Tensor:
 # ------------------------------------------------------------ the direction
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize(
+@each_of("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@each_of(
     ("shape", "settings"),
     [
         *(

@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler as peers
 
 import resnet50_test
 from cli import factory, options
+from conftest import each_of
 from models.transformer import Transformer
 from optimizers.param_groups import decay_groups
 from optimizers.schedules import SCHEDULES, Schedule, scale_lr
@@ -276,7 +277,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize(
+@each_of(
     ("name", "options"),
     [
         ("sgd", {"momentum": 0.0}),
@@ -286,7 +287,7 @@ def poisoned_memory() -> Iterator[None]:
     ],
     ids=["sgd", "momentum", "nesterov", "adamw"],
 )
-@pytest.mark.parametrize("skipped", [(0,), (0, 1), (1,)], ids=["first", "first-two", "second"])
+@each_of("skipped", [(0,), (0, 1), (1,)], ids=["first", "first-two", "second"])
 def test_skipped_steps_leave_no_trace(name: str, options: dict, skipped: tuple[int, ...]) -> None:
     gradients = [torch.randn(4, 3) for _ in range(4)]
 

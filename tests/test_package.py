@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import each_of
 from package import assemble
 from ranks import ROOT
 
@@ -106,8 +107,8 @@ def foreign_loop(site: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each_of("check", CHECKS)
+@each_of("optimizer", OPTIMIZERS)
 def test_loops_of_other_projects(optimizer: str, check: str, foreign_loop: dict[str, str]) -> None:
     assert foreign_loop[f"{optimizer} {check}"] == ""
 

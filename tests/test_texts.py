@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 import transformer_test
+from conftest import each_of
 from errors import InputError
 from input_pipeline import text_datasets
 from input_pipeline.naive_bayes import naive_bayes_scores
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 KINDS = pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("raw", "expected"),
     [
         ("Plain text, as it is.", "Plain text, as it is."),

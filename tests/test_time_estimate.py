@@ -13,6 +13,7 @@ from tqdm import tqdm
 import ranks
 import resnet50_test
 import transformer_test
+from conftest import each_of
 from test_training import DIGITS, run
 from training import progress_bar
 from training.run_log import EpochStatus, RunLog
@@ -37,7 +38,7 @@ class Clock:
 # -------------------------------------------------------------------- durations
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("seconds", "words", "characters"),
     [
         (0, "0 s", "0s"),

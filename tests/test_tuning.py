@@ -24,6 +24,7 @@ import ranks
 import resnet50_test
 import transformer_test
 from cli import options
+from conftest import each_of
 from tuning import report, resnet50_tuning, space, sweep, trial_panels, trials
 from tuning.config import SweepConfig
 from tuning.objective import Objective
@@ -66,7 +67,7 @@ def test_a_space_is_read(tmp_path):
     assert space.to_arguments({"nesterov": False}, {"nesterov", "no-nesterov"}) == ["--no-nesterov"]
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("text", "message"),
     [
         ("", "empty"),
@@ -110,7 +111,7 @@ def test_a_message_about_a_space_is_short(tmp_path):
     assert len(str(refused.value)) < 400
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("text", "message"),
     [
         ("lr: {choice: [0.1, abc]}", "--lr: must be a number, got 'abc'"),
@@ -190,7 +191,7 @@ def run_sweep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("arguments", "message"),
     [
         ("--leraning_rate 1", "did you mean --learning_rate?"),

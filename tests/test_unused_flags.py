@@ -11,6 +11,7 @@ import pytest
 import resnet50_test
 import transformer_test
 from cli import factory, options, unused_flags
+from conftest import each_of
 from distributed.world import World
 
 SCRIPTS = {"resnet50_test": resnet50_test, "transformer_test": transformer_test}
@@ -64,7 +65,7 @@ def warned(*flags: str, script: str = "resnet50_test") -> list[str]:
     return unused_flags.warnings(names, flags_of(script, *flags), parser=parser)
 
 
-@pytest.mark.parametrize(("flags", "remedy", "message"), CASES)
+@each_of(("flags", "remedy", "message"), CASES)
 def test_a_flag_without_effect_is_named(flags, remedy, message):
     name = flags.split()[0].partition("=")[0].replace("--no-", "--")
     lines = warned(*flags.split())
