@@ -4,15 +4,17 @@
 #   bash setup_venv.sh requirements-dev.txt       # .venv, with what the tests need
 #   bash setup_venv.sh requirements-legacy.txt    # .venv-legacy, with ORTModule's C++ extensions;
 #                                                 # needs Python 3.10 or 3.11 and g++
-# A second call installs nothing unless a requirements file has changed. The environment variable
+# A second call installs nothing unless a file that pip reads has changed. The environment variable
 # PYTHON names the interpreter (3.10 or newer).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 requirements=$1
 venv=.venv newest_minor=99 supported="Python 3.10 or newer"
+read_by_pip=(requirements.txt "$requirements") # a file that names the first one
 if [ "$requirements" = requirements-legacy.txt ]; then
     venv=.venv-legacy newest_minor=11 supported="Python 3.10 or 3.11"
+    read_by_pip=("$requirements")
 fi
 
 python=
@@ -28,8 +30,8 @@ if [ -z "$python" ]; then
 fi
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-installed=$venv/installed-$requirements # a copy of the requirements files of the last installation
-if [ ! -f "$installed" ] || ! cat requirements*.txt | cmp -s - "$installed"; then
+installed=$venv/installed-$requirements # a copy of what pip has read
+if [ ! -f "$installed" ] || ! cat "${read_by_pip[@]}" | cmp -s - "$installed"; then
     echo "installing $requirements into $venv (some minutes the first time)"
     if [ "$venv" = .venv ] && ! "$venv/bin/python" -c "import torch" 2>/dev/null; then
         echo "It takes 5.8 GB, most of it torch with its CUDA libraries. To save most of that on a"
@@ -50,5 +52,5 @@ if [ ! -f "$installed" ] || ! cat requirements*.txt | cmp -s - "$installed"; the
             exit 2
         fi
     fi
-    cat requirements*.txt >"$installed"
+    cat "${read_by_pip[@]}" >"$installed"
 fi

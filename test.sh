@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the checks and tests. Further arguments go to pytest: bash test.sh -k resume
-#   bash test.sh             style, types, fast tests: at most six minutes on two cores
+#   bash test.sh             style, types, fast tests: four minutes on two cores with bf16
 #   bash test.sh --all       the same with all tests
 #   bash test.sh --legacy    the tests of the legacy stack (torch 2.3.1, ORTModule, torchtext)
 # DATA_DIR names the folder of the real data sets; tests that need a missing one are skipped.
