@@ -153,6 +153,8 @@ def test_a_batch_instead_of_a_decay_keeps_the_ratio_of_rate_and_batch() -> None:
     ]
     for epoch in range(9):  # rate = schedule x multiple: constant after the warm-up
         assert schedule(epoch) * multiple(epoch) == pytest.approx(min(1.0, epoch / 2))
+    rises_within_the_first_epoch = replacing_decay(lambda t: min(2 * t, 1.0) if t < 1 else 0.5)
+    assert rises_within_the_first_epoch(1) == 2
 
 
 def test_progress_grows_the_batch_on_a_plateau_and_shrinks_it_before() -> None:
