@@ -14,7 +14,7 @@ import csv
 import dataclasses
 import io
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -121,8 +121,8 @@ def read_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = Non
         InputError: the file is missing, empty or broken, or only one of the files has a header.
     """
     text = read_utf8(path)
-    if named := SEPARATOR_LINE.match(text):
-        separator = named[1]
+    if stated := SEPARATOR_LINE.match(text):
+        separator = stated[1]
     elif path.suffix.lower() == ".tsv":
         separator = "\t"
     else:
@@ -140,9 +140,8 @@ def read_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = Non
             )
         return dataclasses.replace(table, note=describe_left_out(path, drawn))
     header, *data_rows = table.rows
-    again = {
-        number for number, row in zip(table.numbers, table.rows) if repeats_header(row, header)
-    }
+    named = named_columns(header)
+    again = {number for number, row in zip(table.numbers, table.rows) if repeats_header(row, named)}
     data = [(n, row) for n, row in zip(table.numbers[1:], data_rows) if n not in again]
     names = sorted(map(normalise, header))
     for number, row in data:
@@ -188,17 +187,22 @@ def find_header(rows: Sequence[tuple[int, Sequence[str]]], choice: ColumnChoice)
     return 0
 
 
-def repeats_header(row: Sequence[str], header: Sequence[str]) -> bool:
+def named_columns(header: Sequence[str]) -> dict[int, str]:
+    """Return the normalised names of a header by position, without those such as of an index."""
+    names = {position: normalise(name) for position, name in enumerate(header)}
+    return {position: name for position, name in names.items() if name not in OTHER_NAMES}
+
+
+def repeats_header(row: Sequence[str], named: Mapping[int, str]) -> bool:
     """Tell whether a row is the header once more, as where files were joined.
 
-    A column without a name of its own, such as an index, may have another value.
+    Args:
+        row: of the file.
+        named: the columns that `named_columns` found in the header.
     """
-    names = [normalise(name) for name in header]
-    named = [position for position, name in enumerate(names) if name not in OTHER_NAMES]
     return bool(named) and all(
-        len(row[position]) <= len(header[position]) + MOST_SPACES
-        and normalise(row[position]) == names[position]
-        for position in named
+        len(row[position]) <= len(name) + MOST_SPACES and normalise(row[position]) == name
+        for position, name in named.items()
     )
 
 
@@ -349,11 +353,11 @@ def has_header(rows: Sequence[Sequence[str]], choice: ColumnChoice, train: CsvTa
         return False
     if train is not None:
         return bool({normalise(name) for name in train.header if name.strip()} & set(names))
+    named = named_columns(rows[0])
+    others = [row for row in rows[1:] if not repeats_header(row, named)]
     return any(
         name in LABEL_NAMES | TEXT_NAMES
-        and not any(
-            normalise(row[position]) == name for row in rows[1:] if not repeats_header(row, rows[0])
-        )
+        and not any(normalise(row[position]) == name for row in others)
         for position, name in enumerate(names)
     )
 
