@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks import bench, slow_network
+from cli.flag_parser import path_text
 from errors import exit_code
 
 # Of the upper bound, in the third epoch: the first epoch measures, the next two correct the shares.
@@ -132,7 +133,9 @@ def compare(
 def main() -> int:
     started = time.perf_counter()
     parser = bench.parser(__doc__)
-    parser.add_argument("--cifar", metavar="DIR", help="folder of CIFAR-10 (default the digits)")
+    parser.add_argument(
+        "--cifar", type=path_text, metavar="DIR", help="folder of CIFAR-10 (default the digits)"
+    )
     args = parser.parse_args()
     data = [*CIFAR, os.path.abspath(args.cifar)] if args.cifar else DIGITS
     machine = bench.machine(torch.device("cpu"), ("torch",))

@@ -235,7 +235,7 @@ def utf8_name(path: Path | str) -> str:
 def normal_form(name: str) -> str:
     """Return the name of a class or column in the form in which names are compared.
 
-    Its characters are composed (NFC), and it has no invisible ones and single spaces.
+    Its characters are composed (NFC), invisible ones are dropped, and blanks are single spaces.
 
     >>> normal_form("cafe\u0301\u00a0 au lait") == "caf\u00e9 au lait"
     True

@@ -55,7 +55,7 @@ def latest_run(script: str, launcher: str | None = None) -> Path | None:
 
 
 def is_trial(folder: Path) -> bool:
-    """Whether a folder is that of a trial of a sweep, which nobody goes on with by himself."""
+    """Whether a folder is that of a trial, which only its sweep resumes."""
     return folder.parent.name == "trials" and folder.name.isdigit()
 
 
