@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
-# What a GPU shows of this project, for one that is there for three quarters of an hour, without a
-# network and without git, and takes the data in pieces. Four parts, each below nine minutes:
+# What a GPU shows of this project, for one that is there for a quarter of an hour, without a network
+# and without git, and takes the data in pieces. Four parts:
 #
 #   bash benchmarks/gpu_evidence.sh pack runs/pieces    first, where the data is: CIFAR-10 in three
-#                                                       pieces of 54 MiB, runs/pieces/1 to 3
-#   bash benchmarks/gpu_evidence.sh A runs/pieces/1     versions, ceilings, algebra of NGD, tests,
-#                                                       short runs of every method
+#                                                       pieces of 45 MiB, runs/pieces/1 to 3
+#   bash benchmarks/gpu_evidence.sh A runs/pieces/1     versions, ceilings, tests, short runs of
+#                                                       every method
 #   bash benchmarks/gpu_evidence.sh B runs/pieces/2     speed of ResNet-50's step by setting
-#   bash benchmarks/gpu_evidence.sh C runs/pieces/3     joins the data; recipe fast94, three seeds;
-#                                                       profile
+#   bash benchmarks/gpu_evidence.sh C runs/pieces/3     joins the data; recipe fast94, three seeds,
+#                                                       and the search of its rival; profile
 #   bash benchmarks/gpu_evidence.sh D [FLAG...]         recipe best with these flags, such as
-#                                                       --optimizer kaldi_ngd; D again goes on with it
+#                                                       --optimizer kaldi_ngd; D again goes on with
+#                                                       it; algebra of KaldiNGD
 #
 # A and B need no data and keep their piece for C; C again goes on with runs that were cut off. With
-# half an hour, give A and B LIMIT=420 and leave out D. docs/performance.md says what is expected,
-# by the names of the steps of B. Environment variables and their defaults:
+# a quarter of an hour, give A and B LIMIT=160 and C LIMIT=280, and leave out D. docs/performance.md
+# says what is expected, by the names of the steps of B. Environment variables and their defaults:
 #   OUT        what to take home: a text and an archive of each part, as of D-2 where D ran for the
 #              second time (runs/gpu_evidence)
 #   WORK       pieces, data, runs, compiled kernels: what must survive from one part to the next,
@@ -31,7 +32,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 self=$root/benchmarks/gpu_evidence.sh
 data_set=cifar-10-batches-py
-archive=cifar10.tar.gz
+archive=cifar10.tar.xz
 packages=(torch torchvision numpy PIL yaml tqdm tokenizers sklearn) # of the scripts and benchmarks
 
 fail() {
@@ -44,7 +45,7 @@ pack() { # pack DIR: the data in three pieces, each in a folder of its own with 
     [ -d "$data/$data_set" ] || fail "$data/$data_set is missing: set DATA_DIR"
     rm -rf "$1"/{whole,1,2,3}
     mkdir -p "$1"/{whole,1,2,3}
-    tar -C "$data" -czf "$1/whole/all" "$data_set"
+    tar -C "$data" -cJf "$1/whole/all" "$data_set"
     split -n 3 -d -a 1 "$1/whole/all" "$1/whole/$archive."
     (cd "$1/whole" && sha256sum "$archive".* >sums)
     for number in 1 2 3; do
@@ -60,14 +61,16 @@ join() { # the data out of the pieces that have come
     cd "$work/pieces"
     sha256sum --check --quiet --strict sums
     mkdir -p "$work/data"
-    cat "$archive".* | tar -xz -C "$work/data"
+    cat "$archive".* >"$archive"
+    "$python" -m tarfile -e "$archive" "$work/data"
+    rm "$archive"
     echo "$(wc -l <sums) pieces joined, $(du -sh "$work/data/$data_set" | cut -f 1) of data"
 }
 
 # -------------------------------------------------------------------- steps
 
 number=0
-slots=$(($(nproc) > 8 ? $(nproc) / 4 : 1)) # steps of `beside` at a time
+slots=$(($(nproc) > 8 ? $(nproc) / 3 : 1)) # steps of `beside` at a time
 
 begin() { # begin NAME: whether this step is to run; its number orders the summary
     [[ $1 =~ ^(${ONLY:-.*})$ ]] || return 1
@@ -129,10 +132,8 @@ show() { # show TITLE: how a step ended, and the end of what a failed one wrote
 
 part_A() {
     probe ceilings 60 ceilings
-    probe linalg 90 linalg
-    cat "$logs"/*-linalg.log 2>/dev/null || true
+    beside tests 240 "$python" -m pytest -p no:cacheprovider "${tests[@]}"
     smoke_runs
-    step tests 240 "$python" -m pytest -p no:cacheprovider "${tests[@]}"
 }
 
 smoke_runs() { # every method for a few epochs: embedded digits, and embedded headlines
@@ -182,20 +183,20 @@ text() { # text NAME FLAG...
 }
 
 part_B() { # what the recipes use comes first
-    setting compile-256 --bs 256 --backend compile
     setting eager-256 --bs 256
     probe plain-256 90 plain --more --bs 256 --optimizer sgd "${small_images[@]}"
     setting ngd-256 --bs 256 --ngd
-    setting kaldi-ngd-256 --bs 256 --optimizer kaldi_ngd
-    setting compile-512 --bs 512 --backend compile
+    setting compile-256 --bs 256 --backend compile
     setting cudagraph-256 --bs 256 --backend cudagraph
-    setting compile-1024 --bs 1024 --backend compile
     setting ngd-compile-1024 --bs 1024 --backend compile --ngd
     setting eager-512 --bs 512
-    setting fp16-512 --bs 512 --precision fp16
-    setting eager-128 --bs 128
+    setting kaldi-ngd-256 --bs 256 --optimizer kaldi_ngd
     setting cudagraph-64 --bs 64 --backend cudagraph
     setting lamb-256 --bs 256 --optimizer lamb
+    setting compile-512 --bs 512 --backend compile
+    setting compile-1024 --bs 1024 --backend compile
+    setting fp16-512 --bs 512 --precision fp16
+    setting eager-128 --bs 128
 }
 
 setting() { # setting NAME FLAG...: the step of ResNet-50 with these flags, on random pixels
@@ -207,26 +208,45 @@ probe() { # probe NAME SECONDS WORD...
         "${@:4}"
 }
 
-part_C() {
-    local seed
+part_C() { # NGD's seed 0 alone, for its time; what only has an accuracy beside one another
+    local seed lr
     step join 60 bash "$self" join
-    for seed in 0 1 2; do
-        train "gpu_fast94/fast94-seed$seed" 200 fast94 --seed "$seed"
+    fast94 step gpu_fast94/ngd-seed0 --ngd --seed 0
+    for seed in 1 2; do
+        fast94 beside "gpu_fast94/ngd-seed$seed" --ngd --seed "$seed"
     done
+    for lr in 0.1 0.2 0.4; do
+        fast94 beside "gpu_fast94_search/sgd-lr$lr-seed0" "${held_out[@]}" --optimizer sgd \
+            --lr "$lr" --seed 0
+    done
+    fast94 beside gpu_fast94_search/ngd-seed0 "${held_out[@]}" --ngd --seed 0
+    wait_for_all
+    fast94 step gpu_fast94/ngd-compile-seed0 --ngd --backend compile --seed 0
+    accuracies
     step profile 100 "$python" -m benchmarks.profile_step --only resnet50 \
         --text "$logs/profile.txt" --more --bs 256 --backend compile "${small_data[@]}"
 }
 
 part_D() {
-    train gpu_best/best-seed0 510 best --seed 0 "$@"
+    train step gpu_best/best-seed0 510 --recipe best --backend compile --seed 0 "$@"
+    accuracies
+    probe linalg 90 linalg
 }
 
-train() { # train FOLDER SECONDS RECIPE FLAG...: the command of the plan, figures/experiments.yaml
-    local folder=$work/runs/$1 resume=()
+accuracies() {
+    grep '^last.pt' "$logs"/*.log | sed 's/.*[/]//' || true
+}
+
+fast94() { # fast94 HOW FOLDER FLAG...: 12 epochs of ResNet-50, as on the CPU
+    train "$1" "$2" 200 --recipe fast94 --epochs 12 --small_epochs 7 --small_size 16 \
+        --small_stages 2 --eval_every 12 "${@:3}"
+}
+
+train() { # train HOW FOLDER SECONDS FLAG...: the command of the plan, figures/experiments.yaml
+    local folder=$work/runs/$2 resume=()
     [ -e "$folder/last.pt" ] && resume=(--resume "$folder")
-    step "${1#*/}" "$2" "$python" resnet50_test.py --recipe "recipes/$3.yaml" --backend compile \
-        "${small_data[@]}" "${@:4}" --out "$folder" "${resume[@]}"
-    grep -h '^last.pt' "$logs"/*-"${1#*/}".log 2>/dev/null || true # the accuracy
+    "$1" "${2#*/}" "$3" "$python" resnet50_test.py "${@:4}" "${small_data[@]}" --out "$folder" \
+        "${resume[@]}"
 }
 
 # -------------------------------------------------------------------- one part
@@ -275,7 +295,7 @@ A | B | C | D) shift ;;
 *) fail "usage: gpu_evidence.sh pack DIR | A PIECE | B PIECE | C PIECE | D FLAG..." ;;
 esac
 
-small=() small_images=() small_data=() quick=()
+small=() small_images=() small_data=() quick=() held_out=(--val_fraction 0.1 --no-test)
 tests=(-n 4 tests/test_gpu.py tests/test_graphs.py)
 if [ -n "${MINIATURE:-}" ]; then # the later flag counts, so that these replace those of the steps
     small=(--device cpu --backend eager --precision fp32 --threads 1 --workers 0 --bs 16
