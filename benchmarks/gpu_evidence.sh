@@ -208,11 +208,11 @@ probe() { # probe NAME SECONDS WORD...
         "${@:4}"
 }
 
-part_C() { # NGD's seed 0 alone, for its time; what only has an accuracy beside one another
+part_C() { # what only has an accuracy beside one another; NGD's seed 0 again, alone, for its time
     local seed lr
+    slots=7
     step join 60 bash "$self" join
-    fast94 step gpu_fast94/ngd-seed0 --ngd --seed 0
-    for seed in 1 2; do
+    for seed in 0 1 2; do
         fast94 beside "gpu_fast94/ngd-seed$seed" --ngd --seed "$seed"
     done
     for lr in 0.1 0.2 0.4; do
@@ -221,7 +221,8 @@ part_C() { # NGD's seed 0 alone, for its time; what only has an accuracy beside 
     done
     fast94 beside gpu_fast94_search/ngd-seed0 "${held_out[@]}" --ngd --seed 0
     wait_for_all
-    fast94 step gpu_fast94/ngd-compile-seed0 --ngd --backend compile --seed 0
+    accuracies
+    fast94 step gpu_fast94/ngd-cudagraph-seed0 --ngd --backend cudagraph --seed 0
     accuracies
     step profile 100 "$python" -m benchmarks.profile_step --only resnet50 \
         --text "$logs/profile.txt" --more --bs 256 --backend compile "${small_data[@]}"
