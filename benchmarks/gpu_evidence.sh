@@ -215,6 +215,8 @@ part_C() { # what only has an accuracy beside one another; NGD's seed 0 again, a
     for seed in 0 1 2; do
         fast94 beside "gpu_fast94/ngd-seed$seed" --ngd --seed "$seed"
     done
+    wait_for_all
+    accuracies
     for lr in 0.1 0.2 0.4; do
         fast94 beside "gpu_fast94_search/sgd-lr$lr-seed0" "${held_out[@]}" --optimizer sgd \
             --lr "$lr" --seed 0
@@ -222,7 +224,7 @@ part_C() { # what only has an accuracy beside one another; NGD's seed 0 again, a
     fast94 beside gpu_fast94_search/ngd-seed0 "${held_out[@]}" --ngd --seed 0
     wait_for_all
     accuracies
-    fast94 step gpu_fast94/ngd-cudagraph-seed0 --ngd --backend cudagraph --seed 0
+    fast94 step gpu_fast94/ngd-compile-seed0 --ngd --backend compile --seed 0
     accuracies
     step profile 100 "$python" -m benchmarks.profile_step --only resnet50 \
         --text "$logs/profile.txt" --more --bs 256 --backend compile "${small_data[@]}"
@@ -240,7 +242,7 @@ accuracies() {
 
 fast94() { # fast94 HOW FOLDER FLAG...: 12 epochs of ResNet-50, as on the CPU
     train "$1" "$2" 200 --recipe fast94 --epochs 12 --small_epochs 7 --small_size 16 \
-        --small_stages 2 --eval_every 12 "${@:3}"
+        --small_stages 2 --eval_every 12 --save_in_background no "${@:3}"
 }
 
 train() { # train HOW FOLDER SECONDS FLAG...: the command of the plan, figures/experiments.yaml
