@@ -13,14 +13,14 @@ case ${1:-} in
     bash setup_venv.sh requirements-legacy.txt
     .venv-legacy/bin/python -m cli.capabilities
     exec .venv-legacy/bin/python -m pytest -rs --durations=5 \
-        tests/test_{legacy,texts,models,checkpoint,mixup,images}.py "$@"
+        tests/unit/test_{legacy,texts,models,checkpoint,mixup,images}.py "$@"
     ;;
 --all)
     shift
     selection=""
     ;;
 *)
-    selection="not slow"
+    selection="not process and not compile"
     ;;
 esac
 

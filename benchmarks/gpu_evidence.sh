@@ -299,7 +299,7 @@ A | B | C | D) shift ;;
 esac
 
 small=() small_images=() small_data=() quick=() held_out=(--val_fraction 0.1 --no-test)
-tests=(-n 4 tests/test_gpu.py tests/test_graphs.py)
+tests=(-n 4 tests/unit/test_gpu.py tests/unit/test_graphs.py)
 if [ -n "${MINIATURE:-}" ]; then # the later flag counts, so that these replace those of the steps
     small=(--device cpu --backend eager --precision fp32 --threads 1 --workers 0 --bs 16
         --epochs 1 --warmup 0)
@@ -307,7 +307,7 @@ if [ -n "${MINIATURE:-}" ]; then # the later flag counts, so that these replace 
     small_data=("${small_images[@]}" --dataset digits # whose images are of 8 pixels, not to mirror
         --small_epochs 0 --no-alternate_flip --crop_fill black --test_views none)
     quick=(--quick)
-    tests=(tests/test_gpu.py -k "crops or streamed")
+    tests=(tests/unit/test_gpu.py -k "crops or streamed")
     slots=1
 fi
 [ "$part" = A ] && packages+=(pytest xdist) # of the tests

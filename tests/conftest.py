@@ -27,6 +27,13 @@ TEXTS = f"--dataset headlines --subset 0.2 --width 8 --heads 2 --depth 1 {SHORT}
 SCRIPTS = {"images": (resnet50_test, IMAGES), "texts": (transformer_test, TEXTS)}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test by its folder."""
+    for item in items:
+        if item.path.parent.name in ("process", "ranks", "evidence"):
+            item.add_marker(item.path.parent.name)
+
+
 def call(script: ModuleType, words: list[str]) -> int:
     """The exit code of a script with these words."""
     with pytest.MonkeyPatch.context() as patch:

@@ -254,7 +254,7 @@ def _calling_function() -> str:
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         inside = ROOT in path.parents and ".venv" not in path.parts
-        if inside and "tests" not in path.parts:
+        if inside and "tests" not in path.relative_to(ROOT).parts:
             return f"{path.stem}.{frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "test"

@@ -6,7 +6,7 @@
 
 A case runs an entry script on small data, lets something go wrong, and checks the exit code, that
 there is no traceback, that no process is left after ten seconds, and, where a run can be resumed,
-that the resumed run equals an uninterrupted one bit for bit. tests/test_faults.py runs a few.
+that the resumed run equals an uninterrupted one bit for bit. test_faults.py runs a few.
 """
 
 from __future__ import annotations

@@ -1,0 +1,220 @@
+"""Every wrong flag ends with exit code 2 and one line that names it; both scripts, in-process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import for_each
+
+SCRIPTS = {"images": "resnet50_test", "texts": "transformer_test"}
+Refused = Callable[..., str]
+
+BOTH = [
+    ("--leraning_rate 1", "--leraning_rate: there is no such flag; did you mean --learning_rate?"),
+    ("--learning-rte=1", "did you mean --learning_rate?"),
+    ("--epo 3", "did you mean --epoch or --epochs?"),
+    ("--qqq 1", "--help all prints all flags"),
+    ("--no-evaluate", "--evaluate is off unless it is given"),
+    ("--no-ngd", "give --optimizer another value than ngd"),
+    ("--no_meta_learning", "give --mixup another value than meta"),
+    ("--no-lr 3", "there is no such flag; did you mean --"),
+    ("--no-nestrov", "did you mean --no-nesterov?"),
+    ("stray", "stray: this is neither a flag nor the value of one"),
+    ("--optimizer sdg", "--optimizer: 'sdg' is not one of sgd, adamw"),
+    ("--optimizer sdg", "did you mean sgd?"),
+    ("--opt LAMBB", "did you mean lamb?"),
+    ("--optimizer apex_sgd", "apex"),
+    ("--lr_schedule sinus", "sinus"),
+    ("--lr_scheduler_type linear", "polynomial falls linearly"),
+    ("--mixup 0.2", "write --mixup mixup --alpha 0.2"),
+    ("--torch_compile --parallel fsdp", "--backend compile"),
+    ("--precision int3", "int3"),
+    ("--backend jax", "jax"),
+    ("--dataset imagenet", "imagenet"),
+    (f"--out {'x' * 300}", "File name too long"),
+    (f"--evaluate --checkpoint {'x' * 300}", "File name too long"),
+    ("--bs 0", "--bs"),
+    ("-b -1", "--bs"),
+    ("--batch_size x", "--bs"),
+    ("--bs 1.5", "--bs"),
+    ("--bs", "--bs"),
+    ("--bs 2000", "--bs 2000"),
+    ("--accumulate 99", "global batch"),
+    ("--lr nan", "--lr"),
+    ("--lr 0", "--lr"),
+    ("--lr inf", "--lr"),
+    ("--lr 1e300", "at most 1e+38"),
+    ("--lr -0.1", "--lr"),
+    ("--momentum 1", "--momentum"),
+    ("--nesterov --momentum 0", "--nesterov"),
+    ("--betas 0.9", "--betas"),
+    ("--betas 0.9 1", "--betas"),
+    ("--weight_decay -1", "--weight_decay"),
+    ("--mixup blender", "--mixup"),
+    ("--alpha 0", "--alpha"),
+    ("--optimizer lamp", "--optimizer"),
+    ("--ngd --ngd_eta 1", "--ngd_eta"),
+    ("--ngd --ngd_rank 0", "--ngd_rank"),
+    ("--clip -1", "--clip"),
+    ("--label_smoothing 1", "--label_smoothing"),
+    ("--dynamic_batch grow", "--dynamic_batch"),
+    ("--dynamic_batch increase --max_bs 16", "--max_bs"),
+    ("--dynamic_batch decrease --min_bs 1", "--min_bs"),
+    ("--dynamic_batch increase --max_bs 100000", "training samples"),
+    ("--batch_factor 1", "--batch_factor"),
+    ("--batch_growth 1.1", "--dynamic_batch"),
+    ("--dynamic_batch increase --batch_growth 1.1 --batch_milestones 1", "choose one"),
+    ("--dynamic_batch loss --replace_decay", "--replace_decay"),
+    ("--dynamic_batch increase --replace_decay --dynamic_lr sqrt", "--dynamic_lr"),
+    ("--dynamic_batch noise --optimizer slamb", "noise scale"),
+    ("--noise_scale --sync local", "noise scale"),
+    ("--parallel zero", "--parallel"),
+    ("--parallel fsdp --optimizer sgd --backend compile", "--backend compile"),
+    ("--parallel fsdp --optimizer lamb", "--optimizer lamb"),
+    ("--parallel fsdp --ngd", "--optimizer ngd"),
+    ("--parallel fsdp --optimizer sgd --sync lag", "--sync lag"),
+    ("--parallel fsdp --optimizer sgd --grad_compress powersgd", "powersgd"),
+    ("--parallel hsdp --optimizer sgd --meta_learning", "--mixup meta"),
+    ("--parallel hsdp --optimizer adamw --noise_scale", "--noise_scale"),
+    ("--parallel hsdp --optimizer adamw --balance_workers", "--balance_workers"),
+    ("--parallel hsdp --optimizer adamw --dynamic_batch increase", "--dynamic_batch increase"),
+    ("--noise_scale --grad_compress powersgd", "powersgd"),
+    ("--noise_scale --grad_compress sign", "sign"),
+    ("--parallel fsdp --optimizer sgd --grad_compress int4", "int4"),
+    ("--balance_workers --optimizer slamb", "--balance_workers"),
+    ("--wire_dtype int8 --optimizer demo", "only SLAMB keeps what rounding"),
+    ("--wire_dtype int4 --sync diloco", "--sync diloco: only SLAMB"),
+    ("--wire_dtype int8 --optimizer slamb --node_groups", "gathered from all processes"),
+    ("--mixup_weight 0.8 --mixup meta", "use --mixup mixup or intra"),
+    ("--mixup_weight 0.8", "--mixup none"),
+    ("--micro_bs 0", "--micro_bs"),
+    ("--fuse --sync_bn", "--fuse"),
+    ("--subset 0", "--subset"),
+    ("--subset 2", "--subset"),
+    ("--val_fraction 1", "--val_fraction"),
+    ("--no-test", "--val_fraction"),
+    ("--epochs 0", "--epoch"),
+    ("--seed -1", "--seed: must be at least 0 and at most 4294967295, got -1"),
+    ("--amp", "did you mean --precision"),
+    ("--do-train", "--do-train: there is no such flag; the script trains unless"),
+    ("--do_eval", "use --evaluate"),
+    ("--do_predict", "did you mean --predict?"),
+    ("--logging_steps 5", "did you mean --log_every"),
+    ("--checkpoint Best --evaluate", "did you mean best?"),
+    ("--checkpoint beast --evaluate", "did you mean best?"),
+    ("--checkpoint beast --resume x", "did you mean best?"),
+    ("--checkpoint none/mine.pt --evaluate", "--checkpoint none/mine.pt: no such checkpoint"),
+    ("--seed 99999999999999999999999", "--seed"),
+    ("--threads -1", "--threads"),
+    ("--warmup 1", "--warmup 1"),
+    ("--warmup 7 --epochs 5", "--warmup 7"),
+    ("--milestones 0", "--milestones"),
+    ("--lr_end 2", "--lr_end"),
+    ("--peak 0.5", "--peak"),
+    ("--distributed", "torchrun"),
+    ("--precision tf32", "--precision tf32"),
+    ("--device toaster", "--device toaster"),
+    ("--device meta", "--device meta"),
+    ("--evaluate", "--resume"),
+    ("--predict some.file", "--resume"),
+    ("--export model.onnx", "--resume"),
+    ("--resume", "--resume"),
+    ("--resume nowhere", "nowhere"),
+    ("--resume .", "last.pt"),
+    ("--recipe nowhere.yaml", "nowhere.yaml"),
+    ("--recipe .", "--recipe ."),
+    ("--recipe fats94", "did you mean fast94?"),
+    ("--recipe nowhere", "one of the recipes agnews, agnews12k, best, fast94, fast94_vgg8"),
+    ("--out=", "--out: the value is empty"),
+    ("--predict a.png --evaluate", "--evaluate and --predict: one run of the script does one"),
+    ("--export a.onnx --predict a.png", "--predict and --export: one run"),
+    ("--out /proc", "--out /proc"),
+    ("--out /dev/null/run", "/dev/null/run"),
+]
+IMAGES_ONLY = [
+    ("--arch squeezenet1_1 --image_size 32 --fuse", "--fuse"),
+    ("--arch squeezenet1_1 --image_size 32 --checkpoint_activations", "--checkpoint_activations"),
+    ("--modle resnet20", "did you mean --model?"),
+    ("--arch resnet51", "did you mean resnet50?"),
+    ("--arch swim_t", "did you mean swin_t?"),
+    ("--arch alexnet --image_size 32", "--arch alexnet cannot take 32x32"),
+    (
+        "--arch resnet18 --bs 1",
+        "--bs 1",
+    ),  # layer4 is 1x1 for 8x8 images: BatchNorm cannot train on one value
+    ("--augment more", "--augment"),
+    ("--resident maybe", "--resident"),
+    ("--image_size -1", "--image_size"),
+    ("--image_size 100000", "--image_size: must be at least 0 and at most 4096"),
+    ("--dataset cifar", "did you mean cifar10?"),
+    ("--dataset cifar10 --data_dir none", "none/cifar-10-batches-py is missing"),
+    ("--dataset mnist --data_dir none", "none/MNIST/raw is missing"),
+    ("--dataset folder --data_dir none", "none/train is missing"),
+]
+TEXTS_ONLY = [
+    ("--heads 3", "--heads 3"),
+    ("--mixup cutmix", "--mixup"),
+    ("--width 7 --heads 7", "--width 7"),
+    ("--vocab_size 10", "--vocab_size"),
+    ("--max_len 2", "--max_len"),
+    ("--dropout 1", "--dropout"),
+    ("--tokenizer chars", "--tokenizer"),
+    ("--positions none", "--positions"),
+    ("--dataset agnews --data_dir none", "none/ag_news_csv/train.csv is missing"),
+    ("--dataset csv --data_dir none", "none/train.csv is missing"),
+]
+CASES = [(name, *case) for name in SCRIPTS for case in BOTH]
+CASES += [("images", *case) for case in IMAGES_ONLY] + [("texts", *case) for case in TEXTS_ONLY]
+
+
+def test_a_wrong_flag_is_named_in_one_line(refused: Refused) -> None:
+    for_each(CASES, refused)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_gpu_that_is_not_there_is_named(name: str, refused: Refused) -> None:
+    assert "--device cpu" in refused(name, "--device cuda", "--device cuda")
+
+
+def test_failed_download_can_be_tried_again(refused: Refused) -> None:
+    for _ in range(2):  # the first attempt leaves nothing that looks like a damaged data set
+        refused("images", "--dataset mnist --data_dir none", "could not be downloaded")
+
+
+def test_out_that_holds_a_run_is_left_alone(runs: dict[str, Path], refused: Refused) -> None:
+    before = (runs["images"] / "metrics.jsonl").read_bytes()
+    refused("images", f"--out {runs['images']}", str(runs["images"]))
+    assert (runs["images"] / "metrics.jsonl").read_bytes() == before
+
+
+def test_nothing_is_written_where_the_input_is_wrong(refused: Refused, tmp_path: Path) -> None:
+    refused("images", "--bs 2000 --out made", "--bs 2000")
+    refused("texts", "--heads 3 --out made", "--heads 3")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_real_process_ends_with_two_and_one_line(name: str, tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / f"{SCRIPTS[name]}.py"
+    run = subprocess.run(
+        [sys.executable, str(script), "--bs", "0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert run.stderr.splitlines() == [
+        "error: --bs/--batch_size/-b: must be at least 1, got 0 (see --help)"
+    ]
+    assert run.stdout == ""
+    assert os.listdir(tmp_path) == []

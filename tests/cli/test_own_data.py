@@ -1,0 +1,905 @@
+"""Data of your own: header rows, columns, separators, splits, and predictions into files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import conftest
+import ranks
+import resnet50_test
+import transformer_test
+from input_pipeline.csv_tables import ColumnChoice
+from input_pipeline.image_datasets import expand_images, read_image_splits
+from input_pipeline.own_data import class_table
+from input_pipeline.text_datasets import TextSplit, read_text_splits
+
+Refused = Callable[..., str]
+TEXTS = (
+    "--dataset csv --width 8 --heads 2 --depth 1 --vocab_size 300 --epochs 2 --bs 8 --device cpu "
+    "--precision fp32 --threads 1 --lr 0.01"
+)
+IMAGES = (
+    "--dataset folder --arch resnet20 --epochs 1 --bs 4 --device cpu --precision fp32 --threads 1 "
+    "--image_size 8 --workers 1"
+)
+EXPECTED = {
+    "train": TextSplit([1, 0, 1, 0], ["Win, now", "see you", "a prize", "at noon"]),
+    "test": TextSplit([0], ["Hello there"]),
+}
+"""What each way to write the same small data set must be read as; the classes are ham and spam."""
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Write files; a double underscore in a name stands for the dot of its suffix."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_bytes(text.encode())
+    return folder
+
+
+def read(
+    folder: Path, label: str | None = None, *texts: str, **options: Any
+) -> tuple[dict[str, TextSplit], list[str]]:
+    return read_text_splits("csv", str(folder), choice=ColumnChoice(label, texts), **options)
+
+
+# -------------------------------------------------------------------- header rows and columns
+
+PLAIN = {
+    "train__csv": 'spam,"Win, now"\nham,see you\nspam,a prize\nham,at noon\n',
+    "test__csv": "ham,Hello there\n",
+}
+HEADERS = {
+    "none": PLAIN,
+    "label first": {name: f"label,text\n{text}" for name, text in PLAIN.items()},
+    "other names in another case": {
+        name: f"CATEGORY,Content\n{text}" for name, text in PLAIN.items()
+    },
+    "another order in each file": {
+        "train__csv": 'text,label\n"Win, now",spam\nsee you,ham\na prize,spam\nat noon,ham\n',
+        "test__csv": "class,id,sentence\nham,7,Hello there\n",
+    },
+    "an index and a title": {
+        "train__csv": ',title,description,Class Index\n0,"Win,",now,spam\n1,see,you,ham\n'
+        "2,a,prize,spam\n3,at,noon,ham\n",
+        "test__csv": ",title,description,Class Index\n0,Hello,there,ham\n",
+    },
+    "one known name": {name: f"label,inhalt\n{text}" for name, text in PLAIN.items()},
+    "a byte-order mark": {name: f"\ufefflabel,text\n{text}" for name, text in PLAIN.items()},
+    "blank lines": {name: f"label,text\n\n{text}\n" for name, text in PLAIN.items()},
+    "quoted newlines": {
+        "train__csv": '"label","text"\r\n"spam","Win,\nnow"\r\nham,see you\r\n'
+        'spam,"a\r\nprize"\r\nham,at noon\r\n',
+        "test__csv": 'label,text\r\nham,"Hello\n\nthere"\r\n',
+    },
+    "tsv": {
+        "train__tsv": "text\tlabel\nWin, now\tspam\nsee you\tham\na prize\tspam\nat noon\tham\n",
+        "test__tsv": "text\tlabel\nHello there\tham\n",
+    },
+    "tabs in csv": {
+        "train__csv": "spam\tWin, now\nham\tsee you\nspam\ta prize\nham\tat noon\n",
+        "test__csv": "ham\tHello there\n",
+    },
+    "spaces after commas": {
+        "train__csv": 'spam, "Win, now"\nham, see you\nspam, "a prize"\nham, at noon\n',
+        "test__csv": "ham, Hello there\n",
+    },
+    "blank rows": {name: f"label,text\n   \n{text} , \n" for name, text in PLAIN.items()},
+    "vertical bars": {
+        "train__csv": "label|text\nspam|Win, now\nham|see you\nspam|a prize\nham|at noon\n",
+        "test__csv": "label|text\nham|Hello there\n",
+    },
+    "names in upper case": {
+        "Train__csv": PLAIN["train__csv"],
+        "TEST__TSV": "ham\tHello there\n",
+    },
+    "training and testing": {
+        "training__csv": PLAIN["train__csv"],
+        "testing__csv": PLAIN["test__csv"],
+    },
+    "semicolons": {
+        "train__csv": "label;text\nspam;Win, now\nham;see you\nspam;a prize\nham;at noon\n",
+        "test__csv": "label;text\nham;Hello there\n",
+    },
+    "separator named in the first line": {
+        "train__csv": "sep=;\nspam;Win, now\nham;see you\nspam;a prize\nham;at noon\n",
+        "test__csv": '\ufeff"sep=\t"\r\ntext\tlabel\r\nHello there\tham\r\n',
+    },
+    "joined files, each with a byte-order mark": {
+        "train__csv": '\ufefflabel,text\nspam,"Win, now"\nham,see you\n\ufeff"label","text"\n'
+        "spam,a prize\nham,at noon\n",
+        "test__csv": "\ufeff\ufefflabel,text\nham,Hello there\n",
+    },
+    "what psql prints": {
+        "train__csv": " text     | label \n----------+-------\n Win, now | spam\n see you  | ham\n"
+        " a prize  | spam\n at noon  | ham\n(4 rows)\n",
+        "test__csv": "| label | text |\n|:--- | ---:|\n| ham | Hello there |\n",
+    },
+    "an index and a long question": {
+        "train__csv": f',text,label,{"why so and not; " * 6}\n0,"Win, now",spam,\n1,see you,ham,\n'
+        f",text,label,{'why so and not; ' * 6}\n0,a prize,spam,\n1,at noon,ham,\n",
+        "test__csv": f"text,label,{'why so and not; ' * 6}\nHello there,ham,\n",
+    },
+    "names with invisible characters": {
+        "train__csv": 'la\u00adbel,text\nspam\ufe0f,"Win, now"\nham,see you\n\u200bspam,a prize\n'
+        "ham\u00a0,at noon\n",
+        "test__csv": "label,text\nham,Hello there\n",
+    },
+    "separator named, padded": {
+        name: "SEP=,,\nlabel,text\n" + text for name, text in PLAIN.items()
+    },
+    "a title and comments above the header": {
+        "train__csv": "# export of 2026\n# a, b\n\nlabel;text\nspam;Win, now\nham;see you\n"
+        "spam;a prize\nham;at noon\n",
+        "test__csv": f"My texts,\nlabel,text\n{PLAIN['test__csv']}",
+    },
+    "joined files, a line below the header": {
+        "train__csv": "label | text\n------|-----\nspam|Win, now\nham|see you\nLabel|text\n"
+        "spam|a prize\nham|at noon\n",
+        "test__csv": "label,inhalt\nham,Hello there\nlabel,inhalt\n",
+    },
+}
+
+
+@pytest.mark.parametrize("files", HEADERS.values(), ids=HEADERS)
+def test_every_form_of_a_file_reads_alike(files: dict[str, str], tmp_path: Path) -> None:
+    splits, classes = read(write(tmp_path, **files))
+    assert classes == ["ham", "spam"]
+    assert splits == EXPECTED
+
+
+def test_rows_that_are_no_data_are_counted(tmp_path: Path) -> None:
+    rows = "My texts,\nlabel,text\n---,---\nspam,a\nlabel,text\nham,b\n"
+    other = rows.replace("label,text", "stars,body")
+    write(tmp_path / "a", train__csv=rows, test__csv=rows)
+    write(tmp_path / "b", train__csv=other, test__csv=other)
+    for folder, columns in ((tmp_path / "a", ()), (tmp_path / "b", ("stars", "body"))):
+        splits, classes = read(folder, *columns)
+        assert classes == ["ham", "spam"]
+        for name in ("train", "test"):
+            path = folder / f"{name}.csv"
+            assert splits[name].labels == [1, 0]
+            assert splits[name].notes[1].startswith(f"warning: {path}: left out, as they are no")
+            assert splits[name].notes[1].endswith(": rows 1, 3, 5")
+
+
+def test_the_first_row_of_a_file_without_header_is_a_sample(tmp_path: Path) -> None:
+    """Also where it looks a little like one: its label is the name of a label, but occurs again."""
+    train = "topic,one\nlabel,two\ntopic,three\nlabel,four\n"
+    splits, classes = read(write(tmp_path, train__csv=train, test__csv="label,five\n"))
+    assert classes == ["label", "topic"]
+    assert [len(splits[name]) for name in ("train", "test")] == [4, 1]
+
+
+ODD_COLUMNS = "v1,v2,topic\nspam,Win now,mail\nham,see you,chat\nspam,a prize,mail\nham,noon,chat\n"
+
+
+@pytest.mark.parametrize(
+    ("label", "texts", "classes", "first"),
+    [
+        ("v1", ("v2",), ["ham", "spam"], "Win now"),
+        ("V1", ("v2", "topic"), ["ham", "spam"], "Win now mail"),
+        ("v1", ("topic", "2"), ["ham", "spam"], "mail Win now"),
+        ("topic", ("v1", "v2"), ["chat", "mail"], "spam Win now"),
+        ("topic", ("2",), ["chat", "mail"], "Win now"),
+        (None, ("v2",), ["chat", "mail"], "Win now"),
+    ],
+)
+def test_columns_are_chosen_by_name_or_number(
+    label: str | None, texts: tuple[str, ...], classes: list[str], first: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path, train__csv=ODD_COLUMNS, test__csv=ODD_COLUMNS)
+    splits, read_classes = read(folder, label, *texts)
+    assert read_classes == classes
+    assert [split.texts[0] for split in splits.values()] == [first, first]
+    assert [len(split) for split in splits.values()] == [4, 4]
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_other_encodings_are_refused(encoding: str, refused: Refused, tmp_path: Path) -> None:
+    folder = write(tmp_path / "mine", **PLAIN)
+    (folder / "train.csv").write_bytes("caf\xe9,ein\nbar,zwei\n".encode(encoding))
+    refused("texts", f"--data_dir {folder}", "save it as UTF-8", TEXTS)
+
+
+def test_numbers_choose_columns_of_files_without_header(tmp_path: Path) -> None:
+    folder = write(tmp_path, train__csv="1,a,x\n2,b,y\n", test__csv="3,c,x\n")
+    splits, classes = read(folder, "3", "2")
+    assert classes == ["x", "y"]
+    assert splits["train"].texts == ["a", "b"]
+    assert splits["test"].labels == [0]
+
+
+def test_quotes_that_do_not_pair_are_text_in_tab_separated_files(tmp_path: Path) -> None:
+    train = 'label\ttext\nham\t"no" he said\nspam\tthe "best\n'
+    splits, _ = read(write(tmp_path, train__tsv=train, test__tsv=train))
+    assert splits["train"].texts == ['"no" he said', 'the "best']
+
+
+def test_two_stray_quotes_do_not_swallow_the_rows_between_them(tmp_path: Path) -> None:
+    train = 'label\ttext\nham\t"no he said\nspam\twin\nham\tthe end"\nspam\tnow\n'
+    quoted = 'label\ttext\nham\t"two\nlines"\n'
+    splits, _ = read(write(tmp_path, train__tsv=train, test__tsv=quoted))
+    assert splits["train"].texts == ['"no he said', "win", 'the end"', "now"]
+    assert splits["test"].texts == ["two lines"]
+
+
+def test_other_files_use_the_columns_of_the_training_file(tmp_path: Path) -> None:
+    train = "text,label\nWin now,spam\nsee you,ham\n"
+    test = "topic,label,title,text\nmail,ham,Greeting,Hello there\n"
+    splits, _ = read(write(tmp_path, train__csv=train, test__csv=test))
+    assert splits["test"].texts == ["Hello there"]
+    assert splits["test"].labels == [0]
+
+
+def test_texts_of_any_length_are_read(tmp_path: Path) -> None:
+    text = "word " * 40_000
+    folder = write(tmp_path, train__csv=f"a,{text}\nb,short\n", test__csv="a,short\n")
+    assert len(read(folder)[0]["train"].texts[0]) == 5 * 40_000 - 1
+
+
+def test_labels_of_any_number_of_digits_are_read(tmp_path: Path) -> None:
+    long = "7" * 5000
+    folder = write(tmp_path, train__csv=f"{long},a\n12,b\n", test__csv="12,b\n")
+    assert read(folder)[1] == ["12", long]
+
+
+def test_words_are_sorted_as_words_and_numbers_as_numbers(tmp_path: Path) -> None:
+    rows = "".join(f"{label},a\n" for label in ("world", "art", "10", "9", "science"))
+    assert read(write(tmp_path, train__csv=rows, test__csv=rows))[1] == [
+        "9",
+        "10",
+        "art",
+        "science",
+        "world",
+    ]
+
+
+# -------------------------------------------------------------------- files that are refused
+
+MANY = "".join(f"text number {row},label {row % 2}\n" for row in range(30))
+WRONG: dict[str, tuple[dict[str, str], str, str]] = {
+    "only a header": ({"train__csv": "label,text\n"}, "", "train.csv has a header row only"),
+    "empty label": (
+        {"train__csv": "label,text\nspam,a\n ,b\nham,c\n"},
+        "",
+        "train.csv, row 3: the label (column 1 (label)) is empty",
+    ),
+    "no text": ({"train__csv": "label,text\nspam,\nham,\n"}, "", "no row has a text"),
+    "label unknown": (
+        {"train__csv": "polarity,text\nspam,a\nham,c\n"},
+        "",
+        "(columns: polarity, text); choose it with --label_column",
+    ),
+    "text unknown": (
+        {"train__csv": "label,a,b\nspam,a,1\nham,c,2\n"},
+        "",
+        "(columns: label, a, b); choose it with --text_column",
+    ),
+    "two labels": (
+        {"train__csv": "label,category,text\nspam,x,a\nham,y,c\n"},
+        "",
+        "several columns that may be the label",
+    ),
+    "duplicate names": (
+        {"train__csv": "label,text,text\nspam,x,a\nham,y,c\n"},
+        "",
+        "several columns have the same name",
+    ),
+    "duplicate name chosen": (
+        {"train__csv": "label,text,text\nspam,x,a\nham,y,c\n"},
+        "--text_column text",
+        "--text_column text: {train} has several columns of that name",
+    ),
+    "missing name": (
+        {"train__csv": "label,text\nspam,a\nham,c\n"},
+        "--label_column kind",
+        "--label_column kind: {train} has no column of that name (columns: label, text)",
+    ),
+    "name without header": ({}, "--text_column body", "has no header row with that name"),
+    "number too large": ({}, "--label_column 3", "{train} has the columns 1 to 2"),
+    "number zero": ({}, "--label_column 0", "{train} has the columns 1 to 2"),
+    "superscript number": ({}, "--label_column \u00b2", "has no header row with that name"),
+    "same column": ({}, "--text_column 1", "column 1 would be both label and text"),
+    "header missing in test": (
+        {"train__csv": "label,text\nspam,a\nham,c\n"},
+        "",
+        "test.csv: row 1 (ham, Hello there) is not a header",
+    ),
+    "unknown header": (
+        {"train__csv": "v1,v2\n" + PLAIN["train__csv"]},
+        "",
+        "train.csv, row 1: no other row has the label 'v1'; if this row is a header (v1, v2)",
+    ),
+    "unknown header and a rare class": (
+        {
+            "train__csv": f"Polarity,Tweet_content\n{PLAIN['train__csv']}rare,one\n",
+            "test__csv": f"Polarity,Tweet_content\n{PLAIN['test__csv']}",
+        },
+        "",
+        "train.csv, row 1: no other row has the label 'Polarity'; if this row is a header",
+    ),
+    "part of the text missing": (
+        {
+            "train__csv": "label,title,text\nspam,a,b\nham,c,d\n",
+            "test__csv": "label,text\nham,d\n",
+        },
+        "",
+        "test.csv: has no column title, which is text in train.csv",
+    ),
+    "many digits": ({}, f"--label_column {'7' * 5000}", "has no header row with that name"),
+    "val twice in other names": (
+        {"dev__csv": "ham,a\n", "Valid__csv": "ham,a\n"},
+        "",
+        "Valid.csv and dev.csv are both there",
+    ),
+    "columns in another order in the second part": (
+        {"train__csv": "text,label\nx,spam\ny,ham\nlabel,text\nspam,z\nham,u\n"},
+        "",
+        "{train}, row 4: is the header with its columns in another order",
+    ),
+    "unknown header twice": (
+        {"train__csv": "frage,antwort\nx,spam\ny,ham\nfrage,antwort\nz,spam\nu,ham\n"},
+        "--label_column 2",
+        "{train}, row 1: no other row has the label 'antwort'",
+    ),
+    "texts as labels": (
+        {"train__csv": MANY},
+        "",
+        "column 1 was read as the label and has 30 different values in 30 rows",
+    ),
+    "texts chosen as labels": (
+        {"train__csv": "text,label\n" + MANY},
+        "--label_column text --text_column label",
+        "column 1 (text) was read as the label and has 30 different values in 30 rows",
+    ),
+    "class only in test": (
+        {"test__csv": "ham,a\neggs,b\n"},
+        "",
+        "test.csv, row 2: label 'eggs' is out of range, expected one of ham, spam",
+    ),
+    "class only in val": (
+        {"val__csv": "eggs,b\n"},
+        "",
+        "val.csv, row 1: label 'eggs' is out of range",
+    ),
+    "train twice": ({"train__tsv": "ham\ta\n"}, "", "train.csv and train.tsv are both there"),
+    "val twice": (
+        {"val__csv": "ham,a\n", "validation__csv": "ham,a\n"},
+        "",
+        "val.csv and validation.csv are both there",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_wrong_csv_is_refused(how: str, refused: Refused, tmp_path: Path) -> None:
+    files, flags, names = WRONG[how]
+    folder = write(tmp_path / "mine", **(PLAIN | files))
+    names = names.format(train=folder / "train.csv")
+    refused("texts", f"--data_dir {folder} {flags}", names, TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ("--dataset headlines --label_column 1", "--label_column"),
+        ("--dataset agnews --text_column text", "--text_column"),
+        ("--dataset csv --data_dir mine/train.csv", "mine/train.csv: is a file"),
+    ],
+)
+def test_flags_that_do_not_fit_the_data_are_refused(
+    flags: str, names: str, refused: Refused, tmp_path: Path
+) -> None:
+    write(tmp_path / "mine", **PLAIN)
+    refused("texts", flags, names, TEXTS)
+
+
+@pytest.mark.parametrize("rows", [19, 20])
+def test_as_many_classes_as_rows_are_accepted_in_tiny_files_only(rows: int, tmp_path: Path) -> None:
+    train = "".join(f"class {row},text\n" for row in range(rows))
+    folder = write(tmp_path, train__csv=train, test__csv="class 1,text\n")
+    if rows < 20:
+        assert len(read(folder)[1]) == rows
+    else:
+        with pytest.raises(Exception, match="20 different values in 20 rows"):
+            read(folder)
+
+
+# -------------------------------------------------------------------- what a run says and does
+
+
+def run_texts(*flags: object) -> int:
+    return conftest.call(transformer_test, [*TEXTS.split(), *map(str, flags)])
+
+
+def run_images(*flags: object) -> int:
+    return conftest.call(resnet50_test, [*IMAGES.split(), *map(str, flags)])
+
+
+def many_rows(rows: int, header: str = "text,label") -> str:
+    return (
+        header
+        + "\n"
+        + "".join(f"sample {row},{'ham' if row % 2 else 'spam'}\n" for row in range(rows))
+    )
+
+
+def test_a_run_says_what_it_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = many_rows(24) + "http://only.an/address,eggs\n,eggs\n"
+    folder = write(tmp_path / "mine", train__csv=train, test__csv=many_rows(6))
+    assert run_texts("--data_dir", folder, "--out", tmp_path / "run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:9] == [
+        f"{folder}/train.csv: row 1 is the header; the label is column 2 (label), "
+        "the text column 1 (text)",
+        f"warning: {folder}/train.csv: 2 of 26 rows have no text (the first is row 26); they are "
+        "kept, and count like the others",
+        f"{folder}/test.csv: row 1 is the header; the label is column 2 (label), "
+        "the text column 1 (text)",
+        "               class     train      test",
+        "                eggs         2         0",
+        "                 ham        12         3",
+        "                spam        12         3",
+        "       all 3 classes        26         6",
+        "warning: the test split has no row of 1 of the 3 classes: eggs",
+    ]
+    assert "26 training samples" in lines[9]
+
+
+def test_a_long_list_of_classes_is_shortened() -> None:
+    lines = class_table([f"c{number}" for number in range(50)], {"train": [0, 1, 1], "test": [1]})
+    assert len(lines) == 1 + 20 + 2 + 2
+    assert lines[21].split() == ["30", "more", "classes"]
+    assert lines[22].split() == ["all", "50", "classes", "3", "1"]
+    assert lines[24].endswith("49 of the 50 classes: c0, c2, c3, c4, c5, c6, c7, c8 and 41 more")
+
+
+def test_evaluation_reads_the_columns_and_classes_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also on other files, which lack a class: its number must not go to the next one."""
+    rows = "".join(f"{row},word {row % 3},{'xyz'[row % 3]}\n" for row in range(60))
+    folder = write(tmp_path / "mine", train__csv=rows, test__csv=rows)
+    chosen = ["--label_column", "3", "--text_column", "2"]
+    easy = ["--dropout", 0, "--token_dropout", 0]
+    out = ["--out", tmp_path / "run"]
+    assert run_texts("--data_dir", folder, "--epochs", 12, *chosen, *easy, *out) == 0
+    assert ranks.metrics(tmp_path / "run")[-1]["test_accuracy"] == 1
+    lacking = "".join(line + "\n" for line in rows.splitlines() if not line.endswith("x"))
+    other = write(tmp_path / "other", train__csv=lacking, test__csv=lacking)
+    for data, accuracies in ((folder, ["100.00"] * 3), (other, ["0.00", "100.00", "100.00"])):
+        capsys.readouterr()
+        resume = ["--resume", str(tmp_path / "run"), "--evaluate", "--data_dir", str(data)]
+        assert conftest.call(transformer_test, resume) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[:2] for line in lines[-4:-1]] == [
+            [name, accuracy] for name, accuracy in zip("xyz", accuracies)
+        ]
+
+
+# -------------------------------------------------------------------- validation sets
+
+
+def image_folder(root: Path, *parts: str, classes: tuple[str, ...] = ("cat", "dog")) -> Path:
+    """Write six images of each class into root/part/class for each part; "." is root itself."""
+    for part in parts:
+        for number, name in enumerate(classes):
+            (root / part / name).mkdir(parents=True, exist_ok=True)
+            for i in range(6):
+                pixels = np.full((16, 16, 3), 40 * i + 20 * number, dtype=np.uint8)
+                Image.fromarray(pixels).save(root / part / name / f"{i}.png")
+    return root
+
+
+def csv_folder(root: Path, *parts: str) -> Path:
+    return write(
+        root, **{f"{part}__csv": many_rows(24 if part == "train" else 8) for part in parts}
+    )
+
+
+WITH_VAL = pytest.mark.parametrize("val", ["val", "validation", "Valid", "dev"])
+BOTH_KINDS = pytest.mark.parametrize(
+    ("run", "make"), [(run_texts, csv_folder), (run_images, image_folder)], ids=["csv", "folder"]
+)
+
+
+@WITH_VAL
+@BOTH_KINDS
+def test_a_validation_set_of_its_own_chooses_the_best_epoch(
+    run: Callable[..., int],
+    make: Callable[..., Path],
+    val: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = make(tmp_path / "mine", "train", "test", val)
+    assert run("--data_dir", data, "--out", tmp_path / "run") == 0
+    rows = ranks.metrics(tmp_path / "run")
+    best = torch.load(tmp_path / "run" / "best.pt", weights_only=True)["progress"]["best"]
+    assert best["accuracy"] == max(row["val_accuracy"] for row in rows)
+    assert "test_accuracy" in rows[0]
+    console = capsys.readouterr().out
+    assert "chosen by validation rows" in console or "the only epoch" in console
+    assert "validation accuracy" in console
+    assert "test accuracy" in console
+    assert "--val_fraction" not in console
+
+
+@BOTH_KINDS
+def test_a_validation_set_alone_is_measured(
+    run: Callable[..., int],
+    make: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DATA_DIR", str(tmp_path))  # which is that of the known data sets
+    data = make(tmp_path / "mine", "train", "val")
+    assert run("--data_dir", data, "--out", tmp_path / "run") == 0
+    row = ranks.metrics(tmp_path / "run")[-1]
+    assert "val_accuracy" in row
+    assert "test_accuracy" not in row
+    console = capsys.readouterr().out
+    assert "test accuracy" not in console
+    assert run("--resume", tmp_path / "run", "--evaluate") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "accuracy on the validation set, which also chose the best epoch" in lines
+    assert f"{100 * row['val_accuracy']:.2f} %" in lines[-1]
+
+
+@BOTH_KINDS
+def test_rows_are_held_out_of_a_training_set_alone(
+    run: Callable[..., int],
+    make: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    refused: Refused,
+) -> None:
+    data = make(tmp_path / "mine", "train")
+    name, base = ("texts", TEXTS) if run is run_texts else ("images", IMAGES)
+    line = refused(name, f"--data_dir {data}", "is missing", base)
+    assert "--val_fraction 0.1" in line
+    assert run("--data_dir", data, "--val_fraction", 0.25, "--out", tmp_path / "run") == 0
+    table = capsys.readouterr().out.splitlines()
+    total = next(line.split()[-2:] for line in table if "all 2 classes" in line)
+    assert total in (["18", "6"], ["8", "4"])
+    assert "val_accuracy" in ranks.metrics(tmp_path / "run")[-1]
+
+
+def test_a_folder_of_class_folders_is_split(tmp_path: Path, refused: Refused) -> None:
+    data = image_folder(tmp_path / "mine", ".")
+    (data / ".ipynb_checkpoints").mkdir()
+    line = refused("images", f"--data_dir {data}", "mine/train is missing", IMAGES)
+    assert "add --val_fraction 0.1" in line
+    assert run_images("--data_dir", data, "--val_fraction", 0.3, "--out", tmp_path / "run") == 0
+    state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    assert state["classes"] == ["cat", "dog"]
+    refused("images", f"--data_dir {tmp_path / 'none'} --val_fraction 0.3", "is missing", IMAGES)
+
+
+@BOTH_KINDS
+def test_flags_of_held_out_rows_hold_with_a_validation_set_of_its_own(
+    run: Callable[..., int],
+    make: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    refused: Refused,
+) -> None:
+    """As a sweep gives them, and as meta-mixup needs them."""
+    data = make(tmp_path / "mine", "train", "val")
+    flags = ["--data_dir", data, "--meta_learning", "--meta_every", 1, "--bs", 4]
+    out = ["--out", tmp_path / "run"]
+    assert run(*flags, "--val_fraction", 0.1, "--no-test", *out) == 0
+    assert "--val_fraction 0.1 is not used" in capsys.readouterr().out
+    assert run(*flags, "--val_fraction", 0, "--out", tmp_path / "other") == 0
+    name, base = ("texts", TEXTS) if run is run_texts else ("images", IMAGES)
+    data = make(tmp_path / "without", "train", "test")
+    refused(name, f"--data_dir {data} --no-test", "give --val_fraction above 0", base)
+    meta = f"--data_dir {data} --meta_learning --val_fraction 0"
+    refused(name, meta, "--mixup meta learns on held-out rows", base)
+
+
+@BOTH_KINDS
+def test_rows_are_left_to_train_on(
+    run: Callable[..., int], make: Callable[..., Path], refused: Refused, tmp_path: Path
+) -> None:
+    data = make(tmp_path / "mine", "train")
+    name, base = ("texts", TEXTS) if run is run_texts else ("images", IMAGES)
+    names = "--val_fraction 0.99 leaves no training rows of 2 of the 2 classes"
+    refused(name, f"--data_dir {data} --val_fraction 0.99", names, base)
+
+
+def test_a_class_of_one_row_is_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
+    train = many_rows(24) + "the only one,rare\n"
+    folder = write(tmp_path / "mine", train__csv=train)
+    out = ["--out", tmp_path / "run"]
+    assert run_texts("--data_dir", folder, "--val_fraction", 0.25, *out) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["rare", "1", "0"] in rows
+    (folder / "train.csv").write_text("ham,a\nspam,b\n")
+    flags = f"--data_dir {folder} --val_fraction 0.25"
+    refused("texts", flags, "leaves no validation rows", TEXTS)
+
+
+def test_folders_that_are_named_like_splits_are_no_classes(
+    tmp_path: Path, refused: Refused
+) -> None:
+    data = image_folder(tmp_path / "mine", "Test", "Dev")
+    assert "are the classes" not in refused("images", f"--data_dir {data}", "is missing", IMAGES)
+    refused("images", f"--data_dir {data} --val_fraction 0.1", "mine/train is missing", IMAGES)
+    image_folder(data, "Train")
+    splits, classes = read_image_splits("folder", str(data))
+    assert classes == ["cat", "dog"]
+    assert list(splits) == ["train", "test", "val"]
+
+
+@pytest.mark.parametrize("part", ["test", "val"])
+def test_a_class_that_train_lacks_is_named(part: str, refused: Refused, tmp_path: Path) -> None:
+    data = image_folder(tmp_path / "mine", "train", part)
+    image_folder(data, part, classes=("emu",))
+    refused("images", f"--data_dir {data}", f"mine/{part}/emu: not one of the 2 classes", IMAGES)
+
+
+def test_two_validation_folders_are_refused(refused: Refused, tmp_path: Path) -> None:
+    data = image_folder(tmp_path / "mine", "train", "val", "validation")
+    refused("images", f"--data_dir {data}", "val and validation are both there", IMAGES)
+
+
+def test_hidden_files_are_not_images(tmp_path: Path) -> None:
+    data = image_folder(tmp_path / "mine", "train", "test")
+    (data / "train" / "cat" / "._0.png").write_bytes(b"what macOS leaves in archives")
+    assert len(expand_images(data / "train" / "cat")[0]) == 6
+    assert read_image_splits("folder", str(data))[1] == ["cat", "dog"]
+
+
+def test_every_image_is_used_or_counted_with_the_reason(tmp_path: Path) -> None:
+    """Hidden folders, links of all kinds and other files, in the data and in what is predicted."""
+    data = image_folder(tmp_path / "mine", "train", "test")
+    cat, elsewhere = data / "train" / "cat", image_folder(tmp_path, "elsewhere") / "elsewhere"
+    hidden = image_folder(cat, ".ipynb_checkpoints", "__MACOSX")
+    for name in ("0.png", "1.png"):
+        (cat / name).unlink()
+        (cat / name).symlink_to("annex/objects/" + name)
+    (cat / "more").symlink_to(elsewhere / "cat")
+    (cat / "6.png").symlink_to(elsewhere / "dog" / "0.png")
+    (cat / "loop").symlink_to(data)
+    (cat / "up").symlink_to("..")
+    (cat / "itself").symlink_to(cat)
+    (cat / "7.heic").write_bytes(b"of a phone")
+    (cat / "folder.png").mkdir()
+    os.mkfifo(cat / "pipe.png")
+    (data / "train" / "parent").symlink_to(data / "train")
+    (data / "train" / "stray.png").write_bytes((cat / "2.png").read_bytes())
+    (data / "train" / "fish").symlink_to(elsewhere / "dog")
+    (data / "train" / "bird").symlink_to("nowhere")
+    (cat / "more-of-them").symlink_to(elsewhere / "cat")
+    (elsewhere / "dog" / "back").symlink_to(data / "train")
+    splits, classes = read_image_splits("folder", str(data), train_is_enough=True)
+    assert classes == ["cat", "dog", "fish"]
+    assert splits["train"].labels.bincount().tolist() == [4 + 6 + 1, 6, 6]
+    assert splits["train"].note == (
+        f"warning: {data / 'train'}: left out: dangling links (3, such as bird), files of "
+        "other types (1, such as cat/7.heic), folders that another link leads to (1, such as "
+        "cat/more-of-them), hidden files and folders (2, such as "
+        "cat/.ipynb_checkpoints), images outside the folders of the classes (1, such as "
+        "stray.png), links to a folder above (5, such as parent), unreadable files (1, such as "
+        "cat/pipe.png)"
+    )
+    assert splits["test"].note == ""
+    files, note = expand_images(cat)
+    assert len(files) == 11
+    assert "links to a folder above (3, such as itself)" in note
+    assert hidden == cat
+
+
+def test_a_split_that_is_a_link_to_nothing_is_refused(tmp_path: Path, refused: Refused) -> None:
+    """It must not be taken for one that is not there."""
+    for name, base, make in (("images", IMAGES, image_folder), ("texts", TEXTS, csv_folder)):
+        data = make(tmp_path / name, "train", "val")
+        (data / ("test" if name == "images" else "test.csv")).symlink_to("nowhere")
+        refused(name, f"--data_dir {data}", "is a link to nothing", base)
+
+
+def test_names_in_two_forms_are_one_class(tmp_path: Path) -> None:
+    """Composed and decomposed characters, in folders, labels, headers and trained models."""
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    data = image_folder(tmp_path / "mine", "train", classes=(composed, "dog"))
+    image_folder(data, "test", classes=(decomposed, "dog"))
+    for classes in ((), (decomposed, "dog")):
+        splits, found = read_image_splits("folder", str(data), classes=classes)
+        assert found == [*classes] or found == [composed, "dog"]
+        assert splits["test"].labels.bincount().tolist() == [6, 6]
+    texts = write(
+        tmp_path / "texts",
+        train__csv=f"text,th\u00e8me\na b,{composed}\nc d,bar\ne f,{decomposed}\n",
+        test__csv=f"text,the\u0300me\na caf\u00e9,{decomposed}\na cafe\u0301,bar\n",
+    )
+    splits, found = read(texts, "the\u0300me")
+    assert found == ["bar", composed]
+    assert splits["train"].labels == [1, 0, 1]
+    assert splits["test"] == TextSplit([1, 0], ["a caf\u00e9"] * 2)
+
+
+# -------------------------------------------------------------------- predictions
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Forty images in two folders: two batches, which worker processes decode."""
+    for i in range(40):
+        folder = tmp_path / "photos" / ("b" if i % 2 else "a")
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), 6 * i).save(folder / f"{i:02}.png")
+    return tmp_path / "photos"
+
+
+def test_a_folder_of_images_is_classified_in_order(
+    photos: Path, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume = ["--resume", str(runs["images"]), "--predict"]
+    assert conftest.call(resnet50_test, [*resume, str(photos)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    files = [str(path) for path in sorted(photos.rglob("*.png"))]
+    assert [line.split(": ")[0] for line in printed] == files
+    single = [*resume, files[33]]
+    assert conftest.call(resnet50_test, single) == 0
+    assert capsys.readouterr().out.splitlines() == [printed[33]]
+
+    written = {}
+    for suffix in ("jsonl", "csv"):
+        out = tmp_path / f"out.{suffix}"
+        assert conftest.call(resnet50_test, [*resume, str(photos), "--predict_out", str(out)]) == 0
+        assert capsys.readouterr().out == f"{out}: 40 predictions\n"
+        written[suffix] = out.read_text()
+    records = [json.loads(line) for line in written["jsonl"].splitlines()]
+    assert [record["name"] for record in records] == files
+    for record, line in zip(records, printed):
+        assert list(record["probabilities"]) == [str(digit) for digit in range(10)]
+        assert sum(record["probabilities"].values()) == pytest.approx(1, abs=1e-4)
+        assert record["predicted"] == max(record["probabilities"], key=record["probabilities"].get)
+        share = 100 * record["probabilities"][record["predicted"]]
+        assert f": {record['predicted']} {share:.1f} %" in line
+    rows = list(csv.DictReader(written["csv"].splitlines()))
+    for record, row in zip(records, rows, strict=True):
+        assert row == {
+            "name": record["name"],
+            "predicted": record["predicted"],
+            **{f"probability_{name}": str(p) for name, p in record["probabilities"].items()},
+        }
+
+
+@pytest.mark.parametrize("victim", ["a/02.png", "b/39.png"])
+def test_a_broken_image_among_many_is_named_and_nothing_is_written(
+    victim: str, photos: Path, runs: dict[str, Path], refused: Refused, tmp_path: Path
+) -> None:
+    (photos / victim).write_bytes((photos / victim).read_bytes()[:40])
+    flags = f"--resume {runs['images']} --predict {photos} --predict_out {tmp_path}/out.csv"
+    refused("images", flags, f"{photos / victim}: not a readable image", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
+
+
+def test_the_lines_of_a_folder_of_texts_are_classified(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "texts"
+    write(folder / "b", one__txt='\nHome team wins, "again"\n\n')
+    write(folder, a__txt="Stocks rise\nOil down\n", notes__md="not a text to classify")
+    write(folder / ".ipynb_checkpoints", a__txt="An older version\n")
+    (folder / "loop").symlink_to(folder)
+    resume = ["--resume", str(runs["texts"]), "--predict", str(folder)]
+    out = tmp_path / "out.csv"
+    assert conftest.call(transformer_test, [*resume, "--predict_out", str(out)]) == 0
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert [(row["name"], row["text"]) for row in rows] == [
+        (f"{folder}/a.txt:1", "Stocks rise"),
+        (f"{folder}/a.txt:2", "Oil down"),
+        (f"{folder}/b/one.txt:2", 'Home team wins, "again"'),
+    ]
+    assert capsys.readouterr().err.startswith(
+        f"warning: {folder}: left out: files of other types (1, such as notes.md), hidden files "
+        "and folders (1, such as .ipynb_checkpoints), links to a folder above (1, such as loop)\n"
+    )
+    assert conftest.call(transformer_test, resume) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in printed] == [row["text"] for row in rows]
+
+
+def test_predictions_never_replace_a_file(
+    runs: dict[str, Path], refused: Refused, tmp_path: Path
+) -> None:
+    lines = tmp_path / "in.csv"
+    lines.write_text("Stocks rise\n")
+    flags = f"--resume {runs['texts']} --predict {lines} --predict_out {lines}"
+    refused("texts", flags, f"--predict_out {lines}: is there already", "")
+    assert lines.read_text() == "Stocks rise\n"
+
+
+def test_a_file_without_text_in_a_folder_is_left_out(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
+    folder = write(tmp_path / "texts", a__txt="Stocks rise\n", b__txt="", c__txt=" \n")
+    assert (
+        conftest.call(transformer_test, ["--resume", str(runs["texts"]), "--predict", str(folder)])
+        == 0
+    )
+    console = capsys.readouterr()
+    assert [line.split(":")[0] for line in console.out.splitlines()] == ["Stocks rise"]
+    warnings = [line for line in console.err.splitlines() if line.startswith("warning: ")]
+    assert warnings == [
+        f"warning: {folder}/{name}.txt: contains no text and is left out" for name in "bc"
+    ]
+    (folder / "a.txt").unlink()
+    for path in (folder, folder / "b.txt"):
+        flags = f"--resume {runs['texts']} --predict {path}"
+        refused("texts", flags, f"{path}: contains no text", "")
+
+
+def test_names_that_are_not_utf8_are_written_with_escapes(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photo = str(tmp_path / os.fsdecode(b"caf\xe9.png"))
+    Image.new("L", (8, 8), 90).save(photo)
+    shown = f"{tmp_path}/caf\\udce9.png"
+    predict = ["--resume", str(runs["images"]), "--predict", photo]
+    assert conftest.call(resnet50_test, predict) == 0
+    assert capsys.readouterr().out.startswith(f"{shown}: ")
+    for suffix in ("csv", "jsonl"):
+        out = tmp_path / f"out.{suffix}"
+        assert conftest.call(resnet50_test, [*predict, "--predict_out", str(out)]) == 0
+        assert shown in out.read_text(encoding="utf-8")
+    assert json.loads(out.read_text(encoding="utf-8"))["name"] == photo
+
+
+@pytest.mark.process
+def test_texts_and_names_are_utf8_in_every_locale(tmp_path: Path) -> None:
+    """Classes, texts, files and the run folder have other letters; the locale knows ASCII alone."""
+    rows = "label,text\n" + "caf\u00e9,na\u00efve\n\u65e5\u672c,\u3088\u3044\n" * 8
+    write(tmp_path / "d\u00e4ta", train__csv=rows, test__csv=rows)
+    write(tmp_path, line__txt="na\u00efve\n")
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    train = [*TEXTS.split(), "--data_dir", "d\u00e4ta", "--out", "r\u00fcn"]
+    predict = "--resume r\u00fcn --predict line.txt --predict_out \u00f6ut.jsonl".split()
+    for flags in (train, predict):
+        command = ranks.script("transformer_test.py", *flags)
+        ranks.finish(ranks.start(command, tmp_path, cold=True, **locale), tmp_path)
+    record = json.loads((tmp_path / "\u00f6ut.jsonl").read_text(encoding="utf-8"))
+    assert record["text"] == "na\u00efve"
+    assert list(record["probabilities"]) == ["caf\u00e9", "\u65e5\u672c"]
+
+
+def test_classes_whose_names_are_not_utf8_are_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    classes = ("cat", os.fsdecode(b"caf\xe9"))
+    data = image_folder(tmp_path / "mine", "train", "test", classes=classes)
+    assert run_images("--data_dir", data, "--out", tmp_path / "run") == 0
+    assert "caf\\udce9         6         6" in capsys.readouterr().out
+    assert conftest.call(resnet50_test, ["--resume", str(tmp_path / "run"), "--evaluate"]) == 0
+    assert "caf\\udce9" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ("--predict a.png --predict_out out.txt", "out.txt: the name must end in .jsonl or .csv"),
+        ("--predict a.png --predict_out none/out.csv", "none/out.csv: the folder does not exist"),
+        ("--predict_out out.csv", "--predict_out needs something to classify"),
+    ],
+)
+def test_wrong_predict_out_is_refused_before_anything_is_read(
+    flags: str, names: str, runs: dict[str, Path], refused: Refused
+) -> None:
+    refused("images", f"--resume {runs['images']} {flags}", names, "")

@@ -1,0 +1,500 @@
+"""The rounds of a benchmark follow the speed of the machine; bad input is one line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import errors
+import ranks
+import resnet50_test
+from benchmarks import bench
+from training import machine
+
+needs_timm = pytest.mark.skipif(
+    importlib.util.find_spec("timm") is None, reason="timm is not installed"
+)
+
+
+class FakeClock:
+    """A clock that only `work` moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def work(self, *seconds: float) -> Callable[[], float]:
+        """A side that takes so many seconds in each call; the last number repeats."""
+        left = list(seconds)
+
+        def call() -> float:
+            taken = left.pop(0) if len(left) > 1 else left[0]
+            self.now += taken
+            return taken
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    fake = FakeClock()
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: fake.now)
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds"),
+    [(1, 10), (10, 5), (12, 4), (18, 3), (60, 3)],
+    ids=["fast", "exactly fits", "one more would not fit", "least", "too slow"],
+)
+def test_as_many_rounds_as_fit_but_three_at_least(clock, seconds, rounds):
+    sides = {"ours": clock.work(seconds / 2), "plain": clock.work(seconds / 2)}
+    values = bench.take_turns(sides, 10, deadline=clock.now + 50)
+    assert {name: len(each) for name, each in values.items()} == {"ours": rounds, "plain": rounds}
+
+
+def test_the_next_round_is_expected_to_take_as_long_as_the_last(clock):
+    sides = {"ours": clock.work(20, 5, 5, 4, 10, 6)}  # 34 s after four rounds, 44 s after five
+    values = bench.take_turns(sides, 10, deadline=clock.now + 50)
+    assert values["ours"] == [20, 5, 5, 4, 10]
+
+
+def test_without_a_deadline_all_rounds_are_measured(clock):
+    sides = {"ours": clock.work(1e6), "slow": clock.work(1e6)}
+    values = bench.take_turns(sides, 7, {"slow"})
+    assert (len(values["ours"]), len(values["slow"])) == (7, bench.MIN_BLOCKS)
+
+
+def test_a_measurement_leaves_the_rest_of_its_share_to_the_others(clock):
+    budget = bench.Budget(True, 3)
+    start = clock.now
+    assert budget.next_deadline() == start + bench.QUICK_SECONDS / 3
+    clock.now += 30  # of 80: 210 are left for two
+    assert budget.next_deadline() == start + 30 + (bench.QUICK_SECONDS - 30) / 2
+    clock.now += 300  # the budget is spent
+    assert budget.next_deadline() == clock.now
+    assert bench.Budget(False, 1).next_deadline() == math.inf
+
+
+@needs_timm
+def test_a_slow_machine_measures_a_smaller_batch():
+    from benchmarks.step import SMALLEST_BATCH, affordable_batch
+
+    assert affordable_batch(64, 0.05, 6.0) == 64
+    assert affordable_batch(64, 0.12, 6.0) == 32
+    assert affordable_batch(64, 100.0, 6.0) == SMALLEST_BATCH
+
+
+@needs_timm
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_fp32_is_measured_once():
+    from benchmarks.step import default_sides
+
+    assert default_sides(True, True) == ["ours", "ours, fuse", "ours, checkpoint", "ours, fp32"]
+    assert default_sides(True, False) == ["ours", "ours, fuse", "ours, checkpoint"]
+    assert "ours, fp32, compile" not in default_sides(False, False)
+
+
+@needs_timm
+def test_bf16_is_not_timed_where_the_processor_has_none(monkeypatch):
+    from benchmarks import step
+
+    timed = []
+    monkeypatch.setattr(step, "has_bf16", lambda device: False)
+    monkeypatch.setattr(step, "peak_flops", lambda dtype: timed.append(dtype) or 5.0)
+    assert step.Peak.measured() == step.Peak(5.0, 5.0, "fp32")
+    assert timed == [step.torch.float32]
+
+
+def test_the_passes_in_bf16_are_left_out_where_the_processor_has_none(monkeypatch):
+    from benchmarks import optimizer_step
+
+    monkeypatch.setattr(optimizer_step, "has_bf16", lambda device: False)
+    workload = optimizer_step.transformer_workload()
+    assert list(optimizer_step.passes(workload, True)) == ["forward + backward, fp32"]
+
+
+def test_muon_is_left_out_where_the_processor_has_no_bf16(monkeypatch):
+    from benchmarks import optimizer_step
+
+    weight = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    for bf16 in (False, True):
+        monkeypatch.setattr(optimizer_step, "has_bf16", lambda device, bf16=bf16: bf16)
+        gradients = [[torch.ones_like(p) for p in weight.parameters()]]
+        workload = SimpleNamespace(model=weight, gradients=lambda made=gradients: made)
+        sides = optimizer_step.build_sides(workload)
+        assert (optimizer_step.MUON in sides) is bf16
+
+
+def test_the_number_of_rounds_is_in_the_table():
+    row = bench.Row("pair", [1.0, 2.0, 3.0], [1.0, 1.0, 1.0])
+    title, line = bench.table([row], "plain").splitlines()
+    assert title.split()[-1] == "rounds"
+    assert line.split()[-1] == "3"
+
+
+def test_the_json_file_names_the_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "commit_or_none", lambda: "abc-dirty")
+    bench.write_json(str(tmp_path / "a.json"), [], [], machine="m")
+    assert json.loads((tmp_path / "a.json").read_text())["commit"] == "abc-dirty"
+
+
+def three_steps() -> Iterator[int]:
+    """A side that ends after three steps of ten samples."""
+    for _ in range(3):
+        time.sleep(0.01)
+        yield 10
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 10) -> None:
+    """Wait until it holds, or fail."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def state_of(process: int | None) -> str:
+    """The state of a process in /proc, such as 'T' for stopped."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_process_is_stopped_between_its_turns_and_its_end_is_one_line(capfd):
+    remote = bench.Remote(three_steps)
+    try:
+        for _ in range(2):
+            assert 0 < remote.rate(0.001) < 1000
+            wait_until(lambda: state_of(remote.process.pid) == "T")
+        assert remote.peak_memory() > 0
+        with pytest.raises(errors.InputError, match="has ended; its message is above"):
+            remote.rate(1)
+    finally:
+        remote.close()
+    assert not remote.process.is_alive()
+
+
+def test_settings_of_a_side_are_for_its_process_alone(monkeypatch):
+    from benchmarks import accelerators
+
+    monkeypatch.setenv("OMP_PLACES", "threads")
+    monkeypatch.delenv("OMP_PROC_BIND", raising=False)
+    with accelerators.environment({"OMP_PLACES": "cores", "OMP_PROC_BIND": "close"}):
+        assert (os.environ["OMP_PLACES"], os.environ["OMP_PROC_BIND"]) == ("cores", "close")
+    assert os.environ["OMP_PLACES"] == "threads"
+    assert "OMP_PROC_BIND" not in os.environ
+
+
+READERS = ("accelerators", "profile_step", "step", "throughput")
+
+
+@needs_timm
+@pytest.mark.parametrize("name", READERS)
+def test_a_missing_data_set_is_one_line(name, tmp_path, monkeypatch, capsys):
+    def no_network(*_: object, **__: object) -> None:
+        raise urllib.error.URLError("no network in tests")
+
+    module = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(urllib.request, "urlopen", no_network)
+    monkeypatch.setenv("DATA_DIR", str(tmp_path / "none"))
+    if name == "step":
+        monkeypatch.setattr(module, "peak_flops", lambda dtype: 1e11)
+    monkeypatch.setattr(sys, "argv", [name, "--quick"])
+    assert errors.exit_code(module.main) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert f"{tmp_path}/none/cifar-10-batches-py is missing" in lines[0]
+
+
+BENCHMARKS = [
+    path
+    for path in sorted((ranks.ROOT / "benchmarks").glob("*.py"))
+    if "bench.parser(" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_errors_of_a_benchmark_become_its_exit_code(path):
+    assert path.read_text().rstrip().endswith("exit_code(main))")
+
+
+def test_the_result_of_a_benchmark_is_its_exit_code():
+    short = bench.Bar("speed", measured=1.0, target=2.0)
+    assert errors.exit_code(lambda: bench.verdict([short])) == 1
+    assert errors.exit_code(lambda: bench.verdict([])) == 0
+
+
+def test_a_peer_trains_and_its_log_names_it(tmp_path, capsys):
+    pytest.importorskip("pytorch_optimizer")
+    from benchmarks import train_peer
+
+    words = "soap resnet50_test.py --dataset digits --arch resnet8 --bs 64 --epochs 1 --subset 0.2"
+    folder = ["--threads", "1", "--out", str(tmp_path / "run")]
+    with pytest.raises(errors.InputError, match="--optimizer adamw"):
+        train_peer.main([*words.split(), *folder])
+    train_peer.main([*words.split(), *folder, "--optimizer", "adamw"])
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["peer"].startswith("soap, pytorch_optimizer ")
+    with pytest.raises(errors.InputError, match="usage"):
+        train_peer.main(["nothing"])
+
+
+SMALL_RUN = "--dataset digits --arch resnet8 --bs 64 --subset 0.5 --threads 1 --epochs 2 --lr 0.01"
+
+
+@pytest.fixture
+def small_logs(tmp_path, monkeypatch):
+    """A folder of logged runs: two seeds of NGD, one of SGD."""
+    for name, flags in (("ngd-seed0", "--ngd"), ("ngd-seed1", "--ngd --seed 1"), ("sgd-seed0", "")):
+        words = ["resnet50_test.py", *SMALL_RUN.split(), *flags.split()]
+        monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path / "logs" / name)])
+        resnet50_test.main()
+    return tmp_path / "logs"
+
+
+def run_time_to_target(monkeypatch, *words) -> None:
+    from benchmarks import time_to_target
+
+    monkeypatch.setattr(sys, "argv", ["time_to_target.py", "--quick", *map(str, words)])
+    time_to_target.main()
+
+
+def test_time_to_an_accuracy_of_logged_runs(small_logs, tmp_path, capsys, monkeypatch):
+    from benchmarks import training_rates
+
+    opened = []
+    take_steps = training_rates.samples_per_second
+
+    def spy(trainer, steps, epoch=0):
+        opened.append((type(trainer.optimizer).__name__, trainer.optimizer.param_groups[0]["lr"]))
+        return take_steps(trainer, steps, epoch)
+
+    monkeypatch.setattr(training_rates, "samples_per_second", spy)
+    capsys.readouterr()
+    run_time_to_target(monkeypatch, "--json", tmp_path / "times.json", small_logs)
+    assert {name for name, _ in opened} == {"NGD", "SGD"}
+    assert len(opened) == 2 * 4  # each once to warm up, and three turns
+    header, ngd, sgd, _ = capsys.readouterr().out.strip().splitlines()[-4:]
+    assert "samples/s" in header
+    assert (ngd.split()[0], ngd.split()[3]) == ("ngd", "2")
+    assert (sgd.split()[0], sgd.split()[3]) == ("sgd", "1")
+    text = (tmp_path / "times.json").read_text()
+    assert "Infinity" not in text
+    written = json.loads(text)
+    assert machine.device_name(torch.device("cpu"), with_speed=True) in written["machine"]
+    assert written["samples_per_epoch"] == {"ngd": 719, "sgd": 719}
+    first, second = written["minutes_of_epochs"]["ngd"]
+    assert second == pytest.approx(2 * first)
+    rate = statistics.median(written["samples_per_second"]["ngd"]["0"])
+    assert first == pytest.approx(719 / rate / 60)
+
+
+def test_time_to_target_takes_only_what_is_named(small_logs):
+    from benchmarks import time_to_target
+
+    runs, first = time_to_target.find_runs([small_logs], 1, ["sgd"])
+    assert list(runs) == ["sgd"]
+    assert first == {"sgd": small_logs / "sgd-seed0"}
+
+
+def test_what_time_to_target_cannot_compare_is_one_line(small_logs, tmp_path, monkeypatch):
+    def refused(*words, match):
+        with pytest.raises(errors.InputError, match=match):
+            run_time_to_target(monkeypatch, *words)
+
+    refused(tmp_path, match="no finished run")
+    refused(small_logs, small_logs, match="as a folder before it")
+    refused(small_logs, "--ranks", "2", match="is of 1 ranks; add --ranks 1")
+    refused(small_logs, "--only", "sgd", "lamb", match="--only lamb: no folder holds")
+    path = small_logs / "sgd-seed0" / "config.json"
+    config = json.loads(path.read_text())
+    for changes, match in (
+        ({"command": [*config["command"], "--momentum", "0.5"]}, "momentum = 0.9, .* 0.5 today"),
+        ({"command": [*config["command"], "--resume", "gone"]}, ""),
+        ({"command": "python"}, "is not the run of a script"),
+        ({"command": ["tune.py"]}, "tune.py is no script"),
+    ):
+        path.write_text(json.dumps(config | changes))
+        if match:
+            refused(small_logs, match=match)
+        else:
+            run_time_to_target(monkeypatch, small_logs)
+    for flags in ("--small_epochs 1 --small_size 8", "--ema 0.9"):
+        words = [*config["command"], *flags.split()]
+        new = {"ema": 0.9} if "ema" in flags else {"small_epochs": 1, "small_size": 8}
+        path.write_text(json.dumps(config | {"command": words, "flags": config["flags"] | new}))
+        refused(small_logs, match=f"with {flags.split()[0]} steps differ in their cost")
+    with pytest.raises(SystemExit):
+        run_time_to_target(monkeypatch, small_logs, "--ranks", "0")
+    with pytest.raises(SystemExit):
+        run_time_to_target(monkeypatch, small_logs, "--network", "100mbit")
+
+
+def test_steps_that_do_not_stand_for_a_run_are_not_measured():
+    from benchmarks import training_rates
+
+    flags = {"dynamic_batch": "none", "ema": 0.0}
+    training_rates.check_steps(Path("run"), flags, flags)
+    flags["dynamic_batch"] = "noise"
+    with pytest.raises(errors.InputError, match="with --dynamic_batch steps differ"):
+        training_rates.check_steps(Path("run"), flags, flags)
+
+
+@pytest.mark.parametrize(
+    ("changed", "starts"),
+    [
+        ({}, [0]),
+        ({"compress_warmup": [0.5, 0.5, 0.2]}, [0, 2, 3]),
+        ({"compress_warmup": [0.5, 0.5, 0.2], "compress_ratio": 0.4}, [0, 2]),
+        ({"compress_warmup": [0.5, 0.5, 0.2], "epochs": 2}, [0]),
+        ({"compress_warmup": [0.5], "optimizer": "lamb"}, [0]),
+    ],
+)
+def test_stretches_begin_where_slamb_sends_another_share(changed, starts):
+    from benchmarks import training_rates
+
+    flags = {"optimizer": "slamb", "compress_ratio": 0.1, "compress_warmup": None, "epochs": 6}
+    assert training_rates.stretches(flags | changed) == starts
+
+
+def test_a_turn_has_whole_periods_of_averaging():
+    from benchmarks.training_rates import steps_of_turn
+
+    flags = {"optimizer": "sgd", "sync": "sync", "local_steps": 25}
+    assert steps_of_turn(flags, 10) == 10
+    assert steps_of_turn(flags | {"sync": "diloco"}, 10) == 25
+    assert steps_of_turn(flags | {"optimizer": "slamb"}, 50) == 50
+
+
+def test_a_turn_longer_than_an_epoch_starts_it_again(small_logs, tmp_path, monkeypatch):
+    from benchmarks import training_rates
+    from distributed.world import init_world
+
+    with init_world() as world:
+        trainer, _ = training_rates.open_run(small_logs / "sgd-seed0", world, out=tmp_path / "run")
+        taken = []
+        monkeypatch.setattr(trainer, "train_step", lambda *_, samples: taken.append(samples))
+        training_rates.samples_per_second(trainer, 25)
+    an_epoch = [64] * 10 + [40, 39]  # what is left over is shared by two steps
+    assert taken == [*an_epoch, *an_epoch, 64]
+
+
+def test_minutes_are_those_of_each_stretch():
+    from benchmarks import time_to_target
+
+    rates = {0: 10.0, 2: 20.0, 3: 100.0}  # of epochs of 600 samples: 1, 0.5 and 0.1 minutes
+    for epochs, minutes in ((0.5, 0.5), (2, 2.0), (2.5, 2.25), (3, 2.5), (5, 2.7)):
+        assert time_to_target.minutes_of(epochs, 600, rates) == pytest.approx(minutes)
+    runs = [[{"epoch": epoch, "samples": 600 * epoch} for epoch in range(1, 6)]]
+    of_turns = {0: [10.0, 20.0], 2: [20.0, 40.0], 3: [100.0, 200.0]}
+    assert time_to_target.whole_run(runs, of_turns) == pytest.approx([3000 / 162, 3000 / 81])
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="counts bytes as Linux does")
+def test_time_to_an_accuracy_of_two_ranks(small_logs, capfd, monkeypatch):
+    for path in small_logs.glob("*/metrics.jsonl"):
+        path.write_text(path.read_text().replace('"world_size": 1', '"world_size": 2'))
+    run_time_to_target(monkeypatch, "--ranks", "2", small_logs)
+    *_, ngd, sgd, place = capfd.readouterr().out.strip().splitlines()
+    assert (ngd.split()[0], sgd.split()[0]) == ("ngd", "sgd")
+    assert "2 process(es), loopback" in place
+
+
+def test_epochs_to_an_accuracy_are_counted_with_a_fraction():
+    from benchmarks import time_to_target
+    from figures import run_logs
+
+    rows = [{"epoch": 1, "test_accuracy": 0.5}, {"epoch": 2, "test_accuracy": 0.7}]
+    assert run_logs.epochs_to(30, rows) == pytest.approx(0.6)
+    assert run_logs.epochs_to(60, rows) == pytest.approx(1.5)
+    assert run_logs.epochs_to(71, rows) == float("inf")
+    runs = {"a": [rows], "b": [[{"epoch": 1, "test_accuracy": 0.559}], rows]}
+    assert time_to_target.targets_of(runs) == [55, 70]
+
+
+AIRBENCH = """
+import torch
+import torchvision.transforms as T
+from torch import nn
+
+CIFAR_MEAN, CIFAR_STD = torch.full((3,), 0.5), torch.full((3,), 0.25)
+
+def zeropower_via_newtonschulz5(matrix):
+    return matrix
+
+class Muon(torch.optim.SGD):
+    pass
+
+class CifarLoader:
+    def __len__(self):
+        return len(self.images) // self.batch_size
+    def __iter__(self):
+        assert self.shuffle and self.drop_last and self.aug == {"flip": True, "translate": 2}
+        self.epoch += 1
+        for rows in torch.randperm(len(self.images)).split(self.batch_size):
+            yield self.normalize(self.images[rows]), self.labels[rows]
+
+class CifarNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.whiten, self.norm = nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4)
+        self.conv, self.head = nn.Conv2d(4, 8, 3), nn.Linear(8, 10)
+        self.whiten.weight.requires_grad_(False)
+    def reset(self):
+        pass
+    def init_whiten(self, images):
+        assert images.abs().max() <= 2
+    def forward(self, x, whiten_bias_grad=True):
+        return self.head(self.conv(self.norm(self.whiten(x))).amax((2, 3)))
+
+def infer(model, loader, views):
+    model.eval()
+    assert views in (0, 2)
+    with torch.no_grad():
+        return model(loader.normalize(loader.images))
+"""
+
+
+def test_airbench_trains_by_the_file_of_its_authors(data_dir, tmp_path):
+    from benchmarks import airbench
+
+    (tmp_path / "source.py").write_text(AIRBENCH)
+    words = f"--source {tmp_path}/source.py --data_dir {data_dir} --rows 64 --epochs 2"
+    airbench.main([*words.split(), "--out", str(tmp_path / "run")])
+    rows = ranks.metrics(tmp_path / "run")
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert set(rows[1]) - set(rows[0]) == {"test_accuracy_views", "views"}
+    assert [row["samples"] for row in rows] == [64, 128]
+    text = (tmp_path / "run" / "config.json").read_text()
+    assert str(tmp_path) not in text
+    assert "source.py, sha256" in json.loads(text)["peer"]
+    with pytest.raises(errors.InputError, match="holds the log of a run"):
+        airbench.main([*words.split(), "--out", str(tmp_path / "run")])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "no such file"), ("1 / 0", "cannot be run"), ("x = 1", "has no CifarNet, Muon")],
+)
+def test_another_source_of_airbench_is_one_line(content, message, tmp_path):
+    from benchmarks import airbench
+
+    if content is not None:
+        (tmp_path / "source.py").write_text(content)
+    words = ["--source", str(tmp_path / "source.py"), "--out", str(tmp_path / "run")]
+    with pytest.raises(errors.InputError, match=message):
+        airbench.main(words)
+    assert not (tmp_path / "run").exists()

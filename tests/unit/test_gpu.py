@@ -1,0 +1,358 @@
+"""What only a GPU can show. Each body runs on the CPU as well, so that it is known to work.
+
+    python -m pytest tests/unit/test_gpu.py -k cuda
+
+Beside these, test_graphs.py records CUDA graphs, and test_fake_cuda.py checks devices and waiting
+on a GPU that is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import conftest
+import mixup
+import ranks
+import resnet50_test
+from backends.device import make_deterministic
+from backends.precision import Precision
+from conftest import needs_gpu
+from distributed.comm_hooks import AllReduceHook
+from distributed.world import World
+from input_pipeline.image_batches import Augmentation, ImageDataset, crop_flip
+from input_pipeline.image_datasets import ImageSplit
+from models import fusion
+from models.image_models import create_model
+from trainers import build_optimizer, make_trainer
+from training.losses import CrossEntropy
+from training.trainer import Trainer
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=needs_gpu)])
+OPTIMIZERS = ["sgd", "adamw", "ngd", "kaldi_ngd", "lamb", "lars", "slamb"]
+
+
+@contextlib.contextmanager
+def no_waiting(device: str) -> Iterator[None]:
+    """torch raises where the host waits for the GPU."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 18, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(72, 128),
+        nn.Linear(128, 10),
+    )
+
+
+def trainer_of(name: str, device: str, **settings: Any) -> Trainer:
+    model = network().to(device)
+    return make_trainer(
+        model,
+        build_optimizer(model, name, 0.01, 1e-3),
+        World(device=torch.device(device)),
+        precision=Precision("fp32", torch.device(device).type),
+        **settings,
+    )
+
+
+def batch(step: int, rows: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(rows, 3, 8, 8, generator=generator)
+    return images, torch.randint(10, (rows,), generator=generator)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
+
+
+# -------------------------------------------------------------------- steps
+
+
+@DEVICES
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_do_not_wait_for_the_gpu(name, device):
+    trainer = trainer_of(name, device, max_grad_norm=1.0, accumulation_steps=2)
+    inputs, labels = (tensor.to(device) for tensor in batch(0))
+    for _ in range(3):
+        trainer.train_step(inputs, labels)
+    with no_waiting(device):
+        for number in range(10):
+            trainer.set_lr(0.01 / (1 + number))
+            trainer.train_step(inputs, labels)
+    assert trainer.sums.totals(World()).samples == 13 * 8
+
+
+@DEVICES
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_does_what_it_does_on_the_cpu(name, device):
+    models = {"cpu": network(), device: network().to(device)}
+    for place, model in models.items():
+        generator = torch.Generator().manual_seed(1)
+        optimizer = build_optimizer(model, name, 0.01, 1e-3)
+        for step in range(14):
+            for parameter in model.parameters():
+                gradient = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = gradient.to(place)
+            optimizer.found_inf = torch.tensor(float(step == 5), device=place)
+            optimizer.step()
+    tolerance = 1e-2 if "ngd" in name else 1e-4
+    torch.testing.assert_close(
+        weights(models[device]), weights(models["cpu"]), rtol=tolerance, atol=tolerance / 10
+    )
+
+
+class Hungry(nn.Module):
+    """A linear model whose forward pass needs a twelfth of the memory for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3 * 8 * 8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            total = torch.cuda.mem_get_info(x.device)[1]
+            torch.empty(len(x) * (total // 12), dtype=torch.uint8, device=x.device)
+        elif len(x) > 10:
+            raise torch.cuda.OutOfMemoryError
+        return self.linear(x.flatten(1))
+
+
+@DEVICES
+def test_a_batch_that_does_not_fit_is_halved(device):
+    learned = []
+    for steps in (1, 2):  # halved, and cut in two from the start
+        torch.manual_seed(0)
+        model = Hungry().to(device)
+        trainer = make_trainer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            World(device=torch.device(device)),
+            accumulation_steps=steps,
+        )
+        trainer.train_step(*(tensor.to(device) for tensor in batch(0, rows=16)))
+        assert trainer.micro_batches.number(16) == 2
+        learned.append(weights(model))
+    torch.testing.assert_close(*learned)
+
+
+@DEVICES
+def test_fused_layers_learn_under_autocast(device):
+    gradients = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = create_model("resnet8", classes=10, channels=3, image_size=8)
+        if fused:
+            assert fusion.fuse(model)
+        model = model.to(device).train()
+        images, labels = (tensor.to(device) for tensor in batch(0, rows=32))
+        with Precision("bf16", torch.device(device).type, torch.bfloat16).autocast():
+            loss = CrossEntropy()(model, images, labels).loss
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten().cpu() for p in model.parameters()]))
+    plain, fused = gradients
+    assert torch.isfinite(fused).all()
+    assert torch.cosine_similarity(plain, fused, dim=0) > 0.9
+
+
+# -------------------------------------------------------------------- data
+
+
+def image_data(device: str, resident: bool) -> ImageDataset:
+    pixels = torch.randint(
+        256, (40, 8, 8, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    return ImageDataset(
+        ImageSplit(torch.arange(40) % 10, pixels, size=8),
+        Augmentation(pad=2, flip=True),
+        mean=[0.5] * 3,
+        std=[0.2] * 3,
+        device=torch.device(device),
+        workers=0,
+        resident=resident,
+    )
+
+
+@DEVICES
+@pytest.mark.parametrize("reflect", [False, True])
+def test_crops_and_pasted_boxes_have_the_bytes_of_the_cpu(device, reflect):
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (16, 8, 8, 3), dtype=torch.uint8, generator=generator)
+    offsets = torch.randint(5, (16, 2), dtype=torch.uint8, generator=generator)
+    flips = torch.randint(2, (16,), dtype=torch.uint8, generator=generator)
+    partner = torch.randperm(16, generator=generator)
+    results = []
+    for place in ("cpu", device):
+        cropped = crop_flip(
+            pixels.to(place), offsets.to(place), flips=flips.to(place), pad=2, reflect=reflect
+        )
+        mix = mixup.Mix(partner.to(place), torch.ones(16, device=place), box=(1, 5, 2, 7))
+        images = cropped.permute(0, 3, 1, 2).float()
+        results.append((cropped.cpu(), mixup.blend(images, mix).cpu()))
+    for ours, theirs in zip(*results):
+        assert torch.equal(ours, theirs)
+
+
+@DEVICES
+def test_streamed_batches_are_the_resident_ones(device):
+    rows = torch.arange(40).split(8)
+    resident, streamed = (image_data(device, resident).batches(rows, 0) for resident in (1, 0))
+    for (images, labels), (others, other_labels) in zip(resident, streamed, strict=True):
+        assert images.device == others.device == torch.device(device)
+        assert torch.equal(images, others)
+        assert torch.equal(labels, other_labels)
+
+
+# -------------------------------------------------------------------- ranks that share a GPU
+
+
+def slamb_goes_on_after_its_dense_steps(world: World) -> None:
+    model = network().to(world.device)
+    optimizer = build_optimizer(model, "slamb", 0.01, 1e-3, dense_steps=3, local_steps=4)
+    generator = torch.Generator().manual_seed(world.rank)
+    for _ in range(12):
+        for parameter in model.parameters():
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = gradient.to(world.device)
+        optimizer.step()
+    ours = weights(model).double()
+    assert torch.isfinite(ours).all()
+    others = torch.tensor(world.all_gather(ours.tolist()))
+    assert torch.equal(others[0], others[1])
+
+
+@DEVICES
+def test_slamb_goes_on_after_its_dense_steps(device):
+    ranks.run_ranks(slamb_goes_on_after_its_dense_steps, 2, device=device)
+
+
+def two_ranks_do_what_one_does(world: World) -> None:
+    for compression, tolerance in (("none", 1e-5), ("bf16", 2e-2)):
+        shared, alone = network().to(world.device), network().to(world.device)
+        precision = Precision("fp32", world.device.type)
+        two = make_trainer(
+            shared,
+            torch.optim.SGD(shared.parameters(), lr=0.1),
+            world,
+            precision=precision,
+            comm_hook=AllReduceHook(world, compression),
+        )
+        two.wrap_model()
+        one = make_trainer(
+            alone,
+            torch.optim.SGD(alone.parameters(), lr=0.1),
+            World(device=world.device),
+            precision=precision,
+        )
+        for step in range(4):
+            images, labels = (tensor.to(world.device) for tensor in batch(step))
+            mine = slice(4 * world.rank, 4 * world.rank + 4)
+            two.train_step(images[mine], labels[mine])
+            one.train_step(images, labels)
+        torch.testing.assert_close(weights(shared), weights(alone), rtol=tolerance, atol=tolerance)
+
+
+@DEVICES
+def test_two_ranks_do_what_one_does(device):
+    ranks.run_ranks(two_ranks_do_what_one_does, 2, device=device)
+
+
+# -------------------------------------------------------------------- runs
+
+RUN = "--dataset digits --arch resnet8 --subset 0.3 --bs 64 --precision fp32 --threads 1"
+
+
+def train(folder: Path, flags: str, resume: bool = False) -> list[dict[str, Any]]:
+    """The rows of a run, from its start or resumed in its folder."""
+    where = ["--resume" if resume else "--out", str(folder)]
+    assert conftest.call(resnet50_test, [*RUN.split(), *flags.split(), *where]) == 0
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@DEVICES
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_resumed_run_follows_its_schedule(name, device, tmp_path):
+    # From the second epoch on the rate is next to 0, which a recorded step must read.
+    backend = "eager" if device == "cpu" else "cudagraph"
+    flags = f"--device {device} --backend {backend} --optimizer {name} --lr 0.01 --warmup 0"
+    flags += " --lr_schedule exponential --gamma 1e-30"
+    train(tmp_path, f"{flags} --epochs 1")
+    before = ranks.weights(tmp_path)
+    rows = train(tmp_path, f"{flags} --epochs 3", resume=True)
+    assert rows[0]["lr"] == pytest.approx(0.01)
+    assert all(row["lr"] < 1e-20 for row in rows[1:])
+    after = ranks.weights(tmp_path)
+    learned = {name for name, value in before.items() if value.is_floating_point()}
+    for name in learned:
+        if "running" not in name:
+            assert torch.equal(before[name], after[name]), name
+
+
+@DEVICES
+@pytest.mark.parametrize("name", ["sgd", "adamw", "ngd"])
+def test_a_run_goes_on_with_another_device(name, device, tmp_path):
+    for epoch, place in enumerate((device, "cpu", device), 1):
+        flags = f"--optimizer {name} --lr 0.01 --epochs {epoch} --device {place}"
+        rows = train(tmp_path, flags, resume=epoch > 1)
+        assert len(rows) == epoch
+
+
+@DEVICES
+def test_a_deterministic_run_gives_the_same_bits_when_resumed(device, tmp_path):
+    flags = f"--device {device} --deterministic --lr 0.05 --epochs"
+    try:
+        for name in ("whole", "resumed"):
+            for epochs in ("2",) if name == "whole" else ("1", "2"):
+                constant = f"{flags} {epochs} --lr_schedule constant --warmup 0"
+                train(tmp_path / name, constant, resume=(tmp_path / name).exists())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    ranks.same_run(tmp_path / "whole", tmp_path / "resumed")
+
+
+def test_deterministic_kernels_are_asked_for_on_gpus_alone(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        make_deterministic(torch.device("cpu"))
+        assert not torch.are_deterministic_algorithms_enabled()
+        make_deterministic(torch.device("cuda"))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+@pytest.mark.compile
+@DEVICES
+def test_nothing_is_compiled_after_the_first_epoch(device, tmp_path):
+    torch._dynamo.reset()
+    rows = train(tmp_path, f"--device {device} --backend compile --epochs 3")
+    compiled = [row["compile_seconds"] for row in rows]
+    assert 0 < compiled[0] == compiled[1] == compiled[2]
+    assert all(row["compile_seconds"] < row["seconds"] for row in rows)

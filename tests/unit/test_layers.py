@@ -1,0 +1,114 @@
+"""The layers of the repository: imports never go up, and the rules that keep each package apart."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = (  # from the lowest; a module imports from its own layer and those below
+    ("errors",),
+    ("optimizers", "distributed", "models", "input_pipeline", "backends"),
+    ("ngd", "slamb", "mixup", "dynamic_batch"),
+    ("training",),
+    ("cli",),
+    ("resnet50_test", "transformer_test", "tuning", "figures", "benchmarks"),
+)
+LEVELS = {package: level for level, layer in enumerate(LAYERS) for package in layer}
+FILES = [
+    path
+    for package in LEVELS
+    for path in (ROOT / f"{package}.py", *sorted((ROOT / package).glob("*.py")))
+    if path.exists()
+]
+TREES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
+    for path in FILES
+}
+
+
+def level_of(module: str) -> int:
+    return LEVELS[module.split(".")[0]]
+
+
+def imported_modules(name: str) -> set[str]:
+    """Return the modules of the repository that a module imports."""
+    imported = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert not node.level, f"{name}: relative import"
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            imported |= submodules & TREES.keys() or {node.module}
+    return imported & TREES.keys()
+
+
+def test_imports_never_go_up_a_layer():
+    for name in TREES:
+        for other in imported_modules(name):
+            assert level_of(other) <= level_of(name), f"{name} imports {other}"
+
+
+@pytest.mark.parametrize("name", LAYERS[2])
+def test_a_method_imports_little_of_the_repository(name):
+    """Who takes a method into their own loop takes this with it, and nothing of ours is run."""
+    seen, open_names = set(), {name}
+    while open_names:
+        seen |= open_names
+        open_names = set().union(*map(imported_modules, open_names)) - seen
+    optimizer_files = {"adam", "base", "fisher", "flat_buffer", "lamb", "matrix_functions"}
+    optimizer_files.add("param_groups")
+    allowed = {f"optimizers.{file}" for file in optimizer_files}
+    allowed |= {"backends.device", "backends.torch_compat", "errors"}
+    distributed_files = {"averaging", "outer_step", "quantization", "worker", "world"}
+    allowed |= {f"distributed.{file}" for file in distributed_files}
+    assert seen - {name} <= allowed
+    if name in ("mixup", "ngd", "dynamic_batch"):
+        assert not any(module.startswith("distributed") for module in seen)
+
+
+def test_there_is_no_import_cycle():
+    tuple(
+        graphlib.TopologicalSorter({name: imported_modules(name) for name in TREES}).static_order()
+    )
+
+
+def test_the_root_holds_only_the_entry_scripts_the_methods_and_errors():
+    expected = {name for name in LEVELS if not (ROOT / name).is_dir()}
+    assert {path.stem for path in ROOT.glob("*.py")} == expected
+    assert len(expected) == 7
+
+
+def test_nothing_edits_sys_path():
+    for path in [*FILES, *(ROOT / "tests").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            assert not (is_attribute and (node.value.id, node.attr) == ("sys", "path")), path
+
+
+def test_every_text_file_is_opened_as_utf8():
+    """Whatever the locale is: each call that reads or writes text names the encoding."""
+    lacking = []
+    for path in [*FILES, *(ROOT / "package").glob("*.py"), *(ROOT / "examples").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or any(k.arg == "encoding" for k in node.keywords):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            mode = [*node.args[1:2], *(k.value for k in node.keywords if k.arg == "mode")]
+            is_binary = any("b" in ast.unparse(each) for each in mode)
+            is_open = isinstance(node.func, ast.Name) and name == "open" and not is_binary
+            if is_open or name in ("read_text", "write_text"):
+                lacking.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert not lacking
+
+
+def test_args_are_a_parameter_in_cli_alone():
+    for name, tree in TREES.items():
+        for node in ast.walk(tree) if not name.startswith("cli.") else ():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "main":
+                parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                assert "args" not in {each.arg for each in parameters}, f"{name}.{node.name}"
