@@ -158,7 +158,9 @@ def test_write_that_the_system_cuts_short_keeps_the_previous_checkpoint(tmp_path
         [sys.executable, "-c", LIMITED.format(path=str(path))],
         env={
             **os.environ,
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}{os.pathsep}{ROOT / 'tests' / 'unit'}",
+            "PYTHONPATH": os.pathsep.join(
+                map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "unit"))
+            ),
         },
         capture_output=True,
         text=True,
