@@ -230,7 +230,8 @@ part_C() { # what only has an accuracy beside one another; one through the compi
 }
 
 part_D() {
-    train step gpu_best/best-seed0 510 --recipe best --backend compile --seed 0 "$@"
+    further=("$@")
+    train step gpu_best/best-seed0 510 --recipe best --backend compile --seed 0
     accuracies
     probe linalg 90 linalg
 }
@@ -248,7 +249,7 @@ train() { # train HOW FOLDER SECONDS FLAG...: the command of the plan, figures/e
     local folder=$work/runs/$2 resume=()
     [ -e "$folder/last.pt" ] && resume=(--resume "$folder")
     "$1" "${2#*/}" "$3" "$python" resnet50_test.py "${@:4}" "${small_data[@]}" --out "$folder" \
-        "${resume[@]}"
+        "${resume[@]}" "${further[@]}"
 }
 
 # -------------------------------------------------------------------- one part
@@ -297,7 +298,7 @@ A | B | C | D) shift ;;
 *) fail "usage: gpu_evidence.sh pack DIR | A PIECE | B PIECE | C PIECE | D FLAG..." ;;
 esac
 
-small=() small_images=() small_data=() quick=() held_out=(--val_fraction 0.1 --no-test)
+small=() small_images=() small_data=() quick=() further=() held_out=(--val_fraction 0.1 --no-test)
 tests=(-n 4 tests/unit/test_gpu.py tests/unit/test_graphs.py)
 if [ -n "${MINIATURE:-}" ]; then # the later flag counts, so that these replace those of the steps
     small=(--device cpu --backend eager --precision fp32 --threads 1 --workers 0 --bs 16
