@@ -20,7 +20,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,27 +57,16 @@ ALPHA = 1.0
 
 @dataclass(frozen=True)
 class Model:
-    """A model with its batches, and the kinds of mixing that it is measured with.
-
-    Attributes:
-        make: creates it.
-        kinds: of mixing.
-        mixed_shape: of one sample, where it is mixed.
-        mixes: whether the model mixes, and not what it is given.
-        make_optimizer: of the scripts.
-        batch: of all runs but --quick, which has `quick_batch`.
-        rounds: of turns with --quick, and without.
-    """
+    """A model with its batches, and the kinds of mixing that it is measured with."""
 
     name: str
     make: Callable[[], nn.Module]
-    kinds: Sequence[str]
-    mixed_shape: tuple[int, ...]
-    mixes: bool
+    kinds: Sequence[str]  # besides meta-mixup
+    mixed_shape: tuple[int, ...]  # of one sample, where it is mixed
+    mixes: bool  # the model mixes, and not what it is given
     make_optimizer: Callable[..., torch.optim.Optimizer]
-    batch: int
-    quick_batch: int
-    rounds: tuple[int, int]
+    batch: dict[bool, int]  # with --quick and without, as the rounds
+    rounds: dict[bool, int]
 
     def inputs(self, size: int) -> Tensor:
         """Draw a random batch."""
@@ -92,27 +80,32 @@ def resnet() -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def transformer(mix_at: str, mixed_shape: tuple[int, ...]) -> Model:
-    make = partial(Transformer, WORDS, CLASSES, dropout=0.3, token_dropout=0.5, mix_at=mix_at)
-    kinds = ("mixup", "intra", "meta")
-    name = f"Transformer, {mix_at}"
-    return Model(name, make, kinds, mixed_shape, True, fused_adamw, 128, 64, rounds=(7, 15))
+def transformer(mix_at: str, *mixed_shape: int) -> Model:
+    return Model(
+        f"Transformer, {mix_at}",
+        partial(Transformer, WORDS, CLASSES, dropout=0.3, token_dropout=0.5, mix_at=mix_at),
+        kinds=("mixup", "intra"),
+        mixed_shape=mixed_shape,
+        mixes=True,
+        make_optimizer=fused_adamw,
+        batch={True: 64, False: 128},
+        rounds={True: 7, False: 15},
+    )
 
 
 MODELS = (  # with the sizes of the scripts
     Model(
         "ResNet-18",
         resnet,
-        kinds=("mixup", "intra", "attention", "cutmix", "meta"),
+        kinds=("mixup", "intra", "attention", "cutmix"),
         mixed_shape=(3, 32, 32),
         mixes=False,
         make_optimizer=fused_sgd,
-        batch=64,
-        quick_batch=16,
-        rounds=(5, 7),
+        batch={True: 16, False: 64},
+        rounds={True: 5, False: 7},
     ),
-    transformer("pooled", (128,)),
-    transformer("tokens", (64, 128)),
+    transformer("pooled", 128),
+    transformer("tokens", 64, 128),
 )
 
 
@@ -135,14 +128,7 @@ class RandomHeldOut:
 
 
 def step_of(model: Model, kind: str, batch: int, *, every: int = EVERY) -> Callable[[], None]:
-    """Return the training step of the scripts on one batch.
-
-    Args:
-        model: what is trained.
-        kind: of mixing.
-        batch: its size.
-        every: steps between updates of the policy of meta-mixup.
-    """
+    """Return the training step of the scripts on one batch; `every` of them updates the policy."""
     world, network = World(), model.make()
     loss_fn: LossFn = CrossEntropy()
     meta_learner = None
@@ -181,9 +167,7 @@ def step_sides(model: Model, batch: int, plain_steps: int) -> dict[str, Callable
         plain_steps: steps of a kind without a policy in a round.
     """
     sides = {
-        kind: repeated(step_of(model, kind, batch), plain_steps)
-        for kind in ("none", *model.kinds)
-        if kind != "meta"
+        kind: repeated(step_of(model, kind, batch), plain_steps) for kind in ("none", *model.kinds)
     }
     # Each measured call is to see the same number of the policy's updates.
     for name, every, steps in (("meta", EVERY, EVERY), (META_EVERY_STEP, 1, 2)):
@@ -212,8 +196,7 @@ def without_model(model: Model, batch: int) -> dict[str, Callable[[], float]]:
             mixed.backward(mixed.detach())
         mixup.num_correct(logits, labels, mix=drawn)
 
-    calls: dict[str, Callable[[], None]] = {"none": none}
-    calls |= {kind: partial(mix, kind) for kind in model.kinds if kind != "meta"}
+    calls = {"none": none, **{kind: partial(mix, kind) for kind in model.kinds}}
     return {name: repeated(call, 10) for name, call in calls.items()}
 
 
@@ -225,14 +208,14 @@ def peer_sides(size: int) -> dict[str, Callable[[], float]]:
     images = torch.randn(PEER_BATCH, 3, size, size).to(memory_format=torch.channels_last)
     labels = torch.randint(CLASSES, (PEER_BATCH,))
     logits = torch.randn(PEER_BATCH, CLASSES, requires_grad=True)
-    soft_loss = timm.loss.SoftTargetCrossEntropy()
-    timm_mixes = {
-        "mixup": timm.data.Mixup(ALPHA, 0.0, label_smoothing=0.0, num_classes=CLASSES),
-        "cutmix": timm.data.Mixup(0.0, ALPHA, label_smoothing=0.0, num_classes=CLASSES),
-    }
-    vision_mixes = {
-        "mixup": v2.MixUp(alpha=ALPHA, num_classes=CLASSES),
-        "cutmix": v2.CutMix(alpha=ALPHA, num_classes=CLASSES),
+    timm_loss = timm.loss.SoftTargetCrossEntropy()
+    timm_mix = partial(timm.data.Mixup, label_smoothing=0.0, num_classes=CLASSES)
+    vision_mix = {"alpha": ALPHA, "num_classes": CLASSES}
+    peers = {
+        "mixup timm": (timm_mix(ALPHA, 0.0), timm_loss),
+        "mixup torchvision": (v2.MixUp(**vision_mix), F.cross_entropy),
+        "cutmix timm": (timm_mix(0.0, ALPHA), timm_loss),
+        "cutmix torchvision": (v2.CutMix(**vision_mix), F.cross_entropy),
     }
 
     def ours(kind: str) -> None:
@@ -240,28 +223,22 @@ def peer_sides(size: int) -> dict[str, Callable[[], float]]:
         mixup.blend(images, mix)
         mixup.cross_entropy(logits, labels, mix=mix).backward()
 
-    def theirs(
-        mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-        loss: Callable[[Tensor, Tensor], Tensor],
-    ) -> None:
+    def theirs(mix: Callable[..., tuple[Tensor, Tensor]], loss: Callable[..., Tensor]) -> None:
         _, soft = mix(images, labels)
         loss(logits, soft).backward()
 
-    sides: dict[str, Callable[[], Any]] = {}
-    for kind in ("mixup", "cutmix"):
-        sides[f"{kind} ours"] = partial(ours, kind)
-        sides[f"{kind} timm"] = partial(theirs, timm_mixes[kind], soft_loss)
-        sides[f"{kind} torchvision"] = partial(theirs, vision_mixes[kind], F.cross_entropy)
-    return {name: partial(repeated, call, 20 if size < 64 else 2) for name, call in sides.items()}
+    calls: dict[str, Callable[[], None]]
+    calls = {f"{kind} ours": partial(ours, kind) for kind in ("mixup", "cutmix")}
+    calls |= {name: partial(theirs, mix, loss) for name, (mix, loss) in peers.items()}
+    return {name: repeated(call, 20 if size < 64 else 2) for name, call in calls.items()}
 
 
 def measure_model(
     model: Model, quick: bool, *, deadline: float
 ) -> tuple[list[bench.Row], list[bench.Bar]]:
     """Print the table of a model and return its rows and bars."""
-    batch = model.quick_batch if quick else model.batch
+    batch, rounds = model.batch[quick], model.rounds[quick]
     sides = step_sides(model, batch, QUICK_STEPS if quick else EVERY)
-    rounds = model.rounds[0 if quick else 1]
     steps = bench.take_turns(sides, rounds, {META_EVERY_STEP}, deadline=deadline)
     alone = {
         name: statistics.median(taken)
