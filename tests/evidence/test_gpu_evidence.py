@@ -184,7 +184,7 @@ def test_wrong_arguments_are_one_line(arguments, message, tmp_path, fake_python)
         ("A", "ceilings|ngd|ddp|text|tests", 5),
         ("B", "plain-256|cudagraph-256|kaldi-ngd-256", 3),
         ("C", "ngd-seed0", 2),
-        ("D", "best-seed0|linalg", 2),
+        ("D", "best-seed0", 1),
     ],
 )
 def test_the_parts_run(part, only, steps, tmp_path):
