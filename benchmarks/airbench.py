@@ -77,14 +77,7 @@ def load_source(path: Path) -> ModuleType:
 
 
 def create_loader(source: ModuleType, split: ImageSplit, rows: int, *, train: bool) -> Any:
-    """Return the peer's loader over images of a split, or over its first rows.
-
-    Args:
-        source: the peer.
-        split: of CIFAR-10.
-        rows: so many; 0 is all.
-        train: shuffle, flip and shift.
-    """
+    """Return the peer's loader over the first rows of a split, or over all if `rows` is 0."""
     images = split.decode(torch.arange(rows or len(split))).permute(0, 3, 1, 2).float().div_(255)
     loader = source.CifarLoader.__new__(source.CifarLoader)  # its __init__ reads a file onto a GPU
     loader.images = images.contiguous(memory_format=torch.channels_last)

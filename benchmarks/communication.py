@@ -180,18 +180,10 @@ class Method:
 
 
 def ddp_lamb(parameters: Parameters, hook: Callable[..., Any], rank: int = 0) -> Method:
-    """Return DistributedDataParallel with a comm hook, and LAMB.
-
-    Args:
-        parameters: what is trained.
-        hook: the comm hook.
-        rank: rank of PowerSGD's approximation, 0 for other hooks. There is one bucket, because on
-            gloo PowerSGD aborts with several.
-    """
-    local: dict[str, Any] = dict(torch_compat.ddp_buffer_arguments())
-    model = DistributedDataParallel(
-        parameters, gradient_as_bucket_view=True, bucket_cap_mb=1000, **local
-    )
+    """Return DistributedDataParallel with a comm hook, and LAMB; `rank` is that of PowerSGD."""
+    settings: dict[str, Any] = dict(torch_compat.ddp_buffer_arguments())
+    settings["bucket_cap_mb"] = 1000  # one bucket: on gloo PowerSGD aborts with several
+    model = DistributedDataParallel(parameters, gradient_as_bucket_view=True, **settings)
     state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2) if rank else None
     model.register_comm_hook(state, hook)
     return Method(model, LAMB(parameters.parameters()))
@@ -257,15 +249,7 @@ class Turn:
 def measure_rank(
     world: World, *, device: str, arch: str, rounds: int, seconds: float
 ) -> dict[str, Any]:
-    """Measure all methods in turn as one rank: seconds and bytes of a step, for each round.
-
-    Args:
-        world: the ranks.
-        device: network device whose bytes are counted.
-        arch: of the model.
-        rounds: of turns.
-        seconds: of a turn.
-    """
+    """Measure all methods in turn as one rank: seconds and bytes of a step, for each round."""
     torch.manual_seed(0)
     network = image_models.create_model(arch, classes=10, channels=3, image_size=32)
     torch.manual_seed(1 + world.rank)
@@ -283,11 +267,7 @@ def measure_rank(
         "weights": weights,
         "rate": ring * PROBE * 8 / min(taken.pop("probe")),
         "methods": {
-            name: {
-                "seconds": each,
-                "sent_bytes": turns[name].sent_bytes,
-                "steps": turns[name].steps,
-            }
+            name: {"seconds": each, "sent_bytes": turns[name].sent_bytes}
             for name, each in taken.items()
         },
     }

@@ -159,13 +159,7 @@ def plain_steps(opened: trainers.Opened) -> Iterator[int]:
 
 
 def time_steps(steps: Iterator[int], warm_up: int, block: int, blocks: int) -> dict[str, Any]:
-    """Time an endless iterator of steps.
-
-    Args:
-        steps: each `next` does one step and returns its number of samples.
-        warm_up: steps before the first block, in which kernels are chosen and compiled.
-        block: steps between two waits for the device.
-        blocks: number of timed blocks.
+    """Time blocks of steps, after a warm-up in which kernels are chosen and compiled.
 
     Returns:
         Milliseconds of a step on the device and of its launch by the host (medians of the blocks),

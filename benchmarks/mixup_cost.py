@@ -161,10 +161,7 @@ def repeated(call: Callable[[], object], times: int, *, warm_up: int = 1) -> Cal
 def step_sides(model: Model, batch: int, plain_steps: int) -> dict[str, Callable[[], float]]:
     """Return functions that measure the mean seconds of a step, by kind of mixing.
 
-    Args:
-        model: what is trained.
-        batch: its batch size.
-        plain_steps: steps of a kind without a policy in a round.
+    In a round a kind without a policy takes `plain_steps`.
     """
     sides = {
         kind: repeated(step_of(model, kind, batch), plain_steps) for kind in ("none", *model.kinds)

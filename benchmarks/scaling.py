@@ -236,14 +236,7 @@ class Network:
 
 
 def step_seconds(silent: float, sends: Sends, network: Network, ranks: int) -> float:
-    """Predict the seconds of a step.
-
-    Args:
-        silent: seconds of the step when nothing is sent.
-        sends: the all-reduces of the step.
-        network: what they are sent over.
-        ranks: number of processes.
-    """
+    """Predict the seconds of a step that takes `silent` seconds when nothing is sent."""
     network_free_at = 0.0  # seconds from the start of the step
     delay = 0.0  # of the step, behind the silent one
     parallel = [number for number, (_, _, is_parallel) in enumerate(sends) if is_parallel]
@@ -303,14 +296,7 @@ def measure(arch: str, network: str, ranks: int, quick: bool) -> Measurement:
 def show(
     arch: str, network: str, measurement: Measurement, fitted: Network
 ) -> tuple[list[bench.Row], float]:
-    """Print a table; return rows whose ratio is e, and the largest error of the predicted steps.
-
-    Args:
-        arch: architecture of the model.
-        network: name of the network.
-        measurement: what was measured.
-        fitted: the network as fitted, which predicts the steps.
-    """
+    """Print a table; return rows whose ratio is e, and the largest error of the predicted steps."""
     ranks, seconds = measurement.ranks, measurement.facts["seconds"]
     batch = measurement.facts["batch"]
     bandwidth = 8 / fitted.seconds_per_byte if fitted.seconds_per_byte else float("inf")

@@ -43,17 +43,11 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs.
+    """Where a rank runs."""
 
-    Attributes:
-        prefix: start of its command line.
-        device: its network device, or '' for torch's choice.
-        address: address of rank 0.
-    """
-
-    prefix: Sequence[str] = ()
-    device: str = ""
-    address: str = "127.0.0.1"
+    prefix: Sequence[str] = ()  # start of its command line
+    device: str = ""  # its network device, or '' for torch's choice
+    address: str = "127.0.0.1"  # of rank 0
 
 
 def places(rate: str | None, ranks: int) -> contextlib.AbstractContextManager[list[Place]]:
@@ -137,9 +131,7 @@ def execute(command: Sequence[str]) -> None:
 def start(places: Sequence[Place], command: Sequence[str]) -> Iterator[list[subprocess.Popen[str]]]:
     """Start a Python command on each of the places, as torchrun would; at the end none is left.
 
-    Args:
-        places: where the ranks run.
-        command: arguments of the Python interpreter. What rank 0 prints can be read.
+    What rank 0 prints can be read.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

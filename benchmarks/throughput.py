@@ -69,9 +69,9 @@ class Recipe:
             texts=opened.run.script == "transformer_test",
             metadata=opened.data.metadata,
             model=model.to(memory_format=torch.contiguous_format),  # type: ignore[call-overload]
-            lr=opened.lr,
-            momentum=opened.momentum,
-            weight_decay=opened.weight_decay,
+            lr=opened.args.lr,
+            momentum=opened.args.momentum,
+            weight_decay=opened.args.weight_decay,
         )
 
     def optimizer(self) -> torch.optim.Optimizer:

@@ -48,10 +48,6 @@ UNCOMPARED = frozenset(["out", "resume", "checkpoint", "recipe", "data_dir", "se
 def open_run(folder: Path, world: World, *, out: Path) -> tuple[Trainer, argparse.Namespace]:
     """Create what a logged run trained, from its command line, ready for its first step.
 
-    Args:
-        folder: of the logged run.
-        world: the ranks.
-        out: the run folder of what is opened.
     Returns:
         The trainer, its model in training mode and wrapped for data parallelism, and its flags.
     Raises:
@@ -94,14 +90,10 @@ def without_resume(arguments: Sequence[str]) -> list[str]:
 
 
 def check_steps(folder: Path, given: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
-    """Check that these flags are those of a logged run, and that a few of its steps tell all.
+    """Check that a command line gives the logged flags today, and that a few steps tell all.
 
-    Args:
-        folder: of the logged run.
-        given: the flags that its command line gives in this version, by name.
-        flags: the logged ones.
     Raises:
-        InputError: they are not, or do not.
+        InputError: it does not, or they do not.
     """
     today = json.loads(json.dumps(given))  # tuples become lists
     for name in sorted(flags.keys() & today.keys() - UNCOMPARED):
@@ -125,26 +117,14 @@ def check_steps(folder: Path, given: Mapping[str, Any], flags: Mapping[str, Any]
 
 
 def steps_of_turn(flags: Mapping[str, Any], at_least: int) -> int:
-    """Return the steps of a turn: whole periods of --local_steps, where ranks average weights.
-
-    Args:
-        flags: of the run, by name.
-        at_least: so many steps, or a few more.
-    """
+    """Return the steps of a turn: whole periods of --local_steps, where ranks average weights."""
     averages_weights = flags["optimizer"] == "slamb" or flags["sync"] in ("local", "diloco")
     period = flags["local_steps"] if averages_weights else 1
     return math.ceil(at_least / period) * period
 
 
 def samples_per_second(trainer: Trainer, steps: int) -> float:
-    """Take training steps of the first epoch, again and again if it has fewer; return samples/s.
-
-    Args:
-        trainer: of one rank, each of which calls this alike.
-        steps: to take.
-    Returns:
-        The rate of all ranks together.
-    """
+    """Take steps of the first epoch, again and again if it has fewer; return all ranks' rate."""
     trainer.batches.start_epoch(0)
     trainer.progress.epoch = 0
     if trainer.communicating is not None:
@@ -176,14 +156,8 @@ def measure_rank(
 ) -> dict[str, list[float]]:
     """Measure runs in turns as one rank, after a short turn that allocates memory and compiles.
 
-    Args:
-        world: the ranks, all of which call this alike.
-        device: network device of this rank.
-        runs: folders of logged runs, by name.
-        turns: of each run.
-        steps: training steps of a turn, at least.
     Returns:
-        The samples per second of each turn, by name.
+        The samples per second of each turn, by the name of the run.
     Raises:
         InputError: see `open_run`.
     """
@@ -243,11 +217,6 @@ def measure_rates(
 ) -> dict[str, list[float]]:
     """Return the samples per second of each turn, by name.
 
-    Args:
-        runs: folders of logged runs, by name.
-        network: one of `NETWORKS`, between several ranks.
-        ranks: processes on this machine, of one thread each if there are several.
-        quick: whether to take few turns.
     Raises:
         InputError: this machine cannot have such a network, or a run cannot be measured.
         subprocess.TimeoutExpired: the ranks take far too long.
@@ -273,13 +242,7 @@ def measure_rates(
 
 
 def time_to(target: float, runs: run_logs.Runs, rate: float) -> str:
-    """Write the mean epochs and minutes to an accuracy, or that not all seeds reach it.
-
-    Args:
-        target: the accuracy in percent.
-        runs: the rows of each seed.
-        rate: samples per second.
-    """
+    """Write the mean epochs and minutes to an accuracy in percent, at a rate in samples/s."""
     epochs = [run_logs.epochs_to(target, rows) for rows in runs]
     if math.inf in epochs:
         return f"{sum(map(math.isfinite, epochs))} of {len(epochs)} seeds"

@@ -7,6 +7,7 @@ trainer = step_trainer(model, optimizer)                        # no data: train
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import tempfile
@@ -44,23 +45,14 @@ ROWS = 64  # of the data set that is not there
 
 @dataclass(frozen=True)
 class Opened:
-    """What a script has created before its first step.
+    """What a script has created before its first step, as its `main` does."""
 
-    Attributes:
-        lr, momentum, weight_decay: of the optimizer, as the flags say.
-        run, data, trainer: as its `main` creates them.
-        checkpoint: what it goes on from, or None.
-        seconds: time to read the data.
-    """
-
-    lr: float
-    momentum: float
-    weight_decay: float
+    args: argparse.Namespace
     run: factory.Run
     data: factory.Data
     trainer: Trainer
-    checkpoint: dict[str, Any] | None
-    seconds: float
+    checkpoint: dict[str, Any] | None  # what it goes on from
+    seconds: float  # to read the data
 
 
 def open_script(
@@ -107,16 +99,7 @@ def open_script(
         meta_learner=meta_learner,
         batches=batches,
     )
-    return Opened(
-        lr=args.lr,
-        momentum=args.momentum,
-        weight_decay=args.weight_decay,
-        run=run,
-        data=data,
-        trainer=trainer,
-        checkpoint=checkpoint,
-        seconds=seconds,
-    )
+    return Opened(args, run, data, trainer, checkpoint, seconds)
 
 
 @contextlib.contextmanager
@@ -185,13 +168,7 @@ def step_trainer(
     meta_learner: MetaLearner | None = None,
     **config: Any,
 ) -> Trainer:
-    """A Trainer without data and run folder, for single steps.
-
-    Args:
-        model, optimizer, loss_fn, precision, comm_hook, meta_learner: as of `Trainer`.
-        world: the ranks; None is one process on a CPU.
-        config: fields of `TrainerConfig`.
-    """
+    """A Trainer without data and run folder, for single steps; `config` is of `TrainerConfig`."""
     world = world or World()
     return Trainer(
         model,
