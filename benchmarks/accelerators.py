@@ -16,7 +16,7 @@ from functools import partial
 from backends.device import has_bf16
 from benchmarks import bench, trainers
 from cli import flags
-from errors import InputError, exit_code
+from errors import exit_code
 
 BASELINE = "eager"
 FP32 = "--precision fp32"
@@ -84,21 +84,19 @@ def measure_script(script: str, names: list[str], data_dir: str, *, quick: bool)
 def main() -> int:
     parser = bench.parser(__doc__, reads_data=True)
     parser.add_argument("--only", choices=list(trainers.SCRIPTS), help="measure one script only")
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES)[1:], help="default all there are")
     args = parser.parse_args()
     machine = bench.machine(bench.DEVICE, ("torch", "torchvision"))
     print(machine)
-    missing = missing_sides()
-    for name in args.sides or ():
-        if name in missing:
-            raise InputError(f"--sides {name!r}: {missing[name]}")
-    there = [name for name in SIDES if name not in {*missing, BASELINE}]
+    sides = list(SIDES)[1:]
+    for name, reason in missing_sides().items():
+        print(f"{name} left out: {reason}")
+        sides.remove(name)
     if args.quick:
-        there = [name for name in there if backend_of(name) != "compile"]
+        sides = [name for name in sides if backend_of(name) != "compile"]
     rows = [
         row
         for script in ([args.only] if args.only else trainers.SCRIPTS)
-        for row in measure_script(script, args.sides or there, args.data_dir, quick=args.quick)
+        for row in measure_script(script, sides, args.data_dir, quick=args.quick)
     ]
     return bench.finish(args, [], rows=rows, machine=machine)
 

@@ -6,7 +6,7 @@ python -m benchmarks.communication --json communication.json # more rounds, more
 Compute: a step of each optimizer in one process on one thread, with fixed gradients. SLAMB takes
 its sparse steps as one of two ranks, without the collective.
 
-Networks: two gloo ranks (--ranks), one thread each, take a step without forward and backward, on
+Networks: two gloo ranks, one thread each, take a step without forward and backward, on
 the loopback device and between network namespaces at 1 Gbit/s and 100 Mbit/s (slow_network.py;
 Linux and root). A step is: clear the gradients, a backward pass that only hands over fixed
 gradients, the communication, the optimizer. Bytes are those that rank 0's network device has sent,
@@ -60,6 +60,7 @@ LOOPBACK = 1.0
 
 ARCHS = {"ResNet-20": "resnet20", "ResNet-110": "resnet110", "ResNet-50": "resnet50"}
 JUDGED = "ResNet-110"
+RANKS = 2
 ADAM = "Adam (foreach)"
 DDP, DDP_BF16 = "DDP + LAMB", "DDP bf16 hook + LAMB"
 LOCAL_STEPS = 50  # SLAMB's default
@@ -283,7 +284,7 @@ def amortised(results: dict[str, Any], name: str, key: str) -> list[float]:
 
 
 def measure_network(
-    name: str, network: str, ranks: int, quick: bool
+    name: str, network: str, quick: bool
 ) -> tuple[dict[str, Any], dict[str, bench.Row]]:
     """Print a model's table on a network and return its results and rows.
 
@@ -293,9 +294,9 @@ def measure_network(
         slow_network.Unavailable: this machine cannot set up such a network.
     """
     sizes = {"rounds": 3, "seconds": 0.3} if quick else {"rounds": 5, "seconds": 0.5}
-    with slow_network.places(NETWORKS[network], ranks) as places:
+    with slow_network.places(NETWORKS[network], RANKS) as places:
         results = slow_network.run(places, "communication.measure_rank", arch=ARCHS[name], **sizes)
-    title = f"{name}, {ranks} x {network} ({results['rate'] / 1e6:.0f} Mbit/s)"
+    title = f"{name}, {RANKS} x {network} ({results['rate'] / 1e6:.0f} Mbit/s)"
     columns = ["ms/step", "with weights", "x DDP", "spread", "kB sent", "with weights"]
     lines, rows = [[title, *columns]], {}
     for method, facts in results["methods"].items():
@@ -342,15 +343,7 @@ def network_bars(
 
 
 def main() -> int:
-    parser = bench.parser(__doc__)
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        choices=(2, 3, 4),
-        default=2,
-        help="ranks on the networks; the bars are for two (default %(default)s)",
-    )
-    args = parser.parse_args()
+    args = bench.parser(__doc__).parse_args()
     keep_freed_memory()
     torch.set_num_threads(1)
     machine = bench.machine(torch.device("cpu"), ("torch", "timm"))
@@ -369,18 +362,18 @@ def main() -> int:
     for network in NETWORKS:
         for name in [JUDGED] if args.quick else ARCHS:
             try:
-                results, timed = measure_network(name, network, args.ranks, args.quick)
+                results, timed = measure_network(name, network, args.quick)
             except slow_network.Unavailable as reason:
                 print(f"\n{network} left out: {reason}")
                 break
             networks[f"{name} {network}"] = results
             rows += timed.values()
-            if name == JUDGED and args.ranks == 2:
+            if name == JUDGED:
                 bars += network_bars(network, results, timed)
     print("\nx Adam, x DDP: median over the rounds of the ratio of times, spread: min..max")
     print(f"with weights: a step and 1/{LOCAL_STEPS} of SLAMB's average of the weights")
     print("sent: by rank 0's network device, headers included")
-    return bench.finish(args, bars, rows=rows, machine=machine, ranks=args.ranks, networks=networks)
+    return bench.finish(args, bars, rows=rows, machine=machine, ranks=RANKS, networks=networks)
 
 
 if __name__ == "__main__":

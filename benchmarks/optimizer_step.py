@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -270,8 +269,7 @@ def create_bars(result: Result) -> list[bench.Bar]:
     ]
 
 
-def main() -> None:
-    started = time.perf_counter()
+def main() -> int:
     parser = bench.parser(__doc__)
     parser.add_argument(
         "--threads",
@@ -291,7 +289,6 @@ def main() -> None:
     for make in makers:
         deadline = budget.next_deadline()
         results.append(measure(make(), args.quick, deadline=deadline))
-    bars, seconds = create_bars(results[0]), time.perf_counter() - started
     for result in results:
         print(table(result), end="\n\n")
     size = (
@@ -303,7 +300,7 @@ def main() -> None:
     print("operators: launched by a step that updates all estimates, without views; a foreach or")
     print("fused operator counts once for each of its tensors")
     print("x ours: median over the rounds of the step's time in units of ours; spread: min..max")
-    print(f"{machine}; {seconds:.0f} s")
+    print(machine)
     rows = [row for result in results for row in result.rows.values()]
     facts = {
         result.workload.name: {
@@ -313,17 +310,14 @@ def main() -> None:
         }
         for result in results
     }
-    bench.write_json(
-        args.json,
-        rows,
-        bars,
+    return bench.finish(
+        args,
+        create_bars(results[0]),
+        rows=rows,
         machine=machine,
-        took=seconds,
-        quick=args.quick,
         threads=args.threads,
         models=facts,
     )
-    sys.exit(bench.verdict(bars))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 python -m benchmarks.scaling --quick                          # ResNet-20; at most five minutes
 python -m benchmarks.scaling --json scaling.json              # also ResNet-110 and four processes
-python -m benchmarks.scaling --bandwidth 25e9 --latency 5e-6  # predict for another network too
 
 T = S N e: T is samples/s of N processes, S those of one while the others wait, e the efficiency.
 Every process has its own batch (weak scaling) and one thread, and trains as the scripts do. The
@@ -322,13 +321,13 @@ def show(
 
 
 def predict(
-    arch: str, measurement: Measurement, bandwidths: Sequence[float], latency: float
+    arch: str, measurement: Measurement, latency: float
 ) -> dict[str, dict[str, list[float]]]:
     """Print the efficiency for many processes; return it by network and method."""
     predicted: dict[str, dict[str, list[float]]] = {}
     title = f"{arch}, predicted e, latency {1e6 * latency:.0f} us"
     lines = [[title, *(f"N={ranks}" for ranks in MANY)]]
-    for bandwidth in bandwidths:
+    for bandwidth in BANDWIDTHS:
         network = Network(latency, 8 / bandwidth)
         for name in METHODS:
             efficiencies = []
@@ -355,20 +354,7 @@ is sent; error: relative error of the model"""
 
 
 def main() -> int:
-    parser = bench.parser(__doc__)
-    parser.add_argument(
-        "--bandwidth",
-        type=float,
-        nargs="+",
-        default=list(BANDWIDTHS),
-        help="bandwidths to predict for, in bit/s",
-    )
-    parser.add_argument(
-        "--latency",
-        type=float,
-        help="latency to predict for, in seconds (default: as fitted at 1 Gbit/s)",
-    )
-    args = parser.parse_args()
+    args = bench.parser(__doc__).parse_args()
     machine = bench.machine(torch.device("cpu"), ("torch",))
     print(machine)
     rows: list[bench.Row] = []
@@ -394,12 +380,8 @@ def main() -> int:
                 }
                 if NETWORKS[network] and ranks <= (os.cpu_count() or 1):
                     errors.append(error)
-        latency = (
-            args.latency
-            if args.latency is not None
-            else base.get("1 Gbit/s", base["loopback"]).network().latency
-        )
-        measured[f"{arch} predicted"] = predict(arch, base["loopback"], args.bandwidth, latency)
+        latency = base.get("1 Gbit/s", base["loopback"]).network().latency
+        measured[f"{arch} predicted"] = predict(arch, base["loopback"], latency)
     print(ASSUMPTIONS)
     bars = []
     if errors:

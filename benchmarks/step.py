@@ -2,7 +2,7 @@
 
 python -m benchmarks.step --quick                    # without compiled sides; five minutes
 python -m benchmarks.step --json step.json           # all; a quarter of an hour on two cores
-python -m benchmarks.step --only resnet50 --sides ours 'ours, fuse'
+python -m benchmarks.step --only resnet50            # one script
 
 Every side is a process of its own and trains on the real data, input pipeline included; the sides
 take turns. 'plain' is the baseline of throughput.py (fp32, eager, NCHW, DataLoader workers),
@@ -83,10 +83,6 @@ def inspect_script(name: str, data_dir: str) -> tuple[Recipe, float]:
     flags = ["--data_dir", data_dir, "--bs", "16", "--precision", "fp32"]
     with trainers.ready(name, flags) as opened:
         recipe, trainer = Recipe.of(opened), opened.trainer
-        if recipe.texts:
-            row_batches = list(trainer.batches.order.full_batches(0, BATCHES[name]))
-            padding = 100 * trainer.train_set.padding(row_batches)  # type: ignore[attr-defined]
-            print(f"padding of batches of {BATCHES[name]}: {padding:.1f} % of the tokens")
         inputs, _ = next(trainers.all_batches(trainer, 16))
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             trainer.model(inputs)
@@ -169,25 +165,17 @@ def measure_script(
         ratios = [f"{row.ratio:.2f}", bench.spread(row.ratios)]
         lines.append([side, f"{rate:.1f}", *ratios, *sizes, str(len(row.ours))])
     print("\n" + bench.aligned(lines), flush=True)
-    if batch != BATCHES[name]:
-        print(f"this machine is slow, so the batch is {batch} instead of {BATCHES[name]}")
     return rows, memory, batch
 
 
 def main() -> int:
     parser = bench.parser(__doc__, reads_data=True)
     parser.add_argument("--only", choices=list(trainers.SCRIPTS), help="measure one script only")
-    parser.add_argument(
-        "--sides",
-        nargs="+",
-        choices=[*OURS, *PEERS],
-        help="sides besides plain (default all; with --quick those that are not compiled)",
-    )
     args = parser.parse_args()
     machine = bench.machine(bench.DEVICE, ("torch", "torchvision", "timm"))
     peak = Peak.measured()
     print(f"{machine}; peak of {MATRIX_SIZE} rows {peak.best / 1e9:.0f} in {peak.best_dtype}")
-    sides = args.sides or default_sides(args.quick, has_bf16(bench.DEVICE))
+    sides = default_sides(args.quick, has_bf16(bench.DEVICE))
     rows: list[bench.Row] = []
     bars: list[bench.Bar] = []
     memories: dict[str, Any] = {}
