@@ -180,18 +180,19 @@ def targets_of(runs: dict[str, run_logs.Runs]) -> list[int]:
 
 
 def find_runs(
-    groups: Sequence[Path], ranks: int
+    groups: Sequence[Path], ranks: int, only: Sequence[str] | None = None
 ) -> tuple[dict[str, run_logs.Runs], dict[str, Path]]:
     """Find the finished runs in folders of groups.
 
     Args:
         groups: folders that hold folders NAME-seedN, or packed files of them.
         ranks: of which every run must be.
+        only: names of the runs to take; None is all.
     Returns:
         The rows of each seed, and the folder of the first one, by name.
     Raises:
-        InputError: a folder holds no finished run, two hold the same name, or a run had another
-            number of ranks.
+        InputError: a folder holds no finished run, two hold the same name, none holds a run of one
+            of these names, or a run had another number of ranks.
     """
     runs: dict[str, run_logs.Runs] = {}
     first: dict[str, Path] = {}
@@ -200,16 +201,25 @@ def find_runs(
         finished = [folder for folder in folders if run_logs.finished(folder)]
         if not finished:
             raise InputError(f"{group}: holds no finished run NAME-seedN")
+        if only:
+            finished = [folder for folder in finished if name_of(folder) in only]
         found = run_logs.by_name(finished)
         if both := sorted(found.keys() & runs.keys()):
             raise InputError(f"{group}: has runs {both[0]}, as a folder before it")
         runs.update(found)
         for folder in finished:
-            first.setdefault(folder.name.rpartition("-seed")[0] or folder.name, folder)
+            first.setdefault(name_of(folder), folder)
             had = run_logs.read_rows(folder)[-1].get("world_size", 1)
             if had != ranks:
                 raise InputError(f"{folder}: is of {had} ranks; add --ranks {had}")
+    if missing := [name for name in only or () if name not in runs]:
+        raise InputError(f"--only {missing[0]}: no folder holds a finished run of this name")
     return runs, first
+
+
+def name_of(folder: Path) -> str:
+    """Return NAME of a folder NAME-seedN."""
+    return folder.name.rpartition("-seed")[0] or folder.name
 
 
 def measure_rates(
@@ -254,6 +264,7 @@ def main() -> int:
     """Measure the steps and print the table."""
     parser = bench.parser(__doc__)
     parser.add_argument("groups", nargs="+", type=file_path, metavar="FOLDER", help="of NAME-seedN")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="runs to take (default all)")
     parser.add_argument("--ranks", type=int, default=1, help="processes (default %(default)s)")
     parser.add_argument(
         "--network",
@@ -265,7 +276,7 @@ def main() -> int:
     if args.ranks < 1 or (args.ranks == 1 and args.network != NETWORKS[0]):
         parser.error("--ranks must be at least 1, and at least 2 with --network")
     keep_freed_memory()
-    runs, first = find_runs(args.groups, args.ranks)
+    runs, first = find_runs(args.groups, args.ranks, args.only)
     rates = measure_rates(first, network=args.network, ranks=args.ranks, quick=args.quick)
     targets = targets_of(runs)
     medians = {name: statistics.median(each) for name, each in rates.items()}

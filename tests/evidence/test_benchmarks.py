@@ -289,6 +289,7 @@ def test_what_time_to_target_cannot_compare_is_one_line(small_logs, tmp_path, mo
     refused(tmp_path, match="no finished run")
     refused(small_logs, small_logs, match="as a folder before it")
     refused(small_logs, "--ranks", "2", match="is of 1 ranks; add --ranks 1")
+    refused(small_logs, "--only", "sgd", "lamb", match="--only lamb: no folder holds")
     path = small_logs / "sgd-seed0" / "config.json"
     config = json.loads(path.read_text())
     for changes, match in (
