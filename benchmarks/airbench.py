@@ -14,39 +14,32 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import math
 import os
 import sys
 import time
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from backends.device import keep_freed_memory, peak_memory
 from cli.flag_parser import file_path, path_text
 from cli.flags import count, natural
 from errors import InputError, exit_code, first_line
-from input_pipeline.image_datasets import read_image_splits
+from input_pipeline.image_datasets import ImageSplit, read_image_splits
 from models.averaged_views import VIEWS
 from training.machine import describe_machine
 from training.run_log import RunLog
 
 CPU = torch.device("cpu")
 NEEDED = (
-    "CifarNet",
-    "Muon",
-    "zeropower_via_newtonschulz5",
-    "CifarLoader",
-    "CIFAR_MEAN",
-    "CIFAR_STD",
-    "T",
-    "infer",
+    "CifarNet Muon zeropower_via_newtonschulz5 CifarLoader CIFAR_MEAN CIFAR_STD T infer".split()
 )
 WHITENING_ROWS = 5000
 # What `main` of airbench94_muon.py sets, at commit f1c599c:
@@ -72,37 +65,28 @@ def load_source(path: Path) -> ModuleType:
     """
     if not path.is_file():
         raise InputError(f"--source {path}: no such file; clone KellerJordan/cifar10-airbench")
-    spec = importlib.util.spec_from_file_location("airbench_source", path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"--source {path}: is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    loader = SourceFileLoader("airbench_source", str(path))
+    source = module_from_spec(spec_from_loader(loader.name, loader))
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(source)
     except Exception as error:  # whatever another file does
         raise InputError(f"--source {path}: cannot be run ({first_line(error)})") from None
-    if missing := [name for name in NEEDED if not hasattr(module, name)]:
+    if missing := [name for name in NEEDED if not hasattr(source, name)]:
         raise InputError(f"--source {path}: has no {', '.join(missing)}; give airbench94_muon.py")
-    return module
+    return source
 
 
-def create_loader(
-    source: ModuleType, images: Tensor, labels: Tensor, *, train: bool, batch_size: int
-) -> Any:
-    """The peer's loader over images that are in memory.
-
-    Args:
-        source: the peer.
-        images: (rows, 3, height, width) fp32, of pixel values in 0..1.
-        labels: (rows,).
-        train: shuffle, flip and shift.
-        batch_size: images of a batch.
-    """
+def create_loader(source: ModuleType, split: ImageSplit, rows: int, *, train: bool) -> Any:
+    """Return the peer's loader over the first rows of a split, or over all if `rows` is 0."""
+    images = split.decode(torch.arange(rows or len(split))).permute(0, 3, 1, 2).float().div_(255)
     loader = source.CifarLoader.__new__(source.CifarLoader)  # its __init__ reads a file onto a GPU
-    loader.images, loader.labels = images, labels
+    loader.images = images.contiguous(memory_format=torch.channels_last)
+    loader.labels = split.labels[: len(images)]
     loader.normalize = source.T.Normalize(source.CIFAR_MEAN, source.CIFAR_STD)
     loader.proc_images, loader.epoch = {}, 0
     loader.aug = {"flip": True, "translate": 2} if train else {}
-    loader.batch_size, loader.drop_last, loader.shuffle = batch_size, train, train
+    loader.batch_size = min(BATCH_SIZE, len(images))
+    loader.drop_last = loader.shuffle = train
     return loader
 
 
@@ -135,34 +119,18 @@ def bias_steps(steps: int) -> int:
 
 
 def accuracy(source: ModuleType, net: torch.nn.Module, loader: Any, views: int) -> float:
-    """The peer's accuracy in 0..1 over one view of each image, or `ALL_VIEWS`."""
+    """Return the peer's accuracy in 0..1 over one view of each image, or `ALL_VIEWS`."""
     logits = source.infer(net, loader, views)
     return float((logits.argmax(1) == loader.labels).float().mean())
 
 
-def create_loaders(source: ModuleType, data_dir: str, rows: int) -> tuple[Any, Any]:
-    """The peer's loaders of CIFAR-10's training and test images, or of their first rows."""
-    splits, _ = read_image_splits("cifar10", data_dir, image_size=0)
-    loaders = []
-    for name in ("train", "test"):
-        some = slice(0, rows or None)
-        images = splits[name].decode(torch.arange(len(splits[name]))[some])
-        images = images.permute(0, 3, 1, 2).float().div_(255)
-        loaders.append(
-            create_loader(
-                source,
-                images.contiguous(memory_format=torch.channels_last),
-                splits[name].labels[some],
-                train=name == "train",
-                batch_size=min(BATCH_SIZE, len(images)),
-            )
-        )
-    return loaders[0], loaders[1]
-
-
 def train(settings: argparse.Namespace, source: ModuleType, log: RunLog) -> None:
     """Train with one seed, as the flags say; a row of the log for each epoch."""
-    loader, test_loader = create_loaders(source, settings.data_dir, settings.rows)
+    splits, _ = read_image_splits("cifar10", settings.data_dir, image_size=0)
+    loader, test_loader = (
+        create_loader(source, splits[name], settings.rows, train=name == "train")
+        for name in ("train", "test")
+    )
     torch.manual_seed(settings.seed)
     net = source.CifarNet().float().to(memory_format=torch.channels_last)
     net.reset()
@@ -200,17 +168,18 @@ def train(settings: argparse.Namespace, source: ModuleType, log: RunLog) -> None
                 results["test_accuracy_views"] = accuracy(source, net, test_loader, ALL_VIEWS)
                 results["views"] = VIEWS["mirror_shift"]
         eval_seconds += time.perf_counter() - eval_start
+        epochs = epoch + 1
         samples = len(loader) * loader.batch_size
         rows.append(
             {
-                "epoch": epoch + 1,
-                "step": (epoch + 1) * len(loader),
-                "samples": (epoch + 1) * samples,
+                "epoch": epochs,
+                "step": epochs * len(loader),
+                "samples": epochs * samples,
                 "seconds": train_seconds + compile_seconds + eval_seconds,
                 "train_seconds": train_seconds,
                 "compile_seconds": compile_seconds,
                 "eval_seconds": eval_seconds,
-                "samples_per_second": (epoch + 1) * samples / train_seconds,
+                "samples_per_second": epochs * samples / train_seconds,
                 "train_loss": loss_sum / samples,
                 "train_accuracy": num_correct / samples,
                 **results,
@@ -240,24 +209,19 @@ def warm_up(source: ModuleType, net: Any, forward: Any, loader: Any, autocast: A
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags of the command line."""
+    """Return the parser of the command line."""
     flags = argparse.ArgumentParser(prog="python -m benchmarks.airbench", description=__doc__)
-    flags.add_argument(
-        "--source", type=file_path, required=True, help="airbench94_muon.py of a clone"
-    )
-    flags.add_argument("--out", type=file_path, required=True, help="a new folder for the log")
-    flags.add_argument(
-        "--data_dir",
-        type=path_text,
-        default=os.environ.get("DATA_DIR") or "./data",
-        help="as of the entry scripts",
-    )
-    flags.add_argument("--epochs", type=count, default=EPOCHS)
-    flags.add_argument("--rows", type=natural, default=0, help="of each split; 0 is all")
-    flags.add_argument("--seed", type=natural, default=0)
-    flags.add_argument("--threads", type=natural, default=0, help="0 is torch's own choice")
-    flags.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
-    flags.add_argument("--compile", action="store_true", help="compile the network, as the peer")
+    add = flags.add_argument
+    add("--source", type=file_path, required=True, help="airbench94_muon.py of a clone")
+    add("--out", type=file_path, required=True, help="a new folder for the log")
+    data_dir = os.environ.get("DATA_DIR") or "./data"
+    add("--data_dir", type=path_text, default=data_dir, help="as of the entry scripts")
+    add("--epochs", type=count, default=EPOCHS)
+    add("--rows", type=natural, default=0, help="of each split; 0 is all")
+    add("--seed", type=natural, default=0)
+    add("--threads", type=natural, default=0, help="0 is torch's own choice")
+    add("--precision", choices=("fp32", "bf16"), default="bf16")
+    add("--compile", action="store_true", help="compile the network, as the peer")
     return flags
 
 
@@ -272,18 +236,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     source = load_source(args.source)
     args.out.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(args.source.read_bytes()).hexdigest()[:12]
-    flags = {name: value for name, value in vars(args).items() if name not in FOLDERS}
-    log = RunLog(
-        args.out,
-        True,
-        config={
-            "flags": flags,
-            "peer": f"cifar10-airbench {args.source.name}, sha256 {digest}",
-            **describe_machine(CPU, with_speed=True),
-            "threads": torch.get_num_threads(),
-            "command": f"python -m benchmarks.airbench, {args.source.name}",
-        },
-    )
+    config = {
+        "flags": {name: each for name, each in vars(args).items() if name not in FOLDERS},
+        "peer": f"cifar10-airbench {args.source.name}, sha256 {digest}",
+        **describe_machine(CPU, with_speed=True),
+        "threads": torch.get_num_threads(),
+        "command": f"python -m benchmarks.airbench, {args.source.name}",
+    }
+    log = RunLog(args.out, True, config=config)
     log.begin([])
     train(args, source, log)
     log.close()

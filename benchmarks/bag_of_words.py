@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +24,6 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
 from benchmarks import bench
-from cli.flag_parser import path_text
 from errors import exit_code
 from figures.run_logs import LOGS, accuracy, last, read_groups
 from input_pipeline import text_datasets
@@ -93,42 +90,28 @@ def in_full(train: Texts, test: Texts, setting: Mapping[str, Any]) -> float:
     return reached[strength]
 
 
-def main() -> None:
+def main() -> int:
     """Search, train in full, and compare."""
-    started = time.perf_counter()
-    parser = bench.parser(__doc__)
-    data_dir = os.environ.get("DATA_DIR", "./data")
-    parser.add_argument(
-        "--data_dir",
-        type=path_text,
-        default=data_dir,
-        help="folder of the data sets (default $DATA_DIR or ./data)",
-    )
-    args = parser.parse_args()
+    args = bench.parser(__doc__, reads_data=True).parse_args()
     splits, _ = text_datasets.read_text_splits("agnews", args.data_dir)
     train, test = ((splits[name].texts, splits[name].labels) for name in ("train", "test"))
     settings = search(train, SEEDS[:1] if args.quick else SEEDS)
     reached = in_full(train, test, settings[0])
     seeds = last(read_groups(LOGS)[GROUP][RUN], accuracy)
-    seconds = time.perf_counter() - started
-    print(f"AG News, {len(train[0])} training rows, {len(test[0])} test rows; {seconds:.0f} s")
+    print(f"AG News, {len(train[0])} training rows, {len(test[0])} test rows")
     print(f"TF-IDF with logistic regression, {json.dumps(settings[0])}: {reached:.2f} %")
     print(f"Transformer ({GROUP}/{RUN}): {', '.join(f'{seed:.2f}' for seed in seeds)} %")
     bars = [bench.Bar("Transformer over TF-IDF, points", statistics.mean(seeds) - reached, 0.0)]
-    bench.write_json(
-        args.json,
-        [],
+    return bench.finish(
+        args,
         bars,
         machine=bench.machine(torch.device("cpu"), PACKAGES),
-        seconds=seconds,
-        quick=args.quick,
         train_rows=len(train[0]),
         test_rows=len(test[0]),
         tfidf=reached,
         transformer=seeds,
         search=settings,
     )
-    sys.exit(bench.verdict(bars))
 
 
 if __name__ == "__main__":

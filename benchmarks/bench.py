@@ -1,34 +1,31 @@
-"""What all benchmarks share: interleaved blocks of two sides, a table of ratios, bars, a JSON file.
+"""What all benchmarks share: sides that take turns, tables of ratios, bars, a JSON file.
 
-    row = bench.interleave("resnet50 training", ours, plain, block=5, blocks=9, limit=90)
-    print(bench.table([row], "plain"))
-    sys.exit(bench.verdict([bench.Bar("resnet50 training", row.ratio, 2.7)]))
+    sides = {"plain": partial(bench.Remote, plain), "training": partial(bench.Remote, ours)}
+    rows, _ = bench.compare(sides, "resnet50", rounds=9, seconds=4, budget=budget)
+    print(bench.table(rows.values(), "plain"))
+    return bench.finish(args, [bench.Bar("resnet50 training", rows["training"].ratio, 2.7)], ...)
 
 With --quick the number of rounds follows the speed of the machine: see `Budget` and `take_turns`.
-A side is an endless iterator, each `next` of which does one step and returns its number of samples
-(or bytes, or calls); or a `Remote`, which runs such an iterator in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import functools
 import json
 import math
-import multiprocessing
 import os
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 
@@ -40,8 +37,8 @@ from training.machine import commit_or_none, device_name
 
 Name = TypeVar("Name")  # of a side
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PR_SET_PDEATHSIG = 1  # of prctl in linux/prctl.h
 MIN_BLOCKS = 3  # blocks of each side that a median needs, however slow the machine is
+AT_ONCE = 4  # sides of `compare` in memory beside the baseline: each has a model of its own
 # Seconds of --quick in which measurements take turns: the rest of five minutes is for imports, the
 # last round, and what comes after it.
 QUICK_SECONDS = 240.0
@@ -49,23 +46,25 @@ QUICK_SECONDS = 240.0
 
 @dataclass(frozen=True)
 class Row:
-    """A measured pair: samples/s of each block of ours and of the peer.
-
-    Block i of one side ran directly before or after block i of the other.
-    """
+    """A measured pair: samples/s of ours and of the peer, in each round."""
 
     name: str
     ours: list[float]
     peer: list[float]
 
+    @classmethod
+    def of_seconds(cls, name: str, ours: Sequence[float], peer: Sequence[float]) -> Row:
+        """Make a row of rates from the seconds that a step took."""
+        return cls(name, [1 / taken for taken in ours], [1 / taken for taken in peer])
+
     @property
     def ratios(self) -> list[float]:
-        """Ours over the peer's, block by block, so that other load on the machine met both."""
+        """Ours over the peer's, round by round, so that other load on the machine met both."""
         return [ours / peer for ours, peer in zip(self.ours, self.peer)]
 
     @property
     def ratio(self) -> float:
-        """The median ratio of all blocks."""
+        """The median ratio of all rounds."""
         return statistics.median(self.ratios)
 
 
@@ -87,63 +86,34 @@ class Bar:
 # -------------------------------------------------------------------- measuring
 
 
-class Side:
-    """One side of a pair. Its worker processes are stopped while the other side is measured.
-
-    A DataLoader's workers fill their queue (2 batches each) while nobody asks for batches. Left
-    running, the peer's would take the processor from our block, and the peer's next block would
-    start with batches made in our time. So the workers get SIGSTOP when a block ends and SIGCONT
-    after the clock of their next block has started: what was ready at the end of one block is ready
-    at the start of the next, neither side computes in the other's time, and no queue has to be
-    drained.
-    """
-
-    def __init__(self, steps: Iterator[int]) -> None:
-        self.steps = steps
-        self.workers: set[BaseProcess] = set()
-
-    def rate(self, seconds: float) -> float:
-        """Run steps for `seconds`, at least one step, and return samples/s."""
-        others = set(multiprocessing.active_children()) - self.workers
-        wait_for_device()
-        start = time.perf_counter()
-        self.send("SIGCONT")
-        samples = next(self.steps)
-        while time.perf_counter() - start < seconds:
-            samples += next(self.steps)
-        wait_for_device()
-        taken = time.perf_counter() - start
-        self.workers = set(multiprocessing.active_children()) - others
-        self.send("SIGSTOP")
-        return samples / taken
-
-    def close(self) -> None:
-        """Let the workers run again: a stopped process cannot be ended."""
-        self.send("SIGCONT")
-
-    def send(self, name: str) -> None:
-        """Send a signal to every worker that is alive, if the system has it (Windows has not)."""
-        for worker in self.workers:
-            if hasattr(signal, name) and worker.is_alive() and worker.pid is not None:
-                os.kill(worker.pid, getattr(signal, name))
-
-
 class Remote:
     """A side in a process of its own, with a fresh interpreter's allocator and settings.
 
-    `make(*arguments)` is called there and returns the iterator; both must be picklable. Between its
-    turns the process is stopped, as its workers are: threads of OpenMP may wait actively.
+    `make(*arguments)` is called there and returns an endless iterator, each `next` of which takes
+    one step and returns its number of samples; both must be picklable. Between its turns the
+    process is stopped, with its DataLoader's workers: they would fill their queues, and threads of
+    OpenMP wait actively, in the time of the other sides.
+
+    Args:
+        make, arguments: see above.
+        environment: variables that are set before the process starts.
     """
 
-    def __init__(self, make: Callable[..., Iterator[int]], *arguments: Any) -> None:
+    def __init__(
+        self,
+        make: Callable[..., Iterator[int]],
+        *arguments: Any,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         context = torch.multiprocessing.get_context("spawn")
         self.pipe, there = context.Pipe()
         self.process = context.Process(target=serve, args=(there, make, arguments))
-        self.process.start()
+        with mock.patch.dict(os.environ, environment or {}):
+            self.process.start()
         there.close()
 
     def rate(self, seconds: float) -> float:
-        """Run `Side.rate` in the process.
+        """Let the process take steps for `seconds`, at least one step; return samples/s.
 
         Raises:
             InputError: the process has ended.
@@ -177,69 +147,39 @@ class Remote:
         return answer
 
     def _send(self, name: str) -> None:
-        """Send a signal to the process if it is alive and the system has it (Windows has not)."""
-        if hasattr(signal, name) and self.process.is_alive() and self.process.pid is not None:
-            os.kill(self.process.pid, getattr(signal, name))
+        """Send a signal to the process and its workers, if the system has it (Windows has not)."""
+        if hasattr(signal, name) and self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # no group yet, or no longer
+                os.killpg(self.process.pid, getattr(signal, name))
 
 
 def serve(pipe: Any, make: Callable[..., Iterator[int]], arguments: tuple[Any, ...]) -> None:
     """Serve the requests of a `Remote`, in its process."""
-    continue_if_parent_ends()
-    side = Side(make(*arguments))
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()  # a group of stopped processes ends with the one that started it
+    steps = make(*arguments)
     with contextlib.suppress(EOFError):
         while (request := pipe.recv()) is not None:
-            pipe.send(peak_memory(DEVICE) if request == "memory" else side.rate(request))
-    side.close()
+            pipe.send(
+                peak_memory(DEVICE) if request == "memory" else samples_a_second(steps, request)
+            )
 
 
-def continue_if_parent_ends() -> None:
-    """Let this process be sent SIGCONT when its parent ends, so that it does not stay stopped.
-
-    It then finds its pipe closed and ends. This needs Linux; elsewhere nothing happens.
-    """
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+def samples_a_second(steps: Iterator[int], seconds: float) -> float:
+    """Take steps for `seconds`, at least one, and return their rate."""
+    wait_for_device()
+    start = time.perf_counter()
+    samples = next(steps)
+    while time.perf_counter() - start < seconds:
+        samples += next(steps)
+    wait_for_device()
+    return samples / (time.perf_counter() - start)
 
 
 def wait_for_device() -> None:
     """Wait until the GPU, if there is one, has finished its queue."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def interleave(
-    name: str,
-    ours: Iterator[int],
-    peer: Iterator[int] | Remote,
-    block: float,
-    blocks: int,
-    limit: float,
-) -> Row:
-    """Measure two sides in turn: one untimed block each, then timed ones, in alternating order.
-
-    Args:
-        name: name of the row.
-        ours: our side.
-        peer: the other side.
-        block: seconds of a block, and so the same effort on a slow machine, a busy one and a GPU.
-        blocks: number of blocks of each side.
-        limit: seconds after which three blocks are enough (a step can take longer than a block).
-    """
-    end = time.perf_counter() + limit
-    sides = Side(ours), peer if isinstance(peer, Remote) else Side(peer)
-    rates: tuple[list[float], list[float]] = ([], [])
-    try:
-        for side in sides:
-            side.rate(block)
-        for turn in range(blocks):
-            for number in (0, 1) if turn % 2 == 0 else (1, 0):
-                rates[number].append(sides[number].rate(block))
-            if turn + 1 >= MIN_BLOCKS and time.perf_counter() > end:
-                break
-    finally:
-        for side in sides:
-            side.close()
-    return Row(name, *rates)
 
 
 class Budget:
@@ -297,38 +237,81 @@ def take_turns(
     return values
 
 
-def take_remote_turns(
-    remotes: Mapping[Name, Remote], rounds: int, seconds: float, *, deadline: float = math.inf
-) -> dict[Name, list[float]]:
-    """Let each process run for `seconds`, untimed and then once a round; return its samples/s.
+def compare(
+    starts: Mapping[str, Callable[[], Remote]],
+    title: str,
+    *,
+    rounds: int,
+    seconds: float,
+    budget: Budget,
+) -> tuple[dict[str, Row], dict[str, int]]:
+    """Measure sides over the first one, a few at a time, each after an untimed turn.
 
     Args:
-        remotes: by name.
-        rounds, deadline: as of `take_turns`.
-        seconds: of a turn.
+        starts: starts the process of each side, by its name; the first is the baseline.
+        title: of the rows, before the name of the side.
+        rounds: largest number of rounds.
+        seconds: of a side in a round.
+        budget: a share of which each group of sides takes, see `groups_of`.
+
+    Returns:
+        The row over the baseline and the peak memory in bytes of each side, the baseline included.
+
     Raises:
         InputError: a process has ended.
     """
-    for remote in remotes.values():
-        remote.rate(seconds)
-    turns = {name: functools.partial(remote.rate, seconds) for name, remote in remotes.items()}
-    return take_turns(turns, rounds, deadline=deadline)
+    baseline, *others = starts
+    rows: dict[str, Row] = {}
+    memory: dict[str, int] = {}
+    for group in groups_of(others):
+        deadline = budget.next_deadline()
+        remotes = {name: starts[name]() for name in (baseline, *group)}
+        try:
+            for remote in remotes.values():
+                remote.rate(seconds)
+            turns = {name: functools.partial(each.rate, seconds) for name, each in remotes.items()}
+            rates = take_turns(turns, rounds, deadline=deadline)
+            memory = {name: each.peak_memory() for name, each in remotes.items()} | memory
+        finally:
+            for remote in remotes.values():
+                remote.close()
+        for name, rate in rates.items():
+            rows.setdefault(name, Row(f"{title} {name}", rate, rates[baseline]))
+    return rows, memory
+
+
+def groups_of(names: Sequence[str]) -> list[Sequence[str]]:
+    """Split the sides beside the baseline into groups that are in memory at the same time."""
+    return [names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE)]
 
 
 # -------------------------------------------------------------------- showing
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the flags that every benchmark has."""
+def parser(description: str | None, *, reads_data: bool = False) -> argparse.ArgumentParser:
+    """Return a parser with the flags that every benchmark has; its arguments name their start.
+
+    Args:
+        description: docstring of the benchmark.
+        reads_data: whether it has --data_dir.
+    """
     parser = argparse.ArgumentParser(
         description=description,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(started=time.perf_counter())
     parser.add_argument(
         "--quick", action="store_true", help="fewer rounds: at most five minutes on two cores"
     )
     parser.add_argument("--json", type=path_text, metavar="FILE", help="write everything measured")
+    if reads_data:
+        parser.add_argument(
+            "--data_dir",
+            type=path_text,
+            default=os.environ.get("DATA_DIR") or "./data",
+            help="folder of the data sets (default $DATA_DIR or ./data)",
+        )
     return parser
 
 
@@ -341,17 +324,55 @@ def machine(device: torch.device, packages: Sequence[str]) -> str:
     return f"{versions}; {device_name(device, with_speed=True)}{load}"
 
 
-def table(rows: Sequence[Row], peer: str, unit: str = "samples/s") -> str:
+def aligned(lines: Iterable[Sequence[str]]) -> str:
+    """Write cells in columns: the first to the left, the others to the right."""
+    lines = list(lines)
+    first, *widths = (max(map(len, column)) for column in zip(*lines))
+    return "\n".join(
+        "  ".join(
+            [name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths))]
+        ).rstrip()
+        for name, *cells in lines
+    )
+
+
+def spread(values: Iterable[float], digits: int = 2) -> str:
+    """Write the smallest and the largest value."""
+    values = list(values)
+    return f"{min(values):.{digits}f}..{max(values):.{digits}f}"
+
+
+def table(rows: Iterable[Row], peer: str, unit: str = "samples/s") -> str:
     """Write a line for each pair: median rates, ratios (median, smallest, largest), rounds."""
-    rates = f"{'ours ' + unit:>16} {peer + ' ' + unit:>16}"
-    lines = [f"{'pair':<24} {rates} {'ratio':>8} {'spread':>16} {'rounds':>7}"]
+    lines = [["pair", f"ours {unit}", f"{peer} {unit}", "ratio", "spread", "rounds"]]
     for row in rows:
-        spread = f"{min(row.ratios):.2f}..{max(row.ratios):.2f}"
-        ours, other = statistics.median(row.ours), statistics.median(row.peer)
-        rates = f"{ours:>16.1f} {other:>16.1f}"
-        ratios = f"{row.ratio:>8.2f} {spread:>16} {len(row.ratios):>7}"
-        lines.append(f"{row.name:<24} {rates} {ratios}")
-    return "\n".join(lines)
+        rates = [f"{statistics.median(each):.1f}" for each in (row.ours, row.peer)]
+        ratios = [f"{row.ratio:.2f}", spread(row.ratios), str(len(row.ratios))]
+        lines.append([row.name, *rates, *ratios])
+    return aligned(lines)
+
+
+def finish(
+    args: argparse.Namespace,
+    bars: Sequence[Bar],
+    *,
+    rows: Iterable[Row] = (),
+    machine: str,
+    **facts: Any,
+) -> int:
+    """Print the time and the bars of a benchmark, write its JSON file, return its exit code.
+
+    Args:
+        args: of `parser`.
+        bars, rows: what was measured.
+        machine: see `machine`.
+        facts: further entries of the file.
+    """
+    took = time.perf_counter() - args.started
+    print(f"{took:.0f} s")
+    facts = {"machine": machine, "took": took, "quick": args.quick, **facts}
+    write_json(args.json, list(rows), bars, **facts)
+    return verdict(bars)
 
 
 def verdict(bars: Sequence[Bar]) -> int:

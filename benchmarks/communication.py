@@ -6,13 +6,14 @@ python -m benchmarks.communication --json communication.json # more rounds, more
 Compute: a step of each optimizer in one process on one thread, with fixed gradients. SLAMB takes
 its sparse steps as one of two ranks, without the collective.
 
-Networks: two gloo ranks (--ranks), one thread each, take a step without forward and backward
-(two_ranks.py), on the loopback device and between network namespaces at 1 Gbit/s and 100 Mbit/s
-(slow_network.py; Linux and root). Bytes are those that rank 0's network device has sent, including
-the headers of its packets (up to 32 KiB on a slow network, 64 KiB on loopback); payload are those
-that a rank gave to all_reduce and all_gather_into_tensor. SLAMB averages the weights once in 50
-steps; this is measured separately, and 'with weights' is a step and a fiftieth of it. In training,
-DDP overlaps its communication with the backward pass, which SLAMB and the hooks that round do not.
+Networks: two gloo ranks, one thread each, take a step without forward and backward, on
+the loopback device and between network namespaces at 1 Gbit/s and 100 Mbit/s (slow_network.py;
+Linux and root). A step is: clear the gradients, a backward pass that only hands over fixed
+gradients, the communication, the optimizer. Bytes are those that rank 0's network device has sent,
+including the headers of its packets (up to 32 KiB on a slow network, 64 KiB on loopback). SLAMB
+averages the weights once in 50 steps; this is measured separately, and 'with weights' is a step and
+a fiftieth of it. In training, DDP overlaps its communication with the backward pass, which SLAMB
+and the hooks that round do not.
 """
 
 from __future__ import annotations
@@ -20,18 +21,25 @@ from __future__ import annotations
 import copy
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import timm.optim.lamb
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
+from backends import torch_compat
 from backends.device import keep_freed_memory
 from benchmarks import bench, slow_network
-from benchmarks.stepping import Side
-from benchmarks.two_ranks import MEAN_OF_WEIGHTS
+from benchmarks.slow_network import NETWORKS
+from benchmarks.stepping import Side, clock
+from distributed.comm_hooks import RoundedGradients
+from distributed.world import World
 from errors import exit_code
 from models import image_models
 from optimizers.lamb import LAMB
@@ -52,11 +60,17 @@ LOOPBACK = 1.0
 
 ARCHS = {"ResNet-20": "resnet20", "ResNet-110": "resnet110", "ResNet-50": "resnet50"}
 JUDGED = "ResNet-110"
-NETWORKS = {"loopback": None, "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
+RANKS = 2
 ADAM = "Adam (foreach)"
 DDP, DDP_BF16 = "DDP + LAMB", "DDP bf16 hook + LAMB"
 LOCAL_STEPS = 50  # SLAMB's default
 NEVER = 10**9  # steps; beyond the end of any measurement
+MEAN_OF_WEIGHTS = "SLAMB's mean of the weights"
+# Steps: DDP rebuilds its buckets after the first, PowerSGD starts at the third, the last is timed.
+WARM_UP = 5
+MAX_STEPS = 40  # of a turn
+LARGE = 10_000_000  # weights; larger models are measured with fewer methods, to fit into memory
+PROBE = 8 * 2**20  # bytes of the all-reduce that measures the network's bandwidth
 
 # -------------------------------------------------------------------- compute
 
@@ -101,21 +115,15 @@ def measure_compute(name: str, rounds: int, *, deadline: float) -> dict[str, ben
         sides[optimizer] = Side(mine, make(mine), gradients)
         sides[optimizer].warm_up()
     seconds = bench.take_turns(sides, rounds, deadline=deadline)
-    rates = {optimizer: [1 / taken for taken in each] for optimizer, each in seconds.items()}
-    rows = {
-        optimizer: bench.Row(f"{name} {optimizer}", rates[ADAM], rate)
-        for optimizer, rate in rates.items()
-    }
     weights = sum(p.numel() for p in model.parameters()) / 1e6
-    title = f"{name}, {weights:.2f} M weights, {len(rows[ADAM].ours)} rounds"
-    columns = f"{'ms/step':>10} {'x Adam':>8} {'spread':>14} {'operators':>10}"
-    print(f"\n{title}\n{'':<28} {columns}")
-    for optimizer, row in rows.items():
-        spread = f"{min(row.ratios):.2f}..{max(row.ratios):.2f}"
-        milliseconds = 1000 / statistics.median(row.peer)
-        operators = sides[optimizer].operators.all
-        times = f"{milliseconds:>10.2f} {row.ratio:>8.2f} {spread:>14}"
-        print(f"{optimizer:<28} {times} {operators:>10}")
+    title = f"{name}, {weights:.2f} M weights, {len(seconds[ADAM])} rounds"
+    lines, rows = [[title, "ms/step", "x Adam", "spread", "operators"]], {}
+    for optimizer, taken in seconds.items():
+        rows[optimizer] = row = bench.Row.of_seconds(f"{name} {optimizer}", seconds[ADAM], taken)
+        times = [f"{1000 * statistics.median(taken):.2f}", f"{row.ratio:.2f}"]
+        operators = str(sides[optimizer].operators.all)
+        lines.append([optimizer, *times, bench.spread(row.ratios), operators])
+    print("\n" + bench.aligned(lines))
     return rows
 
 
@@ -135,6 +143,137 @@ def compute_bars(name: str, rows: dict[str, bench.Row]) -> list[bench.Bar]:
 # -------------------------------------------------------------------- networks
 
 
+class FixedGradients(torch.autograd.Function):
+    """A loss of zero whose backward pass gives the parameters fixed gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        return None, *ctx.gradients
+
+
+class Parameters(nn.Module):
+    """A model's parameters, with a backward pass that costs nothing."""
+
+    def __init__(self, model: nn.Module, gradients: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.parameter_list = nn.ParameterList(p.detach().clone() for p in model.parameters())
+        self.gradients = gradients
+
+    def forward(self) -> Tensor:
+        return FixedGradients.apply(self.gradients, *self.parameter_list)
+
+
+class Method:
+    """A model and its optimizer, which take a step together."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model().backward()
+        self.optimizer.step()
+
+
+def ddp_lamb(parameters: Parameters, hook: Callable[..., Any], rank: int = 0) -> Method:
+    """Return DistributedDataParallel with a comm hook, and LAMB; `rank` is that of PowerSGD."""
+    settings: dict[str, Any] = dict(torch_compat.ddp_buffer_arguments())
+    settings["bucket_cap_mb"] = 1000  # one bucket: on gloo PowerSGD aborts with several
+    model = DistributedDataParallel(parameters, gradient_as_bucket_view=True, **settings)
+    state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2) if rank else None
+    model.register_comm_hook(state, hook)
+    return Method(model, LAMB(parameters.parameters()))
+
+
+def sparse(parameters: Parameters, **settings: Any) -> Method:
+    """Return SLAMB from its first sparse step on; its average of the weights is measured apart."""
+    return Method(
+        parameters, SLAMB(parameters.parameters(), dense_steps=0, local_steps=NEVER, **settings)
+    )
+
+
+def methods(weights: int, world: World) -> dict[str, Callable[[Parameters], Method]]:
+    """Return the methods for a model with so many weights, by name."""
+    makers: dict[str, Callable[[Parameters], Method]] = {
+        "DDP + LAMB": partial(ddp_lamb, hook=default_hooks.allreduce_hook),
+        "DDP bf16 hook + LAMB": partial(ddp_lamb, hook=default_hooks.bf16_compress_hook),
+        "DDP fp16 hook + LAMB": partial(ddp_lamb, hook=default_hooks.fp16_compress_hook),
+        "DDP PowerSGD rank 2 + LAMB": partial(ddp_lamb, hook=powerSGD_hook.powerSGD_hook, rank=2),
+        "DDP int4 hook + LAMB": partial(ddp_lamb, hook=RoundedGradients(world, "int4").run),
+        "DDP sign hook + LAMB": partial(ddp_lamb, hook=RoundedGradients(world, "sign").run),
+    }
+    for selection in ("block",) if weights > LARGE else ("block", "random"):
+        for k in (0.1, 0.01):
+            for wire, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+                make = partial(sparse, selection=selection, compress_ratio=k, wire_dtype=dtype)
+                makers[f"SLAMB {selection} k={k} {wire}"] = make
+    return makers
+
+
+def sent_bytes(device: str) -> int:
+    """Return the bytes that a network device has sent since it exists."""
+    for line in Path("/proc/net/dev").read_text(encoding="utf-8").splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == device:
+            return int(numbers.split()[8])
+    raise RuntimeError(f"no network device {device}")
+
+
+class Turn:
+    """A number of steps of one method, on all ranks at once; a call returns their mean seconds."""
+
+    def __init__(self, step: Callable[[], None], seconds: float, device: str) -> None:
+        self.step, self.device = step, device
+        self.sent_bytes: list[float] = []  # bytes per step, of each turn
+        for _ in range(WARM_UP - 1):
+            step()
+        dist.barrier()
+        took = torch.tensor(clock(step))
+        dist.broadcast(took, 0)
+        self.steps = max(1, min(MAX_STEPS, round(seconds / took.item())))
+
+    def __call__(self) -> float:
+        dist.barrier()
+        before = sent_bytes(self.device)
+        taken = clock(lambda: [self.step() for _ in range(self.steps)])
+        dist.barrier()  # ranks may share the device: count the bytes of all of them
+        ranks = dist.get_world_size() if self.device == "lo" else 1
+        self.sent_bytes.append((sent_bytes(self.device) - before) / self.steps / ranks)
+        return taken / self.steps
+
+
+def measure_rank(
+    world: World, *, device: str, arch: str, rounds: int, seconds: float
+) -> dict[str, Any]:
+    """Measure all methods in turn as one rank: seconds and bytes of a step, for each round."""
+    torch.manual_seed(0)
+    network = image_models.create_model(arch, classes=10, channels=3, image_size=32)
+    torch.manual_seed(1 + world.rank)
+    gradients = [0.01 * torch.randn_like(p) for p in network.parameters()]
+    weights, probe = sum(p.numel() for p in network.parameters()), torch.zeros(PROBE // 4)
+    turns = {"probe": Turn(lambda: dist.all_reduce(probe), 0.0, device)}
+    for name, make in methods(weights, world).items():
+        method = make(Parameters(network, gradients))
+        turns[name] = Turn(method.step, seconds, device)
+        if isinstance(method.optimizer, SLAMB) and MEAN_OF_WEIGHTS not in turns:
+            turns[MEAN_OF_WEIGHTS] = Turn(method.optimizer.average_weights, seconds, device)
+    taken = bench.take_turns(turns, rounds)
+    ring = 2 * (world.size - 1) / world.size  # bytes that a rank sends for each of the all-reduce
+    return {
+        "weights": weights,
+        "rate": ring * PROBE * 8 / min(taken.pop("probe")),
+        "methods": {
+            name: {"seconds": each, "sent_bytes": turns[name].sent_bytes}
+            for name, each in taken.items()
+        },
+    }
+
+
 def amortised(results: dict[str, Any], name: str, key: str) -> list[float]:
     """Return seconds or bytes of a step in each round, with a share of SLAMB's weight average."""
     values = results["methods"][name][key]
@@ -145,7 +284,7 @@ def amortised(results: dict[str, Any], name: str, key: str) -> list[float]:
 
 
 def measure_network(
-    name: str, network: str, ranks: int, quick: bool
+    name: str, network: str, quick: bool
 ) -> tuple[dict[str, Any], dict[str, bench.Row]]:
     """Print a model's table on a network and return its results and rows.
 
@@ -154,32 +293,22 @@ def measure_network(
     Raises:
         slow_network.Unavailable: this machine cannot set up such a network.
     """
-    rate = NETWORKS[network]
-    rounds, seconds = ("3", "0.3") if quick else ("5", "0.5")
-    with slow_network.joined(rate, ranks) if rate else slow_network.loopback(ranks) as places:
-        results = slow_network.run(
-            places, ["-m", "benchmarks.two_ranks", ARCHS[name], rounds, seconds]
+    sizes = {"rounds": 3, "seconds": 0.3} if quick else {"rounds": 5, "seconds": 0.5}
+    with slow_network.places(NETWORKS[network], RANKS) as places:
+        results = slow_network.run(places, "communication.measure_rank", arch=ARCHS[name], **sizes)
+    title = f"{name}, {RANKS} x {network} ({results['rate'] / 1e6:.0f} Mbit/s)"
+    columns = ["ms/step", "with weights", "x DDP", "spread", "kB sent", "with weights"]
+    lines, rows = [[title, *columns]], {}
+    for method, facts in results["methods"].items():
+        seconds, sent = (amortised(results, method, key) for key in ("seconds", "sent_bytes"))
+        row = bench.Row.of_seconds(
+            f"{name} {network} {method}", results["methods"][DDP]["seconds"], seconds
         )
-    steps = {method: amortised(results, method, "seconds") for method in results["methods"]}
-    rates = {method: [1 / taken for taken in each] for method, each in steps.items()}
-    rows = {
-        method: bench.Row(f"{name} {network} {method}", rates[DDP], rate)
-        for method, rate in rates.items()
-    }
-    title = f"{name}, {ranks} x {network} ({results['rate'] / 1e6:.0f} Mbit/s)"
-    times = f"{'ms/step':>10} {'with weights':>13} {'x DDP':>7} {'spread':>12}"
-    columns = f"{times} {'kB sent':>9} {'with weights':>13} {'payload':>9}"
-    print(f"\n{title:<40} {columns}")
-    for method, row in rows.items():
-        facts = results["methods"][method]
-        spread = f"{min(row.ratios):.2f}..{max(row.ratios):.2f}"
-        milliseconds = 1000 * statistics.median(facts["seconds"])
-        with_weights = 1000 * statistics.median(steps[method])
-        sent = statistics.median(facts["sent_bytes"]) / 1e3
-        sent_with_weights = statistics.median(amortised(results, method, "sent_bytes")) / 1e3
-        times = f"{milliseconds:>10.1f} {with_weights:>13.1f} {row.ratio:>7.2f} {spread:>12}"
-        sizes = f"{sent:>9.1f} {sent_with_weights:>13.1f} {facts['payload_bytes'] / 1e3:>9.1f}"
-        print(f"{method:<40} {times} {sizes}")
+        times = [f"{1e3 * statistics.median(each):.1f}" for each in (facts["seconds"], seconds)]
+        sizes = [f"{statistics.median(each) / 1e3:.1f}" for each in (facts["sent_bytes"], sent)]
+        lines.append([method, *times, f"{row.ratio:.2f}", bench.spread(row.ratios), *sizes])
+        rows[method] = row
+    print("\n" + bench.aligned(lines), flush=True)
     return results, rows
 
 
@@ -214,16 +343,7 @@ def network_bars(
 
 
 def main() -> int:
-    started = time.perf_counter()
-    parser = bench.parser(__doc__)
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        choices=(2, 3, 4),
-        default=2,
-        help="ranks on the networks; the bars are for two (default %(default)s)",
-    )
-    args = parser.parse_args()
+    args = bench.parser(__doc__).parse_args()
     keep_freed_memory()
     torch.set_num_threads(1)
     machine = bench.machine(torch.device("cpu"), ("torch", "timm"))
@@ -242,30 +362,18 @@ def main() -> int:
     for network in NETWORKS:
         for name in [JUDGED] if args.quick else ARCHS:
             try:
-                results, timed = measure_network(name, network, args.ranks, args.quick)
+                results, timed = measure_network(name, network, args.quick)
             except slow_network.Unavailable as reason:
                 print(f"\n{network} left out: {reason}")
                 break
             networks[f"{name} {network}"] = results
             rows += timed.values()
-            if name == JUDGED and args.ranks == 2:
+            if name == JUDGED:
                 bars += network_bars(network, results, timed)
-    seconds = time.perf_counter() - started
     print("\nx Adam, x DDP: median over the rounds of the ratio of times, spread: min..max")
     print(f"with weights: a step and 1/{LOCAL_STEPS} of SLAMB's average of the weights")
     print("sent: by rank 0's network device, headers included")
-    print(f"{seconds:.0f} s")
-    bench.write_json(
-        args.json,
-        rows,
-        bars,
-        machine=machine,
-        took=seconds,
-        quick=args.quick,
-        ranks=args.ranks,
-        networks=networks,
-    )
-    return bench.verdict(bars)
+    return bench.finish(args, bars, rows=rows, machine=machine, ranks=RANKS, networks=networks)
 
 
 if __name__ == "__main__":

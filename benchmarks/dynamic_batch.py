@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,70 +51,47 @@ DIGITS = "--dataset digits --image_size 32".split()
 CIFAR = "--dataset cifar10 --subset 0.1 --image_size 24 --workers 0 --data_dir".split()
 
 
-class HalfSpeed:
-    """Makes a process run half of the time while the context lasts."""
+Rows = list[dict[str, Any]]
+"""The rows of metrics.jsonl."""
 
-    def __init__(self, process: subprocess.Popen[Any]) -> None:
-        self.process, self.over = process, threading.Event()
-        self.thread = threading.Thread(target=self.run)
 
-    def __enter__(self) -> HalfSpeed:
-        self.thread.start()
-        return self
+@contextlib.contextmanager
+def half_speed(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Let a process run half of the time while the context lasts."""
+    over = threading.Event()
 
-    def __exit__(self, *_: Any) -> None:
-        self.over.set()
-        self.thread.join()
-
-    def run(self) -> None:
-        """Stop and continue the process until the context ends."""
-        while not self.over.is_set() and self.process.poll() is None:
+    def stop_and_continue() -> None:
+        while not over.is_set() and process.poll() is None:
             for number in (signal.SIGSTOP, signal.SIGCONT):
-                self.process.send_signal(number)
+                process.send_signal(number)
                 time.sleep(SLICE)
 
+    thread = threading.Thread(target=stop_and_continue)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
-def train(balanced: bool, slow: bool, data: list[str], *, epochs: int) -> list[dict[str, Any]]:
-    """Train on two ranks, on the data of these flags, and return the rows of metrics.jsonl."""
+
+def train(balanced: bool, slow: bool, data: list[str], *, epochs: int) -> Rows:
+    """Train on two ranks, on the data of these flags."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = [
-            *FLAGS,
-            *data,
-            "--epochs",
-            str(epochs),
-            "--out",
-            f"{folder}/run",
-            *(["--balance_workers"] if balanced else []),
-        ]
-        port, command = slow_network.free_port(), [sys.executable, "resnet50_test.py", *flags]
-        ranks = [
-            subprocess.Popen(
-                command,
-                cwd=slow_network.ROOT,
-                env=slow_network.as_rank(rank, 2, "127.0.0.1", port),
-                stdout=subprocess.DEVNULL,
-            )
-            for rank in (0, 1)
-        ]
-        try:
-            with HalfSpeed(ranks[1]) if slow else contextlib.nullcontext():
-                if any(process.wait() for process in ranks):
-                    raise RuntimeError(f"exit codes {[process.returncode for process in ranks]}")
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        return [
-            json.loads(line)
-            for line in Path(folder, "run", "metrics.jsonl")
-            .read_text(encoding="utf-8")
-            .splitlines()
-        ]
+        flags = [*FLAGS, *data, "--epochs", str(epochs), "--out", f"{folder}/run"]
+        command = ["resnet50_test.py", *flags, *(["--balance_workers"] if balanced else [])]
+        with contextlib.ExitStack() as stack:
+            ranks = stack.enter_context(slow_network.start([slow_network.Place()] * 2, command))
+            if slow:
+                stack.enter_context(half_speed(ranks[1]))
+            ranks[0].communicate()
+            if any(process.wait() for process in ranks):
+                raise RuntimeError(f"exit codes {[process.returncode for process in ranks]}")
+        text = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
 
 
-def compare(
-    slow: bool, rounds: int, data: list[str], *, epochs: int
-) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+def compare(slow: bool, rounds: int, data: list[str], *, epochs: int) -> list[tuple[Rows, Rows]]:
     """Return the metrics of a static and a balanced run for each round; print a line for each."""
     title = "one rank at half speed" if slow else "equal ranks"
     print(f"\n{title:<24} static s, epochs 1..{epochs} | balanced s | shares")
@@ -131,7 +109,6 @@ def compare(
 
 
 def main() -> int:
-    started = time.perf_counter()
     parser = bench.parser(__doc__)
     parser.add_argument(
         "--cifar", type=path_text, metavar="DIR", help="folder of CIFAR-10 (default the digits)"
@@ -144,42 +121,25 @@ def main() -> int:
     runs = {
         name: compare(name == "slow", rounds, data, epochs=epochs) for name in ("slow", "equal")
     }
-    rates: dict[str, bench.Row] = {}
+    rows: dict[tuple[str, int], bench.Row] = {}
     for name, pairs in runs.items():
-        for epoch in range(epochs):
-            ours, peer = (
-                [pair[side][epoch]["samples_per_second"] for pair in pairs] for side in (1, 0)
+        for epoch in range(1, epochs + 1):
+            peer, ours = (
+                [pair[side][epoch - 1]["samples_per_second"] for pair in pairs] for side in (0, 1)
             )
-            rates[f"{name}, epoch {epoch + 1}"] = bench.Row(
-                f"{name}, epoch {epoch + 1}", ours, peer
-            )
-    print("\n" + bench.table(list(rates.values()), "static"))
-    gains = [
-        (ratio - 1) / (UPPER_BOUND - 1) for ratio in rates[f"slow, epoch {JUDGED_EPOCH}"].ratios
-    ]
-    equal = [
-        statistics.mean(ratios)
-        for ratios in zip(*(rates[f"equal, epoch {epoch + 1}"].ratios for epoch in range(epochs)))
-    ]
-    spread = f"{min(gains):.2f}..{max(gains):.2f}"
-    share = f"{statistics.median(gains):.2f} ({spread})"
+            rows[name, epoch] = bench.Row(f"{name}, epoch {epoch}", ours, peer)
+    print("\n" + bench.table(rows.values(), "static"))
+    gains = [(ratio - 1) / (UPPER_BOUND - 1) for ratio in rows["slow", JUDGED_EPOCH].ratios]
+    gain = statistics.median(gains)
+    of_rounds = zip(*(rows["equal", epoch].ratios for epoch in range(1, epochs + 1)))
+    equal = statistics.median(map(statistics.mean, of_rounds))
+    share = f"{gain:.2f} ({bench.spread(gains)})"
     print(f"share of the possible gain in epoch {JUDGED_EPOCH}: {share}")
-    seconds = time.perf_counter() - started
     bars = [
-        bench.Bar("gain, third epoch", statistics.median(gains), GAIN),
-        bench.Bar("time of equal ranks", 1 / statistics.median(equal), EQUAL, at_most=True),
+        bench.Bar("gain, third epoch", gain, GAIN),
+        bench.Bar("time of equal ranks", 1 / equal, EQUAL, at_most=True),
     ]
-    print(f"{seconds:.0f} s")
-    bench.write_json(
-        args.json,
-        list(rates.values()),
-        bars,
-        machine=machine,
-        took=seconds,
-        quick=args.quick,
-        runs=runs,
-    )
-    return bench.verdict(bars)
+    return bench.finish(args, bars, rows=rows.values(), machine=machine, runs=runs)
 
 
 if __name__ == "__main__":

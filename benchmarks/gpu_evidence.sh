@@ -15,7 +15,7 @@
 #
 # A and B need no data and keep their piece for C; C again goes on with runs that were cut off. With
 # a quarter of an hour, give A and B LIMIT=160 and C LIMIT=280, and leave out D. docs/performance.md
-# says what is expected, by the names of the steps of B. Environment variables and their defaults:
+# says what a GPU showed. Environment variables and their defaults:
 #   OUT        what to take home: a text and an archive of each part, as of D-2 where D ran for the
 #              second time (runs/gpu_evidence)
 #   WORK       pieces, data, runs, compiled kernels: what must survive from one part to the next,
@@ -208,22 +208,21 @@ probe() { # probe NAME SECONDS WORD...
         "${@:4}"
 }
 
-part_C() { # what only has an accuracy beside one another; NGD's seed 0 again, alone, for its time
+part_C() { # what only has an accuracy beside one another; one through the compiler alone
     local seed lr
-    slots=7
     step join 60 bash "$self" join
+    slots=2
     for seed in 0 1 2; do
         fast94 beside "gpu_fast94/ngd-seed$seed" --ngd --seed "$seed"
     done
     wait_for_all
-    accuracies
+    slots=7
     for lr in 0.1 0.2 0.4; do
         fast94 beside "gpu_fast94_search/sgd-lr$lr-seed0" "${held_out[@]}" --optimizer sgd \
             --lr "$lr" --seed 0
     done
     fast94 beside gpu_fast94_search/ngd-seed0 "${held_out[@]}" --ngd --seed 0
     wait_for_all
-    accuracies
     fast94 step gpu_fast94/ngd-compile-seed0 --ngd --backend compile --seed 0
     accuracies
     step profile 100 "$python" -m benchmarks.profile_step --only resnet50 \
@@ -231,7 +230,8 @@ part_C() { # what only has an accuracy beside one another; NGD's seed 0 again, a
 }
 
 part_D() {
-    train step gpu_best/best-seed0 510 --recipe best --backend compile --seed 0 "$@"
+    further=("$@")
+    train step gpu_best/best-seed0 510 --recipe best --backend compile --seed 0
     accuracies
     probe linalg 90 linalg
 }
@@ -241,15 +241,15 @@ accuracies() {
 }
 
 fast94() { # fast94 HOW FOLDER FLAG...: 12 epochs of ResNet-50, as on the CPU
-    train "$1" "$2" 200 --recipe fast94 --epochs 12 --small_epochs 7 --small_size 16 \
-        --small_stages 2 --eval_every 12 --save_in_background no "${@:3}"
+    train "$1" "$2" 280 --recipe fast94 --epochs 12 --small_epochs 7 --small_size 16 \
+        --small_stages 2 --eval_every 12 "${@:3}"
 }
 
 train() { # train HOW FOLDER SECONDS FLAG...: the command of the plan, figures/experiments.yaml
     local folder=$work/runs/$2 resume=()
     [ -e "$folder/last.pt" ] && resume=(--resume "$folder")
     "$1" "${2#*/}" "$3" "$python" resnet50_test.py "${@:4}" "${small_data[@]}" --out "$folder" \
-        "${resume[@]}"
+        "${resume[@]}" "${further[@]}"
 }
 
 # -------------------------------------------------------------------- one part
@@ -298,7 +298,7 @@ A | B | C | D) shift ;;
 *) fail "usage: gpu_evidence.sh pack DIR | A PIECE | B PIECE | C PIECE | D FLAG..." ;;
 esac
 
-small=() small_images=() small_data=() quick=() held_out=(--val_fraction 0.1 --no-test)
+small=() small_images=() small_data=() quick=() further=() held_out=(--val_fraction 0.1 --no-test)
 tests=(-n 4 tests/unit/test_gpu.py tests/unit/test_graphs.py)
 if [ -n "${MINIATURE:-}" ]; then # the later flag counts, so that these replace those of the steps
     small=(--device cpu --backend eager --precision fp32 --threads 1 --workers 0 --bs 16

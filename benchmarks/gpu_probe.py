@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +22,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-import resnet50_test
-from benchmarks import bench, throughput
-from distributed.world import init_world
+from benchmarks import bench, trainers
+from benchmarks.throughput import Recipe
 from errors import exit_code
 from input_pipeline import image_datasets
 from input_pipeline.image_datasets import ImageSplit
@@ -141,27 +139,19 @@ def random_pixels(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], list
 def measure_steps(what: str, flags: list[str], quick: bool) -> Iterator[dict[str, Any]]:
     """Measure steps with these flags of resnet50_test.py, or those of the plain recipe."""
     image_datasets.read_torchvision = random_pixels
-    with tempfile.TemporaryDirectory() as folder, init_world() as world:
-        opened = throughput.open_script(resnet50_test, [*flags, "--out", f"{folder}/run"], world)
-        steps = throughput.our_steps(opened.trainer)
-        if what == "plain":
-            steps = plain_steps(opened)
+    with trainers.ready("resnet50", flags) as opened:
+        steps = plain_steps(opened) if what == "plain" else trainers.steps_of(opened.trainer)
         yield time_steps(steps, *((2, 4, 2) if quick else (WARM_UP, STEPS, BLOCKS)))
 
 
-def plain_steps(opened: throughput.trainers.Opened) -> Iterator[int]:
+def plain_steps(opened: trainers.Opened) -> Iterator[int]:
     """Take steps in fp32 and NCHW with torch's defaults; yield the number of samples of each."""
-    recipe = throughput.recipe_of(opened)
+    recipe = Recipe.of(opened)
+    optimizer = recipe.optimizer()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = False
-    optimizer = torch.optim.SGD(
-        recipe.model.parameters(),
-        lr=recipe.lr,
-        momentum=recipe.momentum,
-        weight_decay=recipe.weight_decay,
-    )
-    for inputs, labels in throughput.our_batches(opened.trainer, opened.trainer.batches.size):
+    for inputs, labels in trainers.all_batches(opened.trainer, opened.trainer.batches.size):
         F.cross_entropy(recipe.model(inputs.contiguous()), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -169,38 +159,31 @@ def plain_steps(opened: throughput.trainers.Opened) -> Iterator[int]:
 
 
 def time_steps(steps: Iterator[int], warm_up: int, block: int, blocks: int) -> dict[str, Any]:
-    """Time an endless iterator of steps.
-
-    Args:
-        steps: each `next` does one step and returns its number of samples.
-        warm_up: steps before the first block, in which kernels are chosen and compiled.
-        block: steps between two waits for the device.
-        blocks: number of timed blocks.
+    """Time blocks of steps, after a warm-up in which kernels are chosen and compiled.
 
     Returns:
         Milliseconds of a step on the device and of its launch by the host (medians of the blocks),
         samples/s, seconds of 50,000 samples, waits of the host a step, peak memory, and the seconds
         of the warm-up.
     """
-    start = time.perf_counter()
-    for _ in range(warm_up):
-        samples = next(steps)
-    bench.wait_for_device()
-    warm_up_seconds = time.perf_counter() - start
-    device_ms, host_ms = [], []
-    for _ in range(blocks):
+
+    def take(count: int) -> tuple[float, float]:
+        """Seconds until steps are launched, and until they are done."""
         start = time.perf_counter()
-        for _ in range(block):
+        for _ in range(count):
             next(steps)
-        host_ms.append((time.perf_counter() - start) / block * 1e3)
+        launched = time.perf_counter()
         bench.wait_for_device()
-        device_ms.append((time.perf_counter() - start) / block * 1e3)
-    step_ms = statistics.median(device_ms)
+        return launched - start, time.perf_counter() - start
+
+    _, warm_up_seconds = take(warm_up)
+    host, device = zip(*(take(block) for _ in range(blocks)))
+    step_seconds, samples = statistics.median(device) / block, next(steps)
     return {
-        "step_ms": step_ms,
-        "host_ms": statistics.median(host_ms),
-        "samples_per_s": samples / step_ms * 1e3,
-        "s_per_epoch": CIFAR_ROWS / samples * step_ms / 1e3,
+        "step_ms": step_seconds * 1e3,
+        "host_ms": statistics.median(host) / block * 1e3,
+        "samples_per_s": samples / step_seconds,
+        "s_per_epoch": CIFAR_ROWS / samples * step_seconds,
         "host_waits": count_waits(steps, block) / block,
         "peak_gib": bench.peak_memory(bench.DEVICE) / 2**30,
         "warm_up_s": warm_up_seconds,
@@ -252,11 +235,11 @@ def main() -> int:
     print(machine, flush=True)
     measure = {"ceilings": ceilings, "linalg": linalg}.get(args.what)
     results = measure(args.quick) if measure else measure_steps(args.what, args.more, args.quick)
-    rows = []
+    shown = []
     for result in results:
-        rows.append(result)
+        shown.append(result)
         print(show(result), flush=True)
-    bench.write_json(args.json, [], [], machine=machine, flags=args.more, results=rows)
+    bench.write_json(args.json, [], [], machine=machine, flags=args.more, results=shown)
     return 0
 
 

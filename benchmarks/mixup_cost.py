@@ -20,7 +20,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,6 @@ from optimizers.param_groups import decay_groups
 from optimizers.torch_fused import fused_adamw, fused_sgd
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
 from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
-from training.trainer import Trainer
 
 # Share of a step: the batch is read twice, its activations hundreds of times.
 PLAIN_SHARE = 0.02
@@ -49,8 +47,10 @@ META_SHARE = 0.30
 PEER = 1.0  # at least as fast as theirs
 
 EVERY = 16
+META_EVERY_STEP = "meta, every step"
 QUICK_STEPS = 4  # of a kind without a policy in a round of --quick
 CLASSES = 10
+WORDS = 30_000  # of the vocabulary
 PEER_BATCH, SIZES = 128, (32, 224)
 ALPHA = 1.0
 
@@ -61,63 +61,52 @@ class Model:
 
     name: str
     make: Callable[[], nn.Module]
-    inputs: Callable[[int], Tensor]
-    kinds: dict[str, tuple[str, bool]]  # name -> (kind of mixing, whether the model mixes)
+    kinds: Sequence[str]  # besides meta-mixup
     mixed_shape: tuple[int, ...]  # of one sample, where it is mixed
-    optimizer: str
-    batch: int
-    quick_batch: int
+    mixes: bool  # the model mixes, and not what it is given
+    make_optimizer: Callable[..., torch.optim.Optimizer]
+    batch: dict[bool, int]  # with --quick and without, as the rounds
+    rounds: dict[bool, int]
 
-
-def models() -> list[Model]:
-    """Return ResNet-18 and the Transformer with the sizes of the scripts."""
-
-    def images(size: int) -> Tensor:
+    def inputs(self, size: int) -> Tensor:
+        """Draw a random batch."""
+        if self.mixes:
+            return torch.randint(3, WORDS, (size, 64))
         return torch.randn(size, 3, 32, 32).to(memory_format=torch.channels_last)
 
-    def texts(mix_at: str) -> nn.Module:
-        return Transformer(30_000, CLASSES, dropout=0.3, token_dropout=0.5, mix_at=mix_at)
 
-    plain = {kind: (kind, False) for kind in ("mixup", "intra", "attention", "cutmix", "meta")}
-    mixed_by_model = {kind: (kind, True) for kind in ("mixup", "intra", "meta")}
-    return [
-        Model(
-            "ResNet-18",
-            lambda: image_models.create_model(
-                "resnet18", classes=CLASSES, channels=3, image_size=32
-            ).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
-            images,
-            plain,
-            (3, 32, 32),
-            "sgd",
-            64,
-            16,
-        ),
-        Model(
-            "Transformer, pooled",
-            partial(texts, "pooled"),
-            tokens,
-            mixed_by_model,
-            (128,),
-            "adamw",
-            128,
-            64,
-        ),
-        Model(
-            "Transformer, tokens",
-            partial(texts, "tokens"),
-            tokens,
-            mixed_by_model,
-            (64, 128),
-            "adamw",
-            128,
-            64,
-        ),
-    ]
+def resnet() -> nn.Module:
+    model = image_models.create_model("resnet18", classes=CLASSES, channels=3, image_size=32)
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def tokens(size: int) -> Tensor:
-    return torch.randint(3, 30_000, (size, 64))
+def transformer(mix_at: str, *mixed_shape: int) -> Model:
+    return Model(
+        f"Transformer, {mix_at}",
+        partial(Transformer, WORDS, CLASSES, dropout=0.3, token_dropout=0.5, mix_at=mix_at),
+        kinds=("mixup", "intra"),
+        mixed_shape=mixed_shape,
+        mixes=True,
+        make_optimizer=fused_adamw,
+        batch={True: 64, False: 128},
+        rounds={True: 7, False: 15},
+    )
+
+
+MODELS = (  # with the sizes of the scripts
+    Model(
+        "ResNet-18",
+        resnet,
+        kinds=("mixup", "intra", "attention", "cutmix"),
+        mixed_shape=(3, 32, 32),
+        mixes=False,
+        make_optimizer=fused_sgd,
+        batch={True: 16, False: 64},
+        rounds={True: 5, False: 7},
+    ),
+    transformer("pooled", 128),
+    transformer("tokens", 64, 128),
+)
 
 
 class RandomHeldOut:
@@ -138,54 +127,49 @@ class RandomHeldOut:
             yield self.inputs(len(rows)), rows % CLASSES
 
 
-def make_trainer(model: Model, kind: str, every: int, model_mixes: bool, batch: int) -> Trainer:
-    """Return a trainer that takes the training steps of the scripts."""
+def step_of(model: Model, kind: str, batch: int, *, every: int = EVERY) -> Callable[[], None]:
+    """Return the training step of the scripts on one batch; `every` of them updates the policy."""
     world, network = World(), model.make()
     loss_fn: LossFn = CrossEntropy()
     meta_learner = None
     if kind == "meta":
         meta = mixup.MetaMixup(CLASSES)
-        loss_fn = mixed = MixedCrossEntropy(lambda labels, **size: meta.mix(labels), model_mixes)
+        loss_fn = mixed = MixedCrossEntropy(lambda labels, **size: meta.mix(labels), model.mixes)
         held_out = HeldOutBatches(RandomHeldOut(model.inputs), batch, seed=0, world=world)
         meta_learner = MetaMixupStep(meta, mixed, held_out=held_out, every=every)
     elif kind != "none":
-        loss_fn = MixedCrossEntropy(partial(mixup.sample_mix, kind, alpha=ALPHA), model_mixes)
-    make = {"sgd": fused_sgd, "adamw": fused_adamw}[model.optimizer]
-    return trainers.step_trainer(
+        loss_fn = MixedCrossEntropy(partial(mixup.sample_mix, kind, alpha=ALPHA), model.mixes)
+    trainer = trainers.step_trainer(
         network.train(),
-        make(decay_groups(network, 0.0), lr=1e-3),
+        model.make_optimizer(decay_groups(network, 0.0), lr=1e-3),
         world,
         loss_fn=loss_fn,
         precision=choose_precision("auto", world.device),
         meta_learner=meta_learner,
     )
+    labels = torch.randint(CLASSES, (batch,))
+    return partial(trainer.train_step, model.inputs(batch), labels)
+
+
+def repeated(call: Callable[[], object], times: int, *, warm_up: int = 1) -> Callable[[], float]:
+    """Return a function that measures the mean seconds of several calls, after a warm-up."""
+    for _ in range(warm_up):
+        call()
+    return lambda: clock(lambda: [call() for _ in range(times)]) / times
 
 
 def step_sides(model: Model, batch: int, plain_steps: int) -> dict[str, Callable[[], float]]:
     """Return functions that measure the mean seconds of a step, by kind of mixing.
 
-    Args:
-        model: what is trained.
-        batch: its batch size.
-        plain_steps: steps of a kind without a policy in a round.
+    In a round a kind without a policy takes `plain_steps`.
     """
-    inputs, labels = model.inputs(batch), torch.randint(CLASSES, (batch,))
-
-    def side(trainer: Trainer, steps: int) -> Callable[[], float]:
-        step = partial(trainer.train_step, inputs, labels)
-        step()
-        # With a meta-learner each measured call is to see the same number of its updates.
-        for _ in range(steps - 1 if trainer.meta_learner is not None else 0):
-            step()
-        return lambda: clock(lambda: [step() for _ in range(steps)]) / steps
-
-    sides = {"none": side(make_trainer(model, "none", 1, False, batch), plain_steps)}
-    for name, (kind, model_mixes) in model.kinds.items():
-        steps = EVERY if kind == "meta" else plain_steps
-        sides[name] = side(make_trainer(model, kind, EVERY, model_mixes, batch), steps)
-    sides["meta, every step"] = side(
-        make_trainer(model, "meta", 1, model.kinds["meta"][1], batch), 2
-    )
+    sides = {
+        kind: repeated(step_of(model, kind, batch), plain_steps) for kind in ("none", *model.kinds)
+    }
+    # Each measured call is to see the same number of the policy's updates.
+    for name, every, steps in (("meta", EVERY, EVERY), (META_EVERY_STEP, 1, 2)):
+        step = step_of(model, "meta", batch, every=every)
+        sides[name] = repeated(step, steps, warm_up=steps)
     return sides
 
 
@@ -194,10 +178,9 @@ def without_model(model: Model, batch: int) -> dict[str, Callable[[], float]]:
     labels = torch.randint(CLASSES, (batch,))
     hidden = torch.randn(batch, *model.mixed_shape)
     logits = torch.randn(batch, CLASSES, requires_grad=True)
-    model_mixes = model.kinds["meta"][1]
     if len(model.mixed_shape) == 3:
         hidden = hidden.to(memory_format=torch.channels_last)
-    hidden.requires_grad_(model_mixes)
+    hidden.requires_grad_(model.mixes)
 
     def none() -> None:
         F.cross_entropy(logits, labels).backward()
@@ -205,23 +188,13 @@ def without_model(model: Model, batch: int) -> dict[str, Callable[[], float]]:
     def mix(kind: str) -> None:
         drawn = mixup.sample_mix(kind, labels, alpha=ALPHA, height=32, width=32)
         mixed = mixup.blend(hidden, drawn)
-        loss = mixup.cross_entropy(logits, labels, mix=drawn)
-        torch.autograd.backward(
-            [loss, mixed] if model_mixes else [loss],
-            [None, mixed.detach()] if model_mixes else [None],
-        )
+        mixup.cross_entropy(logits, labels, mix=drawn).backward()
+        if model.mixes:
+            mixed.backward(mixed.detach())
         mixup.num_correct(logits, labels, mix=drawn)
 
-    calls = {
-        "none": none,
-        **{name: partial(mix, kind) for name, (kind, _) in model.kinds.items() if kind != "meta"},
-    }
-    return {name: partial(repeated, call) for name, call in calls.items()}
-
-
-def repeated(call: Callable[[], Any], times: int = 10) -> float:
-    """Return the mean seconds of a call."""
-    return clock(lambda: [call() for _ in range(times)]) / times
+    calls = {"none": none, **{kind: partial(mix, kind) for kind in model.kinds}}
+    return {name: repeated(call, 10) for name, call in calls.items()}
 
 
 def peer_sides(size: int) -> dict[str, Callable[[], float]]:
@@ -230,18 +203,16 @@ def peer_sides(size: int) -> dict[str, Callable[[], float]]:
     import timm.loss
 
     images = torch.randn(PEER_BATCH, 3, size, size).to(memory_format=torch.channels_last)
-    labels, logits = (
-        torch.randint(CLASSES, (PEER_BATCH,)),
-        torch.randn(PEER_BATCH, CLASSES, requires_grad=True),
-    )
-    soft_loss = timm.loss.SoftTargetCrossEntropy()
-    timm_mixes = {
-        "mixup": timm.data.Mixup(ALPHA, 0.0, label_smoothing=0.0, num_classes=CLASSES),
-        "cutmix": timm.data.Mixup(0.0, ALPHA, label_smoothing=0.0, num_classes=CLASSES),
-    }
-    vision_mixes = {
-        "mixup": v2.MixUp(alpha=ALPHA, num_classes=CLASSES),
-        "cutmix": v2.CutMix(alpha=ALPHA, num_classes=CLASSES),
+    labels = torch.randint(CLASSES, (PEER_BATCH,))
+    logits = torch.randn(PEER_BATCH, CLASSES, requires_grad=True)
+    timm_loss = timm.loss.SoftTargetCrossEntropy()
+    timm_mix = partial(timm.data.Mixup, label_smoothing=0.0, num_classes=CLASSES)
+    vision_mix = {"alpha": ALPHA, "num_classes": CLASSES}
+    peers = {
+        "mixup timm": (timm_mix(ALPHA, 0.0), timm_loss),
+        "mixup torchvision": (v2.MixUp(**vision_mix), F.cross_entropy),
+        "cutmix timm": (timm_mix(0.0, ALPHA), timm_loss),
+        "cutmix torchvision": (v2.CutMix(**vision_mix), F.cross_entropy),
     }
 
     def ours(kind: str) -> None:
@@ -249,66 +220,49 @@ def peer_sides(size: int) -> dict[str, Callable[[], float]]:
         mixup.blend(images, mix)
         mixup.cross_entropy(logits, labels, mix=mix).backward()
 
-    def theirs(
-        mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-        loss: Callable[[Tensor, Tensor], Tensor],
-    ) -> None:
+    def theirs(mix: Callable[..., tuple[Tensor, Tensor]], loss: Callable[..., Tensor]) -> None:
         _, soft = mix(images, labels)
         loss(logits, soft).backward()
 
-    sides: dict[str, Callable[[], Any]] = {}
-    for kind in ("mixup", "cutmix"):
-        sides[f"{kind} ours"] = partial(ours, kind)
-        sides[f"{kind} timm"] = partial(theirs, timm_mixes[kind], soft_loss)
-        sides[f"{kind} torchvision"] = partial(theirs, vision_mixes[kind], F.cross_entropy)
-    return {name: partial(repeated, call, 20 if size < 64 else 2) for name, call in sides.items()}
-
-
-def row(name: str, ours: list[float], peer: list[float]) -> bench.Row:
-    """Return a row of rates from seconds."""
-    return bench.Row(name, [1 / taken for taken in ours], [1 / taken for taken in peer])
+    calls: dict[str, Callable[[], None]]
+    calls = {f"{kind} ours": partial(ours, kind) for kind in ("mixup", "cutmix")}
+    calls |= {name: partial(theirs, mix, loss) for name, (mix, loss) in peers.items()}
+    return {name: repeated(call, 20 if size < 64 else 2) for name, call in calls.items()}
 
 
 def measure_model(
     model: Model, quick: bool, *, deadline: float
 ) -> tuple[list[bench.Row], list[bench.Bar]]:
     """Print the table of a model and return its rows and bars."""
-    batch = model.quick_batch if quick else model.batch
-    rounds = (5 if quick else 7) if model.optimizer == "sgd" else (7 if quick else 15)
+    batch, rounds = model.batch[quick], model.rounds[quick]
     sides = step_sides(model, batch, QUICK_STEPS if quick else EVERY)
-    steps = bench.take_turns(sides, rounds, {"meta, every step"}, deadline=deadline)
-    mixing_seconds = bench.take_turns(without_model(model, batch), 30)
-    median = {name: statistics.median(taken) for name, taken in steps.items()}
+    steps = bench.take_turns(sides, rounds, {META_EVERY_STEP}, deadline=deadline)
+    alone = {
+        name: statistics.median(taken)
+        for name, taken in bench.take_turns(without_model(model, batch), 30).items()
+    }
+    none = steps.pop("none")
+    step = statistics.median(none)
     print(
-        f"\n{model.name}, batch {batch}: {1e3 * median['none']:.1f} ms/step without mixing, "
-        f"{len(steps['none'])} rounds"
+        f"\n{model.name}, batch {batch}: {1e3 * step:.1f} ms/step without mixing, "
+        f"{len(none)} rounds"
     )
-    print(f"{'':18} {'step, x none':>13} {'spread':>14} {'alone, % of a step':>19}")
+    lines = [["", "step, x none", "spread", "alone, % of a step"]]
     rows, bars = [], []
-    for name in [name for name in steps if name != "none"]:
-        ratios = [taken / none for taken, none in zip(steps[name], steps["none"])]
-        rows.append(row(f"{model.name} {name}", steps[name], steps["none"][: len(steps[name])]))
-        spread, share = f"{min(ratios):.3f}..{max(ratios):.3f}", ""
-        if name in mixing_seconds:
-            extra = statistics.median(mixing_seconds[name]) - statistics.median(
-                mixing_seconds["none"]
-            )
-            share = f"{100 * extra / median['none']:.2f}"
-            bars.append(
-                bench.Bar(
-                    f"{model.name} {name} share", extra / median["none"], PLAIN_SHARE, at_most=True
-                )
-            )
-        print(f"{name:18} {statistics.median(ratios):>13.3f} {spread:>14} {share:>19}")
+    for name, taken in steps.items():
+        # The inverse of a row's ratios, which are of rates: the step as a multiple of none.
+        rows.append(bench.Row.of_seconds(f"{model.name} {name}", taken, none[: len(taken)]))
+        ratios = [1 / ratio for ratio in rows[-1].ratios]
+        cells = [f"{statistics.median(ratios):.3f}", bench.spread(ratios, 3)]
+        if name in alone:
+            share = (alone[name] - alone["none"]) / step
+            cells.append(f"{100 * share:.2f}")
+            bars.append(bench.Bar(f"{model.name} {name} share", share, PLAIN_SHARE, at_most=True))
         if name == "meta":
-            bars.append(
-                bench.Bar(
-                    f"{model.name} meta cost",
-                    statistics.median(ratios) - 1,
-                    META_SHARE,
-                    at_most=True,
-                )
-            )
+            cost = statistics.median(ratios) - 1
+            bars.append(bench.Bar(f"{model.name} meta cost", cost, META_SHARE, at_most=True))
+        lines.append([name, *cells, *([""] * (3 - len(cells)))])
+    print(bench.aligned(lines))
     return rows, bars
 
 
@@ -317,12 +271,13 @@ def measure_peers(
 ) -> tuple[list[bench.Row], list[bench.Bar]]:
     """Print the table of the peers and return its rows and bars."""
     seconds = bench.take_turns(peer_sides(size), 15 if quick else 41, deadline=deadline)
-    rows = []
-    for kind in ("mixup", "cutmix"):
-        for peer in ("timm", "torchvision"):
-            rows.append(
-                row(f"{kind} {size}px / {peer}", seconds[f"{kind} ours"], seconds[f"{kind} {peer}"])
-            )
+    rows = [
+        bench.Row.of_seconds(
+            f"{kind} {size}px / {peer}", seconds[f"{kind} ours"], seconds[f"{kind} {peer}"]
+        )
+        for kind in ("mixup", "cutmix")
+        for peer in ("timm", "torchvision")
+    ]
     print(f"\n{PEER_BATCH} images of {size}x{size}, mixing and loss")
     print(bench.table(rows, "theirs", "batches/s"))
     return rows, [bench.Bar(each.name, each.ratio, PEER) for each in rows]
@@ -338,7 +293,7 @@ def main() -> int:
     rows: list[bench.Row] = []
     bars: list[bench.Bar] = []
     measurements = [partial(measure_peers, size) for size in SIZES] + [
-        partial(measure_model, model) for model in models()
+        partial(measure_model, model) for model in MODELS
     ]
     budget = bench.Budget(args.quick, len(measurements))
     for measure in measurements:
@@ -346,8 +301,7 @@ def main() -> int:
         rows += more_rows
         bars += more_bars
     print()
-    bench.write_json(args.json, rows, bars, machine=machine)
-    return bench.verdict(bars)
+    return bench.finish(args, bars, rows=rows, machine=machine)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ batches in turn. After a warm-up the optimizers take turns: in a round each take
 update period of KaldiNGD, and their mean counts. Where the processor does not compute in bf16, the
 passes in bf16 and Muon, whose orthogonalisation is in bf16, are left out: a step would take
 minutes. SOAP (optional: pip install pytorch_optimizer) is measured over ten steps, after which it
-renews its bases. K-FAC (optional: pip install nngeometry) is composed of its parts, see peers.py.
+renews its bases.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backends.device import has_bf16, keep_freed_memory
-from benchmarks import bench, peers
+from benchmarks import bench
 from benchmarks.stepping import PERIOD, Side, clock
 from benchmarks.straightforward_ngd import StraightforwardNGD
 from errors import exit_code
@@ -37,6 +36,11 @@ from ngd import NGD
 from optimizers.kaldi_ngd import KaldiNGD
 from optimizers.muon import Muon
 from optimizers.param_groups import ngd_groups
+
+try:
+    import pytorch_optimizer
+except ImportError:
+    pytorch_optimizer = None
 
 # Bars, all for ResNet-50 on one CPU thread.
 # NGD's step, of forward and backward at batch size 128 in fp32: a better direction must cost next
@@ -61,6 +65,7 @@ MUON, SOAP, PASS = "Muon + AdamW", "SOAP", "forward + backward"
 LR, WEIGHT_DECAY = 1e-3, 5e-4
 # Not a multiple of the period, so that each gradient comes to update an estimate.
 GRADIENTS = PERIOD + 1
+SOAP_PERIOD = 10  # steps after which SOAP renews its bases, with the library's settings
 BATCH = 128  # batch size of forward and backward
 ROUNDS, QUICK_ROUNDS = 15, 5
 QUICK_BATCH = 32
@@ -113,7 +118,7 @@ def transformer_workload() -> Workload:
 
 
 def build_sides(workload: Workload) -> dict[str, Side]:
-    """Return all optimizers but K-FAC, after their first steps; Muon where bf16 is fast."""
+    """Return all optimizers, after their first steps; Muon where bf16 is fast."""
     gradients, common = workload.gradients(), {"lr": LR, "weight_decay": WEIGHT_DECAY}
     makers: dict[str, Callable[[nn.Module], Any]] = {
         OURS: lambda m: NGD(ngd_groups(m, WEIGHT_DECAY), lr=LR),
@@ -126,12 +131,12 @@ def build_sides(workload: Workload) -> dict[str, Side]:
     }
     if has_bf16(torch.device("cpu")):
         makers[MUON] = lambda m: Muon(ngd_groups(m, WEIGHT_DECAY), lr=LR)
-    if peers.pytorch_optimizer:
-        makers[SOAP] = lambda m: peers.pytorch_optimizer.SOAP(m.parameters(), lr=LR)
+    if pytorch_optimizer:
+        makers[SOAP] = lambda m: pytorch_optimizer.SOAP(m.parameters(), lr=LR)
     sides = {}
     for name, make in makers.items():
         model = copy.deepcopy(workload.model)
-        period = peers.SOAP_PERIOD if name == SOAP else PERIOD
+        period = SOAP_PERIOD if name == SOAP else PERIOD
         sides[name] = Side(model, make(model), gradients, period)
         sides[name].warm_up()
     return sides
@@ -159,26 +164,6 @@ def passes(workload: Workload, quick: bool) -> dict[str, Callable[[], float]]:
     for call in calls.values():
         call()  # not timed: the first pass allocates the memory
     return calls
-
-
-def kfac_side(
-    workload: Workload, gradients: list[list[Tensor | None]], quick: bool
-) -> tuple[Side, Callable[[], float]]:
-    """Return K-FAC and a function that measures its amortised seconds.
-
-    Raises:
-        peers.Absent: K-FAC cannot be measured here.
-    """
-    size, model = QUICK_BATCH if quick else BATCH, copy.deepcopy(workload.model)
-    optimizer = peers.KFAC(model, workload.batch(size)[0] if workload.images else None)
-    side = Side(model, optimizer, gradients)
-
-    def measure() -> float:
-        step_seconds = optimizer.seconds(side.set_gradients, BATCH / size)
-        side.seconds.append(list(step_seconds.values()))
-        return step_seconds["amortised"]
-
-    return side, measure
 
 
 # -------------------------------------------------------------------- the table of a workload
@@ -210,13 +195,6 @@ def measure(workload: Workload, quick: bool, *, deadline: float) -> Result:
         calls.update(new)
         if f"{PASS}, bf16" not in new:
             notes.append(f"{PASS} in bf16 left out: this processor does not compute in bf16")
-    try:
-        side, call = kfac_side(workload, sides[OURS].gradients, quick)
-        name = f"K-FAC ({side.optimizer.name})"
-        sides[name], calls[name] = side, call
-        slow.add(name)
-    except peers.Absent as absent:
-        notes.append(f"K-FAC left out: {absent}")
     rounds = QUICK_ROUNDS if quick else ROUNDS
     seconds = bench.take_turns(calls, rounds, slow, deadline=deadline)
     rates = {name: [1 / taken for taken in all_taken] for name, all_taken in seconds.items()}
@@ -291,8 +269,7 @@ def create_bars(result: Result) -> list[bench.Bar]:
     ]
 
 
-def main() -> None:
-    started = time.perf_counter()
+def main() -> int:
     parser = bench.parser(__doc__)
     parser.add_argument(
         "--threads",
@@ -304,7 +281,7 @@ def main() -> None:
     keep_freed_memory()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    packages = ["torch", *(name for name in peers.OPTIONAL if getattr(peers, name))]
+    packages = ["torch", *(["pytorch_optimizer"] if pytorch_optimizer else [])]
     machine = bench.machine(torch.device("cpu"), packages)
     makers = (resnet_workload, transformer_workload)
     budget = bench.Budget(args.quick, len(makers))
@@ -312,7 +289,6 @@ def main() -> None:
     for make in makers:
         deadline = budget.next_deadline()
         results.append(measure(make(), args.quick, deadline=deadline))
-    bars, seconds = create_bars(results[0]), time.perf_counter() - started
     for result in results:
         print(table(result), end="\n\n")
     size = (
@@ -320,11 +296,11 @@ def main() -> None:
         if args.quick
         else "measured"
     )
-    print(f"{PASS}, and the factors of K-FAC, are of batch {BATCH}, {size}")
+    print(f"{PASS} is of batch {BATCH}, {size}")
     print("operators: launched by a step that updates all estimates, without views; a foreach or")
     print("fused operator counts once for each of its tensors")
     print("x ours: median over the rounds of the step's time in units of ours; spread: min..max")
-    print(f"{machine}; {seconds:.0f} s")
+    print(machine)
     rows = [row for result in results for row in result.rows.values()]
     facts = {
         result.workload.name: {
@@ -334,17 +310,14 @@ def main() -> None:
         }
         for result in results
     }
-    bench.write_json(
-        args.json,
-        rows,
-        bars,
+    return bench.finish(
+        args,
+        create_bars(results[0]),
+        rows=rows,
         machine=machine,
-        took=seconds,
-        quick=args.quick,
         threads=args.threads,
         models=facts,
     )
-    sys.exit(bench.verdict(bars))
 
 
 if __name__ == "__main__":

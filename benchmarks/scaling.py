@@ -2,12 +2,12 @@
 
 python -m benchmarks.scaling --quick                          # ResNet-20; at most five minutes
 python -m benchmarks.scaling --json scaling.json              # also ResNet-110 and four processes
-python -m benchmarks.scaling --bandwidth 25e9 --latency 5e-6  # predict for another network too
 
 T = S N e: T is samples/s of N processes, S those of one while the others wait, e the efficiency.
-Every process has its own batch (weak scaling) and one thread, and trains as the scripts do
-(scaling_ranks.py). The share of communication is the part of a step that disappears when nothing
-is sent. The networks are those of communication.py.
+Every process has its own batch (weak scaling) and one thread, and trains as the scripts do. The
+share of communication is the part of a step that disappears when nothing is sent. In turn run: rank
+0 alone, all ranks without sending, all ranks with sending, and all-reduces of several sizes. The
+networks are those of slow_network.py.
 
 The model of the prediction: an all-reduce of B bytes is a ring and takes
 2 (N - 1) latency + 2 (N - 1) / N x B / bandwidth. A step without sending is timed, together with
@@ -23,15 +23,25 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from benchmarks import bench, slow_network
-from benchmarks.scaling_ranks import ALONE, METHODS, SENDING, SILENT
+from backends.precision import choose_precision
+from benchmarks import bench, slow_network, trainers
+from benchmarks.slow_network import NETWORKS
+from benchmarks.stepping import clock
+from distributed.comm_hooks import AllReduceHook
+from distributed.world import World
 from errors import exit_code
+from models import image_models
+from optimizers.param_groups import decay_groups
+from slamb import LAMB, SLAMB
 
 # Relative error of a predicted step of processes with a core each: the model leaves out how they
 # slow each other down.
@@ -39,15 +49,167 @@ MAX_ERROR = 0.15
 
 # Samples per process, for a step of about a tenth and a third of a second.
 BATCHES = {"resnet20": 64, "resnet110": 32}
-NETWORKS = {"loopback": None, "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 # Also measured with four processes; if they share two cores, e is limited by the cores.
 FOUR_PROCESSES = "resnet20"
 MANY = 2, 8, 64, 256, 1024  # numbers of processes to predict for
 BANDWIDTHS = 1e8, 1e9, 1e10, 1e11  # bit/s
 LOCAL_STEPS = 50  # SLAMB's default
+ALONE, SILENT, SENDING = "alone", "silent", "sending"
+METHODS = {  # compression of DDP's gradients; empty for SLAMB
+    "DDP + LAMB": "none",
+    "DDP bf16 hook + LAMB": "bf16",
+    "SLAMB block k=0.1 bf16": "",
+}
+PROBES = 4, 2**16, 2**19, 2**22  # bytes of the all-reduces that latency is fitted to
+PROBE_TIMES = 5  # all-reduces of each size in a turn; one of the largest
+WARM_UP = 4  # steps
+NEVER = 10**9  # steps; beyond the end of any measurement
 
 Sends = Sequence[tuple[float, float, bool]]
 """Every all-reduce of a step: (seconds from the start, bytes, whether the step runs on)."""
+
+
+# -------------------------------------------------------------------- one rank
+
+
+class SkippedWork:
+    """The handle of an all-reduce that was skipped: complete at once."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return a completed future with the unchanged values."""
+        done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        done.set_result([self.values])
+        return done
+
+
+class AllReduceRecorder:
+    """Replaces dist.all_reduce and records when in a step it is called, and with how many bytes.
+
+    While `silent`, nothing is sent.
+    """
+
+    def __init__(self) -> None:
+        self.inner: Callable[..., Any] = dist.all_reduce
+        self.silent, self.start = False, 0.0
+        # Of the current step: seconds from its start, bytes, whether the call is asynchronous.
+        self.sends: list[tuple[float, int, bool]] = []
+        dist.all_reduce = self  # type: ignore[assignment]
+
+    def start_step(self) -> None:
+        """Start the clock and the records of a step."""
+        self.start, self.sends = time.perf_counter(), []
+
+    def __call__(self, values: Tensor, *rest: Any, async_op: bool = False, **named: Any) -> Any:
+        self.sends.append((time.perf_counter() - self.start, values.nbytes, async_op))
+        if self.silent:
+            return SkippedWork(values) if async_op else None
+        return self.inner(values, *rest, async_op=async_op, **named)
+
+
+class Training:
+    """Training steps on one batch, as the scripts take them."""
+
+    def __init__(self, arch: str, batch: int, world: World, optimizer: str, compress: str) -> None:
+        torch.manual_seed(0)
+        model = (
+            image_models.create_model(arch, classes=10, channels=3, image_size=32)
+            .train()
+            .to(memory_format=torch.channels_last)
+        )
+        groups = decay_groups(model, 0.01)
+        if optimizer == "slamb":
+            made = SLAMB(groups, 1e-3, local_steps=NEVER, dense_steps=0, compress_ratio=0.1)
+        else:
+            made = LAMB(groups, 1e-3)
+        self.trainer = trainers.step_trainer(
+            model,
+            made,
+            world,
+            precision=choose_precision("auto", world.device),
+            comm_hook=AllReduceHook(world, compress or "none"),
+        )
+        self.trainer.wrap_model()
+        torch.manual_seed(1 + world.rank)
+        self.inputs = torch.randn(batch, 3, 32, 32).to(memory_format=torch.channels_last)
+        self.labels = torch.randint(10, (batch,))
+
+    def __call__(self) -> None:
+        self.trainer.train_step(self.inputs, self.labels)
+
+
+class Turns:
+    """Measures one turn at a time, of a number of steps on which all ranks agree."""
+
+    def __init__(self, world: World, recorder: AllReduceRecorder, seconds: float) -> None:
+        self.world, self.recorder, self.seconds = world, recorder, seconds
+        self.steps: dict[Training, int] = {}
+        self.sends: dict[str, list[list[tuple[float, int, bool]]]] = {}
+
+    def warm_up(self, training: Training, alone: bool) -> None:
+        """Take the first steps, and choose the number of steps of a turn."""
+        took = torch.zeros(())
+        if not alone or self.world.is_main:
+            for _ in range(WARM_UP):
+                training()
+            took.fill_(clock(training))
+        dist.broadcast(took, 0)
+        self.steps[training] = max(2, round(self.seconds / took.item()))
+
+    def together(self, training: Training, name: str, silent: bool) -> float:
+        """Return the mean seconds of a step of all ranks."""
+        dist.barrier()
+        self.recorder.silent, start = silent, time.perf_counter()
+        for _ in range(self.steps[training]):
+            self.recorder.start_step()
+            training()
+            if silent:
+                self.sends.setdefault(name, []).append(self.recorder.sends)
+        taken = time.perf_counter() - start
+        self.recorder.silent = False
+        return taken / self.steps[training]
+
+    def alone(self, training: Training) -> float:
+        """Return the mean seconds of a step of rank 0 while the others wait."""
+        dist.barrier()
+        steps, taken = self.steps[training], 0.0
+        if self.world.is_main:
+            taken = clock(lambda: [training() for _ in range(steps)])
+        dist.barrier()
+        return taken / steps
+
+    def probe(self, size: int) -> float:
+        """Return the mean seconds of an all-reduce of `size` bytes."""
+        values, times = torch.zeros(max(1, size // 4)), 1 if size == PROBES[-1] else PROBE_TIMES
+        dist.barrier()
+        return clock(lambda: [self.recorder.inner(values) for _ in range(times)]) / times
+
+
+def measure_rank(
+    world: World, *, device: str, arch: str, batch: int, rounds: int, seconds: float
+) -> dict[str, Any]:
+    """Measure everything in turn as one rank and return the values of each round."""
+    turns = Turns(world, AllReduceRecorder(), seconds)
+    plain = Training(arch, batch, World(device=world.device), "lamb", "")
+    turns.warm_up(plain, alone=True)
+    sides: dict[str, Callable[[], float]] = {ALONE: partial(turns.alone, plain)}
+    if world.size > 1:
+        for size in PROBES:
+            sides[f"probe {size}"] = partial(turns.probe, size)
+        for name, compress in METHODS.items():
+            training = Training(arch, batch, world, "lamb" if compress else "slamb", compress)
+            turns.warm_up(training, alone=False)
+            for state in (SILENT, SENDING):
+                turn = partial(turns.together, training, name, silent=state == SILENT)
+                sides[f"{name} {state}"] = turn
+    taken = bench.take_turns(sides, rounds)
+    weights = sum(p.numel() for p in plain.trainer.model.parameters())
+    return {"weights": weights, "batch": batch, "seconds": taken, "sends": turns.sends}
+
+
+# -------------------------------------------------------------------- the model
 
 
 @dataclass(frozen=True)
@@ -73,14 +235,7 @@ class Network:
 
 
 def step_seconds(silent: float, sends: Sends, network: Network, ranks: int) -> float:
-    """Predict the seconds of a step.
-
-    Args:
-        silent: seconds of the step when nothing is sent.
-        sends: the all-reduces of the step.
-        network: what they are sent over.
-        ranks: number of processes.
-    """
+    """Predict the seconds of a step that takes `silent` seconds when nothing is sent."""
     network_free_at = 0.0  # seconds from the start of the step
     delay = 0.0  # of the step, behind the silent one
     parallel = [number for number, (_, _, is_parallel) in enumerate(sends) if is_parallel]
@@ -101,7 +256,7 @@ def median_step(steps: Sequence[Sends]) -> Sends:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What scaling_ranks.py has measured on a network; seconds are medians over the rounds."""
+    """What `measure_rank` has measured on a network; seconds are medians over the rounds."""
 
     ranks: int
     facts: dict[str, Any]
@@ -117,12 +272,6 @@ class Measurement:
             {int(name.split()[1]): self.seconds(name) for name in probes}, self.ranks
         )
 
-    def efficiency(self, name: str) -> list[float]:
-        """Return the efficiency e of a method in each round."""
-        seconds = self.facts["seconds"]
-        pairs = zip(seconds[ALONE], seconds[f"{name} {SENDING}"])
-        return [alone / together for alone, together in pairs]
-
     def predicted(self, name: str, network: Network, ranks: int = 0) -> float:
         """Predict the seconds of a method's step, on another number of ranks if one is given."""
         sends = median_step(self.facts["sends"][name])
@@ -135,67 +284,50 @@ def measure(arch: str, network: str, ranks: int, quick: bool) -> Measurement:
     Raises:
         slow_network.Unavailable: this machine cannot set up such a network.
     """
-    rounds, seconds = ("5", "0.7") if quick else ("9", "1.0")
-    rate = NETWORKS[network]
-    with slow_network.joined(rate, ranks) if rate else slow_network.loopback(ranks) as places:
-        command = ["-m", "benchmarks.scaling_ranks", arch, str(BATCHES[arch]), rounds, seconds]
-        return Measurement(ranks, slow_network.run(places, command))
+    sizes = {"rounds": 5, "seconds": 0.7} if quick else {"rounds": 9, "seconds": 1.0}
+    with slow_network.places(NETWORKS[network], ranks) as places:
+        sizes["batch"] = BATCHES[arch]
+        return Measurement(
+            ranks, slow_network.run(places, "scaling.measure_rank", arch=arch, **sizes)
+        )
 
 
 def show(
     arch: str, network: str, measurement: Measurement, fitted: Network
 ) -> tuple[list[bench.Row], float]:
-    """Print a table; return rows whose ratio is e, and the largest error of the predicted steps.
-
-    Args:
-        arch: architecture of the model.
-        network: name of the network.
-        measurement: what was measured.
-        fitted: the network as fitted, which predicts the steps.
-    """
-    ranks, batch, seconds = (
-        measurement.ranks,
-        measurement.facts["batch"],
-        measurement.facts["seconds"],
-    )
+    """Print a table; return rows whose ratio is e, and the largest error of the predicted steps."""
+    ranks, seconds = measurement.ranks, measurement.facts["seconds"]
+    batch = measurement.facts["batch"]
     bandwidth = 8 / fitted.seconds_per_byte if fitted.seconds_per_byte else float("inf")
     fit = f"{bandwidth / 1e6:.0f} Mbit/s and {1e6 * fitted.latency:.0f} us fitted"
     single = batch / measurement.seconds(ALONE)
     print(f"\n{arch}, {network} ({fit}), N = {ranks}, S = {single:.1f} samples/s")
-    columns = f"{'T':>8} {'e':>6} {'spread':>12} {'sent':>6} {'ms':>8} {'model':>8} {'error':>7}"
-    print(f"{'':<28} {columns}")
+    lines = [["", "T", "e", "spread", "sent", "ms", "model", "error"]]
     rows, largest_error = [], 0.0
     for name in METHODS:
         taken = measurement.seconds(f"{name} {SENDING}")
         predicted = measurement.predicted(name, fitted)
-        efficiencies = measurement.efficiency(name)
         sent = 1 - measurement.seconds(f"{name} {SILENT}") / taken
         error = predicted / taken - 1
         largest_error = max(largest_error, abs(error))
-        spread = f"{min(efficiencies):.2f}..{max(efficiencies):.2f}"
-        rates = (
-            f"{ranks * batch / taken:>8.1f} {statistics.median(efficiencies):>6.2f} {spread:>12}"
-        )
-        times = f"{1e3 * taken:>8.1f} {1e3 * predicted:>8.1f} {100 * error:>+6.1f}%"
-        print(f"{name:<28} {rates} {100 * sent:>5.0f}% {times}")
-        rows.append(
-            bench.Row(
-                f"{arch} {network} N={ranks} {name}",
-                ours=[1 / each for each in seconds[f"{name} {SENDING}"]],
-                peer=[1 / each for each in seconds[ALONE]],
-            )
-        )
+        title = f"{arch} {network} N={ranks} {name}"
+        row = bench.Row.of_seconds(title, seconds[f"{name} {SENDING}"], seconds[ALONE])
+        rates = [f"{ranks * batch / taken:.1f}", f"{row.ratio:.2f}", bench.spread(row.ratios)]
+        times = [f"{1e3 * taken:.1f}", f"{1e3 * predicted:.1f}", f"{100 * error:+.1f}%"]
+        lines.append([name, *rates, f"{100 * sent:.0f}%", *times])
+        rows.append(row)
+    print(bench.aligned(lines), flush=True)
     return rows, largest_error
 
 
 def predict(
-    arch: str, measurement: Measurement, bandwidths: Sequence[float], latency: float
+    arch: str, measurement: Measurement, latency: float
 ) -> dict[str, dict[str, list[float]]]:
     """Print the efficiency for many processes; return it by network and method."""
     predicted: dict[str, dict[str, list[float]]] = {}
-    columns = " ".join(f"{f'N={n}':>7}" for n in MANY)
-    print(f"\n{arch}, predicted e, latency {1e6 * latency:.0f} us{'':<18} {columns}")
-    for bandwidth in bandwidths:
+    title = f"{arch}, predicted e, latency {1e6 * latency:.0f} us"
+    lines = [[title, *(f"N={ranks}" for ranks in MANY)]]
+    for bandwidth in BANDWIDTHS:
         network = Network(latency, 8 / bandwidth)
         for name in METHODS:
             efficiencies = []
@@ -206,8 +338,9 @@ def predict(
                     seconds += network.all_reduce(weights, ranks) / LOCAL_STEPS
                 efficiencies.append(measurement.seconds(ALONE) / seconds)
             predicted.setdefault(f"{bandwidth / 1e6:g} Mbit/s", {})[name] = efficiencies
-            values = " ".join(f"{each:>7.3f}" for each in efficiencies)
-            print(f"{f'{bandwidth / 1e9:g} Gbit/s':<14} {name:<34} {values}")
+            values = [f"{each:.3f}" for each in efficiencies]
+            lines.append([f"{bandwidth / 1e9:g} Gbit/s  {name}", *values])
+    print("\n" + bench.aligned(lines))
     return predicted
 
 
@@ -221,21 +354,7 @@ is sent; error: relative error of the model"""
 
 
 def main() -> int:
-    started = time.perf_counter()
-    parser = bench.parser(__doc__)
-    parser.add_argument(
-        "--bandwidth",
-        type=float,
-        nargs="+",
-        default=list(BANDWIDTHS),
-        help="bandwidths to predict for, in bit/s",
-    )
-    parser.add_argument(
-        "--latency",
-        type=float,
-        help="latency to predict for, in seconds (default: as fitted at 1 Gbit/s)",
-    )
-    args = parser.parse_args()
+    args = bench.parser(__doc__).parse_args()
     machine = bench.machine(torch.device("cpu"), ("torch",))
     print(machine)
     rows: list[bench.Row] = []
@@ -261,31 +380,13 @@ def main() -> int:
                 }
                 if NETWORKS[network] and ranks <= (os.cpu_count() or 1):
                     errors.append(error)
-        latency = (
-            args.latency
-            if args.latency is not None
-            else base.get("1 Gbit/s", base["loopback"]).network().latency
-        )
-        measured[f"{arch} predicted"] = predict(arch, base["loopback"], args.bandwidth, latency)
+        latency = base.get("1 Gbit/s", base["loopback"]).network().latency
+        measured[f"{arch} predicted"] = predict(arch, base["loopback"], latency)
     print(ASSUMPTIONS)
-    seconds = time.perf_counter() - started
-    print(f"{seconds:.0f} s")
-    bars = (
-        [bench.Bar("largest error of the model", max(errors), MAX_ERROR, at_most=True)]
-        if errors
-        else []
-    )
-    bench.write_json(
-        args.json,
-        rows,
-        bars,
-        machine=machine,
-        took=seconds,
-        quick=args.quick,
-        many=MANY,
-        measured=measured,
-    )
-    return bench.verdict(bars)
+    bars = []
+    if errors:
+        bars = [bench.Bar("largest error of the model", max(errors), MAX_ERROR, at_most=True)]
+    return bench.finish(args, bars, rows=rows, machine=machine, many=MANY, measured=measured)
 
 
 if __name__ == "__main__":

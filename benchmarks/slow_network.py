@@ -1,28 +1,36 @@
 """Processes on a network of a chosen bandwidth, each in a network namespace of its own.
 
-with slow_network.joined("100mbit", ranks=2) as places:         # or slow_network.loopback(ranks=2)
-    results = slow_network.run(places, ["-m", "benchmarks.two_ranks", "resnet110"])
+with slow_network.places("100mbit", ranks=2) as places:         # None: the loopback device
+    results = slow_network.run(places, "communication.measure_rank", arch="resnet110")
 
-`run` returns the JSON that rank 0 prints last. The namespaces are joined by virtual Ethernet
-devices and a bridge, and deleted when the block ends. Needs Linux, root, and `ip` and `tc` of the
-package iproute2.
+`run` calls a function of a benchmark as each rank and returns what rank 0 does. The namespaces are
+joined by virtual Ethernet devices and a bridge, and deleted when the block ends. They need Linux,
+root, and `ip` and `tc` of the package iproute2.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from backends.device import keep_freed_memory
+from distributed.world import init_world
+from errors import exit_code
+
 ROOT = Path(__file__).resolve().parents[1]
 NET = "10.213.77"  # .1, .2, ...
+NETWORKS = {"loopback": None, "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 MAX_PACKET = 32_768  # bytes that TCP hands to the device at once, with 66 bytes of headers each
 # Burst of the token bucket: 3 ms and 1 ms at its rate, so that a pause saves up little.
 BURST = {"100mbit": "40kb", "1gbit": "160kb"}
@@ -35,21 +43,24 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs.
+    """Where a rank runs."""
 
-    Attributes:
-        prefix: start of its command line.
-        device: its network device.
-        address: address of rank 0.
+    prefix: Sequence[str] = ()  # start of its command line
+    device: str = ""  # its network device, or '' for torch's choice
+    address: str = "127.0.0.1"  # of rank 0
+
+
+def places(rate: str | None, ranks: int) -> contextlib.AbstractContextManager[list[Place]]:
+    """Place ranks on a network of this rate in the notation of tc, or on the loopback device.
+
+    Raises:
+        Unavailable: this machine cannot set up such a network.
     """
-
-    prefix: Sequence[str]
-    device: str
-    address: str
+    return joined(rate, ranks) if rate else loopback(ranks)
 
 
 @contextlib.contextmanager
-def loopback(ranks: int = 2) -> Iterator[list[Place]]:
+def loopback(ranks: int) -> Iterator[list[Place]]:
     """Place all ranks in one new namespace, or without the permission for that in the current one.
 
     Raises:
@@ -61,17 +72,17 @@ def loopback(ranks: int = 2) -> Iterator[list[Place]]:
     try:
         ip("netns", "add", name)
     except Unavailable:
-        yield [Place([], "lo", "127.0.0.1")] * ranks
+        yield [Place(device="lo")] * ranks
         return
     try:
         ip("-n", name, "link", "set", "lo", "up")
-        yield [Place(["ip", "netns", "exec", name], "lo", "127.0.0.1")] * ranks
+        yield [Place(["ip", "netns", "exec", name], "lo")] * ranks
     finally:
         ip("netns", "delete", name)
 
 
 @contextlib.contextmanager
-def joined(rate: str, ranks: int = 2) -> Iterator[list[Place]]:
+def joined(rate: str, ranks: int) -> Iterator[list[Place]]:
     """Place each rank in a namespace of its own that sends at `rate`, in the notation of tc.
 
     Raises:
@@ -95,7 +106,7 @@ def joined(rate: str, ranks: int = 2) -> Iterator[list[Place]]:
             for each in ("lo", device):
                 ip("-n", name, "link", "set", each, "up")
             bucket = ["tbf", "rate", rate, "burst", BURST[rate], "latency", "100ms"]
-            call(["tc", "-n", name, "qdisc", "add", "dev", device, "root", *bucket])
+            execute(["tc", "-n", name, "qdisc", "add", "dev", device, "root", *bucket])
         yield [
             Place(["ip", "netns", "exec", name], device, f"{NET}.1")
             for name, device in zip(names, devices)
@@ -103,10 +114,10 @@ def joined(rate: str, ranks: int = 2) -> Iterator[list[Place]]:
 
 
 def ip(*arguments: str) -> None:
-    call(["ip", *arguments])
+    execute(["ip", *arguments])
 
 
-def call(command: Sequence[str]) -> None:
+def execute(command: Sequence[str]) -> None:
     """Run a command; raise Unavailable if it is missing or fails."""
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
@@ -116,66 +127,83 @@ def call(command: Sequence[str]) -> None:
         raise Unavailable(f"{' '.join(command)}: {error.stderr.strip()}") from None
 
 
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
+@contextlib.contextmanager
+def start(places: Sequence[Place], command: Sequence[str]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start a Python command on each of the places, as torchrun would; at the end none is left.
+
+    What rank 0 prints can be read.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        port = probe.getsockname()[1]
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for rank, place in enumerate(places):
+            variables = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": len(places),
+                "LOCAL_WORLD_SIZE": len(places),
+                "MASTER_ADDR": place.address,
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": 1,
+                "TORCH_CPP_LOG_LEVEL": "ERROR",  # else it warns of addresses without host names
+                **({"GLOO_SOCKET_IFNAME": place.device} if place.device else {}),
+            }
+            started.append(
+                subprocess.Popen(
+                    [*place.prefix, sys.executable, *command],
+                    cwd=ROOT,
+                    env={**os.environ, **{name: str(each) for name, each in variables.items()}},
+                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                    text=True,
+                )
+            )
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
-def as_rank(rank: int, size: int, address: str, port: int) -> dict[str, str]:
-    """Return the environment of a rank as torchrun would set it."""
-    ranks = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "MASTER_PORT": port,
-    }
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else it warns of addresses without host names
-        "MASTER_ADDR": address,
-        **{name: str(value) for name, value in ranks.items()},
-    }
-
-
-def run(
-    places: Sequence[Place], command: Sequence[str], *, timeout: float = TIMEOUT
-) -> dict[str, Any]:
-    """Run a Python command on each of the places, as torchrun would start it.
+def run(places: Sequence[Place], call: str, *, timeout: float = TIMEOUT, **given: Any) -> Any:
+    """Call a function on each of the places, in a process of one thread.
 
     Args:
-        places: where the ranks run; the name of a rank's device is appended to its command.
-        command: arguments of the Python interpreter.
+        places: where the ranks run.
+        call: MODULE.FUNCTION of this package; called with the `World`, the name of the rank's
+            network device as `device`, and what is given.
         timeout: seconds that it may take.
+        given: arguments that JSON can express.
 
     Returns:
-        The JSON that rank 0 prints last.
+        What it returns on rank 0, as JSON gives it back.
 
     Raises:
         RuntimeError: a rank failed.
         subprocess.TimeoutExpired: it took too long.
     """
-    port = free_port()
-    started: list[subprocess.Popen[str]] = []
-    try:
-        for rank, place in enumerate(places):
-            environment = as_rank(rank, len(places), place.address, port) | {
-                "GLOO_SOCKET_IFNAME": place.device
-            }
-            line = [*place.prefix, sys.executable, *command, place.device]
-            output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            started.append(
-                subprocess.Popen(line, cwd=ROOT, env=environment, stdout=output, text=True)
-            )
-        printed, _ = started[0].communicate(timeout=timeout)
-        for process in started:
+    command = ["-m", "benchmarks.slow_network", call, json.dumps(given)]
+    with start(places, command) as ranks:
+        printed, _ = ranks[0].communicate(timeout=timeout)
+        for process in ranks:
             if process.wait(timeout=60):
-                raise RuntimeError(f"exit code {process.returncode}: {' '.join(command)}")
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+                raise RuntimeError(f"exit code {process.returncode}: {call}")
     return json.loads(printed.splitlines()[-1])
+
+
+def main() -> None:
+    """Be one rank of `run`."""
+    module, _, name = sys.argv[1].partition(".")
+    given: Mapping[str, Any] = json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    with init_world("cpu") as world:
+        function = getattr(importlib.import_module(f"benchmarks.{module}"), name)
+        result = function(world, device=os.environ.get("GLOO_SOCKET_IFNAME", ""), **given)
+        if world.is_main:
+            print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

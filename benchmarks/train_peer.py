@@ -21,18 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-import resnet50_test
-import transformer_test
-from benchmarks import trainers
+from benchmarks.trainers import SCRIPTS, Opened, open_script
 from cli import options
 from distributed.world import World, init_world
 from errors import InputError, exit_code
 from optimizers.param_groups import decay_groups
-
-SCRIPTS: Mapping[str, ModuleType] = {
-    "resnet50_test.py": resnet50_test,
-    "transformer_test.py": transformer_test,
-}
 
 
 def create_soap(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -54,31 +47,23 @@ PEERS: Mapping[str, tuple[str, Callable[..., torch.optim.Optimizer]]] = {
 }
 
 
+FILES = {f"{script.SCRIPT}.py": script for script in SCRIPTS.values()}
+
+
 @dataclass(frozen=True)
 class PeerRun:
-    """What a command line asks for.
-
-    Attributes:
-        peer: name of the peer.
-        script: the entry script.
-        flags: of the script, as they were given.
-        args: the same, parsed.
-    """
+    """What a command line asks for: a peer's name, an entry script, and flags of the script."""
 
     peer: str
     script: ModuleType
     flags: Sequence[str]
     args: argparse.Namespace
 
-    def open(self, world: World) -> trainers.Opened:
+    def open(self, world: World) -> Opened:
         """Create what is to be trained."""
         package, create = PEERS[self.peer]
-        opened = trainers.open_script(
-            self.script,
-            self.flags,
-            world,
-            create_optimizer=partial(create, settings=vars(self.args)),
-        )
+        make = partial(create, settings=vars(self.args))
+        opened = open_script(self.script, self.flags, world, create_optimizer=make)
         opened.trainer.log.config["peer"] = f"{self.peer}, {package} {version(package)}"
         return opened
 
@@ -89,12 +74,10 @@ def parse(arguments: Sequence[str]) -> PeerRun:
     Raises:
         InputError: there is no such peer or script, or --optimizer is not what the peer replaces.
     """
-    if len(arguments) < 2 or arguments[0] not in PEERS or arguments[1] not in SCRIPTS:
-        raise InputError(
-            f"usage: python -m benchmarks.train_peer {{{', '.join(PEERS)}}} "
-            f"{{{', '.join(SCRIPTS)}}} FLAGS"
-        )
-    peer, script, flags = arguments[0], SCRIPTS[arguments[1]], arguments[2:]
+    if len(arguments) < 2 or arguments[0] not in PEERS or arguments[1] not in FILES:
+        names = f"{{{', '.join(PEERS)}}} {{{', '.join(FILES)}}}"
+        raise InputError(f"usage: python -m benchmarks.train_peer {names} FLAGS")
+    peer, script, flags = arguments[0], FILES[arguments[1]], arguments[2:]
     args, _ = options.parse(script.parser(), script.SCRIPT, flags)
     if args.optimizer != STANDS_FOR:
         raise InputError(

@@ -1,13 +1,18 @@
 """Trainers for benchmarks and tests: of a whole script, or of single steps.
 
 opened = open_script(resnet50_test, ["--bs", "64"], world)     # what the script would train
+next(train_steps("resnet50", ["--bs", "64"]))                   # samples of one of its steps
 trainer = step_trainer(model, optimizer)                        # no data: trainer.train_step(x, y)
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import itertools
+import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,10 +22,12 @@ import torch
 from torch import Tensor, nn
 
 import mixup
+import resnet50_test
+import transformer_test
 from backends.precision import Precision
 from cli import factory, image_classification, options, text_classification
 from distributed.comm_hooks import AllReduceHook
-from distributed.world import World
+from distributed.world import World, init_world
 from optimizers.schedules import Schedule
 from training.batch_sampler import DynamicBatchSampler
 from training.losses import CrossEntropy, LossFn
@@ -28,6 +35,9 @@ from training.meta_mixup_step import MetaLearner
 from training.run_log import RunLog
 from training.trainer import Trainer, TrainerConfig
 
+SCRIPTS: dict[str, ModuleType] = {"resnet50": resnet50_test, "transformer": transformer_test}
+OPTIMIZERS = {"resnet50": "sgd", "transformer": "adamw"}
+BATCHES = {"resnet50": 64, "transformer": 128}
 TASKS = {"resnet50_test": image_classification, "transformer_test": text_classification}
 FP32 = Precision("fp32", "cpu")
 ROWS = 64  # of the data set that is not there
@@ -35,23 +45,14 @@ ROWS = 64  # of the data set that is not there
 
 @dataclass(frozen=True)
 class Opened:
-    """What a script has created before its first step.
+    """What a script has created before its first step, as its `main` does."""
 
-    Attributes:
-        lr, momentum, weight_decay: of the optimizer, as the flags say.
-        run, data, trainer: as its `main` creates them.
-        checkpoint: what it goes on from, or None.
-        seconds: time to read the data.
-    """
-
-    lr: float
-    momentum: float
-    weight_decay: float
+    args: argparse.Namespace
     run: factory.Run
     data: factory.Data
     trainer: Trainer
-    checkpoint: dict[str, Any] | None
-    seconds: float
+    checkpoint: dict[str, Any] | None  # what it goes on from
+    seconds: float  # to read the data
 
 
 def open_script(
@@ -98,16 +99,46 @@ def open_script(
         meta_learner=meta_learner,
         batches=batches,
     )
-    return Opened(
-        lr=args.lr,
-        momentum=args.momentum,
-        weight_decay=args.weight_decay,
-        run=run,
-        data=data,
-        trainer=trainer,
-        checkpoint=checkpoint,
-        seconds=seconds,
-    )
+    return Opened(args, run, data, trainer, checkpoint, seconds)
+
+
+@contextlib.contextmanager
+def ready(name: str, flags: Sequence[str]) -> Iterator[Opened]:
+    """Open one of `SCRIPTS` with a run folder that goes, ready for its first training step.
+
+    Args:
+        name: of the script.
+        flags: of the script; --optimizer is that of `OPTIMIZERS` if they name none.
+    """
+    with tempfile.TemporaryDirectory() as folder, init_world() as world:
+        arguments = ["--optimizer", OPTIMIZERS[name], *flags, "--out", f"{folder}/run"]
+        opened = open_script(SCRIPTS[name], arguments, world)
+        opened.trainer.wrap_model()
+        opened.trainer.model.train()
+        yield opened
+
+
+def all_batches(trainer: Trainer, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of all epochs, as `Trainer.train_epoch` reads them."""
+    for epoch in itertools.count():
+        trainer.progress.epoch, trainer.progress.step_in_epoch = epoch, 0
+        row_batches = list(trainer.batches.order.full_batches(epoch, batch_size))
+        yield from trainer.train_set.batches(row_batches, epoch)
+
+
+def steps_of(trainer: Trainer) -> Iterator[int]:
+    """Take training steps as `Trainer.train_epoch` does; yield the samples of each."""
+    for inputs, labels in all_batches(trainer, trainer.batches.size):
+        trainer.set_lr(trainer.scheduled_lr())
+        trainer.train_step(inputs, labels)
+        trainer.progress.step_in_epoch += 1
+        yield len(labels)
+
+
+def train_steps(name: str, flags: Sequence[str]) -> Iterator[int]:
+    """Take training steps of one of `SCRIPTS` without end; yield the samples of each."""
+    with ready(name, flags) as opened:
+        yield from steps_of(opened.trainer)
 
 
 class NoData:
@@ -137,13 +168,7 @@ def step_trainer(
     meta_learner: MetaLearner | None = None,
     **config: Any,
 ) -> Trainer:
-    """A Trainer without data and run folder, for single steps.
-
-    Args:
-        model, optimizer, loss_fn, precision, comm_hook, meta_learner: as of `Trainer`.
-        world: the ranks; None is one process on a CPU.
-        config: fields of `TrainerConfig`.
-    """
+    """A Trainer without data and run folder, for single steps; `config` is of `TrainerConfig`."""
     world = world or World()
     return Trainer(
         model,

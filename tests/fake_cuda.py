@@ -74,21 +74,10 @@ class HostWaits(AssertionError):
 
 
 class FakeGpu:
-    """A context in which 'cuda' is a fake GPU.
+    """A context in which 'cuda' is a fake GPU; it raises where the host would wait for the GPU."""
 
-    Args:
-        may_wait: count in `waits` where the host would wait, instead of raising. A number that is
-            read from the GPU is then `value`.
-        value: what is read.
-
-    Attributes:
-        waits: how often the host waited, by the function of this project that made it wait, such as
-            'step_stats.totals'.
-    """
-
-    def __init__(self, may_wait: bool = False, *, value: float = 1.0) -> None:
-        self.may_wait, self.value = may_wait, value
-        self.waits: Counter[str] = Counter()
+    def __init__(self) -> None:
+        self.waits: Counter[str] | None = None  # within `waiting`
         self.parameters: list[Tensor] = []  # that get gradients
         self.contexts = contextlib.ExitStack()
 
@@ -116,7 +105,8 @@ class FakeGpu:
         if func in READS:
             if any(tensor.is_cuda for tensor in tensors):
                 self.note_wait(str(func))
-            return self._read_value(tensors[0].dtype)
+            dtype = tensors[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if self._waits(func, args, kwargs):
             self.note_wait(str(func))
         if func.namespace == "c10d":  # not every torch has fakes of collectives
@@ -144,17 +134,12 @@ class FakeGpu:
             return not kwargs.get("unsafe")
         return func in SOLVERS
 
-    def _read_value(self, dtype: torch.dtype) -> float | int | bool:
-        if dtype == torch.bool:
-            return bool(self.value)
-        return self.value if dtype.is_floating_point else int(self.value)
-
     def note_wait(self, what: str) -> None:
         """Count a wait, or raise."""
         place = _calling_function()
-        self.waits[place] += 1
-        if not self.may_wait:
+        if self.waits is None:
             raise HostWaits(f"{what} in {place}: the host would wait for the GPU")
+        self.waits[place] += 1
 
     # ---------------------------------------------------------------- models and gradients
 
@@ -180,13 +165,17 @@ class FakeGpu:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[Counter[str]]:
-        """Count the waits of a block, instead of raising."""
-        before, (counted, self.waits) = self.may_wait, (self.waits, Counter())
-        self.may_wait = True
+        """Count the waits of a block instead of raising; a number that is read is 1.
+
+        Yields:
+            How often the host waited, by the function of this project that made it wait, such as
+            'step_stats.totals'.
+        """
+        before, self.waits = self.waits, Counter()
         try:
             yield self.waits
         finally:
-            self.may_wait, self.waits = before, counted + self.waits
+            self.waits = before
 
     def _stand_ins(self) -> Iterator[tuple[Any, str, Any]]:
         """(object, attribute, its replacement) for what asks for a real GPU."""
@@ -196,7 +185,7 @@ class FakeGpu:
             if tensor.is_cuda:
                 gpu.note_wait("tolist")
             with unset_fake_temporarily():
-                return torch.full(tensor.shape, gpu.value).tolist()
+                return torch.ones(tensor.shape).tolist()
 
         class Event:
             """An event of a stream: only waiting for it counts."""

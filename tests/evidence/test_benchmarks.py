@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import os
-import statistics
 import sys
 import time
 import urllib.error
@@ -21,7 +20,10 @@ import torch
 import errors
 import ranks
 import resnet50_test
-from benchmarks import bench
+from benchmarks import airbench, bench, time_to_target
+from conftest import each_of
+from distributed.world import init_world
+from figures import run_logs
 from training import machine
 
 needs_timm = pytest.mark.skipif(
@@ -54,10 +56,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     return fake
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("seconds", "rounds"),
-    [(1, 10), (10, 5), (12, 4), (18, 3), (60, 3)],
-    ids=["fast", "exactly fits", "one more would not fit", "least", "too slow"],
+    [(1, 10), (10, 5), (12, 4), (18, 3), (60, 3)],  # 12: one more would not fit
 )
 def test_as_many_rounds_as_fit_but_three_at_least(clock, seconds, rounds):
     sides = {"ours": clock.work(seconds / 2), "plain": clock.work(seconds / 2)}
@@ -138,17 +139,20 @@ def test_muon_is_left_out_where_the_processor_has_no_bf16(monkeypatch):
         assert (optimizer_step.MUON in sides) is bf16
 
 
-def test_the_number_of_rounds_is_in_the_table():
-    row = bench.Row("pair", [1.0, 2.0, 3.0], [1.0, 1.0, 1.0])
+def test_a_table_shows_medians_and_the_number_of_rounds():
+    row = bench.Row.of_seconds("pair", ours=[0.5, 0.25, 1.0], peer=[1.0, 1.0, 1.0])
     title, line = bench.table([row], "plain").splitlines()
     assert title.split()[-1] == "rounds"
-    assert line.split()[-1] == "3"
+    assert line.split() == ["pair", "2.0", "1.0", "2.00", "1.00..4.00", "3"]
 
 
-def test_the_json_file_names_the_commit(tmp_path, monkeypatch):
+def test_the_json_file_names_the_commit_and_a_short_bar_is_the_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "commit_or_none", lambda: "abc-dirty")
-    bench.write_json(str(tmp_path / "a.json"), [], [], machine="m")
+    args = bench.parser(None).parse_args(["--json", str(tmp_path / "a.json")])
+    short = bench.Bar("speed", measured=1.0, target=2.0)
+    assert errors.exit_code(lambda: bench.finish(args, [short], machine="m")) == 1
     assert json.loads((tmp_path / "a.json").read_text())["commit"] == "abc-dirty"
+    assert errors.exit_code(lambda: bench.finish(args, [], machine="m")) == 0
 
 
 def three_steps() -> Iterator[int]:
@@ -173,11 +177,14 @@ def state_of(process: int | None) -> str:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_process_is_stopped_between_its_turns_and_its_end_is_one_line(capfd):
-    remote = bench.Remote(three_steps)
+    remote = bench.Remote(three_steps, environment={"OMP_PLACES": "cores"})
+    assert "OMP_PLACES" not in os.environ
     try:
         for _ in range(2):
             assert 0 < remote.rate(0.001) < 1000
             wait_until(lambda: state_of(remote.process.pid) == "T")
+        environment = Path(f"/proc/{remote.process.pid}/environ").read_text()
+        assert "OMP_PLACES=cores" in environment.split("\0")
         assert remote.peak_memory() > 0
         with pytest.raises(errors.InputError, match="has ended; its message is above"):
             remote.rate(1)
@@ -186,22 +193,11 @@ def test_a_process_is_stopped_between_its_turns_and_its_end_is_one_line(capfd):
     assert not remote.process.is_alive()
 
 
-def test_settings_of_a_side_are_for_its_process_alone(monkeypatch):
-    from benchmarks import accelerators
-
-    monkeypatch.setenv("OMP_PLACES", "threads")
-    monkeypatch.delenv("OMP_PROC_BIND", raising=False)
-    with accelerators.environment({"OMP_PLACES": "cores", "OMP_PROC_BIND": "close"}):
-        assert (os.environ["OMP_PLACES"], os.environ["OMP_PROC_BIND"]) == ("cores", "close")
-    assert os.environ["OMP_PLACES"] == "threads"
-    assert "OMP_PROC_BIND" not in os.environ
-
-
 READERS = ("accelerators", "profile_step", "step", "throughput")
 
 
 @needs_timm
-@pytest.mark.parametrize("name", READERS)
+@each_of("name", READERS)
 def test_a_missing_data_set_is_one_line(name, tmp_path, monkeypatch, capsys):
     def no_network(*_: object, **__: object) -> None:
         raise urllib.error.URLError("no network in tests")
@@ -218,22 +214,10 @@ def test_a_missing_data_set_is_one_line(name, tmp_path, monkeypatch, capsys):
     assert f"{tmp_path}/none/cifar-10-batches-py is missing" in lines[0]
 
 
-BENCHMARKS = [
-    path
-    for path in sorted((ranks.ROOT / "benchmarks").glob("*.py"))
-    if "bench.parser(" in path.read_text()
-]
-
-
-@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
-def test_errors_of_a_benchmark_become_its_exit_code(path):
-    assert path.read_text().rstrip().endswith("exit_code(main))")
-
-
-def test_the_result_of_a_benchmark_is_its_exit_code():
-    short = bench.Bar("speed", measured=1.0, target=2.0)
-    assert errors.exit_code(lambda: bench.verdict([short])) == 1
-    assert errors.exit_code(lambda: bench.verdict([])) == 0
+def test_errors_of_a_benchmark_become_its_exit_code():
+    for path in (ranks.ROOT / "benchmarks").glob("*.py"):
+        if "bench.parser(" in (text := path.read_text()):
+            assert text.rstrip().endswith("sys.exit(exit_code(main))"), path
 
 
 def test_a_peer_trains_and_its_log_names_it(tmp_path, capsys):
@@ -265,28 +249,24 @@ def small_logs(tmp_path, monkeypatch):
 
 
 def run_time_to_target(monkeypatch, *words) -> None:
-    from benchmarks import time_to_target
-
     monkeypatch.setattr(sys, "argv", ["time_to_target.py", "--quick", *map(str, words)])
     time_to_target.main()
 
 
 def test_time_to_an_accuracy_of_logged_runs(small_logs, tmp_path, capsys, monkeypatch):
-    from benchmarks import training_rates
-
     opened = []
-    take_steps = training_rates.samples_per_second
+    take_steps = time_to_target.samples_per_second
 
-    def spy(trainer, steps, epoch=0):
-        opened.append((type(trainer.optimizer).__name__, trainer.optimizer.param_groups[0]["lr"]))
-        return take_steps(trainer, steps, epoch)
+    def spy(trainer, steps):
+        opened.append(type(trainer.optimizer).__name__)
+        return take_steps(trainer, steps)
 
-    monkeypatch.setattr(training_rates, "samples_per_second", spy)
+    monkeypatch.setattr(time_to_target, "samples_per_second", spy)
     capsys.readouterr()
     run_time_to_target(monkeypatch, "--json", tmp_path / "times.json", small_logs)
-    assert {name for name, _ in opened} == {"NGD", "SGD"}
-    assert len(opened) == 2 * 4  # each once to warm up, and three turns
-    header, ngd, sgd, _ = capsys.readouterr().out.strip().splitlines()[-4:]
+    assert opened.count("NGD") == opened.count("SGD") == 4  # to warm up, and three turns
+    lines = capsys.readouterr().out.strip().splitlines()
+    header, ngd, sgd = lines[-5:-2]
     assert "samples/s" in header
     assert (ngd.split()[0], ngd.split()[3]) == ("ngd", "2")
     assert (sgd.split()[0], sgd.split()[3]) == ("sgd", "1")
@@ -295,18 +275,10 @@ def test_time_to_an_accuracy_of_logged_runs(small_logs, tmp_path, capsys, monkey
     written = json.loads(text)
     assert machine.device_name(torch.device("cpu"), with_speed=True) in written["machine"]
     assert written["samples_per_epoch"] == {"ngd": 719, "sgd": 719}
-    first, second = written["minutes_of_epochs"]["ngd"]
-    assert second == pytest.approx(2 * first)
-    rate = statistics.median(written["samples_per_second"]["ngd"]["0"])
-    assert first == pytest.approx(719 / rate / 60)
-
-
-def test_time_to_target_takes_only_what_is_named(small_logs):
-    from benchmarks import time_to_target
-
-    runs, first = time_to_target.find_runs([small_logs], 1, ["sgd"])
-    assert list(runs) == ["sgd"]
-    assert first == {"sgd": small_logs / "sgd-seed0"}
+    assert {name: len(each) for name, each in written["samples_per_second"].items()} == {
+        "ngd": 3,
+        "sgd": 3,
+    }
 
 
 def test_what_time_to_target_cannot_compare_is_one_line(small_logs, tmp_path, monkeypatch):
@@ -343,63 +315,30 @@ def test_what_time_to_target_cannot_compare_is_one_line(small_logs, tmp_path, mo
 
 
 def test_steps_that_do_not_stand_for_a_run_are_not_measured():
-    from benchmarks import training_rates
-
-    flags = {"dynamic_batch": "none", "ema": 0.0}
-    training_rates.check_steps(Path("run"), flags, flags)
-    flags["dynamic_batch"] = "noise"
-    with pytest.raises(errors.InputError, match="with --dynamic_batch steps differ"):
-        training_rates.check_steps(Path("run"), flags, flags)
-
-
-@pytest.mark.parametrize(
-    ("changed", "starts"),
-    [
-        ({}, [0]),
-        ({"compress_warmup": [0.5, 0.5, 0.2]}, [0, 2, 3]),
-        ({"compress_warmup": [0.5, 0.5, 0.2], "compress_ratio": 0.4}, [0, 2]),
-        ({"compress_warmup": [0.5, 0.5, 0.2], "epochs": 2}, [0]),
-        ({"compress_warmup": [0.5], "optimizer": "lamb"}, [0]),
-    ],
-)
-def test_stretches_begin_where_slamb_sends_another_share(changed, starts):
-    from benchmarks import training_rates
-
-    flags = {"optimizer": "slamb", "compress_ratio": 0.1, "compress_warmup": None, "epochs": 6}
-    assert training_rates.stretches(flags | changed) == starts
+    flags = {"dynamic_batch": "none", "ema": 0.0, "optimizer": "sgd", "compress_warmup": [0.5]}
+    time_to_target.check_steps(Path("run"), flags, flags)
+    for changed, named in (({"dynamic_batch": "noise"}, "--dynamic_batch"),) + (
+        ({"optimizer": "slamb"}, "--compress_warmup"),
+    ):
+        with pytest.raises(errors.InputError, match=f"with {named} steps differ"):
+            time_to_target.check_steps(Path("run"), flags | changed, flags | changed)
 
 
 def test_a_turn_has_whole_periods_of_averaging():
-    from benchmarks.training_rates import steps_of_turn
-
     flags = {"optimizer": "sgd", "sync": "sync", "local_steps": 25}
-    assert steps_of_turn(flags, 10) == 10
-    assert steps_of_turn(flags | {"sync": "diloco"}, 10) == 25
-    assert steps_of_turn(flags | {"optimizer": "slamb"}, 50) == 50
+    assert time_to_target.steps_of_turn(flags, 10) == 10
+    assert time_to_target.steps_of_turn(flags | {"sync": "diloco"}, 10) == 25
+    assert time_to_target.steps_of_turn(flags | {"optimizer": "slamb"}, 50) == 50
 
 
 def test_a_turn_longer_than_an_epoch_starts_it_again(small_logs, tmp_path, monkeypatch):
-    from benchmarks import training_rates
-    from distributed.world import init_world
-
     with init_world() as world:
-        trainer, _ = training_rates.open_run(small_logs / "sgd-seed0", world, out=tmp_path / "run")
+        trainer, _ = time_to_target.open_run(small_logs / "sgd-seed0", world, out=tmp_path / "run")
         taken = []
         monkeypatch.setattr(trainer, "train_step", lambda *_, samples: taken.append(samples))
-        training_rates.samples_per_second(trainer, 25)
+        time_to_target.samples_per_second(trainer, 25)
     an_epoch = [64] * 10 + [40, 39]  # what is left over is shared by two steps
     assert taken == [*an_epoch, *an_epoch, 64]
-
-
-def test_minutes_are_those_of_each_stretch():
-    from benchmarks import time_to_target
-
-    rates = {0: 10.0, 2: 20.0, 3: 100.0}  # of epochs of 600 samples: 1, 0.5 and 0.1 minutes
-    for epochs, minutes in ((0.5, 0.5), (2, 2.0), (2.5, 2.25), (3, 2.5), (5, 2.7)):
-        assert time_to_target.minutes_of(epochs, 600, rates) == pytest.approx(minutes)
-    runs = [[{"epoch": epoch, "samples": 600 * epoch} for epoch in range(1, 6)]]
-    of_turns = {0: [10.0, 20.0], 2: [20.0, 40.0], 3: [100.0, 200.0]}
-    assert time_to_target.whole_run(runs, of_turns) == pytest.approx([3000 / 162, 3000 / 81])
 
 
 @pytest.mark.process
@@ -408,21 +347,21 @@ def test_time_to_an_accuracy_of_two_ranks(small_logs, capfd, monkeypatch):
     for path in small_logs.glob("*/metrics.jsonl"):
         path.write_text(path.read_text().replace('"world_size": 1', '"world_size": 2'))
     run_time_to_target(monkeypatch, "--ranks", "2", small_logs)
-    *_, ngd, sgd, place = capfd.readouterr().out.strip().splitlines()
+    *_, ngd, sgd, place, _ = capfd.readouterr().out.strip().splitlines()
     assert (ngd.split()[0], sgd.split()[0]) == ("ngd", "sgd")
     assert "2 process(es), loopback" in place
 
 
 def test_epochs_to_an_accuracy_are_counted_with_a_fraction():
-    from benchmarks import time_to_target
-    from figures import run_logs
-
-    rows = [{"epoch": 1, "test_accuracy": 0.5}, {"epoch": 2, "test_accuracy": 0.7}]
+    rows = [{"epoch": 1, "test_accuracy": 0.5}, {"epoch": 2, "test_accuracy": 0.7, "samples": 1}]
     assert run_logs.epochs_to(30, rows) == pytest.approx(0.6)
     assert run_logs.epochs_to(60, rows) == pytest.approx(1.5)
     assert run_logs.epochs_to(71, rows) == float("inf")
     runs = {"a": [rows], "b": [[{"epoch": 1, "test_accuracy": 0.559}], rows]}
     assert time_to_target.targets_of(runs) == [55, 70]
+    rows[0]["samples"] = 600
+    assert time_to_target.time_to(60, [rows], rate=10.0) == "1.50 ep 1.50 min"
+    assert time_to_target.time_to(71, [rows], rate=10.0) == "0 of 1 seeds"
 
 
 AIRBENCH = """
@@ -469,8 +408,6 @@ def infer(model, loader, views):
 
 
 def test_airbench_trains_by_the_file_of_its_authors(data_dir, tmp_path):
-    from benchmarks import airbench
-
     (tmp_path / "source.py").write_text(AIRBENCH)
     words = f"--source {tmp_path}/source.py --data_dir {data_dir} --rows 64 --epochs 2"
     airbench.main([*words.split(), "--out", str(tmp_path / "run")])
@@ -485,13 +422,12 @@ def test_airbench_trains_by_the_file_of_its_authors(data_dir, tmp_path):
         airbench.main([*words.split(), "--out", str(tmp_path / "run")])
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("content", "message"),
     [(None, "no such file"), ("1 / 0", "cannot be run"), ("x = 1", "has no CifarNet, Muon")],
 )
 def test_another_source_of_airbench_is_one_line(content, message, tmp_path):
-    from benchmarks import airbench
-
+    (tmp_path / "source.py").unlink(missing_ok=True)
     if content is not None:
         (tmp_path / "source.py").write_text(content)
     words = ["--source", str(tmp_path / "source.py"), "--out", str(tmp_path / "run")]

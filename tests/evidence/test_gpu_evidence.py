@@ -14,15 +14,15 @@ import pytest
 import yaml
 
 import ranks
+from conftest import each_of
 
 SCRIPT = ranks.ROOT / "benchmarks" / "gpu_evidence.sh"
-PAGE = ranks.ROOT / "docs" / "performance.md"
 PLAN = ranks.ROOT / "figures" / "experiments.yaml"
 DATA_SET = "cifar-10-batches-py"
 PACKAGES = "torch torchvision numpy PIL yaml tqdm tokenizers sklearn pytest xdist".split()
 FAKE_PYTHON = """#!/bin/sh
 case "$*" in
--c*) exec {python} "$@" ;;
+-c* | *tarfile*) exec {python} "$@" ;;
 *eager-256.json*) echo first; echo the GPU is on fire >&2; exit 7 ;;
 *plain-256.json*) sleep 60 ;;
 *) echo "did $*" ;;
@@ -87,41 +87,41 @@ def summary(printed: str) -> list[str]:
     return printed.split("== summary of part")[1].splitlines()[1:]
 
 
-def test_the_syntax_is_right():
-    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
-
-
 def test_data_that_comes_in_pieces_is_the_data(tmp_path, fake_python):
     files = pack(tmp_path)
-    sizes = []
-    for number, part in enumerate("ABC", 1):
+    only = {"A": "ceilings|sgd", "B": "compile-256", "C": ".*"}
+    for number, part in enumerate(only, 1):
         piece = tmp_path / "pieces" / str(number)
-        sizes.append(sum(path.stat().st_size for path in piece.iterdir()))
-        only = {"A": "ceilings|sgd", "B": "compile-256", "C": ".*"}[part]
-        printed = run_part(tmp_path, part, f"pieces/{number}", ONLY=only, PYTHON=str(fake_python))
+        printed = run_part(
+            tmp_path, part, f"pieces/{number}", ONLY=only[part], PYTHON=str(fake_python)
+        )
         assert f"== part {part} of abcdef0" in printed
         assert all(line.startswith("ok ") for line in summary(printed))
         assert f"{part}/summary.txt" in archived(tmp_path, part)
         shutil.rmtree(piece)  # each part finds its own piece alone
-    assert max(sizes) < 1.1 * min(sizes)
     joined = tmp_path / "work" / "data" / DATA_SET
     assert {path.name: path.read_bytes() for path in joined.iterdir()} == files
-    commands = (tmp_path / "work" / "C" / "02-fast94-seed0.log").read_text()
-    planned = yaml.safe_load(PLAN.read_text())["gpu"]["gpu_fast94"]["command"]
-    assert planned.removeprefix("python ") in commands
+    plan = yaml.safe_load(PLAN.read_text())["gpu"]
+    for log, group, run in (
+        ("02-ngd-seed0", "gpu_fast94", "ngd"),
+        ("05-sgd-lr0.1-seed0", "gpu_fast94_search", "sgd-lr0.1"),
+    ):
+        command = (tmp_path / "work" / "C" / f"{log}.log").read_text()
+        planned = f"{plan[group]['command']} {plan[group]['runs'][run]}"
+        assert planned.removeprefix("python ") in command
 
 
 def test_a_damaged_or_missing_piece_is_named(tmp_path, fake_python):
     pack(tmp_path)
-    (tmp_path / "pieces" / "2" / "cifar10.tar.gz.1").write_bytes(b"damaged")
+    (tmp_path / "pieces" / "2" / "cifar10.tar.xz.1").write_bytes(b"damaged")
     for number, part in ((2, "B"), (3, "C")):
         code = int(part == "C")
         only = {"B": "compile-256", "C": "join|profile"}[part]
         printed = run_part(
             tmp_path, part, f"pieces/{number}", code=code, ONLY=only, PYTHON=str(fake_python)
         )
-    assert "cifar10.tar.gz.0: No such file" in printed
-    assert "cifar10.tar.gz.1: FAILED" in printed
+    assert "cifar10.tar.xz.0: No such file" in printed
+    assert "cifar10.tar.xz.1: FAILED" in printed
     assert [line.split()[0] for line in summary(printed)] == ["failed", "ok"]
     assert not (tmp_path / "work" / "data" / DATA_SET).exists()
 
@@ -131,10 +131,10 @@ def test_a_step_that_fails_is_reported_and_the_others_go_on(tmp_path, fake_pytho
         tmp_path, "B", code=1, ONLY="compile-256|eager-256|ngd-256", PYTHON=str(fake_python)
     )
     lines = summary(printed)
-    assert [line.split()[0] for line in lines] == ["ok", "failed", "ok"]
-    assert re.match(r"failed 7 +\d+ s  02-eager-256 +the GPU is on fire", lines[1])
+    assert [line.split()[0] for line in lines] == ["failed", "ok", "ok"]
+    assert re.match(r"failed 7 +\d+ s  01-eager-256 +the GPU is on fire", lines[0])
     assert "    | first\n    | the GPU is on fire" in printed, "the end of what it wrote"
-    assert {"B/02-eager-256.log", "B/summary.txt"} <= archived(tmp_path, "B")
+    assert {"B/01-eager-256.log", "B/summary.txt"} <= archived(tmp_path, "B")
     assert (tmp_path / "out" / "B.txt").read_text() in printed
 
 
@@ -152,18 +152,17 @@ def test_no_step_goes_beyond_the_time_of_its_part(tmp_path, fake_python):
     assert [line.split()[0] for line in lines] == ["timeout", "skipped"]
 
 
-@pytest.mark.parametrize("names", [["yaml"], ["tokenizers", "xdist"]])
-def test_missing_packages_are_one_line(names, tmp_path, fake_python):
-    for name in names:
+def test_missing_packages_are_one_line(tmp_path, fake_python):
+    for name in ("tokenizers", "xdist"):
         (tmp_path / "packages" / f"{name}.py").write_text("raise ImportError")
     printed = run_part(tmp_path, "A", code=2, PYTHON=str(fake_python))
     assert printed.splitlines() == [
-        f"error: {fake_python} lacks these packages: {' '.join(names)} (see requirements.txt)"
+        f"error: {fake_python} lacks these packages: tokenizers xdist (see requirements.txt)"
     ]
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("arguments", "message"),
     [
         ([], "usage: "),
@@ -178,20 +177,13 @@ def test_wrong_arguments_are_one_line(arguments, message, tmp_path, fake_python)
     assert message in printed
 
 
-def test_every_setting_has_an_expectation_and_the_other_way_round():
-    settings = re.findall(r"^    (?:setting|probe) ([\w-]+-\d+) ", SCRIPT.read_text(), re.M)
-    section = PAGE.read_text().split("## What a GPU is expected to show")[1].split("\n## ")[0]
-    assert len(settings) > 10
-    assert sorted(re.findall(r"^\| `([\w-]+)` \|", section, re.M)) == sorted(settings)
-
-
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("part", "only", "steps"),
     [
-        ("A", "ceilings|linalg|ngd|ddp|text|tests", 6),
+        ("A", "ceilings|ngd|ddp|text|tests", 5),
         ("B", "plain-256|cudagraph-256|kaldi-ngd-256", 3),
-        ("C", "fast94-seed0", 1),
+        ("C", "ngd-seed0", 2),
         ("D", "best-seed0", 1),
     ],
 )
@@ -204,14 +196,15 @@ def test_the_parts_run(part, only, steps, tmp_path):
     assert {name.split("/")[0] for name in names} <= {part, "runs"}
     if part == "B":
         assert {f"B/{step}.json" for step in only.split("|")} <= names
-    if part in "CD":
-        assert sum(name.endswith("metrics.jsonl") for name in names) == 1
+    runs = {"C": 2, "D": 1}  # in full, and held out
+    if part in runs:
+        assert sum(name.endswith("metrics.jsonl") for name in names) == runs[part]
 
 
 @pytest.mark.process
 def test_the_last_part_goes_on_with_its_run(tmp_path):
     for epochs in ("1", "3"):
-        printed = run_part(tmp_path, "D", "--epochs", epochs)
+        printed = run_part(tmp_path, "D", "--epochs", epochs, ONLY="best-seed0")
         assert f"last.pt: epoch {epochs}" in printed
     first, second = (tmp_path / "work" / part / "01-best-seed0.log" for part in ("D", "D-2"))
     assert "\n    1 " in first.read_text()

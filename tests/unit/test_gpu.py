@@ -1,6 +1,4 @@
-"""What only a GPU can show. Each body runs on the CPU as well, so that it is known to work.
-
-    python -m pytest tests/unit/test_gpu.py -k cuda
+"""What only a GPU can show.
 
 Beside these, test_graphs.py records CUDA graphs, and test_fake_cuda.py checks devices and waiting
 on a GPU that is not there.
@@ -36,16 +34,13 @@ from trainers import build_optimizer, make_trainer
 from training.losses import CrossEntropy
 from training.trainer import Trainer
 
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=needs_gpu)])
+GPU = torch.device("cuda", 0)
 OPTIMIZERS = ["sgd", "adamw", "ngd", "kaldi_ngd", "lamb", "lars", "slamb"]
 
 
 @contextlib.contextmanager
-def no_waiting(device: str) -> Iterator[None]:
+def no_waiting() -> Iterator[None]:
     """torch raises where the host waits for the GPU."""
-    if device == "cpu":
-        yield
-        return
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -66,13 +61,13 @@ def network() -> nn.Module:
     )
 
 
-def trainer_of(name: str, device: str, **settings: Any) -> Trainer:
-    model = network().to(device)
+def trainer_of(name: str, **settings: Any) -> Trainer:
+    model = network().to(GPU)
     return make_trainer(
         model,
         build_optimizer(model, name, 0.01, 1e-3),
-        World(device=torch.device(device)),
-        precision=Precision("fp32", torch.device(device).type),
+        World(device=GPU),
+        precision=Precision("fp32", "cuda"),
         **settings,
     )
 
@@ -90,24 +85,24 @@ def weights(model: nn.Module) -> Tensor:
 # -------------------------------------------------------------------- steps
 
 
-@DEVICES
+@needs_gpu
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_do_not_wait_for_the_gpu(name, device):
-    trainer = trainer_of(name, device, max_grad_norm=1.0, accumulation_steps=2)
-    inputs, labels = (tensor.to(device) for tensor in batch(0))
+def test_steps_do_not_wait_for_the_gpu(name):
+    trainer = trainer_of(name, max_grad_norm=1.0, accumulation_steps=2)
+    inputs, labels = (tensor.to(GPU) for tensor in batch(0))
     for _ in range(3):
         trainer.train_step(inputs, labels)
-    with no_waiting(device):
+    with no_waiting():
         for number in range(10):
             trainer.set_lr(0.01 / (1 + number))
             trainer.train_step(inputs, labels)
     assert trainer.sums.totals(World()).samples == 13 * 8
 
 
-@DEVICES
+@needs_gpu
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_does_what_it_does_on_the_cpu(name, device):
-    models = {"cpu": network(), device: network().to(device)}
+def test_an_optimizer_does_what_it_does_on_the_cpu(name):
+    models = {"cpu": network(), "cuda": network().to(GPU)}
     for place, model in models.items():
         generator = torch.Generator().manual_seed(1)
         optimizer = build_optimizer(model, name, 0.01, 1e-3)
@@ -119,7 +114,7 @@ def test_an_optimizer_does_what_it_does_on_the_cpu(name, device):
             optimizer.step()
     tolerance = 1e-2 if "ngd" in name else 1e-4
     torch.testing.assert_close(
-        weights(models[device]), weights(models["cpu"]), rtol=tolerance, atol=tolerance / 10
+        weights(models["cuda"]), weights(models["cpu"]), rtol=tolerance, atol=tolerance / 10
     )
 
 
@@ -131,43 +126,40 @@ class Hungry(nn.Module):
         self.linear = nn.Linear(3 * 8 * 8, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
-            total = torch.cuda.mem_get_info(x.device)[1]
-            torch.empty(len(x) * (total // 12), dtype=torch.uint8, device=x.device)
-        elif len(x) > 10:
-            raise torch.cuda.OutOfMemoryError
+        total = torch.cuda.mem_get_info(x.device)[1]
+        torch.empty(len(x) * (total // 12), dtype=torch.uint8, device=x.device)
         return self.linear(x.flatten(1))
 
 
-@DEVICES
-def test_a_batch_that_does_not_fit_is_halved(device):
+@needs_gpu
+def test_a_batch_that_does_not_fit_is_halved():
     learned = []
     for steps in (1, 2):  # halved, and cut in two from the start
         torch.manual_seed(0)
-        model = Hungry().to(device)
+        model = Hungry().to(GPU)
         trainer = make_trainer(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
-            World(device=torch.device(device)),
+            World(device=GPU),
             accumulation_steps=steps,
         )
-        trainer.train_step(*(tensor.to(device) for tensor in batch(0, rows=16)))
+        trainer.train_step(*(tensor.to(GPU) for tensor in batch(0, rows=16)))
         assert trainer.micro_batches.number(16) == 2
         learned.append(weights(model))
     torch.testing.assert_close(*learned)
 
 
-@DEVICES
-def test_fused_layers_learn_under_autocast(device):
+@needs_gpu
+def test_fused_layers_learn_under_autocast():
     gradients = []
     for fused in (False, True):
         torch.manual_seed(0)
         model = create_model("resnet8", classes=10, channels=3, image_size=8)
         if fused:
             assert fusion.fuse(model)
-        model = model.to(device).train()
-        images, labels = (tensor.to(device) for tensor in batch(0, rows=32))
-        with Precision("bf16", torch.device(device).type, torch.bfloat16).autocast():
+        model = model.to(GPU).train()
+        images, labels = (tensor.to(GPU) for tensor in batch(0, rows=32))
+        with Precision("bf16", "cuda", torch.bfloat16).autocast():
             loss = CrossEntropy()(model, images, labels).loss
         loss.backward()
         gradients.append(torch.cat([p.grad.flatten().cpu() for p in model.parameters()]))
@@ -179,7 +171,7 @@ def test_fused_layers_learn_under_autocast(device):
 # -------------------------------------------------------------------- data
 
 
-def image_data(device: str, resident: bool) -> ImageDataset:
+def image_data(resident: bool) -> ImageDataset:
     pixels = torch.randint(
         256, (40, 8, 8, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
@@ -188,22 +180,22 @@ def image_data(device: str, resident: bool) -> ImageDataset:
         Augmentation(pad=2, flip=True),
         mean=[0.5] * 3,
         std=[0.2] * 3,
-        device=torch.device(device),
+        device=GPU,
         workers=0,
         resident=resident,
     )
 
 
-@DEVICES
+@needs_gpu
 @pytest.mark.parametrize("reflect", [False, True])
-def test_crops_and_pasted_boxes_have_the_bytes_of_the_cpu(device, reflect):
+def test_crops_and_pasted_boxes_have_the_bytes_of_the_cpu(reflect):
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (16, 8, 8, 3), dtype=torch.uint8, generator=generator)
     offsets = torch.randint(5, (16, 2), dtype=torch.uint8, generator=generator)
     flips = torch.randint(2, (16,), dtype=torch.uint8, generator=generator)
     partner = torch.randperm(16, generator=generator)
     results = []
-    for place in ("cpu", device):
+    for place in ("cpu", GPU):
         cropped = crop_flip(
             pixels.to(place), offsets.to(place), flips=flips.to(place), pad=2, reflect=reflect
         )
@@ -214,12 +206,12 @@ def test_crops_and_pasted_boxes_have_the_bytes_of_the_cpu(device, reflect):
         assert torch.equal(ours, theirs)
 
 
-@DEVICES
-def test_streamed_batches_are_the_resident_ones(device):
+@needs_gpu
+def test_streamed_batches_are_the_resident_ones():
     rows = torch.arange(40).split(8)
-    resident, streamed = (image_data(device, resident).batches(rows, 0) for resident in (1, 0))
+    resident, streamed = (image_data(resident).batches(rows, 0) for resident in (1, 0))
     for (images, labels), (others, other_labels) in zip(resident, streamed, strict=True):
-        assert images.device == others.device == torch.device(device)
+        assert images.device == others.device == GPU
         assert torch.equal(images, others)
         assert torch.equal(labels, other_labels)
 
@@ -242,9 +234,9 @@ def slamb_goes_on_after_its_dense_steps(world: World) -> None:
     assert torch.equal(others[0], others[1])
 
 
-@DEVICES
-def test_slamb_goes_on_after_its_dense_steps(device):
-    ranks.run_ranks(slamb_goes_on_after_its_dense_steps, 2, device=device)
+@needs_gpu
+def test_slamb_goes_on_after_its_dense_steps():
+    ranks.run_ranks(slamb_goes_on_after_its_dense_steps, 2, device="cuda:0")
 
 
 def two_ranks_do_what_one_does(world: World) -> None:
@@ -273,9 +265,9 @@ def two_ranks_do_what_one_does(world: World) -> None:
         torch.testing.assert_close(weights(shared), weights(alone), rtol=tolerance, atol=tolerance)
 
 
-@DEVICES
-def test_two_ranks_do_what_one_does(device):
-    ranks.run_ranks(two_ranks_do_what_one_does, 2, device=device)
+@needs_gpu
+def test_two_ranks_do_what_one_does():
+    ranks.run_ranks(two_ranks_do_what_one_does, 2, device="cuda:0")
 
 
 # -------------------------------------------------------------------- runs
@@ -290,12 +282,11 @@ def train(folder: Path, flags: str, resume: bool = False) -> list[dict[str, Any]
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@DEVICES
+@needs_gpu
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_a_resumed_run_follows_its_schedule(name, device, tmp_path):
+def test_a_resumed_run_follows_its_schedule(name, tmp_path):
     # From the second epoch on the rate is next to 0, which a recorded step must read.
-    backend = "eager" if device == "cpu" else "cudagraph"
-    flags = f"--device {device} --backend {backend} --optimizer {name} --lr 0.01 --warmup 0"
+    flags = f"--backend cudagraph --optimizer {name} --lr 0.01 --warmup 0"
     flags += " --lr_schedule exponential --gamma 1e-30"
     train(tmp_path, f"{flags} --epochs 1")
     before = ranks.weights(tmp_path)
@@ -309,18 +300,18 @@ def test_a_resumed_run_follows_its_schedule(name, device, tmp_path):
             assert torch.equal(before[name], after[name]), name
 
 
-@DEVICES
+@needs_gpu
 @pytest.mark.parametrize("name", ["sgd", "adamw", "ngd"])
-def test_a_run_goes_on_with_another_device(name, device, tmp_path):
-    for epoch, place in enumerate((device, "cpu", device), 1):
+def test_a_run_goes_on_with_another_device(name, tmp_path):
+    for epoch, place in enumerate(("cuda", "cpu", "cuda"), 1):
         flags = f"--optimizer {name} --lr 0.01 --epochs {epoch} --device {place}"
         rows = train(tmp_path, flags, resume=epoch > 1)
         assert len(rows) == epoch
 
 
-@DEVICES
-def test_a_deterministic_run_gives_the_same_bits_when_resumed(device, tmp_path):
-    flags = f"--device {device} --deterministic --lr 0.05 --epochs"
+@needs_gpu
+def test_a_deterministic_run_gives_the_same_bits_when_resumed(tmp_path):
+    flags = "--deterministic --lr 0.05 --epochs"
     try:
         for name in ("whole", "resumed"):
             for epochs in ("2",) if name == "whole" else ("1", "2"):
@@ -349,10 +340,10 @@ def test_deterministic_kernels_are_asked_for_on_gpus_alone(monkeypatch):
 
 
 @pytest.mark.compile
-@DEVICES
-def test_nothing_is_compiled_after_the_first_epoch(device, tmp_path):
+@needs_gpu
+def test_nothing_is_compiled_after_the_first_epoch(tmp_path):
     torch._dynamo.reset()
-    rows = train(tmp_path, f"--device {device} --backend compile --epochs 3")
+    rows = train(tmp_path, "--backend compile --epochs 3")
     compiled = [row["compile_seconds"] for row in rows]
     assert 0 < compiled[0] == compiled[1] == compiled[2]
     assert all(row["compile_seconds"] < row["seconds"] for row in rows)
