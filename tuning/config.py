@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tuning.objective import Objective
-from tuning.space import Space
 from tuning.target_script import TargetScript
+
+Space = dict[str, dict[str, Any]]
+"""Of each searched flag, the arguments of Optuna's suggest method and the method's `type`."""
 
 
 @dataclass(frozen=True)
@@ -16,8 +19,7 @@ class SweepConfig:
 
     Attributes:
         script: the entry script that is tuned, with the arguments that all trials share.
-        space_path: the YAML file of the search space.
-        space: the distribution of each searched flag.
+        space: what is searched.
         objective: what is optimised.
         val_fraction: fraction of the training rows that is held out to measure the objective.
         trials: number of trials in all, earlier starts of this sweep included.
@@ -34,7 +36,6 @@ class SweepConfig:
     """
 
     script: TargetScript
-    space_path: Path
     space: Space
     objective: Objective
     val_fraction: float

@@ -14,12 +14,10 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,6 @@ from training.epoch_report import training_seconds
 from tuning.objective import NOT_REACHED, Objective
 
 ROOT = Path(__file__).resolve().parents[1]
-STOPPED = "interrupted"  # the error of a trial that can be resumed from its checkpoint
 POLL_SECONDS = 0.1  # between two reads of metrics.jsonl
 SHUTDOWN_SECONDS = 60.0  # that a script has to write its checkpoint after SIGTERM
 # Loaded at import: a forked child of a process with threads must not load a library.
@@ -57,8 +54,6 @@ class TrialRunner:
         nproc: processes of a trial.
         gpu_slots: value of CUDA_VISIBLE_DEVICES for each trial that may run at the same time; None
             on CPUs.
-        epoch_done: called after each epoch of a trial with its row of metrics.jsonl and the seconds
-            since the trial's process was started.
         stop: set to end all trials.
     """
 
@@ -68,27 +63,29 @@ class TrialRunner:
     out: Path
     nproc: int
     gpu_slots: queue.Queue[str | None]
-    epoch_done: Callable[[dict[str, Any], float], None] = lambda row, elapsed: None
     stop: threading.Event = field(default_factory=threading.Event)
 
     def __call__(self, trial: optuna.Trial, arguments: list[str]) -> float:
         """Run one trial and return its value of the objective.
 
         Args:
-            trial: the trial; folder, host and process id are stored in its user attributes.
+            trial: the trial, whose user attributes get its folder, or have that of the killed
+                trial that it resumes.
             arguments: the searched flags.
 
         Raises:
             optuna.TrialPruned: the trial was ended early because others do better.
-            TrialFailed: the script failed, or `stop` was set.
+            TrialFailed: the script failed.
+            SystemExit: the sweep was interrupted.
         """
         folder = Path(trial.user_attrs.get("folder", self.out / "trials" / f"{trial.number:04d}"))
         trial.set_user_attr("folder", str(folder))
-        trial.set_user_attr("host", socket.gethostname())
-        trial.set_user_attr("pid", os.getpid())
         gpus = self.gpu_slots.get()
         try:
             return self.follow(trial, folder, process=self.start(folder, arguments, gpus=gpus))
+        except TrialFailed as error:
+            trial.set_user_attr("error", str(error))
+            raise
         finally:
             self.gpu_slots.put(gpus)
 
@@ -121,13 +118,8 @@ class TrialRunner:
             )
 
     def follow(self, trial: optuna.Trial, folder: Path, *, process: subprocess.Popen[str]) -> float:
-        """Report each epoch to Optuna; end the process if it is pruned or reaches the target.
-
-        Raises:
-            optuna.TrialPruned: the trial was ended early because others do better.
-            TrialFailed: the script failed, or `stop` was set.
-        """
-        num_reported, start = 0, time.monotonic()
+        """Report each epoch to Optuna; end the process if it is pruned or reaches the target."""
+        num_reported = 0
         try:
             while True:
                 ended = process.poll() is not None  # asked first: then the rows are all there
@@ -135,20 +127,17 @@ class TrialRunner:
                 if any(map(self.objective.is_reached, rows)):
                     return self.objective.final_value(rows)
                 for row in rows[num_reported:]:
-                    self.epoch_done(row, time.monotonic() - start)
                     trial.report(self.objective.intermediate_value(row), row["epoch"])
                     if self.should_prune(trial, row):
                         raise optuna.TrialPruned
                 num_reported = len(rows)
+                if self.stop.is_set() or process.returncode == errors.INTERRUPTED:
+                    raise SystemExit(errors.INTERRUPTED)
                 if ended:
                     break
-                if self.stop.is_set():
-                    raise TrialFailed(STOPPED)
                 time.sleep(POLL_SECONDS)
         finally:
             terminate(process)
-        if process.returncode == errors.INTERRUPTED:
-            raise TrialFailed(STOPPED)
         if process.returncode or not rows:
             raise TrialFailed(error_line(folder) or f"exit code {process.returncode}")
         return self.objective.final_value(rows)
