@@ -1,4 +1,4 @@
-"""The results of a sweep: ranked table, trials.csv, pictures, recipe, and a command to train by it.
+"""The results of a sweep: trials.csv, pictures, a recipe, and the command to train with it.
 
 write_results(study, trials, config)
 """
@@ -10,8 +10,7 @@ import shlex
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,8 @@ from cli.options import is_own_data
 from errors import InputError, first_line
 from input_pipeline import csv_tables, own_data
 from tuning.config import SweepConfig
-from tuning.objective import NOT_REACHED
 from tuning.trials import ROOT
 
-NEVER_REACHED = "never reached"
 LINEAR_SCALING = ("sgd", "kaldi_ngd", "lars", "apex_sgd", "apex_larc")
 """Optimizers whose learning rate scales with the batch size; that of others with its root."""
 
@@ -42,9 +39,8 @@ def format_params(params: Mapping[str, Any]) -> str:
 
 def format_result(trial: FrozenTrial) -> str:
     """Return the value of a complete trial, else its state."""
-    if trial.state is not TrialState.COMPLETE or trial.value is None:
-        return trial.state.name.lower()
-    return f"{trial.value:.4f}" if trial.value < NOT_REACHED else NEVER_REACHED
+    is_complete = trial.state is TrialState.COMPLETE
+    return f"{trial.value:.4f}" if is_complete else trial.state.name.lower()
 
 
 def rank_trials(study: optuna.Study, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
@@ -53,49 +49,36 @@ def rank_trials(study: optuna.Study, trials: Sequence[FrozenTrial]) -> list[Froz
 
     def key(trial: FrozenTrial) -> tuple[int, float]:
         if trial.state is TrialState.COMPLETE:
-            return 0, sign * (trial.value or 0.0)
-        if trial.state is TrialState.PRUNED:
-            return 1, -len(trial.intermediate_values)
-        return 2, trial.number
+            return 0, sign * trial.values[0]
+        return 1 + (trial.state is TrialState.FAIL), -len(trial.intermediate_values)
 
     return sorted(trials, key=key)
 
 
 def write_results(study: optuna.Study, trials: Sequence[FrozenTrial], config: SweepConfig) -> None:
-    """Print the ranking and the command; write trials.csv, the pictures and the recipe.
+    """Write trials.csv, the pictures and the recipe; print the command that trains with it.
 
     Raises:
-        InputError: no trial is complete, or none reached the target of the objective.
+        InputError: no trial is complete.
     """
     ranking = rank_trials(study, trials)
     write_csv(config.out / "trials.csv", ranking)
-    print_ranking(ranking, config)
-    if not ranking or ranking[0].state is not TrialState.COMPLETE:
-        errors = [trial.user_attrs["error"] for trial in ranking if "error" in trial.user_attrs]
-        raise InputError(f"no trial is complete, so there is no recipe. {(errors or [''])[0]}")
-    if format_result(ranking[0]) == NEVER_REACHED:
-        raise InputError(
-            f"--objective {config.objective.name}: no trial reached it, so there is no recipe; "
-            f"give more --epoch or a lower target"
-        )
-    draw_pictures(study, ranking, config)
-    write_recipe(config, ranking[0], num_trials=len(trials))
-    print(f"recipe: {config.recipe_out}, with which this command trains:")
-    print(training_command(config), flush=True)
-
-
-def print_ranking(ranking: Sequence[FrozenTrial], config: SweepConfig) -> None:
-    """Print a line for each trial, the best first, and the number of trials by state."""
-    print(f"\n{'rank':>4} {'trial':>5} {config.objective.name:>14}  values")
-    for rank, trial in enumerate(ranking, 1):
-        result, params = format_result(trial), format_params(trial.params)
-        print(f"{rank:>4} {trial.number:>5} {result:>14}  {params}")
     states = Counter(trial.state for trial in ranking)
     print(
         f"{len(ranking)} trials: {states[TrialState.COMPLETE]} complete, "
         f"{states[TrialState.PRUNED]} pruned, {states[TrialState.FAIL]} failed; "
         f"{config.out / 'trials.csv'}"
     )
+    if not states[TrialState.COMPLETE]:
+        reasons = [trial.user_attrs["error"] for trial in ranking if "error" in trial.user_attrs]
+        reasons.append("none reached the target; give more --epoch, or a lower target")
+        raise InputError(f"no trial is complete, so there is no recipe: {reasons[0]}")
+    best = ranking[0]
+    draw_pictures(study, config)
+    write_recipe(config, best, num_trials=len(trials))
+    print(f"best: trial {best.number}, {format_params(best.params)}: {format_result(best)}")
+    print(f"recipe: {config.recipe_out}, with which this command trains:")
+    print(training_command(config), flush=True)
 
 
 def write_csv(path: Path, ranking: Sequence[FrozenTrial]) -> None:
@@ -106,13 +89,12 @@ def write_csv(path: Path, ranking: Sequence[FrozenTrial]) -> None:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         for rank, trial in enumerate(ranking, 1):
-            is_complete = trial.state is TrialState.COMPLETE
             writer.writerow(
                 {
                     "rank": rank,
                     "trial": trial.number,
                     "state": trial.state.name,
-                    "value": trial.value if is_complete else "",
+                    "value": trial.value if trial.state is TrialState.COMPLETE else "",
                     "epochs": len(trial.intermediate_values),
                     "seconds": trial.duration.total_seconds() if trial.duration else "",
                     **trial.params,
@@ -122,32 +104,26 @@ def write_csv(path: Path, ranking: Sequence[FrozenTrial]) -> None:
             )
 
 
-def draw_pictures(study: optuna.Study, trials: Sequence[FrozenTrial], config: SweepConfig) -> None:
-    """Draw Optuna's pictures of the trials, without those that never reached the target.
-
-    A picture that cannot be drawn from so few trials is left out with a message.
-    """
+def draw_pictures(study: optuna.Study, config: SweepConfig) -> None:
+    """Draw Optuna's pictures, with a message in place of one that needs more trials."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
     from optuna.visualization import matplotlib as visualization
 
-    reached = [trial for trial in trials if format_result(trial) != NEVER_REACHED]
-    if len(reached) < len(trials):
-        study = optuna.create_study(direction=study.direction)
-        study.add_trials(reached)
-    value = {"target_name": f"{config.objective.name} on held-out rows"}
+    objective = f"{config.objective.name} on held-out rows"
+    pictures: dict[str, Callable[[], Any]] = {
+        "history": lambda: visualization.plot_optimization_history(study, target_name=objective),
+        "curves": lambda: visualization.plot_intermediate_values(study),
+        "flags": lambda: visualization.plot_slice(study, target_name=objective),
+        "importance": lambda: visualization.plot_param_importances(study),
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name, plot in {
-            "history": partial(visualization.plot_optimization_history, **value),
-            "curves": visualization.plot_intermediate_values,
-            "flags": partial(visualization.plot_slice, **value),
-            "importance": visualization.plot_param_importances,
-        }.items():
+        for name, draw in pictures.items():
             try:
-                axes = np.ravel(np.asarray(plot(study)))
+                axes = np.ravel(draw())
             except (RuntimeError, ValueError, ZeroDivisionError) as error:
                 print(f"no picture of {name}: {first_line(error)}")
                 continue

@@ -54,14 +54,8 @@ def run_sweep(config: SweepConfig) -> None:
     gpus = torch.cuda.device_count()
     shared_arguments = trial_arguments(config, gpus)
     config.script.check(shared_arguments)
-    runner = TrialRunner(
-        script=config.script.file,
-        arguments=shared_arguments,
-        objective=config.objective,
-        out=config.out.resolve(),
-        nproc=config.nproc,
-        gpu_slots=gpu_slots(config.jobs, config.nproc, gpus=gpus),
-    )
+    slots = gpu_slots(config.jobs, config.nproc, gpus=gpus)
+    runner = TrialRunner(config, shared_arguments, slots)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore", ExperimentalWarning)
     study = open_study(config)
@@ -146,7 +140,8 @@ def open_study(config: SweepConfig) -> Study:
             with these.
     """
     config.out.mkdir(parents=True, exist_ok=True)
-    url, name = config.storage or sqlite_url(config.out.resolve() / "study.db"), config.script.file
+    url = config.storage or sqlite_url(config.out.resolve() / "study.db")
+    name = config.script.file.removesuffix(".py")
     try:
         storage = RDBStorage(
             url,
@@ -155,18 +150,22 @@ def open_study(config: SweepConfig) -> Study:
             heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
         )
         optuna.create_study(
-            study_name=name.removesuffix(".py"),
+            study_name=name,
             storage=storage,
             direction=config.objective.direction,
             load_if_exists=True,
         )
-        study = Study(study_name=name.removesuffix(".py"), storage=storage)
+        study = Study(study_name=name, storage=storage)
     except Exception as error:  # its type depends on the database and its driver
         reason = first_line(error).replace(url, without_password(url))
         raise InputError(f"--storage {without_password(url)}: {reason}") from None
     check_settings(study, config)
     study.sampler = create_sampler(config, num_trials=len(study.get_trials(deepcopy=False)))
-    study.pruner = create_pruner(config)
+    study.pruner = {
+        "median": optuna.pruners.MedianPruner(config.pruner_trials, config.pruner_epochs + 1),
+        "hyperband": optuna.pruners.HyperbandPruner(),
+        "none": optuna.pruners.NopPruner(),
+    }[config.pruner]
     return study
 
 
@@ -180,10 +179,7 @@ def sqlite_url(path: Path) -> str:
         url = URL.create("sqlite", database=str(path)).render_as_string(hide_password=False)
         if make_url(url).database == str(path):
             return url
-    raise InputError(
-        f"--out {path.parent}: no URL of a database can have this name; choose another folder, "
-        "of plain letters"
-    )
+    raise InputError(f"--out {path.parent}: choose a folder whose name is of plain letters")
 
 
 def without_password(storage: str) -> str:
@@ -200,11 +196,8 @@ def check_settings(study: optuna.Study, config: SweepConfig) -> None:
     """
     settings = {f"--{name}": value for name, value in config.script.settings().items()}
     settings |= {f"the space's {name}": entry for name, entry in config.space.items()}
-    settings |= {
-        "--objective": config.objective.name,
-        "--val_fraction": config.val_fraction,
-        "--nproc": config.nproc,
-    }
+    settings |= {"--val_fraction": config.val_fraction, "--nproc": config.nproc}
+    settings |= {"--objective": config.objective.name}
     stored = study.user_attrs.get("settings", settings)
     names = sorted(stored.keys() | settings)
     if different := [name for name in names if stored.get(name) != settings.get(name)]:
@@ -221,22 +214,11 @@ def create_sampler(config: SweepConfig, *, num_trials: int) -> optuna.samplers.B
     A resumed sweep needs another seed: the same one would sample the same values again.
     """
     if config.sampler == "grid":  # its seed is the order of the grid
-        return optuna.samplers.GridSampler(space.grid(config.space), seed=config.sampler_seed)
-    seed = config.sampler_seed + num_trials
+        return optuna.samplers.GridSampler(space.grid(config.space), seed=config.sweep_seed)
+    seed = config.sweep_seed + num_trials
     if config.sampler == "tpe":
         return optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(4, config.trials // 4))
     return optuna.samplers.RandomSampler(seed)
-
-
-def create_pruner(config: SweepConfig) -> optuna.pruners.BasePruner:
-    """Return Optuna's pruner of --pruner."""
-    if config.pruner == "median":
-        return optuna.pruners.MedianPruner(
-            n_startup_trials=config.pruner_trials, n_warmup_steps=config.pruner_epochs + 1
-        )
-    if config.pruner == "hyperband":
-        return optuna.pruners.HyperbandPruner()
-    return optuna.pruners.NopPruner()
 
 
 def retry_killed_trials(study: optuna.Study) -> None:

@@ -10,6 +10,7 @@ suggest(trial, space)                                         # {"lr": 0.03, "bs
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,11 @@ def read_entry(entry: Any) -> dict[str, Any]:
         for name in ("low", "high", "step"):
             if isinstance(entry.get(name), str):
                 entry = entry | {name: float(entry[name])}
-        DISTRIBUTIONS[kind](**{name: value for name, value in entry.items() if name != "type"})
-    except (ArithmeticError, TypeError, ValueError) as error:
+        arguments = {name: value for name, value in entry.items() if name != "type"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            DISTRIBUTIONS[kind](**arguments)
+    except (ArithmeticError, TypeError, ValueError, UserWarning) as error:
         raise InputError(first_line(error)) from None
     return entry
 

@@ -22,8 +22,7 @@ from pathlib import Path
 from cli import flags
 from cli.flag_parser import FlagParser, file_path
 from errors import InputError, exit_code
-from tuning.config import SweepConfig
-from tuning.objective import Objective
+from tuning.config import Objective, SweepConfig
 from tuning.target_script import TargetScript
 
 SCRIPTS = ("resnet50_test.py", "transformer_test.py")
@@ -33,13 +32,6 @@ TRIAL_ARGUMENTS = ("--subset", "0.1", "--epoch", "5")  # which the command line 
 def sweep_parser(script: str) -> FlagParser:
     """Return the parser of a sweep's own flags, with `script` as default."""
     parser = FlagParser(__doc__)
-    add_search(parser, script)
-    add_execution(parser)
-    return parser
-
-
-def add_search(parser: FlagParser, script: str) -> None:
-    """Add the flags that say what is searched and how."""
     add = parser.group("search")
     count = partial(add, type=flags.count, metavar="N")
     natural = partial(add, type=flags.natural, metavar="N")
@@ -51,9 +43,7 @@ def add_search(parser: FlagParser, script: str) -> None:
         help="Search space, in the format that docs/tuning.md describes (default "
         "tuning/resnet50.yaml or tuning/transformer.yaml).",
     )
-    count(
-        "--trials", default=20, help="Trials, with those of earlier starts (default %(default)s)."
-    )
+    count("--trials", default=20, help="Trials, earlier starts included (default %(default)s).")
     add(
         "--sampler",
         choices=("tpe", "random", "grid"),
@@ -79,7 +69,7 @@ def add_search(parser: FlagParser, script: str) -> None:
     add(
         "--objective",
         default="accuracy",
-        help="Validation accuracy, or with time_to:0.9 the seconds until it is 0.9 (default "
+        help="accuracy on held-out rows, or time_to:0.9 for the seconds until it is 0.9 (default "
         "%(default)s).",
     )
     add(
@@ -87,31 +77,17 @@ def add_search(parser: FlagParser, script: str) -> None:
         type=flags.below_one,
         default=0.1,
         metavar="F",
-        help="Fraction of the training set that is held out for the objective (default "
-        "%(default)s).",
+        help="Held-out fraction of the training set (default %(default)s).",
     )
-    natural(
-        "--sweep_seed",
-        default=0,
-        help="Seed of the sampler; with several --jobs, only of the grid's order (default "
-        "%(default)s).",
-    )
-
-
-def add_execution(parser: FlagParser) -> None:
-    """Add the flags that say where and how trials are run."""
+    natural("--sweep_seed", default=0, help="Seed of the sampler (default %(default)s).")
     add = parser.group("execution")
     count = partial(add, type=flags.count, metavar="N")
-    count(
-        "--jobs",
-        default=1,
-        help="Trials at a time, each with own GPUs or cores (default %(default)s).",
-    )
+    count("--jobs", default=1, help="Trials at a time, on a GPU each (default %(default)s).")
     count("--nproc", default=1, help="Processes of each trial (default %(default)s).")
     add(
         "--storage",
         metavar="URL",
-        help="Optuna's storage, which several machines can share (default an SQLite file in --out).",
+        help="Optuna's storage, which machines can share (default an SQLite file in --out).",
     )
     add(
         "--out",
@@ -126,6 +102,7 @@ def add_execution(parser: FlagParser) -> None:
         metavar="YAML",
         help="File for the recipe of the best trial (default recipe.yaml in --out).",
     )
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -152,29 +129,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     searched, trials = space.read_space(path, script), args.trials
     if args.sampler == "grid":
         trials = min(trials, math.prod(map(len, space.grid(searched).values())))
-    out = args.out or Path("runs") / f"tuning-{name}"
-    if "\n" in f"{out}{args.recipe_out}":
-        raise InputError("--out, --recipe_out: the name has a line break; choose another one")
     if not args.val_fraction:
         raise InputError("--val_fraction 0: a sweep needs held-out rows to compare trials by")
-    config = SweepConfig(
-        script=script,
-        space=searched,
-        objective=Objective.parse(args.objective),
-        val_fraction=args.val_fraction,
-        trials=trials,
-        jobs=args.jobs,
-        nproc=args.nproc,
-        sampler=args.sampler,
-        sampler_seed=args.sweep_seed,
-        pruner=args.pruner,
-        pruner_epochs=args.pruner_epochs,
-        pruner_trials=args.pruner_trials,
-        storage=args.storage or "",
-        out=out,
-        recipe_out=args.recipe_out or out / "recipe.yaml",
-    )
-    search.run_sweep(config)
+    out = args.out or Path("runs") / f"tuning-{name}"
+    read = {
+        "script": script,
+        "space": searched,
+        "objective": Objective.parse(args.objective),
+        "trials": trials,
+        "out": out,
+        "recipe_out": args.recipe_out or out / "recipe.yaml",
+    }
+    search.run_sweep(SweepConfig(**vars(args) | read))
 
 
 def check_optuna() -> None:

@@ -39,12 +39,7 @@ class TargetScript:
     def read(
         cls, file: str, arguments: Sequence[str], *, sweep_flags: Collection[str] = ()
     ) -> TargetScript:
-        """Parse the shared arguments with the script's own parser.
-
-        Args:
-            file: file name of the script.
-            arguments: the shared arguments, in any spelling.
-            sweep_flags: the flags of the sweep, which a misspelt argument may stand for.
+        """Parse the shared arguments, in any spelling; a misspelt one may stand for a sweep's flag.
 
         Raises:
             InputError: the script does not know an argument, or the sweep sets that flag itself.

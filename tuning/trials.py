@@ -1,9 +1,6 @@
 """One trial of a sweep: the entry script in a process of its own, followed by its metrics.jsonl.
 
-runner = TrialRunner(
-    script="resnet50_test.py", arguments=["--subset", "0.1"], objective=Objective(), out=out,
-    nproc=1, gpu_slots=gpu_slots(jobs=2, nproc=1, gpus=torch.cuda.device_count()),
-)
+runner = TrialRunner(config, arguments, gpu_slots(jobs=2, nproc=1, gpus=4))
 value = runner(trial, ["--lr", "0.1"])    # raises optuna.TrialPruned or TrialFailed
 """
 
@@ -11,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import queue
 import signal
@@ -29,7 +27,7 @@ from optuna.trial import TrialState
 import errors
 from errors import InputError
 from training.epoch_report import training_seconds
-from tuning.objective import NOT_REACHED, Objective
+from tuning.config import SweepConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.1  # between two reads of metrics.jsonl
@@ -42,26 +40,20 @@ class TrialFailed(Exception):
     """The script ended with an error; the message is the script's error line."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrialRunner:
     """Runs trials; several threads may share one.
 
     Attributes:
-        script: file name of the entry script.
+        config: settings of the sweep; each trial gets a folder below `out`/trials.
         arguments: arguments that all trials share.
-        objective: what a trial returns.
-        out: folder of the sweep; each trial gets a folder below `out`/trials.
-        nproc: processes of a trial.
         gpu_slots: value of CUDA_VISIBLE_DEVICES for each trial that may run at the same time; None
             on CPUs.
         stop: set to end all trials.
     """
 
-    script: str
+    config: SweepConfig
     arguments: list[str]
-    objective: Objective
-    out: Path
-    nproc: int
     gpu_slots: queue.Queue[str | None]
     stop: threading.Event = field(default_factory=threading.Event)
 
@@ -74,11 +66,12 @@ class TrialRunner:
             arguments: the searched flags.
 
         Raises:
-            optuna.TrialPruned: the trial was ended early because others do better.
+            optuna.TrialPruned: others do better, or the trial never reached its target.
             TrialFailed: the script failed.
             SystemExit: the sweep was interrupted.
         """
-        folder = Path(trial.user_attrs.get("folder", self.out / "trials" / f"{trial.number:04d}"))
+        new = self.config.out.resolve() / "trials" / f"{trial.number:04d}"
+        folder = Path(trial.user_attrs.get("folder", new))
         trial.set_user_attr("folder", str(folder))
         gpus = self.gpu_slots.get()
         try:
@@ -97,50 +90,43 @@ class TrialRunner:
         resume = ["--resume", str(folder)] if (folder / "last.pt").exists() else []
         if not resume:  # the trial may have been stopped before its first checkpoint
             (folder / "metrics.jsonl").unlink(missing_ok=True)
-        command = [sys.executable]
-        if self.nproc > 1:
-            command += ["-m", "distributed.launch", "--standalone"]
-            command += [f"--nproc_per_node={self.nproc}"]
-        command += [str(ROOT / self.script), *self.arguments, *arguments, *resume]
-        command += ["--out", str(folder)]
-        paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        if gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpus
-        with open(folder / "console.log", "a", encoding="utf-8") as console:
+        command = [str(ROOT / self.config.script.file), *self.arguments, *arguments, *resume]
+        if self.config.nproc > 1:
+            launch = f"-m distributed.launch --standalone --nproc_per_node={self.config.nproc}"
+            command = [*launch.split(), *command]
+        command = [sys.executable, *command, "--out", str(folder)]
+        env = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+        with open(folder / "console.log", "a", encoding="utf-8") as log:
             return subprocess.Popen(
-                command,
-                stdout=console,
-                stderr=console,
-                text=True,
-                env=environment,
-                preexec_fn=die_with_parent,
+                command, stdout=log, stderr=log, text=True, env=env, preexec_fn=die_with_parent
             )
 
     def follow(self, trial: optuna.Trial, folder: Path, *, process: subprocess.Popen[str]) -> float:
         """Report each epoch to Optuna; end the process if it is pruned or reaches the target."""
-        num_reported = 0
+        objective, num_reported = self.config.objective, 0
         try:
             while True:
                 ended = process.poll() is not None  # asked first: then the rows are all there
                 rows = complete_rows(folder)
-                if any(map(self.objective.is_reached, rows)):
-                    return self.objective.final_value(rows)
+                if any(map(objective.is_reached, rows)):
+                    break
                 for row in rows[num_reported:]:
-                    trial.report(self.objective.intermediate_value(row), row["epoch"])
+                    trial.report(objective.intermediate_value(row), row["epoch"])
                     if self.should_prune(trial, row):
                         raise optuna.TrialPruned
                 num_reported = len(rows)
                 if self.stop.is_set() or process.returncode == errors.INTERRUPTED:
                     raise SystemExit(errors.INTERRUPTED)
+                if ended and (process.returncode or not rows):
+                    raise TrialFailed(error_line(folder) or f"exit code {process.returncode}")
                 if ended:
                     break
                 time.sleep(POLL_SECONDS)
         finally:
             terminate(process)
-        if process.returncode or not rows:
-            raise TrialFailed(error_line(folder) or f"exit code {process.returncode}")
-        return self.objective.final_value(rows)
+        if (value := objective.final_value(rows)) is None:
+            raise optuna.TrialPruned  # it never reached the target
+        return value
 
     def should_prune(self, trial: optuna.Trial, row: dict[str, Any]) -> bool:
         """Decide after an epoch whether to prune the trial.
@@ -148,11 +134,10 @@ class TrialRunner:
         With --objective time_to, unless --pruner is none, a trial is pruned as soon as it has
         taken longer than the fastest complete trial.
         """
-        if self.objective.target is None or isinstance(trial.study.pruner, NopPruner):
+        if self.config.objective.target is None or isinstance(trial.study.pruner, NopPruner):
             return trial.should_prune()
         complete = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        seconds = [each.value for each in complete if each.value is not None]
-        return training_seconds(row) >= min(seconds, default=NOT_REACHED)
+        return training_seconds(row) >= min((each.values[0] for each in complete), default=math.inf)
 
 
 def complete_rows(folder: Path) -> list[dict[str, Any]]:
@@ -205,9 +190,8 @@ def gpu_slots(jobs: int, nproc: int, *, gpus: int) -> queue.Queue[str | None]:
         raise InputError(
             f"--jobs {jobs} with --nproc {nproc} needs {jobs * nproc} GPUs, but there are {gpus}"
         )
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if len(names) < gpus or not names[0]:
-        names = [str(number) for number in range(gpus)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(gpus)]
     for job in range(jobs):
         slots.put(",".join(names[job * nproc : (job + 1) * nproc]) if gpus else None)
     return slots
