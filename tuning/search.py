@@ -52,10 +52,9 @@ def run_sweep(config: SweepConfig) -> None:
         Interrupted: Ctrl-C or SIGTERM; the same command resumes the sweep.
     """
     gpus = torch.cuda.device_count()
-    shared_arguments = trial_arguments(config, gpus)
-    config.script.check(shared_arguments)
-    slots = gpu_slots(config.jobs, config.nproc, gpus=gpus)
-    runner = TrialRunner(config, shared_arguments, slots)
+    arguments = trial_arguments(config, gpus)
+    config.script.check(arguments)
+    runner = TrialRunner(config, arguments, gpu_slots(config.jobs, config.nproc, gpus=gpus))
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore", ExperimentalWarning)
     study = open_study(config)
@@ -161,6 +160,8 @@ def open_study(config: SweepConfig) -> Study:
         raise InputError(f"--storage {without_password(url)}: {reason}") from None
     check_settings(study, config)
     study.sampler = create_sampler(config, num_trials=len(study.get_trials(deepcopy=False)))
+    # Several jobs are threads with one sampler, so that Optuna need not seed it anew in each.
+    study.sampler.reseed_rng = lambda: None  # type: ignore[method-assign]
     study.pruner = {
         "median": optuna.pruners.MedianPruner(config.pruner_trials, config.pruner_epochs + 1),
         "hyperband": optuna.pruners.HyperbandPruner(),
@@ -209,13 +210,10 @@ def check_settings(study: optuna.Study, config: SweepConfig) -> None:
 
 
 def create_sampler(config: SweepConfig, *, num_trials: int) -> optuna.samplers.BaseSampler:
-    """Return Optuna's sampler of --sampler for a study that has so many trials.
-
-    A resumed sweep needs another seed: the same one would sample the same values again.
-    """
+    """Return Optuna's sampler of --sampler for a study that has so many trials."""
     if config.sampler == "grid":  # its seed is the order of the grid
         return optuna.samplers.GridSampler(space.grid(config.space), seed=config.sweep_seed)
-    seed = config.sweep_seed + num_trials
+    seed = config.sweep_seed + num_trials  # else a resumed sweep would sample the same values again
     if config.sampler == "tpe":
         return optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(4, config.trials // 4))
     return optuna.samplers.RandomSampler(seed)

@@ -69,8 +69,8 @@ def sweep_parser(script: str) -> FlagParser:
     add(
         "--objective",
         default="accuracy",
-        help="accuracy on held-out rows, or time_to:0.9 for the seconds until it is 0.9 (default "
-        "%(default)s).",
+        help="Value to search for: the accuracy on held-out rows, or with time_to:0.9 the seconds "
+        "until it is 0.9 (default %(default)s).",
     )
     add(
         "--val_fraction",
@@ -82,7 +82,9 @@ def sweep_parser(script: str) -> FlagParser:
     natural("--sweep_seed", default=0, help="Seed of the sampler (default %(default)s).")
     add = parser.group("execution")
     count = partial(add, type=flags.count, metavar="N")
-    count("--jobs", default=1, help="Trials at a time, on a GPU each (default %(default)s).")
+    count(
+        "--jobs", default=1, help="Trials at a time, on GPUs or cores each (default %(default)s)."
+    )
     count("--nproc", default=1, help="Processes of each trial (default %(default)s).")
     add(
         "--storage",
@@ -106,10 +108,7 @@ def sweep_parser(script: str) -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a sweep from the command line, on which the flags of the sweep and script are mixed.
-
-    Args:
-        argv: the command line; None is that of the process.
+    """Run a sweep with flags of its own and of the script, by default those of this process.
 
     Raises:
         InputError: Optuna is missing, or a flag, the space or the storage is wrong.

@@ -175,12 +175,7 @@ def die_with_parent() -> None:
 
 
 def gpu_slots(jobs: int, nproc: int, *, gpus: int) -> queue.Queue[str | None]:
-    """Divide the visible GPUs among the trials that run at the same time.
-
-    Args:
-        jobs: trials at the same time.
-        nproc: processes, and so GPUs, of a trial.
-        gpus: GPUs that torch sees; 0 on a CPU, where each slot is None.
+    """Divide the GPUs that torch sees among `jobs` trials, `nproc` GPUs each; on CPUs none.
 
     Raises:
         InputError: the trials need more GPUs than there are.
