@@ -103,15 +103,12 @@ BILLION = ", ".join(f"&a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1,
     ("text", "words", "message"),
     [
         ("", "", "expected lines such as"),
-        ("[1, 2]", "", "expected lines such as"),
         ("lr: [", "", "not YAML"),
         ("lr: 3", "", "lr: expected a type"),
         ("lr: {log: [0.1, 1]}", "", "lr: expected a type (float, int, categorical)"),
-        ("lr: {type: [float], low: 1, high: 2}", "", "lr: expected a type"),
         (f"lr: [&a0 [1, 1, 1, 1], {BILLION}]", "", "lr: expected a type"),
         ("lr: {type: float, low: 0.1}", "", "lr: FloatDistribution"),
         ("lr: {type: float, low: 0.1, high: 1, step: x}", "", "could not convert"),
-        ("lr: {type: float, low: 0.1, high: 1, q: 1}", "", "'q'"),
         ("lr: {type: float, low: 0.1, high: 1, step: 0.4}", "", "not divisible by"),
         ("lr: {type: float, low: 0, high: 1, log: true}", "", "lr: `low > 0`"),
         ("lr: {type: float, low: 1, high: 0.1}", "", "lr: `low <= high`"),
@@ -127,13 +124,11 @@ BILLION = ", ".join(f"&a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1,
         (categorical("optimizer", "sgd", "sdg"), "", "did you mean sgd?"),
         (categorical("leraning_rate", 1), "", "did you mean --learning_rate?"),
         (categorical("out", "x"), "", "the sweep sets this flag"),
-        (categorical("no-test", "true"), "", "the sweep sets this flag"),
         (categorical("recipe", "best"), "", "this flag cannot be searched"),
         (None, "--leraning_rate 1", "did you mean --learning_rate?"),
         (None, "--trial 3", "did you mean --trials?"),
         (None, "--sampler gird", "did you mean grid?"),
         (None, "--sampler grid", "lr has a range"),
-        (None, "--objective speed", "--objective"),
         (None, "--objective time_to:2", "--objective"),
         (None, "--space nowhere.yaml", "nowhere.yaml"),
         (None, "--val_fraction 0", "--val_fraction"),
@@ -212,14 +207,13 @@ def test_no_two_threads_run_the_same_enqueued_trial(tmp_path, monkeypatch):
     study = search.Study(study_name="s", storage=storage)
     for value in range(4):
         study.enqueue_trial({"x": value})
-    look = type(study._storage).get_all_trials
+    check = type(storage).check_trial_is_updatable
 
-    def look_slowly(*args: Any, **kwargs: Any) -> Any:
-        waiting = look(*args, **kwargs)
+    def check_slowly(*words: Any) -> None:  # between the read of a trial's state and its write
+        check(*words)
         time.sleep(0.05)
-        return waiting
 
-    monkeypatch.setattr(type(study._storage), "get_all_trials", look_slowly)
+    monkeypatch.setattr(type(storage), "check_trial_is_updatable", check_slowly)
     study.optimize(lambda trial: trial.suggest_int("x", 0, 9), n_trials=4, n_jobs=2)
     assert sorted(trial.value for trial in study.trials) == [0, 1, 2, 3]
 
@@ -279,7 +273,6 @@ def test_ctrl_c_ends_all_trials_and_they_are_resumed(run_sweep, tmp_path, monkey
     monkeypatch.setattr(search, "GRACE_SECONDS", 1)
     monkeypatch.setattr(search, "HEARTBEAT_SECONDS", 1)
     words = [*DIGITS, "--jobs", "2", "--trials", "2", "--epochs", "12", "--pruner", "none"]
-
     folders = [tmp_path / "sweep" / "trials" / name for name in ("0000", "0001")]
 
     def press() -> None:
