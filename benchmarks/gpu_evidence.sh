@@ -233,7 +233,6 @@ part_C() { # what only has an accuracy beside one another; NGD's seed 0 again, a
 part_D() {
     train step gpu_best/best-seed0 510 --recipe best --backend compile --seed 0 "$@"
     accuracies
-    probe linalg 90 linalg
 }
 
 accuracies() {

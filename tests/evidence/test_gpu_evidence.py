@@ -189,7 +189,7 @@ def test_every_setting_has_an_expectation_and_the_other_way_round():
 @pytest.mark.parametrize(
     ("part", "only", "steps"),
     [
-        ("A", "ceilings|linalg|ngd|ddp|text|tests", 6),
+        ("A", "ceilings|ngd|ddp|text|tests", 5),
         ("B", "plain-256|cudagraph-256|kaldi-ngd-256", 3),
         ("C", "fast94-seed0", 1),
         ("D", "best-seed0", 1),

@@ -7,7 +7,7 @@ names the functions in which it may.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -39,8 +39,6 @@ from input_pipeline.text_datasets import TextSplit
 from input_pipeline.tokenization import train_tokenizer
 from models import image_models
 from models.transformer import Transformer
-from optimizers import fisher
-from optimizers.kaldi_ngd import KaldiNGD
 from slamb import AuthorsSLAMB
 from trainers import build_optimizer, make_trainer
 from training import evaluation
@@ -67,7 +65,6 @@ OPTIMIZERS = [
     "slamb",
     "slamb-random",
     "slamb-int8",
-    "slamb-outer",
     "slamb-authors",
     "demo",
 ]
@@ -76,7 +73,6 @@ LAYOUT = {
     "demo.__init__",
     "flat_buffer.__init__",
     "flat_buffer.element_indices",
-    "kaldi_ngd._create_estimate",
     "ngd.__init__",
     "slamb.__init__",
     "slamb.<dictcomp>",
@@ -119,8 +115,6 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     settings: dict[str, Any] = {"dense_steps": 3, "local_steps": 4} if kind == "slamb" else {}
     if variant == "int8":
         settings["wire_bits"] = 8
-    elif variant == "outer":
-        settings["outer_momentum"] = 0.5
     elif variant:
         settings["selection"] = variant
     return build_optimizer(model, kind, 0.1, 1e-3, **settings)
@@ -249,10 +243,7 @@ def test_a_step_of_the_optimizer_waits_for_nothing(name, size):
             step()
         compares = {"slamb._warn_if_gradients_are_averaged"} if size > 1 else set()
         assert first.keys() <= LAYOUT | compares
-        with gpu.waiting() as second:  # NGD learns, once, whether the first step was skipped
-            step(found_inf=torch.zeros((), device=CUDA))
-        assert second.keys() <= {"kaldi_ngd._has_started"}
-        for number in range(8):
+        for number in range(9):
             for group in optimizer.param_groups:
                 group["lr"] = 0.1 / (1 + number)
             step(found_inf=torch.empty((), device=CUDA), grad_scale=torch.empty((), device=CUDA))
@@ -304,7 +295,7 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("ngd", 240), ("kaldi_ngd", 260), ("lamb", 160), ("lars", 165)]
+    ("name", "most"), [("ngd", 240), ("kaldi_ngd", 400), ("lamb", 160), ("lars", 165)]
 )
 def test_a_step_launches_few_kernels(name, most):
     layers = 40
@@ -317,8 +308,8 @@ def test_a_step_launches_few_kernels(name, most):
                 gpu.set_gradients()
                 with Launches() as launches:
                     optimizer.step()
-    # LAMB and LARS make each of two gradients a layer zero in a skipped step, and each matrix has
-    # a trust ratio; NGD updates its estimates.
+    # All but NGD make each of two gradients a layer zero in a skipped step. Each matrix of LAMB and
+    # LARS has a trust ratio; KaldiNGD updates its estimates.
     assert launches.number < most, launches.number
 
 
@@ -334,26 +325,6 @@ def test_a_step_of_ngd_launches_some_1400_kernels_for_resnet50():
                 with Launches() as launches:
                     optimizer.step()
     assert launches.number < 1450, launches.number
-
-
-def test_an_update_of_all_estimates_of_kaldi_ngd_launches_few_kernels(monkeypatch):
-    launches = []
-
-    def counted(updates: Sequence[fisher.EstimateUpdate], **settings: float) -> None:
-        with Launches() as launched:
-            fisher.apply_updates(updates, **settings)
-        launches.append(launched.number)
-        assert sum(len(update.g0) for update in updates) == 142
-
-    monkeypatch.setattr("optimizers.kaldi_ngd.apply_updates", counted)
-    with FakeGpu() as gpu:
-        model = image_models.create_model("resnet50", classes=10, channels=3, image_size=32)
-        optimizer = KaldiNGD(gpu.model(model).parameters())
-        with gpu.waiting():
-            for _ in range(3):  # the first ten steps update all estimates
-                gpu.set_gradients()
-                optimizer.step()
-    assert max(launches) <= 210, launches
 
 
 @ON_RANKS
@@ -442,7 +413,7 @@ def test_mixing_waits_for_nothing(kind):
     "sample",
     [
         lambda labels: mixup.mixup(labels, 0.3, per_sample=True),
-        lambda labels: mixup.intra(labels, 0.3, same_class=True),
+        lambda labels: mixup.intra(labels, 0.3),
     ],
 )
 def test_mixing_each_sample_waits_for_nothing(sample):
