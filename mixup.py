@@ -147,23 +147,20 @@ def intra(
     alpha: float,
     *,
     weight: float | None = None,
-    same_class: bool = False,
     generator: torch.Generator | None = None,
 ) -> Mix:
-    """Sample a lambda for each sample, and partners only of another class, or only of the same.
+    """Sample a lambda for each sample, and partners only of another class.
 
     Args:
         labels: (batch,) integers.
         alpha: parameter of the Beta distribution of lambda.
         weight: lambda, if it is not to be sampled.
-        same_class: choose partners of the same class instead of another class.
         generator: on the device of `labels`.
 
     Returns:
-        A Mix in which a sample without an eligible partner has lambda = 1: it is not mixed.
+        A Mix in which samples have lambda = 1, so are not mixed, where all are of one class.
     """
-    eligible = (labels[:, None] == labels) == same_class  # (batch, batch)
-    eligible.fill_diagonal_(False)
+    eligible = labels[:, None] != labels  # (batch, batch)
     scores = torch.rand(eligible.shape, generator=generator, device=labels.device)
     best, partner = scores.masked_fill_(~eligible, -1.0).max(1)
     weights = _weights(alpha, len(labels), weight=weight, device=labels.device, generator=generator)

@@ -53,7 +53,7 @@ from torch.nn import functional
 
 from optimizers.adam import AdamStep, adam_updates
 from optimizers.base import GradScalerOptimizer, foreach_scalar, subtract_updates
-from optimizers.fisher import project, row_norms, second_moment, subtract_projection
+from optimizers.low_rank import project, row_norms, second_moment, subtract_projection
 from optimizers.matrix_functions import inverse_square_root
 from optimizers.param_groups import is_matrix
 

@@ -19,13 +19,7 @@ momentum of the mean gradient, but for the rounding to `wire_dtype` (in bf16 abo
 As the authors write it (`AuthorsSLAMB`), second moments are never exchanged, so that early updates
 are up to a hundred times LAMB's, and k = 1 is not LAMB. `SLAMB` averages the gradients of small
 tensors instead of their momentum (as many bytes), and all gradients in the first `dense_steps` and
-wherever k = 1; then every rank does what LAMB does, until an outer step.
-
-With an outer step (`outer_momentum` mu above 0, or `outer_lr` eta other than 1) the weights do not
-become their mean. As in DiLoCo (arXiv:2311.08105), every `local_steps` steps the ranks go on from
-the weights a on which they last agreed, with momentum along their mean change since:
-    d = mean of (a - w),  b <- mu b + d,  a <- a - eta (d + mu b),  w <- a
-where a - w is sent in `wire_dtype`. One rank alone takes no outer step.
+wherever k = 1; then every rank does what LAMB does.
 
 With `wire_bits` 8 or 4 each rank sends its momentum in M rounded to so many bits, and keeps what
 rounding left, e, in its own: m[M] <- mean of the rounded m[M] + e. So the mean of m over the ranks
@@ -45,7 +39,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.averaging import RankAverager, average_tensors
-from distributed.outer_step import OuterStep
 from distributed.quantization import dequantize, quantize
 from optimizers.adam import AdamStep, adam_update_, update_moments, weights_to_updates_
 from optimizers.base import CommunicatingOptimizer, global_norm, subtract_updates
@@ -58,8 +51,6 @@ BLOCK = 64  # elements of a unit of the selection 'block'
 AUTHORS_SMALLEST_LARGE = 9000
 SETTINGS = (  # attributes of the optimizer that belong to no parameter group
     "local_steps",
-    "outer_momentum",
-    "outer_lr",
     "dense_steps",
     "selection",
     "wire_dtype",
@@ -89,8 +80,6 @@ class SLAMB(CommunicatingOptimizer):
         exp_avg      the shape of the parameter, m, in fp32 at least.
         exp_avg_sq   the same, v.
         fresh        beta3^age: of each element, or of each row of 64 elements (rows,).
-        common       with an outer step and several ranks: a, in fp32 at least.
-        outer        with an outer step and several ranks: b, the same.
     State of a group:
         steps        (), t, float64.
         calls        int, all calls of `step`, without those that the host knows to be skipped.
@@ -101,10 +90,7 @@ class SLAMB(CommunicatingOptimizer):
         lr, betas, eps, weight_decay: as of `LAMB`.
         compress_ratio: k, in (0, 1]; may change at any step.
         beta3: how fast trust in a unit's momentum fades with its age.
-        local_steps: steps between averagings of the weights.
-        outer_momentum: mu, in [0, 1). Where it is 0 and `outer_lr` is 1, there is no outer step:
-            the weights become their mean, and are sent in their own dtype.
-        outer_lr: eta, above 0.
+        local_steps: steps between averagings of the weights, which are sent in their own dtype.
         dense_steps: first steps, in which all gradients are averaged.
         selection: what the units are: 'block', rows of 64 elements, or 'random', elements.
         wire_dtype: dtype of what is sent.
@@ -113,7 +99,7 @@ class SLAMB(CommunicatingOptimizer):
             way, which saves bytes for two or three ranks (8) and for up to seven (4). 0: it is sent
             in `wire_dtype`, as gradients always are.
         process_group: the ranks; None is torch's default group. Without one nothing is sent and
-            this is LAMB, whatever the settings of the outer step.
+            this is LAMB.
         node_group: the ranks of this node, as many on every node: gradients are averaged within
             it, and nodes take the place of ranks.
         smallest_large: of tensors with fewer elements, and of vectors, everything is exchanged
@@ -129,8 +115,6 @@ class SLAMB(CommunicatingOptimizer):
     """
 
     default_smallest_large = 1024
-    outer_momentum = 0.0  # these two of objects that were pickled before they had an outer step
-    outer_lr = 1.0
 
     def __init__(
         self,
@@ -143,8 +127,6 @@ class SLAMB(CommunicatingOptimizer):
         compress_ratio: float = 0.1,
         beta3: float = 0.99,
         local_steps: int = 50,
-        outer_momentum: float = 0.0,
-        outer_lr: float = 1.0,
         dense_steps: int = 10,
         selection: str = "block",
         wire_dtype: torch.dtype = torch.bfloat16,
@@ -160,10 +142,6 @@ class SLAMB(CommunicatingOptimizer):
             raise ValueError(f"SLAMB: selection={selection} must be block or random")
         if local_steps < 1:
             raise ValueError(f"SLAMB: local_steps={local_steps} must be at least 1")
-        if not 0 <= outer_momentum < 1:
-            raise ValueError(f"SLAMB: outer_momentum={outer_momentum} must be in [0, 1)")
-        if outer_lr <= 0:
-            raise ValueError(f"SLAMB: outer_lr={outer_lr} must be positive")
         if dense_steps < 0:
             raise ValueError(f"SLAMB: dense_steps={dense_steps} must be at least 0")
         if wire_bits not in (0, 4, 8):
@@ -171,8 +149,6 @@ class SLAMB(CommunicatingOptimizer):
         if wire_bits and node_group is not None:
             raise ValueError(f"SLAMB: wire_bits={wire_bits} is not supported with node_group")
         self.local_steps = local_steps
-        self.outer_momentum = outer_momentum
-        self.outer_lr = outer_lr
         self.dense_steps = dense_steps
         self.selection = selection
         self.wire_dtype = wire_dtype
@@ -181,7 +157,6 @@ class SLAMB(CommunicatingOptimizer):
         self.averager = RankAverager(process_group, node_group)
         self.buffers: list[ParamGroupBuffers] | None = None  # of each group
         self.trained: list[bool] = []  # which parameters are in them
-        self.outer_step: OuterStep | None = None  # made together with the buffers
         self.checks_gradients = self.averager.size > 1  # until a step has compared them
         self.final_ratios: list[float] = []  # of each group, after the warm-up
         defaults = {
@@ -214,7 +189,7 @@ class SLAMB(CommunicatingOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.buffers, self.trained, self.outer_step = None, [], None
+        self.buffers, self.trained = None, []
         if "averager" not in vars(self):  # an unpickled one; load_state_dict comes here as well
             self.averager = RankAverager(None, None)
             self.checks_gradients = self.averager.size > 1
@@ -260,7 +235,6 @@ class SLAMB(CommunicatingOptimizer):
         trained = [p.requires_grad for group in self.param_groups for p in group["params"]]
         if self.buffers is None or trained != self.trained:
             self.buffers, self.trained = self._create_buffers(), trained
-            self.outer_step = self._create_outer_step()
         weights = [p for each in self.buffers for layout in each.layouts for p in layout.tensors]
         if not weights:  # all are frozen, on all ranks
             self.skipped = torch.zeros((), dtype=torch.float64)
@@ -284,10 +258,7 @@ class SLAMB(CommunicatingOptimizer):
             exchange.buffers.update(exchange, active, nodes=self.averager.nodes)
         calls = self.buffers[0].group["calls"]
         if self.averager.size > 1 and calls % self.local_steps == 0:
-            if self.outer_step is None:
-                self.average_weights()
-            else:
-                self.outer_step.step(self.averager)
+            self.average_weights()
 
     def _create_buffers(self) -> list[ParamGroupBuffers]:
         """Lays all groups out: at first, and after a change of groups, state or frozen weights."""
@@ -299,29 +270,6 @@ class SLAMB(CommunicatingOptimizer):
         return [
             self._new_group_buffers(group, seed) for seed, group in enumerate(self.param_groups)
         ]
-
-    def _create_outer_step(self) -> OuterStep | None:
-        """Keeps the weights on which the ranks agree, or takes them from the state."""
-        weights = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        if self.averager.size == 1 or (not self.outer_momentum and self.outer_lr == 1):
-            for p in weights:  # of a state that had them: later, they would be of another time
-                for name in ("common", "outer"):
-                    self.state.get(p, {}).pop(name, None)
-            return None
-        outer_step = OuterStep(
-            weights, lr=self.outer_lr, momentum=self.outer_momentum, wire_dtype=self.wire_dtype
-        )
-        new = []
-        for p, common, outer in zip(weights, outer_step.common, outer_step.momenta):
-            state = self.state[p]
-            if "common" in state:
-                common.copy_(state["common"])
-                outer.copy_(state["outer"])
-            else:
-                new.append(common)
-            state["common"], state["outer"] = common, outer
-        average_tensors(new, self.averager)  # the ranks may have parted already
-        return outer_step
 
     def _new_group_buffers(self, group: dict[str, Any], seed: int) -> ParamGroupBuffers:
         return ParamGroupBuffers(group, self.state, selection=self.selection, seed=seed)

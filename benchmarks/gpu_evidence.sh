@@ -233,7 +233,6 @@ part_D() {
     further=("$@")
     train step gpu_best/best-seed0 510 --recipe best --backend compile --seed 0
     accuracies
-    probe linalg 90 linalg
 }
 
 accuracies() {

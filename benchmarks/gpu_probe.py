@@ -1,7 +1,6 @@
-"""What a GPU does: its ceilings, the algebra of KaldiNGD, and a step of ResNet-50 on random pixels.
+"""What a GPU does: its ceilings, and a step of ResNet-50 on random pixels.
 
 python -m benchmarks.gpu_probe ceilings
-python -m benchmarks.gpu_probe linalg
 python -m benchmarks.gpu_probe step --json step.json --more --bs 256 --backend compile
 python -m benchmarks.gpu_probe plain --more --bs 128
 
@@ -16,7 +15,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,13 +26,8 @@ from benchmarks.throughput import Recipe
 from errors import exit_code
 from input_pipeline import image_datasets
 from input_pipeline.image_datasets import ImageSplit
-from models import image_models
-from optimizers import fisher
-from optimizers.kaldi_ngd import KaldiNGD
-from optimizers.param_groups import kaldi_ngd_groups
 
 CIFAR_ROWS = 50_000  # of an epoch
-RANKS = (32, 80)  # of KaldiNGD: the default, which torch decomposes as one batch, and Kaldi's
 # Steps before the clock starts: in the first ten KaldiNGD updates all estimates, and a CUDA graph
 # is recorded in the fourth.
 WARM_UP = 12
@@ -55,7 +49,7 @@ def milliseconds(work: Callable[[], Any], repeats: int = 5, calls: int = 4) -> f
     return statistics.median(times)
 
 
-# -------------------------------------------------------------------- ceilings and algebra
+# -------------------------------------------------------------------- ceilings
 
 
 def ceilings(quick: bool) -> Iterator[dict[str, Any]]:
@@ -74,53 +68,6 @@ def ceilings(quick: bool) -> Iterator[dict[str, Any]]:
     yield {
         "bf16_tflops": 2 * side**3 / product / 1e9,
         "copy_tb_per_s": 2 * source.nbytes / copy / 1e9,
-    }
-
-
-def linalg(quick: bool) -> Iterator[dict[str, Any]]:
-    """Measure the update of KaldiNGD's estimates of ResNet-50, by rank, beside torch's `eigh`.
-
-    `estimates` is all of them, as in steps 2 to 10, or about a quarter, as in later steps. `eigh`
-    decomposes as many matrices of the largest rank, which is what KaldiNGD would need at least.
-    """
-    model = image_models.create_model(
-        "resnet8" if quick else "resnet50", classes=10, channels=3, image_size=32
-    ).to(bench.DEVICE)
-    yield {"has_magma": int(torch.cuda.has_magma)}
-    for rank in RANKS:
-        optimizer = KaldiNGD(kaldi_ngd_groups(model, 5e-4), rank=rank)
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-        assert optimizer.schedule is not None
-        axes = [axis for group in optimizer.schedule.batches for b in group for axis in b.axes]
-        for updated in (axes, axes[::4]):
-            yield {"kaldi_ngd_rank": rank, **time_update(updated)}
-
-
-def time_update(axes: Sequence[fisher.AxisEstimate]) -> dict[str, float]:
-    """Return milliseconds of an update of these estimates on the device, and of its launch."""
-    updates = []
-    for axis in axes:
-        ones = torch.ones_like(axis.rho)
-        J = torch.randn_like(axis.W)
-        updates.append(fisher.EstimateUpdate(axis, J, squared_norm=ones, g0=ones, learns=ones > 0))
-    count = sum(len(axis.rho) for axis in axes)
-    rank = max(axis.W.shape[1] for axis in axes)
-    rows = torch.randn(count, rank, 2 * rank, device=bench.DEVICE, dtype=torch.float64)
-    gram = rows @ rows.mT
-    host_ms = []
-
-    def update() -> None:
-        start = time.perf_counter()
-        fisher.apply_updates(updates, alpha=4.0, eta=0.1)
-        host_ms.append((time.perf_counter() - start) * 1e3)
-
-    return {
-        "estimates": count,
-        "update_ms": milliseconds(update, calls=1),
-        "update_host_ms": statistics.median(host_ms),
-        "eigh_ms": milliseconds(lambda: torch.linalg.eigh(gram), calls=1),
     }
 
 
@@ -222,7 +169,7 @@ def show(result: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = bench.parser(__doc__)
-    parser.add_argument("what", choices=["ceilings", "linalg", "step", "plain"])
+    parser.add_argument("what", choices=["ceilings", "step", "plain"])
     parser.add_argument(
         "--more",
         nargs="...",
@@ -233,8 +180,10 @@ def main() -> int:
     args = parser.parse_args()
     machine = bench.machine(bench.DEVICE, ("torch", "torchvision"))
     print(machine, flush=True)
-    measure = {"ceilings": ceilings, "linalg": linalg}.get(args.what)
-    results = measure(args.quick) if measure else measure_steps(args.what, args.more, args.quick)
+    if args.what == "ceilings":
+        results = ceilings(args.quick)
+    else:
+        results = measure_steps(args.what, args.more, args.quick)
     shown = []
     for result in results:
         shown.append(result)

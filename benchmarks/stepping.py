@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ngd import NGD
-from optimizers.kaldi_ngd import KaldiNGD
 
 PERIOD = 4  # steps between updates of both KaldiNGDs, and steps of a round
 WARM_UP = 12  # steps; KaldiNGD updates all estimates in the first ten
@@ -123,17 +122,10 @@ class Side:
             self.seconds[-1].append(clock(self.optimizer.step))
         return statistics.mean(self.seconds[-1])
 
-    def worst(self) -> float:
-        """Return the longest of the period's steps, each the median seconds over the rounds."""
-        return max(map(statistics.median, zip(*self.seconds)))
-
     def facts(self) -> dict[str, Any]:
         """Return operators, host reads, and bytes per weight for the table."""
         weights = sum(p.numel() for p in self.model.parameters())
-        scratch = 0  # what our two keep besides their state
-        if isinstance(self.optimizer, KaldiNGD) and self.optimizer.schedule is not None:
-            buffers = tensors(self.optimizer.schedule.scratch)
-            scratch = sum(t.numel() * t.element_size() for t in buffers)
+        scratch = 0  # what NGD keeps besides its state
         if isinstance(self.optimizer, NGD):
             (groups,) = self.optimizer.batches.values()
             batches = [b for lists in groups for together in lists for b in together]

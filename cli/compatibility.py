@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.flags import KALDI_DEFAULTS, WIRE_BITS
+from cli.flags import WIRE_BITS
 from distributed.comm_hooks import ROUNDED_BITS
 from errors import InputError
 from training.atomic_file import atomic_write_text
@@ -394,16 +394,6 @@ CONFLICTS = (
         "there is no momentum to look ahead along",
         "give --momentum above 0",
         lambda a: a.nesterov and a.momentum == 0,
-    ),
-    Conflict(
-        ", ".join(f"--{name}" for name in KALDI_DEFAULTS),
-        "--ngd",
-        "they are settings of Kaldi's estimates, which --ngd stood for in earlier versions",
-        "leave them out, or use --optimizer kaldi_ngd",
-        lambda a: (
-            a.optimizer == "ngd"
-            and any(getattr(a, name) != value for name, value in KALDI_DEFAULTS.items())
-        ),
     ),
 )
 

@@ -286,8 +286,6 @@ def optimizer_settings(args: Namespace, world: World) -> dict[str, dict[str, Any
         "warmup": args.compress_warmup,
         "beta3": args.beta3,
         "local_steps": args.local_steps,
-        "outer_lr": args.outer_lr,
-        "outer_momentum": args.outer_momentum,
         "dense_steps": args.dense_steps,
         "selection": args.selection,
         "wire_dtype": OWN_WIRE_DTYPES[args.wire_dtype],

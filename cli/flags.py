@@ -479,7 +479,6 @@ def add_optimizer(parser: Parser, optimizers: Mapping[str, OptimizerChoice]) -> 
 
 
 WIRE_BITS = {"int8": 8, "int4": 4}  # values of --wire_dtype for SLAMB alone
-KALDI_DEFAULTS = {"ngd_alpha": 4.0, "ngd_eta": 0.1, "ngd_period": 4, "ngd_max_dim": 4096}
 
 
 def add_ngd(parser: Parser) -> None:
@@ -504,7 +503,7 @@ def add_ngd(parser: Parser) -> None:
     add(
         "--ngd_alpha",
         type=positive,
-        default=KALDI_DEFAULTS["ngd_alpha"],
+        default=4.0,
         metavar="A",
         help="Smooth the natural gradient of kaldi_ngd by this much; larger values are closer to "
         "plain SGD (default %(default)s).",
@@ -512,7 +511,7 @@ def add_ngd(parser: Parser) -> None:
     add(
         "--ngd_eta",
         type=number(float, 1e-6, 0.999),
-        default=KALDI_DEFAULTS["ngd_eta"],
+        default=0.1,
         metavar="F",
         help="Give each new gradient this weight in the running estimates of kaldi_ngd (default "
         "%(default)s).",
@@ -520,7 +519,7 @@ def add_ngd(parser: Parser) -> None:
     add(
         "--ngd_period",
         type=count,
-        default=KALDI_DEFAULTS["ngd_period"],
+        default=4,
         metavar="STEPS",
         help="Update each running estimate of kaldi_ngd once in this many steps (default "
         "%(default)s).",
@@ -528,7 +527,7 @@ def add_ngd(parser: Parser) -> None:
     add(
         "--ngd_max_dim",
         type=count,
-        default=KALDI_DEFAULTS["ngd_max_dim"],
+        default=4096,
         metavar="N",
         help="Leave axes longer than this, such as that of a vocabulary, to plain SGD within "
         "kaldi_ngd (default %(default)s).",
@@ -839,17 +838,18 @@ def add_communication(parser: Parser) -> None:
     add(
         "--outer_lr",
         type=positive,
+        default=0.7,
         metavar="RATE",
-        help="Every --local_steps of --sync diloco or of SLAMB, move the weights on which the "
-        "processes last agreed by this multiple of their mean change (default 0.7 for diloco, 1 "
-        "for SLAMB).",
+        help="Learning rate of the outer step of --sync diloco, which follows every --local_steps "
+        "steps: a factor of the mean change of the weights since the last one (default "
+        "%(default)s).",
     )
     add(
         "--outer_momentum",
         type=below_one,
+        default=0.9,
         metavar="F",
-        help="Let the weights on which the processes agree every --local_steps of --sync diloco "
-        "or of SLAMB move with this momentum (default 0.9 for diloco, 0 for SLAMB).",
+        help="Momentum of the outer step of --sync diloco (default %(default)s).",
     )
     add(
         "--fragments",

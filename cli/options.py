@@ -71,7 +71,6 @@ METADATA = {  # by script: what its checkpoints hold for inference beside the cl
 UNSUPPORTED = object()  # stands for a value of the checkpoint that this version does not know
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 META_VAL_FRACTION = 0.05  # held out for --mixup meta where the command line does not say
-SLAMB_OUTER, DILOCO_OUTER = (1.0, 0.0), (0.7, 0.9)  # --outer_lr and --outer_momentum
 WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmup is not given
 
 
@@ -228,15 +227,12 @@ def computed_defaults(chosen: Namespace, optimizer: OptimizerChoice) -> dict[str
     """
     rises_by_itself = chosen.lr_schedule in ("onecycle", "cyclic")
     warmup = 0.0 if rises_by_itself else min(WARMUP_SHARE * chosen.epochs, LONGEST_WARMUP)
-    outer_lr, outer_momentum = SLAMB_OUTER if chosen.optimizer == "slamb" else DILOCO_OUTER
     return {
         "lr": optimizer.lr,
         "weight_decay": optimizer.weight_decay,
         "momentum": optimizer.momentum,
         "nesterov": optimizer.nesterov and chosen.momentum != 0,
         "warmup": warmup,
-        "outer_lr": outer_lr,
-        "outer_momentum": outer_momentum,
         "val_fraction": META_VAL_FRACTION if chosen.mixup == "meta" else 0.0,
     }
 

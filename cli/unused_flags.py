@@ -121,16 +121,15 @@ CONDITIONS = (
         lambda args: args.optimizer == "slamb" or args.sync in ("local", "diloco"),
     ),
     Condition(
-        ["outer_lr", "outer_momentum"],
-        "without --optimizer slamb or --sync diloco",
-        lambda args: args.optimizer == "slamb" or args.sync == "diloco",
+        ["outer_lr", "outer_momentum", "fragments"],
+        "without --sync diloco",
+        lambda args: args.sync == "diloco",
     ),
     Condition(
         ["wire_dtype"],
         "without --optimizer slamb, --optimizer demo or --sync diloco",
         lambda args: args.optimizer in ("slamb", "demo") or args.sync == "diloco",
     ),
-    Condition(["fragments"], "without --sync diloco", lambda args: args.sync == "diloco"),
     # ---- batches that change
     Condition(
         ["min_bs", "max_bs", "batch_factor", "dynamic_lr"],

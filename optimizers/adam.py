@@ -29,7 +29,6 @@ class AdamStep:
     weight_decay: float
     steps: Tensor  # (), t, float64; 0, of a skipped first step, counts as 1
     active: Tensor | None = None  # (), 0 where the step is skipped; None: it is not
-    debias: bool = True  # divide the moments by 1 - b^t
 
 
 def adam_updates(
@@ -73,7 +72,7 @@ def adam_update_(
         grads: gradients; of a step that is skipped they may be non-finite.
         adam: of this step.
     """
-    if not adam.debias or not _fits_fused_kernel(w, m, v, grads):  # which always divides
+    if not _fits_fused_kernel(w, m, v, grads):
         update_moments(m, v, grads=grads, adam=adam)
         weights_to_updates_(w, m, v, adam=adam)
         return
@@ -144,10 +143,8 @@ def weights_to_updates_(
     roots = list(torch._foreach_sqrt(v))
     counted = adam.steps.clamp(min=1)
     first, second = (1 - beta**counted for beta in adam.betas)
-    if adam.debias:
-        torch._foreach_mul_(roots, foreach_scalar(1 / second.sqrt(), roots))
+    torch._foreach_mul_(roots, foreach_scalar(1 / second.sqrt(), roots))
     torch._foreach_add_(roots, adam.eps)
-    if adam.debias:
-        torch._foreach_mul_(roots, foreach_scalar(first, roots))
+    torch._foreach_mul_(roots, foreach_scalar(first, roots))
     torch._foreach_mul_(w, adam.weight_decay)
     torch._foreach_addcdiv_(w, m, roots)

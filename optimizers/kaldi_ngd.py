@@ -1,6 +1,6 @@
 """KaldiNGD: SGD along the natural gradient as Kaldi estimates it, online.
 
-    optimizer = KaldiNGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    optimizer = KaldiNGD(kaldi_ngd_groups(model, weight_decay=5e-4), lr=0.1, momentum=0.9)
     loss.backward()
     optimizer.step()
 
@@ -12,97 +12,83 @@ SGD's step length, natural gradient's direction.
 The symbols of the code, for one axis of length D of one parameter (everything in the code has a
 leading `batch` dimension, the parameters of one shape that are updated together):
 
-    symbol  shape      meaning
-    X       (N, D)     the gradient, with this axis last and all others as N rows
-    F       (D, D)     running estimate of X'X, = R'SR + rho (I - R'R); never stored as a matrix
-    R       (rank, D)  orthonormal rows, which span the leading eigenvectors of F
+    symbol  shape         meaning
+    X       (N, D)        the gradient, with this axis last and all others as N rows
+    F       (D, D)        running estimate of X'X, = R'SR + rho (I - R'R); never stored as a matrix
+    R       (rank, D)     orthonormal rows, which span the leading eigenvectors of F
     S       (rank, rank)  symmetric: F between the rows of R
-    rho     ()         the eigenvalue of F in all other directions
-    alpha   ()         smoothing of F towards a multiple of the identity
-    beta    ()         = rho + alpha trace(F) / D, the eigenvalue of the smoothed F there
-    K       (rank, rank)  = (S - rho I) (S - rho I + beta I)^-1, a symmetric matrix
-    W       (rank, D)  any matrix with W'W = R'KR, what is stored of R and S; F^-1, smoothed and
-                       scaled, is I - W'W
-    H       (N, rank)  = X W', so that the preconditioned gradient is X - H W
-    J       (rank, D)  = H'X = W X'X, what an update of F needs of the gradient
-    eta     ()         weight of the new gradient in F: T = eta X'X + (1 - eta) F
-    Y       (rank, D)  = R T, whose rows span those of the next R; the next S is (Y Y')^1/2
-    g0      ()         squared norm of the gradient, before any axis is preconditioned; in eta X'X,
-                       X is scaled to it, having lost length at other axes
+    rho     ()            the eigenvalue of F in all other directions
+    alpha   ()            smoothing of F towards a multiple of the identity
+    beta    ()            = rho + alpha trace(F) / D, the eigenvalue of the smoothed F there
+    K       (rank, rank)  = (S - rho I) (S - rho I + beta I)^-1, so that F^-1, smoothed and scaled,
+                          is I - R'KR
+    H       (N, rank)     = X R', so that the preconditioned gradient is X - H K R
+    J       (rank, D)     = H'X = R X'X, what an update of F needs of the gradient
+    eta     ()            weight of the new gradient in F: T = eta X'X + (1 - eta) F
+    Y       (rank, D)     = R T, whose rows span those of the next R; the next S is (Y Y')^1/2
+    g0      ()            squared norm of the gradient, before any axis is preconditioned; in
+                          eta X'X, X is scaled to it, having lost length at other axes
 
-So preconditioning is two thin matrix products an axis, X - (X W') W, and a third one, H'X, every
-`update_period` steps for the update of the estimate. Kaldi keeps the eigenvectors of F as the rows
-of R; here they may be any orthonormal rows, so that an update needs a square root of a small matrix
-and no eigenvectors ([matrix_functions.py](matrix_functions.py)).
-
-It is kept cheap as follows. Parameters of one shape are updated together, in one scratch buffer. A
-convolution is laid out once as (outputs, kernel, inputs), and all axes of its kernel are one small
-matrix from one Gram matrix. The estimates of many axes are updated together, in float64, a quarter
-of them at each step. The host waits for a GPU in the first two steps only, where it creates the
-estimates and learns whether the first step was skipped.
+Kaldi keeps the eigenvectors of F as the rows of R; here they may be any orthonormal rows, so that
+an update needs no eigenvectors and the host waits for no GPU
+([matrix_functions.py](matrix_functions.py)).
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from optimizers.base import GradScalerOptimizer
-from optimizers.fisher import (
-    MAX_DENSE_KERNEL,
-    AxisEstimate,
-    EstimateUpdate,
-    Preconditioner,
-    UpdateContext,
-    apply_updates,
-    build_preconditioners,
-    initial_factor,
-    row_norms,
-)
+from optimizers.base import GradScalerOptimizer, foreach_scalar, subtract_updates
+from optimizers.low_rank import project, row_norms, second_moment, subtract_projection
+from optimizers.matrix_functions import absolute_value, inverse, square_root
 
 FIRST_UPDATES = 10  # at so many first steps all estimates are updated
-CPU_BATCH_BYTES = 16 * 2**20  # of parameters that are updated together: what a cache holds
-GPU_BATCH_BYTES = 2**28  # ... on other devices: few kernel launches
+BATCH_BYTES = 16 * 2**20  # of gradients that are worked on together: what a CPU's cache holds
+# The smallest eigenvalue that an estimate may have, relative to the root of the sum of the squares
+# of all (Kaldi's delta, which there is relative to the largest). Relative to the mean eigenvalue of
+# a new gradient, it is the smallest that an estimate may have had before.
+FLOOR = 5e-4
+
+
+class Estimate(NamedTuple):
+    """The running estimate F of one axis of `batch` parameters."""
+
+    R: Tensor  # (batch, rank, D), in fp32 at least
+    S: Tensor  # (batch, rank, rank), float64; 0 where nothing is known yet, as are K and rho
+    K: Tensor  # (batch, rank, rank), float64
+    rho: Tensor  # (batch,), float64
 
 
 class KaldiNGD(GradScalerOptimizer):
     """SGD with momentum along the natural gradient, estimated online (arXiv:1410.7455).
 
-    A parameter whose gradient is missing or not finite stays as it is, as do its estimates; a
-    gradient of zeros does not change the estimates. The schedule of updates is the host's: once
-    the estimates have started, a skipped step counts in it all the same.
-
-    lr, momentum, nesterov, both weight decays, alpha, eta and update_period may change at any step;
-    the other settings are read when a parameter is first seen.
+    Parameters with fewer than two axes take plain SGD. A gradient of zeros does not change the
+    estimates, nor does a step that is skipped, which counts as a step all the same. A new rank
+    applies to parameters that are seen for the first time; all else may change at any step.
 
     State of a parameter:
-        step                   int, the steps in which a parameter of its batch had a gradient.
-        momentum_buffer        the shape of the parameter, in fp32 at least.
-        axis<n>_factor         (rank, D), W of axis n, for each preconditioned axis.
-        axis<n>_floor          (), rho, float64.
-        axis<n>_smoothed_floor (), beta, float64.
+        momentum_buffer  the shape of the parameter, in fp32 at least.
+        step             int, how many gradients it had; of a preconditioned one.
+        axis<n>_R, axis<n>_S, axis<n>_K, axis<n>_rho
+                         the estimate of axis n, for each preconditioned axis; see `Estimate`.
 
     Args:
         params: parameters or parameter groups. A group with `ngd=False` takes plain SGD.
         lr: learning rate; as for SGD, since the direction has the gradient's norm.
         momentum, nesterov: as of torch.optim.SGD.
         weight_decay: added to the direction after the preconditioning; p.grad is never written.
-        decoupled_weight_decay: shrink the weights by lr * weight_decay instead (arXiv:1711.05101).
         ngd: whether this group is preconditioned.
-        rank: directions of an axis whose eigenvalues are told apart, at most half its length.
+        rank: rows of R, at most half the length of the axis.
         alpha: smoothing of the estimate towards a multiple of the identity; larger values are
             closer to SGD.
         eta: weight of a new gradient in the running estimate.
         update_period: steps between updates of an estimate; the first ten steps update all.
         max_dim: longer axes are not preconditioned (vocabularies).
-        min_ndim: parameters with fewer axes take plain SGD (biases, normalisation).
-        factor_dtype: dtype of the products of gradients and factors; None is the parameter's, at
-            least fp32. The factors themselves are kept in fp32 at least.
         amp_scaling: see `optimizers.base.GradScalerOptimizer`.
 
     Raises:
@@ -118,41 +104,29 @@ class KaldiNGD(GradScalerOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        decoupled_weight_decay: bool = False,
         ngd: bool = True,
         rank: int = 32,
         alpha: float = 4.0,
         eta: float = 0.1,
         update_period: int = 4,
         max_dim: int = 4096,
-        min_ndim: int = 2,
-        factor_dtype: torch.dtype | None = None,
         amp_scaling: bool = True,
     ) -> None:
-        self.schedule: UpdateSchedule | None = None
         defaults = {
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
             "nesterov": nesterov,
-            "decoupled_weight_decay": decoupled_weight_decay,
             "ngd": ngd,
             "rank": rank,
             "alpha": alpha,
             "eta": eta,
             "update_period": update_period,
             "max_dim": max_dim,
-            "min_ndim": min_ndim,
-            "factor_dtype": factor_dtype,
         }
         super().__init__(params, defaults, amp_scaling=amp_scaling)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.schedule = None
-
     def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        factor_dtype = group["factor_dtype"]
         return {
             "lr": group["lr"] >= 0,
             "momentum": 0 <= group["momentum"] < 1,
@@ -163,311 +137,207 @@ class KaldiNGD(GradScalerOptimizer):
             "eta": 0 < group["eta"] < 1,
             "update_period": group["update_period"] >= 1,
             "max_dim": group["max_dim"] >= 1,
-            "factor_dtype": factor_dtype is None or factor_dtype.is_floating_point,
         }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.schedule = None
 
     def _apply_step(self) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        requires_grad = [p.requires_grad for p in parameters]
-        if self.schedule is None or self.schedule.requires_grad != requires_grad:
-            self.schedule = UpdateSchedule(
-                self.param_groups, self.state, requires_grad=requires_grad
-            )
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            for index, group in enumerate(self.param_groups):
-                updates = []
-                for batch in self.schedule.group_batches(index, group["update_period"]):
-                    updates += batch.step(
-                        group,
-                        self.schedule.scratch[batch.scratch_key],
-                        loss_scale=self.loss_scale,
-                        found_inf=self.found_inf,
-                    )
-                apply_updates(updates, alpha=group["alpha"], eta=group["eta"])
+            for group in self.param_groups:
+                parameters, grads, active = self.unscaled_grads(group)
+                if not parameters:
+                    continue
+                updates = self._precondition(group, parameters, grads=grads)
+                if decay := group["weight_decay"]:
+                    updates = list(torch._foreach_add(updates, parameters, alpha=decay))
+                if group["momentum"]:
+                    updates = self.add_momentum(group, parameters, updates=updates, active=active)
+                if active is not None:
+                    updates = list(torch._foreach_mul(updates, foreach_scalar(active, updates)))
+                subtract_updates(parameters, updates, lr=group["lr"])
+
+    def _precondition(
+        self, group: dict[str, Any], parameters: list[Tensor], *, grads: list[Tensor]
+    ) -> list[Tensor]:
+        """Returns the direction of each parameter: its gradient, preconditioned if it is a matrix.
+
+        The batches take turns in updating their estimates.
+        """
+        directions = list(grads)
+        for number, indices in enumerate(self._batches(group, parameters, grads=grads)):
+            states = [self.state[parameters[index]] for index in indices]
+            step = states[0].get("step", 0)
+            learns = step < FIRST_UPDATES or (step + number) % group["update_period"] == 0
+            X = torch.stack([grads[index] for index in indices])
+            X = precondition(X, states, group=group, learns=learns, is_first=step == 0)
+            for index, state, direction in zip(indices, states, X):
+                state["step"] = step + 1
+                directions[index] = direction
+        return directions
+
+    def _batches(
+        self, group: dict[str, Any], parameters: list[Tensor], *, grads: list[Tensor]
+    ) -> Iterator[list[int]]:
+        """Yields the indices of matrices of one shape, dtype, device and number of gradients."""
+        by_kind: dict[Any, list[int]] = defaultdict(list)
+        for index, (p, grad) in enumerate(zip(parameters, grads)):
+            if group["ngd"] and p.ndim >= 2 and p.numel():
+                step = self.state[p].get("step", 0)
+                by_kind[p.shape, grad.dtype, p.device, step].append(index)
+        for alike in by_kind.values():
+            size = max(1, BATCH_BYTES // grads[alike[0]].nbytes)
+            for start in range(0, len(alike), size):
+                yield alike[start : start + size]
 
 
-class UpdateSchedule:
-    """Which parameters are updated together, and at which steps each updates its estimates.
+# ------------------------------------------------------------ the mathematics, on batches
+
+
+def precondition(
+    X: Tensor,
+    states: Sequence[dict[str, Any]],
+    *,
+    group: dict[str, Any],
+    learns: bool,
+    is_first: bool,
+) -> Tensor:
+    """Returns the directions of parameters of one shape, and updates the estimates in their states.
 
     Args:
-        groups: the parameter groups.
-        state: the optimizer's state, by parameter.
-        requires_grad: for each parameter of the groups; those that do not are left out.
+        X: their gradients (batch, *shape).
+        states: of each parameter; what is missing is created.
+        group: the hyper-parameters of this step.
+        learns: whether the estimates are updated.
+        is_first: of the first gradients the estimates learn before they precondition them, too.
     """
-
-    def __init__(
-        self,
-        groups: Sequence[dict[str, Any]],
-        state: dict[Tensor, dict[str, Any]],
-        *,
-        requires_grad: list[bool],
-    ) -> None:
-        self.requires_grad = requires_grad
-        trained = iter(requires_grad)
-        self.batches = [  # of each group
-            list(
-                make_batches(
-                    [p for p in group["params"] if next(trained) and p.numel()], state, group=group
-                )
-            )
-            for group in groups
-        ]
-        self.periods = [0] * len(groups)
-        sizes: dict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
-        for batch in (batch for batches in self.batches for batch in batches):
-            sizes[batch.scratch_key] = max(sizes[batch.scratch_key], batch.elements)
-        self.scratch = {  # two flat buffers for each device and dtype, shared by all batches
-            (device, dtype): (
-                torch.empty(size, device=device, dtype=dtype),
-                torch.empty(size, device=device, dtype=dtype),
-            )
-            for (device, dtype), size in sizes.items()
-        }
-
-    def group_batches(self, index: int, period: int) -> list[ParameterBatch]:
-        """Returns the batches of a group.
-
-        Their updates are spread over the period: where the period is new, each batch, the costliest
-        first, is given the phase that has least to do so far.
-        """
-        if self.periods[index] != period:
-            self.periods[index] = period
-            load = [0] * period
-            costliest_first = sorted(
-                self.batches[index], key=ParameterBatch.update_cost, reverse=True
-            )
-            for batch in costliest_first:
-                batch.phase = load.index(min(load))
-                load[batch.phase] += batch.update_cost()
-        return self.batches[index]
+    # in memory a convolution's axes are (outputs, kernel, inputs), as channels_last has them
+    order = [0, 1, *range(3, X.ndim), 2]
+    inverse_order = sorted(range(X.ndim), key=order.__getitem__)
+    X = X.permute(order).contiguous()
+    flat = X.view(len(X), -1)
+    norm = row_norms(flat)
+    for axis in reversed(range(X.ndim - 1)):  # of the parameters
+        place = order.index(axis + 1)
+        dim = X.shape[place]
+        if not 1 < dim <= group["max_dim"]:
+            continue
+        along = X.view(len(X), -1, dim, X.shape[place + 1 :].numel())
+        estimate = load_estimate(states, axis, dim, rank=group["rank"], like=X)
+        R = estimate.R
+        if learns:
+            scale = (norm / row_norms(flat)).square()
+            if is_first:
+                for _ in range(1 if flat.shape[1] <= R.shape[1] * dim else 3):
+                    J = _double_moment(project(R, along), along)
+                    estimate = next_estimate(estimate, J, scale=scale, g0=norm**2, group=group)
+                    R = estimate.R
+        H = project(R, along)
+        KR = estimate.K.to(X.dtype) @ R
+        if learns:
+            J = _double_moment(H, along)
+            estimate = next_estimate(estimate, J, scale=scale, g0=norm**2, group=group)
+            store_estimate(states, axis, estimate)
+        subtract_projection(along, H, W=KR)
+    new_norm = row_norms(flat)
+    flat.mul_(torch.where(new_norm > 0, norm / new_norm, 1).to(X.dtype)[:, None])
+    return X.permute(inverse_order)
 
 
-def make_batches(
-    parameters: Sequence[Tensor], state: dict[Tensor, dict[str, Any]], *, group: dict[str, Any]
-) -> Iterator[ParameterBatch]:
-    """Cuts parameters into batches of one shape, dtype, device and number of steps done.
+def _double_moment(H: Tensor, X: Tensor) -> Tensor:
+    """Returns J in float64: the error of fp32 in the leading directions would drown the others."""
+    return second_moment(H.double(), X.double())
+
+
+def next_estimate(
+    estimate: Estimate, J: Tensor, *, scale: Tensor, g0: Tensor, group: dict[str, Any]
+) -> Estimate:
+    """Computes the estimates after T = eta X'X + (1 - eta) F.
 
     Args:
-        parameters: of one parameter group.
-        state: the optimizer's state, by parameter.
-        group: the parameter group.
+        estimate: of an axis of `batch` parameters.
+        J: R X'X (batch, rank, D).
+        scale: by which X'X is to be multiplied (batch,), float64.
+        g0: squared norm of the gradients (batch,), float64.
+        group: the hyper-parameters alpha and eta.
+
+    Returns:
+        The new estimate; the old one of parameters whose gradient is zero, and where the new one
+        cannot be computed.
     """
-    by_kind: dict[Any, list[Tensor]] = defaultdict(list)
-    for p in parameters:
-        by_kind[p.shape, p.dtype, p.device, state[p].get("step", 0)].append(p)
-    for alike in by_kind.values():
-        limit = CPU_BATCH_BYTES if alike[0].device.type == "cpu" else GPU_BATCH_BYTES
-        size = max(1, limit // (alike[0].numel() * alike[0].element_size()))
-        for start in range(0, len(alike), size):
-            batch = alike[start : start + size]
-            yield ParameterBatch(batch, [state[p] for p in batch], group=group)
+    R, rho = estimate.R.double(), estimate.rho
+    rank, dim = R.shape[1:]
+    alpha, eta = group["alpha"], group["eta"]
+    eye = torch.eye(rank, dtype=R.dtype, device=R.device)
+
+    def times_eye(factor: Tensor) -> Tensor:
+        return factor[:, None, None] * eye
+
+    # the estimates are 0 at first, or may come from far smaller gradients
+    missing = (FLOOR * g0 / dim - rho).clamp(min=0)
+    rho = rho + missing
+    S = estimate.S + times_eye(2 * missing)
+    Y = eta * scale[:, None, None] * J + (1 - eta) * S @ R
+    L, info = torch.linalg.cholesky_ex(Y @ Y.mT)
+    R = torch.linalg.solve_triangular(L, Y, upper=False)
+    squares = L.mT @ L  # Y'Y between the rows of the new R
+    trace_T = eta * g0 + (1 - eta) * (_trace(S) + (dim - rank) * rho)
+    S = square_root(squares)
+    rho = (trace_T - _trace(S)) / (dim - rank)
+    # D is S - rho I, but each eigenvalue is at least the floor
+    floor = FLOOR * _trace(squares).sqrt()
+    above = S - times_eye(rho + floor)
+    D = (above + absolute_value(above)) / 2 + times_eye(floor)
+    rho = torch.maximum(rho, floor)
+    beta = rho * (1 + alpha) + alpha / dim * _trace(D)
+    K = eye - beta[:, None, None] * inverse(D + times_eye(beta))
+
+    new = Estimate(R.to(estimate.R.dtype), D + times_eye(rho), K, rho)
+    is_valid = (info == 0) & (g0 > 0)
+    for part in new:  # on a GPU the factor of NaN counts as computed
+        is_valid = is_valid & part.reshape(len(part), -1).isfinite().all(1)
+    masks = (is_valid.view(-1, *[1] * (part.ndim - 1)) for part in new)
+    return Estimate(*map(torch.where, masks, new, estimate))
 
 
-class ParameterBatch:
-    """Parameters of one shape, dtype and device that are updated together, one row each.
+def _trace(matrices: Tensor) -> Tensor:
+    return matrices.diagonal(dim1=1, dim2=2).sum(1)
+
+
+# ------------------------------------------------------------ the estimates in the state
+
+
+def load_estimate(
+    states: Sequence[dict[str, Any]], axis: int, dim: int, *, rank: int, like: Tensor
+) -> Estimate:
+    """Returns the estimate of an axis of all parameters, which is created where it is missing.
 
     Args:
-        parameters: the parameters.
-        states: the optimizer's state of each. What is missing is created, and the tensors become
-            views of this batch's tensors.
-        group: the hyper-parameters. Those that may not change are read now, the others at each
-            step.
+        states: of each parameter.
+        axis: its number.
+        dim: its length.
+        rank: of a new estimate, at most.
+        like: a tensor of the dtype and on the device of R.
     """
+    if f"axis{axis}_R" not in states[0]:
+        R = initial_directions(min((dim + 1) // 2, rank), dim, like=like)
+        zeros = torch.zeros(len(R), len(R), dtype=torch.float64, device=R.device)
+        for state in states:
+            for name, initial in zip(Estimate._fields, (R, zeros, zeros, zeros[0, 0])):
+                state[f"axis{axis}_{name}"] = initial.clone()
+    rows = [[state[f"axis{axis}_{name}"] for state in states] for name in Estimate._fields]
+    return Estimate(*map(torch.stack, rows))
 
-    def __init__(
-        self, parameters: list[Tensor], states: list[dict[str, Any]], *, group: dict[str, Any]
-    ) -> None:
-        self.parameters = parameters
-        self.states = states
-        first = parameters[0]
-        self.device = first.device
-        self.elements = len(parameters) * first.numel()
-        self.wide_dtype = torch.promote_types(first.dtype, torch.float32)  # of the momentum
-        is_preconditioned = group["ngd"] and first.ndim >= group["min_ndim"]
-        self.scratch_dtype = self.wide_dtype
-        if is_preconditioned and group["factor_dtype"] is not None:
-            self.scratch_dtype = group["factor_dtype"]
-        self.scratch_key = (self.device, self.scratch_dtype)
 
-        # the order of the axes in the scratch buffer: kernels as (outputs, kernel, inputs)
-        is_kernel = first.ndim > 2 and first.shape[2:].numel() <= MAX_DENSE_KERNEL
-        self.axis_order = [0, *range(2, first.ndim), 1] if is_kernel else list(range(first.ndim))
-        self.inverse_order = sorted(range(first.ndim), key=self.axis_order.__getitem__)
-        self.is_permuted = self.axis_order != sorted(self.axis_order)
-        self.permuted_shape = [first.shape[axis] for axis in self.axis_order]
+def store_estimate(states: Sequence[dict[str, Any]], axis: int, estimate: Estimate) -> None:
+    """Writes the estimate of an axis into the states of the parameters."""
+    for name, values in zip(Estimate._fields, estimate):
+        rows = values.contiguous().unbind()  # of equal strides, which a GPU copies in one kernel
+        torch._foreach_copy_([state[f"axis{axis}_{name}"] for state in states], rows)
 
-        self.axes: list[AxisEstimate] = []
-        self.preconditioners: list[Preconditioner] = []
-        if is_preconditioned:
-            self.preconditioners = build_preconditioners(
-                first.shape,
-                is_kernel,
-                max_dim=group["max_dim"],
-                new_estimate=lambda axis: self._create_estimate(axis, group),
-            )
-        missing = torch.full((), math.nan, dtype=first.dtype, device=first.device)
-        self.missing_grad = missing.expand(self.permuted_shape)
-        self.momentum: Tensor | None = None  # (batch, elements of a parameter), wide_dtype
-        self.steps: int = states[0].get("step", 0)
-        self.phase = 0  # the estimates are updated when (steps + phase) % update_period == 0
 
-    def update_cost(self) -> int:
-        """Returns about how many multiplications an update of the estimates takes."""
-        costs = (preconditioner.update_cost() for preconditioner in self.preconditioners)
-        return len(self.parameters) * sum(costs)
+def initial_directions(rank: int, dim: int, *, like: Tensor) -> Tensor:
+    """Returns R_0 (rank, dim), whose rows any gradient has a component along.
 
-    def step(
-        self,
-        group: dict[str, Any],
-        scratch: tuple[Tensor, Tensor],
-        *,
-        loss_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> list[EstimateUpdate]:
-        """Updates the parameters by their gradients.
-
-        A parameter whose gradient is missing or not finite, and all where `found_inf` is not 0,
-        stays as it is.
-
-        Args:
-            group: the hyper-parameters of this step.
-            scratch: two flat buffers with room for all gradients.
-            loss_scale: the factor by which the gradients are too large (); None is 1.
-            found_inf: other than 0 where the step must be skipped (); None is 0.
-
-        Returns:
-            What the estimates learn from, if this is one of the steps that update them.
-        """
-        if all(p.grad is None for p in self.parameters):
-            return []
-        if self.steps == 1 and self.preconditioners and not self._has_started():
-            self.steps = 0  # the first step was skipped (the loss scale is too large at first)
-        X, spare = (buffer[: self.elements].view(len(self.parameters), -1) for buffer in scratch)
-        self._gather_grads(X)
-        norm = row_norms(X)
-        active = torch.isfinite(norm)
-        if found_inf is not None:
-            active &= found_inf == 0
-        target_norm = norm if loss_scale is None else norm / loss_scale
-        updates: list[EstimateUpdate] = []
-        torch.nan_to_num_(X, 0.0, 0.0, 0.0)
-        if self.preconditioners:
-            context = None
-            if self._updates_estimates(group["update_period"]):
-                learns = active & (norm > 0)
-                context = UpdateContext(
-                    learns=learns,
-                    g0=torch.where(learns, target_norm.square(), 1),
-                    squared_norm=norm.square(),
-                    alpha=group["alpha"],
-                    eta=group["eta"],
-                    is_first=self.steps == 0,
-                )
-                updates = context.updates
-            for preconditioner in self.preconditioners:
-                X, spare = preconditioner(X, spare, context=context)
-                if context is not None:
-                    preconditioner.invalidate()
-            norm = row_norms(X)
-        X.mul_(torch.where(active & (norm > 0), target_norm / norm, 0).to(X.dtype)[:, None])
-        self._sgd_step(X, active.to(self.wide_dtype), group)
-        self.steps += 1
-        for state in self.states:
-            state["step"] = self.steps
-        return updates
-
-    def _has_started(self) -> bool:
-        """Whether any estimate has learned from a gradient; the host waits for it, once."""
-        return bool((self.axes[0].rho > 0).any())
-
-    def _updates_estimates(self, period: int) -> bool:
-        return self.steps < FIRST_UPDATES or (self.steps + self.phase) % period == 0
-
-    def _gather_grads(self, X: Tensor) -> None:
-        """Copies the gradients into the rows of X (batch, elements); missing ones become NaN."""
-        grads = [
-            self.missing_grad if p.grad is None else self._permuted(p.grad) for p in self.parameters
-        ]
-        torch.stack(grads, out=X.view(len(grads), *self.permuted_shape))
-
-    def _permuted(self, tensor: Tensor) -> Tensor:
-        """Returns a parameter or gradient with its axes in the order of the scratch buffer."""
-        return tensor.permute(self.axis_order) if self.is_permuted else tensor
-
-    def _parameter_views(self, X: Tensor) -> list[Tensor]:
-        """Returns the rows of X (batch, elements) in the shape of the parameters."""
-        X = X.view(-1, *self.permuted_shape)
-        if self.is_permuted:
-            X = X.permute(0, *(1 + axis for axis in self.inverse_order))
-        return list(X.unbind())
-
-    def _sgd_step(self, X: Tensor, active: Tensor, group: dict[str, Any]) -> None:
-        """Takes SGD's step, with weight decay and momentum, along X (batch, elements).
-
-        Where `active` (batch,) is 0 nothing changes.
-        """
-        momentum, weight_decay = group["momentum"], group["weight_decay"]
-        is_decoupled = group["decoupled_weight_decay"]
-        if weight_decay and not is_decoupled:
-            torch._foreach_add_(self._parameter_views(X), self.parameters, alpha=weight_decay)
-        direction = X
-        if momentum:
-            if self.momentum is None:
-                self.momentum = self._create_momentum()
-            self.momentum.mul_((1 + active * (momentum - 1))[:, None])
-            self.momentum.addcmul_(X, active[:, None])
-            if group["nesterov"]:
-                X.add_(self.momentum, alpha=momentum)
-            else:
-                direction = self.momentum
-        if weight_decay and is_decoupled:
-            direction = X.copy_(direction)
-            torch._foreach_add_(self._parameter_views(X), self.parameters, alpha=weight_decay)
-        torch.mul(direction, (active * -group["lr"])[:, None], out=X)
-        torch._foreach_add_(self.parameters, self._parameter_views(X))
-
-    def _create_estimate(self, axis: int, group: dict[str, Any]) -> AxisEstimate:
-        """Creates the estimate of an axis of all parameters, from their states or from scratch."""
-        dim = self.parameters[0].shape[axis]
-        rank = min((dim + 1) // 2, group["rank"])
-        W = initial_factor(rank, dim, alpha=group["alpha"])
-        W = W.to(self.device, torch.promote_types(self.scratch_dtype, torch.float32))
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        for state in self.states:
-            if f"axis{axis}_eigenvalues" in state:  # as checkpoints had it that kept eigenvectors
-                floor = state[f"axis{axis}_floor"]
-                trace = dim * floor + state.pop(f"axis{axis}_eigenvalues").sum()
-                state[f"axis{axis}_smoothed_floor"] = floor + group["alpha"] / dim * trace
-        sizes = torch.tensor([[dim], [rank]], dtype=torch.float64, device=self.device)
-        estimate = AxisEstimate(
-            W=self._stack_state(f"axis{axis}_factor", W),
-            rho=self._stack_state(f"axis{axis}_floor", zero),
-            beta=self._stack_state(f"axis{axis}_smoothed_floor", zero),
-            sizes=sizes.expand(2, len(self.parameters)),
-        )
-        self.axes.append(estimate)
-        return estimate
-
-    def _stack_state(self, name: str, initial: Tensor) -> Tensor:
-        """Stacks a state of all parameters; the states become views of the result's rows."""
-        stacked = torch.stack([state.get(name, initial).to(initial) for state in self.states])
-        for state, row in zip(self.states, stacked):
-            state[name] = row
-        return stacked
-
-    def _create_momentum(self) -> Tensor:
-        """Creates the momentum (batch, elements) of all parameters, from their states or zero."""
-        rows = [
-            state["momentum_buffer"].permute(self.axis_order).to(self.wide_dtype)
-            if "momentum_buffer" in state
-            else torch.zeros(self.permuted_shape, dtype=self.wide_dtype, device=self.device)
-            for state in self.states
-        ]
-        stacked = torch.stack(rows)
-        for state, row in zip(self.states, stacked):
-            state["momentum_buffer"] = row.permute(self.inverse_order)
-        return stacked.view(len(rows), -1)
+    Its rows are 1.1 e_i + e_(i + rank) + e_(i + 2 rank) + ..., scaled to unit length.
+    """
+    eye = torch.eye(rank, dim, dtype=like.dtype, device=like.device)
+    rows = eye[:, :rank].repeat(1, -(-dim // rank))[:, :dim] + 0.1 * eye
+    return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)

@@ -10,33 +10,23 @@ For a layer's weights w and gradient g, with |.| the Euclidean norm (the paper's
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from optimizers.adam import AdamStep, adam_updates
-from optimizers.base import (
-    GradScalerOptimizer,
-    foreach_scalar,
-    global_norm,
-    subtract_updates,
-    tensor_norms,
-)
+from optimizers.base import GradScalerOptimizer, foreach_scalar, subtract_updates, tensor_norms
 
 
-def lamb_trust_ratios(
-    weights: Tensor, updates: Tensor, *, clamp: tuple[float, float] = (0.0, math.inf)
-) -> Tensor:
+def lamb_trust_ratios(weights: Tensor, updates: Tensor) -> Tensor:
     """Returns the trust ratio of each layer, weights / updates, or 1 where either is 0.
 
     Args:
         weights: norm of each layer's weights, shape (layers,).
         updates: norm of each layer's update, shape (layers,).
-        clamp: least and largest ratio.
     """
-    return torch.where((weights > 0) & (updates > 0), weights / updates, 1.0).clamp(*clamp)
+    return torch.where((weights > 0) & (updates > 0), weights / updates, 1.0)
 
 
 class LAMB(GradScalerOptimizer):
@@ -51,12 +41,8 @@ class LAMB(GradScalerOptimizer):
         betas: decay rates of the two moments.
         eps: added to the denominator.
         weight_decay: within the update, so that the trust ratio holds for both together.
-        debias: divide m and v by 1 - b^t.
         adapt: whether a group has trust ratios; None: its parameters with two axes or more have
             them, biases and norms do not.
-        trust_clamp: least and largest trust ratio.
-        max_grad_norm: all gradients are first divided by max(1, their global norm / this);
-            0 turns it off.
         amp_scaling: see `optimizers.base.GradScalerOptimizer`.
 
     Raises:
@@ -72,10 +58,7 @@ class LAMB(GradScalerOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
-        debias: bool = True,
         adapt: bool | None = None,
-        trust_clamp: tuple[float, float] = (0.0, math.inf),
-        max_grad_norm: float = 0.0,
         amp_scaling: bool = True,
     ) -> None:
         defaults = {
@@ -83,10 +66,7 @@ class LAMB(GradScalerOptimizer):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
-            "debias": debias,
             "adapt": adapt,
-            "trust_clamp": trust_clamp,
-            "max_grad_norm": max_grad_norm,
         }
         super().__init__(params, defaults, amp_scaling=amp_scaling)
 
@@ -96,22 +76,13 @@ class LAMB(GradScalerOptimizer):
             "betas": all(0 <= beta < 1 for beta in group["betas"]),
             "eps": group["eps"] >= 0,
             "weight_decay": group["weight_decay"] >= 0,
-            "trust_clamp": 0 <= group["trust_clamp"][0] <= group["trust_clamp"][1],
-            "max_grad_norm": group["max_grad_norm"] >= 0,
         }
 
     def _apply_step(self) -> None:
-        per_group = [self.unscaled_grads(group) for group in self.param_groups]
-        all_grads = [grad for _, grads, _ in per_group for grad in grads]
-        clips = any(group["max_grad_norm"] for group in self.param_groups)
-        norm = global_norm(all_grads) if clips and all_grads else None
-        for group, (parameters, grads, active) in zip(self.param_groups, per_group):
-            if not parameters:
-                continue
-            if group["max_grad_norm"]:
-                divisor = (norm / group["max_grad_norm"]).clamp(min=1.0)
-                grads = list(torch._foreach_div(grads, foreach_scalar(divisor, grads)))
-            self._update_group(group, parameters, grads=grads, active=active)
+        for group in self.param_groups:
+            parameters, grads, active = self.unscaled_grads(group)
+            if parameters:
+                self._update_group(group, parameters, grads=grads, active=active)
 
     def _update_group(
         self,
@@ -136,7 +107,6 @@ class LAMB(GradScalerOptimizer):
             weight_decay=group["weight_decay"],
             steps=steps,
             active=active,
-            debias=group["debias"],
         )
         updates = adam_updates(parameters, m, v, grads=grads, adam=adam)
         adapts = [(p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters]
@@ -145,7 +115,6 @@ class LAMB(GradScalerOptimizer):
             ratios = lamb_trust_ratios(
                 tensor_norms([parameters[index] for index in adapted]),
                 tensor_norms([updates[index] for index in adapted]),
-                clamp=group["trust_clamp"],
             )
             torch._foreach_mul_([updates[index] for index in adapted], list(ratios.unbind()))
         if active is not None:

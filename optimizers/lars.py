@@ -130,32 +130,7 @@ class LARS(GradScalerOptimizer):
                 ratios = (ratios / lr).clamp(max=1.0)
             torch._foreach_mul_([updates[index] for index in adapted], list(ratios.unbind()))
         if group["momentum"]:
-            updates = self._apply_momentum(group, parameters, updates=updates, active=active)
+            updates = self.add_momentum(group, parameters, updates=updates, active=active)
         if active is not None:
             updates = list(torch._foreach_mul(updates, foreach_scalar(active, updates)))
         subtract_updates(parameters, updates, lr=lr)
-
-    def _apply_momentum(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        *,
-        updates: list[Tensor],
-        active: Tensor | None,
-    ) -> list[Tensor]:
-        """Adds the updates to the momentum buffers; returns the updates with momentum."""
-        momentum = group["momentum"]
-        for p, update in zip(parameters, updates):
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(update)
-        buffers = [self.state[p]["momentum_buffer"] for p in parameters]
-        if active is None:
-            torch._foreach_mul_(buffers, momentum)
-        else:  # in a skipped step the buffers stay, and no weight decay is added to them
-            kept = 1 - active * (1 - momentum)
-            torch._foreach_mul_(buffers, foreach_scalar(kept, buffers))
-            torch._foreach_mul_(updates, foreach_scalar(active, updates))
-        torch._foreach_add_(buffers, updates)
-        if group["nesterov"]:
-            return list(torch._foreach_add(updates, buffers, alpha=momentum))
-        return buffers

@@ -1,22 +1,21 @@
 """Square roots of symmetric matrices, in batches, without waiting for a GPU.
 
-    root = SquareRoot(M)
-    root.matrix                       # root.matrix @ root.matrix = M
-    root.distance_from(level)         # |root.matrix - level I|, of which all eigenvalues are >= 0
+    root = square_root(M)             # root @ root = M, for M (batch, n, n), float64
+    absolute_value(A)                 # the eigenvalues of A without their signs
 
-On a CPU both come from torch's eigendecomposition of M. On a GPU that makes the host wait, and
-torch up to 2.11 decomposes matrices of more than 32 rows one after another. There both come from
+On a CPU they come from torch's eigendecomposition. On a GPU that makes the host wait, and torch up
+to 2.11 decomposes matrices of more than 32 rows one after another. There they come from
 
-    sqrt(x) = sum over j of w_j x / (x + p_j) = sum over j of w_j (1 - p_j / (x + p_j)),
+    1 / sqrt(x) = sum over j of w_j / (x + p_j),
 
-so that a root is a weighted sum of the inverses of M + p_j I, all of them computed in one call. The
-poles p and weights w are those of Zolotarev's best approximation (Hale, Higham and Trefethen, SIAM
-J. Numer. Anal. 46, 2008; Nakatsukasa and Freund, SIAM Review 58, 2016).
+so that an inverse root is a weighted sum of the inverses of M + p_j I, all of them computed in one
+call. The poles p and weights w are those of Zolotarev's best approximation (Hale, Higham and
+Trefethen, SIAM J. Numer. Anal. 46, 2008; Nakatsukasa and Freund, SIAM Review 58, 2016).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -57,46 +56,21 @@ WEIGHTS = (
 )
 
 
-class SquareRoot:
-    """The square root of symmetric matrices (batch, n, n) without negative eigenvalues, float64."""
+def square_root(M: Tensor) -> Tensor:
+    """Computes M^(1/2) of symmetric matrices (batch, n, n) without negative eigenvalues, float64.
 
-    matrix: Tensor  # (batch, n, n)
-
-    def __init__(self, M: Tensor) -> None:
-        self.has_eigenvectors = M.device.type in EIGH_DEVICES
-        if self.has_eigenvectors:
-            squares, self.vectors = torch.linalg.eigh(torch.nan_to_num(M, 0.0, 0.0, 0.0))
-            self.eigenvalues = squares.clamp(min=0).sqrt()
-            self.matrix = self._with(self.eigenvalues)
-        else:
-            self.matrix = sqrt_by_inverses(M)
-
-    def distance_from(self, level: Tensor) -> Tensor:
-        """Computes the absolute value (batch, n, n) of the root less `level` (batch,) times I."""
-        if self.has_eigenvectors:
-            return self._with((self.eigenvalues - level[:, None]).abs())
-        eye = torch.eye(self.matrix.shape[1], dtype=level.dtype, device=level.device)
-        difference = self.matrix - level[:, None, None] * eye
-        return sqrt_by_inverses(difference @ difference)
-
-    def _with(self, eigenvalues: Tensor) -> Tensor:
-        """Returns the matrices with these eigenvalues (batch, n) instead."""
-        return (self.vectors * eigenvalues[:, None]) @ self.vectors.mT
-
-
-def sqrt_by_inverses(M: Tensor) -> Tensor:
-    """Computes the roots of matrices to MAX_ERROR by inverses alone.
-
-    Args:
-        M: symmetric matrices (batch, n, n), float64, not 0.
+    On a CPU it is exact, on other devices to MAX_ERROR, see above; there M may not be 0.
     """
-    eye = torch.eye(M.shape[1], dtype=M.dtype, device=M.device)
-    trace = M.diagonal(dim1=1, dim2=2).sum(1)
-    shifts = _multiples(trace, POLES)  # (batch, poles)
-    inverses = inverse(M[:, None] + shifts[:, :, None, None] * eye)
-    factors = _multiples(trace, [w * p for w, p in zip(WEIGHTS, POLES)])
-    weighted = torch.bmm(factors[:, None], inverses.flatten(2)).view_as(M)
-    return trace.sqrt()[:, None, None] * (sum(WEIGHTS) * eye - weighted)
+    if M.device.type in EIGH_DEVICES:
+        return _with_eigenvalues(M, lambda eigenvalues: eigenvalues.clamp(min=0).sqrt())
+    return M @ inverse_square_root(M)
+
+
+def absolute_value(A: Tensor) -> Tensor:
+    """Computes (A^2)^(1/2) of symmetric matrices (batch, n, n), float64, as `square_root` does."""
+    if A.device.type in EIGH_DEVICES:
+        return _with_eigenvalues(A, torch.abs)
+    return square_root(A @ A)
 
 
 def inverse_square_root(M: Tensor) -> Tensor:
@@ -106,8 +80,7 @@ def inverse_square_root(M: Tensor) -> Tensor:
     relative error is at most MAX_ERROR, and of smaller ones it is too small.
     """
     if M.device.type in EIGH_DEVICES:
-        eigenvalues, vectors = torch.linalg.eigh(torch.nan_to_num(M, 0.0, 0.0, 0.0))
-        return (vectors * eigenvalues.clamp(min=0).rsqrt()[:, None]) @ vectors.mT
+        return _with_eigenvalues(M, lambda eigenvalues: eigenvalues.clamp(min=0).rsqrt())
     eye = torch.eye(M.shape[1], dtype=M.dtype, device=M.device)
     trace = M.diagonal(dim1=1, dim2=2).sum(1)
     inverses = inverse(M[:, None] + _multiples(trace, POLES)[:, :, None, None] * eye)
@@ -125,6 +98,12 @@ def inverse(A: Tensor) -> Tensor:
     eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
     L_inverse = torch.linalg.solve_triangular(L, eye, upper=False)
     return L_inverse.mT @ L_inverse
+
+
+def _with_eigenvalues(A: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns the matrices with a function of their eigenvalues (batch, n) in their place."""
+    eigenvalues, vectors = torch.linalg.eigh(torch.nan_to_num(A, 0.0, 0.0, 0.0))
+    return (vectors * function(eigenvalues)[:, None]) @ vectors.mT
 
 
 def _multiples(x: Tensor, factors: Sequence[float]) -> Tensor:

@@ -27,7 +27,7 @@ from errors import DiskFull, InputError, first_line, is_disk_full
 from training.atomic_file import atomic_write, sync_folder
 
 FORMAT_NAME = "faster-training-"
-FORMAT = f"{FORMAT_NAME}4"
+FORMAT = f"{FORMAT_NAME}5"
 ENTRIES: dict[str, type | tuple[type, ...]] = {  # of every checkpoint, by their kinds
     "flags": dict,
     "progress": dict,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,12 +40,20 @@ class Oracle:
     """The weights, moments and ages of every rank."""
 
     def __init__(
-        self, ranks: int, k: float, *, selection: str, authors: bool, **settings: float
+        self,
+        ranks: int,
+        k: float,
+        *,
+        selection: str = "block",
+        authors: bool = False,
+        gradient: Callable[[int, int], list[Tensor]] = gradient,
+        **settings: float,
     ) -> None:
         self.ranks = ranks
         self.k = k
         self.selection = selection
         self.authors = authors  # the formulas of AuthorsSLAMB
+        self.gradient = gradient  # of a step and a rank
         self.t = 0
         self.settings = {
             "lr": 0.01,
@@ -56,8 +65,6 @@ class Oracle:
             "local": 50,
             "dense": 10,
             "bits": 0,
-            "mu": 0.0,
-            "eta": 1.0,
         }
         self.settings |= settings
         self.w = [start() for _ in range(ranks)]
@@ -65,7 +72,6 @@ class Oracle:
             [[torch.zeros_like(p) for p in start()] for _ in range(ranks)] for _ in range(2)
         )
         self.age = [torch.zeros_like(p) for p in start()]
-        self.a, self.b = start(), [torch.zeros_like(p) for p in start()]
         smallest = (AuthorsSLAMB if authors else SLAMB).default_smallest_large
         self.large = [
             number for number, p in enumerate(start()) if p.ndim > 1 and p.numel() >= smallest
@@ -97,7 +103,7 @@ class Oracle:
         s, t, W = self.settings, self.t, self.ranks
         dense = not self.authors and (t <= s["dense"] or self.k >= 1 or W == 1)
         masks = self.masks(dense)
-        gradients = [gradient(t, rank) for rank in range(W)]
+        gradients = [self.gradient(t, rank) for rank in range(W)]
         for number in range(len(masks)):
             large = number in self.large
             if not self.authors and (dense or not large):
@@ -138,11 +144,6 @@ class Oracle:
         if t % s["local"] == 0:
             for number in range(len(masks)):
                 mean = sum(self.w[rank][number] for rank in range(W)) / W
-                if s["mu"] or s["eta"] != 1:
-                    change = self.a[number] - mean
-                    self.b[number] = s["mu"] * self.b[number] + change
-                    step = s["eta"] * (change + s["mu"] * self.b[number])
-                    self.a[number] = mean = self.a[number] - step
                 for rank in range(W):
                     self.w[rank][number] = mean
 

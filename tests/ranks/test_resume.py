@@ -75,7 +75,7 @@ def test_sigkill_then_resume_on_one_process(name, flags, tmp_path):
     [
         "--ngd --meta_learning --meta_every 4",
         "--dynamic_batch noise --max_bs 512 --ema 0.95",
-        "--optimizer slamb --lr 3e-3 --local_steps 8 --wire_dtype int8 --outer_momentum 0.5",
+        "--optimizer slamb --lr 3e-3 --local_steps 8 --wire_dtype int8",
         "--sync lag --grad_compress bf16",
         "--ngd --grad_compress sign",
         "--sync local --local_steps 7",

@@ -52,22 +52,12 @@ def follow(
             )
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.02])
-@pytest.mark.parametrize(
-    ("debias", "clip", "norm"), [(True, False, 0.0), (False, True, 0.0), (True, True, 1.0)]
-)
-def test_lamb_equals_timm(decay: float, debias: bool, clip: bool, norm: float) -> None:
+@each_of("decay", [0.0, 0.02])
+def test_lamb_equals_timm(decay: float) -> None:
     one, other = weights(), weights()
-    ours = LAMB(one, 0.01, weight_decay=decay, debias=debias, adapt=True, max_grad_norm=norm)
-    if clip:
-        ours.param_groups[0]["trust_clamp"] = (0.0, 1.0)
-    options = {
-        "bias_correction": debias,
-        "trust_clip": clip,
-        "always_adapt": True,
-        "max_grad_norm": norm or None,
-    }
-    follow(ours, timm_optim.Lamb(other, 0.01, weight_decay=decay, **options), one, other)
+    settings = {"lr": 0.01, "weight_decay": decay}
+    peer = timm_optim.Lamb(other, **settings, always_adapt=True, max_grad_norm=None)
+    follow(LAMB(one, **settings, adapt=True), peer, one, other)
 
 
 @each_of("decay", [0.0, 0.02])

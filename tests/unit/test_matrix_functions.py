@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from optimizers import matrix_functions
-from optimizers.matrix_functions import MAX_ERROR, POLES, RANGE, WEIGHTS, SquareRoot
+from optimizers.matrix_functions import (
+    MAX_ERROR,
+    POLES,
+    RANGE,
+    WEIGHTS,
+    absolute_value,
+    inverse_square_root,
+    square_root,
+)
 
 
 def with_eigenvalues(eigenvalues: Tensor) -> Tensor:
@@ -27,37 +35,32 @@ def spectra(size: int = 20) -> Tensor:
     return torch.stack([spread, flat, one, 1e-80 * spread, 1e80 * one])
 
 
-@pytest.fixture(params=["eigh", "inverses"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
-    """The relative error that is allowed, on the way of CPUs and on that of GPUs."""
-    if request.param == "eigh":
-        return 1e-9
-    monkeypatch.setattr(matrix_functions, "EIGH_DEVICES", set())
-    return MAX_ERROR
-
-
-def test_the_root_has_the_roots_of_the_eigenvalues(path: float) -> None:
+@pytest.mark.parametrize("way", ["eigh", "inverses"])
+def test_they_have_the_function_of_the_eigenvalues_on_cpus_and_on_gpus(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 1e-9
+    if way == "inverses":
+        monkeypatch.setattr(matrix_functions, "EIGH_DEVICES", set())
+        limit = MAX_ERROR
     eigenvalues = spectra()
-    root = SquareRoot(with_eigenvalues(eigenvalues)).matrix
-    expected = with_eigenvalues(eigenvalues.sqrt())
-    error = torch.linalg.matrix_norm(root - expected, 2) / eigenvalues.amax(1).sqrt()
-    assert error.max() < path
-    computed = torch.linalg.eigvalsh(root).flip(1) / eigenvalues.sqrt()
-    assert (computed - 1).abs().max() < max(1.01 * path, 1e-7)
-
-
-def test_the_distance_from_a_level_has_those_of_the_eigenvalues(path: float) -> None:
-    roots = spectra()[:3].sqrt()
-    level = roots.mean(1)
-    expected = with_eigenvalues((roots - level[:, None]).abs())
-    distance = SquareRoot(with_eigenvalues(roots**2)).distance_from(level)
-    error = torch.linalg.matrix_norm(distance - expected, 2) / roots.amax(1)
-    assert error.max() < 3 * path
+    M, roots = with_eigenvalues(eigenvalues), eigenvalues.sqrt()
+    shifted = roots[:3:2] - roots[:3:2].mean(1, keepdim=True)
+    for found, expected in (
+        (square_root(M), roots),
+        (inverse_square_root(M), 1 / roots),
+        (absolute_value(with_eigenvalues(shifted)), shifted.abs()),
+    ):
+        error = torch.linalg.matrix_norm(found - with_eigenvalues(expected), 2)
+        assert (error / expected.amax(1)).max() < 3 * limit
+    computed = torch.linalg.eigvalsh(square_root(M)).flip(1) / roots
+    assert (computed - 1).abs().max() < max(1.01 * limit, 1e-7)
+    M[0, 3, 4] = torch.nan  # which raises nothing, and leaves the other matrices alone
+    assert torch.equal(square_root(M)[1], square_root(M[1:])[0])
 
 
 def approximate_sqrt(x: Tensor) -> Tensor:
-    terms = [w * x / (x + p) for w, p in zip(WEIGHTS, POLES)]
-    return torch.stack(terms).sum(0)
+    return torch.stack([w * x / (x + p) for w, p in zip(WEIGHTS, POLES)]).sum(0)
 
 
 def test_no_sum_of_as_many_inverses_has_a_smaller_error() -> None:
@@ -67,20 +70,5 @@ def test_no_sum_of_as_many_inverses_has_a_smaller_error() -> None:
     assert error.abs().max() < MAX_ERROR
     extremes = error[error.abs() > 0.9999 * error.abs().max()].sign()
     assert 1 + int((extremes[1:] != extremes[:-1]).sum()) == 2 * len(POLES) + 1
-
-
-def test_eigenvalues_below_the_range_have_smaller_roots() -> None:
-    x = torch.logspace(-20, 2 * torch.tensor(RANGE).log10().item(), 1000, dtype=torch.float64)
-    root = approximate_sqrt(x)
-    assert (root <= x.sqrt() * (1 + MAX_ERROR)).all()
-    assert (root.diff() > 0).all()
-    assert approximate_sqrt(torch.zeros(1)) == 0
-
-
-def test_what_is_not_finite_raises_nothing(path: float) -> None:
-    matrices = with_eigenvalues(spectra()[:2])
-    matrices[0, 3, 4] = torch.nan
-    level = torch.ones(2, dtype=torch.float64)
-    both, second = SquareRoot(matrices), SquareRoot(matrices[1:])
-    assert torch.equal(both.matrix[1], second.matrix[0])
-    assert torch.equal(both.distance_from(level)[1], second.distance_from(level[1:])[0])
+    below = torch.logspace(-20, x[-1].log10().item(), 1000, dtype=torch.float64)
+    assert (approximate_sqrt(below) <= below.sqrt() * (1 + MAX_ERROR)).all()

@@ -330,3 +330,16 @@ def test_a_large_batch_is_advised_on(words: str, batch: int, advised: bool) -> N
         and "--lr_scaling" in line
         and "square root is 224" in line
     )
+
+
+@each_of(
+    ("words", "expected"),
+    [
+        ("", (0.1, 5e-4)),
+        ("--optimizer adamw", (3e-3, 0.05)),
+        ("--optimizer kaldi_ngd --lr 1", (1.0, 5e-4)),
+    ],
+)
+def test_rates_default_by_optimizer(words: str, expected: tuple[float, float]) -> None:
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words.split())
+    assert (args.lr, args.weight_decay) == expected

@@ -1,6 +1,6 @@
 """Online natural gradient in the way of its PyTorch ports: an object per axis, Python numbers.
 
-optimizer_step.py compares ngd.py with it. The mathematics is that of arXiv:1410.7455, appendix A,
+optimizer_step.py compares KaldiNGD with it. The mathematics is that of arXiv:1410.7455, appendix A,
 in the dtype of the parameter, for every axis of every parameter.
 """
 
