@@ -20,7 +20,7 @@ from PIL import Image
 
 from cli.flag_parser import FlagParser, file_path
 from errors import InputError, exit_code
-from figures import table, unlogged_flags
+from figures import table
 from figures.pictures import PICTURES, overview
 from figures.run_logs import LOGS, ROOT, by_label, by_name, read_groups
 from training.atomic_file import atomic_write
@@ -57,16 +57,10 @@ def draw_all() -> None:
     """Draw every picture whose runs are there and write the results table."""
     groups = read_groups(LOGS)
     for name, picture in PICTURES.items():
-        figure = picture(groups)
-        if figure is None:
-            print(f"{name}.png: its runs are not there yet")
-        else:
-            save(figure, HERE / f"{name}.png")
+        save(picture(groups), HERE / f"{name}.png")
     generated = table.results(groups, PLAN)
     table.write(generated, RESULTS_PAGE)
     print(generated)
-    flags = unlogged_flags.listed(unlogged_flags.read_configs(LOGS))
-    unlogged_flags.write(flags, RESULTS_PAGE)
 
 
 def draw_parser() -> FlagParser:

@@ -18,15 +18,14 @@ matplotlib.use("Agg")  # before pyplot is imported
 import matplotlib.pyplot as plt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from figures.methods import line_styles
 from figures.run_logs import Row, Runs, mean, per_epoch
-from training.epoch_report import training_seconds
 
 WIDTH = {2: 8.0, 3: 9.6}  # of a figure in inches, by its columns: on a page its text is readable
-TITLE_HEIGHT, PANEL_HEIGHT, SUBFIGURE_HEIGHT, LEGEND_LINE = 0.5, 2.9, 4.4, 0.2  # inches
+TITLE_HEIGHT, PANEL_HEIGHT, LEGEND_LINE = 0.5, 2.9, 0.2  # inches
 MARKERS_PER_LINE = 15  # about; more of them hide the lines
 
 # -------------------------------------------------------------------- columns of metrics.jsonl
@@ -37,31 +36,12 @@ def epoch(row: Row) -> float:
     return row["epoch"]
 
 
-def seconds(row: Row) -> float:
-    """Return the seconds of training since the start of the run."""
-    return training_seconds(row)
-
-
 def column(key: str, scale: float = 1.0) -> Callable[[Row], float]:
     """Return a function that reads one column, multiplied by `scale`; null is not a number."""
     return lambda row: math.nan if row[key] is None else scale * row[key]
 
 
-def kilobytes_a_step(rows: Sequence[Row]) -> float:
-    """Return the kilobytes that each rank has sent in a step, on average over the run."""
-    return sum(row["comm_bytes"] for row in rows) / rows[-1]["step"] / 1e3
-
-
 # -------------------------------------------------------------------- panels
-
-
-def create_subfigures(number: int, title: str) -> tuple[Figure, list[SubFigure]]:
-    """Return a figure with a title, and subfigures in two columns, which have their own legends."""
-    rows = math.ceil(number / 2)
-    figure = plt.figure(figsize=(WIDTH[2], TITLE_HEIGHT + SUBFIGURE_HEIGHT * rows))
-    figure.set_layout_engine("constrained")
-    figure.suptitle(title, fontsize=11)
-    return figure, list(figure.subfigures(rows, 2, squeeze=False).flat[:number])
 
 
 def create_panels(rows: int, columns: int, title: str) -> tuple[Figure, Any]:

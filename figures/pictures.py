@@ -1,27 +1,34 @@
-"""The figures: each a function of the logs' groups that returns a figure, or None without its runs.
+"""The figures: each a function of the logs' groups that returns a figure.
 
 figure = PICTURES["slow_network_time"](read_groups(LOGS))
 """
 
 from __future__ import annotations
 
+import csv
+import itertools
 import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from figures.methods import (
+    BLUE,
     COMPRESSIONS,
     GREY,
     LABELS,
     OPTIMIZERS,
+    VERMILION,
     line_styles,
     method_of,
     setting_of,
@@ -30,18 +37,16 @@ from figures.panels import (
     add_legend,
     column,
     create_panels,
-    create_subfigures,
     describe_seeds,
     epoch,
-    kilobytes_a_step,
     label_axes,
     plain_log_ticks,
     plot_methods,
-    seconds,
 )
 from figures.run_logs import (
     LOGS,
     ROOT,
+    Row,
     Runs,
     accuracy,
     device_hours,
@@ -49,7 +54,7 @@ from figures.run_logs import (
     last,
     read_flags,
 )
-from tuning.trial_panels import draw_trial_panel, read_trials
+from training.epoch_report import training_seconds
 
 Groups = Mapping[str, Mapping[str, Runs]]
 """The runs of all logs, by group and name."""
@@ -72,104 +77,130 @@ SCALING_METHODS = {  # in these results, and what they are called
     "SLAMB block k=0.1 bf16": "SLAMB",
 }
 SEARCH_RANGE = 0.3  # of losses in the enlarged panel of a search, as a part of the lowest
-FITTED_SIZES = 3  # of the batch, at least, for the two numbers of the model
 CRITICAL_TARGET = 45  # percent, in the picture of the critical batch
 LOGARITHMIC = {"lr", "weight_decay"}  # flags whose logarithm a sweep searched
 ACCURACY_RANGE = 6  # points of accuracy below the highest that an enlarged panel shows
-
-
-def relabel(named_runs: Mapping[str, Runs], labels: Mapping[str, str]) -> dict[str, Runs]:
-    """Return the runs that have a label, by their labels and in the labels' order."""
-    return {label: named_runs[name] for name, label in labels.items() if name in named_runs}
+STOPPED_DEPTH = 0.1  # how far below all values the stopped trials are, as a part of their range
 
 
 def labelled(groups: Groups, *names: str) -> dict[str, Runs]:
-    """Return the runs of these groups by their labels."""
-    named_runs: dict[str, Runs] = {}
-    for name in names:
-        named_runs |= relabel(groups.get(name, {}), LABELS[name])
-    return named_runs
+    """Return the runs of these groups that have a label, by their labels and in that order."""
+    return {
+        label: groups[name][run]
+        for name in names
+        for run, label in LABELS[name].items()
+        if run in groups[name]
+    }
 
 
-# -------------------------------------------------------------------- accuracy over epochs and time
+def read_results(file: str) -> Any:
+    """Return the content of a file of benchmarks/results."""
+    return json.loads((RESULTS / file).read_text(encoding="utf-8"))
+
+
+# -------------------------------------------------------------------- values over epochs and time
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A value of each row of metrics.jsonl over another.
+
+    Attributes:
+        y, ylabel: the value and the title of its axis.
+        x, xlabel: the same of the horizontal axis.
+        is_binary: whether the vertical axis has powers of two.
+    """
+
+    y: Callable[[Row], float]
+    ylabel: str
+    x: Callable[[Row], float] = epoch
+    xlabel: str = "epoch"
+    is_binary: bool = False
+
+    def over_time(self, xlabel: str = "training time / s") -> Panel:
+        """Return the same over the seconds of training since the start of the run."""
+        return replace(self, x=training_seconds, xlabel=xlabel)
+
+    def draw(self, axes: Axes, named_runs: Mapping[str, Runs], title: str = "") -> None:
+        """Draw a line for each method."""
+        plot_methods(axes, named_runs, x=self.x, y=self.y)
+        label_axes(axes, self.xlabel, self.ylabel, title=title)
+        if self.is_binary:
+            axes.set_yscale("log", base=2)
+            plain_log_ticks(axes.yaxis, 2)
+
+
+ACCURACY = Panel(accuracy, "test accuracy / %")
+LOSS = Panel(column("train_loss"), "training loss (cross-entropy)")
 
 
 def overview(named_runs: Mapping[str, Runs], title: str = "") -> Figure:
-    """Plot test accuracy against epochs and seconds, and training loss against epochs."""
-    figure, axes = create_panels(1, 3, title)
+    """Draw accuracy against epochs and seconds, and training loss against epochs."""
     has_test = all("test_accuracy" in rows[0] for runs in named_runs.values() for rows in runs)
-    ylabel = "test accuracy / %" if has_test else "accuracy on test or held-out rows / %"
-    plot_methods(axes[0, 0], named_runs, x=epoch, y=accuracy)
-    plot_methods(axes[0, 1], named_runs, x=seconds, y=accuracy)
-    plot_methods(axes[0, 2], named_runs, x=epoch, y=column("train_loss"))
-    label_axes(axes[0, 0], "epoch", ylabel)
-    label_axes(axes[0, 1], "training time / s", ylabel)
-    label_axes(axes[0, 2], "epoch", "training loss (cross-entropy)")
-    bands = describe_seeds(named_runs, band="band, and bar of times")
-    add_legend(figure, axes[0, 0], title=bands, columns=4 if len(named_runs) == 4 else 3)
-    return figure
+    ylabel = ACCURACY.ylabel if has_test else "accuracy on test or held-out rows / %"
+    panel = replace(ACCURACY, ylabel=ylabel)
+    columns = 4 if len(named_runs) == 4 else 3
+    return draw_panels((panel, panel.over_time(), LOSS), named_runs, title, columns=columns)
 
 
-def draw_overview(group: str, title: str, groups: Groups) -> Figure | None:
-    """Draw the overview of the runs of one group."""
-    named_runs = labelled(groups, group)
-    return overview(named_runs, title) if named_runs else None
+def draw_panels(
+    panels: Sequence[Panel],
+    named_runs: Mapping[str, Runs],
+    title: str,
+    *,
+    enlarged: bool = False,
+    columns: int = 3,
+) -> Figure:
+    """Draw panels side by side.
 
-
-def draw_optimizers(data_set: str, title: str, groups: Groups) -> Figure | None:
-    """Draw test accuracy of optimizers over epochs and over time, and its highest part enlarged."""
-    named_runs = labelled(groups, f"optimizers_{data_set}", f"soap_{data_set}")
-    title = f"Optimizers, each at the best setting of its search\n{title}"
-    return overview_and_end(named_runs, title, "training time on one core, beside other work / s")
-
-
-def draw_fast94(groups: Groups) -> Figure | None:
-    """Draw test accuracy of our recipe and of its peer over epochs and over time."""
-    title = "VGG8 on all of CIFAR-10 and two cores\naccuracy over one view of each test image"
-    return overview_and_end(labelled(groups, "fast94_vgg8"), title, "training time / s")
-
-
-def overview_and_end(named_runs: Mapping[str, Runs], title: str, time_label: str) -> Figure | None:
-    """Plot test accuracy against epochs and time, above the same with the highest part enlarged."""
-    if not named_runs:
-        return None
-    figure, axes = create_panels(2, 2, title)
-    for panel, x, xlabel in ((0, epoch, "epoch"), (1, seconds, time_label)):
-        for row in axes[:, panel]:
-            plot_methods(row, named_runs, x=x, y=accuracy)
-            label_axes(row, xlabel, "test accuracy / %")
-    highest = max(max(last(runs, accuracy)) for runs in named_runs.values())
-    for panel in axes[1]:
-        panel.set_ylim(highest - ACCURACY_RANGE, highest + 0.1 * ACCURACY_RANGE)
-        panel.set_title("the highest accuracies, enlarged", fontsize=10)
-    bands = describe_seeds(named_runs, band="band, and bar of times")
-    add_legend(figure, axes[0, 0], title=bands)
-    return figure
-
-
-def draw_defaults(groups: Groups) -> Figure | None:
-    """Draw test accuracy and training loss of optimizers at their default rates, over epochs.
-
-    Times are left out: other work ran beside some of these runs.
+    Args:
+        panels: what they show.
+        named_runs: the runs by their labels.
+        title: of the figure.
+        enlarged: draw the panels a second time, with their highest accuracies alone.
+        columns: of the legend.
     """
-    named_runs = labelled(groups, "defaults_cifar10_20pct")
-    if not named_runs:
-        return None
-    title = f"Optimizers at their default learning rates\n{SMALL_IMAGES}, batch 128, 10 epochs"
-    figure, axes = create_panels(1, 2, title)
-    plot_methods(axes[0, 0], named_runs, x=epoch, y=accuracy)
-    plot_methods(axes[0, 1], named_runs, x=epoch, y=column("train_loss"))
-    label_axes(axes[0, 0], "epoch", "test accuracy / %")
-    label_axes(axes[0, 1], "epoch", "training loss (cross-entropy)")
-    add_legend(figure, axes[0, 0], title=describe_seeds(named_runs), columns=4)
+    figure, axes = create_panels(1 + enlarged, len(panels), title)
+    for row in axes:
+        for panel, each in zip(row, panels):
+            each.draw(panel, named_runs)
+    for panel in axes[1] if enlarged else ():
+        enlarge_highest(panel, named_runs)
+        panel.set_title("the highest accuracies, enlarged", fontsize=10)
+    has_time = any(panel.x is training_seconds for panel in panels)
+    band = "band, and bar of times" if has_time else "band"
+    bands = describe_seeds(named_runs, band=band)
+    add_legend(figure, axes[0, 0], title=bands, columns=columns)
     return figure
 
 
-def draw_mixing(group: str, search: str, title: str, note: str, groups: Groups) -> Figure | None:
+def enlarge_highest(axes: Axes, named_runs: Mapping[str, Runs]) -> None:
+    """Let a panel show the accuracies near the highest last one."""
+    highest = max(max(last(runs, accuracy)) for runs in named_runs.values())
+    axes.set_ylim(highest - ACCURACY_RANGE, highest + 0.1 * ACCURACY_RANGE)
+
+
+def draw_group(
+    names: Sequence[str], panels: Sequence[Panel], title: str, groups: Groups, **settings: Any
+) -> Figure:
+    """Draw panels of the runs of these groups; `settings` are those of `draw_panels`."""
+    return draw_panels(panels, labelled(groups, *names), title, **settings)
+
+
+def optimizers_in_full(data_set: str, title: str) -> Callable[[Groups], Figure]:
+    """Return a function that draws optimizers over epochs and time, at the best of a search."""
+    time = ACCURACY.over_time("training time on one core, beside other work / s")
+    title = f"Optimizers, each at the best setting of its search\n{title}"
+    names = (f"optimizers_{data_set}", f"soap_{data_set}")
+    return partial(draw_group, names, (ACCURACY, time), title, enlarged=True)
+
+
+# -------------------------------------------------------------------- mixing of samples
+
+
+def draw_mixing(group: str, search: str, title: str, note: str, groups: Groups) -> Figure:
     """Draw accuracies of a search over the rates for each kind of mixing, and its gain by seed."""
-    kinds, named_runs = LABELS[group], groups.get(group, {})
-    if not named_runs.keys() >= kinds.keys() or search not in groups:
-        return None
+    kinds, named_runs = LABELS[group], groups[group]
     figure, axes = create_panels(1, 3, title)
     styles = line_styles(kinds.values())
     tried: set[float] = set()  # rates, of any kind
@@ -188,23 +219,25 @@ def draw_mixing(group: str, search: str, title: str, note: str, groups: Groups) 
         gains = [each - none for each, none in zip(own, plain, strict=True)]  # by seed
         style = {**styles[label], "linestyle": "", "markersize": 8}
         axes[0, 2].plot([number] * len(gains), gains, **style)
+    ticks = sorted(tried)
+    unit, of_unit = (1e-4, " / 0.0001") if ticks[0] < 0.01 else (1.0, "")  # long ticks overlap
     for panel, title in ((axes[0, 0], "search: best epoch"), (axes[0, 1], "search: last epoch")):
         panel.set_xscale("log", base=2)
-        ticks = sorted(tried)
-        unit = 1e-4 if ticks[0] < 0.01 else 1.0  # ticks of many digits would overlap
-        xlabel = "learning rate" + (" / 0.0001" if unit < 1 else "")
         panel.set_xticks(ticks, [f"{rate / unit:g}" for rate in ticks])
         panel.minorticks_off()
-        label_axes(panel, xlabel, "held-out accuracy / %", title=title)
+        label_axes(panel, f"learning rate{of_unit}", "held-out accuracy / %", title=title)
     axes[0, 2].set_xticks(range(len(kinds)), kinds, rotation=45, ha="right", fontsize=8)
     axes[0, 2].axhline(0, color=GREY, linewidth=1, zorder=0)
     label_axes(axes[0, 2], "kind of mixing", "gain in test accuracy", title="in full, last epoch")
     legend = f"search: one seed each; in full: a marker for each seed{note}"
-    add_legend(figure, axes[0, 0], title=legend, columns=3)
+    add_legend(figure, axes[0, 0], title=legend)
     return figure
 
 
-def draw_critical_batch(groups: Groups) -> Figure | None:
+# -------------------------------------------------------------------- the critical batch
+
+
+def draw_critical_batch(groups: Groups) -> Figure:
     """Draw steps and samples to an accuracy over the batch size, and the gradient noise scale.
 
     A dashed line is the model of McCandlish et al. (https://arxiv.org/abs/1812.06162, equation
@@ -212,33 +245,28 @@ def draw_critical_batch(groups: Groups) -> Figure | None:
     the epoch in which they reach the accuracy: the median of all runs of the optimizer.
     A size of which a seed does not reach the accuracy is left out.
     """
-    group = "critical_batch_cifar10_20pct"
-    points = {
-        OPTIMIZERS[optimizer]: reached_by_batch(groups.get(group, {}), optimizer)
-        for optimizer in ("sgd", "ngd")
-    }
-    if min(map(len, points.values())) < FITTED_SIZES:
-        return None
     title = f"Steps and samples to {CRITICAL_TARGET} % at the best rate of each batch size"
     figure, axes = create_panels(1, 2, f"{title}\n{SMALL_IMAGES} at 16 pixels, constant rates")
-    styles = line_styles(points)
-    for label, by_batch in points.items():
-        batches = sorted(by_batch)
-        samples = [statistics.mean(each.samples for each in by_batch[size]) for size in batches]
-        least, critical = fit_critical_batch(batches, samples)
-        noise = statistics.median(each.noise for runs in by_batch.values() for each in runs)
-        for panel, scale in ((axes[0, 0], lambda size: size), (axes[0, 1], lambda size: 1)):
-            colour = styles[label]["color"]
-            for size, mean_samples in zip(batches, samples):
-                values = [each.samples / scale(size) for each in by_batch[size]]
-                centre = mean_samples / scale(size)
-                bar = [[centre - min(values)], [max(values) - centre]]
-                panel.errorbar([size], [centre], bar, color=colour, capsize=3, linewidth=1)
-            means = [value / scale(size) for size, value in zip(batches, samples)]
-            model = [least * (1 + size / critical) / scale(size) for size in batches]
-            panel.plot(batches, means, label=label, **{**styles[label], "linestyle": ""})
-            panel.plot(batches, model, "--", color=colour, linewidth=1, zorder=0)
-            panel.axvline(noise, color=colour, linestyle=":", linewidth=1, zorder=0)
+    for optimizer in ("sgd", "ngd"):
+        by_batch = reached_by_batch(groups["critical_batch_cifar10_20pct"], optimizer)
+        label, batches = OPTIMIZERS[optimizer], sorted(by_batch)
+        style = line_styles([label])[label]
+        samples = [[run.samples for run in by_batch[size]] for size in batches]
+        least, critical = fit_critical_batch(batches, list(map(statistics.mean, samples)))
+        noise = statistics.median(run.noise for runs in by_batch.values() for run in runs)
+        for panel, scales in ((axes[0, 0], batches), (axes[0, 1], [1] * len(batches))):
+            scaled = [[each / scale for each in seeds] for seeds, scale in zip(samples, scales)]
+            means = list(map(statistics.mean, scaled))
+            bars = [
+                [mean - min(seeds) for mean, seeds in zip(means, scaled)],
+                [max(seeds) - mean for mean, seeds in zip(means, scaled)],
+            ]
+            model = [least * (1 + size / critical) / scale for size, scale in zip(batches, scales)]
+            line = {"color": style["color"], "linewidth": 1}
+            panel.errorbar(batches, means, bars, linestyle="", capsize=3, **line)
+            panel.plot(batches, means, label=label, **{**style, "linestyle": ""})
+            panel.plot(batches, model, "--", zorder=0, **line)
+            panel.axvline(noise, linestyle=":", zorder=0, **line)
     for panel, ylabel in ((axes[0, 0], "steps"), (axes[0, 1], "samples")):
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
@@ -290,146 +318,94 @@ def fit_critical_batch(batches: Sequence[int], samples: Sequence[float]) -> tupl
     Returns:
         The least number of samples, and the critical batch size in samples.
     """
-    best = (math.inf, 0.0, 0.0)
-    for position in range(1001):
-        critical = 2.0 ** (position / 50)  # 1 to 1,000,000
-        least_of_each = [
-            math.log(each / (1 + size / critical)) for size, each in zip(batches, samples)
-        ]
-        error = statistics.pvariance(least_of_each)
-        best = min(best, (error, math.exp(statistics.mean(least_of_each)), critical))
-    return best[1], best[2]
+    critical = 2.0 ** (np.arange(1001) / 50)  # 1 to 1,000,000
+    least = np.log(samples) - np.log1p(np.array(batches) / critical[:, None])  # by each batch
+    best = least.var(axis=1).argmin()
+    return float(np.exp(least[best].mean())), float(critical[best])
 
 
-def draw_dynamic_batching(groups: Groups) -> Figure | None:
-    """Draw accuracy, batch size and gradient noise scale of each rule for the batch size."""
-    named_runs = labelled(groups, "dynamic_batch_cifar10_20pct")
-    if not named_runs:
-        return None
-    title = "Rules for the batch size (--dynamic_batch), each at the best rate of its search"
-    figure, axes = create_panels(1, 3, f"{title}\n{SMALL_IMAGES} at 24 pixels, SGD")
-    for panel, name, ylabel in (
-        (axes[0, 1], "batch_size", "batch size / samples"),
-        (axes[0, 2], "noise_scale", "gradient noise scale / samples"),
-    ):
-        plot_methods(panel, named_runs, x=epoch, y=column(name))
-        label_axes(panel, "epoch", ylabel)
-        panel.set_yscale("log", base=2)
-        plain_log_ticks(panel.yaxis, 2)
-    plot_methods(axes[0, 0], named_runs, x=epoch, y=accuracy)
-    label_axes(axes[0, 0], "epoch", "test accuracy / %")
-    add_legend(figure, axes[0, 0], title=describe_seeds(named_runs), columns=4)
-    return figure
+# -------------------------------------------------------------------- slow networks
 
 
-def draw_schedules(groups: Groups) -> Figure | None:
-    """Draw test accuracy and learning rate of each schedule over epochs."""
-    named_runs = labelled(groups, "schedules_cifar10_20pct")
-    if not named_runs:
-        return None
-    title = "Schedules of the learning rate, each at the best rate of its search"
-    figure, axes = create_panels(1, 2, f"{title}\n{SMALL_IMAGES} at 24 pixels, SGD, batch 128")
-    plot_methods(axes[0, 0], named_runs, x=epoch, y=accuracy)
-    plot_methods(axes[0, 1], named_runs, x=epoch, y=column("lr"))
-    label_axes(axes[0, 0], "epoch", "test accuracy / %")
-    label_axes(axes[0, 1], "epoch", "learning rate at its end")
-    add_legend(figure, axes[0, 0], title=describe_seeds(named_runs), columns=5)
-    return figure
-
-
-def draw_slow_network(groups: Groups) -> Figure | None:
+def draw_slow_network(groups: Groups) -> Figure:
     """Draw accuracy against the bytes of a step in the search, and over epochs in full."""
-    found = best_of_search(groups.get("slow_network_search_cifar10", {}))
+    found = best_of_search(groups["slow_network_search_cifar10"])
     labels = LABELS["slow_network_search_cifar10"]
-    searched = relabel(found, labels)
     named_runs = labelled(groups, "slow_network_cifar10")
-    if not searched or not named_runs:
-        return None
     title = (
         "Methods for slow networks, each at the best rate of its search\n"
         "ResNet-20, all of CIFAR-10 at 24 pixels, two ranks of batch 512"
     )
-    figure, axes = create_panels(1, 2, title)
-    styles = line_styles(searched)
-    for label, runs in searched.items():
-        (sent,), (value,) = map(kilobytes_a_step, runs), last(runs, accuracy)
-        style = {**styles[label], "linestyle": "", "markersize": 8}
-        axes[0, 0].plot([sent], [value], label=label, **style)
+    figure, (panels,) = create_panels(1, 2, title)
+    styles = line_styles([label for name, label in labels.items() if name in found])
+    points = {name: (kilobytes_a_step(rows), accuracy(rows[-1])) for name, rows in found.items()}
+    for name, label in labels.items():
+        if name in found:
+            style = {**styles[label], "linestyle": "", "markersize": 8}
+            panels[0].plot(*points[name], label=label, **style)
     for names in COMPRESSIONS:
-        there = [name for name in names if name in found]
-        points = [
-            (kilobytes_a_step(rows), accuracy(rows[-1]))
-            for (rows,) in map(found.__getitem__, there)
-        ]
-        colour = styles[labels[there[0]]]["color"] if there else GREY
-        axes[0, 0].plot(*zip(*points), color=colour, linewidth=1, zorder=0)
-    axes[0, 0].set_xscale("log")
-    plain_log_ticks(axes[0, 0].xaxis)
-    plot_methods(axes[0, 1], named_runs, x=epoch, y=accuracy)
+        colour = styles[labels[names[0]]]["color"]
+        line = zip(*(points[name] for name in names))
+        panels[0].plot(*line, color=colour, linewidth=1, zorder=0)
+    panels[0].set_xscale("log")
+    plain_log_ticks(panels[0].xaxis)
     xlabel, ylabel = "sent by each rank in a step / kB", "held-out accuracy / %"
-    label_axes(axes[0, 0], xlabel, ylabel, title="search: one seed, a tenth held out")
-    label_axes(axes[0, 1], "epoch", "test accuracy / %", title="in full")
-    bands = f"right, {describe_seeds(named_runs)}"
-    add_legend(figure, axes[0, 0], title=bands, columns=3)
+    label_axes(panels[0], xlabel, ylabel, title="search: one seed, a tenth held out")
+    ACCURACY.draw(panels[1], named_runs, title="in full")
+    add_legend(figure, panels[0], title=f"right, {describe_seeds(named_runs)}")
     return figure
 
 
-def draw_slow_network_time(groups: Groups) -> Figure | None:
-    """Draw accuracy against the minutes of training on two slow networks, and LAMB's as a level."""
-    named_runs = labelled(groups, "slow_network_cifar10")
-    paths = {network: RESULTS / file for network, file in SLOW_NETWORKS.items()}
-    if "LAMB" not in named_runs or not all(path.exists() for path in paths.values()):
-        return None
-    title = "Time to an accuracy on slow networks\nResNet-20, 24 pixels, two ranks of batch 512"
-    figure, axes = create_panels(1, 2, title)
-    level = statistics.mean(last(named_runs["LAMB"], accuracy))
-    labels = LABELS["slow_network_cifar10"]
-    for panel, (network, path) in zip(axes[0], paths.items()):
-        timed = with_minutes(named_runs, json.loads(path.read_text(encoding="utf-8")), labels)
-        plot_methods(panel, timed, x=column("minutes"), y=accuracy)
-        panel.axhline(level, color=GREY, linewidth=1, zorder=0)
-        label_axes(panel, "training time / minutes", "test accuracy / %", title=network)
-    level_line = Line2D([], [], color=GREY, linewidth=1, label="last accuracy of LAMB")
-    bands = describe_seeds(timed)
-    add_legend(figure, axes[0, 0], title=bands, columns=3, further=[level_line])
-    return figure
+def kilobytes_a_step(rows: Sequence[Row]) -> float:
+    """Return the kilobytes that each rank has sent in a step, on average over the run."""
+    return sum(row["comm_bytes"] for row in rows) / rows[-1]["step"] / 1e3
 
 
-def best_of_search(named_runs: Mapping[str, Runs]) -> dict[str, Runs]:
-    """Return the runs METHOD-lrRATE with the lowest last validation loss, by METHOD."""
-    best: dict[str, Runs] = {}
-    for name, runs in named_runs.items():
-        method, loss = name.partition("-lr")[0], statistics.mean(last(runs, column("val_loss")))
-        if method not in best or loss < statistics.mean(last(best[method], column("val_loss"))):
-            best[method] = runs
+def best_of_search(named_runs: Mapping[str, Runs]) -> dict[str, list[Row]]:
+    """Return the run METHOD-lrRATE with the lowest last validation loss, by METHOD."""
+    best: dict[str, list[Row]] = {}
+    for name, (rows,) in named_runs.items():
+        method = name.partition("-lr")[0]
+        if method not in best or rows[-1]["val_loss"] < best[method][-1]["val_loss"]:
+            best[method] = rows
     return best
 
 
-# -------------------------------------------------------------------- time
+def draw_slow_network_time(groups: Groups) -> Figure:
+    """Draw accuracy against the minutes of training on two slow networks, and LAMB's as a level."""
+    named_runs = labelled(groups, "slow_network_cifar10")
+    title = "Time to an accuracy on slow networks\nResNet-20, 24 pixels, two ranks of batch 512"
+    figure, (panels,) = create_panels(1, 2, title)
+    level = statistics.mean(last(named_runs["LAMB"], accuracy))
+    labels = LABELS["slow_network_cifar10"]
+    for panel, (network, file) in zip(panels, SLOW_NETWORKS.items()):
+        timed = with_minutes(named_runs, read_results(file), labels)
+        OVER_MINUTES.draw(panel, timed, title=network)
+        panel.axhline(level, color=GREY, linewidth=1, zorder=0)
+    level_line = Line2D([], [], color=GREY, linewidth=1, label="last accuracy of LAMB")
+    add_legend(figure, panels[0], title=describe_seeds(timed), further=[level_line])
+    return figure
 
 
-def draw_time(groups: Groups) -> Figure | None:
+# -------------------------------------------------------------------- time on a free machine
+
+OVER_MINUTES = replace(ACCURACY, x=column("minutes"), xlabel="training time / minutes")
+
+
+def draw_time(groups: Groups) -> Figure:
     """Draw the highest accuracies of optimizers over minutes of training, a panel for each problem.
 
     The accuracies are those of the logs, and the minutes those of a machine with nothing else to
     do, where time_to_target measured each optimizer's samples a second.
     """
-    problems = {
-        title: (labelled(groups, f"optimizers_{data_set}", f"soap_{data_set}"), RESULTS / file)
-        for title, (data_set, file) in TIMES.items()
-    }
-    if not all(named_runs and path.exists() for named_runs, path in problems.values()):
-        return None
     title = "Test accuracy over training time on one core, each optimizer at its best rate"
-    figure, axes = create_panels(1, 3, title)
-    for panel, (title, (named_runs, path)) in zip(axes[0], problems.items()):
-        timed = with_minutes(named_runs, json.loads(path.read_text(encoding="utf-8")), OPTIMIZERS)
-        plot_methods(panel, timed, x=column("minutes"), y=accuracy)
-        highest = max(max(last(runs, accuracy)) for runs in timed.values())
-        panel.set_ylim(highest - ACCURACY_RANGE, highest + 0.1 * ACCURACY_RANGE)
-        label_axes(panel, "training time / minutes", "test accuracy / %", title=title)
-    bands = describe_seeds(problems[SMALL_TEXTS][0])
-    add_legend(figure, axes[0, 2], title=bands)
+    figure, (panels,) = create_panels(1, 3, title)
+    for panel, (title, (data_set, file)) in zip(panels, TIMES.items()):
+        named_runs = labelled(groups, f"optimizers_{data_set}", f"soap_{data_set}")
+        timed = with_minutes(named_runs, read_results(file), OPTIMIZERS)
+        OVER_MINUTES.draw(panel, timed, title=title)
+        enlarge_highest(panel, timed)
+    add_legend(figure, panels[2], title=describe_seeds(named_runs))
     return figure
 
 
@@ -462,20 +438,18 @@ def with_minutes(
 # -------------------------------------------------------------------- searches
 
 
-def draw_optimizer_search(names: Sequence[str], title: str, groups: Groups) -> Figure | None:
+def draw_optimizer_search(data_set: str, title: str, groups: Groups) -> Figure:
     """Draw the loss on held-out rows over the learning rate, a curve for each momentum.
 
     Args:
-        names: groups whose runs are named OPTIMIZER-lrRATE and so on.
+        data_set: ends the names of two groups, whose runs are named OPTIMIZER-lrRATE and so on.
         title: network, data and length of the runs.
         groups: all logs.
     """
-    curves = search_curves(names, groups)
-    if not curves:
-        return None
-    figure, axes = create_panels(1, 2, f"Search of the learning rates: held-out loss\n{title}")
+    curves = search_curves(data_set, groups)
+    figure, (panels,) = create_panels(1, 2, f"Search of the learning rates: held-out loss\n{title}")
     styles, best = line_styles(curves), best_settings(curves)
-    for panel in axes[0]:
+    for panel, title in zip(panels, ("all settings", "the lowest losses, enlarged")):
         for label, losses in curves.items():
             panel.plot(*zip(*sorted(losses.items())), label=label, **styles[label])
         for label, point in best.items():
@@ -483,26 +457,24 @@ def draw_optimizer_search(names: Sequence[str], title: str, groups: Groups) -> F
             panel.plot(*point, "o", markersize=14, markerfacecolor="none", color=colour)
         panel.set_xscale("log")
         plain_log_ticks(panel.xaxis)
+        label_axes(panel, "learning rate", "validation loss (cross-entropy)", title=title)
     lowest = min(loss for _, loss in best.values())
-    axes[0, 1].set_ylim((1 - 0.1 * SEARCH_RANGE) * lowest, (1 + SEARCH_RANGE) * lowest)
-    ylabel = "validation loss (cross-entropy)"
-    label_axes(axes[0, 0], "learning rate", ylabel, title="all settings")
-    label_axes(axes[0, 1], "learning rate", ylabel, title="the lowest losses, enlarged")
+    panels[1].set_ylim((1 - 0.1 * SEARCH_RANGE) * lowest, (1 + SEARCH_RANGE) * lowest)
     note = "one seed each; ring: the best setting of an optimizer"
-    add_legend(figure, axes[0, 0], title=note, columns=2)
+    add_legend(figure, panels[0], title=note, columns=2)
     return figure
 
 
-def search_curves(names: Sequence[str], groups: Groups) -> dict[str, dict[float, float]]:
+def search_curves(data_set: str, groups: Groups) -> dict[str, dict[float, float]]:
     """Return the last validation loss by rate, of each optimizer and momentum."""
     curves: dict[str, dict[float, float]] = {}
     for optimizer, method in OPTIMIZERS.items():
-        for group in names:
-            for run, runs in groups.get(group, {}).items():
+        for group in (f"optimizer_search_{data_set}", f"soap_search_{data_set}"):
+            for run, (rows,) in groups[group].items():
                 if run.partition("-lr")[0] == optimizer:
                     flags = read_flags(group, run)
                     curve = curves.setdefault(f"{method}, {setting_of(flags)}", {})
-                    curve[flags["lr"]] = statistics.mean(last(runs, column("val_loss")))
+                    curve[flags["lr"]] = rows[-1]["val_loss"]
     return curves
 
 
@@ -519,7 +491,7 @@ def best_settings(curves: Mapping[str, Mapping[float, float]]) -> dict[str, tupl
 
 def draw_tuning(
     group: str, defaults: str, flags: Sequence[str], title: str, groups: Groups
-) -> Figure | None:
+) -> Figure:
     """Draw the trials of a sweep over three flags, and what its best ones reach in full.
 
     Args:
@@ -529,81 +501,71 @@ def draw_tuning(
         title: what was trained.
         groups: the runs of all logs.
     """
-    path = LOGS / f"{group}-trials.csv"
-    named_runs = labelled(groups, group)
-    if not named_runs or defaults not in groups or not path.exists():
-        return None
-    named_runs = {"defaults": groups[defaults]["default"], **named_runs}
-    trials = read_trials(path)
+    named_runs = {"defaults": groups[defaults]["default"], **labelled(groups, group)}
+    with open(LOGS / f"{group}-trials.csv", encoding="utf-8", newline="") as file:
+        trials = list(csv.DictReader(file))  # the best first
     first_line = f"A sweep of {len(trials)} trials, and its result in full"
     figure, axes = create_panels(2, 2, f"{first_line}\n{title}")
     for flag, panel in zip(flags, axes.flat):
-        draw_trial_panel(panel, trials, flag, logarithmic=flag in LOGARITHMIC, scale=100)
-        label_axes(panel, f"--{flag}", "held-out accuracy / %", title="trials")
-    plot_methods(axes[1, 1], named_runs, x=epoch, y=accuracy)
-    label_axes(axes[1, 1], "epoch", "test accuracy / %", title="in full")
+        draw_trials(panel, trials, flag)
+    ACCURACY.draw(axes[1, 1], named_runs, title="in full")
     note = f"trials: one seed each; in full: {describe_seeds(named_runs)}"
     add_legend(figure, axes[0, 0], axes[1, 1], title=note)
     return figure
 
 
+def draw_trials(axes: Axes, trials: Sequence[Mapping[str, str]], flag: str) -> None:
+    """Draw what each trial reached over a flag, and crosses below for those without a value."""
+    places = {True: [], False: []}  # by whether the trial is complete
+    for trial in trials:
+        if trial[flag]:
+            places[trial["state"] == "COMPLETE"].append(float(trial[flag]))
+    heights = [100 * float(t["value"]) for t in trials if t[flag] and t["state"] == "COMPLETE"]
+    lowest, highest = min(heights), max(heights)
+    below = [lowest - STOPPED_DEPTH * (highest - lowest)] * len(places[False])
+    axes.scatter(places[True], heights, s=24, color=BLUE, label="trial")
+    best = places[True][:1], heights[:1]
+    axes.scatter(*best, s=160, marker="*", color=VERMILION, label="best trial")
+    label = "stopped early, no value"
+    axes.scatter(places[False], below, s=24, marker="x", color=GREY, label=label)
+    if flag in LOGARITHMIC:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    label_axes(axes, f"--{flag}", "held-out accuracy / %", title="trials")
+
+
 # -------------------------------------------------------------------- device-hours
 
 
-def draw_pareto(groups: Groups) -> Figure | None:
+def draw_pareto(groups: Groups) -> Figure:
     """Draw device-hours against test accuracy after the last epoch, a panel for each problem.
 
-    Runs share a panel only if they train the same network on the same data on the same kind of
-    device; but the peer of fast94_vgg8 has its own network. Only runs that may use both cores of
-    their machine are drawn: those with --threads 1 leave the other one to other work, so that they
-    are not hours of a device.
+    Runs share a panel only if they train on the same data on the same kind of device; the peer of
+    fast94_vgg8 has its own network. Runs with --threads 1 are left out: they leave the other core
+    to other work, so that they are not hours of a device.
     """
-    problems: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for group, named_runs in groups.items():
-        for run, label in LABELS.get(group, {}).items():
-            for rows in named_runs.get(run, []):
-                flags = read_flags(group, run)
-                if flags["threads"] != 1 and "test_accuracy" in rows[-1]:
-                    points = problems.setdefault(problem_of(group, flags), {})
-                    point = device_hours(rows[-1]), accuracy(rows[-1])
-                    points.setdefault(label, []).append(point)
-    problems = {title: points for title, points in problems.items() if len(points) > 1}
-    if not problems:
-        return None
-    title = "Device-hours and test accuracy after the last epoch, a marker for each run"
-    figure, subfigures = create_subfigures(len(problems), title)
-    for subfigure, (problem, points) in zip(subfigures, sorted(problems.items())):
+    figure = plt.figure(figsize=(8, 4.9), layout="constrained")
+    figure.suptitle(
+        "Device-hours and test accuracy after the last epoch, a marker for each run", fontsize=11
+    )
+    problems = (
+        ("agnews12k", f"{SMALL_TEXTS}, CPU"),
+        ("fast94_vgg8", "VGG8, all of CIFAR-10, CPU"),
+    )
+    for subfigure, (group, title) in zip(figure.subfigures(1, 2), problems):
         axes = subfigure.subplots()
-        draw_pareto_panel(axes, points)
-        label_axes(axes, "device-hours", "test accuracy / %", title=problem)
-        columns = 2 if len(points) > 6 else 1
-        subfigure.legend(loc="outside lower center", fontsize=8, ncols=columns, handlelength=1.5)
+        named_runs = labelled(groups, group)
+        styles, front = line_styles(named_runs), []
+        for label, runs in named_runs.items():
+            points = [(device_hours(rows[-1]), accuracy(rows[-1])) for rows in runs]
+            axes.plot(*zip(*points), label=label, **{**styles[label], "linestyle": ""})
+            front += points
+        ring = {"markersize": 11, "markerfacecolor": "none", "label": "none is cheaper and better"}
+        axes.plot(*zip(*pareto_front(front)), "o-", color=GREY, linewidth=1, zorder=0, **ring)
+        label_axes(axes, "device-hours", "test accuracy / %", title=title)
+        subfigure.legend(loc="outside lower center", fontsize=8, handlelength=1.5)
     return figure
-
-
-def problem_of(group: str, flags: Mapping[str, Any]) -> str:
-    """Name the network, the data and the device of a run."""
-    device = "GPU" if group.startswith("gpu_") else "CPU"
-    rows = "" if device == "GPU" else "12,000 rows of "
-    if flags.get("dataset") == "agnews":
-        return f"Transformer, {rows}AG News, {device}"
-    if group == "fast94_vgg8":  # the peer's network is much like it, and its flags do not name it
-        return f"VGG8, all of CIFAR-10, {device}"
-    network = flags["arch"].replace("resnet", "ResNet-")
-    data_set = {"mnist": "MNIST", "cifar10": "CIFAR-10"}[flags["dataset"]]
-    fraction = "" if flags["subset"] == 1 else f"{flags['subset']:.0%} of ".replace("%", " %")
-    return f"{network}, {fraction}{data_set}, {device}"
-
-
-def draw_pareto_panel(axes: Axes, points: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Draw the runs of one problem as markers, and their Pareto front as a line."""
-    styles = line_styles(points)
-    for label, pairs in points.items():
-        axes.plot(*zip(*pairs), label=label, **{**styles[label], "linestyle": ""})
-    front = pareto_front([pair for pairs in points.values() for pair in pairs])
-    label = "none is cheaper and better"
-    (line,) = axes.plot(*zip(*front), "o-", color=GREY, linewidth=1, zorder=0, label=label)
-    line.set(markersize=11, markerfacecolor="none")
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -618,28 +580,35 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 # -------------------------------------------------------------------- scaling
 
 
-def draw_scaling(groups: Groups) -> Figure | None:
-    """Draw parallel efficiency against processes: the model as lines, measurements as markers."""
-    if not (RESULTS / "scaling-cpu.json").exists():
-        return None
-    results = json.loads((RESULTS / "scaling-cpu.json").read_text(encoding="utf-8"))
+def draw_scaling(groups: Groups) -> Figure:
+    """Draw parallel efficiency against processes: the model as lines, measurements as markers.
+
+    The measurements are those of benchmarks/results, and not of the logs.
+    """
+    results = read_results("scaling-cpu.json")
     ratios = {row["name"]: row["ratios"] for row in results["rows"]}
     figure, axes = create_panels(2, 2, "Parallel efficiency of LAMB and SLAMB on slow networks")
-    for column_index, (arch, batch) in enumerate((("resnet20", 64), ("resnet110", 32))):
-        for row_index, (network, mbits) in enumerate(
-            (("1 Gbit/s", "1000 Mbit/s"), ("100 Mbit/s", "100 Mbit/s"))
-        ):
-            panel = axes[row_index, column_index]
-            predicted = results["measured"][f"{arch} predicted"][mbits]
-            for key, method in SCALING_METHODS.items():
-                measured = ratios[f"{arch} {network} N=2 {key}"]
-                plot_efficiency(panel, results["many"], predicted[key], measured, label=method)
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(results["many"], results["many"])
-            panel.minorticks_off()
-            panel.set_ylim(0, 1.05)
-            title = f"{arch.replace('resnet', 'ResNet-')}, {batch} images per process, {network}"
-            label_axes(panel, "processes", "parallel efficiency", title=title)
+    styles = line_styles(SCALING_METHODS.values())
+    places = itertools.product(
+        (("1 Gbit/s", "1000 Mbit/s"), ("100 Mbit/s", "100 Mbit/s")),
+        (("resnet20", 64), ("resnet110", 32)),
+    )
+    for panel, ((network, mbits), (arch, batch)) in zip(axes.flat, places):
+        predicted = results["measured"][f"{arch} predicted"][mbits]
+        for key, label in SCALING_METHODS.items():
+            colour, marker = styles[label]["color"], styles[label]["marker"]
+            panel.plot(results["many"], predicted[key], "--", color=colour)
+            rounds = ratios[f"{arch} {network} N=2 {key}"]
+            median = statistics.median(rounds)
+            bars = [[median - min(rounds)], [max(rounds) - median]]
+            style = {"color": colour, "marker": marker, "markersize": 8, "linestyle": ""}
+            panel.errorbar([2], [median], bars, elinewidth=1, capsize=4, label=label, **style)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(results["many"], results["many"])
+        panel.minorticks_off()
+        panel.set_ylim(0, 1.05)
+        title = f"{arch.replace('resnet', 'ResNet-')}, {batch} images per process, {network}"
+        label_axes(panel, "processes", "parallel efficiency", title=title)
     note = "measured: two processes; marker: median, bar: lowest to highest of all rounds"
     kinds = (
         Line2D([], [], linestyle="--", color=GREY, label="model"),
@@ -649,60 +618,17 @@ def draw_scaling(groups: Groups) -> Figure | None:
     return figure
 
 
-def plot_efficiency(
-    axes: Axes,
-    processes: Sequence[int],
-    predicted: Sequence[float],
-    measured: Sequence[float],
-    *,
-    label: str,
-) -> None:
-    """Plot a method's predicted efficiency, and the measured one of two processes with its range.
-
-    Args:
-        axes: where to draw.
-        processes: numbers of processes for which there is a prediction.
-        predicted: efficiency for each of them.
-        measured: efficiency of two processes in each round.
-        label: name of the method.
-    """
-    style = line_styles([label])[label]
-    axes.plot(processes, predicted, "--", color=style["color"])
-    median = statistics.median(measured)
-    bars = [[median - min(measured)], [max(measured) - median]]
-    axes.errorbar(
-        [2],
-        [median],
-        bars,
-        linestyle="",
-        color=style["color"],
-        marker=style["marker"],
-        markersize=8,
-        elinewidth=1,
-        capsize=4,
-        label=label,
-    )
-
-
 # -------------------------------------------------------------------- all pictures
 
-SEARCHES = {  # groups that share axes; the first one names the picture
-    ("optimizer_search_cifar10_20pct", "soap_search_cifar10_20pct"): (
-        f"{SMALL_IMAGES}, batch 128, 6 epochs, 10 % held out"
-    ),
-    ("optimizer_search_vgg8_20pct", "soap_search_vgg8_20pct"): (
-        "VGG8, 20 % of CIFAR-10 at 24 pixels, batch 128, 4 epochs, 10 % held out"
-    ),
-    ("optimizer_search_agnews12k", "soap_search_agnews12k"): (
-        f"{SMALL_TEXTS}, batch 128, 8 epochs, 10 % held out"
-    ),
-    ("optimizer_search_cifar10", "soap_search_cifar10"): (
-        "ResNet-20, all of CIFAR-10, batch 128, 4 epochs, 10 % held out"
-    ),
-}
-PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
+PICTURES: dict[str, Callable[[Groups], Figure]] = {
     "time": draw_time,
-    "fast94_vgg8": draw_fast94,
+    "fast94_vgg8": partial(
+        draw_group,
+        ["fast94_vgg8"],
+        [ACCURACY, ACCURACY.over_time()],
+        "VGG8 on all of CIFAR-10 and two cores\naccuracy over one view of each test image",
+        enlarged=True,
+    ),
     "mixup_cifar10_10pct": partial(
         draw_mixing,
         "mixup_cifar10_10pct",
@@ -733,13 +659,37 @@ PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
         "",
     ),
     "critical_batch": draw_critical_batch,
-    "dynamic_batching": draw_dynamic_batching,
-    "schedules": draw_schedules,
+    "dynamic_batching": partial(
+        draw_group,
+        ["dynamic_batch_cifar10_20pct"],
+        [
+            ACCURACY,
+            Panel(column("batch_size"), "batch size / samples", is_binary=True),
+            Panel(column("noise_scale"), "gradient noise scale / samples", is_binary=True),
+        ],
+        "Rules for the batch size (--dynamic_batch), each at the best rate of its search\n"
+        f"{SMALL_IMAGES} at 24 pixels, SGD",
+        columns=4,
+    ),
+    "schedules": partial(
+        draw_group,
+        ["schedules_cifar10_20pct"],
+        [ACCURACY, Panel(column("lr"), "learning rate at its end")],
+        "Schedules of the learning rate, each at the best rate of its search\n"
+        f"{SMALL_IMAGES} at 24 pixels, SGD, batch 128",
+        columns=5,
+    ),
     "slow_network_cifar10": draw_slow_network,
     "slow_network_time": draw_slow_network_time,
     "scaling": draw_scaling,
     "pareto": draw_pareto,
-    "defaults_cifar10_20pct": draw_defaults,
+    "defaults_cifar10_20pct": partial(  # without times: other work ran beside some of these runs
+        draw_group,
+        ["defaults_cifar10_20pct"],
+        [ACCURACY, LOSS],
+        f"Optimizers at their default learning rates\n{SMALL_IMAGES}, batch 128, 10 epochs",
+        columns=4,
+    ),
     "tuning_cifar10_20pct": partial(
         draw_tuning,
         "tuning_cifar10_20pct",
@@ -754,19 +704,26 @@ PICTURES: dict[str, Callable[[Groups], Figure | None]] = {
         ("lr", "token_dropout", "dropout"),
         f"{SMALL_TEXTS}, 8 epochs; trials: half of the rows, a fifth held out",
     ),
-    "optimizers_agnews12k": partial(
-        draw_optimizers, "agnews12k", f"{SMALL_TEXTS}, batch 128, 8 epochs"
-    ),
-    "optimizers_cifar10": partial(
-        draw_optimizers, "cifar10", "ResNet-20, all of CIFAR-10, batch 128"
-    ),
-    "optimizers_vgg8": partial(
-        draw_optimizers, "vgg8", "VGG8, all of CIFAR-10 at 24 pixels, batch 128"
-    ),
-    "agnews12k": partial(
-        draw_overview,
-        "agnews12k",
+    "optimizers_agnews12k": optimizers_in_full("agnews12k", f"{SMALL_TEXTS}, batch 128, 8 epochs"),
+    "optimizers_cifar10": optimizers_in_full("cifar10", "ResNet-20, all of CIFAR-10, batch 128"),
+    "optimizers_vgg8": optimizers_in_full("vgg8", "VGG8, all of CIFAR-10 at 24 pixels, batch 128"),
+    "agnews12k": lambda groups: overview(
+        labelled(groups, "agnews12k"),
         f"The naive Bayes prior and bf16\n{SMALL_TEXTS}, AdamW, two cores",
     ),
-    **{names[0]: partial(draw_optimizer_search, names, title) for names, title in SEARCHES.items()},
+    "optimizer_search_cifar10_20pct": partial(
+        draw_optimizer_search,
+        "cifar10_20pct",
+        f"{SMALL_IMAGES}, batch 128, 6 epochs, 10 % held out",
+    ),
+    "optimizer_search_vgg8_20pct": partial(
+        draw_optimizer_search,
+        "vgg8_20pct",
+        "VGG8, 20 % of CIFAR-10 at 24 pixels, batch 128, 4 epochs, 10 % held out",
+    ),
+    "optimizer_search_agnews12k": partial(
+        draw_optimizer_search,
+        "agnews12k",
+        f"{SMALL_TEXTS}, batch 128, 8 epochs, 10 % held out",
+    ),
 }

@@ -287,7 +287,7 @@ def course(runs: Sequence[ReportedRun]) -> Charts:
     ):
         lines = [line_of(run, key, run.name, number) for number, run in enumerate(runs)]
         if len({value for line in lines for value in line.known}) > 1:
-            drawn.append(draw_chart(lines, "epoch", ylabel))
+            drawn += filter(None, [draw_chart(lines, "epoch", ylabel)])
     legend = [Line(run.name, [], [], number) for number, run in enumerate(runs)]
     return Charts("Course of the settings", legend if len(runs) > 1 else [], drawn)
 

@@ -119,10 +119,9 @@ def cut_off_outliers(axes: Axes, values: Sequence[Sequence[float]]) -> None:
     """
     usual = [each[: -math.ceil(SET_ASIDE * len(each))] or each for each in values]
     low, high = min(each[0] for each in values), max(each[-1] for each in usual)
-    highest = max(each[-1] for each in values)
-    if highest - low <= SQUASHED * (high - low) or high == low:
-        return
-    margin = 0.05 * (high - low)
-    axes.set_ylim(low - margin, high + 2 * margin)
-    note = f"cut off: up to {highest:.3g}"
-    axes.text(0.99, 0.98, note, ha="right", va="top", fontsize=9, transform=axes.transAxes)
+    bound, highest = low + SQUASHED * (high - low), max(each[-1] for each in values)
+    if low < high and bound < highest:
+        top = max(value for each in values for value in each if value <= bound)
+        axes.set_ylim(low - 0.05 * (top - low), top + 0.1 * (top - low))
+        note = f"cut off: up to {highest:.3g}"
+        axes.text(0.99, 0.98, note, ha="right", va="top", fontsize=9, transform=axes.transAxes)
