@@ -21,7 +21,8 @@ from PIL import Image
 from cli.flag_parser import FlagParser, file_path
 from errors import InputError, exit_code
 from figures import table
-from figures.pictures import PICTURES, overview
+from figures.methods import read_pictures
+from figures.pictures import draw_picture, overview
 from figures.run_logs import LOGS, ROOT, by_label, by_name, read_groups
 from training.atomic_file import atomic_write
 from training.epoch_report import is_evaluated
@@ -56,8 +57,8 @@ def save_png(figure: Figure, path: Path) -> None:
 def draw_all() -> None:
     """Draw every picture whose runs are there and write the results table."""
     groups = read_groups(LOGS)
-    for name, picture in PICTURES.items():
-        save(picture(groups), HERE / f"{name}.png")
+    for name in read_pictures()["pictures"]:
+        save(draw_picture(name, groups), HERE / f"{name}.png")
     generated = table.results(groups, PLAN)
     table.write(generated, RESULTS_PAGE)
     print(generated)

@@ -1,6 +1,6 @@
-"""The figures: each a function of the logs' groups that returns a figure.
+"""The pictures of pictures.yaml, drawn from the logs.
 
-figure = PICTURES["slow_network_time"](read_groups(LOGS))
+figure = draw_picture("slow_network_time", read_groups(LOGS))
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -22,17 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from figures.methods import (
-    BLUE,
-    COMPRESSIONS,
-    GREY,
-    LABELS,
-    OPTIMIZERS,
-    VERMILION,
-    line_styles,
-    method_of,
-    setting_of,
-)
+from figures.methods import COLOURS, GREY, labels_of, line_styles, method_of, read_pictures
 from figures.panels import (
     add_legend,
     column,
@@ -59,28 +48,23 @@ from training.epoch_report import training_seconds
 Groups = Mapping[str, Mapping[str, Runs]]
 """The runs of all logs, by group and name."""
 
-SMALL_IMAGES = "ResNet-20, 20 % of CIFAR-10"
-SMALL_TEXTS = "Transformer, 12,000 rows of AG News"
 RESULTS = ROOT / "benchmarks" / "results"
-TIMES = {  # time_to_target's measurements of the runs in optimizers_* and soap_*
-    "ResNet-20, all of CIFAR-10": ("cifar10", "time-to-target-resnet20-cpu.json"),
-    "VGG8, all of CIFAR-10 at 24 pixels": ("vgg8", "time-to-target-vgg8-cpu.json"),
-    SMALL_TEXTS: ("agnews12k", "time-to-target-texts-cpu.json"),
-}
-SLOW_NETWORKS = {  # the same of the runs in slow_network_cifar10
-    "1 Gbit/s": "time-to-target-1gbit-cpu.json",
-    "100 Mbit/s": "time-to-target-100mbit-cpu.json",
-}
-SCALING_METHODS = {  # in these results, and what they are called
-    "DDP + LAMB": "LAMB",
-    "DDP bf16 hook + LAMB": "LAMB with bf16 gradients",
-    "SLAMB block k=0.1 bf16": "SLAMB",
-}
 SEARCH_RANGE = 0.3  # of losses in the enlarged panel of a search, as a part of the lowest
-CRITICAL_TARGET = 45  # percent, in the picture of the critical batch
 LOGARITHMIC = {"lr", "weight_decay"}  # flags whose logarithm a sweep searched
 ACCURACY_RANGE = 6  # points of accuracy below the highest that an enlarged panel shows
 STOPPED_DEPTH = 0.1  # how far below all values the stopped trials are, as a part of their range
+
+
+def draw_picture(name: str, groups: Groups) -> Figure:
+    """Draw a picture of pictures.yaml by the function that is named there.
+
+    Args:
+        name: of the picture.
+        groups: the runs of all logs.
+    """
+    settings = dict(read_pictures()["pictures"][name])
+    draw = globals()[f"draw_{settings.pop('draw')}"]
+    return draw(groups, **settings)
 
 
 def labelled(groups: Groups, *names: str) -> dict[str, Runs]:
@@ -88,9 +72,14 @@ def labelled(groups: Groups, *names: str) -> dict[str, Runs]:
     return {
         label: groups[name][run]
         for name in names
-        for run, label in LABELS[name].items()
+        for run, label in labels_of(name).items()
         if run in groups[name]
     }
+
+
+def optimizers() -> dict[str, str]:
+    """Return the labels of the optimizers by their names in runs."""
+    return labels_of("optimizers_cifar10")
 
 
 def read_results(file: str) -> Any:
@@ -117,10 +106,6 @@ class Panel:
     xlabel: str = "epoch"
     is_binary: bool = False
 
-    def over_time(self, xlabel: str = "training time / s") -> Panel:
-        """Return the same over the seconds of training since the start of the run."""
-        return replace(self, x=training_seconds, xlabel=xlabel)
-
     def draw(self, axes: Axes, named_runs: Mapping[str, Runs], title: str = "") -> None:
         """Draw a line for each method."""
         plot_methods(axes, named_runs, x=self.x, y=self.y)
@@ -131,21 +116,48 @@ class Panel:
 
 
 ACCURACY = Panel(accuracy, "test accuracy / %")
+OVER_TIME = replace(ACCURACY, x=training_seconds, xlabel="training time / s")
+OVER_SHARED_TIME = replace(OVER_TIME, xlabel="training time on one core, beside other work / s")
+OVER_MINUTES = replace(ACCURACY, x=column("minutes"), xlabel="training time / minutes")
 LOSS = Panel(column("train_loss"), "training loss (cross-entropy)")
+PANELS = {  # by their names in pictures.yaml
+    "accuracy": ACCURACY,
+    "accuracy over time": OVER_TIME,
+    "accuracy over time of a shared machine": OVER_SHARED_TIME,
+    "training loss": LOSS,
+    "learning rate": Panel(column("lr"), "learning rate at its end"),
+    "batch size": Panel(column("batch_size"), "batch size / samples", is_binary=True),
+    "noise scale": Panel(column("noise_scale"), "gradient noise scale / samples", is_binary=True),
+}
+
+
+def draw_panels(
+    groups: Groups,
+    title: str,
+    *,
+    names: Sequence[str],
+    panels: Sequence[str],
+    enlarged: bool = False,
+    columns: int = 3,
+) -> Figure:
+    """Draw panels of the runs of some groups; their arguments are those of `draw_runs`."""
+    named_runs = labelled(groups, *names)
+    shown = [PANELS[panel] for panel in panels]
+    return draw_runs(named_runs, shown, title, enlarged=enlarged, columns=columns)
 
 
 def overview(named_runs: Mapping[str, Runs], title: str = "") -> Figure:
     """Draw accuracy against epochs and seconds, and training loss against epochs."""
-    has_test = all("test_accuracy" in rows[0] for runs in named_runs.values() for rows in runs)
-    ylabel = ACCURACY.ylabel if has_test else "accuracy on test or held-out rows / %"
-    panel = replace(ACCURACY, ylabel=ylabel)
-    columns = 4 if len(named_runs) == 4 else 3
-    return draw_panels((panel, panel.over_time(), LOSS), named_runs, title, columns=columns)
+    panels = [ACCURACY, OVER_TIME, LOSS]
+    if not all("test_accuracy" in rows[0] for runs in named_runs.values() for rows in runs):
+        ylabel = "accuracy on test or held-out rows / %"
+        panels[:2] = [replace(panel, ylabel=ylabel) for panel in panels[:2]]
+    return draw_runs(named_runs, panels, title, columns=4 if len(named_runs) == 4 else 3)
 
 
-def draw_panels(
-    panels: Sequence[Panel],
+def draw_runs(
     named_runs: Mapping[str, Runs],
+    panels: Sequence[Panel],
     title: str,
     *,
     enlarged: bool = False,
@@ -154,8 +166,8 @@ def draw_panels(
     """Draw panels side by side.
 
     Args:
-        panels: what they show.
         named_runs: the runs by their labels.
+        panels: what they show.
         title: of the figure.
         enlarged: draw the panels a second time, with their highest accuracies alone.
         columns: of the legend.
@@ -168,8 +180,7 @@ def draw_panels(
         enlarge_highest(panel, named_runs)
         panel.set_title("the highest accuracies, enlarged", fontsize=10)
     has_time = any(panel.x is training_seconds for panel in panels)
-    band = "band, and bar of times" if has_time else "band"
-    bands = describe_seeds(named_runs, band=band)
+    bands = describe_seeds(named_runs, band="band, and bar of times" if has_time else "band")
     add_legend(figure, axes[0, 0], title=bands, columns=columns)
     return figure
 
@@ -180,27 +191,12 @@ def enlarge_highest(axes: Axes, named_runs: Mapping[str, Runs]) -> None:
     axes.set_ylim(highest - ACCURACY_RANGE, highest + 0.1 * ACCURACY_RANGE)
 
 
-def draw_group(
-    names: Sequence[str], panels: Sequence[Panel], title: str, groups: Groups, **settings: Any
-) -> Figure:
-    """Draw panels of the runs of these groups; `settings` are those of `draw_panels`."""
-    return draw_panels(panels, labelled(groups, *names), title, **settings)
-
-
-def optimizers_in_full(data_set: str, title: str) -> Callable[[Groups], Figure]:
-    """Return a function that draws optimizers over epochs and time, at the best of a search."""
-    time = ACCURACY.over_time("training time on one core, beside other work / s")
-    title = f"Optimizers, each at the best setting of its search\n{title}"
-    names = (f"optimizers_{data_set}", f"soap_{data_set}")
-    return partial(draw_group, names, (ACCURACY, time), title, enlarged=True)
-
-
 # -------------------------------------------------------------------- mixing of samples
 
 
-def draw_mixing(group: str, search: str, title: str, note: str, groups: Groups) -> Figure:
+def draw_mixing(groups: Groups, title: str, *, search: str, in_full: str, note: str = "") -> Figure:
     """Draw accuracies of a search over the rates for each kind of mixing, and its gain by seed."""
-    kinds, named_runs = LABELS[group], groups[group]
+    kinds, named_runs = labels_of(in_full), groups[in_full]
     figure, axes = create_panels(1, 3, title)
     styles = line_styles(kinds.values())
     tried: set[float] = set()  # rates, of any kind
@@ -237,7 +233,7 @@ def draw_mixing(group: str, search: str, title: str, note: str, groups: Groups) 
 # -------------------------------------------------------------------- the critical batch
 
 
-def draw_critical_batch(groups: Groups) -> Figure:
+def draw_critical_batch(groups: Groups, title: str, *, group: str, target: float) -> Figure:
     """Draw steps and samples to an accuracy over the batch size, and the gradient noise scale.
 
     A dashed line is the model of McCandlish et al. (https://arxiv.org/abs/1812.06162, equation
@@ -245,16 +241,15 @@ def draw_critical_batch(groups: Groups) -> Figure:
     the epoch in which they reach the accuracy: the median of all runs of the optimizer.
     A size of which a seed does not reach the accuracy is left out.
     """
-    title = f"Steps and samples to {CRITICAL_TARGET} % at the best rate of each batch size"
-    figure, axes = create_panels(1, 2, f"{title}\n{SMALL_IMAGES} at 16 pixels, constant rates")
+    figure, (panels,) = create_panels(1, 2, title)
     for optimizer in ("sgd", "ngd"):
-        by_batch = reached_by_batch(groups["critical_batch_cifar10_20pct"], optimizer)
-        label, batches = OPTIMIZERS[optimizer], sorted(by_batch)
+        by_batch = reached_by_batch(groups[group], optimizer, target)
+        label, batches = optimizers()[optimizer], sorted(by_batch)
         style = line_styles([label])[label]
         samples = [[run.samples for run in by_batch[size]] for size in batches]
         least, critical = fit_critical_batch(batches, list(map(statistics.mean, samples)))
         noise = statistics.median(run.noise for runs in by_batch.values() for run in runs)
-        for panel, scales in ((axes[0, 0], batches), (axes[0, 1], [1] * len(batches))):
+        for panel, scales in zip(panels, (batches, [1] * len(batches))):
             scaled = [[each / scale for each in seeds] for seeds, scale in zip(samples, scales)]
             means = list(map(statistics.mean, scaled))
             bars = [
@@ -267,18 +262,18 @@ def draw_critical_batch(groups: Groups) -> Figure:
             panel.plot(batches, means, label=label, **{**style, "linestyle": ""})
             panel.plot(batches, model, "--", zorder=0, **line)
             panel.axvline(noise, linestyle=":", zorder=0, **line)
-    for panel, ylabel in ((axes[0, 0], "steps"), (axes[0, 1], "samples")):
+    for panel, ylabel in zip(panels, ("steps", "samples")):
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         plain_log_ticks(panel.xaxis, 2)
         plain_log_ticks(panel.yaxis)
-        label_axes(panel, "batch size / samples", f"{ylabel} to {CRITICAL_TARGET} %")
+        label_axes(panel, "batch size / samples", f"{ylabel} to {target} %")
     kinds = (
         Line2D([], [], linestyle="--", color=GREY, label="fitted model"),
         Line2D([], [], linestyle=":", color=GREY, label="noise scale, measured"),
     )
     note = "marker: mean over the seeds; bar: lowest to highest seed"
-    add_legend(figure, axes[0, 0], title=note, columns=4, further=kinds)
+    add_legend(figure, panels[0], title=note, columns=4, further=kinds)
     return figure
 
 
@@ -295,15 +290,17 @@ class Reached:
     noise: float
 
 
-def reached_by_batch(named_runs: Mapping[str, Runs], optimizer: str) -> dict[int, list[Reached]]:
+def reached_by_batch(
+    named_runs: Mapping[str, Runs], optimizer: str, target: float
+) -> dict[int, list[Reached]]:
     """Return what each seed of the runs OPTIMIZER-bsSIZE needs, by the size of the batch.
 
-    A size is left out if one of its seeds does not reach the accuracy.
+    A size is left out if one of its seeds does not reach the accuracy `target`, in percent.
     """
     reached: dict[int, list[Reached]] = {}
     for name, runs in named_runs.items():
         method, _, size = name.partition("-bs")
-        epochs = [epochs_to(CRITICAL_TARGET, rows) for rows in runs]
+        epochs = [epochs_to(target, rows) for rows in runs]
         if method == optimizer and all(map(math.isfinite, epochs)):
             reached[int(size)] = [
                 Reached(each * rows[0]["samples"], rows[math.ceil(each) - 1]["noise_scale"])
@@ -327,15 +324,12 @@ def fit_critical_batch(batches: Sequence[int], samples: Sequence[float]) -> tupl
 # -------------------------------------------------------------------- slow networks
 
 
-def draw_slow_network(groups: Groups) -> Figure:
+def draw_slow_network(
+    groups: Groups, title: str, *, search: str, in_full: str, compressions: Sequence[Sequence[str]]
+) -> Figure:
     """Draw accuracy against the bytes of a step in the search, and over epochs in full."""
-    found = best_of_search(groups["slow_network_search_cifar10"])
-    labels = LABELS["slow_network_search_cifar10"]
-    named_runs = labelled(groups, "slow_network_cifar10")
-    title = (
-        "Methods for slow networks, each at the best rate of its search\n"
-        "ResNet-20, all of CIFAR-10 at 24 pixels, two ranks of batch 512"
-    )
+    found, labels = best_of_search(groups[search]), labels_of(search)
+    named_runs = labelled(groups, in_full)
     figure, (panels,) = create_panels(1, 2, title)
     styles = line_styles([label for name, label in labels.items() if name in found])
     points = {name: (kilobytes_a_step(rows), accuracy(rows[-1])) for name, rows in found.items()}
@@ -343,7 +337,7 @@ def draw_slow_network(groups: Groups) -> Figure:
         if name in found:
             style = {**styles[label], "linestyle": "", "markersize": 8}
             panels[0].plot(*points[name], label=label, **style)
-    for names in COMPRESSIONS:
+    for names in compressions:
         colour = styles[labels[names[0]]]["color"]
         line = zip(*(points[name] for name in names))
         panels[0].plot(*line, color=colour, linewidth=1, zorder=0)
@@ -371,38 +365,35 @@ def best_of_search(named_runs: Mapping[str, Runs]) -> dict[str, list[Row]]:
     return best
 
 
-def draw_slow_network_time(groups: Groups) -> Figure:
-    """Draw accuracy against the minutes of training on two slow networks, and LAMB's as a level."""
-    named_runs = labelled(groups, "slow_network_cifar10")
-    title = "Time to an accuracy on slow networks\nResNet-20, 24 pixels, two ranks of batch 512"
+def draw_slow_network_time(
+    groups: Groups, title: str, *, group: str, level: str, networks: Mapping[str, str]
+) -> Figure:
+    """Draw accuracy against the minutes of training on slow networks, and a method's as a level."""
+    named_runs = labelled(groups, group)
     figure, (panels,) = create_panels(1, 2, title)
-    level = statistics.mean(last(named_runs["LAMB"], accuracy))
-    labels = LABELS["slow_network_cifar10"]
-    for panel, (network, file) in zip(panels, SLOW_NETWORKS.items()):
-        timed = with_minutes(named_runs, read_results(file), labels)
+    height = statistics.mean(last(named_runs[level], accuracy))
+    for panel, (network, file) in zip(panels, networks.items()):
+        timed = with_minutes(named_runs, read_results(file), labels_of(group))
         OVER_MINUTES.draw(panel, timed, title=network)
-        panel.axhline(level, color=GREY, linewidth=1, zorder=0)
-    level_line = Line2D([], [], color=GREY, linewidth=1, label="last accuracy of LAMB")
+        panel.axhline(height, color=GREY, linewidth=1, zorder=0)
+    level_line = Line2D([], [], color=GREY, linewidth=1, label=f"last accuracy of {level}")
     add_legend(figure, panels[0], title=describe_seeds(timed), further=[level_line])
     return figure
 
 
 # -------------------------------------------------------------------- time on a free machine
 
-OVER_MINUTES = replace(ACCURACY, x=column("minutes"), xlabel="training time / minutes")
 
-
-def draw_time(groups: Groups) -> Figure:
+def draw_time(groups: Groups, title: str, *, problems: Mapping[str, tuple[str, str]]) -> Figure:
     """Draw the highest accuracies of optimizers over minutes of training, a panel for each problem.
 
     The accuracies are those of the logs, and the minutes those of a machine with nothing else to
     do, where time_to_target measured each optimizer's samples a second.
     """
-    title = "Test accuracy over training time on one core, each optimizer at its best rate"
     figure, (panels,) = create_panels(1, 3, title)
-    for panel, (title, (data_set, file)) in zip(panels, TIMES.items()):
+    for panel, (title, (data_set, file)) in zip(panels, problems.items()):
         named_runs = labelled(groups, f"optimizers_{data_set}", f"soap_{data_set}")
-        timed = with_minutes(named_runs, read_results(file), OPTIMIZERS)
+        timed = with_minutes(named_runs, read_results(file), optimizers())
         OVER_MINUTES.draw(panel, timed, title=title)
         enlarge_highest(panel, timed)
     add_legend(figure, panels[2], title=describe_seeds(named_runs))
@@ -438,16 +429,11 @@ def with_minutes(
 # -------------------------------------------------------------------- searches
 
 
-def draw_optimizer_search(data_set: str, title: str, groups: Groups) -> Figure:
-    """Draw the loss on held-out rows over the learning rate, a curve for each momentum.
-
-    Args:
-        data_set: ends the names of two groups, whose runs are named OPTIMIZER-lrRATE and so on.
-        title: network, data and length of the runs.
-        groups: all logs.
-    """
-    curves = search_curves(data_set, groups)
-    figure, (panels,) = create_panels(1, 2, f"Search of the learning rates: held-out loss\n{title}")
+def draw_optimizer_search(groups: Groups, title: str, *, names: Sequence[str]) -> Figure:
+    """Draw the loss on held-out rows over the learning rate, a curve for each momentum."""
+    curves = search_curves(names, groups)
+    title = f"Search of the learning rates: held-out loss\n{title}"
+    figure, (panels,) = create_panels(1, 2, title)
     styles, best = line_styles(curves), best_settings(curves)
     for panel, title in zip(panels, ("all settings", "the lowest losses, enlarged")):
         for label, losses in curves.items():
@@ -465,17 +451,29 @@ def draw_optimizer_search(data_set: str, title: str, groups: Groups) -> Figure:
     return figure
 
 
-def search_curves(data_set: str, groups: Groups) -> dict[str, dict[float, float]]:
-    """Return the last validation loss by rate, of each optimizer and momentum."""
+def search_curves(names: Sequence[str], groups: Groups) -> dict[str, dict[float, float]]:
+    """Return the last validation loss by rate, of each optimizer and momentum.
+
+    The runs are named OPTIMIZER-lrRATE and so on.
+    """
     curves: dict[str, dict[float, float]] = {}
-    for optimizer, method in OPTIMIZERS.items():
-        for group in (f"optimizer_search_{data_set}", f"soap_search_{data_set}"):
+    for optimizer, method in optimizers().items():
+        for group in names:
             for run, (rows,) in groups[group].items():
                 if run.partition("-lr")[0] == optimizer:
                     flags = read_flags(group, run)
                     curve = curves.setdefault(f"{method}, {setting_of(flags)}", {})
                     curve[flags["lr"]] = rows[-1]["val_loss"]
     return curves
+
+
+def setting_of(flags: Mapping[str, Any]) -> str:
+    """Describe the momentum of an optimizer from the flags of a run, as in 'momentum 0.6'."""
+    if flags["optimizer"] == "adamw":  # also of SOAP, which takes AdamW's place
+        return "betas {:g} and {:g}".format(*flags["betas"])
+    if flags["optimizer"] == "kaldi_ngd":
+        return f"alpha {flags['ngd_alpha']:g}"
+    return f"momentum {flags['momentum']:g}"
 
 
 def best_settings(curves: Mapping[str, Mapping[float, float]]) -> dict[str, tuple[float, float]]:
@@ -490,17 +488,9 @@ def best_settings(curves: Mapping[str, Mapping[float, float]]) -> dict[str, tupl
 
 
 def draw_tuning(
-    group: str, defaults: str, flags: Sequence[str], title: str, groups: Groups
+    groups: Groups, title: str, *, group: str, defaults: str, flags: Sequence[str]
 ) -> Figure:
-    """Draw the trials of a sweep over three flags, and what its best ones reach in full.
-
-    Args:
-        group: the runs in full with the best flags, beside whose logs the trials lie.
-        defaults: group of the runs with the defaults of the script.
-        flags: three that were searched.
-        title: what was trained.
-        groups: the runs of all logs.
-    """
+    """Draw the trials of a sweep over three flags, and what its best ones reach in full."""
     named_runs = {"defaults": groups[defaults]["default"], **labelled(groups, group)}
     with open(LOGS / f"{group}-trials.csv", encoding="utf-8", newline="") as file:
         trials = list(csv.DictReader(file))  # the best first
@@ -523,9 +513,9 @@ def draw_trials(axes: Axes, trials: Sequence[Mapping[str, str]], flag: str) -> N
     heights = [100 * float(t["value"]) for t in trials if t[flag] and t["state"] == "COMPLETE"]
     lowest, highest = min(heights), max(heights)
     below = [lowest - STOPPED_DEPTH * (highest - lowest)] * len(places[False])
-    axes.scatter(places[True], heights, s=24, color=BLUE, label="trial")
+    axes.scatter(places[True], heights, s=24, color=COLOURS["blue"], label="trial")
     best = places[True][:1], heights[:1]
-    axes.scatter(*best, s=160, marker="*", color=VERMILION, label="best trial")
+    axes.scatter(*best, s=160, marker="*", color=COLOURS["vermilion"], label="best trial")
     label = "stopped early, no value"
     axes.scatter(places[False], below, s=24, marker="x", color=GREY, label=label)
     if flag in LOGARITHMIC:
@@ -538,22 +528,11 @@ def draw_trials(axes: Axes, trials: Sequence[Mapping[str, str]], flag: str) -> N
 # -------------------------------------------------------------------- device-hours
 
 
-def draw_pareto(groups: Groups) -> Figure:
-    """Draw device-hours against test accuracy after the last epoch, a panel for each problem.
-
-    Runs share a panel only if they train on the same data on the same kind of device; the peer of
-    fast94_vgg8 has its own network. Runs with --threads 1 are left out: they leave the other core
-    to other work, so that they are not hours of a device.
-    """
+def draw_pareto(groups: Groups, title: str, *, problems: Mapping[str, str]) -> Figure:
+    """Draw device-hours against test accuracy after the last epoch, a panel for each problem."""
     figure = plt.figure(figsize=(8, 4.9), layout="constrained")
-    figure.suptitle(
-        "Device-hours and test accuracy after the last epoch, a marker for each run", fontsize=11
-    )
-    problems = (
-        ("agnews12k", f"{SMALL_TEXTS}, CPU"),
-        ("fast94_vgg8", "VGG8, all of CIFAR-10, CPU"),
-    )
-    for subfigure, (group, title) in zip(figure.subfigures(1, 2), problems):
+    figure.suptitle(title, fontsize=11)
+    for subfigure, (title, group) in zip(figure.subfigures(1, 2).flat, problems.items()):
         axes = subfigure.subplots()
         named_runs = labelled(groups, group)
         styles, front = line_styles(named_runs), []
@@ -580,22 +559,22 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 # -------------------------------------------------------------------- scaling
 
 
-def draw_scaling(groups: Groups) -> Figure:
+def draw_scaling(groups: Groups, title: str, *, methods: Mapping[str, str]) -> Figure:
     """Draw parallel efficiency against processes: the model as lines, measurements as markers.
 
     The measurements are those of benchmarks/results, and not of the logs.
     """
     results = read_results("scaling-cpu.json")
     ratios = {row["name"]: row["ratios"] for row in results["rows"]}
-    figure, axes = create_panels(2, 2, "Parallel efficiency of LAMB and SLAMB on slow networks")
-    styles = line_styles(SCALING_METHODS.values())
+    figure, axes = create_panels(2, 2, title)
+    styles = line_styles(methods.values())
     places = itertools.product(
         (("1 Gbit/s", "1000 Mbit/s"), ("100 Mbit/s", "100 Mbit/s")),
         (("resnet20", 64), ("resnet110", 32)),
     )
     for panel, ((network, mbits), (arch, batch)) in zip(axes.flat, places):
         predicted = results["measured"][f"{arch} predicted"][mbits]
-        for key, label in SCALING_METHODS.items():
+        for key, label in methods.items():
             colour, marker = styles[label]["color"], styles[label]["marker"]
             panel.plot(results["many"], predicted[key], "--", color=colour)
             rounds = ratios[f"{arch} {network} N=2 {key}"]
@@ -616,114 +595,3 @@ def draw_scaling(groups: Groups) -> Figure:
     )
     add_legend(figure, axes[0, 0], title=note, further=kinds, columns=5)
     return figure
-
-
-# -------------------------------------------------------------------- all pictures
-
-PICTURES: dict[str, Callable[[Groups], Figure]] = {
-    "time": draw_time,
-    "fast94_vgg8": partial(
-        draw_group,
-        ["fast94_vgg8"],
-        [ACCURACY, ACCURACY.over_time()],
-        "VGG8 on all of CIFAR-10 and two cores\naccuracy over one view of each test image",
-        enlarged=True,
-    ),
-    "mixup_cifar10_10pct": partial(
-        draw_mixing,
-        "mixup_cifar10_10pct",
-        "mixup_search_cifar10_10pct",
-        "Mixing of samples\nResNet-20, 4,000 images of CIFAR-10 at 24 pixels, SGD, 30 epochs",
-        "",
-    ),
-    "mixup_agnews6k": partial(
-        draw_mixing,
-        "mixup_agnews6k",
-        "mixup_search_agnews6k",
-        "Mixing of pooled texts and of tokens\nTransformer, 4,800 rows of AG News, AdamW, 8 epochs",
-        "",
-    ),
-    "label_noise_agnews12k": partial(
-        draw_mixing,
-        "label_noise_agnews12k",
-        "label_noise_search_agnews12k",
-        "Mixing of samples where 40 % of the training labels are wrong\n"
-        f"{SMALL_TEXTS}, AdamW, 8 epochs",
-        ", which has its own wrong labels",
-    ),
-    "few_rows_agnews12k": partial(
-        draw_mixing,
-        "few_rows_agnews12k",
-        "few_rows_search_agnews12k",
-        "Mixing of samples on few rows\nTransformer, 2,880 rows of AG News, AdamW, 20 epochs",
-        "",
-    ),
-    "critical_batch": draw_critical_batch,
-    "dynamic_batching": partial(
-        draw_group,
-        ["dynamic_batch_cifar10_20pct"],
-        [
-            ACCURACY,
-            Panel(column("batch_size"), "batch size / samples", is_binary=True),
-            Panel(column("noise_scale"), "gradient noise scale / samples", is_binary=True),
-        ],
-        "Rules for the batch size (--dynamic_batch), each at the best rate of its search\n"
-        f"{SMALL_IMAGES} at 24 pixels, SGD",
-        columns=4,
-    ),
-    "schedules": partial(
-        draw_group,
-        ["schedules_cifar10_20pct"],
-        [ACCURACY, Panel(column("lr"), "learning rate at its end")],
-        "Schedules of the learning rate, each at the best rate of its search\n"
-        f"{SMALL_IMAGES} at 24 pixels, SGD, batch 128",
-        columns=5,
-    ),
-    "slow_network_cifar10": draw_slow_network,
-    "slow_network_time": draw_slow_network_time,
-    "scaling": draw_scaling,
-    "pareto": draw_pareto,
-    "defaults_cifar10_20pct": partial(  # without times: other work ran beside some of these runs
-        draw_group,
-        ["defaults_cifar10_20pct"],
-        [ACCURACY, LOSS],
-        f"Optimizers at their default learning rates\n{SMALL_IMAGES}, batch 128, 10 epochs",
-        columns=4,
-    ),
-    "tuning_cifar10_20pct": partial(
-        draw_tuning,
-        "tuning_cifar10_20pct",
-        "defaults_cifar10_20pct",
-        ("lr", "momentum", "weight_decay"),
-        f"{SMALL_IMAGES}, SGD; trials: 5 epochs, a fifth held out; in full: 10 epochs",
-    ),
-    "tuning_agnews12k": partial(
-        draw_tuning,
-        "tuning_agnews12k",
-        "defaults_agnews12k",
-        ("lr", "token_dropout", "dropout"),
-        f"{SMALL_TEXTS}, 8 epochs; trials: half of the rows, a fifth held out",
-    ),
-    "optimizers_agnews12k": optimizers_in_full("agnews12k", f"{SMALL_TEXTS}, batch 128, 8 epochs"),
-    "optimizers_cifar10": optimizers_in_full("cifar10", "ResNet-20, all of CIFAR-10, batch 128"),
-    "optimizers_vgg8": optimizers_in_full("vgg8", "VGG8, all of CIFAR-10 at 24 pixels, batch 128"),
-    "agnews12k": lambda groups: overview(
-        labelled(groups, "agnews12k"),
-        f"The naive Bayes prior and bf16\n{SMALL_TEXTS}, AdamW, two cores",
-    ),
-    "optimizer_search_cifar10_20pct": partial(
-        draw_optimizer_search,
-        "cifar10_20pct",
-        f"{SMALL_IMAGES}, batch 128, 6 epochs, 10 % held out",
-    ),
-    "optimizer_search_vgg8_20pct": partial(
-        draw_optimizer_search,
-        "vgg8_20pct",
-        "VGG8, 20 % of CIFAR-10 at 24 pixels, batch 128, 4 epochs, 10 % held out",
-    ),
-    "optimizer_search_agnews12k": partial(
-        draw_optimizer_search,
-        "agnews12k",
-        f"{SMALL_TEXTS}, batch 128, 8 epochs, 10 % held out",
-    ),
-}

@@ -21,10 +21,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from figures.methods import BLACK, BLUE, GREEN, ORANGE, PINK, SKY, VERMILION
+from figures.methods import COLOURS
 
-COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, BLACK)
-STYLES = [*itertools.product(("solid", "dashed", "dotted"), COLOURS)]  # CSS has the same names
+STYLES = [
+    *itertools.product(("solid", "dashed", "dotted"), COLOURS.values())
+]  # CSS has the same names
 SIZE = (4.8, 2.9)  # inches
 MAX_MARKED = 60  # points of a line that are marked one by one
 SET_ASIDE = 0.1  # share of a line's values that may be outliers
