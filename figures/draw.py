@@ -23,7 +23,7 @@ from errors import InputError, exit_code
 from figures import table
 from figures.methods import read_pictures
 from figures.pictures import draw_picture, overview
-from figures.run_logs import LOGS, ROOT, by_label, by_name, read_groups
+from figures.run_logs import LOGS, ROOT, by_name, read_groups
 from training.atomic_file import atomic_write
 from training.epoch_report import is_evaluated
 
@@ -84,6 +84,7 @@ def draw_parser() -> FlagParser:
     add(
         "--title",
         metavar="TEXT",
+        default="",
         help="Put this title over the picture of --runs: model, data, what is compared "
         "(default none).",
     )
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise InputError(
             f"--labels: {len(args.labels)} names for {len(args.runs)} --runs; give one for each"
         )
-    named_runs = by_label(args.runs, args.labels) if args.labels else by_name(args.runs)
+    named_runs = by_name(args.runs, args.labels or ())
     evaluated = {
         name: [list(filter(is_evaluated, rows)) for rows in runs]
         for name, runs in named_runs.items()
@@ -117,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, runs in evaluated.items():
         if not all(runs):
             raise InputError(f"{name}: no epoch has been evaluated yet; train longer")
-    save(overview(evaluated, args.title or ""), args.out)
+    save(overview(evaluated, args.title), args.out)
 
 
 if __name__ == "__main__":

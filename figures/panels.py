@@ -9,10 +9,12 @@ add_legend(figure, axes[0, 0], title=describe_seeds(named_runs))
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")  # before pyplot is imported
 import matplotlib.pyplot as plt
@@ -22,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from figures.methods import line_styles
-from figures.run_logs import Row, Runs, mean, per_epoch
+from figures.run_logs import Row, Runs
 
 WIDTH = {2: 8.0, 3: 9.6}  # of a figure in inches, by its columns: on a page its text is readable
 TITLE_HEIGHT, PANEL_HEIGHT, LEGEND_LINE = 0.5, 2.9, 0.2  # inches
@@ -91,19 +93,22 @@ def plot_methods(
     styles = line_styles(named_runs)
     same_counts = len({len(runs) for runs in named_runs.values()}) == 1
     for label, runs in named_runs.items():
-        values, ends = per_epoch(runs, y), per_epoch(runs, x)[-1]
-        horizontal, vertical = mean(per_epoch(runs, x)), mean(values)
+        epochs = min(map(len, runs))  # that all seeds have
+        values = np.array([[y(row) for row in rows[:epochs]] for rows in runs])
+        places = np.array([[x(row) for row in rows[:epochs]] for rows in runs])
+        horizontal, vertical = (list(map(statistics.mean, each.T)) for each in (places, values))
+        ends = places[:, -1]
         count = "" if same_counts else f", {len(runs)} seed{'s' if len(runs) > 1 else ''}"
-        step = max(1, len(values) // MARKERS_PER_LINE)
-        marked = (len(values) - 1) % step, step  # among them the last point
+        step = max(1, epochs // MARKERS_PER_LINE)
+        marked = (epochs - 1) % step, step  # among them the last point
         axes.plot(horizontal, vertical, label=label + count, markevery=marked, **styles[label])
         colour = styles[label]["color"]
         if len(runs) > 1:
-            low, high = [min(each) for each in values], [max(each) for each in values]
+            low, high = list(map(min, values.T)), list(map(max, values.T))
             axes.fill_between(horizontal, low, high, color=colour, alpha=0.15, linewidth=0)
-        if max(ends) > min(ends):
+        if ends.max() > ends.min():
             end = horizontal[-1]
-            bar = [[end - min(ends)], [max(ends) - end]]
+            bar = [[end - ends.min()], [ends.max() - end]]
             axes.errorbar([end], vertical[-1:], xerr=bar, color=colour, capsize=3, linewidth=1)
 
 

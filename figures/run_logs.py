@@ -13,7 +13,7 @@ import functools
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,21 @@ def read_rows(folder: Path) -> list[Row]:
     Raises:
         InputError: there are none, or a line is not a row, as one that is only half written.
     """
-    lines = row_lines(folder)
-    path = folder / "metrics.jsonl"
-    if not lines:
+    path, rows = folder / "metrics.jsonl", []
+    for number, line in enumerate(row_lines(folder), 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or type(row.get("epoch")) is not int:
+            raise InputError(
+                f"{path}, line {number}: is not a whole row of an epoch; the run may be writing "
+                "it, else go on with the run by --resume, or delete the line"
+            )
+        rows.append(row)
+    if not rows:
         raise InputError(f"{path} is empty: the run has not finished an epoch; train longer")
-    return [parse_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    return rows
 
 
 def row_lines(folder: Path) -> list[str]:
@@ -103,39 +113,17 @@ def run_folders(group: Path) -> list[Path]:
     return [group / name for name in sorted(names | packed_runs(packed_file(group / "x")).keys())]
 
 
-def parse_row(line: str, source: str) -> Row:
-    """Return the row in a line of metrics.jsonl.
+def by_name(folders: Sequence[Path], names: Sequence[str] = ()) -> dict[str, Runs]:
+    """Group the runs in folders; their order is kept.
 
     Args:
-        line: of the file.
-        source: file and line, which messages begin with.
-
-    Raises:
-        InputError: it holds no object with an epoch.
+        folders: of the runs.
+        names: a name for each run; without any, folders NAME-seedN are grouped by NAME.
     """
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict) or type(row.get("epoch")) is not int:
-        raise InputError(
-            f"{source}: is not a whole row of an epoch; the run may be writing it, else go on with "
-            "the run by --resume, or delete the line"
-        )
-    return row
-
-
-def by_name(folders: Sequence[Path]) -> dict[str, Runs]:
-    """Group the runs in folders NAME-seedN by NAME; their order is kept."""
-    names = [folder.name.rpartition("-seed")[0] or folder.name for folder in folders]
-    return by_label(folders, names)
-
-
-def by_label(folders: Sequence[Path], labels: Sequence[str]) -> dict[str, Runs]:
-    """Group the runs in folders by their labels, one for each folder; their order is kept."""
+    names = names or [folder.name.rpartition("-seed")[0] or folder.name for folder in folders]
     runs: dict[str, Runs] = {}
-    for folder, label in zip(folders, labels):
-        runs.setdefault(label, []).append(read_rows(folder))
+    for folder, name in zip(folders, names):
+        runs.setdefault(name, []).append(read_rows(folder))
     return runs
 
 
@@ -149,15 +137,15 @@ def finished(folder: Path) -> bool:
 
 def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
     """Return the finished runs below a folder of groups; unfinished runs are named and left out."""
-    names = {path.stem for path in logs.glob("*.jsonl")}
-    names |= {path.parent.parent.name for path in logs.glob("*/*/metrics.jsonl")}
+    names = {path.stem for path in logs.iterdir() if path.suffix == ".jsonl" or path.is_dir()}
     groups: dict[str, dict[str, Runs]] = {}
     for name in sorted(names):
         folders = run_folders(logs / name)
+        done = [folder for folder in folders if finished(folder)]
         for folder in folders:
-            if not finished(folder):
+            if folder not in done:
                 print(f"{folder}: not finished, left out")
-        if done := [folder for folder in folders if finished(folder)]:
+        if done:
             groups[name] = by_name(done)
     return groups
 
@@ -166,14 +154,6 @@ def read_flags(group: str, name: str) -> dict[str, Any]:
     """Return the flags of a logged run, which are those of all its seeds but for the seed."""
     folders = run_folders(LOGS / group)
     return read_config(next(f for f in folders if f.name.rpartition("-seed")[0] == name))["flags"]
-
-
-def repeated(runs: Mapping[str, Runs]) -> Mapping[str, Runs]:
-    """Return the settings that have several seeds, or all settings if none has.
-
-    Settings with a single seed come from the search for the best one.
-    """
-    return {name: each for name, each in runs.items() if len(each) > 1} or runs
 
 
 # -------------------------------------------------------------------- values
@@ -207,16 +187,6 @@ def epochs_to(target: float, rows: Sequence[Row]) -> float:
 def device_hours(row: Row) -> float:
     """Return hours times GPUs (or nodes, on CPUs), with compilation and evaluation."""
     return row["seconds"] * row.get("devices", 1) / 3600  # the oldest logs are of one CPU node
-
-
-def per_epoch(runs: Runs, value: Callable[[Row], float]) -> list[list[float]]:
-    """Return a value of each seed, for each epoch that all seeds have: shape (epochs, seeds)."""
-    return [[value(row) for row in rows] for rows in zip(*runs)]
-
-
-def mean(values: Sequence[Sequence[float]]) -> list[float]:
-    """Average values of shape (epochs, seeds) over the seeds."""
-    return [statistics.mean(each) for each in values]
 
 
 def last(runs: Runs, value: Callable[[Row], float]) -> list[float]:
