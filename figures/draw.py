@@ -15,20 +15,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import yaml
 from matplotlib.figure import Figure
 from PIL import Image
 
 from cli.flag_parser import FlagParser, file_path
 from errors import InputError, exit_code
 from figures import table
+from figures.experiments import PLAN
 from figures.methods import read_pictures
 from figures.pictures import draw_picture, overview
 from figures.run_logs import LOGS, ROOT, by_name, read_groups
-from training.atomic_file import atomic_write
+from training.atomic_file import atomic_write, atomic_write_text
 from training.epoch_report import is_evaluated
 
-HERE = ROOT / "figures"
-PLAN = HERE / "experiments.yaml"
 RESULTS_PAGE = ROOT / "docs" / "results.md"
 
 
@@ -55,13 +55,14 @@ def save_png(figure: Figure, path: Path) -> None:
 
 
 def draw_all() -> None:
-    """Draw every picture whose runs are there and write the results table."""
+    """Draw every picture and write the results table."""
     groups = read_groups(LOGS)
     for name in read_pictures()["pictures"]:
-        save(draw_picture(name, groups), HERE / f"{name}.png")
-    generated = table.results(groups, PLAN)
-    table.write(generated, RESULTS_PAGE)
-    print(generated)
+        save(draw_picture(name, groups), ROOT / "figures" / f"{name}.png")
+    plan = yaml.safe_load(PLAN.read_text(encoding="utf-8"))
+    page = RESULTS_PAGE.read_text(encoding="utf-8")
+    atomic_write_text(RESULTS_PAGE, table.page_with_results(page, groups, plan))
+    print(RESULTS_PAGE)
 
 
 def draw_parser() -> FlagParser:

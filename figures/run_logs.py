@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -192,9 +191,3 @@ def device_hours(row: Row) -> float:
 def last(runs: Runs, value: Callable[[Row], float]) -> list[float]:
     """Return a value after the last epoch, for each seed."""
     return [value(rows[-1]) for rows in runs]
-
-
-def spread(values: Sequence[float]) -> str:
-    """Write mean and standard deviation as '93.21 ± 0.10'; a single value stands alone."""
-    text = f"{statistics.mean(values):.2f}"
-    return f"{text} ± {statistics.stdev(values):.2f}" if len(values) > 1 else text
