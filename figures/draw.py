@@ -1,4 +1,4 @@
-"""Draw every picture and write the table and the list of docs/results.md, from the logs.
+"""Draw every picture and write the table of docs/results.md, from the logs.
 
 python -m figures.draw                                     # everything, from figures/logs
 python -m figures.draw --runs runs/a runs/b --labels SGD NGD --title "digits" --out a.png
@@ -69,33 +69,13 @@ def draw_parser() -> FlagParser:
     """Return the parser of the command line."""
     parser = FlagParser(__doc__)
     add = parser.group("flags")
+    add("--runs", nargs="+", type=file_path, metavar="DIR", help="Run folders to draw.")
     add(
-        "--runs",
-        nargs="+",
-        type=file_path,
-        metavar="DIR",
-        help="Draw the runs in these folders in place of the committed logs.",
+        "--labels", nargs="+", metavar="NAME", help="A name for each of --runs (default its folder)"
     )
-    add(
-        "--labels",
-        nargs="+",
-        metavar="NAME",
-        help="Name each of --runs in the legend, such as by its method (default its folder).",
-    )
-    add(
-        "--title",
-        metavar="TEXT",
-        default="",
-        help="Put this title over the picture of --runs: model, data, what is compared "
-        "(default none).",
-    )
-    add(
-        "--out",
-        type=file_path,
-        default=Path("accuracy.png"),
-        metavar="FILE",
-        help="Write the picture of --runs to this file (default %(default)s).",
-    )
+    add("--title", metavar="TEXT", default="", help="Title over the picture of --runs.")
+    help_of_out = "File for the picture of --runs (default %(default)s)."
+    add("--out", type=file_path, default=Path("accuracy.png"), metavar="FILE", help=help_of_out)
     return parser
 
 
@@ -112,14 +92,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--labels: {len(args.labels)} names for {len(args.runs)} --runs; give one for each"
         )
     named_runs = by_name(args.runs, args.labels or ())
-    evaluated = {
-        name: [list(filter(is_evaluated, rows)) for rows in runs]
-        for name, runs in named_runs.items()
-    }
-    for name, runs in evaluated.items():
+    for name, runs in named_runs.items():
+        named_runs[name] = runs = [list(filter(is_evaluated, rows)) for rows in runs]
         if not all(runs):
             raise InputError(f"{name}: no epoch has been evaluated yet; train longer")
-    save(overview(evaluated, args.title), args.out)
+    save(overview(named_runs, args.title), args.out)
 
 
 if __name__ == "__main__":

@@ -214,47 +214,19 @@ def experiments_parser() -> FlagParser:
     """Return the parser of the command line."""
     parser = FlagParser(__doc__, usage="[cpu | gpu] [flags]")
     add = parser.group("flags")
-    add(
-        "device",
-        nargs="?",
-        choices=("cpu", "gpu"),
-        help="Run the experiments for this device (default gpu if there is one, else cpu).",
-    )
-    add(
-        "--only",
-        nargs="+",
-        default=[],
-        metavar="GROUP",
-        help="Run these groups of the plan (default all).",
-    )
-    add(
-        "--minutes",
-        type=flags.positive,
-        metavar="N",
-        help="Stop after this many minutes; the same command continues later (default never).",
-    )
+    help_of_device = "Device whose experiments run (default gpu if there is one, else cpu)."
+    add("device", nargs="?", choices=("cpu", "gpu"), help=help_of_device)
+    add("--only", nargs="+", default=[], metavar="GROUP", help="Groups of the plan (default all).")
+    help_of_minutes = "Minutes until it stops; the same command continues later (default never)."
+    add("--minutes", type=flags.positive, metavar="N", help=help_of_minutes)
     add("--list", action="store_true", help="Print what is done and what is open; run nothing.")
     add("--draw", action="store_true", help="Draw the figures at the end, also after a failure.")
-    add(
-        "--plan",
-        type=file_path,
-        default=PLAN,
-        metavar="YAML",
-        help="Read the experiments from this file (default figures/experiments.yaml).",
-    )
-    add(
-        "--logs",
-        type=file_path,
-        default=LOGS,
-        metavar="DIR",
-        help="Write the logs below this folder (default figures/logs).",
-    )
-    add(
-        "--allow_dirty",
-        action="store_true",
-        help="Start runs although files are not committed; this needs --logs of another folder, "
-        "since such logs are no evidence.",
-    )
+    help_of_plan = "File of the experiments (default figures/experiments.yaml)."
+    add("--plan", type=file_path, default=PLAN, metavar="YAML", help=help_of_plan)
+    help_of_logs = "Folder for the logs (default figures/logs)."
+    add("--logs", type=file_path, default=LOGS, metavar="DIR", help=help_of_logs)
+    help_of_dirty = "Start runs although files are not committed; needs --logs of another folder."
+    add("--allow_dirty", action="store_true", help=help_of_dirty)
     return parser
 
 

@@ -42,15 +42,25 @@ from training.time_estimate import in_words
 
 SETS = {"train": "training", **EVAL_SET_NAMES}  # in the order of the charts
 SCRIPTS = ("resnet50_test", "transformer_test")
-MINUTE, HOUR = 60.0, 3600.0
+COURSES = {  # of what changes while a run is trained, in metrics.jsonl
+    "lr": "learning rate of the last step",
+    "batch_size": "global batch / samples",
+    "noise_scale": "gradient noise scale / samples",
+    "mean_lambda": "mean lambda",
+}
+UNITS = (("s", 1, 300), ("min", 60, 10_800), ("h", 3600, math.inf))  # up to so many seconds
 MISSING = "–"  # a value that is not known
 MAX_CLASSES = 40  # of a confusion matrix that can be read
 MAX_MISTAKES = 30  # that are listed where the matrix would be too large
 
 
+Column = tuple[str, ReportedRun, str]
+"""A label, a run, and the name of a column of its metrics.jsonl."""
+
+
 @dataclass(frozen=True)
 class Table:
-    """Rows with names, and columns with titles; the first column has the names of the rows."""
+    """Titles of columns, and rows that begin with their names."""
 
     titles: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -95,7 +105,7 @@ def render(runs: Sequence[ReportedRun]) -> str:
         title=what_was_trained(runs),
         runs=runs,
         results=table_of_facts(runs, results_of),
-        curves=[*curves(runs), course(runs)],
+        curves=curves(runs),
         policies=[(run.name, base64.b64encode(run.policy).decode()) for run in runs if run.policy],
         flags=flags_that_differ(runs),
         class_scores=class_scores,
@@ -217,79 +227,55 @@ def changes_in_words(segments: Any) -> str:
 
 
 def curves(runs: Sequence[ReportedRun]) -> list[Charts]:
-    """Loss and accuracy over epochs and over training time.
+    """Loss and accuracy over epochs and over training time, and the course of the settings.
 
-    Of one run they have a line for each set, and of several runs there is a chart for each set.
+    Of one run a chart has a line for each set, and of several runs there is a chart for each set.
     """
-    if len(runs) == 1:
-        panels = [("", [(runs[0], name, text) for name, text in SETS.items()])]
-    else:
-        panels = [
-            (f"{text} ", [(run, name, run.name) for run in runs]) for name, text in SETS.items()
-        ]
-    seconds, unit = time_unit(runs)
-    sections = []
-    for title, xlabel, x in (
-        ("Over epochs", "epoch", lambda row: row["epoch"]),
-        (
-            "Over training time",
-            f"training time / {unit}",
-            lambda row: training_seconds(row) / seconds if "seconds" in row else math.nan,
-        ),
-    ):
-        drawn, legend = [], {}
-        for prefix, series in panels:
-            for quantity, ylabel, scale in (("loss", "loss", 1), ("accuracy", "accuracy / %", 100)):
-                lines = [
-                    line_of(run, f"{name}_{quantity}", label, number, x=x, scale=scale)
-                    for number, (run, name, label) in enumerate(series)
-                ]
-                is_loss = quantity == "loss"
-                drawn.append(draw_chart(lines, xlabel, f"{prefix}{ylabel}", cut_outliers=is_loss))
-                legend |= {line.label: line for line in lines if line.known}
-        sections.append(Charts(title, list(legend.values()), list(filter(None, drawn))))
-    return sections
+    panels: dict[str, list[Column]] = {}  # by the title of the vertical axis
+    for name, text in SETS.items():
+        for quantity, ylabel in (("loss", "loss"), ("accuracy", "accuracy / %")):
+            key = f"{name}_{quantity}"
+            if len(runs) == 1:
+                panels.setdefault(ylabel, []).append((text, runs[0], key))
+            else:
+                panels[f"{text} {ylabel}"] = [(run.name, run, key) for run in runs]
+    courses = {
+        ylabel: [(run.name, run, key) for run in runs]
+        for key, ylabel in COURSES.items()
+        if len({row[key] for run in runs for row in run.rows if key in row}) > 1
+    }
+    sections = [
+        draw_charts("Over epochs", panels),
+        draw_charts("Over training time", panels, over_time=True),
+        draw_charts("Course of settings", courses),
+    ]
+    return [section for section in sections if section.charts]
 
 
-def line_of(
-    run: ReportedRun,
-    key: str,
-    label: str,
-    number: int,
-    *,
-    x: Callable[[Row], float] = lambda row: row["epoch"],
-    scale: float = 1.0,
-) -> Line:
-    """Return a column of metrics.jsonl as a line; on evaluation sets, of the evaluated epochs."""
-    is_of_evaluation = key.partition("_")[0] in EVAL_SET_NAMES
-    rows = [row for row in run.rows if is_evaluated(row) or not is_of_evaluation]
-    return Line(
-        label, [x(row) for row in rows], [scale * row.get(key, math.nan) for row in rows], number
-    )
-
-
-def time_unit(runs: Sequence[ReportedRun]) -> tuple[float, str]:
-    """Return the seconds in the unit of time for these runs, and its sign."""
-    longest = max(row.get("seconds", 0) for run in runs for row in run.rows)
-    if longest < 5 * MINUTE:
-        return 1.0, "s"
-    return (MINUTE, "min") if longest < 3 * HOUR else (HOUR, "h")
-
-
-def course(runs: Sequence[ReportedRun]) -> Charts:
-    """Learning rate and batch size where they change, noise scale, and mean weight of a sample."""
-    drawn = []
-    for key, ylabel in (
-        ("lr", "learning rate of the last step"),
-        ("batch_size", "global batch / samples"),
-        ("noise_scale", "gradient noise scale / samples"),
-        ("mean_lambda", "mean lambda"),
-    ):
-        lines = [line_of(run, key, run.name, number) for number, run in enumerate(runs)]
-        if len({value for line in lines for value in line.known}) > 1:
-            drawn += filter(None, [draw_chart(lines, "epoch", ylabel)])
-    legend = [Line(run.name, [], [], number) for number, run in enumerate(runs)]
-    return Charts("Course of the settings", legend if len(runs) > 1 else [], drawn)
+def draw_charts(
+    title: str, panels: Mapping[str, Sequence[Column]], *, over_time: bool = False
+) -> Charts:
+    """Draw a chart for each title of a vertical axis; without values it is left out."""
+    rows = [row for columns in panels.values() for _, run, _ in columns for row in run.rows]
+    longest = max((row.get("seconds", 0) for row in rows), default=0)
+    name, unit = next(unit for unit in UNITS if longest < unit[2])[:2]
+    charts, legend = [], {}
+    for ylabel, columns in panels.items():
+        lines = []
+        for number, (label, run, key) in enumerate(columns):
+            rows = [row for row in run.rows if "seconds" in row or not over_time]
+            if key.startswith(tuple(EVAL_SET_NAMES)):
+                rows = list(filter(is_evaluated, rows))
+            x = [training_seconds(row) / unit if over_time else row["epoch"] for row in rows]
+            scale = 100 if key.endswith("accuracy") else 1
+            line = Line(label, x, [scale * row.get(key, math.nan) for row in rows], number)
+            if any(key in row for row in rows):
+                lines.append(line)
+                legend[label] = line
+        if lines:
+            xlabel = f"training time / {name}" if over_time else "epoch"
+            charts.append(draw_chart(lines, xlabel, ylabel, cut_outliers="loss" in ylabel))
+    return Charts(title, list(legend.values()) if len(legend) > 1 else [], charts)
 
 
 # -------------------------------------------------------------------- flags
@@ -371,20 +357,9 @@ def report_parser() -> FlagParser:
     """Return the parser of the command line."""
     parser = FlagParser(__doc__, usage="RUN... [flags]")
     add = parser.group("flags")
-    add(
-        "runs",
-        nargs="+",
-        type=file_path,
-        metavar="RUN",
-        help="Report on the runs in these folders.",
-    )
-    add(
-        "--out",
-        type=file_path,
-        default=Path("report.html"),
-        metavar="FILE",
-        help="Write the report to this file, whose name ends in .html (default %(default)s).",
-    )
+    add("runs", nargs="+", type=file_path, metavar="RUN", help="Folders of the runs.")
+    help_of_out = "File for the report, whose name ends in .html (default %(default)s)."
+    add("--out", type=file_path, default=Path("report.html"), metavar="FILE", help=help_of_out)
     return parser
 
 

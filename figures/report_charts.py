@@ -1,6 +1,6 @@
 """The charts of a report: SVG that matplotlib draws, as pictures within a page of HTML.
 
-chart = draw_chart([Line("SGD", [1, 2], [0.4, 0.6])], "epoch", "accuracy")
+chart = draw_chart([Line("SGD", [1, 2], [0.4, 0.6], 0)], "epoch", "accuracy")
 f'<img alt="{chart.alt}" src="{chart.source}">'
 
 A chart holds no text of the runs, whose names are in the page's legend. Equal lines give equal
@@ -23,15 +23,10 @@ from matplotlib.ticker import MaxNLocator
 
 from figures.methods import COLOURS
 
-STYLES = [
-    *itertools.product(("solid", "dashed", "dotted"), COLOURS.values())
-]  # CSS has the same names
-SIZE = (4.8, 2.9)  # inches
+STYLES = [*itertools.product(("solid", "dashed", "dotted"), COLOURS.values())]
 MAX_MARKED = 60  # points of a line that are marked one by one
 SET_ASIDE = 0.1  # share of a line's values that may be outliers
 SQUASHED = 10.0  # times the range of all other values that an outlier needs to be cut off
-REPRODUCIBLE = {"svg.hashsalt": "report", "svg.fonttype": "none"}
-NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
 @dataclass(frozen=True)
@@ -40,35 +35,24 @@ class Line:
 
     Attributes:
         label: its name in the legend.
-        x: where its points are.
-        y: their values; nan leaves a gap.
+        x, y: its points; where y is nan, the line has a gap.
         number: chooses its colour and its kind.
     """
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    number: int = 0
+    number: int
 
     @property
     def style(self) -> tuple[str, str]:
-        """Kind of the line and colour, as matplotlib and CSS call them."""
+        """Kind of the line and colour, as both matplotlib and CSS call them."""
         return STYLES[self.number % len(STYLES)]
-
-    @property
-    def known(self) -> list[float]:
-        """The values that are numbers, sorted."""
-        return sorted(value for value in self.y if not math.isnan(value))
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture.
-
-    Attributes:
-        alt: says what it shows.
-        source: the SVG as a data URI.
-    """
+    """A picture: what it shows in words, and the SVG as a data URI."""
 
     alt: str
     source: str
@@ -76,23 +60,20 @@ class Chart:
 
 def draw_chart(
     lines: Sequence[Line], xlabel: str, ylabel: str, *, cut_outliers: bool = False
-) -> Chart | None:
-    """Draw lines; None where no line has a value.
+) -> Chart:
+    """Draw lines.
 
     Args:
-        lines: those without a value are left out.
+        lines: each has a value.
         xlabel: of the axis; epochs are whole numbers, and a time begins at 0.
         ylabel: of the other axis.
         cut_outliers: let a few values beyond the others not squash them.
     """
-    lines = [line for line in lines if line.known]
-    if not lines:
-        return None
-    figure = Figure(figsize=SIZE, layout="constrained")
+    figure = Figure(figsize=(4.8, 2.9), layout="constrained")
     axes = figure.subplots()
     for line in lines:
         kind, colour = line.style
-        marker = "o" if len(line.known) <= MAX_MARKED else ""
+        marker = "o" if len(line.y) <= MAX_MARKED else ""
         axes.plot(line.x, line.y, linestyle=kind, color=colour, marker=marker, markersize=3)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.grid(alpha=0.3)
@@ -102,22 +83,19 @@ def draw_chart(
     else:
         axes.set_xlim(left=0)
     if cut_outliers:
-        cut_off_outliers(axes, [line.known for line in lines])
+        cut_off_outliers(axes, lines)
     content = io.BytesIO()
-    with matplotlib.rc_context(REPRODUCIBLE):
-        figure.savefig(content, format="svg", metadata=NO_METADATA)
+    with matplotlib.rc_context({"svg.hashsalt": "report", "svg.fonttype": "none"}):
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(content, format="svg", metadata=metadata)
     data = base64.b64encode(content.getvalue()).decode()
     names = ", ".join(line.label for line in lines)
     return Chart(f"{ylabel} over {xlabel}: {names}", f"data:image/svg+xml;base64,{data}")
 
 
-def cut_off_outliers(axes: Axes, values: Sequence[Sequence[float]]) -> None:
-    """End the vertical axis below outliers, and write the highest value at its end.
-
-    Args:
-        axes: the chart.
-        values: those of each line, sorted.
-    """
+def cut_off_outliers(axes: Axes, lines: Sequence[Line]) -> None:
+    """End the vertical axis below outliers, and write the highest value at its end."""
+    values = [sorted(y for y in line.y if not math.isnan(y)) for line in lines]
     usual = [each[: -math.ceil(SET_ASIDE * len(each))] or each for each in values]
     low, high = min(each[0] for each in values), max(each[-1] for each in usual)
     bound, highest = low + SQUASHED * (high - low), max(each[-1] for each in values)
