@@ -15,7 +15,7 @@ committed. To try something out: --allow_dirty --logs FOLDER.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import shlex
 import shutil
@@ -32,9 +32,9 @@ import yaml
 
 from cli import flags
 from cli.flag_parser import FlagParser, file_path
-from errors import InputError, Interrupted, did_you_mean, exit_code
+from errors import InputError, Interrupted, exit_code
 from figures.pack_logs import pack
-from figures.run_logs import LOGS, ROOT, finished
+from figures.run_logs import LOGS, ROOT, finished, read_rows
 from training import machine
 
 PLAN = ROOT / "figures" / "experiments.yaml"
@@ -49,105 +49,73 @@ class PlannedRun:
     """One command with one seed.
 
     Attributes:
-        group: name of the group in the plan.
-        name: name within the group; empty if the group's command runs all of it by itself, as a
-            benchmark does, which then gets no seed.
+        folder: of the log, LOGS/GROUP/NAME-seedN.
         seed: random seed.
         command: the command line, without seed and folder.
-        logs: folder below which the log is written.
         rows: expected size of the training set, 0 if any size is right.
     """
 
-    group: str
-    name: str
+    folder: Path
     seed: int
     command: str
-    logs: Path
     rows: int = 0
 
     @property
-    def folder(self) -> Path:
-        """The folder of the log."""
-        group = self.logs / self.group
-        return group / f"{self.name}-seed{self.seed}" if self.name else group
+    def title(self) -> str:
+        """GROUP/NAME-seedN."""
+        return f"{self.folder.parent.name}/{self.folder.name}"
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the log holds the last epoch; False for a group that runs all by itself."""
-        return bool(self.name) and finished(self.folder)
-
-    def command_line(self) -> tuple[list[str], dict[str, str]]:
-        """Return the arguments to execute, and the environment variables in front of them."""
-        arguments = shlex.split(self.command)
-        variables = {}
-        while "=" in arguments[0]:
-            name, _, value = arguments.pop(0).partition("=")
-            variables[name] = value
-        if arguments[0] == "python":
-            arguments[0] = sys.executable
-        if self.name:
-            folder = os.path.relpath(self.folder, ROOT)  # logs do not name a machine's folders
-            arguments += ["--seed", str(self.seed), "--out", folder]
-            if (self.folder / "last.pt").exists():
-                arguments += ["--resume", folder]
-        return arguments, variables
+    def arguments(self) -> list[str]:
+        """Return the command line with seed and folder; `env` sets the variables before it."""
+        words = ["env", *shlex.split(self.command)]
+        if "python" in words:
+            words[words.index("python")] = sys.executable
+        folder = os.path.relpath(self.folder, ROOT)  # logs do not name a machine's folders
+        resume = ["--resume", folder] if (self.folder / "last.pt").exists() else []
+        return [*words, "--seed", str(self.seed), "--out", folder, *resume]
 
 
 def read_plan(path: Path, device: str, logs: Path) -> list[PlannedRun]:
-    """Return the runs for a device: all of the first seed in the plan's order, then the second.
-
-    Args:
-        path: the plan, in the format of experiments.yaml.
-        device: cpu or gpu.
-        logs: folder below which the logs are written.
-    """
+    """Return the runs of a plan for cpu or gpu: all of the first seed, then of the second."""
     ordered = []
     for group, entry in yaml.safe_load(path.read_text(encoding="utf-8"))[device].items():
-        for name, extra in entry.get("runs", {"": ""}).items():
+        for name, extra in entry["runs"].items():
             command = f"{entry['command']} {extra or ''}".strip()
-            seeds = entry.get("seeds", SEEDS) if name else [0]
-            for position, seed in enumerate(seeds):
-                run = PlannedRun(group, name, seed, command, logs, entry.get("rows", 0))
+            for position, seed in enumerate(entry.get("seeds", SEEDS)):
+                folder = logs / group / f"{name}-seed{seed}"
+                run = PlannedRun(folder, seed, command, entry.get("rows", 0))
                 ordered.append((position, run))
     return [run for _, run in sorted(ordered, key=lambda pair: pair[0])]
 
 
 def execute(run: PlannedRun, deadline: float, variables: Mapping[str, str]) -> str:
-    """Execute a run and return what went wrong, or an empty string.
-
-    Args:
-        run: what to execute.
-        deadline: value of time.monotonic() at which to stop, 0 for none.
-        variables: further environment variables.
+    """Execute a run, pack its log, and return what went wrong, or an empty string.
 
     Raises:
         Interrupted: the deadline has passed, or Ctrl-C; the run's checkpoint is written.
     """
-    if deadline and time.monotonic() >= deadline:
+    if time.monotonic() >= deadline:
         raise Interrupted("the time is over; run the same command again to continue")
-    if run.name and run.folder.exists() and not (run.folder / "last.pt").exists():
+    if run.folder.exists() and not (run.folder / "last.pt").exists():
         shutil.rmtree(run.folder)  # the run was stopped before its first checkpoint
-    arguments, run_variables = run.command_line()
-    environment = {**os.environ, "PYTHON": sys.executable, **variables, **run_variables}
-    process = subprocess.Popen(arguments, cwd=ROOT, env=environment)
+    environment = {**os.environ, "PYTHON": sys.executable, **variables}
+    process = subprocess.Popen(run.arguments(), cwd=ROOT, env=environment)
     try:
         while (code := wait(process, POLL_SECONDS)) is None:
-            if deadline and time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 raise KeyboardInterrupt
-            if describe_other_data(run):
-                end(process)
     except KeyboardInterrupt:
-        end(process)
-        raise Interrupted(
-            f"stopped in {run.folder.name} of {run.group}; run the same command again to resume it"
-        ) from None
-    if other_data := describe_other_data(run):
-        shutil.rmtree(run.folder)
-        return other_data
-    if not run.name:  # a benchmark: exit code 1 is a bar that does not hold, not a failure
-        return f"exit code {code}" if code > 1 else ""
-    if code or not run.is_done:
+        process.send_signal(signal.SIGTERM)
+        if wait(process, SHUTDOWN_SECONDS) is None:
+            process.kill()
+        message = f"stopped in {run.title}; run the same command again to resume it"
+        raise Interrupted(message) from None
+    if code or not finished(run.folder):
         return f"exit code {code}"
+    rows = read_rows(run.folder)[0]["samples"]
+    if run.rows and not 0.9 * run.rows <= rows <= run.rows:
+        shutil.rmtree(run.folder)
+        return f"another data set of {rows} rows, the plan expects {run.rows}; its log is deleted"
     pack(run.folder)
     return ""
 
@@ -160,51 +128,11 @@ def wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
         return None
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Let a process write its checkpoint and end; kill it if it does not."""
-    process.send_signal(signal.SIGTERM)
-    if wait(process, SHUTDOWN_SECONDS) is None:
-        process.kill()
-
-
-def describe_other_data(run: PlannedRun) -> str:
-    """Say that a run's first epoch had other rows than the plan expects; '' if it is not so."""
-    if not run.rows or not (run.folder / "metrics.jsonl").exists():
-        return ""
-    first = (run.folder / "metrics.jsonl").read_text(encoding="utf-8").partition("\n")
-    rows = json.loads(first[0])["samples"] if first[1] else run.rows
-    if 0.9 * run.rows <= rows <= run.rows:
-        return ""
-    return (
-        f"trains on {rows} rows, the plan expects {run.rows}: the data set is another one, so its "
-        "log is deleted"
-    )
-
-
-def select_groups(runs: Sequence[PlannedRun], only: Sequence[str]) -> list[PlannedRun]:
-    """Return the runs of the named groups, or all runs if no group is named.
-
-    Raises:
-        InputError: there is no such group.
-    """
-    groups = dict.fromkeys(run.group for run in runs)
-    for group in only:
-        if group not in groups:
-            raise InputError(
-                f"--only {group}: no such group; there are {', '.join(groups)}"
-                f"{did_you_mean(group, groups)}"
-            )
-    return [run for run in runs if not only or run.group in only]
-
-
 def check_committed(logs: Path) -> None:
     """Check that a run started now would log the commit of the code that it runs.
 
-    Args:
-        logs: folder below which the runner itself writes.
-
     Raises:
-        InputError: files are not committed, or there is no commit.
+        InputError: files are not committed, but for those in `logs`; or there is no commit.
     """
     try:
         changed = machine.modified_files() + machine.untracked_files(ignored=logs)
@@ -214,24 +142,20 @@ def check_committed(logs: Path) -> None:
             "use a git clone, or --allow_dirty with --logs FOLDER"
         ) from None
     if changed:
-        more = len(changed) - MAX_NAMED_FILES
-        names = ", ".join(changed[:MAX_NAMED_FILES]) + (f" and {more} more" if more > 0 else "")
+        more = ", ..." if len(changed) > MAX_NAMED_FILES else ""
         raise InputError(
-            f"not committed: {names}; a log's commit would not be the code that made it: commit "
-            "or stash them first, or use --allow_dirty with --logs FOLDER"
+            f"not committed: {', '.join(changed[:MAX_NAMED_FILES])}{more}; a log's commit would "
+            "not be the code that made it: commit or stash them first, or use --allow_dirty with "
+            "--logs FOLDER"
         )
 
 
 def execute_all(
-    runs: Sequence[PlannedRun], deadline: float, device: str, *, allow_dirty: bool = False
+    runs: Sequence[PlannedRun], deadline: float, device: str, *, ignored: Path | None
 ) -> None:
     """Execute all runs that are not done; with device cpu, GPUs are hidden from them.
 
-    Args:
-        runs: what to execute.
-        deadline: value of time.monotonic() at which to stop, 0 for none.
-        device: cpu or gpu.
-        allow_dirty: also start runs while files are not committed.
+    Files must be committed, but for those in the folder `ignored`, where that is not None.
 
     Raises:
         InputError: files are not committed; or some runs failed: the message names them.
@@ -242,17 +166,17 @@ def execute_all(
     variables = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     failures = []
     for position, run in enumerate(runs, 1):
-        title = f"[{position}/{len(runs)}] {run.group}/{run.folder.name}"
-        if run.is_done:
+        title = f"[{position}/{len(runs)}] {run.title}"
+        if finished(run.folder):
             print(f"{title}: done", flush=True)
             if run.folder.is_dir():  # the run had finished when the runner was stopped
                 pack(run.folder)
             continue
-        if not allow_dirty:
-            check_committed(run.logs)
+        if ignored is not None:
+            check_committed(ignored)
         print(f"{title}: {run.command}", flush=True)
         if failure := execute(run, deadline, variables):
-            failures.append(f"{run.group}/{run.folder.name} ({failure})")
+            failures.append(f"{run.title} ({failure})")
     if failures:
         raise InputError(f"{len(failures)} run(s) failed, see above: {', '.join(failures)}")
 
@@ -261,47 +185,19 @@ def experiments_parser() -> FlagParser:
     """Return the parser of the command line."""
     parser = FlagParser(__doc__, usage="[cpu | gpu] [flags]")
     add = parser.group("flags")
-    add(
-        "device",
-        nargs="?",
-        choices=("cpu", "gpu"),
-        help="Run the experiments for this device (default gpu if there is one, else cpu).",
-    )
-    add(
-        "--only",
-        nargs="+",
-        default=[],
-        metavar="GROUP",
-        help="Run these groups of the plan (default all).",
-    )
-    add(
-        "--minutes",
-        type=flags.positive,
-        metavar="N",
-        help="Stop after this many minutes; the same command continues later (default never).",
-    )
+    help_of_device = "Device whose experiments run (default gpu if there is one, else cpu)."
+    add("device", nargs="?", choices=("cpu", "gpu"), help=help_of_device)
+    add("--only", nargs="+", default=[], metavar="GROUP", help="Groups of the plan (default all).")
+    help_of_minutes = "Minutes until it stops; the same command continues later (default never)."
+    add("--minutes", type=flags.positive, metavar="N", help=help_of_minutes)
     add("--list", action="store_true", help="Print what is done and what is open; run nothing.")
     add("--draw", action="store_true", help="Draw the figures at the end, also after a failure.")
-    add(
-        "--plan",
-        type=file_path,
-        default=PLAN,
-        metavar="YAML",
-        help="Read the experiments from this file (default figures/experiments.yaml).",
-    )
-    add(
-        "--logs",
-        type=file_path,
-        default=LOGS,
-        metavar="DIR",
-        help="Write the logs below this folder (default figures/logs).",
-    )
-    add(
-        "--allow_dirty",
-        action="store_true",
-        help="Start runs although files are not committed; this needs --logs of another folder, "
-        "since such logs are no evidence.",
-    )
+    help_of_plan = "File of the experiments (default figures/experiments.yaml)."
+    add("--plan", type=file_path, default=PLAN, metavar="YAML", help=help_of_plan)
+    help_of_logs = "Folder for the logs (default figures/logs)."
+    add("--logs", type=file_path, default=LOGS, metavar="DIR", help=help_of_logs)
+    help_of_dirty = "Start runs although files are not committed; needs --logs of another folder."
+    add("--allow_dirty", action="store_true", help=help_of_dirty)
     return parser
 
 
@@ -316,17 +212,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     has_gpu = torch.cuda.is_available()
     device = args.device or ("gpu" if has_gpu else "cpu")
-    runs = select_groups(read_plan(args.plan, device, logs), args.only)
+    runs = read_plan(args.plan, device, logs)
+    groups = {run.folder.parent.name for run in runs}
+    if unknown := sorted({*args.only} - groups):
+        known = ", ".join(sorted(groups))
+        raise InputError(f"--only {unknown[0]}: no such group; there are {known}")
+    runs = [run for run in runs if run.folder.parent.name in (args.only or groups)]
     if args.list:
         for run in runs:
-            status = "done" if run.is_done else f"open: {run.command}"
-            print(f"{run.group}/{run.folder.name}: {status}")
+            status = "done" if finished(run.folder) else f"open: {run.command}"
+            print(f"{run.title}: {status}")
         return
     if device == "gpu" and not has_gpu:
         raise InputError("gpu: this machine has none; use bash figures/run_all.sh cpu")
-    deadline = time.monotonic() + 60 * args.minutes if args.minutes else 0.0
+    deadline = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
     try:
-        execute_all(runs, deadline, device, allow_dirty=args.allow_dirty)
+        execute_all(runs, deadline, device, ignored=None if args.allow_dirty else logs)
     finally:
         if args.draw:
             subprocess.run([sys.executable, "-m", "figures.draw"], cwd=ROOT, check=False)

@@ -1,78 +1,64 @@
 """The parts of a figure: panels, lines of runs, axes, and the legend that explains bands and bars.
 
 figure, axes = create_panels(1, 2, "SGD and NGD\\nResNet-20, 20 % of CIFAR-10")
-plot_methods(axes[0, 0], named_runs, x=epoch, y=accuracy)
-label_axes(axes[0, 0], "epoch", "test accuracy / %")
+draw_panel(axes[0, 0], named_runs, "epoch", "accuracy")
 add_legend(figure, axes[0, 0], title=describe_seeds(named_runs))
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")  # before pyplot is imported
 import matplotlib.pyplot as plt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from figures.methods import line_styles
-from figures.run_logs import Row, Runs, mean, per_epoch
+from figures.run_logs import Runs, accuracy
 from training.epoch_report import training_seconds
 
 WIDTH = {2: 8.0, 3: 9.6}  # of a figure in inches, by its columns: on a page its text is readable
-TITLE_HEIGHT, PANEL_HEIGHT, SUBFIGURE_HEIGHT, LEGEND_LINE = 0.5, 2.9, 4.4, 0.2  # inches
+TITLE_HEIGHT, PANEL_HEIGHT, LEGEND_LINE = 0.5, 2.9, 0.2  # inches
 MARKERS_PER_LINE = 15  # about; more of them hide the lines
 
-# -------------------------------------------------------------------- columns of metrics.jsonl
+AXES = {  # titles of the columns of metrics.jsonl, and of those that with_columns adds
+    "epoch": "epoch",
+    "time": "training time / s",
+    "minutes": "training time / minutes",
+    "accuracy": "test accuracy / %",
+    "train_loss": "training loss (cross-entropy)",
+    "lr": "learning rate at its end",
+    "batch_size": "batch size / samples",
+    "noise_scale": "gradient noise scale / samples",
+}
+BINARY = ("batch_size", "noise_scale")  # columns whose axis has powers of two
 
 
-def epoch(row: Row) -> float:
-    """Return the epoch of a row."""
-    return row["epoch"]
-
-
-def seconds(row: Row) -> float:
-    """Return the seconds of training since the start of the run."""
-    return training_seconds(row)
-
-
-def column(key: str, scale: float = 1.0) -> Callable[[Row], float]:
-    """Return a function that reads one column, multiplied by `scale`; null is not a number."""
-    return lambda row: math.nan if row[key] is None else scale * row[key]
-
-
-def kilobytes_a_step(rows: Sequence[Row]) -> float:
-    """Return the kilobytes that each rank has sent in a step, on average over the run."""
-    return sum(row["comm_bytes"] for row in rows) / rows[-1]["step"] / 1e3
+def with_columns(runs: Runs) -> Runs:
+    """Return runs with the accuracy in percent and the seconds of training in each row."""
+    return [
+        [{**row, "accuracy": accuracy(row), "time": training_seconds(row)} for row in rows]
+        for rows in runs
+    ]
 
 
 # -------------------------------------------------------------------- panels
 
 
-def create_subfigures(number: int, title: str) -> tuple[Figure, list[SubFigure]]:
-    """Return a figure with a title, and subfigures in two columns, which have their own legends."""
-    rows = math.ceil(number / 2)
-    figure = plt.figure(figsize=(WIDTH[2], TITLE_HEIGHT + SUBFIGURE_HEIGHT * rows))
-    figure.set_layout_engine("constrained")
-    figure.suptitle(title, fontsize=11)
-    return figure, list(figure.subfigures(rows, 2, squeeze=False).flat[:number])
-
-
 def create_panels(rows: int, columns: int, title: str) -> tuple[Figure, Any]:
     """Return a figure with a title, and its axes, an array of shape (rows, columns)."""
-    figure, axes = plt.subplots(
-        rows,
-        columns,
-        figsize=(WIDTH[columns], TITLE_HEIGHT + PANEL_HEIGHT * rows),
-        layout="constrained",
-        squeeze=False,
-    )
+    size = WIDTH[columns], TITLE_HEIGHT + PANEL_HEIGHT * rows
+    settings: dict[str, Any] = {"figsize": size, "layout": "constrained", "squeeze": False}
+    figure, axes = plt.subplots(rows, columns, **settings)
     figure.suptitle(title, fontsize=11)
     return figure, axes
 
@@ -96,35 +82,48 @@ def plain_log_ticks(axis: Any, base: int = 10) -> None:
 # -------------------------------------------------------------------- lines and their legend
 
 
-def plot_methods(
+def draw_panel(
     axes: Axes,
     named_runs: Mapping[str, Runs],
+    x: str,
+    y: str,
     *,
-    x: Callable[[Row], float],
-    y: Callable[[Row], float],
+    xlabel: str = "",
+    title: str = "",
 ) -> None:
-    """Plot the mean over the seeds of each method as a line, and their range as a band.
+    """Draw one column over another: the mean over the seeds as a line, and their range as a band.
 
     Where the seeds end at different x, as they do at different times, a bar at the end of the line
     goes from the lowest to the highest.
+
+    The columns are those of `AXES`; null is not a number.
     """
     styles = line_styles(named_runs)
     same_counts = len({len(runs) for runs in named_runs.values()}) == 1
     for label, runs in named_runs.items():
-        values, ends = per_epoch(runs, y), per_epoch(runs, x)[-1]
-        horizontal, vertical = mean(per_epoch(runs, x)), mean(values)
+        epochs = min(map(len, runs))  # that all seeds have
+        places, values = (
+            np.array([[row[key] for row in rows[:epochs]] for rows in runs], dtype=float)
+            for key in (x, y)
+        )
+        horizontal, vertical = (list(map(statistics.mean, each.T)) for each in (places, values))
+        ends = places[:, -1]
         count = "" if same_counts else f", {len(runs)} seed{'s' if len(runs) > 1 else ''}"
-        step = max(1, len(values) // MARKERS_PER_LINE)
-        marked = (len(values) - 1) % step, step  # among them the last point
+        step = max(1, epochs // MARKERS_PER_LINE)
+        marked = (epochs - 1) % step, step  # among them the last point
         axes.plot(horizontal, vertical, label=label + count, markevery=marked, **styles[label])
         colour = styles[label]["color"]
         if len(runs) > 1:
-            low, high = [min(each) for each in values], [max(each) for each in values]
+            low, high = list(map(min, values.T)), list(map(max, values.T))
             axes.fill_between(horizontal, low, high, color=colour, alpha=0.15, linewidth=0)
-        if max(ends) > min(ends):
+        if ends.max() > ends.min():
             end = horizontal[-1]
-            bar = [[end - min(ends)], [max(ends) - end]]
+            bar = [[end - ends.min()], [ends.max() - end]]
             axes.errorbar([end], vertical[-1:], xerr=bar, color=colour, capsize=3, linewidth=1)
+    label_axes(axes, xlabel or AXES[x], AXES[y], title=title)
+    if y in BINARY:
+        axes.set_yscale("log", base=2)
+        plain_log_ticks(axes.yaxis, 2)
 
 
 def describe_seeds(named_runs: Mapping[str, Runs], *, band: str = "band") -> str:
@@ -137,31 +136,16 @@ def describe_seeds(named_runs: Mapping[str, Runs], *, band: str = "band") -> str
 
 
 def add_legend(
-    figure: Figure,
-    *panels: Axes,
-    title: str,
-    columns: int = 3,
-    further: Sequence[Artist] = (),
+    figure: Figure, *panels: Axes, title: str, columns: int = 3, further: Sequence[Artist] = ()
 ) -> None:
-    """Put a legend below all panels, for which the figure grows.
+    """Put a legend of some panels' lines and of `further` artists below all panels.
 
-    Args:
-        figure: the figure that gets the legend.
-        panels: those whose lines are named.
-        title: an explanation of what is drawn, such as what a band is.
-        columns: number of columns of the legend.
-        further: artists that no panel has, with labels of their own.
+    The figure grows for it. The title explains what is drawn, such as what a band is.
     """
     handles = [handle for panel in panels for handle in panel.get_legend_handles_labels()[0]]
     handles += further
     lines = 1 + math.ceil(len(handles) / columns)
     figure.set_figheight(figure.get_figheight() + LEGEND_LINE * lines)
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=columns,
-        fontsize=9,
-        title=title,
-        title_fontsize=9,
-        handlelength=3.2,
-    )
+    texts: dict[str, Any] = {"title": title, "fontsize": 9, "title_fontsize": 9}
+    place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns, "handlelength": 3.2}
+    figure.legend(handles=handles, **place, **texts)

@@ -3,68 +3,75 @@
 python -m figures.report runs/my-run                              # writes report.html
 python -m figures.report runs/sgd runs/ngd --out sgd_and_ngd.html
 
-It shows what was trained, curves, how the runs differ, scores of each class, what was learned
-beside the model, and on what it ran. What a run folder does not hold is left out. The same folders
-give the same file.
+What a run folder does not hold is left out. The same folders give the same file. The page is
+figures/report.html.j2.
 """
 
 from __future__ import annotations
 
-import importlib
-import itertools
+import base64
+import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import numpy as np
+
+import resnet50_test
+import transformer_test
 from cli import options
 from cli.flag_parser import FlagParser, file_path, format_default
 from errors import InputError, exit_code
-from figures.html_page import (
-    MISSING,
-    Section,
-    charts,
-    details,
-    facts,
-    heading_of,
-    heat_table,
-    page,
-    paragraph,
-    png_image,
-    table,
-)
-from figures.reported_run import ClassScores, Confusion, ReportedRun, names_of, read_run
-from figures.svg_charts import Point, Series, legend, line_chart
+from figures.report_charts import Line, draw_chart
+from figures.reported_run import Confusion, ReportedRun, read_run
+from figures.run_logs import Row, device_hours
 from training.atomic_file import atomic_write
-from training.epoch_report import EVAL_SET_NAMES
+from training.epoch_report import (
+    EVAL_SET_NAMES,
+    epoch_result,
+    how_chosen,
+    is_evaluated,
+    training_seconds,
+)
 from training.run_segments import describe_all
 from training.time_estimate import in_words
 
 SETS = {"train": "training", **EVAL_SET_NAMES}  # in the order of the charts
-SCRIPTS = ("resnet50_test", "transformer_test")
-MINUTE, HOUR = 60.0, 3600.0
-MAX_MATRIX = 40  # classes of a matrix that can be read
-MAX_TABLE = 40  # classes of a table that is open from the start
-MAX_MISTAKES = 30  # that are listed where the matrix would be too large
-COSTS = ("time", "device-hours", "samples/s", "peak memory")
-COLOURED = ("sgd", "ngd", "muon", "kaldi_ngd", "lamb", "soap", "adamw", "slamb", "lars", "demo")
-ENDINGS = (".html", ".htm")
+CHANGING = {  # columns of metrics.jsonl that are drawn if they change
+    "lr": "learning rate of the last step",
+    "batch_size": "global batch / samples",
+    "noise_scale": "gradient noise scale / samples",
+    "mean_lambda": "mean lambda",
+}
+RECORDED = ("command", "commit", "torch", "python", "device", "processor", "precision")
+MISSING = "–"  # a value that is not known
+MAX_CLASSES = 40  # of a confusion matrix that can be read, else so many mistakes are listed
 
 
-def write_report(
-    runs: Sequence[ReportedRun], path: Path, *, title: str = "", first: Sequence[Section] = ()
-) -> None:
+@dataclass(frozen=True)
+class Column:
+    """A column of a run's metrics.jsonl, and how a legend calls it."""
+
+    label: str
+    run: ReportedRun
+    key: str
+
+
+Table = Sequence[Sequence[str]]
+"""Rows that begin with their names; the first one, which may be empty, has the titles."""
+
+
+def write_report(runs: Sequence[ReportedRun], path: Path) -> None:
     """Write the report of some runs.
 
-    Args:
-        runs: at least one.
-        path: of the file.
-        title: above the page; '' says what was trained.
-        first: sections before those of the runs.
     Raises:
         InputError: the file cannot be written.
     """
-    text = render(runs, title=title, first=first)
+    text = render(runs)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
@@ -75,34 +82,34 @@ def write_report(
         ) from None
 
 
-def render(runs: Sequence[ReportedRun], *, title: str = "", first: Sequence[Section] = ()) -> str:
-    """The page of `write_report`."""
-    sections = [
-        *first,
-        Section("Over epochs", curves(runs, over_time=False)),
-        Section("Over training time", curves(runs, over_time=True)),
-        Section("Learning rate and batch size", rate_and_batch(runs)),
-        Section("Mixing of samples", mixing(runs)),
-        differing_flags(runs) if len(runs) > 1 else changed_flags(runs[0]),
-        Section("Classes", scores_of_classes(runs)),
-        Section("Environment and cost", environment(runs)),
-    ]
-    return page(title or what_was_trained(runs), sections, head=heading(runs))
+def render(runs: Sequence[ReportedRun]) -> str:
+    """Return the page of `write_report`."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("report.html.j2").render(
+        title=", ".join(dict.fromkeys(map(subject, runs))),
+        runs=runs,
+        results=table_of_facts(runs, results_of),
+        curves=curves(runs),
+        policies=[(run.name, base64.b64encode(run.policy).decode()) for run in runs if run.policy],
+        flags=flags_that_differ(runs),
+        class_scores=class_scores,
+        max_classes=MAX_CLASSES,
+        most_frequent_mistakes=most_frequent_mistakes,
+        environment=table_of_facts(runs, environment_of),
+    )
 
 
-# -------------------------------------------------------------------- heading
-
-
-def what_was_trained(runs: Sequence[ReportedRun]) -> str:
-    """A title: model and data, where all runs have the same; else the number of runs."""
-    subjects = {subject(run) for run in runs}
-    if len(runs) == 1:
-        return subjects.pop()
-    return f"{subjects.pop()}: {len(runs)} runs" if len(subjects) == 1 else f"{len(runs)} runs"
+# -------------------------------------------------------------------- what was trained and reached
 
 
 def subject(run: ReportedRun) -> str:
-    """Model and data of a run, or its name where they are not known."""
+    """Return model and data of a run, or its name where they are not known."""
     flags = run.flags
     model = flags.get("arch") or ("Transformer" if "max_len" in flags else "")
     if not model or not flags.get("dataset"):
@@ -112,355 +119,66 @@ def subject(run: ReportedRun) -> str:
     return f"{model} on {part}{flags['dataset']}"
 
 
-def heading(runs: Sequence[ReportedRun]) -> str:
-    """What the runs have reached and cost: facts of one, a table of several."""
-    if len(runs) > 1:
-        return paragraph("Accuracies are in percent.") + summary_table(runs)
-    [run] = runs
-    last, best = run.last_result(), run.best_result()
-    values = {"epochs": (epochs_done(run), "")}
-    if last.accuracies:
-        values["after the last epoch"] = (accuracies(last.accuracies), "")
-    if best is not None:
-        reached = accuracies(best.accuracies)
-        values[f"best epoch: {best.epoch}"] = (reached, run.how_best_was_chosen())
-    values |= {name: (value, "") for name, value in costs(run).items()}
-    return paragraph(f"Run folder {run.folder}. {method(run)}".strip()) + facts(values)
+def table_of_facts(
+    runs: Sequence[ReportedRun], facts_of: Callable[[ReportedRun], Mapping[str, str]]
+) -> Table:
+    """Return a row for each fact that a run knows, and a column for each run."""
+    columns = [facts_of(run) for run in runs]
+    rows = [[name, *(each[name] or MISSING for each in columns)] for name in columns[0]]
+    titles = ["", *(run.name for run in runs)] if len(runs) > 1 else []
+    return [titles, *(row for row in rows if {*row[1:]} != {MISSING})]
 
 
-def method(run: ReportedRun) -> str:
-    """The optimizer and what mixes samples, in a sentence; '' where they are not known."""
-    flags = run.flags
-    if not flags.get("optimizer"):
-        return ""
-    mixup = flags.get("mixup", "none")
-    parts = [f"Optimizer {flags['optimizer']}", "" if mixup == "none" else f"mixup {mixup}"]
-    return f"{', '.join(filter(None, parts))}."
-
-
-def epochs_done(run: ReportedRun) -> str:
-    """For example '4 of 10'."""
-    done, planned = f"{run.last('epoch'):g}", run.flags.get("epochs")
-    return f"{done} of {planned}" if isinstance(planned, int) and str(planned) != done else done
-
-
-def accuracies(values: Mapping[str, float]) -> str:
-    """For example 'test 94.00 %, validation 95.00 %'."""
-    shown = [f"{EVAL_SET_NAMES[name]} {100 * value:.2f} %" for name, value in values.items()]
-    return ", ".join(reversed(shown))
-
-
-def costs(run: ReportedRun) -> dict[str, str]:
-    """Time, speed and memory, as far as they are known."""
-    seconds, hours = run.last("seconds"), run.device_hours()
-    samples, train_seconds = run.last("samples"), run.total("train_seconds")
-    memory = run.last("peak_memory_bytes")
-    texts = (
-        "" if seconds is None else in_words(seconds),
-        "" if hours is None else f"{hours:.4g}",
-        f"{samples / train_seconds:.0f}" if samples and train_seconds else "",
-        "" if memory is None else f"{memory / 2**30:.2f} GiB",
+def results_of(run: ReportedRun) -> dict[str, str]:
+    """Return what a run has reached and cost; '' is not known."""
+    row, flags, best = run.rows[-1], run.flags, run.best_result()
+    last = epoch_result(run.rows, row["epoch"])
+    chosen = how_chosen(
+        len(run.rows),
+        sum(map(is_evaluated, run.rows)),
+        chosen_on=run.chosen_on,
+        meta_learned=flags.get("mixup") == "meta",
     )
-    return {name: text for name, text in zip(COSTS, texts) if text}
+    train_seconds = total(run, "train_seconds")
+    return {
+        "optimizer": str(flags.get("optimizer", "")),
+        "mixup": str(flags.get("mixup", "")),
+        "planned epochs": str(flags.get("epochs", "")),
+        "last result": last.show(),
+        "averaged result": last.show_views() if last.over_views else "",
+        "best result": f"{best.show()}, {chosen}" if best else "",
+        "time": in_words(row["seconds"]) if "seconds" in row else "",
+        "device-hours": f"{device_hours(row):.4g}" if "seconds" in row else "",
+        "samples/s": show(row, "samples", "{:.0f}", 1 / train_seconds if train_seconds else 0),
+        "peak memory": show(row, "peak_memory_bytes", "{:.2f} GiB", 2**-30),
+    }
 
 
-def summary_table(runs: Sequence[ReportedRun]) -> str:
-    """A row for each run; columns that no run has a value for are left out."""
-    rows: dict[str, dict[str, str]] = {}
-    for run in runs:
-        last, best = run.last_result(), run.best_result()
-        cells = {"epochs": epochs_done(run)}
-        for name, text in reversed(EVAL_SET_NAMES.items()):
-            if name in last.accuracies:
-                cells[f"last {text}"] = f"{100 * last.accuracies[name]:.2f}"
-        for name, text in reversed(EVAL_SET_NAMES.items()):
-            if best is not None and name in best.accuracies:
-                cells[f"best {text}"] = f"{100 * best.accuracies[name]:.2f}"
-        for name, text in reversed(EVAL_SET_NAMES.items()):
-            if name in last.over_views:
-                over_views = f"{100 * last.over_views[name]:.2f}"
-                cells[f"last {text}, {last.views} views"] = over_views
-        if best is not None:
-            cells |= {"best epoch": str(best.epoch), "chosen by": EVAL_SET_NAMES[run.chosen_on]}
-        rows[run.name] = cells | costs(run)
-    return table_of_runs(rows)
+def total(run: ReportedRun, key: str) -> float:
+    """Return the sum of a value over all epochs."""
+    return sum(row.get(key, 0) for row in run.rows)
 
 
-def table_of_runs(rows: Mapping[str, Mapping[str, str]]) -> str:
-    """A table of named cells, a row for each run."""
-    columns = list(dict.fromkeys(name for cells in rows.values() for name in cells))
-    lines = [[run, *(cells.get(name, MISSING) for name in columns)] for run, cells in rows.items()]
-    return table(["run", *columns], lines, numbers=True)
-
-
-# -------------------------------------------------------------------- curves
-
-
-def curves(runs: Sequence[ReportedRun], *, over_time: bool) -> str:
-    """Loss and accuracy: of one run a line for each set, of several runs a chart for each set."""
-    unit, name = time_unit(runs)
-    xlabel = f"training time / {name}" if over_time else "epoch"
-    horizontal = {"whole_x": not over_time, "x_from_zero": over_time}
-
-    def points(run: ReportedRun, key: str, scale: float) -> list[Point]:
-        return run.values_in_time(key, unit, scale) if over_time else run.values(key, scale)
-
-    quantities = (("loss", "loss", 1.0), ("accuracy", "accuracy / %", 100.0))
-    drawn = []
-    if len(runs) == 1:
-        for quantity, ylabel, scale in quantities:
-            lines = [
-                Series(text, points(runs[0], f"{name}_{quantity}", scale), index)
-                for index, (name, text) in enumerate(SETS.items())
-            ]
-            drawn.append(line_chart(lines, xlabel, ylabel, **horizontal))
-    else:
-        for name, (quantity, ylabel, scale) in itertools.product(SETS, quantities):
-            lines = [
-                Series(run.name, points(run, f"{name}_{quantity}", scale), index)
-                for index, run in zip(colours(runs), runs)
-            ]
-            drawn.append(line_chart(lines, xlabel, f"{SETS[name]} {ylabel}", **horizontal))
-    shown = charts(drawn)
-    return legend_of(runs) + shown if shown else ""
-
-
-def colours(runs: Sequence[ReportedRun]) -> list[int]:
-    """The number of each run's colour: that of its optimizer where each has another; else in turn.
-
-    The colours of optimizers are those that they have in the figures of figures/methods.py.
-    """
-    names = [run.flags.get("optimizer") for run in runs]
-    if len(set(names)) < len(runs) or not set(names) <= set(COLOURED):
-        return list(range(len(runs)))
-    return [COLOURED.index(name) for name in names]
-
-
-def legend_of(runs: Sequence[ReportedRun]) -> str:
-    """The legend of the curves: the sets of one run, or the names of several."""
-    if len(runs) > 1:
-        return legend([Series(run.name, [], index) for index, run in zip(colours(runs), runs)])
-    present = {key for row in runs[0].rows for key in row}
-    sets = enumerate(SETS.items())
-    return legend(
-        [
-            Series(text, [], index)
-            for index, (name, text) in sets
-            if present & {f"{name}_loss", f"{name}_accuracy"}
-        ]
-    )
-
-
-def time_unit(runs: Sequence[ReportedRun]) -> tuple[float, str]:
-    """Seconds in the unit of time for these runs, and its sign."""
-    longest = max(
-        (row["seconds"] for run in runs for row in run.rows if "seconds" in row), default=0
-    )
-    if longest < 5 * MINUTE:
-        return 1.0, "s"
-    return (MINUTE, "min") if longest < 3 * HOUR else (HOUR, "h")
-
-
-def chart_of(
-    runs: Sequence[ReportedRun], key: str, ylabel: str, *, only_if_it_varies: bool = False
-) -> str:
-    """A column of metrics.jsonl over the epochs, a line for each run; '' where none has it."""
-    lines = [Series(run.name, run.values(key), index) for index, run in zip(colours(runs), runs)]
-    values = {y for line in lines for _, y in line.points if y is not None}
-    if only_if_it_varies and len(values) < 2:
-        return ""
-    return line_chart(lines, "epoch", ylabel, whole_x=True)
-
-
-def with_legend(runs: Sequence[ReportedRun], drawn: str) -> str:
-    """Charts below the names of the runs, which one run does not need."""
-    return legend_of(runs) + drawn if drawn and len(runs) > 1 else drawn
-
-
-def rate_and_batch(runs: Sequence[ReportedRun]) -> str:
-    """Learning rate and batch size where they change, and the noise scale that may steer it."""
-    drawn = charts(
-        [
-            chart_of(runs, "lr", "learning rate of the last step", only_if_it_varies=True),
-            chart_of(runs, "batch_size", "global batch / samples", only_if_it_varies=True),
-            chart_of(runs, "noise_scale", "gradient noise scale / samples"),
-        ]
-    )
-    return with_legend(runs, drawn)
-
-
-def mixing(runs: Sequence[ReportedRun]) -> str:
-    """The mean weight of the unpermuted sample, and the policies that were learned."""
-    drawn = with_legend(runs, charts([chart_of(runs, "mean_lambda", "mean lambda")]))
-    pictures = []
-    for run in runs:
-        if run.policy:
-            name = f" ({run.name})" if len(runs) > 1 else ""
-            pictures.append(
-                paragraph(
-                    f"What was learned for each pair of classes{name}. Lambda is the weight of the "
-                    "own sample, so 1 is no mixing."
-                )
-            )
-            pictures.append(png_image(run.policy, f"learned mixing policy of {run.name}"))
-    return "\n".join(filter(None, [drawn, *pictures]))
-
-
-# -------------------------------------------------------------------- flags
-
-
-def differing_flags(runs: Sequence[ReportedRun]) -> Section:
-    """The flags in which runs differ. A flag that a run does not know is no difference."""
-    names = dict.fromkeys(name for run in runs for name in compared_flags(run))
-    rows = []
-    for name in names:
-        shown = [show(run.flags[name]) if name in run.flags else MISSING for run in runs]
-        if len({value for run, value in zip(runs, shown) if name in run.flags}) > 1:
-            rows.append([f"--{name}", *shown])
-    body = table(["flag", *(run.name for run in runs)], rows)
-    is_known = all(run.flags for run in runs)
-    return Section(
-        "Flags that differ",
-        body or (paragraph("The runs have the same flags.") if is_known else ""),
-    )
-
-
-def changed_flags(run: ReportedRun) -> Section:
-    """The flags of a run that are not at their defaults."""
-    flags, defaults = compared_flags(run), default_flags(run)
-    rows = [
-        [f"--{name}", show(value), show(defaults[name])]
-        for name, value in flags.items()
-        if name in defaults and show(value) != show(defaults[name])
-    ]
-    return Section(
-        "Flags that are not at their defaults", table(["flag", "value", "default"], rows)
-    )
-
-
-def compared_flags(run: ReportedRun) -> dict[str, Any]:
-    """The flags that say what a run computes, and not where its files are."""
-    flags = {n: value for n, value in run.flags.items() if n not in options.NOT_RESTORED}
-    if not options.is_own_data(flags.get("dataset")):
-        flags.pop("data_dir", None)
-    return flags
-
-
-def default_flags(run: ReportedRun) -> dict[str, Any]:
-    """The defaults of the script that the run is of; empty where that is not known."""
-    command = run.config.get("command")
-    words = [str(word) for word in command] if isinstance(command, list) else []
-    script = next((name for name in SCRIPTS if f"{name}.py" in words), None)
-    if script is None or not isinstance(run.flags.get("epochs"), int):
-        return {}
-    return options.defaults_for(importlib.import_module(script).parser(), run.flags)
-
-
-def show(value: Any) -> str:
-    """The value of a flag as one would type it."""
-    return "not given" if value is None else format_default(value) or "none"
-
-
-# -------------------------------------------------------------------- classes
-
-
-def scores_of_classes(runs: Sequence[ReportedRun]) -> str:
-    """The classes of each run that has counted them."""
-    parts = []
-    for run in runs:
-        if run.confusion is not None:
-            if len(runs) > 1:
-                parts.append(heading_of(run.name))
-            parts.append(scores_of_run(run.confusion))
-    return "\n".join(parts)
-
-
-def scores_of_run(confusion: Confusion) -> str:
-    """Precision, recall, F1 and rows of each class, and the confusion matrix."""
-    where = f"On the {EVAL_SET_NAMES[confusion.eval_set]} set after epoch {confusion.epoch}."
-    scores = class_table(confusion)
-    if len(confusion.classes) > MAX_TABLE:
-        scores = details(f"all {len(confusion.classes)} classes", scores)
-    parts = [paragraph(where), scores]
-    if len(confusion.classes) <= MAX_MATRIX:
-        parts.append(paragraph("Rows are the true classes, columns the predicted ones."))
-        parts.append(heat_table(confusion.classes, confusion.counts))
-    else:
-        mistakes = [
-            [name, taken_for, str(count)]
-            for count, name, taken_for in confusion.mistakes()[:MAX_MISTAKES]
-        ]
-        parts.append(paragraph(f"The {len(mistakes)} most frequent mistakes."))
-        parts.append(table(["class", "taken for", "rows"], mistakes))
-    return "\n".join(parts)
-
-
-def class_table(confusion: Confusion) -> str:
-    """A row for each class, in percent, and the means over the classes."""
-    scores = confusion.per_class()
-    rows = [
-        [name, percent(each.precision), percent(each.recall), percent(each.f1), str(each.rows)]
-        for name, each in zip(confusion.classes, scores)
-    ]
-    parts: list[Callable[[ClassScores], float | None]] = [
-        lambda each: each.precision,
-        lambda each: each.recall,
-        lambda each: each.f1,
-    ]
-    means = [percent(mean([part(each) for each in scores])) for part in parts]
-    rows.append(["mean of the classes", *means, str(sum(each.rows for each in scores))])
-    return table(["class", "precision %", "recall %", "F1 %", "rows"], rows, numbers=True)
-
-
-def mean(values: Sequence[float | None]) -> float | None:
-    """The mean of the values that are defined."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def percent(value: float | None) -> str:
-    """A share in percent."""
-    return MISSING if value is None else f"{100 * value:.2f}"
-
-
-# -------------------------------------------------------------------- environment
-
-
-def environment(runs: Sequence[ReportedRun]) -> str:
-    """What each run ran on, and its cost: a row for each fact, a column for each run."""
-    columns = [environment_of(run) for run in runs]
-    names = dict.fromkeys(name for column in columns for name in column)
-    cells = {name: [column.get(name, "") for column in columns] for name in names}
-    rows = [
-        [name, *(text or MISSING for text in each)] for name, each in cells.items() if any(each)
-    ]
-    titles = [run.name for run in runs] if len(runs) > 1 else ["value"]
-    return table(["", *titles], rows)
+def show(row: Row, key: str, form: str, scale: float = 1.0) -> str:
+    """Write a number of a row, times `scale`; '' where the row lacks it, or for 0."""
+    return form.format(scale * row[key]) if scale * row.get(key, 0) else ""
 
 
 def environment_of(run: ReportedRun) -> dict[str, str]:
-    """Commit, versions, device, precision, processes, time and bytes; '' is not known."""
-    config, sent = run.config, run.total("comm_bytes")
-    device, processor = str(config.get("device", "")), str(config.get("processor", ""))
-    command = config.get("command")
-    evaluating, compiling = run.last("eval_seconds"), run.last("compile_seconds")
+    """Return command, commit, versions, device, processes, times and bytes; '' is not known."""
+    row, command = run.rows[-1], run.config.get("command")
+    recorded = {**run.flags, **run.config, "command": command}
+    if isinstance(command, list):
+        recorded["command"] = " ".join(map(str, command))
     return {
-        "command": " ".join(map(str, command)) if isinstance(command, list) else "",
-        "commit": str(config.get("commit") or ""),
-        "changes during the run": changes_in_words(config.get("segments")),
-        "torch": str(config.get("torch", "")),
-        "Python": str(config.get("python", "")),
-        "device": device,
-        "processor": "" if processor in device else processor,
-        "precision": str(config.get("precision") or run.flags.get("precision") or ""),
-        "processes": number(run.last("world_size")),
-        "devices": number(run.last("devices")),
-        **dict.fromkeys(COSTS, ""),
-        **costs(run),
-        "of the time evaluating": "" if evaluating is None else in_words(evaluating),
-        "of the time compiling": in_words(compiling) if compiling else "",
-        "sent by each process": f"{sent / 1e6:.1f} MB" if sent else "",
-        "run folder": str(run.folder),
+        **{name: str(recorded.get(name) or "") for name in RECORDED},
+        "changes during the run": changes_in_words(run.config.get("segments")),
+        "processes": show(row, "world_size", "{:g}"),
+        "devices": show(row, "devices", "{:g}"),
+        "time of evaluation": show(row, "eval_seconds", "{:.0f} s"),
+        "time of compilation": show(row, "compile_seconds", "{:.0f} s"),
+        "sent by each process": show({"sent": total(run, "comm_bytes")}, "sent", "{:.1f} MB", 1e-6),
+        "run": run.name,
     }
 
 
@@ -472,9 +190,130 @@ def changes_in_words(segments: Any) -> str:
         return ""
 
 
-def number(value: float | None) -> str:
-    """A number, or '' where there is none."""
-    return "" if value is None else f"{value:g}"
+# -------------------------------------------------------------------- curves
+
+
+def curves(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
+    """Return sections of charts: over epochs and over training time, and of settings that change.
+
+    Of one run a chart has a line for each set, and of several runs there is a chart for each set.
+    """
+    panels: dict[str, list[Column]] = {}  # by the title of the vertical axis
+    for name, text in SETS.items():
+        for quantity, ylabel in (("loss", "loss"), ("accuracy", "accuracy / %")):
+            key = f"{name}_{quantity}"
+            if len(runs) == 1:
+                panels.setdefault(ylabel, []).append(Column(text, runs[0], key))
+            else:
+                panels[f"{text} {ylabel}"] = [Column(run.name, run, key) for run in runs]
+    changing = {
+        ylabel: [Column(run.name, run, key) for run in runs]
+        for key, ylabel in CHANGING.items()
+        if len({row[key] for run in runs for row in run.rows if key in row}) > 1
+    }
+    longest = max(row.get("seconds", 0) for run in runs for row in run.rows)
+    unit, seconds = ("s", 1) if longest < 300 else ("min", 60) if longest < 10_800 else ("h", 3600)
+    return [
+        draw_section("Over epochs", panels, "epoch"),
+        draw_section("Over training time", panels, f"training time / {unit}", seconds),
+        draw_section("Settings that change", changing, "epoch"),
+    ]
+
+
+def draw_section(
+    title: str, panels: Mapping[str, Sequence[Column]], xlabel: str, seconds: float = 0
+) -> dict[str, Any]:
+    """Return title, legend, and a chart for each title of a vertical axis that has values.
+
+    They are over epochs, or over the training time in units of so many seconds.
+    """
+    charts: list[dict[str, str]] = []
+    legend: dict[str, Line] = {}
+    for ylabel, columns in panels.items():
+        lines = []
+        for number, column in enumerate(columns):
+            key, rows = column.key, column.run.rows
+            if key.startswith(tuple(EVAL_SET_NAMES)):
+                rows = list(filter(is_evaluated, rows))
+            if seconds:
+                rows = [row for row in rows if "seconds" in row]
+            if any(key in row for row in rows):
+                x = [training_seconds(row) / seconds if seconds else row["epoch"] for row in rows]
+                scale = 100 if key.endswith("accuracy") else 1
+                y = [scale * row.get(key, math.nan) for row in rows]
+                lines.append(Line(column.label, x, y, number))
+        if lines:
+            charts.append(draw_chart(lines, xlabel, ylabel, cut_outliers="loss" in ylabel))
+        legend |= {line.label: line for line in lines}
+    shown = list(legend.values()) if len(legend) > 1 else []
+    return {"title": title, "legend": shown, "charts": charts}
+
+
+# -------------------------------------------------------------------- flags
+
+
+def flags_that_differ(runs: Sequence[ReportedRun]) -> Table:
+    """Return the flags in which runs differ, or one run from the defaults.
+
+    A flag that a run does not know is no difference.
+    """
+    columns, titles = list(map(compared_flags, runs)), [run.name for run in runs]
+    if len(runs) == 1:
+        columns, titles = [*columns, default_flags(runs[0])], ["value", "default"]
+    rows = []
+    for name in dict.fromkeys(name for run in runs for name in compared_flags(run)):
+        shown = [show_flag(flags[name]) if name in flags else MISSING for flags in columns]
+        if len({*shown} - {MISSING}) > 1:
+            rows.append([f"--{name}", *shown])
+    return [["flag", *titles], *rows]
+
+
+def compared_flags(run: ReportedRun) -> dict[str, Any]:
+    """Return the flags that say what a run computes, and not where its files are."""
+    flags = {n: value for n, value in run.flags.items() if n not in options.NOT_RESTORED}
+    if not options.is_own_data(flags.get("dataset")):
+        flags.pop("data_dir", None)
+    return flags
+
+
+def default_flags(run: ReportedRun) -> dict[str, Any]:
+    """Return the defaults of the script that the run is of; {} where that is not known."""
+    command = str(run.config.get("command"))
+    for script in (resnet50_test, transformer_test):
+        if f"{script.SCRIPT}.py" in command and isinstance(run.flags.get("epochs"), int):
+            return options.defaults_for(script.parser(), run.flags)
+    return {}
+
+
+def show_flag(value: Any) -> str:
+    """Write the value of a flag as one would type it."""
+    return "not given" if value is None else format_default(value) or "none"
+
+
+# -------------------------------------------------------------------- classes
+
+
+def class_scores(confusion: Confusion) -> Table:
+    """Return a row for each class and one for their means: scores in percent, and rows.
+
+    As in scikit-learn, a score without rows is 0.
+    """
+    correct = confusion.counts.diagonal()
+    rows, predicted = confusion.counts.sum(1), confusion.counts.sum(0)
+    parts = ((correct, predicted), (correct, rows), (2 * correct, rows + predicted))
+    scores = np.stack([100 * part / np.maximum(whole, 1) for part, whole in parts], axis=1)
+    lines = [*zip(confusion.classes, scores, rows), ("mean, sum", scores.mean(0), rows.sum())]
+    titles = ["class", "precision %", "recall %", "F1 %", "rows"]
+    return [titles, *([name, *map("{:.2f}".format, each), str(n)] for name, each, n in lines)]
+
+
+def most_frequent_mistakes(confusion: Confusion) -> Table:
+    """Return the pairs of classes that were most often taken for one another."""
+    wrong = confusion.counts - np.diag(confusion.counts.diagonal())
+    cells = np.argsort(-wrong, axis=None, kind="stable")[:MAX_CLASSES]
+    pairs = [pair for pair in zip(*np.unravel_index(cells, wrong.shape)) if wrong[pair]]
+    rows = [[*(confusion.classes[each] for each in pair), str(wrong[pair])] for pair in pairs]
+    return [["class", "taken for", "rows"], *rows]
 
 
 # -------------------------------------------------------------------- command line
@@ -484,29 +323,20 @@ def report_parser() -> FlagParser:
     """Return the parser of the command line."""
     parser = FlagParser(__doc__, usage="RUN... [flags]")
     add = parser.group("flags")
-    add(
-        "runs",
-        nargs="+",
-        type=file_path,
-        metavar="RUN",
-        help="Report on the runs in these folders.",
-    )
-    add(
-        "--out",
-        type=file_path,
-        default=Path("report.html"),
-        metavar="FILE",
-        help="Write the report to this file, whose name ends in .html (default %(default)s).",
-    )
+    add("runs", nargs="+", type=file_path, metavar="RUN", help="Folders of the runs.")
+    help_of_out = "File for the report, whose name ends in .html (default %(default)s)."
+    add("--out", type=file_path, default=Path("report.html"), metavar="FILE", help=help_of_out)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the report that the command line asks for."""
     args = report_parser().parse_args(argv)
-    if args.out.suffix.lower() not in ENDINGS:
+    if args.out.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out {args.out}: the name must end in .html")
-    runs = [read_run(folder, name) for folder, name in zip(args.runs, names_of(args.runs))]
+    folders = [folder.resolve() for folder in args.runs]
+    parent = os.path.commonpath([folder.parent for folder in folders])
+    runs = [read_run(folder, os.path.relpath(folder, parent)) for folder in folders]
     write_report(runs, args.out)
     print(args.out)
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,21 @@ def read_rows(folder: Path) -> list[Row]:
     Raises:
         InputError: there are none, or a line is not a row, as one that is only half written.
     """
-    lines = row_lines(folder)
-    path = folder / "metrics.jsonl"
-    if not lines:
+    path, rows = folder / "metrics.jsonl", []
+    for number, line in enumerate(row_lines(folder), 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or type(row.get("epoch")) is not int:
+            raise InputError(
+                f"{path}, line {number}: is not a whole row of an epoch; the run may be writing "
+                "it, else go on with the run by --resume, or delete the line"
+            )
+        rows.append(row)
+    if not rows:
         raise InputError(f"{path} is empty: the run has not finished an epoch; train longer")
-    return [parse_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    return rows
 
 
 def row_lines(folder: Path) -> list[str]:
@@ -64,27 +73,37 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return a run's config.json, in its folder or packed; {} where there is none.
 
     Raises:
-        ValueError: it is not JSON.
+        InputError: it holds no object.
+    """
+    packed = packed_runs(packed_file(folder)).get(folder.name, ["{}"])
+    return read_object(folder / "config.json") or json.loads(packed[0])
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; {} where the file is missing.
+
+    Raises:
+        InputError: the file holds something else.
     """
     try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except OSError:
-        packed = packed_runs(packed_file(folder)).get(folder.name)
-        return json.loads(packed[0]) if packed else {}
+        return {}
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: holds no JSON object; delete the file to leave it out")
+    return content
 
 
 def packed_file(folder: Path) -> Path:
     """Return the file into which the runs of a folder's group are packed."""
-    folder = folder.resolve()
-    return folder.parent.with_name(f"{folder.parent.name}.jsonl")
+    return Path(f"{folder.resolve().parent}.jsonl")
 
 
 def packed_runs(path: Path) -> dict[str, list[str]]:
     """Return the lines of each run in a packed file by the run's name; {} where there is none."""
-    try:
-        return _packed_runs(path, path.stat().st_mtime_ns)
-    except OSError:
-        return {}
+    return _packed_runs(path, path.stat().st_mtime_ns) if path.exists() else {}
 
 
 @functools.lru_cache
@@ -103,40 +122,17 @@ def run_folders(group: Path) -> list[Path]:
     return [group / name for name in sorted(names | packed_runs(packed_file(group / "x")).keys())]
 
 
-def parse_row(line: str, source: str) -> Row:
-    """Return the row in a line of metrics.jsonl.
-
-    Args:
-        line: of the file.
-        source: file and line, which messages begin with.
-
-    Raises:
-        InputError: it holds no object with an epoch.
-    """
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict) or type(row.get("epoch")) is not int:
-        raise InputError(
-            f"{source}: is not a whole row of an epoch; the run may be writing it, else go on with "
-            "the run by --resume, or delete the line"
-        )
-    return row
-
-
 def by_name(folders: Sequence[Path]) -> dict[str, Runs]:
     """Group the runs in folders NAME-seedN by NAME; their order is kept."""
-    names = [folder.name.rpartition("-seed")[0] or folder.name for folder in folders]
-    return by_label(folders, names)
-
-
-def by_label(folders: Sequence[Path], labels: Sequence[str]) -> dict[str, Runs]:
-    """Group the runs in folders by their labels, one for each folder; their order is kept."""
     runs: dict[str, Runs] = {}
-    for folder, label in zip(folders, labels):
-        runs.setdefault(label, []).append(read_rows(folder))
+    for folder in folders:
+        runs.setdefault(name_of(folder), []).append(read_rows(folder))
     return runs
+
+
+def name_of(folder: Path) -> str:
+    """Return NAME of a folder NAME-seedN."""
+    return folder.name.rpartition("-seed")[0] or folder.name
 
 
 def finished(folder: Path) -> bool:
@@ -149,15 +145,15 @@ def finished(folder: Path) -> bool:
 
 def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
     """Return the finished runs below a folder of groups; unfinished runs are named and left out."""
-    names = {path.stem for path in logs.glob("*.jsonl")}
-    names |= {path.parent.parent.name for path in logs.glob("*/*/metrics.jsonl")}
     groups: dict[str, dict[str, Runs]] = {}
-    for name in sorted(names):
-        folders = run_folders(logs / name)
-        for folder in folders:
-            if not finished(folder):
+    for name in sorted({path.stem for path in logs.iterdir() if path.suffix in ("", ".jsonl")}):
+        done = []
+        for folder in run_folders(logs / name):
+            if finished(folder):
+                done.append(folder)
+            else:
                 print(f"{folder}: not finished, left out")
-        if done := [folder for folder in folders if finished(folder)]:
+        if done:
             groups[name] = by_name(done)
     return groups
 
@@ -165,15 +161,7 @@ def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
 def read_flags(group: str, name: str) -> dict[str, Any]:
     """Return the flags of a logged run, which are those of all its seeds but for the seed."""
     folders = run_folders(LOGS / group)
-    return read_config(next(f for f in folders if f.name.rpartition("-seed")[0] == name))["flags"]
-
-
-def repeated(runs: Mapping[str, Runs]) -> Mapping[str, Runs]:
-    """Return the settings that have several seeds, or all settings if none has.
-
-    Settings with a single seed come from the search for the best one.
-    """
-    return {name: each for name, each in runs.items() if len(each) > 1} or runs
+    return read_config(next(f for f in folders if name_of(f) == name))["flags"]
 
 
 # -------------------------------------------------------------------- values
@@ -188,11 +176,7 @@ def accuracy(row: Row) -> float:
 def epochs_to(target: float, rows: Sequence[Row]) -> float:
     """Return how many epochs a run needs for an accuracy, with a fraction; infinite if it fails.
 
-    Between evaluations the accuracy is taken to grow evenly, from 0 at the start.
-
-    Args:
-        target: the accuracy in percent.
-        rows: of the run's epochs.
+    Between evaluations the accuracy, in percent, is taken to grow evenly, from 0 at the start.
     """
     before, epochs_before = 0.0, 0
     for row in filter(is_evaluated, rows):
@@ -209,22 +193,6 @@ def device_hours(row: Row) -> float:
     return row["seconds"] * row.get("devices", 1) / 3600  # the oldest logs are of one CPU node
 
 
-def per_epoch(runs: Runs, value: Callable[[Row], float]) -> list[list[float]]:
-    """Return a value of each seed, for each epoch that all seeds have: shape (epochs, seeds)."""
-    return [[value(row) for row in rows] for rows in zip(*runs)]
-
-
-def mean(values: Sequence[Sequence[float]]) -> list[float]:
-    """Average values of shape (epochs, seeds) over the seeds."""
-    return [statistics.mean(each) for each in values]
-
-
 def last(runs: Runs, value: Callable[[Row], float]) -> list[float]:
     """Return a value after the last epoch, for each seed."""
     return [value(rows[-1]) for rows in runs]
-
-
-def spread(values: Sequence[float]) -> str:
-    """Write mean and standard deviation as '93.21 ± 0.10'; a single value stands alone."""
-    text = f"{statistics.mean(values):.2f}"
-    return f"{text} ± {statistics.stdev(values):.2f}" if len(values) > 1 else text
