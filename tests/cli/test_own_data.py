@@ -18,6 +18,8 @@ import conftest
 import ranks
 import resnet50_test
 import transformer_test
+from conftest import each_of
+from errors import InputError
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.image_datasets import expand_images, read_image_splits
 from input_pipeline.own_data import class_table
@@ -59,118 +61,73 @@ PLAIN = {
     "train__csv": 'spam,"Win, now"\nham,see you\nspam,a prize\nham,at noon\n',
     "test__csv": "ham,Hello there\n",
 }
-HEADERS = {
-    "none": PLAIN,
-    "label first": {name: f"label,text\n{text}" for name, text in PLAIN.items()},
-    "other names in another case": {
-        name: f"CATEGORY,Content\n{text}" for name, text in PLAIN.items()
-    },
-    "another order in each file": {
-        "train__csv": 'text,label\n"Win, now",spam\nsee you,ham\na prize,spam\nat noon,ham\n',
-        "test__csv": "class,id,sentence\nham,7,Hello there\n",
-    },
-    "an index and a title": {
+
+
+def with_header(names: str) -> dict[str, str]:
+    return {name: f"{names}\n{text}" for name, text in PLAIN.items()}
+
+
+def separated(separator: str, suffix: str = "csv") -> dict[str, str]:
+    train = "text|label\nWin, now|spam\nsee you|ham\na prize|spam\nat noon|ham\n"
+    parts = {"train": train, "test": "text|label\nHello there|ham\n"}
+    texts = {part: text.replace("|", separator) for part, text in parts.items()}
+    if separator == ",":
+        texts["train"] = texts["train"].replace("Win, now", '"Win, now"')
+    return {f"{part}__{suffix}": text for part, text in texts.items()}
+
+
+def json_lines(rows: list[tuple[Any, Any]]) -> str:
+    records = [{"id": 3, "text": text, "label": label, "tags": []} for label, text in rows]
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+READ_ALIKE = {
+    "no header": PLAIN,
+    "label first": with_header("label,text"),
+    "other names in another case": with_header("CATEGORY,Content"),
+    "a byte-order mark": with_header("\ufefflabel,text"),
+    "invisible characters": with_header("la\u00adbel,text\u200b"),
+    "blank rows": with_header("\nlabel,text\n  \n , "),
+    "comma": separated(","),
+    "semicolon": separated(";"),
+    "vertical bar": separated("|"),
+    "tabs in csv": separated("\t"),
+    "tsv": separated("\t", "tsv"),
+    "an index and a title, in another order in each file": {
         "train__csv": ',title,description,Class Index\n0,"Win,",now,spam\n1,see,you,ham\n'
         "2,a,prize,spam\n3,at,noon,ham\n",
-        "test__csv": ",title,description,Class Index\n0,Hello,there,ham\n",
+        "test__csv": "description,Class-Index,title,date\nthere,ham,Hello,1\n",
     },
-    "one known name": {name: f"label,inhalt\n{text}" for name, text in PLAIN.items()},
-    "a byte-order mark": {name: f"\ufefflabel,text\n{text}" for name, text in PLAIN.items()},
-    "blank lines": {name: f"label,text\n\n{text}\n" for name, text in PLAIN.items()},
-    "quoted newlines": {
-        "train__csv": '"label","text"\r\n"spam","Win,\nnow"\r\nham,see you\r\n'
+    "quoted line breaks, spaces after commas": {
+        "train__csv": '"label", "text"\r\n"spam", "Win,\nnow"\r\nham, see you\r\n'
         'spam,"a\r\nprize"\r\nham,at noon\r\n',
         "test__csv": 'label,text\r\nham,"Hello\n\nthere"\r\n',
     },
-    "tsv": {
-        "train__tsv": "text\tlabel\nWin, now\tspam\nsee you\tham\na prize\tspam\nat noon\tham\n",
-        "test__tsv": "text\tlabel\nHello there\tham\n",
-    },
-    "tabs in csv": {
-        "train__csv": "spam\tWin, now\nham\tsee you\nspam\ta prize\nham\tat noon\n",
-        "test__csv": "ham\tHello there\n",
-    },
-    "spaces after commas": {
-        "train__csv": 'spam, "Win, now"\nham, see you\nspam, "a prize"\nham, at noon\n',
-        "test__csv": "ham, Hello there\n",
-    },
-    "blank rows": {name: f"label,text\n   \n{text} , \n" for name, text in PLAIN.items()},
-    "vertical bars": {
-        "train__csv": "label|text\nspam|Win, now\nham|see you\nspam|a prize\nham|at noon\n",
-        "test__csv": "label|text\nham|Hello there\n",
-    },
-    "names in upper case": {
-        "Train__csv": PLAIN["train__csv"],
+    "other names of the files": {
+        "Training__csv": PLAIN["train__csv"],
         "TEST__TSV": "ham\tHello there\n",
     },
-    "training and testing": {
-        "training__csv": PLAIN["train__csv"],
-        "testing__csv": PLAIN["test__csv"],
-    },
-    "semicolons": {
-        "train__csv": "label;text\nspam;Win, now\nham;see you\nspam;a prize\nham;at noon\n",
-        "test__csv": "label;text\nham;Hello there\n",
-    },
-    "separator named in the first line": {
-        "train__csv": "sep=;\nspam;Win, now\nham;see you\nspam;a prize\nham;at noon\n",
-        "test__csv": '\ufeff"sep=\t"\r\ntext\tlabel\r\nHello there\tham\r\n',
-    },
-    "joined files, each with a byte-order mark": {
-        "train__csv": '\ufefflabel,text\nspam,"Win, now"\nham,see you\n\ufeff"label","text"\n'
-        "spam,a prize\nham,at noon\n",
-        "test__csv": "\ufeff\ufefflabel,text\nham,Hello there\n",
-    },
-    "what psql prints": {
-        "train__csv": " text     | label \n----------+-------\n Win, now | spam\n see you  | ham\n"
-        " a prize  | spam\n at noon  | ham\n(4 rows)\n",
-        "test__csv": "| label | text |\n|:--- | ---:|\n| ham | Hello there |\n",
-    },
-    "an index and a long question": {
-        "train__csv": f',text,label,{"why so and not; " * 6}\n0,"Win, now",spam,\n1,see you,ham,\n'
-        f",text,label,{'why so and not; ' * 6}\n0,a prize,spam,\n1,at noon,ham,\n",
-        "test__csv": f"text,label,{'why so and not; ' * 6}\nHello there,ham,\n",
-    },
-    "names with invisible characters": {
-        "train__csv": 'la\u00adbel,text\nspam\ufe0f,"Win, now"\nham,see you\n\u200bspam,a prize\n'
-        "ham\u00a0,at noon\n",
-        "test__csv": "label,text\nham,Hello there\n",
-    },
-    "separator named, padded": {
-        name: "SEP=,,\nlabel,text\n" + text for name, text in PLAIN.items()
-    },
-    "a title and comments above the header": {
-        "train__csv": "# export of 2026\n# a, b\n\nlabel;text\nspam;Win, now\nham;see you\n"
-        "spam;a prize\nham;at noon\n",
-        "test__csv": f"My texts,\nlabel,text\n{PLAIN['test__csv']}",
-    },
-    "joined files, a line below the header": {
-        "train__csv": "label | text\n------|-----\nspam|Win, now\nham|see you\nLabel|text\n"
-        "spam|a prize\nham|at noon\n",
-        "test__csv": "label,inhalt\nham,Hello there\nlabel,inhalt\n",
+    "jsonl": {
+        "train__jsonl": json_lines(
+            [("spam", "Win, now"), ("ham", "see you"), ("spam", "a prize"), ("ham", "at noon")]
+        ),
+        "test__jsonl": "\n" + json_lines([("ham", "Hello there")]),
     },
 }
 
 
-@pytest.mark.parametrize("files", HEADERS.values(), ids=HEADERS)
-def test_every_form_of_a_file_reads_alike(files: dict[str, str], tmp_path: Path) -> None:
-    splits, classes = read(write(tmp_path, **files))
-    assert classes == ["ham", "spam"]
-    assert splits == EXPECTED
+def test_every_form_of_a_file_reads_alike(tmp_path: Path) -> None:
+    for number, (how, files) in enumerate(READ_ALIKE.items()):
+        splits, classes = read(write(tmp_path / str(number), **files))
+        assert (splits, classes) == (EXPECTED, ["ham", "spam"]), how
 
 
-def test_rows_that_are_no_data_are_counted(tmp_path: Path) -> None:
-    rows = "My texts,\nlabel,text\n---,---\nspam,a\nlabel,text\nham,b\n"
-    other = rows.replace("label,text", "stars,body")
-    write(tmp_path / "a", train__csv=rows, test__csv=rows)
-    write(tmp_path / "b", train__csv=other, test__csv=other)
-    for folder, columns in ((tmp_path / "a", ()), (tmp_path / "b", ("stars", "body"))):
-        splits, classes = read(folder, *columns)
-        assert classes == ["ham", "spam"]
-        for name in ("train", "test"):
-            path = folder / f"{name}.csv"
-            assert splits[name].labels == [1, 0]
-            assert splits[name].notes[1].startswith(f"warning: {path}: left out, as they are no")
-            assert splits[name].notes[1].endswith(": rows 1, 3, 5")
+def test_a_value_of_an_object_is_a_text(tmp_path: Path) -> None:
+    rows = json_lines([(1, "one"), (2.5, None), (True, "\ud800 half"), (False, ["a list"])])
+    splits, classes = read(write(tmp_path, train__jsonl=rows, test__jsonl=rows))
+    assert classes == ["1", "2.5", "false", "true"]
+    assert splits["train"].texts == ["one", "", "? half", ""]
+    assert "2 of 4 rows have no text (the first is row 2)" in splits["train"].notes[1]
 
 
 def test_the_first_row_of_a_file_without_header_is_a_sample(tmp_path: Path) -> None:
@@ -184,14 +141,14 @@ def test_the_first_row_of_a_file_without_header_is_a_sample(tmp_path: Path) -> N
 ODD_COLUMNS = "v1,v2,topic\nspam,Win now,mail\nham,see you,chat\nspam,a prize,mail\nham,noon,chat\n"
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("label", "texts", "classes", "first"),
     [
         ("v1", ("v2",), ["ham", "spam"], "Win now"),
         ("V1", ("v2", "topic"), ["ham", "spam"], "Win now mail"),
         ("v1", ("topic", "2"), ["ham", "spam"], "mail Win now"),
         ("topic", ("v1", "v2"), ["chat", "mail"], "spam Win now"),
-        ("topic", ("2",), ["chat", "mail"], "Win now"),
+        ("3", ("2",), ["chat", "mail"], "Win now"),
         (None, ("v2",), ["chat", "mail"], "Win now"),
     ],
 )
@@ -205,13 +162,6 @@ def test_columns_are_chosen_by_name_or_number(
     assert [len(split) for split in splits.values()] == [4, 4]
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
-def test_other_encodings_are_refused(encoding: str, refused: Refused, tmp_path: Path) -> None:
-    folder = write(tmp_path / "mine", **PLAIN)
-    (folder / "train.csv").write_bytes("caf\xe9,ein\nbar,zwei\n".encode(encoding))
-    refused("texts", f"--data_dir {folder}", "save it as UTF-8", TEXTS)
-
-
 def test_numbers_choose_columns_of_files_without_header(tmp_path: Path) -> None:
     folder = write(tmp_path, train__csv="1,a,x\n2,b,y\n", test__csv="3,c,x\n")
     splits, classes = read(folder, "3", "2")
@@ -220,177 +170,162 @@ def test_numbers_choose_columns_of_files_without_header(tmp_path: Path) -> None:
     assert splits["test"].labels == [0]
 
 
-def test_quotes_that_do_not_pair_are_text_in_tab_separated_files(tmp_path: Path) -> None:
+def test_stray_quotes_in_tab_separated_files_are_text(tmp_path: Path) -> None:
+    """Those that do not pair, and those that would swallow the rows between them."""
     train = 'label\ttext\nham\t"no" he said\nspam\tthe "best\n'
-    splits, _ = read(write(tmp_path, train__tsv=train, test__tsv=train))
-    assert splits["train"].texts == ['"no" he said', 'the "best']
-
-
-def test_two_stray_quotes_do_not_swallow_the_rows_between_them(tmp_path: Path) -> None:
-    train = 'label\ttext\nham\t"no he said\nspam\twin\nham\tthe end"\nspam\tnow\n'
+    test = 'label\ttext\nham\t"no he said\nspam\twin\nham\tthe end"\nspam\tnow\n'
     quoted = 'label\ttext\nham\t"two\nlines"\n'
-    splits, _ = read(write(tmp_path, train__tsv=train, test__tsv=quoted))
-    assert splits["train"].texts == ['"no he said', "win", 'the end"', "now"]
-    assert splits["test"].texts == ["two lines"]
+    splits, _ = read(write(tmp_path, train__tsv=train, test__tsv=test, val__tsv=quoted))
+    assert splits["train"].texts == ['"no" he said', 'the "best']
+    assert splits["test"].texts == ['"no he said', "win", 'the end"', "now"]
+    assert splits["val"].texts == ["two lines"]
 
 
-def test_other_files_use_the_columns_of_the_training_file(tmp_path: Path) -> None:
-    train = "text,label\nWin now,spam\nsee you,ham\n"
-    test = "topic,label,title,text\nmail,ham,Greeting,Hello there\n"
-    splits, _ = read(write(tmp_path, train__csv=train, test__csv=test))
-    assert splits["test"].texts == ["Hello there"]
-    assert splits["test"].labels == [0]
-
-
-def test_texts_of_any_length_are_read(tmp_path: Path) -> None:
-    text = "word " * 40_000
-    folder = write(tmp_path, train__csv=f"a,{text}\nb,short\n", test__csv="a,short\n")
-    assert len(read(folder)[0]["train"].texts[0]) == 5 * 40_000 - 1
-
-
-def test_labels_of_any_number_of_digits_are_read(tmp_path: Path) -> None:
-    long = "7" * 5000
-    folder = write(tmp_path, train__csv=f"{long},a\n12,b\n", test__csv="12,b\n")
-    assert read(folder)[1] == ["12", long]
-
-
-def test_words_are_sorted_as_words_and_numbers_as_numbers(tmp_path: Path) -> None:
-    rows = "".join(f"{label},a\n" for label in ("world", "art", "10", "9", "science"))
-    assert read(write(tmp_path, train__csv=rows, test__csv=rows))[1] == [
-        "9",
-        "10",
-        "art",
-        "science",
-        "world",
-    ]
+def test_long_texts_and_labels_are_read_and_sorted(tmp_path: Path) -> None:
+    """Words are sorted as words, and numbers before them as numbers."""
+    text, digits = "word " * 40_000, "7" * 5000
+    labels = ("world", "art", "10", "9", digits)
+    rows = "".join(f"{label},{text}\n" for label in labels)
+    splits, classes = read(write(tmp_path, train__csv=rows, test__csv=rows))
+    assert classes == ["9", "10", digits, "art", "world"]
+    assert len(splits["train"].texts[0]) == len(text) - 1
 
 
 # -------------------------------------------------------------------- files that are refused
 
 MANY = "".join(f"text number {row},label {row % 2}\n" for row in range(30))
-WRONG: dict[str, tuple[dict[str, str], str, str]] = {
-    "only a header": ({"train__csv": "label,text\n"}, "", "train.csv has a header row only"),
-    "empty label": (
+TITLE = "is no data; the header must be the first row and the only one, so delete this row"
+WRONG: list[tuple[dict[str, str], str, str]] = [
+    ({"train__csv": "label,text\n"}, "", "train.csv has a header row only"),
+    (
         {"train__csv": "label,text\nspam,a\n ,b\nham,c\n"},
         "",
         "train.csv, row 3: the label (column 1 (label)) is empty",
     ),
-    "no text": ({"train__csv": "label,text\nspam,\nham,\n"}, "", "no row has a text"),
-    "label unknown": (
+    ({"train__csv": "label,text\nspam,\nham,\n"}, "", "no row has a text"),
+    # which columns
+    (
         {"train__csv": "polarity,text\nspam,a\nham,c\n"},
         "",
-        "(columns: polarity, text); choose it with --label_column",
+        "no column is known to be the label (columns: polarity, text); choose with --label_column",
     ),
-    "text unknown": (
+    (
         {"train__csv": "label,a,b\nspam,a,1\nham,c,2\n"},
         "",
-        "(columns: label, a, b); choose it with --text_column",
+        "no column is known to be the text (columns: label, a, b); choose with --text_column",
     ),
-    "two labels": (
-        {"train__csv": "label,category,text\nspam,x,a\nham,y,c\n"},
-        "",
-        "several columns that may be the label",
-    ),
-    "duplicate names": (
-        {"train__csv": "label,text,text\nspam,x,a\nham,y,c\n"},
-        "",
-        "several columns have the same name",
-    ),
-    "duplicate name chosen": (
+    ({"train__csv": "label,topic,text\na,x,a\nb,y,c\n"}, "", "several columns may be the label"),
+    (
         {"train__csv": "label,text,text\nspam,x,a\nham,y,c\n"},
         "--text_column text",
-        "--text_column text: {train} has several columns of that name",
+        "{train}: there are several columns text (columns: label, text, text)",
     ),
-    "missing name": (
+    (
         {"train__csv": "label,text\nspam,a\nham,c\n"},
         "--label_column kind",
-        "--label_column kind: {train} has no column of that name (columns: label, text)",
+        "{train}: there is no column kind (columns: label, text); choose with --label_column",
     ),
-    "name without header": ({}, "--text_column body", "has no header row with that name"),
-    "number too large": ({}, "--label_column 3", "{train} has the columns 1 to 2"),
-    "number zero": ({}, "--label_column 0", "{train} has the columns 1 to 2"),
-    "superscript number": ({}, "--label_column \u00b2", "has no header row with that name"),
-    "same column": ({}, "--text_column 1", "column 1 would be both label and text"),
-    "header missing in test": (
-        {"train__csv": "label,text\nspam,a\nham,c\n"},
-        "",
-        "test.csv: row 1 (ham, Hello there) is not a header",
-    ),
-    "unknown header": (
-        {"train__csv": "v1,v2\n" + PLAIN["train__csv"]},
-        "",
-        "train.csv, row 1: no other row has the label 'v1'; if this row is a header (v1, v2)",
-    ),
-    "unknown header and a rare class": (
-        {
-            "train__csv": f"Polarity,Tweet_content\n{PLAIN['train__csv']}rare,one\n",
-            "test__csv": f"Polarity,Tweet_content\n{PLAIN['test__csv']}",
-        },
-        "",
-        "train.csv, row 1: no other row has the label 'Polarity'; if this row is a header",
-    ),
-    "part of the text missing": (
-        {
-            "train__csv": "label,title,text\nspam,a,b\nham,c,d\n",
-            "test__csv": "label,text\nham,d\n",
-        },
-        "",
-        "test.csv: has no column title, which is text in train.csv",
-    ),
-    "many digits": ({}, f"--label_column {'7' * 5000}", "has no header row with that name"),
-    "val twice in other names": (
-        {"dev__csv": "ham,a\n", "Valid__csv": "ham,a\n"},
-        "",
-        "Valid.csv and dev.csv are both there",
-    ),
-    "columns in another order in the second part": (
-        {"train__csv": "text,label\nx,spam\ny,ham\nlabel,text\nspam,z\nham,u\n"},
-        "",
-        "{train}, row 4: is the header with its columns in another order",
-    ),
-    "unknown header twice": (
-        {"train__csv": "frage,antwort\nx,spam\ny,ham\nfrage,antwort\nz,spam\nu,ham\n"},
-        "--label_column 2",
-        "{train}, row 1: no other row has the label 'antwort'",
-    ),
-    "texts as labels": (
-        {"train__csv": MANY},
-        "",
-        "column 1 was read as the label and has 30 different values in 30 rows",
-    ),
-    "texts chosen as labels": (
+    ({}, "--text_column body", "there is no column body (columns: 2 without names)"),
+    ({}, "--label_column 3", "there is no column 3 "),
+    ({}, "--label_column 0", "there is no column 0 "),
+    ({}, "--label_column \u00b2", "there is no column \u00b2 "),
+    ({}, f"--label_column {'7' * 5000}", "there is no column 777"),
+    ({}, "--text_column 1", "no column is known to be the text"),
+    ({"train__csv": MANY}, "", "column 1 was read as the label and has 30 different values in 30"),
+    (
         {"train__csv": "text,label\n" + MANY},
         "--label_column text --text_column label",
         "column 1 (text) was read as the label and has 30 different values in 30 rows",
     ),
-    "class only in test": (
+    # other files
+    (
+        {"train__csv": "label,text\nspam,a\nham,c\n"},
+        "",
+        "test.csv: there is no column text (columns: ham, Hello there)",
+    ),
+    (
+        {"train__csv": "label,title,text\na,b,c\nd,e,f\n", "test__csv": "label,text\na,d\n"},
+        "",
+        "test.csv: there is no column title (columns: label, text)",
+    ),
+    ({"test__csv": "label,text\nham,a\n"}, "", f"test.csv, row 1 (label, text): {TITLE}"),
+    (
         {"test__csv": "ham,a\neggs,b\n"},
         "",
         "test.csv, row 2: label 'eggs' is out of range, expected one of ham, spam",
     ),
-    "class only in val": (
-        {"val__csv": "eggs,b\n"},
-        "",
-        "val.csv, row 1: label 'eggs' is out of range",
+    ({"val__csv": "eggs,b\n"}, "", "val.csv, row 1: label 'eggs' is out of range"),
+    ({"train__tsv": "ham\ta\n"}, "", "train.csv and train.tsv are both there"),
+    ({"dev__csv": "ham,a\n", "Valid__csv": "ham,a\n"}, "", "Valid.csv and dev.csv are both there"),
+    # rows that are no data, which must not become classes
+    (with_header("v1,v2"), "", "train.csv, row 1: no other row has the label 'v1'; if this row is"),
+    (
+        {"train__csv": "frage,antwort\nx,spam\ny,ham\nfrage,antwort\nz,spam\nu,ham\n"},
+        "--label_column 2",
+        "{train}, row 1: no other row has the label 'antwort'",
     ),
-    "train twice": ({"train__tsv": "ham\ta\n"}, "", "train.csv and train.tsv are both there"),
-    "val twice": (
-        {"val__csv": "ham,a\n", "validation__csv": "ham,a\n"},
+    (
+        {"train__csv": "text,label\nx,spam\ny,ham\nlabel,text\nspam,z\nham,u\n"},
         "",
-        "val.csv and validation.csv are both there",
+        f"{{train}}, row 4 (label, text): {TITLE}",
     ),
-}
+    (
+        {"train__csv": "frage,antwort\nx,spam\ny,ham\nfrage,antwort\nz,spam\nu,ham\n"},
+        "--label_column antwort --text_column frage",
+        f"{{train}}, row 4 (frage, antwort): {TITLE}",
+    ),
+    (with_header("My texts,\nlabel,text"), "", f"{{train}}, row 2 (label, text): {TITLE}"),
+    (with_header("label,text\n---,---"), "", f"{{train}}, row 2 (---, ---): {TITLE}"),
+    (
+        {"train__csv": " text | label\n----+----\n a | b\n"},
+        "",
+        "{train}, row 2: 1 columns, expected 2",
+    ),
+    ({"train__csv": "|label|text|\n|:---|---:|\n|a|b|\n"}, "", f"row 2 (, :---, ---:, ): {TITLE}"),
+    (
+        {"train__csv": "sep=;\nspam;Win now\nham;see you\n", "test__csv": "ham;a\n"},
+        "",
+        f"{{train}}, row 1 (sep=, ): {TITLE}",
+    ),
+    # jsonl
+    *(
+        ({"train__csv": "", "train__jsonl": text}, "", names)
+        for text, names in (
+            ("{\n", "train.jsonl, row 1: is not JSON (Expecting"),
+            ("[" * 100_000, "train.jsonl, row 1: is not JSON"),
+            ('{"label": 1, "text": "a"}\n[1]\n', "train.jsonl, row 2: is not a JSON object"),
+            ("\n", "train.jsonl is empty"),
+            (
+                '{"label": 1, "text": "a"}\n{"text": "b"}\n',
+                "row 2: the label (column 1 (label)) is",
+            ),
+            ('{"stars": 1, "text": "a"}\n', "(columns: stars, text); choose with --label_column"),
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize("how", WRONG)
-def test_wrong_csv_is_refused(how: str, refused: Refused, tmp_path: Path) -> None:
-    files, flags, names = WRONG[how]
-    folder = write(tmp_path / "mine", **(PLAIN | files))
+@each_of(("files", "flags", "names"), WRONG)
+def test_wrong_csv_is_refused(
+    files: dict[str, str], flags: str, names: str, refused: Refused, tmp_path: Path
+) -> None:
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+    write(folder, **{name: text for name, text in (PLAIN | files).items() if text})
     names = names.format(train=folder / "train.csv")
     refused("texts", f"--data_dir {folder} {flags}", names, TEXTS)
 
 
-@pytest.mark.parametrize(
+def test_other_encodings_are_refused(refused: Refused, tmp_path: Path) -> None:
+    folder = write(tmp_path / "mine", **PLAIN)
+    for encoding in ("latin-1", "utf-16", "utf-16-le"):
+        (folder / "train.csv").write_bytes("caf\xe9,ein\nbar,zwei\n".encode(encoding))
+        line = refused("texts", f"--data_dir {folder}", "train.csv is not UTF-8", TEXTS)
+        assert "save it as UTF-8" in line
+    (folder / "train.csv").write_bytes("bar,eins\nbaz,zwei\n".encode("utf-16-le"))
+    refused("texts", f"--data_dir {folder}", "train.csv is not UTF-8 (it has NUL bytes", TEXTS)
+
+
+@each_of(
     ("flags", "names"),
     [
         ("--dataset headlines --label_column 1", "--label_column"),
@@ -405,15 +340,13 @@ def test_flags_that_do_not_fit_the_data_are_refused(
     refused("texts", flags, names, TEXTS)
 
 
-@pytest.mark.parametrize("rows", [19, 20])
-def test_as_many_classes_as_rows_are_accepted_in_tiny_files_only(rows: int, tmp_path: Path) -> None:
-    train = "".join(f"class {row},text\n" for row in range(rows))
+def test_as_many_classes_as_rows_are_accepted_in_tiny_files_only(tmp_path: Path) -> None:
+    train = "".join(f"class {row},text\n" for row in range(19))
     folder = write(tmp_path, train__csv=train, test__csv="class 1,text\n")
-    if rows < 20:
-        assert len(read(folder)[1]) == rows
-    else:
-        with pytest.raises(Exception, match="20 different values in 20 rows"):
-            read(folder)
+    assert len(read(folder)[1]) == 19
+    write(folder, train__csv=train + "class 19,text\n")
+    with pytest.raises(InputError, match="20 different values in 20 rows"):
+        read(folder)
 
 
 # -------------------------------------------------------------------- what a run says and does
