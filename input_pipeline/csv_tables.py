@@ -9,6 +9,7 @@ row the label comes first and all other columns are text, as in the files of AG 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import re
@@ -174,10 +175,13 @@ def parse_csv(text: str, separator: str, *, path: Path) -> Rows:
     """
     csv.field_size_limit(LONGEST_CELL)
 
-    def parse(quoting: int) -> Rows:
-        lines = io.StringIO(text, newline="")
+    def parse(has_quotes: bool) -> Rows:
         reader = csv.reader(
-            lines, delimiter=separator, quoting=quoting, strict=True, skipinitialspace=True
+            io.StringIO(text, newline=""),
+            delimiter=separator,
+            quoting=csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE,
+            strict=True,
+            skipinitialspace=True,
         )
         try:
             rows = list(enumerate(reader, 1))
@@ -189,13 +193,12 @@ def parse_csv(text: str, separator: str, *, path: Path) -> Rows:
         return [(number, row) for number, row in rows if any(cell.strip() for cell in row)]
 
     if separator != "\t":
-        return parse(csv.QUOTE_MINIMAL)
-    try:
-        rows = parse(csv.QUOTE_MINIMAL)
-        is_quoted = not any("\t" in cell and "\n" in cell for _, row in rows for cell in row)
-    except InputError:
-        is_quoted = False
-    return rows if is_quoted else parse(csv.QUOTE_NONE)
+        return parse(has_quotes=True)
+    with contextlib.suppress(InputError):
+        rows = parse(has_quotes=True)
+        if not any("\t" in cell and "\n" in cell for _, row in rows for cell in row):
+            return rows
+    return parse(has_quotes=False)
 
 
 def check_lengths(path: Path, rows: Rows, columns: int = 0) -> Rows:
