@@ -98,7 +98,7 @@ class EpochStatus:
         samples_per_second: of the epoch by now.
         seconds_left: of the run, or None where that is not known yet.
         run_step: steps of the run.
-        lr: of the next step.
+        lr: of the last step.
         grad_norm: (), of the last step before clipping, on its device.
     """
 

@@ -180,6 +180,7 @@ class Trainer:
         self.compute_timer = ComputeTimer(world.device) if config.time_compute else None
         self.clock = TrainClock(self.progress, self.compute_timer)
         self.forecast = Forecast(log.clock, epochs=config.epochs, hint=config.long_run_hint)
+        self.step_lr = 0.0  # of the last step; on the host, also where the optimizer's is not
         self.grad_norm = torch.zeros((), device=world.device)  # of the last step, before clipping
         self.noise_meter: NoiseMeter | None = None
         if config.measure_noise_scale:
@@ -479,7 +480,7 @@ class Trainer:
         A recorded step reads it from a tensor on the device. One on the CPU, as a checkpoint has
         it, would be read while recording, and never again.
         """
-        device = self.world.device
+        self.step_lr, device = lr, self.world.device
         for group in self.optimizer.param_groups:
             rate, own_lr = group["lr"], lr * group.get("lr_scale", 1.0)
             if self.graph is None:
@@ -647,7 +648,7 @@ class Trainer:
             samples_per_second=samples / max(progress.train_seconds, 1e-9),
             seconds_left=self.forecast.seconds_left(),
             run_step=progress.step,
-            lr=self.scheduled_lr(),
+            lr=self.step_lr,
             grad_norm=self.grad_norm,
         )
         self.log.status(status, bar)
