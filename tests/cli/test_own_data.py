@@ -18,7 +18,7 @@ import conftest
 import ranks
 import resnet50_test
 import transformer_test
-from conftest import each_of
+from conftest import each_of, for_each
 from errors import InputError
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.image_datasets import expand_images, read_image_splits
@@ -136,6 +136,9 @@ def test_the_first_row_of_a_file_without_header_is_a_sample(tmp_path: Path) -> N
     splits, classes = read(write(tmp_path, train__csv=train, test__csv="label,five\n"))
     assert classes == ["label", "topic"]
     assert [len(splits[name]) for name in ("train", "test")] == [4, 1]
+    write(tmp_path, train__csv="1,a,x\n2,b,y\n", test__csv="3,c,x\n")
+    splits, classes = read(tmp_path, "3", "2")  # by number
+    assert (classes, splits["train"].texts) == (["x", "y"], ["a", "b"])
 
 
 ODD_COLUMNS = "v1,v2,topic\nspam,Win now,mail\nham,see you,chat\nspam,a prize,mail\nham,noon,chat\n"
@@ -162,14 +165,6 @@ def test_columns_are_chosen_by_name_or_number(
     assert [len(split) for split in splits.values()] == [4, 4]
 
 
-def test_numbers_choose_columns_of_files_without_header(tmp_path: Path) -> None:
-    folder = write(tmp_path, train__csv="1,a,x\n2,b,y\n", test__csv="3,c,x\n")
-    splits, classes = read(folder, "3", "2")
-    assert classes == ["x", "y"]
-    assert splits["train"].texts == ["a", "b"]
-    assert splits["test"].labels == [0]
-
-
 def test_stray_quotes_in_tab_separated_files_are_text(tmp_path: Path) -> None:
     """Those that do not pair, and those that would swallow the rows between them."""
     train = 'label\ttext\nham\t"no" he said\nspam\tthe "best\n'
@@ -194,125 +189,73 @@ def test_long_texts_and_labels_are_read_and_sorted(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- files that are refused
 
 MANY = "".join(f"text number {row},label {row % 2}\n" for row in range(30))
-TITLE = "is no data; the header must be the first row and the only one, so delete this row"
-WRONG: list[tuple[dict[str, str], str, str]] = [
-    ({"train__csv": "label,text\n"}, "", "train.csv has a header row only"),
-    (
-        {"train__csv": "label,text\nspam,a\n ,b\nham,c\n"},
-        "",
-        "train.csv, row 3: the label (column 1 (label)) is empty",
-    ),
-    ({"train__csv": "label,text\nspam,\nham,\n"}, "", "no row has a text"),
+NO_DATA = "is no data; the header must be the first row and the only one, so delete this row"
+TRAIN = PLAIN["train__csv"]
+WRONG_TRAIN = [
+    ("label,text\n", "", "train.csv has a header row only"),
+    ("label,text\nspam,a\n ,b\n", "", "train.csv, row 3: the label (column 1 (label)) is empty"),
+    ("label,text\nspam,\nham,\n", "", "no row has a text"),
+    (MANY, "", "column 1 was read as the label and has 30 different values in 30 rows"),
     # which columns
     (
-        {"train__csv": "polarity,text\nspam,a\nham,c\n"},
+        "polarity,text\na,b\nc,d\n",
         "",
-        "no column is known to be the label (columns: polarity, text); choose with --label_column",
+        "label (columns: polarity, text); choose with --label_column",
     ),
+    ("label,a,b\na,b,c\nd,e,f\n", "", "text (columns: label, a, b); choose with --text_column"),
+    ("label,topic,text\na,x,a\nb,y,c\n", "", "several columns may be the label"),
+    ("label,text,text\na,b,c\n", "--text_column text", "train.csv: there are several columns text"),
+    ("label,text\na,b\n", "--label_column kind", "there is no column kind (columns: label, text)"),
+    ("label,text\na,b\n", "--text_column label", "no column is known to be the label"),
+    ("a,b\nc,d\n", "--text_column body", "there is no column body (columns: 2 without names)"),
+    ("a,b\nc,d\n", "--text_column 1", "no column is known to be the text"),
+    *(("a,b\nc,d\n", f"--label_column {n}", "no column") for n in ("0", "3", "\u00b2", "7" * 5000)),
+    # rows that are no data, which must not become classes
+    (f"v1,v2\n{TRAIN}", "", "train.csv, row 1: no other row has the label 'v1'; if this row is"),
+    ("v1,v2\nx,a\ny,b\nv1,v2\nz,b\n", "--label_column 2", "no other row has the label 'v2'"),
+    ("v1,v2\nx,a\nv1,v2\n", "--label_column v2 --text_column v1", f"row 3 (v1, v2): {NO_DATA}"),
+    ("text,label\nx,a\ny,b\nlabel,text\na,z\n", "", f"row 4 (label, text): {NO_DATA}"),
+    (f"My texts,\nlabel,text\n{TRAIN}", "", f"row 2 (label, text): {NO_DATA}"),
+    (f"label,text\n---,---\n{TRAIN}", "", f"row 2 (---, ---): {NO_DATA}"),
+    ("|label|text|\n|:---|---:|\n|a|b|\n", "", f"row 2 (, :---, ---:, ): {NO_DATA}"),
+    (" text | label\n----+----\n a | b\n", "", "train.csv, row 2: 1 columns, expected 2"),
+    ("sep=;\nspam;Win now\nham;see you\n", "", f"row 1 (sep=, ): {NO_DATA}"),
+]
+WRONG_OTHER: list[tuple[dict[str, str], str]] = [
     (
-        {"train__csv": "label,a,b\nspam,a,1\nham,c,2\n"},
-        "",
-        "no column is known to be the text (columns: label, a, b); choose with --text_column",
-    ),
-    ({"train__csv": "label,topic,text\na,x,a\nb,y,c\n"}, "", "several columns may be the label"),
-    (
-        {"train__csv": "label,text,text\nspam,x,a\nham,y,c\n"},
-        "--text_column text",
-        "{train}: there are several columns text (columns: label, text, text)",
-    ),
-    (
-        {"train__csv": "label,text\nspam,a\nham,c\n"},
-        "--label_column kind",
-        "{train}: there is no column kind (columns: label, text); choose with --label_column",
-    ),
-    ({}, "--text_column body", "there is no column body (columns: 2 without names)"),
-    ({}, "--label_column 3", "there is no column 3 "),
-    ({}, "--label_column 0", "there is no column 0 "),
-    ({}, "--label_column \u00b2", "there is no column \u00b2 "),
-    ({}, f"--label_column {'7' * 5000}", "there is no column 777"),
-    ({}, "--text_column 1", "no column is known to be the text"),
-    ({"train__csv": MANY}, "", "column 1 was read as the label and has 30 different values in 30"),
-    (
-        {"train__csv": "text,label\n" + MANY},
-        "--label_column text --text_column label",
-        "column 1 (text) was read as the label and has 30 different values in 30 rows",
-    ),
-    # other files
-    (
-        {"train__csv": "label,text\nspam,a\nham,c\n"},
-        "",
-        "test.csv: there is no column text (columns: ham, Hello there)",
+        {"train__csv": "label,text\na,b\nc,d\n"},
+        "test.csv: there is no column text (columns: ham, Hello",
     ),
     (
         {"train__csv": "label,title,text\na,b,c\nd,e,f\n", "test__csv": "label,text\na,d\n"},
-        "",
         "test.csv: there is no column title (columns: label, text)",
     ),
-    ({"test__csv": "label,text\nham,a\n"}, "", f"test.csv, row 1 (label, text): {TITLE}"),
-    (
-        {"test__csv": "ham,a\neggs,b\n"},
-        "",
-        "test.csv, row 2: label 'eggs' is out of range, expected one of ham, spam",
-    ),
-    ({"val__csv": "eggs,b\n"}, "", "val.csv, row 1: label 'eggs' is out of range"),
-    ({"train__tsv": "ham\ta\n"}, "", "train.csv and train.tsv are both there"),
-    ({"dev__csv": "ham,a\n", "Valid__csv": "ham,a\n"}, "", "Valid.csv and dev.csv are both there"),
-    # rows that are no data, which must not become classes
-    (with_header("v1,v2"), "", "train.csv, row 1: no other row has the label 'v1'; if this row is"),
-    (
-        {"train__csv": "frage,antwort\nx,spam\ny,ham\nfrage,antwort\nz,spam\nu,ham\n"},
-        "--label_column 2",
-        "{train}, row 1: no other row has the label 'antwort'",
-    ),
-    (
-        {"train__csv": "text,label\nx,spam\ny,ham\nlabel,text\nspam,z\nham,u\n"},
-        "",
-        f"{{train}}, row 4 (label, text): {TITLE}",
-    ),
-    (
-        {"train__csv": "frage,antwort\nx,spam\ny,ham\nfrage,antwort\nz,spam\nu,ham\n"},
-        "--label_column antwort --text_column frage",
-        f"{{train}}, row 4 (frage, antwort): {TITLE}",
-    ),
-    (with_header("My texts,\nlabel,text"), "", f"{{train}}, row 2 (label, text): {TITLE}"),
-    (with_header("label,text\n---,---"), "", f"{{train}}, row 2 (---, ---): {TITLE}"),
-    (
-        {"train__csv": " text | label\n----+----\n a | b\n"},
-        "",
-        "{train}, row 2: 1 columns, expected 2",
-    ),
-    ({"train__csv": "|label|text|\n|:---|---:|\n|a|b|\n"}, "", f"row 2 (, :---, ---:, ): {TITLE}"),
-    (
-        {"train__csv": "sep=;\nspam;Win now\nham;see you\n", "test__csv": "ham;a\n"},
-        "",
-        f"{{train}}, row 1 (sep=, ): {TITLE}",
-    ),
-    # jsonl
-    *(
-        ({"train__csv": "", "train__jsonl": text}, "", names)
-        for text, names in (
-            ("{\n", "train.jsonl, row 1: is not JSON (Expecting"),
-            ("[" * 100_000, "train.jsonl, row 1: is not JSON"),
-            ('{"label": 1, "text": "a"}\n[1]\n', "train.jsonl, row 2: is not a JSON object"),
-            ("\n", "train.jsonl is empty"),
-            (
-                '{"label": 1, "text": "a"}\n{"text": "b"}\n',
-                "row 2: the label (column 1 (label)) is",
-            ),
-            ('{"stars": 1, "text": "a"}\n', "(columns: stars, text); choose with --label_column"),
-        )
-    ),
+    ({"test__csv": "label,text\nham,a\n"}, f"test.csv, row 1 (label, text): {NO_DATA}"),
+    ({"test__csv": "ham,a\neggs,b\n"}, "test.csv, row 2: label 'eggs' is out of range"),
+    ({"val__csv": "eggs,b\n"}, "'eggs' is out of range, expected one of ham, spam"),
+    ({"train__tsv": "ham\ta\n"}, "train.csv and train.tsv are both there"),
+    ({"dev__csv": "ham,a\n", "Valid__csv": "ham,a\n"}, "Valid.csv and dev.csv are both there"),
+    ({"train__jsonl": "{\n"}, "train.jsonl, row 1: is not JSON (Expecting"),
+    ({"train__jsonl": "[" * 100_000}, "train.jsonl, row 1: is not JSON"),
+    ({"train__jsonl": '\n{"label": 1, "text": "a"}\n[1]\n'}, "row 3: is not a JSON object"),
+    ({"train__jsonl": "\n"}, "train.jsonl is empty"),
+    ({"train__jsonl": '{"label": 1, "text": "a"}\n{"text": "b"}\n'}, "row 2: the label (column 1"),
+    ({"train__jsonl": '{"stars": 1, "text": "a"}\n'}, "stars, text); choose with --label_column"),
 ]
 
 
-@each_of(("files", "flags", "names"), WRONG)
-def test_wrong_csv_is_refused(
-    files: dict[str, str], flags: str, names: str, refused: Refused, tmp_path: Path
-) -> None:
-    folder = tmp_path / str(len(list(tmp_path.iterdir())))
-    write(folder, **{name: text for name, text in (PLAIN | files).items() if text})
-    names = names.format(train=folder / "train.csv")
-    refused("texts", f"--data_dir {folder} {flags}", names, TEXTS)
+def test_wrong_files_are_refused(refused: Refused, tmp_path: Path) -> None:
+    cases = [({"train__csv": text}, flags, names) for text, flags, names in WRONG_TRAIN]
+    cases += [(files, "", names) for files, names in WRONG_OTHER]
+
+    def check(files: dict[str, str], flags: str, names: str) -> None:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        write(folder, **(PLAIN | files))
+        if "train__jsonl" in files:
+            (folder / "train.csv").unlink()
+        refused("texts", f"--data_dir {folder} {flags}", names, TEXTS)
+
+    for_each(cases, check)
 
 
 def test_other_encodings_are_refused(refused: Refused, tmp_path: Path) -> None:
@@ -441,73 +384,75 @@ def csv_folder(root: Path, *parts: str) -> Path:
     )
 
 
-WITH_VAL = pytest.mark.parametrize("val", ["val", "validation", "Valid", "dev"])
-BOTH_KINDS = pytest.mark.parametrize(
-    ("run", "make"), [(run_texts, csv_folder), (run_images, image_folder)], ids=["csv", "folder"]
-)
+Kind = tuple[str, str, Callable[..., int], Callable[..., Path]]
+KINDS: list[Kind] = [
+    ("texts", TEXTS, run_texts, csv_folder),
+    ("images", IMAGES, run_images, image_folder),
+]
 
 
-@WITH_VAL
-@BOTH_KINDS
+def test_splits_are_found_by_several_names(tmp_path: Path, refused: Refused) -> None:
+    for number, val in enumerate(["val", "validation", "Valid", "DEV"]):
+        data = image_folder(tmp_path / str(number), "Train", "testing", val)
+        splits, classes = read_image_splits("folder", str(data))
+        assert (list(splits), classes) == (["train", "test", "val"], ["cat", "dog"])
+    image_folder(data, "val")
+    refused("images", f"--data_dir {data}", "DEV and val are both there", IMAGES)
+    data = image_folder(tmp_path / "mine", "Test", "Dev")  # which are no classes
+    assert "are the classes" not in refused("images", f"--data_dir {data}", "is missing", IMAGES)
+    refused("images", f"--data_dir {data} --val_fraction 0.1", "mine/train is missing", IMAGES)
+
+
 def test_a_validation_set_of_its_own_chooses_the_best_epoch(
-    run: Callable[..., int],
-    make: Callable[..., Path],
-    val: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = make(tmp_path / "mine", "train", "test", val)
-    assert run("--data_dir", data, "--out", tmp_path / "run") == 0
-    rows = ranks.metrics(tmp_path / "run")
-    best = torch.load(tmp_path / "run" / "best.pt", weights_only=True)["progress"]["best"]
-    assert best["accuracy"] == max(row["val_accuracy"] for row in rows)
-    assert "test_accuracy" in rows[0]
-    console = capsys.readouterr().out
-    assert "chosen by validation rows" in console or "the only epoch" in console
-    assert "validation accuracy" in console
-    assert "test accuracy" in console
-    assert "--val_fraction" not in console
+    for name, _, run, make in KINDS:
+        out = tmp_path / f"run-{name}"
+        data = make(tmp_path / name, "train", "test", "val")
+        assert run("--data_dir", data, "--epochs", 2, "--out", out) == 0
+        rows = ranks.metrics(out)
+        best = torch.load(out / "best.pt", weights_only=True)["progress"]["best"]
+        assert best["accuracy"] == max(row["val_accuracy"] for row in rows)
+        assert "test_accuracy" in rows[0]
+        console = capsys.readouterr().out
+        assert "chosen by validation rows" in console
+        assert "validation accuracy" in console
+        assert "test accuracy" in console
+        assert "--val_fraction" not in console
 
 
-@BOTH_KINDS
 def test_a_validation_set_alone_is_measured(
-    run: Callable[..., int],
-    make: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DATA_DIR", str(tmp_path))  # which is that of the known data sets
-    data = make(tmp_path / "mine", "train", "val")
-    assert run("--data_dir", data, "--out", tmp_path / "run") == 0
-    row = ranks.metrics(tmp_path / "run")[-1]
-    assert "val_accuracy" in row
-    assert "test_accuracy" not in row
-    console = capsys.readouterr().out
-    assert "test accuracy" not in console
-    assert run("--resume", tmp_path / "run", "--evaluate") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "accuracy on the validation set, which also chose the best epoch" in lines
-    assert f"{100 * row['val_accuracy']:.2f} %" in lines[-1]
+    for name, _, run, make in KINDS:
+        out = tmp_path / f"run-{name}"
+        assert run("--data_dir", make(tmp_path / name, "train", "val"), "--out", out) == 0
+        row = ranks.metrics(out)[-1]
+        assert "val_accuracy" in row
+        assert "test_accuracy" not in row
+        assert "test accuracy" not in capsys.readouterr().out
+        assert run("--resume", out, "--evaluate") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert "accuracy on the validation set, which also chose the best epoch" in lines
+        assert f"{100 * row['val_accuracy']:.2f} %" in lines[-1]
 
 
-@BOTH_KINDS
 def test_rows_are_held_out_of_a_training_set_alone(
-    run: Callable[..., int],
-    make: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    refused: Refused,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
-    data = make(tmp_path / "mine", "train")
-    name, base = ("texts", TEXTS) if run is run_texts else ("images", IMAGES)
-    line = refused(name, f"--data_dir {data}", "is missing", base)
-    assert "--val_fraction 0.1" in line
-    assert run("--data_dir", data, "--val_fraction", 0.25, "--out", tmp_path / "run") == 0
-    table = capsys.readouterr().out.splitlines()
-    total = next(line.split()[-2:] for line in table if "all 2 classes" in line)
-    assert total in (["18", "6"], ["8", "4"])
-    assert "val_accuracy" in ranks.metrics(tmp_path / "run")[-1]
+    for name, base, run, make in KINDS:
+        data = make(tmp_path / name, "train")
+        line = refused(name, f"--data_dir {data}", "is missing", base)
+        assert "--val_fraction 0.1" in line
+        names = "--val_fraction 0.99 leaves no training rows of 2 of the 2 classes"
+        refused(name, f"--data_dir {data} --val_fraction 0.99", names, base)
+        out = tmp_path / f"run-{name}"
+        assert run("--data_dir", data, "--val_fraction", 0.25, "--out", out) == 0
+        table = capsys.readouterr().out.splitlines()
+        total = next(line.split()[-2:] for line in table if "all 2 classes" in line)
+        assert total in (["18", "6"], ["8", "4"])
+        assert "val_accuracy" in ranks.metrics(out)[-1]
 
 
 def test_a_folder_of_class_folders_is_split(tmp_path: Path, refused: Refused) -> None:
@@ -521,36 +466,20 @@ def test_a_folder_of_class_folders_is_split(tmp_path: Path, refused: Refused) ->
     refused("images", f"--data_dir {tmp_path / 'none'} --val_fraction 0.3", "is missing", IMAGES)
 
 
-@BOTH_KINDS
 def test_flags_of_held_out_rows_hold_with_a_validation_set_of_its_own(
-    run: Callable[..., int],
-    make: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    refused: Refused,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
     """As a sweep gives them, and as meta-mixup needs them."""
-    data = make(tmp_path / "mine", "train", "val")
-    flags = ["--data_dir", data, "--meta_learning", "--meta_every", 1, "--bs", 4]
-    out = ["--out", tmp_path / "run"]
-    assert run(*flags, "--val_fraction", 0.1, "--no-test", *out) == 0
-    assert "--val_fraction 0.1 is not used" in capsys.readouterr().out
-    assert run(*flags, "--val_fraction", 0, "--out", tmp_path / "other") == 0
-    name, base = ("texts", TEXTS) if run is run_texts else ("images", IMAGES)
-    data = make(tmp_path / "without", "train", "test")
-    refused(name, f"--data_dir {data} --no-test", "give --val_fraction above 0", base)
-    meta = f"--data_dir {data} --meta_learning --val_fraction 0"
-    refused(name, meta, "--mixup meta learns on held-out rows", base)
-
-
-@BOTH_KINDS
-def test_rows_are_left_to_train_on(
-    run: Callable[..., int], make: Callable[..., Path], refused: Refused, tmp_path: Path
-) -> None:
-    data = make(tmp_path / "mine", "train")
-    name, base = ("texts", TEXTS) if run is run_texts else ("images", IMAGES)
-    names = "--val_fraction 0.99 leaves no training rows of 2 of the 2 classes"
-    refused(name, f"--data_dir {data} --val_fraction 0.99", names, base)
+    for name, base, run, make in KINDS:
+        data, out = make(tmp_path / name, "train", "val"), tmp_path / f"run-{name}"
+        flags = ["--data_dir", data, "--meta_learning", "--meta_every", 1, "--bs", 4]
+        assert run(*flags, "--val_fraction", 0.1, "--no-test", "--out", out) == 0
+        assert "--val_fraction 0.1 is not used" in capsys.readouterr().out
+        assert run(*flags, "--val_fraction", 0, "--out", tmp_path / f"other-{name}") == 0
+        data = make(tmp_path / f"without-{name}", "train", "test")
+        refused(name, f"--data_dir {data} --no-test", "give --val_fraction above 0", base)
+        meta = f"--data_dir {data} --meta_learning --val_fraction 0"
+        refused(name, meta, "--mixup meta learns on held-out rows", base)
 
 
 def test_a_class_of_one_row_is_trained_on(
@@ -567,35 +496,12 @@ def test_a_class_of_one_row_is_trained_on(
     refused("texts", flags, "leaves no validation rows", TEXTS)
 
 
-def test_folders_that_are_named_like_splits_are_no_classes(
-    tmp_path: Path, refused: Refused
-) -> None:
-    data = image_folder(tmp_path / "mine", "Test", "Dev")
-    assert "are the classes" not in refused("images", f"--data_dir {data}", "is missing", IMAGES)
-    refused("images", f"--data_dir {data} --val_fraction 0.1", "mine/train is missing", IMAGES)
-    image_folder(data, "Train")
-    splits, classes = read_image_splits("folder", str(data))
-    assert classes == ["cat", "dog"]
-    assert list(splits) == ["train", "test", "val"]
-
-
-@pytest.mark.parametrize("part", ["test", "val"])
-def test_a_class_that_train_lacks_is_named(part: str, refused: Refused, tmp_path: Path) -> None:
-    data = image_folder(tmp_path / "mine", "train", part)
-    image_folder(data, part, classes=("emu",))
-    refused("images", f"--data_dir {data}", f"mine/{part}/emu: not one of the 2 classes", IMAGES)
-
-
-def test_two_validation_folders_are_refused(refused: Refused, tmp_path: Path) -> None:
-    data = image_folder(tmp_path / "mine", "train", "val", "validation")
-    refused("images", f"--data_dir {data}", "val and validation are both there", IMAGES)
-
-
-def test_hidden_files_are_not_images(tmp_path: Path) -> None:
-    data = image_folder(tmp_path / "mine", "train", "test")
-    (data / "train" / "cat" / "._0.png").write_bytes(b"what macOS leaves in archives")
-    assert len(expand_images(data / "train" / "cat")[0]) == 6
-    assert read_image_splits("folder", str(data))[1] == ["cat", "dog"]
+def test_a_class_that_train_lacks_is_named(refused: Refused, tmp_path: Path) -> None:
+    for part in ("test", "val"):
+        data = image_folder(tmp_path / f"mine-{part}", "train", part)
+        image_folder(data, part, classes=("emu",))
+        names = f"mine-{part}/{part}/emu: not one of the 2 classes"
+        refused("images", f"--data_dir {data}", names, IMAGES)
 
 
 def test_every_image_is_used_or_counted_with_the_reason(tmp_path: Path) -> None:
@@ -606,6 +512,7 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path: Path) -> None:
     for name in ("0.png", "1.png"):
         (cat / name).unlink()
         (cat / name).symlink_to("annex/objects/" + name)
+    (cat / "._2.png").write_bytes(b"what macOS leaves in archives")
     (cat / "more").symlink_to(elsewhere / "cat")
     (cat / "6.png").symlink_to(elsewhere / "dog" / "0.png")
     (cat / "loop").symlink_to(data)
@@ -626,8 +533,8 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path: Path) -> None:
     assert splits["train"].note == (
         f"warning: {data / 'train'}: left out: dangling links (3, such as bird), files of "
         "other types (1, such as cat/7.heic), folders that another link leads to (1, such as "
-        "cat/more-of-them), hidden files and folders (2, such as "
-        "cat/.ipynb_checkpoints), images outside the folders of the classes (1, such as "
+        "cat/more-of-them), hidden files and folders (3, such as "
+        "cat/._2.png), images outside the folders of the classes (1, such as "
         "stray.png), links to a folder above (5, such as parent), unreadable files (1, such as "
         "cat/pipe.png)"
     )
@@ -640,7 +547,7 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path: Path) -> None:
 
 def test_a_split_that_is_a_link_to_nothing_is_refused(tmp_path: Path, refused: Refused) -> None:
     """It must not be taken for one that is not there."""
-    for name, base, make in (("images", IMAGES, image_folder), ("texts", TEXTS, csv_folder)):
+    for name, base, _, make in KINDS:
         data = make(tmp_path / name, "train", "val")
         (data / ("test" if name == "images" else "test.csv")).symlink_to("nowhere")
         refused(name, f"--data_dir {data}", "is a link to nothing", base)
@@ -750,16 +657,6 @@ def test_the_lines_of_a_folder_of_texts_are_classified(
     assert [line.split(":")[0] for line in printed] == [row["text"] for row in rows]
 
 
-def test_predictions_never_replace_a_file(
-    runs: dict[str, Path], refused: Refused, tmp_path: Path
-) -> None:
-    lines = tmp_path / "in.csv"
-    lines.write_text("Stocks rise\n")
-    flags = f"--resume {runs['texts']} --predict {lines} --predict_out {lines}"
-    refused("texts", flags, f"--predict_out {lines}: is there already", "")
-    assert lines.read_text() == "Stocks rise\n"
-
-
 def test_a_file_without_text_in_a_folder_is_left_out(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
@@ -824,15 +721,15 @@ def test_classes_whose_names_are_not_utf8_are_trained_on(
     assert "caf\\udce9" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "names"),
-    [
+def test_wrong_predict_out_is_refused_before_anything_is_read(
+    runs: dict[str, Path], refused: Refused, tmp_path: Path
+) -> None:
+    (tmp_path / "in.csv").write_text("Stocks rise\n")
+    for flags, names in (
         ("--predict a.png --predict_out out.txt", "out.txt: the name must end in .jsonl or .csv"),
         ("--predict a.png --predict_out none/out.csv", "none/out.csv: the folder does not exist"),
         ("--predict_out out.csv", "--predict_out needs something to classify"),
-    ],
-)
-def test_wrong_predict_out_is_refused_before_anything_is_read(
-    flags: str, names: str, runs: dict[str, Path], refused: Refused
-) -> None:
-    refused("images", f"--resume {runs['images']} {flags}", names, "")
+        ("--predict in.csv --predict_out in.csv", "--predict_out in.csv: is there already"),
+    ):
+        refused("images", f"--resume {runs['images']} {flags}", names, "")
+    assert (tmp_path / "in.csv").read_text() == "Stocks rise\n"
