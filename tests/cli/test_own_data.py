@@ -85,7 +85,7 @@ READ_ALIKE = {
     "no header": PLAIN,
     "label first": with_header("label,text"),
     "other names in another case": with_header("CATEGORY,Content"),
-    "a byte-order mark": with_header("\ufefflabel,text"),
+    "a byte-order mark": with_header('\ufeff"label","text"'),
     "invisible characters": with_header("la\u00adbel,text\u200b"),
     "blank rows": with_header("\nlabel,text\n  \n , "),
     "comma": separated(","),
