@@ -39,24 +39,21 @@ class Column:
         title: above the column.
         key: its name in metrics.jsonl, or 'left', the run's remaining time.
         width: in characters.
-        format: of a value.
-        factor: by which a value is multiplied.
+        format: of a value; of a share in per cent, the sign is left out.
     """
 
     title: str
     key: str
     width: int
     format: str = "{}"
-    factor: int = 1
 
     def show(self, row: Mapping[str, Any]) -> str:
         """The value of a row, in fewer digits where it would not fit; '' for None."""
         value = row[self.key]
         if value is None or isinstance(value, str):
             return value or ""
-        texts = [
-            form.format(value * self.factor) for form in (self.format, "{:.0f}", "{:.1e}", "{:.0e}")
-        ]
+        formats = (self.format, "{:.0f}", "{:.1e}", "{:.0e}")
+        texts = [form.format(value).rstrip("%") for form in formats]
         return next((text for text in texts if len(text) <= self.width), texts[-1])
 
 
@@ -65,9 +62,9 @@ GAP = "  "  # between two columns
 COLUMNS = (
     Column("epoch", "epoch", 5, "{:d}"),
     Column("train loss", "train_loss", 10, "{:.4f}"),
-    Column("train %", "train_accuracy", 7, "{:.2f}", 100),
-    Column("val %", "val_accuracy", 6, "{:.2f}", 100),
-    Column("test %", "test_accuracy", 6, "{:.2f}", 100),
+    Column("train %", "train_accuracy", 7, "{:.2%}"),
+    Column("val %", "val_accuracy", 6, "{:.2%}"),
+    Column("test %", "test_accuracy", 6, "{:.2%}"),
     Column("lr", "lr", 8, "{:.3g}"),
     Column("samples/s", "samples_per_second", 9, "{:.0f}"),
     Column("seconds", "seconds", 7, "{:.1f}"),
