@@ -1052,7 +1052,7 @@ def add_run(parser: Parser) -> None:
         value_aliases={"--tensorboard": "tensorboard", "--log_wandb": "wandb"},
         choices=TRACKERS,
         default="none",
-        help="Send the flags, each epoch's row and numbers of single steps to this tracker as well; "
+        help="Send the flags, each epoch's row and numbers of single steps to this tracker too; "
         "wandb stays offline unless WANDB_MODE is set (default %(default)s).",
     )
     add(

@@ -131,25 +131,22 @@ def test_off_a_terminal_a_run_announces_its_time_and_prints_its_progress(here, m
     assert "left" not in ranks.metrics(here / "run")[0]
 
 
-@pytest.mark.parametrize("script", [resnet50_test, transformer_test])
-def test_hints_name_flags_and_recipes_that_there_are(script):
+def test_hints_name_flags_and_recipes_that_there_are():
     from cli import factory, image_classification, options, text_classification
     from distributed.world import World
 
-    task = image_classification if script is resnet50_test else text_classification
-    args, _ = options.parse(script.parser(), script.SCRIPT, [])
-    hint = task.long_run_hint(args, factory.Run(script.SCRIPT, World(), None))
-    assert set(re.findall(r"--\w+", hint)) <= script.parser().option_strings()
-    [recipe] = re.findall(r"recipes/\S+\.yaml", hint)
-    assert (ranks.ROOT / recipe).exists()
-    args, _ = options.parse(script.parser(), script.SCRIPT, ["--dataset", script_dataset(script)])
-    hint = task.long_run_hint(args, factory.Run(script.SCRIPT, World(), None))
-    assert "recipe" not in hint
-
-
-def script_dataset(script) -> str:
-    """A data set that no recipe of a hint is about."""
-    return "digits" if script is resnet50_test else "headlines"
+    for script, task, other in (
+        (resnet50_test, image_classification, "digits"),
+        (transformer_test, text_classification, "headlines"),
+    ):
+        run = factory.Run(script.SCRIPT, World(), None)
+        args, _ = options.parse(script.parser(), script.SCRIPT, [])
+        hint = task.long_run_hint(args, run)
+        assert set(re.findall(r"--\w+", hint)) <= script.parser().option_strings()
+        [recipe] = re.findall(r"recipes/\S+\.yaml", hint)
+        assert (ranks.ROOT / recipe).exists()
+        args, _ = options.parse(script.parser(), script.SCRIPT, ["--dataset", other])
+        assert "recipe" not in task.long_run_hint(args, run), "no recipe is about this data set"
 
 
 # -------------------------------------------------------------------- what is shown
@@ -252,12 +249,9 @@ def test_a_terminal_has_a_bar_with_the_time_left_of_the_epoch_and_no_lines(
     assert re.search(r"\| \d\d:\d\d, .* samples/s, loss 1.2346, acc 45.68 %$", shown[-1])
     assert all(len(line) <= 80 for line in drawn)
     assert capsys.readouterr().out == ""
-
-
-def test_off_a_terminal_only_rank_0_prints_lines(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(RunLog, "clock", staticmethod(Clock(each_call=1000.0)))
-    for is_main, expected in ((False, ""), (True, STATUS.line() + "\n")):
-        log = RunLog(tmp_path, is_main=is_main, log_every=60)
+    off_terminal = [RunLog(tmp_path, is_main=is_main, log_every=60) for is_main in (False, True)]
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    for log, expected in zip(off_terminal, ("", STATUS.line() + "\n")):  # of rank 0 alone
         log.status(STATUS, log.bar(3, 50, total=1000, done=0))
         assert capsys.readouterr().out == expected
     assert STATUS.line() == (
