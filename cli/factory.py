@@ -784,7 +784,7 @@ def report_result(run: Run, summary: RunSummary, *, folder: Path) -> None:
         if name == "best" and result.epoch == 0:
             line = "best.pt could not be written after any epoch, see the warnings above"
         elif name == "best":
-            line += f" ({summary.how_chosen()})"
+            line += f" ({summary.how_chosen})"
         if name == "last" and name in summary.unsaved:
             line += "; this epoch is not in the file, which could not be written"
         print(line)

@@ -1052,8 +1052,8 @@ def add_run(parser: Parser) -> None:
         value_aliases={"--tensorboard": "tensorboard", "--log_wandb": "wandb"},
         choices=TRACKERS,
         default="none",
-        help="Send each epoch's row and the flags to this tracker as well; wandb stays offline "
-        "unless WANDB_MODE is set (default %(default)s).",
+        help="Send the flags, each epoch's row and numbers of single steps to this tracker too; "
+        "wandb stays offline unless WANDB_MODE is set (default %(default)s).",
     )
     add(
         "--log_every",
@@ -1061,7 +1061,7 @@ def add_run(parser: Parser) -> None:
         default=60.0,
         metavar="SECONDS",
         help="Print a line of progress after this time without output where there is no "
-        "terminal; 0 is never (default %(default)s).",
+        "terminal, and send a step to the tracker; 0 is never (default %(default)s).",
     )
     add(
         "--evaluate",

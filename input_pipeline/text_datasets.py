@@ -24,12 +24,7 @@ from errors import InputError
 from input_pipeline.csv_tables import (
     SUFFIXES,
     ColumnChoice,
-    Columns,
     CsvTable,
-    choose_alike,
-    describe_column,
-    describe_columns,
-    find_columns,
     is_number,
     read_csv,
     read_table,
@@ -149,9 +144,8 @@ def read_headlines() -> dict[str, TextSplit]:
 def read_agnews_file(path: Path) -> TextSplit:
     """Read a file in the format of AG News: class from 1 to 4, title, description; no header."""
     rows = read_csv(path, AGNEWS_COLUMNS)
-    table = CsvTable(path, [], rows, list(range(1, len(rows) + 1)))
     numbers = {str(number + 1): number for number in range(len(AGNEWS_CLASSES))}
-    labels = number_labels([row[0].strip() for row in rows], numbers, table=table)
+    labels = number_labels(path, dict(enumerate((row[0].strip() for row in rows), 1)), numbers)
     return TextSplit(labels, [clean_text(" ".join(row[1:])) for row in rows])
 
 
@@ -185,32 +179,22 @@ def read_own_csv(
     splits: dict[str, TextSplit] = {}
     names = list(classes)
     train: CsvTable | None = None
-    train_columns: Columns | None = None
     for split, path in paths.items():
         table = read_table(path, choice, train=train)
-        if train is None or train_columns is None:
-            columns = find_columns(table, choice)
-            train, train_columns = table, columns
-        else:
-            alike = choose_alike(table, choice, train=train, columns=train_columns)
-            columns = find_columns(table, alike)
-        labels = [normal_form(row[columns.label]) for row in table.rows]
+        train = train or table
+        labels = [normal_form(row[table.label]) for row in table.rows]
         if "" in labels:
             raise InputError(
                 f"{path}, row {table.numbers[labels.index('')]}: the label "
-                f"({describe_column(table, columns.label)}) is empty; fill it in or delete the row"
+                f"({table.describe_column(table.label)}) is empty; fill it in or delete the row"
             )
-        names = names or name_classes(labels, table, columns)
+        names = names or name_classes(labels, table)
         numbers = {normal_form(name): number for number, name in enumerate(names)}
-        texts = [clean_text(" ".join(row[i] for i in columns.texts)) for row in table.rows]
+        texts = [clean_text(" ".join(row[i] for i in table.texts)) for row in table.rows]
         splits[split] = TextSplit(
-            number_labels(labels, numbers, table=table),
+            number_labels(path, dict(zip(table.numbers, labels)), numbers),
             texts,
-            notes=(
-                describe_columns(table, columns),
-                *([table.note] if table.note else []),
-                *check_texts(texts, table),
-            ),
+            notes=(table.describe(), *check_texts(texts, table)),
         )
     return splits, names
 
@@ -232,7 +216,7 @@ def check_texts(texts: Sequence[str], table: CsvTable) -> list[str]:
     ]
 
 
-def name_classes(labels: Sequence[str], table: CsvTable, columns: Columns) -> list[str]:
+def name_classes(labels: Sequence[str], table: CsvTable) -> list[str]:
     """Return the classes of own data: the different labels of the training file.
 
     They are in sorted order, numbers before words.
@@ -240,12 +224,11 @@ def name_classes(labels: Sequence[str], table: CsvTable, columns: Columns) -> li
     Args:
         labels: the label of each row.
         table: the file that they were read from.
-        columns: which of its columns they were read from.
     Raises:
         InputError: the labels are not those of a classification.
     """
     counts = Counter(labels)
-    where = f"{table.path}: {describe_column(table, columns.label)} was read as the label and"
+    where = f"{table.path}: {table.describe_column(table.label)} was read as the label and"
     if len(counts) < 2:
         raise InputError(
             f"{where} has only one value, {labels[0]!r}; classification needs two classes or "
@@ -272,25 +255,23 @@ def name_classes(labels: Sequence[str], table: CsvTable, columns: Columns) -> li
     )
 
 
-def number_labels(
-    labels: Sequence[str], numbers: Mapping[str, int], *, table: CsvTable
-) -> list[int]:
+def number_labels(path: Path, labels: Mapping[int, str], numbers: Mapping[str, int]) -> list[int]:
     """Convert labels to class numbers.
 
     Args:
-        labels: the label of each row.
+        path: the file that the labels were read from, for error messages.
+        labels: the label of each row by the number of the row.
         numbers: the class number of each known label.
-        table: the file that the labels were read from, for error messages.
     Raises:
         InputError: a label is not known.
     """
-    for label, row_number in zip(labels, table.numbers):
+    for row, label in labels.items():
         if label not in numbers:
             raise InputError(
-                f"{table.path}, row {row_number}: label {shorten(label)!r} is out of range, "
-                f"expected one of {list_names(list(numbers))}"
+                f"{path}, row {row}: label {shorten(label)!r} is out of range, expected one of "
+                f"{list_names(list(numbers))}"
             )
-    return [numbers[label] for label in labels]
+    return [numbers[label] for label in labels.values()]
 
 
 # -------------------------------------------------------------------- files

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,18 +16,18 @@ from training.step_stats import StepTotals
 EVAL_SET_NAMES = {"val": "validation", "test": "test"}  # in sentences
 
 
-def epoch_columns(evaluated: Mapping[str, Evaluation], suffix: str = "") -> dict[str, float]:
-    """Loss and accuracy on each evaluation set, by their names in metrics.jsonl."""
-    columns: dict[str, float] = {}
+def epoch_columns(
+    evaluated: Mapping[str, Evaluation | None], suffix: str = ""
+) -> dict[str, float | None]:
+    """Loss and accuracy on each evaluation set by their names in metrics.jsonl.
+
+    They are None of a set that was not evaluated after the epoch.
+    """
+    columns: dict[str, float | None] = {}
     for name, result in evaluated.items():
-        columns[f"{name}_loss{suffix}"] = result.loss
-        columns[f"{name}_accuracy{suffix}"] = result.accuracy
+        columns[f"{name}_loss{suffix}"] = None if result is None else result.loss
+        columns[f"{name}_accuracy{suffix}"] = None if result is None else result.accuracy
     return columns
-
-
-def blank_columns(names: Iterable[str]) -> dict[str, float | None]:
-    """The same columns of an epoch without an evaluation, for sets of these names."""
-    return {f"{name}_{what}": None for name in names for what in ("loss", "accuracy")}
 
 
 def is_evaluated(row: Mapping[str, Any]) -> bool:
@@ -143,10 +143,8 @@ class RunSummary:
 
     Attributes:
         last, best: the results of the last and of the best epoch.
-        chosen_on: name of the evaluation set that chose the best epoch, 'val' or 'test'.
-        meta_learned: whether a mixing policy learned from the rows of 'val'.
+        how_chosen: how the best epoch was chosen, and what that means for its accuracy.
         unsaved: of 'last' and 'best', what the last save failed to write.
-        evaluations: how many epochs were evaluated, among which the best one is.
         seconds: of all epochs, those before the run was resumed included.
         samples_per_second: of the training steps.
         peak_memory_bytes: of this rank's device, or of its process on a CPU.
@@ -155,23 +153,12 @@ class RunSummary:
 
     last: EpochResult
     best: EpochResult
-    chosen_on: str
-    meta_learned: bool
+    how_chosen: str
     unsaved: Collection[str]
-    evaluations: int
     seconds: float
     samples_per_second: float
     peak_memory_bytes: int
     device_hours: float
-
-    def how_chosen(self) -> str:
-        """How the best epoch was chosen, and what that means for its accuracy."""
-        return how_chosen(
-            self.last.epoch,
-            self.evaluations,
-            chosen_on=self.chosen_on,
-            meta_learned=self.meta_learned,
-        )
 
 
 def how_chosen(epochs: int, evaluations: int, *, chosen_on: str, meta_learned: bool) -> str:
@@ -180,7 +167,8 @@ def how_chosen(epochs: int, evaluations: int, *, chosen_on: str, meta_learned: b
     Args:
         epochs: of the run by now.
         evaluations: how many of them were evaluated.
-        chosen_on, meta_learned: as of `RunSummary`.
+        chosen_on: name of the evaluation set that chose the best epoch, 'val' or 'test'.
+        meta_learned: whether a mixing policy learned from the rows of 'val'.
     """
     if epochs == 1:
         return "the only epoch"
@@ -201,21 +189,16 @@ def run_summary(
     meta_learned: bool,
     unsaved: Collection[str],
 ) -> RunSummary:
-    """The summary of a run that is over.
-
-    Args:
-        progress: of the run.
-        world: the ranks.
-        chosen_on, meta_learned, unsaved: as of `RunSummary`.
-    """
+    """The summary of a run that is over; the arguments are those of `how_chosen`."""
     train_seconds = sum(row["train_seconds"] for row in progress.rows)
+    evaluations = sum(map(is_evaluated, progress.rows))
     return RunSummary(
         last=epoch_result(progress.rows, progress.epoch),
         best=epoch_result(progress.rows, progress.best["epoch"]),
-        chosen_on=chosen_on,
-        meta_learned=meta_learned,
+        how_chosen=how_chosen(
+            progress.epoch, evaluations, chosen_on=chosen_on, meta_learned=meta_learned
+        ),
         unsaved=unsaved,
-        evaluations=sum(map(is_evaluated, progress.rows)),
         seconds=progress.seconds,
         samples_per_second=progress.samples / max(train_seconds, 1e-9),
         peak_memory_bytes=peak_memory(world.device),

@@ -10,7 +10,7 @@ import sys
 
 from tqdm import tqdm
 
-FORMAT = "{desc} {percentage:3.0f}%|{bar}| {rate_fmt}{postfix}"  # leaves out tqdm's own time left
+FORMAT = "{desc} {percentage:3.0f}%|{bar}| {remaining}, {rate_fmt}{postfix}"
 
 
 def progress_bar(title: str, total: int, *, is_main: bool, done: int = 0) -> tqdm:

@@ -9,22 +9,25 @@ log.epoch([{"epoch": 1, "step": 390, "test_accuracy": 0.43, ...}])
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
 from torch import Tensor
 from tqdm import tqdm
 
+from backends.device import peak_memory
 from errors import InputError, discard_stdout
 from training.atomic_file import atomic_write, atomic_write_text
 from training.progress_bar import progress_bar
-from training.time_estimate import in_six_characters
+from training.time_estimate import in_words
 from training.tracking import TrackedRun
 
 
@@ -34,66 +37,50 @@ class Column:
 
     Attributes:
         title: above the column.
-        key: its name in metrics.jsonl, or `LEFT`.
+        key: its name in metrics.jsonl, or 'left', the run's remaining time.
         width: in characters.
-        format: of a value.
-        factor: by which a value is multiplied.
-        is_optional: left out where the line would become longer than `MAX_WIDTH`.
-        may_be_empty: there also where the value is None.
+        format: of a value; of a share in per cent, the sign is left out.
     """
 
     title: str
     key: str
     width: int
     format: str = "{}"
-    factor: int = 1
-    is_optional: bool = False
-    may_be_empty: bool = False
 
     def show(self, row: Mapping[str, Any]) -> str:
-        """The value of a row, in fewer digits where it would not fit."""
+        """The value of a row, in fewer digits where it would not fit; '' for None."""
         value = row[self.key]
-        if value is None:
-            return ""
-        if isinstance(value, str):
-            return value
+        if value is None or isinstance(value, str):
+            return value or ""
         formats = (self.format, "{:.0f}", "{:.1e}", "{:.0e}")
-        texts = [form.format(value * self.factor) for form in formats]
+        texts = [form.format(value).rstrip("%") for form in formats]
         return next((text for text in texts if len(text) <= self.width), texts[-1])
 
 
-LEFT = "left"  # the run's remaining time, which is not in metrics.jsonl
 MAX_WIDTH = 80  # characters of a line of the table
 GAP = "  "  # between two columns
 COLUMNS = (
     Column("epoch", "epoch", 5, "{:d}"),
     Column("train loss", "train_loss", 10, "{:.4f}"),
-    Column("train %", "train_accuracy", 7, "{:.2f}", 100),
-    Column("val %", "val_accuracy", 6, "{:.2f}", 100, may_be_empty=True),
-    Column("test %", "test_accuracy", 6, "{:.2f}", 100, may_be_empty=True),
+    Column("train %", "train_accuracy", 7, "{:.2%}"),
+    Column("val %", "val_accuracy", 6, "{:.2%}"),
+    Column("test %", "test_accuracy", 6, "{:.2%}"),
     Column("lr", "lr", 8, "{:.3g}"),
-    Column("batch", "batch_size", 6, "{:d}", is_optional=True),
-    Column("lambda", "mean_lambda", 6, "{:.3f}", is_optional=True),
-    Column("noise", "noise_scale", 6, "{:.0f}", is_optional=True),
     Column("samples/s", "samples_per_second", 9, "{:.0f}"),
     Column("seconds", "seconds", 7, "{:.1f}"),
-    Column("left", LEFT, 6),
+    Column("left", "left", 6),
+    Column("batch", "batch_size", 6, "{:d}"),
+    Column("lambda", "mean_lambda", 6, "{:.3f}"),
+    Column("noise", "noise_scale", 6, "{:.0f}"),
 )
+"""The columns of the console, as many of them as there is room for."""
 
 
 def fitting_columns(row: Mapping[str, Any]) -> list[Column]:
-    """The columns of a row's values: all that are not optional, and of the others what fits."""
-    present = [
-        column
-        for column in COLUMNS
-        if row.get(column.key) is not None or (column.may_be_empty and column.key in row)
-    ]
-    chosen = [column for column in present if not column.is_optional]
-    for column in present:
-        widths = [len(GAP) + other.width for other in (*chosen, column)]
-        if column.is_optional and sum(widths) - len(GAP) <= MAX_WIDTH:
-            chosen.append(column)
-    return [column for column in present if column in chosen]
+    """The columns of a row, as far as they fit into a line."""
+    present = [column for column in COLUMNS if column.key in row]
+    ends = accumulate(len(GAP) + column.width for column in present)
+    return [column for column, end in zip(present, ends) if end - len(GAP) <= MAX_WIDTH]
 
 
 @dataclass(frozen=True)
@@ -107,6 +94,9 @@ class EpochStatus:
         loss, accuracy: means over the epoch's samples by now.
         samples_per_second: of the epoch by now.
         seconds_left: of the run, or None where that is not known yet.
+        run_step: steps of the run.
+        lr: of the last step.
+        grad_norm: (), of the last step before clipping, on its device.
     """
 
     epoch: int
@@ -117,6 +107,9 @@ class EpochStatus:
     accuracy: float
     samples_per_second: float
     seconds_left: float | None
+    run_step: int
+    lr: float
+    grad_norm: Tensor
 
     def line(self) -> str:
         """For a log file."""
@@ -125,15 +118,22 @@ class EpochStatus:
             f"loss {self.loss:.4f}, accuracy {100 * self.accuracy:.2f} %, "
             f"{self.samples_per_second:.0f} samples/s"
         )
-        return line if self.seconds_left is None else f"{line}, {self._left()} left"
+        return line if self.seconds_left is None else f"{line}, {in_words(self.seconds_left)} left"
 
     def postfix(self) -> str:
         """For the end of a progress bar, which shows the speed itself."""
-        text = f"loss {self.loss:.4f}, acc {100 * self.accuracy:.2f} %"
-        return text if self.seconds_left is None else f"{text}, {self._left()} left"
+        return f"loss {self.loss:.4f}, acc {100 * self.accuracy:.2f} %"
 
-    def _left(self) -> str:
-        return in_six_characters(self.seconds_left)
+    def numbers(self) -> dict[str, float]:
+        """For a tracker; waits for the device."""
+        return {
+            "loss": self.loss,
+            "accuracy": self.accuracy,
+            "lr": self.lr,
+            "grad_norm": float(self.grad_norm),
+            "samples_per_second": self.samples_per_second,
+            "peak_memory_bytes": peak_memory(self.grad_norm.device),
+        }
 
 
 TITLES_EVERY = 20  # rows
@@ -159,8 +159,9 @@ class RunLog:
         is_main: whether this is rank 0.
         config: what config.json holds: flags, versions, device, commit.
         track: the tracker that gets the rows as well, one of `tracking.TRACKERS`.
-        log_every: off a terminal, seconds without a line on the console after which one says how
-            far the run is; 0 is never.
+        log_every: seconds after which the tracker gets the numbers of a step; and off a terminal,
+            seconds without a line on the console after which one says how far the run is. 0 is
+            never.
         lock: what `lock_run_folder` returned; it is kept as long as the log.
     """
 
@@ -184,7 +185,7 @@ class RunLog:
         self.written: int | None = 0  # rows in metrics.jsonl; None: it holds rows it should not
         self.shown = 0  # rows on the console since the titles
         self.columns: list[Column] = []  # of the row above
-        self.last_line = self.clock()  # when it was printed
+        self.last_line = self.last_sent = self.clock()  # when it was printed, and when tracked
 
     # ---------------------------------------------------------------- files
 
@@ -218,17 +219,14 @@ class RunLog:
 
     def _write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Let metrics.jsonl hold these rows; the last ones are appended where it has the others."""
-        path = self.folder / "metrics.jsonl"
-        try:
-            if self.written is None:
+        written, self.written = self.written, None  # a line may be cut
+        with self._warning_of_a_full_disk(self.folder / "metrics.jsonl") as path:
+            if written is None:
                 atomic_write_text(path, _json_lines(rows))
             else:
                 with open(path, "a", encoding="utf-8") as file:
-                    file.write(_json_lines(rows[self.written :]))
+                    file.write(_json_lines(rows[written:]))
             self.written = len(rows)
-        except OSError as error:
-            self.written = None  # a line may have been cut
-            self.info(f"warning: {path} could not be written ({error.strerror}); the run goes on")
 
     def epoch(self, rows: Sequence[Mapping[str, Any]], seconds_left: float | None = None) -> None:
         """Append the last of `rows` to metrics.jsonl and print it as a row of the console's table.
@@ -243,7 +241,8 @@ class RunLog:
         if not self.is_main:
             return
         self._write_rows(rows)
-        self._show({**rows[-1], LEFT: in_six_characters(seconds_left)})
+        left = "-" if seconds_left is None else in_words(seconds_left).replace("days", "d")
+        self._show({**rows[-1], "left": left})
         if self.tracked is not None:
             self.tracked.send(rows)
 
@@ -262,13 +261,9 @@ class RunLog:
             if len(classes) <= MAX_NAMED_CLASSES:
                 axis.set_xticks(range(len(classes)), classes, rotation=90)
                 axis.set_yticks(range(len(classes)), classes)
-        try:
-            with atomic_write(self.folder / f"{name}.png") as temporary:
-                figure.savefig(temporary, dpi=100, format="png")
-        except OSError as error:
-            self.info(
-                f"warning: {name}.png could not be written ({error.strerror}); the run goes on"
-            )
+        path = self.folder / f"{name}.png"
+        with self._warning_of_a_full_disk(path), atomic_write(path) as temporary:
+            figure.savefig(temporary, dpi=100, format="png")
 
     def confusion(
         self, epoch: int, tables: Mapping[str, Tensor | None], classes: Sequence[str]
@@ -285,13 +280,16 @@ class RunLog:
         if not self.is_main or not counts:
             return
         text = json.dumps({"epoch": epoch, "classes": list(classes), **counts})
+        with self._warning_of_a_full_disk(self.folder / CONFUSION_FILE) as path:
+            atomic_write_text(path, text + "\n")
+
+    @contextlib.contextmanager
+    def _warning_of_a_full_disk(self, path: Path) -> Iterator[Path]:
+        """Let the run go on, after a warning, where a file cannot be written."""
         try:
-            atomic_write_text(self.folder / CONFUSION_FILE, text + "\n")
+            yield path
         except OSError as error:
-            self.info(
-                f"warning: {CONFUSION_FILE} could not be written ({error.strerror}); the run goes "
-                "on"
-            )
+            self.info(f"warning: {path} could not be written ({error.strerror}); the run goes on")
 
     # ---------------------------------------------------------------- console
 
@@ -320,14 +318,18 @@ class RunLog:
         return progress_bar(f"epoch {epoch}/{epochs}", total, is_main=self.is_main, done=done)
 
     def status(self, status: EpochStatus, bar: tqdm) -> None:
-        """Show how far the epoch is, on its bar; and in a line where there is none and one is due.
+        """Show how far the epoch is on its bar, or in a line where there is none and one is due.
 
-        It is due when nothing has been printed for `log_every` seconds.
+        The tracker gets the numbers every `log_every` seconds.
         """
         if not bar.disable:
             bar.set_postfix_str(status.postfix(), refresh=False)
         elif self.log_every and self.clock() - self.last_line >= self.log_every:
             self.info(status.line())
+        is_due = self.log_every and self.clock() - self.last_sent >= self.log_every
+        if self.tracked is not None and is_due:
+            self.tracked.send_step(status.run_step, status.numbers())
+            self.last_sent = self.clock()
 
     def close(self) -> None:
         """Close the tracked run, and release the folder."""

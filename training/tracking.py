@@ -1,8 +1,9 @@
-"""Rows of metrics.jsonl, sent to an experiment tracker as well: TensorBoard, trackio or wandb.
+"""Numbers of a run, sent to an experiment tracker as well: TensorBoard, trackio or wandb.
 
 check_tracker("wandb")                                # before anything else: is it installed?
 tracked = TrackedRun("wandb", folder, warn=print)
 tracked.begin(config, rows=[])
+tracked.send_step(200, {"loss": 1.9, "lr": 0.1})      # now and then within an epoch
 tracked.send([{"epoch": 1, "step": 390, "test_accuracy": 0.43}])
 tracked.close()
 
@@ -20,11 +21,9 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -35,46 +34,31 @@ PROJECT = "faster-training"  # under which a tracker lists the runs
 STATE_FILE = "tracking.json"  # of a run folder: what was sent, and under which name
 
 
-class Tracker(Protocol):
-    """A run that a tracker has open."""
+class Tracker:
+    """A run that a tracker has open, by what trackio and wandb have in common."""
+
+    run: Any
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """Send the scalars of an epoch; `step` is the optimizer step at its end."""
-        ...
+        """Send numbers by their tags; `step` is the optimizer step of the run."""
+        self.run.log(values, step=step)
 
     def close(self) -> None:
         """Write what is still waiting."""
-        ...
+        self.run.finish()
 
 
-@dataclass(frozen=True)
-class RunIdentity:
-    """What a tracker needs to open a run.
-
-    Attributes:
-        folder: the run folder.
-        run_id: by which the tracker finds the run again.
-        is_known: whether the tracker has rows of this run already.
-        config: plain values: flags, versions, device, commit.
-    """
-
-    folder: Path
-    run_id: str
-    is_known: bool
-    config: dict[str, Any]
-
-
-# -------------------------------------------------------------------- the trackers
-
-
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Event files in the run folder: `tensorboard --logdir runs`."""
 
-    def __init__(self, library: Any, run: RunIdentity) -> None:
+    def __init__(self, library: Any, run: TrackedRun) -> None:
         self.writer = library.SummaryWriter(str(run.folder))
-        if not run.is_known:  # a code block of Markdown, which four spaces make
-            lines = json.dumps(run.config, indent=2).splitlines()
-            self.writer.add_text("config", "\n".join(f"    {line}" for line in lines), 0)
+        if not run.is_known:
+            numbers_and_words = {
+                name: value if isinstance(value, int | float) else str(value)
+                for name, value in run.config.items()
+            }
+            self.writer.add_hparams(numbers_and_words, {}, run_name=".")  # into the same folder
 
     def log(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -85,10 +69,10 @@ class TensorBoardTracker:
         self.writer.close()
 
 
-class TrackioTracker:
+class TrackioTracker(Tracker):
     """A run of trackio, in its folder on this machine: `trackio show`."""
 
-    def __init__(self, library: Any, run: RunIdentity) -> None:
+    def __init__(self, library: Any, run: TrackedRun) -> None:
         self.run = library.init(
             project=PROJECT,
             name=f"{run.folder.resolve().name}-{run.run_id}",  # trackio finds a run by its name
@@ -97,17 +81,14 @@ class TrackioTracker:
         )
         self.library = library
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.run.log(values, step=step)
-
     def close(self) -> None:
         self.library.finish()  # of the run alone, it would be called again when Python ends
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """A run of Weights & Biases, kept in the run folder unless WANDB_MODE is set."""
 
-    def __init__(self, library: Any, run: RunIdentity) -> None:
+    def __init__(self, library: Any, run: TrackedRun) -> None:
         self.run = library.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             id=run.run_id,
@@ -119,64 +100,35 @@ class WandbTracker:
             settings=library.Settings(console="off"),  # the console stays that of the run
         )
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.run.log(values, step=step)
 
-    def close(self) -> None:
-        self.run.finish()
-
-
-@dataclass(frozen=True)
-class Library:
-    """The package of a tracker.
-
-    Attributes:
-        module: is imported.
-        package: name for pip.
-        open: makes a `Tracker` of the imported module and a run.
-    """
-
-    module: str
-    package: str
-    open: Callable[[Any, RunIdentity], Tracker]
-
-
-LIBRARIES = {
-    "tensorboard": Library("torch.utils.tensorboard", "tensorboard", TensorBoardTracker),
-    "trackio": Library("trackio", "trackio", TrackioTracker),
-    "wandb": Library("wandb", "wandb", WandbTracker),
+LIBRARIES: dict[str, tuple[str, Callable[[Any, Any], Tracker]]] = {
+    "tensorboard": ("torch.utils.tensorboard", TensorBoardTracker),
+    "trackio": ("trackio", TrackioTracker),
+    "wandb": ("wandb", WandbTracker),
 }
-"""The trackers, by the values of --track."""
+"""The module and the class of each tracker, by the value of --track and name of its package."""
 TRACKERS = ("none", *LIBRARIES)
 
 
 def check_tracker(name: str) -> None:
-    """Check that the package of a tracker can be imported.
+    """Check that the package of a tracker, one of `TRACKERS`, can be imported.
 
-    Args:
-        name: one of `TRACKERS`.
     Raises:
         InputError: it cannot.
     """
     if name == "none":
         return
-    library = LIBRARIES[name]
     try:
-        importlib.import_module(library.module)
-    except ImportError:
-        raise InputError(f"--track {name} needs a package: pip install {library.package}") from None
-    except Exception as error:  # of a package that does not fit the others of this environment
+        importlib.import_module(LIBRARIES[name][0])
+    except Exception as error:  # also of a package that does not fit the others
         raise InputError(
-            f"--track {name}: {library.package} cannot be imported ({first_line(error)}); "
-            "install it again, or leave the flag out"
+            f"--track {name} needs a package that can be imported ({first_line(error)}): "
+            f"pip install {name}"
         ) from None
 
 
-# -------------------------------------------------------------------- a run's rows
-
-
 class TrackedRun:
-    """Sends the rows of a run to a tracker; for rank 0.
+    """Sends the numbers of a run to a tracker; for rank 0.
 
     A tracker that fails does not disturb the run: it is reported once, and gets nothing more.
 
@@ -184,13 +136,20 @@ class TrackedRun:
         name: one of `LIBRARIES`.
         folder: the run folder.
         warn: prints a line.
+
+    Attributes:
+        config: the flags, and under 'machine' the versions, device and commit, as plain values.
+        run_id: by which the tracker finds the run again.
+        is_known: whether the tracker has something of this run already.
+        sent: the last epoch that it has.
     """
 
     def __init__(self, name: str, folder: Path, *, warn: Callable[[str], None]) -> None:
         self.name, self.folder, self.warn = name, folder, warn
         self.tracker: Tracker | None = None
+        self.config: dict[str, Any] = {}
         self.run_id = secrets.token_hex(4)  # draws from no generator of the run
-        self.sent = 0  # the last epoch that the tracker has
+        self.is_known, self.sent = False, 0
 
     def begin(self, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
         """Open the run, and send the rows that it has already and the tracker has not.
@@ -199,43 +158,45 @@ class TrackedRun:
             config: flags, versions, device, commit.
             rows: of all epochs that are done.
         """
-        is_known = self._read_state()
-        plain = json.loads(json.dumps(config, default=str))
-        run = RunIdentity(self.folder, self.run_id, is_known, plain)
-        library = LIBRARIES[self.name]
-
-        def open_run() -> None:
-            self.tracker = library.open(importlib.import_module(library.module), run)
-
-        self._call(open_run)
-        if self.tracker is not None:
+        machine = json.loads(json.dumps(config, default=str))
+        self.config = {**machine.pop("flags", {}), "machine": machine}
+        module, open_tracker = LIBRARIES[self.name]
+        with self._no_disturbance():
+            if state := self._read_states().get(self.name):
+                self.is_known, self.run_id, self.sent = True, state["id"], state["epoch"]
+            self.tracker = open_tracker(importlib.import_module(module), self)
             self._write_state()  # before the first epoch is over: the run may be killed in it
         self.send(rows)
 
     def send(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send what is new of the rows of all epochs: their finite numbers."""
         for row in rows:
-            tracker = self.tracker
-            if tracker is None or row["epoch"] <= self.sent:
-                continue
-            values, step = finite_numbers(row), int(row["step"])
-            values.pop("step", None)  # it is the horizontal axis; trackio warns of the name
-            self._call(partial(tracker.log, values, step))
-            if self.tracker is not None:
-                self.sent = row["epoch"]
-                self._write_state()
+            if self.tracker is not None and row["epoch"] > self.sent:
+                with self._no_disturbance():
+                    self.tracker.log(tagged_numbers(row), int(row["step"]))
+                    self.sent = row["epoch"]
+                    self._write_state()
+
+    def send_step(self, step: int, values: Mapping[str, float]) -> None:
+        """Send numbers of a step within an epoch."""
+        if self.tracker is not None:
+            numbers = {f"step/{name}": x for name, x in values.items() if math.isfinite(x)}
+            with self._no_disturbance():
+                self.tracker.log(numbers, step)
 
     def close(self) -> None:
         """Close the run; nothing is sent any more."""
         if self.tracker is not None:
-            self._call(self.tracker.close)
+            with self._no_disturbance():
+                self.tracker.close()
         self.tracker = None
 
-    def _call(self, action: Callable[[], None]) -> None:
-        """Call a function of the tracker, which may fail and may draw random numbers."""
+    @contextlib.contextmanager
+    def _no_disturbance(self) -> Iterator[None]:
+        """Call functions of the tracker, which may fail and may draw random numbers."""
         try:
             with torch.random.fork_rng(devices=[]):
-                action()
+                yield
         except Exception as error:
             self.tracker = None
             self.warn(
@@ -245,19 +206,9 @@ class TrackedRun:
     def _read_states(self) -> dict[str, Any]:
         """What tracking.json holds of each tracker; empty where there is no such file."""
         try:
-            states = json.loads((self.folder / STATE_FILE).read_text(encoding="utf-8"))
+            return json.loads((self.folder / STATE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return states if isinstance(states, dict) else {}
-
-    def _read_state(self) -> bool:
-        """Take name and position of an earlier start; returns whether there was one."""
-        try:
-            state = self._read_states()[self.name]
-            self.run_id, self.sent = str(state["id"]), int(state["epoch"])
-        except (ValueError, KeyError, TypeError):
-            return False
-        return True
 
     def _write_state(self) -> None:
         """Keep name and position; where the disk is full, a resumed run sends rows again."""
@@ -266,10 +217,25 @@ class TrackedRun:
             atomic_write_text(self.folder / STATE_FILE, json.dumps(states) + "\n")
 
 
-def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The values of a row that a tracker can draw: no lists, and nothing that is not finite."""
-    return {
-        name: value
-        for name, value in row.items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
+def tagged_numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a row of metrics.jsonl by tags in groups, without lists.
+
+    The groups are 'train', 'val' and 'test' for losses and accuracies, 'time', and 'run'. The step
+    is left out: it is the horizontal axis.
+
+    >>> tagged_numbers({"step": 4, "test_loss": 2.0, "train_seconds": 1.5, "lr": 0.1})
+    {'test/loss': 2.0, 'time/train_seconds': 1.5, 'run/lr': 0.1}
+    """
+    numbers = {}
+    for name, value in row.items():
+        if name == "step" or not isinstance(value, int | float) or not math.isfinite(value):
+            continue
+        group, _, rest = name.partition("_")
+        if "second" in name:
+            tag = f"time/{name}"
+        elif group in ("train", "val", "test"):
+            tag = f"{group}/{rest}"
+        else:
+            tag = f"run/{name}"
+        numbers[tag] = value
+    return numbers

@@ -45,7 +45,6 @@ from training.checkpoint_manager import CheckpointManager
 from training.epoch_report import (
     EVAL_SET_NAMES,
     RunSummary,
-    blank_columns,
     epoch_columns,
     epoch_row,
     run_summary,
@@ -57,7 +56,7 @@ from training.progress import Progress
 from training.recovery import MAX_ROLLBACKS, MAX_SKIPPED_IN_A_ROW, Diverged, caught_signals
 from training.run_log import EpochStatus, RunLog
 from training.step_stats import ComputeTimer, NoiseMeter, StepSums, StepTotals, TrainClock
-from training.time_estimate import TimeEstimate
+from training.time_estimate import Forecast
 from training.train_state import TrainState
 from training.weight_average import WeightAverage
 
@@ -180,11 +179,9 @@ class Trainer:
         self.samples_before_epoch = 0
         self.compute_timer = ComputeTimer(world.device) if config.time_compute else None
         self.clock = TrainClock(self.progress, self.compute_timer)
-        self.time_estimate = TimeEstimate(
-            log.clock,
-            eval_every=config.eval_every if eval_sets else 0,
-            hint=config.long_run_hint,
-        )
+        self.forecast = Forecast(log.clock, epochs=config.epochs, hint=config.long_run_hint)
+        self.step_lr = 0.0  # of the last step; on the host, also where the optimizer's is not
+        self.grad_norm = torch.zeros((), device=world.device)  # of the last step, before clipping
         self.noise_meter: NoiseMeter | None = None
         if config.measure_noise_scale:
             self.noise_meter = NoiseMeter(self.parameters, world)
@@ -302,13 +299,6 @@ class Trainer:
         done = total - sum(planned.samples for planned in plan)
         self.samples_before_epoch = progress.samples - done
         bar = self.log.bar(progress.epoch + 1, self.config.epochs, total=total, done=done)
-        self.time_estimate.start_epoch(
-            progress.epoch,
-            epochs=self.config.epochs,
-            step=progress.step,
-            samples=total,
-            done=done,
-        )
         data = self.train_set.batches([planned.rows for planned in plan], progress.epoch)
         one_shape = self.train_set.lengths is None  # but for the last batches of an epoch
         self.clock.start()
@@ -324,9 +314,9 @@ class Trainer:
                 progress.step_in_epoch += 1
                 progress.samples += planned.samples
                 bar.update(planned.samples)
+                self.clock.add_elapsed()
                 if progress.step % LOG_INTERVAL[self.world.device.type] == 0:
                     self.log_progress(bar)
-                self.clock.add_elapsed()
                 if self.config.save_every and progress.step % self.config.save_every == 0:
                     self.save()
                     self.clock.start()
@@ -334,7 +324,6 @@ class Trainer:
                     self.interrupt()
             self.log_progress(bar, wait=True)
         self.clock.add_elapsed()
-        self.time_estimate.end_steps()
         return self.vote.finish()
 
     # ---------------------------------------------------------------- one step
@@ -451,6 +440,7 @@ class Trainer:
         norm = global_norm(gradients)
         if self.is_sharded:
             norm = fsdp.unshard(norm)
+        self.grad_norm.copy_(norm)
         skip = ~torch.isfinite(norm)
         if self.replicas_diverge and self.communicating is None:
             skip = self.world.sum(skip.float()) > 0
@@ -490,7 +480,7 @@ class Trainer:
         A recorded step reads it from a tensor on the device. One on the CPU, as a checkpoint has
         it, would be read while recording, and never again.
         """
-        device = self.world.device
+        self.step_lr, device = lr, self.world.device
         for group in self.optimizer.param_groups:
             rate, own_lr = group["lr"], lr * group.get("lr_scale", 1.0)
             if self.graph is None:
@@ -515,7 +505,9 @@ class Trainer:
         self.sync_replicas()  # after each epoch, so that evaluating changes no training
         number = progress.epoch + 1
         is_evaluated = number % self.config.eval_every == 0 or number == self.config.epochs
-        evaluated = self.evaluate() if is_evaluated else blank_columns(self.eval_sets)
+        evaluated = (
+            self.evaluate() if is_evaluated else epoch_columns(dict.fromkeys(self.eval_sets))
+        )
         eval_seconds = time.perf_counter() - start
         progress.seconds += eval_seconds
         progress.eval_seconds += eval_seconds
@@ -560,16 +552,14 @@ class Trainer:
                 "test_accuracy": row.get("test_accuracy"),
             }
         self.checkpoints.save(progress, previous_best=best if is_best else None)
-        self.time_estimate.end_epoch(is_evaluated)
-        self.log.epoch(progress.rows, self.time_estimate.seconds_left())
-        for line in self.time_estimate.announcement():
-            self.log.info(line)
+        self.forecast.observe(progress.epoch)
+        self.log.epoch(progress.rows, self.forecast.seconds_left())
         if advice := self.batches.advice(row["batch_size"]):
             self.log.info(advice)
         if self.meta_learner is not None:
             self.log.tables("policy", self.meta_learner.tables(), self.metadata["classes"])
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float | None]:
         """Loss and accuracy on each evaluation set, after `sync_replicas`.
 
         They are those of the averaged weights where the run averages them. After the last epoch
@@ -641,12 +631,11 @@ class Trainer:
             return
         if totals.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise Diverged
-        progress, estimate = self.progress, self.time_estimate
+        progress = self.progress
         samples = progress.samples - self.samples_before_epoch
-        if not wait:  # else the time that a GPU is behind would count as well
-            estimate.observe(progress.step, samples)
-            for line in estimate.announcement():
-                self.log.info(line)
+        self.forecast.observe(progress.epoch + samples / len(self.train_set))
+        for line in self.forecast.announcement():
+            self.log.info(line)
         if not totals.samples:
             return
         status = EpochStatus(
@@ -657,7 +646,10 @@ class Trainer:
             loss=totals.loss / totals.samples,
             accuracy=totals.num_correct / totals.samples,
             samples_per_second=samples / max(progress.train_seconds, 1e-9),
-            seconds_left=estimate.seconds_left(),
+            seconds_left=self.forecast.seconds_left(),
+            run_step=progress.step,
+            lr=self.step_lr,
+            grad_norm=self.grad_norm,
         )
         self.log.status(status, bar)
 

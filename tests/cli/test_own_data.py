@@ -18,6 +18,8 @@ import conftest
 import ranks
 import resnet50_test
 import transformer_test
+from conftest import each_of, for_each
+from errors import InputError
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.image_datasets import expand_images, read_image_splits
 from input_pipeline.own_data import class_table
@@ -59,118 +61,73 @@ PLAIN = {
     "train__csv": 'spam,"Win, now"\nham,see you\nspam,a prize\nham,at noon\n',
     "test__csv": "ham,Hello there\n",
 }
-HEADERS = {
-    "none": PLAIN,
-    "label first": {name: f"label,text\n{text}" for name, text in PLAIN.items()},
-    "other names in another case": {
-        name: f"CATEGORY,Content\n{text}" for name, text in PLAIN.items()
-    },
-    "another order in each file": {
-        "train__csv": 'text,label\n"Win, now",spam\nsee you,ham\na prize,spam\nat noon,ham\n',
-        "test__csv": "class,id,sentence\nham,7,Hello there\n",
-    },
-    "an index and a title": {
+
+
+def with_header(names: str) -> dict[str, str]:
+    return {name: f"{names}\n{text}" for name, text in PLAIN.items()}
+
+
+def separated(separator: str, suffix: str = "csv") -> dict[str, str]:
+    train = "text|label\nWin, now|spam\nsee you|ham\na prize|spam\nat noon|ham\n"
+    parts = {"train": train, "test": "text|label\nHello there|ham\n"}
+    texts = {part: text.replace("|", separator) for part, text in parts.items()}
+    if separator == ",":
+        texts["train"] = texts["train"].replace("Win, now", '"Win, now"')
+    return {f"{part}__{suffix}": text for part, text in texts.items()}
+
+
+def json_lines(rows: list[tuple[Any, Any]]) -> str:
+    records = [{"id": 3, "text": text, "label": label, "tags": []} for label, text in rows]
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+READ_ALIKE = {
+    "no header": PLAIN,
+    "label first": with_header("label,text"),
+    "other names in another case": with_header("CATEGORY,Content"),
+    "a byte-order mark": with_header('\ufeff"label","text"'),
+    "invisible characters": with_header("la\u00adbel,text\u200b"),
+    "blank rows": with_header("\nlabel,text\n  \n , "),
+    "comma": separated(","),
+    "semicolon": separated(";"),
+    "vertical bar": separated("|"),
+    "tabs in csv": separated("\t"),
+    "tsv": separated("\t", "tsv"),
+    "an index and a title, in another order in each file": {
         "train__csv": ',title,description,Class Index\n0,"Win,",now,spam\n1,see,you,ham\n'
         "2,a,prize,spam\n3,at,noon,ham\n",
-        "test__csv": ",title,description,Class Index\n0,Hello,there,ham\n",
+        "test__csv": "description,Class-Index,title,date\nthere,ham,Hello,1\n",
     },
-    "one known name": {name: f"label,inhalt\n{text}" for name, text in PLAIN.items()},
-    "a byte-order mark": {name: f"\ufefflabel,text\n{text}" for name, text in PLAIN.items()},
-    "blank lines": {name: f"label,text\n\n{text}\n" for name, text in PLAIN.items()},
-    "quoted newlines": {
-        "train__csv": '"label","text"\r\n"spam","Win,\nnow"\r\nham,see you\r\n'
+    "quoted line breaks, spaces after commas": {
+        "train__csv": '"label", "text"\r\n"spam", "Win,\nnow"\r\nham, see you\r\n'
         'spam,"a\r\nprize"\r\nham,at noon\r\n',
         "test__csv": 'label,text\r\nham,"Hello\n\nthere"\r\n',
     },
-    "tsv": {
-        "train__tsv": "text\tlabel\nWin, now\tspam\nsee you\tham\na prize\tspam\nat noon\tham\n",
-        "test__tsv": "text\tlabel\nHello there\tham\n",
-    },
-    "tabs in csv": {
-        "train__csv": "spam\tWin, now\nham\tsee you\nspam\ta prize\nham\tat noon\n",
-        "test__csv": "ham\tHello there\n",
-    },
-    "spaces after commas": {
-        "train__csv": 'spam, "Win, now"\nham, see you\nspam, "a prize"\nham, at noon\n',
-        "test__csv": "ham, Hello there\n",
-    },
-    "blank rows": {name: f"label,text\n   \n{text} , \n" for name, text in PLAIN.items()},
-    "vertical bars": {
-        "train__csv": "label|text\nspam|Win, now\nham|see you\nspam|a prize\nham|at noon\n",
-        "test__csv": "label|text\nham|Hello there\n",
-    },
-    "names in upper case": {
-        "Train__csv": PLAIN["train__csv"],
+    "other names of the files": {
+        "Training__csv": PLAIN["train__csv"],
         "TEST__TSV": "ham\tHello there\n",
     },
-    "training and testing": {
-        "training__csv": PLAIN["train__csv"],
-        "testing__csv": PLAIN["test__csv"],
-    },
-    "semicolons": {
-        "train__csv": "label;text\nspam;Win, now\nham;see you\nspam;a prize\nham;at noon\n",
-        "test__csv": "label;text\nham;Hello there\n",
-    },
-    "separator named in the first line": {
-        "train__csv": "sep=;\nspam;Win, now\nham;see you\nspam;a prize\nham;at noon\n",
-        "test__csv": '\ufeff"sep=\t"\r\ntext\tlabel\r\nHello there\tham\r\n',
-    },
-    "joined files, each with a byte-order mark": {
-        "train__csv": '\ufefflabel,text\nspam,"Win, now"\nham,see you\n\ufeff"label","text"\n'
-        "spam,a prize\nham,at noon\n",
-        "test__csv": "\ufeff\ufefflabel,text\nham,Hello there\n",
-    },
-    "what psql prints": {
-        "train__csv": " text     | label \n----------+-------\n Win, now | spam\n see you  | ham\n"
-        " a prize  | spam\n at noon  | ham\n(4 rows)\n",
-        "test__csv": "| label | text |\n|:--- | ---:|\n| ham | Hello there |\n",
-    },
-    "an index and a long question": {
-        "train__csv": f',text,label,{"why so and not; " * 6}\n0,"Win, now",spam,\n1,see you,ham,\n'
-        f",text,label,{'why so and not; ' * 6}\n0,a prize,spam,\n1,at noon,ham,\n",
-        "test__csv": f"text,label,{'why so and not; ' * 6}\nHello there,ham,\n",
-    },
-    "names with invisible characters": {
-        "train__csv": 'la\u00adbel,text\nspam\ufe0f,"Win, now"\nham,see you\n\u200bspam,a prize\n'
-        "ham\u00a0,at noon\n",
-        "test__csv": "label,text\nham,Hello there\n",
-    },
-    "separator named, padded": {
-        name: "SEP=,,\nlabel,text\n" + text for name, text in PLAIN.items()
-    },
-    "a title and comments above the header": {
-        "train__csv": "# export of 2026\n# a, b\n\nlabel;text\nspam;Win, now\nham;see you\n"
-        "spam;a prize\nham;at noon\n",
-        "test__csv": f"My texts,\nlabel,text\n{PLAIN['test__csv']}",
-    },
-    "joined files, a line below the header": {
-        "train__csv": "label | text\n------|-----\nspam|Win, now\nham|see you\nLabel|text\n"
-        "spam|a prize\nham|at noon\n",
-        "test__csv": "label,inhalt\nham,Hello there\nlabel,inhalt\n",
+    "jsonl": {
+        "train__jsonl": json_lines(
+            [("spam", "Win, now"), ("ham", "see you"), ("spam", "a prize"), ("ham", "at noon")]
+        ),
+        "test__jsonl": "\n" + json_lines([("ham", "Hello there")]),
     },
 }
 
 
-@pytest.mark.parametrize("files", HEADERS.values(), ids=HEADERS)
-def test_every_form_of_a_file_reads_alike(files: dict[str, str], tmp_path: Path) -> None:
-    splits, classes = read(write(tmp_path, **files))
-    assert classes == ["ham", "spam"]
-    assert splits == EXPECTED
+def test_every_form_of_a_file_reads_alike(tmp_path: Path) -> None:
+    for number, (how, files) in enumerate(READ_ALIKE.items()):
+        splits, classes = read(write(tmp_path / str(number), **files))
+        assert (splits, classes) == (EXPECTED, ["ham", "spam"]), how
 
 
-def test_rows_that_are_no_data_are_counted(tmp_path: Path) -> None:
-    rows = "My texts,\nlabel,text\n---,---\nspam,a\nlabel,text\nham,b\n"
-    other = rows.replace("label,text", "stars,body")
-    write(tmp_path / "a", train__csv=rows, test__csv=rows)
-    write(tmp_path / "b", train__csv=other, test__csv=other)
-    for folder, columns in ((tmp_path / "a", ()), (tmp_path / "b", ("stars", "body"))):
-        splits, classes = read(folder, *columns)
-        assert classes == ["ham", "spam"]
-        for name in ("train", "test"):
-            path = folder / f"{name}.csv"
-            assert splits[name].labels == [1, 0]
-            assert splits[name].notes[1].startswith(f"warning: {path}: left out, as they are no")
-            assert splits[name].notes[1].endswith(": rows 1, 3, 5")
+def test_a_value_of_an_object_is_a_text(tmp_path: Path) -> None:
+    rows = json_lines([(1, "one"), (2.5, None), (True, "\ud800 half"), (False, ["a list"])])
+    splits, classes = read(write(tmp_path, train__jsonl=rows, test__jsonl=rows))
+    assert classes == ["1", "2.5", "false", "true"]
+    assert splits["train"].texts == ["one", "", "? half", ""]
+    assert "2 of 4 rows have no text (the first is row 2)" in splits["train"].notes[1]
 
 
 def test_the_first_row_of_a_file_without_header_is_a_sample(tmp_path: Path) -> None:
@@ -179,19 +136,22 @@ def test_the_first_row_of_a_file_without_header_is_a_sample(tmp_path: Path) -> N
     splits, classes = read(write(tmp_path, train__csv=train, test__csv="label,five\n"))
     assert classes == ["label", "topic"]
     assert [len(splits[name]) for name in ("train", "test")] == [4, 1]
+    write(tmp_path, train__csv="1,a,x\n2,b,y\n", test__csv="3,c,x\n")
+    splits, classes = read(tmp_path, "3", "2")  # by number
+    assert (classes, splits["train"].texts) == (["x", "y"], ["a", "b"])
 
 
 ODD_COLUMNS = "v1,v2,topic\nspam,Win now,mail\nham,see you,chat\nspam,a prize,mail\nham,noon,chat\n"
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("label", "texts", "classes", "first"),
     [
         ("v1", ("v2",), ["ham", "spam"], "Win now"),
         ("V1", ("v2", "topic"), ["ham", "spam"], "Win now mail"),
         ("v1", ("topic", "2"), ["ham", "spam"], "mail Win now"),
         ("topic", ("v1", "v2"), ["chat", "mail"], "spam Win now"),
-        ("topic", ("2",), ["chat", "mail"], "Win now"),
+        ("3", ("2",), ["chat", "mail"], "Win now"),
         (None, ("v2",), ["chat", "mail"], "Win now"),
     ],
 )
@@ -205,192 +165,110 @@ def test_columns_are_chosen_by_name_or_number(
     assert [len(split) for split in splits.values()] == [4, 4]
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
-def test_other_encodings_are_refused(encoding: str, refused: Refused, tmp_path: Path) -> None:
-    folder = write(tmp_path / "mine", **PLAIN)
-    (folder / "train.csv").write_bytes("caf\xe9,ein\nbar,zwei\n".encode(encoding))
-    refused("texts", f"--data_dir {folder}", "save it as UTF-8", TEXTS)
-
-
-def test_numbers_choose_columns_of_files_without_header(tmp_path: Path) -> None:
-    folder = write(tmp_path, train__csv="1,a,x\n2,b,y\n", test__csv="3,c,x\n")
-    splits, classes = read(folder, "3", "2")
-    assert classes == ["x", "y"]
-    assert splits["train"].texts == ["a", "b"]
-    assert splits["test"].labels == [0]
-
-
-def test_quotes_that_do_not_pair_are_text_in_tab_separated_files(tmp_path: Path) -> None:
+def test_stray_quotes_in_tab_separated_files_are_text(tmp_path: Path) -> None:
+    """Those that do not pair, and those that would swallow the rows between them."""
     train = 'label\ttext\nham\t"no" he said\nspam\tthe "best\n'
-    splits, _ = read(write(tmp_path, train__tsv=train, test__tsv=train))
-    assert splits["train"].texts == ['"no" he said', 'the "best']
-
-
-def test_two_stray_quotes_do_not_swallow_the_rows_between_them(tmp_path: Path) -> None:
-    train = 'label\ttext\nham\t"no he said\nspam\twin\nham\tthe end"\nspam\tnow\n'
+    test = 'label\ttext\nham\t"no he said\nspam\twin\nham\tthe end"\nspam\tnow\n'
     quoted = 'label\ttext\nham\t"two\nlines"\n'
-    splits, _ = read(write(tmp_path, train__tsv=train, test__tsv=quoted))
-    assert splits["train"].texts == ['"no he said', "win", 'the end"', "now"]
-    assert splits["test"].texts == ["two lines"]
+    splits, _ = read(write(tmp_path, train__tsv=train, test__tsv=test, val__tsv=quoted))
+    assert splits["train"].texts == ['"no" he said', 'the "best']
+    assert splits["test"].texts == ['"no he said', "win", 'the end"', "now"]
+    assert splits["val"].texts == ["two lines"]
 
 
-def test_other_files_use_the_columns_of_the_training_file(tmp_path: Path) -> None:
-    train = "text,label\nWin now,spam\nsee you,ham\n"
-    test = "topic,label,title,text\nmail,ham,Greeting,Hello there\n"
-    splits, _ = read(write(tmp_path, train__csv=train, test__csv=test))
-    assert splits["test"].texts == ["Hello there"]
-    assert splits["test"].labels == [0]
-
-
-def test_texts_of_any_length_are_read(tmp_path: Path) -> None:
-    text = "word " * 40_000
-    folder = write(tmp_path, train__csv=f"a,{text}\nb,short\n", test__csv="a,short\n")
-    assert len(read(folder)[0]["train"].texts[0]) == 5 * 40_000 - 1
-
-
-def test_labels_of_any_number_of_digits_are_read(tmp_path: Path) -> None:
-    long = "7" * 5000
-    folder = write(tmp_path, train__csv=f"{long},a\n12,b\n", test__csv="12,b\n")
-    assert read(folder)[1] == ["12", long]
-
-
-def test_words_are_sorted_as_words_and_numbers_as_numbers(tmp_path: Path) -> None:
-    rows = "".join(f"{label},a\n" for label in ("world", "art", "10", "9", "science"))
-    assert read(write(tmp_path, train__csv=rows, test__csv=rows))[1] == [
-        "9",
-        "10",
-        "art",
-        "science",
-        "world",
-    ]
+def test_long_texts_and_labels_are_read_and_sorted(tmp_path: Path) -> None:
+    """Words are sorted as words, and numbers before them as numbers."""
+    text, digits = "word " * 40_000, "7" * 5000
+    labels = ("world", "art", "10", "9", digits)
+    rows = "".join(f"{label},{text}\n" for label in labels)
+    splits, classes = read(write(tmp_path, train__csv=rows, test__csv=rows))
+    assert classes == ["9", "10", digits, "art", "world"]
+    assert len(splits["train"].texts[0]) == len(text) - 1
 
 
 # -------------------------------------------------------------------- files that are refused
 
 MANY = "".join(f"text number {row},label {row % 2}\n" for row in range(30))
-WRONG: dict[str, tuple[dict[str, str], str, str]] = {
-    "only a header": ({"train__csv": "label,text\n"}, "", "train.csv has a header row only"),
-    "empty label": (
-        {"train__csv": "label,text\nspam,a\n ,b\nham,c\n"},
+NO_DATA = "is no data; the header must be the first row and the only one, so delete this row"
+TRAIN = PLAIN["train__csv"]
+WRONG_TRAIN = [
+    ("label,text\n", "", "train.csv has a header row only"),
+    ("label,text\nspam,a\n ,b\n", "", "train.csv, row 3: the label (column 1 (label)) is empty"),
+    ("label,text\nspam,\nham,\n", "", "no row has a text"),
+    (MANY, "", "column 1 was read as the label and has 30 different values in 30 rows"),
+    # which columns
+    (
+        "polarity,text\na,b\nc,d\n",
         "",
-        "train.csv, row 3: the label (column 1 (label)) is empty",
+        "label (columns: polarity, text); choose with --label_column",
     ),
-    "no text": ({"train__csv": "label,text\nspam,\nham,\n"}, "", "no row has a text"),
-    "label unknown": (
-        {"train__csv": "polarity,text\nspam,a\nham,c\n"},
-        "",
-        "(columns: polarity, text); choose it with --label_column",
+    ("label,a,b\na,b,c\nd,e,f\n", "", "text (columns: label, a, b); choose with --text_column"),
+    ("label,topic,text\na,x,a\nb,y,c\n", "", "several columns may be the label"),
+    ("label,text,text\na,b,c\n", "--text_column text", "train.csv: there are several columns text"),
+    ("label,text\na,b\n", "--label_column kind", "there is no column kind (columns: label, text)"),
+    ("label,text\na,b\n", "--text_column label", "no column is known to be the label"),
+    ("a,b\nc,d\n", "--text_column body", "there is no column body (columns: 2 without names)"),
+    ("a,b\nc,d\n", "--text_column 1", "no column is known to be the text"),
+    *(("a,b\nc,d\n", f"--label_column {n}", "no column") for n in ("0", "3", "\u00b2", "7" * 5000)),
+    # rows that are no data, which must not become classes
+    (f"v1,v2\n{TRAIN}", "", "train.csv, row 1: no other row has the label 'v1'; if this row is"),
+    ("v1,v2\nx,a\ny,b\nv1,v2\nz,b\n", "--label_column 2", "no other row has the label 'v2'"),
+    ("v1,v2\nx,a\nv1,v2\n", "--label_column v2 --text_column v1", f"row 3 (v1, v2): {NO_DATA}"),
+    ("text,label\nx,a\ny,b\nlabel,text\na,z\n", "", f"row 4 (label, text): {NO_DATA}"),
+    (f"My texts,\nlabel,text\n{TRAIN}", "", f"row 2 (label, text): {NO_DATA}"),
+    (f"label,text\n---,---\n{TRAIN}", "", f"row 2 (---, ---): {NO_DATA}"),
+    ("|label|text|\n|:---|---:|\n|a|b|\n", "", f"row 2 (, :---, ---:, ): {NO_DATA}"),
+    (" text | label\n----+----\n a | b\n", "", "train.csv, row 2: 1 columns, expected 2"),
+    ("sep=;\nspam;Win now\nham;see you\n", "", f"row 1 (sep=, ): {NO_DATA}"),
+]
+WRONG_OTHER: list[tuple[dict[str, str], str]] = [
+    (
+        {"train__csv": "label,text\na,b\nc,d\n"},
+        "test.csv: there is no column text (columns: ham, Hello",
     ),
-    "text unknown": (
-        {"train__csv": "label,a,b\nspam,a,1\nham,c,2\n"},
-        "",
-        "(columns: label, a, b); choose it with --text_column",
+    (
+        {"train__csv": "label,title,text\na,b,c\nd,e,f\n", "test__csv": "label,text\na,d\n"},
+        "test.csv: there is no column title (columns: label, text)",
     ),
-    "two labels": (
-        {"train__csv": "label,category,text\nspam,x,a\nham,y,c\n"},
-        "",
-        "several columns that may be the label",
-    ),
-    "duplicate names": (
-        {"train__csv": "label,text,text\nspam,x,a\nham,y,c\n"},
-        "",
-        "several columns have the same name",
-    ),
-    "duplicate name chosen": (
-        {"train__csv": "label,text,text\nspam,x,a\nham,y,c\n"},
-        "--text_column text",
-        "--text_column text: {train} has several columns of that name",
-    ),
-    "missing name": (
-        {"train__csv": "label,text\nspam,a\nham,c\n"},
-        "--label_column kind",
-        "--label_column kind: {train} has no column of that name (columns: label, text)",
-    ),
-    "name without header": ({}, "--text_column body", "has no header row with that name"),
-    "number too large": ({}, "--label_column 3", "{train} has the columns 1 to 2"),
-    "number zero": ({}, "--label_column 0", "{train} has the columns 1 to 2"),
-    "superscript number": ({}, "--label_column \u00b2", "has no header row with that name"),
-    "same column": ({}, "--text_column 1", "column 1 would be both label and text"),
-    "header missing in test": (
-        {"train__csv": "label,text\nspam,a\nham,c\n"},
-        "",
-        "test.csv: row 1 (ham, Hello there) is not a header",
-    ),
-    "unknown header": (
-        {"train__csv": "v1,v2\n" + PLAIN["train__csv"]},
-        "",
-        "train.csv, row 1: no other row has the label 'v1'; if this row is a header (v1, v2)",
-    ),
-    "unknown header and a rare class": (
-        {
-            "train__csv": f"Polarity,Tweet_content\n{PLAIN['train__csv']}rare,one\n",
-            "test__csv": f"Polarity,Tweet_content\n{PLAIN['test__csv']}",
-        },
-        "",
-        "train.csv, row 1: no other row has the label 'Polarity'; if this row is a header",
-    ),
-    "part of the text missing": (
-        {
-            "train__csv": "label,title,text\nspam,a,b\nham,c,d\n",
-            "test__csv": "label,text\nham,d\n",
-        },
-        "",
-        "test.csv: has no column title, which is text in train.csv",
-    ),
-    "many digits": ({}, f"--label_column {'7' * 5000}", "has no header row with that name"),
-    "val twice in other names": (
-        {"dev__csv": "ham,a\n", "Valid__csv": "ham,a\n"},
-        "",
-        "Valid.csv and dev.csv are both there",
-    ),
-    "columns in another order in the second part": (
-        {"train__csv": "text,label\nx,spam\ny,ham\nlabel,text\nspam,z\nham,u\n"},
-        "",
-        "{train}, row 4: is the header with its columns in another order",
-    ),
-    "unknown header twice": (
-        {"train__csv": "frage,antwort\nx,spam\ny,ham\nfrage,antwort\nz,spam\nu,ham\n"},
-        "--label_column 2",
-        "{train}, row 1: no other row has the label 'antwort'",
-    ),
-    "texts as labels": (
-        {"train__csv": MANY},
-        "",
-        "column 1 was read as the label and has 30 different values in 30 rows",
-    ),
-    "texts chosen as labels": (
-        {"train__csv": "text,label\n" + MANY},
-        "--label_column text --text_column label",
-        "column 1 (text) was read as the label and has 30 different values in 30 rows",
-    ),
-    "class only in test": (
-        {"test__csv": "ham,a\neggs,b\n"},
-        "",
-        "test.csv, row 2: label 'eggs' is out of range, expected one of ham, spam",
-    ),
-    "class only in val": (
-        {"val__csv": "eggs,b\n"},
-        "",
-        "val.csv, row 1: label 'eggs' is out of range",
-    ),
-    "train twice": ({"train__tsv": "ham\ta\n"}, "", "train.csv and train.tsv are both there"),
-    "val twice": (
-        {"val__csv": "ham,a\n", "validation__csv": "ham,a\n"},
-        "",
-        "val.csv and validation.csv are both there",
-    ),
-}
+    ({"test__csv": "label,text\nham,a\n"}, f"test.csv, row 1 (label, text): {NO_DATA}"),
+    ({"test__csv": "ham,a\neggs,b\n"}, "test.csv, row 2: label 'eggs' is out of range"),
+    ({"val__csv": "eggs,b\n"}, "'eggs' is out of range, expected one of ham, spam"),
+    ({"train__tsv": "ham\ta\n"}, "train.csv and train.tsv are both there"),
+    ({"dev__csv": "ham,a\n", "Valid__csv": "ham,a\n"}, "Valid.csv and dev.csv are both there"),
+    ({"train__jsonl": "{\n"}, "train.jsonl, row 1: is not JSON (Expecting"),
+    ({"train__jsonl": "[" * 100_000}, "train.jsonl, row 1: is not JSON"),
+    ({"train__jsonl": '\n{"label": 1, "text": "a"}\n[1]\n'}, "row 3: is not a JSON object"),
+    ({"train__jsonl": "\n"}, "train.jsonl is empty"),
+    ({"train__jsonl": '{"label": 1, "text": "a"}\n{"text": "b"}\n'}, "row 2: the label (column 1"),
+    ({"train__jsonl": '{"stars": 1, "text": "a"}\n'}, "stars, text); choose with --label_column"),
+]
 
 
-@pytest.mark.parametrize("how", WRONG)
-def test_wrong_csv_is_refused(how: str, refused: Refused, tmp_path: Path) -> None:
-    files, flags, names = WRONG[how]
-    folder = write(tmp_path / "mine", **(PLAIN | files))
-    names = names.format(train=folder / "train.csv")
-    refused("texts", f"--data_dir {folder} {flags}", names, TEXTS)
+def test_wrong_files_are_refused(refused: Refused, tmp_path: Path) -> None:
+    cases = [({"train__csv": text}, flags, names) for text, flags, names in WRONG_TRAIN]
+    cases += [(files, "", names) for files, names in WRONG_OTHER]
+
+    def check(files: dict[str, str], flags: str, names: str) -> None:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        write(folder, **(PLAIN | files))
+        if "train__jsonl" in files:
+            (folder / "train.csv").unlink()
+        refused("texts", f"--data_dir {folder} {flags}", names, TEXTS)
+
+    for_each(cases, check)
 
 
-@pytest.mark.parametrize(
+def test_other_encodings_are_refused(refused: Refused, tmp_path: Path) -> None:
+    folder = write(tmp_path / "mine", **PLAIN)
+    for encoding in ("latin-1", "utf-16", "utf-16-le"):
+        (folder / "train.csv").write_bytes("caf\xe9,ein\nbar,zwei\n".encode(encoding))
+        line = refused("texts", f"--data_dir {folder}", "train.csv is not UTF-8", TEXTS)
+        assert "save it as UTF-8" in line
+    (folder / "train.csv").write_bytes("bar,eins\nbaz,zwei\n".encode("utf-16-le"))
+    refused("texts", f"--data_dir {folder}", "train.csv is not UTF-8 (it has NUL bytes", TEXTS)
+
+
+@each_of(
     ("flags", "names"),
     [
         ("--dataset headlines --label_column 1", "--label_column"),
@@ -405,15 +283,13 @@ def test_flags_that_do_not_fit_the_data_are_refused(
     refused("texts", flags, names, TEXTS)
 
 
-@pytest.mark.parametrize("rows", [19, 20])
-def test_as_many_classes_as_rows_are_accepted_in_tiny_files_only(rows: int, tmp_path: Path) -> None:
-    train = "".join(f"class {row},text\n" for row in range(rows))
+def test_as_many_classes_as_rows_are_accepted_in_tiny_files_only(tmp_path: Path) -> None:
+    train = "".join(f"class {row},text\n" for row in range(19))
     folder = write(tmp_path, train__csv=train, test__csv="class 1,text\n")
-    if rows < 20:
-        assert len(read(folder)[1]) == rows
-    else:
-        with pytest.raises(Exception, match="20 different values in 20 rows"):
-            read(folder)
+    assert len(read(folder)[1]) == 19
+    write(folder, train__csv=train + "class 19,text\n")
+    with pytest.raises(InputError, match="20 different values in 20 rows"):
+        read(folder)
 
 
 # -------------------------------------------------------------------- what a run says and does
@@ -508,73 +384,75 @@ def csv_folder(root: Path, *parts: str) -> Path:
     )
 
 
-WITH_VAL = pytest.mark.parametrize("val", ["val", "validation", "Valid", "dev"])
-BOTH_KINDS = pytest.mark.parametrize(
-    ("run", "make"), [(run_texts, csv_folder), (run_images, image_folder)], ids=["csv", "folder"]
-)
+Kind = tuple[str, str, Callable[..., int], Callable[..., Path]]
+KINDS: list[Kind] = [
+    ("texts", TEXTS, run_texts, csv_folder),
+    ("images", IMAGES, run_images, image_folder),
+]
 
 
-@WITH_VAL
-@BOTH_KINDS
+def test_splits_are_found_by_several_names(tmp_path: Path, refused: Refused) -> None:
+    for number, val in enumerate(["val", "validation", "Valid", "DEV"]):
+        data = image_folder(tmp_path / str(number), "Train", "testing", val)
+        splits, classes = read_image_splits("folder", str(data))
+        assert (list(splits), classes) == (["train", "test", "val"], ["cat", "dog"])
+    image_folder(data, "val")
+    refused("images", f"--data_dir {data}", "DEV and val are both there", IMAGES)
+    data = image_folder(tmp_path / "mine", "Test", "Dev")  # which are no classes
+    assert "are the classes" not in refused("images", f"--data_dir {data}", "is missing", IMAGES)
+    refused("images", f"--data_dir {data} --val_fraction 0.1", "mine/train is missing", IMAGES)
+
+
 def test_a_validation_set_of_its_own_chooses_the_best_epoch(
-    run: Callable[..., int],
-    make: Callable[..., Path],
-    val: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = make(tmp_path / "mine", "train", "test", val)
-    assert run("--data_dir", data, "--out", tmp_path / "run") == 0
-    rows = ranks.metrics(tmp_path / "run")
-    best = torch.load(tmp_path / "run" / "best.pt", weights_only=True)["progress"]["best"]
-    assert best["accuracy"] == max(row["val_accuracy"] for row in rows)
-    assert "test_accuracy" in rows[0]
-    console = capsys.readouterr().out
-    assert "chosen by validation rows" in console or "the only epoch" in console
-    assert "validation accuracy" in console
-    assert "test accuracy" in console
-    assert "--val_fraction" not in console
+    for name, _, run, make in KINDS:
+        out = tmp_path / f"run-{name}"
+        data = make(tmp_path / name, "train", "test", "val")
+        assert run("--data_dir", data, "--epochs", 2, "--out", out) == 0
+        rows = ranks.metrics(out)
+        best = torch.load(out / "best.pt", weights_only=True)["progress"]["best"]
+        assert best["accuracy"] == max(row["val_accuracy"] for row in rows)
+        assert "test_accuracy" in rows[0]
+        console = capsys.readouterr().out
+        assert "chosen by validation rows" in console
+        assert "validation accuracy" in console
+        assert "test accuracy" in console
+        assert "--val_fraction" not in console
 
 
-@BOTH_KINDS
 def test_a_validation_set_alone_is_measured(
-    run: Callable[..., int],
-    make: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DATA_DIR", str(tmp_path))  # which is that of the known data sets
-    data = make(tmp_path / "mine", "train", "val")
-    assert run("--data_dir", data, "--out", tmp_path / "run") == 0
-    row = ranks.metrics(tmp_path / "run")[-1]
-    assert "val_accuracy" in row
-    assert "test_accuracy" not in row
-    console = capsys.readouterr().out
-    assert "test accuracy" not in console
-    assert run("--resume", tmp_path / "run", "--evaluate") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "accuracy on the validation set, which also chose the best epoch" in lines
-    assert f"{100 * row['val_accuracy']:.2f} %" in lines[-1]
+    for name, _, run, make in KINDS:
+        out = tmp_path / f"run-{name}"
+        assert run("--data_dir", make(tmp_path / name, "train", "val"), "--out", out) == 0
+        row = ranks.metrics(out)[-1]
+        assert "val_accuracy" in row
+        assert "test_accuracy" not in row
+        assert "test accuracy" not in capsys.readouterr().out
+        assert run("--resume", out, "--evaluate") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert "accuracy on the validation set, which also chose the best epoch" in lines
+        assert f"{100 * row['val_accuracy']:.2f} %" in lines[-1]
 
 
-@BOTH_KINDS
 def test_rows_are_held_out_of_a_training_set_alone(
-    run: Callable[..., int],
-    make: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    refused: Refused,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
-    data = make(tmp_path / "mine", "train")
-    name, base = ("texts", TEXTS) if run is run_texts else ("images", IMAGES)
-    line = refused(name, f"--data_dir {data}", "is missing", base)
-    assert "--val_fraction 0.1" in line
-    assert run("--data_dir", data, "--val_fraction", 0.25, "--out", tmp_path / "run") == 0
-    table = capsys.readouterr().out.splitlines()
-    total = next(line.split()[-2:] for line in table if "all 2 classes" in line)
-    assert total in (["18", "6"], ["8", "4"])
-    assert "val_accuracy" in ranks.metrics(tmp_path / "run")[-1]
+    for name, base, run, make in KINDS:
+        data = make(tmp_path / name, "train")
+        line = refused(name, f"--data_dir {data}", "is missing", base)
+        assert "--val_fraction 0.1" in line
+        names = "--val_fraction 0.99 leaves no training rows of 2 of the 2 classes"
+        refused(name, f"--data_dir {data} --val_fraction 0.99", names, base)
+        out = tmp_path / f"run-{name}"
+        assert run("--data_dir", data, "--val_fraction", 0.25, "--out", out) == 0
+        table = capsys.readouterr().out.splitlines()
+        total = next(line.split()[-2:] for line in table if "all 2 classes" in line)
+        assert total in (["18", "6"], ["8", "4"])
+        assert "val_accuracy" in ranks.metrics(out)[-1]
 
 
 def test_a_folder_of_class_folders_is_split(tmp_path: Path, refused: Refused) -> None:
@@ -588,36 +466,20 @@ def test_a_folder_of_class_folders_is_split(tmp_path: Path, refused: Refused) ->
     refused("images", f"--data_dir {tmp_path / 'none'} --val_fraction 0.3", "is missing", IMAGES)
 
 
-@BOTH_KINDS
 def test_flags_of_held_out_rows_hold_with_a_validation_set_of_its_own(
-    run: Callable[..., int],
-    make: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    refused: Refused,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
     """As a sweep gives them, and as meta-mixup needs them."""
-    data = make(tmp_path / "mine", "train", "val")
-    flags = ["--data_dir", data, "--meta_learning", "--meta_every", 1, "--bs", 4]
-    out = ["--out", tmp_path / "run"]
-    assert run(*flags, "--val_fraction", 0.1, "--no-test", *out) == 0
-    assert "--val_fraction 0.1 is not used" in capsys.readouterr().out
-    assert run(*flags, "--val_fraction", 0, "--out", tmp_path / "other") == 0
-    name, base = ("texts", TEXTS) if run is run_texts else ("images", IMAGES)
-    data = make(tmp_path / "without", "train", "test")
-    refused(name, f"--data_dir {data} --no-test", "give --val_fraction above 0", base)
-    meta = f"--data_dir {data} --meta_learning --val_fraction 0"
-    refused(name, meta, "--mixup meta learns on held-out rows", base)
-
-
-@BOTH_KINDS
-def test_rows_are_left_to_train_on(
-    run: Callable[..., int], make: Callable[..., Path], refused: Refused, tmp_path: Path
-) -> None:
-    data = make(tmp_path / "mine", "train")
-    name, base = ("texts", TEXTS) if run is run_texts else ("images", IMAGES)
-    names = "--val_fraction 0.99 leaves no training rows of 2 of the 2 classes"
-    refused(name, f"--data_dir {data} --val_fraction 0.99", names, base)
+    for name, base, run, make in KINDS:
+        data, out = make(tmp_path / name, "train", "val"), tmp_path / f"run-{name}"
+        flags = ["--data_dir", data, "--meta_learning", "--meta_every", 1, "--bs", 4]
+        assert run(*flags, "--val_fraction", 0.1, "--no-test", "--out", out) == 0
+        assert "--val_fraction 0.1 is not used" in capsys.readouterr().out
+        assert run(*flags, "--val_fraction", 0, "--out", tmp_path / f"other-{name}") == 0
+        data = make(tmp_path / f"without-{name}", "train", "test")
+        refused(name, f"--data_dir {data} --no-test", "give --val_fraction above 0", base)
+        meta = f"--data_dir {data} --meta_learning --val_fraction 0"
+        refused(name, meta, "--mixup meta learns on held-out rows", base)
 
 
 def test_a_class_of_one_row_is_trained_on(
@@ -634,35 +496,12 @@ def test_a_class_of_one_row_is_trained_on(
     refused("texts", flags, "leaves no validation rows", TEXTS)
 
 
-def test_folders_that_are_named_like_splits_are_no_classes(
-    tmp_path: Path, refused: Refused
-) -> None:
-    data = image_folder(tmp_path / "mine", "Test", "Dev")
-    assert "are the classes" not in refused("images", f"--data_dir {data}", "is missing", IMAGES)
-    refused("images", f"--data_dir {data} --val_fraction 0.1", "mine/train is missing", IMAGES)
-    image_folder(data, "Train")
-    splits, classes = read_image_splits("folder", str(data))
-    assert classes == ["cat", "dog"]
-    assert list(splits) == ["train", "test", "val"]
-
-
-@pytest.mark.parametrize("part", ["test", "val"])
-def test_a_class_that_train_lacks_is_named(part: str, refused: Refused, tmp_path: Path) -> None:
-    data = image_folder(tmp_path / "mine", "train", part)
-    image_folder(data, part, classes=("emu",))
-    refused("images", f"--data_dir {data}", f"mine/{part}/emu: not one of the 2 classes", IMAGES)
-
-
-def test_two_validation_folders_are_refused(refused: Refused, tmp_path: Path) -> None:
-    data = image_folder(tmp_path / "mine", "train", "val", "validation")
-    refused("images", f"--data_dir {data}", "val and validation are both there", IMAGES)
-
-
-def test_hidden_files_are_not_images(tmp_path: Path) -> None:
-    data = image_folder(tmp_path / "mine", "train", "test")
-    (data / "train" / "cat" / "._0.png").write_bytes(b"what macOS leaves in archives")
-    assert len(expand_images(data / "train" / "cat")[0]) == 6
-    assert read_image_splits("folder", str(data))[1] == ["cat", "dog"]
+def test_a_class_that_train_lacks_is_named(refused: Refused, tmp_path: Path) -> None:
+    for part in ("test", "val"):
+        data = image_folder(tmp_path / f"mine-{part}", "train", part)
+        image_folder(data, part, classes=("emu",))
+        names = f"mine-{part}/{part}/emu: not one of the 2 classes"
+        refused("images", f"--data_dir {data}", names, IMAGES)
 
 
 def test_every_image_is_used_or_counted_with_the_reason(tmp_path: Path) -> None:
@@ -673,6 +512,7 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path: Path) -> None:
     for name in ("0.png", "1.png"):
         (cat / name).unlink()
         (cat / name).symlink_to("annex/objects/" + name)
+    (cat / "._2.png").write_bytes(b"what macOS leaves in archives")
     (cat / "more").symlink_to(elsewhere / "cat")
     (cat / "6.png").symlink_to(elsewhere / "dog" / "0.png")
     (cat / "loop").symlink_to(data)
@@ -693,8 +533,8 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path: Path) -> None:
     assert splits["train"].note == (
         f"warning: {data / 'train'}: left out: dangling links (3, such as bird), files of "
         "other types (1, such as cat/7.heic), folders that another link leads to (1, such as "
-        "cat/more-of-them), hidden files and folders (2, such as "
-        "cat/.ipynb_checkpoints), images outside the folders of the classes (1, such as "
+        "cat/more-of-them), hidden files and folders (3, such as "
+        "cat/._2.png), images outside the folders of the classes (1, such as "
         "stray.png), links to a folder above (5, such as parent), unreadable files (1, such as "
         "cat/pipe.png)"
     )
@@ -707,7 +547,7 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path: Path) -> None:
 
 def test_a_split_that_is_a_link_to_nothing_is_refused(tmp_path: Path, refused: Refused) -> None:
     """It must not be taken for one that is not there."""
-    for name, base, make in (("images", IMAGES, image_folder), ("texts", TEXTS, csv_folder)):
+    for name, base, _, make in KINDS:
         data = make(tmp_path / name, "train", "val")
         (data / ("test" if name == "images" else "test.csv")).symlink_to("nowhere")
         refused(name, f"--data_dir {data}", "is a link to nothing", base)
@@ -817,16 +657,6 @@ def test_the_lines_of_a_folder_of_texts_are_classified(
     assert [line.split(":")[0] for line in printed] == [row["text"] for row in rows]
 
 
-def test_predictions_never_replace_a_file(
-    runs: dict[str, Path], refused: Refused, tmp_path: Path
-) -> None:
-    lines = tmp_path / "in.csv"
-    lines.write_text("Stocks rise\n")
-    flags = f"--resume {runs['texts']} --predict {lines} --predict_out {lines}"
-    refused("texts", flags, f"--predict_out {lines}: is there already", "")
-    assert lines.read_text() == "Stocks rise\n"
-
-
 def test_a_file_without_text_in_a_folder_is_left_out(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
@@ -891,15 +721,15 @@ def test_classes_whose_names_are_not_utf8_are_trained_on(
     assert "caf\\udce9" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "names"),
-    [
+def test_wrong_predict_out_is_refused_before_anything_is_read(
+    runs: dict[str, Path], refused: Refused, tmp_path: Path
+) -> None:
+    (tmp_path / "in.csv").write_text("Stocks rise\n")
+    for flags, names in (
         ("--predict a.png --predict_out out.txt", "out.txt: the name must end in .jsonl or .csv"),
         ("--predict a.png --predict_out none/out.csv", "none/out.csv: the folder does not exist"),
         ("--predict_out out.csv", "--predict_out needs something to classify"),
-    ],
-)
-def test_wrong_predict_out_is_refused_before_anything_is_read(
-    flags: str, names: str, runs: dict[str, Path], refused: Refused
-) -> None:
-    refused("images", f"--resume {runs['images']} {flags}", names, "")
+        ("--predict in.csv --predict_out in.csv", "--predict_out in.csv: is there already"),
+    ):
+        refused("images", f"--resume {runs['images']} {flags}", names, "")
+    assert (tmp_path / "in.csv").read_text() == "Stocks rise\n"

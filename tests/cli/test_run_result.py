@@ -15,7 +15,7 @@ import ranks
 import resnet50_test
 from test_training import run
 from training import checkpoint, evaluation
-from training.epoch_report import EpochResult, RunSummary, epoch_result
+from training.epoch_report import EpochResult, epoch_result, how_chosen
 
 # A learning rate that is multiplied by 30 before the last epoch makes the last epoch a bad one.
 WORSE_AT_THE_END = """--dataset digits --arch resnet8 --bs 64 --lr 0.1 --lr_schedule step
@@ -224,19 +224,7 @@ def test_an_interrupted_run_that_could_not_save_says_so(here, monkeypatch):
 
 def test_the_only_epoch_was_not_chosen():
     one = epoch_result([{"epoch": 1, "test_accuracy": 0.5}], 1)
-    summary = RunSummary(
-        last=one,
-        best=one,
-        chosen_on="test",
-        meta_learned=False,
-        unsaved=(),
-        evaluations=1,
-        seconds=1.0,
-        samples_per_second=1.0,
-        peak_memory_bytes=1,
-        device_hours=1.0,
-    )
-    assert summary.how_chosen() == "the only epoch"
+    assert how_chosen(1, 1, chosen_on="test", meta_learned=False) == "the only epoch"
     assert one.show() == "epoch 1, test accuracy 50.00 %"
     assert EpochResult(0, {}).show() == "before the first epoch"
 

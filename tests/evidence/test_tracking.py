@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import random
 import sys
 import types
@@ -16,7 +16,7 @@ import conftest
 import ranks
 import resnet50_test
 from cli import options
-from errors import InputError
+from conftest import each_of
 from training import tracking
 from training.run_log import RunLog
 
@@ -25,9 +25,9 @@ ROW = {
     "step": 4,
     "samples": 64,
     "seconds": 1.0,
+    "train_seconds": 0.5,
     "samples_per_second": 64.0,
     "train_loss": 2.0,
-    "train_accuracy": 0.5,
     "test_accuracy": 0.4,
     "lr": 0.1,
     "shares": [1, 2],
@@ -35,9 +35,18 @@ ROW = {
     "test_loss": float("nan"),
 }
 ROWS = [ROW, {**ROW, "epoch": 2, "step": 8}]
-LEFT_OUT = ("shares", "noise_scale", "test_loss", "step")  # no finite numbers; the axis
-NUMBERS = {name: value for name, value in ROW.items() if name not in LEFT_OUT}
-CONFIG = {"flags": {"lr": 0.1, "out": Path("x")}, "commit": "abc"}
+NUMBERS = {
+    "run/epoch": 1,
+    "run/samples": 64,
+    "time/seconds": 1.0,
+    "time/train_seconds": 0.5,
+    "time/samples_per_second": 64.0,
+    "train/loss": 2.0,
+    "test/accuracy": 0.4,
+    "run/lr": 0.1,
+}
+"""No lists, nothing that is not finite, and no step, which is the axis."""
+CONFIG = {"flags": {"lr": 0.1, "out": Path("x")}, "commit": "abc", "threads": 1}
 DIGITS = f"{conftest.IMAGES} --epochs 2".split()
 
 
@@ -46,7 +55,7 @@ class FakeLibrary(types.ModuleType):
 
     def __init__(self, fails: str = "") -> None:
         super().__init__("fake")
-        self.fails, self.opened, self.sent, self.texts, self.closed = fails, [], [], [], 0
+        self.fails, self.opened, self.sent, self.closed = fails, [], [], 0
 
     def call(self, name: str) -> None:
         random.seed(1)
@@ -75,8 +84,8 @@ class FakeLibrary(types.ModuleType):
     def SummaryWriter(self, folder: str) -> FakeLibrary:
         return self.init(folder=folder)
 
-    def add_text(self, name: str, text: str, step: int) -> None:
-        self.texts.append(text)
+    def add_hparams(self, flags: dict[str, Any], metrics: dict[str, Any], run_name: str) -> None:
+        self.opened[-1]["config"] = flags
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
         self.call("log")
@@ -92,7 +101,7 @@ class FakeLibrary(types.ModuleType):
 
 def fake(name: str, monkeypatch: pytest.MonkeyPatch, fails: str = "") -> FakeLibrary:
     library = FakeLibrary(fails)
-    monkeypatch.setitem(sys.modules, tracking.LIBRARIES[name].module, library)
+    monkeypatch.setitem(sys.modules, tracking.LIBRARIES[name][0], library)
     for variable in ("WANDB_MODE", "WANDB_PROJECT"):
         monkeypatch.delenv(variable, raising=False)
     return library
@@ -102,123 +111,102 @@ def train(folder: Path, *flags: str) -> int:
     return conftest.call(resnet50_test, [*DIGITS, *flags, "--out", str(folder)])
 
 
-@pytest.mark.parametrize("name", tracking.LIBRARIES)
-def test_rows_and_configuration_are_sent(name, tmp_path, monkeypatch):
+@each_of("name", tracking.LIBRARIES)
+def test_rows_and_flags_are_sent_and_a_resumed_run_goes_on(name, tmp_path, monkeypatch):
     library = fake(name, monkeypatch)
-    log = RunLog(tmp_path, is_main=True, config=CONFIG, track=name)
-    log.begin([])
-    for count in (1, 2):
-        log.epoch(ROWS[:count])
-    log.close()
-    assert library.sent == [(4, NUMBERS), (8, {**NUMBERS, "epoch": 2})]
-    assert library.closed == 1
-    [settings] = library.opened
-    plain = {"flags": {"lr": 0.1, "out": "x"}, "commit": "abc"}
-    if name == "tensorboard":
-        assert settings == {"folder": str(tmp_path)}
-        [text] = library.texts
-        assert json.loads(text) == plain
-    else:
-        assert settings["config"] == plain
-        assert settings["project"] == "faster-training"
-
-
-@pytest.mark.parametrize("name", tracking.LIBRARIES)
-def test_a_resumed_run_continues_the_same_tracked_run(name, tmp_path, monkeypatch):
-    library = fake(name, monkeypatch)
+    folder = tmp_path / name
+    folder.mkdir()
     for rows in (ROWS[:1], ROWS):  # the second start sends what the first has not
-        log = RunLog(tmp_path, is_main=True, config=CONFIG, track=name)
+        log = RunLog(folder, is_main=True, config=CONFIG, track=name)
         log.begin(rows[:-1])
         log.epoch(rows)
         log.close()
-    assert [step for step, _ in library.sent] == [4, 8]
+    assert library.sent == [(4, NUMBERS), (8, {**NUMBERS, "run/epoch": 2})]
+    assert library.closed == 2
     first, second = library.opened
     for key in {"id", "name", "folder"} & first.keys():
         assert first[key] == second[key]
+    machine = {"commit": "abc", "threads": 1}
+    plain = {"lr": 0.1, "out": "x", "machine": machine}
+    if name == "tensorboard":
+        assert first == {"folder": str(folder), "config": {**plain, "machine": str(machine)}}
+        assert "config" not in second, "hyper-parameters are sent once"
+    else:
+        assert first["config"] == plain
+        assert first["project"] == "faster-training"
     if name == "trackio":
         assert (first["resume"], second["resume"]) == ("never", "allow")
 
 
-def test_rows_that_the_tracker_does_not_have_are_sent_at_the_start(tmp_path, monkeypatch):
-    for name in ("trackio", "wandb"):  # the other tracker has nothing of the run
-        library = fake(name, monkeypatch)
-        tracked = tracking.TrackedRun(name, tmp_path, warn=print)
-        tracked.begin(CONFIG, ROWS)
-        assert [step for step, _ in library.sent] == [4, 8]
-
-
-def test_each_tracker_keeps_its_place_while_another_one_follows(tmp_path, monkeypatch):
-    trackio, wandb = fake("trackio", monkeypatch), fake("wandb", monkeypatch)
-    for name, rows in (("trackio", ROWS[:1]), ("wandb", ROWS), ("trackio", ROWS)):
-        tracked = tracking.TrackedRun(name, tmp_path, warn=print)
-        tracked.begin(CONFIG, rows)
-        tracked.close()
-    assert [step for step, _ in trackio.sent] == [4, 8]
-    assert [step for step, _ in wandb.sent] == [4, 8]
-    assert len({each["name"] for each in trackio.opened}) == 1
-
-
-def test_a_run_that_is_killed_in_its_first_epoch_keeps_its_name(tmp_path, monkeypatch):
+def test_a_run_sends_numbers_of_its_steps(tmp_path, monkeypatch):
     library = fake("wandb", monkeypatch)
-    for _ in range(2):
+    monkeypatch.setattr(RunLog, "clock", staticmethod(itertools.count(step=10).__next__))
+    assert train(tmp_path / "run", "--track", "wandb", "--log_every", "100", "--lr", "0.05") == 0
+    steps = [(step, values) for step, values in library.sent if "step/loss" in values]
+    assert 2 <= len(steps) <= 6, "of ten steps, each of which takes about 50 s"
+    names = ("loss", "accuracy", "lr", "grad_norm", "samples_per_second", "peak_memory_bytes")
+    for step, values in steps:
+        assert values.keys() == {f"step/{name}" for name in names}
+        assert all(value > 0 for value in values.values())
+        assert 0 < step <= 12
+    for number in (1, 2):  # the rows of the two epochs
+        [row] = [values for _, values in library.sent if values.get("run/epoch") == number]
+        assert {"train/loss", "test/accuracy", "time/seconds", "run/lr"} <= row.keys()
+
+
+def test_each_tracker_keeps_its_place_on_rank_0_alone(tmp_path, monkeypatch):
+    libraries = {name: fake(name, monkeypatch) for name in ("trackio", "wandb")}
+    for name, rows in (("trackio", ROWS[:1]), ("wandb", ROWS), ("trackio", ROWS)):
+        for is_main in (False, True):
+            log = RunLog(tmp_path, is_main=is_main, config=CONFIG, track=name)
+            log.begin(rows)
+            log.close()
+    for library, starts in zip(libraries.values(), (2, 1)):
+        assert [step for step, _ in library.sent] == [4, 8]
+        assert len(library.opened) == starts
+        assert len({each["name"] for each in library.opened}) == 1
+
+
+def test_wandb_is_offline_unless_the_user_says_otherwise_and_a_killed_run_keeps_its_name(
+    tmp_path, monkeypatch
+):
+    library = fake("wandb", monkeypatch)
+    for given in ("", "online"):
+        monkeypatch.setenv("WANDB_MODE", given)
         tracking.TrackedRun("wandb", tmp_path, warn=print).begin(CONFIG, [])
+    assert [each["mode"] for each in library.opened] == ["offline", "online"]
     assert len({each["id"] for each in library.opened}) == 1
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "offline"), ("online", "online")])
-def test_wandb_is_offline_unless_the_user_says_otherwise(given, expected, tmp_path, monkeypatch):
-    library = fake("wandb", monkeypatch)
-    if given:
-        monkeypatch.setenv("WANDB_MODE", given)
-    tracking.TrackedRun("wandb", tmp_path, warn=print).begin(CONFIG, [])
-    assert library.opened[0]["mode"] == expected
+def test_a_tracker_that_fails_changes_nothing_and_is_reported_once(tmp_path, monkeypatch, capsys):
+    mixup = ("--mixup", "mixup")  # which draws random numbers
+    assert train(tmp_path / "plain", *mixup) == 0
+    for fails in ("init", "log", "finish"):
+        fake("wandb", monkeypatch, fails=fails)
+        capsys.readouterr()
+        assert train(tmp_path / fails, *mixup, "--track", "wandb", "--log_every", "0.001") == 0
+        console = capsys.readouterr()
+        [line] = [line for line in console.out.splitlines() if "warning" in line]
+        assert line == f"warning: --track wandb: {fails} has failed; the run goes on without it"
+        assert console.err == ""
+        ranks.same_run(tmp_path / "plain", tmp_path / fails)
 
 
-def test_only_rank_0_tracks(tmp_path, monkeypatch):
-    library = fake("wandb", monkeypatch)
-    log = RunLog(tmp_path, is_main=False, config=CONFIG, track="wandb")
-    log.begin([])
-    log.epoch(ROWS)
-    log.close()
-    assert not library.opened
-    assert not library.sent
+def test_a_state_file_that_is_damaged_is_a_tracker_that_fails(tmp_path, monkeypatch):
+    library, lines = fake("wandb", monkeypatch), []
+    for text in ("[]", '{"wandb": 3}', '{"wandb": {}}', "{"):
+        (tmp_path / tracking.STATE_FILE).write_text(text)
+        tracking.TrackedRun("wandb", tmp_path, warn=lines.append).begin(CONFIG, ROWS)
+    assert all(line.endswith("the run goes on without it") for line in lines)
+    assert len(library.opened) + len(lines) == 4
 
 
-@pytest.mark.parametrize("fails", ["init", "log", "finish"])
-def test_a_tracker_that_fails_changes_nothing_and_is_reported_once(
-    fails, tmp_path, monkeypatch, capsys
-):
-    assert train(tmp_path / "plain") == 0
-    fake("wandb", monkeypatch, fails=fails)
-    capsys.readouterr()
-    assert train(tmp_path / "tracked", "--track", "wandb") == 0
-    console = capsys.readouterr()
-    [line] = [line for line in console.out.splitlines() if "warning" in line]
-    assert line == f"warning: --track wandb: {fails} has failed; the run goes on without it"
-    assert console.err == ""
-    ranks.same_run(tmp_path / "plain", tmp_path / "tracked")
-
-
-@pytest.mark.parametrize("name", tracking.LIBRARIES)
+@each_of("name", tracking.LIBRARIES)
 def test_a_missing_package_is_one_line_before_the_run(name, refused, monkeypatch):
-    library = tracking.LIBRARIES[name]
-    monkeypatch.setitem(sys.modules, library.module, None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, tracking.LIBRARIES[name][0], None)  # as if not installed
     line = refused("images", f"--track {name} --out run", f"--track {name} needs a package")
-    assert line.endswith(f"pip install {library.package}")
+    assert line.endswith(f"pip install {name}")
     assert not Path("run").exists()
-
-
-def test_a_package_that_cannot_be_imported_is_one_line(monkeypatch):
-    def broken(name: str) -> None:
-        raise TypeError("Descriptors cannot be created directly")
-
-    monkeypatch.setattr(tracking.importlib, "import_module", broken)
-    with pytest.raises(InputError, match="wandb cannot be imported .Descriptors cannot be"):
-        tracking.check_tracker("wandb")
-
-
-def test_an_unknown_tracker_gets_a_suggestion(refused):
-    refused("images", "--track wandd", "did you mean wandb?")
 
 
 def test_a_resumed_run_does_not_take_the_tracker_from_its_checkpoint(here, monkeypatch):
@@ -228,12 +216,9 @@ def test_a_resumed_run_does_not_take_the_tracker_from_its_checkpoint(here, monke
     args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, resumed)
     assert args.track == "none"
     assert conftest.call(resnet50_test, [*resumed, "--track", "trackio"]) == 0
-    assert [values["epoch"] for _, values in library.sent] == [1, 2, 3]
-
-
-def test_evaluation_needs_no_tracker(runs, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    flags = ["--checkpoint", str(runs["images"]), "--evaluate", "--track", "wandb"]
+    assert [values["run/epoch"] for _, values in library.sent] == [1, 2, 3]
+    monkeypatch.setitem(sys.modules, "trackio", None)  # which evaluation does not need
+    flags = ["--checkpoint", "run", "--evaluate", "--track", "trackio"]
     assert conftest.call(resnet50_test, flags) == 0
 
 
@@ -245,4 +230,5 @@ def test_tensorboard_itself_reads_what_was_sent(tmp_path):
     log.close()
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [event.step for event in events.Scalars("test_accuracy")] == [4, 8]
+    assert [event.step for event in events.Scalars("test/accuracy")] == [4, 8]
+    assert "_hparams_/session_start_info" in events.summary_metadata

@@ -15,7 +15,6 @@ from figures.run_logs import epochs_to
 from test_training import DIGITS, run
 from training.epoch_report import how_chosen, is_evaluated
 from training.run_log import RunLog, fitting_columns
-from training.time_estimate import TimeEstimate
 from training.trainer import Trainer
 
 FLAGS = [*DIGITS, "--epochs", "5", "--lr", "0.05", "--seed", "3"]
@@ -86,21 +85,8 @@ def test_the_first_of_equally_accurate_epochs_is_the_best(here, monkeypatch):
 def test_the_columns_of_the_console_stay():
     row = {"epoch": 1, "train_loss": 0.5, "val_accuracy": None, "noise_scale": None}
     columns = fitting_columns(row)
-    assert [column.title for column in columns] == ["epoch", "train loss", "val %"]
-    assert [column.show(row).strip() for column in columns] == ["1", "0.5000", ""]
-
-
-def test_the_time_left_counts_the_evaluations_that_are_left():
-    seconds = [0.0]
-    estimate = TimeEstimate(lambda: seconds[0], eval_every=3)
-    for epoch, between in enumerate([1, 1, 61, 1]):
-        estimate.start_epoch(epoch, epochs=8, step=10 * epoch, samples=1000, done=0)
-        seconds[0] += 100
-        estimate.end_steps()
-        seconds[0] += between
-        estimate.end_epoch(is_evaluated=between > 1)
-        if epoch >= 2:  # epochs 6 and 8 are evaluated, which takes 60 s more than saving
-            assert estimate.seconds_left() == pytest.approx((7 - epoch) * 101 + 2 * 60)
+    assert [column.title for column in columns] == ["epoch", "train loss", "val %", "noise"]
+    assert [column.show(row).strip() for column in columns] == ["1", "0.5000", "", ""]
 
 
 def test_an_accuracy_grows_evenly_between_evaluations():

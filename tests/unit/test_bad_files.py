@@ -68,8 +68,8 @@ def test_wrong_recipe_is_named(text: bytes, names: str, refused: Refused, tmp_pa
     assert "fast.yaml" in refused("images", "--recipe fast.yaml", names)
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:5000])
+def cut(path: Path, length: int = 5000) -> None:
+    path.write_bytes(path.read_bytes()[:length])
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -85,16 +85,16 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
 def test_file_that_is_no_checkpoint_is_named(
-    damage: str, runs: dict[str, Path], refused: Refused, tmp_path: Path
+    runs: dict[str, Path], refused: Refused, tmp_path: Path
 ) -> None:
-    shutil.copy(runs["images"] / "last.pt", tmp_path / "mine.pt")
-    DAMAGE[damage](tmp_path / "mine.pt")
-    refused("images", "--resume mine.pt", "mine.pt")
+    for damage in DAMAGE.values():
+        shutil.copy(runs["images"] / "last.pt", tmp_path / "mine.pt")
+        damage(tmp_path / "mine.pt")
+        refused("images", "--resume mine.pt", "mine.pt")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "extra", "names"),
     [
         ("images", "--resume {texts}", "transformer_test"),
@@ -122,7 +122,10 @@ def test_checkpoint_that_does_not_match_the_flags_is_named(
     (tmp_path / "empty.txt").write_text(" \n")
     Image.new("RGB", (8, 8), (200, 180, 255)).save(tmp_path / "image.png")
     (tmp_path / "image.png").rename(tmp_path / "image.txt")
-    copies = {script: shutil.copytree(folder, tmp_path / script) for script, folder in runs.items()}
+    copies = {
+        script: shutil.copytree(folder, tmp_path / script, dirs_exist_ok=True)
+        for script, folder in runs.items()
+    }
     refused(name, extra.format(**copies), names, base="--device cpu --threads 1")
 
 
@@ -131,7 +134,7 @@ def change_flags(path: Path, **values: object) -> None:
     torch.save({**state, "flags": state["flags"] | values}, path)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "flag", "value", "advice"),
     [
         ("images", "meta_policy", "sample", "choose one of pair, beta on the command line"),
@@ -151,7 +154,7 @@ def test_value_of_a_checkpoint_that_is_not_known_is_named(
     refused: Refused,
     tmp_path: Path,
 ) -> None:
-    shutil.copytree(runs[name], tmp_path / "run")
+    shutil.copytree(runs[name], tmp_path / "run", dirs_exist_ok=True)
     change_flags(tmp_path / "run" / "last.pt", **{flag: value})
     line = refused(name, "--resume run --epochs 2", advice, base="")
     assert f"the checkpoint's --{flag} " in line
@@ -182,7 +185,7 @@ def test_value_that_is_not_known_can_be_replaced(runs: dict[str, Path], tmp_path
     assert (args.meta_policy, args.arch) == ("pair", "resnet20")
 
 
-@pytest.mark.parametrize(("name", "entry"), [("images", "mean"), ("texts", "tokenizer")])
+@each_of(("name", "entry"), [("images", "mean"), ("texts", "tokenizer")])
 def test_checkpoint_without_what_inference_needs_is_named(
     name: str, entry: str, runs: dict[str, Path], refused: Refused, tmp_path: Path
 ) -> None:
@@ -203,7 +206,7 @@ def test_model_that_does_not_fit_is_said_with_the_flag_and_the_reason(
 # -------------------------------------------------------------------- data
 
 
-@pytest.mark.parametrize("name", ["cifar10", "mnist"])
+@each_of("name", ["cifar10", "mnist"])
 def test_damaged_data_set_is_named(name: str, refused: Refused, tmp_path: Path) -> None:
     cifar, mnist = tmp_path / "data" / "cifar-10-batches-py", tmp_path / "data" / "MNIST" / "raw"
     if name == "cifar10":
@@ -234,12 +237,10 @@ GOOD_CSV = b"spam,win a prize\nham,see you soon\n" * 20
         ("test", b"", "test.csv is empty"),
         ("train", GOOD_CSV + b"ham,one,two\n", "train.csv, row 41"),
         ("train", b"ham\nspam\n", "train.csv, row 1"),
-        ("test", b"ham,a\nspam,b\neggs,c\n", "test.csv, row 3"),
         ("test", b"ham,a\nspam,b,c\n", "test.csv, row 2"),
         ("train", b"ham,a\nham,b\n", "train.csv"),
-        ("train", GOOD_CSV + "ham,caf\u00e9\n".encode("latin-1"), "train.csv"),
         ("train", GOOD_CSV + b'ham,"never closed\n', "train.csv"),
-        ("train", b"\x00\x01\x02" * 100, "train.csv"),
+        ("train", b"\x00\x01\x02" * 100, "train.csv is not UTF-8"),
     ],
 )
 def test_wrong_csv_is_named_with_its_row(
@@ -247,73 +248,37 @@ def test_wrong_csv_is_named_with_its_row(
 ) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.csv").write_bytes(GOOD_CSV)
-    (tmp_path / f"{part}.csv").unlink() if content is None else (
-        tmp_path / f"{part}.csv"
-    ).write_bytes(content)
+    path = tmp_path / f"{part}.csv"
+    path.unlink() if content is None else path.write_bytes(content)
     refused("texts", f"--dataset csv --data_dir {tmp_path} --vocab_size 300 --bs 4", names)
 
 
-def break_folder(root: Path, how: str) -> str:
-    """Damage a good image folder and return what the error message must name."""
-    victim = root / ("test" if how == "cut-test-image" else "train") / "cat" / "3.png"
-    if how == "no-train":
-        shutil.rmtree(root / "train")
-    elif how == "no-test":
-        shutil.rmtree(root / "test")
-    elif how == "bare-test":
-        shutil.rmtree(root / "test")
-        (root / "test").mkdir()
-    elif how == "one-class":
-        shutil.rmtree(root / "train" / "dog")
-    elif how == "empty-class":
-        shutil.rmtree(root / "train" / "dog")
-        (root / "train" / "dog").mkdir()
-    elif how == "unknown-class":
-        (root / "test" / "emu").mkdir()
-    elif how in ("cut-image", "cut-test-image"):
-        victim.write_bytes(victim.read_bytes()[:100])
-    elif how == "no-image":
-        victim.write_text("words")
-    return {
-        "no-train": "train is missing",
-        "no-test": "test is missing",
-        "bare-test": "test",
-        "one-class": "train",
-        "empty-class": "train/dog",
-        "unknown-class": "test/emu",
-        "cut-image": "train/cat/3.png",
-        "no-image": "train/cat/3.png",
-        "cut-test-image": "test/cat/3.png",  # a worker process notices it
-    }[how]
+WRONG_FOLDERS: list[tuple[Callable[[Path], object], str]] = [
+    (lambda root: shutil.rmtree(root / "train"), "train is missing"),
+    (lambda root: shutil.rmtree(root / "test"), "test is missing"),
+    (lambda root: [shutil.rmtree(folder) for folder in (root / "test").iterdir()], "test"),
+    (lambda root: shutil.rmtree(root / "train" / "dog"), "train"),
+    (lambda root: [path.unlink() for path in (root / "train" / "dog").iterdir()], "train/dog"),
+    (lambda root: (root / "test" / "emu").mkdir(), "test/emu"),
+    (lambda root: (root / "train" / "cat" / "3.png").write_text("words"), "train/cat/3.png"),
+    (lambda root: cut(root / "train" / "cat" / "3.png", 100), "train/cat/3.png"),
+    # A worker process notices this one where images are streamed.
+    (lambda root: cut(root / "test" / "cat" / "3.png", 100), "test/cat/3.png"),
+]
 
 
-@pytest.mark.parametrize("resident", ["yes", "no"])
-@pytest.mark.parametrize(
-    "how",
-    [
-        "no-train",
-        "no-test",
-        "bare-test",
-        "one-class",
-        "empty-class",
-        "unknown-class",
-        "cut-image",
-        "cut-test-image",
-        "no-image",
-    ],
-)
-def test_wrong_image_folder_is_named(
-    how: str, resident: str, refused: Refused, tmp_path: Path
-) -> None:
+def test_wrong_image_folder_is_named(refused: Refused, tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
-    for part in ("train", "test"):
-        for name in ("cat", "dog"):
-            (tmp_path / part / name).mkdir(parents=True)
-            for i in range(6):
-                Image.fromarray(pixels).save(tmp_path / part / name / f"{i}.png")
-    names = break_folder(tmp_path, how)
+    for path in (f"good/{part}/{name}" for part in ("train", "test") for name in ("cat", "dog")):
+        (tmp_path / path).mkdir(parents=True)
+        for i in range(6):
+            Image.fromarray(pixels).save(tmp_path / path / f"{i}.png")
     base = (
         "--dataset folder --arch resnet20 --epochs 1 --bs 4 --device cpu --precision fp32 "
         "--threads 1 --image_size 8 --workers 1"
     )
-    refused("images", f"--data_dir {tmp_path} --resident {resident}", names, base)
+    for number, (damage, names) in enumerate(WRONG_FOLDERS):
+        folder = shutil.copytree(tmp_path / "good", tmp_path / str(number))
+        damage(folder)
+        for resident in ("yes", "no"):
+            refused("images", f"--data_dir {folder} --resident {resident}", names, base)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tqdm import tqdm
 
 import ranks
@@ -17,7 +18,7 @@ from conftest import each_of
 from test_training import DIGITS, run
 from training import progress_bar
 from training.run_log import EpochStatus, RunLog
-from training.time_estimate import TimeEstimate, in_six_characters, in_words
+from training.time_estimate import Forecast, in_words
 
 HOUR = 3600.0
 HINT = "for a shorter run: a smaller one"
@@ -34,157 +35,63 @@ class Clock:
         return self.now
 
 
-# -------------------------------------------------------------------- durations
-
-
 @each_of(
-    ("seconds", "words", "characters"),
+    ("seconds", "words"),
     [
-        (0, "0 s", "0s"),
-        (59.4, "59 s", "59s"),
-        (59.6, "60 s", "1m00s"),
-        (89, "89 s", "1m29s"),
-        (1200, "20 min", "20m00s"),
-        (1.5 * HOUR, "1.5 h", "1h30m"),
-        (2 * HOUR, "2 h", "2h00m"),
-        (16.3 * HOUR, "16 h", "16h18m"),
-        (76 * HOUR, "3.2 days", "3d04h"),
-        (48 * HOUR, "2 days", "2d00h"),
-        (2400 * HOUR, "100 days", "100d"),
+        (0, "0 s"),
+        (89, "89 s"),
+        (1200, "20 min"),
+        (1.5 * HOUR, "1.5 h"),
+        (2 * HOUR, "2 h"),
+        (16.3 * HOUR, "16 h"),
+        (76 * HOUR, "3.2 days"),
+        (48 * HOUR, "2 days"),
     ],
 )
-def test_durations(seconds, words, characters):
+def test_durations(seconds, words):
     assert in_words(seconds) == words
-    assert in_six_characters(seconds) == characters
-    assert len(characters) <= 6
 
 
-def test_an_unknown_duration_is_a_dash():
-    assert in_six_characters(None) == "-"
-
-
-# -------------------------------------------------------------------- the arithmetic
-
-
-def steps(
-    estimate: TimeEstimate,
-    clock: Clock,
-    *,
-    first: int,
-    last: int,
-    seconds: float,
-    samples: int = 10,
-    before: int = 0,
-) -> list[str]:
-    """Do steps `first` to `last` of the run, each of some seconds and samples; what is announced.
-
-    `before` are the steps before the current epoch.
-    """
+def announced(forecast: Forecast, clock: Clock, done: list[float], seconds: float) -> list[str]:
+    """What is announced while these numbers of epochs are done, one after so many seconds."""
     lines = []
-    for step in range(first, last + 1):
+    for epochs_done in done:
         clock.now += seconds
-        estimate.observe(step, (step - before) * samples)
-        lines += estimate.announcement()
+        forecast.observe(epochs_done)
+        lines += forecast.announcement()
     return lines
 
 
-def test_the_estimate_leaves_out_the_first_steps_and_counts_each_part_once():
+def test_the_forecast_leaves_out_the_first_steps_and_counts_evaluations():
     clock = Clock()
-    estimate = TimeEstimate(clock, hint=HINT)
-    estimate.start_epoch(0, epochs=50, step=0, samples=1000, done=0)
-    assert estimate.seconds_left() is None
-    assert steps(estimate, clock, first=1, last=2, seconds=500) == []  # compilation
-    assert steps(estimate, clock, first=3, last=5, seconds=12) == []
-    assert estimate.seconds_left() is None
-    lines = steps(estimate, clock, first=6, last=6, seconds=12)
-    # 100 steps of 12 s make an epoch; 6 of them are done, and have taken 1048 s.
-    assert estimate.seconds_left() == pytest.approx(5000 * 12 - 72)
-    assert lines == ["about 20 min an epoch, 17 h in all, evaluation not counted yet", HINT]
-    assert steps(estimate, clock, first=7, last=100, seconds=12) == []
-    estimate.end_steps()
-    assert estimate.seconds_left() == pytest.approx(49 * 1200)
-    clock.now += 60  # evaluating and saving
-    estimate.end_epoch()
-    assert estimate.seconds_left() == pytest.approx(49 * 1260)
-    assert estimate.announcement() == [], "the first line was not far off"
-    estimate.start_epoch(1, epochs=50, step=100, samples=1000, done=0)
-    assert steps(estimate, clock, first=101, last=200, seconds=6, before=100) == []
-    estimate.end_steps()
-    clock.now += 60
-    estimate.end_epoch()
-    assert estimate.seconds_left() == pytest.approx(48 * 660)
-    assert estimate.announcement() == [], "one corrected line at most"
-
-
-def test_a_correction_comes_where_evaluation_takes_much_longer():
-    clock = Clock()
-    estimate = TimeEstimate(clock, hint=HINT)
-    estimate.start_epoch(0, epochs=10, step=0, samples=1000, done=0)
-    lines = steps(estimate, clock, first=1, last=100, seconds=6)
-    assert lines == ["about 10 min an epoch, 1.7 h in all, evaluation not counted yet"]
-    estimate.end_steps()
-    clock.now += 300
-    estimate.end_epoch()
-    assert estimate.announcement() == ["corrected: about 15 min an epoch, 2.5 h in all", HINT]
-    assert estimate.announcement() == []
-
-
-def test_without_evaluation_there_is_nothing_to_wait_for():
-    clock = Clock()
-    estimate = TimeEstimate(clock, eval_every=0)
-    estimate.start_epoch(0, epochs=1, step=0, samples=1000, done=0)
-    assert steps(estimate, clock, first=1, last=50, seconds=6) == ["about 10 min in all"]
+    forecast = Forecast(clock, epochs=50, hint=HINT)
+    assert forecast.seconds_left() is None
+    assert announced(forecast, clock, [0.01, 0.02, 0.03], seconds=500) == []  # compilation
+    assert forecast.seconds_left() is None
+    lines = announced(forecast, clock, [0.04, 0.05], seconds=12)
+    assert lines == ["about 20 min an epoch, 17 h left, evaluation not counted yet", HINT]
+    assert forecast.seconds_left() == pytest.approx(49.95 * 1200)
+    assert announced(forecast, clock, [0.03 + 0.97 / 2, 0.999], seconds=581) == [], "only once"
+    clock.now += 1.2 + 60  # evaluating and saving
+    forecast.observe(1.0)
+    assert forecast.seconds_left() == pytest.approx(49 / 0.97 * (24 + 1162 + 61.2))
 
 
 def test_a_resumed_run_counts_what_it_does_itself():
     clock = Clock()
-    estimate = TimeEstimate(clock)
-    estimate.start_epoch(4, epochs=10, step=450, samples=1000, done=500)
-    lines = steps(estimate, clock, first=451, last=500, seconds=12, before=400)
-    # Half an epoch, and five whole ones.
-    assert lines == [
-        "about 20 min an epoch, 1.8 h for the 6 epochs that are left, evaluation not counted yet"
+    forecast = Forecast(clock, epochs=10)
+    done = [4.5, 4.6, 4.7, 4.9, 5.1]
+    assert announced(forecast, clock, done, seconds=240) == [
+        "about 20 min an epoch, 1.7 h left, evaluation not counted yet"
     ]
-    estimate.end_steps()
-    estimate.end_epoch()
-    assert estimate.seconds_left() == pytest.approx(5 * 1200)
-
-
-def test_epochs_that_are_too_short_to_be_measured_are_measured_together():
-    clock = Clock()
-    estimate = TimeEstimate(clock)
-    told = []
-    for epoch in range(9):
-        before = 4 * epoch
-        estimate.start_epoch(epoch, epochs=100, step=before, samples=40, done=0)
-        seconds = 5.0 if epoch == 0 else 0.25
-        steps(estimate, clock, first=before + 1, last=before + 4, seconds=seconds, before=before)
-        estimate.end_steps()
-        clock.now += 0.5
-        estimate.end_epoch()
-        told.append(estimate.announcement())
-    assert estimate.seconds_left() == pytest.approx(91 * 1.5)
-    assert told[:5] == [[]] * 5
-    # 20.5 + 4 * 1.5 + 95 * 1.5 seconds once five epochs after the first are measured
-    assert told[5] == ["about 2 s an epoch, 3 min in all"]
+    assert forecast.seconds_left() == pytest.approx(4.9 * 1200)
 
 
 def test_runs_of_seconds_are_not_announced():
     clock = Clock()
-    estimate = TimeEstimate(clock, hint=HINT)
-    estimate.start_epoch(0, epochs=1, step=0, samples=580, done=0)
-    assert steps(estimate, clock, first=1, last=58, seconds=1) == []
-    assert estimate.seconds_left() == pytest.approx(0)
-
-
-def test_a_roll_back_does_not_confuse_the_estimate():
-    clock = Clock()
-    estimate = TimeEstimate(clock)
-    estimate.start_epoch(0, epochs=2, step=0, samples=1000, done=0)
-    steps(estimate, clock, first=1, last=40, seconds=6)
-    estimate.start_epoch(0, epochs=2, step=10, samples=1000, done=100)
-    steps(estimate, clock, first=11, last=30, seconds=6)
-    assert estimate.seconds_left() == pytest.approx(170 * 6)
+    forecast = Forecast(clock, epochs=1, hint=HINT)
+    assert announced(forecast, clock, [0.1, 0.2, 0.3, 0.4, 0.5], seconds=10) == []
+    assert forecast.seconds_left() == pytest.approx(50)
 
 
 # -------------------------------------------------------------------- a whole run
@@ -200,72 +107,45 @@ def console_of_a_slow_run(
 
 
 PROGRESS = re.compile(
-    r"epoch \d/2, step \d+ of 23: loss \d\.\d{4}, accuracy \d+\.\d\d %, \d+ samples/s"
-    r"(, [\dhms]+ left)?"
+    r"epoch \d/2, step \d+ of 23: loss \d\.\d{4}, accuracy \d+\.\d\d %, \d{1,6} samples/s"
+    r"(, [\d.]+ (s|min|h|days) left)?"
 )
 
 
 def test_off_a_terminal_a_run_announces_its_time_and_prints_its_progress(here, monkeypatch):
-    lines = console_of_a_slow_run(monkeypatch)
-    announced = [line for line in lines if line.startswith("about ")]
-    assert len(announced) == 1
-    assert re.fullmatch(r"about \d+ min an epoch, \d+ min in all, evaluation .*", announced[0])
-    progress = [line for line in lines if line.startswith("epoch ") and "step" in line]
+    often = console_of_a_slow_run(monkeypatch, "--log_every", "30", seconds=1000.0)
+    Path("run").rename("often")
+    never = console_of_a_slow_run(monkeypatch, "--log_every", "0", seconds=0.01)
+    [line, hint] = [each for each in often if re.match("about|for a shorter run: ", each)]
+    assert re.fullmatch(r"about [\d.]+ h an epoch, \d+ h left, evaluation .*", line)
+    assert "a smaller --arch such as resnet20" in hint
+    progress = [line for line in often if line.startswith("epoch ") and "step" in line]
     assert len(progress) >= 4
     assert all(PROGRESS.fullmatch(line) for line in progress), progress
     assert progress[-1].endswith(" left")
-
-
-def test_log_every_sets_how_often_and_0_is_never(here, monkeypatch):
-    often = console_of_a_slow_run(monkeypatch, "--log_every", "30")
-    Path("run").rename("often")
-    seldom = console_of_a_slow_run(monkeypatch, "--log_every", "300")
-    Path("run").rename("seldom")
-    never = console_of_a_slow_run(monkeypatch, "--log_every", "0")
-    numbers = [sum(map(bool, map(PROGRESS.fullmatch, each))) for each in (often, seldom, never)]
-    assert numbers[0] > numbers[1] > numbers[2] == 0
+    [titles] = [line for line in often if line.startswith("epoch  train loss")]
+    assert titles.split()[-2:] == ["left", "batch"]
+    assert not [line for line in never if "about" in line or PROGRESS.fullmatch(line)]
     assert ranks.metrics(here / "often") == ranks.metrics(here / "run")
+    assert "left" not in ranks.metrics(here / "run")[0]
 
 
-def test_a_long_run_gets_a_hint_with_flags_that_there_are(here, monkeypatch):
-    lines = console_of_a_slow_run(monkeypatch, seconds=1000.0)
-    [hint] = [line for line in lines if line.startswith("for a shorter run: ")]
-    assert "a smaller --arch such as resnet20" in hint
-    assert hint.endswith("or a GPU")
-
-
-@pytest.mark.parametrize("script", [resnet50_test, transformer_test])
-def test_hints_name_flags_and_recipes_that_there_are(script):
+def test_hints_name_flags_and_recipes_that_there_are():
     from cli import factory, image_classification, options, text_classification
     from distributed.world import World
 
-    task = image_classification if script is resnet50_test else text_classification
-    args, _ = options.parse(script.parser(), script.SCRIPT, [])
-    hint = task.long_run_hint(args, factory.Run(script.SCRIPT, World(), None))
-    assert set(re.findall(r"--\w+", hint)) <= script.parser().option_strings()
-    [recipe] = re.findall(r"recipes/\S+\.yaml", hint)
-    assert (ranks.ROOT / recipe).exists()
-    args, _ = options.parse(script.parser(), script.SCRIPT, ["--dataset", script_dataset(script)])
-    hint = task.long_run_hint(args, factory.Run(script.SCRIPT, World(), None))
-    assert "recipe" not in hint
-
-
-def script_dataset(script) -> str:
-    """A data set that no recipe of a hint is about."""
-    return "digits" if script is resnet50_test else "headlines"
-
-
-def test_a_fast_run_announces_nothing(here, monkeypatch):
-    lines = console_of_a_slow_run(monkeypatch, seconds=0.01)
-    assert not [line for line in lines if "about" in line or PROGRESS.fullmatch(line)]
-
-
-def test_two_runs_differ_in_nothing_but_time_and_the_rows_end_with_the_time_left(here, monkeypatch):
-    lines = console_of_a_slow_run(monkeypatch)
-    [titles] = [line for line in lines if line.startswith("epoch  train loss")]
-    assert titles.split()[-1] == "left"
-    assert lines[-4].split()[-1] == "0s"
-    assert "left" not in ranks.metrics(here / "run")[0]
+    for script, task, other in (
+        (resnet50_test, image_classification, "digits"),
+        (transformer_test, text_classification, "headlines"),
+    ):
+        run = factory.Run(script.SCRIPT, World(), None)
+        args, _ = options.parse(script.parser(), script.SCRIPT, [])
+        hint = task.long_run_hint(args, run)
+        assert set(re.findall(r"--\w+", hint)) <= script.parser().option_strings()
+        [recipe] = re.findall(r"recipes/\S+\.yaml", hint)
+        assert (ranks.ROOT / recipe).exists()
+        args, _ = options.parse(script.parser(), script.SCRIPT, ["--dataset", other])
+        assert "recipe" not in task.long_run_hint(args, run), "no recipe is about this data set"
 
 
 # -------------------------------------------------------------------- what is shown
@@ -288,24 +168,25 @@ ROW = {
 }
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("missing", "expected"),
     [
         ((), "epoch|train loss|train %|val %|test %|lr|samples/s|seconds|left"),
-        (("val_accuracy",), "epoch|train loss|train %|test %|lr|batch|samples/s|seconds|left"),
+        (("val_accuracy",), "epoch|train loss|train %|test %|lr|samples/s|seconds|left|batch"),
         (
             ("test_accuracy", "batch_size"),
-            "epoch|train loss|train %|val %|lr|lambda|samples/s|seconds|left",
+            "epoch|train loss|train %|val %|lr|samples/s|seconds|left|lambda",
         ),
     ],
 )
 def test_rows_fit_80_characters(missing, expected, tmp_path, capsys):
     log = RunLog(tmp_path, is_main=True)
     row = {key: value for key, value in ROW.items() if key not in missing}
-    log.epoch([row], seconds_left=99 * 24 * HOUR)
+    log.epoch([row], seconds_left=99.1 * 24 * HOUR)
     titles, values = capsys.readouterr().out.splitlines()
     assert "|".join(re.split(r"  +", titles.strip())) == expected
     assert len(titles) == len(values) <= 80
+    assert "99.1 d" in values
 
 
 def test_titles_come_again_where_the_columns_change(tmp_path, capsys):
@@ -347,10 +228,13 @@ STATUS = EpochStatus(
     accuracy=0.45678,
     samples_per_second=42.4,
     seconds_left=15.7 * HOUR,
+    run_step=900,
+    lr=0.1,
+    grad_norm=torch.tensor(2.0),
 )
 
 
-def test_a_terminal_has_a_bar_with_the_time_left_of_the_run_and_no_lines(
+def test_a_terminal_has_a_bar_with_the_time_left_of_the_epoch_and_no_lines(
     tmp_path, monkeypatch, capsys
 ):
     terminal = open_terminal(monkeypatch)
@@ -361,19 +245,16 @@ def test_a_terminal_has_a_bar_with_the_time_left_of_the_run_and_no_lines(
         bar.update(10)
     drawn = terminal.getvalue().split("\r")
     shown = [line for line in drawn if "loss" in line]
-    assert shown[-1].endswith("samples/s, loss 1.2346, acc 45.68 %, 15h42m left")
+    assert re.search(r"\| \d\d:\d\d, .* samples/s, loss 1.2346, acc 45.68 %$", shown[-1])
     assert all(len(line) <= 80 for line in drawn)
     assert capsys.readouterr().out == ""
-
-
-def test_off_a_terminal_only_rank_0_prints_lines(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(RunLog, "clock", staticmethod(Clock(each_call=1000.0)))
-    for is_main, expected in ((False, ""), (True, STATUS.line() + "\n")):
-        log = RunLog(tmp_path, is_main=is_main, log_every=60)
+    off_terminal = [RunLog(tmp_path, is_main=is_main, log_every=60) for is_main in (False, True)]
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    for log, expected in zip(off_terminal, ("", STATUS.line() + "\n")):  # of rank 0 alone
         log.status(STATUS, log.bar(3, 50, total=1000, done=0))
         assert capsys.readouterr().out == expected
     assert STATUS.line() == (
-        "epoch 3/50, step 120 of 390: loss 1.2346, accuracy 45.68 %, 42 samples/s, 15h42m left"
+        "epoch 3/50, step 120 of 390: loss 1.2346, accuracy 45.68 %, 42 samples/s, 16 h left"
     )
 
 
