@@ -242,7 +242,7 @@ accuracies() {
 
 fast94() { # fast94 HOW FOLDER FLAG...: 12 epochs of ResNet-50, as on the CPU
     train "$1" "$2" 200 --recipe fast94 --epochs 12 --small_epochs 7 --small_size 16 \
-        --small_stages 2 --eval_every 12 --save_in_background no "${@:3}"
+        --small_stages 2 --eval_every 12 "${@:3}"
 }
 
 train() { # train HOW FOLDER SECONDS FLAG...: the command of the plan, figures/experiments.yaml
