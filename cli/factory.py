@@ -783,7 +783,7 @@ def report_result(run: Run, summary: RunSummary, *, folder: Path) -> None:
     for name, result in (("last", summary.last), ("best", summary.best)):
         line = f"{name}.pt: {result.show()}"
         if name == "best" and result.epoch == 0:
-            line = "best.pt could not be written after any epoch, see the warnings above"
+            line = "best.pt holds no epoch of this run, see above"
         elif name == "best":
             line += f" ({summary.how_chosen()})"
         if name == "last" and name in summary.unsaved:

@@ -29,7 +29,7 @@ FORMAT_NAME = "faster-training-"
 FORMAT = f"{FORMAT_NAME}4"
 ENTRIES = (  # of every checkpoint
     *("script", "flags", "progress", "classes", "model", "optimizer", "optimizer_kind"),
-    *("hook", "scaler", "learner", "batching", "ranks", "segments", "shards"),
+    *("hook", "scaler", "learner", "batching", "ranks", "segments", "shards", "data"),
 )
 MAPPED = ("model", "optimizer", "ranks", "average")  # their tensors are read where they are used
 OLDER_NAME = re.compile(r"last-([1-9][0-9]*)\.pt")  # a checkpoint before last.pt

@@ -109,18 +109,26 @@ class CheckpointManager:
             self.log.info(content["warning"])
         return content
 
-    def check_best(self, progress: Progress) -> None:
-        """Choose the best epoch anew after a resume, if best.pt does not hold it; collective.
+    def resume_from(self, path: Path, progress: Progress) -> None:
+        """Settle last.pt and best.pt after a resume; collective.
 
-        So it is in another run folder, and where best.pt is damaged or of an epoch that a lost
-        last.pt had reached.
+        An older checkpoint takes the name of last.pt, which is damaged. The best epoch is chosen
+        anew if best.pt does not hold it: in another run folder, or where best.pt is damaged or of
+        an epoch that the lost last.pt had reached.
+
+        Args:
+            path: the checkpoint that was loaded, on every rank.
+            progress: of the run.
         """
-        world, epoch = self.train_state.world, progress.best["epoch"]
+        world, folder, epoch = self.train_state.world, self.log.folder, progress.best["epoch"]
+        is_older = checkpoint.OLDER_NAME.fullmatch(path.name)
+        if world.is_main and is_older and path.resolve().parent == folder.resolve():
+            path.replace(folder / "last.pt")
         if world.is_main and epoch:
-            stored = checkpoint.read_progress(self.log.folder / "best.pt")
+            stored = checkpoint.read_progress(folder / "best.pt")
             if stored is None or stored["best"]["epoch"] != epoch:
                 self.log.info(
-                    f"best.pt of epoch {epoch} is not in {self.log.folder}: "
+                    f"best.pt of epoch {epoch} is not in {folder}: "
                     "the best epoch is chosen from here on"
                 )
                 progress.best = Progress().best

@@ -234,8 +234,9 @@ class Trainer:
         else:  # after wrapping, which gives every rank the buffers of rank 0
             self.arrange_buckets(checkpoint["progress"]["step"])
             self.restore(checkpoint)
-            self.checkpoints.check_best(self.progress)
-            if Path(checkpoint["file"]).resolve().parent != self.log.folder.resolve():
+            path = Path(checkpoint["file"])
+            self.checkpoints.resume_from(path, self.progress)
+            if path.resolve().parent != self.log.folder.resolve():
                 self.save()
             self.report_raised_lr()
             checkpoint.clear()  # it would keep its file on the disk when another takes the name
