@@ -24,21 +24,12 @@ from training import atomic_file, checkpoint
 def state_of(seed: int, rows: int = 100) -> dict[str, Any]:
     tensor = torch.randn(rows, 100, generator=torch.Generator().manual_seed(seed))
     return {
+        **dict.fromkeys(checkpoint.ENTRIES),
         "script": "a_test",
         "model": {"w": tensor},
         "flags": {"dataset": "digits", "lr": 0.1, "betas": [0.9, 0.99], "out": None},
         "progress": {"epoch": 1, "step": 10, "best": {"accuracy": 0.5, "epoch": 1}},
-        "classes": ["cat", "dog"],
-        "optimizer": {},
-        "optimizer_kind": "SGD",
-        "hook": None,
-        "scaler": {},
-        "learner": None,
-        "batching": {"size": 32},
-        "ranks": [],
-        "segments": [],
         "shards": "",
-        "data": {},
         "seed": seed,
     }
 
@@ -140,12 +131,10 @@ def test_a_write_that_the_system_cuts_short_keeps_the_previous_checkpoint(tmp_pa
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
         with pytest.raises(OSError, match=r"last\.pt could not be written"):
             checkpoint.save_last(tmp_path, state_of(2, rows=10_000), keep=1)
-        assert kept(tmp_path) == {"last.pt": 1}
-        save(tmp_path, 3)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    assert kept(tmp_path) == {"last.pt": 3}
+    assert kept(tmp_path) == {"last.pt": 1}
 
 
 @each_of("links", [True, False])
@@ -248,14 +237,6 @@ def test_a_file_without_permission_is_not_taken_for_damaged(
     monkeypatch.setattr("zipfile.ZipFile", refuse)
     with pytest.raises(InputError, match=r"cannot be read.*Permission denied"):
         checkpoint.load(tmp_path)
-
-
-def test_random_states_come_back() -> None:
-    before = checkpoint.rng_states(torch.device("cpu"))
-    drawn = torch.rand(5)
-    torch.rand(3)
-    checkpoint.set_rng_states(before, torch.device("cpu"))
-    assert torch.equal(torch.rand(5), drawn)
 
 
 def mapped_kib(path: Path) -> int:
