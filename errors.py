@@ -16,13 +16,11 @@ import time
 from collections.abc import Callable, Iterable
 
 LOST_PEER, BAD_INPUT, NON_FINITE, INTERRUPTED = 1, 2, 3, 130
-FINAL_EXIT_CODES = frozenset([BAD_INPUT, NON_FINITE, INTERRUPTED])  # a restart would change nothing
 BROKEN_PIPE = 141  # what a shell reports of a process that SIGPIPE ended
 GRACE_SECONDS = 3.0  # that rank 0 has to report first
 LOST_PEER_SECONDS = 5.0  # that the process which ended first has to report why
 LINE_LIMIT = 160  # characters of another library's message within ours
 SHORTEST_BEGINNING = 3  # letters of an abbreviated name that are enough for a guess
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of a disk, a quota, a limit of the process
 # of a path that nobody can use, whatever lies there
 UNUSABLE_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR}
 SIMILAR = 0.6  # share of letters, from 0 to 1, that two similar names have in common
@@ -46,10 +44,6 @@ class LostPeer(Exception):
 
 class Interrupted(Exception):
     """SIGINT or SIGTERM arrived and a checkpoint was written; the message names it."""
-
-
-class DiskFull(OSError):
-    """A file could not be written for want of room."""
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
@@ -116,15 +110,6 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
         guesses = [best] if similarity.get(best, 0.0) >= SIMILAR else []
     meant = " or ".join(by_key[key] for key in guesses)
     return f"; did you mean {meant}?" if meant else ""
-
-
-def is_disk_full(error: BaseException | None) -> bool:
-    """Whether an exception is, or came from, an error of a full disk or an exhausted quota."""
-    while error is not None:
-        if isinstance(error, OSError) and (isinstance(error, DiskFull) or error.errno in FULL):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def first_line(error: BaseException) -> str:

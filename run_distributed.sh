@@ -16,8 +16,7 @@
 #   JOB_ID         name by which the nodes find each other, for several nodes only, and the same on
 #                  all of them (MASTER_ADDR:MASTER_PORT); two jobs may have the same one after
 #                  each other, as no run is looked for by it
-#   MAX_RESTARTS   restarts after a failure that may pass, which are all but exit codes 2, 3 and
-#                  130; a restarted job goes on with its own run by itself (0)
+#   MAX_RESTARTS   restarts after a failure; a restarted job goes on with its own run by itself (0)
 #   PYTHON         interpreter (.venv/bin/python where it exists, else python3)
 # The exit code is that of the script.
 set -euo pipefail

@@ -10,7 +10,7 @@ The code runs on torch 2.3, of the legacy stack, and on torch 2.9 and newer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
@@ -22,7 +22,6 @@ MINIMUM_VERSIONS = {
     "fuse": (2, 4),
     "fsdp": (2, 9),
     "export": (2, 9),
-    "staging": (2, 9),
     "muon": (2, 9),
 }
 
@@ -63,10 +62,8 @@ def gloo_needs_final_barrier() -> bool:
     return TORCH_VERSION < (2, 9)
 
 
-def set_group_timeouts(seconds: float, spared: Sequence[torch.distributed.ProcessGroup]) -> None:
+def set_group_timeouts(seconds: float) -> None:
     """Give the collectives that process groups of this rank begin from now on a time limit.
-
-    They are all groups but those that are spared.
 
     torch 2.14 has a public function for it, and older versions a private one. The list of all
     groups, those that torch made for itself included, is private in all of them.
@@ -74,16 +71,7 @@ def set_group_timeouts(seconds: float, spared: Sequence[torch.distributed.Proces
     c10d = torch.distributed.distributed_c10d
     set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
     for group in tuple(c10d._world.pg_map):
-        if group not in spared:
-            set_timeout(timedelta(seconds=seconds), group)
-
-
-def has_shutdown_timeout(agent: type) -> bool:
-    """Return whether this class of torchrun's agents knows how long workers may take to end.
-
-    Before torch 2.12 it is 30 s after a signal.
-    """
-    return "shutdown_timeout" in inspect.signature(agent).parameters
+        set_timeout(timedelta(seconds=seconds), group)
 
 
 def gloo_future_is_early() -> bool:

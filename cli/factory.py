@@ -59,7 +59,7 @@ from training.epoch_report import EVAL_SET_NAMES, RunSummary, epoch_result
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
 from training.machine import describe_machine, device_name
 from training.meta_mixup_step import HeldOutBatches, MetaLearner, MetaMixupStep
-from training.run_segments import describe_last, is_uninterrupted, next_segments
+from training.run_segments import describe_last, next_segments
 from training.trainer import Trainer, TrainerConfig
 
 MIN_EVAL_BATCH = 64
@@ -527,7 +527,7 @@ def create_trainer(
     environment = {name: value for name, value in machine.items() if name not in changing}
     segments = next_segments(state, {**environment, "processes": world.size})
     config = {"script": run.script, "flags": vars(args), **machine, "launchers": launchers}
-    if not is_uninterrupted(segments):
+    if len(segments) > 1:
         config["segments"] = segments
     log = run_log.RunLog(
         folder,
@@ -594,7 +594,6 @@ def create_trainer_config(
         eval_every=args.eval_every,
         save_every=args.save_every,
         keep=args.keep,
-        save_in_background={"auto": None, "yes": True, "no": False}[args.save_in_background],
         measure_noise_scale=args.noise_scale or args.dynamic_batch == "noise",
         time_compute=args.balance_workers and run.world.size > 1,
         record_cuda_graph=args.backend == "cudagraph",
@@ -782,7 +781,7 @@ def report_result(run: Run, summary: RunSummary, *, folder: Path) -> None:
     for name, result in (("last", summary.last), ("best", summary.best)):
         line = f"{name}.pt: {result.show()}"
         if name == "best" and result.epoch == 0:
-            line = "best.pt could not be written after any epoch, see the warnings above"
+            line = "best.pt holds no epoch of this run, see above"
         elif name == "best":
             line += f" ({summary.how_chosen})"
         if name == "last" and name in summary.unsaved:

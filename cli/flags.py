@@ -1031,13 +1031,6 @@ def add_run(parser: Parser) -> None:
         "--resume uses the newest that is not damaged (default %(default)s).",
     )
     add(
-        "--save_in_background",
-        choices=("auto", "yes", "no"),
-        default="auto",
-        help="Copy the state at a save and write the copy while training goes on; auto does so "
-        "where the weights have more than 50 MB (default %(default)s).",
-    )
-    add(
         "--recipe",
         aliases=("--config", "-c"),
         type=path_text,

@@ -47,7 +47,6 @@ CHANGES_NO_RESULT = frozenset(
         "workers",
         "save_every",
         "keep",
-        "save_in_background",
         "log_every",
         "timeout",
         "weights",
@@ -480,9 +479,6 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
         raise InputError(
             "--freeze needs --weights: without them all layers but the last would stay random"
         )
-    reason = torch_compat.unavailable_reason("staging")
-    if args.save_in_background == "yes" and reason:
-        raise InputError(f"--save_in_background yes {reason}; leave it out")
 
 
 def holds_other_run(folder: Path) -> bool:
@@ -518,7 +514,7 @@ def check_overwritten(args: Namespace, state: Mapping[str, Any] | None) -> None:
     for path in checkpoint.latest_files(folder):
         if path.samefile(source):
             return
-        later = checkpoint.read_progress(path, verify=True)
+        later = checkpoint.read_progress(path)
         if later is not None and later["step"] > state["progress"]["step"]:
             raise InputError(
                 f"{source} is of step {state['progress']['step']}, but its run has gone on to step "

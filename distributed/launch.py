@@ -10,55 +10,44 @@ import os
 import sys
 
 from distributed.worker import LAUNCHER
-from errors import INTERRUPTED, first_line
+from errors import INTERRUPTED, LOST_PEER, first_line
+
+SHUTDOWN_SECONDS = "110"  # from SIGTERM to SIGKILL: time to write a checkpoint
 
 
 def launch(arguments: list[str]) -> int:
     """Run torchrun with these arguments.
 
     Returns:
-        The exit code of the first process that failed, without torchrun's own traceback; 130 after
-        an interruption; 128 + n for a process that signal n ended.
+        The exit code of the first process that failed, 128 + n where signal n ended it; 130 after a
+        signal to the launcher; 1 where the nodes did not meet.
     """
     os.environ[LAUNCHER] = str(os.getpid())
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack of C++ for a closed connection
     if "LOGLEVEL" not in os.environ:  # the script's own line says what went wrong
         os.environ["LOGLEVEL"] = "CRITICAL"
         logging.disable(logging.CRITICAL)  # torch's messages about the end of each worker
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack of C++ for a closed connection
     # These load torch, which reads the variables.
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from distributed.agent import JobEnded, first_failure, use_job_agent
-
-    use_job_agent()
     try:
-        run.main(arguments)
+        run.run(run.parse_args(arguments))
     except ChildFailedError as error:
-        rank, failure = first_failure(error.failures)
-        if failure.exitcode < 0:
-            print(f"error: process {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
-        return shell_exit_code(failure.exitcode)
-    except JobEnded as error:
-        print(f"error: {error}", file=sys.stderr)
-        return shell_exit_code(error.exit_code)
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            return failure.exitcode
+        print(f"error: process {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
+        return 128 - failure.exitcode
     except (RendezvousError, DistError) as error:
-        print(
-            f"error: the nodes of this job cannot reach each other ({first_line(error)}); the "
-            "job has ended on another node, or a node was not started or has another address",
-            file=sys.stderr,
-        )
-        return 1
+        print(f"error: the nodes did not meet ({first_line(error)})", file=sys.stderr)
+        return LOST_PEER
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED
     return 0
-
-
-def shell_exit_code(exit_code: int) -> int:
-    """An exit code as shells have it: 128 + n for a process that signal n ended, which is -n."""
-    return 128 - exit_code if exit_code < 0 else exit_code
 
 
 if __name__ == "__main__":

@@ -20,23 +20,18 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")
-ALLOWED = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "ChunkStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-    "collections": {"OrderedDict"},
+METADATA_CLASSES = (
+    *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties"),
+    *("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+)
+ALLOWED = {  # names that a description may use, by module; beside them the dtypes of torch
+    "torch.distributed.checkpoint.metadata": METADATA_CLASSES,
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+    "collections": ("OrderedDict",),
 }
-"""Names that a description may use, by module; beside them the dtypes of torch."""
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -55,32 +50,21 @@ class ShardReader(FileSystemReader):
     """torch's reader of sharded checkpoints, for files that need not be trusted."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns the checked description of the checkpoint.
+        """Returns the description of the checkpoint: tensors in files of its own folder.
 
         Raises:
-            pickle.UnpicklingError: it asks for a class, a kind of entry or a file that a checkpoint
-                of tensors does not have.
+            pickle.UnpicklingError: it asks for another class, kind of entry, or file.
         """
         with open(Path(self.path) / ".metadata", "rb") as file:
             metadata = MetadataUnpickler(file).load()
-        check_metadata(metadata)
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError("it has no description")
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise pickle.UnpicklingError(f"its entry {name!r} is not a tensor")
+        for part in metadata.storage_data.values():
+            if not SHARD_FILE.fullmatch(str(part.relative_path)) or part.transform_descriptors:
+                raise pickle.UnpicklingError(f"it refers to a file {str(part.relative_path)!r}")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
-
-
-def check_metadata(metadata: Any) -> None:
-    """Checks that all entries are tensors in files of the checkpoint's own folder.
-
-    Raises:
-        pickle.UnpicklingError: one is not.
-    """
-    if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError("it has no description")
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise pickle.UnpicklingError(f"its entry {name!r} is not a tensor")
-    for part in metadata.storage_data.values():
-        if not SHARD_FILE.fullmatch(str(part.relative_path)) or part.transform_descriptors:
-            raise pickle.UnpicklingError(f"it refers to a file {str(part.relative_path)!r}")

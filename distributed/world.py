@@ -75,8 +75,6 @@ class World:
         bytes_sent: payload that this rank has put into collectives since the epoch began; whoever
             sends adds to it.
         shares_gpu: whether all processes of a node share one GPU.
-        patient_groups: groups whose time limit stays as torch made it, 30 minutes: those of what
-            goes on in the background.
         limits: how long processes wait for each other; `time_limit` says which holds now, in
             seconds.
     """
@@ -89,7 +87,6 @@ class World:
     control: dist.ProcessGroup | None = None
     bytes_sent: int = 0
     shares_gpu: bool = False
-    patient_groups: list[dist.ProcessGroup] = field(default_factory=list)
     limits: TimeLimits = TimeLimits()
     time_limit: float = TimeLimits.start
 
@@ -203,10 +200,10 @@ class World:
         self.set_time_limit(self.limits.step)
 
     def set_time_limit(self, seconds: float) -> None:
-        """Set the time limit of all process groups of this rank but `patient_groups`."""
+        """Set the time limit of all process groups of this rank."""
         self.time_limit = seconds
         if self.size > 1:
-            set_group_timeouts(seconds, self.patient_groups)
+            set_group_timeouts(seconds)
 
     # ---------------------------------------------------------------- bytes that were sent
 

@@ -94,6 +94,7 @@ class WarmJob:
         *,
         size: int = 0,
         console: Path | None = None,
+        first: Callable[[], None] | None = None,
     ) -> None:
         self.returncode: int | None = None
         self._group = contextlib.ExitStack()
@@ -103,7 +104,8 @@ class WarmJob:
         self.processes = [
             FORKSERVER.Process(
                 target=_run_script,
-                args=(words, folder, {**environment, **own}, console or folder / "console.log"),
+                args=(words, folder, {**environment, **own}),
+                kwargs={"console": console or folder / "console.log", "first": first},
             )
             for own in ranks
         ]
@@ -150,7 +152,12 @@ class WarmJob:
 
 
 def _run_script(
-    words: list[str], folder: Path, environment: Mapping[str, str], console: Path
+    words: list[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    *,
+    console: Path,
+    first: Callable[[], None] | None,
 ) -> None:
     """Become the process of a script: its command line, folder, environment and console."""
     os.setsid()
@@ -167,11 +174,18 @@ def _run_script(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     device.num_cores = lambda: 1  # as in conftest
     sys.argv = words
+    if first is not None:
+        first()
     runpy.run_path(words[0], run_name="__main__")
 
 
 def start(
-    command: list[str], folder: Path, *, cold: bool = False, **environment: str
+    command: list[str],
+    folder: Path,
+    *,
+    cold: bool = False,
+    first: Callable[[], None] | None = None,
+    **environment: str,
 ) -> subprocess.Popen[str] | WarmJob:
     """Start a command of the repository in `folder`, output to folder/console.log.
 
@@ -179,6 +193,7 @@ def start(
         command: that of `script` or `torchrun`, or any other.
         folder: where it runs.
         cold: start an interpreter, and torchrun, also for a script; so is a job with restarts.
+        first: is called in each process of a warm job before the script, to change it.
         environment: further variables.
     """
     cold = cold or "MAX_RESTARTS" in environment
@@ -188,7 +203,7 @@ def start(
     words = command[2 if command[0] == "bash" else 1 :]  # without run_distributed.sh
     if not cold and words[0].endswith(".py"):
         size = int(env["NGPU"]) if command[0] == "bash" else 0
-        return WarmJob([str(ROOT / words[0]), *words[1:]], folder, env, size=size)
+        return WarmJob([str(ROOT / words[0]), *words[1:]], folder, env, size=size, first=first)
     with open(folder / "console.log", "a") as log:
         process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log, text=True)
     process.job = job  # type: ignore[attr-defined]

@@ -4,9 +4,8 @@
     segments[-1]    # {"after_epochs": 1, "after_steps": 12, "commit": "31dfeba", ...,
                     #  "changed": {"--label_noise": [0.0, 0.4]}}: the value before, and now
 
-Every checkpoint holds the segments of its run, and so does config.json if the run was not trained
-in one. Otherwise config.json would say that the flags and the code of the last segment trained the
-whole run.
+Every checkpoint holds the segments of its run, and config.json holds them where there are several:
+its other entries are those of the last one.
 """
 
 from __future__ import annotations
@@ -32,21 +31,11 @@ def next_segments(state: Mapping[str, Any] | None, environment: Mapping[str, Any
     """
     if state is None:
         return [{"after_epochs": 0, "after_steps": 0, "changed": {}, **environment}]
-    progress, changed = state["progress"], dict(state.get("changed", {}))
-    segments = state.get("segments")
-    segments = list(segments) if isinstance(segments, list) else []
-    if segments and not changed and not changes_between(segments[-1], environment):
+    segments, changed, progress = list(state["segments"]), state["changed"], state["progress"]
+    if not changed and not changes_between(segments[-1], environment):
         return segments
     done = {"after_epochs": progress["epoch"], "after_steps": progress["step"]}
     return [*segments, {**done, "changed": changed, **environment}]
-
-
-def is_uninterrupted(segments: Sequence[Segment]) -> bool:
-    """Whether one segment trained the whole run.
-
-    A run of a version that did not record segments has one that does not begin at step 0.
-    """
-    return len(segments) == 1 and segments[0]["after_steps"] == 0
 
 
 def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -69,13 +58,10 @@ def describe_last(segments: Sequence[Segment]) -> str:
 
 def describe_all(segments: Sequence[Segment]) -> str:
     """What each segment changed and from which step on; '' for an uninterrupted run."""
-    if not segments or is_uninterrupted(segments):
-        return ""
-    first = 0 if segments[0]["after_steps"] else 1
     return "; ".join(
         f"from step {segments[number]['after_steps'] + 1} on: "
-        f"{describe_last(segments[: number + 1]) or 'not known'}"
-        for number in range(first, len(segments))
+        f"{describe_last(segments[: number + 1])}"
+        for number in range(1, len(segments))
     )
 
 

@@ -6,6 +6,7 @@ train_state.load_state_dict(state)     # bit for bit on as many ranks; on others
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +116,7 @@ class TrainState:
         ranks, weights, optimizer = state["ranks"], state["model"], state["optimizer"]
         average = state.get("average")
         if len(ranks) == self.world.size:
-            mine = ranks[self.world.rank]
+            mine = copy.deepcopy(ranks[self.world.rank])  # so that nothing of it stays in the file
             if average:
                 average["weights"] = {**average["weights"], **mine["average"]}
             weights, optimizer = {**weights, **mine["weights"]}, optimizer or mine["optimizer"]

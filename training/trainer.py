@@ -82,8 +82,6 @@ class TrainerConfig:
         eval_every: epochs from one evaluation to the next; the last epoch has one in any case.
         save_every: steps between checkpoints within an epoch; 0 is none.
         keep: how many checkpoints stay: last.pt and those before it.
-        save_in_background: write checkpoints while the loop goes on; None is where the model is
-            large.
         measure_noise_scale: sum what the gradient noise scale is estimated from.
         time_compute: measure each rank's seconds without waiting for others.
         record_cuda_graph: record the step once for each shape of batch, and replay it.
@@ -102,7 +100,6 @@ class TrainerConfig:
     eval_every: int = 1
     save_every: int = 0
     keep: int = 1
-    save_in_background: bool | None = False
     measure_noise_scale: bool = False
     time_compute: bool = False
     record_cuda_graph: bool = False
@@ -211,13 +208,7 @@ class Trainer:
             replicas_diverge=self.replicas_diverge,
             average=self.average,
         )
-        self.checkpoints = CheckpointManager(
-            train_state,
-            log,
-            metadata,
-            keep=config.keep,
-            in_background=config.save_in_background,
-        )
+        self.checkpoints = CheckpointManager(train_state, log, metadata, keep=config.keep)
 
     # ---------------------------------------------------------------- the run
 
@@ -240,18 +231,16 @@ class Trainer:
         else:  # after wrapping, which gives every rank the buffers of rank 0
             self.arrange_buckets(checkpoint["progress"]["step"])
             self.restore(checkpoint)
-            source = Path(checkpoint["file"]).parent
-            if source.resolve() != self.log.folder.resolve():
-                self.checkpoints.copy_best(source, self.progress)
+            path = Path(checkpoint["file"])
+            self.checkpoints.resume_from(path, self.progress)
+            if path.resolve().parent != self.log.folder.resolve():
                 self.save()
-            self.checkpoints.repair_best(self.progress)
             self.report_raised_lr()
             checkpoint.clear()  # it would keep its file on the disk when another takes the name
         self.log.begin(self.progress.rows)
         try:
             self.train_epochs()
         finally:
-            self.checkpoints.close()
             self.log.close()
         return run_summary(
             self.progress,
@@ -278,7 +267,6 @@ class Trainer:
                     self.finish_epoch()
                 if stop and self.progress.epoch < self.config.epochs:
                     self.interrupt()
-            self.checkpoints.wait()
 
     def train_epoch(self, signals: list[int]) -> bool:
         """Do the steps of this epoch that are not yet done.
@@ -539,7 +527,6 @@ class Trainer:
         self.world.reset_bytes()
         self.sums.start_epoch()
         accuracy = row[f"{self.chosen_on}_accuracy"]  # or None
-        self.checkpoints.wait()  # then the best epoch is one that could be written
         best = progress.best
         if best.get("chosen_on", self.chosen_on) != self.chosen_on:
             best = Progress().best  # a resumed run with other evaluation sets cannot compare them
@@ -732,14 +719,14 @@ class Trainer:
 
     # ---------------------------------------------------------------- saving and recovering
 
-    def save(self, in_background: bool = True) -> None:
+    def save(self) -> None:
         """Write a new last.pt; collective."""
         with self.world.waiting_at_most(self.world.limits.start):
-            self.checkpoints.save(self.progress, in_background=in_background)
+            self.checkpoints.save(self.progress)
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Go on from a checkpoint; with another batch size at about the same place in the epoch."""
-        self.checkpoints.restore(checkpoint)
+        self.checkpoints.train_state.load_state_dict(checkpoint)
         if self.graph is not None:
             self.graph.invalidate()  # what the recorded step works on may lie elsewhere now
             make_capturable(self.optimizer)  # also with the checkpoint of a run without graphs
@@ -793,7 +780,7 @@ class Trainer:
         Raises:
             Interrupted: always.
         """
-        self.save(in_background=False)
+        self.save()
         where = f"epoch {self.progress.epoch + 1}, step {self.progress.step}"
         if self.checkpoints.unsaved:
             raise Interrupted(

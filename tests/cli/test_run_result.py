@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -111,17 +112,12 @@ def test_a_resumed_run_reports_the_best_of_all_its_epochs(copied, monkeypatch):
     )
 
 
-def test_a_run_resumed_into_another_folder_takes_its_best_checkpoint_along(copied, monkeypatch):
+def test_a_run_resumed_into_another_folder_chooses_its_best_epoch_there(copied, monkeypatch):
     flags = ["--epochs", "4", "--lr", "3", "--out", "other"]
     console = run(resnet50_test, "--resume", copied, *flags, monkeypatch=monkeypatch)
-    best = reported(console)["best"]
-    assert "warning" not in best
-    report = run(
-        resnet50_test,
-        *["--resume", "other", "--checkpoint", "best", "--evaluate"],
-        monkeypatch=monkeypatch,
-    )
-    assert evaluated(report) in best
+    assert "is not in other: the best epoch is chosen from here on" in console
+    assert reported(console)["best"].startswith("best.pt: epoch 4, ")
+    assert checkpoint.load(Path("other") / "best.pt")["progress"]["epoch"] == 4
 
 
 def test_a_run_resumed_with_a_validation_set_does_not_compare_it_with_the_test_set(
@@ -134,21 +130,16 @@ def test_a_run_resumed_with_a_validation_set_does_not_compare_it_with_the_test_s
     assert stored["progress"]["epoch"] == 4
 
 
-class FailingLink:
-    """Stands for `checkpoint.link_checkpoint`, and fails at the given calls."""
+def fail_to_save_best(monkeypatch, *failures: int) -> None:
+    """Let these writes of best.pt fail, of which the first is number 1."""
+    real, number = checkpoint.save, itertools.count(1)
 
-    def __init__(self, *failures: int, error: BaseException) -> None:
-        self.real, self.calls = checkpoint.link_checkpoint, 0
-        self.failures, self.error = failures, error
+    def save(path: Path, state: dict, **more) -> None:
+        if path.name == "best.pt" and next(number) in failures:
+            raise OSError(28, "No space left on device")
+        real(path, state, **more)
 
-    def __call__(self, path: Path, name: str) -> None:
-        self.calls += 1
-        if self.calls in self.failures:
-            raise self.error
-        self.real(path, name)
-
-
-FULL = OSError(28, "No space left on device")
+    monkeypatch.setattr(checkpoint, "save", save)
 
 
 def accuracies_of(monkeypatch, *accuracies: float) -> None:
@@ -160,39 +151,19 @@ def accuracies_of(monkeypatch, *accuracies: float) -> None:
 
 
 def test_a_best_checkpoint_that_was_never_written_is_not_announced(here, monkeypatch):
-    link = FailingLink(*range(1, 9), error=FULL)
-    monkeypatch.setattr(checkpoint, "link_checkpoint", link)
-    console = run(resnet50_test, *WORSE_AT_THE_END, "--out", "run", monkeypatch=monkeypatch)
-    assert "best.pt could not be written after any epoch" in console
-    assert "warning" not in reported(console)["last"]
+    accuracies_of(monkeypatch, 0.2, 0.9, 0.1)
+    fail_to_save_best(monkeypatch, 1, 2, 3)
+    console = run(resnet50_test, *WORSE_AT_THE_END, "--out", "run", monkeypatch=monkeypatch, code=2)
+    assert "best.pt holds no epoch of this run" in console
 
 
 def test_after_a_failed_save_the_best_is_the_best_that_is_on_the_disk(here, monkeypatch):
     accuracies_of(monkeypatch, 0.2, 0.9, 0.5, 0.3)
-    monkeypatch.setattr(checkpoint, "link_checkpoint", FailingLink(2, error=FULL))
+    fail_to_save_best(monkeypatch, 2)
     flags = [*WORSE_AT_THE_END, "--epochs", "4", "--lr", "0.01", "--out", "run"]
     console = run(resnet50_test, *flags, monkeypatch=monkeypatch)
     assert reported(console)["best"].startswith("best.pt: epoch 3, test accuracy 50.00 %")
     assert checkpoint.load(here / "run" / "best.pt", "resnet50_test")["progress"]["epoch"] == 3
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_a_run_killed_before_best_was_linked_is_repaired(later, here, monkeypatch):
-    """With `later` the best epoch is not the last one any more, and is lost."""
-    accuracies_of(monkeypatch, 0.2, 0.9, 0.3, 0.3)
-    error = FULL if later else KeyboardInterrupt()
-    monkeypatch.setattr(checkpoint, "link_checkpoint", FailingLink(2, error=error))
-    flags = [*WORSE_AT_THE_END, "--lr", "0.01", "--epochs", "2", "--out", "run"]
-    run(resnet50_test, *flags, monkeypatch=monkeypatch, code=0 if later else 130)
-    if later:  # the file says that epoch 2 is the best, and best.pt holds epoch 1
-        state = torch.load("run/last.pt", weights_only=True)
-        assert state["progress"]["best"]["epoch"] == 2
-        state["progress"]["epoch"] = 3
-        torch.save(state, "run/last.pt")
-    console = run(resnet50_test, "--resume", "run", "--epochs", "4", monkeypatch=monkeypatch)
-    epoch = 4 if later else 2  # 0.3 is better than the 0.2 of best.pt, but not than 0.9
-    assert checkpoint.load(here / "run" / "best.pt", "resnet50_test")["progress"]["epoch"] == epoch
-    assert reported(console)["best"].startswith(f"best.pt: epoch {epoch}, ")
 
 
 def test_a_run_whose_last_save_failed_says_so_and_does_not_end_with_zero(here, monkeypatch):
@@ -329,8 +300,8 @@ def test_predictions_stand_alone_on_stdout(copied, monkeypatch, capsys):
 def test_a_checkpoint_within_an_epoch_says_so(here, monkeypatch):
     real = checkpoint.save
 
-    def stop_after_the_first_epoch(path: Path, state: dict, keep: int) -> None:
-        real(path, state, keep=keep)
+    def stop_after_the_first_epoch(path: Path, state: dict, **more) -> None:
+        real(path, state, **more)
         if state["progress"]["step_in_epoch"]:
             raise KeyboardInterrupt
 

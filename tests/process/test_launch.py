@@ -1,92 +1,182 @@
-"""The launcher: which failures it repeats, on one node and on two, and how it ends its workers."""
+"""Real processes, as a user starts them: kills, signals, restarts, and torchrun's exit codes.
+
+Twenty interpreters are started in all.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import ranks
+from conftest import each_of
+from distributed.launch import launch
 
-JOB = """
-import os, signal, sys, time
-rank, code, seconds = os.environ["RANK"], int(sys.argv[1]), float(sys.argv[2])
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-start, shutdown = "TORCHELASTIC_RESTART_COUNT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-lines = f"rank {rank}, start {os.environ[start]}\\n{os.environ[shutdown]} s to end\\n"
-os.write(1, lines.encode())  # at once: python -u would write each end of a line by itself
-if rank == "1":
-    time.sleep(1)
-    os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
-time.sleep(seconds)
-"""
+RUN = """resnet50_test.py --dataset digits --arch resnet8 --subset 0.2 --lr 0.05 --mixup cutmix
+    --epochs 12 --save_every 4 --threads 1 --precision fp32 --seed 3 --out run"""
 
 
-def launch(
-    folder: Path, *arguments: object, code: int = 0, seconds: float = 2, **environment: str
-) -> subprocess.Popen[str]:
-    """Start a job whose rank 1 ends with this exit code and the others after so many seconds."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "job.py").write_text(JOB)
-    words = [sys.executable, "-m", "distributed.launch", *arguments, "job.py", code, seconds]
-    environment = {"PYTHONPATH": str(ranks.ROOT), **environment}
-    return ranks.start([str(word) for word in words], folder, **environment)
+def command(size: int) -> list[str]:
+    """The command of a run whose global batch is the same on any number of ranks."""
+    return f"{RUN} --bs {32 // size}".split()
 
 
-def starts(console: str) -> list[str]:
-    return sorted(line for line in console.splitlines() if line.startswith("rank "))
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The uninterrupted run on so many ranks."""
+
+    @functools.cache
+    def finish(size: int) -> Path:
+        folder = tmp_path_factory.mktemp("whole")
+        goes_on(folder, size, "--keep", "1")
+        return folder / "run"
+
+    return finish
 
 
-@pytest.mark.parametrize(
-    ("code", "restarts"),
+def goes_on(folder: Path, size: int, *more: str) -> None:
+    words = [*command(size), *more]
+    started = ranks.torchrun(*words) if size > 1 else ranks.script(*words)
+    ranks.finish(ranks.start(started, folder, NGPU=str(size)), folder)
+
+
+def start_launcher(folder: Path, size: int) -> subprocess.Popen[str]:
+    words = ["-m", "distributed.launch", "--standalone", f"--nproc_per_node={size}"]
+    script, *flags = command(size)
+    words = [sys.executable, *words, str(ranks.ROOT / script), *flags]
+    return ranks.start(words, folder, PYTHONPATH=str(ranks.ROOT))
+
+
+def wait_for_a_row(folder: Path, job: subprocess.Popen[str]) -> None:
+    """Until an epoch is done, of which there are eleven more."""
+    log = folder / "run" / "metrics.jsonl"
+    ranks.wait_for(lambda: log.exists() and "\n" in log.read_text(), job)
+    assert job.poll() is None, (folder / "console.log").read_text()
+
+
+def kill_rank(job: subprocess.Popen[str], rank: int) -> None:
+    mark = f"\0RANK={rank}\0".encode()
+    [number] = [number for number, environment in ranks.relatives(job) if mark in environment]
+    os.kill(number, signal.SIGKILL)
+
+
+# -------------------------------------------------------------------- kills and signals
+
+
+def test_a_killed_process_goes_on_bit_for_bit(whole, tmp_path):
+    job = ranks.start(ranks.script(*command(1)), tmp_path, cold=True)
+    wait_for_a_row(tmp_path, job)
+    ranks.kill(job)
+    goes_on(tmp_path, 1, "--resume")
+    ranks.same_run(whole(1), tmp_path / "run")
+
+
+def test_two_ranks_end_with_a_killed_launcher_and_go_on_bit_for_bit(whole, tmp_path):
+    job = start_launcher(tmp_path, 2)
+    wait_for_a_row(tmp_path, job)
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait()
+    dead = subprocess.Popen(["sleep", "60"])
+    ranks.wait_for(lambda: not ranks.relatives(job), dead, seconds=30)
+    dead.kill()
+    dead.wait()
+    goes_on(tmp_path, 2, "--resume")
+    ranks.same_run(whole(2), tmp_path / "run")
+
+
+def test_four_ranks_end_with_one_of_them_and_go_on_bit_for_bit(whole, tmp_path):
+    job = start_launcher(tmp_path, 4)
+    wait_for_a_row(tmp_path, job)
+    kill_rank(job, 2)
+    console = ranks.finish(job, tmp_path, expected=128 + signal.SIGKILL)
+    assert "error: process 2 was ended by signal 9" in console
+    assert "Traceback" not in console
+    assert not ranks.relatives(job)
+    goes_on(tmp_path, 4, "--resume")
+    ranks.same_run(whole(4), tmp_path / "run")
+
+
+def test_a_job_restarts_by_itself_after_a_rank_dies(whole, tmp_path):
+    job = ranks.start(ranks.torchrun(*command(2)), tmp_path, NGPU="2", MAX_RESTARTS="1")
+    wait_for_a_row(tmp_path, job)
+    kill_rank(job, 1)
+    console = ranks.finish(job, tmp_path)
+    assert console.count("training samples") == 2, "the job was to start twice"
+    ranks.same_run(whole(2), tmp_path / "run")
+
+
+def test_a_signal_to_the_whole_job_spares_the_processes_that_decode_images(tmp_path):
+    """systemd and Slurm send it to every process of a job, and a terminal its Ctrl-C."""
+    for split, (number, name) in itertools.product(("train", "test"), enumerate(("cat", "dog"))):
+        folder = tmp_path / "mine" / split / name
+        folder.mkdir(parents=True)
+        for i in range(30):
+            Image.new("RGB", (64, 64), (8 * i, 90 * number, 9)).save(folder / f"{i}.png")
+    flags = "--dataset folder --data_dir mine --resident no --arch resnet8 --bs 8 --out run"
+    flags = f"{flags} --epochs 500 --threads 1 --workers 1".split()
+    job = ranks.start(["setsid", *ranks.script("resnet50_test.py", *flags)], tmp_path)
+    wait_for_a_row(tmp_path, job)
+    os.killpg(job.pid, signal.SIGTERM)
+    console = ranks.finish(job, tmp_path, expected=130)
+    assert "last.pt is written" in console.splitlines()[-1]
+    assert "Traceback" not in console
+    assert not ranks.relatives(job)
+
+
+# -------------------------------------------------------------------- torchrun
+
+
+def exit_with(words: list[str], console: Path) -> None:
+    """Become a launcher with these words."""
+    with open(console, "a") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    os._exit(launch(["--standalone", *words]))
+
+
+@each_of(
+    ("script", "code"),
     [
-        (2, 0),
-        pytest.param(3, 0, marks=pytest.mark.process),
-        pytest.param(130, 0, marks=pytest.mark.process),
-        (1, 1),
-        pytest.param(-signal.SIGKILL, 1, marks=pytest.mark.process),
+        ("exit 0", 0),
+        ('[ "$RANK" = 0 ] && exec sleep 60; exit 3', 3),
+        ('[ "$RANK" = 0 ] && exec sleep 60; kill -9 $$$$', 137),  # torchrun halves each $$
     ],
 )
-def test_only_failures_that_may_pass_are_repeated(code, restarts, tmp_path):
-    job = launch(tmp_path, "--standalone", "--nproc_per_node=2", "--max_restarts=1", code=code)
-    console = ranks.finish(job, tmp_path, expected=128 - code if code < 0 else code)
-    numbers = range(restarts + 1)
-    assert starts(console) == sorted(f"rank {r}, start {n}" for r in (0, 1) for n in numbers)
-    errors = [line for line in console.splitlines() if not line.startswith(("rank ", "110 s"))]
-    assert errors == (["error: process 1 was ended by signal 9"] if code < 0 else [])
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(("code", "restarts"), [(2, 0), (1, 1)])
-def test_all_nodes_count_alike_and_end_together(code, restarts, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-    rendezvous = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}"]
-    folders = [tmp_path / name for name in "ab"]
-    words = [*rendezvous, "--rdzv_id=any", "--nproc_per_node=1", "--max_restarts=1"]
-    nodes = [launch(folder, *words, code=code, seconds=6) for folder in folders]
-    consoles = [ranks.finish(node, folder, code) for node, folder in zip(nodes, folders)]
-    for rank in (0, 1):
-        console = next(each for each in consoles if f"rank {rank}, start 0" in each)
-        assert starts(console) == [f"rank {rank}, start {n}" for n in range(restarts + 1)]
-    assert sum(each.count("error:") for each in consoles) == 1
-    assert "the job has ended on another node" in "".join(consoles)
+def test_the_launcher_returns_the_code_of_the_rank_that_failed_first(script, code, tmp_path):
+    words = ["--nproc_per_node=2", "--no_python", "sh", "-c", script]
+    process = ranks.FORKSERVER.Process(target=exit_with, args=(words, tmp_path / f"{code}.log"))
+    process.start()
+    process.join(60)
+    assert process.exitcode == code
+    lines = (tmp_path / f"{code}.log").read_text().splitlines()
+    assert lines == (["error: process 1 was ended by signal 9"] if code == 137 else [])
 
 
 def test_workers_have_as_long_to_end_as_the_variable_says(tmp_path):
-    variable = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
-    job = launch(tmp_path, "--standalone", "--nproc_per_node=1", seconds=60, **variable)
-    log = tmp_path / "console.log"
-    ranks.wait_for(lambda: "to end" in log.read_text(), job)
-    begin = time.monotonic()
-    os.kill(job.pid, signal.SIGTERM)
-    console = ranks.finish(job, tmp_path, expected=130)
-    assert 2 <= time.monotonic() - begin < 15, "torch's own limit is 30 s"
-    assert console.splitlines() == ["rank 0, start 0", "2 s to end"]
+    script = "trap '' TERM; touch ready; while true; do sleep 1; done"
+    words = ["--nproc_per_node=1", "--no_python", "sh", "-c", f"cd {tmp_path}; {script}"]
+    process = ranks.FORKSERVER.Process(
+        target=exit_in_a_second, args=(words, tmp_path / "console.log")
+    )
+    process.start()
+    while process.is_alive() and not (tmp_path / "ready").exists():
+        process.join(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == 130, "torch's own limit is 30 s, and ours 110"
+    assert (tmp_path / "console.log").read_text() == ""
+
+
+def exit_in_a_second(words: list[str], console: Path) -> None:
+    """`exit_with`, whose workers have a second to end."""
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"
+    exit_with(words, console)

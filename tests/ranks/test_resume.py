@@ -1,264 +1,198 @@
-"""A run that is killed or interrupted and resumed equals the uninterrupted one, bit for bit."""
+"""A run that ends at any point and is resumed equals the uninterrupted one, bit for bit."""
 
 from __future__ import annotations
 
-import itertools
+import functools
 import os
-import random
-import signal
-import time
+import shutil
+from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 import ranks
+from conftest import for_each
+from distributed import sharded_checkpoint
+from training import atomic_file, checkpoint
+from training.trainer import Trainer
 
-IMAGES = """--dataset digits --arch resnet8 --bs 64 --lr 0.05 --mixup cutmix --epochs 3
-    --save_every 5
---threads 1 --seed 3""".split()
-TEXTS = """--dataset headlines --bs 16 --lr 4e-4 --epochs 6 --save_every 7
---meta_learning --meta_policy beta --meta_every 5 --mix_at tokens
---threads 1 --depth 1 --width 64 --vocab_size 800""".split()
-
-
-def killed_and_resumed(command: list[str], folder: Path, kills: int, **environment: str) -> None:
-    """Run to the end in `folder`/run, SIGKILLed at `kills` random moments on the way."""
-    run, dice = folder / "run", random.Random(5)
-    last = run / "last.pt"
-    for attempt in range(kills):
-        stamp = last.stat().st_mtime_ns if last.exists() else 0
-        resume = ["--resume"] if last.exists() else []
-        process = ranks.start([*command, "--out", str(run), *resume], folder, **environment)
-        saves = 1 + attempt + dice.randrange(2)
-        for _ in range(
-            saves
-        ):  # so many checkpoints later, somewhere before or in the writing of the next one
-            ranks.wait_for(
-                lambda stamp=stamp: last.exists() and last.stat().st_mtime_ns != stamp, process
-            )
-            stamp = last.stat().st_mtime_ns
-        time.sleep(dice.random() * 0.1)
-        assert process.poll() is None, "the run was over before it could be killed"
-        ranks.kill(process)
-    ranks.finish(
-        ranks.start([*command, "--out", str(run), "--resume"], folder, **environment), folder
-    )
+IMAGES = """resnet50_test.py --dataset digits --arch resnet8 --subset 0.2 --lr 0.05 --epochs 2
+    --mixup cutmix --save_every 2 --keep 99 --threads 1 --precision fp32 --seed 3"""
+TEXTS = """transformer_test.py --dataset headlines --subset 0.4 --bs 16 --lr 4e-4 --epochs 2
+    --depth 1 --width 32 --vocab_size 800 --save_every 2 --keep 99 --threads 1 --precision fp32"""
+META = "--meta_learning --meta_policy beta --meta_every 3 --mix_at tokens"
+WAYS = {  # name: number of ranks, command
+    "noise": (1, f"{IMAGES} --bs 32 --dynamic_batch noise --min_bs 16 --dynamic_lr sqrt --ema 0.9"),
+    "loss": (1, f"{TEXTS} {META} --dynamic_batch loss --loss_window 2 --loss_threshold 80"),
+    "meta": (2, f"{IMAGES} --bs 16 --ngd --meta_learning --meta_every 2"),
+    "lag": (2, f"{IMAGES} --bs 16 --sync lag --grad_compress bf16"),
+    "sign": (2, f"{IMAGES} --bs 16 --ngd --grad_compress sign"),
+    "local": (2, f"{IMAGES} --bs 16 --sync local --local_steps 3"),
+    "diloco": (2, f"{IMAGES} --bs 16 --sync diloco --local_steps 3 --fragments 2"),
+    "demo": (2, f"{IMAGES} --bs 16 --optimizer demo"),
+    "slamb": (
+        2,
+        f"{IMAGES} --bs 16 --optimizer slamb --lr 3e-3 --local_steps 3 --wire_dtype int8",
+    ),
+    "fsdp": (2, f"{TEXTS} --parallel fsdp"),
+    "copies": (2, f"{TEXTS} --parallel ddp"),
+    "ddp-4": (4, f"{IMAGES} --bs 8"),  # a sum over four ranks depends on DDP's buckets
+    "slamb-4": (4, f"{IMAGES} --bs 8 --optimizer slamb --lr 3e-3 --local_steps 3"),
+}
 
 
-@pytest.mark.process
+def start(command: str, folder: Path, size: int, **more: Any) -> Any:
+    """Start a script on so many ranks."""
+    words = ranks.torchrun(*command.split()) if size > 1 else ranks.script(*command.split())
+    return ranks.start(words, folder, NGPU=str(size), **more)
+
+
+def run(command: str, folder: Path, size: int) -> str:
+    return ranks.finish(start(command, folder, size), folder)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of an uninterrupted run of a way, which kept all of its checkpoints."""
+
+    @functools.cache
+    def finish(way: str) -> Path:
+        folder = tmp_path_factory.mktemp(way)
+        size, command = WAYS[way]
+        run(f"{command} --out {folder}/run", folder, size)
+        return folder / "run"
+
+    return finish
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    state = checkpoint.load(path)
+    if state["shards"]:
+        return sharded_checkpoint.load_whole_model(Path(state["shards"]))
+    return state["model"]
+
+
+def same_run(one: Path, other: Path) -> None:
+    """Assert equal metrics, and bit-identical weights in last.pt and best.pt."""
+    assert ranks.metrics(one) == ranks.metrics(other)
+    for name in ("last.pt", "best.pt"):
+        first, second = weights(one / name), weights(other / name)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[key], second[key]) for key in first), name
+
+
+def test_every_way_to_train_goes_on_bit_for_bit(finished, tmp_path):
+    """From a checkpoint within the first epoch."""
+
+    def goes_on(way: str) -> None:
+        size, command = WAYS[way]
+        whole, folder = finished(way), tmp_path / way
+        script = command.split()[0]
+        found = [checkpoint.load(path)["progress"] for path in checkpoint.latest_files(whole)]
+        number = next(i for i, p in enumerate(found) if p["epoch"] == 0)
+        assert found[number]["step_in_epoch"] > 1
+        (folder / "run").mkdir(parents=True)
+        for path in (whole / f"last-{number}.pt", *whole.glob("shards-*")):
+            (folder / "run" / path.name).symlink_to(path)
+        run(f"{script} --resume run/last-{number}.pt --out {folder}/resumed", folder, size)
+        same_run(whole, folder / "resumed")
+
+    for_each([(way,) for way in WAYS], goes_on)
+
+
+# -------------------------------------------------------------------- kills
+
+POINTS = ["mid-epoch", "before best.pt", "before fsync", "before rename", "between the two names"]
+CRASHED = 9
+KILLED = f"{IMAGES} --keep 2 --out run"
+
+
+def crash_at(point: str, rank: str = "0") -> None:
+    """Let this rank end at once when the run comes to a point of its second half."""
+    if os.environ.get("RANK", "0") != rank:
+        return
+    steps = 0
+
+    def before(owner: Any, name: str, is_point: Callable[..., bool]) -> None:
+        real = getattr(owner, name)
+
+        def crash_or_go_on(*args: Any, **named: Any) -> Any:
+            if is_point(*args) and steps > 5:
+                os._exit(CRASHED)
+            return real(*args, **named)
+
+        setattr(owner, name, crash_or_go_on)
+
+    def count(*_: Any) -> bool:
+        nonlocal steps
+        steps += 1
+        return point == "mid-epoch"
+
+    before(Trainer, "train_step", count)
+    if point == "before best.pt":
+        before(checkpoint, "save", lambda path, _: path.name == "best.pt")
+    if point == "before fsync":
+        before(atomic_file, "sync_file", lambda path: path.name == "last.pt.part")
+    if point == "before rename":
+        before(checkpoint, "keep_previous", lambda folder: True)
+    if point == "between the two names":
+        before(Path, "replace", lambda path, target: target.name == "last.pt")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_run_that_ends_at_any_point_goes_on_bit_for_bit(size, tmp_path):
+    command = f"{KILLED} --bs {32 // size}"
+    run(command, tmp_path / "whole", size)
+
+    def goes_on(point: str) -> None:
+        folder = tmp_path / point
+        job = start(command, folder, size, first=functools.partial(crash_at, point))
+        connection.wait([job.processes[0].sentinel], timeout=120)
+        assert job.processes[0].exitcode == CRASHED, (folder / "console.log").read_text()
+        ranks.kill(job)
+        console = run(f"{command} --resume", folder, size)
+        assert "warning" not in console, "last.pt was complete"
+        same_run(tmp_path / "whole" / "run", folder / "run")
+
+    for_each([(point,) for point in POINTS], goes_on)
+
+
+# -------------------------------------------------------------------- other numbers of ranks
+
+
 @pytest.mark.parametrize(
-    ("name", "flags"),
+    ("way", "size", "more"),
     [
-        (
-            "resnet50_test.py",
-            [*IMAGES, *"--dynamic_batch noise --min_bs 16 --dynamic_lr sqrt --ema 0.95".split()],
-        ),
-        (
-            "transformer_test.py",
-            [*TEXTS, "--dynamic_batch", "loss", "--loss_window", "2", "--loss_threshold", "80"],
-        ),
+        ("slamb", 1, "--bs 32"),
+        ("demo", 1, "--bs 32"),
+        ("local", 1, "--bs 32"),
+        ("diloco", 1, "--bs 32"),
+        ("sign", 4, "--bs 8"),
+        ("fsdp", 1, "--bs 32"),
+        ("fsdp", 3, "--bs 11"),
+        ("copies", 2, "--parallel fsdp"),
     ],
 )
-def test_sigkill_then_resume_on_one_process(name, flags, tmp_path):
-    whole = tmp_path / "whole"
-    reference = ranks.start(ranks.script(name, *flags, "--out", whole / "run"), whole)
-    killed_and_resumed(ranks.script(name, *flags), tmp_path / "killed", kills=2)
-    ranks.finish(reference, whole)
-    ranks.same_run(whole / "run", tmp_path / "killed" / "run")
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    "more",
-    [
-        "--ngd --meta_learning --meta_every 4",
-        "--dynamic_batch noise --max_bs 512 --ema 0.95",
-        "--optimizer slamb --lr 3e-3 --local_steps 8 --wire_dtype int8",
-        "--sync lag --grad_compress bf16",
-        "--ngd --grad_compress sign",
-        "--sync local --local_steps 7",
-        "--sync diloco --local_steps 7 --fragments 2 --optimizer adamw",
-        "--optimizer demo",
-    ],
-)
-def test_sigkill_then_resume_on_two_ranks(more, tmp_path):
-    flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:], *more.split()]
-    whole = tmp_path / "whole"
-    ranks.finish(
-        ranks.start(
-            ranks.torchrun("resnet50_test.py", *flags, "--out", whole / "run"), whole, NGPU="2"
-        ),
-        whole,
-    )
-    killed_and_resumed(
-        ranks.torchrun("resnet50_test.py", *flags), tmp_path / "killed", kills=1, NGPU="2"
-    )
-    ranks.same_run(whole / "run", tmp_path / "killed" / "run")
-    assert len(torch.load(whole / "run" / "last.pt", weights_only=True)["ranks"]) == 2
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    "more",
-    [
-        "",  # a sum over four ranks depends on where a gradient lies in DDP's buckets
-        "--optimizer slamb --lr 3e-3 --local_steps 8",
-    ],
-)
-def test_sigkill_then_resume_on_four_ranks(more, tmp_path):
-    flags = [*IMAGES[:4], "--bs", "16", *IMAGES[6:], *more.split()]
-    whole = tmp_path / "whole"
-    command = ranks.torchrun("resnet50_test.py", *flags, "--out", whole / "run")
-    ranks.finish(ranks.start(command, whole, NGPU="4"), whole)
-    command = ranks.torchrun("resnet50_test.py", *flags)
-    killed_and_resumed(command, tmp_path / "killed", kills=1, NGPU="4")
-    ranks.same_run(whole / "run", tmp_path / "killed" / "run")
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_writes_a_checkpoint_and_leaves_with_130(number, tmp_path):
-    flags = [*IMAGES[:-4], "--save_every", "0", "--threads", "1", "--seed", "3"]
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    ranks.finish(
-        ranks.start(ranks.script("resnet50_test.py", *flags, "--out", whole / "run"), whole), whole
-    )
-    process = ranks.start(ranks.script("resnet50_test.py", *flags, "--out", cut / "run"), cut)
-    ranks.wait_for(
-        lambda: (
-            len(ranks.metrics(cut / "run")) > 0
-            if (cut / "run" / "metrics.jsonl").exists()
-            else False
-        ),
-        process,
-    )
-    process.send_signal(number)
-    console = ranks.finish(process, cut, expected=130)
-    assert "--resume" in console.splitlines()[-1]
-    assert "Traceback" not in console
-    ranks.finish(
-        ranks.start(ranks.script("resnet50_test.py", "--resume", cut / "run"), cut), cut
-    )  # flags come along
-    ranks.same_run(whole / "run", cut / "run")
-
-
-@pytest.mark.process
-def test_a_signal_to_the_whole_job_spares_the_processes_that_decode_images(tmp_path):
-    """systemd and Slurm send it to every process of a job, and a terminal its Ctrl-C."""
-    for split, (number, name) in itertools.product(("train", "test"), enumerate(("cat", "dog"))):
-        folder = tmp_path / "mine" / split / name
-        folder.mkdir(parents=True)
-        for i in range(60):
-            Image.new("RGB", (64, 64), (4 * i, 90 * number, 9)).save(folder / f"{i}.png")
-    flags = "--dataset folder --data_dir mine --resident no --arch resnet8 --bs 8".split()
-    flags += "--epochs 500 --threads 1".split()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        run = tmp_path / f"run-{number}"
-        command = ranks.script("resnet50_test.py", *flags, "--out", run)
-        process = ranks.start(["setsid", *command], tmp_path)
-        ranks.wait_for(lambda run=run: (run / "last.pt").exists(), process)
-        time.sleep(0.2)  # into an epoch, which has workers of its own
-        os.killpg(process.pid, number)
-        console = ranks.finish(process, tmp_path, expected=130)
-        assert "Traceback" not in console
-        assert not ranks.relatives(process)
-
-
-@pytest.mark.process
-def test_torchrun_restarts_by_itself_after_a_rank_dies(tmp_path):
-    flags = [*IMAGES[:4], "--bs", "32", *IMAGES[6:], "--ngd", "--meta_learning"]
-    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
-    reference = ranks.torchrun("resnet50_test.py", *flags, "--out", whole / "run")
-    ranks.finish(ranks.start(reference, whole, NGPU="2"), whole)
-    process = ranks.start(
-        ranks.torchrun("resnet50_test.py", *flags), hurt, NGPU="2", MAX_RESTARTS="1"
-    )  # --out by default
-
-    def rows() -> list[Path]:
-        return [path for path in hurt.glob("runs/*/metrics.jsonl") if path.read_text()]
-
-    ranks.wait_for(lambda: bool(rows()), process)
-    ranks.kill_one_rank(process)
-    console = ranks.finish(process, hurt)
-    assert console.count("training samples") == 2, "the job was to start twice"
-    ranks.same_run(whole / "run", rows()[0].parent)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    "more",
-    [
-        "--optimizer slamb --lr 3e-3",
-        "--optimizer demo",
-        "--sync local --local_steps 7",
-        "--sync diloco --local_steps 7",
-    ],
-)
-def test_ranks_with_weights_of_their_own_go_on_as_one_process(more, tmp_path):
-    flags = [
-        "--dataset",
-        "digits",
-        "--arch",
-        "resnet8",
-        "--bs",
-        "32",
-        "--epochs",
-        "1",
-        "--threads",
-        "1",
-        *more.split(),
-    ]
-    run = tmp_path / "run"
-    ranks.finish(
-        ranks.start(ranks.torchrun("resnet50_test.py", *flags, "--out", run), tmp_path, NGPU="2"),
-        tmp_path,
-    )
-    parts = torch.load(run / "last.pt", weights_only=True)["ranks"]
-    momentum = "exp_avg" if "slamb" in more else "momentum_buffer"
-    first, second = (
-        [state[momentum] for state in part["optimizer"]["state"].values()] for part in parts
-    )
-    assert not all(torch.equal(*pair) for pair in zip(first, second))
-    ranks.finish(
-        ranks.start(ranks.script("resnet50_test.py", "--resume", run, "--epochs", "2"), tmp_path),
-        tmp_path,
-    )
-    rows = ranks.metrics(run)
-    assert [row["world_size"] for row in rows] == [2, 1]
-    assert rows[1]["train_loss"] < rows[0]["train_loss"]
-
-
-@pytest.mark.process
-def test_workers_end_with_a_launcher_that_is_killed(tmp_path):
-    flags = "--dataset digits --arch resnet8 --bs 16 --epochs 500 --threads 1 --out run".split()
-    job = ranks.start(ranks.torchrun("resnet50_test.py", *flags), tmp_path, cold=True)
-    log = tmp_path / "run" / "metrics.jsonl"
-    ranks.wait_for(lambda: log.exists() and log.read_text().count("\n") > 1, job)
-    workers = [number for number, environment in ranks.relatives(job) if b"\0RANK=" in environment]
-    assert len(workers) == 2
-    os.kill(job.pid, signal.SIGKILL)
-    job.wait()
-    end = time.monotonic() + 10
-    while ranks.relatives(job) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert ranks.relatives(job) == []
-
-
-@pytest.mark.process
-def test_what_rounding_has_left_on_each_rank_goes_on_on_four_ranks(tmp_path):
-    flags = "--dataset digits --arch resnet8 --bs 32 --threads 1 --grad_compress sign".split()
-    run = tmp_path / "run"
-    command = ranks.torchrun("resnet50_test.py", *flags, "--epochs", "1", "--out", run)
-    ranks.finish(ranks.start(command, tmp_path, NGPU="2"), tmp_path)
-    first, second = (
-        part["hook"] for part in torch.load(run / "last.pt", weights_only=True)["ranks"]
-    )
-    assert first.keys() == second.keys()
-    assert not any(torch.equal(first[number], second[number]) for number in first)
-    command = ranks.torchrun("resnet50_test.py", "--resume", run, "--epochs", "2")
-    ranks.finish(ranks.start(command, tmp_path, NGPU="4"), tmp_path)
-    rows = ranks.metrics(run)
-    assert [row["world_size"] for row in rows] == [2, 4]
-    assert rows[1]["train_loss"] < rows[0]["train_loss"]
+def test_a_run_goes_on_with_other_ranks_and_other_ways(way, size, more, finished, tmp_path):
+    """The third epoch is better than the second; wrong weights or moments would not be."""
+    shutil.copytree(finished(way), tmp_path / "run", symlinks=True)
+    parts = [part["optimizer"] for part in checkpoint.load(tmp_path / "run")["ranks"]]
+    if parts[0]:
+        first, second = (
+            [t for state in part["state"].values() for t in state.values() if torch.is_tensor(t)]
+            for part in parts
+        )
+        assert not all(map(torch.equal, first, second)), "each rank has moments of its own"
+    script = WAYS[way][1].split()[0]
+    flags = f"--resume run --epochs 3 --lr_schedule constant --keep 1 {more}"
+    run(f"{script} {flags}", tmp_path, size)
+    rows = ranks.metrics(tmp_path / "run")
+    assert rows[2]["train_loss"] < rows[1]["train_loss"]
+    assert [row["world_size"] for row in rows] == [2, 2, size]
+    states = [checkpoint.load(path) for path in (tmp_path / "run").glob("*.pt")]
+    assert bool(states[0]["shards"]) == ("fsdp" in (way + more) and size > 1)
+    used = {state["shards"] for state in states} - {""}
+    assert {str(path) for path in (tmp_path / "run").glob("shards-*")} == used

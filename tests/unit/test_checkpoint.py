@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import shutil
+import re
+import resource
+import signal
 import stat
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,193 +20,137 @@ from conftest import each_of
 from errors import InputError
 from training import atomic_file, checkpoint
 
-ROOT = Path(__file__).parents[2]
-
 
 def state_of(seed: int, rows: int = 100) -> dict[str, Any]:
     tensor = torch.randn(rows, 100, generator=torch.Generator().manual_seed(seed))
     return {
+        **dict.fromkeys(checkpoint.ENTRIES),
         "script": "a_test",
         "model": {"w": tensor},
         "flags": {"dataset": "digits", "lr": 0.1, "betas": [0.9, 0.99], "out": None},
         "progress": {"epoch": 1, "step": 10, "best": {"accuracy": 0.5, "epoch": 1}},
-        "classes": ["cat", "dog"],
-        "optimizer": {},
-        "optimizer_kind": "SGD",
-        "hook": None,
-        "scaler": {},
-        "learner": None,
-        "batching": {"size": 32},
-        "ranks": [],
+        "shards": "",
         "seed": seed,
     }
 
 
+def save(folder: Path, *seeds: int, keep: int = 1) -> None:
+    for seed in seeds:
+        checkpoint.save_last(folder, state_of(seed), keep=keep)
+
+
+def kept(folder: Path) -> dict[str, int]:
+    """The seeds of what the files of a folder hold."""
+    return {path.name: checkpoint.load(path)["seed"] for path in folder.iterdir()}
+
+
 def test_load_gives_back_what_was_saved_by_file_and_by_folder(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "last.pt", state_of(1))
+    save(tmp_path, 1)
     for path in (tmp_path, tmp_path / "last.pt"):
         state = checkpoint.load(path, "a_test")
-        torch.testing.assert_close(state.pop("model"), state_of(1)["model"], rtol=0, atol=0)
-        assert {**state, "model": None} == {
-            **state_of(1),
-            "format": checkpoint.FORMAT,
-            "file": str(tmp_path / "last.pt"),
-            "model": None,
-        }
+        torch.testing.assert_close(state.pop("model"), state_of(1).pop("model"), rtol=0, atol=0)
+        expected = {**state_of(1), "format": checkpoint.FORMAT, "file": str(tmp_path / "last.pt")}
+        del expected["model"]
+        assert state == expected
     assert os.listdir(tmp_path) == ["last.pt"]
 
 
-@each_of("name", [*checkpoint.ENTRIES, "script", "mean"])
+@each_of("name", [*checkpoint.ENTRIES, "mean"])
 def test_a_missing_entry_is_named(name: str, tmp_path: Path) -> None:
     state = {**state_of(1), "mean": [0.5]}
     del state[name]
     checkpoint.save(tmp_path / "last.pt", state)
-    with pytest.raises(InputError, match=rf"last.pt: .* incomplete \(it has no {name}\)"):
-        checkpoint.load(tmp_path, "a_test", metadata=["mean"])
-    is_optional = name == "mean"  # read_progress knows no script's own entries
-    assert (checkpoint.read_progress(tmp_path / "last.pt") is not None) == is_optional
+    with pytest.raises(InputError, match=rf"--checkpoint .*incomplete \(it has no {name}\)"):
+        checkpoint.load(tmp_path, "a_test", flag="--checkpoint", metadata=["mean"])
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"flags": 3}, "the type of its flags is int"),
-        ({"flags": {"lr": 0.1}}, "there is no dataset in its flags"),
-        ({"progress": {"epoch": 1, "step": 10}}, "there is no best in its progress"),
-        ({"model": [1]}, "the type of its model is list"),
-    ],
-)
-def test_an_entry_of_another_kind_is_named(
-    change: dict[str, Any], problem: str, tmp_path: Path
-) -> None:
-    checkpoint.save(tmp_path / "last.pt", {**state_of(1), **change})
-    with pytest.raises(InputError, match=rf"--checkpoint .* incomplete \({problem}\)"):
-        checkpoint.load(tmp_path, "a_test", flag="--checkpoint")
+def test_another_version_and_another_script_are_refused_in_one_line(tmp_path: Path) -> None:
+    torch.save({"format": "faster-training-3", **state_of(1)}, tmp_path / "last.pt")
+    with pytest.raises(InputError, match=r"not a checkpoint of this version .*faster-training-3"):
+        checkpoint.load(tmp_path)
+    save(tmp_path, 1)
+    with pytest.raises(InputError, match=r"written by a_test\.py, not b_test\.py"):
+        checkpoint.load(tmp_path, "b_test")
+
+
+# -------------------------------------------------------------------- writing
 
 
 def full_disk(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("broken", ["os.fsync", "torch.save"])
-@pytest.mark.parametrize("first", [True, False], ids=["nothing-before", "one-before"])
-def test_save_that_fails_keeps_the_previous_file_and_leaves_nothing(
-    broken: str, first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@each_of(("broken", "before"), [("os.fsync", 0), ("os.fsync", 1), ("torch.save", 1)])
+def test_a_save_that_fails_keeps_the_previous_file_and_leaves_nothing(
+    broken: str, before: int, tmp_path: Path
 ) -> None:
-    path = tmp_path / "last.pt"
-    if not first:
-        checkpoint.save(path, state_of(1))
-    before = None if first else path.read_bytes()
-    monkeypatch.setattr(broken, full_disk)
-    with pytest.raises(OSError, match="last.pt could not be written .*No space left"):
-        checkpoint.save(path, state_of(2))
-    assert (path.read_bytes() if path.exists() else None) == before
-    assert os.listdir(tmp_path) == ([] if first else ["last.pt"])
+    folder = tmp_path / f"{broken}-{before}"
+    folder.mkdir()
+    save(folder, *range(before))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(broken, full_disk)
+        with pytest.raises(OSError, match=r"last\.pt could not be written .*No space left"):
+            save(folder, 2)
+    assert kept(folder) == ({"last.pt": 0} if before else {})
 
 
-@pytest.mark.parametrize("writer", ["checkpoint", "copy", "text"])
-def test_new_file_is_on_the_disk_before_it_takes_the_name(
-    writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, events = tmp_path / "last.pt", []
-    sync, rename = os.fsync, Path.replace
-
-    def kind(number: int) -> str:
-        return "sync folder" if stat.S_ISDIR(os.fstat(number).st_mode) else "sync"
-
-    monkeypatch.setattr(
-        os,
-        "fsync",
-        lambda number: (events.append((kind(number), os.fstat(number).st_size)), sync(number)),
-    )
-    monkeypatch.setattr(
-        Path,
-        "replace",
-        lambda part, to: (events.append(("rename", part.stat().st_size)), rename(part, to)),
-    )
-    if writer == "text":
-        atomic_file.atomic_write_text(path, "text")
-    else:
-        checkpoint.save(path, state_of(1))
-    if writer == "copy":
-        events.clear()
-        monkeypatch.setattr(os, "link", full_disk)
-        checkpoint.link_checkpoint(path, "best.pt")
-    size = path.stat().st_size
-    assert events == [("sync", size), ("rename", size), ("sync folder", tmp_path.stat().st_size)]
-
-
-LIMITED = """
-import resource, signal, sys
-from pathlib import Path
-from test_checkpoint import state_of
-from training import checkpoint
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-path = Path({path!r})
-checkpoint.save(path, state_of(1))
-resource.setrlimit(resource.RLIMIT_FSIZE, (2 * path.stat().st_size, resource.RLIM_INFINITY))
-try:
-    checkpoint.save(path, state_of(2, rows=10_000))
-except OSError as error:
-    print("refused:", error)
-checkpoint.save(path.with_name("small.pt"), state_of(3))
-"""
-
-
-def test_write_that_the_system_cuts_short_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "last.pt"
-    run = subprocess.run(
-        [sys.executable, "-c", LIMITED.format(path=str(path))],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(
-                map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "unit"))
-            ),
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith(f"refused: {path} could not be written")
-    assert checkpoint.load(path, "a_test")["seed"] == 1
-    assert checkpoint.load(tmp_path / "small.pt", "a_test")["seed"] == 3  # a later save works again
-    assert sorted(os.listdir(tmp_path)) == ["last.pt", "small.pt"]
-
-
-@pytest.mark.parametrize("links", [True, False], ids=["links", "no-links"])
-def test_best_survives_the_next_save_of_last(
-    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not links:
-        monkeypatch.setattr(os, "link", full_disk)
-    for seed, best in ((1, True), (2, True), (3, False), (4, False)):
-        checkpoint.save(tmp_path / "last.pt", state_of(seed))
-        if best:
-            checkpoint.link_checkpoint(tmp_path / "last.pt", "best.pt")
-    assert checkpoint.load(tmp_path / "best.pt", "a_test")["seed"] == 2
-    assert checkpoint.load(tmp_path / "last.pt", "a_test")["seed"] == 4
-    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
-
-
-def test_second_name_that_fails_keeps_the_old_one_and_leaves_nothing(
+def test_a_new_file_is_on_the_disk_before_it_takes_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint.save(tmp_path / "last.pt", state_of(1))
-    checkpoint.link_checkpoint(tmp_path / "last.pt", "best.pt")
-    checkpoint.save(tmp_path / "last.pt", state_of(2))
+    events: list[tuple[str, int]] = []
+    sync, rename = os.fsync, Path.replace
 
-    def cut_copy(_source: Path, target: Path) -> None:
-        target.write_bytes(b"half")
-        full_disk()
+    def note_sync(number: int) -> None:
+        status = os.fstat(number)
+        is_folder = stat.S_ISDIR(status.st_mode)
+        events.append(("sync folder", 0) if is_folder else ("sync", status.st_size))
+        sync(number)
 
-    monkeypatch.setattr(os, "link", full_disk)
-    monkeypatch.setattr(shutil, "copyfile", cut_copy)
-    with pytest.raises(OSError, match="No space left"):
-        checkpoint.link_checkpoint(tmp_path / "last.pt", "best.pt")
-    assert checkpoint.load(tmp_path / "best.pt", "a_test")["seed"] == 1
-    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
+    def note_rename(path: Path, target: Path) -> None:
+        events.append(("rename", path.stat().st_size))
+        rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", note_rename)
+    for path in (tmp_path / "last.pt", tmp_path / "text.json"):
+        events.clear()
+        if path.suffix == ".pt":
+            save(tmp_path, 1)
+        else:
+            atomic_file.atomic_write_text(path, "text")
+        size = path.stat().st_size
+        assert events == [("sync", size), ("rename", size), ("sync folder", 0)]
+
+
+def test_a_write_that_the_system_cuts_short_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        room = 2 * (tmp_path / "last.pt").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        with pytest.raises(OSError, match=r"last\.pt could not be written"):
+            checkpoint.save_last(tmp_path, state_of(2, rows=10_000), keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert kept(tmp_path) == {"last.pt": 1}
+
+
+@each_of("links", [True, False])
+def test_the_latest_checkpoints_keep_numbered_names(links: bool, tmp_path: Path) -> None:
+    folder = tmp_path / str(links)
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        if not links:
+            patch.setattr(os, "link", full_disk)
+        save(folder, 1, 2, 3, 4, 5, keep=3)
+        assert kept(folder) == {"last.pt": 5, "last-1.pt": 4, "last-2.pt": 3}
+        save(folder, 6)
+    assert kept(folder) == {"last.pt": 6}
+
+
+# -------------------------------------------------------------------- reading
 
 
 class Trap:
@@ -218,50 +163,86 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-def test_a_checkpoint_of_another_version_is_refused_in_one_line(tmp_path: Path) -> None:
-    torch.save({"format": "faster-training-3", **state_of(1)}, tmp_path / "last.pt")
-    with pytest.raises(InputError, match="another version of this project .faster-training-3"):
-        checkpoint.load(tmp_path, "resnet50_test")
-
-
-@pytest.mark.parametrize("writer", ["torch", "pickle"])
-def test_load_runs_no_code_of_the_file(writer: str, tmp_path: Path) -> None:
-    state, trap = {"format": checkpoint.FORMAT, **state_of(1)}, tmp_path / "sprung"
-    path = tmp_path / "last.pt"
-    if writer == "torch":
-        torch.save({**state, "x": Trap(trap)}, path)
-    else:
-        path.write_bytes(pickle.dumps({**state, "x": Trap(trap)}))
-    with pytest.raises(InputError, match="last.pt"):
-        checkpoint.load(path, "a_test")
+@each_of("write", [torch.save, lambda state, path: path.write_bytes(pickle.dumps(state))])
+def test_load_runs_no_code_of_the_file(write: Callable[..., object], tmp_path: Path) -> None:
+    trap = tmp_path / "sprung"
+    write({"format": checkpoint.FORMAT, **state_of(1), "x": Trap(trap)}, tmp_path / "last.pt")
+    with pytest.raises(InputError, match=r"last\.pt"):
+        checkpoint.load(tmp_path)
     assert not trap.exists()
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.3, 0.9, 0.999])
-def test_cut_file_is_named_as_such(kept: float, tmp_path: Path) -> None:
+def test_a_changed_byte_is_found_or_changes_nothing(tmp_path: Path) -> None:
+    """Between the entries of the file there are bytes that mean nothing."""
     path = tmp_path / "last.pt"
-    checkpoint.save(path, state_of(1))
-    path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
-    with pytest.raises(InputError, match=r"last.pt: damaged \(truncated or not a "):
-        checkpoint.load(path, "a_test")
+    checkpoint.save(path, state_of(1, rows=2))
+    whole, found = path.read_bytes(), 0
+    for place in range(0, len(whole), 17):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+        try:
+            state = checkpoint.load(path)
+        except InputError:
+            found += 1
+            continue
+        assert torch.equal(state["model"]["w"], state_of(1, rows=2)["model"]["w"]), place
+        assert state["progress"] == state_of(1)["progress"], place
+    assert found > len(whole) / 17 / 2
 
 
-def test_random_states_come_back() -> None:
-    before = checkpoint.rng_states(torch.device("cpu"))
-    drawn = torch.rand(5)
-    torch.rand(3)
-    checkpoint.set_rng_states(before, torch.device("cpu"))
-    assert torch.equal(torch.rand(5), drawn)
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+    torch.load(path, weights_only=True)  # does not notice
+
+
+@each_of(
+    ("damage", "problem"),
+    [
+        (cut, r"last\.pt is damaged \(truncated or not"),
+        (flip, r"last\.pt is damaged \(archive/data/0 in it does not match its checksum"),
+        (lambda path: os.truncate(path, 0), r"last\.pt is damaged \(truncated or not"),
+        (Path.unlink, r"last\.pt is missing"),
+    ],
+)
+def test_a_folder_means_the_newest_checkpoint_that_is_not_damaged(
+    damage: Callable[[Path], Any], problem: str, tmp_path: Path
+) -> None:
+    for path in tmp_path.iterdir():
+        path.unlink()
+    save(tmp_path, 1, 2, 3, keep=3)
+    assert "warning" not in checkpoint.load(tmp_path)
+    damage(tmp_path / "last.pt")
+    state = checkpoint.load(tmp_path)
+    assert state["seed"] == 2
+    assert re.search(problem, state["warning"]), state["warning"]
+    flip(tmp_path / "last-1.pt")
+    assert checkpoint.load(tmp_path)["seed"] == 1
+    flip(tmp_path / "last-2.pt")
+    with pytest.raises(InputError, match=r"last-1\.pt is damaged .*last-2\.pt is damaged .*best"):
+        checkpoint.load(tmp_path)
+
+
+def test_a_file_without_permission_is_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    save(tmp_path, 1, 2, keep=2)
+    monkeypatch.setattr("zipfile.ZipFile", refuse)
+    with pytest.raises(InputError, match=r"cannot be read.*Permission denied"):
+        checkpoint.load(tmp_path)
 
 
 def mapped_kib(path: Path) -> int:
     """How much of a file this process has in its memory; 0 where it is not mapped."""
-    lines, total, inside = (
-        Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines(),
-        0,
-        False,
-    )
-    for line in lines:
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         if "-" in line.split()[0]:
             inside = line.endswith(str(path))
         elif inside and line.startswith("Rss:"):
@@ -269,36 +250,15 @@ def mapped_kib(path: Path) -> int:
     return total
 
 
-def test_a_rank_reads_its_own_part_alone(tmp_path: Path) -> None:
+def test_a_rank_reads_its_own_part_alone_also_when_another_file_takes_the_name(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "last.pt"
     parts = [{"weights": torch.full((1024, 1024), float(rank))} for rank in range(8)]  # 4 MiB each
     checkpoint.save(path, {**state_of(1), "ranks": parts})
-    state = checkpoint.load(path, "a_test")
-    assert torch.equal(checkpoint.copied(state["ranks"][3])["weights"], parts[3]["weights"])
+    state = checkpoint.load(path)
+    assert torch.equal(state["ranks"][3]["weights"].clone(), parts[3]["weights"])
     assert 4096 <= mapped_kib(path) < 2 * 4096
-
-
-def test_what_was_loaded_stays_when_another_file_takes_the_name(tmp_path: Path) -> None:
-    path = tmp_path / "last.pt"
-    checkpoint.save(path, state_of(1))
-    state = checkpoint.load(path, "a_test")
-    checkpoint.save(path, state_of(2))
+    save(tmp_path, 2)
     assert torch.equal(state["model"]["w"], state_of(1)["model"]["w"])
-
-
-def test_a_changed_byte_is_found_or_changes_nothing(tmp_path: Path) -> None:
-    """Between the entries of the file there are bytes that mean nothing."""
-    path = tmp_path / "last.pt"
-    checkpoint.save(path, state_of(1, rows=2))
-    whole = path.read_bytes()
-    found = 0
-    for place in range(0, len(whole), 17):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
-        try:
-            state = checkpoint.load(path, "a_test")
-        except InputError:
-            found += 1
-            continue
-        assert torch.equal(state["model"]["w"], state_of(1, rows=2)["model"]["w"]), place
-        assert state["progress"] == state_of(1)["progress"], place
-    assert found > len(whole) / 17 / 2
+    assert torch.equal(state["ranks"][5]["weights"], parts[5]["weights"])

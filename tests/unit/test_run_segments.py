@@ -11,6 +11,7 @@ import torch
 
 import resnet50_test
 from cli import options
+from conftest import each_of
 from figures.report import changes_in_words
 from test_training import run
 from training import checkpoint, machine
@@ -82,26 +83,6 @@ def test_a_run_that_goes_on_as_it_was_has_one_segment(
     assert config_of("b")["processor_speed"]["gflops"] == 1.0
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_on_and_says_what_changed(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It lacks the segments, and a flag that was added since."""
-    run(resnet50_test, *FLAGS, "--epochs", "1", "--out", "a", monkeypatch=monkeypatch)
-    state = torch.load("a/last.pt", weights_only=True)
-    del state["segments"], state["flags"]["crop_fill"], state["flags"]["outer_lr"]
-    torch.save(state, "old.pt")
-    flags = ["--epochs", "2", "--crop_fill", "reflect"]
-    console = run(
-        resnet50_test, "--resume", "old.pt", "--out", "b", *flags, monkeypatch=monkeypatch
-    )
-    assert line_of(console) == "--epoch 2 (was 1), --crop_fill reflect (was black)"
-    (segment,) = config_of("b")["segments"]
-    assert segment["after_epochs"] == 1
-    assert segment["changed"] == {"--epoch": [1, 2], "--crop_fill": ["black", "reflect"]}
-    said = changes_in_words([segment])
-    assert said.startswith(f"from step {segment['after_steps'] + 1} on: --epoch 2 (was 1)")
-
-
 def test_a_rate_that_takes_the_place_of_a_halved_one_has_changed(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,16 +98,17 @@ def test_a_rate_that_takes_the_place_of_a_halved_one_has_changed(
 
 def test_segments_begin_where_something_changes() -> None:
     state = {"progress": {"epoch": 3, "step": 40}, "changed": {}}
-    segments = next_segments(state, {"commit": "abc"})
-    assert segments == [{"after_epochs": 3, "after_steps": 40, "changed": {}, "commit": "abc"}]
+    segments = [{"after_epochs": 0, "after_steps": 0, "changed": {}, "commit": "abc"}]
+    assert next_segments(None, {"commit": "abc"}) == segments
     known = {**state, "segments": segments}
     assert next_segments(known, {"commit": "abc"}) == segments
     assert next_segments(known, {"commit": "abc", "a later entry": 1}) == segments
-    assert len(next_segments(known, {"commit": "def"})) == 2
+    assert next_segments(known, {"commit": "def"})[1:] == [
+        {"after_epochs": 3, "after_steps": 40, "changed": {}, "commit": "def"}
+    ]
     assert len(segments) == 1, "the checkpoint's own list is not changed"
-    assert next_segments({**state, "segments": 3}, {"commit": "abc"}) == segments
 
 
-@pytest.mark.parametrize("segments", [None, 3, [3, 4], ["ab", "cd"], [{}, {}], {"a": 1, "b": 2}])
+@each_of("segments", [None, 3, [3, 4], ["ab", "cd"], [{}, {}], {"a": 1, "b": 2}])
 def test_segments_that_cannot_be_read_are_left_out_of_a_report(segments: object) -> None:
     assert changes_in_words(segments) == ""

@@ -14,9 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from conftest import each_of
 from distributed import sharded_checkpoint
 from distributed.world import World
 from errors import InputError
+from test_checkpoint import state_of
 from training import checkpoint
 
 
@@ -66,15 +68,16 @@ def test_a_sound_one_is_read_in_both_ways(shards: Path) -> None:
     assert optimizer.state[model.weight]["step"] == 1
 
 
-@pytest.mark.parametrize("place", ["whole", "planner_data", "storage_data"])
+@each_of("place", ["planner_data", "storage_data", "whole"])
 def test_code_in_the_description_does_not_run(place: str, shards: Path, tmp_path: Path) -> None:
-    trap = Trap(tmp_path / "sprung")
+    trap, sound = Trap(tmp_path / "sprung"), (shards / ".metadata").read_bytes()
     if place == "whole":
         (shards / ".metadata").write_bytes(pickle.dumps(trap))
     else:
         rewrite(shards, lambda metadata: setattr(metadata, place, {"x": trap}))
     refused_everywhere(shards, "mkdir, which does not belong in a checkpoint")
     assert not (tmp_path / "sprung").exists()
+    (shards / ".metadata").write_bytes(sound)
 
 
 def test_an_entry_that_torch_would_unpickle_is_refused(shards: Path) -> None:
@@ -85,7 +88,7 @@ def test_an_entry_that_torch_would_unpickle_is_refused(shards: Path) -> None:
     refused_everywhere(shards, "BytesStorageMetadata, which does not belong")
 
 
-@pytest.mark.parametrize("name", ["../elsewhere/__0_0.distcp", "/etc/passwd", "weights.bin"])
+@each_of("name", ["../elsewhere/__0_0.distcp", "/etc/passwd", "weights.bin"])
 def test_a_file_outside_the_folder_is_refused(name: str, shards: Path) -> None:
     def elsewhere(metadata: Any) -> None:
         index = next(iter(metadata.storage_data))
@@ -96,8 +99,8 @@ def test_a_file_outside_the_folder_is_refused(name: str, shards: Path) -> None:
     refused_everywhere(shards, "refers to a file")
 
 
-@pytest.mark.parametrize("name", ["../elsewhere", "/tmp/shards-1", "shards-1/../../x", "shards-x"])
+@each_of("name", ["../elsewhere", "/tmp/shards-1", "shards-1/../../x", "shards-x"])
 def test_a_folder_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "last.pt", {"script": "transformer_test", "shards": name})
+    checkpoint.save(tmp_path / "last.pt", {**state_of(1), "shards": name})
     with pytest.raises(InputError, match="not a name such as shards-1"):
-        checkpoint.load(tmp_path / "last.pt", "transformer_test")
+        checkpoint.load(tmp_path / "last.pt")

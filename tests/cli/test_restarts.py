@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import ranks
 import resnet50_test
 from cli import options
 from distributed.worker import launcher_id
@@ -90,18 +88,8 @@ def test_without_proc_a_restarted_job_starts_anew(runs, restarted, monkeypatch):
 
 
 def test_a_launcher_is_named_alike_by_its_workers_and_by_no_others():
-    ask = f"{sys.executable} -c 'import distributed.worker as w; print(w.launcher_id())'"
-    outputs = [
-        subprocess.run(
-            ["sh", "-c", f"{ask}; {ask}; true"],
-            cwd=ranks.ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()
-        for _ in range(2)
-    ]
-    (first, second), (third, fourth) = outputs
-    assert first == second
-    assert third == fourth
-    assert first != third
+    context = multiprocessing.get_context("fork")
+    with context.Pool(1) as first, context.Pool(1) as second:
+        ours = {pool.apply(launcher_id) for pool in (first, second)}
+    assert len(ours) == 1
+    assert ours != {launcher_id()}

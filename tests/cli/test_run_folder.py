@@ -2,51 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import ranks
+import resnet50_test
 from errors import InputError
+from test_training import run
 from training.run_folder import LOCK_FILE, latest_run, lock_run_folder, make_run_folder
 
-FLAGS = ["--dataset", "digits", "--arch", "resnet8", "--threads", "1", "--epochs", "2"]
-HOLD = """
-import pathlib, time
-from training.run_folder import lock_run_folder
-lock = lock_run_folder(pathlib.Path({folder!r}))
-if {fork}:
-    import os
-    if os.fork() == 0:
-        time.sleep(60)
+FLAGS = "--dataset digits --arch resnet8 --subset 0.2 --threads 1 --epochs 1".split()
+
+
+@contextlib.contextmanager
+def held_lock(folder: Path, *, with_child: bool = False) -> Iterator[int]:
+    """Another process, whose number is given, holds the lock of a folder until the block ends."""
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.setsid()
+        lock = lock_run_folder(folder)
+        if not with_child or os.fork() > 0:
+            os.write(writer, b"locked")
+        time.sleep(600)
+        lock.close()
         os._exit(0)
-print("locked", flush=True)
-time.sleep(60)
-"""
-
-
-def hold_lock(folder, fork=False) -> subprocess.Popen[str]:
-    """Another process that holds the lock of a folder."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD.format(folder=str(folder), fork=fork)],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ranks.ROOT)},
-    )
-    assert process.stdout.readline() == "locked\n"
-    return process
-
-
-def end_group(process: subprocess.Popen[str]) -> None:
-    """End a process and what it has started."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    assert os.read(reader, 6) == b"locked"
+    try:
+        yield process
+    finally:
+        os.killpg(process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process, 0)
 
 
 def contents(folder):
@@ -70,51 +63,31 @@ def test_a_folder_that_cannot_be_made_is_bad_input(tmp_path):
 
 
 def test_the_error_names_the_process_that_holds_the_lock(tmp_path):
-    process = hold_lock(tmp_path)
-    try:
-        with pytest.raises(InputError, match=rf"process {process.pid} on .* is writing to this"):
-            lock_run_folder(tmp_path)
-    finally:
-        end_group(process)
+    with held_lock(tmp_path) as process, pytest.raises(InputError) as raised:
+        lock_run_folder(tmp_path)
+    assert f"process {process} on " in str(raised.value)
+    assert "is writing to this run folder" in str(raised.value)
 
 
 def test_the_lock_ends_with_the_process_though_its_children_live_on(tmp_path):
-    process = hold_lock(tmp_path, fork=True)
-    try:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+    with held_lock(tmp_path, with_child=True) as process:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
         lock_run_folder(tmp_path).close()
-    finally:
-        end_group(process)
 
 
-def test_a_run_in_use_is_neither_resumed_nor_replaced(tmp_path):
-    run = tmp_path / "run"
-    ranks.finish(
-        ranks.start(ranks.script("resnet50_test.py", *FLAGS, "--out", run), tmp_path), tmp_path
-    )
-    process, before = hold_lock(run), contents(run)
-    try:
-        resume = ranks.script("resnet50_test.py", "--resume", run, "--epochs", "3")
-        console = ranks.finish(ranks.start(resume, tmp_path), tmp_path, expected=2)
-    finally:
-        end_group(process)
-    assert f"process {process.pid}" in console.splitlines()[-1]
-    assert contents(run) == before
-
-
-def test_a_resume_that_does_not_fit_changes_no_file(tmp_path):
-    run = tmp_path / "run"
-    ranks.finish(
-        ranks.start(ranks.script("resnet50_test.py", *FLAGS, "--out", run), tmp_path), tmp_path
-    )
-    before = contents(run)
-    resume = ranks.script(
-        "resnet50_test.py", "--resume", run, "--arch", "resnet20", "--lr", "7", "--epochs", "3"
-    )
-    console = ranks.finish(ranks.start(resume, tmp_path), tmp_path, expected=2)
+def test_a_resume_that_is_refused_changes_no_file(here, monkeypatch):
+    """Another process has the folder, or the checkpoint does not fit the flags."""
+    folder = here / "run"
+    run(resnet50_test, *FLAGS, "--out", "run", monkeypatch=monkeypatch)
+    before, resume = contents(folder), ["--resume", "run", "--epochs", "3"]
+    with held_lock(folder) as process:
+        console = run(resnet50_test, *resume, monkeypatch=monkeypatch, code=2)
+    assert f"process {process}" in console.splitlines()[-1]
+    more = ["--arch", "resnet20", "--lr", "7"]
+    console = run(resnet50_test, *resume, *more, monkeypatch=monkeypatch, code=2)
     assert "does not fit" in console.splitlines()[-1]
-    assert contents(run) == before
+    assert contents(folder) == before
 
 
 def test_the_newest_run_is_that_of_the_newest_checkpoint(here):
@@ -138,11 +111,13 @@ def test_the_newest_run_is_that_of_the_newest_checkpoint(here):
         folder.mkdir(parents=True, exist_ok=True)
         if config is not None:
             (folder / "config.json").write_text(json.dumps(config))
-            (folder / "last.pt").touch()
-            os.utime(folder / "last.pt", (number, number))
+            name = "last-1.pt" if number == 1 else "last.pt"  # any checkpoint is enough
+            (folder / name).touch()
+            os.utime(folder / name, (number, number))
     assert latest_run("transformer_test") == Path(made[5][0])
     for newest in (7, 4, 3, 2, 1, 0):
         assert latest_run("resnet50_test") == Path(made[newest][0])
-        os.utime(here / made[newest][0] / "last.pt", (-newest, -newest))
-    os.utime(here / "runs/final/last.pt", (99, 99))
+        [path] = (here / made[newest][0]).glob("last*.pt")
+        os.utime(path, (-newest, -newest))
+    os.utime(here / "runs/final/last-1.pt", (99, 99))
     assert latest_run("resnet50_test") == Path("runs/final")

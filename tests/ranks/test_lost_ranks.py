@@ -1,0 +1,106 @@
+"""A process that has lost another one ends in time, with one line and exit code 1."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from multiprocessing import connection
+from pathlib import Path
+
+import ranks
+from conftest import each_of
+from distributed.world import lost_peer_reason
+
+JOB = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+import errors
+from distributed.agreement import local_main_first
+from distributed.world import TimeLimits, init_world, new_group
+
+errors.LOST_PEER_SECONDS = 0.0
+
+def main():
+    with init_world("cpu", TimeLimits(start=3, step=1)) as world:
+        group = new_group()  # as an optimizer makes it
+        with local_main_first(world):
+            pass
+        dist.all_reduce(torch.ones(3), group=group)
+        world.first_step_done()
+        if world.rank == 1:
+            end(sys.argv[1])
+        dist.all_reduce(torch.ones(3), group=group)
+
+def end(how):
+    if how == "error":
+        raise errors.InputError("a broken image")
+    os.kill(os.getpid(), getattr(signal, how))
+
+sys.exit(errors.exit_code(main))
+"""
+
+
+@each_of(("how", "reason"), [("SIGSTOP", "no answer for 1 s"), ("SIGKILL", ""), ("error", "")])
+def test_a_rank_that_lost_another_one_ends_with_one_line(
+    how: str, reason: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / how
+    folder.mkdir()
+    (folder / "job.py").write_text(JOB)
+    job = ranks.start(ranks.torchrun(str(folder / "job.py"), how), folder, NGPU="2")
+    first = job.processes[0]
+    connection.wait([first.sentinel], timeout=60)
+    ranks.kill(job)
+    lines = (folder / "console.log").read_text().splitlines()
+    own = [line for line in lines if "broken image" not in line]
+    assert first.exitcode == 1
+    assert len(own) == 1, lines
+    assert own[0].startswith(f"error: rank 0 has lost another process ({reason}")
+    assert "--resume" in own[0]
+
+
+def test_a_rank_whose_peer_never_starts_ends_in_time(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    with ranks.rank_environments(2) as (environment, _):
+        command = ranks.script(str(tmp_path / "job.py"), "error")
+        job = ranks.start(command, tmp_path, **environment)
+        console = ranks.finish(job, tmp_path, expected=1)
+    assert "(no answer for 3 s, see --timeout)" in console.splitlines()[-1], console
+    assert "Traceback" not in console
+
+
+@each_of(
+    ("message", "reason"),
+    [
+        ("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:4", "Connection"),
+        ("[gloo/unbound_buffer.cc:78] Timed out waiting 2000ms for recv", "no answer for 2 s"),
+        ("NCCL error: remote process exited or there was a network error", "NCCL error"),
+        ("The size of tensor a (3) must match the size of tensor b (4)", ""),
+        ("op.preamble.length <= op.nbytes. 8 vs 4", ""),
+    ],
+)
+def test_only_a_lost_connection_is_told_as_one(message: str, reason: str) -> None:
+    assert lost_peer_reason(RuntimeError(message), 2.0).startswith(reason)
+    assert bool(lost_peer_reason(RuntimeError(message), 2.0)) == bool(reason)
+
+
+SIGNALLED = "--dataset digits --arch resnet8 --subset 0.2 --epochs 500 --threads 1 --out run"
+
+
+@each_of(("number", "size"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
+def test_a_signal_writes_a_checkpoint_and_leaves_with_130(
+    number: int, size: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / str(size)
+    words = ["resnet50_test.py", *SIGNALLED.split(), "--bs", str(32 // size)]
+    command = ranks.torchrun(*words) if size > 1 else ranks.script(*words)
+    job = ranks.start(command, folder, NGPU=str(size))
+    log = folder / "run" / "metrics.jsonl"
+    ranks.wait_for(lambda: log.exists() and "\n" in log.read_text(), job)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(job.processes[-1].pid, number)  # one rank tells the others
+    console = ranks.finish(job, folder, expected=130)
+    assert "last.pt is written, go on with --resume run" in console.splitlines()[-1]
+    assert "Traceback" not in console
