@@ -28,7 +28,7 @@ from backends import device, execution, nvidia_apex, onnx_runtime, torch_compat
 from backends.precision import Precision, choose_precision
 from cli.flags import WIRE_BITS, OptimizerChoice
 from cli.options import check_validation_set
-from cli.start_checks import check_processes, check_tracker_of_run, open_run_folder
+from cli.start_checks import check_tracker_of_run, open_run_folder
 from distributed import ddp, fsdp, sharded_checkpoint
 from distributed.comm_hooks import (
     ROUNDED_BITS,
@@ -102,21 +102,16 @@ class Data:
     model_mixes: bool = False
 
 
-def create_run(
-    args: Namespace, script: str, world: World, state: Mapping[str, Any] | None = None
-) -> Run:
+def create_run(args: Namespace, script: str, world: World) -> Run:
     """Settle threads, memory, precision and seed; nothing is written yet.
 
     Args:
         args: the flags.
         script: its name without .py.
         world: the ranks.
-        state: the checkpoint that the run goes on from, or None.
     Raises:
-        InputError: the ranks differ in flags, code or checkpoint, the tracker is not installed, or
-            the device does not support the precision.
+        InputError: the tracker is not installed, or the device does not support the precision.
     """
-    check_processes(args, world, state)
     check_tracker_of_run(args, world)
     onnx_runtime.silence_onnxruntime_notice()
     device.keep_freed_memory()
@@ -265,56 +260,14 @@ def create_optimizer(
     groups = optimizer_groups(name, model, args.weight_decay, skip=args.ngd_skip)
     if args.layer_decay < 1:
         groups = pretrained.decay_layers(model, groups, args.layer_decay)
-    settings = optimizer_settings(args, run.world).get(name, {})
-    return optimizers[name].make(groups, lr=scaled_lr(args, run.world), **settings)
-
-
-def optimizer_settings(args: Namespace, world: World) -> dict[str, dict[str, Any]]:
-    """The settings of each optimizer beside parameters and learning rate, from its flags."""
-    sgd = {"momentum": args.momentum, "nesterov": args.nesterov}
-    adam = {"betas": tuple(args.betas)}
-    with_adamw = {**sgd, **adam, "adamw_ratio": args.adamw_ratio}
-    kaldi_ngd = {
-        "rank": args.ngd_rank,
-        "alpha": args.ngd_alpha,
-        "eta": args.ngd_eta,
-        "update_period": args.ngd_period,
-        "max_dim": args.ngd_max_dim,
-    }
-    slamb = {
-        "compress_ratio": args.compress_ratio,
-        "warmup": args.compress_warmup,
-        "beta3": args.beta3,
-        "local_steps": args.local_steps,
-        "outer_lr": args.outer_lr,
-        "outer_momentum": args.outer_momentum,
-        "dense_steps": args.dense_steps,
-        "selection": args.selection,
-        "wire_dtype": OWN_WIRE_DTYPES[args.wire_dtype],
-        "wire_bits": WIRE_BITS.get(args.wire_dtype, 0),
-    }
-    demo = {
-        "topk": args.demo_topk,
-        "chunk": args.demo_chunk,
-        "decay": args.demo_decay,
-        "wire_dtype": OWN_WIRE_DTYPES[args.wire_dtype],
-    }
-    if args.optimizer == "slamb" and args.node_groups:
-        slamb["node_group"] = world.node_group()
-    return {
-        "sgd": sgd,
-        "adamw": adam,
-        "ngd": {**with_adamw, "rank": args.ngd_rank},
-        "kaldi_ngd": {**sgd, **kaldi_ngd},
-        "muon": with_adamw,
-        "lars": {**sgd, "trust_coefficient": args.trust_coefficient, "clip": args.larc},
-        "lamb": adam,
-        "slamb": {**adam, **slamb},
-        "demo": demo,
-        "apex_sgd": sgd,
-        "apex_lamb": adam,
-        "apex_larc": sgd,
-    }
+    choice = optimizers[name]
+    settings = {made: getattr(args, flag) for flag, made in choice.settings.items()}
+    if name in ("slamb", "demo"):
+        settings["wire_dtype"] = OWN_WIRE_DTYPES[args.wire_dtype]
+    if name == "slamb":
+        settings["wire_bits"] = WIRE_BITS.get(args.wire_dtype, 0)
+        settings["node_group"] = run.world.node_group() if args.node_groups else None
+    return choice.make(groups, lr=scaled_lr(args, run.world), **settings)
 
 
 def scaled_lr(args: Namespace, world: World) -> float:
@@ -596,7 +549,7 @@ def create_trainer_config(
         eval_every=args.eval_every,
         save_every=args.save_every,
         keep=args.keep,
-        save_in_background={"auto": None, "yes": True, "no": False}[args.save_in_background],
+        save_in_background=None,
         measure_noise_scale=args.noise_scale or args.dynamic_batch == "noise",
         time_compute=args.balance_workers and run.world.size > 1,
         record_cuda_graph=args.backend == "cudagraph",

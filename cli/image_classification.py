@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from argparse import BooleanOptionalAction, Namespace
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from cli.factory import (
     report_predictions,
     split_rows,
 )
-from cli.flags import Parser, number
+from cli.flag_parser import ON, Choice, Scope, ScriptParser, natural, number, switch
 from cli.start_checks import check_data
 from distributed.agreement import local_main_first
 from errors import InputError
@@ -56,101 +56,34 @@ def long_run_hint(args: Namespace, run: Run) -> str:
     return f"for a shorter run: {', '.join(remedies[:-1])}, or {remedies[-1]}"
 
 
-def add_flags(parser: Parser) -> None:
-    """Add the group 'images'."""
-    add = parser.group("images", after="data")
-    add(
-        "--arch",
-        aliases=("--model",),
-        default="resnet50",
-        metavar="NAME",
-        help=f"Train this network: {', '.join(image_models.ARCHITECTURES)}, or any classifier of "
-        "torchvision, or timm:NAME where timm is installed (default %(default)s).",
-        common=True,
-    )
-    fine_tuning.add_flags(
-        add,
-        "FILE|DEFAULT",
-        "Begin with these weights: a run folder or .pt file of this project, a .safetensors or "
-        "state_dict file, or DEFAULT, those of torchvision or timm.",
-    )
-    add(
-        "--image_size",
-        type=number(int, 0, LARGEST_IMAGE_SIZE),
-        default=0,
-        metavar="PIXELS",
-        help="Scale images to this many pixels a side; 0 keeps the data set's own size, and is 32 "
-        "for folder (default %(default)s).",
-        common=True,
-    )
-    add(
-        "--augment",
-        choices=("standard", "none"),
-        default="standard",
-        help="Crop and flip training images at random (standard), or leave them as they are "
-        "(none) (default %(default)s).",
-        common=True,
-    )
-    add(
-        "--crop_pad",
-        type=number(int, 0, LARGEST_PAD),
-        metavar="PIXELS",
-        help="Crop training images at random out of images with so many pixels added on each side "
-        "(default 4 for cifar10 and folder, 2 for mnist, 1 for digits).",
-    )
-    add(
-        "--crop_fill",
-        choices=("black", "reflect"),
-        default="black",
-        help="The pixels that are added before a crop are black, or the image's own reflected at "
-        "its edges (default %(default)s).",
-    )
-    add(
-        "--alternate_flip",
-        action=BooleanOptionalAction,
-        default=False,
-        help="Mirror a random half of the training images in even epochs and the other half in odd "
-        "ones, instead of a new half in each epoch (default off).",
-    )
-    add(
-        "--small_epochs",
-        type=number(int, 0),
-        default=0,
-        metavar="N",
-        help="Scale training images down to --small_size in the first N epochs, which are faster "
-        "(default %(default)s).",
-    )
-    add(
-        "--small_size",
-        type=number(int, 1, LARGEST_IMAGE_SIZE),
-        default=24,
-        metavar="PIXELS",
-        help="Scale images of --small_epochs to this many pixels a side (default %(default)s).",
-    )
-    add(
-        "--small_stages",
-        type=number(int, 1, MOST_SMALL_STAGES),
-        default=1,
-        metavar="N",
-        help="Divide --small_epochs into N stages of about equal length, whose images grow evenly "
-        "from --small_size towards their own size: 16 and 24 pixels of 32 in two stages (default "
-        "%(default)s).",
-    )
-    add(
-        "--test_views",
-        choices=VIEWS,
-        default="none",
-        help="After the last epoch, and with --evaluate, average the outputs for a test image and "
-        "its mirror image (mirror), or for these two and both shifted by a pixel up and left, and "
-        "down and right (mirror_shift) (default %(default)s).",
-    )
-    add(
-        "--resident",
-        choices=("auto", "yes", "no"),
-        default="auto",
-        help="Keep all pixels on the device (yes), decode them again in each epoch (no), or keep "
-        "them if they fit (auto) (default %(default)s).",
-    )
+# fmt: off
+def add_flags(parser: ScriptParser) -> None:
+    """Declare the flags of images."""
+    add = parser.group("images")
+    small = {"small_epochs": ON}
+    add("--arch", str, "resnet50", f"network: {', '.join(image_models.ARCHITECTURES)}, a "
+        "classifier of torchvision, or timm:NAME", metavar="NAME", common=True)
+    fine_tuning.add_flags(parser.group("images"), "FILE|DEFAULT", "first weights: a run folder or "
+        ".pt file, a .safetensors or state_dict file, or DEFAULT, those of torchvision or timm")
+    add("--image_size", number(int, 0, LARGEST_IMAGE_SIZE), 0, "pixels a side to which images are "
+        "scaled; 0 is the data set's own size, 32 for folder", metavar="PIXELS", common=True)
+    add("--augment", Choice(["standard", "none"]), "standard", "random crops and flips of training "
+        "images", common=True)
+    add("--crop_pad", number(int, 0, LARGEST_PAD), None, "pixels added on each side before a crop "
+        "(default 4 for cifar10 and folder, 2 for mnist, 1 for digits)", metavar="PIXELS")
+    add("--crop_fill", Choice(["black", "reflect"]), "black", "what these pixels are")
+    add("--alternate_flip", switch, False, "mirroring of one half of the images in even epochs and "
+        "of the other in odd ones")
+    add("--small_epochs", natural, 0, "first epochs, with smaller images", metavar="N")
+    add("--small_size", number(int, 1, LARGEST_IMAGE_SIZE), 24, "pixels a side of their images",
+        metavar="PIXELS", only_with=small)
+    add("--small_stages", number(int, 1, MOST_SMALL_STAGES), 1, "stages in which their images grow "
+        "evenly from --small_size: 16 and 24 pixels of 32 in two", metavar="N", only_with=small)
+    add("--test_views", Choice(VIEWS), "none", "views of a test image over which outputs are "
+        "averaged at the end: itself and its mirror image, also shifted by a pixel")
+    add("--resident", Choice(["auto", "yes", "no"]), "auto", "all pixels on the device, or decoded "
+        "in each epoch; auto keeps them if they fit", scope=Scope.NODE)
+# fmt: on
 
 
 def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -> Data:
