@@ -276,6 +276,10 @@ class FlagParser(argparse.ArgumentParser):
         self.foreign = foreign or {}
         self.suggested: list[str] = []  # further flags that the same command line may have
 
+    def group(self, title: str) -> Callable[..., Any]:
+        """Return `add_argument` of a group with this title."""
+        return self.add_argument_group(title).add_argument
+
     def translate(self, arguments: Iterable[str]) -> list[str]:
         """Replace hyphens and foreign names of flags, and leave values as they are.
 
@@ -368,7 +372,7 @@ class ScriptParser(FlagParser):
         self._groups: dict[str, argparse._ArgumentGroup] = {}
         self._actions_of: dict[str, argparse.Action] = {}
 
-    def group(self, title: str) -> Callable[..., None]:
+    def group(self, title: str) -> Callable[..., Any]:
         """Return what declares flags of a group, `declare` with its title."""
         return partial(self.declare, title)
 
