@@ -36,15 +36,40 @@ SCRIPT = "resnet50_test"
 OPTIMIZERS = {  # values of --optimizer: how it is made, and its defaults; docs/recipes.md has more
     "sgd": OptimizerChoice(fused_sgd, flags.SGD, lr=0.1, weight_decay=5e-4, nesterov=True),
     "adamw": OptimizerChoice(fused_adamw, flags.ADAM, lr=3e-3, weight_decay=0.05),
-    "ngd": OptimizerChoice(NGD, flags.NGD, lr=0.08, weight_decay=0.05, nesterov=True, momentum=0.6),
-    "kaldi_ngd": OptimizerChoice(KaldiNGD, flags.KALDI, lr=0.4, weight_decay=5e-4, nesterov=True),
-    "muon": OptimizerChoice(
-        Muon, flags.MUON, lr=0.08, weight_decay=0.05, nesterov=True, momentum=0.6
+    "ngd": OptimizerChoice(
+        NGD,
+        flags.WITH_ADAMW,
+        lr=0.08,
+        weight_decay=0.05,
+        nesterov=True,
+        momentum=0.6,
+        own=("rank", "adamw_ratio"),
     ),
-    "lars": OptimizerChoice(LARS, flags.LARS, lr=1.0, weight_decay=5e-4, nesterov=True),
+    "kaldi_ngd": OptimizerChoice(
+        KaldiNGD,
+        flags.SGD,
+        lr=0.4,
+        weight_decay=5e-4,
+        nesterov=True,
+        own=("rank", "alpha", "eta", "update_period", "max_dim"),
+    ),
+    "muon": OptimizerChoice(
+        Muon,
+        flags.WITH_ADAMW,
+        lr=0.08,
+        weight_decay=0.05,
+        nesterov=True,
+        momentum=0.6,
+        own=("adamw_ratio",),
+    ),
+    "lars": OptimizerChoice(
+        LARS, flags.SGD, lr=1.0, weight_decay=5e-4, nesterov=True, own=("trust_coefficient", "clip")
+    ),
     "lamb": OptimizerChoice(LAMB, flags.ADAM, lr=0.01, weight_decay=0.01),
-    "slamb": OptimizerChoice(SLAMB, flags.SLAMB, lr=0.01, weight_decay=0.01),
-    "demo": OptimizerChoice(DeMo, flags.DEMO, lr=1e-3, weight_decay=0.05),
+    "slamb": OptimizerChoice(
+        SLAMB, flags.SLAMB, lr=0.01, weight_decay=0.01, own=("beta3", "selection")
+    ),
+    "demo": OptimizerChoice(DeMo, {}, lr=1e-3, weight_decay=0.05, own=("topk", "chunk", "decay")),
     **APEX_OPTIMIZERS,
 }
 BATCH_RULES = {  # values of --dynamic_batch: how the batch size of the next epoch is chosen

@@ -36,16 +36,39 @@ OPTIMIZERS = {  # values of --optimizer: how it is made, and its defaults; docs/
     "sgd": OptimizerChoice(fused_sgd, flags.SGD, lr=0.02, weight_decay=5e-4, nesterov=True),
     "adamw": OptimizerChoice(fused_adamw, flags.ADAM, lr=1e-4, weight_decay=0.05),
     "ngd": OptimizerChoice(
-        NGD, flags.NGD, lr=0.016, weight_decay=0.05, nesterov=True, momentum=0.6
+        NGD,
+        flags.WITH_ADAMW,
+        lr=0.016,
+        weight_decay=0.05,
+        nesterov=True,
+        momentum=0.6,
+        own=("rank", "adamw_ratio"),
     ),
-    "kaldi_ngd": OptimizerChoice(KaldiNGD, flags.KALDI, lr=0.02, weight_decay=5e-4, nesterov=True),
+    "kaldi_ngd": OptimizerChoice(
+        KaldiNGD,
+        flags.SGD,
+        lr=0.02,
+        weight_decay=5e-4,
+        nesterov=True,
+        own=("rank", "alpha", "eta", "update_period", "max_dim"),
+    ),
     "muon": OptimizerChoice(
-        Muon, flags.MUON, lr=0.008, weight_decay=0.05, nesterov=True, momentum=0.6
+        Muon,
+        flags.WITH_ADAMW,
+        lr=0.008,
+        weight_decay=0.05,
+        nesterov=True,
+        momentum=0.6,
+        own=("adamw_ratio",),
     ),
-    "lars": OptimizerChoice(LARS, flags.LARS, lr=1.0, weight_decay=5e-4, nesterov=True),
+    "lars": OptimizerChoice(
+        LARS, flags.SGD, lr=1.0, weight_decay=5e-4, nesterov=True, own=("trust_coefficient", "clip")
+    ),
     "lamb": OptimizerChoice(LAMB, flags.ADAM, lr=4e-3, weight_decay=0.01),
-    "slamb": OptimizerChoice(SLAMB, flags.SLAMB, lr=4e-3, weight_decay=0.01),
-    "demo": OptimizerChoice(DeMo, flags.DEMO, lr=3e-4, weight_decay=0.05),
+    "slamb": OptimizerChoice(
+        SLAMB, flags.SLAMB, lr=4e-3, weight_decay=0.01, own=("beta3", "selection")
+    ),
+    "demo": OptimizerChoice(DeMo, {}, lr=3e-4, weight_decay=0.05, own=("topk", "chunk", "decay")),
     **APEX_OPTIMIZERS,
 }
 BATCH_RULES = {  # values of --dynamic_batch: how the batch size of the next epoch is chosen

@@ -35,7 +35,6 @@ CORRECTED = {"grad_compress": ("powersgd", *ROUNDED_BITS)}
 COMPRESSED = {"grad_compress": ON}
 NOISE = ({"noise_scale": ON}, {"dynamic_batch": ("noise",)})
 EXCHANGES = (OWN_EXCHANGE, MEETING)
-WHEN = ({"batch_growth": ON}, {"batch_milestones": ON}, {"replace_decay": ON})
 
 # flags, what each of them is not supported with, and a sentence that says why and what to do
 CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
@@ -43,7 +42,7 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     ([OWN_EXCHANGE], [{"sync": Not(("sync",))}],
      "the optimizer communicates by itself; leave it out"),
     ([OWN_EXCHANGE], [COMPRESSED], "the optimizer communicates by itself; use --compress_ratio or "
-     "--demo_topk"),
+     "--opt_args topk"),
     ([{"sync": ("lag",)}], [CORRECTED], "what compression left would come a step late; use fp16 or "
      "bf16"),
     ([MEETING], [COMPRESSED], "it sends weights, not gradients; leave --grad_compress out"),
@@ -60,15 +59,10 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
      "it needs the gradients as they are; use --grad_compress none, fp16 or bf16"),
     ([{"replace_decay": ON}], [{"dynamic_batch": Not(("increase",))}],
      "it is a way to let the batch grow; use --dynamic_batch increase"),
-    ([{"replace_decay": ON}], [{"dynamic_lr": ON}],
-     "it scales the rate with the batch itself; leave --dynamic_lr out"),
-    (WHEN[:2], [{"dynamic_batch": Not(("increase", "decrease"))}],
-     "it says when a batch changes; use --dynamic_batch increase or decrease"),
-    (WHEN[:1], WHEN[1:], "both say when the batch changes; choose one"),
-    (WHEN[1:2], WHEN[2:], "both say when the batch changes; choose one"),
-    # ---- mixing
-    ([{"mixup_weight": Not((None,))}], [{"mixup": Not(("mixup", "intra"))}],
-     "only mixup and intra draw a weight that it can replace; use one of them"),
+    ([{"batch_milestones": ON}], [{"dynamic_batch": Not(("increase", "decrease"))}],
+     "they say when a batch changes; use --dynamic_batch increase or decrease"),
+    ([{"batch_milestones": ON}], [{"replace_decay": ON}],
+     "both say when the batch changes; choose one"),
     # ---- weights in shards
     ([SHARDED], [NOT_TORCH, {"sync": Not(("sync",))}, CORRECTED, META, *NOISE, {"ema": ON}],
      "each process holds only a part of every layer; use --parallel ddp, or --optimizer sgd or "

@@ -16,6 +16,7 @@ suggestion.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import enum
 import math
@@ -97,6 +98,17 @@ class Choice:
         hint = self.hint(text) if self.hint else ""
         advice = f"; {hint}" if hint else did_you_mean(text, self.shown)
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(self.shown)}{advice}")
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """An argparse type: NAME=VALUE, where the value is a number, true, false or a word."""
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise argparse.ArgumentTypeError(f"write NAME=VALUE, got {text!r}")
+    for convert in (int, float):
+        with contextlib.suppress(ValueError):
+            return name.replace("-", "_"), convert(value)
+    return name.replace("-", "_"), {"true": True, "false": False}.get(value.lower(), value)
 
 
 def switch(text: str) -> bool:
@@ -207,7 +219,7 @@ class Flag:
         text = self.help
         if choices := self.choices(installed_only=installed_only):
             text += f": {', '.join(choices)}"
-        if self.default not in (None, "", []):
+        if self.default not in (None, "", [], {}):
             text += f" (default {format_default(self.default)})"
         return text
 
@@ -254,8 +266,8 @@ class FlagParser(argparse.ArgumentParser):
         description: text above the flags, printed as it is.
         usage: what follows the name of the program in the first line.
         foreign: names of other projects, with underscores: the flag that they mean, as
-            '--backend=compile' where they stand for one of its values; or a sentence that says what
-            there is instead.
+            '--backend=compile' where they stand for one of its values, '--opt_args=rank=' for a
+            setting of a part; or a sentence that says what there is instead.
         add_help: whether to add argparse's --help.
     """
 
@@ -298,7 +310,10 @@ class FlagParser(argparse.ArgumentParser):
             is_flag = name.startswith("--")
             if not argument.strip() or (is_flag and equals and not value.strip()):
                 raise InputError(f"{flag}the value is empty; give one, or leave the flag out")
-            translated.append(f"{self.own_name(name)}{equals}{value}" if is_flag else argument)
+            own = self.own_name(name) if is_flag else name
+            if own.endswith("="):  # a setting of a part
+                equals, value = "", value if equals else next(remaining, "")
+            translated.append(f"{own}{equals}{value}")
         return translated
 
     def own_name(self, name: str) -> str:
@@ -340,6 +355,13 @@ class FlagParser(argparse.ArgumentParser):
             return f"{name}: there is no such flag; leave {positive} out"
         guess = did_you_mean(name, [*own, *self.foreign, *self.suggested])
         return f"{name}: there is no such flag{guess or '; see --help'}"
+
+
+class MergeSettings(argparse.Action):
+    """--opt_args rank=16 --opt_args eta=0.1 are one dictionary."""
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **dict(values)})
 
 
 class ShowHelp(argparse.Action):
@@ -412,6 +434,8 @@ class ScriptParser(FlagParser):
         settings: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if type is not switch:
             settings = {"type": type, "nargs": flag.nargs, "metavar": flag.metavar or None}
+            if type is setting:
+                settings["action"] = MergeSettings
             if flag.nargs == "?":
                 settings["const"] = ""
         if group not in self._groups:
@@ -424,6 +448,10 @@ class ScriptParser(FlagParser):
             **settings,
         )
         self._show_help_of([flag.dest])
+
+    def declare_settings(self, group: str, name: str, help: str) -> None:
+        """Declare a flag that takes NAME=VALUE, which `cli.settings` checks, several times."""
+        self.declare(group, name, setting, {}, help, nargs="+", metavar="NAME=VALUE")
 
     def format_help(self, *, everything: bool = False) -> str:
         """Return the text of --help: of the common flags, or of all."""

@@ -16,14 +16,10 @@ from typing import Any
 
 import torch
 
-import dynamic_batch
-import mixup
 from backends import execution, nvidia_apex, onnx_runtime, precision, torch_compat
 from cli.flag_parser import (
-    OFF,
     ON,
     Choice,
-    Not,
     Scope,
     ScriptParser,
     below_one,
@@ -40,7 +36,6 @@ from cli.foreign_names import FOREIGN
 from distributed import comm_hooks, fsdp
 from distributed.world import TimeLimits
 from optimizers import schedules
-from optimizers.demo import LARGEST_CHUNK
 from training.tracking import TRACKERS
 
 MAX_THREADS = 1024  # of a process; some thousands take minutes to start
@@ -55,6 +50,7 @@ class OptimizerChoice:
         make: called as make(parameter_groups, lr=..., **settings).
         settings: its flags, and the parameters of `make` that they set.
         lr, weight_decay, nesterov, momentum: where the command line does not give them.
+        own: its settings of --opt_args.
     """
 
     make: Callable[..., torch.optim.Optimizer]
@@ -63,29 +59,19 @@ class OptimizerChoice:
     weight_decay: float
     nesterov: bool = False
     momentum: float = 0.9
+    own: Sequence[str] = ()
 
 
 SGD = {name: name for name in ("momentum", "nesterov")}
 ADAM = {"betas": "betas"}
-MUON = {**SGD, **ADAM, "adamw_ratio": "adamw_ratio"}
-NGD = {**MUON, "ngd_rank": "rank"}
-KALDI = {
-    **SGD,
-    "ngd_rank": "rank",
-    "ngd_alpha": "alpha",
-    "ngd_eta": "eta",
-    "ngd_period": "update_period",
-    "ngd_max_dim": "max_dim",
-}
-LARS = {**SGD, "trust_coefficient": "trust_coefficient", "larc": "clip"}
+WITH_ADAMW = {**SGD, **ADAM}
 SLAMB = {
     **ADAM,
     "compress_ratio": "compress_ratio",
     "compress_warmup": "warmup",
-    **{name: name for name in ("beta3", "selection", "local_steps", "dense_steps")},
-    **{name: name for name in ("outer_lr", "outer_momentum")},
+    "local_steps": "local_steps",
+    "dense_steps": "dense_steps",
 }
-DEMO = {"demo_topk": "topk", "demo_chunk": "chunk", "demo_decay": "decay"}
 
 
 class Parser(ScriptParser):
@@ -224,19 +210,12 @@ def add_training(parser: ScriptParser) -> None:
 def add_mixing(parser: ScriptParser, mixing: Sequence[str]) -> None:
     """Declare the flags of mixing; `mixing` are the values of --mixup."""
     add = parser.group("mixing of samples")
-    meta = {"mixup": ("meta",)}
-    weighted = {"mixup": Not((*OFF, "meta")), "mixup_weight": OFF}
     add("--mixup", Choice(mixing, hint=mixup_hint), "none", "how pairs of samples and of their "
         "labels are mixed; --meta_learning stands for --mixup meta, which learns it", common=True)
     add("--alpha", positive, 0.99, "strength: weights are drawn from Beta(A, A)", metavar="A",
-        only_with=[weighted, {**meta, "meta_policy": ("beta",)}], common=True)
-    add("--mixup_weight", number(float, 0, 1), None, "weight of each sample against its partner, "
-        "in place of a drawn one", metavar="F")
-    add("--meta_policy", Choice(mixup.POLICIES), "pair", "what is learned for each pair of "
-        "classes, a weight or a Beta distribution", only_with=meta)
-    add("--meta_every", count, 16, "steps between two updates of the policy", metavar="STEPS",
-        only_with=meta)
-    add("--meta_lr", positive, 0.1, "learning rate of the policy", metavar="RATE", only_with=meta)
+        only_with={"mixup": ON}, common=True)
+    parser.declare_settings("mixing of samples", "--mixup_args", "how samples are mixed: weight of "
+        "mixup and intra; policy, every and lr of meta")
 
 
 def add_optimizer(parser: ScriptParser, optimizers: Mapping[str, OptimizerChoice]) -> None:
@@ -264,47 +243,16 @@ def add_optimizer(parser: ScriptParser, optimizers: Mapping[str, OptimizerChoice
         f"--momentum is 0)", only_with=users("nesterov"))
     add("--betas", below_one, [0.9, 0.999], "decays of the first and second moments of Adam",
         nargs=2, metavar="B", only_with=users("betas"))
-    add("--trust_coefficient", positive, 0.001, "share of its weights by which a step changes a "
-        "layer, times --lr", metavar="F", only_with=users("trust_coefficient"))
-    add("--larc", switch, False, "limit of a layer's learning rate to --lr",
-        only_with=users("larc"))
-
-    add = parser.group("natural gradient")
-    add("--ngd_rank", count, 32, "rank of the preconditioner, at most half of a matrix side",
-        metavar="N", only_with=users("ngd_rank"))
-    add("--adamw_ratio", not_negative, 0.075, "share of --lr of AdamW, which trains embeddings, "
-        "biases, norms and the classifier", metavar="F", only_with=users("adamw_ratio"))
-    add("--ngd_alpha", positive, 4.0, "smoothing; larger values are closer to SGD", metavar="A",
-        only_with=users("ngd_alpha"))
-    add("--ngd_eta", number(float, 1e-06, 0.999), 0.1, "weight of a new gradient in the estimates",
-        metavar="F", only_with=users("ngd_eta"))
-    add("--ngd_period", count, 4, "steps between two updates of an estimate", metavar="STEPS",
-        only_with=users("ngd_period"))
-    add("--ngd_max_dim", count, 4096, "longest axis with an estimate, such as that of a vocabulary",
-        metavar="N", only_with=users("ngd_max_dim"))
-    add("--ngd_skip", str, [], "words in the names of parameters that stay under AdamW, or under "
-        "SGD within kaldi_ngd", nargs="+", metavar="WORD",
-        only_with={"optimizer": ("ngd", "kaldi_ngd", "muon")})
+    parser.declare_settings("optimizer", "--opt_args", "further settings of the optimizer, such as "
+        "rank=16; docs/flags.md lists them")
 
     add = parser.group("SLAMB")
     add("--compress_ratio", fraction, 0.1, "share of the momentum that a step sends", metavar="F",
         only_with=users("compress_ratio"))
     add("--compress_warmup", fraction, [0.5, 0.5, 0.2], "these shares in the first epochs instead; "
         "none without a value", nargs="*", metavar="F", only_with=users("compress_warmup"))
-    add("--beta3", number(float, 0, 1), 0.99, "decay of the trust in momentum that is not sent",
-        metavar="F", only_with=users("beta3"))
-    add("--selection", Choice(["block", "random"]), "block", "what is sent, rows of 64 weights or "
-        "single weights", only_with=users("selection"))
     add("--node_groups", switch, False, "whole gradients within a node, momentum between nodes",
         only_with={"optimizer": ("slamb",)})
-
-    add = parser.group("DeMo")
-    add("--demo_topk", count, 32, "elements of the momentum's cosine transform that a chunk sends",
-        metavar="N", only_with=users("demo_topk"))
-    add("--demo_chunk", number(int, 1, LARGEST_CHUNK), 64, "largest side of a chunk", metavar="N",
-        only_with=users("demo_chunk"))
-    add("--demo_decay", number(float, 0, 1), 0.999, "decay of the momentum that stays", metavar="F",
-        only_with=users("demo_decay"))
 
 
 def add_schedule(parser: ScriptParser) -> None:
@@ -320,16 +268,10 @@ def add_schedule(parser: ScriptParser) -> None:
         "run, at most 5; 0 for onecycle and cyclic)", metavar="EPOCHS", common=True)
     add("--gamma", positive, 0.1, "factor of the rate at a change; inverse divides by 1 + F x "
         "epochs", metavar="F", only_with=of("step", "multistep", "exponential", "inverse"))
-    add("--step_size", count, 30, "epochs between two changes; of a rise or fall of cyclic",
-        metavar="EPOCHS", only_with=of("step", "cyclic"))
     add("--milestones", count, [30, 40], "epochs of the changes", nargs="+", metavar="EPOCH",
         only_with=of("multistep"))
-    add("--power", positive, 1.0, "exponent of what is left of the run", metavar="P",
-        only_with=of("polynomial"))
-    add("--lr_end", number(float, 0, 1), 0.0, "last rate, as a share of --lr", metavar="F",
-        only_with=of("cosine", "polynomial"))
-    add("--peak", number(float, 1, 1000000.0), 5.0, "highest rate, as a multiple of --lr",
-        metavar="F", only_with=of("onecycle", "cyclic"))
+    parser.declare_settings("learning rate", "--lr_args", "further settings of the schedule, such "
+        "as power=2 or end=0.1")
     add("--lr_scaling", Choice(["none", "linear", "sqrt"]), "none", "scaling of --lr by the global "
         "batch / --base_bs, or its square root")
     add("--base_bs", count, 128, "global batch, in samples, for which --lr was tuned", metavar="N",
@@ -382,20 +324,13 @@ def add_communication(parser: ScriptParser) -> None:
     add("--wire_dtype", Choice(["bf16", "fp16", "fp32", *WIRE_BITS]), "bf16", "format of what is "
         "sent; int8 and int4 are for SLAMB's momentum",
         only_with=[slamb, {"optimizer": ("demo",)}, diloco])
-    add("--outer_lr", positive, None, "multiple of their mean change by which weights move when "
-        "they meet (default 0.7 for diloco, 1 for SLAMB)", metavar="RATE",
-        only_with=[slamb, diloco])
-    add("--outer_momentum", below_one, None, "momentum of this move (default 0.9 for diloco, 0 for "
-        "SLAMB)", metavar="F", only_with=[slamb, diloco])
-    add("--fragments", count, 1, "parts in which the weights meet, one after the other",
-        metavar="N", only_with=diloco)
+    parser.declare_settings("communication", "--sync_args", "lr, momentum and fragments of diloco")
 
 
 def add_batches(parser: ScriptParser, batch_rules: Collection[str]) -> None:
     """Declare the flags of batches that change; `batch_rules` are the values of --dynamic_batch."""
     add = parser.group("batches that change (sizes over all processes)")
-    changing, loss = {"dynamic_batch": ON}, {"dynamic_batch": ("loss",)}
-    progress = {**loss, "loss_rule": ("progress",)}
+    changing = {"dynamic_batch": ON}
     add("--dynamic_batch", Choice(batch_rules), "none", "rule by which the batch changes from "
         "epoch to epoch", common=True)
     add("--min_bs", count, None, "smallest batch (default the first; a sixteenth of it for "
@@ -407,21 +342,11 @@ def add_batches(parser: ScriptParser, batch_rules: Collection[str]) -> None:
         only_with={"processes": ON}, common=True)
     add("--micro_bs", count, None, "most samples at once on a device (default --bs on CPUs, what "
         "fits on GPUs)", metavar="N")
-    add("--batch_factor", number(float, 1, open_low=True), 2.0, "factor of a change", metavar="F",
-        only_with={**changing, "batch_growth": OFF, "replace_decay": OFF})
     add("--batch_milestones", count, None, "epochs of the changes (default one half and three "
         "quarters of the run)", nargs="+", metavar="EPOCH")
-    add("--batch_growth", number(float, 1, open_low=True), None, "factor of a change after each "
-        "epoch, in place of milestones", metavar="F")
     add("--replace_decay", switch, False, "growth where --lr_schedule would lower the rate")
-    add("--dynamic_lr", Choice(["none", "linear", "sqrt"]), "none", "scaling of the rate with the "
-        "batch", only_with=changing)
-    add("--loss_rule", Choice(dynamic_batch.LOSS_RULES), "progress", "what loss follows: the "
-        "progress of the training loss, or a score of loss and time", only_with=loss)
-    add("--loss_window", number(int, 2), 5, "epochs over which progress is measured",
-        metavar="EPOCHS", only_with=progress)
-    add("--loss_threshold", not_negative, 10.0, "thousandths of progress or score at which the "
-        "batch grows", metavar="P", only_with=loss)
+    parser.declare_settings("batches that change (sizes over all processes)", "--batch_args",
+        "further settings of the rule, such as factor=1.5 or lr=sqrt")
 
 
 def add_run(parser: ScriptParser) -> None:

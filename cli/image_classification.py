@@ -22,7 +22,7 @@ from cli.factory import (
     report_predictions,
     split_rows,
 )
-from cli.flag_parser import ON, Choice, Scope, ScriptParser, natural, number, switch
+from cli.flag_parser import Choice, Scope, ScriptParser, natural, number
 from cli.start_checks import check_data
 from distributed.agreement import local_main_first
 from errors import InputError
@@ -39,9 +39,7 @@ from training.predictions import Sample
 
 MODEL_FLAGS = ("arch",)  # which weights must share with the model
 WHITENING_ROWS = 1000  # images whose patches are enough for the first layer of VGG8
-LARGEST_PAD = 127  # pixels; the offset of a crop is kept in a byte
 LARGEST_IMAGE_SIZE = 4096  # pixels a side; a batch of larger images fits into no memory
-MOST_SMALL_STAGES = 4  # a model is compiled for each size of images, and torch limits how often
 
 
 def long_run_hint(args: Namespace, run: Run) -> str:
@@ -60,7 +58,6 @@ def long_run_hint(args: Namespace, run: Run) -> str:
 def add_flags(parser: ScriptParser) -> None:
     """Declare the flags of images."""
     add = parser.group("images")
-    small = {"small_epochs": ON}
     add("--arch", str, "resnet50", f"network: {', '.join(image_models.ARCHITECTURES)}, a "
         "classifier of torchvision, or timm:NAME", metavar="NAME", common=True)
     fine_tuning.add_flags(parser.group("images"), "FILE|DEFAULT", "first weights: a run folder or "
@@ -69,16 +66,9 @@ def add_flags(parser: ScriptParser) -> None:
         "scaled; 0 is the data set's own size, 32 for folder", metavar="PIXELS", common=True)
     add("--augment", Choice(["standard", "none"]), "standard", "random crops and flips of training "
         "images", common=True)
-    add("--crop_pad", number(int, 0, LARGEST_PAD), None, "pixels added on each side before a crop "
-        "(default 4 for cifar10 and folder, 2 for mnist, 1 for digits)", metavar="PIXELS")
-    add("--crop_fill", Choice(["black", "reflect"]), "black", "what these pixels are")
-    add("--alternate_flip", switch, False, "mirroring of one half of the images in even epochs and "
-        "of the other in odd ones")
     add("--small_epochs", natural, 0, "first epochs, with smaller images", metavar="N")
-    add("--small_size", number(int, 1, LARGEST_IMAGE_SIZE), 24, "pixels a side of their images",
-        metavar="PIXELS", only_with=small)
-    add("--small_stages", number(int, 1, MOST_SMALL_STAGES), 1, "stages in which their images grow "
-        "evenly from --small_size: 16 and 24 pixels of 32 in two", metavar="N", only_with=small)
+    parser.declare_settings("images", "--augment_args", "pad, fill (black or reflect) and "
+        "alternate of crops and flips; small_size and small_stages of --small_epochs")
     add("--test_views", Choice(VIEWS), "none", "views of a test image over which outputs are "
         "averaged at the end: itself and its mirror image, also shifted by a pixel")
     add("--resident", Choice(["auto", "yes", "no"]), "auto", "all pixels on the device, or decoded "
@@ -161,50 +151,41 @@ def create_augmentation(args: Namespace, size: int, channels: int) -> Augmentati
     Raises:
         InputError: a flag does not fit the data set or another flag.
     """
-    standard = AUGMENTATIONS[args.dataset]
-    if not standard.flip and (args.alternate_flip or args.test_views != "none"):
+    standard, settings = AUGMENTATIONS[args.dataset], args.augment_args
+    if not standard.flip and (settings.get("alternate") or args.test_views != "none"):
         raise InputError(
-            f"--alternate_flip and --test_views mirror images, and those of {args.dataset} mean "
-            "something else then; leave them out"
+            f"--augment_args alternate and --test_views mirror images, and those of {args.dataset} "
+            "mean something else then; leave them out"
         )
-    if args.small_epochs and args.small_size > size:
+    if args.small_epochs and settings["small_size"] > size:
         raise InputError(
-            f"--small_size {args.small_size}: images have only {size} pixels a side; give fewer"
+            f"--augment_args small_size={settings['small_size']}: images have only {size} pixels a "
+            "side; give fewer"
         )
-    if args.small_epochs and args.small_stages > args.small_epochs:
+    if args.small_epochs and settings["small_stages"] > args.small_epochs:
         raise InputError(
-            f"--small_stages {args.small_stages}: there are only {args.small_epochs} "
-            "--small_epochs, and a stage has at least one; give fewer"
+            f"--augment_args small_stages={settings['small_stages']}: there are only "
+            f"{args.small_epochs} --small_epochs, and a stage has at least one; give fewer"
         )
     if args.augment == "none":
-        if args.alternate_flip or args.crop_pad or args.crop_fill != "black":
-            raise InputError(
-                "--alternate_flip, --crop_pad and --crop_fill change the standard augmentation; "
-                "leave them or --augment none out"
-            )
         standard = Augmentation(pad=0, flip=False)
-    pad = standard.pad if args.crop_pad is None else args.crop_pad
-    if args.crop_fill == "reflect" and not 0 < pad < size:
+    given = {name: value for name, value in settings.items() if value is not None}
+    try:
+        augmentation = dataclasses.replace(standard, small_epochs=args.small_epochs, **given)
+    except ValueError as error:
+        raise InputError(f"--augment_args: {error}") from None
+    if augmentation.fill == "reflect" and not 0 < augmentation.pad < size:
         raise InputError(
-            f"--crop_fill reflect: of {size} pixels a side 1 to {size - 1} can be reflected, not "
-            f"{pad}; give another --crop_pad"
+            f"--augment_args fill=reflect: of {size} pixels a side 1 to {size - 1} can be "
+            f"reflected, not {augmentation.pad}; give another pad"
         )
-    augmentation = dataclasses.replace(
-        standard,
-        pad=pad,
-        reflect=args.crop_fill == "reflect",
-        alternate=args.alternate_flip,
-        small_epochs=args.small_epochs,
-        small_size=args.small_size,
-        small_stages=args.small_stages,
-    )
     for smaller in sorted({augmentation.size_of_epoch(n, size) for n in range(args.small_epochs)}):
         if not image_models.takes_smaller_images(
             args.arch, smaller, channels=channels, image_size=size
         ):
             raise InputError(
                 f"--small_epochs {args.small_epochs}: --arch {args.arch} cannot take images of "
-                f"{smaller} pixels a side; change --small_size or --small_stages, or leave "
+                f"{smaller} pixels a side; change small_size or small_stages, or leave "
                 "--small_epochs out"
             )
     return augmentation

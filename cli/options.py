@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from backends import torch_compat
-from cli import compatibility
-from cli.flag_parser import Scope, switch
+from cli import compatibility, settings
+from cli.flag_parser import Scope, setting, switch
 from cli.flags import OptimizerChoice, Parser
 from cli.yaml_file import LONGEST_EXCERPT, excerpt, read_yaml
 from distributed.worker import is_restarted, launcher_id
@@ -35,7 +35,6 @@ METADATA = {  # by script: what its checkpoints hold for inference beside the cl
 }
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 META_VAL_FRACTION = 0.05  # held out for --mixup meta where the command line does not say
-SLAMB_OUTER, DILOCO_OUTER = (1.0, 0.0), (0.7, 0.9)  # --outer_lr and --outer_momentum
 WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmup is not given
 
 
@@ -66,11 +65,13 @@ def parse(
         values |= restored_flags(state["flags"], parser)
         check_supported(values | given, parser, source=f"{source} {path}")
     if command_line.recipe:
-        values |= parser.given(recipe_arguments(command_line.recipe, parser))
-    args = Namespace(**values | given)
+        recipe = parser.given(recipe_arguments(command_line.recipe, parser))
+        values = settings.merged(values, recipe, parser)
+    args = Namespace(**settings.merged(values, given, parser))
     for name, value in computed_defaults(args, parser.optimizers[args.optimizer]).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    settings.complete(args, parser)
     if path is not None and args.out is None:
         args.out = str(path if path.is_dir() else path.parent)
     validate(args, script, resumed=state is not None)
@@ -144,15 +145,12 @@ def computed_defaults(chosen: Namespace, optimizer: OptimizerChoice) -> dict[str
     """
     rises_by_itself = chosen.lr_schedule in ("onecycle", "cyclic")
     warmup = 0.0 if rises_by_itself else min(WARMUP_SHARE * chosen.epochs, LONGEST_WARMUP)
-    outer_lr, outer_momentum = SLAMB_OUTER if chosen.optimizer == "slamb" else DILOCO_OUTER
     return {
         "lr": optimizer.lr,
         "weight_decay": optimizer.weight_decay,
         "momentum": optimizer.momentum,
         "nesterov": optimizer.nesterov and chosen.momentum != 0,
         "warmup": warmup,
-        "outer_lr": outer_lr,
-        "outer_momentum": outer_momentum,
         "val_fraction": META_VAL_FRACTION if chosen.mixup == "meta" else 0.0,
     }
 
@@ -303,7 +301,7 @@ def recipe_arguments(recipe: str, parser: Parser) -> list[str]:
         for name, value in values_by_name.items():
             words = flag_arguments(str(name), value, parser)
             flag = parser.find(str(name))
-            if words and flag is not None:
+            if words and flag is not None and flag.type is not setting:
                 other = spellings.setdefault(flag.name, str(name))
                 if other != str(name):
                     raise InputError(f"{other} and {name} are the same flag; leave one out")
@@ -330,12 +328,16 @@ def flag_arguments(name: str, value: Any, parser: Parser) -> list[str]:
         raise InputError(parser.explain_unknown(f"--{name}"))
     if flag.scope is Scope.START:
         raise InputError(f"{name}: a recipe cannot hold this flag; give it on the command line")
+    if own.endswith("="):
+        return [f"{own}{value}"]
     if flag.type is switch or "=" in own:
         if not isinstance(value, bool):
             raise InputError(f"--{name}: must be true or false, got {excerpt(value)}")
         if value or "=" in own:
             return [own] if value else []
         return [flag.name if own.startswith("--no-") else f"--no-{own[2:]}"]
+    if isinstance(value, dict) and flag.type is setting:
+        return [own, *(f"{key}={each}" for key, each in value.items())]
     if isinstance(value, bool):
         return [own, word_of_boolean(name, value, flag.choices())]
     values = value if isinstance(value, list) else [value]

@@ -46,7 +46,7 @@ from training.pretrained import SavedModel
 from training.run_log import RunLog
 
 # which weights must share with the model
-MODEL_FLAGS = ("width", "depth", "heads", "mlp_width", "max_len", "positions", "pooling")
+MODEL_FLAGS = ("width", "depth", "max_len", "model_args")
 
 
 def long_run_hint(args: Namespace, run: Run) -> str:
@@ -85,14 +85,11 @@ def add_flags(parser: ScriptParser) -> None:
         "file, or a .safetensors file of --export")
     add("--width", count, 128, "features of a token", metavar="N", common=True)
     add("--depth", count, 2, "encoder blocks", metavar="N", common=True)
-    add("--heads", count, 4, "attention heads of a block, which divide --width", metavar="N")
-    add("--mlp_width", count, 512, "hidden units of the feed-forward layers", metavar="N")
+    parser.declare_settings("Transformer", "--model_args", "heads, mlp_width, positions (learned "
+        "or sinusoidal) and pooling (mean or cls)")
     add("--dropout", below_one, 0.3, "share of embeddings and outputs of blocks that is dropped",
         metavar="F", common=True)
     add("--token_dropout", below_one, 0.5, "share of the tokens that is hidden", metavar="F")
-    add("--positions", Choice(["learned", "sinusoidal"]), "learned", "position embeddings")
-    add("--pooling", Choice(["mean", "cls"]), "mean", "what is classified: the mean of all tokens, "
-        "or a token of its own in front of them")
     add("--mix_at", Choice(["pooled", "tokens"]), "pooled", "what --mixup mixes: what the "
         "classifier sees, or the embeddings of tokens", only_with={"mixup": ON})
     add("--prior", Choice(["none", "naive_bayes"]), "none", "scores of the tokens, counted on the "
@@ -206,24 +203,20 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
     Raises:
         InputError: --width and --heads do not go together.
     """
-    if args.width % args.heads or args.width % 2:
-        raise InputError(
-            f"--width {args.width}: must be even and divisible by --heads {args.heads}"
-        )
+    heads = args.model_args["heads"]
+    if heads < 1 or args.width % heads or args.width % 2:
+        raise InputError(f"--width {args.width}: must be even and divisible by {heads} heads")
     model = Transformer(
         tokenization.load_tokenizer(metadata["tokenizer"]).get_vocab_size(),
         len(metadata["classes"]),
         width=args.width,
         depth=args.depth,
-        heads=args.heads,
-        mlp_width=args.mlp_width,
         max_len=metadata["max_len"],
         dropout=args.dropout,
         token_dropout=args.token_dropout,
-        positions=args.positions,
-        pooling=args.pooling,
         prior=metadata["prior"],
         mix_at=args.mix_at,
+        **args.model_args,
     )
     if args.freeze:
         pretrained.freeze_all_but_classifier(model)

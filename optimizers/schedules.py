@@ -26,6 +26,13 @@ SCHEDULES = (
     "onecycle",
     "cyclic",
 )
+SETTINGS = {  # of those that have some beside gamma and milestones
+    "step": ("step_size",),
+    "polynomial": ("power", "end"),
+    "cosine": ("end",),
+    "onecycle": ("peak",),
+    "cyclic": ("peak", "step_size"),
+}
 # as of torch.optim.lr_scheduler.OneCycleLR
 ONECYCLE_START = 1 / 25  # first rate / peak
 ONECYCLE_RISE = 0.3  # share of the run in which the rate rises
@@ -71,6 +78,13 @@ class Schedule:
     power: float = 1.0
     end: float = 0.0
     peak: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not (self.step_size >= 1 and self.power > 0 and 0 <= self.end <= 1 and self.peak >= 1):
+            raise ValueError(
+                f"step_size={self.step_size} and peak={self.peak} must be at least 1, "
+                f"power={self.power} above 0, end={self.end} from 0 to 1"
+            )
 
     def __call__(self, progress: float, step: float = 0.0) -> float:
         """Returns the multiple of --lr.
