@@ -376,8 +376,9 @@ def create_batch_sampler(
     rule = rules[args.dynamic_batch]
     change: dict[str, Any] = {}
     if rule is not None:
-        low, high = batch_limits(args, base, ranks=world.size, rows=rows)
         settings = dict(args.batch_args)
+        given = settings.pop("min"), settings.pop("max")
+        low, high = batch_limits(args, given, base, ranks=world.size, rows=rows)
         with refused_as("--batch_args"):
             power = dynamic_batch.lr_power(settings.pop("lr"))
             if args.replace_decay and power:
@@ -399,11 +400,14 @@ def create_batch_sampler(
     )
 
 
-def batch_limits(args: Namespace, base: int, *, ranks: int, rows: int) -> tuple[int, int]:
+def batch_limits(
+    args: Namespace, given: tuple[Any, Any], base: int, *, ranks: int, rows: int
+) -> tuple[int, int]:
     """The smallest and the largest global batch of --dynamic_batch, in samples.
 
     Args:
         args: the flags.
+        given: the limits of --batch_args, or None.
         base: the first global batch.
         ranks: how many share it.
         rows: of the training set.
@@ -412,15 +416,15 @@ def batch_limits(args: Namespace, base: int, *, ranks: int, rows: int) -> tuple[
     """
     kind, smallest = args.dynamic_batch, MIN_RANK_ROWS * ranks
     if kind == "decrease":
-        low = args.min_bs or max(base // 16, smallest)
-        high = args.max_bs or base
+        low = given[0] or max(base // 16, smallest)
+        high = given[1] or base
     else:
-        low = args.min_bs or base
-        high = args.max_bs or min(16 * base, max(rows // 8, base))
+        low = given[0] or base
+        high = given[1] or min(16 * base, max(rows // 8, base))
     if not smallest <= low <= high <= rows:
         raise InputError(
-            f"--dynamic_batch {kind}: batches from {low} to {high} samples; --min_bs must be at "
-            f"least {smallest} and at most --max_bs, and that at most the {rows} training samples"
+            f"--dynamic_batch {kind}: batches from {low} to {high} samples; --batch_args min must "
+            f"be at least {smallest} and at most max, and that at most the {rows} training samples"
         )
     return low, high
 

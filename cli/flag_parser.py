@@ -313,6 +313,8 @@ class FlagParser(argparse.ArgumentParser):
             own = self.own_name(name) if is_flag else name
             if own.endswith("="):  # a setting of a part
                 equals, value = "", value if equals else next(remaining, "")
+                if not value.strip():
+                    raise InputError(f"{flag}the value is empty; give one, or leave the flag out")
             translated.append(f"{own}{equals}{value}")
         return translated
 
@@ -322,11 +324,14 @@ class FlagParser(argparse.ArgumentParser):
         Raises:
             InputError: there is no such flag, and a sentence says what there is instead.
         """
-        name = f"--{name[2:].replace('-', '_')}"
-        no = "no-" if name.startswith("--no_") else ""
-        own = self.foreign.get(f"--{name[5:]}" if no else name, name)
+        spelling = f"--{name[2:].replace('-', '_')}"
+        no = "no-" if spelling.startswith("--no_") else ""
+        own = self.foreign.get(f"--{spelling[5:]}" if no else spelling, spelling)
         if not own.startswith("--"):
             raise InputError(f"{name}: there is no such flag; {own}")
+        if no and "=" in own:
+            flag = own.partition("=")[0]
+            raise InputError(f"{name}: there is no such flag; give {flag} another value")
         return f"--{no}{own.removeprefix('--').removeprefix('no_')}"
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]
@@ -354,7 +359,7 @@ class FlagParser(argparse.ArgumentParser):
         if name.startswith("--no-") and (positive := f"--{name[5:]}") in own:
             return f"{name}: there is no such flag; leave {positive} out"
         guess = did_you_mean(name, [*own, *self.foreign, *self.suggested])
-        return f"{name}: there is no such flag{guess or '; see --help'}"
+        return f"{name}: there is no such flag{guess or '; --help all prints all flags'}"
 
 
 class MergeSettings(argparse.Action):

@@ -195,8 +195,7 @@ def add_training(parser: ScriptParser) -> None:
     add("--bs --batch_size -b", count, 128, "samples of a process in one forward and backward pass",
         dest="batch_size", metavar="N", common=True)
     add("--epoch --epochs", count, 50, "length of the run", dest="epochs", metavar="N", common=True)
-    add("--accumulate", count, 1, "batches whose gradients are added up for a step", metavar="K",
-        common=True)
+    add("--accumulate", count, 1, "batches whose gradients are added up for a step", metavar="K")
     add("--label_smoothing", below_one, 0.0, "share of each label that is spread over all classes",
         metavar="F", common=True)
     add("--ema", below_one, 0.0, "decay, such as 0.999, of a moving average of the weights, which "
@@ -330,23 +329,18 @@ def add_communication(parser: ScriptParser) -> None:
 def add_batches(parser: ScriptParser, batch_rules: Collection[str]) -> None:
     """Declare the flags of batches that change; `batch_rules` are the values of --dynamic_batch."""
     add = parser.group("batches that change (sizes over all processes)")
-    changing = {"dynamic_batch": ON}
     add("--dynamic_batch", Choice(batch_rules), "none", "rule by which the batch changes from "
         "epoch to epoch", common=True)
-    add("--min_bs", count, None, "smallest batch (default the first; a sixteenth of it for "
-        "decrease)", metavar="N", only_with=changing)
-    add("--max_bs", count, None, "largest batch (default 16 times the first, at most an eighth of "
-        "the training set; the first for decrease)", metavar="N", only_with=changing)
     add("--noise_scale", switch, False, "log of the gradient noise scale after each epoch")
     add("--balance_workers", switch, False, "shares of the batch in proportion to speed",
-        only_with={"processes": ON}, common=True)
+        only_with={"processes": ON})
     add("--micro_bs", count, None, "most samples at once on a device (default --bs on CPUs, what "
         "fits on GPUs)", metavar="N")
     add("--batch_milestones", count, None, "epochs of the changes (default one half and three "
         "quarters of the run)", nargs="+", metavar="EPOCH")
     add("--replace_decay", switch, False, "growth where --lr_schedule would lower the rate")
     parser.declare_settings("batches that change (sizes over all processes)", "--batch_args",
-        "further settings of the rule, such as factor=1.5 or lr=sqrt")
+        "further settings of the rule, such as max=4096, factor=1.5 or lr=sqrt")
 
 
 def add_run(parser: ScriptParser) -> None:

@@ -76,6 +76,10 @@ FOREIGN = {
     "--meta_policy": "--mixup_args=policy=",
     "--meta_every": "--mixup_args=every=",
     "--meta_lr": "--mixup_args=lr=",
+    "--min_bs": "--batch_args=min=",
+    "--max_bs": "--batch_args=max=",
+    "--width": "--model_args=width=",
+    "--depth": "--model_args=depth=",
     "--heads": "--model_args=heads=",
     "--mlp_width": "--model_args=mlp_width=",
     "--positions": "--model_args=positions=",
@@ -87,6 +91,7 @@ FOREIGN = {
     "--small_stages": "--augment_args=small_stages=",
     # ---- without a counterpart
     "--ngd_skip": "parameters are grouped by the network: optimizers/param_groups.py",
+    "--resident": "pixels stay on the device if they fit",
     "--save_in_background": "checkpoints are written at once",
     "--amp": "it is --precision bf16 or fp16",
     "--logging_steps": "it is --log_every, which takes seconds",

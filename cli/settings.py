@@ -32,7 +32,7 @@ def own(part: Callable[..., Any], *names: str) -> dict[str, Any]:
 
 
 SMALL = own(Augmentation, "small_size", "small_stages")
-BATCH = own(lr_power, "lr")
+BATCH = own(lr_power, "lr") | {"min": None, "max": None}
 PARTS: dict[str, tuple[str, Parts]] = {
     "lr_args": (
         "lr_schedule",
@@ -79,7 +79,7 @@ def settings_of(args: Namespace, parser: Parser) -> dict[str, tuple[str, Mapping
     if "model_args" in parser.flags:
         found["model_args"] = (
             "the Transformer",
-            own(Transformer, "heads", "mlp_width", "positions", "pooling"),
+            own(Transformer, "width", "depth", "heads", "mlp_width", "positions", "pooling"),
         )
     return found
 
@@ -119,7 +119,9 @@ def merged(values: Mapping[str, Any], given: Mapping[str, Any], parser: Parser) 
 
 
 def fits(value: Any, default: Any) -> bool:
-    """Whether a value is of the kind of a default; of None it is a number."""
+    """Whether a value is of the kind of a default; where that is None, a number or None."""
+    if value is None:
+        return default is None
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(value, bool) and isinstance(default, bool)
     if isinstance(default, int):

@@ -17,11 +17,12 @@ from cli.factory import (
     Run,
     load_weights,
     noisy_labels,
+    refused_as,
     report_own_data,
     report_predictions,
     split_rows,
 )
-from cli.flag_parser import OFF, ON, Choice, ScriptParser, below_one, count, number
+from cli.flag_parser import OFF, ON, Choice, ScriptParser, below_one, number
 from cli.start_checks import check_data
 from distributed.agreement import local_main_first
 from distributed.world import READ_SECONDS
@@ -46,14 +47,14 @@ from training.pretrained import SavedModel
 from training.run_log import RunLog
 
 # which weights must share with the model
-MODEL_FLAGS = ("width", "depth", "max_len", "model_args")
+MODEL_FLAGS = ("max_len", "model_args")
 
 
 def long_run_hint(args: Namespace, run: Run) -> str:
     """A line for the user of a run of many hours: what makes it shorter."""
     remedies = [
         "a part of the rows such as --subset 0.1",
-        "a smaller --max_len, --width or --depth",
+        "a smaller --max_len, or --model_args width=64 depth=1",
     ]
     if not args.recipe and args.dataset == "agnews":
         remedies.append("few epochs as in --recipe recipes/agnews.yaml")
@@ -83,17 +84,15 @@ def add_flags(parser: ScriptParser) -> None:
     add = parser.group("Transformer")
     fine_tuning.add_flags(add, "FILE", "first weights, and the tokenizer: a run folder, a .pt "
         "file, or a .safetensors file of --export")
-    add("--width", count, 128, "features of a token", metavar="N", common=True)
-    add("--depth", count, 2, "encoder blocks", metavar="N", common=True)
-    parser.declare_settings("Transformer", "--model_args", "heads, mlp_width, positions (learned "
-        "or sinusoidal) and pooling (mean or cls)")
+    parser.declare_settings("Transformer", "--model_args", "width, depth, heads, mlp_width, "
+        "positions (learned or sinusoidal) and pooling (mean or cls)")
     add("--dropout", below_one, 0.3, "share of embeddings and outputs of blocks that is dropped",
-        metavar="F", common=True)
+        metavar="F")
     add("--token_dropout", below_one, 0.5, "share of the tokens that is hidden", metavar="F")
     add("--mix_at", Choice(["pooled", "tokens"]), "pooled", "what --mixup mixes: what the "
         "classifier sees, or the embeddings of tokens", only_with={"mixup": ON})
     add("--prior", Choice(["none", "naive_bayes"]), "none", "scores of the tokens, counted on the "
-        "training set, that are added to the logits", common=True)
+        "training set, that are added to the logits")
 # fmt: on
 
 
@@ -201,23 +200,19 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
     """The Transformer on its device.
 
     Raises:
-        InputError: --width and --heads do not go together.
+        InputError: --model_args do not go together.
     """
-    heads = args.model_args["heads"]
-    if heads < 1 or args.width % heads or args.width % 2:
-        raise InputError(f"--width {args.width}: must be even and divisible by {heads} heads")
-    model = Transformer(
-        tokenization.load_tokenizer(metadata["tokenizer"]).get_vocab_size(),
-        len(metadata["classes"]),
-        width=args.width,
-        depth=args.depth,
-        max_len=metadata["max_len"],
-        dropout=args.dropout,
-        token_dropout=args.token_dropout,
-        prior=metadata["prior"],
-        mix_at=args.mix_at,
-        **args.model_args,
-    )
+    with refused_as("--model_args"):
+        model = Transformer(
+            tokenization.load_tokenizer(metadata["tokenizer"]).get_vocab_size(),
+            len(metadata["classes"]),
+            max_len=metadata["max_len"],
+            dropout=args.dropout,
+            token_dropout=args.token_dropout,
+            prior=metadata["prior"],
+            mix_at=args.mix_at,
+            **args.model_args,
+        )
     if args.freeze:
         pretrained.freeze_all_but_classifier(model)
     return model.to(run.world.device)

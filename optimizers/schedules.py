@@ -26,6 +26,7 @@ SCHEDULES = (
     "onecycle",
     "cyclic",
 )
+LARGEST_PEAK = 1e6
 SETTINGS = {  # of those that have some beside gamma and milestones
     "step": ("step_size",),
     "polynomial": ("power", "end"),
@@ -80,11 +81,14 @@ class Schedule:
     peak: float = 5.0
 
     def __post_init__(self) -> None:
-        if not (self.step_size >= 1 and self.power > 0 and 0 <= self.end <= 1 and self.peak >= 1):
-            raise ValueError(
-                f"step_size={self.step_size} and peak={self.peak} must be at least 1, "
-                f"power={self.power} above 0, end={self.end} from 0 to 1"
-            )
+        for problem, is_wrong in (
+            (f"step_size={self.step_size} must be at least 1", self.step_size < 1),
+            (f"power={self.power} must be above 0", self.power <= 0),
+            (f"end={self.end} must be from 0 to 1", not 0 <= self.end <= 1),
+            (f"peak={self.peak} must be at least 1", not 1 <= self.peak <= LARGEST_PEAK),
+        ):
+            if is_wrong:
+                raise ValueError(problem)
 
     def __call__(self, progress: float, step: float = 0.0) -> float:
         """Returns the multiple of --lr.

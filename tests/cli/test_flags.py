@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,14 @@ import resnet50_test
 import transformer_test
 from backends import nvidia_apex, onnx_runtime
 from benchmarks import bench
-from cli import factory, options
+from cli import options
 from cli.flag_parser import OFF, FlagParser
 from cli.flags import Parser
 from cli.foreign_names import FOREIGN
 from conftest import each_of
 from errors import InputError
 from figures import experiments
-from optimizers.schedules import SCHEDULES
+from optimizers.schedules import SCHEDULES, SETTINGS, Schedule
 from tuning import sweep
 
 SCRIPTS = {"resnet50_test": resnet50_test.parser, "transformer_test": transformer_test.parser}
@@ -96,11 +95,10 @@ def test_a_foreign_name_without_a_counterpart_says_what_there_is() -> None:
 
 
 def test_values_keep_their_hyphens() -> None:
-    arguments = ["--out", "my-run", "--data-dir=--odd-folder", "--ngd-skip", "a-b", "batch-size"]
+    arguments = ["--out", "my-run", "--data-dir=--odd-folder"]
     parsed = resnet50_test.parser().parse_args([*arguments, "--predict", "cat-1.png"])
     assert parsed.out == "my-run"
     assert parsed.data_dir == "--odd-folder"
-    assert parsed.ngd_skip == ["a-b", "batch-size"]
     assert parsed.predict == ["cat-1.png"]
     after = FlagParser()
     after.add_argument("--fast_mode", action="store_true")
@@ -118,7 +116,7 @@ def test_the_later_of_two_spellings_counts() -> None:
         assert parse(arguments) == {name: value}
 
 
-@each_of("name", ["recipe", "checkpoint", "out", "data_dir", "resume", "ngd_skip"])
+@each_of("name", ["recipe", "checkpoint", "out", "data_dir", "resume", "ngd_rank"])
 @each_of("empty", [["--{}", ""], ["--{}="], ["--{}", " "]])
 def test_an_empty_value_is_refused(name: str, empty: list[str]) -> None:
     arguments = [word.format(name) for word in empty]
@@ -201,8 +199,6 @@ def test_a_recipe_that_is_wrong_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_yes_and_no_of_a_recipe_mean_what_they_say(tmp_path: Path) -> None:
     for text, own in (
-        ("resident: no", "--resident no"),
-        ("resident: yes", "--resident yes"),
         ("augment: no", "--augment none"),
         ("mixup: off", "--mixup none"),
         ("nesterov: no", "--no-nesterov"),
@@ -283,30 +279,15 @@ def test_help_lists_only_choices_that_are_installed(monkeypatch: pytest.MonkeyPa
 # -------------------------------------------------------------------- flags without effect
 
 UNUSED = [  # a flag, what gives it an effect ('' is nothing), and what it is to say without
-    ("--small_size 16", "--small_epochs 2", "without --small_epochs"),
-    ("--small_stages 2", "--small_epochs 2", "without --small_epochs"),
     ("--alpha 0.2", "--mixup cutmix", "without --mixup"),
-    ("--alpha=0.2 --mixup meta", "--meta_policy beta", "without --mixup or --meta_policy beta"),
-    ("--alpha 0.2 --mixup mixup --mixup_weight 0.5", "", "without "),
-    ("--meta_lr 0.1", "--meta_learning", "without --mixup meta"),
-    ("--meta_every 3 --mixup mixup", "--mixup meta", "without --mixup meta"),
     ("--no-nesterov --optimizer lamb", "--optimizer sgd", ""),
     ("--nesterov --optimizer lamb", "--optimizer sgd", "without --optimizer sgd, ngd, "),
     ("--betas 0.9 0.99", "--optimizer adamw", "without --optimizer adamw, ngd, muon, lamb or sl"),
-    ("--ngd_rank 16", "--ngd", "without --optimizer ngd or kaldi_ngd"),
-    ("--ngd_skip conv1", "--ngd", "without --optimizer ngd, kaldi_ngd or muon"),
-    ("--step_size 3", "--lr_schedule cyclic", "without --lr_schedule step or cyclic"),
+    ("--gamma 0.3", "--lr_schedule step", "without --lr_schedule step, multistep, exponential or"),
     ("--base_bs 64", "--lr_scaling sqrt", "without --lr_scaling"),
     ("--powersgd_rank 4", "--grad_compress powersgd", "without --grad_compress powersgd"),
     ("--local_steps 20", "--sync local", "without --optimizer slamb or --sync local or diloco"),
-    ("--outer_lr 0.5", "--sync diloco", "without --optimizer slamb or --sync diloco"),
     ("--wire_dtype fp16", "--optimizer demo", "without --optimizer slamb, --optimizer demo or"),
-    ("--fragments 2 --sync local", "--sync diloco", "without --sync diloco"),
-    ("--min_bs 16", "--dynamic_batch noise", "without --dynamic_batch"),
-    ("--dynamic_lr sqrt", "--dynamic_batch loss", "without --dynamic_batch"),
-    ("--batch_factor 4 --dynamic_batch increase --batch_growth 2", "", "with --batch_growth 2"),
-    ("--loss_window 2", "--dynamic_batch loss", "without --dynamic_batch loss"),
-    ("--loss_window 2 --dynamic_batch loss --loss_rule score", "", "without --loss_rule progress"),
 ]
 
 
@@ -374,22 +355,34 @@ def test_the_settings_of_an_optimizer_are_parameters_of_it() -> None:
 
 
 def test_a_schedule_has_the_settings_that_are_said_to_have_an_effect() -> None:
-    others = {"gamma": 0.5, "step_size": 2, "milestones": [2], "power": 2.0, "lr_end": 0.1}
+    others = {"step_size": 2, "power": 2.0, "end": 0.1, "peak": 3.0}
 
     def check(schedule: str) -> None:
-        parser = resnet50_test.parser()
-        words = ["--epochs", "40", "--lr_schedule", schedule]
-        args, _ = options.parse(parser, "resnet50_test", words)
-        for name, value in {**others, "peak": 3.0}.items():
-            other = Namespace(**{**vars(args), name: value})
-            curves = [
-                [factory.create_lr_schedule(each)(epoch) for epoch in range(40)]
-                for each in (args, other)
-            ]
-            is_used = not parser.flags[name].why_unused(args)
-            assert (curves[0] != curves[1]) == is_used, name
+        def curve(**settings: float) -> list[float]:
+            shape = Schedule(schedule, 40, gamma=0.5, milestones=[3], **settings)  # type: ignore[arg-type]
+            return [shape(epoch) for epoch in range(40)]
+
+        for name, value in others.items():
+            assert (curve() != curve(**{name: value})) == (name in SETTINGS.get(schedule, ())), name
 
     conftest.for_each([(schedule,) for schedule in SCHEDULES], check)
+
+
+# -------------------------------------------------------------------- settings of parts
+
+
+def test_settings_reach_their_part_and_are_complete_in_the_run(tmp_path: Path) -> None:
+    words = "--ngd --opt-args rank=4 --opt_args adamw_ratio=1e-2 --ngd_rank 5".split()
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words)
+    assert args.opt_args == {"rank": 5, "adamw_ratio": 0.01}
+    (tmp_path / "a.yaml").write_text("ngd: true\nopt_args: {rank: 7}\nalternate_flip: true\n")
+    words = f"--recipe {tmp_path / 'a.yaml'} --opt_args adamw_ratio=0.5".split()
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words)
+    assert args.opt_args == {"rank": 7, "adamw_ratio": 0.5}
+    assert args.augment_args["alternate"] is True
+    words = f"--recipe {tmp_path / 'a.yaml'} --optimizer lars".split()
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words)
+    assert args.opt_args.keys() == {"trust_coefficient", "clip"}, "other optimizer, other settings"
 
 
 # -------------------------------------------------------------------- suggestions
