@@ -82,6 +82,9 @@ def begin_with_weights(
     """
     for name in flags:
         given, own = saved.flags.get(name), getattr(args, name)
+        if isinstance(own, dict):
+            given = " ".join(f"{k}={v}" for k, v in (given or {}).items() if own.get(k) != v)
+            own = "others" if given else ""
         if given is not None and given != own:
             raise InputError(
                 f"--weights {args.weights}: is of a model of --{name} {given}; give that flag "
