@@ -224,6 +224,40 @@ def at_milestones(factor: float, epochs: Sequence[int]) -> Callable[[int], float
     return lambda epoch: factor ** bisect_right(milestones, epoch)
 
 
+def schedule_growth(
+    milestones: Sequence[int], *, grows: bool, factor: float = 2.0, growth: float | None = None
+) -> Callable[[int], float]:
+    """The multiple of increase and decrease.
+
+    Args:
+        milestones: epochs at which the batch changes.
+        grows: whether it grows.
+        factor: of a change at a milestone, above 1.
+        growth: factor of a change after each epoch, in place of milestones.
+    Raises:
+        ValueError: a factor is not above 1.
+    """
+    if not min(factor, growth or factor) > 1:
+        raise ValueError("factor and growth must be above 1")
+    if growth is not None:
+        return every_epoch(growth if grows else 1 / growth)
+    return at_milestones(factor if grows else 1 / factor, milestones)
+
+
+def lr_power(lr: str = "none") -> float:
+    """The power of the batch with which the learning rate changes.
+
+    Args:
+        lr: 'none', 'linear' or 'sqrt'.
+    Raises:
+        ValueError: it is another word.
+    """
+    powers = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
+    if lr not in powers:
+        raise ValueError(f"lr={lr} must be none, linear or sqrt")
+    return powers[lr]
+
+
 def every_epoch(factor: float) -> Callable[[int], float]:
     """Return the multiple factor ** epoch."""
     return lambda epoch: factor**epoch
@@ -287,6 +321,10 @@ class ByLoss:
         threshold: float = 10.0,
         window: int = 5,
     ) -> None:
+        if kind not in LOSS_RULES:
+            raise ValueError(f"kind={kind} must be one of {', '.join(LOSS_RULES)}")
+        if not (factor > 1 and threshold >= 0 and window >= 2):
+            raise ValueError("factor must be above 1, threshold at least 0, window at least 2")
         self.kind = kind
         self.factor = factor
         self.threshold = threshold
@@ -332,6 +370,8 @@ class ByNoise:
     """
 
     def __init__(self, factor: float = 2.0) -> None:
+        if not factor > 1:
+            raise ValueError(f"factor={factor} must be above 1")
         self.factor = factor
         self.noise: float | None = None
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 import sys
 
 import mixup
-from cli import factory, image_classification, options, unused_flags
+from cli import factory, flags, image_classification, options
 from cli.apex_optimizers import APEX_OPTIMIZERS
 from cli.flags import OptimizerChoice, Parser, shared_parser
+from cli.start_checks import check_processes
 from distributed.world import TimeLimits, init_world
 from dynamic_batch import ByLoss, ByNoise, Scheduled
 from errors import exit_code
@@ -33,15 +34,42 @@ from slamb import LAMB, SLAMB
 
 SCRIPT = "resnet50_test"
 OPTIMIZERS = {  # values of --optimizer: how it is made, and its defaults; docs/recipes.md has more
-    "sgd": OptimizerChoice(fused_sgd, lr=0.1, weight_decay=5e-4, nesterov=True),
-    "adamw": OptimizerChoice(fused_adamw, lr=3e-3, weight_decay=0.05, has_momentum=False),
-    "ngd": OptimizerChoice(NGD, lr=0.08, weight_decay=0.05, nesterov=True, momentum=0.6),
-    "kaldi_ngd": OptimizerChoice(KaldiNGD, lr=0.4, weight_decay=5e-4, nesterov=True),
-    "muon": OptimizerChoice(Muon, lr=0.08, weight_decay=0.05, nesterov=True, momentum=0.6),
-    "lars": OptimizerChoice(LARS, lr=1.0, weight_decay=5e-4, nesterov=True),
-    "lamb": OptimizerChoice(LAMB, lr=0.01, weight_decay=0.01, has_momentum=False),
-    "slamb": OptimizerChoice(SLAMB, lr=0.01, weight_decay=0.01, has_momentum=False),
-    "demo": OptimizerChoice(DeMo, lr=1e-3, weight_decay=0.05, has_momentum=False),
+    "sgd": OptimizerChoice(fused_sgd, flags.SGD, lr=0.1, weight_decay=5e-4, nesterov=True),
+    "adamw": OptimizerChoice(fused_adamw, flags.ADAM, lr=3e-3, weight_decay=0.05),
+    "ngd": OptimizerChoice(
+        NGD,
+        flags.WITH_ADAMW,
+        lr=0.08,
+        weight_decay=0.05,
+        nesterov=True,
+        momentum=0.6,
+        own=("rank", "adamw_ratio"),
+    ),
+    "kaldi_ngd": OptimizerChoice(
+        KaldiNGD,
+        flags.SGD,
+        lr=0.4,
+        weight_decay=5e-4,
+        nesterov=True,
+        own=("rank", "alpha", "eta", "update_period", "max_dim"),
+    ),
+    "muon": OptimizerChoice(
+        Muon,
+        flags.WITH_ADAMW,
+        lr=0.08,
+        weight_decay=0.05,
+        nesterov=True,
+        momentum=0.6,
+        own=("adamw_ratio",),
+    ),
+    "lars": OptimizerChoice(
+        LARS, flags.SGD, lr=1.0, weight_decay=5e-4, nesterov=True, own=("trust_coefficient", "clip")
+    ),
+    "lamb": OptimizerChoice(LAMB, flags.ADAM, lr=0.01, weight_decay=0.01),
+    "slamb": OptimizerChoice(
+        SLAMB, flags.SLAMB, lr=0.01, weight_decay=0.01, own=("beta3", "selection")
+    ),
+    "demo": OptimizerChoice(DeMo, {}, lr=1e-3, weight_decay=0.05, own=("topk", "chunk", "decay")),
     **APEX_OPTIMIZERS,
 }
 BATCH_RULES = {  # values of --dynamic_batch: how the batch size of the next epoch is chosen
@@ -55,23 +83,23 @@ BATCH_RULES = {  # values of --dynamic_batch: how the batch size of the next epo
 
 def parser() -> Parser:
     """The shared flags and those of images."""
-    parser = shared_parser(
+    return shared_parser(
         __doc__,
         datasets=list(AUGMENTATIONS),
         optimizers=OPTIMIZERS,
         mixing=mixup.KINDS,
         batch_rules=BATCH_RULES,
+        add_own=image_classification.add_flags,
     )
-    image_classification.add_flags(parser)
-    return parser
 
 
 def main() -> None:
     """What a run is made of, from its flags to its last epoch."""
-    args, checkpoint = options.parse(parser(), SCRIPT)
-    unused_flags.warn(parser(), args)
+    script_parser = parser()
+    args, checkpoint = options.parse(script_parser, SCRIPT)
     with init_world(args.device, TimeLimits(*args.timeout)) as world:
-        run = factory.create_run(args, SCRIPT, world, checkpoint)
+        check_processes(args, script_parser, world, checkpoint)
+        run = factory.create_run(args, SCRIPT, world)
         if checkpoint and args.predict:
             return image_classification.predict(args, run, checkpoint)
         if checkpoint and args.export:

@@ -10,10 +10,11 @@ report_result(run, trainer.fit(checkpoint))
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from backends import device, execution, nvidia_apex, onnx_runtime, torch_compat
 from backends.precision import Precision, choose_precision
 from cli.flags import WIRE_BITS, OptimizerChoice
 from cli.options import check_validation_set
-from cli.start_checks import check_processes, check_tracker_of_run, open_run_folder
+from cli.start_checks import check_tracker_of_run, open_run_folder
 from distributed import ddp, fsdp, sharded_checkpoint
 from distributed.comm_hooks import (
     ROUNDED_BITS,
@@ -72,6 +73,15 @@ OWN_WIRE_DTYPES = {
 }
 
 
+@contextlib.contextmanager
+def refused_as(flag: str) -> Iterator[None]:
+    """Turn a part's refusal of its settings into the line of the flag that gave them."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(f"{flag}: {error}") from None
+
+
 # -------------------------------------------------------------------- run and data
 
 
@@ -102,21 +112,16 @@ class Data:
     model_mixes: bool = False
 
 
-def create_run(
-    args: Namespace, script: str, world: World, state: Mapping[str, Any] | None = None
-) -> Run:
+def create_run(args: Namespace, script: str, world: World) -> Run:
     """Settle threads, memory, precision and seed; nothing is written yet.
 
     Args:
         args: the flags.
         script: its name without .py.
         world: the ranks.
-        state: the checkpoint that the run goes on from, or None.
     Raises:
-        InputError: the ranks differ in flags, code or checkpoint, the tracker is not installed, or
-            the device does not support the precision.
+        InputError: the tracker is not installed, or the device does not support the precision.
     """
-    check_processes(args, world, state)
     check_tracker_of_run(args, world)
     onnx_runtime.silence_onnxruntime_notice()
     device.keep_freed_memory()
@@ -262,57 +267,18 @@ def create_optimizer(
         raise InputError(f"--optimizer {name}: {reason}; ours is --optimizer {ours}")
     if name == "muon" and (reason := torch_compat.unavailable_reason("muon")):
         raise InputError(f"--optimizer muon {reason}; ours is --optimizer ngd")
-    groups = optimizer_groups(name, model, args.weight_decay, skip=args.ngd_skip)
+    groups = optimizer_groups(name, model, args.weight_decay)
     if args.layer_decay < 1:
         groups = pretrained.decay_layers(model, groups, args.layer_decay)
-    settings = optimizer_settings(args, run.world).get(name, {})
-    return optimizers[name].make(groups, lr=scaled_lr(args, run.world), **settings)
-
-
-def optimizer_settings(args: Namespace, world: World) -> dict[str, dict[str, Any]]:
-    """The settings of each optimizer beside parameters and learning rate, from its flags."""
-    sgd = {"momentum": args.momentum, "nesterov": args.nesterov}
-    adam = {"betas": tuple(args.betas)}
-    with_adamw = {**sgd, **adam, "adamw_ratio": args.adamw_ratio}
-    kaldi_ngd = {
-        "rank": args.ngd_rank,
-        "alpha": args.ngd_alpha,
-        "eta": args.ngd_eta,
-        "update_period": args.ngd_period,
-        "max_dim": args.ngd_max_dim,
-    }
-    slamb = {
-        "compress_ratio": args.compress_ratio,
-        "warmup": args.compress_warmup,
-        "beta3": args.beta3,
-        "local_steps": args.local_steps,
-        "dense_steps": args.dense_steps,
-        "selection": args.selection,
-        "wire_dtype": OWN_WIRE_DTYPES[args.wire_dtype],
-        "wire_bits": WIRE_BITS.get(args.wire_dtype, 0),
-    }
-    demo = {
-        "topk": args.demo_topk,
-        "chunk": args.demo_chunk,
-        "decay": args.demo_decay,
-        "wire_dtype": OWN_WIRE_DTYPES[args.wire_dtype],
-    }
-    if args.optimizer == "slamb" and args.node_groups:
-        slamb["node_group"] = world.node_group()
-    return {
-        "sgd": sgd,
-        "adamw": adam,
-        "ngd": {**with_adamw, "rank": args.ngd_rank},
-        "kaldi_ngd": {**sgd, **kaldi_ngd},
-        "muon": with_adamw,
-        "lars": {**sgd, "trust_coefficient": args.trust_coefficient, "clip": args.larc},
-        "lamb": adam,
-        "slamb": {**adam, **slamb},
-        "demo": demo,
-        "apex_sgd": sgd,
-        "apex_lamb": adam,
-        "apex_larc": sgd,
-    }
+    choice = optimizers[name]
+    settings = {made: getattr(args, flag) for flag, made in choice.settings.items()}
+    if name in ("slamb", "demo"):
+        settings["wire_dtype"] = OWN_WIRE_DTYPES[args.wire_dtype]
+    if name == "slamb":
+        settings["wire_bits"] = WIRE_BITS.get(args.wire_dtype, 0)
+        settings["node_group"] = run.world.node_group() if args.node_groups else None
+    with refused_as("--opt_args"):
+        return choice.make(groups, lr=scaled_lr(args, run.world), **settings, **args.opt_args)
 
 
 def scaled_lr(args: Namespace, world: World) -> float:
@@ -331,17 +297,15 @@ def create_lr_schedule(args: Namespace) -> Schedule:
     Raises:
         InputError: --gamma above 1 would let it grow beyond all limits.
     """
-    schedule = Schedule(
-        args.lr_schedule,
-        args.epochs,
-        warmup=args.warmup,
-        gamma=args.gamma,
-        step_size=args.step_size,
-        milestones=args.milestones,
-        power=args.power,
-        end=args.lr_end,
-        peak=args.peak,
-    )
+    with refused_as("--lr_args"):
+        schedule = Schedule(
+            args.lr_schedule,
+            args.epochs,
+            warmup=args.warmup,
+            gamma=args.gamma,
+            milestones=args.milestones,
+            **args.lr_args,
+        )
     try:
         is_moderate = args.gamma <= 1 or schedule(args.epochs - 1) <= LARGEST_LR_FACTOR
     except OverflowError:
@@ -377,18 +341,17 @@ def create_loss(
     mixed = partial(
         MixedCrossEntropy, model_mixes=data.model_mixes, label_smoothing=args.label_smoothing
     )
+    settings = dict(args.mixup_args)
     if args.mixup != "meta":
-        draw = partial(sample_mix, args.mixup, alpha=args.alpha, weight=args.mixup_weight)
-        return mixed(draw), None
-    classes = len(data.metadata["classes"])
-    meta = meta_mixup(
-        classes, args.meta_policy, alpha=args.alpha, lr=args.meta_lr, device=run.world.device
-    )
+        return mixed(partial(sample_mix, args.mixup, alpha=args.alpha, **settings)), None
+    classes, every = len(data.metadata["classes"]), settings.pop("every")
+    with refused_as("--mixup_args"):
+        meta = meta_mixup(classes, alpha=args.alpha, device=run.world.device, **settings)
     loss_fn = mixed(lambda labels, **size: meta.mix(labels))
     held_out = HeldOutBatches(
         data.eval_sets["val"], args.batch_size, seed=args.seed + 2, world=run.world
     )
-    return loss_fn, MetaMixupStep(meta, loss_fn, held_out=held_out, every=args.meta_every)
+    return loss_fn, MetaMixupStep(meta, loss_fn, held_out=held_out, every=every)
 
 
 # -------------------------------------------------------------------- batches
@@ -413,14 +376,19 @@ def create_batch_sampler(
     rule = rules[args.dynamic_batch]
     change: dict[str, Any] = {}
     if rule is not None:
-        low, high = batch_limits(args, base, ranks=world.size, rows=rows)
-        power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[args.dynamic_lr]
-        change = {
-            "rule": create_batch_rule(args, rule, base),
-            "low": low,
-            "high": high,
-            "lr_power": 1.0 if args.replace_decay else power,
-        }
+        settings = dict(args.batch_args)
+        given = settings.pop("min"), settings.pop("max")
+        low, high = batch_limits(args, given, base, ranks=world.size, rows=rows)
+        with refused_as("--batch_args"):
+            power = dynamic_batch.lr_power(settings.pop("lr"))
+            if args.replace_decay and power:
+                raise ValueError("lr: --replace_decay scales the rate itself; leave it out")
+            change = {
+                "rule": create_batch_rule(args, rule, base, settings),
+                "low": low,
+                "high": high,
+                "lr_power": 1.0 if args.replace_decay else power,
+            }
     return DynamicBatchSampler(
         rows,
         base,
@@ -432,11 +400,14 @@ def create_batch_sampler(
     )
 
 
-def batch_limits(args: Namespace, base: int, *, ranks: int, rows: int) -> tuple[int, int]:
+def batch_limits(
+    args: Namespace, given: tuple[Any, Any], base: int, *, ranks: int, rows: int
+) -> tuple[int, int]:
     """The smallest and the largest global batch of --dynamic_batch, in samples.
 
     Args:
         args: the flags.
+        given: the limits of --batch_args, or None.
         base: the first global batch.
         ranks: how many share it.
         rows: of the training set.
@@ -445,45 +416,40 @@ def batch_limits(args: Namespace, base: int, *, ranks: int, rows: int) -> tuple[
     """
     kind, smallest = args.dynamic_batch, MIN_RANK_ROWS * ranks
     if kind == "decrease":
-        low = args.min_bs or max(base // 16, smallest)
-        high = args.max_bs or base
+        low = given[0] or max(base // 16, smallest)
+        high = given[1] or base
     else:
-        low = args.min_bs or base
-        high = args.max_bs or min(16 * base, max(rows // 8, base))
+        low = given[0] or base
+        high = given[1] or min(16 * base, max(rows // 8, base))
     if not smallest <= low <= high <= rows:
         raise InputError(
-            f"--dynamic_batch {kind}: batches from {low} to {high} samples; --min_bs must be at "
-            f"least {smallest} and at most --max_bs, and that at most the {rows} training samples"
+            f"--dynamic_batch {kind}: batches from {low} to {high} samples; --batch_args min must "
+            f"be at least {smallest} and at most max, and that at most the {rows} training samples"
         )
     return low, high
 
 
-def create_batch_rule(args: Namespace, rule: Callable[..., Any], base: int) -> dynamic_batch.Rule:
-    """The rule of --dynamic_batch; `base` is the first global batch."""
-    if args.dynamic_batch == "loss":
-        return rule(
-            args.loss_rule,
-            args.batch_factor,
-            threshold=args.loss_threshold,
-            window=args.loss_window,
-        )
-    if args.dynamic_batch == "noise":
-        return rule(args.batch_factor)
-    return rule(base, batch_multiple(args))
+def create_batch_rule(
+    args: Namespace, rule: Callable[..., Any], base: int, settings: Mapping[str, Any]
+) -> dynamic_batch.Rule:
+    """The rule of --dynamic_batch.
 
-
-def batch_multiple(args: Namespace) -> Callable[[int], float]:
-    """Epoch -> its batch as a multiple of the first one, for increase and decrease."""
-    grows = args.dynamic_batch == "increase"
+    Args:
+        args: the flags.
+        rule: its class.
+        base: the first global batch.
+        settings: its own.
+    """
+    if args.dynamic_batch in ("loss", "noise"):
+        return rule(**settings)
     if args.replace_decay:
-        return dynamic_batch.replacing_decay(create_lr_schedule(args))
-    if args.batch_growth:
-        return dynamic_batch.every_epoch(args.batch_growth if grows else 1 / args.batch_growth)
+        return rule(base, dynamic_batch.replacing_decay(create_lr_schedule(args)))
+    if args.batch_milestones and settings["growth"] is not None:
+        raise ValueError("growth: --batch_milestones says when the batch changes; choose one")
     half, three_quarters = -(-args.epochs // 2), -(-3 * args.epochs // 4)
     milestones = args.batch_milestones or [half, three_quarters]
-    return dynamic_batch.at_milestones(
-        args.batch_factor if grows else 1 / args.batch_factor, milestones
-    )
+    grows = args.dynamic_batch == "increase"
+    return rule(base, dynamic_batch.schedule_growth(milestones, grows=grows, **settings))
 
 
 # -------------------------------------------------------------------- trainer
@@ -638,10 +604,8 @@ def create_comm_hook(args: Namespace, run: Run) -> AllReduceHook:
             run.world,
             args.local_steps,
             after=args.dense_steps,
-            lr=args.outer_lr,
-            momentum=args.outer_momentum,
-            fragments=args.fragments,
             wire_dtype=OWN_WIRE_DTYPES[args.wire_dtype],
+            **args.sync_args,
         )
     return AllReduceHook(run.world, args.grad_compress, rank=args.powersgd_rank)
 

@@ -7,38 +7,32 @@ begin_with_weights(args, run, model, saved, classes=classes, flags=["arch", "ima
 
 from __future__ import annotations
 
-from argparse import BooleanOptionalAction, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
 from cli.factory import Run
-from cli.flag_parser import path_text
+from cli.flag_parser import OFF, path_text, switch
 from distributed.agreement import local_main_first
 from errors import InputError
 from training import pretrained
 from training.pretrained import SavedModel
 
 
-def add_flags(add: Callable[..., Any], metavar: str, help: str) -> None:
-    """Add --weights, with the help of a script, and --freeze to a group."""
+def add_flags(add: Callable[..., None], metavar: str, help: str) -> None:
+    """Declare --weights, with the help of a script, and --freeze in a group."""
     add(
         "--weights",
-        type=path_text,
+        path_text,
+        None,
+        f"{help}; the classifier keeps classes of the same name (default random)",
         metavar=metavar,
-        help=f"{help} The classifier keeps classes of the same name, and begins anew for others "
-        "(default random weights).",
+        only_with={"resume": OFF},
         common=True,
     )
-    add(
-        "--freeze",
-        action=BooleanOptionalAction,
-        default=False,
-        help="Train the last linear layer alone, and leave all other weights as they are; needs "
-        "--weights (default off).",
-    )
+    add("--freeze", switch, False, "training of the last linear layer alone, with --weights")
 
 
 def read_saved_model(
@@ -88,6 +82,9 @@ def begin_with_weights(
     """
     for name in flags:
         given, own = saved.flags.get(name), getattr(args, name)
+        if isinstance(own, dict):
+            given = " ".join(f"{k}={v}" for k, v in (given or {}).items() if own.get(k) != v)
+            own = "others" if given else ""
         if given is not None and given != own:
             raise InputError(
                 f"--weights {args.weights}: is of a model of --{name} {given}; give that flag "

@@ -1,34 +1,38 @@
-"""Flags as people type them: other spellings, errors that suggest, and help in two lengths.
+"""Flags: each is declared once, and argparse reads them.
 
-    parser = FlagParser(description=__doc__)
+    parser = ScriptParser(description=__doc__)
     add = parser.group("training")
-    add("--clip", type=float, default=0.0, metavar="NORM", aliases=("--max_grad_norm",),
-        help="Clip the norm of the gradient to this value (default %(default)s).", common=True)
-    parser.parse_args(["--max-grad-norm", "1"]).clip     # 1.0
+    add("--clip", not_negative, 0.0, "norm to which gradients are clipped; 0 is off")
+    add("--alpha", positive, 0.99, "strength of mixing", only_with={"mixup": ON})
+    parser.parse_args(["--alpha", "0.2"]).alpha     # 0.2
 
-It is argparse with four additions. Hyphens in the name of a flag are read as underscores. An alias
-is replaced by its flag before argparse sees it, so that nothing else knows aliases. A flag or a
-choice that does not exist gets a suggestion. `--help` shows the flags that were added with
-`common=True`, and `--help all` shows all of them.
+A declaration also says to what a flag belongs (`Scope`) and with which others it means something
+(`only_with`): what a resumed run restores, what the processes of a job compare, what a recipe may
+hold, warnings, --help and docs/flags.md follow from it. Hyphens are read as underscores, names of
+timm and Hugging Face are replaced by ours, and a flag or value that does not exist gets a
+suggestion.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
+import dataclasses
+import enum
+import math
 import os
-import shutil
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from errors import InputError, did_you_mean
 
-HELP_COLUMN = 26  # where the text of a flag begins in --help
-WIDEST_HELP = 100  # columns of --help in a wide terminal
+# -------------------------------------------------------------------- values
+
+MAX_FLOAT = 1e38  # about what fp32 holds
 
 
 def path_text(text: str) -> str:
@@ -41,244 +45,294 @@ def file_path(text: str) -> Path:
     return Path(path_text(text))
 
 
-def nothing(value: str) -> str:
-    """Return '', whatever the value of the flag is."""
-    return ""
+def number(
+    kind: Callable[[str], Any], low: float, high: float = MAX_FLOAT, *, open_low: bool = False
+) -> Callable[[str], Any]:
+    """An argparse type: numbers of a kind within [low, high], or (low, high] with `open_low`."""
+
+    def convert(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            name = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {name}, got {text!r}") from None
+        in_range = low <= value <= high and not (open_low and value == low)
+        if not in_range or not math.isfinite(value):
+            limits = f"{'above' if open_low else 'at least'} {format_default(low)}"
+            if high < MAX_FLOAT or value > high:
+                limits += f" and at most {format_default(high)}"
+            raise argparse.ArgumentTypeError(f"must be {limits}, got {text}")
+        return value
+
+    return convert
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """What --help, errors and docs/flags.md say of a flag, beside what argparse knows.
+count, natural = number(int, 1), number(int, 0)
+positive, not_negative = number(float, 0, open_low=True), number(float, 0)
+fraction, below_one = number(float, 0, 1, open_low=True), number(float, 0, 0.999)
 
-    Attributes:
-        action: argparse's part.
-        group: title of the group that lists it.
-        common: whether the short --help shows it.
-        aliases: other names, with their dashes.
-        value_aliases: names that stand for the flag with a value.
-        unavailable_reason: maps a choice to why this installation lacks it, or to ''.
-        hint: maps a value that is no choice to what the user may have meant, or to ''.
+
+class Choice:
+    """An argparse type: one of some names.
+
+    Args:
+        names: all of them.
+        unavailable: maps a name to why this installation lacks it, or to ''. Such a name is
+            accepted, so that the code that needs it says what is missing, but not shown.
+        hint: maps a value that is no name to what the user may have meant, or to ''.
     """
 
-    action: argparse.Action
-    group: str
-    common: bool = False
-    aliases: Sequence[str] = ()
-    value_aliases: Mapping[str, str]
-    unavailable_reason: Callable[[str], str] = nothing
-    hint: Callable[[str], str] = nothing
+    def __init__(
+        self,
+        names: Iterable[str],
+        unavailable: Callable[[str], str] | None = None,
+        hint: Callable[[str], str] | None = None,
+    ) -> None:
+        self.names = list(names)
+        self.shown = [name for name in self.names if not (unavailable and unavailable(name))]
+        self.hint = hint
 
-    @property
-    def name(self) -> str:
-        """The first spelling, with its dashes; of an argument without a flag, its name."""
-        return (self.action.option_strings or [self.action.dest])[0]
+    def __call__(self, text: str) -> str:
+        if text in self.names:
+            return text
+        hint = self.hint(text) if self.hint else ""
+        advice = f"; {hint}" if hint else did_you_mean(text, self.shown)
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(self.shown)}{advice}")
 
-    def signature(self) -> str:
-        """Return all spellings and what follows them, for example '--bs, --batch_size, -b N'."""
-        names = ", ".join(self.action.option_strings) or f"[{self.action.dest}]"
-        if self.action.nargs == 0 or not self.action.option_strings:
-            return names
-        default = "NAME" if self.action.choices else self.action.dest.upper()
-        value = str(self.action.metavar or default)
-        if isinstance(self.action.nargs, int):
-            return f"{names} {' '.join([value] * self.action.nargs)}"
-        values = {"?": f"[{value}]", "*": f"[{value} ...]", "+": f"{value} ..."}
-        return f"{names} {values.get(str(self.action.nargs), value)}"
 
-    def choices(self, *, installed_only: bool = True) -> list[str]:
-        """Return the choices, without those that this installation lacks unless asked for."""
-        choices = [str(choice) for choice in self.action.choices or ()]
-        if not installed_only:
-            return choices
-        return [choice for choice in choices if not self.unavailable_reason(choice)]
+def setting(text: str) -> tuple[str, Any]:
+    """An argparse type: NAME=VALUE, where the value is a number, true, false or a word."""
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise argparse.ArgumentTypeError(f"write NAME=VALUE, got {text!r}")
+    for convert in (int, float):
+        with contextlib.suppress(ValueError):
+            return name.replace("-", "_"), convert(value)
+    return name.replace("-", "_"), {"true": True, "false": False}.get(value.lower(), value)
 
-    def text(self, *, installed_only: bool = True) -> str:
-        """Return the help text, with the default filled in and a sentence of the choices."""
-        default = format_default(self.action.default)
-        text = (self.action.help or "") % (vars(self.action) | {"default": default})
-        choices = ", ".join(self.choices(installed_only=installed_only))
-        return f"{text} Choices: {choices}." if choices else text
 
-    def lines(self, width: int) -> list[str]:
-        """Return the lines of --help; text that does not fit beside the signature goes below it."""
-        first = f"  {self.signature()}"
-        indent = " " * HELP_COLUMN
-        lines = textwrap.wrap(
-            self.text(),
-            width,
-            initial_indent=indent,
-            subsequent_indent=indent,
-            break_on_hyphens=False,
-        )
-        if lines and len(first) <= HELP_COLUMN - 2:
-            return [first.ljust(HELP_COLUMN) + lines[0].lstrip(), *lines[1:]]
-        return [first, *lines]
+def switch(text: str) -> bool:
+    """Stands for the type of a flag without a value, which --no-NAME turns off."""
+    raise NotImplementedError
 
 
 def format_default(default: Any) -> str:
     """Return a default as one would type it: numbers without needless digits, lists with spaces."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
     if isinstance(default, list | tuple):
         return " ".join(map(format_default, default))
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
-class ShowHelp(argparse.Action):
-    """--help prints the common flags, --help all prints all of them; then the process ends."""
+# -------------------------------------------------------------------- what a flag belongs to
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        assert isinstance(parser, FlagParser)
-        print(parser.format_help(everything=values == "all"), end="")
-        parser.exit()
+
+class Scope(enum.Enum):
+    """What a flag belongs to.
+
+    Attributes:
+        RESULT: what the run computes. Restored by --resume, which names a change; the same on all
+            processes.
+        HOW: how it is run, such as how often it saves: as RESULT, but a change is not named.
+        PLACE: where the data is. Restored, and may differ between nodes.
+        NODE: what a node has, such as cores: as HOW, and may differ between nodes.
+        OUTPUT: where this start of the script writes. Not restored.
+        START: what this start of the script does. Not restored, and no part of a recipe.
+    """
+
+    RESULT = enum.auto()
+    HOW = enum.auto()
+    PLACE = enum.auto()
+    NODE = enum.auto()
+    OUTPUT = enum.auto()
+    START = enum.auto()
+
+
+class Not(tuple):  # type: ignore[type-arg]
+    """Any value but these."""
+
+
+OFF = (None, False, 0, "none")
+ON = Not(OFF)
+Values = Mapping[str, Sequence[Any]]  # by name of a flag, those of its values that are meant
+
+
+def holds(args: argparse.Namespace, name: str, values: Sequence[Any]) -> bool:
+    """Whether a flag has one of these values; `processes` stands for those of the job."""
+    if name == "processes":
+        value: Any = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    else:
+        value = getattr(args, name)
+    return (value in values) != isinstance(values, Not)
+
+
+def listed(words: Sequence[str], conjunction: str) -> str:
+    """Write a list in words: 'a, b or c'."""
+    *first, last = words
+    return f"{', '.join(first)} {conjunction} {last}" if first else last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """What is known of a flag.
+
+    Attributes:
+        names: its spellings, the first is its own.
+        dest: its attribute of the parsed arguments.
+        type: converts its text; `switch` for a flag without a value.
+        default: its value where it is not given; None where that depends on other flags.
+        help: what it is, without its default.
+        group: title of the group that lists it.
+        common: whether the short --help shows it.
+        metavar: stands for its value.
+        nargs: as of argparse.
+        scope: what it belongs to.
+        only_with: it has an effect where all values of one of these hold.
+    """
+
+    names: Sequence[str]
+    dest: str
+    type: Callable[[str], Any]
+    default: Any
+    help: str
+    group: str
+    common: bool = False
+    metavar: str = ""
+    nargs: str | int | None = None
+    scope: Scope = Scope.RESULT
+    only_with: Sequence[Values] = ()
+
+    @property
+    def name(self) -> str:
+        """Its own spelling, with dashes."""
+        return self.names[0]
+
+    def choices(self, *, installed_only: bool = True) -> list[str]:
+        """Return the names among which to choose; none where it takes other values."""
+        if not isinstance(self.type, Choice):
+            return []
+        return self.type.shown if installed_only else self.type.names
+
+    def text(self, *, installed_only: bool = True) -> str:
+        """Return the help with the choices and the default."""
+        text = self.help
+        if choices := self.choices(installed_only=installed_only):
+            text += f": {', '.join(choices)}"
+        if self.default not in (None, "", [], {}):
+            text += f" (default {format_default(self.default)})"
+        return text
+
+    def why_unused(self, args: argparse.Namespace) -> str:
+        """Return why the flag has no effect, such as 'without --mixup', or ''."""
+        missing = [
+            [(name, values) for name, values in each.items() if not holds(args, name, values)]
+            for each in self.only_with
+        ]
+        if not missing or not all(missing):  # always, or one of the alternatives holds
+            return ""
+        if len(missing) == 1:
+            ((name, values), *_) = missing[0]
+            if name == "processes":
+                return "in a single process"
+            excluded = values is OFF or (isinstance(values, Not) and values is not ON)
+            return f"with {given(args, name)}" if excluded else f"without {written(name, values)}"
+        needed = [written(name, values) for each in missing for name, values in each[:1]]
+        return f"without {listed(needed, 'or')}"
+
+
+def given(args: argparse.Namespace, name: str) -> str:
+    """Write a flag with the value that it has: '--sync lag', '--fuse'."""
+    value = getattr(args, name)
+    shown = isinstance(value, str | int | float) and not isinstance(value, bool) and value != ""
+    return f"--{name} {format_default(value)}" if shown else f"--{name}"
+
+
+def written(name: str, values: Sequence[Any]) -> str:
+    """Write a flag with its values as a user gives it: '--sync lag or local', '--small_epochs'."""
+    shown = [str(value) for value in values if not str(value).startswith("apex_")]
+    if isinstance(values, Not) or values in ([True], (True,)):
+        return f"--{name}"
+    return f"--{name} {listed(shown, 'or')}"
+
+
+# -------------------------------------------------------------------- parsers
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argparse parser as described above; a bad flag raises InputError.
+    """An argparse parser whose errors are InputErrors of one line.
 
     Args:
         description: text above the flags, printed as it is.
         usage: what follows the name of the program in the first line.
-
-    Attributes:
-        flags: the flags in the order in which they were added.
-        suggested: further flags that the same command line may have, for suggestions.
-        advice: what to say of flags of other projects that this one lacks, by their names with
-            underscores, such as {"--amp": "write --precision"}.
+        foreign: names of other projects, with underscores: the flag that they mean, as
+            '--backend=compile' where they stand for one of its values, '--opt_args=rank=' for a
+            setting of a part; or a sentence that says what there is instead.
+        add_help: whether to add argparse's --help.
     """
 
-    def __init__(self, description: str | None = None, usage: str = "[flags]") -> None:
-        super().__init__(
-            description=description, usage=f"%(prog)s {usage}", allow_abbrev=False, add_help=False
-        )
-        self.flags: list[Flag] = []
-        self.suggested: list[str] = []
-        self.advice: dict[str, str] = {}
-        self._titles: list[str] = []
-        self._own_spelling: dict[str, str] = {}  # any spelling -> what argparse is given for it
-        self.add_argument(
-            "--help",
-            "-h",
-            action=ShowHelp,
-            nargs="?",
-            type=str.lower,
-            choices=("all",),
-            default=argparse.SUPPRESS,
-            group="help",
-            help="Print the flags that most runs need, or all of them, and exit.",
-        )
-
-    # ---- adding flags
-
-    def group(self, title: str, after: str | None = None) -> Callable[..., argparse.Action]:
-        """Return `add_argument` for the flags of a group.
-
-        Args:
-            title: heading of the group in --help.
-            after: title of the group that it follows; None is the end.
-        """
-        if title not in self._titles:
-            end = len(self._titles)
-            self._titles.insert(end if after is None else self._titles.index(after) + 1, title)
-        return functools.partial(self.add_argument, group=title)
-
-    def add_argument(  # type: ignore[override]
+    def __init__(
         self,
-        *names: str,
-        group: str = "flags",
-        common: bool = False,
-        aliases: Sequence[str] = (),
-        value_aliases: Mapping[str, str] | None = None,
-        unavailable_reason: Callable[[str], str] = nothing,
-        hint: Callable[[str], str] = nothing,
-        **settings: Any,
-    ) -> argparse.Action:
-        """Add a flag.
-
-        Args:
-            names: its own spellings, with dashes; all of them are in --help.
-            group: see `group`.
-            common, aliases, value_aliases, unavailable_reason, hint: see `Flag`.
-            settings: further arguments of argparse's add_argument.
-        """
-        action = super().add_argument(*names, **settings)
-        action.help = settings.get("help")  # before Python 3.13 some actions append the default
-        flag = Flag(
-            action=action,
-            group=group,
-            common=common,
-            aliases=aliases,
-            value_aliases=value_aliases or {},
-            unavailable_reason=unavailable_reason,
-            hint=hint,
+        description: str | None = None,
+        usage: str = "[flags]",
+        foreign: Mapping[str, str] | None = None,
+        add_help: bool = True,
+    ) -> None:
+        super().__init__(
+            description=description,
+            usage=f"%(prog)s {usage}",
+            allow_abbrev=False,
+            add_help=add_help,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        self.flags.append(flag)
-        if group not in self._titles and group != "help":
-            self._titles.append(group)
-        spellings = {name: name for name in action.option_strings}
-        spellings |= dict.fromkeys(aliases, flag.name)
-        if isinstance(action, argparse.BooleanOptionalAction):
-            opposite = flag.name.replace("--", "--no-", 1)
-            spellings |= {alias.replace("--", "--no-", 1): opposite for alias in aliases}
-        spellings |= {alias: f"{flag.name}={value}" for alias, value in flag.value_aliases.items()}
-        for spelling, own in spellings.items():
-            if self._own_spelling.setdefault(with_underscores(spelling), own) != own:
-                raise ValueError(f"{spelling} would stand for two flags")
-        return action
+        self.foreign = foreign or {}
+        self.suggested: list[str] = []  # further flags that the same command line may have
 
-    # ---- reading flags
+    def group(self, title: str) -> Callable[..., Any]:
+        """Return `add_argument` of a group with this title."""
+        return self.add_argument_group(title).add_argument
 
     def translate(self, arguments: Iterable[str]) -> list[str]:
-        """Replace other spellings of flags by their own, and leave values as they are."""
+        """Replace hyphens and foreign names of flags, and leave values as they are.
+
+        Raises:
+            InputError: a value is empty, as that of a shell's variable that is not set, or a
+                foreign name has no counterpart.
+        """
         translated: list[str] = []
-        remaining = iter(arguments)
+        remaining, flag = iter(arguments), ""
         for argument in remaining:
             if argument == "--":  # what follows are no flags
                 return [*translated, argument, *remaining]
             name, equals, value = argument.partition("=")
-            own = self._own_spelling.get(with_underscores(name), name)
+            if name.startswith("-"):
+                flag = f"{name}: "
+            is_flag = name.startswith("--")
+            if not argument.strip() or (is_flag and equals and not value.strip()):
+                raise InputError(f"{flag}the value is empty; give one, or leave the flag out")
+            own = self.own_name(name) if is_flag else name
+            if own.endswith("="):  # a setting of a part
+                equals, value = "", value if equals else next(remaining, "")
+                if not value.strip():
+                    raise InputError(f"{flag}the value is empty; give one, or leave the flag out")
             translated.append(f"{own}{equals}{value}")
         return translated
 
-    def find(self, name: str) -> Flag | None:
-        """Return the flag of any spelling, which is without dashes in front; None if there is none.
-
-        A name that stands for a flag with a value finds that flag.
-        """
-        own = self._own_spelling.get(with_underscores(f"--{name}"), "").partition("=")[0]
-        return next((flag for flag in self.flags if own in flag.action.option_strings), None)
-
-    def stands_for_value(self, name: str) -> bool:
-        """Return whether a name, without dashes, stands for a flag with a value."""
-        return "=" in self._own_spelling.get(with_underscores(f"--{name}"), "")
-
     def own_name(self, name: str) -> str:
-        """Return a flag's own name for any spelling; both are without dashes in front.
+        """Return our spelling of a flag, with its dashes: '--no-fuse', '--backend=compile'.
 
         Raises:
-            InputError: there is no such flag, or the name stands for a flag with a value.
+            InputError: there is no such flag, and a sentence says what there is instead.
         """
-        own = self._own_spelling.get(with_underscores(f"--{name}"))
-        if own is None:
-            raise InputError(self.explain_unknown(f"--{name}"))
-        flag, _, value = own.removeprefix("--").partition("=")
-        if value:
-            raise InputError(f"--{name} stands for --{flag} {value}; use {flag}")
-        return flag
-
-    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]
-        """Parse as argparse does, after `translate`.
-
-        Raises:
-            InputError: a value is empty, as that of a shell's variable that is not set.
-        """
-        arguments = self.translate(sys.argv[1:] if args is None else args)
-        self._check_empty(arguments)
-        return super().parse_known_args(arguments, namespace)
+        spelling = f"--{name[2:].replace('-', '_')}"
+        no = "no-" if spelling.startswith("--no_") else ""
+        own = self.foreign.get(f"--{spelling[5:]}" if no else spelling, spelling)
+        if not own.startswith("--"):
+            raise InputError(f"{name}: there is no such flag; {own}")
+        if no and "=" in own:
+            flag = own.partition("=")[0]
+            raise InputError(f"{name}: there is no such flag; give {flag} another value")
+        return f"--{no}{own.removeprefix('--').removeprefix('no_')}"
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]
         """Parse as argparse does; an unknown flag gets a suggestion.
@@ -286,22 +340,12 @@ class FlagParser(argparse.ArgumentParser):
         Raises:
             InputError: a flag is unknown, or its value is not valid.
         """
-        namespace, unknown = self.parse_known_args(args, namespace)
+        arguments = self.translate(sys.argv[1:] if args is None else args)
+        namespace, unknown = self.parse_known_args(arguments, namespace)
         if unknown:
             first = next((each for each in unknown if each.startswith("-")), unknown[0])
             raise InputError(self.explain_unknown(first.partition("=")[0]))
         return namespace
-
-    def _check_empty(self, arguments: Sequence[str]) -> None:
-        """Raise InputError for an argument that is empty, with the flag that it belongs to."""
-        flag = ""
-        for argument in arguments:
-            name, equals, value = argument.partition("=")
-            if argument.startswith("-"):
-                flag = f"{name}: "
-            is_empty = bool(equals) and name in self.option_strings() and not value.strip()
-            if is_empty or not argument.strip():
-                raise InputError(f"{flag}the value is empty; give one, or leave the flag out")
 
     def error(self, message: str) -> NoReturn:
         """Raise an InputError in place of printing the usage."""
@@ -311,105 +355,167 @@ class FlagParser(argparse.ArgumentParser):
         """Return the line for a flag that does not exist, or for a value that belongs to none."""
         if not name.startswith("-"):
             return f"{name}: this is neither a flag nor the value of one (see --help)"
-        spelling = with_underscores(name)
-        if spelling in self.advice:
-            return f"{name}: there is no such flag; {self.advice[spelling]}"
-        positive = self._own_spelling.get(spelling.replace("--no_", "--", 1))
-        switch = next((each for each in self.flags if each.name == positive), None)
-        if switch is not None and switch.action.const is True:
-            return f"{name}: there is no such flag; {switch.name} is off unless it is given"
-        if switch is not None and switch.action.nargs == 0:  # it stands for a value of another
-            return (
-                f"{name}: there is no such flag; give --{switch.action.dest} another value than "
-                f"{switch.action.const}"
-            )
-        known = [
-            own if with_underscores(own) == each else each
-            for each, own in self._own_spelling.items()
-        ]
-        guess = did_you_mean(spelling, [*known, *self.suggested])
+        own = {option for action in self._actions for option in action.option_strings}
+        if name.startswith("--no-") and (positive := f"--{name[5:]}") in own:
+            return f"{name}: there is no such flag; leave {positive} out"
+        guess = did_you_mean(name, [*own, *self.foreign, *self.suggested])
         return f"{name}: there is no such flag{guess or '; --help all prints all flags'}"
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Raise argparse's error for a value that is not among the choices, with a suggestion."""
-        if action.choices is None or value in action.choices:
-            return
-        flag = next(flag for flag in self.flags if flag.action is action)
-        choices = flag.choices()
-        hint = flag.hint(str(value))
-        advice = f"; {hint}" if hint else did_you_mean(str(value), choices)
-        raise argparse.ArgumentError(
-            action, f"{value!r} is not one of {', '.join(choices)}{advice}"
+
+class MergeSettings(argparse.Action):
+    """--opt_args rank=16 --opt_args eta=0.1 are one dictionary."""
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **dict(values)})
+
+
+class ShowHelp(argparse.Action):
+    """--help prints the common flags, --help all prints all of them; then the process ends."""
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        print(parser.format_help(everything=values == "all"), end="")
+        parser.exit()
+
+
+class ScriptParser(FlagParser):
+    """The parser of an entry script; its flags are declared as in the example above.
+
+    Attributes:
+        flags: what is known of each flag, by its attribute, in the order of the declarations.
+    """
+
+    def __init__(self, description: str | None, foreign: Mapping[str, str]) -> None:
+        super().__init__(description, foreign=foreign, add_help=False)
+        self.add_argument(
+            *("--help", "-h"),
+            action=ShowHelp,
+            nargs="?",
+            type=Choice(["all"]),
+            default=argparse.SUPPRESS,
+            metavar="all",
+            help="the flags that most runs need, or all of them",
+        )
+        self.flags: dict[str, Flag] = {}
+        self._groups: dict[str, argparse._ArgumentGroup] = {}
+        self._actions_of: dict[str, argparse.Action] = {}
+
+    def group(self, title: str) -> Callable[..., Any]:
+        """Return what declares flags of a group, `declare` with its title."""
+        return partial(self.declare, title)
+
+    def declare(
+        self,
+        group: str,
+        names: str,
+        type: Callable[[str], Any],
+        default: Any,
+        help: str,
+        *,
+        only_with: Values | Sequence[Values] = (),
+        **more: Any,
+    ) -> None:
+        """Declare a flag.
+
+        Args:
+            group: title of the group that lists it.
+            names: its spellings with dashes, separated by spaces; the first is its own.
+            type: converts its text; `switch` for a flag without a value.
+            default: its value where it is not given; None where that depends on other flags.
+            help: what it is, in a noun phrase.
+            only_with: values of other flags with which it has an effect, or several such.
+            more: further attributes of `Flag`.
+        """
+        spellings = names.split()
+        flag = Flag(
+            names=spellings,
+            dest=more.pop("dest", spellings[0].lstrip("-")),
+            type=type,
+            default=default,
+            help=help,
+            group=group,
+            only_with=[only_with] if isinstance(only_with, Mapping) else only_with,
+            **more,
+        )
+        settings: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if type is not switch:
+            settings = {"type": type, "nargs": flag.nargs, "metavar": flag.metavar or None}
+            if type is setting:
+                settings["action"] = MergeSettings
+            if flag.nargs == "?":
+                settings["const"] = ""
+        if group not in self._groups:
+            self._groups[group] = self.add_argument_group(group)
+        self.flags[flag.dest] = flag
+        self._actions_of[flag.dest] = self._groups[group].add_argument(
+            *spellings,
+            dest=flag.dest,
+            default=argparse.SUPPRESS,
+            **settings,
+        )
+        self._show_help_of([flag.dest])
+
+    def declare_settings(self, group: str, name: str, help: str) -> None:
+        """Declare a flag that takes NAME=VALUE, which `cli.settings` checks, several times."""
+        self.declare(group, name, setting, {}, help, nargs="+", metavar="NAME=VALUE")
+
+    def format_help(self, *, everything: bool = False) -> str:
+        """Return the text of --help: of the common flags, or of all."""
+        rare = [] if everything else [n for n, flag in self.flags.items() if not flag.common]
+        for name in rare:
+            self._actions_of[name].help = argparse.SUPPRESS
+        try:
+            text = super().format_help()
+        finally:
+            self._show_help_of(rare)
+        return text + (
+            "\n--help all prints all flags, and docs/flags.md lists them.\n" if rare else ""
         )
 
-    # ---- describing flags
+    def _show_help_of(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._actions_of[name].help = self.flags[name].text().replace("%", "%%")
 
-    def names(self) -> list[str]:
-        """The names of all flags as attributes of the parsed arguments, as they were added."""
-        return list(dict.fromkeys(flag.action.dest for flag in self.flags))
+    def set_defaults(self, **defaults: Any) -> None:
+        """Replace the defaults of flags that have been declared."""
+        for name, value in defaults.items():
+            self.flags[name] = dataclasses.replace(self.flags[name], default=value)
+        self._show_help_of(defaults)
 
-    def spelling_of(self) -> dict[str, str]:
-        """How a user writes each flag that takes a value or is a switch, by its attribute's name.
-
-        Of several flags of one attribute, such as --optimizer and --ngd, it is that with a value.
-        """
-        spellings: dict[str, str] = {}
-        for flag in self.flags:
-            if flag.action.nargs != 0 or flag.action.dest not in spellings:
-                spellings[flag.action.dest] = flag.name
-        return spellings
+    def defaults(self) -> dict[str, Any]:
+        """The default of each flag."""
+        return {name: flag.default for name, flag in self.flags.items()}
 
     def given(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """What a command line gives, by attribute and without the defaults of other flags.
+        """What a command line gives, by attribute.
 
         Raises:
             InputError: a flag is unknown, or its value is not valid.
         """
-        not_given = object()  # a flag that has a value already is not set to its default
-        values = argparse.Namespace(**dict.fromkeys(self.names(), not_given))
-        self.parse_args(arguments, values)
-        return {name: value for name, value in vars(values).items() if value is not not_given}
+        return vars(self.parse_args(arguments))
 
-    def option_strings(self) -> set[str]:
-        """The own spellings of all flags, with their dashes; no aliases."""
-        return {option for flag in self.flags for option in flag.action.option_strings}
+    def find(self, name: str) -> Flag | None:
+        """The flag of any spelling, without dashes in front; None if there is none."""
+        own = self.own_name(f"--{name}").partition("=")[0].replace("--no-", "--")
+        return next((flag for flag in self.flags.values() if own in flag.names), None)
 
-    def spellings(self) -> set[str]:
-        """The spellings of all flags with their dashes, aliases included."""
-        return self.option_strings() | set(self._own_spelling)
+    def of_scope(self, *scopes: Scope) -> Collection[str]:
+        """The attributes of the flags that belong to one of these."""
+        return [name for name, flag in self.flags.items() if flag.scope in scopes]
 
-    def grouped_flags(self, *, common_only: bool = False) -> dict[str, list[Flag]]:
-        """Return the flags of each group by its title; groups without any are left out."""
-        groups = {
-            title: [
-                flag
-                for flag in self.flags
-                if flag.group == title and (flag.common or not common_only)
-            ]
-            for title in self._titles
-        }
-        return {title: flags for title, flags in groups.items() if flags}
+    def unused(self, given: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
+        """A line for each reason why flags that were given have no effect.
 
-    def format_help(self, *, everything: bool = False) -> str:
-        """Return the text of --help: the common flags if there are any, or else all flags."""
-        width = min(WIDEST_HELP, max(60, shutil.get_terminal_size().columns)) - 1
-        common_only = not everything and any(flag.common for flag in self.flags)
-        parts = [self.format_usage().strip(), (self.description or "").strip()]
-        for title, flags in self.grouped_flags(common_only=common_only).items():
-            parts.append("\n".join([f"{title}:", *(x for f in flags for x in f.lines(width))]))
-        if common_only:
-            closing = (
-                f"These are the flags that most runs need. --help all prints all "
-                f"{sum(flag.group != 'help' for flag in self.flags)}, and docs/flags.md lists them "
-                "with the names of timm and Hugging Face that are understood as well."
-            )
-            parts.append(textwrap.fill(closing, width))
-        return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def with_underscores(name: str) -> str:
-    """Return a flag's name with its hyphens as underscores, but for the dashes in front.
-
-    What does not begin with two dashes stays as it is.
-    """
-    return f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name
+        Args:
+            given: the flags of the command line, by attribute. Values of a recipe or a checkpoint
+                are not named: who gives --mixup none beside a recipe knows that the recipe's
+                --alpha is then of no use.
+            args: the flags of the run.
+        """
+        reasons: dict[str, list[str]] = {}
+        for name, value in given.items():
+            if value is not False and (reason := self.flags[name].why_unused(args)):
+                reasons.setdefault(reason, []).append(self.flags[name].name)
+        return [
+            f"{listed(names, 'and')} {'have' if len(names) > 1 else 'has'} no effect {reason}"
+            for reason, names in reasons.items()
+        ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from argparse import BooleanOptionalAction, Namespace
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from cli.factory import (
     report_predictions,
     split_rows,
 )
-from cli.flags import Parser, number
+from cli.flag_parser import Choice, ScriptParser, natural, number
 from cli.start_checks import check_data
 from distributed.agreement import local_main_first
 from errors import InputError
@@ -39,9 +39,7 @@ from training.predictions import Sample
 
 MODEL_FLAGS = ("arch",)  # which weights must share with the model
 WHITENING_ROWS = 1000  # images whose patches are enough for the first layer of VGG8
-LARGEST_PAD = 127  # pixels; the offset of a crop is kept in a byte
 LARGEST_IMAGE_SIZE = 4096  # pixels a side; a batch of larger images fits into no memory
-MOST_SMALL_STAGES = 4  # a model is compiled for each size of images, and torch limits how often
 
 
 def long_run_hint(args: Namespace, run: Run) -> str:
@@ -56,101 +54,24 @@ def long_run_hint(args: Namespace, run: Run) -> str:
     return f"for a shorter run: {', '.join(remedies[:-1])}, or {remedies[-1]}"
 
 
-def add_flags(parser: Parser) -> None:
-    """Add the group 'images'."""
-    add = parser.group("images", after="data")
-    add(
-        "--arch",
-        aliases=("--model",),
-        default="resnet50",
-        metavar="NAME",
-        help=f"Train this network: {', '.join(image_models.ARCHITECTURES)}, or any classifier of "
-        "torchvision, or timm:NAME where timm is installed (default %(default)s).",
-        common=True,
-    )
-    fine_tuning.add_flags(
-        add,
-        "FILE|DEFAULT",
-        "Begin with these weights: a run folder or .pt file of this project, a .safetensors or "
-        "state_dict file, or DEFAULT, those of torchvision or timm.",
-    )
-    add(
-        "--image_size",
-        type=number(int, 0, LARGEST_IMAGE_SIZE),
-        default=0,
-        metavar="PIXELS",
-        help="Scale images to this many pixels a side; 0 keeps the data set's own size, and is 32 "
-        "for folder (default %(default)s).",
-        common=True,
-    )
-    add(
-        "--augment",
-        choices=("standard", "none"),
-        default="standard",
-        help="Crop and flip training images at random (standard), or leave them as they are "
-        "(none) (default %(default)s).",
-        common=True,
-    )
-    add(
-        "--crop_pad",
-        type=number(int, 0, LARGEST_PAD),
-        metavar="PIXELS",
-        help="Crop training images at random out of images with so many pixels added on each side "
-        "(default 4 for cifar10 and folder, 2 for mnist, 1 for digits).",
-    )
-    add(
-        "--crop_fill",
-        choices=("black", "reflect"),
-        default="black",
-        help="The pixels that are added before a crop are black, or the image's own reflected at "
-        "its edges (default %(default)s).",
-    )
-    add(
-        "--alternate_flip",
-        action=BooleanOptionalAction,
-        default=False,
-        help="Mirror a random half of the training images in even epochs and the other half in odd "
-        "ones, instead of a new half in each epoch (default off).",
-    )
-    add(
-        "--small_epochs",
-        type=number(int, 0),
-        default=0,
-        metavar="N",
-        help="Scale training images down to --small_size in the first N epochs, which are faster "
-        "(default %(default)s).",
-    )
-    add(
-        "--small_size",
-        type=number(int, 1, LARGEST_IMAGE_SIZE),
-        default=24,
-        metavar="PIXELS",
-        help="Scale images of --small_epochs to this many pixels a side (default %(default)s).",
-    )
-    add(
-        "--small_stages",
-        type=number(int, 1, MOST_SMALL_STAGES),
-        default=1,
-        metavar="N",
-        help="Divide --small_epochs into N stages of about equal length, whose images grow evenly "
-        "from --small_size towards their own size: 16 and 24 pixels of 32 in two stages (default "
-        "%(default)s).",
-    )
-    add(
-        "--test_views",
-        choices=VIEWS,
-        default="none",
-        help="After the last epoch, and with --evaluate, average the outputs for a test image and "
-        "its mirror image (mirror), or for these two and both shifted by a pixel up and left, and "
-        "down and right (mirror_shift) (default %(default)s).",
-    )
-    add(
-        "--resident",
-        choices=("auto", "yes", "no"),
-        default="auto",
-        help="Keep all pixels on the device (yes), decode them again in each epoch (no), or keep "
-        "them if they fit (auto) (default %(default)s).",
-    )
+# fmt: off
+def add_flags(parser: ScriptParser) -> None:
+    """Declare the flags of images."""
+    add = parser.group("images")
+    add("--arch", str, "resnet50", f"network: {', '.join(image_models.ARCHITECTURES)}, a "
+        "classifier of torchvision, or timm:NAME", metavar="NAME", common=True)
+    fine_tuning.add_flags(parser.group("images"), "FILE|DEFAULT", "first weights: a run folder or "
+        ".pt file, a .safetensors or state_dict file, or DEFAULT, those of torchvision or timm")
+    add("--image_size", number(int, 0, LARGEST_IMAGE_SIZE), 0, "pixels a side to which images are "
+        "scaled; 0 is the data set's own size, 32 for folder", metavar="PIXELS", common=True)
+    add("--augment", Choice(["standard", "none"]), "standard", "random crops and flips of training "
+        "images", common=True)
+    add("--small_epochs", natural, 0, "first epochs, with smaller images", metavar="N")
+    parser.declare_settings("images", "--augment_args", "pad, fill (black or reflect) and "
+        "alternate of crops and flips; small_size and small_stages of --small_epochs")
+    add("--test_views", Choice(VIEWS), "none", "views of a test image over which outputs are "
+        "averaged at the end: itself and its mirror image, also shifted by a pixel")
+# fmt: on
 
 
 def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -> Data:
@@ -196,7 +117,6 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
     augmentation = create_augmentation(args, train.size, train.channels)
     sets = {}
     for name, split in splits.items():
-        fits = image_batches.fits_in_memory(split, run.world.device)
         sets[name] = ImageDataset(
             split,
             augmentation,
@@ -205,7 +125,7 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
             device=run.world.device,
             seed=args.seed,
             workers=args.workers,
-            resident={"auto": fits, "yes": True, "no": False}[args.resident],
+            resident=image_batches.fits_in_memory(split, run.world.device),
         )
     metadata = {
         "classes": classes,
@@ -228,50 +148,41 @@ def create_augmentation(args: Namespace, size: int, channels: int) -> Augmentati
     Raises:
         InputError: a flag does not fit the data set or another flag.
     """
-    standard = AUGMENTATIONS[args.dataset]
-    if not standard.flip and (args.alternate_flip or args.test_views != "none"):
+    standard, settings = AUGMENTATIONS[args.dataset], args.augment_args
+    if not standard.flip and (settings.get("alternate") or args.test_views != "none"):
         raise InputError(
-            f"--alternate_flip and --test_views mirror images, and those of {args.dataset} mean "
-            "something else then; leave them out"
+            f"--augment_args alternate and --test_views mirror images, and those of {args.dataset} "
+            "mean something else then; leave them out"
         )
-    if args.small_epochs and args.small_size > size:
+    if args.small_epochs and settings["small_size"] > size:
         raise InputError(
-            f"--small_size {args.small_size}: images have only {size} pixels a side; give fewer"
+            f"--augment_args small_size={settings['small_size']}: images have only {size} pixels a "
+            "side; give fewer"
         )
-    if args.small_epochs and args.small_stages > args.small_epochs:
+    if args.small_epochs and settings["small_stages"] > args.small_epochs:
         raise InputError(
-            f"--small_stages {args.small_stages}: there are only {args.small_epochs} "
-            "--small_epochs, and a stage has at least one; give fewer"
+            f"--augment_args small_stages={settings['small_stages']}: there are only "
+            f"{args.small_epochs} --small_epochs, and a stage has at least one; give fewer"
         )
     if args.augment == "none":
-        if args.alternate_flip or args.crop_pad or args.crop_fill != "black":
-            raise InputError(
-                "--alternate_flip, --crop_pad and --crop_fill change the standard augmentation; "
-                "leave them or --augment none out"
-            )
         standard = Augmentation(pad=0, flip=False)
-    pad = standard.pad if args.crop_pad is None else args.crop_pad
-    if args.crop_fill == "reflect" and not 0 < pad < size:
+    given = {name: value for name, value in settings.items() if value is not None}
+    try:
+        augmentation = dataclasses.replace(standard, small_epochs=args.small_epochs, **given)
+    except ValueError as error:
+        raise InputError(f"--augment_args: {error}") from None
+    if augmentation.fill == "reflect" and not 0 < augmentation.pad < size:
         raise InputError(
-            f"--crop_fill reflect: of {size} pixels a side 1 to {size - 1} can be reflected, not "
-            f"{pad}; give another --crop_pad"
+            f"--augment_args fill=reflect: of {size} pixels a side 1 to {size - 1} can be "
+            f"reflected, not {augmentation.pad}; give another pad"
         )
-    augmentation = dataclasses.replace(
-        standard,
-        pad=pad,
-        reflect=args.crop_fill == "reflect",
-        alternate=args.alternate_flip,
-        small_epochs=args.small_epochs,
-        small_size=args.small_size,
-        small_stages=args.small_stages,
-    )
     for smaller in sorted({augmentation.size_of_epoch(n, size) for n in range(args.small_epochs)}):
         if not image_models.takes_smaller_images(
             args.arch, smaller, channels=channels, image_size=size
         ):
             raise InputError(
                 f"--small_epochs {args.small_epochs}: --arch {args.arch} cannot take images of "
-                f"{smaller} pixels a side; change --small_size or --small_stages, or leave "
+                f"{smaller} pixels a side; change small_size or small_stages, or leave "
                 "--small_epochs out"
             )
     return augmentation

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from backends import torch_compat
-from cli import compatibility
-from cli.flag_parser import Flag
+from cli import compatibility, settings
+from cli.flag_parser import Scope, setting, switch
 from cli.flags import OptimizerChoice, Parser
 from cli.yaml_file import LONGEST_EXCERPT, excerpt, read_yaml
 from distributed.worker import is_restarted, launcher_id
@@ -29,45 +29,10 @@ from input_pipeline import own_data
 from training import checkpoint, export, predictions, run_folder
 
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
-NOT_RESTORED = frozenset(
-    [
-        "resume",
-        "checkpoint",
-        "recipe",
-        "out",
-        *INFERENCE,
-        "predict_out",
-        "distributed",
-        "track",
-    ]
-)
-"""Flags of one invocation: a resumed run does not take them from its checkpoint."""
-CHANGES_NO_RESULT = frozenset(
-    [
-        "workers",
-        "save_every",
-        "keep",
-        "log_every",
-        "timeout",
-        "weights",
-        "tokenizer",
-        "vocab_size",
-    ]
-)
-"""Flags that a resumed run may change without becoming another one; the last three say how a new
-run begins."""
-COMMAND_LINE_ONLY = frozenset(["help", "recipe", "resume", "checkpoint", *INFERENCE, "predict_out"])
-"""Flags that say what one invocation does: neither a recipe nor a search space may hold them."""
-INFERENCE_NEEDS = frozenset(
-    ["dataset", "arch", "image_size", "width", "depth", "heads", "mlp_width"]
-    + ["positions", "pooling"]
-)
-"""Flags of a checkpoint's run without which its model cannot be used: those of its shape."""
 METADATA = {  # by script: what its checkpoints hold for inference beside the classes
     "resnet50_test": ("mean", "std", "channels", "size"),
     "transformer_test": ("tokenizer", "max_len", "prior"),
 }
-UNSUPPORTED = object()  # stands for a value of the checkpoint that this version does not know
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 META_VAL_FRACTION = 0.05  # held out for --mixup meta where the command line does not say
 WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmup is not given
@@ -79,7 +44,7 @@ WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmu
 def parse(
     parser: Parser, script: str, arguments: Sequence[str] | None = None
 ) -> tuple[Namespace, dict[str, Any] | None]:
-    """The flags, and the checkpoint to go on from or None.
+    """The flags, and the checkpoint to go on from or None; warns of flags without effect.
 
     Args:
         parser: of the script.
@@ -88,140 +53,94 @@ def parse(
     Raises:
         InputError: a flag, the recipe or the checkpoint is wrong.
     """
-    command_line = list(sys.argv[1:] if arguments is None else arguments)
-    given = parser.parse_args(command_line)
-    state, source = None, ""
-    unsupported: dict[str, Flag] = {}
-    defaults = {name: parser.get_default(name) for name in parser.names() if name != "help"}
-    before: dict[str, Any] = {}  # the flags of the checkpoint
-    path = resume_path(given, script)
+    given = parser.given(sys.argv[1:] if arguments is None else arguments)
+    values = parser.defaults()
+    command_line = Namespace(**values | given)
+    state, path = None, resume_path(command_line, script)
     if path is not None:
-        source = "--resume" if given.checkpoint is None else "--checkpoint"
+        source = "--resume" if command_line.checkpoint is None else "--checkpoint"
         state = checkpoint.load(path, script, flag=source, metadata=METADATA[script])
         if "warning" in state and os.environ.get("RANK", "0") == "0":
             print(state["warning"], file=sys.stderr, flush=True)
-        unsupported = restore_flags(state["flags"], parser, inference=uses_trained_model(given))
-        before = {**defaults, **state["flags"]}  # a later version has flags that it lacks
-        if given.lr is not None:  # the user's own remedy takes the place of those so far
-            if before["lr"] is not None:
-                before["lr"] *= state["progress"].get("lr_factor", 1.0)
-            state["progress"] |= {"rollbacks": 0, "lr_factor": 1.0}
-    recipe = recipe_arguments(given.recipe, parser) if given.recipe else []
-    arguments = [*recipe, *command_line]
-    chosen = parser.parse_args(arguments)
-    if state is not None:
-        check_restored(chosen, state, unsupported, source=f"{source} {path}")
-    computed = computed_defaults(chosen, parser.optimizers[chosen.optimizer])
-    parser.set_defaults(**{n: v for n, v in computed.items() if getattr(chosen, n) is None})
-    args = parser.parse_args(arguments)
+        values |= restored_flags(state["flags"], parser)
+        check_supported(values | given, parser, source=f"{source} {path}")
+    if command_line.recipe:
+        recipe = parser.given(recipe_arguments(command_line.recipe, parser))
+        values = settings.merged(values, recipe, parser)
+    args = Namespace(**settings.merged(values, given, parser))
+    for name, value in computed_defaults(args, parser.optimizers[args.optimizer]).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    settings.complete(args, parser)
     if path is not None and args.out is None:
         args.out = str(path if path.is_dir() else path.parent)
     validate(args, script, resumed=state is not None)
     if state is not None:
-        for name in computed.keys() - state["flags"].keys():
-            del before[name]  # its default is not known without the other flags
-        state["changed"] = changed_flags(before, args, spellings=parser.spelling_of())
+        if command_line.lr is not None:  # the user's own remedy replaces those so far
+            state["flags"]["lr"] *= state["progress"].get("lr_factor", 1.0)
+            state["progress"] |= {"rollbacks": 0, "lr_factor": 1.0}
+        state["changed"] = changed_flags(state["flags"], args, parser)
     if not uses_trained_model(args):
         check_overwritten(args, state)
+        if os.environ.get("RANK", "0") == "0":
+            for line in parser.unused(given, args):
+                print(f"warning: {line}", file=sys.stderr, flush=True)
     return args, state
 
 
-def restore_flags(flags: Mapping[str, Any], parser: Parser, *, inference: bool) -> dict[str, Flag]:
-    """Make the values in a checkpoint the parser's defaults.
+def restored_flags(flags: Mapping[str, Any], parser: Parser) -> dict[str, Any]:
+    """The flags of a checkpoint that a resumed run takes over.
 
-    Args:
-        flags: the values, by name.
-        parser: is changed.
-        inference: whether the run is to be evaluated, exported or used for predictions; then only
-            the values of INFERENCE_NEEDS must be known to this version.
-    Returns:
-        The flags, by name, whose default is now UNSUPPORTED.
+    Known data sets may lie elsewhere on this machine, where DATA_DIR says so.
     """
-    restored = set(parser.names()) - NOT_RESTORED
-    if os.environ.get("DATA_DIR") and flags["dataset"] not in own_data.DATASETS:
-        restored -= {"data_dir"}  # this machine may have the known data sets elsewhere
-    stored = {name: value for name, value in flags.items() if name in restored}
-    unsupported = {
-        flag.action.dest: flag
-        for flag in parser.flags
-        if flag.action.dest in stored and not is_supported(flag, stored[flag.action.dest])
-    }
-    if inference:
-        for name in unsupported.keys() - INFERENCE_NEEDS:
-            del stored[name], unsupported[name]
-    parser.set_defaults(**stored | dict.fromkeys(unsupported, UNSUPPORTED))
-    return unsupported
+    left_out = set(parser.of_scope(Scope.OUTPUT, Scope.START))
+    if os.environ.get("DATA_DIR") and not is_own_data(flags["dataset"]):
+        left_out |= set(parser.of_scope(Scope.PLACE))
+    return {name: value for name, value in flags.items() if name in parser.flags.keys() - left_out}
 
 
-def check_restored(
-    chosen: Namespace, state: Mapping[str, Any], unsupported: Mapping[str, Flag], *, source: str
-) -> None:
-    """Check that the command line replaces what `restore_flags` could not restore.
+def check_supported(values: Mapping[str, Any], parser: Parser, *, source: str) -> None:
+    """Check choices that another version may have put into a checkpoint.
 
     Raises:
-        InputError: it does not.
+        InputError: this version does not have one of them.
     """
-    for name, flag in unsupported.items():
-        if getattr(chosen, name) is UNSUPPORTED:
-            choices = flag.choices()
-            advice = f"choose one of {', '.join(choices)}" if choices else "give its value"
-            value = str(state["flags"][name])[:LONGEST_EXCERPT]
+    for name, flag in parser.flags.items():
+        choices = flag.choices(installed_only=False)
+        if choices and values[name] is not None and values[name] not in choices:
             raise InputError(
-                f"{source}: the checkpoint's {flag.name} {value} is not supported any more; "
-                f"{advice} on the command line"
+                f"{source}: the checkpoint's {flag.name} {str(values[name])[:LONGEST_EXCERPT]} is "
+                f"not supported any more; choose one of {', '.join(choices)} on the command line"
             )
 
 
 def changed_flags(
-    before: Mapping[str, Any], args: Namespace, *, spellings: Mapping[str, str]
+    before: Mapping[str, Any], args: Namespace, parser: Parser
 ) -> dict[str, list[Any]]:
     """The flags in which a run that goes on differs from its checkpoint, as [before, now].
 
     Args:
-        before: the values of the checkpoint. A flag that it lacks is left out.
+        before: the values of the checkpoint.
         args: the flags that the run goes on with.
-        spellings: how a user writes each flag, by its name in the other two.
+        parser: of the script.
     """
-    left_out = NOT_RESTORED | CHANGES_NO_RESULT
-    if not is_own_data(args.dataset):
-        left_out |= {"data_dir"}  # the same data may lie at another place
     changed = {}
-    for name in spellings.keys() & before.keys() - left_out:
-        values = [before[name], getattr(args, name)]
-        if name == "data_dir":
-            values = [os.path.abspath(value) for value in values]
-        pair = [list(value) if isinstance(value, tuple) else value for value in values]
-        if pair[0] != pair[1]:
-            changed[name] = pair
-    return {spellings[name]: changed[name] for name in spellings if name in changed}
-
-
-def is_supported(flag: Flag, value: Any) -> bool:
-    """Whether a flag can have this value, which another version may have put into a checkpoint.
-
-    A flag such as --ngd, which stands for a value of another one, leaves that to the other one.
-    """
-    action = flag.action
-    if value is None:
-        return action.default is None
-    if action.nargs == 0:
-        return action.const not in (None, True) or isinstance(value, bool)
-    values = value if action.nargs is not None and isinstance(value, list | tuple) else [value]
-    if action.choices is not None:
-        return all(isinstance(each, str) and each in action.choices for each in values)
-    if action.type is None:
-        return all(isinstance(each, str) for each in values)
-    try:
-        return all(action.type(str(each)) is not None for each in values)  # type: ignore[operator]
-    except (ArgumentTypeError, ValueError):
-        return False
+    scopes = [Scope.RESULT, Scope.PLACE] if is_own_data(args.dataset) else [Scope.RESULT]
+    for name in parser.of_scope(*scopes):
+        pair = [before.get(name, parser.flags[name].default), getattr(args, name)]
+        if parser.flags[name].scope is Scope.PLACE:
+            pair = [os.path.abspath(value) for value in pair]
+        pair = [list(value) if isinstance(value, tuple) else value for value in pair]
+        if pair[0] != pair[1] and not parser.flags[name].why_unused(args):
+            changed[parser.flags[name].name] = pair
+    return changed
 
 
 def computed_defaults(chosen: Namespace, optimizer: OptimizerChoice) -> dict[str, Any]:
     """The defaults that depend on other flags, by name.
 
     Args:
-        chosen: the flags of the run, of which these may be missing.
+        chosen: the flags of the run, of which these may be None.
         optimizer: that of --optimizer.
     """
     rises_by_itself = chosen.lr_schedule in ("onecycle", "cyclic")
@@ -243,7 +162,7 @@ def defaults_for(parser: Parser, flags: Mapping[str, Any]) -> dict[str, Any]:
         parser: of the run's script.
         flags: of the run, which another version may have had.
     """
-    defaults = vars(parser.parse_args([]))
+    defaults = parser.defaults()
     optimizer = parser.optimizers.get(str(flags.get("optimizer")))
     if optimizer is not None:
         chosen = Namespace(**{**defaults, **flags})
@@ -382,15 +301,15 @@ def recipe_arguments(recipe: str, parser: Parser) -> list[str]:
         for name, value in values_by_name.items():
             words = flag_arguments(str(name), value, parser)
             flag = parser.find(str(name))
-            if words and flag is not None:
+            if words and flag is not None and flag.type is not setting:
                 other = spellings.setdefault(flag.name, str(name))
                 if other != str(name):
                     raise InputError(f"{other} and {name} are the same flag; leave one out")
             arguments += words
-        parser.parse_args(arguments)
+        parser.given(arguments)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
-    return parser.translate(arguments)
+    return arguments
 
 
 def flag_arguments(name: str, value: Any, parser: Parser) -> list[str]:
@@ -404,17 +323,23 @@ def flag_arguments(name: str, value: Any, parser: Parser) -> list[str]:
         InputError: there is no such flag, it may not be in a recipe, or the value is of a kind
             that it does not take.
     """
-    flag = parser.find(name)
+    flag, own = parser.find(name), parser.own_name(f"--{name}")
     if flag is None:
         raise InputError(parser.explain_unknown(f"--{name}"))
-    if flag.name.removeprefix("--") in COMMAND_LINE_ONLY:
+    if flag.scope is Scope.START:
         raise InputError(f"{name}: a recipe cannot hold this flag; give it on the command line")
-    if flag.action.nargs == 0 or parser.stands_for_value(name):
+    if own.endswith("="):
+        return [f"{own}{value}"]
+    if flag.type is switch or "=" in own:
         if not isinstance(value, bool):
             raise InputError(f"--{name}: must be true or false, got {excerpt(value)}")
-        return [f"--{name}"] if value else negation(name, parser)
+        if value or "=" in own:
+            return [own] if value else []
+        return [flag.name if own.startswith("--no-") else f"--no-{own[2:]}"]
+    if isinstance(value, dict) and flag.type is setting:
+        return [own, *(f"{key}={each}" for key, each in value.items())]
     if isinstance(value, bool):
-        return [f"--{name}", word_of_boolean(name, value, flag.choices())]
+        return [own, word_of_boolean(name, value, flag.choices())]
     values = value if isinstance(value, list) else [value]
     for each in values:
         if isinstance(each, bool) or not isinstance(each, str | int | float | date):
@@ -422,7 +347,7 @@ def flag_arguments(name: str, value: Any, parser: Parser) -> list[str]:
                 f"--{name}: {excerpt(each)} is not a number or a word (YAML reads no, off and "
                 "yes as false and true, and an empty value as None: put a word into quotes)"
             )
-    return [f"--{name}", *map(str, values)]
+    return [own, *map(str, values)]
 
 
 def word_of_boolean(name: str, value: bool, choices: Sequence[str]) -> str:
@@ -439,18 +364,6 @@ def word_of_boolean(name: str, value: bool, choices: Sequence[str]) -> str:
         f"--{name}: {'true' if value else 'false'} is not a value of this flag; {advice}, or "
         "leave the line out (YAML reads no and off as false, yes and on as true)"
     )
-
-
-def negation(name: str, parser: Parser) -> list[str]:
-    """The arguments for a switch that a recipe sets to false.
-
-    The false of a switch without an opposite is its absence.
-    """
-    flag = parser.find(name)
-    if flag is None or not isinstance(flag.action, BooleanOptionalAction):
-        return []
-    own = parser.own_name(name)
-    return [flag.name if own.startswith("no-") else f"--no-{own}"]
 
 
 # -------------------------------------------------------------------- checking them

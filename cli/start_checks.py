@@ -1,6 +1,6 @@
 """What is checked before a run begins, once all of its processes are there.
 
-    check_processes(args, world, state)                  # same flags, code and checkpoint
+    check_processes(args, parser, world, state)                  # same flags, code and checkpoint
     check_tracker_of_run(args, world)                    # the package of --track
     metadata["data"] = check_data(args, run.world, classes, labels=labels, state=state)
     folder, lock = open_run_folder(args, script, world, state)
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cli.flag_parser import Scope, ScriptParser
 from cli.options import check_overwritten, uses_trained_model
 from distributed.agreement import check_equal, on_main
 from distributed.world import World
@@ -31,17 +32,16 @@ from training.run_folder import lock_run_folder, make_run_folder, new_run_folder
 from training.tracking import check_tracker
 
 DIGITS = 16  # of a SHA-256 in hexadecimal
-FLAGS_OF_A_NODE = frozenset(
-    ["data_dir", "out", "resume", "checkpoint", "recipe", "threads", "workers", "log_every"]
-)
-"""Flags that may differ between the processes of a job: paths, and what each node has."""
 
 
-def check_processes(args: Namespace, world: World, state: Mapping[str, Any] | None) -> None:
+def check_processes(
+    args: Namespace, parser: ScriptParser, world: World, state: Mapping[str, Any] | None
+) -> None:
     """Check that all processes of a job were started alike; collective.
 
     Args:
         args: the flags.
+        parser: of the script. Paths, and what a node has, may differ.
         world: the ranks.
         state: the checkpoint that the run goes on from, or None.
     Raises:
@@ -49,11 +49,12 @@ def check_processes(args: Namespace, world: World, state: Mapping[str, Any] | No
     """
     if world.size == 1:
         return
-    names = [name for name in vars(args) if name not in FLAGS_OF_A_NODE]
+    started = {name: bool(getattr(args, name)) for name in parser.of_scope(Scope.START)}
+    values = {name: getattr(args, name) for name in parser.of_scope(Scope.RESULT, Scope.HOW)}
     check_equal(
         world,
         {
-            **{f"--{name}": getattr(args, name) for name in names},
+            **{f"--{name}": value for name, value in {**values, **started}.items()},
             "the version of the code": commit_or_none(),
             "the version of torch": torch.__version__,
             "the checkpoint": "none" if state is None else describe_position(state["progress"]),

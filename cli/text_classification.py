@@ -17,11 +17,12 @@ from cli.factory import (
     Run,
     load_weights,
     noisy_labels,
+    refused_as,
     report_own_data,
     report_predictions,
     split_rows,
 )
-from cli.flags import Parser, below_one, count, number
+from cli.flag_parser import OFF, ON, Choice, ScriptParser, below_one, number
 from cli.start_checks import check_data
 from distributed.agreement import local_main_first
 from distributed.world import READ_SECONDS
@@ -46,14 +47,14 @@ from training.pretrained import SavedModel
 from training.run_log import RunLog
 
 # which weights must share with the model
-MODEL_FLAGS = ("width", "depth", "heads", "mlp_width", "max_len", "positions", "pooling")
+MODEL_FLAGS = ("max_len", "model_args")
 
 
 def long_run_hint(args: Namespace, run: Run) -> str:
     """A line for the user of a run of many hours: what makes it shorter."""
     remedies = [
         "a part of the rows such as --subset 0.1",
-        "a smaller --max_len, --width or --depth",
+        "a smaller --max_len, or --model_args width=64 depth=1",
     ]
     if not args.recipe and args.dataset == "agnews":
         remedies.append("few epochs as in --recipe recipes/agnews.yaml")
@@ -64,140 +65,40 @@ def long_run_hint(args: Namespace, run: Run) -> str:
     return f"for a shorter run: {', '.join(remedies[:-1])}, or {remedies[-1]}"
 
 
-def add_flags(parser: Parser) -> None:
-    """Add the groups 'texts' and 'Transformer'."""
-    add = parser.group("texts", after="data")
-    add(
-        "--tokenizer",
-        choices=tokenization.TOKENIZERS,
-        default="wordpiece",
-        unavailable_reason=tokenizer_unavailable_reason,
-        help="Split texts into tokens in this way, learned on the training set "
-        "(default %(default)s).",
-    )
-    add(
-        "--vocab_size",
-        type=number(int, 300),
-        default=30_000,
-        metavar="N",
-        help="Distinguish this many tokens at most (default %(default)s).",
-    )
-    add(
-        "--max_len",
-        type=number(int, 4),
-        default=128,
-        metavar="TOKENS",
-        help="Cut off what a text has beyond this many tokens (default %(default)s).",
-        common=True,
-    )
-    add(
-        "--label_column",
-        metavar="COLUMN",
-        help="Read the labels of --dataset csv from this column, given by its name in the header "
-        "or its number from 1 on (default found by name; without a header the first column).",
-        common=True,
-    )
-    add(
-        "--text_column",
-        nargs="+",
-        default=[],
-        metavar="COLUMN",
-        help="Read the texts of --dataset csv from this column, or from several that are joined "
-        "(default found by name; without a header all columns but the label).",
-        common=True,
-    )
-    add_model_flags(parser)
+# fmt: off
+def add_flags(parser: ScriptParser) -> None:
+    """Declare the flags of texts and of the Transformer."""
+    add = parser.group("texts")
+    new = {"resume": OFF, "weights": OFF}
+    add("--tokenizer", Choice(tokenization.TOKENIZERS, tokenizer_unavailable_reason), "wordpiece",
+        "how texts are split into tokens, learned on the training set", only_with=new)
+    add("--vocab_size", number(int, 300), 30_000, "most tokens that are told apart", metavar="N",
+        only_with=new)
+    add("--max_len", number(int, 4), 128, "longest text, in tokens; the rest is cut off",
+        metavar="TOKENS", common=True)
+    add("--label_column", str, None, "column of the labels of csv, by name or number from 1 on "
+        "(default found by name, else the first)", metavar="COLUMN", common=True)
+    add("--text_column", str, [], "columns of the texts of csv (default found by name, else all "
+        "others)", nargs="+", metavar="COLUMN", common=True)
+
+    add = parser.group("Transformer")
+    fine_tuning.add_flags(add, "FILE", "first weights, and the tokenizer: a run folder, a .pt "
+        "file, or a .safetensors file of --export")
+    parser.declare_settings("Transformer", "--model_args", "width, depth, heads, mlp_width, "
+        "positions (learned or sinusoidal) and pooling (mean or cls)")
+    add("--dropout", below_one, 0.3, "share of embeddings and outputs of blocks that is dropped",
+        metavar="F")
+    add("--token_dropout", below_one, 0.5, "share of the tokens that is hidden", metavar="F")
+    add("--mix_at", Choice(["pooled", "tokens"]), "pooled", "what --mixup mixes: what the "
+        "classifier sees, or the embeddings of tokens", only_with={"mixup": ON})
+    add("--prior", Choice(["none", "naive_bayes"]), "none", "scores of the tokens, counted on the "
+        "training set, that are added to the logits")
+# fmt: on
 
 
 def tokenizer_unavailable_reason(name: str) -> str:
     """Return why a tokenizer cannot be used here, or ''."""
     return torchtext_tokenizer.unavailable_reason() if name == "torchtext" else ""
-
-
-def add_model_flags(parser: Parser) -> None:
-    """Add the group 'Transformer'."""
-    add = parser.group("Transformer", after="texts")
-    fine_tuning.add_flags(
-        add,
-        "FILE",
-        "Begin with the weights and the tokenizer of this run folder, .pt file, or .safetensors "
-        "file that --export wrote; --tokenizer and --vocab_size then do nothing.",
-    )
-    add(
-        "--width",
-        type=count,
-        default=128,
-        metavar="N",
-        help="Represent each token by this many features (default %(default)s).",
-        common=True,
-    )
-    add(
-        "--depth",
-        type=count,
-        default=2,
-        metavar="N",
-        help="Stack this many encoder blocks (default %(default)s).",
-        common=True,
-    )
-    add(
-        "--heads",
-        type=count,
-        default=4,
-        metavar="N",
-        help="Give each block this many attention heads; --width must be divisible by it "
-        "(default %(default)s).",
-    )
-    add(
-        "--mlp_width",
-        type=count,
-        default=512,
-        metavar="N",
-        help="Give the feed-forward layers this many hidden units (default %(default)s).",
-    )
-    add(
-        "--dropout",
-        type=below_one,
-        default=0.3,
-        metavar="F",
-        help="Drop this fraction of the embeddings and of the outputs of each block while "
-        "training (default %(default)s).",
-        common=True,
-    )
-    add(
-        "--token_dropout",
-        type=below_one,
-        default=0.5,
-        metavar="F",
-        help="Hide this fraction of the tokens while training (default %(default)s).",
-    )
-    add(
-        "--positions",
-        choices=("learned", "sinusoidal"),
-        default="learned",
-        help="Add position embeddings of this kind to the tokens (default %(default)s).",
-    )
-    add(
-        "--pooling",
-        choices=("mean", "cls"),
-        default="mean",
-        help="Classify by the mean of all tokens (mean), or by a token of its own in front of "
-        "them (cls) (default %(default)s).",
-    )
-    add(
-        "--mix_at",
-        choices=("pooled", "tokens"),
-        default="pooled",
-        help="Let --mixup mix what the classifier sees of two texts (pooled), or the embeddings "
-        "of their tokens (tokens) (default %(default)s).",
-    )
-    add(
-        "--prior",
-        choices=("none", "naive_bayes"),
-        default="none",
-        help="Add naive Bayes scores of the tokens, counted on the training set, to the logits "
-        "(default %(default)s).",
-        common=True,
-    )
 
 
 def load_data(
@@ -299,27 +200,19 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
     """The Transformer on its device.
 
     Raises:
-        InputError: --width and --heads do not go together.
+        InputError: --model_args do not go together.
     """
-    if args.width % args.heads or args.width % 2:
-        raise InputError(
-            f"--width {args.width}: must be even and divisible by --heads {args.heads}"
+    with refused_as("--model_args"):
+        model = Transformer(
+            tokenization.load_tokenizer(metadata["tokenizer"]).get_vocab_size(),
+            len(metadata["classes"]),
+            max_len=metadata["max_len"],
+            dropout=args.dropout,
+            token_dropout=args.token_dropout,
+            prior=metadata["prior"],
+            mix_at=args.mix_at,
+            **args.model_args,
         )
-    model = Transformer(
-        tokenization.load_tokenizer(metadata["tokenizer"]).get_vocab_size(),
-        len(metadata["classes"]),
-        width=args.width,
-        depth=args.depth,
-        heads=args.heads,
-        mlp_width=args.mlp_width,
-        max_len=metadata["max_len"],
-        dropout=args.dropout,
-        token_dropout=args.token_dropout,
-        positions=args.positions,
-        pooling=args.pooling,
-        prior=metadata["prior"],
-        mix_at=args.mix_at,
-    )
     if args.freeze:
         pretrained.freeze_all_but_classifier(model)
     return model.to(run.world.device)

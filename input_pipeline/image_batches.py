@@ -31,13 +31,17 @@ DECODE_ROWS = 256  # images that a worker decodes at a time when all are made re
 MEMORY_FRACTION = 4  # a split may take a quarter of the free memory
 
 
+LARGEST_PAD = 127  # pixels; the offset of a crop is kept in a byte
+MOST_SMALL_STAGES = 4  # a model is compiled for each size of images, and torch limits how often
+
+
 @dataclass(frozen=True)
 class Augmentation:
     """Random crops and flips, and smaller images in the first epochs.
 
     Attributes:
         pad: pixels added to each side of an image, out of which its own size is cropped.
-        reflect: whether those are the image's own, reflected at its edges, instead of zeros.
+        fill: what those are, 'black' or the image's own, reflected at its edges ('reflect').
         flip: whether to mirror each image horizontally with probability 1/2.
         alternate: mirror a random half of the images in even epochs and the other half in odd ones,
             so that two epochs show each image both ways (arXiv:2404.00498, section 3.6).
@@ -49,11 +53,22 @@ class Augmentation:
 
     pad: int
     flip: bool
-    reflect: bool = False
+    fill: str = "black"
     alternate: bool = False
     small_epochs: int = 0
-    small_size: int = 0
+    small_size: int = 24
     small_stages: int = 1
+
+    def __post_init__(self) -> None:
+        if self.fill not in ("black", "reflect"):
+            raise ValueError(f"fill={self.fill} must be black or reflect")
+        if not 0 <= self.pad <= LARGEST_PAD:
+            raise ValueError(f"pad={self.pad} must be from 0 to {LARGEST_PAD}")
+        if self.small_size < 1 or not 1 <= self.small_stages <= MOST_SMALL_STAGES:
+            raise ValueError(
+                f"small_size={self.small_size} must be at least 1, and "
+                f"small_stages={self.small_stages} from 1 to {MOST_SMALL_STAGES}"
+            )
 
     def size_of_epoch(self, epoch: int, full_size: int) -> int:
         """Return the pixels a side that training images of `full_size` have in an epoch, from 0."""
@@ -143,7 +158,7 @@ class ImageDataset:
                     offsets[rows],
                     flips=flips[rows],
                     pad=self.augmentation.pad,
-                    reflect=self.augmentation.reflect,
+                    reflect=self.augmentation.fill == "reflect",
                 )
             images = normalise(pixels, self.mean, std=self.std)
             yield scale_down(images, size) if size < full_size else images, self.labels[rows]

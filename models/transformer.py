@@ -133,6 +133,14 @@ class Transformer(nn.Module):
         mix_at: str = "pooled",
     ) -> None:
         super().__init__()
+        if positions not in ("learned", "sinusoidal"):
+            raise ValueError(f"positions={positions} must be learned or sinusoidal")
+        if pooling not in ("mean", "cls"):
+            raise ValueError(f"pooling={pooling} must be mean or cls")
+        if width < 1 or heads < 1 or width % heads or width % 2:
+            raise ValueError(f"width={width} must be even and divisible by heads={heads}")
+        if depth < 1 or mlp_width < 1:
+            raise ValueError(f"depth={depth} and mlp_width={mlp_width} must be at least 1")
         self.mix_at = mix_at
         self.register_buffer("prior", prior)
         self.prior_weight: nn.Parameter | None = None

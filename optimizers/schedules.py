@@ -26,6 +26,14 @@ SCHEDULES = (
     "onecycle",
     "cyclic",
 )
+LARGEST_PEAK = 1e6
+SETTINGS = {  # of those that have some beside gamma and milestones
+    "step": ("step_size",),
+    "polynomial": ("power", "end"),
+    "cosine": ("end",),
+    "onecycle": ("peak",),
+    "cyclic": ("peak", "step_size"),
+}
 # as of torch.optim.lr_scheduler.OneCycleLR
 ONECYCLE_START = 1 / 25  # first rate / peak
 ONECYCLE_RISE = 0.3  # share of the run in which the rate rises
@@ -71,6 +79,16 @@ class Schedule:
     power: float = 1.0
     end: float = 0.0
     peak: float = 5.0
+
+    def __post_init__(self) -> None:
+        for problem, is_wrong in (
+            (f"step_size={self.step_size} must be at least 1", self.step_size < 1),
+            (f"power={self.power} must be above 0", self.power <= 0),
+            (f"end={self.end} must be from 0 to 1", not 0 <= self.end <= 1),
+            (f"peak={self.peak} must be at least 1", not 1 <= self.peak <= LARGEST_PEAK),
+        ):
+            if is_wrong:
+                raise ValueError(problem)
 
     def __call__(self, progress: float, step: float = 0.0) -> float:
         """Returns the multiple of --lr.

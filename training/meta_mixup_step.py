@@ -102,7 +102,12 @@ class MetaMixupStep:
     """
 
     def __init__(
-        self, meta: MetaMixup, loss_fn: MixedCrossEntropy, *, held_out: HeldOutBatches, every: int
+        self,
+        meta: MetaMixup,
+        loss_fn: MixedCrossEntropy,
+        *,
+        held_out: HeldOutBatches,
+        every: int = 16,
     ) -> None:
         self.meta, self.loss_fn, self.held_out, self.every = meta, loss_fn, held_out, every
         self.clean_loss_fn = CrossEntropy(loss_fn.label_smoothing)

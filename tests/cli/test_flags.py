@@ -1,9 +1,9 @@
-"""Flags: their other spellings, recipes by name, --help, and the texts of all parsers."""
+"""Flags: their other spellings, recipes by name, --help, and those without effect."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,21 +15,16 @@ import transformer_test
 from backends import nvidia_apex, onnx_runtime
 from benchmarks import bench
 from cli import options
-from cli.flag_parser import FlagParser
+from cli.flag_parser import OFF, FlagParser
 from cli.flags import Parser
+from cli.foreign_names import FOREIGN
 from conftest import each_of
 from errors import InputError
-from figures import draw, experiments, report
+from figures import experiments
+from optimizers.schedules import SCHEDULES, SETTINGS, Schedule
 from tuning import sweep
 
 SCRIPTS = {"resnet50_test": resnet50_test.parser, "transformer_test": transformer_test.parser}
-PARSERS: dict[str, Callable[[], FlagParser]] = {
-    **SCRIPTS,
-    "sweep": lambda: sweep.sweep_parser("resnet50_test.py"),
-    "experiments": experiments.experiments_parser,
-    "draw": draw.draw_parser,
-    "report": report.report_parser,
-}
 ALIASES = [  # of timm and of Hugging Face's Trainer, and the same in our names
     ("--opt lamb", "--optimizer lamb"),
     ("--optim lamb", "--optimizer lamb"),
@@ -77,7 +72,7 @@ HYPHENS = [
 
 
 def parse(arguments: str, parser: Parser | None = None) -> dict[str, object]:
-    return vars((parser or resnet50_test.parser()).parse_args(arguments.split()))
+    return (parser or resnet50_test.parser()).given(arguments.split())
 
 
 # -------------------------------------------------------------------- spellings
@@ -88,30 +83,22 @@ def test_other_spellings_mean_the_same() -> None:
         for script in SCRIPTS:
             parsed = parse(spelling, SCRIPTS[script]())
             assert parsed == parse(own, SCRIPTS[script]()), script
-            assert spelling.startswith("--no") or parsed != parse("", SCRIPTS[script]()), script
+            assert parsed, script
 
     conftest.for_each([*ALIASES, *HYPHENS], check)
-
-
-def test_model_is_the_architecture() -> None:
     assert parse("--model resnet20") == parse("--arch resnet20")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_alias_is_in_the_table_above(script: str) -> None:
-    listed = {alias.split()[0] for alias, _ in ALIASES} | {"--model"}
-    for flag in SCRIPTS[script]().flags:
-        assert {*flag.aliases, *flag.value_aliases} <= listed, (
-            f"add the aliases of {flag.name} to ALIASES of this test"
-        )
+def test_a_foreign_name_without_a_counterpart_says_what_there_is() -> None:
+    with pytest.raises(InputError, match="^--amp: there is no such flag; it is --precision"):
+        parse("--amp")
 
 
 def test_values_keep_their_hyphens() -> None:
-    arguments = ["--out", "my-run", "--data-dir=--odd-folder", "--ngd-skip", "a-b", "batch-size"]
+    arguments = ["--out", "my-run", "--data-dir=--odd-folder"]
     parsed = resnet50_test.parser().parse_args([*arguments, "--predict", "cat-1.png"])
     assert parsed.out == "my-run"
     assert parsed.data_dir == "--odd-folder"
-    assert parsed.ngd_skip == ["a-b", "batch-size"]
     assert parsed.predict == ["cat-1.png"]
     after = FlagParser()
     after.add_argument("--fast_mode", action="store_true")
@@ -119,27 +106,17 @@ def test_values_keep_their_hyphens() -> None:
     assert after.parse_args(["--", "--fast-mode"]).files == ["--fast-mode"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name", "value"),
-    [
+def test_the_later_of_two_spellings_counts() -> None:
+    for arguments, name, value in (
         ("--lr 1 --learning-rate 2", "lr", 2.0),
         ("--learning-rate 2 --lr 1", "lr", 1.0),
         ("--backend eager --torch_compile", "backend", "compile"),
         ("--torch_compile --backend eager", "backend", "eager"),
-    ],
-)
-def test_the_later_of_two_spellings_counts(arguments: str, name: str, value: object) -> None:
-    assert parse(arguments)[name] == value
+    ):
+        assert parse(arguments) == {name: value}
 
 
-def test_an_alias_stands_for_one_flag() -> None:
-    parser = FlagParser()
-    parser.add_argument("--clip", aliases=("--max_norm",))
-    with pytest.raises(ValueError, match="--max-norm would stand for two flags"):
-        parser.add_argument("--norm", aliases=("--max-norm",))
-
-
-@each_of("name", ["recipe", "checkpoint", "out", "data_dir", "resume", "ngd_skip"])
+@each_of("name", ["recipe", "checkpoint", "out", "data_dir", "resume", "ngd_rank"])
 @each_of("empty", [["--{}", ""], ["--{}="], ["--{}", " "]])
 def test_an_empty_value_is_refused(name: str, empty: list[str]) -> None:
     arguments = [word.format(name) for word in empty]
@@ -151,7 +128,7 @@ def test_an_empty_data_dir_of_the_environment_counts_as_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DATA_DIR", "")
-    assert resnet50_test.parser().parse_args([]).data_dir == "./data"
+    assert resnet50_test.parser().defaults()["data_dir"] == "./data"
 
 
 def test_home_folders_are_expanded_in_every_path(
@@ -161,7 +138,7 @@ def test_home_folders_are_expanded_in_every_path(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("DATA_DIR", "~/d")
     parser = resnet50_test.parser()
-    assert parser.parse_args([]).data_dir == f"{tmp_path}/d"
+    assert parser.defaults()["data_dir"] == f"{tmp_path}/d"
     for name in (
         *("data_dir", "out", "resume", "checkpoint", "recipe", "weights", "predict", "predict_out"),
         "export",
@@ -183,84 +160,54 @@ def test_home_folders_are_expanded_in_every_path(
 # -------------------------------------------------------------------- recipes and checkpoints
 
 
+def recipe_flags(text: str, folder: Path) -> dict[str, object]:
+    (folder / "mine.yaml").write_text(text)
+    parser = resnet50_test.parser()
+    return parser.given(options.recipe_arguments(str(folder / "mine.yaml"), parser))
+
+
 def test_a_recipe_may_have_any_spelling(tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(
+    given = recipe_flags(
         "model: resnet20\nlearning-rate: 0.3\nno-nesterov: true\ntorch_compile: true\n"
-        "grad_checkpointing: false\ntorchcompile: false\nmilestones: [3, 4]\n"
+        "grad_checkpointing: false\ntorchcompile: false\nmilestones: [3, 4]\n",
+        tmp_path,
     )
-    arguments = options.recipe_arguments(str(recipe), resnet50_test.parser())
-    assert arguments == (
-        "--arch resnet20 --lr 0.3 --no-nesterov --backend=compile --no-checkpoint_activations "
-        "--milestones 3 4".split()
-    )
+    own = "--arch resnet20 --lr 0.3 --no-nesterov --backend compile --milestones 3 4"
+    assert given == parse(f"{own} --no-checkpoint_activations")
 
 
 def test_the_command_line_overrides_a_recipe_in_any_spelling(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text("lr: 0.3\nbs: 32\n")
-    given = f"--config {recipe} --learning-rate 0.1".split()
+    recipe.write_text("lr: 0.3\nbs: 32\nfuse: true\n")
+    given = f"--config {recipe} --learning-rate 0.1 --no_fuse".split()
     args, _ = options.parse(resnet50_test.parser(), "resnet50_test", given)
-    assert (args.lr, args.batch_size) == (0.1, 32)
+    assert (args.lr, args.batch_size, args.fuse) == (0.1, 32, False)
 
 
-@pytest.mark.parametrize(
-    ("name", "switch"),
-    [
-        ("alternate_flip", "--no-alternate_flip"),
-        ("freeze", "--no_freeze"),
-        ("fuse", "--no-fuse"),
-        ("grad-checkpointing", "--no-checkpoint_activations"),
-        ("checkpoint_activations", "--no-grad-checkpointing"),
-        ("noise_scale", "--no-noise-scale"),
-        ("balance_workers", "--no-balance_workers"),
-        ("replace_decay", "--no-replace_decay"),
-    ],
-)
-def test_the_command_line_turns_off_what_a_recipe_turns_on(
-    name: str, switch: str, tmp_path: Path
-) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(f"{name}: true\n")
-    parser = resnet50_test.parser()
-    flag = parser.find(name)
-    assert flag is not None
-    arguments = options.recipe_arguments(str(recipe), parser)
-    values = [
-        vars(parser.parse_args(parser.translate(given)))[flag.action.dest]
-        for given in (arguments, [*arguments, switch])
-    ]
-    assert values == [True, False]
+def test_a_recipe_that_is_wrong_is_refused_in_one_line(tmp_path: Path) -> None:
+    for text, message in (
+        ("nestrov: false\n", "did you mean --nesterov?"),
+        ("lr: 1\nlearning_rate: 2\n", "learning_rate and lr|lr and learning_rate"),
+        ("evaluate: true\n", "a recipe cannot hold this flag"),
+        ("lr: true\n", "true is not a value of this flag"),
+        ("fuse: 3\n", "must be true or false"),
+        ("lr: -1\n", "must be above 0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            recipe_flags(text, tmp_path)
 
 
-def test_an_unknown_flag_of_a_recipe_is_refused_also_where_it_is_false(tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("nestrov: false\n")
-    with pytest.raises(InputError, match="did you mean --nesterov?"):
-        options.recipe_arguments(str(recipe), resnet50_test.parser())
-
-
-@pytest.mark.parametrize(
-    ("text", "arguments"),
-    [
-        ("resident: no", "--resident no"),
-        ("resident: yes", "--resident yes"),
+def test_yes_and_no_of_a_recipe_mean_what_they_say(tmp_path: Path) -> None:
+    for text, own in (
         ("augment: no", "--augment none"),
         ("mixup: off", "--mixup none"),
-        ("mixup: false", "--mixup none"),
         ("nesterov: no", "--no-nesterov"),
         ("no-nesterov: true", "--no-nesterov"),
         ("no-nesterov: false", "--nesterov"),
         ("fuse: no", "--no-fuse"),
         ("compress_warmup: []", "--compress_warmup"),
-    ],
-)
-def test_yes_and_no_of_a_recipe_mean_what_they_say(
-    text: str, arguments: str, tmp_path: Path
-) -> None:
-    (tmp_path / "mine.yaml").write_text(text)
-    parser = resnet50_test.parser()
-    assert options.recipe_arguments(str(tmp_path / "mine.yaml"), parser) == arguments.split()
+    ):
+        assert recipe_flags(text, tmp_path) == parse(own), text
 
 
 def test_recipes_are_found_by_name_from_any_folder(
@@ -274,13 +221,7 @@ def test_recipes_are_found_by_name_from_any_folder(
     assert options.recipe_path("fast94") == options.RECIPES / "fast94.yaml"
     with pytest.raises(InputError, match=r"did you mean fast94 or fast94_vgg8\?"):
         options.recipe_path("recipes/fast94.yaml")
-
-
-def test_a_file_wins_over_a_recipe_of_that_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "best").write_text("lr: 0.7\n")
+    (tmp_path / "best").write_text("lr: 0.7\n")  # a file wins over a recipe of that name
     assert options.recipe_arguments("best", resnet50_test.parser()) == ["--lr", "0.7"]
 
 
@@ -295,102 +236,153 @@ def test_run_folders_and_resumed_runs_have_the_scripts_own_names(
     usual = json.loads((runs["images"] / "config.json").read_text())["flags"]
     assert flags.keys() == usual.keys()
     resumed = f"--resume {tmp_path / 'run'} --num-train-epochs 2".split()
-    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", resumed)
+    args, state = options.parse(resnet50_test.parser(), "resnet50_test", resumed)
     assert (args.optimizer, args.arch, args.epochs) == ("lamb", "resnet8", 2)
+    assert state is not None
+    assert state["changed"] == {"--epoch": [1, 2]}
 
 
 # -------------------------------------------------------------------- --help
 
 
-def print_help(script: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as ended:
-        SCRIPTS[script]().parse_args(arguments)
-    assert ended.value.code == 0
-    return capsys.readouterr().out
+def test_help_is_short_and_says_how_to_see_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(script: str, *words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            SCRIPTS[script]().parse_args(words)
+        assert ended.value.code == 0
+        return capsys.readouterr().out
 
+    def check(script: str) -> None:
+        flags, short = SCRIPTS[script]().flags.values(), shown(script, "-h")
+        everything = shown(script, "--help", "all")
+        for flag in flags:
+            assert f"  {flag.name}" in everything, flag.name
+            assert (f"\n  {flag.name}" in short) == flag.common, flag.name
+        assert sum(flag.common for flag in flags) <= 42
+        assert "--help all" in short.splitlines()[-1]
+        assert not {f"  {name}" for name in FOREIGN if f"\n  {name} " in everything}
 
-def test_help_all_may_be_in_capitals(capsys: pytest.CaptureFixture[str]) -> None:
-    texts = [print_help("resnet50_test", ["--help", word], capsys) for word in ("ALL", "all")]
-    assert texts[0] == texts[1]
-
-
-def shown_flags(text: str, parser: FlagParser) -> set[str]:
-    lines = [line.split("  ")[1].strip() for line in text.splitlines() if line.startswith("  -")]
-    return {flag.name for flag in parser.flags if flag.signature() in lines}
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("option", ["--help", "-h"])
-def test_help_is_short_and_says_how_to_see_the_rest(
-    script: str, option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text, parser = print_help(script, [option], capsys), SCRIPTS[script]()
-    assert text.splitlines()[0].endswith(" [flags]")
-    assert text.startswith("usage: ")
-    assert (parser.description or "no docstring") in text, "the launch examples"
-    shown = shown_flags(text, parser)
-    assert shown == {flag.name for flag in parser.flags if flag.common}
-    assert 25 <= len(shown) <= 40, "the short --help is for the flags that most runs need"
-    assert {"--dataset", "--data_dir", "--epoch", "--lr", "--ngd", "--mixup", "--resume"} <= shown
-    assert "--help all" in text.split("\n\n")[-1]
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_all_shows_every_flag_in_its_group_and_no_alias(
-    script: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text, parser = print_help(script, ["--help", "all"], capsys), SCRIPTS[script]()
-    assert shown_flags(text, parser) == {flag.name for flag in parser.flags} - {"--help"}
-    for title in ("natural gradient:", "communication:"):
-        assert f"\n{title}\n" in text
-    words = text.partition("\n")[2].replace(",", " ").split()  # without the name of the program
-    for flag in parser.flags:
-        assert not {*flag.aliases, *flag.value_aliases} & set(words), flag.name
-    assert (parser.description or "no docstring") in text
-
-
-@pytest.mark.parametrize("name", PARSERS)
-def test_help_fits_the_terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    parser = PARSERS[name]()
-    text = parser.format_help(everything=True).replace(parser.description or "", "")
-    assert max(map(len, text.splitlines())) <= 80
-    for flag in parser.flags:
-        if flag.group != "help":
-            assert flag.signature() in text
+    conftest.for_each([(script,) for script in SCRIPTS], check)
 
 
 def test_help_lists_only_choices_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shown(name: str) -> list[str]:
-        parser = resnet50_test.parser()
-        return next(flag for flag in parser.flags if flag.name == name).choices()
-
     for reason in ("apex is not installed", ""):
         monkeypatch.setattr(nvidia_apex, "unavailable_reason", lambda name, why=reason: why)
         monkeypatch.setattr(nvidia_apex, "amp_unavailable_reason", lambda why=reason: why)
         monkeypatch.setattr(onnx_runtime, "unavailable_reason", lambda why=reason: why)
-        assert ("apex_lamb" in shown("--optimizer")) == (not reason)
-        assert ("apex_O1" in shown("--precision")) == (not reason)
-        assert ("ort" in shown("--backend")) == (not reason)
-        assert "sgd" in shown("--optimizer")
-        assert ("apex_lamb" in resnet50_test.parser().format_help()) == (not reason)
+        flags = resnet50_test.parser().flags
+        assert ("apex_lamb" in flags["optimizer"].text()) == (not reason)
+        assert ("apex_O1" in flags["precision"].text()) == (not reason)
+        assert ("ort" in flags["backend"].choices()) == (not reason)
 
 
-# -------------------------------------------------------------------- the texts
+# -------------------------------------------------------------------- flags without effect
 
-SENTENCE = (
-    "Help is a sentence that a newcomer understands without reading the code: it begins with a "
-    "capital, says what the flag does and in which unit, and ends with a full stop"
-)
+UNUSED = [  # a flag, what gives it an effect ('' is nothing), and what it is to say without
+    ("--alpha 0.2", "--mixup cutmix", "without --mixup"),
+    ("--no-nesterov --optimizer lamb", "--optimizer sgd", ""),
+    ("--nesterov --optimizer lamb", "--optimizer sgd", "without --optimizer sgd, ngd, "),
+    ("--betas 0.9 0.99", "--optimizer adamw", "without --optimizer adamw, ngd, muon, lamb or sl"),
+    ("--gamma 0.3", "--lr_schedule step", "without --lr_schedule step, multistep, exponential or"),
+    ("--base_bs 64", "--lr_scaling sqrt", "without --lr_scaling"),
+    ("--powersgd_rank 4", "--grad_compress powersgd", "without --grad_compress powersgd"),
+    ("--local_steps 20", "--sync local", "without --optimizer slamb or --sync local or diloco"),
+    ("--wire_dtype fp16", "--optimizer demo", "without --optimizer slamb, --optimizer demo or"),
+]
 
 
-@pytest.mark.parametrize("name", PARSERS)
-def test_every_flag_was_added_to_a_group_of_ours(name: str) -> None:
-    parser = PARSERS[name]()
-    assert [flag.action for flag in parser.flags] == parser._actions, (
-        'add flags by parser.group("title")(...), not by parser.add_argument_group: '
-        "--help, docs/flags.md and aliases know no others"
-    )
+def unused(*words: str, script: str = "resnet50_test") -> list[str]:
+    """The warnings for a command line."""
+    parser = SCRIPTS[script]()
+    args, _ = options.parse(parser, script, words)
+    return parser.unused(parser.given(words), args)
+
+
+@each_of(("flags", "remedy", "message"), UNUSED)
+def test_a_flag_without_effect_is_named(flags: str, remedy: str, message: str) -> None:
+    name = flags.split()[0].partition("=")[0]
+    lines = unused(*flags.split())
+    if message:
+        assert sum(line.startswith(f"{name} has no effect {message}") for line in lines) == 1, lines
+    if remedy:
+        assert not any(name in line for line in unused(*flags.split(), *remedy.split()))
+
+
+def test_every_condition_names_flags_and_values_that_there_are() -> None:
+    def check(script: str) -> None:
+        flags = SCRIPTS[script]().flags
+        for flag in flags.values():
+            for values in flag.only_with:
+                for name, each in values.items():
+                    assert name == "processes" or name in flags, flag.name
+                    choices = flags[name].choices(installed_only=False) if name in flags else []
+                    named = [value for value in each if value not in OFF]
+                    assert not choices or set(named) <= set(choices), flag.name
+
+    conftest.for_each([(script,) for script in SCRIPTS], check)
+
+
+def test_flags_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--grad_compress", "bf16", "--balance_workers"]
+    (line,) = unused(*flags)
+    assert line == "--grad_compress and --balance_workers have no effect in a single process"
+    assert unused("--sync", "diloco") == []  # its outer step is taken by a single process too
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert unused(*flags) == []
+
+
+def test_values_of_a_recipe_are_not_named_and_the_first_rank_speaks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert unused("--recipe", "best", "--mixup", "none") == []
+    assert len(unused("--recipe", "best", "--mixup", "none", "--alpha", "1")) == 1
+    capsys.readouterr()
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        options.parse(transformer_test.parser(), "transformer_test", ["--mix-at", "tokens"])
+        line = "warning: --mix_at has no effect without --mixup\n"
+        assert capsys.readouterr().err == (line if rank == "0" else "")
+
+
+def test_the_settings_of_an_optimizer_are_parameters_of_it() -> None:
+    def check(script: str) -> None:
+        for name, choice in SCRIPTS[script]().optimizers.items():
+            if not name.startswith("apex_"):
+                parameters = inspect.signature(choice.make).parameters
+                assert set(choice.settings.values()) <= parameters.keys(), name
+
+    conftest.for_each([(script,) for script in SCRIPTS], check)
+
+
+def test_a_schedule_has_the_settings_that_are_said_to_have_an_effect() -> None:
+    others = {"step_size": 2, "power": 2.0, "end": 0.1, "peak": 3.0}
+
+    def check(schedule: str) -> None:
+        def curve(**settings: float) -> list[float]:
+            shape = Schedule(schedule, 40, gamma=0.5, milestones=[3], **settings)  # type: ignore[arg-type]
+            return [shape(epoch) for epoch in range(40)]
+
+        for name, value in others.items():
+            assert (curve() != curve(**{name: value})) == (name in SETTINGS.get(schedule, ())), name
+
+    conftest.for_each([(schedule,) for schedule in SCHEDULES], check)
+
+
+# -------------------------------------------------------------------- settings of parts
+
+
+def test_settings_reach_their_part_and_are_complete_in_the_run(tmp_path: Path) -> None:
+    words = "--ngd --opt-args rank=4 --opt_args adamw_ratio=1e-2 --ngd_rank 5".split()
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words)
+    assert args.opt_args == {"rank": 5, "adamw_ratio": 0.01}
+    (tmp_path / "a.yaml").write_text("ngd: true\nopt_args: {rank: 7}\nalternate_flip: true\n")
+    words = f"--recipe {tmp_path / 'a.yaml'} --opt_args adamw_ratio=0.5".split()
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words)
+    assert args.opt_args == {"rank": 7, "adamw_ratio": 0.5}
+    assert args.augment_args["alternate"] is True
+    words = f"--recipe {tmp_path / 'a.yaml'} --optimizer lars".split()
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words)
+    assert args.opt_args.keys() == {"trust_coefficient", "clip"}, "other optimizer, other settings"
 
 
 # -------------------------------------------------------------------- suggestions

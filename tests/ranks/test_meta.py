@@ -566,12 +566,8 @@ def test_all_ranks_learn_one_policy() -> None:
 def test_meta_learning_holds_rows_out_by_itself() -> None:
     for words in ("--meta_learning", "--mixup meta", "--ngd --meta_learning"):
         args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split())
-        assert (args.mixup, args.val_fraction, args.meta_policy, args.meta_every) == (
-            "meta",
-            0.05,
-            "pair",
-            16,
-        )
+        assert (args.mixup, args.val_fraction) == ("meta", 0.05)
+        assert args.mixup_args == {"policy": "pair", "lr": 0.1, "every": 16}
     args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, ["--mixup", "mixup"])
     assert args.val_fraction == 0
     args, _ = options.parse(

@@ -147,11 +147,11 @@ def test_an_exported_text_classifier_is_fine_tuned_with_its_own_tokenizer(
         ("--weights {source}", "arch"),
         ("--weights {source}/metrics.jsonl", "is no readable file of weights"),
         ("--weights DEFAULT", "there are none for texts"),
-        ("--weights {texts}", "--width 32"),
-        ("--weights {texts} --width 32 --depth 1 --heads 4", "--heads 2"),
+        ("--weights {texts}", "width=32"),
+        ("--weights {texts} --width 32 --depth 1 --heads 4", "heads=2"),
         (
             "--weights {texts} --width 32 --depth 1 --heads 2 --mlp_width 64 --pooling cls",
-            "--pooling mean",
+            "pooling=mean",
         ),
     ],
 )
