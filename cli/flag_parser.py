@@ -251,6 +251,7 @@ def given(args: argparse.Namespace, name: str) -> str:
 def written(name: str, values: Sequence[Any]) -> str:
     """Write a flag with its values as a user gives it: '--sync lag or local', '--small_epochs'."""
     shown = [str(value) for value in values if not str(value).startswith("apex_")]
+    shown = shown or list(map(str, values))
     if isinstance(values, Not) or values in ([True], (True,)):
         return f"--{name}"
     return f"--{name} {listed(shown, 'or')}"
@@ -347,6 +348,10 @@ class FlagParser(argparse.ArgumentParser):
             raise InputError(self.explain_unknown(first.partition("=")[0]))
         return namespace
 
+    def names(self) -> list[str]:
+        """All flags, with their dashes."""
+        return [option for action in self._actions for option in action.option_strings]
+
     def error(self, message: str) -> NoReturn:
         """Raise an InputError in place of printing the usage."""
         raise InputError(f"{message.removeprefix('argument ')} (see --help)")
@@ -355,7 +360,7 @@ class FlagParser(argparse.ArgumentParser):
         """Return the line for a flag that does not exist, or for a value that belongs to none."""
         if not name.startswith("-"):
             return f"{name}: this is neither a flag nor the value of one (see --help)"
-        own = {option for action in self._actions for option in action.option_strings}
+        own = self.names()
         if name.startswith("--no-") and (positive := f"--{name[5:]}") in own:
             return f"{name}: there is no such flag; leave {positive} out"
         guess = did_you_mean(name, [*own, *self.foreign, *self.suggested])

@@ -316,13 +316,16 @@ def flag_arguments(name: str, value: Any, parser: Parser) -> list[str]:
     """The command-line arguments for a line of a recipe.
 
     Args:
-        name: any spelling of a flag, without dashes.
+        name: any spelling of a flag, without dashes; opt_args.rank is a setting of --opt_args.
         value: what YAML has made of the line's value: `no` and `off` are False, `yes` is True.
         parser: knows the flags.
     Raises:
         InputError: there is no such flag, it may not be in a recipe, or the value is of a kind
             that it does not take.
     """
+    if "." in name:  # opt_args.rank
+        name, _, key = name.partition(".")
+        value = {key: value}
     flag, own = parser.find(name), parser.own_name(f"--{name}")
     if flag is None:
         raise InputError(parser.explain_unknown(f"--{name}"))

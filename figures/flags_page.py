@@ -6,9 +6,14 @@ python -m figures.flags_page          # after a change of a flag; a test compare
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import resnet50_test
 import transformer_test
+from cli.flag_parser import format_default
+from cli.foreign_names import FOREIGN
+from cli.settings import PARTS, own
 from errors import exit_code
 from figures.run_logs import ROOT
 from training.atomic_file import atomic_write_text
@@ -26,8 +31,9 @@ def page_with_flags(page: str) -> str:
     Raises:
         ValueError: the page does not have each marker exactly once.
     """
-    images = {flag.name: flag for flag in resnet50_test.parser().flags}
-    texts = {flag.name: flag for flag in transformer_test.parser().flags}
+    images = {flag.name: flag for flag in resnet50_test.parser().flags.values()}
+    texts_parser = transformer_test.parser()
+    texts = {flag.name: flag for flag in texts_parser.flags.values()}
     rows = [HEAD]
     for name, flag in {**images, **{n: texts[n] for n in texts if n not in images}}.items():
         text, of_texts = (each.text(installed_only=False) for each in (flag, texts.get(name, flag)))
@@ -38,11 +44,30 @@ def page_with_flags(page: str) -> str:
         group = flag.group
         if name not in images or name not in texts:
             group += f" ({'images' if name in images else 'texts'} only)"
-        signature = f"**`{flag.signature()}`**" if flag.common else f"`{flag.signature()}`"
-        also = [f"`{alias}`" for alias in flag.aliases]
-        also += [f"`{alias}` (`{value}`)" for alias, value in flag.value_aliases.items()]
+        signature = f"`{' '.join([', '.join(flag.names), flag.metavar]).strip()}`"
+        if flag.common:
+            signature = f"**{signature}**"
+        also = [
+            f"`{foreign}`" + (f" (`{own.partition('=')[2]}`)" if "=" in own else "")
+            for foreign, own in FOREIGN.items()
+            if own.partition("=")[0] in flag.names
+        ]
         rows.append(f"| {group} | {signature} | {text} | {', '.join(also)} |")
+    rows += ["", "| settings of | with | names and defaults |", "| --- | --- | --- |"]
+    for name, choice in texts_parser.optimizers.items():
+        if choice.own:
+            rows.append(
+                row_of_settings("opt_args", "optimizer", name, own(choice.make, *choice.own))
+            )
+    for name, (flag, parts) in PARTS.items():
+        rows += [row_of_settings(name, flag, *part) for part in parts.items() if part[1]]
     return replace_generated_section(page, BEGIN, END, content="\n".join(rows))
+
+
+def row_of_settings(name: str, flag: str, value: str, settings: Mapping[str, Any]) -> str:
+    """Return the row of a part's settings: `--opt_args` | `--optimizer ngd` | rank=32 ..."""
+    words = (f"{key}={format_default(default)}" for key, default in settings.items())
+    return f"| `--{name}` | `--{flag} {value}` | {', '.join(words)} |"
 
 
 def main() -> None:

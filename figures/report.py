@@ -24,7 +24,7 @@ import numpy as np
 import resnet50_test
 import transformer_test
 from cli import options
-from cli.flag_parser import FlagParser, file_path, format_default
+from cli.flag_parser import FlagParser, Scope, file_path, format_default
 from errors import InputError, exit_code
 from figures.report_charts import Line, draw_chart
 from figures.reported_run import Confusion, ReportedRun, read_run
@@ -270,7 +270,8 @@ def flags_that_differ(runs: Sequence[ReportedRun]) -> Table:
 
 def compared_flags(run: ReportedRun) -> dict[str, Any]:
     """Return the flags that say what a run computes, and not where its files are."""
-    flags = {n: value for n, value in run.flags.items() if n not in options.NOT_RESTORED}
+    start = set(resnet50_test.parser().of_scope(Scope.OUTPUT, Scope.START))
+    flags = {name: value for name, value in run.flags.items() if name not in start}
     if not options.is_own_data(flags.get("dataset")):
         flags.pop("data_dir", None)
     return flags

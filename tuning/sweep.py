@@ -31,7 +31,7 @@ TRIAL_ARGUMENTS = ("--subset", "0.1", "--epoch", "5")  # which the command line 
 
 def sweep_parser(script: str) -> FlagParser:
     """Return the parser of a sweep's own flags, with `script` as default."""
-    parser = FlagParser(__doc__)
+    parser = FlagParser(__doc__, foreign={"--output": "--out", "--output_dir": "--out"})
     add = parser.group("search")
     count = partial(add, type=flags.count, metavar="N")
     natural = partial(add, type=flags.natural, metavar="N")
@@ -93,7 +93,6 @@ def sweep_parser(script: str) -> FlagParser:
     )
     add(
         "--out",
-        aliases=("--output", "--output_dir"),
         type=file_path,
         metavar="DIR",
         help="Folder of the sweep (default runs/tuning-resnet50 or runs/tuning-transformer).",
@@ -120,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from tuning import search, space  # import Optuna
 
     name = args.script.removesuffix("_test.py")
-    arguments, sweep_flags = [*TRIAL_ARGUMENTS, *rest], parser.option_strings()
+    arguments, sweep_flags = [*TRIAL_ARGUMENTS, *rest], parser.names()
     script = TargetScript.read(args.script, arguments, sweep_flags=sweep_flags)
     if args.script == "resnet50_test.py" and "optimizer" not in script.given:
         script = TargetScript.read(args.script, [*arguments, "--optimizer", "sgd"])

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cli import options
+from cli.flag_parser import Scope, setting
 from cli.flags import Parser
 from errors import InputError
 
 SET_BY_SWEEP = ("out", "resume", "checkpoint", "val_fraction", "eval_every", "test", "no-test")
-MACHINE_FLAGS = {"data_dir", "workers", "threads", "device", "resident", "log_every", "track"}
+MACHINE_FLAGS = {"data_dir", "workers", "threads", "device", "log_every", "track"}
 NOT_IN_RECIPE = MACHINE_FLAGS | {"subset", "epochs", "seed", "recipe", "save_every"}
 """Flags of a trial that its recipe does not fix."""
 
@@ -50,10 +51,8 @@ class TargetScript:
         for name in SET_BY_SWEEP:
             if any(argument.split("=")[0] == f"--{name}" for argument in arguments):
                 raise InputError(f"--{name}: the sweep sets this flag for each trial; leave it out")
-        recipe = parser.parse_args(arguments).recipe
-        if recipe:
+        if recipe := parser.given(arguments).get("recipe"):
             arguments = [*options.recipe_arguments(recipe, parser), *arguments]
-        parser.parse_args(arguments)
         return cls(file, arguments, parser.given(arguments))
 
     def own_name(self, name: str) -> str:
@@ -62,12 +61,16 @@ class TargetScript:
         Raises:
             InputError: the script has no such flag, or it cannot be searched.
         """
-        own = script_parser(self.file).own_name(name)
+        parser = script_parser(self.file)
+        flag = parser.find(name.partition(".")[0])
+        if flag is None:
+            raise InputError(parser.explain_unknown(f"--{name}"))
+        own = flag.name.removeprefix("--")
         if own in SET_BY_SWEEP:
             raise InputError("the sweep sets this flag for each trial; leave it out")
-        if own in options.COMMAND_LINE_ONLY:
+        if flag.scope is Scope.START:
             raise InputError("this flag cannot be searched; leave it out")
-        return own
+        return name if flag.type is setting else own
 
     def to_arguments(self, params: Mapping[str, Any]) -> list[str]:
         """Return the command-line arguments for these values of searched flags.
@@ -81,12 +84,12 @@ class TargetScript:
 
     def check_value(self, name: str, value: Any) -> None:
         """Raise InputError where the script would refuse a value of a searched flag."""
-        script_parser(self.file).parse_args(self.to_arguments({name: value}))
+        script_parser(self.file).given(self.to_arguments({name: value}))
 
     def flags(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of all flags of a trial with these values of the searched flags."""
-        arguments = [*self.arguments, *self.to_arguments(params)]
-        return vars(script_parser(self.file).parse_args(arguments))
+        parser = script_parser(self.file)
+        return parser.defaults() | parser.given([*self.arguments, *self.to_arguments(params)])
 
     def check(self, arguments: Sequence[str]) -> None:
         """Raise InputError where the script would refuse these arguments in every trial."""
