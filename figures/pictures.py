@@ -5,6 +5,7 @@ figure = PICTURES["slow_network_time"](read_groups(LOGS))
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import statistics
@@ -16,12 +17,15 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from figures.methods import (
+    BLUE,
     COMPRESSIONS,
     GREY,
     LABELS,
     OPTIMIZERS,
+    VERMILION,
     line_styles,
     method_of,
     setting_of,
@@ -49,7 +53,6 @@ from figures.run_logs import (
     last,
     read_flags,
 )
-from tuning.trial_panels import draw_trial_panel, read_trials
 
 Groups = Mapping[str, Mapping[str, Runs]]
 """The runs of all logs, by group and name."""
@@ -75,6 +78,7 @@ SEARCH_RANGE = 0.3  # of losses in the enlarged panel of a search, as a part of 
 FITTED_SIZES = 3  # of the batch, at least, for the two numbers of the model
 CRITICAL_TARGET = 45  # percent, in the picture of the critical batch
 LOGARITHMIC = {"lr", "weight_decay"}  # flags whose logarithm a sweep searched
+STOPPED_DEPTH = 0.1  # how far below all values stopped trials are, as a part of their range
 ACCURACY_RANGE = 6  # points of accuracy below the highest that an enlarged panel shows
 
 
@@ -534,17 +538,40 @@ def draw_tuning(
     if not named_runs or defaults not in groups or not path.exists():
         return None
     named_runs = {"defaults": groups[defaults]["default"], **named_runs}
-    trials = read_trials(path)
+    with open(path, encoding="utf-8", newline="") as file:
+        trials = list(csv.DictReader(file))
     first_line = f"A sweep of {len(trials)} trials, and its result in full"
     figure, axes = create_panels(2, 2, f"{first_line}\n{title}")
     for flag, panel in zip(flags, axes.flat):
-        draw_trial_panel(panel, trials, flag, logarithmic=flag in LOGARITHMIC, scale=100)
+        draw_trials(panel, trials, flag)
         label_axes(panel, f"--{flag}", "held-out accuracy / %", title="trials")
     plot_methods(axes[1, 1], named_runs, x=epoch, y=accuracy)
     label_axes(axes[1, 1], "epoch", "test accuracy / %", title="in full")
     note = f"trials: one seed each; in full: {describe_seeds(named_runs)}"
     add_legend(figure, axes[0, 0], axes[1, 1], title=note)
     return figure
+
+
+def draw_trials(axes: Axes, trials: Sequence[Mapping[str, str]], flag: str) -> None:
+    """Draw the accuracy of each trial over a flag, and the stopped trials as crosses below.
+
+    Args:
+        axes: where to draw.
+        trials: rows of a sweep's trials.csv, the best first.
+        flag: name of a searched flag, whose values are numbers.
+    """
+    places = [float(trial[flag]) for trial in trials]
+    heights = [100 * float(trial["value"]) for trial in trials if trial["state"] == "COMPLETE"]
+    below = min(heights) - STOPPED_DEPTH * (max(heights) - min(heights))
+    complete, stopped = places[: len(heights)], places[len(heights) :]
+    axes.scatter(complete, heights, s=24, color=BLUE, label="trial")
+    axes.scatter(complete[:1], heights[:1], s=160, marker="*", color=VERMILION, label="best trial")
+    label = "stopped early, no value"
+    axes.scatter(stopped, [below] * len(stopped), s=24, marker="x", color=GREY, label=label)
+    if flag in LOGARITHMIC:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 # -------------------------------------------------------------------- device-hours

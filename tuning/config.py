@@ -1,51 +1,88 @@
-"""The settings of one sweep, checked and complete: what `sweep.main` makes of the command line."""
+"""The settings of one sweep, and what it optimises.
+
+objective = Objective.parse("time_to:0.9")
+study = optuna.create_study(direction=objective.direction)
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from tuning.objective import Objective
-from tuning.space import Space
+from errors import InputError
+from training.epoch_report import training_seconds
 from tuning.target_script import TargetScript
+
+Space = dict[str, dict[str, Any]]
+"""Of each searched flag, the arguments of Optuna's suggest method and the method's `type`."""
 
 
 @dataclass(frozen=True)
-class SweepConfig:
-    """What a sweep searches, how, and where its results go.
+class Objective:
+    """The validation accuracy after the last epoch, or the seconds until it reaches `target`.
 
     Attributes:
-        script: the entry script that is tuned, with the arguments that all trials share.
-        space_path: the YAML file of the search space.
-        space: the distribution of each searched flag.
-        objective: what is optimised.
-        val_fraction: fraction of the training rows that is held out to measure the objective.
-        trials: number of trials in all, earlier starts of this sweep included.
-        jobs: trials that run at the same time.
-        nproc: processes of each trial.
-        sampler: tpe, random or grid.
-        sampler_seed: seed of the sampler.
-        pruner: median, hyperband or none.
-        pruner_epochs: epochs of a trial before the median pruner judges it.
-        pruner_trials: complete trials before the median pruner judges any.
-        storage: URL of Optuna's storage.
-        out: folder of the sweep.
-        recipe_out: file of the best trial's recipe.
+        name: the text of --objective.
+        target: accuracy in 0..1 to reach, or None to maximise the accuracy.
     """
 
+    name: str = "accuracy"
+    target: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Objective:
+        """Read 'accuracy' or 'time_to:0.9'.
+
+        Raises:
+            InputError: the text is neither.
+        """
+        if text == "accuracy":
+            return cls()
+        kind, _, target = text.partition(":")
+        with contextlib.suppress(ValueError):
+            if kind == "time_to" and 0 < float(target) <= 1:
+                return cls(text, float(target))
+        raise InputError(f"--objective {text}: expected accuracy or, for instance, time_to:0.9")
+
+    @property
+    def direction(self) -> Literal["maximize", "minimize"]:
+        """Optuna's direction of the study."""
+        return "maximize" if self.target is None else "minimize"
+
+    def intermediate_value(self, row: dict[str, Any]) -> float:
+        """Return what the pruner compares after an epoch, in the objective's direction."""
+        return row["val_accuracy"] if self.target is None else 1 - row["val_accuracy"]
+
+    def is_reached(self, row: dict[str, Any]) -> bool:
+        """Tell whether an epoch has reached the target, so that the trial may stop."""
+        return self.target is not None and row["val_accuracy"] >= self.target
+
+    def final_value(self, rows: Sequence[dict[str, Any]]) -> float | None:
+        """Return a trial's value from its rows of metrics.jsonl; None if it missed the target."""
+        if self.target is None:
+            return rows[-1]["val_accuracy"]
+        return next((training_seconds(row) for row in rows if self.is_reached(row)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """What a sweep searches, how, and where its results go: the flags of `sweep_parser`."""
+
     script: TargetScript
-    space_path: Path
     space: Space
     objective: Objective
     val_fraction: float
     trials: int
-    jobs: int
-    nproc: int
     sampler: str
-    sampler_seed: int
+    sweep_seed: int
     pruner: str
     pruner_epochs: int
     pruner_trials: int
-    storage: str
+    jobs: int
+    nproc: int
+    storage: str | None
     out: Path
     recipe_out: Path

@@ -1,179 +1,112 @@
-"""The search space of a sweep: YAML to Optuna's distributions, sampled values to arguments.
+"""The search space of a sweep: a YAML file with the arguments of Optuna's `suggest_*` methods.
 
-space = read_space(Path("tuning/resnet50.yaml"), script.own_name)    # script: a TargetScript
-values = suggest(trial, space)                       # {"lr": 0.03, "alpha": 0.2}
-arguments = to_arguments(values, known)              # ["--lr", "0.03", "--alpha", "0.2"]
+    lr: {type: float, low: 0.005, high: 0.5, log: true}
+    bs: {type: int, low: 16, high: 64, step: 16}
+    mixup: {type: categorical, choices: [none, mixup]}
 
-Each line of the file names a flag and its distribution:
-
-    lr: {log: [0.005, 0.5]}                # log-uniform between the two
-    momentum: {uniform: [0.8, 0.98]}       # uniform; over integers if both limits are integers
-    mixup: {choice: [none, mixup]}         # categorical
+space = read_space(Path("tuning/resnet50.yaml"), script)      # script: a TargetScript
+suggest(trial, space)                                         # {"lr": 0.03, "bs": 32, ...}
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+import warnings
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from cli.yaml_file import excerpt, read_yaml
-from errors import InputError
+from errors import InputError, first_line
+from tuning.config import Space
+from tuning.target_script import TargetScript
 
-Space = dict[str, BaseDistribution]
+DISTRIBUTIONS = {  # by type, with the same arguments as the suggest method of that type
+    "float": FloatDistribution,
+    "int": IntDistribution,
+    "categorical": CategoricalDistribution,
+}
+EXAMPLE = "lr: {type: float, low: 0.005, high: 0.5, log: true}"
 
 
-def read_space(path: Path, own_name: Callable[[str], str]) -> Space:
-    """Read the distributions of a file.
+def read_space(path: Path, script: TargetScript) -> Space:
+    """Read a search space, and check both ends of each range and each choice with the script.
 
     Args:
-        path: YAML in the format above.
-        own_name: maps any spelling of a flag of the script to the script's own, or raises
-            InputError.
+        path: YAML in the format above; any spelling of a flag will do.
+        script: the script whose flags are searched.
+
+    Returns:
+        The arguments of each flag's suggest method and its `type`, by the script's own name.
 
     Raises:
-        InputError: the file is unreadable or empty, names an unknown flag or a flag twice, or
-            holds a distribution that Optuna refuses.
+        InputError: the file is unreadable or empty, names an unknown flag or a flag twice, holds
+            what Optuna refuses, or a value that the script refuses.
     """
-    entries = read_yaml(path, f"--space {path}")
+    source = f"--space {path}"
+    entries = read_yaml(path, source)
     if not isinstance(entries, dict) or not entries:
-        raise InputError(
-            f"--space {path}: empty; expected lines such as 'lr: {{log: [0.005, 0.5]}}'"
-        )
+        raise InputError(f"{source}: expected lines such as '{EXAMPLE}'")
     space: Space = {}
     for spelling, entry in entries.items():
         try:
-            name = own_name(str(spelling))
+            name = script.own_name(str(spelling))
+            if name in space:
+                raise InputError(f"{name} is there twice; leave one out")
+            space[name] = entry = read_entry(entry)
+            ends = [entry[end] for end in ("low", "high") if end in entry]
+            for value in [*ends, *entry.get("choices", [])]:
+                script.check_value(name, value)
         except InputError as error:
-            raise InputError(f"--space {path}, {spelling}: {error}") from None
-        if name in space:
-            raise InputError(f"--space {path}, {spelling}: {name} is there twice; leave one out")
-        space[name] = parse_distribution(entry, f"--space {path}, {spelling}")
+            raise InputError(f"{source}, {spelling}: {error}") from None
     return space
 
 
-def parse_distribution(entry: Any, source: str) -> BaseDistribution:
-    """Convert the entry of one flag, for example {"log": [0.005, 0.5]}.
-
-    Args:
-        entry: what YAML has made of the line.
-        source: file and flag, which error messages start with.
+def read_entry(entry: Any) -> dict[str, Any]:
+    """Return what YAML has made of a flag's line, with numbers as numbers: YAML reads 1e-5 as text.
 
     Raises:
-        InputError: the entry is no distribution.
+        InputError: Optuna would refuse it.
     """
-    is_pair = isinstance(entry, dict) and len(entry) == 1
-    if not is_pair or not isinstance(next(iter(entry.values())), list):
+    kind = str(entry.get("type")) if isinstance(entry, dict) else ""
+    if kind not in DISTRIBUTIONS:
         raise InputError(
-            f"{source}: expected {{log: [low, high]}}, {{uniform: [low, high]}} or "
-            f"{{choice: [...]}}, got {excerpt(entry)}"
+            f"expected a type ({', '.join(DISTRIBUTIONS)}) and what Optuna's suggest_TYPE takes, "
+            f"such as '{EXAMPLE}'; got {excerpt(entry)}"
         )
-    ((kind, values),) = entry.items()
     try:
-        if kind == "choice":
-            for value in values:
-                if not isinstance(value, bool | int | float | str):
-                    raise TypeError(f"{excerpt(value)} is not a number or a word")
-            return CategoricalDistribution(values)
-        if len(values) != 2:
-            raise ValueError(f"expected two numbers, low and high, got {len(values)}")
-        low, high = map(parse_number, values)
-        if kind == "log":
-            return FloatDistribution(low, high, log=True)
-        if kind == "uniform":
-            if isinstance(low, int) and isinstance(high, int):
-                return IntDistribution(low, high)
-            return FloatDistribution(low, high)
-    except (ValueError, TypeError) as error:
-        raise InputError(f"{source}: {str(error).splitlines()[0]}") from None
-    raise InputError(f"{source}: {excerpt(kind)} is not one of log, uniform, choice")
+        for name in ("low", "high", "step"):
+            if isinstance(entry.get(name), str):
+                entry = entry | {name: float(entry[name])}
+        arguments = {name: value for name, value in entry.items() if name != "type"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            DISTRIBUTIONS[kind](**arguments)
+    except (ArithmeticError, TypeError, ValueError, UserWarning) as error:
+        raise InputError(first_line(error)) from None
+    return entry
 
 
-def parse_number(value: Any) -> int | float:
-    """Return a YAML value as a number; YAML reads '1e-5' as text, so text is converted.
+def grid(space: Space) -> dict[str, list[Any]]:
+    """Return the choices of each flag, for a grid search.
 
     Raises:
-        TypeError: the value is neither a number nor text.
-        ValueError: the text is not a number, or the number is not finite.
+        InputError: a flag has a range.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise TypeError(f"{excerpt(value)} is not a number")
-    number = value if isinstance(value, int | float) else float(value)
-    if isinstance(number, float) and not math.isfinite(number):
-        raise ValueError(f"{value} is not a finite number")
-    return number
-
-
-def limits_and_choices(space: Space) -> Iterator[tuple[str, Any]]:
-    """Yield each flag with both ends of its range, or with each of its choices."""
-    for name, distribution in space.items():
-        if isinstance(distribution, CategoricalDistribution):
-            yield from ((name, value) for value in distribution.choices)
-        elif isinstance(distribution, IntDistribution | FloatDistribution):
-            yield from ((name, distribution.low), (name, distribution.high))
-
-
-def grid_values(path: Path, space: Space) -> dict[str, list[Any]]:
-    """Return all values of each flag, for a grid search.
-
-    Raises:
-        InputError: a distribution is a range.
-    """
-    values: dict[str, list[Any]] = {}
-    for name, distribution in space.items():
-        if not isinstance(distribution, CategoricalDistribution):
+    for name, entry in space.items():
+        if entry["type"] != "categorical":
             raise InputError(
-                f"--sampler grid: {name} in {path} is a range; "
-                f"list its values: {name}: {{choice: [...]}}"
+                f"--sampler grid: {name} has a range; "
+                f"list its values: {name}: {{type: categorical, choices: [...]}}"
             )
-        values[name] = list(distribution.choices)
-    return values
-
-
-def grid_size(path: Path, space: Space) -> int:
-    """Return the number of points of the grid; raises InputError as `grid_values` does."""
-    return math.prod(len(values) for values in grid_values(path, space).values())
+    return {name: entry["choices"] for name, entry in space.items()}
 
 
 def suggest(trial: optuna.Trial, space: Space) -> dict[str, Any]:
-    """Sample this trial's value of each flag."""
-    values: dict[str, Any] = {}
-    for name, distribution in space.items():
-        if isinstance(distribution, CategoricalDistribution):
-            values[name] = trial.suggest_categorical(name, distribution.choices)
-        elif isinstance(distribution, IntDistribution):
-            values[name] = trial.suggest_int(name, distribution.low, distribution.high)
-        elif isinstance(distribution, FloatDistribution):
-            values[name] = trial.suggest_float(
-                name, distribution.low, distribution.high, log=distribution.log
-            )
+    """Return this trial's value of each flag."""
+    values = {}
+    for name, entry in space.items():
+        arguments = {key: entry[key] for key in entry if key != "type"}
+        values[name] = getattr(trial, f"suggest_{entry['type']}")(name, **arguments)
     return values
-
-
-def to_arguments(values: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """Convert values of flags to command-line arguments.
-
-    Args:
-        values: value of each flag. False becomes --no-FLAG where that flag exists, else nothing.
-        known: names of the flags that the script has.
-    """
-    arguments: list[str] = []
-    for name, value in values.items():
-        if value is True:
-            arguments.append(f"--{name}")
-        elif value is False:
-            arguments += [f"--no-{name}"] if f"no-{name}" in known else []
-        elif isinstance(value, float):
-            arguments += [f"--{name}", f"{value:.6g}"]
-        else:
-            arguments += [f"--{name}", str(value)]
-    return arguments

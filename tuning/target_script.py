@@ -14,7 +14,6 @@ from typing import Any
 from cli import options
 from cli.flags import Parser
 from errors import InputError
-from tuning import space
 
 SET_BY_SWEEP = ("out", "resume", "checkpoint", "val_fraction", "eval_every", "test", "no-test")
 MACHINE_FLAGS = {"data_dir", "workers", "threads", "device", "resident", "log_every", "track"}
@@ -28,28 +27,19 @@ class TargetScript:
 
     Attributes:
         file: file name of the script, for example resnet50_test.py.
-        arguments: the shared arguments, as on the command line but in each flag's own spelling.
-        expanded_arguments: the same, after those of their --recipe.
-        flag_names: names of all flags that the script has.
-        given: value of each flag in `expanded_arguments`, in the order of the script's parser.
+        arguments: the shared arguments in each flag's own spelling, after those of their --recipe.
+        given: value of each flag in `arguments`, in the order of the script's parser.
     """
 
     file: str
     arguments: list[str]
-    expanded_arguments: list[str]
-    flag_names: set[str]
     given: dict[str, Any]
 
     @classmethod
     def read(
         cls, file: str, arguments: Sequence[str], *, sweep_flags: Collection[str] = ()
     ) -> TargetScript:
-        """Parse the shared arguments with the script's own parser.
-
-        Args:
-            file: file name of the script.
-            arguments: the shared arguments, in any spelling.
-            sweep_flags: the flags of the sweep, which a misspelt argument may stand for.
+        """Parse the shared arguments, in any spelling; a misspelt one may stand for a sweep's flag.
 
         Raises:
             InputError: the script does not know an argument, or the sweep sets that flag itself.
@@ -60,11 +50,11 @@ class TargetScript:
         for name in SET_BY_SWEEP:
             if any(argument.split("=")[0] == f"--{name}" for argument in arguments):
                 raise InputError(f"--{name}: the sweep sets this flag for each trial; leave it out")
-        flag_names = {option.removeprefix("--") for option in parser.option_strings()}
         recipe = parser.parse_args(arguments).recipe
-        expanded = [*(options.recipe_arguments(recipe, parser) if recipe else []), *arguments]
-        parser.parse_args(expanded)
-        return cls(file, arguments, expanded, flag_names, parser.given(expanded))
+        if recipe:
+            arguments = [*options.recipe_arguments(recipe, parser), *arguments]
+        parser.parse_args(arguments)
+        return cls(file, arguments, parser.given(arguments))
 
     def own_name(self, name: str) -> str:
         """Return the script's own name of a searched flag for any spelling, both without dashes.
@@ -79,34 +69,23 @@ class TargetScript:
             raise InputError("this flag cannot be searched; leave it out")
         return own
 
-    def check_space(self, searched: space.Space, *, source: str) -> None:
-        """Check the ends of each range and each choice with the script's parser.
-
-        Args:
-            searched: the distribution of each flag.
-            source: how the user named the file, which messages begin with.
+    def to_arguments(self, params: Mapping[str, Any]) -> list[str]:
+        """Return the command-line arguments for these values of searched flags.
 
         Raises:
-            InputError: the script would refuse a value in every trial that has it.
+            InputError: a value is of a kind that its flag does not take.
         """
         parser = script_parser(self.file)
-        for name, value in space.limits_and_choices(searched):
-            flag = parser.find(name)
-            if isinstance(value, bool) and flag is not None and flag.action.nargs != 0:
-                raise InputError(
-                    f"{source}, {name}: {str(value).lower()} is not a value of this flag; YAML "
-                    "reads no, off and yes so: put a word into quotes"
-                )
-            if not isinstance(value, bool) and flag is not None and flag.action.nargs == 0:
-                raise InputError(f"{source}, {name}: must be true or false, got {value}")
-            try:
-                parser.parse_args(space.to_arguments({name: value}, self.flag_names))
-            except InputError as error:
-                raise InputError(f"{source}: {error}") from None
+        words = (options.flag_arguments(name, value, parser) for name, value in params.items())
+        return [word for each in words for word in each]
+
+    def check_value(self, name: str, value: Any) -> None:
+        """Raise InputError where the script would refuse a value of a searched flag."""
+        script_parser(self.file).parse_args(self.to_arguments({name: value}))
 
     def flags(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of all flags of a trial with these values of the searched flags."""
-        arguments = [*self.expanded_arguments, *space.to_arguments(params, self.flag_names)]
+        arguments = [*self.arguments, *self.to_arguments(params)]
         return vars(script_parser(self.file).parse_args(arguments))
 
     def check(self, arguments: Sequence[str]) -> None:

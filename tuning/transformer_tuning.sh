@@ -7,4 +7,4 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv/bin/python
 python=${PYTHON:-$([ -x "$venv" ] && echo "$venv" || echo python3)}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" -m tuning.transformer_tuning "$@"
+exec "$python" -m tuning.sweep --script transformer_test.py "$@"

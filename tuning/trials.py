@@ -1,9 +1,6 @@
 """One trial of a sweep: the entry script in a process of its own, followed by its metrics.jsonl.
 
-runner = TrialRunner(
-    script="resnet50_test.py", arguments=["--subset", "0.1"], objective=Objective(), out=out,
-    nproc=1, gpu_slots=gpu_slots(jobs=2, nproc=1, gpus=torch.cuda.device_count()),
-)
+runner = TrialRunner(config, arguments, gpu_slots(jobs=2, nproc=1, gpus=4))
 value = runner(trial, ["--lr", "0.1"])    # raises optuna.TrialPruned or TrialFailed
 """
 
@@ -11,15 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,10 +27,9 @@ from optuna.trial import TrialState
 import errors
 from errors import InputError
 from training.epoch_report import training_seconds
-from tuning.objective import NOT_REACHED, Objective
+from tuning.config import SweepConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-STOPPED = "interrupted"  # the error of a trial that can be resumed from its checkpoint
 POLL_SECONDS = 0.1  # between two reads of metrics.jsonl
 SHUTDOWN_SECONDS = 60.0  # that a script has to write its checkpoint after SIGTERM
 # Loaded at import: a forked child of a process with threads must not load a library.
@@ -45,50 +40,44 @@ class TrialFailed(Exception):
     """The script ended with an error; the message is the script's error line."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrialRunner:
     """Runs trials; several threads may share one.
 
     Attributes:
-        script: file name of the entry script.
+        config: settings of the sweep; each trial gets a folder below `out`/trials.
         arguments: arguments that all trials share.
-        objective: what a trial returns.
-        out: folder of the sweep; each trial gets a folder below `out`/trials.
-        nproc: processes of a trial.
         gpu_slots: value of CUDA_VISIBLE_DEVICES for each trial that may run at the same time; None
             on CPUs.
-        epoch_done: called after each epoch of a trial with its row of metrics.jsonl and the seconds
-            since the trial's process was started.
         stop: set to end all trials.
     """
 
-    script: str
+    config: SweepConfig
     arguments: list[str]
-    objective: Objective
-    out: Path
-    nproc: int
     gpu_slots: queue.Queue[str | None]
-    epoch_done: Callable[[dict[str, Any], float], None] = lambda row, elapsed: None
     stop: threading.Event = field(default_factory=threading.Event)
 
     def __call__(self, trial: optuna.Trial, arguments: list[str]) -> float:
         """Run one trial and return its value of the objective.
 
         Args:
-            trial: the trial; folder, host and process id are stored in its user attributes.
+            trial: its user attributes get its folder, or have that of a killed one to resume.
             arguments: the searched flags.
 
         Raises:
-            optuna.TrialPruned: the trial was ended early because others do better.
-            TrialFailed: the script failed, or `stop` was set.
+            optuna.TrialPruned: others do better, or the trial never reached its target.
+            TrialFailed: the script failed.
+            SystemExit: the sweep was interrupted.
         """
-        folder = Path(trial.user_attrs.get("folder", self.out / "trials" / f"{trial.number:04d}"))
+        new = self.config.out.resolve() / "trials" / f"{trial.number:04d}"
+        folder = Path(trial.user_attrs.get("folder", new))
         trial.set_user_attr("folder", str(folder))
-        trial.set_user_attr("host", socket.gethostname())
-        trial.set_user_attr("pid", os.getpid())
         gpus = self.gpu_slots.get()
         try:
             return self.follow(trial, folder, process=self.start(folder, arguments, gpus=gpus))
+        except TrialFailed as error:
+            trial.set_user_attr("error", str(error))
+            raise
         finally:
             self.gpu_slots.put(gpus)
 
@@ -100,58 +89,43 @@ class TrialRunner:
         resume = ["--resume", str(folder)] if (folder / "last.pt").exists() else []
         if not resume:  # the trial may have been stopped before its first checkpoint
             (folder / "metrics.jsonl").unlink(missing_ok=True)
-        command = [sys.executable]
-        if self.nproc > 1:
-            command += ["-m", "distributed.launch", "--standalone"]
-            command += [f"--nproc_per_node={self.nproc}"]
-        command += [str(ROOT / self.script), *self.arguments, *arguments, *resume]
-        command += ["--out", str(folder)]
-        paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        if gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpus
-        with open(folder / "console.log", "a", encoding="utf-8") as console:
+        command = [str(ROOT / self.config.script.file), *self.arguments, *arguments, *resume]
+        if self.config.nproc > 1:
+            launch = f"-m distributed.launch --standalone --nproc_per_node={self.config.nproc}"
+            command = [*launch.split(), *command]
+        command = [sys.executable, *command, "--out", str(folder)]
+        env = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+        with open(folder / "console.log", "a", encoding="utf-8") as log:
             return subprocess.Popen(
-                command,
-                stdout=console,
-                stderr=console,
-                text=True,
-                env=environment,
-                preexec_fn=die_with_parent,
+                command, stdout=log, stderr=log, text=True, env=env, preexec_fn=die_with_parent
             )
 
     def follow(self, trial: optuna.Trial, folder: Path, *, process: subprocess.Popen[str]) -> float:
-        """Report each epoch to Optuna; end the process if it is pruned or reaches the target.
-
-        Raises:
-            optuna.TrialPruned: the trial was ended early because others do better.
-            TrialFailed: the script failed, or `stop` was set.
-        """
-        num_reported, start = 0, time.monotonic()
+        """Report each epoch to Optuna; end the process if it is pruned or reaches the target."""
+        objective, num_reported = self.config.objective, 0
         try:
             while True:
                 ended = process.poll() is not None  # asked first: then the rows are all there
                 rows = complete_rows(folder)
-                if any(map(self.objective.is_reached, rows)):
-                    return self.objective.final_value(rows)
+                if any(map(objective.is_reached, rows)):
+                    break
                 for row in rows[num_reported:]:
-                    self.epoch_done(row, time.monotonic() - start)
-                    trial.report(self.objective.intermediate_value(row), row["epoch"])
+                    trial.report(objective.intermediate_value(row), row["epoch"])
                     if self.should_prune(trial, row):
                         raise optuna.TrialPruned
                 num_reported = len(rows)
+                if self.stop.is_set() or process.returncode == errors.INTERRUPTED:
+                    raise SystemExit(errors.INTERRUPTED)
+                if ended and (process.returncode or not rows):
+                    raise TrialFailed(error_line(folder) or f"exit code {process.returncode}")
                 if ended:
                     break
-                if self.stop.is_set():
-                    raise TrialFailed(STOPPED)
                 time.sleep(POLL_SECONDS)
         finally:
             terminate(process)
-        if process.returncode == errors.INTERRUPTED:
-            raise TrialFailed(STOPPED)
-        if process.returncode or not rows:
-            raise TrialFailed(error_line(folder) or f"exit code {process.returncode}")
-        return self.objective.final_value(rows)
+        if (value := objective.final_value(rows)) is None:
+            raise optuna.TrialPruned  # it never reached the target
+        return value
 
     def should_prune(self, trial: optuna.Trial, row: dict[str, Any]) -> bool:
         """Decide after an epoch whether to prune the trial.
@@ -159,11 +133,10 @@ class TrialRunner:
         With --objective time_to, unless --pruner is none, a trial is pruned as soon as it has
         taken longer than the fastest complete trial.
         """
-        if self.objective.target is None or isinstance(trial.study.pruner, NopPruner):
+        if self.config.objective.target is None or isinstance(trial.study.pruner, NopPruner):
             return trial.should_prune()
         complete = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        seconds = [each.value for each in complete if each.value is not None]
-        return training_seconds(row) >= min(seconds, default=NOT_REACHED)
+        return training_seconds(row) >= min((each.values[0] for each in complete), default=math.inf)
 
 
 def complete_rows(folder: Path) -> list[dict[str, Any]]:
@@ -201,12 +174,7 @@ def die_with_parent() -> None:
 
 
 def gpu_slots(jobs: int, nproc: int, *, gpus: int) -> queue.Queue[str | None]:
-    """Divide the visible GPUs among the trials that run at the same time.
-
-    Args:
-        jobs: trials at the same time.
-        nproc: processes, and so GPUs, of a trial.
-        gpus: GPUs that torch sees; 0 on a CPU, where each slot is None.
+    """Divide the GPUs that torch sees among `jobs` trials, `nproc` GPUs each; on CPUs none.
 
     Raises:
         InputError: the trials need more GPUs than there are.
@@ -216,9 +184,8 @@ def gpu_slots(jobs: int, nproc: int, *, gpus: int) -> queue.Queue[str | None]:
         raise InputError(
             f"--jobs {jobs} with --nproc {nproc} needs {jobs * nproc} GPUs, but there are {gpus}"
         )
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if len(names) < gpus or not names[0]:
-        names = [str(number) for number in range(gpus)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(gpus)]
     for job in range(jobs):
         slots.put(",".join(names[job * nproc : (job + 1) * nproc]) if gpus else None)
     return slots

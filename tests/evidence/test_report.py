@@ -464,45 +464,6 @@ def test_a_run_writes_what_a_report_shows(name, runs, tmp_path):
         assert run.flags[flag] != defaults[flag]
 
 
-# -------------------------------------------------------------------- sweeps
-
-
-def test_a_sweep_ends_with_a_report_of_its_best_trials(tmp_path, capsys):
-    optuna = pytest.importorskip("optuna")
-    from test_tuning import sweep_config
-
-    from tuning import report as sweep_report
-    from tuning.target_script import TargetScript
-
-    config = sweep_config(TargetScript.read("resnet50_test.py", []), tmp_path, 1)
-    values = {"lr": optuna.distributions.FloatDistribution(1e-3, 1.0)}
-    trials = [
-        optuna.trial.create_trial(
-            params={"lr": lr},
-            distributions=values,
-            value=value,
-            user_attrs={"folder": str(tmp_path / "trials" / name)},
-            intermediate_values={1: value},
-        )
-        for lr, value, name in ((0.1, 0.6, "a"), (0.2, 0.9, "b"), (0.3, 0.7, "gone"))
-    ]
-    for name, lr in (("a", 0.1), ("b", 0.2)):
-        write_run(tmp_path / "trials" / name, flags={"lr": lr})
-    study = optuna.create_study(direction="maximize")
-    study.add_trials(trials)
-    ranking = sweep_report.rank_trials(study, study.trials)
-    path = sweep_report.write_page(ranking, config)
-    assert path == tmp_path / "report.html"
-    assert "trial 2 is not in the report" in capsys.readouterr().out
-    page = path.read_text(encoding="utf-8")
-    check_page(page)
-    text = text_of(page)
-    assert "<title>3 trials of resnet50_test.py, and the best 2 by accuracy</title>" in page
-    assert "rank trial accuracy epochs lr 1 1 0.9000 1 0.2 2 2 0.7000 1 0.3 3 0" in text
-    assert "flag trial 1 trial 0 --lr 0.2 0.1" in text
-    assert sweep_report.write_page(ranking[1:2], config) is None, "no trial can be read"
-
-
 # -------------------------------------------------------------------- a browser
 
 

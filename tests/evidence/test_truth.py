@@ -134,7 +134,7 @@ def test_predictions_that_nobody_reads_end_quietly(tmp_path):
 )
 def test_a_password_is_not_printed(url, secrets):
     pytest.importorskip("optuna")
-    from tuning.sweep import without_password
+    from tuning.search import without_password
 
     masked = without_password(url)
     assert all(secret not in masked for secret in secrets)
@@ -143,7 +143,7 @@ def test_a_password_is_not_printed(url, secrets):
 
 def test_a_storage_that_fails_hides_its_password(tmp_path, capfd):
     pytest.importorskip("optuna")
-    command = [sys.executable, "-m", "tuning.resnet50_tuning", "--out", str(tmp_path / "sweep")]
+    command = [sys.executable, "-m", "tuning.sweep", "--out", str(tmp_path / "sweep")]
     command += ["--storage", "postgresql://optuna:S3cretPw@nohost/db", "--dataset", "digits"]
     done = subprocess.run(
         command, cwd=ranks.ROOT, capture_output=True, text=True, check=False, env={**os.environ}

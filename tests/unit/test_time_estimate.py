@@ -1,4 +1,4 @@
-"""How long a run or a sweep takes, by clocks that the tests turn; and what the console shows."""
+"""How long a run takes, by clocks that the tests turn; and what the console shows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from test_training import DIGITS, run
 from training import progress_bar
 from training.run_log import EpochStatus, RunLog
 from training.time_estimate import TimeEstimate, in_six_characters, in_words
-from tuning.sweep_time import SweepTime
 
 HOUR = 3600.0
 HINT = "for a shorter run: a smaller one"
@@ -387,36 +386,3 @@ def test_evaluation_has_a_bar_on_a_terminal(here, monkeypatch):
     monkeypatch.setattr("sys.argv", ["resnet50_test.py", "--checkpoint", "run", "--evaluate"])
     resnet50_test.main()
     assert "evaluating on the test set 100%" in terminal.getvalue()
-
-
-# -------------------------------------------------------------------- sweeps
-
-
-def sweep_time(**changes) -> SweepTime:
-    settings = {"epochs": 5, "trials": 20, "jobs": 1, "ends_early": False, "hint": HINT}
-    return SweepTime(**settings | changes)
-
-
-def test_a_sweep_is_announced_by_its_first_epoch():
-    row = {"epoch": 1, "seconds": 120.0}
-    together = sweep_time()
-    assert together.epoch_done(row, elapsed=132.0) == [
-        "about 10 min a trial, 3.4 h for 20 trials",
-        HINT,
-    ]
-    assert together.epoch_done(row, elapsed=132.0) == []
-    assert sweep_time(jobs=4, ends_early=True).epoch_done(row, elapsed=120.0) == [
-        "about 10 min a trial, 50 min for 20 trials, less where trials are ended early"
-    ]
-    resumed = {"epoch": 4, "seconds": 480.0}
-    assert sweep_time(trials=1).epoch_done(resumed, elapsed=1.0)[0].startswith("about 10 min a")
-    assert sweep_time().epoch_done({"epoch": 1, "seconds": 0.1}, elapsed=1.0) == []
-
-
-def test_the_time_left_of_a_sweep_is_that_of_its_trials():
-    time = sweep_time(jobs=2)
-    assert time.seconds_left(20) is None
-    time.trial_ended(100.0)
-    time.trial_ended(200.0)
-    assert time.seconds_left(17) == 9 * 150.0
-    assert time.seconds_left(0) == 0

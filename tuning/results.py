@@ -1,0 +1,176 @@
+"""The results of a sweep: trials.csv, pictures, a recipe, and the command to train with it.
+
+write_results(study, trials, config)
+"""
+
+from __future__ import annotations
+
+import csv
+import shlex
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import yaml
+from optuna.trial import FrozenTrial, TrialState
+
+from cli.options import is_own_data
+from errors import InputError, first_line
+from input_pipeline import csv_tables, own_data
+from tuning.config import SweepConfig
+from tuning.trials import ROOT
+
+LINEAR_SCALING = ("sgd", "kaldi_ngd", "lars", "apex_sgd", "apex_larc")
+"""Optimizers whose learning rate scales with the batch size; that of others with its root."""
+
+
+def format_params(params: Mapping[str, Any]) -> str:
+    """Write flags and values on one line, in few digits."""
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in params.items()
+    )
+
+
+def format_result(trial: FrozenTrial) -> str:
+    """Return the value of a complete trial, else its state."""
+    is_complete = trial.state is TrialState.COMPLETE
+    return f"{trial.value:.4f}" if is_complete else trial.state.name.lower()
+
+
+def rank_trials(study: optuna.Study, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """Sort trials: complete ones by value, then pruned ones by epochs, then failed ones."""
+    sign = -1 if study.direction.name == "MAXIMIZE" else 1
+
+    def key(trial: FrozenTrial) -> tuple[int, float]:
+        if trial.state is TrialState.COMPLETE:
+            return 0, sign * trial.values[0]
+        return 1 + (trial.state is TrialState.FAIL), -len(trial.intermediate_values)
+
+    return sorted(trials, key=key)
+
+
+def write_results(study: optuna.Study, trials: Sequence[FrozenTrial], config: SweepConfig) -> None:
+    """Write trials.csv, the pictures and the recipe; print the command that trains with it.
+
+    Raises:
+        InputError: no trial is complete.
+    """
+    ranking = rank_trials(study, trials)
+    write_csv(config.out / "trials.csv", ranking)
+    states = Counter(trial.state for trial in ranking)
+    print(
+        f"{len(ranking)} trials: {states[TrialState.COMPLETE]} complete, "
+        f"{states[TrialState.PRUNED]} pruned, {states[TrialState.FAIL]} failed; "
+        f"{config.out / 'trials.csv'}"
+    )
+    if not states[TrialState.COMPLETE]:
+        reasons = [trial.user_attrs["error"] for trial in ranking if "error" in trial.user_attrs]
+        reasons.append("none reached the target; give more --epoch, or a lower target")
+        raise InputError(f"no trial is complete, so there is no recipe: {reasons[0]}")
+    best = ranking[0]
+    draw_pictures(study, config)
+    write_recipe(config, best, num_trials=len(trials))
+    print(f"best: trial {best.number}, {format_params(best.params)}: {format_result(best)}")
+    print(f"recipe: {config.recipe_out}, with which this command trains:")
+    print(training_command(config), flush=True)
+
+
+def write_csv(path: Path, ranking: Sequence[FrozenTrial]) -> None:
+    """Write a row for each trial, the best first."""
+    names = sorted({name for trial in ranking for name in trial.params})
+    columns = ["rank", "trial", "state", "value", "epochs", "seconds", *names, "folder", "error"]
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        for rank, trial in enumerate(ranking, 1):
+            writer.writerow(
+                {
+                    "rank": rank,
+                    "trial": trial.number,
+                    "state": trial.state.name,
+                    "value": trial.value if trial.state is TrialState.COMPLETE else "",
+                    "epochs": len(trial.intermediate_values),
+                    "seconds": trial.duration.total_seconds() if trial.duration else "",
+                    **trial.params,
+                    "folder": Path(trial.user_attrs.get("folder", "")).name,  # below trials/
+                    "error": trial.user_attrs.get("error", ""),
+                }
+            )
+
+
+def draw_pictures(study: optuna.Study, config: SweepConfig) -> None:
+    """Draw Optuna's pictures, with a message in place of one that needs more trials."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+    from optuna.visualization import matplotlib as visualization
+
+    objective = f"{config.objective.name} on held-out rows"
+    pictures: dict[str, Callable[[], Any]] = {
+        "history": lambda: visualization.plot_optimization_history(study, target_name=objective),
+        "curves": lambda: visualization.plot_intermediate_values(study),
+        "flags": lambda: visualization.plot_slice(study, target_name=objective),
+        "importance": lambda: visualization.plot_param_importances(study),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, draw in pictures.items():
+            try:
+                axes = np.ravel(draw())
+            except (RuntimeError, ValueError, ZeroDivisionError) as error:
+                print(f"no picture of {name}: {first_line(error)}")
+                continue
+            axes[0].figure.savefig(config.out / f"{name}.png", dpi=150, bbox_inches="tight")
+            plt.close("all")
+            print(f"picture: {config.out / name}.png")
+
+
+def write_recipe(config: SweepConfig, best: FrozenTrial, *, num_trials: int) -> None:
+    """Write the best trial's flags as YAML for --recipe.
+
+    A searched learning rate is written with its batch size and scaling rule, so that the recipe
+    holds for other batch sizes and numbers of processes.
+    """
+    script = config.script
+    values, flags = script.recipe(best.params), script.flags(best.params)
+    comment = (
+        f"# The best of {num_trials} trials of {script.file} by {config.objective.name}: "
+        f"{best.value:.4f} on held-out training rows.\n"
+        f"# Each trial: {flags['epochs']} epochs of {flags['subset']:.0%} of the training set, "
+        f"{config.nproc} process(es).\n"
+    )
+    if "lr" in best.params:
+        rule, base_bs = flags["lr_scaling"], flags["base_bs"]
+        if rule == "none":  # else the rate already is the one for base_bs
+            rule = "linear" if flags["optimizer"] in LINEAR_SCALING else "sqrt"
+            base_bs = flags["batch_size"] * flags["accumulate"] * config.nproc
+        values |= {"lr_scaling": rule, "base_bs": base_bs}
+    config.recipe_out.parent.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(values, sort_keys=False)
+    config.recipe_out.write_text(comment + text, encoding="utf-8")
+
+
+def training_command(config: SweepConfig) -> str:
+    """Return the command line that trains in full with the recipe, from any folder, quoted.
+
+    It names the folder of the data, which the recipe leaves out, and rows to hold out where own
+    data is nothing but a training set.
+    """
+    words = [sys.executable, str(ROOT / config.script.file)]
+    words += ["--recipe", str(config.recipe_out.resolve())]
+    flags = config.script.flags({})
+    dataset, data_dir = flags["dataset"], Path(flags["data_dir"])
+    if data_dir.is_dir():
+        words += ["--data_dir", str(data_dir.resolve())]
+    if is_own_data(dataset):
+        suffixes = csv_tables.SUFFIXES if dataset == "csv" else ("",)
+        if len(own_data.find_splits(data_dir, suffixes)) < 2:
+            words += ["--val_fraction", str(config.val_fraction)]
+    return shlex.join(words)

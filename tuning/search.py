@@ -1,0 +1,237 @@
+"""The trials of a sweep by Optuna: its study in a data base, sampler, pruner, several at a time.
+
+run_sweep(config)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from types import FrameType
+
+import optuna
+import torch
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import ExperimentalWarning
+from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback, fail_stale_trials
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.engine import URL, make_url
+from tqdm import tqdm
+
+from errors import INTERRUPTED, InputError, Interrupted, first_line
+from tuning import results, space
+from tuning.config import SweepConfig
+from tuning.trials import TrialFailed, TrialRunner, gpu_slots
+
+HEARTBEAT_SECONDS = 2  # between two signs of life of a trial in the storage
+GRACE_SECONDS = 10  # without one, after which a trial counts as killed
+
+
+class Study(optuna.Study):
+    """A study of which several threads may run trials: with SQLite, two could get the same one."""
+
+    asking = threading.Lock()
+
+    def ask(self, fixed_distributions: dict[str, BaseDistribution] | None = None) -> optuna.Trial:
+        with self.asking:
+            return super().ask(fixed_distributions)
+
+
+def run_sweep(config: SweepConfig) -> None:
+    """Run all trials of a sweep that are not finished, then write its results.
+
+    Raises:
+        InputError: a flag, the space or the storage is wrong.
+        Interrupted: Ctrl-C or SIGTERM; the same command resumes the sweep.
+    """
+    gpus = torch.cuda.device_count()
+    arguments = trial_arguments(config, gpus)
+    config.script.check(arguments)
+    runner = TrialRunner(config, arguments, gpu_slots(config.jobs, config.nproc, gpus=gpus))
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.simplefilter("ignore", ExperimentalWarning)
+    study = open_study(config)
+    retry_killed_trials(study)
+    num_finished = len(finished_trials(study))
+    num_resumed = len(study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+    print(
+        f"{config.trials} trials of {config.script.file} in {config.out}: "
+        f"{num_finished} finished, {num_resumed} resumed",
+        flush=True,
+    )
+    if num_finished < config.trials:
+        run_trials(study, config, runner)
+    results.write_results(study, finished_trials(study), config)
+
+
+def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) -> None:
+    """Run trials until the study has as many as asked for.
+
+    Raises:
+        Interrupted: Ctrl-C or SIGTERM.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        runner.stop.set()
+        raise SystemExit(INTERRUPTED)  # which Optuna does not catch: the trial stays a running one
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores SIGINT
+        signal.signal(number, interrupt)
+
+    def run_trial(trial: optuna.Trial) -> float:
+        try:
+            values = space.suggest(trial, config.space)
+            return runner(trial, config.script.to_arguments(values))
+        except (optuna.TrialPruned, TrialFailed):
+            raise
+        except BaseException:
+            runner.stop.set()  # else the trials beside this one would go on
+            raise
+
+    def trial_ended(study: optuna.Study, trial: FrozenTrial) -> None:
+        num_finished = len(finished_trials(study))
+        result = trial.user_attrs.get("error", "") or results.format_result(trial)
+        params = results.format_params(trial.params)
+        tqdm.write(f"trial {num_finished} of {config.trials}: {params}: {result}")
+        sys.stdout.flush()
+        if num_finished >= config.trials:  # other machines may share the study
+            study.stop()
+
+    try:
+        study.optimize(
+            run_trial,
+            n_trials=config.trials - len(finished_trials(study)),
+            n_jobs=config.jobs,
+            catch=(TrialFailed,),
+            callbacks=[trial_ended],
+            show_progress_bar=sys.stderr.isatty(),
+        )
+    except SystemExit:
+        message = f"interrupted; run the same command again to resume the sweep in {config.out}"
+        raise Interrupted(message) from None
+
+
+def trial_arguments(config: SweepConfig, gpus: int) -> list[str]:
+    """Return the arguments that all trials share, with those that the sweep sets."""
+    arguments = [*config.script.arguments, "--val_fraction", str(config.val_fraction), "--no-test"]
+    arguments += ["--eval_every", "1"]  # also where a recipe has another one
+    if not gpus and "threads" not in config.script.given:
+        cores = len(os.sched_getaffinity(0))
+        arguments += ["--threads", str(max(1, cores // (config.jobs * config.nproc)))]
+    return arguments
+
+
+# -------------------------------------------------------------------- the study
+
+
+def open_study(config: SweepConfig) -> Study:
+    """Create the study in its storage, or load it to resume the sweep.
+
+    Raises:
+        InputError: the storage cannot be used, or holds a sweep whose trials cannot be compared
+            with these.
+    """
+    config.out.mkdir(parents=True, exist_ok=True)
+    url = config.storage or sqlite_url(config.out.resolve() / "study.db")
+    name = config.script.file.removesuffix(".py")
+    try:
+        storage = RDBStorage(
+            url,
+            heartbeat_interval=HEARTBEAT_SECONDS,
+            grace_period=GRACE_SECONDS,
+            heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
+        )
+        optuna.create_study(
+            study_name=name,
+            storage=storage,
+            direction=config.objective.direction,
+            load_if_exists=True,
+        )
+        study = Study(study_name=name, storage=storage)
+    except Exception as error:  # its type depends on the database and its driver
+        reason = first_line(error).replace(url, without_password(url))
+        raise InputError(f"--storage {without_password(url)}: {reason}") from None
+    check_settings(study, config)
+    study.sampler = create_sampler(config, num_trials=len(study.get_trials(deepcopy=False)))
+    # Several jobs are threads with one sampler, so that Optuna need not seed it anew in each.
+    study.sampler.reseed_rng = lambda: None  # type: ignore[method-assign]
+    study.pruner = {
+        "median": optuna.pruners.MedianPruner(config.pruner_trials, config.pruner_epochs + 1),
+        "hyperband": optuna.pruners.HyperbandPruner(),
+        "none": optuna.pruners.NopPruner(),
+    }[config.pruner]
+    return study
+
+
+def sqlite_url(path: Path) -> str:
+    """Return the URL of a database file.
+
+    Raises:
+        InputError: the path has a character that a URL of the installed SQLAlchemy cannot have.
+    """
+    with contextlib.suppress(UnicodeEncodeError):
+        url = URL.create("sqlite", database=str(path)).render_as_string(hide_password=False)
+        if make_url(url).database == str(path):
+            return url
+    raise InputError(f"--out {path.parent}: choose a folder whose name is of plain letters")
+
+
+def without_password(storage: str) -> str:
+    """Return the URL of a storage for a message: its password, if it has one, is now ***."""
+    masked = re.sub(r"(//[^:/@]*:).*@", r"\1***@", storage)
+    return re.sub(r"((password|passwd|pwd)=)[^&]*", r"\1***", masked, flags=re.IGNORECASE)
+
+
+def check_settings(study: optuna.Study, config: SweepConfig) -> None:
+    """Store the sweep's settings in the study, or compare them with those stored.
+
+    Raises:
+        InputError: the study holds trials with other settings.
+    """
+    settings = {f"--{name}": value for name, value in config.script.settings().items()}
+    settings |= {f"the space's {name}": entry for name, entry in config.space.items()}
+    settings |= {"--val_fraction": config.val_fraction, "--nproc": config.nproc}
+    settings |= {"--objective": config.objective.name}
+    stored = study.user_attrs.get("settings", settings)
+    names = sorted(stored.keys() | settings)
+    if different := [name for name in names if stored.get(name) != settings.get(name)]:
+        raise InputError(
+            f"--out {config.out} holds a sweep with another {', '.join(different)}; "
+            "choose another folder"
+        )
+    study.set_user_attr("settings", settings)
+
+
+def create_sampler(config: SweepConfig, *, num_trials: int) -> optuna.samplers.BaseSampler:
+    """Return Optuna's sampler of --sampler for a study that has so many trials."""
+    if config.sampler == "grid":  # its seed is the order of the grid
+        return optuna.samplers.GridSampler(space.grid(config.space), seed=config.sweep_seed)
+    seed = config.sweep_seed + num_trials  # else a resumed sweep would sample the same values again
+    if config.sampler == "tpe":
+        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(4, config.trials // 4))
+    return optuna.samplers.RandomSampler(seed)
+
+
+def retry_killed_trials(study: optuna.Study) -> None:
+    """Let Optuna enqueue the trials of a killed sweep again, with their values and folders."""
+    fail_stale_trials(study)
+    if running := study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        seconds = GRACE_SECONDS + 2  # clocks of data bases have whole seconds
+        print(f"seeing in {seconds} s which of {len(running)} trials still run", flush=True)
+        time.sleep(seconds)
+        fail_stale_trials(study)
+
+
+def finished_trials(study: optuna.Study) -> list[FrozenTrial]:
+    """Return the trials that have ended, without those that another trial resumes."""
+    trials = study.get_trials(deepcopy=False)
+    history = RetryHeartbeatStaleTrialCallback.retry_history
+    resumed = {number for trial in trials for number in history(trial)}
+    return [trial for trial in trials if trial.state.is_finished() and trial.number not in resumed]
