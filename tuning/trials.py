@@ -61,8 +61,7 @@ class TrialRunner:
         """Run one trial and return its value of the objective.
 
         Args:
-            trial: the trial, whose user attributes get its folder, or have that of the killed
-                trial that it resumes.
+            trial: its user attributes get its folder, or have that of a killed one to resume.
             arguments: the searched flags.
 
         Raises:
