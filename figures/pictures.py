@@ -132,18 +132,10 @@ PANELS = {  # by their names in pictures.yaml
 
 
 def draw_panels(
-    groups: Groups,
-    title: str,
-    *,
-    names: Sequence[str],
-    panels: Sequence[str],
-    enlarged: bool = False,
-    columns: int = 3,
+    groups: Groups, title: str, *, names: Sequence[str], panels: Sequence[str], **settings: Any
 ) -> Figure:
-    """Draw panels of the runs of some groups; their arguments are those of `draw_runs`."""
-    named_runs = labelled(groups, *names)
-    shown = [PANELS[panel] for panel in panels]
-    return draw_runs(named_runs, shown, title, enlarged=enlarged, columns=columns)
+    """Draw panels of the runs of some groups; further arguments are those of `draw_runs`."""
+    return draw_runs(labelled(groups, *names), [PANELS[each] for each in panels], title, **settings)
 
 
 def overview(named_runs: Mapping[str, Runs], title: str = "") -> Figure:
@@ -365,38 +357,37 @@ def best_of_search(named_runs: Mapping[str, Runs]) -> dict[str, list[Row]]:
     return best
 
 
-def draw_slow_network_time(
-    groups: Groups, title: str, *, group: str, level: str, networks: Mapping[str, str]
-) -> Figure:
-    """Draw accuracy against the minutes of training on slow networks, and a method's as a level."""
-    named_runs = labelled(groups, group)
-    figure, (panels,) = create_panels(1, 2, title)
-    height = statistics.mean(last(named_runs[level], accuracy))
-    for panel, (network, file) in zip(panels, networks.items()):
-        timed = with_minutes(named_runs, read_results(file), labels_of(group))
-        OVER_MINUTES.draw(panel, timed, title=network)
-        panel.axhline(height, color=GREY, linewidth=1, zorder=0)
-    level_line = Line2D([], [], color=GREY, linewidth=1, label=f"last accuracy of {level}")
-    add_legend(figure, panels[0], title=describe_seeds(timed), further=[level_line])
-    return figure
-
-
 # -------------------------------------------------------------------- time on a free machine
 
 
-def draw_time(groups: Groups, title: str, *, problems: Mapping[str, tuple[str, str]]) -> Figure:
-    """Draw the highest accuracies of optimizers over minutes of training, a panel for each problem.
+def draw_minutes(
+    groups: Groups, title: str, *, panels: Mapping[str, Mapping[str, Any]], level: str = ""
+) -> Figure:
+    """Draw accuracies over minutes of training, which those of the logs' machines are not.
 
     The accuracies are those of the logs, and the minutes those of a machine with nothing else to
-    do, where time_to_target measured each optimizer's samples a second.
+    do, where time_to_target measured each method's samples a second.
+
+    Args:
+        groups: the runs of all logs.
+        title: of the figure.
+        panels: {title: {names: groups, measured: file of time_to_target}}.
+        level: method whose last accuracy is a line; without any, the highest accuracies are shown.
     """
-    figure, (panels,) = create_panels(1, 3, title)
-    for panel, (title, (data_set, file)) in zip(panels, problems.items()):
-        named_runs = labelled(groups, f"optimizers_{data_set}", f"soap_{data_set}")
-        timed = with_minutes(named_runs, read_results(file), optimizers())
+    figure, (axes,) = create_panels(1, len(panels), title)
+    for panel, (title, shown) in zip(axes, panels.items()):
+        named_runs = labelled(groups, *shown["names"])
+        labels = labels_of(shown["names"][0])
+        timed = with_minutes(named_runs, read_results(shown["measured"]), labels)
         OVER_MINUTES.draw(panel, timed, title=title)
-        enlarge_highest(panel, timed)
-    add_legend(figure, panels[2], title=describe_seeds(named_runs))
+        if level:
+            height = statistics.mean(last(named_runs[level], accuracy))
+            panel.axhline(height, color=GREY, linewidth=1, zorder=0)
+        else:
+            enlarge_highest(panel, timed)
+    line = Line2D([], [], color=GREY, linewidth=1, label=f"last accuracy of {level}")
+    further = [line] if level else []
+    add_legend(figure, axes[-1], title=describe_seeds(named_runs), further=further)
     return figure
 
 

@@ -11,10 +11,8 @@ give the same file. The page is figures/report.html.j2.
 from __future__ import annotations
 
 import base64
-import importlib
 import math
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,8 @@ from typing import Any
 import jinja2
 import numpy as np
 
+import resnet50_test
+import transformer_test
 from cli import options
 from cli.flag_parser import FlagParser, file_path, format_default
 from errors import InputError, exit_code
@@ -41,7 +41,6 @@ from training.run_segments import describe_all
 from training.time_estimate import in_words
 
 SETS = {"train": "training", **EVAL_SET_NAMES}  # in the order of the charts
-SCRIPTS = ("resnet50_test", "transformer_test")
 COURSES = {  # of what changes while a run is trained, in metrics.jsonl
     "lr": "learning rate of the last step",
     "batch_size": "global batch / samples",
@@ -49,6 +48,7 @@ COURSES = {  # of what changes while a run is trained, in metrics.jsonl
     "mean_lambda": "mean lambda",
 }
 UNITS = (("s", 1, 300), ("min", 60, 10_800), ("h", 3600, math.inf))  # up to so many seconds
+RECORDED = ("command", "commit", "torch", "python", "device", "processor", "precision")
 MISSING = "–"  # a value that is not known
 MAX_CLASSES = 40  # of a confusion matrix that can be read
 MAX_MISTAKES = 30  # that are listed where the matrix would be too large
@@ -102,7 +102,7 @@ def render(runs: Sequence[ReportedRun]) -> str:
         undefined=jinja2.StrictUndefined,
     )
     return environment.get_template("report.html.j2").render(
-        title=what_was_trained(runs),
+        title=", ".join(dict.fromkeys(map(subject, runs))),
         runs=runs,
         results=table_of_facts(runs, results_of),
         curves=curves(runs),
@@ -116,14 +116,6 @@ def render(runs: Sequence[ReportedRun]) -> str:
 
 
 # -------------------------------------------------------------------- what was trained and reached
-
-
-def what_was_trained(runs: Sequence[ReportedRun]) -> str:
-    """Return a title: model and data, where all runs have the same; else the number of runs."""
-    subjects = list(dict.fromkeys(map(subject, runs)))
-    if len(runs) == 1:
-        return subjects[0]
-    return f"{subjects[0]}: {len(runs)} runs" if len(subjects) == 1 else f"{len(runs)} runs"
 
 
 def subject(run: ReportedRun) -> str:
@@ -151,25 +143,25 @@ def results_of(run: ReportedRun) -> dict[str, str]:
     """Return what a run has reached and cost; '' is not known."""
     row, flags, best = run.rows[-1], run.flags, run.best_result()
     last = epoch_result(run.rows, row["epoch"])
-    planned = flags.get("epochs")
     chosen = how_chosen(
         len(run.rows),
         sum(map(is_evaluated, run.rows)),
         chosen_on=run.chosen_on,
         meta_learned=flags.get("mixup") == "meta",
     )
-    over_views = accuracies(last.over_views)
+    over_views, train_seconds = accuracies(last.over_views), total(run, "train_seconds")
     return {
         "optimizer": str(flags.get("optimizer", "")),
-        "mixup": str(flags.get("mixup", "")).replace("none", ""),
-        "epochs": str(row["epoch"])
-        + (f" of {planned}" if planned not in (None, row["epoch"]) else ""),
+        "mixup": str(flags.get("mixup", "")),
+        "epochs": f"{row['epoch']} of {flags['epochs']}"
+        if "epochs" in flags
+        else str(row["epoch"]),
         "last epoch": accuracies(last.accuracies),
         "last epoch, several views": over_views and f"{over_views}, {last.views} views",
         "best epoch": f"{best.epoch}: {accuracies(best.accuracies)}, {chosen}" if best else "",
         "time": in_words(row["seconds"]) if "seconds" in row else "",
         "device-hours": f"{device_hours(row):.4g}" if "seconds" in row else "",
-        "samples/s": speed(run),
+        "samples/s": show(row, "samples", "{:.0f}", 1 / train_seconds if train_seconds else 0),
         "peak memory": show(row, "peak_memory_bytes", "{:.2f} GiB", 2**-30),
     }
 
@@ -180,37 +172,30 @@ def accuracies(values: Mapping[str, float]) -> str:
     return ", ".join(reversed(shown))
 
 
-def speed(run: ReportedRun) -> str:
-    """Write the samples that a run has trained on in a second; '' is not known."""
-    seconds = sum(row.get("train_seconds", 0) for row in run.rows)
-    return show(run.rows[-1], "samples", "{:.0f}", 1 / seconds) if seconds else ""
+def total(run: ReportedRun, key: str) -> float:
+    """Return the sum of a value over all epochs."""
+    return sum(row.get(key, 0) for row in run.rows)
 
 
 def show(row: Row, key: str, form: str, scale: float = 1.0) -> str:
-    """Write a number of a row, times `scale`; '' where the row lacks it."""
-    return form.format(scale * row[key]) if key in row else ""
+    """Write a number of a row, times `scale`; '' where the row lacks it, or for 0."""
+    return form.format(scale * row[key]) if scale * row.get(key, 0) else ""
 
 
 def environment_of(run: ReportedRun) -> dict[str, str]:
-    """Return commit, versions, device, precision, processes, time and bytes; '' is not known."""
-    config, row = run.config, run.rows[-1]
-    command = config.get("command")
-    device, processor = str(config.get("device", "")), str(config.get("processor", ""))
-    sent = sum(each.get("comm_bytes", 0) for each in run.rows)
+    """Return command, commit, versions, device, processes, times and bytes; '' is not known."""
+    row, command = run.rows[-1], run.config.get("command")
+    recorded = {**run.flags, **run.config, "command": command}
+    if isinstance(command, list):
+        recorded["command"] = " ".join(map(str, command))
     return {
-        "command": " ".join(map(str, command)) if isinstance(command, list) else "",
-        "commit": str(config.get("commit") or ""),
-        "changes during the run": changes_in_words(config.get("segments")),
-        "torch": str(config.get("torch", "")),
-        "Python": str(config.get("python", "")),
-        "device": device,
-        "processor": "" if processor in device else processor,
-        "precision": str(config.get("precision") or run.flags.get("precision") or ""),
+        **{name: str(recorded.get(name) or "") for name in RECORDED},
+        "changes during the run": changes_in_words(run.config.get("segments")),
         "processes": show(row, "world_size", "{:g}"),
         "devices": show(row, "devices", "{:g}"),
         "time of evaluation": show(row, "eval_seconds", "{:.0f} s"),
         "time of compilation": show(row, "compile_seconds", "{:.0f} s"),
-        "sent by each process": f"{sent / 1e6:.1f} MB" if sent else "",
+        "sent by each process": show({"sent": total(run, "comm_bytes")}, "sent", "{:.1f} MB", 1e-6),
         "run folder": str(run.folder),
     }
 
@@ -286,16 +271,15 @@ def flags_that_differ(runs: Sequence[ReportedRun]) -> Table:
 
     A flag that a run does not know is no difference.
     """
-    columns = {run.name: compared_flags(run) for run in runs}
+    columns, titles = list(map(compared_flags, runs)), [run.name for run in runs]
     if len(runs) == 1:
-        columns["default"] = default_flags(runs[0])
+        columns, titles = [*columns, default_flags(runs[0])], ["value", "default"]
     rows = []
     for name in dict.fromkeys(name for run in runs for name in compared_flags(run)):
-        shown = [show_flag(flags[name]) if name in flags else MISSING for flags in columns.values()]
+        shown = [show_flag(flags[name]) if name in flags else MISSING for flags in columns]
         if len({*shown} - {MISSING}) > 1:
             rows.append([f"--{name}", *shown])
-    titles = ["flag", *(["value", "default"] if len(runs) == 1 else columns)]
-    return Table(titles, rows)
+    return Table(["flag", *titles], rows)
 
 
 def compared_flags(run: ReportedRun) -> dict[str, Any]:
@@ -308,12 +292,11 @@ def compared_flags(run: ReportedRun) -> dict[str, Any]:
 
 def default_flags(run: ReportedRun) -> dict[str, Any]:
     """Return the defaults of the script that the run is of; {} where that is not known."""
-    command = run.config.get("command")
-    words = [str(word) for word in command] if isinstance(command, list) else []
-    script = next((name for name in SCRIPTS if f"{name}.py" in words), None)
-    if script is None or not isinstance(run.flags.get("epochs"), int):
-        return {}
-    return options.defaults_for(importlib.import_module(script).parser(), run.flags)
+    command = str(run.config.get("command"))
+    for script in (resnet50_test, transformer_test):
+        if f"{script.SCRIPT}.py" in command and isinstance(run.flags.get("epochs"), int):
+            return options.defaults_for(script.parser(), run.flags)
+    return {}
 
 
 def show_flag(value: Any) -> str:
@@ -325,17 +308,19 @@ def show_flag(value: Any) -> str:
 
 
 def class_scores(confusion: Confusion) -> Table:
-    """Return a row for each class and one for their means: scores in percent, and rows."""
-    scores = confusion.scores()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a score that no class has
-        means = [*np.nanmean(scores[:, :3], axis=0), scores[:, 3].sum()]
-    names = [*confusion.classes, "mean of the classes"]
-    rows = [
-        [name, *(MISSING if np.isnan(each) else f"{each:.2f}" for each in parts), f"{count:.0f}"]
-        for name, (*parts, count) in zip(names, [*scores, means])
-    ]
-    return Table(["class", "precision %", "recall %", "F1 %", "rows"], rows)
+    """Return a row for each class and one for their means: scores in percent, and rows.
+
+    As in scikit-learn, a score without rows is 0.
+    """
+    correct = confusion.counts.diagonal()
+    rows, predicted = confusion.counts.sum(1), confusion.counts.sum(0)
+    parts = ((correct, predicted), (correct, rows), (2 * correct, rows + predicted))
+    scores = np.stack([100 * part / np.maximum(whole, 1) for part, whole in parts], axis=1)
+    lines = [*zip(confusion.classes, scores, rows), ("mean, sum", scores.mean(0), rows.sum())]
+    return Table(
+        ["class", "precision %", "recall %", "F1 %", "rows"],
+        [[name, *(f"{each:.2f}" for each in of_class), str(n)] for name, of_class, n in lines],
+    )
 
 
 def most_frequent_mistakes(confusion: Confusion) -> Table:

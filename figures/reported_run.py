@@ -2,7 +2,6 @@
 
 run = read_run(Path("runs/my-run"))
 run.rows[-1]["test_accuracy"]         # of the last epoch
-run.confusion.scores()                # precision, recall, F1 and rows of each class
 """
 
 from __future__ import annotations
@@ -38,13 +37,6 @@ class Confusion:
     eval_set: str
     classes: list[str]
     counts: np.ndarray
-
-    def scores(self) -> np.ndarray:
-        """(classes, 4): precision, recall and F1 in percent, nan where undefined, and rows."""
-        correct, rows, predicted = self.counts.diagonal(), self.counts.sum(1), self.counts.sum(0)
-        with np.errstate(invalid="ignore"):
-            parts = [correct / predicted, correct / rows, 2 * correct / (rows + predicted)]
-        return np.stack([*(100 * part for part in parts), rows], axis=1)
 
 
 @dataclass(frozen=True)
@@ -94,11 +86,11 @@ def read_run(folder: Path, name: str = "") -> ReportedRun:
         InputError: it is no run folder, or a file in it is damaged.
     """
     rows = [
-        {key: value for key, value in row.items() if is_finite(value)} for row in read_rows(folder)
+        {key: x for key, x in row.items() if type(x) in (int, float) and abs(x) < LARGEST}
+        for row in read_rows(folder)
     ]
     config = read_object(folder / "config.json") or read_config(folder)
-    flags = config.get("flags")
-    picture = folder / "policy.png"
+    flags, picture = config.get("flags"), folder / "policy.png"
     policy = picture.read_bytes() if picture.is_file() else b""
     return ReportedRun(
         name=name or folder.resolve().name,
@@ -109,11 +101,6 @@ def read_run(folder: Path, name: str = "") -> ReportedRun:
         confusion=read_confusion(folder / CONFUSION_FILE, {row["epoch"] for row in rows}),
         policy=policy if policy.startswith(PNG) else b"",
     )
-
-
-def is_finite(value: Any) -> bool:
-    """Tell whether a value of a row is a number that can be drawn."""
-    return type(value) in (int, float) and abs(value) < LARGEST
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -152,13 +139,13 @@ def read_confusion(path: Path, epochs: set[int]) -> Confusion | None:
     if not name or type(epoch) is not int or epoch not in epochs:
         return None
     try:
-        counts = np.array(content[name])
-    except ValueError:  # rows of different lengths
-        counts = np.empty(0)
-    is_square = isinstance(classes, list) and counts.shape == (len(classes), len(classes))
-    if not is_square or counts.dtype.kind != "i" or counts.min() < 0:
+        counts = np.array(content[name])  # a ValueError for rows of different lengths
+        names = [str(each) for each in classes or ()]
+        if counts.shape != (len(names), len(names)) or counts.dtype.kind != "i" or counts.min() < 0:
+            raise ValueError
+    except (TypeError, ValueError):
         raise InputError(
             f"{path}: the counts of {EVAL_SET_NAMES[name]} rows are not a square table with a name "
             "for each class; delete the file to leave it out"
-        )
-    return Confusion(epoch, EVAL_SET_NAMES[name], list(map(str, classes)), counts)
+        ) from None
+    return Confusion(epoch, EVAL_SET_NAMES[name], names, counts)
