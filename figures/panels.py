@@ -1,8 +1,7 @@
 """The parts of a figure: panels, lines of runs, axes, and the legend that explains bands and bars.
 
 figure, axes = create_panels(1, 2, "SGD and NGD\\nResNet-20, 20 % of CIFAR-10")
-plot_methods(axes[0, 0], named_runs, x=epoch, y=accuracy)
-label_axes(axes[0, 0], "epoch", "test accuracy / %")
+draw_panel(axes[0, 0], named_runs, "epoch", "accuracy")
 add_legend(figure, axes[0, 0], title=describe_seeds(named_runs))
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -24,23 +23,32 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from figures.methods import line_styles
-from figures.run_logs import Row, Runs
+from figures.run_logs import Runs, accuracy
+from training.epoch_report import training_seconds
 
 WIDTH = {2: 8.0, 3: 9.6}  # of a figure in inches, by its columns: on a page its text is readable
 TITLE_HEIGHT, PANEL_HEIGHT, LEGEND_LINE = 0.5, 2.9, 0.2  # inches
 MARKERS_PER_LINE = 15  # about; more of them hide the lines
 
-# -------------------------------------------------------------------- columns of metrics.jsonl
+AXES = {  # titles of the columns of metrics.jsonl, and of those that with_columns adds
+    "epoch": "epoch",
+    "time": "training time / s",
+    "minutes": "training time / minutes",
+    "accuracy": "test accuracy / %",
+    "train_loss": "training loss (cross-entropy)",
+    "lr": "learning rate at its end",
+    "batch_size": "batch size / samples",
+    "noise_scale": "gradient noise scale / samples",
+}
+BINARY = ("batch_size", "noise_scale")  # columns whose axis has powers of two
 
 
-def epoch(row: Row) -> float:
-    """Return the epoch of a row."""
-    return row["epoch"]
-
-
-def column(key: str, scale: float = 1.0) -> Callable[[Row], float]:
-    """Return a function that reads one column, multiplied by `scale`; null is not a number."""
-    return lambda row: math.nan if row[key] is None else scale * row[key]
+def with_columns(runs: Runs) -> Runs:
+    """Return runs with the accuracy in percent and the seconds of training in each row."""
+    return [
+        [{**row, "accuracy": accuracy(row), "time": training_seconds(row)} for row in rows]
+        for rows in runs
+    ]
 
 
 # -------------------------------------------------------------------- panels
@@ -78,24 +86,35 @@ def plain_log_ticks(axis: Any, base: int = 10) -> None:
 # -------------------------------------------------------------------- lines and their legend
 
 
-def plot_methods(
+def draw_panel(
     axes: Axes,
     named_runs: Mapping[str, Runs],
+    x: str,
+    y: str,
     *,
-    x: Callable[[Row], float],
-    y: Callable[[Row], float],
+    xlabel: str = "",
+    title: str = "",
 ) -> None:
-    """Plot the mean over the seeds of each method as a line, and their range as a band.
+    """Draw one column over another: the mean over the seeds as a line, and their range as a band.
 
     Where the seeds end at different x, as they do at different times, a bar at the end of the line
     goes from the lowest to the highest.
+
+    Args:
+        axes: where to draw.
+        named_runs: the runs by their labels.
+        x, y: columns of `AXES`; null is not a number.
+        xlabel: of the horizontal axis, where it is not that of `AXES`.
+        title: of the panel.
     """
     styles = line_styles(named_runs)
     same_counts = len({len(runs) for runs in named_runs.values()}) == 1
     for label, runs in named_runs.items():
         epochs = min(map(len, runs))  # that all seeds have
-        values = np.array([[y(row) for row in rows[:epochs]] for rows in runs])
-        places = np.array([[x(row) for row in rows[:epochs]] for rows in runs])
+        places, values = (
+            np.array([[row[key] for row in rows[:epochs]] for rows in runs], dtype=float)
+            for key in (x, y)
+        )
         horizontal, vertical = (list(map(statistics.mean, each.T)) for each in (places, values))
         ends = places[:, -1]
         count = "" if same_counts else f", {len(runs)} seed{'s' if len(runs) > 1 else ''}"
@@ -110,6 +129,10 @@ def plot_methods(
             end = horizontal[-1]
             bar = [[end - ends.min()], [ends.max() - end]]
             axes.errorbar([end], vertical[-1:], xerr=bar, color=colour, capsize=3, linewidth=1)
+    label_axes(axes, xlabel or AXES[x], AXES[y], title=title)
+    if y in BINARY:
+        axes.set_yscale("log", base=2)
+        plain_log_ticks(axes.yaxis, 2)
 
 
 def describe_seeds(named_runs: Mapping[str, Runs], *, band: str = "band") -> str:
@@ -122,11 +145,7 @@ def describe_seeds(named_runs: Mapping[str, Runs], *, band: str = "band") -> str
 
 
 def add_legend(
-    figure: Figure,
-    *panels: Axes,
-    title: str,
-    columns: int = 3,
-    further: Sequence[Artist] = (),
+    figure: Figure, *panels: Axes, title: str, columns: int = 3, further: Sequence[Artist] = ()
 ) -> None:
     """Put a legend below all panels, for which the figure grows.
 

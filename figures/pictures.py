@@ -10,8 +10,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -24,13 +23,12 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from figures.methods import COLOURS, GREY, labels_of, line_styles, method_of, read_pictures
 from figures.panels import (
     add_legend,
-    column,
     create_panels,
     describe_seeds,
-    epoch,
+    draw_panel,
     label_axes,
     plain_log_ticks,
-    plot_methods,
+    with_columns,
 )
 from figures.run_logs import (
     LOGS,
@@ -43,7 +41,6 @@ from figures.run_logs import (
     last,
     read_flags,
 )
-from training.epoch_report import training_seconds
 
 Groups = Mapping[str, Mapping[str, Runs]]
 """The runs of all logs, by group and name."""
@@ -70,7 +67,7 @@ def draw_picture(name: str, groups: Groups) -> Figure:
 def labelled(groups: Groups, *names: str) -> dict[str, Runs]:
     """Return the runs of these groups that have a label, by their labels and in that order."""
     return {
-        label: groups[name][run]
+        label: with_columns(groups[name][run])
         for name in names
         for run, label in labels_of(name).items()
         if run in groups[name]
@@ -90,68 +87,19 @@ def read_results(file: str) -> Any:
 # -------------------------------------------------------------------- values over epochs and time
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A value of each row of metrics.jsonl over another.
-
-    Attributes:
-        y, ylabel: the value and the title of its axis.
-        x, xlabel: the same of the horizontal axis.
-        is_binary: whether the vertical axis has powers of two.
-    """
-
-    y: Callable[[Row], float]
-    ylabel: str
-    x: Callable[[Row], float] = epoch
-    xlabel: str = "epoch"
-    is_binary: bool = False
-
-    def draw(self, axes: Axes, named_runs: Mapping[str, Runs], title: str = "") -> None:
-        """Draw a line for each method."""
-        plot_methods(axes, named_runs, x=self.x, y=self.y)
-        label_axes(axes, self.xlabel, self.ylabel, title=title)
-        if self.is_binary:
-            axes.set_yscale("log", base=2)
-            plain_log_ticks(axes.yaxis, 2)
-
-
-ACCURACY = Panel(accuracy, "test accuracy / %")
-OVER_TIME = replace(ACCURACY, x=training_seconds, xlabel="training time / s")
-OVER_SHARED_TIME = replace(OVER_TIME, xlabel="training time on one core, beside other work / s")
-OVER_MINUTES = replace(ACCURACY, x=column("minutes"), xlabel="training time / minutes")
-LOSS = Panel(column("train_loss"), "training loss (cross-entropy)")
-PANELS = {  # by their names in pictures.yaml
-    "accuracy": ACCURACY,
-    "accuracy over time": OVER_TIME,
-    "accuracy over time of a shared machine": OVER_SHARED_TIME,
-    "training loss": LOSS,
-    "learning rate": Panel(column("lr"), "learning rate at its end"),
-    "batch size": Panel(column("batch_size"), "batch size / samples", is_binary=True),
-    "noise scale": Panel(column("noise_scale"), "gradient noise scale / samples", is_binary=True),
-}
-
-
 def draw_panels(
     groups: Groups, title: str, *, names: Sequence[str], panels: Sequence[str], **settings: Any
 ) -> Figure:
     """Draw panels of the runs of some groups; further arguments are those of `draw_runs`."""
-    return draw_runs(labelled(groups, *names), [PANELS[each] for each in panels], title, **settings)
-
-
-def overview(named_runs: Mapping[str, Runs], title: str = "") -> Figure:
-    """Draw accuracy against epochs and seconds, and training loss against epochs."""
-    panels = [ACCURACY, OVER_TIME, LOSS]
-    if not all("test_accuracy" in rows[0] for runs in named_runs.values() for rows in runs):
-        ylabel = "accuracy on test or held-out rows / %"
-        panels[:2] = [replace(panel, ylabel=ylabel) for panel in panels[:2]]
-    return draw_runs(named_runs, panels, title, columns=4 if len(named_runs) == 4 else 3)
+    return draw_runs(labelled(groups, *names), title, panels, **settings)
 
 
 def draw_runs(
     named_runs: Mapping[str, Runs],
-    panels: Sequence[Panel],
-    title: str,
+    title: str = "",
+    panels: Sequence[str] = ("accuracy", "accuracy over time", "train_loss"),
     *,
+    time: str = "",
     enlarged: bool = False,
     columns: int = 3,
 ) -> Figure:
@@ -159,27 +107,38 @@ def draw_runs(
 
     Args:
         named_runs: the runs by their labels.
-        panels: what they show.
         title: of the figure.
+        panels: the column that each shows, over epochs or 'over time'.
+        time: title of the axes of time.
         enlarged: draw the panels a second time, with their highest accuracies alone.
         columns: of the legend.
     """
     figure, axes = create_panels(1 + enlarged, len(panels), title)
     for row in axes:
-        for panel, each in zip(row, panels):
-            each.draw(panel, named_runs)
+        for panel, shown in zip(row, panels):
+            y, _, x = shown.partition(" over ")
+            draw_panel(panel, named_runs, x or "epoch", y, xlabel=time if x else "")
     for panel in axes[1] if enlarged else ():
         enlarge_highest(panel, named_runs)
         panel.set_title("the highest accuracies, enlarged", fontsize=10)
-    has_time = any(panel.x is training_seconds for panel in panels)
-    bands = describe_seeds(named_runs, band="band, and bar of times" if has_time else "band")
-    add_legend(figure, axes[0, 0], title=bands, columns=columns)
+    band = "band, and bar of times" if "accuracy over time" in panels else "band"
+    add_legend(figure, axes[0, 0], title=describe_seeds(named_runs, band=band), columns=columns)
+    return figure
+
+
+def overview(named_runs: Mapping[str, Runs], title: str) -> Figure:
+    """Draw the user's own runs, some of which may have been evaluated on held-out rows alone."""
+    named_runs = {name: with_columns(runs) for name, runs in named_runs.items()}
+    figure = draw_runs(named_runs, title, columns=4 if len(named_runs) == 4 else 3)
+    if not all("test_accuracy" in rows[0] for runs in named_runs.values() for rows in runs):
+        for panel in figure.axes[:2]:
+            panel.set_ylabel("accuracy on test or held-out rows / %")
     return figure
 
 
 def enlarge_highest(axes: Axes, named_runs: Mapping[str, Runs]) -> None:
     """Let a panel show the accuracies near the highest last one."""
-    highest = max(max(last(runs, accuracy)) for runs in named_runs.values())
+    highest = max(rows[-1]["accuracy"] for runs in named_runs.values() for rows in runs)
     axes.set_ylim(highest - ACCURACY_RANGE, highest + 0.1 * ACCURACY_RANGE)
 
 
@@ -235,23 +194,20 @@ def draw_critical_batch(groups: Groups, title: str, *, group: str, target: float
     """
     figure, (panels,) = create_panels(1, 2, title)
     for optimizer in ("sgd", "ngd"):
-        by_batch = reached_by_batch(groups[group], optimizer, target)
-        label, batches = optimizers()[optimizer], sorted(by_batch)
+        reached = reached_by_batch(groups[group], optimizer, target)
+        label, batches = optimizers()[optimizer], np.array(list(reached))
+        samples = np.array([reached[size][0] for size in batches])  # (sizes, seeds)
+        noise = np.median([reached[size][1] for size in batches])
+        least, critical = fit_critical_batch(batches, samples.mean(1))
         style = line_styles([label])[label]
-        samples = [[run.samples for run in by_batch[size]] for size in batches]
-        least, critical = fit_critical_batch(batches, list(map(statistics.mean, samples)))
-        noise = statistics.median(run.noise for runs in by_batch.values() for run in runs)
-        for panel, scales in zip(panels, (batches, [1] * len(batches))):
-            scaled = [[each / scale for each in seeds] for seeds, scale in zip(samples, scales)]
-            means = list(map(statistics.mean, scaled))
-            bars = [
-                [mean - min(seeds) for mean, seeds in zip(means, scaled)],
-                [max(seeds) - mean for mean, seeds in zip(means, scaled)],
-            ]
-            model = [least * (1 + size / critical) / scale for size, scale in zip(batches, scales)]
-            line = {"color": style["color"], "linewidth": 1}
+        line = {"color": style["color"], "linewidth": 1}
+        for panel, scale in zip(panels, (batches, np.ones(len(batches)))):
+            scaled = samples / scale[:, None]
+            means = scaled.mean(1)
+            bars = [means - scaled.min(1), scaled.max(1) - means]
             panel.errorbar(batches, means, bars, linestyle="", capsize=3, **line)
             panel.plot(batches, means, label=label, **{**style, "linestyle": ""})
+            model = least * (1 + batches / critical) / scale
             panel.plot(batches, model, "--", zorder=0, **line)
             panel.axvline(noise, linestyle=":", zorder=0, **line)
     for panel, ylabel in zip(panels, ("steps", "samples")):
@@ -269,46 +225,38 @@ def draw_critical_batch(groups: Groups, title: str, *, group: str, target: float
     return figure
 
 
-@dataclass(frozen=True)
-class Reached:
-    """What a run needs for the accuracy of the picture of the critical batch.
-
-    Attributes:
-        samples: trained on until then.
-        noise: the gradient noise scale of that epoch, in samples.
-    """
-
-    samples: float
-    noise: float
-
-
 def reached_by_batch(
     named_runs: Mapping[str, Runs], optimizer: str, target: float
-) -> dict[int, list[Reached]]:
-    """Return what each seed of the runs OPTIMIZER-bsSIZE needs, by the size of the batch.
+) -> dict[int, tuple[list[float], list[float]]]:
+    """Return samples until an accuracy, and noise scale of that epoch, for each seed.
 
-    A size is left out if one of its seeds does not reach the accuracy `target`, in percent.
+    Args:
+        named_runs: the runs OPTIMIZER-bsSIZE.
+        optimizer: whose runs are meant.
+        target: the accuracy in percent.
+
+    Returns:
+        Both by the size of the batch, sorted. A size is left out if a seed does not reach it.
     """
-    reached: dict[int, list[Reached]] = {}
+    reached = {}
     for name, runs in named_runs.items():
         method, _, size = name.partition("-bs")
         epochs = [epochs_to(target, rows) for rows in runs]
         if method == optimizer and all(map(math.isfinite, epochs)):
-            reached[int(size)] = [
-                Reached(each * rows[0]["samples"], rows[math.ceil(each) - 1]["noise_scale"])
-                for each, rows in zip(epochs, runs)
-            ]
-    return reached
+            samples = [each * rows[0]["samples"] for each, rows in zip(epochs, runs)]
+            noise = [rows[math.ceil(each) - 1]["noise_scale"] for each, rows in zip(epochs, runs)]
+            reached[int(size)] = (samples, noise)
+    return dict(sorted(reached.items()))
 
 
-def fit_critical_batch(batches: Sequence[int], samples: Sequence[float]) -> tuple[float, float]:
+def fit_critical_batch(batches: np.ndarray, samples: np.ndarray) -> tuple[float, float]:
     """Fit samples = least * (1 + batch / critical) by least squares of the logarithms.
 
     Returns:
         The least number of samples, and the critical batch size in samples.
     """
     critical = 2.0 ** (np.arange(1001) / 50)  # 1 to 1,000,000
-    least = np.log(samples) - np.log1p(np.array(batches) / critical[:, None])  # by each batch
+    least = np.log(samples) - np.log1p(batches / critical[:, None])  # by each batch
     best = least.var(axis=1).argmin()
     return float(np.exp(least[best].mean())), float(critical[best])
 
@@ -337,7 +285,7 @@ def draw_slow_network(
     plain_log_ticks(panels[0].xaxis)
     xlabel, ylabel = "sent by each rank in a step / kB", "held-out accuracy / %"
     label_axes(panels[0], xlabel, ylabel, title="search: one seed, a tenth held out")
-    ACCURACY.draw(panels[1], named_runs, title="in full")
+    draw_panel(panels[1], named_runs, "epoch", "accuracy", title="in full")
     add_legend(figure, panels[0], title=f"right, {describe_seeds(named_runs)}")
     return figure
 
@@ -379,7 +327,7 @@ def draw_minutes(
         named_runs = labelled(groups, *shown["names"])
         labels = labels_of(shown["names"][0])
         timed = with_minutes(named_runs, read_results(shown["measured"]), labels)
-        OVER_MINUTES.draw(panel, timed, title=title)
+        draw_panel(panel, timed, "minutes", "accuracy", title=title)
         if level:
             height = statistics.mean(last(named_runs[level], accuracy))
             panel.axhline(height, color=GREY, linewidth=1, zorder=0)
@@ -403,7 +351,7 @@ def with_minutes(
         results: the json of time_to_target.
         labels: the labels by the names of the runs, as in the json.
     """
-    timed = {}
+    timed: dict[str, Runs] = {}
     for name, label in labels.items():
         if label not in named_runs or name not in results["samples_per_second"]:
             continue
@@ -469,27 +417,25 @@ def setting_of(flags: Mapping[str, Any]) -> str:
 
 def best_settings(curves: Mapping[str, Mapping[float, float]]) -> dict[str, tuple[float, float]]:
     """Return rate and loss of each optimizer's best setting, by the label of its curve."""
-    best: dict[str, tuple[str, float, float]] = {}
-    for label, losses in curves.items():
-        for rate, loss in losses.items():
-            method = method_of(label)
-            if method not in best or loss < best[method][2]:
-                best[method] = (label, rate, loss)
-    return {label: (rate, loss) for label, rate, loss in best.values()}
+    best: dict[str, tuple[str, tuple[float, float]]] = {}
+    points = ((loss, label, rate) for label in curves for rate, loss in curves[label].items())
+    for loss, label, rate in sorted(points):
+        best.setdefault(method_of(label), (label, (rate, loss)))
+    return dict(best[method] for method in dict.fromkeys(map(method_of, curves)))
 
 
 def draw_tuning(
     groups: Groups, title: str, *, group: str, defaults: str, flags: Sequence[str]
 ) -> Figure:
     """Draw the trials of a sweep over three flags, and what its best ones reach in full."""
-    named_runs = {"defaults": groups[defaults]["default"], **labelled(groups, group)}
+    named_runs = {"defaults": with_columns(groups[defaults]["default"]), **labelled(groups, group)}
     with open(LOGS / f"{group}-trials.csv", encoding="utf-8", newline="") as file:
         trials = list(csv.DictReader(file))  # the best first
     first_line = f"A sweep of {len(trials)} trials, and its result in full"
     figure, axes = create_panels(2, 2, f"{first_line}\n{title}")
     for flag, panel in zip(flags, axes.flat):
         draw_trials(panel, trials, flag)
-    ACCURACY.draw(axes[1, 1], named_runs, title="in full")
+    draw_panel(axes[1, 1], named_runs, "epoch", "accuracy", title="in full")
     note = f"trials: one seed each; in full: {describe_seeds(named_runs)}"
     add_legend(figure, axes[0, 0], axes[1, 1], title=note)
     return figure
@@ -497,18 +443,19 @@ def draw_tuning(
 
 def draw_trials(axes: Axes, trials: Sequence[Mapping[str, str]], flag: str) -> None:
     """Draw what each trial reached over a flag, and crosses below for those without a value."""
-    places = {True: [], False: []}  # by whether the trial is complete
-    for trial in trials:
-        if trial[flag]:
-            places[trial["state"] == "COMPLETE"].append(float(trial[flag]))
-    heights = [100 * float(t["value"]) for t in trials if t[flag] and t["state"] == "COMPLETE"]
+    tried = [trial for trial in trials if trial[flag]]
+    complete, stopped = (
+        [float(trial[flag]) for trial in tried if (trial["state"] == "COMPLETE") == is_complete]
+        for is_complete in (True, False)
+    )
+    heights = [100 * float(trial["value"]) for trial in tried if trial["state"] == "COMPLETE"]
     lowest, highest = min(heights), max(heights)
-    below = [lowest - STOPPED_DEPTH * (highest - lowest)] * len(places[False])
-    axes.scatter(places[True], heights, s=24, color=COLOURS["blue"], label="trial")
-    best = places[True][:1], heights[:1]
-    axes.scatter(*best, s=160, marker="*", color=COLOURS["vermilion"], label="best trial")
+    below = [lowest - STOPPED_DEPTH * (highest - lowest)] * len(stopped)
+    axes.scatter(complete, heights, s=24, color=COLOURS["blue"], label="trial")
+    best, star = (complete[:1], heights[:1]), COLOURS["vermilion"]
+    axes.scatter(*best, s=160, marker="*", color=star, label="best trial")
     label = "stopped early, no value"
-    axes.scatter(places[False], below, s=24, marker="x", color=GREY, label=label)
+    axes.scatter(stopped, below, s=24, marker="x", color=GREY, label=label)
     if flag in LOGARITHMIC:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
@@ -523,7 +470,8 @@ def draw_pareto(groups: Groups, title: str, *, problems: Mapping[str, str]) -> F
     """Draw device-hours against test accuracy after the last epoch, a panel for each problem."""
     figure = plt.figure(figsize=(8, 4.9), layout="constrained")
     figure.suptitle(title, fontsize=11)
-    for subfigure, (title, group) in zip(figure.subfigures(1, 2).flat, problems.items()):
+    subfigures = figure.subfigures(1, len(problems), squeeze=False).flat
+    for subfigure, (title, group) in zip(subfigures, problems.items()):
         axes = subfigure.subplots()
         named_runs = labelled(groups, group)
         styles, front = line_styles(named_runs), []
