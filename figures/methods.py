@@ -31,8 +31,6 @@ COLOURS = {
     "grey": "#777777",
 }
 GREY = COLOURS["grey"]
-UNNAMED = tuple(zip(COLOURS, "os^Dv*P"))
-"""Colours and markers for runs of the user's own, whose labels are no methods named above."""
 SETTINGS: tuple[dict[str, Any], ...] = (  # the first to fourth setting of a method
     {"linestyle": "-"},
     {"linestyle": ":", "markerfacecolor": "white"},
@@ -64,13 +62,9 @@ def line_styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
     a method have the line styles of SETTINGS in the order of the labels.
     """
     labels = list(dict.fromkeys(labels))
-    methods = list(dict.fromkeys(map(method_of, labels)))
-    named = read_pictures()["styles"]
-    unnamed = [method for method in methods if method not in named]
-    own = {method: UNNAMED[number % len(UNNAMED)] for number, method in enumerate(unnamed)}
     styles: dict[str, dict[str, Any]] = {}
-    for method in methods:
-        colour, marker = {**own, **named}[method]
+    for method in dict.fromkeys(map(method_of, labels)):
+        colour, marker = read_pictures()["styles"][method]
         settings = [label for label in labels if method_of(label) == method]
         settings.sort(key=lambda label: "," in label)
         for index, label in enumerate(settings):

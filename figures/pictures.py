@@ -53,12 +53,7 @@ STOPPED_DEPTH = 0.1  # how far below all values the stopped trials are, as a par
 
 
 def draw_picture(name: str, groups: Groups) -> Figure:
-    """Draw a picture of pictures.yaml by the function that is named there.
-
-    Args:
-        name: of the picture.
-        groups: the runs of all logs.
-    """
+    """Draw a picture of pictures.yaml by the function that is named there."""
     settings = dict(read_pictures()["pictures"][name])
     draw = globals()[f"draw_{settings.pop('draw')}"]
     return draw(groups, **settings)
@@ -74,11 +69,6 @@ def labelled(groups: Groups, *names: str) -> dict[str, Runs]:
     }
 
 
-def optimizers() -> dict[str, str]:
-    """Return the labels of the optimizers by their names in runs."""
-    return labels_of("optimizers_cifar10")
-
-
 def read_results(file: str) -> Any:
     """Return the content of a file of benchmarks/results."""
     return json.loads((RESULTS / file).read_text(encoding="utf-8"))
@@ -88,17 +78,11 @@ def read_results(file: str) -> Any:
 
 
 def draw_panels(
-    groups: Groups, title: str, *, names: Sequence[str], panels: Sequence[str], **settings: Any
-) -> Figure:
-    """Draw panels of the runs of some groups; further arguments are those of `draw_runs`."""
-    return draw_runs(labelled(groups, *names), title, panels, **settings)
-
-
-def draw_runs(
-    named_runs: Mapping[str, Runs],
-    title: str = "",
-    panels: Sequence[str] = ("accuracy", "accuracy over time", "train_loss"),
+    groups: Groups,
+    title: str,
     *,
+    names: Sequence[str],
+    panels: Sequence[str],
     time: str = "",
     enlarged: bool = False,
     columns: int = 3,
@@ -106,13 +90,15 @@ def draw_runs(
     """Draw panels side by side.
 
     Args:
-        named_runs: the runs by their labels.
+        groups: the runs of all logs.
         title: of the figure.
+        names: of the groups that are drawn.
         panels: the column that each shows, over epochs or 'over time'.
         time: title of the axes of time.
         enlarged: draw the panels a second time, with their highest accuracies alone.
         columns: of the legend.
     """
+    named_runs = labelled(groups, *names)
     figure, axes = create_panels(1 + enlarged, len(panels), title)
     for row in axes:
         for panel, shown in zip(row, panels):
@@ -123,16 +109,6 @@ def draw_runs(
         panel.set_title("the highest accuracies, enlarged", fontsize=10)
     band = "band, and bar of times" if "accuracy over time" in panels else "band"
     add_legend(figure, axes[0, 0], title=describe_seeds(named_runs, band=band), columns=columns)
-    return figure
-
-
-def overview(named_runs: Mapping[str, Runs], title: str) -> Figure:
-    """Draw the user's own runs, some of which may have been evaluated on held-out rows alone."""
-    named_runs = {name: with_columns(runs) for name, runs in named_runs.items()}
-    figure = draw_runs(named_runs, title, columns=4 if len(named_runs) == 4 else 3)
-    if not all("test_accuracy" in rows[0] for runs in named_runs.values() for rows in runs):
-        for panel in figure.axes[:2]:
-            panel.set_ylabel("accuracy on test or held-out rows / %")
     return figure
 
 
@@ -195,7 +171,7 @@ def draw_critical_batch(groups: Groups, title: str, *, group: str, target: float
     figure, (panels,) = create_panels(1, 2, title)
     for optimizer in ("sgd", "ngd"):
         reached = reached_by_batch(groups[group], optimizer, target)
-        label, batches = optimizers()[optimizer], np.array(list(reached))
+        label, batches = labels_of("optimizers_cifar10")[optimizer], np.array(list(reached))
         samples = np.array([reached[size][0] for size in batches])  # (sizes, seeds)
         noise = np.median([reached[size][1] for size in batches])
         least, critical = fit_critical_batch(batches, samples.mean(1))
@@ -396,7 +372,7 @@ def search_curves(names: Sequence[str], groups: Groups) -> dict[str, dict[float,
     The runs are named OPTIMIZER-lrRATE and so on.
     """
     curves: dict[str, dict[float, float]] = {}
-    for optimizer, method in optimizers().items():
+    for optimizer, method in labels_of("optimizers_cifar10").items():
         for group in names:
             for run, (rows,) in groups[group].items():
                 if run.partition("-lr")[0] == optimizer:

@@ -112,18 +112,17 @@ def run_folders(group: Path) -> list[Path]:
     return [group / name for name in sorted(names | packed_runs(packed_file(group / "x")).keys())]
 
 
-def by_name(folders: Sequence[Path], names: Sequence[str] = ()) -> dict[str, Runs]:
-    """Group the runs in folders; their order is kept.
-
-    Args:
-        folders: of the runs.
-        names: a name for each run; without any, folders NAME-seedN are grouped by NAME.
-    """
-    names = names or [folder.name.rpartition("-seed")[0] or folder.name for folder in folders]
+def by_name(folders: Sequence[Path]) -> dict[str, Runs]:
+    """Group the runs in folders NAME-seedN by NAME; their order is kept."""
     runs: dict[str, Runs] = {}
-    for folder, name in zip(folders, names):
-        runs.setdefault(name, []).append(read_rows(folder))
+    for folder in folders:
+        runs.setdefault(name_of(folder), []).append(read_rows(folder))
     return runs
+
+
+def name_of(folder: Path) -> str:
+    """Return NAME of a folder NAME-seedN."""
+    return folder.name.rpartition("-seed")[0]
 
 
 def finished(folder: Path) -> bool:
@@ -136,13 +135,13 @@ def finished(folder: Path) -> bool:
 
 def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
     """Return the finished runs below a folder of groups; unfinished runs are named and left out."""
-    names = {path.stem for path in logs.iterdir() if path.suffix == ".jsonl" or path.is_dir()}
     groups: dict[str, dict[str, Runs]] = {}
-    for name in sorted(names):
-        folders = run_folders(logs / name)
-        done = [folder for folder in folders if finished(folder)]
-        for folder in folders:
-            if folder not in done:
+    for name in sorted({path.stem for path in logs.iterdir() if path.suffix in ("", ".jsonl")}):
+        done = []
+        for folder in run_folders(logs / name):
+            if finished(folder):
+                done.append(folder)
+            else:
                 print(f"{folder}: not finished, left out")
         if done:
             groups[name] = by_name(done)
@@ -152,7 +151,7 @@ def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
 def read_flags(group: str, name: str) -> dict[str, Any]:
     """Return the flags of a logged run, which are those of all its seeds but for the seed."""
     folders = run_folders(LOGS / group)
-    return read_config(next(f for f in folders if f.name.rpartition("-seed")[0] == name))["flags"]
+    return read_config(next(f for f in folders if name_of(f) == name))["flags"]
 
 
 # -------------------------------------------------------------------- values
