@@ -26,7 +26,7 @@ import transformer_test
 from cli import options
 from cli.flag_parser import FlagParser, file_path, format_default
 from errors import InputError, exit_code
-from figures.report_charts import Chart, Line, draw_chart
+from figures.report_charts import Line, draw_chart
 from figures.reported_run import Confusion, ReportedRun, read_run
 from figures.run_logs import Row, device_hours
 from training.atomic_file import atomic_write
@@ -41,38 +41,29 @@ from training.run_segments import describe_all
 from training.time_estimate import in_words
 
 SETS = {"train": "training", **EVAL_SET_NAMES}  # in the order of the charts
-COURSES = {  # of what changes while a run is trained, in metrics.jsonl
+CHANGING = {  # columns of metrics.jsonl that are drawn if they change
     "lr": "learning rate of the last step",
     "batch_size": "global batch / samples",
     "noise_scale": "gradient noise scale / samples",
     "mean_lambda": "mean lambda",
 }
-UNITS = (("s", 1, 300), ("min", 60, 10_800), ("h", 3600, math.inf))  # up to so many seconds
 RECORDED = ("command", "commit", "torch", "python", "device", "processor", "precision")
 MISSING = "–"  # a value that is not known
 MAX_CLASSES = 40  # of a confusion matrix that can be read
 MAX_MISTAKES = 30  # that are listed where the matrix would be too large
 
 
-Column = tuple[str, ReportedRun, str]
-"""A label, a run, and the name of a column of its metrics.jsonl."""
-
-
 @dataclass(frozen=True)
-class Table:
-    """Titles of columns, and rows that begin with their names."""
+class Column:
+    """A column of a run's metrics.jsonl, and how a legend calls it."""
 
-    titles: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    label: str
+    run: ReportedRun
+    key: str
 
 
-@dataclass(frozen=True)
-class Charts:
-    """Charts that share a legend, which may be empty."""
-
-    title: str
-    legend: Sequence[Line]
-    charts: Sequence[Chart]
+Table = Sequence[Sequence[str]]
+"""Rows that begin with their names; the first one, which may be empty, has the titles."""
 
 
 def write_report(runs: Sequence[ReportedRun], path: Path) -> None:
@@ -135,8 +126,8 @@ def table_of_facts(
     """Return a row for each fact that a run knows, and a column for each run."""
     columns = [facts_of(run) for run in runs]
     rows = [[name, *(each[name] or MISSING for each in columns)] for name in columns[0]]
-    known = [row for row in rows if {*row[1:]} != {MISSING}]
-    return Table(["", *(run.name for run in runs)] if len(runs) > 1 else [], known)
+    titles = ["", *(run.name for run in runs)] if len(runs) > 1 else []
+    return [titles, *(row for row in rows if {*row[1:]} != {MISSING})]
 
 
 def results_of(run: ReportedRun) -> dict[str, str]:
@@ -211,8 +202,8 @@ def changes_in_words(segments: Any) -> str:
 # -------------------------------------------------------------------- curves
 
 
-def curves(runs: Sequence[ReportedRun]) -> list[Charts]:
-    """Loss and accuracy over epochs and over training time, and the course of the settings.
+def curves(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
+    """Return sections of charts: over epochs and over training time, and of settings that change.
 
     Of one run a chart has a line for each set, and of several runs there is a chart for each set.
     """
@@ -221,46 +212,53 @@ def curves(runs: Sequence[ReportedRun]) -> list[Charts]:
         for quantity, ylabel in (("loss", "loss"), ("accuracy", "accuracy / %")):
             key = f"{name}_{quantity}"
             if len(runs) == 1:
-                panels.setdefault(ylabel, []).append((text, runs[0], key))
+                panels.setdefault(ylabel, []).append(Column(text, runs[0], key))
             else:
-                panels[f"{text} {ylabel}"] = [(run.name, run, key) for run in runs]
-    courses = {
-        ylabel: [(run.name, run, key) for run in runs]
-        for key, ylabel in COURSES.items()
+                panels[f"{text} {ylabel}"] = [Column(run.name, run, key) for run in runs]
+    changing = {
+        ylabel: [Column(run.name, run, key) for run in runs]
+        for key, ylabel in CHANGING.items()
         if len({row[key] for run in runs for row in run.rows if key in row}) > 1
     }
-    sections = [
-        draw_charts("Over epochs", panels),
-        draw_charts("Over training time", panels, over_time=True),
-        draw_charts("Course of settings", courses),
+    longest = max(row.get("seconds", 0) for run in runs for row in run.rows)
+    unit, seconds = ("s", 1) if longest < 300 else ("min", 60) if longest < 10_800 else ("h", 3600)
+    return [
+        draw_section("Over epochs", panels, "epoch"),
+        draw_section("Over training time", panels, f"training time / {unit}", seconds),
+        draw_section("Settings that change", changing, "epoch"),
     ]
-    return [section for section in sections if section.charts]
 
 
-def draw_charts(
-    title: str, panels: Mapping[str, Sequence[Column]], *, over_time: bool = False
-) -> Charts:
-    """Draw a chart for each title of a vertical axis; without values it is left out."""
-    rows = [row for columns in panels.values() for _, run, _ in columns for row in run.rows]
-    longest = max((row.get("seconds", 0) for row in rows), default=0)
-    name, unit = next(unit for unit in UNITS if longest < unit[2])[:2]
+def draw_section(
+    title: str, panels: Mapping[str, Sequence[Column]], xlabel: str, seconds: float = 0
+) -> dict[str, Any]:
+    """Return title, legend, and a chart for each title of a vertical axis that has values.
+
+    Args:
+        title: of the section.
+        panels: columns by the titles of the vertical axes.
+        xlabel: title of the horizontal axis.
+        seconds: in the unit of the training time; 0 is over epochs.
+    """
     charts, legend = [], {}
     for ylabel, columns in panels.items():
         lines = []
-        for number, (label, run, key) in enumerate(columns):
-            rows = [row for row in run.rows if "seconds" in row or not over_time]
+        for number, column in enumerate(columns):
+            key, rows = column.key, column.run.rows
             if key.startswith(tuple(EVAL_SET_NAMES)):
                 rows = list(filter(is_evaluated, rows))
-            x = [training_seconds(row) / unit if over_time else row["epoch"] for row in rows]
-            scale = 100 if key.endswith("accuracy") else 1
-            line = Line(label, x, [scale * row.get(key, math.nan) for row in rows], number)
+            if seconds:
+                rows = [row for row in rows if "seconds" in row]
             if any(key in row for row in rows):
-                lines.append(line)
-                legend[label] = line
+                x = [training_seconds(row) / seconds if seconds else row["epoch"] for row in rows]
+                scale = 100 if key.endswith("accuracy") else 1
+                y = [scale * row.get(key, math.nan) for row in rows]
+                lines.append(Line(column.label, x, y, number))
         if lines:
-            xlabel = f"training time / {name}" if over_time else "epoch"
             charts.append(draw_chart(lines, xlabel, ylabel, cut_outliers="loss" in ylabel))
-    return Charts(title, list(legend.values()) if len(legend) > 1 else [], charts)
+        legend |= {line.label: line for line in lines}
+    shown = list(legend.values()) if len(legend) > 1 else []
+    return {"title": title, "legend": shown, "charts": charts}
 
 
 # -------------------------------------------------------------------- flags
@@ -279,7 +277,7 @@ def flags_that_differ(runs: Sequence[ReportedRun]) -> Table:
         shown = [show_flag(flags[name]) if name in flags else MISSING for flags in columns]
         if len({*shown} - {MISSING}) > 1:
             rows.append([f"--{name}", *shown])
-    return Table(["flag", *titles], rows)
+    return [["flag", *titles], *rows]
 
 
 def compared_flags(run: ReportedRun) -> dict[str, Any]:
@@ -317,10 +315,8 @@ def class_scores(confusion: Confusion) -> Table:
     parts = ((correct, predicted), (correct, rows), (2 * correct, rows + predicted))
     scores = np.stack([100 * part / np.maximum(whole, 1) for part, whole in parts], axis=1)
     lines = [*zip(confusion.classes, scores, rows), ("mean, sum", scores.mean(0), rows.sum())]
-    return Table(
-        ["class", "precision %", "recall %", "F1 %", "rows"],
-        [[name, *(f"{each:.2f}" for each in of_class), str(n)] for name, of_class, n in lines],
-    )
+    titles = ["class", "precision %", "recall %", "F1 %", "rows"]
+    return [titles, *([name, *map("{:.2f}".format, each), str(n)] for name, each, n in lines)]
 
 
 def most_frequent_mistakes(confusion: Confusion) -> Table:
@@ -328,11 +324,8 @@ def most_frequent_mistakes(confusion: Confusion) -> Table:
     wrong = confusion.counts - np.diag(confusion.counts.diagonal())
     cells = np.argsort(-wrong, axis=None, kind="stable")[:MAX_MISTAKES]
     pairs = [pair for pair in zip(*np.unravel_index(cells, wrong.shape)) if wrong[pair]]
-    names = confusion.classes
-    rows = [
-        [names[true], names[predicted], str(wrong[true, predicted])] for true, predicted in pairs
-    ]
-    return Table(["class", "taken for", "rows"], rows)
+    rows = [[*(confusion.classes[each] for each in pair), str(wrong[pair])] for pair in pairs]
+    return [["class", "taken for", "rows"], *rows]
 
 
 # -------------------------------------------------------------------- command line

@@ -122,7 +122,7 @@ def by_name(folders: Sequence[Path]) -> dict[str, Runs]:
 
 def name_of(folder: Path) -> str:
     """Return NAME of a folder NAME-seedN."""
-    return folder.name.rpartition("-seed")[0]
+    return folder.name.rpartition("-seed")[0] or folder.name
 
 
 def finished(folder: Path) -> bool:
