@@ -63,11 +63,6 @@ def page_with_results(
 ) -> str:
     """Return the page with the table and what has not been run yet between its markers.
 
-    Args:
-        page: docs/results.md.
-        groups: the finished runs of each experiment, by the group's name and the run's.
-        plan: the content of figures/experiments.yaml.
-
     Raises:
         ValueError: the page does not have each marker exactly once.
     """

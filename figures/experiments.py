@@ -61,34 +61,22 @@ class PlannedRun:
     rows: int = 0
 
     @property
-    def group(self) -> str:
-        """Name of the group in the plan."""
-        return self.folder.parent.name
+    def title(self) -> str:
+        """GROUP/NAME-seedN."""
+        return f"{self.folder.parent.name}/{self.folder.name}"
 
-    def command_line(self) -> tuple[list[str], dict[str, str]]:
-        """Return the arguments to execute, and the environment variables in front of them."""
-        arguments = shlex.split(self.command)
-        variables = {}
-        while "=" in arguments[0]:
-            name, _, value = arguments.pop(0).partition("=")
-            variables[name] = value
-        if arguments[0] == "python":
-            arguments[0] = sys.executable
+    def arguments(self) -> list[str]:
+        """Return the command line with seed and folder; `env` sets the variables before it."""
+        words = ["env", *shlex.split(self.command)]
+        if "python" in words:
+            words[words.index("python")] = sys.executable
         folder = os.path.relpath(self.folder, ROOT)  # logs do not name a machine's folders
-        arguments += ["--seed", str(self.seed), "--out", folder]
-        if (self.folder / "last.pt").exists():
-            arguments += ["--resume", folder]
-        return arguments, variables
+        resume = ["--resume", folder] if (self.folder / "last.pt").exists() else []
+        return [*words, "--seed", str(self.seed), "--out", folder, *resume]
 
 
 def read_plan(path: Path, device: str, logs: Path) -> list[PlannedRun]:
-    """Return the runs for a device: all of the first seed in the plan's order, then the second.
-
-    Args:
-        path: the plan, in the format of experiments.yaml.
-        device: cpu or gpu.
-        logs: folder below which the logs are written.
-    """
+    """Return the runs of a plan for cpu or gpu: all of the first seed, then of the second."""
     ordered = []
     for group, entry in yaml.safe_load(path.read_text(encoding="utf-8"))[device].items():
         for name, extra in entry["runs"].items():
@@ -103,11 +91,6 @@ def read_plan(path: Path, device: str, logs: Path) -> list[PlannedRun]:
 def execute(run: PlannedRun, deadline: float, variables: Mapping[str, str]) -> str:
     """Execute a run, pack its log, and return what went wrong, or an empty string.
 
-    Args:
-        run: what to execute.
-        deadline: value of time.monotonic() at which to stop.
-        variables: further environment variables.
-
     Raises:
         Interrupted: the deadline has passed, or Ctrl-C; the run's checkpoint is written.
     """
@@ -115,9 +98,8 @@ def execute(run: PlannedRun, deadline: float, variables: Mapping[str, str]) -> s
         raise Interrupted("the time is over; run the same command again to continue")
     if run.folder.exists() and not (run.folder / "last.pt").exists():
         shutil.rmtree(run.folder)  # the run was stopped before its first checkpoint
-    arguments, run_variables = run.command_line()
-    environment = {**os.environ, "PYTHON": sys.executable, **variables, **run_variables}
-    process = subprocess.Popen(arguments, cwd=ROOT, env=environment)
+    environment = {**os.environ, "PYTHON": sys.executable, **variables}
+    process = subprocess.Popen(run.arguments(), cwd=ROOT, env=environment)
     try:
         while (code := wait(process, POLL_SECONDS)) is None:
             if time.monotonic() >= deadline:
@@ -126,18 +108,14 @@ def execute(run: PlannedRun, deadline: float, variables: Mapping[str, str]) -> s
         process.send_signal(signal.SIGTERM)
         if wait(process, SHUTDOWN_SECONDS) is None:
             process.kill()
-        raise Interrupted(
-            f"stopped in {run.folder.name} of {run.group}; run the same command again to resume it"
-        ) from None
+        message = f"stopped in {run.title}; run the same command again to resume it"
+        raise Interrupted(message) from None
     if code or not finished(run.folder):
         return f"exit code {code}"
     rows = read_rows(run.folder)[0]["samples"]
     if run.rows and not 0.9 * run.rows <= rows <= run.rows:
         shutil.rmtree(run.folder)
-        return (
-            f"trains on {rows} rows, the plan expects {run.rows}: the data set is another one, so "
-            "its log is deleted"
-        )
+        return f"another data set of {rows} rows, the plan expects {run.rows}; its log is deleted"
     pack(run.folder)
     return ""
 
@@ -153,11 +131,8 @@ def wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
 def check_committed(logs: Path) -> None:
     """Check that a run started now would log the commit of the code that it runs.
 
-    Args:
-        logs: folder below which the runner itself writes.
-
     Raises:
-        InputError: files are not committed, or there is no commit.
+        InputError: files are not committed, but for those in `logs`; or there is no commit.
     """
     try:
         changed = machine.modified_files() + machine.untracked_files(ignored=logs)
@@ -167,11 +142,11 @@ def check_committed(logs: Path) -> None:
             "use a git clone, or --allow_dirty with --logs FOLDER"
         ) from None
     if changed:
-        more = len(changed) - MAX_NAMED_FILES
-        names = ", ".join(changed[:MAX_NAMED_FILES]) + (f" and {more} more" if more > 0 else "")
+        more = ", ..." if len(changed) > MAX_NAMED_FILES else ""
         raise InputError(
-            f"not committed: {names}; a log's commit would not be the code that made it: commit "
-            "or stash them first, or use --allow_dirty with --logs FOLDER"
+            f"not committed: {', '.join(changed[:MAX_NAMED_FILES])}{more}; a log's commit would "
+            "not be the code that made it: commit or stash them first, or use --allow_dirty with "
+            "--logs FOLDER"
         )
 
 
@@ -180,11 +155,7 @@ def execute_all(
 ) -> None:
     """Execute all runs that are not done; with device cpu, GPUs are hidden from them.
 
-    Args:
-        runs: what to execute.
-        deadline: value of time.monotonic() at which to stop.
-        device: cpu or gpu.
-        ignored: folder of which files need not be committed; None asks for no commit at all.
+    Files must be committed, but for those in the folder `ignored`, where that is not None.
 
     Raises:
         InputError: files are not committed; or some runs failed: the message names them.
@@ -195,7 +166,7 @@ def execute_all(
     variables = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     failures = []
     for position, run in enumerate(runs, 1):
-        title = f"[{position}/{len(runs)}] {run.group}/{run.folder.name}"
+        title = f"[{position}/{len(runs)}] {run.title}"
         if finished(run.folder):
             print(f"{title}: done", flush=True)
             if run.folder.is_dir():  # the run had finished when the runner was stopped
@@ -205,7 +176,7 @@ def execute_all(
             check_committed(ignored)
         print(f"{title}: {run.command}", flush=True)
         if failure := execute(run, deadline, variables):
-            failures.append(f"{run.group}/{run.folder.name} ({failure})")
+            failures.append(f"{run.title} ({failure})")
     if failures:
         raise InputError(f"{len(failures)} run(s) failed, see above: {', '.join(failures)}")
 
@@ -242,15 +213,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     has_gpu = torch.cuda.is_available()
     device = args.device or ("gpu" if has_gpu else "cpu")
     runs = read_plan(args.plan, device, logs)
-    groups = {run.group for run in runs}
+    groups = {run.folder.parent.name for run in runs}
     if unknown := sorted({*args.only} - groups):
         known = ", ".join(sorted(groups))
         raise InputError(f"--only {unknown[0]}: no such group; there are {known}")
-    runs = [run for run in runs if run.group in (args.only or groups)]
+    runs = [run for run in runs if run.folder.parent.name in (args.only or groups)]
     if args.list:
         for run in runs:
             status = "done" if finished(run.folder) else f"open: {run.command}"
-            print(f"{run.group}/{run.folder.name}: {status}")
+            print(f"{run.title}: {status}")
         return
     if device == "gpu" and not has_gpu:
         raise InputError("gpu: this machine has none; use bash figures/run_all.sh cpu")

@@ -21,23 +21,19 @@ from errors import InputError, exit_code
 from figures.run_logs import finished, packed_file, packed_runs, read_config, row_lines
 from training.atomic_file import atomic_write_text
 
-OF_THE_MACHINE = ("launchers",)  # entries of config.json
-
 
 def pack(folder: Path) -> None:
-    """Move the log of a finished run from its folder into the file of its group.
+    """Move the log of a finished run from LOGS/GROUP/NAME-seedN into LOGS/GROUP.jsonl.
 
     A run of the same name that is there already is replaced.
-
-    Args:
-        folder: LOGS/GROUP/NAME-seedN.
 
     Raises:
         InputError: the run is not finished.
     """
     if not folder.is_dir() or not finished(folder):
         raise InputError(f"{folder}: is no folder of a finished run")
-    config = {k: v for k, v in read_config(folder).items() if k not in OF_THE_MACHINE}
+    config = read_config(folder)
+    config.pop("launchers", None)  # processes of the machine
     head = json.dumps({"run": folder.name, **without_places(config)})
     path = packed_file(folder)
     runs = {**packed_runs(path), folder.name: [head, *row_lines(folder)]}
@@ -63,9 +59,7 @@ def without_places(value: Any) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     """Pack the runs in the folders that the command line names."""
     parser = FlagParser(__doc__, usage="FOLDER ...")
-    parser.add_argument(
-        "folders", nargs="+", type=file_path, help="Pack the runs in these folders."
-    )
+    parser.add_argument("folders", nargs="+", type=file_path, help="Folders of the runs.")
     for folder in parser.parse_args(argv).folders:
         pack(folder)
 

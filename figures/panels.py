@@ -56,13 +56,9 @@ def with_columns(runs: Runs) -> Runs:
 
 def create_panels(rows: int, columns: int, title: str) -> tuple[Figure, Any]:
     """Return a figure with a title, and its axes, an array of shape (rows, columns)."""
-    figure, axes = plt.subplots(
-        rows,
-        columns,
-        figsize=(WIDTH[columns], TITLE_HEIGHT + PANEL_HEIGHT * rows),
-        layout="constrained",
-        squeeze=False,
-    )
+    size = WIDTH[columns], TITLE_HEIGHT + PANEL_HEIGHT * rows
+    settings: dict[str, Any] = {"figsize": size, "layout": "constrained", "squeeze": False}
+    figure, axes = plt.subplots(rows, columns, **settings)
     figure.suptitle(title, fontsize=11)
     return figure, axes
 
@@ -100,12 +96,7 @@ def draw_panel(
     Where the seeds end at different x, as they do at different times, a bar at the end of the line
     goes from the lowest to the highest.
 
-    Args:
-        axes: where to draw.
-        named_runs: the runs by their labels.
-        x, y: columns of `AXES`; null is not a number.
-        xlabel: of the horizontal axis, where it is not that of `AXES`.
-        title: of the panel.
+    The columns are those of `AXES`; null is not a number.
     """
     styles = line_styles(named_runs)
     same_counts = len({len(runs) for runs in named_runs.values()}) == 1
@@ -147,25 +138,14 @@ def describe_seeds(named_runs: Mapping[str, Runs], *, band: str = "band") -> str
 def add_legend(
     figure: Figure, *panels: Axes, title: str, columns: int = 3, further: Sequence[Artist] = ()
 ) -> None:
-    """Put a legend below all panels, for which the figure grows.
+    """Put a legend of some panels' lines and of `further` artists below all panels.
 
-    Args:
-        figure: the figure that gets the legend.
-        panels: those whose lines are named.
-        title: an explanation of what is drawn, such as what a band is.
-        columns: number of columns of the legend.
-        further: artists that no panel has, with labels of their own.
+    The figure grows for it. The title explains what is drawn, such as what a band is.
     """
     handles = [handle for panel in panels for handle in panel.get_legend_handles_labels()[0]]
     handles += further
     lines = 1 + math.ceil(len(handles) / columns)
     figure.set_figheight(figure.get_figheight() + LEGEND_LINE * lines)
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=columns,
-        fontsize=9,
-        title=title,
-        title_fontsize=9,
-        handlelength=3.2,
-    )
+    texts: dict[str, Any] = {"title": title, "fontsize": 9, "title_fontsize": 9}
+    place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns, "handlelength": 3.2}
+    figure.legend(handles=handles, **place, **texts)

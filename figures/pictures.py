@@ -87,16 +87,9 @@ def draw_panels(
     enlarged: bool = False,
     columns: int = 3,
 ) -> Figure:
-    """Draw panels side by side.
+    """Draw panels side by side: columns over epochs, or 'over time', whose axis is called `time`.
 
-    Args:
-        groups: the runs of all logs.
-        title: of the figure.
-        names: of the groups that are drawn.
-        panels: the column that each shows, over epochs or 'over time'.
-        time: title of the axes of time.
-        enlarged: draw the panels a second time, with their highest accuracies alone.
-        columns: of the legend.
+    With `enlarged` there is a second row of panels, of their highest accuracies.
     """
     named_runs = labelled(groups, *names)
     figure, axes = create_panels(1 + enlarged, len(panels), title)
@@ -204,15 +197,10 @@ def draw_critical_batch(groups: Groups, title: str, *, group: str, target: float
 def reached_by_batch(
     named_runs: Mapping[str, Runs], optimizer: str, target: float
 ) -> dict[int, tuple[list[float], list[float]]]:
-    """Return samples until an accuracy, and noise scale of that epoch, for each seed.
+    """Return samples until an accuracy in percent, and noise scale of that epoch, by seed.
 
-    Args:
-        named_runs: the runs OPTIMIZER-bsSIZE.
-        optimizer: whose runs are meant.
-        target: the accuracy in percent.
-
-    Returns:
-        Both by the size of the batch, sorted. A size is left out if a seed does not reach it.
+    They are of the runs OPTIMIZER-bsSIZE, by the size, sorted. A size is left out if one of its
+    seeds does not reach the accuracy.
     """
     reached = {}
     for name, runs in named_runs.items():
@@ -228,8 +216,7 @@ def reached_by_batch(
 def fit_critical_batch(batches: np.ndarray, samples: np.ndarray) -> tuple[float, float]:
     """Fit samples = least * (1 + batch / critical) by least squares of the logarithms.
 
-    Returns:
-        The least number of samples, and the critical batch size in samples.
+    Return the least number of samples, and the critical batch size in samples.
     """
     critical = 2.0 ** (np.arange(1001) / 50)  # 1 to 1,000,000
     least = np.log(samples) - np.log1p(batches / critical[:, None])  # by each batch
@@ -248,7 +235,10 @@ def draw_slow_network(
     named_runs = labelled(groups, in_full)
     figure, (panels,) = create_panels(1, 2, title)
     styles = line_styles([label for name, label in labels.items() if name in found])
-    points = {name: (kilobytes_a_step(rows), accuracy(rows[-1])) for name, rows in found.items()}
+    points = {}
+    for name, rows in found.items():
+        kilobytes = sum(row["comm_bytes"] for row in rows) / rows[-1]["step"] / 1e3
+        points[name] = kilobytes, accuracy(rows[-1])
     for name, label in labels.items():
         if name in found:
             style = {**styles[label], "linestyle": "", "markersize": 8}
@@ -266,18 +256,11 @@ def draw_slow_network(
     return figure
 
 
-def kilobytes_a_step(rows: Sequence[Row]) -> float:
-    """Return the kilobytes that each rank has sent in a step, on average over the run."""
-    return sum(row["comm_bytes"] for row in rows) / rows[-1]["step"] / 1e3
-
-
 def best_of_search(named_runs: Mapping[str, Runs]) -> dict[str, list[Row]]:
     """Return the run METHOD-lrRATE with the lowest last validation loss, by METHOD."""
     best: dict[str, list[Row]] = {}
-    for name, (rows,) in named_runs.items():
-        method = name.partition("-lr")[0]
-        if method not in best or rows[-1]["val_loss"] < best[method][-1]["val_loss"]:
-            best[method] = rows
+    for name, (rows,) in sorted(named_runs.items(), key=lambda run: run[1][0][-1]["val_loss"]):
+        best.setdefault(name.partition("-lr")[0], rows)
     return best
 
 
@@ -287,16 +270,11 @@ def best_of_search(named_runs: Mapping[str, Runs]) -> dict[str, list[Row]]:
 def draw_minutes(
     groups: Groups, title: str, *, panels: Mapping[str, Mapping[str, Any]], level: str = ""
 ) -> Figure:
-    """Draw accuracies over minutes of training, which those of the logs' machines are not.
+    """Draw accuracies of the logs over minutes on a machine with nothing else to do.
 
-    The accuracies are those of the logs, and the minutes those of a machine with nothing else to
-    do, where time_to_target measured each method's samples a second.
-
-    Args:
-        groups: the runs of all logs.
-        title: of the figure.
-        panels: {title: {names: groups, measured: file of time_to_target}}.
-        level: method whose last accuracy is a line; without any, the highest accuracies are shown.
+    A panel has the names of its groups, and the file in which time_to_target has measured their
+    samples a second. The last accuracy of the method `level` is a line; without it, the panels show
+    the highest accuracies.
     """
     figure, (axes,) = create_panels(1, len(panels), title)
     for panel, (title, shown) in zip(axes, panels.items()):
@@ -321,11 +299,7 @@ def with_minutes(
     """Add the minutes of training to each row, at the speed that time_to_target measured.
 
     The batch of these runs does not change, so that all epochs of a run take the same time.
-
-    Args:
-        named_runs: the runs by their labels; those that were not measured are left out.
-        results: the json of time_to_target.
-        labels: the labels by the names of the runs, as in the json.
+    Methods that time_to_target, whose json is `results`, has not measured are left out.
     """
     timed: dict[str, Runs] = {}
     for name, label in labels.items():
@@ -367,10 +341,7 @@ def draw_optimizer_search(groups: Groups, title: str, *, names: Sequence[str]) -
 
 
 def search_curves(names: Sequence[str], groups: Groups) -> dict[str, dict[float, float]]:
-    """Return the last validation loss by rate, of each optimizer and momentum.
-
-    The runs are named OPTIMIZER-lrRATE and so on.
-    """
+    """Return the last validation losses of runs OPTIMIZER-lrRATE by optimizer, momentum and rate."""
     curves: dict[str, dict[float, float]] = {}
     for optimizer, method in labels_of("optimizers_cifar10").items():
         for group in names:

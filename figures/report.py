@@ -3,15 +3,15 @@
 python -m figures.report runs/my-run                              # writes report.html
 python -m figures.report runs/sgd runs/ngd --out sgd_and_ngd.html
 
-It shows what was trained, curves, how the runs differ, scores of each class, what was learned
-beside the model, and on what it ran. What a run folder does not hold is left out. The same folders
-give the same file. The page is figures/report.html.j2.
+What a run folder does not hold is left out. The same folders give the same file. The page is
+figures/report.html.j2.
 """
 
 from __future__ import annotations
 
 import base64
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,8 +49,7 @@ CHANGING = {  # columns of metrics.jsonl that are drawn if they change
 }
 RECORDED = ("command", "commit", "torch", "python", "device", "processor", "precision")
 MISSING = "–"  # a value that is not known
-MAX_CLASSES = 40  # of a confusion matrix that can be read
-MAX_MISTAKES = 30  # that are listed where the matrix would be too large
+MAX_CLASSES = 40  # of a confusion matrix that can be read, else so many mistakes are listed
 
 
 @dataclass(frozen=True)
@@ -140,27 +139,19 @@ def results_of(run: ReportedRun) -> dict[str, str]:
         chosen_on=run.chosen_on,
         meta_learned=flags.get("mixup") == "meta",
     )
-    over_views, train_seconds = accuracies(last.over_views), total(run, "train_seconds")
+    train_seconds = total(run, "train_seconds")
     return {
         "optimizer": str(flags.get("optimizer", "")),
         "mixup": str(flags.get("mixup", "")),
-        "epochs": f"{row['epoch']} of {flags['epochs']}"
-        if "epochs" in flags
-        else str(row["epoch"]),
-        "last epoch": accuracies(last.accuracies),
-        "last epoch, several views": over_views and f"{over_views}, {last.views} views",
-        "best epoch": f"{best.epoch}: {accuracies(best.accuracies)}, {chosen}" if best else "",
+        "planned epochs": str(flags.get("epochs", "")),
+        "last result": last.show(),
+        "averaged result": last.show_views() if last.over_views else "",
+        "best result": f"{best.show()}, {chosen}" if best else "",
         "time": in_words(row["seconds"]) if "seconds" in row else "",
         "device-hours": f"{device_hours(row):.4g}" if "seconds" in row else "",
         "samples/s": show(row, "samples", "{:.0f}", 1 / train_seconds if train_seconds else 0),
         "peak memory": show(row, "peak_memory_bytes", "{:.2f} GiB", 2**-30),
     }
-
-
-def accuracies(values: Mapping[str, float]) -> str:
-    """Write accuracies by set, for example 'test 94.00 %, validation 95.00 %'."""
-    shown = [f"{EVAL_SET_NAMES[name]} {100 * value:.2f} %" for name, value in values.items()]
-    return ", ".join(reversed(shown))
 
 
 def total(run: ReportedRun, key: str) -> float:
@@ -187,7 +178,7 @@ def environment_of(run: ReportedRun) -> dict[str, str]:
         "time of evaluation": show(row, "eval_seconds", "{:.0f} s"),
         "time of compilation": show(row, "compile_seconds", "{:.0f} s"),
         "sent by each process": show({"sent": total(run, "comm_bytes")}, "sent", "{:.1f} MB", 1e-6),
-        "run folder": str(run.folder),
+        "run": run.name,
     }
 
 
@@ -234,13 +225,10 @@ def draw_section(
 ) -> dict[str, Any]:
     """Return title, legend, and a chart for each title of a vertical axis that has values.
 
-    Args:
-        title: of the section.
-        panels: columns by the titles of the vertical axes.
-        xlabel: title of the horizontal axis.
-        seconds: in the unit of the training time; 0 is over epochs.
+    They are over epochs, or over the training time in units of so many seconds.
     """
-    charts, legend = [], {}
+    charts: list[dict[str, str]] = []
+    legend: dict[str, Line] = {}
     for ylabel, columns in panels.items():
         lines = []
         for number, column in enumerate(columns):
@@ -322,7 +310,7 @@ def class_scores(confusion: Confusion) -> Table:
 def most_frequent_mistakes(confusion: Confusion) -> Table:
     """Return the pairs of classes that were most often taken for one another."""
     wrong = confusion.counts - np.diag(confusion.counts.diagonal())
-    cells = np.argsort(-wrong, axis=None, kind="stable")[:MAX_MISTAKES]
+    cells = np.argsort(-wrong, axis=None, kind="stable")[:MAX_CLASSES]
     pairs = [pair for pair in zip(*np.unravel_index(cells, wrong.shape)) if wrong[pair]]
     rows = [[*(confusion.classes[each] for each in pair), str(wrong[pair])] for pair in pairs]
     return [["class", "taken for", "rows"], *rows]
@@ -346,12 +334,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = report_parser().parse_args(argv)
     if args.out.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out {args.out}: the name must end in .html")
-    names = [folder.resolve().name for folder in args.runs]
-    if len({*names}) < len(names):
-        names = list(map(str, args.runs))
-    if len({*names}) < len(names):
-        raise InputError("a run is given twice; give each once")
-    runs = [read_run(folder, name) for folder, name in zip(args.runs, names)]
+    folders = [folder.resolve() for folder in args.runs]
+    parent = os.path.commonpath([folder.parent for folder in folders])
+    runs = [read_run(folder, os.path.relpath(folder, parent)) for folder in folders]
     write_report(runs, args.out)
     print(args.out)
 

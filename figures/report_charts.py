@@ -1,7 +1,7 @@
 """The charts of a report: SVG that matplotlib draws, as pictures within a page of HTML.
 
 chart = draw_chart([Line("SGD", [1, 2], [0.4, 0.6], 0)], "epoch", "accuracy")
-f'<img alt="{chart.alt}" src="{chart.source}">'
+f'<img alt="{chart["alt"]}" src="{chart["source"]}">'
 
 A chart holds no text of the runs, whose names are in the page's legend. Equal lines give equal
 bytes.
@@ -50,24 +50,13 @@ class Line:
         return STYLES[self.number % len(STYLES)]
 
 
-@dataclass(frozen=True)
-class Chart:
-    """A picture: what it shows in words, and the SVG as a data URI."""
-
-    alt: str
-    source: str
-
-
 def draw_chart(
     lines: Sequence[Line], xlabel: str, ylabel: str, *, cut_outliers: bool = False
-) -> Chart:
-    """Draw lines.
+) -> dict[str, str]:
+    """Draw lines; return what they show in words, and the SVG as a data URI.
 
-    Args:
-        lines: each has a value.
-        xlabel: of the axis; epochs are whole numbers, and a time begins at 0.
-        ylabel: of the other axis.
-        cut_outliers: let a few values beyond the others not squash them.
+    Each line has a value. Epochs are whole numbers, and a time begins at 0. With `cut_outliers`, a
+    few values beyond the others do not squash them.
     """
     figure = Figure(figsize=(4.8, 2.9), layout="constrained")
     axes = figure.subplots()
@@ -89,8 +78,8 @@ def draw_chart(
         metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(content, format="svg", metadata=metadata)
     data = base64.b64encode(content.getvalue()).decode()
-    names = ", ".join(line.label for line in lines)
-    return Chart(f"{ylabel} over {xlabel}: {names}", f"data:image/svg+xml;base64,{data}")
+    alt = f"{ylabel} over {xlabel}: {', '.join(line.label for line in lines)}"
+    return {"alt": alt, "source": f"data:image/svg+xml;base64,{data}"}
 
 
 def cut_off_outliers(axes: Axes, lines: Sequence[Line]) -> None:

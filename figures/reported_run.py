@@ -6,7 +6,6 @@ run.rows[-1]["test_accuracy"]         # of the last epoch
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from errors import InputError
-from figures.run_logs import Row, read_config, read_rows
+from figures.run_logs import Row, read_config, read_object, read_rows
 from training.epoch_report import EVAL_SET_NAMES, EpochResult, epoch_result
 from training.run_log import CONFUSION_FILE
 
@@ -45,7 +44,6 @@ class ReportedRun:
 
     Attributes:
         name: by which the report calls the run.
-        folder: the run folder.
         rows: the numbers of each epoch: of a row of metrics.jsonl those that are finite.
         config: content of config.json; empty where that is missing.
         flags: the run's flags by name; empty where they are not known.
@@ -54,7 +52,6 @@ class ReportedRun:
     """
 
     name: str
-    folder: Path
     rows: list[Row]
     config: dict[str, Any]
     flags: dict[str, Any]
@@ -76,11 +73,7 @@ class ReportedRun:
 
 
 def read_run(folder: Path, name: str = "") -> ReportedRun:
-    """Read a run folder.
-
-    Args:
-        folder: the run folder.
-        name: by which the report calls the run; '' is the folder's name.
+    """Read a run folder, which the report calls by a name, or as it is called here.
 
     Raises:
         InputError: it is no run folder, or a file in it is damaged.
@@ -89,12 +82,11 @@ def read_run(folder: Path, name: str = "") -> ReportedRun:
         {key: x for key, x in row.items() if type(x) in (int, float) and abs(x) < LARGEST}
         for row in read_rows(folder)
     ]
-    config = read_object(folder / "config.json") or read_config(folder)
+    config = read_config(folder)
     flags, picture = config.get("flags"), folder / "policy.png"
     policy = picture.read_bytes() if picture.is_file() else b""
     return ReportedRun(
-        name=name or folder.resolve().name,
-        folder=folder,
+        name=name or str(folder),
         rows=rows,
         config=config,
         flags=flags if isinstance(flags, dict) else {},
@@ -103,32 +95,10 @@ def read_run(folder: Path, name: str = "") -> ReportedRun:
     )
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} where the file is missing.
-
-    Raises:
-        InputError: the file holds something else.
-    """
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: holds no JSON object; delete the file to leave it out")
-    return content
-
-
 def read_confusion(path: Path, epochs: set[int]) -> Confusion | None:
     """Return the confusion on the test set, or else on the validation set.
 
-    Args:
-        path: of confusion.json.
-        epochs: of the run; a file of another epoch is of rows that are not there any more.
-
-    Returns:
-        None where the file is missing or of another epoch.
+    It is None where the file is missing, or is of an epoch whose row is not there any more.
 
     Raises:
         InputError: the file is damaged.

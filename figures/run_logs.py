@@ -73,27 +73,37 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return a run's config.json, in its folder or packed; {} where there is none.
 
     Raises:
-        ValueError: it is not JSON.
+        InputError: it holds no object.
+    """
+    packed = packed_runs(packed_file(folder)).get(folder.name, ["{}"])
+    return read_object(folder / "config.json") or json.loads(packed[0])
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; {} where the file is missing.
+
+    Raises:
+        InputError: the file holds something else.
     """
     try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except OSError:
-        packed = packed_runs(packed_file(folder)).get(folder.name)
-        return json.loads(packed[0]) if packed else {}
+        return {}
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: holds no JSON object; delete the file to leave it out")
+    return content
 
 
 def packed_file(folder: Path) -> Path:
     """Return the file into which the runs of a folder's group are packed."""
-    folder = folder.resolve()
-    return folder.parent.with_name(f"{folder.parent.name}.jsonl")
+    return Path(f"{folder.resolve().parent}.jsonl")
 
 
 def packed_runs(path: Path) -> dict[str, list[str]]:
     """Return the lines of each run in a packed file by the run's name; {} where there is none."""
-    try:
-        return _packed_runs(path, path.stat().st_mtime_ns)
-    except OSError:
-        return {}
+    return _packed_runs(path, path.stat().st_mtime_ns) if path.exists() else {}
 
 
 @functools.lru_cache
@@ -166,11 +176,7 @@ def accuracy(row: Row) -> float:
 def epochs_to(target: float, rows: Sequence[Row]) -> float:
     """Return how many epochs a run needs for an accuracy, with a fraction; infinite if it fails.
 
-    Between evaluations the accuracy is taken to grow evenly, from 0 at the start.
-
-    Args:
-        target: the accuracy in percent.
-        rows: of the run's epochs.
+    Between evaluations the accuracy, in percent, is taken to grow evenly, from 0 at the start.
     """
     before, epochs_before = 0.0, 0
     for row in filter(is_evaluated, rows):
