@@ -69,11 +69,6 @@ def labelled(groups: Groups, *names: str) -> dict[str, Runs]:
     }
 
 
-def read_results(file: str) -> Any:
-    """Return the content of a file of benchmarks/results."""
-    return json.loads((RESULTS / file).read_text(encoding="utf-8"))
-
-
 # -------------------------------------------------------------------- values over epochs and time
 
 
@@ -280,7 +275,8 @@ def draw_minutes(
     for panel, (title, shown) in zip(axes, panels.items()):
         named_runs = labelled(groups, *shown["names"])
         labels = labels_of(shown["names"][0])
-        timed = with_minutes(named_runs, read_results(shown["measured"]), labels)
+        measured = json.loads((RESULTS / shown["measured"]).read_text(encoding="utf-8"))
+        timed = with_minutes(named_runs, measured, labels)
         draw_panel(panel, timed, "minutes", "accuracy", title=title)
         if level:
             height = statistics.mean(last(named_runs[level], accuracy))
@@ -341,7 +337,7 @@ def draw_optimizer_search(groups: Groups, title: str, *, names: Sequence[str]) -
 
 
 def search_curves(names: Sequence[str], groups: Groups) -> dict[str, dict[float, float]]:
-    """Return the last validation losses of runs OPTIMIZER-lrRATE by optimizer, momentum and rate."""
+    """Return the last validation losses of runs OPTIMIZER-lrRATE by optimizer and setting."""
     curves: dict[str, dict[float, float]] = {}
     for optimizer, method in labels_of("optimizers_cifar10").items():
         for group in names:
@@ -450,7 +446,7 @@ def draw_scaling(groups: Groups, title: str, *, methods: Mapping[str, str]) -> F
 
     The measurements are those of benchmarks/results, and not of the logs.
     """
-    results = read_results("scaling-cpu.json")
+    results = json.loads((RESULTS / "scaling-cpu.json").read_text(encoding="utf-8"))
     ratios = {row["name"]: row["ratios"] for row in results["rows"]}
     figure, axes = create_panels(2, 2, title)
     styles = line_styles(methods.values())
