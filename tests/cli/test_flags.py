@@ -19,7 +19,7 @@ from cli.flag_parser import FlagParser
 from cli.flags import Parser
 from conftest import each_of
 from errors import InputError
-from figures import draw, experiments, report
+from figures import experiments, report
 from tuning import sweep
 
 SCRIPTS = {"resnet50_test": resnet50_test.parser, "transformer_test": transformer_test.parser}
@@ -27,7 +27,6 @@ PARSERS: dict[str, Callable[[], FlagParser]] = {
     **SCRIPTS,
     "sweep": lambda: sweep.sweep_parser("resnet50_test.py"),
     "experiments": experiments.experiments_parser,
-    "draw": draw.draw_parser,
     "report": report.report_parser,
 }
 ALIASES = [  # of timm and of Hugging Face's Trainer, and the same in our names
