@@ -36,19 +36,15 @@ echo "== Transformer on 400 embedded headlines"
     --weight_decay 0.05 --lr_schedule onecycle --peak 5 --precision fp32 --threads 1 --seed 0 \
     --out "$out/transformer"
 echo
-echo "== Pictures"
-"$python" -m figures.draw --runs "$out/sgd" "$out/ngd" --labels SGD "natural gradient (NGD)" \
-    --title "ResNet-20 on embedded digits, one seed, each at the best of four learning rates" \
-    --out "$out/digits.png"
-"$python" -m figures.draw --runs "$out/transformer" --labels "AdamW" \
-    --title "Transformer on embedded headlines, one seed" --out "$out/headlines.png"
-echo "$out/meta_mixup/policy.png"
+echo "== Reports: one HTML file each, without scripts"
+"$python" -m figures.report "$out/sgd" "$out/ngd" "$out/meta_mixup" --out "$out/digits.html"
+"$python" -m figures.report "$out/transformer" --out "$out/headlines.html"
 run=$(printf %q "$out")
 cat <<NEXT
 
-digits.png: NGD lowers the training loss in fewer epochs. On so small a network its epochs take
-longer: docs/natural_gradient.md compares on more data.
-policy.png: lambda is the weight of the own sample, so 1 means not to mix these two digits.
+digits.html: NGD lowers the training loss in fewer epochs. On so small a network its epochs take
+longer: docs/natural_gradient.md compares on more data. Meta-mixup has learned how much to mix each
+pair of digits.
 
 Next:
   accuracy of each class

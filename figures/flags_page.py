@@ -11,7 +11,6 @@ from typing import Any
 
 import resnet50_test
 import transformer_test
-from cli.flag_parser import format_default
 from cli.foreign_names import FOREIGN
 from cli.settings import PARTS, own
 from errors import exit_code
@@ -54,19 +53,17 @@ def page_with_flags(page: str) -> str:
         ]
         rows.append(f"| {group} | {signature} | {text} | {', '.join(also)} |")
     rows += ["", "| settings of | with | names and defaults |", "| --- | --- | --- |"]
-    for name, choice in texts_parser.optimizers.items():
-        if choice.own:
-            rows.append(
-                row_of_settings("opt_args", "optimizer", name, own(choice.make, *choice.own))
-            )
-    for name, (flag, parts) in PARTS.items():
-        rows += [row_of_settings(name, flag, *part) for part in parts.items() if part[1]]
+    optimizers = {
+        name: own(choice.make, *choice.own) for name, choice in texts_parser.optimizers.items()
+    }
+    for settings, (owner, parts) in {"opt_args": ("optimizer", optimizers), **PARTS}.items():
+        rows += [row_of_settings(settings, owner, *part) for part in parts.items() if part[1]]
     return replace_generated_section(page, BEGIN, END, content="\n".join(rows))
 
 
 def row_of_settings(name: str, flag: str, value: str, settings: Mapping[str, Any]) -> str:
     """Return the row of a part's settings: `--opt_args` | `--optimizer ngd` | rank=32 ..."""
-    words = (f"{key}={format_default(default)}" for key, default in settings.items())
+    words = (key if each is None else f"{key}={each}" for key, each in settings.items())
     return f"| `--{name}` | `--{flag} {value}` | {', '.join(words)} |"
 
 

@@ -38,7 +38,7 @@ PYTHON = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 TABLE_ROW = re.compile(r'"\w+": ')
 TOOL_FLAGS = {
     "test.sh": {"--all", "--legacy"},
-    "figures": {"--allow_dirty", "--labels", "--list", "--only", "--minutes", "--runs", "--title"},
+    "figures": {"--allow_dirty", "--list", "--logs", "--minutes", "--only"},
     "benchmarks": {"--compile", "--quick", "--json", "--logs", "--network", "--only", "--ranks"}
     | {"--cifar", "--report", "--source", "--text"},
     "written with hyphens": {"--batch-size", "--no-sync-bn"},

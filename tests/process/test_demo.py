@@ -1,4 +1,4 @@
-"""demo.sh: the scripts and figures.draw accept its commands, and those that it shows at its end."""
+"""demo.sh: the scripts accept its commands, and those that it shows at its end."""
 
 from __future__ import annotations
 
@@ -68,12 +68,10 @@ def test_the_two_sides_of_the_comparison_differ_in_the_optimizer_alone(folder):
     assert flags["ngd"]["optimizer"] == "ngd"
 
 
-def test_each_picture_has_a_title_and_names_of_methods(folder):
-    drawn = [call for call in calls(folder) if "figures.draw" in call]
-    assert len(drawn) == 2
-    for call in drawn:
-        assert "--title" in call
-        assert "--labels" in call
+def test_the_reports_are_of_the_runs(folder):
+    reported = [call[2:] for call in calls(folder) if "figures.report" in call]
+    outs = [call[call.index("--out") + 1] for call in calls(folder) if call[0] in SCRIPTS]
+    assert [run for words in reported for run in words[:-2]] == outs
 
 
 def test_the_commands_shown_at_the_end_name_what_is_there(folder):
