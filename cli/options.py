@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from backends import torch_compat
 from cli import compatibility, settings
-from cli.flag_parser import Scope, setting, switch
+from cli.flag_parser import Flag, Scope, setting, switch
 from cli.flags import OptimizerChoice, Parser
 from cli.yaml_file import LONGEST_EXCERPT, excerpt, read_yaml
 from distributed.worker import is_restarted, launcher_id
@@ -29,6 +29,7 @@ from input_pipeline import own_data
 from training import checkpoint, export, predictions, run_folder
 
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
+OF_THE_MODEL = ("dataset", "arch", "image_size", "max_len", "model_args", "augment_args")
 METADATA = {  # by script: what its checkpoints hold for inference beside the classes
     "resnet50_test": ("mean", "std", "channels", "size"),
     "transformer_test": ("tokenizer", "max_len", "prior"),
@@ -62,7 +63,8 @@ def parse(
         state = checkpoint.load(path, script, flag=source, metadata=METADATA[script])
         if "warning" in state and os.environ.get("RANK", "0") == "0":
             print(state["warning"], file=sys.stderr, flush=True)
-        values |= restored_flags(state["flags"], parser)
+        inference = uses_trained_model(command_line)
+        values |= restored_flags(state["flags"], parser, inference=inference)
         check_supported(values | given, parser, source=f"{source} {path}")
     if command_line.recipe:
         recipe = parser.given(recipe_arguments(command_line.recipe, parser))
@@ -88,29 +90,56 @@ def parse(
     return args, state
 
 
-def restored_flags(flags: Mapping[str, Any], parser: Parser) -> dict[str, Any]:
-    """The flags of a checkpoint that a resumed run takes over.
+def restored_flags(flags: Mapping[str, Any], parser: Parser, *, inference: bool) -> dict[str, Any]:
+    """The flags of a checkpoint that another start of its script takes over.
 
-    Known data sets may lie elsewhere on this machine, where DATA_DIR says so.
+    Known data sets may lie elsewhere on this machine, where DATA_DIR says so. To evaluate, predict
+    or export, what another version may have had does not matter, unless the model needs it.
+
+    Args:
+        flags: of the checkpoint.
+        parser: of the script.
+        inference: whether the run is evaluated, exported or used for predictions.
     """
     left_out = set(parser.of_scope(Scope.OUTPUT, Scope.START))
     if os.environ.get("DATA_DIR") and not is_own_data(flags["dataset"]):
         left_out |= set(parser.of_scope(Scope.PLACE))
+    if inference:
+        left_out |= {
+            name
+            for name, flag in parser.flags.items()
+            if name not in OF_THE_MODEL
+            and (flag.type is setting or not is_supported(flag, flags.get(name)))
+        }
     return {name: value for name, value in flags.items() if name in parser.flags.keys() - left_out}
 
 
+def is_supported(flag: Flag, value: Any) -> bool:
+    """Whether a flag can have this value, which another version may have put into a checkpoint."""
+    if value is None or flag.type is setting:
+        return True
+    if flag.type is switch:
+        return isinstance(value, bool)
+    values = value if flag.nargs not in (None, "?") and isinstance(value, list | tuple) else [value]
+    try:
+        return all(flag.type(str(each)) is not None for each in values)
+    except (ArgumentTypeError, ValueError):
+        return False
+
+
 def check_supported(values: Mapping[str, Any], parser: Parser, *, source: str) -> None:
-    """Check choices that another version may have put into a checkpoint.
+    """Check values that another version may have put into a checkpoint.
 
     Raises:
-        InputError: this version does not have one of them.
+        InputError: this version does not support one of them.
     """
     for name, flag in parser.flags.items():
-        choices = flag.choices(installed_only=False)
-        if choices and values[name] is not None and values[name] not in choices:
+        if not is_supported(flag, values[name]):
+            choices = flag.choices()
+            advice = f"choose one of {', '.join(choices)}" if choices else "give its value"
             raise InputError(
                 f"{source}: the checkpoint's {flag.name} {str(values[name])[:LONGEST_EXCERPT]} is "
-                f"not supported any more; choose one of {', '.join(choices)} on the command line"
+                f"not supported any more; {advice} on the command line"
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,10 +21,8 @@ def build_optimizer(
     name: str,
     lr: float,
     weight_decay: float = 0.0,
-    *,
-    ngd_skip: Sequence[str] = (),
     **settings: Any,
 ) -> torch.optim.Optimizer:
     """The optimizer of that name over all parameters, as the entry scripts make it."""
-    groups = optimizer_groups(name, model, weight_decay, skip=ngd_skip)
+    groups = optimizer_groups(name, model, weight_decay)
     return resnet50_test.OPTIMIZERS[name].make(groups, lr=lr, **settings)

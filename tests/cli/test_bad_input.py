@@ -132,7 +132,7 @@ BOTH = [
     ("--export model.onnx", "--resume"),
     ("--resume", "--resume"),
     ("--resume nowhere", "nowhere"),
-    ("--resume .", "last.pt"),
+    ("--resume .", "no such checkpoint"),
     ("--recipe nowhere.yaml", "nowhere.yaml"),
     ("--recipe .", "--recipe ."),
     ("--recipe fats94", "did you mean fast94?"),

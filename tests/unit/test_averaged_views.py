@@ -77,8 +77,11 @@ def make_folder(folder) -> None:
         ("--dataset digits --alternate_flip", "mirror images"),
         ("--dataset digits --small_epochs 1 --small_size 9", "only 8 pixels a side"),
         ("--dataset digits --small_epochs 1 --small_size 4 --small_stages 2", "at least one"),
-        ("--dataset digits --augment none --crop_pad 2", "leave them or --augment none out"),
-        ("--dataset digits --augment none --crop_fill reflect", "leave them or --augment none out"),
+        ("--dataset digits --augment none --crop_pad 2", "--augment none has no such setting"),
+        (
+            "--dataset digits --augment none --crop_fill reflect",
+            "--augment none has no such setting",
+        ),
         ("--dataset digits --crop_pad 8 --crop_fill reflect", "1 to 7 can be reflected, not 8"),
         ("--dataset digits --crop_pad 0 --crop_fill reflect", "1 to 7 can be reflected, not 0"),
     ],

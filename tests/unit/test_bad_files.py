@@ -15,6 +15,7 @@ import conftest
 import resnet50_test
 from cli import options
 from conftest import each_of
+from input_pipeline import image_batches
 
 Refused = Callable[..., str]
 
@@ -50,7 +51,7 @@ COMMAND_LINE = "help recipe resume checkpoint evaluate predict predict_out expor
         (b"warmup: off", "--warmup: false"),
         (b"augment: yes", "--augment: true is not a value of this flag; choose one of standard, "),
         (b"milestones: [3, true]", "--milestones: True"),
-        (b"ngd_skip: [no]", "--ngd_skip: False"),
+        (b"betas: [no, 0.9]", "--betas: False"),
         (b"out:", "--out: None"),
         (b"out: ''", "--out: the value is empty"),
         (b"fuse: 3", "--fuse: must be true or false"),
@@ -137,12 +138,12 @@ def change_flags(path: Path, **values: object) -> None:
 @each_of(
     ("name", "flag", "value", "advice"),
     [
-        ("images", "meta_policy", "sample", "choose one of pair, beta on the command line"),
+        ("images", "mixup", "sample", "choose one of none, mixup, intra"),
         ("images", "optimizer", "adagrad", "choose one of sgd, "),
         ("images", "lr", "fast", "give its value on the command line"),
         ("images", "nesterov", "no", "give its value"),
         ("images", "betas", [0.9, 2.0], "give its value"),
-        ("texts", "pooling", "max", "choose one of mean, cls"),
+        ("texts", "prior", "max", "choose one of none, naive_bayes"),
     ],
 )
 def test_value_of_a_checkpoint_that_is_not_known_is_named(
@@ -166,23 +167,22 @@ def test_value_that_inference_does_not_need_may_be_unknown(
 ) -> None:
     for name in ("images", "texts"):
         shutil.copytree(runs[name], tmp_path / name)
-        change = {"optimizer": "adagrad", "meta_policy": "sample", "lr": "fast"}
+        change = {"optimizer": "adagrad", "mixup": "sample", "lr": "fast"}
         change_flags(tmp_path / name / "last.pt", **change)
         script, _ = conftest.SCRIPTS[name]
         words = f"--checkpoint {tmp_path / name} --evaluate --device cpu --threads 1"
         assert conftest.call(script, words.split()) == 0
         assert "weights of" in capsys.readouterr().out
-    change_flags(tmp_path / "texts" / "last.pt", pooling="max")
-    line = refused("texts", "--checkpoint texts --evaluate", "--pooling max", base="")
-    assert line.startswith("error: --checkpoint texts: ")
+    change_flags(tmp_path / "texts" / "last.pt", model_args={"pooling": "max"})
+    refused("texts", "--checkpoint texts --evaluate", "pooling=max must be mean or cls", base="")
 
 
 def test_value_that_is_not_known_can_be_replaced(runs: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(runs["images"], tmp_path / "run")
-    change_flags(tmp_path / "run" / "last.pt", meta_policy="sample")
-    words = f"--resume {tmp_path / 'run'} --epochs 2 --meta_policy pair"
+    change_flags(tmp_path / "run" / "last.pt", mixup="sample", mixup_args={"width": 3})
+    words = f"--resume {tmp_path / 'run'} --epochs 2 --mixup meta"
     args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words.split())
-    assert (args.meta_policy, args.arch) == ("pair", "resnet20")
+    assert (args.mixup, args.arch) == ("meta", "resnet20")
 
 
 @each_of(("name", "entry"), [("images", "mean"), ("texts", "tokenizer")])
@@ -267,7 +267,9 @@ WRONG_FOLDERS: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-def test_wrong_image_folder_is_named(refused: Refused, tmp_path: Path) -> None:
+def test_wrong_image_folder_is_named(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     for path in (f"good/{part}/{name}" for part in ("train", "test") for name in ("cat", "dog")):
         (tmp_path / path).mkdir(parents=True)
@@ -280,5 +282,6 @@ def test_wrong_image_folder_is_named(refused: Refused, tmp_path: Path) -> None:
     for number, (damage, names) in enumerate(WRONG_FOLDERS):
         folder = shutil.copytree(tmp_path / "good", tmp_path / str(number))
         damage(folder)
-        for resident in ("yes", "no"):
-            refused("images", f"--data_dir {folder} --resident {resident}", names, base)
+        for in_memory in (True, False):
+            monkeypatch.setattr(image_batches, "fits_in_memory", lambda *_, fits=in_memory: fits)
+            refused("images", f"--data_dir {folder}", names, base)

@@ -281,14 +281,14 @@ def test_a_setting_out_of_range_is_refused(name: str, value: Any) -> None:
 def test_the_flags_reach_the_optimizer() -> None:
     words = (
         "--optimizer kaldi_ngd --lr 0.3 --weight_decay 0.01 --momentum 0.8 --nesterov --ngd_rank 7 "
-        "--ngd_alpha 2 --ngd_eta 0.3 --ngd_period 5 --ngd_max_dim 99 --ngd_skip 0.w"
+        "--ngd_alpha 2 --ngd_eta 0.3 --ngd_period 5 --ngd_max_dim 99"
     )
     args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words.split())
     model = nn.Sequential(nn.Linear(3, 4, bias=False))
     run = factory.Run("x", World(), FP32)
     optimizer = factory.create_optimizer(args, run, model, resnet50_test.OPTIMIZERS)
     expected = {"lr": 0.3, "weight_decay": 0.01, "momentum": 0.8, "nesterov": True, "rank": 7}
-    expected |= {"alpha": 2.0, "eta": 0.3, "update_period": 5, "max_dim": 99, "ngd": False}
+    expected |= {"alpha": 2.0, "eta": 0.3, "update_period": 5, "max_dim": 99}
     assert isinstance(optimizer, KaldiNGD)
     assert {name: optimizer.param_groups[0][name] for name in expected} == expected
 
@@ -296,7 +296,7 @@ def test_the_flags_reach_the_optimizer() -> None:
 def test_skip_words_split_the_groups() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4))
     names = {p: name for name, p in model.named_parameters()}
-    optimizer = build_optimizer(model, "kaldi_ngd", 0.1, 0.01, ngd_skip=["0.w", "1."])
+    optimizer = KaldiNGD(kaldi_ngd_groups(model, 0.01, ["0.w", "1."]))
     found = {names[p]: g["ngd"] for g in optimizer.param_groups for p in g["params"]}
     skipped = dict.fromkeys(("0.weight", "1.weight", "1.bias"), False)
     assert found == {**dict.fromkeys(("0.bias", "2.weight", "2.bias"), True), **skipped}
