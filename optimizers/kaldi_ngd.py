@@ -290,8 +290,8 @@ def next_estimate(
     K = eye - beta[:, None, None] * inverse(D + times_eye(beta))
 
     new = Estimate(R.to(estimate.R.dtype), D + times_eye(rho), K, rho)
-    is_valid = (info == 0) & (g0 > 0)
-    for part in new:  # on a GPU the factor of NaN counts as computed
+    is_valid = info == 0  # on a GPU that of NaN too, which a gradient of zeros makes by its scale
+    for part in new:
         is_valid = is_valid & part.reshape(len(part), -1).isfinite().all(1)
     masks = (is_valid.view(-1, *[1] * (part.ndim - 1)) for part in new)
     return Estimate(*map(torch.where, masks, new, estimate))

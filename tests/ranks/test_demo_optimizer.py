@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 import ranks
+from conftest import each_of
+from distributed.world import World
+from optimizer_cases import copied
 from optimizers.demo import DeMo, cosine_transform, largest_divisor
 
 SHAPES = [(12, 4, 3, 3), (10, 26), (7,), (32, 32), (5, 1)]
@@ -34,6 +37,22 @@ def gradient(step: int, rank: int) -> list[Tensor]:
 def set_gradients(parameters: list[Tensor], step: int, rank: int) -> None:
     for p, g in zip(parameters, gradient(step, rank)):
         p.grad = g.to(p.dtype)
+
+
+def train(ours: DeMo, steps: range, rank: int = 0) -> DeMo:
+    for step in steps:
+        set_gradients([p for group in ours.param_groups for p in group["params"]], step, rank)
+        ours.step()
+    return ours
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
+
+
+def agree(world: World, mine: list[Tensor]) -> bool:
+    """Whether all ranks have these weights."""
+    return all(torch.equal(world.sum(p.detach().clone()), p.detach() * world.size) for p in mine)
 
 
 def naive_transform(chunk: Tensor) -> Tensor:
@@ -92,7 +111,7 @@ class Oracle:
         return down.T @ flat.view(height, width) @ across
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 64])
+@each_of("length", [1, 2, 7, 64])
 def test_the_cosine_transform_is_orthonormal_and_right(length: int) -> None:
     matrix = cosine_transform(length)
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(length, dtype=torch.float64))
@@ -101,7 +120,7 @@ def test_the_cosine_transform_is_orthonormal_and_right(length: int) -> None:
     torch.testing.assert_close(matrix @ x, expected)
 
 
-def follows_the_oracle(world: Any) -> None:
+def follows_the_oracle(world: World) -> None:
     for topk, chunk in ((1, 64), (5, 8), (1000, 16)):
         mine = parameters()
         ours = DeMo(mine, 0.02, decay=0.9, topk=topk, chunk=chunk, weight_decay=0.1, **EXACT)
@@ -116,41 +135,34 @@ def follows_the_oracle(world: Any) -> None:
                 torch.testing.assert_close(stored, m, rtol=0, atol=1e-10)
 
 
-def bytes_are_as_documented(world: Any) -> None:
-    mine = parameters(torch.float32)
-    ours = DeMo(mine, topk=4, chunk=16)
-    set_gradients(mine, 0, world.rank)
-    ours.step()
+def bytes_are_as_documented(world: World) -> None:
+    ours = train(DeMo(parameters(torch.float32), topk=4, chunk=16), range(1), world.rank)
     chunks = (12 // 12) * (36 // 12) + 1 * (26 // 13) + 1 + 4  # of 12x12, 10x13, 1x7, 16x16
     assert ours.take_bytes() == 2 + 4 * (4 * chunks + 4)  # and a 5x1, in which 4 of 5 are sent
     assert ours.take_bytes() == 0
 
 
-def ranks_stay_together_and_a_bad_step_is_skipped(world: Any) -> None:
-    runs = []
-    for bad in (True, False):
-        mine = parameters(torch.float32)
-        ours = DeMo(mine, 0.01, topk=3, chunk=8)
-        for step in range(6):
-            if bad and step in (0, 3):
-                set_gradients(mine, 50 + step, world.rank)
-                overflow = world.rank == step % world.size
-                if overflow:
-                    mine[step % 3].grad.view(-1)[3] = math.inf
-                ours.found_inf = torch.tensor(float(overflow))
-                ours.step()
-                assert ours.skipped == 1
-            set_gradients(mine, step, world.rank)
-            ours.found_inf = torch.tensor(0.0)
+def ranks_stay_together_and_a_bad_step_is_skipped(world: World) -> None:
+    mine, other = parameters(torch.float32), parameters(torch.float32)
+    ours = DeMo(mine, 0.01, topk=3, chunk=8)
+    for step in range(6):
+        if step in (0, 3):
+            set_gradients(mine, 50 + step, world.rank)
+            overflow = world.rank == step % world.size
+            if overflow:
+                mine[step % 3].grad.view(-1)[3] = math.inf
+            ours.found_inf = torch.tensor(float(overflow))
             ours.step()
-            assert ours.skipped == 0
-            for p in mine:
-                assert torch.equal(world.sum(p.detach().clone()), p.detach() * world.size)
-        runs.append(mine)
-    assert all(torch.equal(p, q) for p, q in zip(*runs))
+            assert ours.skipped == 1
+        ours.found_inf = torch.tensor(0.0)
+        train(ours, range(step, step + 1), world.rank)
+        assert ours.skipped == 0
+        assert agree(world, mine)
+    train(DeMo(other, 0.01, topk=3, chunk=8), range(6), world.rank)
+    assert same(mine, other)
 
 
-def weights_without_a_gradient_stay_as_they_are(world: Any) -> None:
+def weights_without_a_gradient_stay_as_they_are(world: World) -> None:
     mine = parameters(torch.float32)
     ours = DeMo(mine, 0.01, topk=3, chunk=8, weight_decay=0.1)
     for step in range(6):
@@ -166,10 +178,10 @@ def weights_without_a_gradient_stay_as_they_are(world: Any) -> None:
             assert torch.equal(p, weights) == is_unused, (step, number)
             for value in state.values():
                 assert torch.equal(ours.state[p]["momentum_buffer"], value) or not is_unused
-            assert torch.equal(world.sum(p.detach().clone()), p.detach() * world.size)
+        assert agree(world, mine)
 
 
-def a_gradient_that_is_missing_on_one_rank_is_zero(world: Any) -> None:
+def a_gradient_that_is_missing_on_one_rank_is_zero(world: World) -> None:
     runs = []
     for missing in (True, False):
         mine = parameters(torch.float32)
@@ -180,22 +192,20 @@ def a_gradient_that_is_missing_on_one_rank_is_zero(world: Any) -> None:
                 p.grad = None if missing else torch.zeros_like(p)
             ours.step()
         runs.append((mine, ours.take_bytes()))
-    assert all(torch.equal(p, q) for p, q in zip(runs[0][0], runs[1][0]))
+    assert same(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1]
 
 
-def what_bf16_leaves_out_stays_in_the_momentum(world: Any) -> None:
+def what_bf16_leaves_out_stays_in_the_momentum(world: World) -> None:
     mine = parameters(torch.float32)
-    ours = DeMo(mine, topk=10_000, decay=1.0)  # everything is sent, in bf16
-    set_gradients(mine, 0, world.rank)
-    ours.step()
+    # everything is sent, in bf16
+    ours = train(DeMo(mine, topk=10_000, decay=1.0), range(1), world.rank)
     for p, g in zip(mine, gradient(0, world.rank)):
         left = ours.state[p]["momentum_buffer"].norm() / g.norm()
-        assert left < 2**-8
-        assert left > 1e-5
+        assert 1e-5 < left < 2**-8
 
 
-def all_of_it(world: Any) -> None:
+def all_of_it(world: World) -> None:
     for body in (
         follows_the_oracle,
         bytes_are_as_documented,
@@ -227,24 +237,20 @@ def test_one_process_sends_nothing_and_scaled_or_missing_gradients_are_understoo
         amp.grad_scale = torch.tensor(1024.0)
         amp.step()
     assert plain.take_bytes() == 0
-    assert all(torch.equal(p, q) for p, q in zip(mine, scaled))
+    assert same(mine, scaled)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-def test_a_copy_and_a_loaded_state_go_on_alike(copied: Any) -> None:
+@each_of("way", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_and_a_loaded_state_go_on_alike(way: Any) -> None:
     mine = parameters(torch.float32)
-    ours = DeMo(mine, 0.01, topk=3, chunk=8)
-    set_gradients(mine, 0, 0)
-    ours.step()
-    other = copied(ours)
-    theirs = other.param_groups[0]["params"]
-    third = [torch.nn.Parameter(p.detach().clone()) for p in mine]
+    ours = train(DeMo(mine, 0.01, topk=3, chunk=8), range(1))
+    other, third = way(ours), copied(mine)
     loaded = DeMo(third, topk=1, chunk=8)
     loaded.load_state_dict(copy.deepcopy(ours.state_dict()))
-    for optimizer, own in ((ours, mine), (other, theirs), (loaded, third)):
-        set_gradients(own, 1, 0)
-        optimizer.step()
-    assert all(torch.equal(p, q) and torch.equal(p, r) for p, q, r in zip(mine, theirs, third))
+    for optimizer in (ours, other, loaded):
+        train(optimizer, range(1, 2))
+    assert same(mine, other.param_groups[0]["params"])
+    assert same(mine, third)
 
 
 def test_a_weight_that_is_frozen_at_first_is_trained_later() -> None:
