@@ -180,9 +180,9 @@ def test_value_that_inference_does_not_need_may_be_unknown(
 def test_value_that_is_not_known_can_be_replaced(runs: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(runs["images"], tmp_path / "run")
     change_flags(tmp_path / "run" / "last.pt", mixup="sample", mixup_args={"width": 3})
-    words = f"--resume {tmp_path / 'run'} --epochs 2 --mixup meta"
+    words = f"--resume {tmp_path / 'run'} --epochs 2 --mixup cutmix"
     args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words.split())
-    assert (args.mixup, args.arch) == ("meta", "resnet20")
+    assert (args.mixup, args.arch) == ("cutmix", "resnet20")
 
 
 @each_of(("name", "entry"), [("images", "mean"), ("texts", "tokenizer")])
