@@ -490,13 +490,17 @@ class ScriptParser(FlagParser):
         """The default of each flag."""
         return {name: flag.default for name, flag in self.flags.items()}
 
-    def given(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """What a command line gives, by attribute.
+    def given(self, arguments: Sequence[str] | None) -> dict[str, Any]:
+        """What a command line gives, by attribute; None is this process's own.
 
         Raises:
             InputError: a flag is unknown, or its value is not valid.
         """
-        return vars(self.parse_args(arguments))
+        return vars(super().parse_args(arguments))
+
+    def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]
+        """Parse as argparse does: what is given, and the defaults of other flags."""
+        return argparse.Namespace(**{**self.defaults(), **self.given(args)})
 
     def find(self, name: str) -> Flag | None:
         """The flag of any spelling, without dashes in front; None if there is none."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ class OptimizerChoice:
     """
 
     make: Callable[..., torch.optim.Optimizer]
-    settings: Mapping[str, str]
+    settings: Mapping[str, str] = field(default_factory=dict)
+    _: KW_ONLY
     lr: float
     weight_decay: float
     nesterov: bool = False

@@ -54,10 +54,11 @@ def check_processes(
     check_equal(
         world,
         {
-            **{f"--{name}": value for name, value in {**values, **started}.items()},
+            **{f"--{name}": value for name, value in values.items()},
             "the version of the code": commit_or_none(),
             "the version of torch": torch.__version__,
             "the checkpoint": "none" if state is None else describe_position(state["progress"]),
+            **{f"--{name}": value for name, value in started.items()},
         },
         advice="start every process with the same flags, code and checkpoint",
     )

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from cli import flags
-from cli.flag_parser import FlagParser, file_path
+from cli.flag_parser import Choice, FlagParser, file_path
 from errors import InputError, exit_code
 from tuning.config import Objective, SweepConfig
 from tuning.target_script import TargetScript
@@ -35,7 +35,9 @@ def sweep_parser(script: str) -> FlagParser:
     add = parser.group("search")
     count = partial(add, type=flags.count, metavar="N")
     natural = partial(add, type=flags.natural, metavar="N")
-    add("--script", choices=SCRIPTS, default=script, help="Entry script (default %(default)s).")
+    add(
+        "--script", type=Choice(SCRIPTS), default=script, help="Entry script (default %(default)s)."
+    )
     add(
         "--space",
         type=file_path,
@@ -46,13 +48,13 @@ def sweep_parser(script: str) -> FlagParser:
     count("--trials", default=20, help="Trials, earlier starts included (default %(default)s).")
     add(
         "--sampler",
-        choices=("tpe", "random", "grid"),
+        type=Choice(["tpe", "random", "grid"]),
         default="tpe",
         help="Optuna's sampler; grid is all choices one after the other (default %(default)s).",
     )
     add(
         "--pruner",
-        choices=("median", "hyperband", "none"),
+        type=Choice(["median", "hyperband", "none"]),
         default="median",
         help="Optuna's pruner, which ends hopeless trials early (default %(default)s).",
     )

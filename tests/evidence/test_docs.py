@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 import textwrap
 from pathlib import Path
@@ -19,6 +18,7 @@ import resnet50_test
 import transformer_test
 from cli import compatibility
 from cli.flags import OptimizerChoice
+from cli.foreign_names import FOREIGN
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
 from figures import flags_page
@@ -50,7 +50,7 @@ TOOL_FLAGS = {
 @functools.cache
 def known_flags() -> set[str]:
     parsers = resnet50_test.parser(), transformer_test.parser(), sweep_parser("resnet50_test.py")
-    options = {name for parser in parsers for name in parser.spellings()}
+    options = {name for parser in parsers for name in parser.names()} | set(FOREIGN)
     return options.union(*TOOL_FLAGS.values())
 
 
@@ -95,7 +95,7 @@ def run_python_blocks(page: Path) -> dict[str, Any]:
     """Run the Python blocks of a page in order, in one namespace, which is returned.
 
     The namespace begins with what a reader's own code provides: model, images, labels, loss. A
-    block that is a row of a table, such as `"lion": adam,`, becomes an entry of `rows`.
+    block that is a row of a table, such as `"lion": choice,`, becomes an entry of `rows`.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
@@ -106,7 +106,6 @@ def run_python_blocks(page: Path) -> dict[str, Any]:
         "labels": labels,
         "loss": nn.functional.cross_entropy(model(images), labels),
         "OptimizerChoice": OptimizerChoice,
-        "adam": {"betas": (0.9, 0.999)},
         "rows": [],
         "DataLoader": DataLoader,
         "dataset": TensorDataset(images.repeat(50, 1, 1, 1), labels.repeat(50)),
@@ -136,8 +135,10 @@ def test_the_python_code_of_a_page_runs(page, tmp_path, monkeypatch):
 
 def test_the_optimizer_of_the_page_on_extending_works():
     names = run_python_blocks(EXTENDING)
-    choice, settings = (row["lion"] for row in names["rows"])
+    _, choice = (row["lion"] for row in names["rows"])
     weight = nn.Parameter(torch.ones(3))
+    settings = dict.fromkeys(choice.settings.values(), (0.9, 0.999))
+    assert settings.keys() == {"betas"}
     optimizer = choice.make([weight], lr=0.1, **settings)
     assert isinstance(optimizer, names["Lion"])
     weight.grad = torch.tensor([2.0, -3.0, 0.0])

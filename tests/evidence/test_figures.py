@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -33,6 +34,7 @@ import resnet50_test
 import transformer_test
 from benchmarks import airbench
 from cli import options
+from cli.foreign_names import FOREIGN
 from conftest import each_of, for_each
 from errors import InputError
 from figures import draw, experiments, methods, pack_logs, pictures, run_logs
@@ -103,18 +105,32 @@ def test_every_image_command_and_recipe_names_its_optimizer(monkeypatch):
         assert names_optimizer([], str(path)), path
 
 
+def with_settings(flags: dict[str, Any]) -> dict[str, Any]:
+    """Flags, and settings of parts by names of their own; in some logs they are flags."""
+    flat = {name: value for name, value in flags.items() if not isinstance(value, dict)}
+    for name, settings in flags.items():
+        if isinstance(settings, dict):
+            flat |= {f"{name}.{key}": value for key, value in settings.items()}
+    for former, own in FOREIGN.items():
+        part, _, key = own.removeprefix("--").partition("=")
+        if former[2:] in flat and key.partition("=")[2] in ("", "true") and "=" in key:
+            flat[f"{part}.{key.partition('=')[0]}"] = flat.pop(former[2:])
+    return flat
+
+
 def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     checked = 0
     for run in PLANNED:
         if run_logs.finished(run.folder):
             logged = run_logs.read_config(run.folder)["flags"]
-            planned = vars(flags_of(run, tmp_path))
+            planned = with_settings(vars(flags_of(run, tmp_path)))
+            logged = with_settings(logged)
             common = (planned.keys() & logged.keys()) - MACHINE_FLAGS
-            if logged.get("optimizer") == "ngd" and "adamw_ratio" not in logged:
+            if logged.get("optimizer") == "ngd" and "opt_args.adamw_ratio" not in logged:
                 logged["optimizer"] = "kaldi_ngd"  # which had that name then
             if logged.get("arch") in SMALL_NETWORKS or "ngd" not in logged.get("optimizer", ""):
-                common -= {"ngd_rank"}
+                common -= {"opt_args.rank"}
             assert {key: planned[key] for key in common} == {key: logged[key] for key in common}, (
                 run.folder
             )
