@@ -353,7 +353,7 @@ def table(rows: Iterable[Row], peer: str, unit: str = "samples/s") -> str:
 
 
 def finish(
-    flags: argparse.Namespace,
+    settings: argparse.Namespace,
     bars: Sequence[Bar],
     *,
     rows: Iterable[Row] = (),
@@ -363,15 +363,15 @@ def finish(
     """Print the time and the bars of a benchmark, write its JSON file, return its exit code.
 
     Args:
-        flags: of `parser`.
+        settings: the arguments of `parser`.
         bars, rows: what was measured.
         machine: see `machine`.
         facts: further entries of the file.
     """
-    took = time.perf_counter() - flags.started
+    took = time.perf_counter() - settings.started
     print(f"{took:.0f} s")
-    facts = {"machine": machine, "took": took, "quick": flags.quick, **facts}
-    write_json(flags.json, list(rows), bars, **facts)
+    facts = {"machine": machine, "took": took, "quick": settings.quick, **facts}
+    write_json(settings.json, list(rows), bars, **facts)
     return verdict(bars)
 
 

@@ -20,15 +20,18 @@ import torch
 import errors
 import ranks
 import resnet50_test
-from benchmarks import airbench, bench, time_to_target
+from benchmarks import airbench, bench, optimizer_step, time_to_target, train_peer
 from conftest import each_of
 from distributed.world import init_world
 from figures import run_logs
 from training import machine
 
-needs_timm = pytest.mark.skipif(
-    importlib.util.find_spec("timm") is None, reason="timm is not installed"
-)
+try:
+    from benchmarks import step
+except ImportError:
+    step = None
+
+needs_timm = pytest.mark.skipif(step is None, reason="timm is not installed")
 
 
 class FakeClock:
@@ -91,52 +94,36 @@ def test_a_measurement_leaves_the_rest_of_its_share_to_the_others(clock):
 
 @needs_timm
 def test_a_slow_machine_measures_a_smaller_batch():
-    from benchmarks.step import SMALLEST_BATCH, affordable_batch
-
-    assert affordable_batch(64, 0.05, 6.0) == 64
-    assert affordable_batch(64, 0.12, 6.0) == 32
-    assert affordable_batch(64, 100.0, 6.0) == SMALLEST_BATCH
+    for seconds_per_sample, batch in ((0.05, 64), (0.12, 32), (100.0, step.SMALLEST_BATCH)):
+        assert step.affordable_batch(64, seconds_per_sample, 6.0) == batch
 
 
 @needs_timm
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_fp32_is_measured_once():
-    from benchmarks.step import default_sides
-
-    assert default_sides(True, True) == ["ours", "ours, fuse", "ours, checkpoint", "ours, fp32"]
-    assert default_sides(True, False) == ["ours", "ours, fuse", "ours, checkpoint"]
-    assert "ours, fp32, compile" not in default_sides(False, False)
-
-
-@needs_timm
-def test_bf16_is_not_timed_where_the_processor_has_none(monkeypatch):
-    from benchmarks import step
-
+def test_fp32_is_measured_once_and_bf16_not_where_the_processor_has_none(monkeypatch):
+    assert step.default_sides(True, True) == [*list(step.OURS)[:1], *list(step.OURS)[2:5]]
+    assert step.default_sides(True, False) == ["ours", "ours, fuse", "ours, checkpoint"]
+    assert "ours, fp32, compile" not in step.default_sides(False, False)
     timed = []
     monkeypatch.setattr(step, "has_bf16", lambda device: False)
     monkeypatch.setattr(step, "peak_flops", lambda dtype: timed.append(dtype) or 5.0)
     assert step.Peak.measured() == step.Peak(5.0, 5.0, "fp32")
-    assert timed == [step.torch.float32]
+    assert timed == [torch.float32]
 
 
-def test_the_passes_in_bf16_are_left_out_where_the_processor_has_none(monkeypatch):
-    from benchmarks import optimizer_step
-
-    monkeypatch.setattr(optimizer_step, "has_bf16", lambda device: False)
-    workload = optimizer_step.transformer_workload()
-    assert list(optimizer_step.passes(workload, True)) == ["forward + backward, fp32"]
-
-
-def test_muon_is_left_out_where_the_processor_has_no_bf16(monkeypatch):
-    from benchmarks import optimizer_step
-
+def test_muon_and_passes_in_bf16_are_left_out_where_the_processor_has_none(monkeypatch):
     weight = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    gradients = [[torch.ones_like(p) for p in weight.parameters()]]
+    workload = SimpleNamespace(
+        model=weight,
+        gradients=lambda: gradients,
+        batch=lambda size: None,
+        backward=lambda samples: None,
+    )
     for bf16 in (False, True):
         monkeypatch.setattr(optimizer_step, "has_bf16", lambda device, bf16=bf16: bf16)
-        gradients = [[torch.ones_like(p) for p in weight.parameters()]]
-        workload = SimpleNamespace(model=weight, gradients=lambda made=gradients: made)
-        sides = optimizer_step.build_sides(workload)
-        assert (optimizer_step.MUON in sides) is bf16
+        assert (optimizer_step.MUON in optimizer_step.build_sides(workload)) is bf16
+        assert len(optimizer_step.passes(workload, True)) == 1 + bf16
 
 
 def test_a_table_shows_medians_and_the_number_of_rounds():
@@ -222,8 +209,6 @@ def test_errors_of_a_benchmark_become_its_exit_code():
 
 def test_a_peer_trains_and_its_log_names_it(tmp_path, capsys):
     pytest.importorskip("pytorch_optimizer")
-    from benchmarks import train_peer
-
     words = "soap resnet50_test.py --dataset digits --arch resnet8 --bs 64 --epochs 1 --subset 0.2"
     folder = ["--threads", "1", "--out", str(tmp_path / "run")]
     with pytest.raises(errors.InputError, match="--optimizer adamw"):

@@ -14,14 +14,12 @@ def test_a_ring_sends_each_part_twice_except_its_own() -> None:
     assert LINE.all_reduce(1000, 4) == pytest.approx(6 * (0.001 + 0.00025))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_fit_recovers_latency_and_bandwidth(ranks: int) -> None:
-    fitted = Network.fit(
-        {size: LINE.all_reduce(size, ranks) for size in (4, 1 << 16, 1 << 22)}, ranks
-    )
-    assert (fitted.latency, fitted.seconds_per_byte) == pytest.approx(
-        (LINE.latency, LINE.seconds_per_byte)
-    )
+def test_the_fit_recovers_latency_and_bandwidth() -> None:
+    for ranks in (2, 4):
+        taken = {size: LINE.all_reduce(size, ranks) for size in (4, 1 << 16, 1 << 22)}
+        fitted = Network.fit(taken, ranks)
+        assert fitted.latency == pytest.approx(LINE.latency)
+        assert fitted.seconds_per_byte == pytest.approx(LINE.seconds_per_byte)
 
 
 def test_the_backward_pass_hides_what_is_sent_during_it() -> None:
