@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import ranks
+import resnet50_test
 from conftest import for_each
 from distributed import sharded_checkpoint
+from test_training import run as in_this_process
 from training import atomic_file, checkpoint
 from training.trainer import Trainer
 
@@ -100,6 +102,16 @@ def test_every_way_to_train_goes_on_bit_for_bit(finished, tmp_path):
         same_run(whole, folder / "resumed")
 
     for_each([(way,) for way in WAYS], goes_on)
+
+
+def test_the_loss_scale_goes_on(here, monkeypatch):
+    flags = f"{IMAGES} --bs 32 --precision fp16 --epochs 1 --out run".split()[1:]
+    in_this_process(resnet50_test, *flags, monkeypatch=monkeypatch)
+    state = torch.load("run/last.pt", weights_only=True)
+    assert state["scaler"]["scale"] != 128.0
+    torch.save({**state, "scaler": {**state["scaler"], "scale": 128.0}}, "run/last.pt")
+    in_this_process(resnet50_test, "--resume", "run", "--epochs", "2", monkeypatch=monkeypatch)
+    assert checkpoint.load(here / "run")["scaler"]["scale"] == 128.0
 
 
 # -------------------------------------------------------------------- kills
