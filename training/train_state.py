@@ -76,9 +76,11 @@ class TrainState:
         weights, optimizer = self.model.state_dict(), self.optimizer.state_dict()
         is_sharded = fsdp.is_sharded(self.model)
         meta_learner = self.meta_learner
+        if is_sharded:  # the moments are in the shards
+            optimizer = {**optimizer, "state": {}}
         return {
             "model": {} if is_sharded else weights,
-            "optimizer": None if self.replicas_diverge or is_sharded else optimizer,
+            "optimizer": None if self.replicas_diverge else optimizer,
             "optimizer_kind": type(self.optimizer).__name__,
             "hook": self.comm_hook.state_dict(self.parameters),
             "scaler": self.scaler.state_dict(),
@@ -155,6 +157,10 @@ class TrainState:
         """Load weights and moments that are in shards; `buffers` are this rank's own."""
         folder = Path(state["shards"])
         sharded_checkpoint.load(folder, self.model, self.optimizer, self.world)
+        if state["optimizer"]:
+            stored = state["optimizer"]["param_groups"]
+            for group, before in zip(self.optimizer.param_groups, stored):
+                group["lr"] = before["lr"]  # which an epoch's row tells, also without a step
         self.model.load_state_dict(buffers, strict=False)
 
     def _load_whole(self, weights: dict[str, Any], optimizer: dict[str, Any]) -> None:

@@ -87,21 +87,22 @@ def same_run(one: Path, other: Path) -> None:
 
 
 def test_every_way_to_train_goes_on_bit_for_bit(finished, tmp_path):
-    """From a checkpoint within the second of three epochs."""
+    """From a checkpoint within the second of three epochs, or after its last step."""
 
-    def goes_on(way: str) -> None:
+    def goes_on(way: str, place: str) -> None:
         size, command = WAYS[way]
-        whole, folder = finished(way), tmp_path / way
+        whole, folder = finished(way), tmp_path / f"{way}-{place}"
         script = command.split()[0]
         found = [checkpoint.load(path)["progress"] for path in checkpoint.latest_files(whole)]
-        number = next(i for i, p in enumerate(found) if p["epoch"] == 1 and p["step_in_epoch"] > 1)
+        within = [i for i, p in enumerate(found) if p["epoch"] == 1 and p["step_in_epoch"] > 1]
+        number = within[0 if place == "end" else len(within) // 2]
         (folder / "run").mkdir(parents=True)
         for path in (whole / f"last-{number}.pt", *whole.glob("shards-*")):
             (folder / "run" / path.name).symlink_to(path)
         run(f"{script} --resume run/last-{number}.pt --out {folder}/resumed", folder, size)
         same_run(whole, folder / "resumed")
 
-    for_each([(way,) for way in WAYS], goes_on)
+    for_each([*((way, "middle") for way in WAYS), ("fsdp", "end")], goes_on)
 
 
 def test_the_loss_scale_goes_on(here, monkeypatch):
