@@ -265,26 +265,6 @@ def load_into(
         ) from None
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """`load_into` for an optimizer; torch alone would take another optimizer's state.
-
-    Raises:
-        InputError: the state is that of another optimizer.
-    """
-    # Its hyper-parameters; some optimizers add other entries to a group at the first step.
-    expected = [group.keys() & optimizer.defaults.keys() for group in optimizer.param_groups]
-    load_into(
-        optimizer, copy.deepcopy(state), "optimizer"
-    )  # torch would keep the tensors themselves
-    for names, group in zip(expected, optimizer.param_groups):
-        if missing := sorted(names - group.keys()):
-            raise InputError(
-                f"--resume: the checkpoint's optimizer has no {missing[0]}, so it is not the "
-                f"{type(optimizer).__name__} that these flags describe; "
-                "use the flags of the first run"
-            )
-
-
 def to_cpu(state: Any) -> Any:
     """Nested dicts and lists with all tensors copied to the CPU."""
     if isinstance(state, torch.Tensor):

@@ -23,7 +23,7 @@ from input_pipeline.sampler import rank_share
 from training.progress_bar import progress_bar
 
 
-@torch.inference_mode()
+@torch.no_grad()  # in inference mode FSDP would make tensors that training cannot use
 def predict_logits(
     model: nn.Module,
     data: BatchedDataset,

@@ -22,7 +22,6 @@ from errors import InputError
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import (
     load_into,
-    load_optimizer,
     rng_states,
     set_rng_states,
     to_cpu,
@@ -77,9 +76,11 @@ class TrainState:
         weights, optimizer = self.model.state_dict(), self.optimizer.state_dict()
         is_sharded = fsdp.is_sharded(self.model)
         meta_learner = self.meta_learner
+        if is_sharded:  # the moments are in the shards
+            optimizer = {**optimizer, "state": {}}
         return {
             "model": {} if is_sharded else weights,
-            "optimizer": None if self.replicas_diverge or is_sharded else optimizer,
+            "optimizer": None if self.replicas_diverge else optimizer,
             "optimizer_kind": type(self.optimizer).__name__,
             "hook": self.comm_hook.state_dict(self.parameters),
             "scaler": self.scaler.state_dict(),
@@ -113,6 +114,12 @@ class TrainState:
         Raises:
             InputError: the state does not fit the flags.
         """
+        kind, stored_kind = type(self.optimizer).__name__, state["optimizer_kind"]
+        if kind != stored_kind:  # torch would take another optimizer's state
+            raise InputError(
+                f"--resume: the checkpoint's optimizer is {stored_kind}, not {kind}; "
+                "use the flags of the first run"
+            )
         ranks, weights, optimizer = state["ranks"], state["model"], state["optimizer"]
         average = state.get("average")
         if len(ranks) == self.world.size:
@@ -148,21 +155,20 @@ class TrainState:
 
     def _load_sharded(self, state: dict[str, Any], buffers: dict[str, Any]) -> None:
         """Load weights and moments that are in shards; `buffers` are this rank's own."""
-        kind, stored_kind = type(self.optimizer).__name__, state["optimizer_kind"]
-        if kind != stored_kind:
-            raise InputError(
-                f"--resume: the checkpoint's optimizer is {stored_kind}, not {kind}; "
-                "use the flags of the first run"
-            )
         folder = Path(state["shards"])
         sharded_checkpoint.load(folder, self.model, self.optimizer, self.world)
+        if state["optimizer"]:
+            stored = state["optimizer"]["param_groups"]
+            for group, before in zip(self.optimizer.param_groups, stored):
+                group["lr"] = before["lr"]  # which an epoch's row tells, also without a step
         self.model.load_state_dict(buffers, strict=False)
 
     def _load_whole(self, weights: dict[str, Any], optimizer: dict[str, Any]) -> None:
         """Load what is in one piece, and cut it into shards where the model is sharded."""
         if not fsdp.is_sharded(self.model):
             load_into(self.model, weights, "model")
-            load_optimizer(self.optimizer, optimizer)
+            # A copy, since torch keeps the tensors themselves.
+            load_into(self.optimizer, copy.deepcopy(optimizer), "optimizer")
             return
         own = self.model.state_dict()
         weights = {
@@ -179,7 +185,7 @@ class TrainState:
             for number, values in optimizer["state"].items()
             if number < len(parameters)
         }
-        load_optimizer(self.optimizer, {**optimizer, "state": moments})
+        load_into(self.optimizer, {**optimizer, "state": moments}, "optimizer")
 
 
 def merge_optimizer_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

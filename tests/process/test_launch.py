@@ -1,6 +1,6 @@
 """Real processes, as a user starts them: kills, signals, restarts, and torchrun's exit codes.
 
-Twenty interpreters are started in all.
+Seventeen interpreters are started in all.
 """
 
 from __future__ import annotations

@@ -14,14 +14,16 @@ import pytest
 import torch
 
 import ranks
+import resnet50_test
 from conftest import for_each
 from distributed import sharded_checkpoint
+from test_training import run as in_this_process
 from training import atomic_file, checkpoint
 from training.trainer import Trainer
 
-IMAGES = """resnet50_test.py --dataset digits --arch resnet8 --subset 0.2 --lr 0.05 --epochs 2
+IMAGES = """resnet50_test.py --dataset digits --arch resnet8 --subset 0.2 --lr 0.05 --epochs 3
     --mixup cutmix --save_every 2 --keep 99 --threads 1 --precision fp32 --seed 3"""
-TEXTS = """transformer_test.py --dataset headlines --subset 0.4 --bs 16 --lr 4e-4 --epochs 2
+TEXTS = """transformer_test.py --dataset headlines --subset 0.4 --bs 16 --lr 4e-4 --epochs 3
     --depth 1 --width 32 --vocab_size 800 --save_every 2 --keep 99 --threads 1 --precision fp32"""
 META = "--meta_learning --meta_policy beta --meta_every 3 --mix_at tokens"
 WAYS = {  # name: number of ranks, command
@@ -85,29 +87,39 @@ def same_run(one: Path, other: Path) -> None:
 
 
 def test_every_way_to_train_goes_on_bit_for_bit(finished, tmp_path):
-    """From a checkpoint within the first epoch."""
+    """From a checkpoint within the second of three epochs, or after its last step."""
 
-    def goes_on(way: str) -> None:
+    def goes_on(way: str, place: str) -> None:
         size, command = WAYS[way]
-        whole, folder = finished(way), tmp_path / way
+        whole, folder = finished(way), tmp_path / f"{way}-{place}"
         script = command.split()[0]
         found = [checkpoint.load(path)["progress"] for path in checkpoint.latest_files(whole)]
-        number = next(i for i, p in enumerate(found) if p["epoch"] == 0)
-        assert found[number]["step_in_epoch"] > 1
+        within = [i for i, p in enumerate(found) if p["epoch"] == 1 and p["step_in_epoch"] > 1]
+        number = within[0 if place == "end" else len(within) // 2]
         (folder / "run").mkdir(parents=True)
         for path in (whole / f"last-{number}.pt", *whole.glob("shards-*")):
             (folder / "run" / path.name).symlink_to(path)
         run(f"{script} --resume run/last-{number}.pt --out {folder}/resumed", folder, size)
         same_run(whole, folder / "resumed")
 
-    for_each([(way,) for way in WAYS], goes_on)
+    for_each([*((way, "middle") for way in WAYS), ("fsdp", "end")], goes_on)
+
+
+def test_the_loss_scale_goes_on(here, monkeypatch):
+    flags = f"{IMAGES} --bs 32 --precision fp16 --epochs 1 --out run".split()[1:]
+    in_this_process(resnet50_test, *flags, monkeypatch=monkeypatch)
+    state = torch.load("run/last.pt", weights_only=True)
+    assert state["scaler"]["scale"] != 128.0
+    torch.save({**state, "scaler": {**state["scaler"], "scale": 128.0}}, "run/last.pt")
+    in_this_process(resnet50_test, "--resume", "run", "--epochs", "2", monkeypatch=monkeypatch)
+    assert checkpoint.load(here / "run")["scaler"]["scale"] == 128.0
 
 
 # -------------------------------------------------------------------- kills
 
 POINTS = ["mid-epoch", "before best.pt", "before fsync", "before rename", "between the two names"]
 CRASHED = 9
-KILLED = f"{IMAGES} --keep 2 --out run"
+KILLED = f"{IMAGES} --epochs 2 --keep 2 --out run"
 
 
 def crash_at(point: str, rank: str = "0") -> None:
@@ -177,7 +189,7 @@ def test_a_run_that_ends_at_any_point_goes_on_bit_for_bit(size, tmp_path):
     ],
 )
 def test_a_run_goes_on_with_other_ranks_and_other_ways(way, size, more, finished, tmp_path):
-    """The third epoch is better than the second; wrong weights or moments would not be."""
+    """The fourth epoch is better than the third; wrong weights or moments would not be."""
     shutil.copytree(finished(way), tmp_path / "run", symlinks=True)
     parts = [part["optimizer"] for part in checkpoint.load(tmp_path / "run")["ranks"]]
     if parts[0]:
@@ -187,11 +199,11 @@ def test_a_run_goes_on_with_other_ranks_and_other_ways(way, size, more, finished
         )
         assert not all(map(torch.equal, first, second)), "each rank has moments of its own"
     script = WAYS[way][1].split()[0]
-    flags = f"--resume run --epochs 3 --lr_schedule constant --keep 1 {more}"
+    flags = f"--resume run --epochs 4 --lr_schedule constant --keep 1 {more}"
     run(f"{script} {flags}", tmp_path, size)
     rows = ranks.metrics(tmp_path / "run")
-    assert rows[2]["train_loss"] < rows[1]["train_loss"]
-    assert [row["world_size"] for row in rows] == [2, 2, size]
+    assert rows[3]["train_loss"] < rows[2]["train_loss"]
+    assert [row["world_size"] for row in rows] == [2, 2, 2, size]
     states = [checkpoint.load(path) for path in (tmp_path / "run").glob("*.pt")]
     assert bool(states[0]["shards"]) == ("fsdp" in (way + more) and size > 1)
     used = {state["shards"] for state in states} - {""}
