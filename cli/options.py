@@ -196,6 +196,7 @@ def defaults_for(parser: Parser, flags: Mapping[str, Any]) -> dict[str, Any]:
     if optimizer is not None:
         chosen = Namespace(**{**defaults, **flags})
         defaults |= computed_defaults(chosen, optimizer)
+        defaults |= {name: own for name, (_, own) in settings.settings_of(chosen, parser).items()}
     return defaults
 
 

@@ -274,7 +274,16 @@ def compared_flags(run: ReportedRun) -> dict[str, Any]:
     flags = {name: value for name, value in run.flags.items() if name not in start}
     if not options.is_own_data(flags.get("dataset")):
         flags.pop("data_dir", None)
-    return flags
+    return with_settings(flags)
+
+
+def with_settings(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flags with each setting of a part, such as rank of --opt_args, as one of them."""
+    flat: dict[str, Any] = {}
+    for name, value in flags.items():
+        settings = value if isinstance(value, dict) else {"": value}
+        flat |= {f"{name} {key}".strip(): each for key, each in settings.items()}
+    return flat
 
 
 def default_flags(run: ReportedRun) -> dict[str, Any]:
@@ -282,7 +291,7 @@ def default_flags(run: ReportedRun) -> dict[str, Any]:
     command = str(run.config.get("command"))
     for script in (resnet50_test, transformer_test):
         if f"{script.SCRIPT}.py" in command and isinstance(run.flags.get("epochs"), int):
-            return options.defaults_for(script.parser(), run.flags)
+            return with_settings(options.defaults_for(script.parser(), run.flags))
     return {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import urllib.error
 import urllib.request
 import warnings
@@ -19,12 +20,40 @@ import errors
 import resnet50_test
 import transformer_test
 from backends import device
+from budget import COLD_STARTS
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHORT = "--epochs 1 --bs 32 --device cpu --precision fp32 --threads 1"
 IMAGES = f"--dataset digits --arch resnet20 --subset 0.1 {SHORT}"
 TEXTS = f"--dataset headlines --subset 0.2 --width 8 --heads 2 --depth 1 {SHORT}"
 SCRIPTS = {"images": (resnet50_test, IMAGES), "texts": (transformer_test, TEXTS)}
+
+
+starts: list[str] = []  # commands of interpreters that this process has started
+
+
+def note_start(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook: note a command of python or of a shell script."""
+    if event == "subprocess.Popen":
+        command = " ".join(map(str, arguments[1]))
+        if "python" in command or ".sh" in command:
+            starts.append(command[:200])
+
+
+sys.addaudithook(note_start)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_cold_starts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each start costs seconds: a file has no more than `budget.COLD_STARTS` allows it."""
+    before = len(starts)
+    yield
+    name = f"{request.path.parent.name}/{request.path.name}"
+    started = starts[before:]
+    if os.environ.get("NOTE_STARTS"):
+        with open(os.environ["NOTE_STARTS"], "a") as f: f.write(f"{name} {len(started)} {started}\n")
+    else:
+        assert len(started) <= COLD_STARTS.get(name, 0), "\n".join(started)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
