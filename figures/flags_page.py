@@ -1,4 +1,4 @@
-"""The table of docs/flags.md, made from the parsers of both scripts.
+"""The tables of docs/flags.md, made from the parsers of both scripts.
 
 python -m figures.flags_page          # after a change of a flag; a test compares the page
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import resnet50_test
 import transformer_test
+from cli import compatibility
 from cli.foreign_names import FOREIGN
 from cli.settings import PARTS, own
 from errors import exit_code
@@ -58,6 +59,7 @@ def page_with_flags(page: str) -> str:
     }
     for settings, (owner, parts) in {"opt_args": ("optimizer", optimizers), **PARTS}.items():
         rows += [row_of_settings(settings, owner, *part) for part in parts.items() if part[1]]
+    rows += ["", compatibility.table()]
     return replace_generated_section(page, BEGIN, END, content="\n".join(rows))
 
 

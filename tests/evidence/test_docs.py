@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import ranks
 import resnet50_test
 import transformer_test
-from cli import compatibility
 from cli.flags import OptimizerChoice
 from cli.foreign_names import FOREIGN
 from distributed.comm_hooks import AllReduceHook
@@ -178,11 +177,6 @@ def test_the_page_on_extending_lists_every_member_of_a_communication_hook():
     for name, parameters in listed:
         if callable(getattr(hook, name)):
             assert parameters == ", ".join(inspect.signature(getattr(hook, name)).parameters)
-
-
-def test_the_table_of_incompatible_flags_is_that_of_the_code() -> None:
-    page = compatibility.PAGE.read_text()
-    assert compatibility.page_with_table(page) == page
 
 
 def test_the_page_of_flags_lists_those_of_the_parsers() -> None:
