@@ -118,6 +118,15 @@ def merged(values: Mapping[str, Any], given: Mapping[str, Any], parser: Parser) 
     return result
 
 
+def flat(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags with each setting of a part, such as 'opt_args rank', as one of them."""
+    result: dict[str, Any] = {}
+    for name, value in flags.items():
+        parts = value if isinstance(value, dict) else {"": value}
+        result |= {f"{name} {key}".strip(): each for key, each in parts.items()}
+    return result
+
+
 def fits(value: Any, default: Any) -> bool:
     """Whether a value is of the kind of a default; where that is None, a number or None."""
     if value is None:

@@ -27,13 +27,7 @@ from cli.start_checks import check_data
 from distributed.agreement import local_main_first
 from distributed.world import READ_SECONDS
 from errors import InputError
-from input_pipeline import (
-    own_data,
-    text_batches,
-    text_datasets,
-    tokenization,
-    torchtext_tokenizer,
-)
+from input_pipeline import own_data, text_batches, text_datasets, tokenization, torchtext_tokenizer
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import TextDataset

@@ -26,15 +26,7 @@ from errors import exit_code
 from figures.experiments import PLAN
 from figures.methods import read_pictures
 from figures.pictures import draw_picture
-from figures.run_logs import (
-    LOGS,
-    ROOT,
-    Runs,
-    accuracy,
-    device_hours,
-    last,
-    read_groups,
-)
+from figures.run_logs import LOGS, ROOT, Runs, accuracy, device_hours, last, read_groups
 from training.atomic_file import atomic_write, atomic_write_text
 from training.epoch_report import training_seconds
 from training.generated_section import replace_generated_section

@@ -1,6 +1,6 @@
 """Pack the logs of finished runs: a file for each group, in place of a folder for each run.
 
-python -m figures.pack_logs figures/logs/GROUP/NAME-seed0    # into figures/logs/GROUP.jsonl
+pack(Path("figures/logs/GROUP/NAME-seed0"))    # into figures/logs/GROUP.jsonl
 
 A run is one line, {"run": "NAME-seed0", "flags": {...}, "commit": ..., ...}, which is its
 config.json, and behind it the lines of its metrics.jsonl as they are. What names the machine's
@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cli.flag_parser import FlagParser, file_path
-from errors import InputError, exit_code
+from errors import InputError
 from figures.run_logs import finished, packed_file, packed_runs, read_config, row_lines
 from training.atomic_file import atomic_write_text
 
@@ -54,15 +51,3 @@ def without_places(value: Any) -> Any:
         return value
     flag, equals, path = value.partition("=") if value.startswith("--") else ("", "", value)
     return f"{flag}{equals}{Path(path).name}" if path.startswith(("/", "../")) else value
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Pack the runs in the folders that the command line names."""
-    parser = FlagParser(__doc__, usage="FOLDER ...")
-    parser.add_argument("folders", nargs="+", type=file_path, help="Folders of the runs.")
-    for folder in parser.parse_args(argv).folders:
-        pack(folder)
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code(main))

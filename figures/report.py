@@ -23,7 +23,7 @@ import numpy as np
 
 import resnet50_test
 import transformer_test
-from cli import options
+from cli import options, settings
 from cli.flag_parser import FlagParser, Scope, file_path, format_default
 from errors import InputError, exit_code
 from figures.report_charts import Line, draw_chart
@@ -270,20 +270,12 @@ def flags_that_differ(runs: Sequence[ReportedRun]) -> Table:
 
 def compared_flags(run: ReportedRun) -> dict[str, Any]:
     """Return the flags that say what a run computes, and not where its files are."""
-    start = set(resnet50_test.parser().of_scope(Scope.OUTPUT, Scope.START))
-    flags = {name: value for name, value in run.flags.items() if name not in start}
-    if not options.is_own_data(flags.get("dataset")):
-        flags.pop("data_dir", None)
-    return with_settings(flags)
-
-
-def with_settings(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flags with each setting of a part, such as rank of --opt_args, as one of them."""
-    flat: dict[str, Any] = {}
-    for name, value in flags.items():
-        settings = value if isinstance(value, dict) else {"": value}
-        flat |= {f"{name} {key}".strip(): each for key, each in settings.items()}
-    return flat
+    scopes = [Scope.RESULT, Scope.HOW, Scope.NODE]
+    if options.is_own_data(run.flags.get("dataset")):
+        scopes.append(Scope.PLACE)
+    parsers = (resnet50_test.parser(), transformer_test.parser())
+    names = {name for parser in parsers for name in parser.of_scope(*scopes)}
+    return settings.flat({name: value for name, value in run.flags.items() if name in names})
 
 
 def default_flags(run: ReportedRun) -> dict[str, Any]:
@@ -291,7 +283,7 @@ def default_flags(run: ReportedRun) -> dict[str, Any]:
     command = str(run.config.get("command"))
     for script in (resnet50_test, transformer_test):
         if f"{script.SCRIPT}.py" in command and isinstance(run.flags.get("epochs"), int):
-            return with_settings(options.defaults_for(script.parser(), run.flags))
+            return settings.flat(options.defaults_for(script.parser(), run.flags))
     return {}
 
 

@@ -15,12 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimizers.base import (
-    GradScalerOptimizer,
-    foreach_scalar,
-    subtract_updates,
-    tensor_norms,
-)
+from optimizers.base import GradScalerOptimizer, foreach_scalar, subtract_updates, tensor_norms
 
 
 def lars_trust_ratios(

@@ -20,12 +20,7 @@ from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
 from errors import InputError
 from training.batch_sampler import DynamicBatchSampler
-from training.checkpoint import (
-    load_into,
-    rng_states,
-    set_rng_states,
-    to_cpu,
-)
+from training.checkpoint import load_into, rng_states, set_rng_states, to_cpu
 from training.meta_mixup_step import MetaLearner
 from training.step_stats import ComputeTimer, StepSums
 from training.weight_average import WeightAverage

@@ -42,13 +42,7 @@ from training import evaluation
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import rng_states, set_rng_states
 from training.checkpoint_manager import CheckpointManager
-from training.epoch_report import (
-    EVAL_SET_NAMES,
-    RunSummary,
-    epoch_columns,
-    epoch_row,
-    run_summary,
-)
+from training.epoch_report import EVAL_SET_NAMES, RunSummary, epoch_columns, epoch_row, run_summary
 from training.losses import LossFn
 from training.meta_mixup_step import MetaLearner
 from training.micro_batches import MicroBatches

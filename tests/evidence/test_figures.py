@@ -33,7 +33,7 @@ import ranks
 import resnet50_test
 import transformer_test
 from benchmarks import airbench
-from cli import options
+from cli import options, settings
 from cli.foreign_names import FOREIGN
 from conftest import each_of, for_each
 from errors import InputError
@@ -107,14 +107,11 @@ def test_every_image_command_and_recipe_names_its_optimizer(monkeypatch):
 
 def with_settings(flags: dict[str, Any]) -> dict[str, Any]:
     """Flags, and settings of parts by names of their own; in some logs they are flags."""
-    flat = {name: value for name, value in flags.items() if not isinstance(value, dict)}
-    for name, settings in flags.items():
-        if isinstance(settings, dict):
-            flat |= {f"{name}.{key}": value for key, value in settings.items()}
+    flat = settings.flat(flags)
     for former, own in FOREIGN.items():
         part, _, key = own.removeprefix("--").partition("=")
         if former[2:] in flat and key.partition("=")[2] in ("", "true") and "=" in key:
-            flat[f"{part}.{key.partition('=')[0]}"] = flat.pop(former[2:])
+            flat[f"{part} {key.partition('=')[0]}"] = flat.pop(former[2:])
     return flat
 
 
@@ -127,10 +124,10 @@ def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
             planned = with_settings(vars(flags_of(run, tmp_path)))
             logged = with_settings(logged)
             common = (planned.keys() & logged.keys()) - MACHINE_FLAGS
-            if logged.get("optimizer") == "ngd" and "opt_args.adamw_ratio" not in logged:
+            if logged.get("optimizer") == "ngd" and "opt_args adamw_ratio" not in logged:
                 logged["optimizer"] = "kaldi_ngd"  # which had that name then
             if logged.get("arch") in SMALL_NETWORKS or "ngd" not in logged.get("optimizer", ""):
-                common -= {"opt_args.rank"}
+                common -= {"opt_args rank"}
             assert {key: planned[key] for key in common} == {key: logged[key] for key in common}, (
                 run.folder
             )
@@ -457,7 +454,7 @@ def test_a_packed_run_reads_as_its_folder_did(tmp_path):
         (folder / "config.json").write_text(json.dumps(config))
         rows = [f'{{"epoch": 1,  "seconds": {seconds}}}']
         (folder / "metrics.jsonl").write_text(rows[0] + "\n")
-        pack_logs.main([str(folder)])
+        pack_logs.pack(folder)
     assert not group.exists()
     assert [folder.name for folder in run_logs.run_folders(group)] == ["a-seed0", "b-seed1"]
     assert run_logs.row_lines(group / "a-seed0") == rows
@@ -468,7 +465,7 @@ def test_a_packed_run_reads_as_its_folder_did(tmp_path):
     }
     assert run_logs.read_groups(tmp_path)["one"]["b"] == [[{"epoch": 1, "seconds": 2.0}]]
     with pytest.raises(InputError, match="no folder of a finished run"):
-        pack_logs.main([str(group / "a-seed0")])
+        pack_logs.pack(group / "a-seed0")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
