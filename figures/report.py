@@ -273,8 +273,8 @@ def compared_flags(run: ReportedRun) -> dict[str, Any]:
     scopes = [Scope.RESULT, Scope.HOW, Scope.NODE]
     if options.is_own_data(run.flags.get("dataset")):
         scopes.append(Scope.PLACE)
-    parsers = (resnet50_test.parser(), transformer_test.parser())
-    names = {name for parser in parsers for name in parser.of_scope(*scopes)}
+    scripts = (resnet50_test, transformer_test)
+    names = {name for script in scripts for name in script.parser().of_scope(*scopes)}
     return settings.flat({name: value for name, value in run.flags.items() if name in names})
 
 

@@ -32,7 +32,7 @@ TRIAL_ARGUMENTS = ("--subset", "0.1", "--epoch", "5")  # which the command line 
 def sweep_parser(script: str) -> FlagParser:
     """Return the parser of a sweep's own flags, with `script` as default."""
     parser = FlagParser(__doc__, foreign={"--output": "--out", "--output_dir": "--out"})
-    add = parser.group("search")
+    add = parser.group("sweep")
     count = partial(add, type=flags.count, metavar="N")
     natural = partial(add, type=flags.natural, metavar="N")
     add(
@@ -82,11 +82,7 @@ def sweep_parser(script: str) -> FlagParser:
         help="Held-out fraction of the training set (default %(default)s).",
     )
     natural("--sweep_seed", default=0, help="Seed of the sampler (default %(default)s).")
-    add = parser.group("execution")
-    count = partial(add, type=flags.count, metavar="N")
-    count(
-        "--jobs", default=1, help="Trials at a time, on GPUs or cores each (default %(default)s)."
-    )
+    count("--jobs", default=1, help="Trials at a time, each on a GPU or core (%(default)s).")
     count("--nproc", default=1, help="Processes of each trial (default %(default)s).")
     add(
         "--storage",
