@@ -19,7 +19,7 @@ import conftest
 import ranks
 import resnet50_test
 import transformer_test
-from conftest import for_each
+from conftest import SHORT, for_each
 from errors import InputError
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.image_datasets import expand_images, read_image_splits
@@ -27,14 +27,8 @@ from input_pipeline.own_data import class_table
 from input_pipeline.text_datasets import TextSplit, read_text_splits
 
 Refused = Callable[..., str]
-TEXTS = (
-    "--dataset csv --width 8 --heads 2 --depth 1 --vocab_size 300 --epochs 2 --bs 8 --device cpu "
-    "--precision fp32 --threads 1 --lr 0.01"
-)
-IMAGES = (
-    "--dataset folder --arch resnet20 --epochs 1 --bs 4 --device cpu --precision fp32 --threads 1 "
-    "--image_size 8 --workers 1"
-)
+TEXTS = f"--dataset csv {SHORT} --width 8 --heads 2 --depth 1 --vocab_size 300 --bs 8 --lr 0.01"
+IMAGES = f"--dataset folder --arch resnet8 {SHORT} --bs 4 --image_size 8 --workers 1"
 TRAIN_ROWS = [1, 0, 1, 0], ["Win, now", "see you", "a prize", "at noon"]
 TEST_ROWS = [0], ["Hello there"]
 EXPECTED = {"train": TextSplit(*TRAIN_ROWS), "test": TextSplit(*TEST_ROWS)}
@@ -172,14 +166,12 @@ def test_long_texts_and_labels_are_read_and_sorted(tmp_path: Path) -> None:
 
 # -------------------------------------------------------------------- files that are refused
 
-MANY = "".join(f"text number {row},label {row % 2}\n" for row in range(30))
 NO_DATA = "is no data; the header must be the first row and the only one, so delete this row"
 TRAIN = PLAIN["train__csv"]
 WRONG_TRAIN = [
     ("label,text\n", "", "train.csv has a header row only"),
     ("label,text\nspam,a\n ,b\n", "", "train.csv, row 3: the label (column 1 (label)) is empty"),
     ("label,text\nspam,\nham,\n", "", "no row has a text"),
-    (MANY, "", "column 1 was read as the label and has 30 different values in 30 rows"),
     # which columns
     ("stars,text\na,b\nc,d\n", "", "label (columns: stars, text); choose with --label_column"),
     ("label,a,b\na,b,c\nd,e,f\n", "", "text (columns: label, a, b); choose with --text_column"),
@@ -187,13 +179,11 @@ WRONG_TRAIN = [
     ("label,text,text\na,b,c\n", "--text_column text", "train.csv: there are several columns text"),
     ("label,text\na,b\n", "--label_column kind", "there is no column kind (columns: label, text)"),
     ("label,text\na,b\n", "--text_column label", "no column is known to be the label"),
-    ("a,b\nc,d\n", "--text_column body", "there is no column body (columns: 2 without names)"),
     ("a,b\nc,d\n", "--text_column 1", "no column is known to be the text"),
     *(("a,b\nc,d\n", f"--label_column {n}", "no column") for n in ("0", "3", "\u00b2", "7" * 5000)),
     # rows that are no data, which must not become classes
     (f"v1,v2\n{TRAIN}", "", "train.csv, row 1: no other row has the label 'v1'; if this row is"),
     ("v1,v2\nx,a\nv1,v2\n", "--label_column v2 --text_column v1", f"row 3 (v1, v2): {NO_DATA}"),
-    (f"My texts,\nlabel,text\n{TRAIN}", "", f"row 2 (label, text): {NO_DATA}"),
     (f"label,text\n---,---\n{TRAIN}", "", f"row 2 (---, ---): {NO_DATA}"),
     (" text | label\n----+----\n a | b\n", "", "train.csv, row 2: 1 columns, expected 2"),
     ("sep=;\nspam;Win now\nham;see you\n", "", f"row 1 (sep=, ): {NO_DATA}"),
@@ -201,9 +191,13 @@ WRONG_TRAIN = [
 HEADER = {"train__csv": "label,text\na,b\nc,d\n"}
 WRONG_OTHER: list[tuple[dict[str, str], str]] = [
     (HEADER, "test.csv: there is no column text (columns: ham, Hello"),
+    ({"test__csv": ""}, "test.csv is empty"),
+    ({"train__csv": "ham,a\nspam,b\nham,one,two\n"}, "train.csv, row 3: 3 columns, expected 2"),
+    ({"train__csv": "ham\nspam\n"}, "train.csv, row 1"),
+    ({"train__csv": "ham,a\nham,b\n"}, "train.csv"),
+    ({"train__csv": f'{TRAIN}ham,"never closed\n'}, "train.csv"),
     ({"test__csv": "label,text\nham,a\n"}, f"test.csv, row 1 (label, text): {NO_DATA}"),
-    ({"test__csv": "ham,a\neggs,b\n"}, "test.csv, row 2: label 'eggs' is out of range"),
-    ({"val__csv": "eggs,b\n"}, "'eggs' is out of range, expected one of ham, spam"),
+    ({"test__csv": "ham,a\neggs,b\n"}, "test.csv, row 2: label 'eggs' is out of range, expected"),
     ({"train__tsv": "ham\ta\n"}, "train.csv and train.tsv are both there"),
     ({"dev__csv": "ham,a\n", "Valid__csv": "ham,a\n"}, "Valid.csv and dev.csv are both there"),
     ({"train__jsonl": "{\n"}, "train.jsonl, row 1: is not JSON (Expecting"),
@@ -253,7 +247,7 @@ def test_as_many_classes_as_rows_are_accepted_in_tiny_files_only(tmp_path: Path)
     folder = write(tmp_path, train__csv=train, test__csv="class 1,text\n")
     assert len(read(folder)[1]) == 19
     write(folder, train__csv=train + "class 19,text\n")
-    with pytest.raises(InputError, match="20 different values in 20 rows"):
+    with pytest.raises(InputError, match="column 1 was read as the label and has 20 diff"):
         read(folder)
 
 
@@ -279,18 +273,12 @@ def test_a_run_says_what_it_reads(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run_texts("--data_dir", folder, "--out", tmp_path / "run") == 0
     lines = capsys.readouterr().out.splitlines()
     columns = "row 1 is the header; the label is column 2 (label), the text column 1 (text)"
-    assert lines[:9] == [
-        f"{folder}/train.csv: {columns}",
-        f"warning: {folder}/train.csv: 2 of 26 rows have no text (the first is row 26); they are "
-        "kept, and count like the others",
-        f"{folder}/test.csv: {columns}",
-        "               class     train      test",
-        "                eggs         2         0",
-        "                 ham        12         3",
-        "                spam        12         3",
-        "       all 3 classes        26         6",
-        "warning: the test split has no row of 1 of the 3 classes: eggs",
-    ]
+    assert lines[0] == f"{folder}/train.csv: {columns}"
+    assert "2 of 26 rows have no text (the first is row 26); they are kept" in lines[1]
+    assert lines[2] == f"{folder}/test.csv: {columns}"
+    counts = ["class train test", "eggs 2 0", "ham 12 3", "spam 12 3", "all 3 classes 26 6"]
+    assert [" ".join(line.split()) for line in lines[3:8]] == counts
+    assert lines[8] == "warning: the test split has no row of 1 of the 3 classes: eggs"
 
 
 def test_a_long_list_of_classes_is_shortened() -> None:
@@ -307,10 +295,8 @@ def test_evaluation_reads_the_columns_and_classes_of_the_run(
     """Also on other files, which lack a class: its number must not go to the next one."""
     rows = "".join(f"{row},word {row % 3},{'xyz'[row % 3]}\n" for row in range(60))
     folder = write(tmp_path / "mine", train__csv=rows, test__csv=rows)
-    chosen = ["--label_column", "3", "--text_column", "2"]
-    easy = ["--dropout", 0, "--token_dropout", 0]
-    out = ["--out", tmp_path / "run"]
-    assert run_texts("--data_dir", folder, "--epochs", 12, *chosen, *easy, *out) == 0
+    flags = "--epochs 12 --label_column 3 --text_column 2 --dropout 0 --token_dropout 0".split()
+    assert run_texts("--data_dir", folder, *flags, "--out", tmp_path / "run") == 0
     assert ranks.metrics(tmp_path / "run")[-1]["test_accuracy"] == 1
     lacking = "".join(line + "\n" for line in rows.splitlines() if not line.endswith("x"))
     other = write(tmp_path / "other", train__csv=lacking, test__csv=lacking)
@@ -319,9 +305,8 @@ def test_evaluation_reads_the_columns_and_classes_of_the_run(
         resume = ["--resume", str(tmp_path / "run"), "--evaluate", "--data_dir", str(data)]
         assert conftest.call(transformer_test, resume) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line.split()[:2] for line in lines[-4:-1]] == [
-            [name, accuracy] for name, accuracy in zip("xyz", accuracies)
-        ]
+        shown = dict(line.split()[:2] for line in lines[-4:-1])
+        assert shown == dict(zip("xyz", accuracies))
 
 
 # -------------------------------------------------------------------- validation sets
@@ -430,12 +415,11 @@ def test_a_class_of_one_row_is_trained_on(
 ) -> None:
     train = many_rows(24) + "the only one,rare\n"
     folder = write(tmp_path / "mine", train__csv=train)
-    out = ["--out", tmp_path / "run"]
-    assert run_texts("--data_dir", folder, "--val_fraction", 0.25, *out) == 0
+    flags = f"--data_dir {folder} --val_fraction 0.25"
+    assert run_texts(*flags.split(), "--out", tmp_path / "run") == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["rare", "1", "0"] in rows
     (folder / "train.csv").write_text("ham,a\nspam,b\n")
-    flags = f"--data_dir {folder} --val_fraction 0.25"
     refused("texts", flags, "leaves no validation rows", TEXTS)
 
 

@@ -187,28 +187,6 @@ def test_damaged_data_set_is_named(refused: Refused, tmp_path: Path) -> None:
         refused("images", f"--dataset {name} --data_dir data", str(folder))
 
 
-GOOD_CSV = b"spam,win a prize\nham,see you soon\n" * 20
-WRONG_CSV = [
-    ("train", None, "train.csv is missing"),
-    ("test", None, "test.csv is missing"),
-    ("test", b"", "test.csv is empty"),
-    ("train", GOOD_CSV + b"ham,one,two\n", "train.csv, row 41"),
-    ("train", b"ham\nspam\n", "train.csv, row 1"),
-    ("test", b"ham,a\nspam,b,c\n", "test.csv, row 2"),
-    ("train", b"ham,a\nham,b\n", "train.csv"),
-    ("train", GOOD_CSV + b'ham,"never closed\n', "train.csv"),
-]
-
-
-def test_wrong_csv_is_named_with_its_row(refused: Refused, tmp_path: Path) -> None:
-    for part, content, names in WRONG_CSV:
-        for name in ("train", "test"):
-            (tmp_path / f"{name}.csv").write_bytes(GOOD_CSV)
-        path = tmp_path / f"{part}.csv"
-        path.unlink() if content is None else path.write_bytes(content)
-        refused("texts", f"--dataset csv --data_dir {tmp_path} --vocab_size 300 --bs 4", names)
-
-
 WRONG_FOLDERS: list[tuple[Callable[[Path], object], str]] = [
     (lambda root: shutil.rmtree(root / "test"), "test is missing"),
     (lambda root: [shutil.rmtree(folder) for folder in (root / "test").iterdir()], "test"),
