@@ -19,6 +19,7 @@ import conftest
 import ranks
 import resnet50_test
 import transformer_test
+from cli import factory
 from conftest import SHORT, for_each
 from errors import InputError
 from input_pipeline.csv_tables import ColumnChoice
@@ -374,7 +375,13 @@ def test_a_validation_set_of_its_own_chooses_the_best_epoch(
 def test_rows_are_held_out_of_a_training_set_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
-    """A folder of class folders is a training set as well."""
+    """Others with another seed; a folder of class folders is a training set as well."""
+    seeds, held_out = [], factory.held_out_rows
+
+    def record(labels: torch.Tensor, fraction: float, *, seed: int) -> object:
+        seeds.append(seed)
+        return held_out(labels, fraction, seed=seed)
+
     unsplit = ("images", IMAGES, run_images, lambda root, _: image_folder(root, "."))
     for number, (name, base, run, make) in enumerate([*KINDS, unsplit]):
         data, out = make(tmp_path / str(number), "train"), tmp_path / f"run-{number}"
@@ -383,11 +390,15 @@ def test_rows_are_held_out_of_a_training_set_alone(
         refused(name, f"--data_dir {data} --val_fraction 0.99", names, base)
         if name == "images":
             (data / ".ipynb_checkpoints").mkdir()  # which is no class
-        assert run("--data_dir", data, "--val_fraction", 0.25, "--out", out) == 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(factory, "held_out_rows", record)
+            flags = ["--val_fraction", 0.25, "--seed", number]
+            assert run("--data_dir", data, *flags, "--out", out) == 0
         table = capsys.readouterr().out.splitlines()
         total = next(line.split()[-2:] for line in table if "all 2 classes" in line)
         assert total == (["18", "6"] if name == "texts" else ["8", "4"])
         assert "val_accuracy" in ranks.metrics(out)[-1]
+    assert seeds == [1, 2, 3]
     refused("images", f"--data_dir {tmp_path / 'none'} --val_fraction 0.3", "is missing", IMAGES)
 
 

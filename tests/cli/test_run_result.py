@@ -201,16 +201,18 @@ def test_first_layer_of_vgg8_is_made_from_the_training_images_and_kept(resnet):
 @pytest.mark.process
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_evaluating_on_two_ranks_prints_what_they_reported(precision, tmp_path):
-    def both(*words: str) -> str:
+    def both(folder: Path, *words: str) -> str:
+        folder.mkdir()
         command = ranks.torchrun("resnet50_test.py", *words)
-        return ranks.finish(ranks.start(command, tmp_path, NGPU="2"), tmp_path)
+        return ranks.finish(ranks.start(command, folder, NGPU="2"), folder)
 
     flags = ["--bs", "32", "--precision", precision, "--out", "run"]
-    lines = reported(both(*WORSE_AT_THE_END.split(), *flags))
+    lines = reported(both(tmp_path / "train", *WORSE_AT_THE_END.split(), *flags))
     for name in ("last", "best"):
-        report = both("--resume", "run", "--checkpoint", name, "--evaluate")
+        words = ["--resume", "../train/run", "--checkpoint", name, "--evaluate"]
+        report = both(tmp_path / name, *words)
         assert f"test accuracy {evaluated(report)}" in lines[name]
-        assert report.count("weights of run/") == 1, "one rank speaks for all"
+        assert report.count("weights of ../train/run/") == 1, "one rank speaks for all"
 
 
 @each_of(

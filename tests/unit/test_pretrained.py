@@ -202,9 +202,7 @@ def test_weights_of_many_kinds_of_files(tmp_path: Path) -> None:
         "plain": state,
         "DDP": {"state_dict": {f"module.{n}": v for n, v in state.items()}},
         "compiled under DDP": {f"module._orig_mod.{n}": v for n, v in state.items()},
-        "a compiled block": {
-            n.replace("layer1.", "layer1._orig_mod."): v for n, v in state.items()
-        },
+        "compiled": {n.replace("layer1.", "layer1._orig_mod."): v for n, v in state.items()},
         "Lightning": {
             "state_dict": {f"model.{n}": v for n, v in state.items()} | {"loss.weight": bias},
             "optimizer_states": [{"state": {}}],
@@ -228,16 +226,12 @@ def test_weights_are_refused_by_what_is_wrong(tmp_path: Path) -> None:
     state = create_named().state_dict()
     conv = state["conv1.weight"]
     changed = {
-        "its conv1.weight has 16 x 1 x 5 x 5 and not 16 x 1 x 3 x 3 values": torch.zeros(
-            16, 1, 5, 5
-        ),
-        "its conv1.weight holds numbers that are not finite": conv * torch.nan,
-        "its conv1.weight holds complex64 numbers": conv + 0j,
-        "its conv1.weight holds qint8 numbers": torch.quantize_per_tensor(
-            conv, 0.1, 0, torch.qint8
-        ),
+        "has 16 x 1 x 5 x 5 and not 16 x 1 x 3 x 3 values": torch.zeros(16, 1, 5, 5),
+        "holds numbers that are not finite": conv * torch.nan,
+        "holds complex64 numbers": conv + 0j,
+        "holds qint8 numbers": torch.quantize_per_tensor(conv, 0.1, 0, torch.qint8),
     }
-    cases = {message: state | {"conv1.weight": value} for message, value in changed.items()}
+    cases = {f"its conv1.weight {what}": state | {"conv1.weight": v} for what, v in changed.items()}
     cases["its conv9.weight is unknown"] = state | {"conv9.weight": torch.zeros(3)}
     cases["it has no bn1.weight"] = {n: v for n, v in state.items() if n != "bn1.weight"}
     cases["whose names begin with ema. and model.;"] = {
@@ -252,12 +246,10 @@ def test_weights_are_refused_by_what_is_wrong(tmp_path: Path) -> None:
 
 def test_files_without_the_weights_of_one_model_are_refused(tmp_path: Path) -> None:
     state, path = create_named().state_dict(), tmp_path / "x.pt"
+    with_object = {"state_dict": state, "hyper_parameters": Path("x")}
     for content, message in (
         ({"params": state, "params_ema": state}, r"of several models \(params, params_ema\)"),
-        (
-            {"state_dict": state, "hyper_parameters": Path("x")},
-            r"objects of Python .*\(pathlib.*the state_dict",
-        ),
+        (with_object, r"objects of Python .*\(pathlib.*the state_dict"),
         ({"epoch": 3}, "holds no weights by their names"),
     ):
         torch.save(content, path)

@@ -53,9 +53,7 @@ def headlines() -> Headlines:
     return read_text_splits("headlines", "")
 
 
-def test_headlines_are_balanced_and_split(
-    headlines: Headlines,
-) -> None:
+def test_headlines_are_balanced_and_split(headlines: Headlines) -> None:
     splits, classes = headlines
     assert classes == ["World", "Sports", "Business", "Sci/Tech"]
     assert Counter(splits["train"].labels) == dict.fromkeys(range(4), 100)
