@@ -345,6 +345,13 @@ class Bucket:
     def parameters(self) -> list[Tensor]:
         return self.members
 
+    def gradients(self) -> list[Tensor]:
+        sizes = [p.numel() for p in self.members]
+        return [each.view(p.shape) for each, p in zip(self.flat.split(sizes), self.members)]
+
+    def index(self) -> int:
+        return 0
+
 
 HOOKS: dict[str, Callable[[World], AllReduceHook]] = {
     "none": AllReduceHook,
