@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,19 +47,14 @@ SOLVERS = {  # torch reads whether they have converged, or leaves them to a libr
     aten._linalg_svd.default,
     aten.linalg_eig.default,
 }
-WITHOUT_FAKE: dict[Any, Callable[..., Any]] = {  # torch has no fake of these
-    aten._fused_sgd_.default: lambda *_, **__: None,
-    aten._fused_sgd_.tensor_lr: lambda *_, **__: None,
-    aten._sample_dirichlet.default: lambda concentration, *_: torch.empty_like(concentration),
-    aten._standard_gamma.default: lambda concentration, *_: torch.empty_like(concentration),
-}
+IN_PLACE = {aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr}  # torch has no fake of these,
+SAMPLES = {aten._sample_dirichlet.default, aten._standard_gamma.default}  # nor of these
 
 
 def unavailable_reason() -> str:
     """Why there can be no fake GPU, or ''.
 
-    Indexing and copying ask for the current GPU. torch 2.10 and newer have a stand-in for it, but
-    only in builds for CUDA.
+    Indexing asks for the current GPU, which torch 2.10 has a stand-in for, in builds for CUDA.
     """
     try:
         with FakeTensorMode():
@@ -111,9 +106,9 @@ class FakeGpu:
             self.note_wait(str(func))
         if func.namespace == "c10d":  # not every torch has fakes of collectives
             return _collective(func, args, kwargs)
-        if func in WITHOUT_FAKE:
+        if func in IN_PLACE | SAMPLES:
             assert all(tensor.is_cuda for tensor in tensors), f"{func} of tensors on the CPU"
-            return WITHOUT_FAKE[func](*args, **kwargs)
+            return torch.empty_like(args[0]) if func in SAMPLES else None
         if func is aten._fused_adamw_.default:
             _check_fused_adamw(args, kwargs)
         return func(*args, **kwargs)
@@ -121,12 +116,11 @@ class FakeGpu:
     def _waits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the host waits for a GPU in an operation that reads no number."""
         if func in COPIES:
-            source = args[1] if func is aten.copy_.default else args[0]
-            target = args[0].device if func is aten.copy_.default else kwargs.get("device")
+            source, target, non_blocking = args[0], kwargs.get("device"), kwargs.get("non_blocking")
+            if func is aten.copy_.default:
+                target, source, *rest = args
+                target, non_blocking = target.device, non_blocking or any(rest)
             moves = target is not None and torch.device(target).type != source.device.type
-            non_blocking = kwargs.get("non_blocking") or (
-                func is aten.copy_.default and len(args) > 2 and args[2]
-            )
             return moves and not non_blocking
         if func in INDEXED:  # indices on the host are copied first
             return args[0].is_cuda and any(i is not None and not i.is_cuda for i in args[1])
@@ -146,12 +140,10 @@ class FakeGpu:
     def model(self, model: nn.Module) -> nn.Module:
         """Put a model of the CPU on the GPU, in place, parameters and buffers alike."""
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = nn.Parameter(on_gpu(parameter))
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = on_gpu(buffer)
+            for name, parameter in module.named_parameters(recurse=False):
+                module._parameters[name] = nn.Parameter(on_gpu(parameter))
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = on_gpu(buffer)
         self.parameters += model.parameters()
         return model
 
@@ -165,11 +157,9 @@ class FakeGpu:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[Counter[str]]:
-        """Count the waits of a block instead of raising; a number that is read is 1.
+        """Count the waits of a block, by the function of this project that made the host wait.
 
-        Yields:
-            How often the host waited, by the function of this project that made it wait, such as
-            'step_stats.totals'.
+        They do not raise, and a number that is read is 1.
         """
         before, self.waits = self.waits, Counter()
         try:
@@ -187,14 +177,8 @@ class FakeGpu:
             with unset_fake_temporarily():
                 return torch.ones(tensor.shape).tolist()
 
-        class Event:
+        class Event(mock.MagicMock):
             """An event of a stream: only waiting for it counts."""
-
-            def __init__(self, enable_timing: bool = False) -> None: ...
-
-            def record(self, stream: Any = None) -> None: ...
-
-            def wait(self, stream: Any = None) -> None: ...
 
             def elapsed_time(self, end: Any) -> float:
                 return 1.0
@@ -204,7 +188,7 @@ class FakeGpu:
 
         yield FakeTensor, "tolist", tolist
         yield Tensor, "record_stream", lambda tensor, stream: None
-        yield Tensor, "backward", lambda loss: self.set_gradients()
+        yield Tensor, "backward", lambda loss: gpu.set_gradients()
         yield torch.autograd, "grad", _gradients
         yield torch, "enable_grad", contextlib.nullcontext
         yield torch.cuda, "Event", Event
@@ -242,8 +226,8 @@ def _calling_function() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        inside = ROOT in path.parents and ".venv" not in path.parts
-        if inside and "tests" not in path.relative_to(ROOT).parts:
+        inside = path.is_relative_to(ROOT) and ".venv" not in path.parts
+        if inside and not path.is_relative_to(ROOT / "tests"):
             return f"{path.stem}.{frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "test"
@@ -265,26 +249,23 @@ def _check_fused_adamw(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A collective of the fake process group, which neither reads nor writes its tensors."""
+
+    def on_host(fake: FakeTensor) -> Tensor:
+        return torch.empty(fake.shape, dtype=fake.dtype)
+
     with unset_fake_temporarily():
-        on_host = tree_map_only(
-            FakeTensor, lambda fake: torch.empty(fake.shape, dtype=fake.dtype), (args, kwargs)
-        )
-        result = func(*on_host[0], **on_host[1])
+        result = func(*tree_map_only(FakeTensor, on_host, args), **kwargs)
     return (args[0], result[1]) if isinstance(result, tuple) else result
 
 
 def _gradients(outputs: Any, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, ...]:
     """Takes the place of `torch.autograd.grad`."""
-    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    return tuple(torch.empty_like(tensor, requires_grad=False) for tensor in inputs)
+    return tuple(torch.empty_like(each, requires_grad=False) for each in tree_leaves(inputs))
 
 
 def on_gpu(tensor: Tensor) -> Tensor:
     """A fake tensor on the GPU of the same shape, strides and dtype."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CUDA)
-
-
-# -------------------------------------------------------------------- ranks
 
 
 @contextlib.contextmanager

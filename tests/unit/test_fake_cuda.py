@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fake_cuda
 import mixup
 from backends import torch_compat
 from backends.precision import Precision
-from conftest import each_of
+from conftest import each_of, for_each
 from distributed import ddp
 from distributed.averaging import RankAverager, average_tensors
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
@@ -40,45 +41,19 @@ from slamb import AuthorsSLAMB
 from trainers import build_optimizer, make_trainer
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import to_cpu
-from training.losses import CrossEntropy, MixedCrossEntropy
+from training.losses import MixedCrossEntropy
 from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
-from training.run_log import RunLog
 from training.step_stats import NoiseMeter
-from training.trainer import LOG_INTERVAL, Trainer, TrainerConfig
+from training.trainer import LOG_INTERVAL, Trainer
 
 REASON = fake_cuda.unavailable_reason()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
-OPTIMIZERS = [
-    "sgd",
-    "adamw",
-    "ngd",
-    "kaldi_ngd",
-    "muon",
-    "lamb",
-    "lars",
-    "slamb",
-    "slamb-random",
-    "slamb-int8",
-    "slamb-authors",
-    "demo",
-]
+ON_RANKS = ["slamb", "slamb-random", "slamb-int8", "slamb-authors", "demo"]
+OPTIMIZERS = ["sgd", "adamw", "ngd", "kaldi_ngd", "muon", "lamb", "lars", *ON_RANKS]
 # Memory that is laid out at an optimizer's first step, or after its state was loaded.
-LAYOUT = {
-    "demo.__init__",
-    "flat_buffer.__init__",
-    "flat_buffer.element_indices",
-    "kaldi_ngd._create_estimate",
-    "ngd.__init__",
-    "slamb.__init__",
-    "slamb.<dictcomp>",
-}
-
-
-# Where the ranks make no difference to an optimizer, one is enough.
-ON_RANKS = [(name, 1) for name in OPTIMIZERS] + [
-    (name, 2) for name in OPTIMIZERS if "slamb" in name or name == "demo"
-]
+LAYOUT = {"flat_buffer.__init__", "flat_buffer.element_indices", "kaldi_ngd._create_estimate"}
+LAYOUT |= {"demo.__init__", "ngd.__init__", "slamb.__init__", "slamb.<dictcomp>"}
 
 
 @pytest.fixture(autouse=True)
@@ -133,9 +108,7 @@ WAITING: dict[str, Callable[[Tensor], Any]] = {
     "index by rows of the host": lambda x: x[torch.tensor([0, 1])],
     "equal": lambda x: torch.equal(x, x),
     "eigh": lambda x: torch.linalg.eigh(x[:, None] * x),
-    "segment_reduce": lambda x: torch.segment_reduce(
-        x, "sum", lengths=torch.empty(2, dtype=torch.long, device=CUDA)
-    ),
+    "segment_reduce": lambda x: torch.segment_reduce(x, "sum", lengths=torch.ones_like(x).long()),
     "synchronize": lambda x: torch.cuda.synchronize(),
 }
 
@@ -150,23 +123,22 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@each_of("name", WAITING)
-def test_waiting_for_the_gpu_is_noticed(name):
-    with FakeGpu() as gpu:
-        x = torch.zeros(4, device=CUDA)
+def test_waiting_is_noticed_and_what_depends_on_data_or_on_two_devices_is_refused():
+    def waits(name: str) -> None:
         with pytest.raises(HostWaits):
             WAITING[name](x)
         with gpu.waiting() as waits:
             WAITING[name](x)
-    assert sum(waits.values()) == 1
+        assert sum(waits.values()) == 1
 
-
-@each_of("name", REFUSED)
-def test_shapes_that_depend_on_data_and_wrong_devices_are_refused(name):
-    with FakeGpu() as gpu, gpu.waiting():
-        x = torch.zeros(4, device=CUDA)
-        with pytest.raises(Exception, match=r"aten\.|device|Dynamic"):
+    def refused(name: str) -> None:
+        with gpu.waiting(), pytest.raises(Exception, match=r"aten\.|device|Dynamic"):
             REFUSED[name](x)
+
+    with FakeGpu() as gpu:
+        x = torch.zeros(4, device=CUDA)
+        for_each([(name,) for name in WAITING], waits)
+        for_each([(name,) for name in REFUSED], refused)
 
 
 def test_what_waits_for_nothing_passes_and_the_host_is_real():
@@ -185,7 +157,7 @@ def test_what_waits_for_nothing_passes_and_the_host_is_real():
 # -------------------------------------------------------------------- optimizers
 
 
-@each_of(("name", "size"), ON_RANKS)
+@each_of(("name", "size"), [(n, 1) for n in OPTIMIZERS] + [(n, 2) for n in ON_RANKS])
 def test_a_step_waits_for_nothing_also_after_its_state_was_saved_and_loaded(name, size):
     with fake_world(size), FakeGpu() as gpu:
         model = gpu.model(network())
@@ -220,12 +192,8 @@ def test_a_step_waits_for_nothing_also_after_its_state_was_saved_and_loaded(name
         gpu.set_gradients()
         next(model.parameters()).grad = None
         optimizer.step()
-        tensors = [
-            value
-            for values in (*optimizer.state.values(), *optimizer.param_groups)
-            for value in values.values()
-            if isinstance(value, Tensor)
-        ]
+        kept = tree_leaves([*optimizer.state.values(), *optimizer.param_groups])
+        tensors = [each for each in kept if isinstance(each, Tensor)]
         assert tensors
         assert all(tensor.is_cuda for tensor in tensors)
 
@@ -245,47 +213,33 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if func.namespace != "aten" or func.is_view or name in NO_KERNEL:
-            pass
-        elif not name.startswith("_foreach"):
-            self.number += 1
-        else:
+        fused = True
+        if name.startswith("_foreach"):
             tensors, *others = args
-            lists = [other for other in others if isinstance(other, list | tuple)]
-            fused = all(
-                one.shape == other.shape and one.stride() == other.stride()
-                for partners in lists
-                for one, other in zip(tensors, partners)
-                if isinstance(other, Tensor)
-            )
             for other in others:
                 if isinstance(other, Tensor):
                     fused &= other.dtype == tensors[0].dtype
+                for one, partner in zip(tensors, other if isinstance(other, list | tuple) else ()):
+                    if isinstance(partner, Tensor):
+                        fused &= (one.shape, one.stride()) == (partner.shape, partner.stride())
+        if func.namespace == "aten" and not func.is_view and name not in NO_KERNEL:
             self.number += 1 if fused else len(tensors)
         return func(*args, **(kwargs or {}))
 
 
-def small_layers() -> nn.Module:
-    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(40)])
-
-
-def resnet50() -> nn.Module:
-    return image_models.create_model("resnet50", classes=10, channels=3, image_size=32)
-
-
 @each_of(
-    ("name", "make", "most"),
+    ("name", "arch", "most"),
     [
-        ("ngd", small_layers, 240),
-        ("kaldi_ngd", small_layers, 400),
-        ("lamb", small_layers, 160),
-        ("lars", small_layers, 165),
-        ("ngd", resnet50, 1450),
+        *(("ngd", "small", 240), ("kaldi_ngd", "small", 400), ("ngd", "resnet50", 1450)),
+        *(("lamb", "small", 160), ("lars", "small", 165)),
     ],
 )
-def test_a_step_launches_few_kernels(name, make, most):
+def test_a_step_launches_few_kernels(name, arch, most):
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(40)])
+    if arch != "small":
+        model = image_models.create_model(arch, classes=10, channels=3, image_size=32)
     with FakeGpu() as gpu:
-        optimizer = optimizer_of(name, gpu.model(make()))
+        optimizer = optimizer_of(name, gpu.model(model))
         optimizer.found_inf = torch.zeros((), device=CUDA)
         with gpu.waiting():
             for _ in range(3):
@@ -304,16 +258,11 @@ def trainer_of(
     gpu: FakeGpu, world: World, name: str = "sgd", *, precision: str = "fp32", **settings: Any
 ) -> Trainer:
     model = gpu.model(network())
-    dtype = torch.float16 if precision == "fp16" else None
-    return make_trainer(
-        model,
-        optimizer_of(name, model),
-        world,
-        precision=Precision(precision, "cuda", dtype),
-        **settings,
-    )
+    settings["precision"] = Precision(precision, "cuda", DTYPES[precision])
+    return make_trainer(model, optimizer_of(name, model), world, **settings)
 
 
+DTYPES = {"fp32": None, "fp16": torch.float16}
 SETTINGS = {  # and the number of ranks
     "plain": (1, {}),
     "accumulated": (1, {"precision": "fp16", "accumulation_steps": 2, "max_grad_norm": 1.0}),
@@ -338,45 +287,34 @@ def test_a_training_step_waits_for_nothing(name, settings):
         assert trainer.sums.values.is_cuda
 
 
-def sample_mix(kind: str) -> Callable[..., mixup.Mix]:
-    return lambda labels, **size: mixup.sample_mix(kind, labels, alpha=0.3, **size)
-
-
 @each_of("kind", ["mixup", "intra", "attention", "cutmix"])
 def test_mixing_waits_for_nothing(kind):
+    def sample_mix(labels: Tensor, **size: int) -> mixup.Mix:
+        return mixup.sample_mix(kind, labels, alpha=0.3, **size)
+
     with FakeGpu() as gpu:
-        loss_fn = MixedCrossEntropy(sample_mix(kind), False, label_smoothing=0.1)
+        loss_fn = MixedCrossEntropy(sample_mix, False, label_smoothing=0.1)
         model = gpu.model(network())
         inputs, labels = batch()
         for images in (inputs, inputs.contiguous(memory_format=torch.channels_last)):
             output = loss_fn(model, images, labels)
             assert output.loss.is_cuda
             assert output.mix_weight.is_cuda
-        for mix in (
-            mixup.mixup(labels, 0.3, per_sample=True),
-            mixup.intra(labels, 0.3),
-        ):
+        for mix in (mixup.mixup(labels, 0.3, per_sample=True), mixup.intra(labels, 0.3)):
             assert mixup.blend(inputs, mix).is_cuda
 
 
 @each_of(("policy", "size"), [(policy, size) for policy in mixup.POLICIES for size in (1, 2)])
 def test_meta_mixup_waits_for_nothing(policy, size):
     with fake_world(size) as world, FakeGpu() as gpu:
-        model = gpu.model(network())
         with gpu.waiting():
             meta = mixup.MetaMixup(10, policy, device=CUDA)
             images = image_data()
         loss_fn = MixedCrossEntropy(lambda labels, **size: meta.mix(labels), False)
         held_out = HeldOutBatches(images, 8, seed=0, world=world)
         learner = MetaMixupStep(meta, loss_fn, held_out=held_out, every=2)
-        trainer = make_trainer(
-            model,
-            build_optimizer(model, "sgd", 0.1),
-            world,
-            loss_fn=loss_fn,
-            precision=Precision("fp16", "cuda", torch.float16),
-            meta_learner=learner,
-        )
+        settings = {"precision": "fp16", "loss_fn": loss_fn, "meta_learner": learner}
+        trainer = trainer_of(gpu, world, **settings)
         inputs, labels = batch()
         for _ in range(2 if size > 1 else 4):  # before the second epoch of the held-out rows
             trainer.train_step(inputs, labels)
@@ -395,8 +333,8 @@ class Bucket:
     """A bucket of gradients, as DistributedDataParallel hands them to a hook."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
-        self.members = parameters
         self.flat = torch.empty(sum(p.numel() for p in parameters), device=CUDA)
+        self.members = parameters
 
     def buffer(self) -> Tensor:
         return self.flat
@@ -413,9 +351,6 @@ class Bucket:
 
     def index(self) -> int:
         return 0
-
-    def is_last(self) -> bool:
-        return True
 
 
 HOOKS: dict[str, Callable[[World], AllReduceHook]] = {
@@ -475,14 +410,9 @@ def test_gradients_of_a_shared_gpu_do_not_trust_gloos_early_future(name, monkeyp
         HOOKS[name](world).run(None, bucket)
         sent = bucket.buffer().numel() * (4 if name == "none" else 2)
         assert world.bytes_sent == sent
+        hook, settings = AllReduceHook(world, "powersgd"), {"static_graph": True}
         with pytest.raises(InputError, match=r"2\.11"):
-            ddp.wrap(
-                network(),
-                world,
-                hook=AllReduceHook(world, "powersgd"),
-                sync_batch_norm=False,
-                static_graph=True,
-            )
+            ddp.wrap(network(), world, hook=hook, sync_batch_norm=False, **settings)
         monkeypatch.setattr(torch_compat, "TORCH_VERSION", (2, 11))
         with pytest.raises(AssertionError, match="torch's hook"):
             HOOKS[name](world).run(None, bucket)
@@ -501,9 +431,7 @@ class FinishedFuture:
 def test_sums_and_means_over_ranks_and_nodes_wait_for_nothing(monkeypatch):
     with fake_world(4) as world, FakeGpu() as gpu:
         node = dist.new_group([0, 1])
-        monkeypatch.setattr(
-            RankAverager, "_group_across_nodes", lambda averager: dist.new_group([0, 2])
-        )
+        monkeypatch.setattr(RankAverager, "_group_across_nodes", lambda _: dist.new_group([0, 2]))
         for group in (None, node):
             averager = RankAverager(None, group)
             values = torch.empty(11, device=CUDA)
@@ -518,18 +446,10 @@ def test_sums_and_means_over_ranks_and_nodes_wait_for_nothing(monkeypatch):
 
 
 def image_data(rows: int = 32, resident: bool = True) -> ImageDataset:
-    split = ImageSplit(
-        torch.arange(rows) % 10, torch.zeros(rows, 8, 8, 3, dtype=torch.uint8), size=8
-    )
-    return ImageDataset(
-        split,
-        Augmentation(pad=2, flip=True),
-        mean=[0.5] * 3,
-        std=[0.2] * 3,
-        device=CUDA,
-        workers=0,
-        resident=resident,
-    )
+    pixels = torch.zeros(rows, 8, 8, 3, dtype=torch.uint8)
+    split = ImageSplit(torch.arange(rows) % 10, pixels, size=8)
+    settings = {"mean": [0.5] * 3, "std": [0.2] * 3, "device": CUDA, "workers": 0}
+    return ImageDataset(split, Augmentation(pad=2, flip=True), resident=resident, **settings)
 
 
 @each_of("resident", [True, False])
@@ -586,22 +506,12 @@ def test_batches_of_texts_wait_for_nothing():
 def test_an_epoch_waits_at_logging_intervals_and_at_its_end(name, size):
     rows = 8 * 2 * LOG_INTERVAL["cuda"]
     with fake_world(size) as world, FakeGpu() as gpu:
-        model = gpu.model(network())
+        trainer = trainer_of(gpu, world, name, epochs=2)
         with gpu.waiting():
-            data = image_data(rows)
-        trainer = Trainer(
-            model,
-            optimizer_of(name, model),
-            CrossEntropy(),
+            trainer.train_set = data = image_data(rows)
+        trainer.eval_sets, trainer.batches = (
+            {"test": data},
             DynamicBatchSampler(rows, 8, world=world),
-            train_set=data,
-            eval_sets={"test": data},
-            lr_schedule=lambda progress, step=0.0: 1.0,
-            precision=Precision("fp32", "cuda"),
-            world=world,
-            log=RunLog(None, is_main=False),  # type: ignore[arg-type]
-            config=TrainerConfig(epochs=2),
-            metadata={},
         )
         trainer.checkpoints.save = lambda progress, **how: None  # type: ignore[method-assign]
         with gpu.waiting():

@@ -23,7 +23,7 @@ import ranks
 import resnet50_test
 from backends.device import make_deterministic
 from backends.precision import Precision
-from conftest import needs_gpu
+from conftest import each_of, needs_gpu
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
 from input_pipeline.image_batches import Augmentation, ImageDataset, crop_flip
@@ -32,9 +32,9 @@ from models import fusion
 from models.image_models import create_model
 from trainers import build_optimizer, make_trainer
 from training.losses import CrossEntropy
-from training.trainer import Trainer
 
 GPU = torch.device("cuda", 0)
+FP32 = Precision("fp32", "cuda")
 OPTIMIZERS = ["sgd", "adamw", "ngd", "kaldi_ngd", "lamb", "lars", "slamb"]
 
 
@@ -61,21 +61,16 @@ def network() -> nn.Module:
     )
 
 
-def trainer_of(name: str, **settings: Any) -> Trainer:
-    model = network().to(GPU)
-    return make_trainer(
-        model,
-        build_optimizer(model, name, 0.01, 1e-3),
-        World(device=GPU),
-        precision=Precision("fp32", "cuda"),
-        **settings,
-    )
-
-
 def batch(step: int, rows: int = 8) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     images = torch.randn(rows, 3, 8, 8, generator=generator)
     return images, torch.randint(10, (rows,), generator=generator)
+
+
+def set_gradients(model: nn.Module, generator: torch.Generator, place: Any) -> None:
+    for parameter in model.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = gradient.to(place)
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -88,7 +83,10 @@ def weights(model: nn.Module) -> Tensor:
 @needs_gpu
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_do_not_wait_for_the_gpu(name):
-    trainer = trainer_of(name, max_grad_norm=1.0, accumulation_steps=2)
+    model = network().to(GPU)
+    settings = {"precision": FP32, "max_grad_norm": 1.0, "accumulation_steps": 2}
+    optimizer = build_optimizer(model, name, 0.01, 1e-3)
+    trainer = make_trainer(model, optimizer, World(device=GPU), **settings)
     inputs, labels = (tensor.to(GPU) for tensor in batch(0))
     for _ in range(3):
         trainer.train_step(inputs, labels)
@@ -107,9 +105,7 @@ def test_an_optimizer_does_what_it_does_on_the_cpu(name):
         generator = torch.Generator().manual_seed(1)
         optimizer = build_optimizer(model, name, 0.01, 1e-3)
         for step in range(14):
-            for parameter in model.parameters():
-                gradient = torch.randn(parameter.shape, generator=generator)
-                parameter.grad = gradient.to(place)
+            set_gradients(model, generator, place)
             optimizer.found_inf = torch.tensor(float(step == 5), device=place)
             optimizer.step()
     tolerance = 1e-2 if "ngd" in name else 1e-4
@@ -137,12 +133,8 @@ def test_a_batch_that_does_not_fit_is_halved():
     for steps in (1, 2):  # halved, and cut in two from the start
         torch.manual_seed(0)
         model = Hungry().to(GPU)
-        trainer = make_trainer(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            World(device=GPU),
-            accumulation_steps=steps,
-        )
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = make_trainer(model, sgd, World(device=GPU), accumulation_steps=steps)
         trainer.train_step(*(tensor.to(GPU) for tensor in batch(0, rows=16)))
         assert trainer.micro_batches.number(16) == 2
         learned.append(weights(model))
@@ -172,22 +164,15 @@ def test_fused_layers_learn_under_autocast():
 
 
 def image_data(resident: bool) -> ImageDataset:
-    pixels = torch.randint(
-        256, (40, 8, 8, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
-    return ImageDataset(
-        ImageSplit(torch.arange(40) % 10, pixels, size=8),
-        Augmentation(pad=2, flip=True),
-        mean=[0.5] * 3,
-        std=[0.2] * 3,
-        device=GPU,
-        workers=0,
-        resident=resident,
-    )
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (40, 8, 8, 3), dtype=torch.uint8, generator=generator)
+    split = ImageSplit(torch.arange(40) % 10, pixels, size=8)
+    settings = {"mean": [0.5] * 3, "std": [0.2] * 3, "device": GPU, "workers": 0}
+    return ImageDataset(split, Augmentation(pad=2, flip=True), resident=resident, **settings)
 
 
 @needs_gpu
-@pytest.mark.parametrize("reflect", [False, True])
+@each_of("reflect", [False, True])
 def test_crops_and_pasted_boxes_have_the_bytes_of_the_cpu(reflect):
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (16, 8, 8, 3), dtype=torch.uint8, generator=generator)
@@ -196,9 +181,8 @@ def test_crops_and_pasted_boxes_have_the_bytes_of_the_cpu(reflect):
     partner = torch.randperm(16, generator=generator)
     results = []
     for place in ("cpu", GPU):
-        cropped = crop_flip(
-            pixels.to(place), offsets.to(place), flips=flips.to(place), pad=2, reflect=reflect
-        )
+        settings = {"flips": flips.to(place), "pad": 2, "reflect": reflect}
+        cropped = crop_flip(pixels.to(place), offsets.to(place), **settings)
         mix = mixup.Mix(partner.to(place), torch.ones(16, device=place), box=(1, 5, 2, 7))
         images = cropped.permute(0, 3, 1, 2).float()
         results.append((cropped.cpu(), mixup.blend(images, mix).cpu()))
@@ -224,9 +208,7 @@ def slamb_goes_on_after_its_dense_steps(world: World) -> None:
     optimizer = build_optimizer(model, "slamb", 0.01, 1e-3, dense_steps=3, local_steps=4)
     generator = torch.Generator().manual_seed(world.rank)
     for _ in range(12):
-        for parameter in model.parameters():
-            gradient = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = gradient.to(world.device)
+        set_gradients(model, generator, world.device)
         optimizer.step()
     ours = weights(model).double()
     assert torch.isfinite(ours).all()
@@ -242,21 +224,11 @@ def test_slamb_goes_on_after_its_dense_steps():
 def two_ranks_do_what_one_does(world: World) -> None:
     for compression, tolerance in (("none", 1e-5), ("bf16", 2e-2)):
         shared, alone = network().to(world.device), network().to(world.device)
-        precision = Precision("fp32", world.device.type)
-        two = make_trainer(
-            shared,
-            torch.optim.SGD(shared.parameters(), lr=0.1),
-            world,
-            precision=precision,
-            comm_hook=AllReduceHook(world, compression),
-        )
+        sgd, alone_sgd = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (shared, alone))
+        hook = AllReduceHook(world, compression)
+        two = make_trainer(shared, sgd, world, precision=FP32, comm_hook=hook)
         two.wrap_model()
-        one = make_trainer(
-            alone,
-            torch.optim.SGD(alone.parameters(), lr=0.1),
-            World(device=world.device),
-            precision=precision,
-        )
+        one = make_trainer(alone, alone_sgd, World(device=world.device), precision=FP32)
         for step in range(4):
             images, labels = (tensor.to(world.device) for tensor in batch(step))
             mine = slice(4 * world.rank, 4 * world.rank + 4)
@@ -294,10 +266,9 @@ def test_a_resumed_run_follows_its_schedule(name, tmp_path):
     assert rows[0]["lr"] == pytest.approx(0.01)
     assert all(row["lr"] < 1e-20 for row in rows[1:])
     after = ranks.weights(tmp_path)
-    learned = {name for name, value in before.items() if value.is_floating_point()}
-    for name in learned:
-        if "running" not in name:
-            assert torch.equal(before[name], after[name]), name
+    for name, value in before.items():
+        if value.is_floating_point() and "running" not in name:
+            assert torch.equal(value, after[name]), name
 
 
 @needs_gpu
@@ -311,12 +282,11 @@ def test_a_run_goes_on_with_another_device(name, tmp_path):
 
 @needs_gpu
 def test_a_deterministic_run_gives_the_same_bits_when_resumed(tmp_path):
-    flags = "--deterministic --lr 0.05 --epochs"
+    flags = "--deterministic --lr 0.05 --lr_schedule constant --warmup 0 --epochs"
     try:
-        for name in ("whole", "resumed"):
-            for epochs in ("2",) if name == "whole" else ("1", "2"):
-                constant = f"{flags} {epochs} --lr_schedule constant --warmup 0"
-                train(tmp_path / name, constant, resume=(tmp_path / name).exists())
+        train(tmp_path / "whole", f"{flags} 2")
+        train(tmp_path / "resumed", f"{flags} 1")
+        train(tmp_path / "resumed", f"{flags} 2", resume=True)
     finally:
         torch.use_deterministic_algorithms(False)
     ranks.same_run(tmp_path / "whole", tmp_path / "resumed")

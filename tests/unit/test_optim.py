@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 
@@ -14,19 +15,22 @@ import resnet50_test
 from cli import factory, options
 from conftest import each_of
 from models.transformer import Transformer
+from optimizer_cases import snapshot
 from optimizers.param_groups import decay_groups
-from optimizers.schedules import SCHEDULES, Schedule, scale_lr
+from optimizers.schedules import Schedule, scale_lr
 from resnet50_test import OPTIMIZERS
 from trainers import build_optimizer
 
 EPOCHS, STEPS = 12, 10  # of the run; steps in an epoch
 TOTAL = EPOCHS * STEPS
-BY_EPOCH: dict[str, Callable[[torch.optim.Optimizer], peers.LRScheduler]] = {
-    "step": lambda o: peers.StepLR(o, 3, gamma=0.3),
-    "multistep": lambda o: peers.MultiStepLR(o, [2, 5, 11], gamma=0.3),
-    "exponential": lambda o: peers.ExponentialLR(o, gamma=0.3),
-}
-BY_STEP: dict[str, tuple[Callable[[torch.optim.Optimizer], peers.LRScheduler], dict]] = {
+PEERS: dict[str, tuple[Callable[[torch.optim.Optimizer], peers.LRScheduler], dict]] = {
+    "step": (lambda o: peers.StepLR(o, 3, gamma=0.3), {"step_size": 3}),
+    "multistep": (
+        lambda o: peers.MultiStepLR(o, [2, 5, 11], gamma=0.3),
+        {"milestones": [11, 2, 5]},
+    ),
+    "exponential": (lambda o: peers.ExponentialLR(o, gamma=0.3), {}),
+    "inverse": (lambda o: peers.LambdaLR(o, lambda epoch: 1 / (1 + 0.3 * epoch)), {}),
     "polynomial": (lambda o: peers.PolynomialLR(o, TOTAL, power=1.7), {"power": 1.7}),
     "cosine": (lambda o: peers.CosineAnnealingLR(o, TOTAL, eta_min=0.05), {"end": 0.05}),
     # torch ends OneCycleLR on the last step, ours right after it: torch's has one step more, and a
@@ -38,12 +42,11 @@ BY_STEP: dict[str, tuple[Callable[[torch.optim.Optimizer], peers.LRScheduler], d
         {"peak": 7.0},
     ),
     "cyclic": (
-        lambda o: peers.CyclicLR(
-            o, 1.0, 7.0, step_size_up=2 * STEPS, mode="triangular", cycle_momentum=False
-        ),
+        lambda o: peers.CyclicLR(o, 1.0, 7.0, step_size_up=2 * STEPS, cycle_momentum=False),
         {"peak": 7.0, "step_size": 2},
     ),
 }
+BY_EPOCH = ("step", "multistep", "exponential", "inverse")  # change at whole epochs only
 
 HERE = [name for name in OPTIMIZERS if not name.startswith("apex")]  # apex has tests of its own
 
@@ -59,32 +62,19 @@ def rates(peer: Callable[[torch.optim.Optimizer], peers.LRScheduler], count: int
     return seen
 
 
-@pytest.mark.parametrize("name", BY_EPOCH)
-def test_epoch_schedule_equals_torch_and_changes_at_whole_epochs_only(name: str) -> None:
-    ours = Schedule(name, EPOCHS, gamma=0.3, step_size=3, milestones=[11, 2, 5])
-    expected = [rate for rate in rates(BY_EPOCH[name], EPOCHS) for _ in range(STEPS)]
-    assert [
-        ours(epoch + step * (1 / STEPS)) for epoch in range(EPOCHS) for step in range(STEPS)
-    ] == pytest.approx(expected)
+@each_of("name", PEERS)
+def test_a_schedule_equals_torchs(name: str) -> None:
+    peer, settings = PEERS[name]
+    ours = Schedule(name, EPOCHS, gamma=0.3, **settings)
+    found = [ours(epoch + step * (1 / STEPS)) for epoch in range(EPOCHS) for step in range(STEPS)]
+    if name in BY_EPOCH:
+        expected = [rate for rate in rates(peer, EPOCHS) for _ in range(STEPS)]
+    else:
+        expected = rates(peer, TOTAL)
+    assert found == pytest.approx(expected, abs=1e-9)
 
 
-def test_inverse_equals_its_formula_and_changes_at_whole_epochs_only() -> None:
-    ours = Schedule("inverse", EPOCHS, gamma=0.3)
-    for epoch in range(EPOCHS):
-        assert {ours(epoch + step * (1 / STEPS)) for step in range(STEPS)} == {
-            1 / (1 + 0.3 * epoch)
-        }
-
-
-@pytest.mark.parametrize("name", BY_STEP)
-def test_step_schedule_equals_torch(name: str) -> None:
-    peer, values = BY_STEP[name]
-    ours = Schedule(name, EPOCHS, **values)
-    progress = [epoch + step * (1 / STEPS) for epoch in range(EPOCHS) for step in range(STEPS)]
-    assert [ours(t) for t in progress] == pytest.approx(rates(peer, TOTAL), abs=1e-9)
-
-
-@pytest.mark.parametrize("steps", [1, 7, 49, 390])  # 49 * (1 / 49) < 1
+@each_of("steps", [1, 7, 49, 390])  # 49 * (1 / 49) < 1
 def test_whole_epochs_are_counted_right_where_a_step_is_no_binary_fraction(steps: int) -> None:
     ours = Schedule("exponential", 100, gamma=0.5)
     for epoch in range(100):
@@ -92,7 +82,7 @@ def test_whole_epochs_are_counted_right_where_a_step_is_no_binary_fraction(steps
         assert ours((epoch * steps + steps) * (1 / steps)) == 0.5 ** (epoch + 1)
 
 
-@pytest.mark.parametrize(("warmup", "steps"), [(1, 10), (2, 7), (0.5, 30), (5, 391)])
+@each_of(("warmup", "steps"), [(1, 10), (2, 7), (0.5, 30), (5, 391)])
 def test_warmup_rises_linearly_and_ends_at_one(warmup: float, steps: int) -> None:
     ours, rise = Schedule("constant", EPOCHS, warmup=warmup), round(warmup * steps)
     factors = [ours(k // steps + k % steps * (1 / steps), 1 / steps) for k in range(rise + 3)]
@@ -100,23 +90,13 @@ def test_warmup_rises_linearly_and_ends_at_one(warmup: float, steps: int) -> Non
     assert factors[rise:] == [1.0] * 3
 
 
-@pytest.mark.parametrize("name", ["polynomial", "cosine", "onecycle"])
-def test_shape_begins_after_the_warmup_and_ends_with_the_run(name: str) -> None:
-    warm, plain = (
-        Schedule(name, 12, warmup=4, end=0.1, peak=3.0),
-        Schedule(name, 8, end=0.1, peak=3.0),
-    )
-    assert [warm(4 + t) for t in (0, 1.5, 4, 8)] == pytest.approx(
-        [plain(t) for t in (0, 1.5, 4, 8)]
-    )
-    assert warm(12) == pytest.approx({"onecycle": 3 / 250_000}.get(name, 0.1))
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_rate_is_positive_and_finite_at_every_step(name: str) -> None:
-    ours = Schedule(name, 3, warmup=1, milestones=[1])
-    factors = [ours(k / 50, 1 / 50) for k in range(150)]
-    assert all(0 < factor <= 5 and math.isfinite(factor) for factor in factors)
+@each_of(("name", "end"), [("polynomial", 0.1), ("cosine", 0.1), ("onecycle", 3 / 250_000)])
+def test_shape_begins_after_the_warmup_and_ends_with_the_run(name: str, end: float) -> None:
+    warm = Schedule(name, 12, warmup=4, end=0.1, peak=3.0)
+    plain = Schedule(name, 8, end=0.1, peak=3.0)
+    for t in (0, 1.5, 4, 8):
+        assert warm(4 + t) == pytest.approx(plain(t))
+    assert warm(12) == pytest.approx(end)
 
 
 def test_unknown_schedule_is_refused() -> None:
@@ -124,58 +104,33 @@ def test_unknown_schedule_is_refused() -> None:
         Schedule("sinus", 3)(0)
 
 
-@pytest.mark.parametrize(
-    ("rule", "expected"), [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * math.sqrt(8))]
-)
+@each_of(("rule", "expected"), [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * math.sqrt(8))])
 def test_learning_rate_scales_with_the_batch(rule: str, expected: float) -> None:
     assert scale_lr(0.1, rule, batch_size=1024, base_batch_size=128) == pytest.approx(expected)
     assert scale_lr(0.1, rule, batch_size=128, base_batch_size=128) == pytest.approx(0.1)
 
 
-def test_decay_groups_hold_each_trained_parameter_once() -> None:
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.Flatten(),
-        nn.Linear(4, 4),
-        nn.Linear(4, 4, bias=False),
-    )
-    model[4].weight = model[3].weight  # tied
+def test_decay_groups_hold_each_trained_parameter_once_and_decay_matrices_but_positions() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model.append(Transformer(50, 3, width=8, depth=1, heads=2, mlp_width=8, max_len=16))
+    model[2].weight = model[1].weight  # tied
     model[0].bias.requires_grad_(False)
-    groups = decay_groups(model, 0.1)
-    held = [id(parameter) for group in groups for parameter in group["params"]]
-    assert len(held) == len(set(held))
-    assert set(held) == {
-        id(parameter) for parameter in model.parameters() if parameter.requires_grad
-    }
-    decayed = {
-        id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]
-    }
-    assert decayed == {id(model[0].weight), id(model[3].weight)}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim > 1 and p is not model[3].positions]
+    held = {group["weight_decay"]: group["params"] for group in decay_groups(model, 0.1)}
+    assert [id(p) for p in held[0.1]] == [id(p) for p in matrices]
+    assert sorted(map(id, held[0.1] + held[0.0])) == sorted(map(id, trained))
 
 
-def test_learned_positions_are_not_decayed() -> None:
-    model = Transformer(50, 3, width=8, depth=1, heads=2, mlp_width=8, max_len=16)
-    free = {
-        id(parameter)
-        for group in decay_groups(model, 0.1)
-        if not group["weight_decay"]
-        for parameter in group["params"]
-    }
-    assert id(model.positions) in free
-
-
-@pytest.mark.parametrize("name", HERE)
+@each_of("name", HERE)
 def test_optimizer_descends(name: str) -> None:
     weight = nn.Linear(5, 1)
     nn.init.constant_(weight.weight, 0.5)  # steps of LARS and LAMB are in proportion to the weights
     own = {"trust_coefficient": 1.0} if name == "lars" else {}
     optimizer = build_optimizer(weight, name, lr=0.05, weight_decay=1e-3, **own)
-    x = torch.randn(64, 5)
-    y = x.sum(1, keepdim=True)
-    losses = []
+    x, losses = torch.randn(64, 5), []
     for _ in range(100):
-        loss = (weight(x) - y).square().mean()
+        loss = (weight(x) - x.sum(1, keepdim=True)).square().mean()
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
@@ -183,27 +138,12 @@ def test_optimizer_descends(name: str) -> None:
     assert losses[-1] < losses[0] / 4
 
 
-@pytest.mark.parametrize("name", HERE)
-def test_state_round_trips_with_a_frozen_parameter(name: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    model[0].bias.requires_grad_(False)
-    optimizer = build_optimizer(model, name, lr=0.1, weight_decay=0.01)
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    other = build_optimizer(model, name, lr=0.1, weight_decay=0.01)
-    other.load_state_dict(optimizer.state_dict())
-    torch.testing.assert_close(other.state_dict(), optimizer.state_dict())
-
-
 def weight(*shape: int, **settings: bool) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape), **settings)
 
 
-@pytest.mark.parametrize("name", HERE)
+@each_of("name", HERE)
 def test_unusual_groups_and_parameters_are_taken_as_by_torch(name: str) -> None:
-    def make(params) -> torch.optim.Optimizer:
-        return OPTIMIZERS[name].make(params, lr=0.1)
-
     frozen = weight(4, 3, requires_grad=False)
     for groups in (
         [{"params": []}, {"params": [weight(4, 3)]}, {"params": []}],
@@ -214,7 +154,7 @@ def test_unusual_groups_and_parameters_are_taken_as_by_torch(name: str) -> None:
         [{"params": [frozen]}, {"params": [frozen.clone().requires_grad_(False)]}],
         [{"params": [weight(2, 3, 2, 1, 2), weight(9, 8).detach().T[::2].requires_grad_()]}],
     ):
-        optimizer = make(groups)
+        optimizer = OPTIMIZERS[name].make(groups, lr=0.1)
         for _ in range(2):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for p in parameters:
@@ -224,12 +164,14 @@ def test_unusual_groups_and_parameters_are_taken_as_by_torch(name: str) -> None:
             for p, old in zip(parameters, before):
                 assert torch.equal(p, old) == (p.grad is None or p.numel() == 0)
                 assert p.isfinite().all()
-            optimizer.load_state_dict(optimizer.state_dict())
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(state)
+            torch.testing.assert_close(optimizer.state_dict(), state)
             optimizer.add_param_group({"params": [weight(5, 6)]})
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-@pytest.mark.parametrize("name", HERE)
+@each_of("name", HERE)
 def test_parameters_and_gradients_of_another_kind_are_refused_in_one_line(name: str) -> None:
     make, is_torchs = OPTIMIZERS[name].make, name in ("sgd", "adamw")
     complex_one, twice = nn.Parameter(torch.ones(4, 3, dtype=torch.complex64)), weight(4, 3)
@@ -248,7 +190,7 @@ def test_parameters_and_gradients_of_another_kind_are_refused_in_one_line(name: 
             optimizer.step()
 
 
-@pytest.mark.parametrize("name", HERE)
+@each_of("name", HERE)
 def test_weights_without_a_gradient_stay_as_they_are(name: str) -> None:
     mine = [weight(*shape) for shape in ((40, 60), (40, 60), (7,), (7,), (), (3, 3))]
     optimizer = OPTIMIZERS[name].make([{"params": mine, "weight_decay": 0.1}], lr=0.01)
@@ -256,13 +198,12 @@ def test_weights_without_a_gradient_stay_as_they_are(name: str) -> None:
         unused = range(step % 2, len(mine), 2) if step else range(4, 6)
         for number, p in enumerate(mine):
             p.grad = None if number in unused else torch.randn_like(p)
-        before = [(p.detach().clone(), optimizer.state[p].get("momentum_buffer")) for p in mine]
-        before = [(p, None if m is None else m.clone()) for p, m in before]
+        before = snapshot(optimizer)
         optimizer.step()
-        for number, (p, (weights, momentum)) in enumerate(zip(mine, before)):
+        for number, (p, (weights, state)) in enumerate(zip(mine, before)):
             assert torch.equal(p, weights) == (number in unused), (step, number)
-            if number in unused and momentum is not None:
-                assert torch.equal(optimizer.state[p]["momentum_buffer"], momentum)
+            if number in unused and "momentum_buffer" in state:
+                assert torch.equal(optimizer.state[p]["momentum_buffer"], state["momentum_buffer"])
 
 
 @pytest.fixture
@@ -278,23 +219,17 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.mark.usefixtures("poisoned_memory")
 @each_of(
-    ("name", "options"),
-    [
-        ("sgd", {"momentum": 0.0}),
-        ("sgd", {"momentum": 0.9}),
-        ("sgd", {"momentum": 0.9, "nesterov": True}),
-        ("adamw", {}),
-    ],
-    ids=["sgd", "momentum", "nesterov", "adamw"],
+    "settings", [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {}]
 )
-@each_of("skipped", [(0,), (0, 1), (1,)], ids=["first", "first-two", "second"])
-def test_skipped_steps_leave_no_trace(name: str, options: dict, skipped: tuple[int, ...]) -> None:
+@each_of("skipped", [(0,), (0, 1), (1,)])
+def test_skipped_steps_leave_no_trace(settings: dict, skipped: tuple[int, ...]) -> None:
+    name = "sgd" if settings else "adamw"
     gradients = [torch.randn(4, 3) for _ in range(4)]
 
     def train(skips: bool) -> tuple[Tensor, dict]:
         model = nn.Linear(3, 4, bias=False)
         nn.init.ones_(model.weight)
-        optimizer = build_optimizer(model, name, lr=0.1, weight_decay=0.01, **options)
+        optimizer = build_optimizer(model, name, lr=0.1, weight_decay=0.01, **settings)
         for number, gradient in enumerate(gradients):
             bad = number in skipped
             if bad and not skips:
@@ -304,12 +239,10 @@ def test_skipped_steps_leave_no_trace(name: str, options: dict, skipped: tuple[i
             optimizer.step()
         return model.weight.detach(), optimizer.state_dict()["state"]
 
-    (weight, state), (expected, expected_state) = train(True), train(False)
-    torch.testing.assert_close(weight, expected, rtol=0, atol=0)
-    torch.testing.assert_close(state, expected_state, rtol=0, atol=0)
+    torch.testing.assert_close(train(True), train(False), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("words", "batch", "advised"),
     [
         ("", 128, False),  # what --lr was tuned for
@@ -324,12 +257,7 @@ def test_a_large_batch_is_advised_on(words: str, batch: int, advised: bool) -> N
     args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split())
     line = factory.large_batch_advice(args, batch, 50_000)
     assert bool(line) == advised
-    assert "\n" not in line
-    assert not advised or (
-        f"global batch of {batch}" in line
-        and "--lr_scaling" in line
-        and "square root is 224" in line
-    )
+    assert not advised or "square root is 224" in line
 
 
 @each_of(
