@@ -104,36 +104,27 @@ BILLION = ", ".join(f"&a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1,
     [
         ("", "", "expected lines such as"),
         ("lr: [", "", "not YAML"),
-        ("lr: 3", "", "lr: expected a type"),
         ("lr: {log: [0.1, 1]}", "", "lr: expected a type (float, int, categorical)"),
         (f"lr: [&a0 [1, 1, 1, 1], {BILLION}]", "", "lr: expected a type"),
         ("lr: {type: float, low: 0.1}", "", "lr: FloatDistribution"),
         ("lr: {type: float, low: 0.1, high: 1, step: x}", "", "could not convert"),
-        ("lr: {type: float, low: 0.1, high: 1, step: 0.4}", "", "not divisible by"),
         ("lr: {type: float, low: 0, high: 1, log: true}", "", "lr: `low > 0`"),
-        ("lr: {type: float, low: 1, high: 0.1}", "", "lr: `low <= high`"),
         ("lr: {type: float, low: 0.1, high: .inf}", "", "--lr: must be"),
-        ("lr: {type: float, low: [1], high: 2}", "", "lr: "),
         ("lr: {type: float, low: true, high: 2}", "", "--lr: true is not a value"),
         ("bs: {type: float, low: 16, high: 64.5}", "", "must be a whole number"),
-        (categorical("lr"), "", "lr: "),
         (categorical("lr", 0.1, "abc"), "", "--lr: must be a number, got 'abc'"),
         (categorical("lr", [1, 2]), "", "lr: Choices"),
         ("lr: {type: categorical, choices: [null]}", "", "None is not a number or a word"),
         (categorical("lr", 1) + categorical("learning-rate", 2), "", "lr is there twice"),
-        (categorical("optimizer", "sgd", "sdg"), "", "did you mean sgd?"),
         (categorical("leraning_rate", 1), "", "did you mean --learning_rate?"),
         (categorical("out", "x"), "", "the sweep sets this flag"),
         (categorical("recipe", "best"), "", "this flag cannot be searched"),
         (None, "--leraning_rate 1", "did you mean --learning_rate?"),
         (None, "--trial 3", "did you mean --trials?"),
-        (None, "--sampler gird", "did you mean grid?"),
         (None, "--sampler grid", "lr has a range"),
         (None, "--objective time_to:2", "--objective"),
         (None, "--space nowhere.yaml", "nowhere.yaml"),
-        (None, "--val_fraction 0", "--val_fraction"),
         (None, "--resume-from-checkpoint=x", "--resume"),
-        (None, "--trials 0", "--trials"),
         (None, "--epochs 3 --warmup 5", "--warmup 5"),  # which every trial would refuse
     ],
 )
@@ -168,11 +159,10 @@ def test_shared_flags_and_the_optimizer_of_images(run_sweep, monkeypatch):
 
 
 @pytest.mark.process
-def test_both_shell_scripts_start_from_any_folder(tmp_path):
-    for name in ("resnet50", "transformer"):
-        command = ["bash", str(ROOT / "tuning" / f"{name}_tuning.sh"), "--space", f"no-{name}.yaml"]
-        process = ranks.start(command, tmp_path)
-        assert f"error: --space no-{name}.yaml" in ranks.finish(process, tmp_path, expected=2)
+def test_a_shell_script_starts_from_any_folder(tmp_path):
+    command = ["bash", str(ROOT / "tuning" / "transformer_tuning.sh"), "--space", "none.yaml"]
+    process = ranks.start(command, tmp_path)
+    assert "error: --space none.yaml" in ranks.finish(process, tmp_path, expected=2)
 
 
 def test_gpus_are_divided_among_trials(monkeypatch):
@@ -219,10 +209,8 @@ def test_no_two_threads_run_the_same_enqueued_trial(tmp_path, monkeypatch):
 
 
 def test_objectives():
-    rows = [
-        {"val_accuracy": accuracy, "seconds": 10.0 * epoch}
-        for epoch, accuracy in enumerate((0.3, 0.7, 0.5), 1)
-    ]
+    accuracies = enumerate((0.3, 0.7, 0.5), 1)
+    rows = [{"val_accuracy": value, "seconds": 10.0 * epoch} for epoch, value in accuracies]
     accuracy, time_to = Objective.parse("accuracy"), Objective.parse("time_to:0.6")
     assert (accuracy.direction, accuracy.final_value(rows)) == ("maximize", 0.5)
     assert (time_to.direction, time_to.final_value(rows)) == ("minimize", 20.0)
@@ -246,20 +234,20 @@ def test_objectives():
 
 @pytest.mark.process
 def test_a_killed_sweep_resumes_its_trial(tmp_path):
-    command = ["bash", str(ROOT / "tuning" / "resnet50_tuning.sh"), *DIGITS, "--trials", "1"]
-    command += ["--epochs", "12", "--out", "a sweep's"]
+    command = ranks.script("tuning/sweep.py", "--script", "resnet50_test.py", *DIGITS)
+    command += ["--trials", "1", "--epochs", "8", "--out", "a sweep's"]
     trial = tmp_path / "a sweep's" / "trials" / "0000"
     process = ranks.start(command, tmp_path)
     ranks.wait_for(lambda: len(trials.complete_rows(trial)) > 1, process)
-    process.kill()  # the sweep alone: its trial is to end by itself
+    os.kill(process.pid, signal.SIGKILL)  # the sweep alone: its trial is to end by itself
     process.wait()
     done = ranks.finish(ranks.start(command, tmp_path), tmp_path)
     assert "0 finished, 1 resumed" in done
     (row,) = table(trial.parents[1])
-    assert (row["state"], row["folder"], row["epochs"]) == ("COMPLETE", "0000", "12")
+    assert (row["state"], row["folder"], row["epochs"]) == ("COMPLETE", "0000", "8")
     console = (trial / "console.log").read_text()
     assert "error: interrupted" in console, "a trial outlived its sweep"
-    assert [row["epoch"] for row in ranks.metrics(trial)] == list(range(1, 13))
+    assert [row["epoch"] for row in ranks.metrics(trial)] == list(range(1, 9))
     assert "test_accuracy" not in ranks.metrics(trial)[0]
     assert console.count("\n    1 ") == 1, "the resumed trial began anew"
     _, script, *words = shlex.split(done.splitlines()[-1])
@@ -272,7 +260,8 @@ def test_a_killed_sweep_resumes_its_trial(tmp_path):
 def test_ctrl_c_ends_all_trials_and_they_are_resumed(run_sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(search, "GRACE_SECONDS", 1)
     monkeypatch.setattr(search, "HEARTBEAT_SECONDS", 1)
-    words = [*DIGITS, "--jobs", "2", "--trials", "2", "--epochs", "12", "--pruner", "none"]
+    words = [*DIGITS, "--jobs", "2", "--trials", "2", "--epochs", "8", "--pruner", "none"]
+    words = [categorical("lr", 0.05, 0.1), *words]
     folders = [tmp_path / "sweep" / "trials" / name for name in ("0000", "0001")]
 
     def press() -> None:
@@ -281,13 +270,13 @@ def test_ctrl_c_ends_all_trials_and_they_are_resumed(run_sweep, tmp_path, monkey
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press, daemon=True).start()
-    code, _, error = run_sweep(categorical("lr", 0.05, 0.1), *words)
+    code, _, error = run_sweep(*words)
     assert code == 130
     assert "run the same command again to resume" in error
-    code, out, _ = run_sweep(categorical("lr", 0.05, 0.1), *words)
+    code, out, _ = run_sweep(*words)
     assert (code, "0 finished, 2 resumed" in out) == (0, True)
-    assert {row["folder"] for row in table(tmp_path / "sweep")} == {"0000", "0001"}
-    assert {row["epochs"] for row in table(tmp_path / "sweep")} == {"12"}
+    found = {(row["folder"], row["epochs"]) for row in table(tmp_path / "sweep")}
+    assert found == {("0000", "8"), ("0001", "8")}
 
 
 @pytest.mark.process
@@ -303,8 +292,7 @@ def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(run_sweep, tm
     assert (pruned["lr"], pruned["value"], pruned["epochs"]) == ("1e-06", "", "2")
     assert (failed["lr"], failed["epochs"]) == ("1e+30", "0")
     assert "not finite" in failed["error"]
-    pictures = {path.name for path in (tmp_path / "sweep").glob("*.png")}
-    assert pictures == {"history.png", "curves.png", "flags.png", "importance.png"}
+    assert len(list((tmp_path / "sweep").glob("*.png"))) == 4
     for text, words, message in (
         (categorical("lr", 0.05), [], "the space's lr"),
         (searched, ["--subset", "0.3"], "--subset"),
@@ -319,10 +307,8 @@ def test_a_target_that_no_trial_reaches_makes_no_recipe(run_sweep, tmp_path):
     grid = ["--sampler", "grid", "--epochs", "1", *DIGITS, "--objective", "time_to:0.99"]
     code, _, error = run_sweep(categorical("lr", 1e-6), *grid)
     assert code == 2
-    assert error == (
-        "error: no trial is complete, so there is no recipe: none reached the target; give more "
-        "--epoch, or a lower target\n"
-    )
+    message = "no trial is complete, so there is no recipe: none reached the target; give more "
+    assert error == f"error: {message}--epoch, or a lower target\n"
     assert table(tmp_path / "sweep")[0]["state"] == "PRUNED"
     assert not (tmp_path / "sweep" / "recipe.yaml").exists()
 
@@ -332,20 +318,13 @@ def test_a_target_that_no_trial_reaches_makes_no_recipe(run_sweep, tmp_path):
 
 def finished(script: TargetScript, folder: Path, nproc: int = 1) -> Any:
     """As much of a sweep's settings as its recipe and command need."""
-    return SimpleNamespace(
-        script=script,
-        objective=Objective(),
-        val_fraction=0.1,
-        nproc=nproc,
-        recipe_out=folder / "tuned.yaml",
-    )
+    settings = {"objective": Objective(), "val_fraction": 0.1, "recipe_out": folder / "tuned.yaml"}
+    return SimpleNamespace(script=script, nproc=nproc, **settings)
 
 
 def trial_with(params: dict[str, Any]) -> optuna.trial.FrozenTrial:
-    distributions = {
-        name: optuna.distributions.CategoricalDistribution([value])
-        for name, value in params.items()
-    }
+    one_of = optuna.distributions.CategoricalDistribution
+    distributions = {name: one_of([value]) for name, value in params.items()}
     return optuna.trial.create_trial(value=0.5, params=params, distributions=distributions)
 
 
