@@ -69,9 +69,6 @@ def categorical(name: str, *choices: object) -> str:
     return f"{name}: {{type: categorical, choices: {list(choices)}}}\n"
 
 
-# -------------------------------------------------------------------- spaces and flags
-
-
 def test_a_space_is_read_and_sampled(tmp_path):
     script = TargetScript.read("resnet50_test.py", [])
     path = tmp_path / "space.yaml"
@@ -82,15 +79,13 @@ def test_a_space_is_read_and_sampled(tmp_path):
         "nesterov: {type: categorical, choices: [false]}\n"
         "mixup: {type: categorical, choices: [no, mixup]}\n"  # YAML reads `no` as false
     )
-    read = space.read_space(path, script)
-    values = space.suggest(optuna.create_study().ask(), read)
+    values = space.suggest(optuna.create_study().ask(), space.read_space(path, script))
     assert list(values) == ["lr", "clip", "bs", "nesterov", "mixup"]
     assert 1e-3 <= values["lr"] <= 0.5
     assert values["clip"] in (0, 0.5, 1)
     assert values["bs"] in (16, 32, 48, 64)
     flags = script.flags(values | {"mixup": False})
-    assert flags["lr"] == values["lr"]
-    assert (flags["nesterov"], flags["mixup"]) == (False, "none")
+    assert (flags["lr"], flags["nesterov"], flags["mixup"]) == (values["lr"], False, "none")
     for name in ("resnet50", "transformer"):
         script = TargetScript.read(f"{name}_test.py", [])
         assert "lr" in space.read_space(ROOT / "tuning" / f"{name}.yaml", script)
@@ -109,11 +104,9 @@ BILLION = ", ".join(f"&a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1,
         ("lr: {type: float, low: 0.1}", "", "lr: FloatDistribution"),
         ("lr: {type: float, low: 0.1, high: 1, step: x}", "", "could not convert"),
         ("lr: {type: float, low: 0, high: 1, log: true}", "", "lr: `low > 0`"),
-        ("lr: {type: float, low: 0.1, high: .inf}", "", "--lr: must be"),
         ("lr: {type: float, low: true, high: 2}", "", "--lr: true is not a value"),
         ("bs: {type: float, low: 16, high: 64.5}", "", "must be a whole number"),
         (categorical("lr", 0.1, "abc"), "", "--lr: must be a number, got 'abc'"),
-        (categorical("lr", [1, 2]), "", "lr: Choices"),
         ("lr: {type: categorical, choices: [null]}", "", "None is not a number or a word"),
         (categorical("lr", 1) + categorical("learning-rate", 2), "", "lr is there twice"),
         (categorical("leraning_rate", 1), "", "did you mean --learning_rate?"),
@@ -138,13 +131,13 @@ def test_a_wrong_space_or_flag_is_one_line(text, words, message, run_sweep, tmp_
 
 def test_a_sweep_needs_optuna_5_and_a_storage(run_sweep, monkeypatch):
     assert "error: --storage nonsense://x: " in run_sweep(None, "--storage", "nonsense://x")[2]
-    for version in ("4.8.0", None):
-        monkeypatch.setattr(importlib.metadata, "version", lambda name, v=version: v or missing())
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError
+
+    for version in (lambda name: "4.8.0", missing):
+        monkeypatch.setattr(importlib.metadata, "version", version)
         assert run_sweep(None)[::2] == (2, "error: a sweep needs Optuna: pip install 'optuna>=5'\n")
-
-
-def missing() -> None:
-    raise importlib.metadata.PackageNotFoundError
 
 
 def test_shared_flags_and_the_optimizer_of_images(run_sweep, monkeypatch):
@@ -176,19 +169,17 @@ def test_gpus_are_divided_among_trials(monkeypatch):
     assert trials.gpu_slots(1, 2, gpus=2).get() == "5,7", "those that this process may see"
 
 
-# -------------------------------------------------------------------- the study
-
-
 def test_each_folder_has_a_database_of_its_own(tmp_path):
     """Also folders whose names have characters with a meaning in a URL."""
     folders = [tmp_path / name for name in ("q?1", "q?2", "q", "a#b", "50%3F", "x&y=z;{v}", "é ü")]
+    urls = []
     for folder in folders:
         folder.mkdir()
-        optuna.create_study(storage=search.sqlite_url(folder / "study.db"), study_name=folder.name)
-    for folder in folders:
+        urls.append(search.sqlite_url(folder / "study.db"))
+        optuna.create_study(storage=urls[-1], study_name=folder.name)
+    for folder, url in zip(folders, urls):
         assert [path.name for path in folder.iterdir()] == ["study.db"]
-        names = optuna.get_all_study_names(search.sqlite_url(folder / "study.db"))
-        assert names == [folder.name]
+        assert optuna.get_all_study_names(url) == [folder.name]
 
 
 def test_no_two_threads_run_the_same_enqueued_trial(tmp_path, monkeypatch):
@@ -229,7 +220,9 @@ def test_objectives():
         assert runner.should_prune(study.ask(), rows[0]) == expected
 
 
-# -------------------------------------------------------------------- whole sweeps
+def short_grace() -> None:
+    """Let a sweep see within 3 s that a trial was killed."""
+    search.GRACE_SECONDS = search.HEARTBEAT_SECONDS = 1
 
 
 @pytest.mark.process
@@ -237,11 +230,11 @@ def test_a_killed_sweep_resumes_its_trial(tmp_path):
     command = ranks.script("tuning/sweep.py", "--script", "resnet50_test.py", *DIGITS)
     command += ["--trials", "1", "--epochs", "8", "--out", "a sweep's"]
     trial = tmp_path / "a sweep's" / "trials" / "0000"
-    process = ranks.start(command, tmp_path)
+    process = ranks.start(command, tmp_path, first=short_grace)
     ranks.wait_for(lambda: len(trials.complete_rows(trial)) > 1, process)
     os.kill(process.pid, signal.SIGKILL)  # the sweep alone: its trial is to end by itself
     process.wait()
-    done = ranks.finish(ranks.start(command, tmp_path), tmp_path)
+    done = ranks.finish(ranks.start(command, tmp_path, first=short_grace), tmp_path)
     assert "0 finished, 1 resumed" in done
     (row,) = table(trial.parents[1])
     assert (row["state"], row["folder"], row["epochs"]) == ("COMPLETE", "0000", "8")
@@ -260,8 +253,8 @@ def test_a_killed_sweep_resumes_its_trial(tmp_path):
 def test_ctrl_c_ends_all_trials_and_they_are_resumed(run_sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(search, "GRACE_SECONDS", 1)
     monkeypatch.setattr(search, "HEARTBEAT_SECONDS", 1)
-    words = [*DIGITS, "--jobs", "2", "--trials", "2", "--epochs", "8", "--pruner", "none"]
-    words = [categorical("lr", 0.05, 0.1), *words]
+    sweep_of_two = "--jobs 2 --trials 2 --epochs 8 --pruner none".split()
+    words = [categorical("lr", 0.05, 0.1), *DIGITS, *sweep_of_two]
     folders = [tmp_path / "sweep" / "trials" / name for name in ("0000", "0001")]
 
     def press() -> None:
@@ -306,14 +299,10 @@ def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(run_sweep, tm
 def test_a_target_that_no_trial_reaches_makes_no_recipe(run_sweep, tmp_path):
     grid = ["--sampler", "grid", "--epochs", "1", *DIGITS, "--objective", "time_to:0.99"]
     code, _, error = run_sweep(categorical("lr", 1e-6), *grid)
-    assert code == 2
-    message = "no trial is complete, so there is no recipe: none reached the target; give more "
-    assert error == f"error: {message}--epoch, or a lower target\n"
+    assert (code, error.count("\n")) == (2, 1)
+    assert "no trial is complete, so there is no recipe: none reached the target" in error
     assert table(tmp_path / "sweep")[0]["state"] == "PRUNED"
     assert not (tmp_path / "sweep" / "recipe.yaml").exists()
-
-
-# -------------------------------------------------------------------- the recipe and its command
 
 
 def finished(script: TargetScript, folder: Path, nproc: int = 1) -> Any:
@@ -373,6 +362,5 @@ def test_a_recipe_holds_what_the_best_trial_had(arguments, params, nproc, expect
     parser = resnet50_test.parser()
     read = parser.parse_args(options.recipe_arguments(str(config.recipe_out), parser))
     changed = {"recipe": None, "subset": 1.0, "threads": 0, "lr_scaling": "none", "base_bs": 128}
-    assert vars(read) == script.flags(params) | changed | {
-        name: expected[name] for name in ("lr_scaling", "base_bs") if name in expected
-    }
+    changed |= {name: value for name, value in expected.items() if name in changed}
+    assert vars(read) == script.flags(params) | changed

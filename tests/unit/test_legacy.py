@@ -120,15 +120,6 @@ def test_dropout_is_drawn_anew_and_token_dropout_hides_tokens():
     assert not torch.equal(model(tokens), model(tokens))
 
 
-@needs_ort
-def test_a_pass_that_falls_back_to_torch_is_refused():
-    model = Smooth()
-    onnx_runtime.apply(model)
-    model.forward.graph = model.forward.eager  # what ORTModule's own fallback does
-    with pytest.raises(errors.InputError, match="ran in torch"):
-        model(*images(4))
-
-
 class Unexportable(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -139,11 +130,15 @@ class Unexportable(nn.Module):
 
 
 @needs_ort
-def test_a_model_that_cannot_be_exported_is_one_line():
-    model = Unexportable()
-    onnx_runtime.apply(model)
+def test_what_onnx_runtime_does_not_compute_is_refused():
+    model, unexportable = Smooth(), Unexportable()
+    for each in (model, unexportable):
+        onnx_runtime.apply(each)
+    model.forward.graph = model.forward.eager  # what ORTModule's own fallback does
+    with pytest.raises(errors.InputError, match="ran in torch"):
+        model(*images(4))
     with pytest.raises(errors.InputError, match="cannot be exported"):
-        model(torch.ones(1, 3))
+        unexportable(torch.ones(1, 3))
 
 
 @needs_ort
@@ -178,12 +173,11 @@ def test_texts_through_ort_and_torchtext_learn_and_predict(tmp_path, capsys):
     assert ranks.metrics(run)[-1]["test_accuracy"] > 0.5
     lines = tmp_path / "lines.txt"
     lines.write_text("Striker scores twice as United win the final\n")
-    capsys.readouterr()
-    assert conftest.call(transformer_test, ["--resume", str(run), "--predict", str(lines)]) == 0
-    assert "Striker" in capsys.readouterr().out
-    assert conftest.call(transformer_test, ["--resume", str(run), "--evaluate"]) == 0
-    accuracy = ranks.metrics(run)[-1]["test_accuracy"]
-    assert f"{100 * accuracy:.2f} %" in capsys.readouterr().out
+    accuracy = f"{100 * ranks.metrics(run)[-1]['test_accuracy']:.2f} %"
+    for words, shown in ((["--predict", str(lines)], "Striker"), (["--evaluate"], accuracy)):
+        capsys.readouterr()
+        assert conftest.call(transformer_test, ["--resume", str(run), *words]) == 0
+        assert shown in capsys.readouterr().out
 
 
 @needs_torchtext
@@ -294,15 +288,8 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     applier.multi_tensor_applier = types.SimpleNamespace(available=True)
     root, parallel = types.ModuleType("apex"), types.ModuleType("apex.parallel")
     root.__spec__ = types.SimpleNamespace(name="apex")
-    for name, module in {
-        "apex": root,
-        "apex.amp": amp,
-        "apex.optimizers": optimizers,
-        "apex.parallel": parallel,
-        "apex.parallel.LARC": larc,
-        "apex.multi_tensor_apply": applier,
-    }.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    for module in (root, parallel, amp, optimizers, larc, applier):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(nvidia_apex, "cuda_unavailable_reason", lambda: "")
     return types.SimpleNamespace(amp=amp, applier=applier, larc=larc, optimizers=optimizers)
 

@@ -48,7 +48,7 @@ def digits(here, monkeypatch) -> Callable[..., str]:
     """Train on the digits with further flags, in an empty folder; the call returns the console."""
 
     def train(flags: str = "", out: str = "run", code: int = 0) -> str:
-        words = [*DIGITS, *flags.split(), "--out", out]
+        words = [*DIGITS, "--arch", "resnet8", *flags.split(), "--out", out]
         return run(resnet50_test, *words, monkeypatch=monkeypatch, code=code)
 
     return train
@@ -120,7 +120,7 @@ def test_validation_rows_choose_the_best_and_the_test_set_changes_nothing(here, 
 
 def test_a_recipe_is_overridden_and_a_resumed_run_keeps_its_flags(here, monkeypatch):
     Path("recipe.yaml").write_text(
-        "arch: resnet20\ndataset: digits\nbs: 64\nepochs: 2\nnesterov: true\n"
+        "arch: resnet8\ndataset: digits\nbs: 64\nepochs: 2\nnesterov: true\n"
         "milestones: [1, 2]\nlr: 0.5\n"
     )
     begun = "--recipe recipe.yaml --lr 0.05 --epochs 1 --out run"
@@ -268,7 +268,7 @@ def test_predict_and_export_of_texts(finished, monkeypatch):
 @pytest.mark.process
 @each_of("precision", ["fp32", "bf16", "fp16"])
 def test_every_precision_trains(precision, here, digits):
-    digits(f"--arch resnet8 --precision {precision}", precision)
+    digits(f"--precision {precision}", precision)
     assert ranks.metrics(here / precision)[-1]["test_accuracy"] > 0.5
 
 
