@@ -16,7 +16,6 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -431,13 +430,12 @@ def test_gpu_experiments_need_a_gpu_and_a_group_is_one_of_the_plan(tmp_path):
 
 @pytest.mark.process
 def test_sigterm_stops_the_runner_and_its_run(tmp_path):
-    command = [sys.executable, "-m", "figures.experiments", *plan_in(tmp_path, epochs=4000)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    command = ranks.script("figures/experiments.py", *plan_in(tmp_path, epochs=4000))
+    process = ranks.start(command, tmp_path)
     folder = tmp_path / "logs" / "one" / "long-seed3"
     ranks.wait_for(lambda: (folder / "metrics.jsonl").exists() and ranks.metrics(folder), process)
     process.send_signal(signal.SIGTERM)
-    _, console = process.communicate(timeout=60)
-    assert process.returncode == 130, console
+    ranks.finish(process, tmp_path, expected=130)
     assert (folder / "last.pt").exists()
 
 

@@ -114,11 +114,10 @@ def test_vgg8_has_the_layers_of_the_paper_and_trains_all_but_the_filters() -> No
 def test_compiled_vgg8_has_finite_gradients_in_bf16() -> None:
     """Its maximum over all places is looked for among values of another precision."""
     model = create_model("vgg8", classes=10, channels=3, image_size=16)
-    model.groups, model.fc = nn.Conv2d(24, 8, 3), nn.Linear(8, 10)  # which compile in less time
     with torch.autocast("cpu", torch.bfloat16):
         logits = torch.compile(model)(torch.randn(16, 3, 16, 16))
     logits.float().square().sum().backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
 
 
 def test_vgg8_refuses_images_that_are_too_small() -> None:
