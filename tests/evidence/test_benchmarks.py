@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import sys
 import time
 import urllib.error
@@ -21,7 +22,7 @@ import errors
 import ranks
 import resnet50_test
 from benchmarks import airbench, bench, optimizer_step, time_to_target, train_peer
-from conftest import each_of
+from conftest import call, each_of
 from distributed.world import init_world
 from figures import run_logs
 from training import machine
@@ -71,14 +72,9 @@ def test_as_many_rounds_as_fit_but_three_at_least(clock, seconds, rounds):
 
 def test_the_next_round_is_expected_to_take_as_long_as_the_last(clock):
     sides = {"ours": clock.work(20, 5, 5, 4, 10, 6)}  # 34 s after four rounds, 44 s after five
-    values = bench.take_turns(sides, 10, deadline=clock.now + 50)
-    assert values["ours"] == [20, 5, 5, 4, 10]
-
-
-def test_without_a_deadline_all_rounds_are_measured(clock):
-    sides = {"ours": clock.work(1e6), "slow": clock.work(1e6)}
-    values = bench.take_turns(sides, 7, {"slow"})
-    assert (len(values["ours"]), len(values["slow"])) == (7, bench.MIN_BLOCKS)
+    assert bench.take_turns(sides, 10, deadline=clock.now + 50)["ours"] == [20, 5, 5, 4, 10]
+    values = bench.take_turns({"ours": clock.work(1e6), "slow": clock.work(1e6)}, 7, {"slow"})
+    assert (len(values["ours"]), len(values["slow"])) == (7, bench.MIN_BLOCKS), "no deadline"
 
 
 def test_a_measurement_leaves_the_rest_of_its_share_to_the_others(clock):
@@ -100,26 +96,18 @@ def test_a_slow_machine_measures_a_smaller_batch():
 
 @needs_timm
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_fp32_is_measured_once_and_bf16_not_where_the_processor_has_none(monkeypatch):
-    assert step.default_sides(True, True) == [*list(step.OURS)[:1], *list(step.OURS)[2:5]]
+def test_fp32_is_measured_once_where_the_processor_has_no_bf16(monkeypatch):
     assert step.default_sides(True, False) == ["ours", "ours, fuse", "ours, checkpoint"]
-    assert "ours, fp32, compile" not in step.default_sides(False, False)
-    timed = []
     monkeypatch.setattr(step, "has_bf16", lambda device: False)
-    monkeypatch.setattr(step, "peak_flops", lambda dtype: timed.append(dtype) or 5.0)
+    monkeypatch.setattr(step, "peak_flops", lambda dtype: {torch.float32: 5.0}[dtype])
     assert step.Peak.measured() == step.Peak(5.0, 5.0, "fp32")
-    assert timed == [torch.float32]
 
 
 def test_muon_and_passes_in_bf16_are_left_out_where_the_processor_has_none(monkeypatch):
-    weight = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    gradients = [[torch.ones_like(p) for p in weight.parameters()]]
-    workload = SimpleNamespace(
-        model=weight,
-        gradients=lambda: gradients,
-        batch=lambda size: None,
-        backward=lambda samples: None,
-    )
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    gradients = [[torch.ones_like(p) for p in model.parameters()]]
+    workload = SimpleNamespace(model=model, gradients=lambda: gradients)
+    workload.batch = workload.backward = lambda number: None
     for bf16 in (False, True):
         monkeypatch.setattr(optimizer_step, "has_bf16", lambda device, bf16=bf16: bf16)
         assert (optimizer_step.MUON in optimizer_step.build_sides(workload)) is bf16
@@ -149,17 +137,12 @@ def three_steps() -> Iterator[int]:
         yield 10
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 10) -> None:
-    """Wait until it holds, or fail."""
-    end = time.monotonic() + seconds
-    while not holds():
+def wait_until_stopped(process: int | None) -> None:
+    """Wait until the state of a process in /proc is 'T'."""
+    end = time.monotonic() + 10
+    while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         assert time.monotonic() < end
         time.sleep(0.01)
-
-
-def state_of(process: int | None) -> str:
-    """The state of a process in /proc, such as 'T' for stopped."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -169,7 +152,7 @@ def test_a_process_is_stopped_between_its_turns_and_its_end_is_one_line(capfd):
     try:
         for _ in range(2):
             assert 0 < remote.rate(0.001) < 1000
-            wait_until(lambda: state_of(remote.process.pid) == "T")
+            wait_until_stopped(remote.process.pid)
         environment = Path(f"/proc/{remote.process.pid}/environ").read_text()
         assert "OMP_PLACES=cores" in environment.split("\0")
         assert remote.peak_memory() > 0
@@ -180,11 +163,8 @@ def test_a_process_is_stopped_between_its_turns_and_its_end_is_one_line(capfd):
     assert not remote.process.is_alive()
 
 
-READERS = ("accelerators", "profile_step", "step", "throughput")
-
-
 @needs_timm
-@each_of("name", READERS)
+@each_of("name", ["accelerators", "profile_step", "step", "throughput"])
 def test_a_missing_data_set_is_one_line(name, tmp_path, monkeypatch, capsys):
     def no_network(*_: object, **__: object) -> None:
         raise urllib.error.URLError("no network in tests")
@@ -207,30 +187,35 @@ def test_errors_of_a_benchmark_become_its_exit_code():
             assert text.rstrip().endswith("sys.exit(exit_code(main))"), path
 
 
-def test_a_peer_trains_and_its_log_names_it(tmp_path, capsys):
+def test_a_peer_trains_and_its_log_names_it(tmp_path):
     pytest.importorskip("pytorch_optimizer")
     words = "soap resnet50_test.py --dataset digits --arch resnet8 --bs 64 --epochs 1 --subset 0.2"
-    folder = ["--threads", "1", "--out", str(tmp_path / "run")]
-    with pytest.raises(errors.InputError, match="--optimizer adamw"):
-        train_peer.main([*words.split(), *folder])
-    train_peer.main([*words.split(), *folder, "--optimizer", "adamw"])
+    words = [*words.split(), "--threads", "1", "--out", str(tmp_path / "run")]
+    for wrong, message in ((words, "--optimizer adamw"), (["nothing"], "usage")):
+        with pytest.raises(errors.InputError, match=message):
+            train_peer.main(wrong)
+    train_peer.main([*words, "--optimizer", "adamw"])
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["peer"].startswith("soap, pytorch_optimizer ")
-    with pytest.raises(errors.InputError, match="usage"):
-        train_peer.main(["nothing"])
 
 
 SMALL_RUN = "--dataset digits --arch resnet8 --bs 64 --subset 0.5 --threads 1 --epochs 2 --lr 0.01"
 
 
-@pytest.fixture
-def small_logs(tmp_path, monkeypatch):
-    """A folder of logged runs: two seeds of NGD, one of SGD."""
+@pytest.fixture(scope="module")
+def small_logs(tmp_path_factory):
+    """A folder of logged runs: two seeds of NGD, one of SGD; it is not to be changed."""
+    logs = tmp_path_factory.mktemp("small") / "logs"
     for name, flags in (("ngd-seed0", "--ngd"), ("ngd-seed1", "--ngd --seed 1"), ("sgd-seed0", "")):
-        words = ["resnet50_test.py", *SMALL_RUN.split(), *flags.split()]
-        monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path / "logs" / name)])
-        resnet50_test.main()
-    return tmp_path / "logs"
+        words = [*SMALL_RUN.split(), *flags.split(), "--out", str(logs / name)]
+        assert call(resnet50_test, words) == 0
+    return logs
+
+
+@pytest.fixture
+def copied_logs(small_logs, tmp_path):
+    """A copy of the logged runs."""
+    return shutil.copytree(small_logs, tmp_path / "logs")
 
 
 def run_time_to_target(monkeypatch, *words) -> None:
@@ -250,32 +235,29 @@ def test_time_to_an_accuracy_of_logged_runs(small_logs, tmp_path, capsys, monkey
     capsys.readouterr()
     run_time_to_target(monkeypatch, "--json", tmp_path / "times.json", small_logs)
     assert opened.count("NGD") == opened.count("SGD") == 4  # to warm up, and three turns
-    lines = capsys.readouterr().out.strip().splitlines()
-    header, ngd, sgd = lines[-5:-2]
+    header, *rows = capsys.readouterr().out.strip().splitlines()[-5:-2]
     assert "samples/s" in header
-    assert (ngd.split()[0], ngd.split()[3]) == ("ngd", "2")
-    assert (sgd.split()[0], sgd.split()[3]) == ("sgd", "1")
+    assert [row.split()[0:4:3] for row in rows] == [["ngd", "2"], ["sgd", "1"]]
     text = (tmp_path / "times.json").read_text()
     assert "Infinity" not in text
     written = json.loads(text)
     assert machine.device_name(torch.device("cpu"), with_speed=True) in written["machine"]
     assert written["samples_per_epoch"] == {"ngd": 719, "sgd": 719}
-    assert {name: len(each) for name, each in written["samples_per_second"].items()} == {
-        "ngd": 3,
-        "sgd": 3,
-    }
+    assert [len(written["samples_per_second"][name]) for name in ("ngd", "sgd")] == [3, 3]
 
 
-def test_what_time_to_target_cannot_compare_is_one_line(small_logs, tmp_path, monkeypatch):
+def test_what_time_to_target_cannot_compare_is_one_line(copied_logs, monkeypatch):
+    logs = copied_logs
+
     def refused(*words, match):
         with pytest.raises(errors.InputError, match=match):
             run_time_to_target(monkeypatch, *words)
 
-    refused(tmp_path, match="no finished run")
-    refused(small_logs, small_logs, match="as a folder before it")
-    refused(small_logs, "--ranks", "2", match="is of 1 ranks; add --ranks 1")
-    refused(small_logs, "--only", "sgd", "lamb", match="--only lamb: no folder holds")
-    path = small_logs / "sgd-seed0" / "config.json"
+    refused(logs / "sgd-seed0" / "none", match="no finished run")
+    refused(logs, logs, match="as a folder before it")
+    refused(logs, "--ranks", "2", match="is of 1 ranks; add --ranks 1")
+    refused(logs, "--only", "sgd", "lamb", match="--only lamb: no folder holds")
+    path = logs / "sgd-seed0" / "config.json"
     config = json.loads(path.read_text())
     for changes, match in (
         ({"command": [*config["command"], "--momentum", "0.5"]}, "momentum = 0.9, .* 0.5 today"),
@@ -285,24 +267,21 @@ def test_what_time_to_target_cannot_compare_is_one_line(small_logs, tmp_path, mo
     ):
         path.write_text(json.dumps(config | changes))
         if match:
-            refused(small_logs, match=match)
+            refused(logs, match=match)
         else:
-            run_time_to_target(monkeypatch, small_logs)
-    for flags in ("--small_epochs 1 --small_size 8", "--ema 0.9"):
-        words = [*config["command"], *flags.split()]
-        new = {"ema": 0.9} if "ema" in flags else {"small_epochs": 1, "small_size": 8}
-        path.write_text(json.dumps(config | {"command": words, "flags": config["flags"] | new}))
-        refused(small_logs, match=f"with {flags.split()[0]} steps differ in their cost")
-    with pytest.raises(SystemExit):
-        run_time_to_target(monkeypatch, small_logs, "--ranks", "0")
-    with pytest.raises(SystemExit):
-        run_time_to_target(monkeypatch, small_logs, "--network", "100mbit")
+            run_time_to_target(monkeypatch, logs)
+    for words in ("--ranks 0", "--network 100mbit"):
+        with pytest.raises(SystemExit):
+            run_time_to_target(monkeypatch, logs, *words.split())
 
 
 def test_steps_that_do_not_stand_for_a_run_are_not_measured():
     flags = {"dynamic_batch": "none", "ema": 0.0, "optimizer": "sgd", "compress_warmup": [0.5]}
     time_to_target.check_steps(Path("run"), flags, flags)
-    for changed, named in (({"dynamic_batch": "noise"}, "--dynamic_batch"),) + (
+    for changed, named in (
+        ({"dynamic_batch": "noise"}, "--dynamic_batch"),
+        ({"small_epochs": 1}, "--small_epochs"),
+        ({"ema": 0.9}, "--ema"),
         ({"optimizer": "slamb"}, "--compress_warmup"),
     ):
         with pytest.raises(errors.InputError, match=f"with {named} steps differ"):
@@ -328,10 +307,10 @@ def test_a_turn_longer_than_an_epoch_starts_it_again(small_logs, tmp_path, monke
 
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="counts bytes as Linux does")
-def test_time_to_an_accuracy_of_two_ranks(small_logs, capfd, monkeypatch):
-    for path in small_logs.glob("*/metrics.jsonl"):
+def test_time_to_an_accuracy_of_two_ranks(copied_logs, capfd, monkeypatch):
+    for path in copied_logs.glob("*/metrics.jsonl"):
         path.write_text(path.read_text().replace('"world_size": 1', '"world_size": 2'))
-    run_time_to_target(monkeypatch, "--ranks", "2", small_logs)
+    run_time_to_target(monkeypatch, "--ranks", "2", copied_logs)
     *_, ngd, sgd, place, _ = capfd.readouterr().out.strip().splitlines()
     assert (ngd.split()[0], sgd.split()[0]) == ("ngd", "sgd")
     assert "2 process(es), loopback" in place
@@ -355,9 +334,7 @@ import torchvision.transforms as T
 from torch import nn
 
 CIFAR_MEAN, CIFAR_STD = torch.full((3,), 0.5), torch.full((3,), 0.25)
-
-def zeropower_via_newtonschulz5(matrix):
-    return matrix
+zeropower_via_newtonschulz5 = lambda matrix: matrix
 
 class Muon(torch.optim.SGD):
     pass
@@ -385,10 +362,9 @@ class CifarNet(nn.Module):
         return self.head(self.conv(self.norm(self.whiten(x))).amax((2, 3)))
 
 def infer(model, loader, views):
-    model.eval()
     assert views in (0, 2)
     with torch.no_grad():
-        return model(loader.normalize(loader.images))
+        return model.eval()(loader.normalize(loader.images))
 """
 
 
@@ -407,15 +383,15 @@ def test_airbench_trains_by_the_file_of_its_authors(data_dir, tmp_path):
         airbench.main([*words.split(), "--out", str(tmp_path / "run")])
 
 
-@each_of(
-    ("content", "message"),
-    [(None, "no such file"), ("1 / 0", "cannot be run"), ("x = 1", "has no CifarNet, Muon")],
-)
-def test_another_source_of_airbench_is_one_line(content, message, tmp_path):
-    (tmp_path / "source.py").unlink(missing_ok=True)
-    if content is not None:
-        (tmp_path / "source.py").write_text(content)
-    words = ["--source", str(tmp_path / "source.py"), "--out", str(tmp_path / "run")]
-    with pytest.raises(errors.InputError, match=message):
-        airbench.main(words)
-    assert not (tmp_path / "run").exists()
+def test_another_source_of_airbench_is_one_line(tmp_path):
+    source, folder = tmp_path / "source.py", tmp_path / "run"
+    for content, message in (
+        (None, "no such file"),
+        ("1 / 0", "cannot be run"),
+        ("x = 1", "has no CifarNet, Muon"),
+    ):
+        if content is not None:
+            source.write_text(content)
+        with pytest.raises(errors.InputError, match=message):
+            airbench.main(["--source", str(source), "--out", str(folder)])
+    assert not folder.exists()

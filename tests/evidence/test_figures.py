@@ -9,15 +9,15 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import re
 import shlex
 import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,26 +83,19 @@ LOGGED = [
 ]
 
 
-def names_optimizer(arguments: list[str], recipe: str | None) -> bool:
-    parser = resnet50_test.parser()
-    words = [*(options.recipe_arguments(recipe, parser) if recipe else []), *arguments]
-    return "optimizer" in parser.given(words)
-
-
 def test_every_image_command_and_recipe_names_its_optimizer(monkeypatch):
     """So that another default does not change what was measured."""
     monkeypatch.chdir(ROOT)
-    script = f"{resnet50_test.SCRIPT}.py"
+    script, parser = f"{resnet50_test.SCRIPT}.py", resnet50_test.parser()
     commands = {run.command for run in PLANNED if script in run.command}
-    assert len(commands) > 200
-    for command in commands:
-        arguments = shlex.split(command.partition(script)[2])
-        recipe = resnet50_test.parser().parse_args(arguments).recipe
-        assert names_optimizer(arguments, recipe), command
     recipes = [path for path in options.RECIPES.glob("*.yaml") if script in path.read_text()]
+    assert len(commands) > 200
     assert len(recipes) > 5
-    for path in recipes:
-        assert names_optimizer([], str(path)), path
+    words = [shlex.split(command.partition(script)[2]) for command in commands]
+    for arguments in [*words, *(["--recipe", str(path)] for path in recipes)]:
+        recipe = parser.parse_args(arguments).recipe
+        of_recipe = options.recipe_arguments(recipe, parser) if recipe else []
+        assert "optimizer" in parser.given([*of_recipe, *arguments]), arguments
 
 
 def with_settings(flags: dict[str, Any]) -> dict[str, Any]:
@@ -117,24 +110,20 @@ def with_settings(flags: dict[str, Any]) -> dict[str, Any]:
 
 def test_logs_were_made_with_the_flags_of_the_plan(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    checked = 0
-    for run in PLANNED:
-        if run_logs.finished(run.folder):
-            logged = run_logs.read_config(run.folder)["flags"]
-            planned = with_settings(vars(flags_of(run, tmp_path)))
-            logged = with_settings(logged)
-            common = (planned.keys() & logged.keys()) - MACHINE_FLAGS
-            if logged.get("optimizer") == "ngd" and "opt_args adamw_ratio" not in logged:
-                logged["optimizer"] = "kaldi_ngd"  # which had that name then
-            if logged.get("arch") in SMALL_NETWORKS or "ngd" not in logged.get("optimizer", ""):
-                common -= {"opt_args rank"}
-            assert {key: planned[key] for key in common} == {key: logged[key] for key in common}, (
-                run.folder
-            )
-            trained = run_logs.read_rows(run.folder)[0]["samples"]
-            assert not run.rows or 0.9 * run.rows <= trained <= run.rows, run.folder
-            checked += 1
-    assert checked > 50
+    finished = [run for run in PLANNED if run_logs.finished(run.folder)]
+    assert len(finished) > 50
+    for run in finished:
+        planned = with_settings(vars(flags_of(run, tmp_path)))
+        logged = with_settings(run_logs.read_config(run.folder)["flags"])
+        common = (planned.keys() & logged.keys()) - MACHINE_FLAGS
+        if logged.get("optimizer") == "ngd" and "opt_args adamw_ratio" not in logged:
+            logged["optimizer"] = "kaldi_ngd"  # which had that name then
+        if logged.get("arch") in SMALL_NETWORKS or "ngd" not in logged.get("optimizer", ""):
+            common -= {"opt_args rank"}
+        different = [key for key in common if planned[key] != logged[key]]
+        assert not different, (run.folder, different)
+        trained = run_logs.read_rows(run.folder)[0]["samples"]
+        assert not run.rows or 0.9 * run.rows <= trained <= run.rows, run.folder
 
 
 def test_logs_come_from_clean_commits():
@@ -151,13 +140,10 @@ def test_the_results_page_shows_what_the_logs_say():
     groups = run_logs.read_groups(run_logs.LOGS)
     assert draw.page_with_results(page, groups, plan) == page, "run make figures"
 
-
-def test_planned_experiments_without_a_log_are_named_below_the_table():
-    plan = yaml.safe_load(experiments.PLAN.read_text())
     empty = draw.page_with_results(f"{draw.BEGIN} {draw.END}", {}, plan)
     assert "log](" not in empty
-    assert "Planned for a CPU and not run yet" in empty
-    assert "Planned for a GPU and not run yet" in empty
+    for device in ("CPU", "GPU"):
+        assert f"Planned for a {device} and not run yet" in empty
 
 
 def test_only_the_section_between_the_markers_is_replaced():
@@ -176,9 +162,8 @@ MEASURED = re.compile(
 
 @each_of("path", sorted((ROOT / "recipes").glob("*.yaml")))
 def test_a_recipe_says_what_its_logs_show_or_that_it_has_none(path):
-    header = " ".join(
-        line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")
-    )
+    comments = [line.lstrip("# ") for line in path.read_text().splitlines() if line[:1] == "#"]
+    header = " ".join(comments)
     reported = MEASURED.findall(header)
     assert reported or "Not run to its end yet" in header
     for value, deviation, group, name in reported:
@@ -208,56 +193,35 @@ def test_every_picture_is_drawn_again_byte_for_byte(tmp_path):
 
 
 def test_minutes_are_epochs_at_the_median_speed_of_the_turns():
-    results = {
-        "samples_per_epoch": {"ngd": 6000, "sgd": 6000},
-        "samples_per_second": {"ngd": [100, 50, 30], "sgd": {"0": [100, 200, 300]}},
-    }
+    speeds = {"ngd": [100, 50, 30], "sgd": {"0": [100, 200, 300]}}
+    results = {"samples_per_epoch": {"ngd": 6000, "sgd": 6000}, "samples_per_second": speeds}
     named_runs = {"NGD": runs(0.2, 0.5), "SGD": runs(0.1, 0.2), "AdamW": runs(0.3)}
-    timed = pictures.with_minutes(
-        named_runs, results, {"ngd": "NGD", "sgd": "SGD", "adamw": "AdamW"}
-    )
+    names = {"ngd": "NGD", "sgd": "SGD", "adamw": "AdamW"}
+    timed = pictures.with_minutes(named_runs, results, names)
     minutes = {label: [row["minutes"] for row in rows] for label, (rows,) in timed.items()}
     assert minutes == {"NGD": [2, 4], "SGD": [0.5, 1]}
 
 
 def test_the_best_setting_of_each_optimizer_is_the_one_of_the_lowest_loss():
     curves = {"NGD, momentum 0.6": {0.1: 0.5, 0.2: 0.4}, "NGD, momentum 0.9": {0.1: 0.3, 0.2: 0.6}}
-    curves["SGD, momentum 0.9"] = {0.4: 0.9}
-    assert pictures.best_settings(curves) == {
-        "NGD, momentum 0.9": (0.1, 0.3),
-        "SGD, momentum 0.9": (0.4, 0.9),
-    }
-
-
-def test_settings_of_a_method_differ_in_the_line_alone():
-    styles = methods.line_styles(["SGD, batch 512", "SGD", "NGD"])
-    assert styles["SGD"]["linestyle"] == styles["NGD"]["linestyle"] == "-"
-    assert styles["SGD, batch 512"]["linestyle"] == ":"
-    assert styles["SGD, batch 512"]["color"] == styles["SGD"]["color"] == methods.COLOURS["blue"]
+    best = {"NGD, momentum 0.9": (0.1, 0.3), "SGD, momentum 0.9": (0.4, 0.9)}
+    assert pictures.best_settings({**curves, "SGD, momentum 0.9": {0.4: 0.9}}) == best
 
 
 def runs(*accuracies: float) -> run_logs.Runs:
-    return [
-        [
-            {"epoch": n, "seconds": 10.0 * n, "test_accuracy": value}
-            for n, value in enumerate(accuracies, 1)
-        ]
-    ]
+    numbered = enumerate(accuracies, 1)
+    return [[{"epoch": n, "seconds": 10.0 * n, "test_accuracy": value} for n, value in numbered]]
 
 
 def test_no_other_run_beats_those_on_the_pareto_front():
-    assert pictures.pareto_front([(1, 50), (2, 40), (2, 70), (3, 70), (4, 90), (0.5, 60)]) == [
-        (0.5, 60),
-        (2, 70),
-        (4, 90),
-    ]
+    points = [(1, 50), (2, 40), (2, 70), (3, 70), (4, 90), (0.5, 60)]
+    assert pictures.pareto_front(points) == [(0.5, 60), (2, 70), (4, 90)]
 
 
 TINY = """
 cpu:
   one:
     what: digits
-    {rows}
     seeds: [3, 4]
     command: >-
       python resnet50_test.py --dataset digits --arch resnet8 --bs 64 --precision fp32 --warmup 0
@@ -267,115 +231,103 @@ cpu:
 """
 
 
-def runner(folder: Path) -> list[str]:
-    plan = ["--plan", str(folder / "plan.yaml"), "--logs", str(folder / "logs")]
-    return [sys.executable, "-m", "figures.experiments", "cpu", *plan, "--allow_dirty"]
+def plan_in(folder: Path, epochs: int = 2, device: str = "cpu") -> list[str]:
+    """The runner's arguments for the plan above, which is written into a folder."""
+    text = TINY.replace("cpu:", f"{device}:").format(epochs=epochs)
+    (folder / "plan.yaml").write_text(text)
+    places = ["--plan", str(folder / "plan.yaml"), "--logs", str(folder / "logs")]
+    return [device, *places, "--allow_dirty"]
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """The runner sets them, here for the length of a test."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def run_plan(
     folder: Path,
     *arguments: str,
     epochs: int = 2,
-    rows: str = "",
     code: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
     """What the runner and its runs print, which are forked processes."""
-    (folder / "plan.yaml").write_text(TINY.format(epochs=epochs, rows=rows))
-    console = folder / "console.log"
+    words, console = [*plan_in(folder, epochs), *arguments], folder / "console.log"
 
     def start(words: list[str], cwd: Path, env: dict[str, str]) -> ranks.WarmJob:
         return ranks.WarmJob(words[2:], cwd, env, console=console)
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.getsignal(number) for number in numbers]
     with pytest.MonkeyPatch.context() as patch, open(console, "w") as printed:
         patch.setattr(experiments.subprocess, "Popen", start)
         patch.setattr(experiments, "time", SimpleNamespace(monotonic=clock))
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            words = [*runner(folder)[3:], *arguments]
             found = errors.exit_code(lambda: experiments.main(words))
-    for number, handler in zip(numbers, handlers):
-        signal.signal(number, handler)
     assert found == code, console.read_text()
     return console.read_text()
 
 
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository of one commit, with this code and a plan of short runs."""
+def test_a_run_starts_from_a_clean_commit_only(tmp_path, monkeypatch, capsys):
+    """The log of the first run does not stop the second."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
-    folder = tmp_path_factory.mktemp("clone") / "code"
-    unused = shutil.ignore_patterns(
-        ".*", "__pycache__", "logs", "results", "runs", "data", "tests", "docs", "*.png"
-    )
-    shutil.copytree(ROOT, folder, ignore=unused)
-    shutil.copy(ROOT / ".gitignore", folder)
-    (folder / "plan.yaml").write_text(TINY.format(epochs=1, rows="").replace(", 4]", "]"))
-    author = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
-    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "all"]):
-        subprocess.run(["git", *command], cwd=folder, check=True)
-    return folder
-
-
-def start_plan(folder: Path, *arguments: str, code: int) -> tuple[str, list[str]]:
-    """Run a copy's plan; return what it prints, and the lines of stderr."""
-    command = [sys.executable, "-m", "figures.experiments", "cpu", "--plan", "plan.yaml"]
-    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout, done.stderr.splitlines()
-
-
-@pytest.mark.process
-def test_a_run_starts_from_a_clean_commit_only(repository):
-    logs = repository / "figures" / "logs" / "one"
-    (repository / "recipes" / "new.yaml").write_text("lr: 1")
-    with (repository / "ngd.py").open("a") as file:
-        file.write("# edited\n")
-    _, errors = start_plan(repository, code=2)
-    assert len(errors) == 1
-    assert "not committed: ngd.py, recipes/new.yaml;" in errors[0]
-    assert not logs.exists()
-    assert "open" in start_plan(repository, "--list", code=0)[0]
-
-    (repository / "recipes" / "new.yaml").unlink()
-    subprocess.run(["git", "checkout", "-q", "ngd.py"], cwd=repository, check=True)
-    (repository / "figures" / "time.png").write_text("results do not count")
-    start_plan(repository, code=0)  # two runs: the log of the first does not stop the second
-    commits = {run_logs.read_config(folder)["commit"] for folder in run_logs.run_folders(logs)}
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True)
-    assert len(commits) == 1
-    assert head.stdout.decode().startswith(commits.pop())
-
-
-def test_a_folder_without_a_commit_makes_no_evidence(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     monkeypatch.setattr(machine, "__file__", str(tmp_path / "training" / "machine.py"))
-    plan = tmp_path / "plan.yaml"
-    plan.write_text(TINY.format(epochs=1, rows=""))
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "machine.py").write_text("")
+    words = plan_in(tmp_path, epochs=1)[:-1]  # without --allow_dirty
     with pytest.raises(InputError, match="commit of this code is unknown .* is no evidence"):
-        experiments.main(["cpu", "--plan", str(plan), "--logs", str(tmp_path / "logs")])
-    with pytest.raises(InputError, match="figures/logs are evidence"):
-        experiments.main(["cpu", "--plan", str(plan), "--allow_dirty"])
-    logs = run_logs.LOGS / "below"
-    with pytest.raises(InputError, match="figures/logs are evidence"):
-        experiments.main(["cpu", "--plan", str(plan), "--allow_dirty", "--logs", str(logs)])
+        experiments.main(words)
+    author = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "all"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    (tmp_path / "new.py").write_text("")
+    (tmp_path / "training" / "machine.py").write_text("edited")
+    with pytest.raises(InputError, match=r"not committed: training/machine\.py, new\.py;"):
+        experiments.main(words)
+    assert not (tmp_path / "logs").exists()
+    experiments.main([*words, "--list"])
+    assert "open" in capsys.readouterr().out
+
+    started = []
+
+    def finish_at_once(run: experiments.PlannedRun, *_: object) -> str:
+        started.append(run.title)
+        run.folder.mkdir(parents=True)
+        (run.folder / "metrics.jsonl").write_text("{}")
+        return ""
+
+    monkeypatch.setattr(experiments, "execute", finish_at_once)
+    (tmp_path / "new.py").unlink()
+    (tmp_path / "training" / "machine.py").write_text("")
+    experiments.main(words)
+    assert len(started) == 4
+
+
+def test_the_logs_of_this_repository_are_evidence(tmp_path):
+    for logs in (run_logs.LOGS, run_logs.LOGS / "below"):
+        with pytest.raises(InputError, match="figures/logs are evidence"):
+            experiments.main([*plan_in(tmp_path), "--logs", str(logs)])
 
 
 def test_the_plan_runs_all_of_a_seed_before_the_next(tmp_path):
-    (tmp_path / "plan.yaml").write_text(TINY.format(epochs=2, rows=""))
+    plan_in(tmp_path)
     plan = experiments.read_plan(tmp_path / "plan.yaml", "cpu", tmp_path / "logs")
     names = [run.folder.name for run in plan]
     assert names == ["short-seed3", "long-seed3", "short-seed4", "long-seed4"]
-    assert shlex.split(plan[0].command)[0] == "python"
 
 
 @pytest.mark.process
-def test_finished_runs_are_skipped(tmp_path):
+def test_finished_runs_are_skipped_and_those_without_a_checkpoint_start_again(tmp_path):
     assert run_plan(tmp_path, "--list").count("open") == 4
+    folder = tmp_path / "logs" / "one" / "short-seed3"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("")
+    (folder / "config.json").write_text("{}")
     run_plan(tmp_path)
-    assert run_plan(tmp_path, "--list").count("done") == 4
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["one.jsonl"]
     assert run_plan(tmp_path).count("done") == 4
     assert run_logs.read_config(tmp_path / "logs" / "one" / "long-seed3")["flags"]["seed"] == 3
@@ -397,10 +349,9 @@ def test_a_plan_that_runs_out_of_time_resumes_from_its_checkpoint(tmp_path):
     assert "long-seed4" not in console, "no run starts after the deadline"
     before = len(ranks.metrics(folder))
     console = run_plan(tmp_path, "--minutes", "1", epochs=4000, code=130, clock=clock)
-    assert len(ranks.metrics(folder)) > before
-    assert [row["epoch"] for row in ranks.metrics(folder)] == list(
-        range(1, len(ranks.metrics(folder)) + 1)
-    )
+    epochs = [row["epoch"] for row in ranks.metrics(folder)]
+    assert epochs == list(range(1, len(epochs) + 1))
+    assert len(epochs) > before
     assert "short-seed3: done" in console
 
 
@@ -413,21 +364,19 @@ def test_a_failed_run_is_named_and_the_others_run(tmp_path):
     assert run_plan(tmp_path, "--list").count("done") == 2
 
 
-@pytest.mark.process
-def test_logs_of_runs_on_another_data_set_are_deleted(tmp_path):
-    console = run_plan(tmp_path, rows="rows: 5000", code=2)
-    assert console.count("the plan expects 5000; its log is deleted") == 4
-    assert not list(tmp_path.glob("logs/*/*"))
+def test_logs_of_runs_on_another_data_set_are_deleted(tmp_path, monkeypatch):
+    run = experiments.PlannedRun(tmp_path / "one" / "a-seed0", 0, "python a.py", rows=5000)
 
+    def finish_at_once(*_: object, **__: object) -> SimpleNamespace:
+        run.folder.mkdir(parents=True)
+        (run.folder / "config.json").write_text('{"flags": {"epochs": 1}}')
+        (run.folder / "metrics.jsonl").write_text('{"epoch": 1, "samples": 1437}\n')
+        return SimpleNamespace(wait=lambda seconds: 0)
 
-@pytest.mark.process
-def test_a_run_without_a_checkpoint_starts_again(tmp_path):
-    folder = tmp_path / "logs" / "one" / "short-seed3"
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("")
-    (folder / "config.json").write_text("{}")
-    run_plan(tmp_path)
-    assert run_plan(tmp_path, "--list").count("done") == 4
+    monkeypatch.setattr(experiments.subprocess, "Popen", finish_at_once)
+    failure = experiments.execute(run, deadline=math.inf, variables={})
+    assert failure.endswith("1437 rows, the plan expects 5000; its log is deleted")
+    assert not run.folder.exists()
 
 
 def test_unfinished_runs_are_left_out(tmp_path):
@@ -469,29 +418,21 @@ def test_a_packed_run_reads_as_its_folder_did(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_experiments_need_a_gpu(tmp_path):
-    command = [each if each != "cpu" else "gpu" for each in runner(tmp_path)]
-    (tmp_path / "plan.yaml").write_text(TINY.replace("cpu:", "gpu:").format(epochs=1, rows=""))
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "gpu: this machine has none" in done.stderr
-
-
-def test_an_unknown_group_is_one_line(tmp_path):
-    assert "there are one" in run_plan(tmp_path, "--only", "two", code=2)
+def test_gpu_experiments_need_a_gpu_and_a_group_is_one_of_the_plan(tmp_path):
+    with pytest.raises(InputError, match="gpu: this machine has none"):
+        experiments.main(plan_in(tmp_path, device="gpu"))
+    with pytest.raises(InputError, match="there are one"):
+        experiments.main([*plan_in(tmp_path), "--only", "two"])
 
 
 @pytest.mark.process
 def test_sigterm_stops_the_runner_and_its_run(tmp_path):
-    (tmp_path / "plan.yaml").write_text(TINY.format(epochs=4000, rows=""))
-    process = subprocess.Popen(
-        runner(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = ranks.script("figures/experiments.py", *plan_in(tmp_path, epochs=4000))
+    process = ranks.start(command, tmp_path)
     folder = tmp_path / "logs" / "one" / "long-seed3"
     ranks.wait_for(lambda: (folder / "metrics.jsonl").exists() and ranks.metrics(folder), process)
     process.send_signal(signal.SIGTERM)
-    _, console = process.communicate(timeout=60)
-    assert process.returncode == 130, console
+    ranks.finish(process, tmp_path, expected=130)
     assert (folder / "last.pt").exists()
 
 
@@ -508,7 +449,6 @@ def test_samples_to_an_accuracy_are_read_by_batch_size_and_optimizer():
         {"epoch": 2, "samples": 2000, "test_accuracy": 0.55, "noise_scale": 80.0},
     ]
     runs = {"sgd-bs32": [rows, rows[:1]], "sgd-bs512": [rows, rows], "ngd-bs32": [rows[:1]]}
-    assert pictures.reached_by_batch(runs, "sgd", 45) == {
-        512: (pytest.approx([1500] * 2), [80.0] * 2)
-    }
+    expected = {512: (pytest.approx([1500] * 2), [80.0] * 2)}
+    assert pictures.reached_by_batch(runs, "sgd", 45) == expected
     assert pictures.reached_by_batch(runs, "ngd", 45) == {}

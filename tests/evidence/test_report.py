@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import html
-import html.parser
 import json
 import math
 import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,32 +31,13 @@ from figures.reported_run import read_run
 from training.evaluation import evaluate
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-ROW = {
-    "step": 10,
-    "samples": 640,
-    "seconds": 3.0,
-    "train_seconds": 2.0,
-    "compile_seconds": 0.0,
-    "train_loss": 2.0,
-    "train_accuracy": 0.3,
-    "test_loss": 2.1,
-    "test_accuracy": 0.25,
-    "lr": 0.1,
-    "batch_size": 64,
-    "world_size": 2,
-    "devices": 2,
-    "peak_memory_bytes": 2**30,
-    "comm_bytes": 500_000,
-}
-CONFIG = {
-    "flags": {"dataset": "digits", "arch": "resnet8", "optimizer": "ngd", "lr": 0.1, "subset": 0.5}
-    | {"epochs": 2, "out": "runs/a", "data_dir": "./elsewhere"},
-    "torch": "2.15.0",
-    "device": "a processor, 1 threads",
-    "precision": "bf16",
-    "commit": "abc1234",
-    "command": ["resnet50_test.py", "--ngd"],
-}
+ROW = {"step": 10, "samples": 640, "lr": 0.1, "batch_size": 64, "world_size": 2, "devices": 2}
+ROW |= {"train_seconds": 2.0, "compile_seconds": 0.0, "train_loss": 2.0, "train_accuracy": 0.3}
+ROW |= {"test_loss": 2.1, "test_accuracy": 0.25, "peak_memory_bytes": 2**30, "comm_bytes": 500_000}
+FLAGS = {"dataset": "digits", "arch": "resnet8", "optimizer": "ngd", "lr": 0.1, "subset": 0.5}
+FLAGS |= {"epochs": 2, "out": "runs/a", "data_dir": "./elsewhere"}
+CONFIG = {"flags": FLAGS, "torch": "2.15.0", "device": "a processor, 1 threads"}
+CONFIG |= {"precision": "bf16", "commit": "abc1234", "command": ["resnet50_test.py", "--ngd"]}
 COUNTS = [[8, 2, 0], [1, 9, 0], [0, 5, 0]]
 CONFUSION = {"epoch": 2, "classes": ["cat", "dog", "cow"], "test": COUNTS}
 
@@ -73,14 +53,7 @@ def rows(*changes: Mapping[str, Any]) -> list[dict[str, Any]]:
 TWO = rows({}, {"test_accuracy": 0.5, "train_loss": 1.5})
 
 
-def write_run(
-    folder: Path,
-    lines: Sequence[Mapping[str, Any]] = TWO,
-    *,
-    flags: Mapping[str, Any] | None = None,
-    config: Mapping[str, Any] | None = CONFIG,
-    confusion: Mapping[str, Any] | None = CONFUSION,
-) -> Path:
+def write_run(folder, lines=TWO, *, flags=None, config=CONFIG, confusion=CONFUSION) -> Path:
     """Write a run folder; None leaves a file out."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -96,15 +69,9 @@ def render(*folders: Path) -> str:
     """The report of some run folders, after a check that it loads nothing and runs nothing."""
     page = report.render([read_run(folder, folder.name) for folder in folders])
 
-    class Checker(html.parser.HTMLParser):
-        def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-            assert tag not in ("script", "iframe", "object")
-            for name, value in attributes:
-                assert not name.startswith("on")
-                assert name not in ("src", "href") or (value or "").startswith("data:")
-
-    Checker().feed(page)
-    assert not re.search(r"@import|url\(|https?:", page)
+    assert not re.search(r"<(script|iframe|object)|<[^>]* on\w+=|@import|url\(|https?:", page)
+    sources = re.findall(r'<[^>]* (?:src|href)="(.*?)"', page)
+    assert all(source.startswith("data:") for source in sources)
     return page
 
 
@@ -126,24 +93,18 @@ def titles(page: str) -> list[str]:
     return [html.unescape(title) for title in re.findall(r"<h2>(.*?)</h2>", page)]
 
 
-# -------------------------------------------------------------------- content
-
-
 def test_a_run_is_described(tmp_path):
     page = render(write_run(tmp_path / "my-run"))
     text = text_of(page)
     assert "<title>resnet8 on 50 % of digits</title>" in page
     for part in (
-        "optimizer ngd",
         "last result epoch 2, test accuracy 50.00 %",
         "best result epoch 2, test accuracy 50.00 %, chosen on the test set, so it is optimistic",
         "time 6 s device-hours 0.003333 samples/s 320 peak memory 1.00 GiB",  # on 2 devices
         "command resnet50_test.py --ngd commit abc1234",
         "device a processor, 1 threads precision bf16 processes 2 devices 2",
-        "sent by each process 1.0 MB",
         "flag value default --dataset digits cifar10",
         "--optimizer ngd sgd --lr 0.1 0.08 --subset 0.5 1",
-        "On the test set after epoch 2.",
         "cat 88.89 80.00 84.21 10",  # 8 of 9 taken for cats, 8 of 10 cats
         "cow 0.00 0.00 0.00 5 mean, sum 48.38 56.67 51.15 25",
         "cat dog cow cat 8 2 dog 1 9 cow 5",  # the matrix
@@ -191,8 +152,7 @@ def test_several_runs_are_compared(here, capsys):
     page = (here / "pages" / "a.html").read_text(encoding="utf-8")
     text = text_of(page)
     assert "one/run two/run optimizer ngd ngd" in text
-    flags = text[text.index("Flags that differ") : text.index("Classes")]
-    assert flags == "Flags that differ flag one/run two/run --lr 0.1 0.2 "
+    assert "Flags that differ flag one/run two/run --lr 0.1 0.2 Classes" in text
     assert titles(page).count("Classes of one/run") == 1
     assert "Classes of two/run" not in titles(page), "it has no epoch 2, of which the counts are"
     assert "training loss|" in text_of_charts(page)
@@ -234,9 +194,6 @@ def test_one_bad_epoch_does_not_flatten_a_loss(tmp_path):
     assert 1.5 <= max(ticks(page, "loss")) <= 2.5, "the first epoch is there as well"
     assert "|loss|cut off: up to 3e+04|" in text_of_charts(page)
     assert "cut off" not in text_of_charts(smooth)
-
-
-# -------------------------------------------------------------------- missing and bad parts
 
 
 def test_what_is_missing_is_left_out(tmp_path):
@@ -293,7 +250,6 @@ def test_a_damaged_run_folder_is_one_line(name, content, message, here, capsys):
     ("arguments", "message"),
     [
         ("run nowhere", "nowhere is no folder; give run folders"),
-        ("run/metrics.jsonl", "run/metrics.jsonl is no folder; give run folders"),
         ("run --out report.txt", "--out report.txt: the name must end in .html"),
         ("run --out run/metrics.jsonl/a.html", "cannot be written"),
         ("", "the following arguments are required"),
@@ -307,22 +263,13 @@ def test_a_wrong_command_is_one_line(arguments, message, here, capsys):
     assert message in line
 
 
-# -------------------------------------------------------------------- what runs write
-
-
-class Labelled:
-    """Rows whose inputs are their numbers."""
+class Labelled(list):
+    """Labels of rows whose inputs are their numbers."""
 
     lengths = None
 
-    def __init__(self, labels: Tensor) -> None:
-        self.labels = labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def batches(self, row_batches, epoch=0):
-        return ((rows, self.labels[rows]) for rows in row_batches)
+    def batches(self, row_batches):
+        return ((rows, torch.tensor(self)[rows]) for rows in row_batches)
 
 
 class Guess(nn.Module):
@@ -333,10 +280,10 @@ class Guess(nn.Module):
 
 
 def check_confusion(world: World, size: int = 1) -> None:
-    labels = torch.tensor([0, 1, 2, 0, 0, 0, 3])  # the guesses are 0 1 2 0 1 2 0
+    labels = Labelled([0, 1, 2, 0, 0, 0, 3])  # the guesses are 0 1 2 0 1 2 0
     precision = Precision("fp32", "cpu")
     settings: dict[str, Any] = {"precision": precision, "world": world, "batch_size": 2}
-    result = evaluate(Guess(), Labelled(labels), count_classes=4, **settings)
+    result = evaluate(Guess(), labels, count_classes=4, **settings)
     assert result.confusion is not None
     assert result.confusion.tolist() == [[2, 1, 1, 0], [0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0]]
     assert result.accuracy == 4 / 7
@@ -362,38 +309,30 @@ def test_a_run_writes_what_a_report_shows(runs):
         assert all(value != default for _, value, default in shown)
 
 
-# -------------------------------------------------------------------- a browser
-
-
-def open_page(command: str, page: Path, folder: Path, *flags: str) -> tuple[str, list[str]]:
-    """What a browser prints when it opens a page, and the messages of the page's console."""
-    switches = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
-    switches += " --disable-background-networking --disable-component-update --disable-sync"
-    switches += " --enable-logging=stderr --hide-scrollbars"
-    words = [*switches.split(), f"--user-data-dir={folder / 'profile'}", *flags, page.as_uri()]
-    done = subprocess.run([command, *words], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-
 def test_a_browser_shows_the_page_and_requests_nothing(tmp_path):
     found = [path for path in map(shutil.which, BROWSERS) if path]
     if not found or subprocess.run([found[0], "--version"], capture_output=True).returncode:
         pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
-    run = write_run(tmp_path / "run", rows({}, {"lr": 0.2}))
+    switches = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --dump-dom"
+    switches += " --disable-background-networking --disable-component-update --disable-sync"
+    run, page = write_run(tmp_path / "run", rows({}, {"lr": 0.2})), tmp_path / "report.html"
     matplotlib.image.imsave(run / "policy.png", np.zeros((4, 4, 3)))
-    page = tmp_path / "report.html"
     report.write_report([read_run(run)], page)
-    dom, messages = open_page(found[0], page, tmp_path, "--dump-dom")
+
+    def open_page() -> tuple[str, list[str]]:
+        """What a browser shows, and the messages of the page's console."""
+        words = [
+            *switches.split(),
+            "--enable-logging=stderr",
+            f"--user-data-dir={tmp_path}/profile",
+        ]
+        words = [found[0], *words, page.as_uri()]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+    dom, messages = open_page()
     assert messages == []
     assert "<h1>resnet8 on 50 % of digits</h1>" in dom
-    for width in (390, 1200):
-        shot = tmp_path / f"{width}.png"
-        size = f"--window-size={width},1500"
-        open_page(found[0], page, tmp_path, f"--screenshot={shot}", size)
-        pixels = (matplotlib.image.imread(shot)[..., :3] * 255).round().astype(int)
-        blue = (0, 0x72, 0xB2)  # the first line and its legend
-        assert (pixels == blue).all(axis=-1).sum() > 100
     page.write_text(page.read_text().replace('src="data:image/png', 'src="http://localhost:9/x'))
-    _, messages = open_page(found[0], page, tmp_path, "--dump-dom")
-    assert "Content Security Policy" in messages[0], "this test sees a request, if there is one"
+    assert "Content Security Policy" in open_page()[1][0], "a request would have been seen"

@@ -20,32 +20,12 @@ from conftest import each_of
 from training import tracking
 from training.run_log import RunLog
 
-ROW = {
-    "epoch": 1,
-    "step": 4,
-    "samples": 64,
-    "seconds": 1.0,
-    "train_seconds": 0.5,
-    "samples_per_second": 64.0,
-    "train_loss": 2.0,
-    "test_accuracy": 0.4,
-    "lr": 0.1,
-    "shares": [1, 2],
-    "noise_scale": None,
-    "test_loss": float("nan"),
-}
+NUMBERS = {"run/epoch": 1, "run/samples": 64, "time/seconds": 1.0, "time/train_seconds": 0.5}
+NUMBERS |= {"time/samples_per_second": 64.0, "train/loss": 2.0, "test/accuracy": 0.4, "run/lr": 0.1}
+ROW = {"epoch": 1, "step": 4, "samples": 64, "seconds": 1.0, "train_seconds": 0.5, "lr": 0.1}
+ROW |= {"samples_per_second": 64.0, "train_loss": 2.0, "test_accuracy": 0.4}
+ROW |= {"shares": [1, 2], "noise_scale": None, "test_loss": float("nan")}  # which are not sent
 ROWS = [ROW, {**ROW, "epoch": 2, "step": 8}]
-NUMBERS = {
-    "run/epoch": 1,
-    "run/samples": 64,
-    "time/seconds": 1.0,
-    "time/train_seconds": 0.5,
-    "time/samples_per_second": 64.0,
-    "train/loss": 2.0,
-    "test/accuracy": 0.4,
-    "run/lr": 0.1,
-}
-"""No lists, nothing that is not finite, and no step, which is the axis."""
 CONFIG = {"flags": {"lr": 0.1, "out": Path("x")}, "commit": "abc", "threads": 1}
 DIGITS = f"{conftest.IMAGES} --epochs 2".split()
 
@@ -63,7 +43,6 @@ class FakeLibrary(types.ModuleType):
         if name == self.fails:
             raise RuntimeError(f"{name} has failed\nwith a second line")
 
-    # trackio and wandb
     def init(self, **settings: Any) -> FakeLibrary:
         self.opened.append(settings)
         self.call("init")
@@ -80,7 +59,6 @@ class FakeLibrary(types.ModuleType):
     def Settings(self, **settings: Any) -> dict[str, Any]:
         return settings
 
-    # TensorBoard
     def SummaryWriter(self, folder: str) -> FakeLibrary:
         return self.init(folder=folder)
 
@@ -111,19 +89,27 @@ def train(folder: Path, *flags: str) -> int:
     return conftest.call(resnet50_test, [*DIGITS, *flags, "--out", str(folder)])
 
 
+def log_rows(folder: Path, name: str, rows: list, known: int, is_main: bool = True) -> None:
+    """Start a run that has `known` of these rows, and log the others."""
+    log = RunLog(folder, is_main=is_main, config=CONFIG, track=name)
+    log.begin(rows[:known])
+    for number in range(known, len(rows)):
+        log.epoch(rows[: number + 1])
+    log.close()
+
+
 @each_of("name", tracking.LIBRARIES)
 def test_rows_and_flags_are_sent_and_a_resumed_run_goes_on(name, tmp_path, monkeypatch):
     library = fake(name, monkeypatch)
     folder = tmp_path / name
     folder.mkdir()
-    for rows in (ROWS[:1], ROWS):  # the second start sends what the first has not
-        log = RunLog(folder, is_main=True, config=CONFIG, track=name)
-        log.begin(rows[:-1])
-        log.epoch(rows)
-        log.close()
+    for known, rows in enumerate((ROWS[:1], ROWS)):  # the second start sends what the first has not
+        for is_main in (False, True):
+            log_rows(folder, name, rows, known, is_main)
+    log_rows(folder, name, ROWS, known=2)
     assert library.sent == [(4, NUMBERS), (8, {**NUMBERS, "run/epoch": 2})]
-    assert library.closed == 2
-    first, second = library.opened
+    assert library.closed == 3
+    first, second, _ = library.opened
     for key in {"id", "name", "folder"} & first.keys():
         assert first[key] == second[key]
     machine = {"commit": "abc", "threads": 1}
@@ -149,27 +135,18 @@ def test_a_run_sends_numbers_of_its_steps(tmp_path, monkeypatch):
         assert values.keys() == {f"step/{name}" for name in names}
         assert all(value > 0 for value in values.values())
         assert 0 < step <= 12
-    for number in (1, 2):  # the rows of the two epochs
-        [row] = [values for _, values in library.sent if values.get("run/epoch") == number]
-        assert {"train/loss", "test/accuracy", "time/seconds", "run/lr"} <= row.keys()
 
 
-def test_each_tracker_keeps_its_place_on_rank_0_alone(tmp_path, monkeypatch):
-    libraries = {name: fake(name, monkeypatch) for name in ("trackio", "wandb")}
+def test_each_tracker_keeps_its_place(tmp_path, monkeypatch):
+    libraries = [fake(name, monkeypatch) for name in ("trackio", "wandb")]
     for name, rows in (("trackio", ROWS[:1]), ("wandb", ROWS), ("trackio", ROWS)):
-        for is_main in (False, True):
-            log = RunLog(tmp_path, is_main=is_main, config=CONFIG, track=name)
-            log.begin(rows)
-            log.close()
-    for library, starts in zip(libraries.values(), (2, 1)):
+        log_rows(tmp_path, name, rows, known=len(rows))
+    for library in libraries:
         assert [step for step, _ in library.sent] == [4, 8]
-        assert len(library.opened) == starts
-        assert len({each["name"] for each in library.opened}) == 1
 
 
-def test_wandb_is_offline_unless_the_user_says_otherwise_and_a_killed_run_keeps_its_name(
-    tmp_path, monkeypatch
-):
+def test_wandb_is_offline_unless_the_user_says_otherwise(tmp_path, monkeypatch):
+    """And a run that was killed keeps its name."""
     library = fake("wandb", monkeypatch)
     for given in ("", "online"):
         monkeypatch.setenv("WANDB_MODE", given)
@@ -224,10 +201,7 @@ def test_a_resumed_run_does_not_take_the_tracker_from_its_checkpoint(here, monke
 
 def test_tensorboard_itself_reads_what_was_sent(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    log = RunLog(tmp_path, is_main=True, config=CONFIG, track="tensorboard")
-    log.begin([])
-    log.epoch(ROWS)
-    log.close()
+    log_rows(tmp_path, "tensorboard", ROWS, known=0)
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     assert [event.step for event in events.Scalars("test/accuracy")] == [4, 8]

@@ -69,9 +69,6 @@ def categorical(name: str, *choices: object) -> str:
     return f"{name}: {{type: categorical, choices: {list(choices)}}}\n"
 
 
-# -------------------------------------------------------------------- spaces and flags
-
-
 def test_a_space_is_read_and_sampled(tmp_path):
     script = TargetScript.read("resnet50_test.py", [])
     path = tmp_path / "space.yaml"
@@ -82,15 +79,13 @@ def test_a_space_is_read_and_sampled(tmp_path):
         "nesterov: {type: categorical, choices: [false]}\n"
         "mixup: {type: categorical, choices: [no, mixup]}\n"  # YAML reads `no` as false
     )
-    read = space.read_space(path, script)
-    values = space.suggest(optuna.create_study().ask(), read)
+    values = space.suggest(optuna.create_study().ask(), space.read_space(path, script))
     assert list(values) == ["lr", "clip", "bs", "nesterov", "mixup"]
     assert 1e-3 <= values["lr"] <= 0.5
     assert values["clip"] in (0, 0.5, 1)
     assert values["bs"] in (16, 32, 48, 64)
     flags = script.flags(values | {"mixup": False})
-    assert flags["lr"] == values["lr"]
-    assert (flags["nesterov"], flags["mixup"]) == (False, "none")
+    assert (flags["lr"], flags["nesterov"], flags["mixup"]) == (values["lr"], False, "none")
     for name in ("resnet50", "transformer"):
         script = TargetScript.read(f"{name}_test.py", [])
         assert "lr" in space.read_space(ROOT / "tuning" / f"{name}.yaml", script)
@@ -104,36 +99,25 @@ BILLION = ", ".join(f"&a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1,
     [
         ("", "", "expected lines such as"),
         ("lr: [", "", "not YAML"),
-        ("lr: 3", "", "lr: expected a type"),
         ("lr: {log: [0.1, 1]}", "", "lr: expected a type (float, int, categorical)"),
         (f"lr: [&a0 [1, 1, 1, 1], {BILLION}]", "", "lr: expected a type"),
         ("lr: {type: float, low: 0.1}", "", "lr: FloatDistribution"),
         ("lr: {type: float, low: 0.1, high: 1, step: x}", "", "could not convert"),
-        ("lr: {type: float, low: 0.1, high: 1, step: 0.4}", "", "not divisible by"),
         ("lr: {type: float, low: 0, high: 1, log: true}", "", "lr: `low > 0`"),
-        ("lr: {type: float, low: 1, high: 0.1}", "", "lr: `low <= high`"),
-        ("lr: {type: float, low: 0.1, high: .inf}", "", "--lr: must be"),
-        ("lr: {type: float, low: [1], high: 2}", "", "lr: "),
         ("lr: {type: float, low: true, high: 2}", "", "--lr: true is not a value"),
         ("bs: {type: float, low: 16, high: 64.5}", "", "must be a whole number"),
-        (categorical("lr"), "", "lr: "),
         (categorical("lr", 0.1, "abc"), "", "--lr: must be a number, got 'abc'"),
-        (categorical("lr", [1, 2]), "", "lr: Choices"),
         ("lr: {type: categorical, choices: [null]}", "", "None is not a number or a word"),
         (categorical("lr", 1) + categorical("learning-rate", 2), "", "lr is there twice"),
-        (categorical("optimizer", "sgd", "sdg"), "", "did you mean sgd?"),
         (categorical("leraning_rate", 1), "", "did you mean --learning_rate?"),
         (categorical("out", "x"), "", "the sweep sets this flag"),
         (categorical("recipe", "best"), "", "this flag cannot be searched"),
         (None, "--leraning_rate 1", "did you mean --learning_rate?"),
         (None, "--trial 3", "did you mean --trials?"),
-        (None, "--sampler gird", "did you mean grid?"),
         (None, "--sampler grid", "lr has a range"),
         (None, "--objective time_to:2", "--objective"),
         (None, "--space nowhere.yaml", "nowhere.yaml"),
-        (None, "--val_fraction 0", "--val_fraction"),
         (None, "--resume-from-checkpoint=x", "--resume"),
-        (None, "--trials 0", "--trials"),
         (None, "--epochs 3 --warmup 5", "--warmup 5"),  # which every trial would refuse
     ],
 )
@@ -147,13 +131,13 @@ def test_a_wrong_space_or_flag_is_one_line(text, words, message, run_sweep, tmp_
 
 def test_a_sweep_needs_optuna_5_and_a_storage(run_sweep, monkeypatch):
     assert "error: --storage nonsense://x: " in run_sweep(None, "--storage", "nonsense://x")[2]
-    for version in ("4.8.0", None):
-        monkeypatch.setattr(importlib.metadata, "version", lambda name, v=version: v or missing())
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError
+
+    for version in (lambda name: "4.8.0", missing):
+        monkeypatch.setattr(importlib.metadata, "version", version)
         assert run_sweep(None)[::2] == (2, "error: a sweep needs Optuna: pip install 'optuna>=5'\n")
-
-
-def missing() -> None:
-    raise importlib.metadata.PackageNotFoundError
 
 
 def test_shared_flags_and_the_optimizer_of_images(run_sweep, monkeypatch):
@@ -168,11 +152,10 @@ def test_shared_flags_and_the_optimizer_of_images(run_sweep, monkeypatch):
 
 
 @pytest.mark.process
-def test_both_shell_scripts_start_from_any_folder(tmp_path):
-    for name in ("resnet50", "transformer"):
-        command = ["bash", str(ROOT / "tuning" / f"{name}_tuning.sh"), "--space", f"no-{name}.yaml"]
-        process = ranks.start(command, tmp_path)
-        assert f"error: --space no-{name}.yaml" in ranks.finish(process, tmp_path, expected=2)
+def test_a_shell_script_starts_from_any_folder(tmp_path):
+    command = ["bash", str(ROOT / "tuning" / "transformer_tuning.sh"), "--space", "none.yaml"]
+    process = ranks.start(command, tmp_path)
+    assert "error: --space none.yaml" in ranks.finish(process, tmp_path, expected=2)
 
 
 def test_gpus_are_divided_among_trials(monkeypatch):
@@ -186,19 +169,17 @@ def test_gpus_are_divided_among_trials(monkeypatch):
     assert trials.gpu_slots(1, 2, gpus=2).get() == "5,7", "those that this process may see"
 
 
-# -------------------------------------------------------------------- the study
-
-
 def test_each_folder_has_a_database_of_its_own(tmp_path):
     """Also folders whose names have characters with a meaning in a URL."""
     folders = [tmp_path / name for name in ("q?1", "q?2", "q", "a#b", "50%3F", "x&y=z;{v}", "é ü")]
+    urls = []
     for folder in folders:
         folder.mkdir()
-        optuna.create_study(storage=search.sqlite_url(folder / "study.db"), study_name=folder.name)
-    for folder in folders:
+        urls.append(search.sqlite_url(folder / "study.db"))
+        optuna.create_study(storage=urls[-1], study_name=folder.name)
+    for folder, url in zip(folders, urls):
         assert [path.name for path in folder.iterdir()] == ["study.db"]
-        names = optuna.get_all_study_names(search.sqlite_url(folder / "study.db"))
-        assert names == [folder.name]
+        assert optuna.get_all_study_names(url) == [folder.name]
 
 
 def test_no_two_threads_run_the_same_enqueued_trial(tmp_path, monkeypatch):
@@ -219,10 +200,8 @@ def test_no_two_threads_run_the_same_enqueued_trial(tmp_path, monkeypatch):
 
 
 def test_objectives():
-    rows = [
-        {"val_accuracy": accuracy, "seconds": 10.0 * epoch}
-        for epoch, accuracy in enumerate((0.3, 0.7, 0.5), 1)
-    ]
+    accuracies = enumerate((0.3, 0.7, 0.5), 1)
+    rows = [{"val_accuracy": value, "seconds": 10.0 * epoch} for epoch, value in accuracies]
     accuracy, time_to = Objective.parse("accuracy"), Objective.parse("time_to:0.6")
     assert (accuracy.direction, accuracy.final_value(rows)) == ("maximize", 0.5)
     assert (time_to.direction, time_to.final_value(rows)) == ("minimize", 20.0)
@@ -241,25 +220,27 @@ def test_objectives():
         assert runner.should_prune(study.ask(), rows[0]) == expected
 
 
-# -------------------------------------------------------------------- whole sweeps
+def short_grace() -> None:
+    """Let a sweep see within 3 s that a trial was killed."""
+    search.GRACE_SECONDS = search.HEARTBEAT_SECONDS = 1
 
 
 @pytest.mark.process
 def test_a_killed_sweep_resumes_its_trial(tmp_path):
-    command = ["bash", str(ROOT / "tuning" / "resnet50_tuning.sh"), *DIGITS, "--trials", "1"]
-    command += ["--epochs", "12", "--out", "a sweep's"]
+    command = ranks.script("tuning/sweep.py", "--script", "resnet50_test.py", *DIGITS)
+    command += ["--trials", "1", "--epochs", "8", "--out", "a sweep's"]
     trial = tmp_path / "a sweep's" / "trials" / "0000"
-    process = ranks.start(command, tmp_path)
+    process = ranks.start(command, tmp_path, first=short_grace)
     ranks.wait_for(lambda: len(trials.complete_rows(trial)) > 1, process)
-    process.kill()  # the sweep alone: its trial is to end by itself
+    os.kill(process.pid, signal.SIGKILL)  # the sweep alone: its trial is to end by itself
     process.wait()
-    done = ranks.finish(ranks.start(command, tmp_path), tmp_path)
+    done = ranks.finish(ranks.start(command, tmp_path, first=short_grace), tmp_path)
     assert "0 finished, 1 resumed" in done
     (row,) = table(trial.parents[1])
-    assert (row["state"], row["folder"], row["epochs"]) == ("COMPLETE", "0000", "12")
+    assert (row["state"], row["folder"], row["epochs"]) == ("COMPLETE", "0000", "8")
     console = (trial / "console.log").read_text()
     assert "error: interrupted" in console, "a trial outlived its sweep"
-    assert [row["epoch"] for row in ranks.metrics(trial)] == list(range(1, 13))
+    assert [row["epoch"] for row in ranks.metrics(trial)] == list(range(1, 9))
     assert "test_accuracy" not in ranks.metrics(trial)[0]
     assert console.count("\n    1 ") == 1, "the resumed trial began anew"
     _, script, *words = shlex.split(done.splitlines()[-1])
@@ -272,7 +253,8 @@ def test_a_killed_sweep_resumes_its_trial(tmp_path):
 def test_ctrl_c_ends_all_trials_and_they_are_resumed(run_sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(search, "GRACE_SECONDS", 1)
     monkeypatch.setattr(search, "HEARTBEAT_SECONDS", 1)
-    words = [*DIGITS, "--jobs", "2", "--trials", "2", "--epochs", "12", "--pruner", "none"]
+    sweep_of_two = "--jobs 2 --trials 2 --epochs 8 --pruner none".split()
+    words = [categorical("lr", 0.05, 0.1), *DIGITS, *sweep_of_two]
     folders = [tmp_path / "sweep" / "trials" / name for name in ("0000", "0001")]
 
     def press() -> None:
@@ -281,13 +263,13 @@ def test_ctrl_c_ends_all_trials_and_they_are_resumed(run_sweep, tmp_path, monkey
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press, daemon=True).start()
-    code, _, error = run_sweep(categorical("lr", 0.05, 0.1), *words)
+    code, _, error = run_sweep(*words)
     assert code == 130
     assert "run the same command again to resume" in error
-    code, out, _ = run_sweep(categorical("lr", 0.05, 0.1), *words)
+    code, out, _ = run_sweep(*words)
     assert (code, "0 finished, 2 resumed" in out) == (0, True)
-    assert {row["folder"] for row in table(tmp_path / "sweep")} == {"0000", "0001"}
-    assert {row["epochs"] for row in table(tmp_path / "sweep")} == {"12"}
+    found = {(row["folder"], row["epochs"]) for row in table(tmp_path / "sweep")}
+    assert found == {("0000", "8"), ("0001", "8")}
 
 
 @pytest.mark.process
@@ -303,8 +285,7 @@ def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(run_sweep, tm
     assert (pruned["lr"], pruned["value"], pruned["epochs"]) == ("1e-06", "", "2")
     assert (failed["lr"], failed["epochs"]) == ("1e+30", "0")
     assert "not finite" in failed["error"]
-    pictures = {path.name for path in (tmp_path / "sweep").glob("*.png")}
-    assert pictures == {"history.png", "curves.png", "flags.png", "importance.png"}
+    assert len(list((tmp_path / "sweep").glob("*.png"))) == 4
     for text, words, message in (
         (categorical("lr", 0.05), [], "the space's lr"),
         (searched, ["--subset", "0.3"], "--subset"),
@@ -318,34 +299,21 @@ def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(run_sweep, tm
 def test_a_target_that_no_trial_reaches_makes_no_recipe(run_sweep, tmp_path):
     grid = ["--sampler", "grid", "--epochs", "1", *DIGITS, "--objective", "time_to:0.99"]
     code, _, error = run_sweep(categorical("lr", 1e-6), *grid)
-    assert code == 2
-    assert error == (
-        "error: no trial is complete, so there is no recipe: none reached the target; give more "
-        "--epoch, or a lower target\n"
-    )
+    assert (code, error.count("\n")) == (2, 1)
+    assert "no trial is complete, so there is no recipe: none reached the target" in error
     assert table(tmp_path / "sweep")[0]["state"] == "PRUNED"
     assert not (tmp_path / "sweep" / "recipe.yaml").exists()
 
 
-# -------------------------------------------------------------------- the recipe and its command
-
-
 def finished(script: TargetScript, folder: Path, nproc: int = 1) -> Any:
     """As much of a sweep's settings as its recipe and command need."""
-    return SimpleNamespace(
-        script=script,
-        objective=Objective(),
-        val_fraction=0.1,
-        nproc=nproc,
-        recipe_out=folder / "tuned.yaml",
-    )
+    settings = {"objective": Objective(), "val_fraction": 0.1, "recipe_out": folder / "tuned.yaml"}
+    return SimpleNamespace(script=script, nproc=nproc, **settings)
 
 
 def trial_with(params: dict[str, Any]) -> optuna.trial.FrozenTrial:
-    distributions = {
-        name: optuna.distributions.CategoricalDistribution([value])
-        for name, value in params.items()
-    }
+    one_of = optuna.distributions.CategoricalDistribution
+    distributions = {name: one_of([value]) for name, value in params.items()}
     return optuna.trial.create_trial(value=0.5, params=params, distributions=distributions)
 
 
@@ -394,6 +362,5 @@ def test_a_recipe_holds_what_the_best_trial_had(arguments, params, nproc, expect
     parser = resnet50_test.parser()
     read = parser.parse_args(options.recipe_arguments(str(config.recipe_out), parser))
     changed = {"recipe": None, "subset": 1.0, "threads": 0, "lr_scaling": "none", "base_bs": 128}
-    assert vars(read) == script.flags(params) | changed | {
-        name: expected[name] for name in ("lr_scaling", "base_bs") if name in expected
-    }
+    changed |= {name: value for name, value in expected.items() if name in changed}
+    assert vars(read) == script.flags(params) | changed

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ import transformer_test
 from backends import execution, nvidia_apex, onnx_runtime
 from backends.precision import PRECISIONS, choose_precision
 from cli import capabilities
+from conftest import each_of
 from input_pipeline import torchtext_tokenizer
 from models.transformer import Transformer
 from trainers import build_optimizer, make_trainer
@@ -43,13 +43,10 @@ class Smooth(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        strided = nn.Conv2d(8, 8, 3, stride=2, groups=2, bias=False)
         self.layers = nn.Sequential(
             *(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.GELU()),
-            *(
-                nn.Conv2d(8, 8, 3, stride=2, groups=2, bias=False),
-                nn.BatchNorm2d(8, momentum=0.3),
-                nn.GELU(),
-            ),
+            *(strided, nn.BatchNorm2d(8, momentum=0.3), nn.GELU()),
         )
         self.head = nn.Linear(8, 4)
 
@@ -61,26 +58,29 @@ def images(rows: int) -> tuple[torch.Tensor, ...]:
     return (torch.randn(rows, 3, 12, 12).to(memory_format=torch.channels_last),)
 
 
-def texts(rows: int, mixed: bool = False) -> tuple[torch.Tensor, ...]:
+def texts(rows: int) -> tuple[torch.Tensor, ...]:
     tokens = torch.randint(3, 50, (rows, 4 + rows % 5), dtype=torch.int32)
     tokens[0, 2:] = 0
-    return (tokens, torch.randperm(rows), torch.rand(rows)) if mixed else (tokens,)
+    return (tokens,)
 
 
-def transformer(mix_at: str = "pooled") -> nn.Module:
-    return Transformer(
-        50, 4, width=16, depth=2, heads=2, mlp_width=32, max_len=16, dropout=0.0, mix_at=mix_at
-    )
+def mixed_texts(rows: int) -> tuple[torch.Tensor, ...]:
+    return (*texts(rows), torch.randperm(rows), torch.rand(rows))
+
+
+def transformer(**settings: object) -> nn.Module:
+    sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "max_len": 16, "dropout": 0.0}
+    return Transformer(50, 4, **sizes | settings)
 
 
 @needs_ort
-@pytest.mark.parametrize(
+@each_of(
     ("make", "batch"),
     [
         (Smooth, images),
         (transformer, texts),
-        (transformer, lambda rows: texts(rows, True)),
-        (lambda: transformer("tokens"), lambda rows: texts(rows, True)),
+        (transformer, mixed_texts),
+        (lambda: transformer(mix_at="tokens"), mixed_texts),
     ],
 )
 def test_gradients_and_statistics_are_those_of_torch(make, batch):
@@ -96,24 +96,17 @@ def test_gradients_and_statistics_are_those_of_torch(make, batch):
             (model(*inputs) * weight).sum().backward()
         for name, expected in plain.named_parameters():
             given = dict(ours.named_parameters())[name].grad
-            torch.testing.assert_close(
-                given,
-                expected.grad,
-                rtol=1e-4,
-                atol=1e-5 * expected.grad.abs().max().item(),
-                msg=name,
-            )
+            atol = 1e-5 * expected.grad.abs().max().item()
+            torch.testing.assert_close(given, expected.grad, rtol=1e-4, atol=atol, msg=name)
     assert list(ours.state_dict()) == names
     for name, expected in plain.state_dict().items():
         # ONNX divides variances by n, torch by n - 1; the smallest n here is 125.
         rtol = 0.01 if name.endswith("running_var") else 1e-5
-        torch.testing.assert_close(
-            ours.state_dict()[name], expected, rtol=rtol, atol=1e-6, msg=name
-        )
+        given = ours.state_dict()[name]
+        torch.testing.assert_close(given, expected, rtol=rtol, atol=1e-6, msg=name)
     ours.load_state_dict(plain.state_dict())
     for model in (ours, plain):
         model.eval()
-    torch.testing.assert_close(ours(*batch(6)[:1]).shape, plain(*batch(6)[:1]).shape)
     inputs = batch(7)
     torch.testing.assert_close(ours(*inputs), plain(*inputs), rtol=1e-5, atol=1e-5)
 
@@ -121,21 +114,10 @@ def test_gradients_and_statistics_are_those_of_torch(make, batch):
 @needs_ort
 def test_dropout_is_drawn_anew_and_token_dropout_hides_tokens():
     torch.manual_seed(3)
-    model = Transformer(
-        50, 4, width=64, depth=1, heads=2, mlp_width=32, max_len=16, dropout=0.5, token_dropout=0.5
-    )
+    model = transformer(dropout=0.5, token_dropout=0.5)
     onnx_runtime.apply(model)
     tokens = torch.randint(3, 50, (4, 16), dtype=torch.int32)
     assert not torch.equal(model(tokens), model(tokens))
-
-
-@needs_ort
-def test_a_pass_that_falls_back_to_torch_is_refused():
-    model = Smooth()
-    onnx_runtime.apply(model)
-    model.forward.graph = model.forward.eager  # what ORTModule's own fallback does
-    with pytest.raises(errors.InputError, match="ran in torch"):
-        model(*images(4))
 
 
 class Unexportable(nn.Module):
@@ -148,36 +130,38 @@ class Unexportable(nn.Module):
 
 
 @needs_ort
-def test_a_model_that_cannot_be_exported_is_one_line():
-    model = Unexportable()
-    onnx_runtime.apply(model)
+def test_what_onnx_runtime_does_not_compute_is_refused():
+    model, unexportable = Smooth(), Unexportable()
+    for each in (model, unexportable):
+        onnx_runtime.apply(each)
+    model.forward.graph = model.forward.eager  # what ORTModule's own fallback does
+    with pytest.raises(errors.InputError, match="ran in torch"):
+        model(*images(4))
     with pytest.raises(errors.InputError, match="cannot be exported"):
-        model(torch.ones(1, 3))
+        unexportable(torch.ones(1, 3))
 
 
 @needs_ort
-@pytest.mark.parametrize(
-    ("processes", "more"),
-    [(1, "--mixup cutmix"), (1, "--meta_learning --meta_every 3 --ngd"), (2, "--accumulate 2")],
+@each_of(
+    ("size", "more"),
+    [(0, "--mixup cutmix"), (0, "--meta_learning --meta_every 3 --ngd"), (2, "--accumulate 2")],
 )
-def test_images_through_ort_learn_and_resume_bit_for_bit(processes, more, tmp_path):
-    flags = [*IMAGES, *more.split(), "--save_every", "3"]
+def test_images_through_ort_learn_and_resume_bit_for_bit(size, more, tmp_path):
+    folder = tmp_path / more.replace(" ", "")
+    folder.mkdir()
+    whole, cut = folder / "whole", folder / "cut"
 
-    def command(*extra):
-        return (ranks.torchrun if processes > 1 else ranks.script)(
-            "resnet50_test.py", *flags, *extra
-        )
+    def start(*words: object) -> ranks.WarmJob:
+        job = ranks.torchrun if size else ranks.script
+        flags = [*IMAGES, *more.split(), "--save_every", "3", "--out", *words]
+        return ranks.start(job("resnet50_test.py", *flags), folder, NGPU="2")
 
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    console = ranks.finish(ranks.start(command("--out", whole), tmp_path, NGPU="2"), tmp_path)
-    assert "fp32, ort" in console
+    assert "fp32, ort" in ranks.finish(start(whole), folder)
     assert ranks.metrics(whole)[-1]["train_loss"] < ranks.metrics(whole)[0]["train_loss"]
-    process = ranks.start(command("--out", cut), tmp_path, NGPU="2")
-    ranks.wait_for(
-        lambda: (cut / "metrics.jsonl").exists() and len(ranks.metrics(cut)) == 1, process
-    )
+    process, log = start(cut), cut / "metrics.jsonl"
+    ranks.wait_for(lambda: log.exists() and len(ranks.metrics(cut)) == 1, process)
     ranks.kill(process)
-    ranks.finish(ranks.start(command("--out", cut, "--resume"), tmp_path, NGPU="2"), tmp_path)
+    ranks.finish(start(cut, "--resume"), folder)
     ranks.same_run(whole, cut)
 
 
@@ -189,12 +173,11 @@ def test_texts_through_ort_and_torchtext_learn_and_predict(tmp_path, capsys):
     assert ranks.metrics(run)[-1]["test_accuracy"] > 0.5
     lines = tmp_path / "lines.txt"
     lines.write_text("Striker scores twice as United win the final\n")
-    capsys.readouterr()
-    assert conftest.call(transformer_test, ["--resume", str(run), "--predict", str(lines)]) == 0
-    assert "Striker" in capsys.readouterr().out
-    assert conftest.call(transformer_test, ["--resume", str(run), "--evaluate"]) == 0
-    accuracy = ranks.metrics(run)[-1]["test_accuracy"]
-    assert f"{100 * accuracy:.2f} %" in capsys.readouterr().out
+    accuracy = f"{100 * ranks.metrics(run)[-1]['test_accuracy']:.2f} %"
+    for words, shown in ((["--predict", str(lines)], "Striker"), (["--evaluate"], accuracy)):
+        capsys.readouterr()
+        assert conftest.call(transformer_test, ["--resume", str(run), *words]) == 0
+        assert shown in capsys.readouterr().out
 
 
 @needs_torchtext
@@ -203,19 +186,21 @@ def test_torchtext_gives_words_by_frequency():
         ["Oil up, oil down", "oil UP [PAD]"], 6, special_tokens=["[PAD]", "[UNK]", "[CLS]"]
     )
     assert learnt.get_vocab_size() == 6
-    assert [encoding.ids for encoding in learnt.encode_batch_fast(["up OIL gas", ""])] == [
-        [2, 4, 3, 1],
-        [2],
-    ]
+    encodings = learnt.encode_batch_fast(["up OIL gas", ""])
+    assert [encoding.ids for encoding in encodings] == [[2, 4, 3, 1], [2]]
     again = torchtext_tokenizer.TorchtextTokenizer.from_str(learnt.to_str())
     assert again.encode("oil, gas up").ids == learnt.encode("oil, gas up").ids
     assert again.to_str() == learnt.to_str()
 
 
-@pytest.mark.parametrize(
+def without_precision(script: str) -> str:
+    return conftest.SCRIPTS[script][1].replace(" --precision fp32", "")
+
+
+@each_of(
     ("script", "flags", "reason"),
     [
-        ("images", "--backend ort", ORT),
+        ("images", "--backend ort --precision fp32", ORT),
         ("texts", "--tokenizer torchtext", TORCHTEXT),
         ("images", "--precision apex_O1", nvidia_apex.amp_unavailable_reason()),
         ("texts", "--precision apex_O2", nvidia_apex.amp_unavailable_reason()),
@@ -225,28 +210,24 @@ def test_torchtext_gives_words_by_frequency():
     ],
 )
 def test_what_is_not_installed_is_named_with_the_way_to_install_it(script, flags, reason, refused):
-    if not reason:
-        pytest.skip("it is here")
-    base = (
-        conftest.SCRIPTS[script][1].replace(" --precision fp32", "")
-        if "--precision" in flags
-        else None
-    )
-    line = refused(script, flags, flags.split()[0], base)
-    assert "requirements-legacy.txt" in line or "github.com/NVIDIA/apex" in line
+    if reason:
+        line = refused(script, flags, flags.split()[0], without_precision(script))
+        assert "requirements-legacy.txt" in line or "github.com/NVIDIA/apex" in line
 
 
-@pytest.mark.parametrize("more", ["--meta_learning", "--noise_scale", "--dynamic_batch noise"])
-def test_what_needs_torchs_loss_scale_is_refused_under_apex(more, refused):
-    refused(
-        "images",
-        f"--precision apex_O1 {more}",
-        "loss scale",
-        conftest.IMAGES.replace(" --precision fp32", ""),
-    )
+def test_what_needs_torchs_loss_scale_is_refused_under_apex(refused):
+    for more in ("--meta_learning", "--noise_scale", "--dynamic_batch noise"):
+        flags = f"--precision apex_O1 {more}"
+        refused("images", flags, "loss scale", without_precision("images"))
 
 
-def test_the_list_of_capabilities_names_every_choice():
+def test_the_list_of_capabilities_names_every_choice(tmp_path, monkeypatch, capsys):
+    """In any folder."""
+    monkeypatch.chdir(tmp_path)
+    capabilities.main()
+    out = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in out
+    assert len(out.splitlines()) == 1 + len(capabilities.list_capabilities(torch.device("cpu")))
     listed = " ".join(flag for flag, _ in capabilities.list_capabilities(torch.device("cpu")))
     for name in (*execution.BACKENDS, *PRECISIONS[1:], *nvidia_apex.OPTIMIZERS):
         assert name in listed
@@ -266,12 +247,8 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         step = optimizers.step
 
         def skipping_step(closure=None):
-            gradients = [
-                p.grad
-                for group in optimizers.param_groups
-                for p in group["params"]
-                if p.grad is not None
-            ]
+            parameters = [p for group in optimizers.param_groups for p in group["params"]]
+            gradients = [p.grad for p in parameters if p.grad is not None]
             if all(gradient.isfinite().all() for gradient in gradients):
                 step()
             else:
@@ -295,28 +272,8 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     amp.state_dict = lambda: {"loss_scaler0": {"loss_scale": amp.scale, "unskipped": 0}}
     amp.load_state_dict = lambda state: setattr(amp, "scale", state["loss_scaler0"]["loss_scale"])
     optimizers = types.ModuleType("apex.optimizers")
-
-    class FusedSGD(torch.optim.SGD):
-        def __init__(
-            self, params, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False
-        ):
-            super().__init__(
-                params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov
-            )
-
-    class FusedLAMB(torch.optim.AdamW):
-        def __init__(
-            self,
-            params,
-            lr=1e-3,
-            bias_correction=True,
-            betas=(0.9, 0.999),
-            eps=1e-6,
-            weight_decay=0.01,
-        ):
-            super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-
-    optimizers.FusedSGD, optimizers.FusedLAMB = FusedSGD, FusedLAMB
+    optimizers.FusedSGD = type("FusedSGD", (torch.optim.SGD,), {})
+    optimizers.FusedLAMB = type("FusedLAMB", (torch.optim.AdamW,), {})
     larc = types.ModuleType("apex.parallel.LARC")
 
     class LARC:
@@ -331,43 +288,31 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     applier.multi_tensor_applier = types.SimpleNamespace(available=True)
     root, parallel = types.ModuleType("apex"), types.ModuleType("apex.parallel")
     root.__spec__ = types.SimpleNamespace(name="apex")
-    for name, module in {
-        "apex": root,
-        "apex.amp": amp,
-        "apex.optimizers": optimizers,
-        "apex.parallel": parallel,
-        "apex.parallel.LARC": larc,
-        "apex.multi_tensor_apply": applier,
-    }.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    for module in (root, parallel, amp, optimizers, larc, applier):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(nvidia_apex, "cuda_unavailable_reason", lambda: "")
     return types.SimpleNamespace(amp=amp, applier=applier, larc=larc, optimizers=optimizers)
 
 
-@pytest.mark.parametrize("level", nvidia_apex.LEVELS)
-@pytest.mark.parametrize("accumulate", [1, 3])
+@each_of("level", nvidia_apex.LEVELS)
+@each_of("accumulate", [1, 3])
 def test_a_step_under_amp_is_the_step_in_fp32(level, accumulate, apex):
     results = []
     for name in ("fp32", level):
         torch.manual_seed(0)
         model = Smooth()
-        optimizer = build_optimizer(model, "sgd", 0.1, 1e-3)
         trainer = make_trainer(
             model,
-            optimizer,
+            build_optimizer(model, "sgd", 0.1, 1e-3),
             precision=choose_precision(name, torch.device("cpu")),
             accumulation_steps=accumulate,
             max_grad_norm=0.5,
         )
         for _ in range(3):
             trainer.train_step(torch.randn(6, 3, 12, 12), torch.randint(4, (6,)))
-        results.append(
-            (
-                trainer.sums.values.clone(),
-                torch.cat([p.detach().flatten() for p in model.parameters()]),
-            )
-        )
-    assert apex.amp.calls == [level.removeprefix("apex_")]
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        results.append((trainer.sums.values.clone(), weights))
+    assert apex.amp.calls.pop() == level.removeprefix("apex_")
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
@@ -395,10 +340,8 @@ def test_each_part_of_apex_is_looked_up_by_itself(apex, monkeypatch):
     model = Smooth()
     built = [build_optimizer(model, name, 0.1, 1e-3) for name in names]
     assert [type(optimizer).__name__ for optimizer in built] == ["FusedSGD", "FusedLAMB", "LARC"]
-    assert all(
-        [group["weight_decay"] for group in optimizer.param_groups] == [1e-3, 0.0]
-        for optimizer in built
-    )
+    for optimizer in built:
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [1e-3, 0.0]
     apex.applier.multi_tensor_applier.available = False
     assert "CUDA extensions" in nvidia_apex.unavailable_reason("apex_lamb")
     del apex.amp.initialize, apex.larc.LARC
@@ -419,11 +362,3 @@ def test_ort_computes_in_fp32_and_says_so(refused):
     base = conftest.IMAGES.replace("fp32", "bf16")
     refused("images", "--backend ort", "fp32", base)
     refused("images", "--backend ort --fuse", "--fuse")
-
-
-def test_the_folder_of_a_script_is_not_needed_to_list(tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    capabilities.main()
-    out = capsys.readouterr().out
-    assert f"torch {torch.__version__}" in out
-    assert len(out.splitlines()) == 1 + len(capabilities.list_capabilities(torch.device("cpu")))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torchvision import models
 
+from conftest import each_of
 from errors import InputError
 from models.image_models import create_model
 from models.transformer import PAD, UNKNOWN, Dropout, Transformer, sinusoids
@@ -27,7 +28,7 @@ def count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("arch", "expected"),
     [
         ("resnet18", 11_173_962),  # He et al.'s nets with a 3x3 stem and 10 classes
@@ -40,7 +41,7 @@ def test_resnet_for_small_images_has_the_parameters_of_the_paper(arch: str, expe
     assert count(create_model(arch, classes=10, channels=3, image_size=32)) == expected
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "resnet20"])
+@each_of("arch", ["resnet18", "resnet20"])
 def test_resnet_keeps_small_images_large(arch: str) -> None:
     model, sizes = create_model(arch, classes=10, channels=1, image_size=32).eval(), []
     for number in range(1, model.stages + 1):
@@ -51,7 +52,7 @@ def test_resnet_keeps_small_images_large(arch: str) -> None:
     assert sizes == [32, 16, 8, 4][: model.stages]
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "resnet50"])
+@each_of("arch", ["resnet18", "resnet50"])
 def test_torchvision_weights_load_by_name_and_give_the_same_outputs(arch: str) -> None:
     peer = models.get_model(arch, weights=None).eval()
     for module in peer.modules():  # statistics and scales that matter
@@ -65,41 +66,24 @@ def test_torchvision_weights_load_by_name_and_give_the_same_outputs(arch: str) -
     x = torch.randn(2, 3, 96, 96)
     with torch.no_grad():
         expected = peer(x)
-        torch.testing.assert_close(
-            ours(x), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item()
-        )
+        atol = 1e-5 * expected.abs().max().item()
+        torch.testing.assert_close(ours(x), expected, rtol=1e-5, atol=atol)
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("arch", ["swin_t", "mobilenet_v3_small"])
+@each_of(("arch", "channels"), [("swin_t", 1), ("mobilenet_v3_small", 3)])
 def test_torchvision_models_take_small_and_grey_images(arch: str, channels: int) -> None:
     model = create_model(arch, classes=7, channels=channels, image_size=32)
     assert model.training
     assert tuple(model.eval()(torch.randn(2, channels, 32, 32)).shape) == (2, 7)
 
 
-@pytest.mark.parametrize("arch", ["alexnet", "vit_b_16", "inception_v3"])
+@each_of("arch", ["alexnet", "vit_b_16", "inception_v3"])
 def test_model_that_cannot_take_the_size_is_refused(arch: str) -> None:
     with pytest.raises(InputError, match=f"--arch {arch} cannot take 32x32"):
         create_model(arch, classes=10, channels=3, image_size=32)
 
 
-def test_resnet_overfits_a_batch() -> None:
-    model = create_model("resnet20", classes=4, channels=1, image_size=8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    x, y = torch.randn(16, 1, 8, 8), torch.arange(16) % 4
-    for _ in range(15):
-        loss = nn.functional.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.3 < math.log(4)
-
-
-# -------------------------------------------------------------------- VGG8
-
-
-@pytest.mark.parametrize("channels", [1, 3])
+@each_of("channels", [1, 3])
 def test_filters_of_vgg8_whiten_patches(channels: int) -> None:
     mix = torch.randn(channels, channels)
     smooth = nn.functional.avg_pool2d(torch.randn(64, channels, 20, 20), 3, stride=1)
@@ -109,9 +93,8 @@ def test_filters_of_vgg8_whiten_patches(channels: int) -> None:
     assert tuple(filters.shape) == (2 * half, channels, 2, 2)
     torch.testing.assert_close(filters[half:], -filters[:half])
     outputs = nn.functional.conv2d(images, filters[:half]).transpose(0, 1).flatten(1)
-    torch.testing.assert_close(
-        outputs @ outputs.T / outputs.shape[1], torch.eye(half), rtol=0, atol=0.05
-    )
+    covariance = outputs @ outputs.T / outputs.shape[1]
+    torch.testing.assert_close(covariance, torch.eye(half), rtol=0, atol=0.05)
 
 
 def test_vgg8_has_the_layers_of_the_paper_and_trains_all_but_the_filters() -> None:
@@ -127,12 +110,12 @@ def test_vgg8_has_the_layers_of_the_paper_and_trains_all_but_the_filters() -> No
     assert changed == set(before) - {"filters"}
 
 
+@pytest.mark.compile
 def test_compiled_vgg8_has_finite_gradients_in_bf16() -> None:
     """Its maximum over all places is looked for among values of another precision."""
     model = create_model("vgg8", classes=10, channels=3, image_size=16)
-    compiled = torch.compile(model)
     with torch.autocast("cpu", torch.bfloat16):
-        logits = compiled(torch.randn(16, 3, 16, 16))
+        logits = torch.compile(model)(torch.randn(16, 3, 16, 16))
     logits.float().square().sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
 
@@ -144,28 +127,15 @@ def test_vgg8_refuses_images_that_are_too_small() -> None:
         create_model("vgg8", classes=3, channels=1, image_size=8)
 
 
-# -------------------------------------------------------------------- Transformer
-
-VARIANTS = pytest.mark.parametrize(
+VARIANTS = each_of(
     ("positions", "pooling"),
     [("learned", "mean"), ("learned", "cls"), ("sinusoidal", "mean"), ("sinusoidal", "cls")],
 )
+SIZES = {"width": 16, "depth": 2, "heads": 4, "mlp_width": 32, "max_len": 24, "dropout": 0.0}
 
 
 def small(**options: object) -> Transformer:
-    model = Transformer(
-        60,
-        3,
-        **{
-            "width": 16,
-            "depth": 2,
-            "heads": 4,
-            "mlp_width": 32,
-            "max_len": 24,
-            "dropout": 0.0,
-            **options,
-        },
-    )
+    model = Transformer(60, 3, **SIZES | options)
     # far from the near-zero initial weights, so that every path matters
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -180,24 +150,19 @@ def some_tokens(length: int) -> torch.Tensor:
 
 
 @VARIANTS
-def test_padding_does_not_change_the_logits(positions: str, pooling: str) -> None:
+def test_padding_does_not_change_the_logits_but_the_order_does(
+    positions: str, pooling: str
+) -> None:
     model = small(positions=positions, pooling=pooling).eval()
     tokens = some_tokens(9)
     padded = nn.functional.pad(tokens, (0, 15))
     with torch.no_grad():
         torch.testing.assert_close(model(padded), model(tokens), rtol=1e-5, atol=1e-5)
+        swapped = tokens.clone()
+        swapped[:, [3, 7]] = tokens[:, [7, 3]]
+        assert (model(tokens) - model(swapped)).abs().max() > 1e-3
         tokens[0, 5:] = PAD  # rows of unequal length in one batch
         torch.testing.assert_close(model(tokens)[0], model(tokens[:1, :5])[0], rtol=1e-5, atol=1e-5)
-
-
-@VARIANTS
-def test_order_of_the_tokens_matters(positions: str, pooling: str) -> None:
-    model = small(positions=positions, pooling=pooling).eval()
-    tokens = some_tokens(9)
-    swapped = tokens.clone()
-    swapped[:, [3, 7]] = tokens[:, [7, 3]]
-    with torch.no_grad():
-        assert (model(tokens) - model(swapped)).abs().max() > 1e-3
 
 
 def test_pooling_is_the_first_token_or_the_mean_of_all_that_are_no_padding() -> None:
@@ -211,23 +176,19 @@ def test_pooling_is_the_first_token_or_the_mean_of_all_that_are_no_padding() -> 
             torch.testing.assert_close(logits, model.head(pooled))
 
 
-@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
-def test_positions_are_learnt_only_where_asked(positions: str) -> None:
-    names = dict(small(positions=positions).named_parameters())
-    assert ("positions" in names) == (positions == "learned")
-    assert "positions" in small(positions="learned").state_dict()
-    assert "positions" not in small(positions="sinusoidal").state_dict()
+def test_positions_are_learnt_only_where_asked() -> None:
+    learned, fixed = small(positions="learned"), small(positions="sinusoidal")
+    assert "positions" in dict(learned.named_parameters())
+    assert "positions" not in fixed.state_dict()
 
 
-@pytest.mark.parametrize("width", [6, 16])
-def test_sinusoids_equal_their_formula(width: int) -> None:
-    table = sinusoids(11, width)
+def test_sinusoids_equal_their_formula() -> None:
+    table = sinusoids(11, 6)
     for place in range(11):
-        for i in range(width):
-            angle = place / 10_000 ** (2 * (i // 2) / width)
-            assert table[place, i].item() == pytest.approx(
-                math.cos(angle) if i % 2 else math.sin(angle), abs=1e-5
-            )
+        for i in range(6):
+            angle = place / 10_000 ** (2 * (i // 2) / 6)
+            expected = math.cos(angle) if i % 2 else math.sin(angle)
+            assert table[place, i].item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_token_dropout_hides_tokens_in_training_only() -> None:
@@ -244,13 +205,6 @@ def test_token_dropout_hides_tokens_in_training_only() -> None:
     assert hidden[:, 1:20].float().mean().item() == pytest.approx(0.5, abs=0.03)
 
 
-def test_dropout_is_off_in_evaluation() -> None:
-    model, tokens = small(dropout=0.5), some_tokens(9)
-    with torch.no_grad():
-        assert not torch.equal(model.train()(tokens), model(tokens))
-        assert torch.equal(model.eval()(tokens), model(tokens))
-
-
 def test_an_untrained_transformer_guesses_evenly_and_padding_gets_no_gradient() -> None:
     model = Transformer(60, 4, dropout=0.0)
     logits = model(nn.functional.pad(some_tokens(9), (0, 7)))
@@ -261,7 +215,7 @@ def test_an_untrained_transformer_guesses_evenly_and_padding_gets_no_gradient() 
     assert model.embed.weight[PAD].abs().sum() == 0
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@each_of("p", [0.1, 0.5, 0.9])
 def test_dropout_by_bytes_drops_that_share_and_keeps_the_mean(p):
     torch.manual_seed(4)
     dropout = Dropout(p)
@@ -279,9 +233,7 @@ def test_a_prior_adds_its_scores_over_the_root_of_the_words() -> None:
     torch.manual_seed(0)
     scores = torch.randn(40, 3)
     scores[:3] = 0
-    model = Transformer(
-        40, 3, width=16, depth=1, heads=2, mlp_width=16, max_len=8, prior=scores
-    ).eval()
+    model = Transformer(40, 3, **SIZES, prior=scores).eval()
     tokens = torch.tensor([[2, 5, 6, 7, 0], [2, 9, 1, 0, 0]])
     with torch.no_grad():
         model.head.weight.zero_()  # the encoder says nothing, its bias is zero
