@@ -352,8 +352,8 @@ def test_the_limit_of_memory_holds_while_it_can() -> None:
     batching.balancer.observe([50, 50], [1.0, 4.0])
     limit(40, 100)
     assert batching.share_out(100) == [40, 60]
-    limit(40, 20)  # 60 at once are too few for 100: two micro-batches, limits of 80 and 40
-    assert batching.share_out(100) == [80, 20]
+    limit(10, 40)  # 50 at once are too few for 100: two micro-batches, limits of 20 and 80
+    assert batching.share_out(100) == [20, 80]
 
 
 @each_of("growth", [1.07, 1.4])
