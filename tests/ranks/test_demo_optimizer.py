@@ -6,14 +6,12 @@ import copy
 import itertools
 import math
 import pickle
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import ranks
-from conftest import each_of
 from distributed.world import World
 from optimizer_cases import assert_same, copied
 from optimizers.demo import DeMo, cosine_transform, largest_divisor
