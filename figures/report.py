@@ -172,7 +172,7 @@ def environment_of(run: ReportedRun) -> dict[str, str]:
         recorded["command"] = " ".join(map(str, command))
     return {
         **{name: str(recorded.get(name) or "") for name in RECORDED},
-        "changes during the run": changes_in_words(run.config.get("segments")),
+        "changes during the run": describe_all(run.config.get("segments") or []),
         "processes": show(row, "world_size", "{:g}"),
         "devices": show(row, "devices", "{:g}"),
         "time of evaluation": show(row, "eval_seconds", "{:.0f} s"),
@@ -180,14 +180,6 @@ def environment_of(run: ReportedRun) -> dict[str, str]:
         "sent by each process": show({"sent": total(run, "comm_bytes")}, "sent", "{:.1f} MB", 1e-6),
         "run": run.name,
     }
-
-
-def changes_in_words(segments: Any) -> str:
-    """What changed while a run was trained; '' where nothing did, or the entry cannot be read."""
-    try:
-        return describe_all(segments or [])
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        return ""
 
 
 # -------------------------------------------------------------------- curves

@@ -69,13 +69,6 @@ def one_cycle(loop: Loop) -> None:
     assert optimizer.param_groups[0]["lr"] < loop.lr
 
 
-def cosine(loop: Loop) -> None:
-    optimizer = loop.new()
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
-    loop.train(optimizer, after=schedule.step)
-    assert abs(optimizer.param_groups[0]["lr"]) < 1e-9
-
-
 def grad_scaler_with_clipping(loop: Loop) -> None:
     optimizer, scaler = loop.new(amp_scaling=False), torch.amp.GradScaler("cpu", init_scale=1024.0)
     before = loop.loss().item()
@@ -107,10 +100,6 @@ def closure(loop: Loop) -> None:
     assert losses[-1] < losses[0]
 
 
-def named_parameters(loop: Loop) -> None:
-    loop.train(loop.new(loop.model.named_parameters()))
-
-
 def late_group(loop: Loop) -> None:
     parameters = list(loop.model.parameters())
     optimizer = loop.new(parameters[:3])
@@ -119,14 +108,6 @@ def late_group(loop: Loop) -> None:
     optimizer.add_param_group({"params": parameters[3:], "lr": loop.lr / 2})
     loop.train(optimizer, 5)
     assert not torch.equal(parameters[3], before)
-
-
-def step_hooks(loop: Loop) -> None:
-    optimizer, calls = loop.new(), []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    loop.train(optimizer, 4)
-    assert calls == ["pre", "post"] * 4
 
 
 def rate_in_a_tensor(loop: Loop) -> None:
@@ -138,19 +119,6 @@ def rate_in_a_tensor(loop: Loop) -> None:
         each.train(own, 2)
     for p, q in zip(loop.model.parameters(), twin.model.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
-
-
-def frozen_layers(loop: Loop) -> None:
-    optimizer = loop.new()
-    loop.train(optimizer, 3)
-    first = loop.model[0]
-    first.requires_grad_(False)
-    before = first.weight.detach().clone()
-    loop.train(optimizer, 3)
-    assert torch.equal(first.weight, before)
-    first.requires_grad_(True)
-    loop.train(optimizer, 3)
-    assert not torch.equal(first.weight, before)
 
 
 def compiled_model(loop: Loop) -> None:
@@ -205,14 +173,10 @@ def accumulation_and_set_to_zero(loop: Loop) -> None:
 
 CHECKS = (
     one_cycle,
-    cosine,
     grad_scaler_with_clipping,
     closure,
-    named_parameters,
     late_group,
-    step_hooks,
     rate_in_a_tensor,
-    frozen_layers,
     compiled_model,
     pickling,
     resuming_bit_for_bit,

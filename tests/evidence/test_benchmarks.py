@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import shutil
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,74 +32,6 @@ except ImportError:
     step = None
 
 needs_timm = pytest.mark.skipif(step is None, reason="timm is not installed")
-
-
-class FakeClock:
-    """A clock that only `work` moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def work(self, *seconds: float) -> Callable[[], float]:
-        """A side that takes so many seconds in each call; the last number repeats."""
-        left = list(seconds)
-
-        def call() -> float:
-            taken = left.pop(0) if len(left) > 1 else left[0]
-            self.now += taken
-            return taken
-
-        return call
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    fake = FakeClock()
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: fake.now)
-    return fake
-
-
-@each_of(
-    ("seconds", "rounds"),
-    [(1, 10), (10, 5), (12, 4), (18, 3), (60, 3)],  # 12: one more would not fit
-)
-def test_as_many_rounds_as_fit_but_three_at_least(clock, seconds, rounds):
-    sides = {"ours": clock.work(seconds / 2), "plain": clock.work(seconds / 2)}
-    values = bench.take_turns(sides, 10, deadline=clock.now + 50)
-    assert {name: len(each) for name, each in values.items()} == {"ours": rounds, "plain": rounds}
-
-
-def test_the_next_round_is_expected_to_take_as_long_as_the_last(clock):
-    sides = {"ours": clock.work(20, 5, 5, 4, 10, 6)}  # 34 s after four rounds, 44 s after five
-    assert bench.take_turns(sides, 10, deadline=clock.now + 50)["ours"] == [20, 5, 5, 4, 10]
-    values = bench.take_turns({"ours": clock.work(1e6), "slow": clock.work(1e6)}, 7, {"slow"})
-    assert (len(values["ours"]), len(values["slow"])) == (7, bench.MIN_BLOCKS), "no deadline"
-
-
-def test_a_measurement_leaves_the_rest_of_its_share_to_the_others(clock):
-    budget = bench.Budget(True, 3)
-    start = clock.now
-    assert budget.next_deadline() == start + bench.QUICK_SECONDS / 3
-    clock.now += 30  # of 80: 210 are left for two
-    assert budget.next_deadline() == start + 30 + (bench.QUICK_SECONDS - 30) / 2
-    clock.now += 300  # the budget is spent
-    assert budget.next_deadline() == clock.now
-    assert bench.Budget(False, 1).next_deadline() == math.inf
-
-
-@needs_timm
-def test_a_slow_machine_measures_a_smaller_batch():
-    for seconds_per_sample, batch in ((0.05, 64), (0.12, 32), (100.0, step.SMALLEST_BATCH)):
-        assert step.affordable_batch(64, seconds_per_sample, 6.0) == batch
-
-
-@needs_timm
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_fp32_is_measured_once_where_the_processor_has_no_bf16(monkeypatch):
-    assert step.default_sides(True, False) == ["ours", "ours, fuse", "ours, checkpoint"]
-    monkeypatch.setattr(step, "has_bf16", lambda device: False)
-    monkeypatch.setattr(step, "peak_flops", lambda dtype: {torch.float32: 5.0}[dtype])
-    assert step.Peak.measured() == step.Peak(5.0, 5.0, "fp32")
 
 
 def test_muon_and_passes_in_bf16_are_left_out_where_the_processor_has_none(monkeypatch):
@@ -273,26 +204,6 @@ def test_what_time_to_target_cannot_compare_is_one_line(copied_logs, monkeypatch
     for words in ("--ranks 0", "--network 100mbit"):
         with pytest.raises(SystemExit):
             run_time_to_target(monkeypatch, logs, *words.split())
-
-
-def test_steps_that_do_not_stand_for_a_run_are_not_measured():
-    flags = {"dynamic_batch": "none", "ema": 0.0, "optimizer": "sgd", "compress_warmup": [0.5]}
-    time_to_target.check_steps(Path("run"), flags, flags)
-    for changed, named in (
-        ({"dynamic_batch": "noise"}, "--dynamic_batch"),
-        ({"small_epochs": 1}, "--small_epochs"),
-        ({"ema": 0.9}, "--ema"),
-        ({"optimizer": "slamb"}, "--compress_warmup"),
-    ):
-        with pytest.raises(errors.InputError, match=f"with {named} steps differ"):
-            time_to_target.check_steps(Path("run"), flags | changed, flags | changed)
-
-
-def test_a_turn_has_whole_periods_of_averaging():
-    flags = {"optimizer": "sgd", "sync": "sync", "local_steps": 25}
-    assert time_to_target.steps_of_turn(flags, 10) == 10
-    assert time_to_target.steps_of_turn(flags | {"sync": "diloco"}, 10) == 25
-    assert time_to_target.steps_of_turn(flags | {"optimizer": "slamb"}, 50) == 50
 
 
 def test_a_turn_longer_than_an_epoch_starts_it_again(small_logs, tmp_path, monkeypatch):

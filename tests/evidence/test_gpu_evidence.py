@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 import ranks
-from conftest import each_of
 
 SCRIPT = ranks.ROOT / "benchmarks" / "gpu_evidence.sh"
 PLAN = ranks.ROOT / "figures" / "experiments.yaml"
@@ -152,31 +151,6 @@ def test_no_step_goes_beyond_the_time_of_its_part(tmp_path, fake_python):
     assert [line.split()[0] for line in lines] == ["timeout", "skipped"]
 
 
-def test_missing_packages_are_one_line(tmp_path, fake_python):
-    for name in ("tokenizers", "xdist"):
-        (tmp_path / "packages" / f"{name}.py").write_text("raise ImportError")
-    printed = run_part(tmp_path, "A", code=2, PYTHON=str(fake_python))
-    assert printed.splitlines() == [
-        f"error: {fake_python} lacks these packages: tokenizers xdist (see requirements.txt)"
-    ]
-    assert not (tmp_path / "out").exists()
-
-
-@each_of(
-    ("arguments", "message"),
-    [
-        ([], "usage: "),
-        (["E"], "usage: "),
-        (["A", "nowhere"], "no piece of the data is in nowhere"),
-        (["pack", "pieces"], f"nowhere/{DATA_SET} is missing: set DATA_DIR"),
-    ],
-)
-def test_wrong_arguments_are_one_line(arguments, message, tmp_path, fake_python):
-    printed = run_part(tmp_path, *arguments, code=2, PYTHON=str(fake_python), DATA_DIR="nowhere")
-    assert len(printed.splitlines()) == 1
-    assert message in printed
-
-
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("part", "only", "steps"),
@@ -199,14 +173,3 @@ def test_the_parts_run(part, only, steps, tmp_path):
     runs = {"C": 2, "D": 1}  # in full, and held out
     if part in runs:
         assert sum(name.endswith("metrics.jsonl") for name in names) == runs[part]
-
-
-@pytest.mark.process
-def test_the_last_part_goes_on_with_its_run(tmp_path):
-    for epochs in ("1", "3"):
-        printed = run_part(tmp_path, "D", "--epochs", epochs, ONLY="best-seed0")
-        assert f"last.pt: epoch {epochs}" in printed
-    first, second = (tmp_path / "work" / part / "01-best-seed0.log" for part in ("D", "D-2"))
-    assert "\n    1 " in first.read_text()
-    assert "\n    1 " not in second.read_text()
-    assert (tmp_path / "out" / "D-2.tgz").exists()

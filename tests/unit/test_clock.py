@@ -88,10 +88,6 @@ def test_the_clock_tells_compiling_apart_and_goes_on_after_a_resume(monkeypatch)
         resumed.load_state_dict(json.loads(json.dumps(progress.state_dict())))
         progress = resumed
     assert progress.seconds == 20.0
-    old = {name: value for name, value in progress.state_dict().items() if "eval" not in name}
-    resumed = Progress()
-    resumed.load_state_dict(old)  # a checkpoint from before there was this field
-    assert resumed.eval_seconds == 0.0
 
 
 def test_rows_say_what_was_training(runs):
