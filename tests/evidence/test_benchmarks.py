@@ -12,7 +12,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,9 +19,8 @@ import torch
 import errors
 import ranks
 import resnet50_test
-from benchmarks import airbench, bench, optimizer_step, time_to_target, train_peer
+from benchmarks import airbench, bench, time_to_target, train_peer
 from conftest import call, each_of
-from distributed.world import init_world
 from figures import run_logs
 from training import machine
 
@@ -32,17 +30,6 @@ except ImportError:
     step = None
 
 needs_timm = pytest.mark.skipif(step is None, reason="timm is not installed")
-
-
-def test_muon_and_passes_in_bf16_are_left_out_where_the_processor_has_none(monkeypatch):
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    gradients = [[torch.ones_like(p) for p in model.parameters()]]
-    workload = SimpleNamespace(model=model, gradients=lambda: gradients)
-    workload.batch = workload.backward = lambda number: None
-    for bf16 in (False, True):
-        monkeypatch.setattr(optimizer_step, "has_bf16", lambda device, bf16=bf16: bf16)
-        assert (optimizer_step.MUON in optimizer_step.build_sides(workload)) is bf16
-        assert len(optimizer_step.passes(workload, True)) == 1 + bf16
 
 
 def test_a_table_shows_medians_and_the_number_of_rounds():
@@ -110,12 +97,6 @@ def test_a_missing_data_set_is_one_line(name, tmp_path, monkeypatch, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
     assert f"{tmp_path}/none/cifar-10-batches-py is missing" in lines[0]
-
-
-def test_errors_of_a_benchmark_become_its_exit_code():
-    for path in (ranks.ROOT / "benchmarks").glob("*.py"):
-        if "bench.parser(" in (text := path.read_text()):
-            assert text.rstrip().endswith("sys.exit(exit_code(main))"), path
 
 
 def test_a_peer_trains_and_its_log_names_it(tmp_path):
@@ -206,16 +187,6 @@ def test_what_time_to_target_cannot_compare_is_one_line(copied_logs, monkeypatch
             run_time_to_target(monkeypatch, logs, *words.split())
 
 
-def test_a_turn_longer_than_an_epoch_starts_it_again(small_logs, tmp_path, monkeypatch):
-    with init_world() as world:
-        trainer, _ = time_to_target.open_run(small_logs / "sgd-seed0", world, out=tmp_path / "run")
-        taken = []
-        monkeypatch.setattr(trainer, "train_step", lambda *_, samples: taken.append(samples))
-        time_to_target.samples_per_second(trainer, 25)
-    an_epoch = [64] * 10 + [40, 39]  # what is left over is shared by two steps
-    assert taken == [*an_epoch, *an_epoch, 64]
-
-
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="counts bytes as Linux does")
 def test_time_to_an_accuracy_of_two_ranks(copied_logs, capfd, monkeypatch):
@@ -292,17 +263,3 @@ def test_airbench_trains_by_the_file_of_its_authors(data_dir, tmp_path):
     assert "source.py, sha256" in json.loads(text)["peer"]
     with pytest.raises(errors.InputError, match="holds the log of a run"):
         airbench.main([*words.split(), "--out", str(tmp_path / "run")])
-
-
-def test_another_source_of_airbench_is_one_line(tmp_path):
-    source, folder = tmp_path / "source.py", tmp_path / "run"
-    for content, message in (
-        (None, "no such file"),
-        ("1 / 0", "cannot be run"),
-        ("x = 1", "has no CifarNet, Muon"),
-    ):
-        if content is not None:
-            source.write_text(content)
-        with pytest.raises(errors.InputError, match=message):
-            airbench.main(["--source", str(source), "--out", str(folder)])
-    assert not folder.exists()

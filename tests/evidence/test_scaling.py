@@ -32,13 +32,6 @@ def test_the_backward_pass_hides_what_is_sent_during_it() -> None:
     assert step_seconds(0.1, late, LINE, 2) == pytest.approx(0.1 + 0.088 + 2 * cost - 0.09)
 
 
-def test_a_synchronous_all_reduce_delays_the_step_by_all_of_its_time() -> None:
-    cost = LINE.all_reduce(1000, 2)
-    assert step_seconds(0.1, [(0.05, 1000, False), (0.051, 1000, False)], LINE, 2) == pytest.approx(
-        0.1 + 2 * cost
-    )
-
-
 def test_the_median_step_has_the_median_start_of_each_send() -> None:
     steps = [
         [(0.1, 8, True), (0.3, 4, False)],

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import itertools
 import math
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -149,30 +147,6 @@ def test_one_process_equals_lamb_and_sends_nothing(
         assert ours.state[p]["exp_avg"].dtype == torch.promote_types(dtype, torch.float32)
     assert ours.param_groups[0]["steps"] == lamb.param_groups[0]["steps"] == 19
     assert ours.take_bytes() == 0
-
-
-@each_of("way", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-def test_a_copy_keeps_every_setting_and_goes_on_alike(way: Any) -> None:
-    settings = {"local_steps": 7, "dense_steps": 3, "selection": "random", "warmup": [0.5]}
-    settings |= {"wire_bits": 4, "wire_dtype": torch.float32}
-    ours = train(SLAMB(parameters(), compress_ratio=0.2, amp_scaling=False, **settings), range(3))
-    other = way(ours)
-    assert {name: getattr(other, name) for name in settings} == settings
-    assert not other._step_supports_amp_scaling
-    for each in (ours, other):
-        each.start_epoch(0)
-        assert each.param_groups[0]["compress_ratio"] == 0.5
-        train(each, range(3, 4))
-    assert same(parameters_of(ours), parameters_of(other))
-
-
-def test_one_with_process_groups_of_its_own_says_that_it_cannot_be_copied() -> None:
-    ours = SLAMB(parameters())
-    ours.averager.group = object()
-    with pytest.raises(TypeError, match="use state_dict"):
-        pickle.dumps(ours)
-    with pytest.raises(ValueError, match="wire_bits=8 is not supported with node_group"):
-        SLAMB(parameters(), wire_bits=8, node_group=object())
 
 
 @each_of(
@@ -396,17 +370,6 @@ def a_bad_step_on_one_rank_is_skipped_by_all(world: World, on_device: bool = Fal
             assert same(mine, plain)
 
 
-def dtypes_may_differ_within_a_group(world: World) -> None:
-    for make, selection in itertools.product((SLAMB, AuthorsSLAMB), SELECTIONS):
-        mine = [nn.Parameter(p.float() if p.ndim < 2 else p) for p in start()]
-        wide = parameters()
-        for each in (mine, wide):
-            ours = make(each, selection=selection, dense_steps=2, wire_dtype=torch.float64)
-            train(ours, range(6), world.rank)
-        close(mine, wide, 1e-5, f"{make}, {selection}")
-        assert [p.dtype == torch.float32 for p in mine] == [p.ndim < 2 for p in mine]
-
-
 def a_gradient_that_is_missing_is_zero_and_where_all_are_the_weight_stays(
     world: World, on_device: bool = False
 ) -> None:
@@ -551,7 +514,6 @@ def all_small_ones(world: World) -> None:
     bodies = (
         bytes_are_as_documented,
         a_bad_step_on_one_rank_is_skipped_by_all,
-        dtypes_may_differ_within_a_group,
         a_gradient_that_is_missing_is_zero_and_where_all_are_the_weight_stays,
         it_is_the_same_where_the_host_does_not_learn_of_it,
         groups_have_their_own_settings,

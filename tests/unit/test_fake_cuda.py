@@ -15,27 +15,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fake_cuda
 import mixup
-from backends import torch_compat
 from backends.precision import Precision
 from conftest import each_of, for_each
-from distributed import ddp
 from distributed.averaging import RankAverager, average_tensors
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
 from distributed.diloco import DiLoCo
 from distributed.world import World
-from errors import InputError
 from fake_cuda import CUDA, FakeGpu, HostWaits, fake_world
 from input_pipeline.image_batches import Augmentation, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
-from input_pipeline.text_batches import TextDataset
-from input_pipeline.text_datasets import TextSplit
-from input_pipeline.tokenization import train_tokenizer
 from models import image_models
 from slamb import AuthorsSLAMB
 from trainers import build_optimizer, make_trainer
@@ -139,19 +132,6 @@ def test_waiting_is_noticed_and_what_depends_on_data_or_on_two_devices_is_refuse
         x = torch.zeros(4, device=CUDA)
         for_each([(name,) for name in WAITING], waits)
         for_each([(name,) for name in REFUSED], refused)
-
-
-def test_what_waits_for_nothing_passes_and_the_host_is_real():
-    with FakeGpu():
-        x = torch.zeros(4, device=CUDA)
-        copied = x.to("cpu", non_blocking=True)
-        torch.zeros(4).to(CUDA, non_blocking=True)
-        x[:1] = 5.0
-        torch.where(x > 0, 0.0, x).mul_(torch.tensor(2.0))
-        rows = torch.arange(4)
-        assert rows[rows > 1].tolist() == [2, 3]
-        assert rows.sum().item() == 6
-        assert copied.device.type == "cpu"
 
 
 # -------------------------------------------------------------------- optimizers
@@ -395,29 +375,6 @@ def test_hooks_wait_for_nothing(name, monkeypatch):
         assert world.bytes_sent
 
 
-@each_of("name", ["none", "bf16", "fp16"])
-def test_gradients_of_a_shared_gpu_do_not_trust_gloos_early_future(name, monkeypatch):
-    def refuse(*_: Any) -> None:
-        raise AssertionError("torch's hook goes by the future")
-
-    monkeypatch.setattr("distributed.comm_hooks.Future", FinishedFuture)
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    for hook_name in ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"):
-        monkeypatch.setattr(default_hooks, hook_name, refuse)
-    with fake_world(2) as world, FakeGpu() as gpu:
-        bucket = Bucket(list(gpu.model(network()).parameters()))
-        monkeypatch.setattr(torch_compat, "TORCH_VERSION", (2, 10))
-        HOOKS[name](world).run(None, bucket)
-        sent = bucket.buffer().numel() * (4 if name == "none" else 2)
-        assert world.bytes_sent == sent
-        hook, settings = AllReduceHook(world, "powersgd"), {"static_graph": True}
-        with pytest.raises(InputError, match=r"2\.11"):
-            ddp.wrap(network(), world, hook=hook, sync_batch_norm=False, **settings)
-        monkeypatch.setattr(torch_compat, "TORCH_VERSION", (2, 11))
-        with pytest.raises(AssertionError, match="torch's hook"):
-            HOOKS[name](world).run(None, bucket)
-
-
 class FinishedFuture:
     """Takes the place of a torch.futures.Future, which asks for the device."""
 
@@ -484,19 +441,6 @@ def test_a_streamed_batch_waits_for_its_own_copy_and_not_for_the_next(monkeypatc
         for number, _ in enumerate(data.batches(torch.arange(32).split(8)), 1):
             assert waited == recorded[:number], "each batch waits for its own event"
         assert len(recorded) == 4
-
-
-def test_batches_of_texts_wait_for_nothing():
-    texts = [f"stocks rise {number} points " * (1 + number % 5) for number in range(32)]
-    tokenizer = train_tokenizer(texts, "wordpiece", vocab_size=200)
-    split = TextSplit([number % 4 for number in range(32)], texts)
-    with FakeGpu() as gpu:
-        with gpu.waiting():
-            data = TextDataset(split, tokenizer, max_len=24, device=CUDA)
-        for tokens, labels in data.batches(torch.arange(32).split(8), 0):
-            assert tokens.shape[1] % 4 == 0 or tokens.shape[1] == data.max_len
-            assert tokens.is_cuda
-            assert labels.is_cuda
 
 
 # -------------------------------------------------------------------- an epoch

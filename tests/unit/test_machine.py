@@ -103,13 +103,6 @@ def test_a_copy_without_its_history_has_the_commit_that_it_is_told(project, monk
         machine.modified_files()
 
 
-@needs_git
-def test_a_repository_without_a_commit(project):
-    git(project, "init", "-q")
-    git(project, "add", ".")
-    assert machine.commit_or_none() is None
-
-
 def test_training_needs_no_git(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("COMMIT", raising=False)

@@ -120,13 +120,6 @@ def test_compiled_vgg8_has_finite_gradients_in_bf16() -> None:
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
 
 
-def test_vgg8_refuses_images_that_are_too_small() -> None:
-    model = create_model("vgg8", classes=3, channels=1, image_size=9)
-    assert tuple(model(torch.randn(2, 1, 9, 9)).shape) == (2, 3)
-    with pytest.raises(InputError, match="vgg8 needs images of at least 9 pixels"):
-        create_model("vgg8", classes=3, channels=1, image_size=8)
-
-
 VARIANTS = each_of(
     ("positions", "pooling"),
     [("learned", "mean"), ("learned", "cls"), ("sinusoidal", "mean"), ("sinusoidal", "cls")],
@@ -174,12 +167,6 @@ def test_pooling_is_the_first_token_or_the_mean_of_all_that_are_no_padding() -> 
             logits = model(tokens)
             pooled = kept[0][:, 0] if pooling == "cls" else kept[0][:, :6].mean(1)
             torch.testing.assert_close(logits, model.head(pooled))
-
-
-def test_positions_are_learnt_only_where_asked() -> None:
-    learned, fixed = small(positions="learned"), small(positions="sinusoidal")
-    assert "positions" in dict(learned.named_parameters())
-    assert "positions" not in fixed.state_dict()
 
 
 def test_sinusoids_equal_their_formula() -> None:

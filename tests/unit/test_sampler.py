@@ -193,10 +193,3 @@ def test_validation_rows_depend_on_the_seed() -> None:
     ]
     assert torch.equal(drawn[0]["val"], drawn[1]["val"])
     assert not torch.equal(drawn[0]["val"], drawn[2]["val"])
-
-
-def test_stratified_rows_depend_on_the_seed_only() -> None:
-    labels = torch.arange(300) % 3
-    drawn = stratified_rows(labels, 0.2, seed=1)[0]
-    assert torch.equal(drawn, stratified_rows(labels, 0.2, seed=1)[0])
-    assert not torch.equal(drawn, stratified_rows(labels, 0.2, seed=2)[0])

@@ -115,20 +115,6 @@ def test_a_text_without_spaces_is_no_unknown_word(kind: str) -> None:
 
 
 @KINDS
-def test_tokenizer_learns_from_the_given_texts_only(kind: str) -> None:
-    train, other = ["apple banana cherry"] * 20, ["zebra quokka"] * 20
-    alone = train_tokenizer(train, kind, vocab_size=400)
-    both = train_tokenizer(train + other, kind, vocab_size=400)
-    lengths = [len(tokenizer.encode("banana").ids) for tokenizer in (alone, both)]
-    assert lengths == [2, 2]  # [CLS] and the word
-    assert len(both.encode("quokka").ids) == 2
-    if kind == "wordpiece":
-        assert alone.encode("quokka").ids == [2, 1]
-    else:
-        assert len(alone.encode("quokka").ids) > 4  # bytes: a byte-level alphabet knows no unknown
-
-
-@KINDS
 def test_text_that_names_a_special_token_is_only_text(kind: str) -> None:
     tokenizer = train_tokenizer(["pad and cls and text [ ] brackets"] * 9, kind, vocab_size=400)
     tokenizer = Tokenizer.from_str(tokenizer.to_str())  # as a checkpoint restores it
