@@ -219,7 +219,7 @@ class Flag:
         text = self.help
         if choices := self.choices(installed_only=installed_only):
             text += f": {', '.join(choices)}"
-        if self.default not in (None, "", [], {}):
+        if "(default" not in text and self.default not in (None, "", [], {}):
             text += f" (default {format_default(self.default)})"
         return text
 
@@ -330,6 +330,8 @@ class FlagParser(argparse.ArgumentParser):
         own = self.foreign.get(f"--{spelling[5:]}" if no else spelling, spelling)
         if not own.startswith("--"):
             raise InputError(f"{name}: there is no such flag; {own}")
+        if no and own.endswith("=true"):  # a switch that is a setting of a part
+            return own.replace("=true", "=false")
         if no and "=" in own:
             flag = own.partition("=")[0]
             raise InputError(f"{name}: there is no such flag; give {flag} another value")

@@ -177,7 +177,7 @@ def add_data(parser: ScriptParser, datasets: Sequence[str]) -> None:
     add("--dataset", Choice(datasets), datasets[0], "data set; folder and csv are your own files "
         "in --data_dir (docs/own_data.md)", common=True)
     add("--data_dir", path_text, path_text(os.environ.get("DATA_DIR") or "./data"), "folder of the "
-        "data sets, into which missing ones are downloaded; $DATA_DIR where it is set",
+        "data sets, into which missing ones are downloaded (default $DATA_DIR, else ./data)",
         metavar="DIR", scope=Scope.PLACE, common=True)
     add("--subset", fraction, 1.0, "share of the training set, the same of each class", metavar="F",
         common=True)

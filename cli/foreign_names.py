@@ -91,7 +91,6 @@ FOREIGN = {
     "--small_stages": "--augment_args=small_stages=",
     # ---- without a counterpart
     "--ngd_skip": "parameters are grouped by the network: optimizers/param_groups.py",
-    "--resident": "pixels stay on the device if they fit",
     "--save_in_background": "checkpoints are written at once",
     "--amp": "it is --precision bf16 or fp16",
     "--logging_steps": "it is --log_every, which takes seconds",

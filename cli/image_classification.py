@@ -22,7 +22,7 @@ from cli.factory import (
     report_predictions,
     split_rows,
 )
-from cli.flag_parser import Choice, ScriptParser, natural, number
+from cli.flag_parser import Choice, Scope, ScriptParser, natural, number
 from cli.start_checks import check_data
 from distributed.agreement import local_main_first
 from errors import InputError
@@ -71,6 +71,8 @@ def add_flags(parser: ScriptParser) -> None:
         "alternate of crops and flips; small_size and small_stages of --small_epochs")
     add("--test_views", Choice(VIEWS), "none", "views of a test image over which outputs are "
         "averaged at the end: itself and its mirror image, also shifted by a pixel")
+    add("--resident", Choice(["auto", "yes", "no"]), "auto", "pixels on the device, or decoded in "
+        "each epoch; auto keeps them if they fit", scope=Scope.NODE)
 # fmt: on
 
 
@@ -117,6 +119,7 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
     augmentation = create_augmentation(args, train.size, train.channels)
     sets = {}
     for name, split in splits.items():
+        fits = image_batches.fits_in_memory(split, run.world.device)
         sets[name] = ImageDataset(
             split,
             augmentation,
@@ -125,7 +128,7 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
             device=run.world.device,
             seed=args.seed,
             workers=args.workers,
-            resident=image_batches.fits_in_memory(split, run.world.device),
+            resident={"auto": fits, "yes": True, "no": False}[args.resident],
         )
     metadata = {
         "classes": classes,

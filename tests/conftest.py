@@ -35,9 +35,9 @@ starts: list[str] = []  # commands of interpreters that this process has started
 def note_start(event: str, arguments: tuple[Any, ...]) -> None:
     """An audit hook: note a command of python or of a shell script."""
     if event == "subprocess.Popen":
-        command = " ".join(map(str, arguments[1]))
-        if "python" in command or ".sh" in command:
-            starts.append(command[:200])
+        words = list(map(str, arguments[1]))
+        if any(Path(word).name.startswith(("python", "bash")) for word in words[:2]):
+            starts.append(" ".join(words)[:200])
 
 
 sys.addaudithook(note_start)

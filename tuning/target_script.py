@@ -17,7 +17,7 @@ from cli.flags import Parser
 from errors import InputError
 
 SET_BY_SWEEP = ("out", "resume", "checkpoint", "val_fraction", "eval_every", "test", "no-test")
-MACHINE_FLAGS = {"data_dir", "workers", "threads", "device", "log_every", "track"}
+MACHINE_FLAGS = {"data_dir", "workers", "threads", "device", "resident", "log_every", "track"}
 NOT_IN_RECIPE = MACHINE_FLAGS | {"subset", "epochs", "seed", "recipe", "save_every"}
 """Flags of a trial that its recipe does not fix."""
 

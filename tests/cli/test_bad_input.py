@@ -127,7 +127,7 @@ IMAGES_ONLY = [
         "--arch resnet18 --bs 1",
         "--bs 1",
     ),  # layer4 is 1x1 for 8x8 images: BatchNorm cannot train on one value
-    ("--resident yes", "--resident: there is no such flag; pixels stay"),
+    ("--resident maybe", "--resident"),
     ("--crop_fill green", "fill=green must be black or reflect"),
     ("--image_size 100000", "--image_size: must be at least 0 and at most 4096"),
     ("--dataset cifar", "did you mean cifar10?"),

@@ -61,11 +61,8 @@ ALIASES = [  # of timm and of Hugging Face's Trainer, and the same in our names
 ]
 HYPHENS = [
     ("--batch-size 64", "--batch_size 64"),
-    ("--label-smoothing=0.1", "--label_smoothing=0.1"),
-    ("--no-nesterov", "--no-nesterov"),
     ("--no_nesterov", "--no-nesterov"),
     ("--no-sync-bn", "--no-sync_bn"),
-    ("--meta-learning", "--meta_learning"),
     ("--grad-checkpointing", "--checkpoint_activations"),
     ("--output-dir=my-run", "--out=my-run"),
 ]
@@ -395,11 +392,7 @@ def test_settings_reach_their_part_and_are_complete_in_the_run(tmp_path: Path) -
         ("SGD", ["sgd", "adamw"], "; did you mean sgd?"),
         ("ResNet_18", ["resnet18", "resnet50"], "; did you mean resnet18?"),
         ("cos", ["cosine", "cosine_restart", "step"], "; did you mean cosine or cosine_restart?"),
-        ("resnet51", ["resnet50", "resnet56"], "; did you mean resnet50?"),
-        ("imagenet", ["cifar10", "mnist"], ""),
         ("--modle", ["--max_len", "--mlp_width"], ""),
-        ("", ["sgd"], ""),
-        ("x", [], ""),
     ],
 )
 def test_did_you_mean(word: str, names: list[str], expected: str) -> None:
