@@ -36,7 +36,7 @@ def note_start(event: str, arguments: tuple[Any, ...]) -> None:
     """An audit hook: note a command of python or of a shell script."""
     if event == "subprocess.Popen":
         words = list(map(str, arguments[1]))
-        command, is_torchs = " ".join(words), any("torchinductor" in word for word in words)
+        command, is_torchs = " ".join(words), any("inductor" in word for word in words)
         if not is_torchs and any(Path(w).name.startswith(("python", "bash")) for w in words[:2]):
             starts.append(command[:200])
 
