@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 
-from cli.flag_parser import ON, Not, Values, given, holds, written
+from cli.flag_parser import ON, Not, Values, holds, in_words
 from cli.flags import WIRE_BITS
 from distributed.comm_hooks import ROUNDED_BITS
 from errors import InputError
@@ -97,21 +97,11 @@ def check(args: Namespace) -> None:
 def held(alternatives: Sequence[Values], args: Namespace) -> list[str]:
     """Those of some values that the flags have, as a user gives them."""
     return [
-        "several processes" if name == "processes" else given(args, name)
+        in_words({name: (getattr(args, name, None),)})
         for each in alternatives
         for name, values in each.items()
         if holds(args, name, values)
     ]
-
-
-def in_words(values: Values) -> str:
-    """Values of a flag for the table: '--optimizer other than sgd or adamw'."""
-    ((name, each),) = values.items()
-    if name == "processes":
-        return "several processes"
-    if isinstance(each, Not) and each is not ON:
-        return f"--{name} other than {written(name, tuple(each)).partition(' ')[2]}"
-    return written(name, each)
 
 
 def table() -> str:
