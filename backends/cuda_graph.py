@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+RECORDED_OPTIMIZERS = ("sgd", "adamw", "ngd", "lamb", "lars")
+"""Those whose step neither reads a number on the host nor counts or decides there."""
 WARM_UP_CALLS = 3
 """Calls of a batch shape before it is recorded, in which kernels are chosen and compiled, and the
 optimizer allocates its state."""
