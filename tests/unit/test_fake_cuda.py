@@ -22,7 +22,9 @@ import fake_cuda
 import mixup
 from backends.cuda_graph import RECORDED_OPTIMIZERS
 from backends.precision import Precision
+from backends.torch_compat import unavailable_reason
 from conftest import each_of, for_each
+from distributed import fsdp
 from distributed.averaging import RankAverager, average_tensors
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
 from distributed.diloco import DiLoCo
@@ -31,6 +33,7 @@ from fake_cuda import CUDA, FakeGpu, HostWaits, Recording, fake_world
 from input_pipeline.image_batches import Augmentation, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
 from models import image_models
+from models.residual import residual_blocks
 from slamb import AuthorsSLAMB
 from trainers import build_optimizer, make_trainer
 from training.batch_sampler import DynamicBatchSampler
@@ -408,6 +411,36 @@ def test_sums_and_means_over_ranks_and_nodes_wait_for_nothing(monkeypatch):
             average_tensors([values, values.view(1, 11)], averager)
         world.average_buffers(gpu.model(network()))
         assert world.sum(torch.empty(2, device=CUDA)).is_cuda
+
+
+@pytest.mark.skipif(bool(unavailable_reason("fsdp")), reason=unavailable_reason("fsdp"))
+def test_shards_leave_no_copy_of_weights_for_the_backward_pass_and_norms_stay_in_fp32():
+    saved: list[Tensor] = []
+    computed: set[tuple[bool, torch.dtype]] = set()  # whether it is a norm, and in what
+
+    def note(module: nn.Module, _: Any) -> None:
+        computed.add((isinstance(module, nn.BatchNorm2d), module.weight.dtype))
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with fake_world(2) as world:
+        world.device = torch.device("cpu")
+        model = image_models.create_model("resnet8", classes=10, channels=3, image_size=8)
+        blocks = residual_blocks(model)
+        shapes = {p.shape for block in blocks for p in block.parameters() if p.ndim == 4}
+        fsdp.shard(model, world, kind="fsdp", blocks=blocks, compute_dtype=torch.bfloat16)
+        for module in (each for block in blocks for each in block.modules()):
+            if hasattr(module, "weight"):
+                module.register_forward_pre_hook(note)
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            model(torch.zeros(8, 3, 8, 8)).sum()
+    weights = [each for each in saved if each.shape in shapes]
+    assert weights
+    assert not any(each.untyped_storage().size() for each in weights), "FSDP cannot free a copy"
+    assert computed == {(True, torch.float32), (False, torch.bfloat16)}
 
 
 # -------------------------------------------------------------------- data
