@@ -159,7 +159,8 @@ def test_it_needs_a_gpu_and_refuses_flags_that_it_does_not_support(refused, monk
     if not torch.cuda.is_available():
         refused("images", "--backend cudagraph", "needs a GPU")
     for more, named in (
-        ("--ngd", "--optimizer ngd"),
+        ("--optimizer kaldi_ngd", "--optimizer kaldi_ngd"),
+        ("--optimizer muon", "--optimizer muon"),
         ("--mixup cutmix", "cutmix"),
         ("--meta_learning", "--mixup meta"),
     ):
@@ -212,6 +213,7 @@ def test_each_replay_draws_its_own_mix():
 
 
 @needs_gpu
-def test_a_run_through_graphs_learns(tmp_path):
-    flags = "--dataset digits --arch resnet20 --bs 64 --lr 0.1 --epochs 3 --backend cudagraph"
+@pytest.mark.parametrize("more", ["--lr 0.1", "--ngd"])
+def test_a_run_through_graphs_learns(more, tmp_path):
+    flags = f"--dataset digits --arch resnet20 --bs 64 {more} --epochs 3 --backend cudagraph"
     assert conftest.call(resnet50_test, [*flags.split(), "--out", str(tmp_path / "run")]) == 0
