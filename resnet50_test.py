@@ -132,7 +132,7 @@ def main() -> None:
             long_run_hint=image_classification.LONG_RUN_HINT,
         )
         summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py
-        factory.report_result(run, summary, folder=trainer.log.folder)
+        factory.report_result(run, data, summary, folder=trainer.log.folder)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def main() -> None:
         )
         text_classification.write_tokenizer(trainer.log, data.metadata)
         summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py
-        factory.report_result(run, summary, folder=trainer.log.folder)
+        factory.report_result(run, data, summary, folder=trainer.log.folder)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ optimizer = create_optimizer(args, run, model, OPTIMIZERS)
 loss_fn, meta_learner = create_loss(args, run, data)
 batches = create_batch_sampler(args, run, data)
 trainer = create_trainer(args, run, data, model=model, ...)
-report_result(run, trainer.fit(checkpoint))
+report_result(run, data, trainer.fit(checkpoint), folder=trainer.log.folder)
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from cli.flags import WIRE_BITS, OptimizerChoice
 from cli.options import check_validation_set
 from cli.start_checks import check_data, check_tracker_of_run, open_run_folder
 from distributed import ddp, fsdp, sharded_checkpoint
+from distributed.agreement import on_main
 from distributed.comm_hooks import (
     ROUNDED_BITS,
     WIRE_DTYPES,
@@ -40,10 +42,11 @@ from distributed.comm_hooks import (
 )
 from distributed.diloco import DiLoCo
 from distributed.worker import launcher_id
-from distributed.world import World
+from distributed.world import READ_SECONDS, World
 from dynamic_batch import WorkerBalancer
 from errors import InputError
 from input_pipeline import own_data
+from input_pipeline.baseline import Baseline
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.label_noise import with_noise
 from input_pipeline.sampler import held_out_rows, stratified_rows
@@ -213,6 +216,34 @@ def choose_rows(
             wrong = int((noisy != right).sum())
             print(f"--label_noise: {wrong} of {len(right)} training labels are wrong", flush=True)
     return chosen, fingerprint
+
+
+def report_baseline(
+    args: Namespace,
+    run: Run,
+    splits: Mapping[str, Any],
+    measure: Callable[[Any, Any], Baseline],
+    *,
+    state: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """With --baseline, what a linear model reaches, which rank 0 prints; for checkpoints.
+
+    Args:
+        args, run: of the run.
+        splits: as of `choose_rows`.
+        measure: fits the model to a training split, and evaluates it on another.
+        state: the checkpoint that the run goes on from, whose baseline is taken, or None.
+    """
+    if state is not None:
+        return state.get("baseline", {})
+    if not (args.dataset in own_data.DATASETS if args.baseline is None else args.baseline):
+        return {}
+    name = "test" if args.test and "test" in splits else "val"
+    with run.world.waiting_at_most(READ_SECONDS):
+        found = on_main(run.world, lambda: measure(splits["train"], splits[name]))
+    if run.world.is_main:
+        print(found.line(EVAL_SET_NAMES[name]), flush=True)
+    return {"eval_set": name, **dataclasses.asdict(found)}
 
 
 def report_own_data(
@@ -700,7 +731,7 @@ def report_predictions(
     print(f"{args.predict_out}: {count} predictions")
 
 
-def report_result(run: Run, summary: RunSummary, *, folder: Path) -> None:
+def report_result(run: Run, data: Data, summary: RunSummary, *, folder: Path) -> None:
     """Print the last lines of a run (rank 0): what its last and best epochs reached, and the cost.
 
     Args:
@@ -728,6 +759,10 @@ def report_result(run: Run, summary: RunSummary, *, folder: Path) -> None:
         f"device-hours; run folder {folder}",
         flush=True,
     )
+    if found := dict(data.metadata["baseline"]):
+        accuracy = summary.last.accuracies.get(found.pop("eval_set"))
+        if accuracy is not None:
+            print(f"last.pt: {Baseline(**found).verdict(accuracy)}", flush=True)
     if "last" in summary.unsaved:
         raise InputError(
             f"{folder}/last.pt could not be written at the end of the run (see the warnings "

@@ -175,6 +175,8 @@ def add_data(parser: ScriptParser, datasets: Sequence[str]) -> None:
         "wrong label", metavar="F")
     add("--test", switch, True, "evaluation on the test set; --no-test leaves it alone, as a "
         "search should, and needs a validation set")
+    add("--baseline", switch, None, "accuracy of a linear model before the first epoch, for "
+        "comparison (default on for folder and csv)", scope=Scope.HOW)
     add("--workers", natural, 2, "processes that decode image files", metavar="N", scope=Scope.NODE)
 
 

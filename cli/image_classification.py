@@ -19,12 +19,14 @@ from cli.factory import (
     choose_rows,
     load_weights,
     refused_as,
+    report_baseline,
     report_predictions,
 )
 from cli.flag_parser import Choice, Scope, ScriptParser, natural, number
 from distributed.agreement import local_main_first
 from errors import InputError
 from input_pipeline import image_batches, image_datasets, own_data
+from input_pipeline.baseline import image_baseline
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.image_batches import AUGMENTATIONS, Augmentation, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
@@ -90,6 +92,7 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
     metadata = {
         "classes": classes,
         "data": fingerprint,
+        "baseline": report_baseline(args, run, chosen, image_baseline, state=checkpoint),
         "mean": statistics["mean"],
         "std": statistics["std"],
         "channels": train.channels,

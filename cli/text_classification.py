@@ -17,6 +17,7 @@ from cli.factory import (
     choose_rows,
     load_weights,
     refused_as,
+    report_baseline,
     report_predictions,
 )
 from cli.flag_parser import OFF, ON, Choice, ScriptParser, below_one, number
@@ -24,6 +25,7 @@ from distributed.agreement import local_main_first
 from distributed.world import READ_SECONDS
 from errors import InputError
 from input_pipeline import own_data, text_batches, text_datasets, tokenization, torchtext_tokenizer
+from input_pipeline.baseline import text_baseline
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import TextDataset
@@ -138,7 +140,8 @@ def read_splits(
             train_is_enough=bool(args.val_fraction),
         )
     chosen, fingerprint = choose_rows(args, run, splits, classes, state=checkpoint)
-    return chosen, {"classes": classes, "data": fingerprint}
+    baseline = report_baseline(args, run, chosen, text_baseline, state=checkpoint)
+    return chosen, {"classes": classes, "data": fingerprint, "baseline": baseline}
 
 
 def load_saved_tokenizer(args: Namespace, saved: SavedModel) -> tokenization.AnyTokenizer:
