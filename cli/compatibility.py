@@ -9,6 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 
+from backends.cuda_graph import RECORDED_OPTIMIZERS
 from cli.flag_parser import ON, Not, Values, holds, in_words
 from cli.flags import WIRE_BITS
 from distributed.comm_hooks import ROUNDED_BITS
@@ -18,6 +19,7 @@ SHARDED = {"parallel": ("fsdp", "hsdp")}
 GRAPH = {"backend": ("cudagraph",)}
 APEX = {"precision": ("apex_O1", "apex_O2")}
 NOT_TORCH = {"optimizer": Not(("sgd", "adamw"))}
+NOT_RECORDED = {"optimizer": Not(RECORDED_OPTIMIZERS)}
 OWN_EXCHANGE = {"optimizer": ("slamb", "demo")}
 MEETING = {"sync": ("local", "diloco")}
 META = {"mixup": ("meta",)}
@@ -61,9 +63,9 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
                  {"backend": Not(("eager",))}],
      "sharding does not support it; use --parallel ddp"),
     # ---- recorded steps
-    ([GRAPH], [NOT_TORCH, {"precision": ("fp16",)}, APEX, META, {"mixup": ("cutmix",)}],
-     "a CUDA graph cannot contain decisions of the host; use --backend compile, or --optimizer sgd "
-     "or adamw"),
+    ([GRAPH], [NOT_RECORDED, {"precision": ("fp16",)}, APEX, META, {"mixup": ("cutmix",)}],
+     "a CUDA graph cannot contain decisions of the host; use --backend compile, or --optimizer "
+     "sgd, adamw, ngd, lamb or lars"),
     ([GRAPH], [{"processes": ON}], "collectives are not recorded; use --backend compile"),
     # ---- precision and layers
     ([APEX], [META, *NOISE], "it needs torch's own loss scale; use --precision fp16"),
