@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
-import ranks
-import resnet50_test
-from cli import factory, options
 from conftest import each_of
-from distributed import ddp
-from distributed.comm_hooks import AllReduceHook
-from distributed.world import World
-from errors import InputError
 from kaldi_ngd_oracle import Oracle
 from optimizer_cases import (
     Shapes,
@@ -29,16 +18,13 @@ from optimizer_cases import (
     correlated,
     distance,
     parameters_of,
-    set_gradients,
     snapshot,
     through_a_file,
     train,
     weights,
 )
-from optimizers import kaldi_ngd, matrix_functions
+from optimizers import matrix_functions
 from optimizers.kaldi_ngd import KaldiNGD
-from optimizers.param_groups import kaldi_ngd_groups
-from trainers import FP32, build_optimizer
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -205,22 +191,6 @@ def test_parameters_without_preconditioning_take_the_step_of_sgd(
     assert not estimates(optimizer)
 
 
-def test_a_skipped_step_changes_nothing_even_the_first() -> None:
-    optimizer = create()
-    for t in range(14):
-        is_skipped = t in (0, 1, 12)
-        set_gradients(parameters_of(optimizer), t)
-        if is_skipped:
-            parameters_of(optimizer)[0].grad[1, 1] = math.nan
-        before = snapshot(optimizer)
-        optimizer.found_inf = torch.tensor(float(is_skipped))  # as step_unless_skipped does
-        optimizer.step()
-        for (p, state), (old, known) in zip(snapshot(optimizer), before):
-            assert torch.equal(p, old) == is_skipped
-            assert not is_skipped or all(torch.equal(state[name], known[name]) for name in known)
-    assert all(K.any() for K in estimates(optimizer, "_K"))
-
-
 def test_a_zero_gradient_leaves_the_estimates_while_momentum_continues() -> None:
     optimizer, peer = train(create(), range(8)), torch.optim.SGD(weights(SHAPES), **SGD)
     before = estimates(optimizer)
@@ -231,21 +201,6 @@ def test_a_zero_gradient_leaves_the_estimates_while_momentum_continues() -> None
         train(each, [8, 9], scale=0.0)
     assert_same(parameters_of(optimizer), parameters_of(peer), 1e-6)
     assert_same(estimates(optimizer), before)
-
-
-def test_a_parameter_without_gradient_stays_and_starts_its_own_count() -> None:
-    optimizer, peer = create(update_period=1), create(update_period=1)
-    late = (1, 2, 4)
-    for t in range(18):
-        set_gradients(parameters_of(optimizer), t)
-        if t < 6:
-            for number in late:
-                parameters_of(optimizer)[number].grad = None
-        optimizer.step()
-    train(peer, range(6, 18))
-    assert [optimizer.state[p]["step"] for p in parameters_of(optimizer)[:3]] == [18, 12, 12]
-    for number in late:
-        assert_same(snapshot(optimizer)[number], snapshot(peer)[number], 1e-5)
 
 
 @each_of(
@@ -265,85 +220,6 @@ def test_a_changed_setting_takes_effect_at_the_next_step(name: str, value: Any) 
     assert not torch.equal(outcome[0][0], parameters_of(train(old, range(13, 21)))[0])
 
 
-@each_of(
-    ("name", "value"),
-    [
-        *(("lr", -0.1), ("lr", math.nan), ("momentum", -0.1), ("momentum", 1.0)),
-        *(("weight_decay", -1e-3), ("rank", 0), ("alpha", 0.0), ("eta", 0.0), ("eta", 1.0)),
-        *(("update_period", 0), ("max_dim", 0), ("nesterov", True)),
-    ],
-)
-def test_a_setting_out_of_range_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"KaldiNGD: {name}="):
-        KaldiNGD(weights([(3, 3)]), **({"momentum": 0.0} | {name: value}))
-
-
-def test_the_flags_reach_the_optimizer() -> None:
-    words = (
-        "--optimizer kaldi_ngd --lr 0.3 --weight_decay 0.01 --momentum 0.8 --nesterov --ngd_rank 7 "
-        "--ngd_alpha 2 --ngd_eta 0.3 --ngd_period 5 --ngd_max_dim 99"
-    )
-    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words.split())
-    model = nn.Sequential(nn.Linear(3, 4, bias=False))
-    run = factory.Run("x", World(), FP32)
-    optimizer = factory.create_optimizer(args, run, model, resnet50_test.OPTIMIZERS)
-    expected = {"lr": 0.3, "weight_decay": 0.01, "momentum": 0.8, "nesterov": True, "rank": 7}
-    expected |= {"alpha": 2.0, "eta": 0.3, "update_period": 5, "max_dim": 99}
-    assert isinstance(optimizer, KaldiNGD)
-    assert {name: optimizer.param_groups[0][name] for name in expected} == expected
-
-
-def test_skip_words_split_the_groups() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4))
-    names = {p: name for name, p in model.named_parameters()}
-    optimizer = KaldiNGD(kaldi_ngd_groups(model, 0.01, ["0.w", "1."]))
-    found = {names[p]: g["ngd"] for g in optimizer.param_groups for p in g["params"]}
-    skipped = dict.fromkeys(("0.weight", "1.weight", "1.bias"), False)
-    assert found == {**dict.fromkeys(("0.bias", "2.weight", "2.bias"), True), **skipped}
-    with pytest.raises(InputError, match="nothing"):
-        kaldi_ngd_groups(model, 0.01, ["0.w", "nothing"])
-
-
-# ------------------------------------------------------------ state, precision, layout, ranks
-
-
-WAYS: list[Callable[[KaldiNGD], KaldiNGD]] = [
-    through_a_file,
-    copy.deepcopy,
-    lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
-]
-
-
-@each_of("way", WAYS)
-@each_of("steps", [3, 13])  # in the first ten, in mid-period
-def test_resumed_equals_uninterrupted(way: Callable[[KaldiNGD], KaldiNGD], steps: int) -> None:
-    optimizer = train(create(), range(steps))
-    other = way(optimizer)
-    assert other._step_supports_amp_scaling
-    later = range(steps, steps + 5)
-    assert_same(snapshot(train(other, later)), snapshot(train(optimizer, later)))
-
-
-def test_bf16_parameters_keep_wide_state_and_follow_fp32_ones() -> None:
-    narrow, wide, double = (
-        weights(SHAPES, dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64)
-    )
-    optimizer = KaldiNGD([*narrow, *wide, *double], lr=0.1, update_period=1)
-    for t in range(15):
-        set_gradients(narrow, t)
-        for p, q, exact in zip(narrow, wide, double):
-            q.grad, exact.grad = p.grad.float(), p.grad.double()
-        optimizer.step()
-    outcome, count = snapshot(optimizer), len(SHAPES)
-    for (p, state), (q, expected), (_, exact) in zip(
-        outcome, outcome[count:], outcome[2 * count :]
-    ):
-        assert distance(p, q) < 1e-2
-        assert_same(state, expected, 1e-6)  # dtypes too
-        assert {value.dtype for value in exact.values()} == {torch.float64}
-    assert_same(snapshot(train(through_a_file(optimizer), [15])), snapshot(train(optimizer, [15])))
-
-
 def test_what_cannot_be_computed_leaves_the_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the Cholesky factor of NaN counts as computed."""
     optimizer = train(create(), range(3))
@@ -358,35 +234,6 @@ def test_what_cannot_be_computed_leaves_the_estimates(monkeypatch: pytest.Monkey
     assert all(p.isfinite().all() for p in parameters_of(optimizer))
 
 
-@each_of("unscale", [False, True])
-def test_a_grad_scaler_scales_away(unscale: bool) -> None:
-    optimizer, peer = create(), create()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for t in range(12):
-        train(peer, [t])
-        optimizer.zero_grad(set_to_none=bool(t % 2))
-        pairs = zip(parameters_of(optimizer), parameters_of(peer))
-        scaler.scale(sum((p * q.grad).sum() for p, q in pairs)).backward()
-        if unscale:
-            scaler.unscale_(optimizer)
-        with torch.autocast("cpu", torch.bfloat16):
-            scaler.step(optimizer)
-        scaler.update()
-    assert_same(snapshot(optimizer), snapshot(peer), 1e-6)
-
-
-def test_channels_last_weights_and_smaller_batches_take_the_same_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shapes, settings = [(20, 10, 3, 3), (10, 3, 9, 9), (20, 10, 3, 3)], {"update_period": 1, **SGD}
-    last = [nn.Parameter(p.detach().to(memory_format=torch.channels_last)) for p in weights(shapes)]
-    plain = train(KaldiNGD(weights(shapes), **settings), range(15))
-    monkeypatch.setattr(kaldi_ngd, "BATCH_BYTES", 1)
-    alone = train(KaldiNGD(last, **settings), range(15))
-    assert_same(snapshot(alone), snapshot(plain), 1e-6)
-    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in last)
-
-
 @each_of("period", [1, 3, 4])
 def test_each_estimate_changes_once_a_period_and_not_all_at_once(period: int) -> None:
     shapes, rows = [(40, 30), (40, 30), (50, 20), (9, 5), (5, 8)], []
@@ -399,28 +246,3 @@ def test_each_estimate_changes_once_a_period_and_not_all_at_once(period: int) ->
     assert first.all()
     assert (later.unfold(0, period, 1).sum(2) == 1).all()
     assert (later.sum(1) > 0).all()  # four batches: some of them at every step
-
-
-def one_rank(world: World) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.Conv2d(3, 20, 3), nn.ReLU(), nn.Conv2d(20, 8, 3), nn.ReLU()),
-        *(nn.Flatten(), nn.Linear(32, 5)),
-    )
-    optimizer = build_optimizer(model, "kaldi_ngd", lr=0.05, weight_decay=1e-3)
-    hook = AllReduceHook(world)
-    parallel = ddp.wrap(model, world, hook=hook, sync_batch_norm=False, static_graph=True)
-    generator = torch.Generator().manual_seed(world.rank)
-    for _ in range(50):
-        x = torch.randn(8, 3, 6, 6, generator=generator)
-        optimizer.zero_grad()
-        F.cross_entropy(parallel(x), torch.arange(8) % 5).backward()
-        optimizer.step()
-    outcomes = world.gather(snapshot(optimizer))
-    if world.is_main:
-        assert_same(*outcomes)
-
-
-@pytest.mark.process
-def test_two_ranks_stay_bitwise_equal() -> None:
-    ranks.run_ranks(one_rank, 2)

@@ -1,25 +1,41 @@
-"""Schedules equal torch's; warm-up, batch scaling, groups, and steps skipped on the device."""
+"""Schedules equal torch's; warm-up, batch scaling, groups; and what every optimizer does."""
 
 from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import lr_scheduler as peers
 
+import ngd
 import resnet50_test
 from cli import factory, options
 from conftest import each_of
+from distributed.world import World
 from models.transformer import Transformer
-from optimizer_cases import snapshot
+from optimizer_cases import (
+    Shapes,
+    assert_same,
+    distance,
+    parameters_of,
+    set_gradients,
+    snapshot,
+    through_a_file,
+    train,
+    weights,
+)
+from optimizers import kaldi_ngd
+from optimizers.base import step_unless_skipped
 from optimizers.param_groups import decay_groups
 from optimizers.schedules import Schedule, scale_lr
 from resnet50_test import OPTIMIZERS
-from trainers import build_optimizer
+from trainers import FP32, build_optimizer
 
 EPOCHS, STEPS = 12, 10  # of the run; steps in an epoch
 TOTAL = EPOCHS * STEPS
@@ -49,6 +65,18 @@ PEERS: dict[str, tuple[Callable[[torch.optim.Optimizer], peers.LRScheduler], dic
 BY_EPOCH = ("step", "multistep", "exponential", "inverse")  # change at whole epochs only
 
 HERE = [name for name in OPTIMIZERS if not name.startswith("apex")]  # apex has tests of its own
+OURS = ["ngd", "kaldi_ngd", "lamb", "lars", "slamb", "demo"]
+EVERY_STEP = {"kaldi_ngd": {"update_period": 1}}  # whose periods count skipped steps as well
+# two alike, a convolution, biases, a scalar, three axes
+SHAPES: Shapes = [(40, 30), (40, 30), (20, 10, 3, 3), (7,), (7,), (), (30, 20, 4)]
+
+
+def create(
+    name: str, parameters: list[nn.Parameter] | None = None, **settings: Any
+) -> torch.optim.Optimizer:
+    """An optimizer of these parameters, or of some of every shape."""
+    groups = [{"params": weights(SHAPES) if parameters is None else parameters}]
+    return OPTIMIZERS[name].make(groups, **({"lr": 0.01} | settings))
 
 
 def rates(peer: Callable[[torch.optim.Optimizer], peers.LRScheduler], count: int) -> list[float]:
@@ -200,8 +228,8 @@ def test_weights_without_a_gradient_stay_as_they_are(name: str) -> None:
             p.grad = None if number in unused else torch.randn_like(p)
         before = snapshot(optimizer)
         optimizer.step()
-        for number, (p, (weights, state)) in enumerate(zip(mine, before)):
-            assert torch.equal(p, weights) == (number in unused), (step, number)
+        for number, (p, (old, state)) in enumerate(zip(mine, before)):
+            assert torch.equal(p, old) == (number in unused), (step, number)
             if number in unused and "momentum_buffer" in state:
                 assert torch.equal(optimizer.state[p]["momentum_buffer"], state["momentum_buffer"])
 
@@ -219,27 +247,189 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.mark.usefixtures("poisoned_memory")
 @each_of(
-    "settings", [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {}]
+    ("name", "settings"),
+    [
+        *((name, EVERY_STEP.get(name, {})) for name in HERE),
+        *(("sgd", {"momentum": 0.0}), ("sgd", {"momentum": 0.9, "nesterov": True})),
+    ],
 )
-@each_of("skipped", [(0,), (0, 1), (1,)])
-def test_skipped_steps_leave_no_trace(settings: dict, skipped: tuple[int, ...]) -> None:
-    name = "sgd" if settings else "adamw"
-    gradients = [torch.randn(4, 3) for _ in range(4)]
+@each_of("skipped", [(0, 1), (1, 9)])
+def test_skipped_steps_leave_no_trace(
+    name: str, settings: dict[str, Any], skipped: tuple[int, ...]
+) -> None:
+    optimizer, peer = create(name, **settings), create(name, **settings)
+    for t in range(12):
+        if t in skipped:
+            set_gradients(parameters_of(optimizer), 99 + t)
+            for p, bad in zip(parameters_of(optimizer), (math.inf, math.nan, math.inf)):
+                p.grad.view(-1)[::3] = bad
+            before = snapshot(optimizer)
+            step_unless_skipped(optimizer, torch.tensor(True))
+            for (p, state), (old, known) in zip(snapshot(optimizer), before):
+                assert_same([p, {key: state[key] for key in known}], [old, known])
+        for each in (optimizer, peer):
+            set_gradients(parameters_of(each), t)
+            step_unless_skipped(each, torch.tensor(False))
+    if name == "kaldi_ngd" and 0 in skipped:  # which would have learned more from the first one
+        states = [state for _, state in snapshot(optimizer)]
+        assert all(v.any() for state in states for key, v in state.items() if key.endswith("_K"))
+    else:
+        assert_same(snapshot(optimizer), snapshot(peer))
 
-    def train(skips: bool) -> tuple[Tensor, dict]:
-        model = nn.Linear(3, 4, bias=False)
-        nn.init.ones_(model.weight)
-        optimizer = build_optimizer(model, name, lr=0.1, weight_decay=0.01, **settings)
-        for number, gradient in enumerate(gradients):
-            bad = number in skipped
-            if bad and not skips:
+
+@each_of("name", [name for name in OURS if name != "demo"])
+@each_of("bad", [False, True])
+def test_a_grad_scaler_unscales_and_skips(name: str, bad: bool) -> None:
+    """With amp_scaling=False it does so itself: Lightning refuses to clip gradients otherwise."""
+    outcomes = []
+    for way in ("unscaled before", "on the device", "by hand", "by the scaler"):
+        settings = EVERY_STEP.get(name, {})
+        optimizer = create(name, amp_scaling=way != "by the scaler", **settings)
+        assert copy.deepcopy(optimizer)._step_supports_amp_scaling == (way != "by the scaler")
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=way != "unscaled before")
+        for t in range(12):
+            set_gradients(parameters_of(optimizer), t)
+            gradients = [p.grad for p in parameters_of(optimizer)]
+            is_bad = bad and t == 2
+            if is_bad and not scaler.is_enabled():
                 continue
-            model.weight.grad = torch.full_like(gradient, math.nan) if bad else gradient.clone()
-            optimizer.found_inf = torch.tensor(float(bad))  # as step_unless_skipped does
-            optimizer.step()
-        return model.weight.detach(), optimizer.state_dict()["state"]
+            optimizer.zero_grad(set_to_none=bool(t % 2))
+            factor = math.inf if is_bad else 1.0
+            pairs = zip(parameters_of(optimizer), gradients)
+            scaler.scale(sum((p * grad * factor).sum() for p, grad in pairs)).backward()
+            if way == "by hand":
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        outcomes.append(snapshot(optimizer))
+    for outcome in outcomes[1:]:
+        for (p, state), (q, expected) in zip(outcome, outcomes[0]):
+            assert_same(p, q, 1e-5)
+            assert_same(state, expected, 1e-5)
 
-    torch.testing.assert_close(train(True), train(False), rtol=0, atol=0)
+
+WAYS = [through_a_file, copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))]
+
+
+@each_of("name", HERE)
+@each_of("way", WAYS)
+@each_of("steps", [0, 13])
+@each_of("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_or_copied_one_goes_on_bit_for_bit(
+    name: str, way: Any, steps: int, dtype: torch.dtype
+) -> None:
+    optimizer = train(create(name, weights(SHAPES, dtype)), range(steps))
+    other, later = way(optimizer), range(steps, steps + 5)
+    assert_same(snapshot(train(other, later)), snapshot(train(optimizer, later)))
+    if name in OURS:
+        values = [value for _, state in snapshot(other) for value in state.values()]
+        assert all(value.dtype in (torch.float32, torch.float64) for value in values)
+
+
+@each_of("name", OURS)
+def test_bf16_weights_follow_fp32_ones(name: str) -> None:
+    narrow, wide = create(name, weights(SHAPES, torch.bfloat16)), create(name)
+    for t in range(12):
+        set_gradients(parameters_of(narrow), t)
+        for p, q in zip(parameters_of(narrow), parameters_of(wide)):
+            q.grad = p.grad.float()
+        narrow.step()
+        wide.step()
+    for p, q in zip(parameters_of(narrow), parameters_of(wide)):
+        assert distance(p, q) < 2e-2
+
+
+@each_of("name", HERE)
+def test_channels_last_and_batches_of_any_size_take_the_same_step(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = [(20, 10, 3, 3), (10, 3, 9, 9), (20, 10, 3, 3)]
+    plain = train(create(name, weights(shapes)), range(12))
+    last = [nn.Parameter(p.detach().to(memory_format=torch.channels_last)) for p in weights(shapes)]
+    monkeypatch.setattr(ngd, "CPU_BATCH_BYTES", 1)
+    monkeypatch.setattr(kaldi_ngd, "BATCH_BYTES", 1)
+    train(create(name, last), range(12))
+    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in last)
+    # Muon's polynomial is in bf16
+    tolerance = 0.02 if name == "muon" else 1e-5
+    for p, q in zip(last, parameters_of(plain)):
+        assert_same(p.detach().contiguous(), q.detach(), tolerance)
+
+
+@each_of("name", ["ngd", "kaldi_ngd"])
+def test_a_parameter_that_gets_gradients_later_is_trained_as_from_its_start(name: str) -> None:
+    optimizer, peer = (create(name, **EVERY_STEP.get(name, {})) for _ in range(2))
+    late = (1, 2, 4)
+    for t in range(18):
+        set_gradients(parameters_of(optimizer), t)
+        if t < 6:
+            for number in late:
+                parameters_of(optimizer)[number].grad = None
+        step_unless_skipped(optimizer, torch.tensor(t in (1, 2)))  # before they appear
+    train(peer, range(6, 18))
+    for number in late:
+        one, other = parameters_of(optimizer)[number], parameters_of(peer)[number]
+        assert_same(one.detach(), other.detach(), 1e-5)
+
+
+@each_of("name", OURS)
+def test_a_closure_and_a_rate_in_a_tensor_take_the_same_step(name: str) -> None:
+    optimizer, peer = create(name, lr=torch.tensor(0.01)), create(name)
+
+    def closure() -> float:
+        set_gradients(parameters_of(optimizer), 0)
+        return 2.5
+
+    assert optimizer.step(closure) == 2.5
+    assert_same(snapshot(optimizer), snapshot(train(peer, [0])), 1e-6)
+
+
+OUT_OF_RANGE: dict[str, dict[str, list[Any]]] = {
+    "NGD": {"rank": [0], "adamw_ratio": [-1.0], "betas": [(0.9, 1.0)], "eps": [0.0]},
+    "KaldiNGD": {"rank": [0], "alpha": [0.0], "eta": [0.0, 1.0], "update_period": [0]}
+    | {"max_dim": [0], "nesterov": [True]},
+    "LAMB": {"eps": [-1.0]},
+    "LARS": {},
+    "Muon": {},
+}
+FOR_ALL: dict[str, list[Any]] = {"lr": [-1.0, math.nan], "weight_decay": [-0.1]}
+
+
+def test_a_setting_out_of_range_is_refused() -> None:
+    for name in ("ngd", "kaldi_ngd", "lamb", "lars", "muon"):
+        optimizer = create(name, [weight(3, 3)], **({"momentum": 0.0} if name != "lamb" else {}))
+        kind = type(optimizer).__name__
+        own = FOR_ALL | OUT_OF_RANGE[kind] | ({} if name == "lamb" else {"momentum": [1.0, -0.1]})
+        for setting, values in own.items():
+            for value in values:
+                with pytest.raises(ValueError, match=f"{kind}: {setting}="):
+                    optimizer.add_param_group({"params": [weight(3, 3)], setting: value})
+                assert len(optimizer.param_groups) == 1
+
+
+@each_of(
+    ("words", "expected"),
+    [
+        (
+            "--optimizer ngd --lr 0.3 --weight_decay 0.01 --momentum 0.8 --no-nesterov "
+            "--ngd_rank 7 --adamw_ratio 0.2 --betas 0.8 0.9",
+            {"lr": 0.3, "weight_decay": 0.01, "momentum": 0.8, "nesterov": False}
+            | {"rank": 7, "adamw_ratio": 0.2, "betas": [0.8, 0.9]},
+        ),
+        (
+            "--optimizer kaldi_ngd --lr 0.3 --weight_decay 0.01 --momentum 0.8 --nesterov "
+            "--ngd_rank 7 --ngd_alpha 2 --ngd_eta 0.3 --ngd_period 5 --ngd_max_dim 99",
+            {"lr": 0.3, "weight_decay": 0.01, "momentum": 0.8, "nesterov": True}
+            | {"rank": 7, "alpha": 2.0, "eta": 0.3, "update_period": 5, "max_dim": 99},
+        ),
+    ],
+)
+def test_the_flags_reach_the_optimizer(words: str, expected: dict[str, Any]) -> None:
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words.split())
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 4))
+    run = factory.Run("x", World(), FP32)
+    optimizer = factory.create_optimizer(args, run, model, resnet50_test.OPTIMIZERS)
+    assert {name: optimizer.param_groups[0][name] for name in expected} == expected
 
 
 @each_of(
