@@ -83,42 +83,14 @@ def stored_bytes(run) -> int:
     return sum(stored.values())
 
 
-def test_only_the_input_is_stored() -> None:
-    conv, bn = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-    x = torch.randn(8, 16, 12, 12, requires_grad=True)
-    plain = stored_bytes(lambda: torch.relu(bn(conv(x))))
-    fused = stored_bytes(lambda: fusion.conv_batch_norm(x, conv, norm=bn, relu=True))
-    assert plain >= 3 * x.nbytes
-    assert fused <= x.nbytes + 16 * 4 * 4
-
-
-def test_a_single_value_a_channel_is_refused_as_by_the_modules() -> None:
-    for settings, size in (({"kernel_size": 1}, 1), ({"kernel_size": 3}, 3)):
-        for norm in NORMS:
-            conv, bn, _ = layers(settings, **norm)
-            x = torch.randn(1, 4, size, size, dtype=torch.float64, requires_grad=True)
-            with pytest.raises(ValueError, match="more than 1 value per channel") as expected:
-                bn(conv(x))
-            with pytest.raises(ValueError, match="more than 1 value per channel") as found:
-                fusion.conv_batch_norm(x, conv, norm=bn)
-            assert str(found.value) == str(expected.value)
-            assert all(buffer.isfinite().all() for buffer in bn.buffers())
-
-
-@each_of(
-    ("norm", "settings"),
-    [
-        (nn.SyncBatchNorm(8), {}),
-        (nn.GroupNorm(2, 8), {}),
-        (nn.BatchNorm2d(8), {"bias": True}),
-        (nn.BatchNorm2d(8), {"padding": "same"}),
-        (nn.BatchNorm2d(8), {"padding_mode": "reflect", "padding": 1}),
-    ],
-)
-def test_other_normalisation_and_convolutions_are_refused(norm: nn.Module, settings: dict) -> None:
-    conv = nn.Conv2d(4, 8, 3, **{"bias": False, **settings})
-    with pytest.raises(ValueError, match="cannot be fused"):
-        fusion.conv_batch_norm(torch.randn(2, 4, 5, 5), conv, norm=norm)
+@each_of("norm", NORMS)
+def test_a_single_value_a_channel_is_refused_as_by_the_modules(norm: dict) -> None:
+    conv, bn, _ = layers({"kernel_size": 3}, **norm)
+    x = torch.randn(1, 4, 3, 3, dtype=torch.float64, requires_grad=True)
+    for run in (lambda x: bn(conv(x)), lambda x: fusion.conv_batch_norm(x, conv, norm=bn)):
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            run(x)
+    assert all(buffer.isfinite().all() for buffer in bn.buffers())
 
 
 @each_of("activation", ["gelu", "relu"])

@@ -83,29 +83,6 @@ def test_the_root_holds_only_the_entry_scripts_the_methods_and_errors():
     assert len(expected) == 7
 
 
-def test_nothing_edits_sys_path():
-    for path in [*FILES, *(ROOT / "tests").glob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-            assert not (is_attribute and (node.value.id, node.attr) == ("sys", "path")), path
-
-
-def test_every_text_file_is_opened_as_utf8():
-    """Whatever the locale is: each call that reads or writes text names the encoding."""
-    lacking = []
-    for path in [*FILES, *(ROOT / "package").glob("*.py"), *(ROOT / "examples").glob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or any(k.arg == "encoding" for k in node.keywords):
-                continue
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            mode = [*node.args[1:2], *(k.value for k in node.keywords if k.arg == "mode")]
-            is_binary = any("b" in ast.unparse(each) for each in mode)
-            is_open = isinstance(node.func, ast.Name) and name == "open" and not is_binary
-            if is_open or name in ("read_text", "write_text"):
-                lacking.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
-    assert not lacking
-
-
 def test_args_are_a_parameter_in_cli_alone():
     for name, tree in TREES.items():
         for node in ast.walk(tree) if not name.startswith("cli.") else ():
