@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 import unicodedata
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from sklearn.feature_extraction.text import TfidfTransformer
+from sklearn.naive_bayes import MultinomialNB
 from tokenizers import Tokenizer
 
 from conftest import each_of
@@ -55,9 +57,8 @@ def headlines() -> Headlines:
 
 def test_headlines_are_balanced_and_split(headlines: Headlines) -> None:
     splits, classes = headlines
-    assert classes == ["World", "Sports", "Business", "Sci/Tech"]
-    assert Counter(splits["train"].labels) == dict.fromkeys(range(4), 100)
-    assert Counter(splits["test"].labels) == dict.fromkeys(range(4), 20)
+    for part, rows in (("train", 100), ("test", 20)):
+        assert Counter(splits[part].labels) == dict.fromkeys(range(len(classes)), rows)
     texts = splits["train"].texts + splits["test"].texts
     assert len(set(texts)) == 480  # no row occurs twice, and none in both splits
 
@@ -87,22 +88,16 @@ def test_tokenizer_puts_cls_first_round_trips_and_ignores_case(
 @KINDS
 def test_marks_that_carry_meaning_are_kept_in_every_script(kind: str) -> None:
     """Words that differ in a mark alone differ; the two forms of one character do not."""
-    pairs = {
-        "Hindi": ("\u0915\u0940", "\u0915\u0947"),
-        "Japanese": ("\u304b", "\u304c"),
-        "Vietnamese": ("m\u00e1", "m\u1ea1"),
-        "Arabic": ("\u0627", "\u0623"),
-        "Russian": ("\u0438", "\u0439"),
-        "French": ("ou", "o\u00f9"),
-    }
-    for language, words in pairs.items():
+    hindi, japanese, arabic = "\u0915\u0940 \u0915\u0947", "\u304b \u304c", "\u0627 \u0623"
+    for pair in (hindi, japanese, arabic, "m\u00e1 m\u1ea1", "\u0438 \u0439", "ou o\u00f9"):
+        words = pair.split()
         texts = [f"{words[number % 2]} abc" for number in range(20)]
         tokenizer = train_tokenizer(texts, kind, vocab_size=400)
         first, second = (tokenizer.encode(word).ids for word in words)
-        assert first != second, language
-        assert 1 not in first + second, language  # no unknown token
+        assert first != second, pair
+        assert 1 not in first + second, pair  # no unknown token
         for word, ids in zip(words, (first, second)):
-            assert tokenizer.encode(unicodedata.normalize("NFD", word)).ids == ids, language
+            assert tokenizer.encode(unicodedata.normalize("NFD", word)).ids == ids, pair
 
 
 @KINDS
@@ -135,10 +130,9 @@ def test_batches_hold_the_tokens_of_their_rows(tokenizer: Tokenizer, headlines: 
         batches = data.batches(row_batches, epoch=0)
         for batch, (tokens, labels) in zip(row_batches, batches, strict=True):
             assert labels.tolist() == [rows.labels[i] for i in batch]
-            longest = max(len(expected[i]) for i in batch)
-            assert tokens.tolist() == [
-                expected[i] + [0] * (longest - len(expected[i])) for i in batch
-            ]
+            ids = [expected[i] for i in batch]
+            longest = max(map(len, ids))
+            assert tokens.tolist() == [row + [0] * (longest - len(row)) for row in ids]
 
 
 def test_padding_is_counted_and_lengths_on_gpus_are_multiples_of_four() -> None:
@@ -173,39 +167,25 @@ def test_ag_news_files_have_the_official_counts_and_checksum(data_dir: Path) -> 
         pytest.skip(f"AG News is not below {data_dir}")
     splits, classes = read_text_splits("agnews", str(data_dir))
     assert classes == text_datasets.AGNEWS_CLASSES
-    assert Counter(splits["test"].labels) == dict.fromkeys(range(4), 1900)
-    counts = Counter(splits["train"].labels)
-    complete, balanced_tenth = (dict.fromkeys(range(4), rows) for rows in (30_000, 3_000))
-    assert counts in (complete, balanced_tenth)
-    assert not any("<b>" in text or "http" in text for text in splits["test"].texts)
+    for part, allowed in (("test", (1_900,)), ("train", (30_000, 3_000))):  # or a balanced tenth
+        assert set(Counter(splits[part].labels).values()) in [{rows} for rows in allowed]
     checksum = hashlib.sha256((folder / "test.csv").read_bytes()).hexdigest()
     assert checksum == text_datasets.AGNEWS_FILES["test.csv"]
 
 
-def test_naive_bayes_scores_equal_a_count_by_hand() -> None:
+def test_naive_bayes_scores_equal_those_of_sklearn() -> None:
     rows = TextSplit([0, 0, 1], ["oil oil price", "oil", "cup price"])
     tokenizer = train_tokenizer(rows.texts, "wordpiece", vocab_size=400)
     size = tokenizer.get_vocab_size()
     data = TextDataset(rows, tokenizer, max_len=16, device=CPU)
-    scores = naive_bayes_scores(data, size, classes=2).double()
-    tokens_of_row = [set(tokenizer.encode(text).ids) for text in rows.texts]
-    of_class = [tokens_of_row[:2], tokens_of_row[2:]]
-    totals = [
-        sum(1 + sum(token in row for row in group) for token in range(size)) for group in of_class
-    ]
-    for token in range(3, size):
-        logs = [
-            math.log((1 + sum(token in row for row in group)) / total)
-            for group, total in zip(of_class, totals)
-        ]
-        rarity = math.log(4 / (1 + sum(token in row for row in tokens_of_row)))
-        for label in (0, 1):
-            assert scores[token, label] == pytest.approx(
-                (logs[label] - sum(logs) / 2) * rarity, abs=1e-5
-            )
+    scores = naive_bayes_scores(data, size, classes=2)
+    ids = [tokenizer.encode(text).ids for text in rows.texts]
+    has_token = np.array([[token in row for token in range(size)] for row in ids])
+    logs = MultinomialNB().fit(has_token, rows.labels).feature_log_prob_
+    rarity = TfidfTransformer().fit(has_token).idf_ - 1
+    expected = ((logs - logs.mean(0)) * rarity).T
+    np.testing.assert_allclose(scores[3:], expected[3:], atol=1e-5)
     assert (scores[:3] == 0).all()
-    assert scores[tokenizer.token_to_id("oil")].argmax() == 0
-    assert scores[tokenizer.token_to_id("cup")].argmax() == 1
 
 
 @KINDS
