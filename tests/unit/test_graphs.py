@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import conftest
 import mixup
-import resnet50_test
-from backends import cuda_graph, execution
+from backends import cuda_graph
 from backends.precision import Precision
 from conftest import needs_gpu
 from distributed.world import World
@@ -19,21 +19,6 @@ from models.image_models import create_model
 from trainers import build_optimizer, make_trainer
 from training.losses import CrossEntropy, MixedCrossEntropy
 from training.trainer import Trainer
-
-FP32 = Precision("fp32", "cpu")
-
-
-class StandIn:
-    """Takes the place of a recorded CUDA graph: a replay calls the body on the recorded tensors."""
-
-    num_recorded = 0
-
-    def __init__(self, body, tensors, *, weight):
-        StandIn.num_recorded += 1
-        self.call = lambda: body(*tensors, weight)
-
-    def replay(self):
-        self.call()
 
 
 def batches(device: str = "cpu"):
@@ -47,78 +32,69 @@ def make(name: str, device: str = "cpu", *, loss_fn=None, graph: bool = False) -
     torch.manual_seed(0)
     model = create_model("resnet8", classes=10, channels=1, image_size=8).to(device)
     optimizer = build_optimizer(model, name, 0.1 if name == "sgd" else 1e-3, 1e-3)
-    precision = Precision("fp32", device)
-    return make_trainer(
-        model,
-        optimizer,
-        World(device=torch.device(device)),
-        loss_fn=loss_fn or CrossEntropy(0.1),
-        precision=precision,
-        accumulation_steps=2,
-        max_grad_norm=1.0,
-        record_cuda_graph=graph,
-    )
+    settings = {"accumulation_steps": 2, "max_grad_norm": 1.0, "record_cuda_graph": graph}
+    settings |= {"loss_fn": loss_fn or CrossEntropy(0.1), "precision": Precision("fp32", device)}
+    return make_trainer(model, optimizer, World(device=torch.device(device)), **settings)
 
 
 def run(trainer: Trainer, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     for number, (x, y) in enumerate(batches(device)):
         trainer.set_lr(0.1 / (1 + number))
         trainer.train_step(x, y)
-    return torch.cat(
-        [p.detach().flatten() for p in trainer.parameters]
-    ).cpu(), trainer.sums.values.cpu()
+    weights = torch.cat([p.detach().flatten() for p in trainer.parameters])
+    return weights.cpu(), trainer.sums.values.cpu()
+
+
+@pytest.fixture
+def recorded_rows(monkeypatch) -> list[int]:
+    """The rows of each graph that a stand-in has recorded."""
+    recorded = []
+
+    def record(body, tensors, *, weight):
+        recorded.append(len(tensors[0]))
+        return SimpleNamespace(replay=lambda: body(*tensors, weight))
+
+    monkeypatch.setattr(cuda_graph, "record_cuda_graph", record)
+    return recorded
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_recorded_steps_are_the_steps(name, monkeypatch):
-    monkeypatch.setattr(cuda_graph, "record_cuda_graph", StandIn)
-    monkeypatch.setattr(StandIn, "num_recorded", 0)
+def test_recorded_steps_are_the_steps(name, recorded_rows):
     plain, recorded = make(name), make(name, graph=True)
     # Not bit for bit: the learning rate of recorded steps is an fp32 tensor.
     torch.testing.assert_close(run(recorded), run(plain), rtol=1e-5, atol=1e-6)
-    assert StandIn.num_recorded == 2  # two shapes
+    assert recorded_rows == [8, 6]
     assert isinstance(recorded.optimizer.param_groups[0]["lr"], torch.Tensor)
 
 
-def test_the_first_calls_of_a_shape_are_not_recorded_and_weights_are_part_of_it(monkeypatch):
-    calls, recorded = [], []
-
-    def record(body, tensors, *, weight):
-        recorded.append((tensors[0].shape, weight))
-        return StandIn(body, tensors, weight=weight)
-
-    monkeypatch.setattr(cuda_graph, "record_cuda_graph", record)
+def test_the_first_calls_of_a_shape_are_not_recorded_and_weights_are_part_of_it(recorded_rows):
+    calls, expected = [], []
     runner = cuda_graph.CudaGraphRunner(lambda x, weight: calls.append((x.tolist(), weight)))
     for number in range(cuda_graph.WARM_UP_CALLS + 2):
         assert bool(runner.recorded) == (number > cuda_graph.WARM_UP_CALLS)
-        runner(torch.tensor([float(number)]), weight=0.5)
-        runner(torch.tensor([float(-number)]), weight=2.0)
-    assert calls == [
-        pair
-        for n in range(cuda_graph.WARM_UP_CALLS + 2)
-        for pair in (([float(n)], 0.5), ([float(-n)], 2.0))
-    ]
-    assert recorded == [((1,), 0.5), ((1,), 2.0)]
+        for value, weight in ((float(number), 0.5), (float(-number), 2.0)):
+            runner(torch.tensor([value]), weight=weight)
+            expected.append(([value], weight))
+    assert calls == expected
+    assert recorded_rows == [1, 1]
     runner.invalidate()
     runner(torch.zeros(1), weight=0.5)
     assert not runner.recorded
 
 
-def test_the_number_of_graphs_is_limited(monkeypatch):
+def test_the_number_of_graphs_is_limited(recorded_rows, monkeypatch):
     monkeypatch.setattr(cuda_graph, "MAX_GRAPHS", 2)
-    monkeypatch.setattr(cuda_graph, "record_cuda_graph", StandIn)
-    monkeypatch.setattr(StandIn, "num_recorded", 0)
     calls = []
     runner = cuda_graph.CudaGraphRunner(lambda x, weight: calls.append(len(x)))
-    for rows in (1, 2, 3):
-        for _ in range(cuda_graph.WARM_UP_CALLS + 1):
-            runner(torch.zeros(rows))
-    assert calls == [rows for rows in (1, 2, 3) for _ in range(cuda_graph.WARM_UP_CALLS + 1)]
-    assert StandIn.num_recorded == 2
+    expected = [rows for rows in (1, 2, 3) for _ in range(cuda_graph.WARM_UP_CALLS + 1)]
+    for rows in expected:
+        runner(torch.zeros(rows))
+    assert calls == expected
+    assert recorded_rows == [1, 2]
 
 
-def test_loading_a_state_invalidates_the_graphs(monkeypatch):
-    monkeypatch.setattr(cuda_graph, "record_cuda_graph", StandIn)
+@pytest.mark.usefixtures("recorded_rows")
+def test_loading_a_state_invalidates_the_graphs():
     trainer, other = make("adamw", graph=True), make("adamw")
     run(trainer)
     assert trainer.graph is not None
@@ -131,34 +107,12 @@ def test_loading_a_state_invalidates_the_graphs(monkeypatch):
     torch.testing.assert_close(run(trainer), run(other), rtol=1e-5, atol=1e-6)
 
 
-def test_it_needs_a_gpu_and_refuses_flags_that_it_does_not_support(refused, monkeypatch):
+def test_it_needs_a_gpu_and_refuses_flags_that_it_does_not_support(refused):
     if not torch.cuda.is_available():
         refused("images", "--backend cudagraph", "needs a GPU")
-    for more, named in (
-        ("--ngd", "--optimizer ngd"),
-        ("--mixup cutmix", "cutmix"),
-        ("--meta_learning", "--mixup meta"),
-    ):
-        refused("images", f"--backend cudagraph {more}", named)
-    refused(
-        "images", "--backend cudagraph", "--precision fp16", conftest.IMAGES.replace("fp32", "fp16")
-    )
-
-
-def test_compile_compiles_in_place():
-    models = {name: torch.nn.Linear(1, 1) for name in ("eager", "compile")}
-    for name, model in models.items():
-        assert execution.apply_backend(name, model) is model
-    assert models["eager"]._compiled_call_impl is None
-    assert models["compile"]._compiled_call_impl is not None
-
-
-def test_images_of_two_sizes_are_compiled_for_each(monkeypatch):
-    given = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **each: given.append(each))
-    for few_shapes in (True, False):
-        execution.apply_backend("compile", torch.nn.Linear(1, 1), few_shapes=few_shapes)
-    assert given == [{"dynamic": False}, {"dynamic": None}]
+    refused("images", "--backend cudagraph --mixup cutmix", "cutmix")
+    base = conftest.IMAGES.replace("fp32", "fp16")
+    refused("images", "--backend cudagraph", "--precision fp16", base)
 
 
 @needs_gpu
@@ -185,9 +139,3 @@ def test_each_replay_draws_its_own_mix():
         trainer.train_step(x, torch.randint(10, (8,), device="cuda"))
         seen.add(float(drawn[-1][0]))
     assert len(seen) == 8
-
-
-@needs_gpu
-def test_a_run_through_graphs_learns(tmp_path):
-    flags = "--dataset digits --arch resnet20 --bs 64 --lr 0.1 --epochs 3 --backend cudagraph"
-    assert conftest.call(resnet50_test, [*flags.split(), "--out", str(tmp_path / "run")]) == 0

@@ -22,7 +22,6 @@ from models.transformer import Transformer
 from optimizer_cases import (
     Shapes,
     assert_same,
-    distance,
     parameters_of,
     set_gradients,
     snapshot,
@@ -35,7 +34,7 @@ from optimizers.base import step_unless_skipped
 from optimizers.param_groups import decay_groups
 from optimizers.schedules import Schedule, scale_lr
 from resnet50_test import OPTIMIZERS
-from trainers import FP32, build_optimizer
+from trainers import FP32
 
 EPOCHS, STEPS = 12, 10  # of the run; steps in an epoch
 TOTAL = EPOCHS * STEPS
@@ -127,11 +126,6 @@ def test_shape_begins_after_the_warmup_and_ends_with_the_run(name: str, end: flo
     assert warm(12) == pytest.approx(end)
 
 
-def test_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="sinus"):
-        Schedule("sinus", 3)(0)
-
-
 @each_of(("rule", "expected"), [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * math.sqrt(8))])
 def test_learning_rate_scales_with_the_batch(rule: str, expected: float) -> None:
     assert scale_lr(0.1, rule, batch_size=1024, base_batch_size=128) == pytest.approx(expected)
@@ -148,22 +142,6 @@ def test_decay_groups_hold_each_trained_parameter_once_and_decay_matrices_but_po
     held = {group["weight_decay"]: group["params"] for group in decay_groups(model, 0.1)}
     assert [id(p) for p in held[0.1]] == [id(p) for p in matrices]
     assert sorted(map(id, held[0.1] + held[0.0])) == sorted(map(id, trained))
-
-
-@each_of("name", HERE)
-def test_optimizer_descends(name: str) -> None:
-    weight = nn.Linear(5, 1)
-    nn.init.constant_(weight.weight, 0.5)  # steps of LARS and LAMB are in proportion to the weights
-    own = {"trust_coefficient": 1.0} if name == "lars" else {}
-    optimizer = build_optimizer(weight, name, lr=0.05, weight_decay=1e-3, **own)
-    x, losses = torch.randn(64, 5), []
-    for _ in range(100):
-        loss = (weight(x) - x.sum(1, keepdim=True)).square().mean()
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert losses[-1] < losses[0] / 4
 
 
 def weight(*shape: int, **settings: bool) -> nn.Parameter:
@@ -326,19 +304,6 @@ def test_a_resumed_or_copied_one_goes_on_bit_for_bit(
         assert all(value.dtype in (torch.float32, torch.float64) for value in values)
 
 
-@each_of("name", OURS)
-def test_bf16_weights_follow_fp32_ones(name: str) -> None:
-    narrow, wide = create(name, weights(SHAPES, torch.bfloat16)), create(name)
-    for t in range(12):
-        set_gradients(parameters_of(narrow), t)
-        for p, q in zip(parameters_of(narrow), parameters_of(wide)):
-            q.grad = p.grad.float()
-        narrow.step()
-        wide.step()
-    for p, q in zip(parameters_of(narrow), parameters_of(wide)):
-        assert distance(p, q) < 2e-2
-
-
 @each_of("name", HERE)
 def test_channels_last_and_batches_of_any_size_take_the_same_step(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -430,34 +395,3 @@ def test_the_flags_reach_the_optimizer(words: str, expected: dict[str, Any]) -> 
     run = factory.Run("x", World(), FP32)
     optimizer = factory.create_optimizer(args, run, model, resnet50_test.OPTIMIZERS)
     assert {name: optimizer.param_groups[0][name] for name in expected} == expected
-
-
-@each_of(
-    ("words", "batch", "advised"),
-    [
-        ("", 128, False),  # what --lr was tuned for
-        ("", 512, True),
-        ("--lr_scaling sqrt", 512, False),
-        ("--lr_scaling sqrt --warmup 0", 512, True),
-        ("--base_bs 512", 512, False),
-        ("", 200, False),
-    ],
-)
-def test_a_large_batch_is_advised_on(words: str, batch: int, advised: bool) -> None:
-    args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split())
-    line = factory.large_batch_advice(args, batch, 50_000)
-    assert bool(line) == advised
-    assert not advised or "square root is 224" in line
-
-
-@each_of(
-    ("words", "expected"),
-    [
-        ("", (0.1, 5e-4)),
-        ("--optimizer adamw", (3e-3, 0.05)),
-        ("--optimizer kaldi_ngd --lr 1", (1.0, 5e-4)),
-    ],
-)
-def test_rates_default_by_optimizer(words: str, expected: tuple[float, float]) -> None:
-    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words.split())
-    assert (args.lr, args.weight_decay) == expected

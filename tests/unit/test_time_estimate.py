@@ -11,9 +11,6 @@ from tqdm import tqdm
 
 import ranks
 import resnet50_test
-import transformer_test
-from cli import factory, image_classification, options, text_classification
-from distributed.world import World
 from test_training import DIGITS, run
 from training import progress_bar
 from training.run_log import EpochStatus, RunLog
@@ -35,8 +32,7 @@ class Clock:
 
 
 def test_durations():
-    words = {0: "0 s", 89: "89 s", 1200: "20 min", 1.5 * HOUR: "1.5 h", 2 * HOUR: "2 h"}
-    words |= {16.3 * HOUR: "16 h", 76 * HOUR: "3.2 days", 48 * HOUR: "2 days"}
+    words = {0: "0 s", 89: "89 s", 1200: "20 min", 1.5 * HOUR: "1.5 h", 76 * HOUR: "3.2 days"}
     assert {seconds: in_words(seconds) for seconds in words} == words
 
 
@@ -92,45 +88,6 @@ def test_off_a_terminal_a_run_announces_its_time_and_prints_its_progress(here, m
     assert progress[-1].endswith(" left")
     assert not [line for line in never if "about" in line or status.fullmatch(line)]
     assert ranks.metrics(here / "30") == ranks.metrics(here / "0")
-
-
-def test_hints_name_flags_and_recipes_that_there_are():
-    for script, task, other in (
-        (resnet50_test, image_classification, "digits"),
-        (transformer_test, text_classification, "headlines"),
-    ):
-        run = factory.Run(script.SCRIPT, World(), None)
-        args, _ = options.parse(script.parser(), script.SCRIPT, [])
-        hint = task.long_run_hint(args, run)
-        assert set(re.findall(r"--\w+", hint)) <= set(script.parser().names())
-        [recipe] = re.findall(r"recipes/\S+\.yaml", hint)
-        assert (ranks.ROOT / recipe).exists()
-        args, _ = options.parse(script.parser(), script.SCRIPT, ["--dataset", other])
-        assert "recipe" not in task.long_run_hint(args, run), "no recipe is about this data set"
-
-
-ROW = {"epoch": 10_000, "train_loss": 6059.94981, "test_loss": 6059.9498, "lr": 1.2345e-05}
-ROW |= {"train_accuracy": 1.0, "val_accuracy": 1.0, "test_accuracy": 1.0, "mean_lambda": 0.5}
-ROW |= {"batch_size": 65_536, "samples_per_second": 1_234_567.8, "seconds": 1_234_567.89}
-
-
-def test_rows_fit_80_characters_and_titles_come_again_where_columns_change(tmp_path, capsys):
-    log = RunLog(tmp_path, is_main=True)
-    rows = [ROW, ROW] + [
-        {key: value for key, value in ROW.items() if key not in missing}
-        for missing in (["val_accuracy"], ["test_accuracy", "batch_size"])
-    ]
-    for number in range(1, 5):
-        log.epoch(rows[:number], seconds_left=99.1 * 24 * HOUR)
-    lines = capsys.readouterr().out.splitlines()
-    titles = [re.split(r"  +", line.strip()) for line in lines if line.startswith("epoch")]
-    assert ["|".join(names) for names in titles] == [
-        "epoch|train loss|train %|val %|test %|lr|samples/s|seconds|left",
-        "epoch|train loss|train %|test %|lr|samples/s|seconds|left|batch",
-        "epoch|train loss|train %|val %|lr|samples/s|seconds|left|lambda",
-    ]
-    assert all(len(line) <= 80 for line in lines)
-    assert [number for number, line in enumerate(lines) if "99.1 d" in line] == [1, 2, 4, 6]
 
 
 STATUS = EpochStatus(
