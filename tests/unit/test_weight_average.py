@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
 import torch
 from torch import nn
 
@@ -103,8 +102,3 @@ def test_a_run_without_an_average_gets_one_when_it_is_resumed(here, monkeypatch)
     run(resnet50_test, *more, monkeypatch=monkeypatch)
     state = torch.load("run/last.pt", weights_only=True)
     assert state["average"]["steps"] == -(-1437 // 64)  # of the third epoch
-
-
-@pytest.mark.parametrize("words", ["--optimizer slamb", "--sync diloco", "--parallel fsdp"])
-def test_weights_that_differ_or_lie_in_shards_are_not_averaged(words: str, refused) -> None:
-    assert "--ema" in refused("images", f"--ema 0.9 {words}", "--ema")
