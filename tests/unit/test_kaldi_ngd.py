@@ -19,7 +19,6 @@ from optimizer_cases import (
     distance,
     parameters_of,
     snapshot,
-    through_a_file,
     train,
     weights,
 )
@@ -201,23 +200,6 @@ def test_a_zero_gradient_leaves_the_estimates_while_momentum_continues() -> None
         train(each, [8, 9], scale=0.0)
     assert_same(parameters_of(optimizer), parameters_of(peer), 1e-6)
     assert_same(estimates(optimizer), before)
-
-
-@each_of(
-    ("name", "value"),
-    [
-        *(("lr", 0.3), ("momentum", 0.5), ("momentum", 0.0), ("nesterov", True)),
-        *(("weight_decay", 0.2), ("alpha", 1.0), ("eta", 0.5)),
-        *(("update_period", 1), ("update_period", 3)),
-    ],
-)
-def test_a_changed_setting_takes_effect_at_the_next_step(name: str, value: Any) -> None:
-    optimizer = train(create(), range(13))
-    old, new = through_a_file(optimizer), through_a_file(optimizer, **{name: value})
-    optimizer.param_groups[0][name] = value
-    outcome = snapshot(train(optimizer, range(13, 21)))
-    assert_same(outcome, snapshot(train(new, range(13, 21))))
-    assert not torch.equal(outcome[0][0], parameters_of(train(old, range(13, 21)))[0])
 
 
 def test_what_cannot_be_computed_leaves_the_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
