@@ -43,8 +43,13 @@ def in_float64() -> list[nn.Parameter]:
 
 
 @ADAPT
-@each_of("decay", [0.02, 0.0])
-def test_lamb_equals_timm(adapt: bool | None, decay: float) -> None:
+@each_of("decay", [0.02, 1.0, 0.0])
+@each_of("is_fused", [None, False])
+def test_lamb_equals_timm(
+    adapt: bool | None, decay: float, is_fused: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_fused is False:
+        monkeypatch.setattr("optimizers.adam.supports_fused_optimizers", lambda _: False)
     one, other = in_float64(), in_float64()
     settings = {"lr": 0.01, "betas": (0.8, 0.99)}
     options = {"always_adapt": bool(adapt), "max_grad_norm": None}

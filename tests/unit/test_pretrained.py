@@ -21,7 +21,7 @@ import transformer_test
 from conftest import each_of
 from errors import InputError
 from input_pipeline.text_datasets import read_headlines
-from models.image_models import create_model, part_for_colours
+from models.image_models import create_model
 from test_training import run
 from training import pretrained
 from training.pretrained import SavedModel
@@ -255,22 +255,6 @@ def test_the_classifier_keeps_the_outputs_of_classes_of_the_same_name() -> None:
         assert model.fc.bias[row] == other.fc.bias[saved_row]
     assert torch.equal(model.fc.weight[[1, 3]], own[[1, 3]])
     assert load_into(model, other.state_dict(), names, "vwxyz").endswith("fc (5 x 64) begins anew")
-
-
-@each_of(
-    ("name", "options"),
-    [("mobilenet_v3_small", {}), ("googlenet", {"init_weights": False, "aux_logits": True})],
-)
-def test_weights_of_torchvision_fit_grey_images_and_models_without_auxiliary_outputs(
-    name: str, options: dict[str, bool]
-) -> None:
-    weights = models.get_model(name, weights=None, **options).state_dict()
-    for channels in (1, 3):
-        model = create_model(name, classes=10, channels=channels, image_size=64)
-        part = part_for_colours(model)
-        load_into(part, weights, classes="0123456789")
-        first = next(iter(part.state_dict()))
-        assert torch.equal(part.state_dict()[first], weights[first])
 
 
 @each_of(("name", "layers"), [("vit_b_16", 17), ("resnet18", 11), ("mobilenet_v3_small", 17)])
