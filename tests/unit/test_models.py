@@ -10,7 +10,6 @@ from torch import nn
 from torchvision import models
 
 from conftest import each_of
-from errors import InputError
 from models.image_models import create_model
 from models.transformer import PAD, UNKNOWN, Dropout, Transformer, sinusoids
 from models.vgg import patch_filters
@@ -71,12 +70,6 @@ def test_torchvision_weights_load_by_name_and_give_the_same_outputs(arch: str) -
 def test_torchvision_models_take_small_and_grey_images(arch: str, channels: int) -> None:
     model = create_model(arch, classes=7, channels=channels, image_size=32).eval()
     assert tuple(model(torch.randn(2, channels, 32, 32)).shape) == (2, 7)
-
-
-@each_of("arch", ["alexnet", "vit_b_16", "inception_v3"])
-def test_model_that_cannot_take_the_size_is_refused(arch: str) -> None:
-    with pytest.raises(InputError, match=f"--arch {arch} cannot take 32x32"):
-        create_model(arch, classes=10, channels=3, image_size=32)
 
 
 @each_of("channels", [1, 3])
