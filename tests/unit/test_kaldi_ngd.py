@@ -79,14 +79,6 @@ def compare_with_oracle(
     for p, oracle in zip(parameters, oracles):
         names = {name for name in optimizer.state[p] if name.endswith("_R")}
         assert names == {f"axis{number}_R" for number in oracle.axes}
-        for number, axis in oracle.axes.items():
-            S, rho = (optimizer.state[p][f"axis{number}_{name}"] for name in ("S", "rho"))
-            trace = S.trace() + (axis.D - len(S)) * rho
-            expected = torch.tensor([axis.rho, axis.D * axis.rho + axis.d.sum()]).double()
-            expected *= p.numel() // axis.D  # ours are without the 1 / N
-            torch.testing.assert_close(
-                torch.stack([rho, trace]), expected, rtol=100 * tolerance, atol=0
-            )
     return oracles
 
 
@@ -158,19 +150,6 @@ def test_momentum_decay_and_rate_come_after_the_preconditioning() -> None:
         optimizer.step()
         peer.step()
     assert_same(ours, theirs, 1e-5)
-
-
-@each_of("scale", [1e-8, 1e-3, 1e3])
-def test_direction_does_not_depend_on_the_scale_of_the_gradient(scale: float) -> None:
-    shapes = [(40, 30), (20, 10, 3, 3)]
-    one, other = (KaldiNGD(weights(shapes), lr=0.1) for _ in range(2))
-    for step in zip(*(correlated(shape, 20) for shape in shapes)):
-        for p, q, gradient in zip(parameters_of(one), parameters_of(other), step):
-            p.grad, q.grad = gradient.float(), gradient.float() * scale
-        one.step()
-        other.step()
-        for moved, scaled in zip(estimates(one, "momentum"), estimates(other, "momentum")):
-            assert distance(scaled / scale, moved) < 1e-5
 
 
 # ------------------------------------------------------------ an optimizer like others

@@ -75,17 +75,3 @@ def test_there_is_no_import_cycle():
     tuple(
         graphlib.TopologicalSorter({name: imported_modules(name) for name in TREES}).static_order()
     )
-
-
-def test_the_root_holds_only_the_entry_scripts_the_methods_and_errors():
-    expected = {name for name in LEVELS if not (ROOT / name).is_dir()}
-    assert {path.stem for path in ROOT.glob("*.py")} == expected
-    assert len(expected) == 7
-
-
-def test_args_are_a_parameter_in_cli_alone():
-    for name, tree in TREES.items():
-        for node in ast.walk(tree) if not name.startswith("cli.") else ():
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "main":
-                parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                assert "args" not in {each.arg for each in parameters}, f"{name}.{node.name}"

@@ -100,17 +100,6 @@ def test_a_gpus_way_is_nearly_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
         assert distance(one, other) < 1e-3
 
 
-@pytest.mark.parametrize("scale", [1e-7, 1e-3, 1e16])
-def test_the_step_does_not_depend_on_the_scale_of_the_gradient(scale: float) -> None:
-    shape = (40, 30)
-    one, other = (NGD(weights([shape]), lr=0.1) for _ in range(2))
-    for gradient in correlated(shape, 20, decay=1.0):
-        for optimizer, factor in ((one, 1.0), (other, scale)):
-            parameters_of(optimizer)[0].grad = gradient.float() * factor
-            optimizer.step()
-    assert distance(parameters_of(one)[0], parameters_of(other)[0]) < 1e-4
-
-
 def test_a_gradient_of_rank_one_or_zero_keeps_the_directions_orthonormal() -> None:
     p = nn.Parameter(torch.zeros(50, 70))
     optimizer = NGD([p], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0)
@@ -225,11 +214,5 @@ def test_muon_is_torchs_with_adamw_for_the_rest() -> None:
         bias.grad = ours[2].grad.clone()
         for each in (optimizer, muon, adamw):
             each.step()
-        if t == 3:  # another memory format from a checkpoint on
-            state = optimizer.state_dict()
-            ours = [nn.Parameter(p.detach().clone().contiguous()) for p in ours]
-            optimizer = Muon(ours[:2], lr=0.05, betas=(0.8, 0.9), **settings)
-            optimizer.add_param_group({"params": ours[2:]})
-            optimizer.load_state_dict(state)
     assert_same([as_matrix(p) for p in ours[:2]], [m.detach() for m in matrices], 0.02)
     assert_same(ours[2].detach(), bias.detach(), 1e-6)

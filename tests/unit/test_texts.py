@@ -31,19 +31,16 @@ KINDS = pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
 @each_of(
     ("raw", "expected"),
     [
-        ("Plain text, as it is.", "Plain text, as it is."),
         ("  white \t space\n folded ", "white space folded"),
         ("Oil <b>up</b>, gold<br/>down", "Oil up , gold down"),
         ('See <a href="http://x.org/a?b=1">here</a> now', "See here now"),
         ("AT&amp;T &quot;wins&quot; &#39;big&#39;", "AT&T \"wins\" 'big'"),
         ("more at https://example.com/a?b=c today", "more at today"),
-        ("more at www.example.com today", "more at today"),
         ("cost: 5 < 6 and 7 > 3", "cost: 5 < 6 and 7 > 3"),
         ("half earnings\\news from", "half earnings news from"),  # a line ended at the backslash
         ("a \\$5 note", "a $5 note"),
         ("Today #39;s news", "Today 's news"),  # AG News lacks the ampersand of entities
         ("quot;Wait,quot; he said", '"Wait," he said'),
-        ("", ""),
     ],
 )
 def test_clean_drops_tags_entities_and_addresses(raw: str, expected: str) -> None:
