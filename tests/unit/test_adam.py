@@ -13,7 +13,7 @@ from torch import Tensor
 from backends.torch_compat import supports_fused_optimizers
 from conftest import each_of
 from optimizers import adam
-from optimizers.adam import AdamStep, adam_update_, adam_updates
+from optimizers.adam import AdamStep, adam_update_
 
 HAS_FUSED = pytest.mark.skipif(
     not supports_fused_optimizers([torch.zeros(1)]), reason="this torch has no such kernel of CPUs"
@@ -84,20 +84,3 @@ def test_the_fused_kernel_is_used_where_it_can(monkeypatch: Any) -> None:
     lists[3][-1] = lists[3][-1].to(memory_format=torch.channels_last)  # the same order in memory
     assert lists[3][-1].stride() != lists[0][-1].stride()
     adam_update_(*lists[:3], grads=lists[3], adam=adam_step())
-
-
-def test_updates_have_the_dtype_and_layout_of_the_moments_and_spare_the_parameters() -> None:
-    moments = [torch.ones(5, 6, 3, 3).to(memory_format=torch.channels_last), torch.ones(3)]
-    for weight_decay in (0.1, 0.0):
-        parameters = [torch.randn(5, 6, 3, 3).bfloat16(), torch.randn(3)]
-        if not weight_decay:
-            parameters[1][0] = -math.inf  # is not read
-        before = [p.clone() for p in parameters]
-        m, v, grads = ([each.clone() for each in moments] for _ in range(3))
-        step = adam_step(1, betas=(0.5, 0.5), eps=0.0, weight_decay=weight_decay)
-        updates = adam_updates(parameters, m, v, grads=grads, adam=step)
-        assert all(torch.equal(p, q) for p, q in zip(parameters, before))
-        for u, p, moment in zip(updates, parameters, m):
-            assert (u.dtype, u.stride()) == (moment.dtype, moment.stride())
-            expected = math.sqrt(2) + (weight_decay * p.float() if weight_decay else 0.0)
-            torch.testing.assert_close(u, torch.as_tensor(expected).expand(u.shape).contiguous())

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from PIL import Image
 from torch import nn
 
 import ranks
 import resnet50_test
-from conftest import each_of
+from conftest import each_of, write_images
 from input_pipeline.label_noise import with_noise
 from models.averaged_views import AveragedViews
 from test_training import run
@@ -39,7 +38,7 @@ def test_views_and_their_weights() -> None:
 
 
 def test_a_run_reports_the_accuracy_over_views(here, monkeypatch) -> None:
-    make_folder(here / "images")
+    write_images(here / "images", ("a", "b"), rows=20, size=8)
     flags = "--dataset folder --data_dir images --image_size 8 --arch resnet8 --bs 16 --epochs 2"
     flags += " --threads 1 --test_views mirror --alternate_flip --small_epochs 1 --small_size 6"
     console = run(resnet50_test, *flags.split(), "--out", "run", monkeypatch=monkeypatch)
@@ -51,17 +50,6 @@ def test_a_run_reports_the_accuracy_over_views(here, monkeypatch) -> None:
     console = run(resnet50_test, *words, monkeypatch=monkeypatch)
     assert "accuracy on the test set, averaged over 2 views of each image" in console
     assert f"all  {100 * last['test_accuracy_views']:6.2f} %" in console
-
-
-def make_folder(folder) -> None:
-    """Noise images of two classes."""
-    generator = torch.Generator().manual_seed(0)
-    for split in ("train", "test"):
-        for number in range(40):
-            pixels = torch.randint(256, (8, 8, 3), generator=generator, dtype=torch.uint8)
-            path = folder / split / f"class{number % 2}" / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels.numpy()).save(path)
 
 
 @each_of(

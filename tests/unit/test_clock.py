@@ -10,30 +10,10 @@ import torch
 from torch import nn
 
 from backends import execution
-from backends.precision import Precision
-from distributed.world import World
 from training import step_stats
 from training.epoch_report import training_seconds
-from training.evaluation import evaluate
 from training.progress import Progress
 from training.step_stats import TrainClock
-
-needs_stance = pytest.mark.skipif(
-    not hasattr(torch.compiler, "set_stance"), reason="torch before 2.6 has no set_stance"
-)
-
-
-class Rows:
-    """Ten rows of three columns."""
-
-    lengths = None
-
-    def __len__(self):
-        return 10
-
-    def batches(self, row_batches, epoch=None):
-        for rows in row_batches:
-            yield torch.ones(len(rows), 3), torch.zeros(len(rows), dtype=torch.long)
 
 
 def test_compiling_is_timed_once_for_each_shape():
@@ -46,23 +26,6 @@ def test_compiling_is_timed_once_for_each_shape():
         model(torch.ones(rows, 3)).sum().backward()
         seconds.append(execution.compile_seconds())
     assert seconds[0] < seconds[1] == seconds[2] < seconds[3]
-
-
-@needs_stance
-def test_an_evaluation_compiles_nothing():
-    compiled = []
-
-    def backend(graph, _):
-        compiled.append(graph)
-        return graph
-
-    model = nn.Linear(3, 2)
-    model.compile(backend=backend, dynamic=False)
-    arguments = {"precision": Precision("fp32", "cpu"), "world": World()}
-    evaluate(model, Rows(), batch_size=4, **arguments)
-    assert not compiled
-    model(torch.ones(4, 3))
-    assert len(compiled) == 1
 
 
 def test_the_clock_tells_compiling_apart_and_goes_on_after_a_resume(monkeypatch):

@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -106,33 +107,6 @@ def test_an_optimizer_does_what_it_does_on_the_cpu(name):
     )
 
 
-class Hungry(nn.Module):
-    """A linear model whose forward pass needs a twelfth of the memory for each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3 * 8 * 8, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = torch.cuda.mem_get_info(x.device)[1]
-        torch.empty(len(x) * (total // 12), dtype=torch.uint8, device=x.device)
-        return self.linear(x.flatten(1))
-
-
-@needs_gpu
-def test_a_batch_that_does_not_fit_is_halved():
-    learned = []
-    for steps in (1, 2):  # halved, and cut in two from the start
-        torch.manual_seed(0)
-        model = Hungry().to(GPU)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = make_trainer(model, sgd, World(device=GPU), accumulation_steps=steps)
-        trainer.train_step(*(tensor.to(GPU) for tensor in batch(0, rows=16)))
-        assert trainer.micro_batches.number(16) == 2
-        learned.append(weights(model))
-    torch.testing.assert_close(*learned)
-
-
 # -------------------------------------------------------------------- data
 
 
@@ -195,17 +169,14 @@ def test_a_deterministic_run_gives_the_same_bits_when_resumed(tmp_path):
 
 
 def test_deterministic_kernels_are_asked_for_on_gpus_alone(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    try:
-        make_deterministic(torch.device("cpu"))
-        assert not torch.are_deterministic_algorithms_enabled()
-        make_deterministic(torch.device("cuda"))
-        assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.backends.cudnn.benchmark
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked := mock.Mock())
+    fills = torch.utils.deterministic
+    monkeypatch.setattr(fills, "fill_uninitialized_memory", fills.fill_uninitialized_memory)
+    make_deterministic(torch.device("cpu"))
+    assert not asked.called
+    make_deterministic(torch.device("cuda"))
+    assert asked.call_args.args == (True,)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    assert not torch.backends.cudnn.benchmark

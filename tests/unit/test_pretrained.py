@@ -141,18 +141,15 @@ def test_weights_of_another_model_are_refused_by_name(
         refused("texts", f"--dataset csv --data_dir few {flags}", expected)
 
 
-def test_grey_images_give_the_same_features_through_colour_weights() -> None:
-    grey, colour = (nn.Conv2d(channels, 4, 3).weight.detach() for channels in (1, 3))
+@each_of(("saved", "own"), [(1, 3), (3, 1)])
+def test_grey_images_give_the_same_features_through_colour_weights(saved: int, own: int) -> None:
+    weight, fresh = (nn.Conv2d(channels, 4, 3).weight.detach() for channels in (saved, own))
+    fitted = pretrained.fit_channels(weight, fresh)
     x = torch.randn(2, 1, 6, 6)
-    for weight, own, inputs, theirs in (
-        (grey, colour, x.expand(-1, 3, -1, -1), x),
-        (colour, grey, x, x.expand(-1, 3, -1, -1)),
-    ):
-        fitted = pretrained.fit_channels(weight, own)
-        assert fitted.shape == own.shape
-        torch.testing.assert_close(
-            nn.functional.conv2d(inputs, fitted), nn.functional.conv2d(theirs, weight)
-        )
+    mine, theirs = (x.expand(-1, channels, -1, -1) for channels in (own, saved))
+    torch.testing.assert_close(
+        nn.functional.conv2d(mine, fitted), nn.functional.conv2d(theirs, weight)
+    )
 
 
 def create_named(arch: str = "resnet8") -> nn.Module:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import re
 
 import pytest
-import torch
 
 import ranks
 import resnet50_test
-from conftest import each_of
 from test_training import DIGITS, run
-from training.run_log import EpochStatus, RunLog
+from training.run_log import RunLog
 from training.time_estimate import Forecast, in_words
 
 HOUR = 3600.0
@@ -87,30 +84,3 @@ def test_off_a_terminal_a_run_announces_its_time_and_prints_its_progress(here, m
     assert progress[-1].endswith(" left")
     assert not [line for line in never if "about" in line or status.fullmatch(line)]
     assert ranks.metrics(here / "30") == ranks.metrics(here / "0")
-
-
-STATUS = EpochStatus(
-    **{"epoch": 3, "epochs": 50, "step": 120, "steps": 390, "loss": 1.23456, "accuracy": 0.45678},
-    **{"samples_per_second": 42.4, "seconds_left": 15.7 * HOUR, "run_step": 900, "lr": 0.1},
-    grad_norm=torch.tensor(2.0),
-)
-LINE = "epoch 3/50, step 120 of 390: loss 1.2346, accuracy 45.68 %, 42 samples/s, 16 h left\n"
-
-
-@each_of(
-    ("is_terminal", "is_main", "expected"),
-    [(True, True, ""), (False, False, ""), (False, True, LINE)],
-)
-def test_a_terminal_has_a_bar_and_no_lines_which_are_those_of_rank_0(
-    is_terminal, is_main, expected, tmp_path, monkeypatch, capsys
-):
-    screen = io.StringIO()
-    monkeypatch.setattr(screen, "isatty", lambda: is_terminal)
-    monkeypatch.setattr("sys.stderr", screen)
-    monkeypatch.setattr(RunLog, "clock", staticmethod(Clock(each_call=1000.0)))
-    log = RunLog(tmp_path, is_main=is_main, log_every=60)
-    with log.bar(3, 50, total=1000, done=0) as bar:
-        log.status(STATUS, bar)
-        bar.update(10)
-    assert capsys.readouterr().out == expected
-    assert ("epoch 3/50" in screen.getvalue()) == is_terminal
