@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ def adam_step(t: int = 3, active: float | None = None, **settings: Any) -> AdamS
 
 
 @BOTH_WAYS
-def test_a_skipped_step_changes_no_moment_even_the_first(monkeypatch: Any, is_fused: bool) -> None:
+def test_a_skipped_step_changes_no_moment_even_the_first(monkeypatch, is_fused):
     monkeypatch.setattr(adam, "supports_fused_optimizers", lambda _: is_fused)
     w, m, v, grads = random_lists()
     grads[0][3, 5], grads[1][2] = math.inf, math.nan
@@ -61,9 +60,7 @@ def test_a_skipped_step_changes_no_moment_even_the_first(monkeypatch: Any, is_fu
         ((3,), torch.Tensor.double),
     ],
 )
-def test_tensors_of_another_layout_or_dtype_are_not_read_in_the_order_of_memory(
-    positions: tuple[int, ...], change: Callable[[Tensor], Tensor]
-) -> None:
+def test_tensors_of_another_layout_or_dtype_are_not_read_in_the_order_of_memory(positions, change):
     expected = random_lists(torch.float64)
     adam_update_(*expected[:3], grads=expected[3], adam=adam_step())
     for position in positions:
@@ -76,7 +73,7 @@ def test_tensors_of_another_layout_or_dtype_are_not_read_in_the_order_of_memory(
 
 
 @HAS_FUSED
-def test_the_fused_kernel_is_used_where_it_can(monkeypatch: Any) -> None:
+def test_the_fused_kernel_is_used_where_it_can(monkeypatch):
     monkeypatch.setattr(adam, "update_moments", None)  # of the other way
     lists = random_lists()
     for tensors in lists:

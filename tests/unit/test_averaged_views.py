@@ -13,7 +13,7 @@ from models.averaged_views import AveragedViews
 from test_training import run
 
 
-def test_views_and_their_weights() -> None:
+def test_views_and_their_weights():
     images = torch.randn(3, 2, 6, 6, dtype=torch.float64)
     weight = torch.randn(5, 72, dtype=torch.float64)
     model = nn.Sequential(nn.Flatten(), nn.Linear(72, 5, bias=False, dtype=torch.float64))
@@ -37,7 +37,7 @@ def test_views_and_their_weights() -> None:
         torch.testing.assert_close(AveragedViews(model, views)(images), logits)
 
 
-def test_a_run_reports_the_accuracy_over_views(here, monkeypatch) -> None:
+def test_a_run_reports_the_accuracy_over_views(here, monkeypatch):
     write_images(here / "images", ("a", "b"), rows=20, size=8)
     flags = "--dataset folder --data_dir images --image_size 8 --arch resnet8 --bs 16 --epochs 2"
     flags += " --threads 1 --test_views mirror --alternate_flip --small_epochs 1 --small_size 6"
@@ -64,11 +64,11 @@ def test_a_run_reports_the_accuracy_over_views(here, monkeypatch) -> None:
         ("--arch vgg8 --image_size 12 --small_epochs 1 --small_size 4", "images of 4 pixels"),
     ],
 )
-def test_what_does_not_go_together_is_one_line(refused, flags: str, expected: str) -> None:
+def test_what_does_not_go_together_is_one_line(refused, flags, expected):
     refused("images", f"--dataset digits {flags}", expected)
 
 
-def test_noise_gives_a_share_of_each_class_other_labels() -> None:
+def test_noise_gives_a_share_of_each_class_other_labels():
     labels = torch.arange(4000) % 4
     noisy = with_noise(labels, 0.25, classes=4, seed=3)
     changed = noisy != labels
@@ -84,7 +84,7 @@ def test_noise_gives_a_share_of_each_class_other_labels() -> None:
     assert torch.equal(few, labels)
 
 
-def test_only_training_rows_get_wrong_labels(here, monkeypatch) -> None:
+def test_only_training_rows_get_wrong_labels(here, monkeypatch):
     """With every label wrong, what is learned is wrong on the rows that are held out."""
     words = "--dataset digits --arch resnet8 --lr 0.1 --epochs 4 --bs 32 --threads 1 --out noisy"
     words += " --val_fraction 0.2 --label_noise 0.99"

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 
@@ -48,7 +47,7 @@ WRONG_RECIPES = [
 ]
 
 
-def test_wrong_recipe_is_named(refused: Refused, tmp_path: Path) -> None:
+def test_wrong_recipe_is_named(refused, tmp_path):
     for text, names in WRONG_RECIPES:
         (tmp_path / "fast.yaml").write_bytes(text)
         assert "fast.yaml" in refused("images", "--recipe fast.yaml", names)
@@ -66,9 +65,7 @@ DAMAGE: list[Callable[[Path], object]] = [
 ]
 
 
-def test_file_that_is_no_checkpoint_is_named(
-    runs: dict[str, Path], refused: Refused, tmp_path: Path
-) -> None:
+def test_file_that_is_no_checkpoint_is_named(runs, refused, tmp_path):
     for damage in DAMAGE:
         shutil.copy(runs["images"] / "last.pt", tmp_path / "mine.pt")
         damage(tmp_path / "mine.pt")
@@ -93,9 +90,7 @@ UNFIT = [
 ]
 
 
-def test_checkpoint_that_does_not_match_the_flags_is_named(
-    runs: dict[str, Path], refused: Refused, tmp_path: Path
-) -> None:
+def test_checkpoint_that_does_not_match_the_flags_is_named(runs, refused, tmp_path):
     (tmp_path / "text.png").write_text("words")
     (tmp_path / "empty.txt").write_text(" \n")
     Image.new("RGB", (8, 8), (200, 180, 255)).save(tmp_path / "image.png")
@@ -119,8 +114,8 @@ UNKNOWN = [
 
 
 def test_value_of_a_checkpoint_that_is_not_known_is_named_and_can_be_replaced(
-    runs: dict[str, Path], refused: Refused, tmp_path: Path
-) -> None:
+    runs, refused, tmp_path
+):
     for name, flag, value, advice in UNKNOWN:
         shutil.copytree(runs[name], tmp_path / "run", dirs_exist_ok=True)
         change_flags(tmp_path / "run" / "last.pt", **{flag: value})
@@ -134,9 +129,7 @@ def test_value_of_a_checkpoint_that_is_not_known_is_named_and_can_be_replaced(
     assert (args.mixup, args.arch) == ("cutmix", "resnet20")
 
 
-def test_value_that_inference_does_not_need_may_be_unknown(
-    runs: dict[str, Path], refused: Refused, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_value_that_inference_does_not_need_may_be_unknown(runs, refused, tmp_path, capsys):
     for name in ("images", "texts"):
         shutil.copytree(runs[name], tmp_path / name)
         change = {"optimizer": "adagrad", "mixup": "sample", "lr": "fast"}
@@ -152,7 +145,7 @@ def test_value_that_inference_does_not_need_may_be_unknown(
 # -------------------------------------------------------------------- data
 
 
-def test_damaged_data_set_is_named(refused: Refused, tmp_path: Path) -> None:
+def test_damaged_data_set_is_named(refused, tmp_path):
     cifar, mnist = Path("data", "cifar-10-batches-py"), Path("data", "MNIST", "raw")
     for folder in (cifar, mnist):
         (tmp_path / folder).mkdir(parents=True)
@@ -178,9 +171,7 @@ WRONG_FOLDERS: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-def test_wrong_image_folder_is_named(
-    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_image_folder_is_named(refused, tmp_path, monkeypatch):
     write_images(tmp_path / "good", ("cat", "dog"), rows=6, size=16)
     base = f"--dataset folder --arch resnet20 {SHORT} --bs 4 --image_size 8 --workers 1"
     for number, (damage, names) in enumerate(WRONG_FOLDERS):

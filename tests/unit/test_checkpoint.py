@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,7 +42,7 @@ def kept(folder: Path) -> dict[str, int]:
     return {path.name: checkpoint.load(path)["seed"] for path in folder.iterdir()}
 
 
-def test_load_gives_back_what_was_saved_by_file_and_by_folder(tmp_path: Path) -> None:
+def test_load_gives_back_what_was_saved_by_file_and_by_folder(tmp_path):
     save(tmp_path, 1)
     given = {"format": checkpoint.FORMAT, "file": str(tmp_path / "last.pt")}
     for path in (tmp_path, tmp_path / "last.pt"):
@@ -54,7 +53,7 @@ def test_load_gives_back_what_was_saved_by_file_and_by_folder(tmp_path: Path) ->
 
 
 @each_of("name", [*checkpoint.ENTRIES, "mean"])
-def test_a_missing_entry_is_named(name: str, tmp_path: Path) -> None:
+def test_a_missing_entry_is_named(name, tmp_path):
     state = {**state_of(1), "mean": [0.5]}
     del state[name]
     checkpoint.save(tmp_path / "last.pt", state)
@@ -62,7 +61,7 @@ def test_a_missing_entry_is_named(name: str, tmp_path: Path) -> None:
         checkpoint.load(tmp_path, "a_test", flag="--checkpoint", metadata=["mean"])
 
 
-def test_another_version_and_another_script_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_another_version_and_another_script_are_refused_in_one_line(tmp_path):
     torch.save({"format": "faster-training-3", **state_of(1)}, tmp_path / "last.pt")
     with pytest.raises(InputError, match=r"not a checkpoint of this version .*faster-training-3"):
         checkpoint.load(tmp_path)
@@ -79,9 +78,7 @@ def full_disk(*_: object, **__: object) -> None:
 
 
 @each_of(("broken", "before"), [("os.fsync", 0), ("os.fsync", 1), ("torch.save", 1)])
-def test_a_save_that_fails_keeps_the_previous_file_and_leaves_nothing(
-    broken: str, before: int, tmp_path: Path
-) -> None:
+def test_a_save_that_fails_keeps_the_previous_file_and_leaves_nothing(broken, before, tmp_path):
     folder = tmp_path / f"{broken}-{before}"
     folder.mkdir()
     save(folder, *range(before))
@@ -92,7 +89,7 @@ def test_a_save_that_fails_keeps_the_previous_file_and_leaves_nothing(
     assert kept(folder) == ({"last.pt": 0} if before else {})
 
 
-def test_a_new_file_is_on_the_disk_before_it_takes_the_name(tmp_path: Path) -> None:
+def test_a_new_file_is_on_the_disk_before_it_takes_the_name(tmp_path):
     events: list[tuple[str, int]] = []
     sync, rename = os.fsync, Path.replace
 
@@ -113,7 +110,7 @@ def test_a_new_file_is_on_the_disk_before_it_takes_the_name(tmp_path: Path) -> N
 
 
 @each_of("links", [True, False])
-def test_the_latest_checkpoints_keep_numbered_names(links: bool, tmp_path: Path) -> None:
+def test_the_latest_checkpoints_keep_numbered_names(links, tmp_path):
     folder = tmp_path / str(links)
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +136,7 @@ class Trap:
 
 
 @each_of("write", [torch.save, lambda state, path: path.write_bytes(pickle.dumps(state))])
-def test_load_runs_no_code_of_the_file(write: Callable[..., object], tmp_path: Path) -> None:
+def test_load_runs_no_code_of_the_file(write, tmp_path):
     trap = tmp_path / "sprung"
     write({"format": checkpoint.FORMAT, **state_of(1), "x": Trap(trap)}, tmp_path / "last.pt")
     with pytest.raises(InputError, match=r"last\.pt"):
@@ -147,7 +144,7 @@ def test_load_runs_no_code_of_the_file(write: Callable[..., object], tmp_path: P
     assert not trap.exists()
 
 
-def test_a_changed_byte_is_found_or_changes_nothing(tmp_path: Path) -> None:
+def test_a_changed_byte_is_found_or_changes_nothing(tmp_path):
     """Between the entries of the file there are bytes that mean nothing."""
     path = tmp_path / "last.pt"
     checkpoint.save(path, state_of(1, rows=2))
@@ -184,9 +181,7 @@ def flip(path: Path) -> None:
         (Path.unlink, r"last\.pt is missing"),
     ],
 )
-def test_a_folder_means_the_newest_checkpoint_that_is_not_damaged(
-    damage: Callable[[Path], Any], problem: str, tmp_path: Path
-) -> None:
+def test_a_folder_means_the_newest_checkpoint_that_is_not_damaged(damage, problem, tmp_path):
     for path in tmp_path.iterdir():
         path.unlink()
     save(tmp_path, 1, 2, 3, keep=3)
@@ -202,7 +197,7 @@ def test_a_folder_means_the_newest_checkpoint_that_is_not_damaged(
         checkpoint.load(tmp_path)
 
 
-def test_a_file_without_permission_is_not_taken_for_damaged(tmp_path: Path) -> None:
+def test_a_file_without_permission_is_not_taken_for_damaged(tmp_path):
     save(tmp_path, 1, 2, keep=2)
     error = PermissionError(13, "Permission denied")
     refused = pytest.raises(InputError, match=r"cannot be read.*Permission denied")
@@ -210,7 +205,7 @@ def test_a_file_without_permission_is_not_taken_for_damaged(tmp_path: Path) -> N
         checkpoint.load(tmp_path)
 
 
-def test_a_loaded_state_stays_what_it_was_when_another_file_takes_the_name(tmp_path: Path) -> None:
+def test_a_loaded_state_stays_what_it_was_when_another_file_takes_the_name(tmp_path):
     """It is mapped into memory, so that a rank reads its own part alone."""
     save(tmp_path, 1)
     state = checkpoint.load(tmp_path)

@@ -49,9 +49,7 @@ def assert_same(run, x: Tensor, modules: list[nn.Module], *, other) -> None:
 @each_of("settings", LAYERS)
 @each_of("norm", [*NORMS, {"eps": 0.1}])
 @each_of("relu", [False, True])
-def test_conv_batch_norm_equals_the_modules_over_several_steps(
-    settings: dict, norm: dict, relu: bool
-) -> None:
+def test_conv_batch_norm_equals_the_modules_over_several_steps(settings, norm, relu):
     conv, bn, x = layers(settings, **norm)
     conv2, bn2 = copy.deepcopy(conv), copy.deepcopy(bn)
 
@@ -84,7 +82,7 @@ def stored_bytes(run) -> int:
 
 
 @each_of("norm", NORMS)
-def test_a_single_value_a_channel_is_refused_as_by_the_modules(norm: dict) -> None:
+def test_a_single_value_a_channel_is_refused_as_by_the_modules(norm):
     conv, bn, _ = layers({"kernel_size": 3}, **norm)
     x = torch.randn(1, 4, 3, 3, dtype=torch.float64, requires_grad=True)
     for run in (lambda x: bn(conv(x)), lambda x: fusion.conv_batch_norm(x, conv, norm=bn)):
@@ -94,7 +92,7 @@ def test_a_single_value_a_channel_is_refused_as_by_the_modules(norm: dict) -> No
 
 
 @each_of("activation", ["gelu", "relu"])
-def test_a_fused_mlp_equals_the_modules(activation: str) -> None:
+def test_a_fused_mlp_equals_the_modules(activation):
     torch.manual_seed(3)
     kind = {"gelu": nn.GELU, "relu": nn.ReLU}[activation]
     modules = nn.Sequential(nn.Linear(5, 7), kind(), nn.Linear(7, 3)).double()
@@ -116,7 +114,7 @@ def test_a_fused_mlp_equals_the_modules(activation: str) -> None:
         [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU()],
     ],
 )
-def test_other_sequentials_are_not_replaced(layers: list[nn.Module]) -> None:
+def test_other_sequentials_are_not_replaced(layers):
     assert fusion.fuse(nn.ModuleList([nn.Sequential(*layers)])) == 0
 
 
@@ -128,7 +126,7 @@ def resnet(arch: str) -> tuple[nn.Module, Tensor]:
 
 
 @each_of("arch", ["resnet8", "resnet18", "resnet50"])
-def test_a_fused_resnet_has_the_same_gradients_names_and_statistics(arch: str) -> None:
+def test_a_fused_resnet_has_the_same_gradients_names_and_statistics(arch):
     model, x = resnet(arch)
     fused = copy.deepcopy(model)
     assert fusion.fuse(fused) > 4
@@ -141,7 +139,7 @@ def test_a_fused_resnet_has_the_same_gradients_names_and_statistics(arch: str) -
     ("method", "dropout"),
     [(fusion.fuse, 0.0), (activation_checkpointing.checkpoint_activations, 0.3)],
 )
-def test_a_changed_transformer_has_the_same_gradients_names_and_dropout(method, dropout) -> None:
+def test_a_changed_transformer_has_the_same_gradients_names_and_dropout(method, dropout):
     torch.manual_seed(5)
     sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "max_len": 16}
     model = Transformer(50, 4, dropout=dropout, **sizes).double()
@@ -156,7 +154,7 @@ def test_a_changed_transformer_has_the_same_gradients_names_and_dropout(method, 
 
 
 @each_of("arch", ["resnet8", "resnet50"])
-def test_folding_leaves_the_outputs_as_they_are(arch: str) -> None:
+def test_folding_leaves_the_outputs_as_they_are(arch):
     model, x = resnet(arch)
     for _ in range(2):
         model(x)
@@ -168,7 +166,7 @@ def test_folding_leaves_the_outputs_as_they_are(arch: str) -> None:
 
 
 @each_of("fused", [False, True])
-def test_checkpointed_blocks_have_the_same_gradients_and_statistics(fused: bool) -> None:
+def test_checkpointed_blocks_have_the_same_gradients_and_statistics(fused):
     model, x = resnet("resnet8")
     names = list(model.state_dict())
     if fused:

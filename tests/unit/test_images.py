@@ -40,9 +40,7 @@ def random_pixels(*shape: int) -> torch.Tensor:
     [(32, 32, 3, 4), (28, 28, 1, 2), (5, 9, 3, 3), (4, 4, 2, 0), (5, 6, 1, 4)],
 )
 @each_of("mode", ["constant", "reflect"])
-def test_crop_flip_equals_torchvision(
-    height: int, width: int, channels: int, pad: int, mode: str
-) -> None:
+def test_crop_flip_equals_torchvision(height, width, channels, pad, mode):
     pixels = random_pixels(40, height, width, channels)
     offsets = torch.randint(2 * pad + 1, (40, 2), dtype=torch.uint8)
     flips = torch.randint(2, (40,), dtype=torch.uint8)
@@ -54,7 +52,7 @@ def test_crop_flip_equals_torchvision(
         assert torch.equal(image.permute(2, 0, 1).byte(), expected)
 
 
-def test_normalise_equals_torchvision_and_is_channels_last() -> None:
+def test_normalise_equals_torchvision_and_is_channels_last():
     pixels = random_pixels(6, 16, 12, 3)
     peer = transforms.Compose([transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
     ours = normalise(pixels, torch.tensor(MEAN), std=torch.tensor(STD))
@@ -65,7 +63,7 @@ def test_normalise_equals_torchvision_and_is_channels_last() -> None:
     assert ours.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_statistics_are_those_of_the_pixels() -> None:
+def test_statistics_are_those_of_the_pixels():
     pixels = random_pixels(50, 8, 8, 3) // torch.tensor([1, 2, 5], dtype=torch.uint8)
     mean, std = channel_statistics(ImageSplit(torch.zeros(50), pixels))
     values = pixels.numpy().reshape(-1, 3).astype(np.float64) / 255
@@ -90,13 +88,13 @@ def by_row(data: ImageDataset, row_batches: list[torch.Tensor], epoch: int | Non
     return out
 
 
-def test_augmentation_of_a_sample_does_not_depend_on_batch_and_order(train: ImageDataset) -> None:
+def test_augmentation_of_a_sample_does_not_depend_on_batch_and_order(train):
     whole = by_row(train, [torch.arange(200)], epoch=3)
     assert torch.equal(whole, by_row(train, list(torch.randperm(200).split(7)), epoch=3))
 
 
 @each_of("fill", ["black", "reflect"])
-def test_pixels_outside_an_image_are_black_or_its_own(train: ImageDataset, fill: str) -> None:
+def test_pixels_outside_an_image_are_black_or_its_own(train, fill):
     words = ["--dataset", "cifar10", "--crop_pad", "2", "--crop_fill", fill]
     args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words)
     train.augmentation = image_classification.create_augmentation(args, size=12, channels=3)
@@ -106,9 +104,7 @@ def test_pixels_outside_an_image_are_black_or_its_own(train: ImageDataset, fill:
     assert torch.equal(cropped, white) is (fill == "reflect")
 
 
-def test_augmentation_changes_with_epoch_and_seed_and_no_epoch_means_none(
-    train: ImageDataset,
-) -> None:
+def test_augmentation_changes_with_epoch_and_seed_and_no_epoch_means_none(train):
     rows = [torch.arange(200)]
     settings = {"mean": MEAN, "std": STD, "device": CPU}
     other_seed = ImageDataset(train.images, train.augmentation, seed=5, **settings)
@@ -122,13 +118,13 @@ def test_augmentation_changes_with_epoch_and_seed_and_no_epoch_means_none(
         assert changed.float().mean() > 0.8  # of 50 crops and flips, one changes nothing
 
 
-def test_every_crop_and_flip_is_drawn(train: ImageDataset) -> None:
+def test_every_crop_and_flip_is_drawn(train):
     offsets, flips = (torch.cat(drawn) for drawn in zip(*map(train.draw_crops, range(10))))
     assert [column.unique().tolist() for column in offsets.unbind(1)] == [[0, 1, 2, 3, 4]] * 2
     assert flips.unique().tolist() == [0, 1]
 
 
-def test_alternating_flips_show_each_image_both_ways_in_two_epochs(train: ImageDataset) -> None:
+def test_alternating_flips_show_each_image_both_ways_in_two_epochs(train):
     train.augmentation = dataclasses.replace(train.augmentation, alternate=True)
     first, second, third = (train.draw_crops(epoch)[1] for epoch in range(3))
     assert torch.equal(first + second, torch.ones_like(first))
@@ -136,7 +132,7 @@ def test_alternating_flips_show_each_image_both_ways_in_two_epochs(train: ImageD
     assert 0.3 < first.float().mean() < 0.7
 
 
-def test_images_of_the_first_epochs_are_smaller_and_grow_in_stages(train: ImageDataset) -> None:
+def test_images_of_the_first_epochs_are_smaller_and_grow_in_stages(train):
     rows = [torch.arange(32)]
     plain = Augmentation(pad=0, flip=False, small_epochs=5, small_size=6, small_stages=3)
     for augmentation, sizes in (
@@ -157,7 +153,7 @@ def folder(tmp_path: Path) -> Path:
     return write_images(tmp_path, ("blue", "red"), rows=20, size=16)
 
 
-def test_folder_of_png_reads_as_it_was_written(folder: Path) -> None:
+def test_folder_of_png_reads_as_it_was_written(folder):
     (folder / "train" / "red" / "notes.txt").write_text("not an image")
     splits, classes = read_image_splits("folder", str(folder), image_size=16)
     assert classes == ["blue", "red"]
@@ -168,7 +164,7 @@ def test_folder_of_png_reads_as_it_was_written(folder: Path) -> None:
     assert splits["train"].select_rows(torch.tensor([25, 3])).labels.tolist() == [1, 0]
 
 
-def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder: Path) -> None:
+def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder):
     images = read_image_splits("folder", str(folder), image_size=16)[0]["train"]
     assert fits_in_memory(images, CPU)
     row_batches = list(torch.randperm(40).split(9))
@@ -189,9 +185,7 @@ def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder: Path) 
 
 @each_of("size", [(40, 20), (20, 40)])
 @each_of("mode", ["L", "RGB", "RGBA", "P", "1", "CMYK"])
-def test_image_file_of_any_mode_is_scaled_and_cut_to_the_centre(
-    mode: str, size: tuple[int, int], tmp_path: Path
-) -> None:
+def test_image_file_of_any_mode_is_scaled_and_cut_to_the_centre(mode, size, tmp_path):
     image = Image.new("RGB", size, (0, 0, 0))
     centre_and_margin = (8, 0, 32, 20) if size[0] == 40 else (0, 8, 20, 32)
     image.paste((255, 255, 255), centre_and_margin)
@@ -203,9 +197,7 @@ def test_image_file_of_any_mode_is_scaled_and_cut_to_the_centre(
     assert colour.min() == grey.min() == 255
 
 
-def test_the_longest_image_and_the_largest_photo_need_little_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_longest_image_and_the_largest_photo_need_little_memory(tmp_path, monkeypatch):
     """The centre is cut out before it is scaled; a JPEG is decoded at about twice the size."""
     made = []  # images of Pillow
     make = Image.Image._new
@@ -221,7 +213,7 @@ def test_the_longest_image_and_the_largest_photo_need_little_memory(
             assert largest <= max(32, min(size) // (8 if suffix == "jpg" else 1)) ** 2
 
 
-def test_a_photo_is_scaled_as_its_pixels_are(tmp_path: Path) -> None:
+def test_a_photo_is_scaled_as_its_pixels_are(tmp_path):
     """The smaller scale of a JPEG, the cut and the camera's orientation keep every part's place."""
     generator = torch.Generator().manual_seed(3)
     coarse = torch.randint(256, (3, 4, 3), generator=generator, dtype=torch.uint8)
@@ -239,7 +231,7 @@ def test_a_photo_is_scaled_as_its_pixels_are(tmp_path: Path) -> None:
 
 
 @each_of("suffix", ["png", "tif", "pgm"])
-def test_grey_pixels_of_16_bits_are_scaled(suffix: str, tmp_path: Path) -> None:
+def test_grey_pixels_of_16_bits_are_scaled(suffix, tmp_path):
     values = np.array([[0, 257], [257 * 100, 65535]], dtype=np.uint16)
     path = tmp_path / f"grey.{suffix}"
     Image.fromarray(values).save(path)
@@ -249,14 +241,14 @@ def test_grey_pixels_of_16_bits_are_scaled(suffix: str, tmp_path: Path) -> None:
 
 
 @each_of(("kind", "dtype"), [("floats", np.float32), ("32-bit integers", np.int32)])
-def test_pixels_without_a_common_range_are_refused(kind: str, dtype: type, tmp_path: Path) -> None:
+def test_pixels_without_a_common_range_are_refused(kind, dtype, tmp_path):
     path = tmp_path / "image.tif"
     Image.fromarray(np.full((4, 4), 300, dtype=dtype)).save(path)
     with pytest.raises(InputError, match=f"image.tif: its pixels are {kind}"):
         read_image(path, 4)
 
 
-def test_a_damaged_chunk_is_an_error_of_one_line(tmp_path: Path) -> None:
+def test_a_damaged_chunk_is_an_error_of_one_line(tmp_path):
     path = tmp_path / "broken.png"
     Image.fromarray(random_pixels(256, 256, 3).numpy()).save(path)
     first, second, *others = path.read_bytes().split(b"IDAT")
@@ -274,9 +266,7 @@ def test_a_damaged_chunk_is_an_error_of_one_line(tmp_path: Path) -> None:
         ("mnist", (28, 28, 1), (60_000, 10_000), (5_421, 892)),
     ],
 )
-def test_official_files_have_the_official_counts(
-    name: str, shape: tuple, rows: tuple, smallest_classes: tuple, data_dir: Path
-) -> None:
+def test_official_files_have_the_official_counts(name, shape, rows, smallest_classes, data_dir):
     if not (data_dir / {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}[name]).is_dir():
         pytest.skip(f"{name} is not below {data_dir}")
     splits, _ = read_image_splits(name, str(data_dir))

@@ -97,27 +97,25 @@ SETTINGS = [
 
 @each_of("dtype", [torch.float32, torch.float64])
 @each_of(("shape", "settings"), [*((case, {}) for case in CASES.split()), *SETTINGS])
-def test_direction_and_estimates_equal_the_oracle(
-    shape: str, settings: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_direction_and_estimates_equal_the_oracle(shape, settings, dtype):
     compare_with_oracle([tuple(map(int, shape.split("x")))], dtype, **settings)
 
 
-def test_parameters_in_one_optimizer_equal_an_oracle_each() -> None:
+def test_parameters_in_one_optimizer_equal_an_oracle_each():
     kernel = (24, 10, 3, 3)
     compare_with_oracle(
         [(40, 30), (40, 30), (30, 40), kernel, (40, 30), kernel, (9, 5), (5, 8, 70)]
     )
 
 
-def test_the_oracle_meets_floors_and_rows_that_must_be_orthogonalised() -> None:
+def test_the_oracle_meets_floors_and_rows_that_must_be_orthogonalised():
     steep = compare_with_oracle([(64, 48)], spike=1e4)[0].axes.values()
     flat = compare_with_oracle([(64, 48)], decay=0.0)[0].axes.values()
     assert all(axis.floored > 15 and axis.reorthonormalised > 1 for axis in steep)
     assert all(axis.floored <= 1 and not axis.reorthonormalised for axis in flat)
 
 
-def test_momentum_decay_and_rate_come_after_the_preconditioning() -> None:
+def test_momentum_decay_and_rate_come_after_the_preconditioning():
     shape, settings = (40, 30), SGD | {"nesterov": True}
     ours, theirs, oracle = weights([shape]), weights([shape]), Oracle(shape, phase=-1)
     optimizer, peer = KaldiNGD(ours, **settings), torch.optim.SGD(theirs, **settings)
@@ -133,9 +131,7 @@ def test_momentum_decay_and_rate_come_after_the_preconditioning() -> None:
 
 @each_of("more", [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.8, "nesterov": True}])
 @each_of("decay", [0.0, 0.05])
-def test_parameters_without_preconditioning_take_the_step_of_sgd(
-    more: dict[str, Any], decay: float
-) -> None:
+def test_parameters_without_preconditioning_take_the_step_of_sgd(more, decay):
     bare = weights([(7,), (), (0, 3)])  # the last one has no elements
     settings = {"lr": 0.1, "weight_decay": decay, **more}
     optimizer = KaldiNGD([{"params": weights(SHAPES), "ngd": False}, {"params": bare}], **settings)
@@ -145,7 +141,7 @@ def test_parameters_without_preconditioning_take_the_step_of_sgd(
     assert not estimates(optimizer)
 
 
-def test_a_zero_gradient_leaves_the_estimates_while_momentum_continues() -> None:
+def test_a_zero_gradient_leaves_the_estimates_while_momentum_continues():
     optimizer, peer = train(create(), range(8)), torch.optim.SGD(weights(SHAPES), **SGD)
     before = estimates(optimizer)
     for p, (old, state) in zip(parameters_of(peer), snapshot(optimizer)):
@@ -157,7 +153,7 @@ def test_a_zero_gradient_leaves_the_estimates_while_momentum_continues() -> None
     assert_same(estimates(optimizer), before)
 
 
-def test_what_cannot_be_computed_leaves_the_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_computed_leaves_the_estimates(monkeypatch):
     """On a GPU the Cholesky factor of NaN counts as computed."""
     optimizer = train(create(), range(3))
     before = estimates(optimizer)
@@ -172,7 +168,7 @@ def test_what_cannot_be_computed_leaves_the_estimates(monkeypatch: pytest.Monkey
 
 
 @each_of("period", [1, 3, 4])
-def test_each_estimate_changes_once_a_period_and_not_all_at_once(period: int) -> None:
+def test_each_estimate_changes_once_a_period_and_not_all_at_once(period):
     shapes, rows = [(40, 30), (40, 30), (50, 20), (9, 5), (5, 8)], []
     optimizer = train(KaldiNGD(weights(shapes), update_period=period), [0])
     for t in range(1, 10 + 3 * period):

@@ -45,9 +45,7 @@ def in_float64() -> list[nn.Parameter]:
 @ADAPT
 @each_of("decay", [0.02, 1.0, 0.0])
 @each_of("is_fused", [None, False])
-def test_lamb_equals_timm(
-    adapt: bool | None, decay: float, is_fused: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lamb_equals_timm(adapt, decay, is_fused, monkeypatch):
     if is_fused is False:
         monkeypatch.setattr("optimizers.adam.supports_fused_optimizers", lambda _: False)
     one, other = in_float64(), in_float64()
@@ -62,9 +60,7 @@ def test_lamb_equals_timm(
 @each_of("decay", [0.02, 0.0])
 @each_of(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 @each_of("clip", [False, True])
-def test_lars_equals_timm(
-    adapt: bool | None, decay: float, momentum: float, nesterov: bool, clip: bool
-) -> None:
+def test_lars_equals_timm(adapt, decay, momentum, nesterov, clip):
     one, other = in_float64(), in_float64()
     settings = {"lr": 0.3, "momentum": momentum, "nesterov": nesterov}
     options = {"trust_coeff": 0.02, "trust_clip": clip, "always_adapt": bool(adapt)}
@@ -75,7 +71,7 @@ def test_lars_equals_timm(
 
 
 @each_of("make", [LAMB, LARS])
-def test_layers_without_weights_or_gradients_take_a_ratio_of_one(make: Any) -> None:
+def test_layers_without_weights_or_gradients_take_a_ratio_of_one(make):
     p, still = nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.ones(4, 3))
     optimizer = make([p, still], weight_decay=0.01)
     p.grad, still.grad = torch.ones(4, 3), torch.zeros(4, 3)
@@ -86,7 +82,7 @@ def test_layers_without_weights_or_gradients_take_a_ratio_of_one(make: Any) -> N
 
 
 @each_of("make", [LAMB, LARS])
-def test_fp16_weights_have_fp32_norms(make: Any) -> None:
+def test_fp16_weights_have_fp32_norms(make):
     """2,000 weights of 2,000 have a norm of 89,443, which fp16 does not reach."""
     p = nn.Parameter(torch.full((40, 50), 2000.0, dtype=torch.float16))
     assert not torch.isfinite(p.detach().norm()) or abs(p.detach().norm().item() - 89443) > 100

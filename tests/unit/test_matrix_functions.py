@@ -33,9 +33,7 @@ def spectra(size: int = 20) -> Tensor:
 
 
 @pytest.mark.parametrize("way", ["eigh", "inverses"])
-def test_they_have_the_function_of_the_eigenvalues_on_cpus_and_on_gpus(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_have_the_function_of_the_eigenvalues_on_cpus_and_on_gpus(way, monkeypatch):
     limit = 1e-9
     if way == "inverses":
         monkeypatch.setattr(matrix_functions, "EIGH_DEVICES", set())

@@ -31,7 +31,7 @@ def drawn(kind: str, labels: Tensor) -> mixup.Mix:
 
 
 @each_of("kind", ["mixup", "intra"])
-def test_a_given_weight_is_that_of_every_sample_that_has_a_partner(kind: str) -> None:
+def test_a_given_weight_is_that_of_every_sample_that_has_a_partner(kind):
     mix = mixup.sample_mix(kind, labels_of(), alpha=1.0, weight=0.8, height=1, width=1)
     torch.testing.assert_close(mix.weight, torch.full((64,), 0.8))
     assert len(mix.partner.unique()) > 30
@@ -40,7 +40,7 @@ def test_a_given_weight_is_that_of_every_sample_that_has_a_partner(kind: str) ->
 
 
 @each_of("kind", ["mixup", "intra", "attention", "cutmix"])
-def test_blend_is_the_weighted_sum_and_the_labels_weigh_as_the_inputs_do(kind: str) -> None:
+def test_blend_is_the_weighted_sum_and_the_labels_weigh_as_the_inputs_do(kind):
     mix = drawn(kind, labels_of())
     x = torch.randn(64, 3, *SIZE, dtype=torch.float64)
     weight = mix.weight[:, None, None, None] if mix.weight_map is None else mix.weight_map
@@ -63,7 +63,7 @@ def test_blend_is_the_weighted_sum_and_the_labels_weigh_as_the_inputs_do(kind: s
     assert mix.weight.std() > 0 or kind in ("mixup", "cutmix")
 
 
-def test_lambda_follows_the_beta_distribution() -> None:
+def test_lambda_follows_the_beta_distribution():
     for alpha in (0.01, 0.3, 2.0):
         generator = torch.Generator().manual_seed(0)
         weight = mixup.sample_beta(alpha, 20_000, generator=generator)
@@ -71,7 +71,7 @@ def test_lambda_follows_the_beta_distribution() -> None:
         assert weight.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.03)
 
 
-def test_mixup_permutes_and_draws_one_lambda_or_one_each_and_intra_leaves_the_class() -> None:
+def test_mixup_permutes_and_draws_one_lambda_or_one_each_and_intra_leaves_the_class():
     labels = labels_of()
     for per_sample, count in ((False, 1), (True, 64)):
         mix = mixup.mixup(labels, 1.0, per_sample=per_sample)
@@ -82,14 +82,14 @@ def test_mixup_permutes_and_draws_one_lambda_or_one_each_and_intra_leaves_the_cl
     assert (mix.weight < 1).all()
 
 
-def test_attention_maps_are_smooth_and_vary_over_space() -> None:
+def test_attention_maps_are_smooth_and_vary_over_space():
     mix = drawn("attention", labels_of())
     assert (mix.weight_map.std((1, 2, 3)) > 1e-3).all()
     steps = mix.weight_map.diff(dim=3).abs().mean() / mix.weight_map.std()
     assert steps < 0.3
 
 
-def test_the_area_of_the_rectangle_of_cutmix_follows_lambda(monkeypatch) -> None:
+def test_the_area_of_the_rectangle_of_cutmix_follows_lambda(monkeypatch):
     sample = partial(mixup.cutmix, torch.zeros(2), alpha=1.0, height=64, width=32)
     for lam in (1.0, 0.9, 0.3, 0.0):
         monkeypatch.setattr(mixup, "sample_beta", lambda *_, lam=lam, **__: torch.tensor([lam]))
@@ -106,9 +106,7 @@ def test_the_area_of_the_rectangle_of_cutmix_follows_lambda(monkeypatch) -> None
 
 @each_of("smoothing", [0.0, 0.1])
 @each_of("per_sample", [False, True])
-def test_the_loss_and_its_gradient_are_those_of_the_soft_label(
-    smoothing: float, per_sample: bool
-) -> None:
+def test_the_loss_and_its_gradient_are_those_of_the_soft_label(smoothing, per_sample):
     labels, logits = labels_of(), torch.randn(64, 5, dtype=torch.float64, requires_grad=True)
     mix = mixup.mixup(labels, 1.0, per_sample=per_sample)
     mix.weight = mix.weight.double().expand(64)
@@ -119,7 +117,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_soft_label(
     torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (ours, soft)))
 
 
-def test_correct_predictions_weigh_both_labels() -> None:
+def test_correct_predictions_weigh_both_labels():
     labels = torch.tensor([0, 1, 2, 1])
     mix = mixup.Mix(torch.tensor([1, 0, 3, 3]), torch.tensor([0.7, 0.4, 0.9, 0.2]))
     logits = F.one_hot(torch.tensor([0, 0, 0, 1]), 3).float()
@@ -129,9 +127,7 @@ def test_correct_predictions_weigh_both_labels() -> None:
 @each_of("box", [(3, 3, 0, 8), (0, 8, 0, 8), (2, 5, 7, 8), (8, 8, 8, 8)])
 @each_of("channels", [1, 3])
 @each_of("last", [False, True])
-def test_any_box_is_pasted_with_and_without_a_gradient(
-    box: tuple[int, ...], channels: int, last: bool
-) -> None:
+def test_any_box_is_pasted_with_and_without_a_gradient(box, channels, last):
     layout = torch.channels_last if last else torch.contiguous_format
     x = torch.randn(4, channels, 8, 8).to(memory_format=layout)
     mix = mixup.Mix(torch.tensor([1, 2, 3, 0]), torch.ones(4), box=box)
@@ -155,7 +151,7 @@ def transformer(**options: Any) -> Transformer:
     return Transformer(50, 3, **sizes, **{"prior": prior, **options}).eval().double()
 
 
-def test_the_transformer_mixes_pooled_texts_and_their_prior() -> None:
+def test_the_transformer_mixes_pooled_texts_and_their_prior():
     model = transformer(depth=1)
     tokens = torch.randint(3, 50, (6, 9))
     tokens[2, 4:] = 0
@@ -167,7 +163,7 @@ def test_the_transformer_mixes_pooled_texts_and_their_prior() -> None:
 
 
 @each_of("pooling", ["mean", "cls"])
-def test_the_transformer_mixes_token_embeddings_with_padding_as_absence(pooling: str) -> None:
+def test_the_transformer_mixes_token_embeddings_with_padding_as_absence(pooling):
     model = transformer(depth=2, pooling=pooling, mix_at="tokens")
     torch.nn.init.normal_(model.positions)
     tokens = torch.randint(3, 50, (6, 9))
@@ -184,7 +180,7 @@ def test_the_transformer_mixes_token_embeddings_with_padding_as_absence(pooling:
     torch.testing.assert_close(model(wider, partner, weight), model(tokens[:, :8], partner, weight))
 
 
-def test_mixed_tokens_attend_to_a_place_as_much_as_it_is_there() -> None:
+def test_mixed_tokens_attend_to_a_place_as_much_as_it_is_there():
     model = transformer(depth=1, mix_at="tokens", prior=None)
     tokens = torch.tensor([[2, 7, 8, 0, 0], [2, 9, 10, 11, 12]])
     weight = torch.tensor([0.7, 0.7], dtype=torch.float64)
@@ -198,7 +194,7 @@ def test_mixed_tokens_attend_to_a_place_as_much_as_it_is_there() -> None:
     torch.testing.assert_close(model(tokens, torch.tensor([1, 0]), weight)[:1], expected)
 
 
-def test_the_flags_choose_the_loss() -> None:
+def test_the_flags_choose_the_loss():
     sample_mix = mock.Mock()
 
     def create(words: str, inside: bool = False) -> Any:
@@ -217,7 +213,7 @@ def test_the_flags_choose_the_loss() -> None:
     assert isinstance(create(""), CrossEntropy)
 
 
-def test_the_loss_mixes_inputs_or_lets_the_model_do_it() -> None:
+def test_the_loss_mixes_inputs_or_lets_the_model_do_it():
     labels, x = labels_of(), torch.randn(64, 1, *SIZE)
     model = mock.Mock(return_value=torch.zeros(64, 5))
     for inside in (False, True):

@@ -35,11 +35,11 @@ def count(model: nn.Module) -> int:
         ("resnet110", 1_730_714),  # 1.7 M
     ],
 )
-def test_resnet_for_small_images_has_the_parameters_of_the_paper(arch: str, expected: int) -> None:
+def test_resnet_for_small_images_has_the_parameters_of_the_paper(arch, expected):
     assert count(create_model(arch, classes=10, channels=3, image_size=32)) == expected
 
 
-def test_resnet_keeps_small_images_large() -> None:
+def test_resnet_keeps_small_images_large():
     model = create_model("resnet18", classes=10, channels=1, image_size=32)
     sizes: list[int] = []
     for layer in (model.layer1, model.layer2, model.layer3, model.layer4):
@@ -49,7 +49,7 @@ def test_resnet_keeps_small_images_large() -> None:
 
 
 @each_of("arch", ["resnet18", "resnet50"])
-def test_torchvision_weights_load_by_name_and_give_the_same_outputs(arch: str) -> None:
+def test_torchvision_weights_load_by_name_and_give_the_same_outputs(arch):
     peer = models.get_model(arch, weights=None).eval()
     for module in peer.modules():  # statistics and scales that matter
         if isinstance(module, nn.BatchNorm2d):
@@ -67,7 +67,7 @@ def test_torchvision_weights_load_by_name_and_give_the_same_outputs(arch: str) -
 
 
 @each_of("channels", [1, 3])
-def test_filters_of_vgg8_whiten_patches(channels: int) -> None:
+def test_filters_of_vgg8_whiten_patches(channels):
     mix = torch.randn(channels, channels)
     smooth = nn.functional.avg_pool2d(torch.randn(64, channels, 20, 20), 3, stride=1)
     images = torch.einsum("cd,ndhw->nchw", mix, smooth) * 10
@@ -80,7 +80,7 @@ def test_filters_of_vgg8_whiten_patches(channels: int) -> None:
     torch.testing.assert_close(covariance, torch.eye(half), rtol=0, atol=0.05)
 
 
-def test_vgg8_has_the_layers_of_the_paper_and_trains_all_but_the_filters() -> None:
+def test_vgg8_has_the_layers_of_the_paper_and_trains_all_but_the_filters():
     model = create_model("vgg8", classes=10, channels=3, image_size=32)
     assert count(model) == 1_972_514
     model.set_whitening(torch.randn(10, 3, 32, 32))
@@ -94,7 +94,7 @@ def test_vgg8_has_the_layers_of_the_paper_and_trains_all_but_the_filters() -> No
 
 
 @pytest.mark.compile
-def test_compiled_vgg8_has_finite_gradients_in_bf16() -> None:
+def test_compiled_vgg8_has_finite_gradients_in_bf16():
     """Its maximum over all places is looked for among values of another precision."""
     model = create_model("vgg8", classes=10, channels=3, image_size=16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -126,9 +126,7 @@ def some_tokens(length: int) -> torch.Tensor:
 
 
 @VARIANTS
-def test_padding_does_not_change_the_logits_but_the_order_does(
-    positions: str, pooling: str
-) -> None:
+def test_padding_does_not_change_the_logits_but_the_order_does(positions, pooling):
     model = small(positions=positions, pooling=pooling).eval()
     tokens = some_tokens(9)
     padded = nn.functional.pad(tokens, (0, 15))
@@ -141,7 +139,7 @@ def test_padding_does_not_change_the_logits_but_the_order_does(
         torch.testing.assert_close(model(tokens)[0], model(tokens[:1, :5])[0], rtol=1e-5, atol=1e-5)
 
 
-def test_pooling_is_the_first_token_or_the_mean_of_all_that_are_no_padding() -> None:
+def test_pooling_is_the_first_token_or_the_mean_of_all_that_are_no_padding():
     tokens = nn.functional.pad(some_tokens(6), (0, 2))
     for pooling in ("cls", "mean"):
         model, kept = small(pooling=pooling).eval(), []
@@ -152,13 +150,13 @@ def test_pooling_is_the_first_token_or_the_mean_of_all_that_are_no_padding() -> 
             torch.testing.assert_close(logits, model.head(pooled))
 
 
-def test_sinusoids_equal_their_formula() -> None:
+def test_sinusoids_equal_their_formula():
     angles = torch.arange(11.0)[:, None] / 10_000 ** (torch.tensor([0.0, 2.0, 4.0]) / 6)
     expected = torch.stack([angles.sin(), angles.cos()], 2).flatten(1)
     torch.testing.assert_close(sinusoids(11, 6), expected, rtol=0, atol=1e-5)
 
 
-def test_token_dropout_hides_tokens_in_training_only() -> None:
+def test_token_dropout_hides_tokens_in_training_only():
     model, seen = small(token_dropout=0.5), []
     model.embed.register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0]))
     tokens = nn.functional.pad(some_tokens(20).repeat(40, 1), (0, 4))
@@ -173,7 +171,7 @@ def test_token_dropout_hides_tokens_in_training_only() -> None:
 
 
 @each_of("p", [0.1, 0.5, 0.9])
-def test_dropout_by_bytes_drops_that_share_and_keeps_the_mean(p: float) -> None:
+def test_dropout_by_bytes_drops_that_share_and_keeps_the_mean(p):
     dropout = Dropout(p)
     x = torch.ones(100, 1001, dtype=torch.float64, requires_grad=True)
     y = dropout(x)
@@ -185,7 +183,7 @@ def test_dropout_by_bytes_drops_that_share_and_keeps_the_mean(p: float) -> None:
     assert torch.equal(dropout.eval()(x), x)
 
 
-def test_a_prior_adds_its_scores_over_the_root_of_the_words() -> None:
+def test_a_prior_adds_its_scores_over_the_root_of_the_words():
     scores = torch.randn(40, 3)
     scores[:3] = 0
     model = Transformer(40, 3, **SIZES, prior=scores).eval()

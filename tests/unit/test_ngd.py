@@ -66,9 +66,7 @@ def as_matrix(tensor: Tensor) -> Tensor:
     ],
     ids=str,
 )
-def test_fifty_steps_equal_the_oracle(
-    shape: list[int], settings: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_fifty_steps_equal_the_oracle(shape, settings, dtype):
     p = nn.Parameter(torch.zeros(shape, dtype=dtype))
     optimizer = NGD([p], lr=1.0, weight_decay=0.0, **settings)
     oracle = Oracle((shape[0], p.numel() // shape[0]), **settings)
@@ -84,7 +82,7 @@ def test_fifty_steps_equal_the_oracle(
     assert worst < (1e-8 if dtype == torch.float64 else rounding), worst
 
 
-def test_a_gpus_way_is_nearly_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_way_is_nearly_that_of_a_cpu(monkeypatch):
     shapes = [(300, 40), (64, 32, 3, 3)]
     gradients = list(zip(*(correlated(shape, 40, decay=2.0) for shape in shapes)))
     moved = []
@@ -100,7 +98,7 @@ def test_a_gpus_way_is_nearly_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
         assert distance(one, other) < 1e-3
 
 
-def test_a_gradient_of_rank_one_or_zero_keeps_the_directions_orthonormal() -> None:
+def test_a_gradient_of_rank_one_or_zero_keeps_the_directions_orthonormal():
     p = nn.Parameter(torch.zeros(50, 70))
     optimizer = NGD([p], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0)
     for step in range(20):
@@ -117,7 +115,7 @@ def test_a_gradient_of_rank_one_or_zero_keeps_the_directions_orthonormal() -> No
             assert distance(-p, p.grad * math.sqrt(50) / p.grad.norm()) < 5e-2
 
 
-def test_dead_columns_do_not_stop_the_directions() -> None:
+def test_dead_columns_do_not_stop_the_directions():
     p = nn.Parameter(torch.zeros(64, 256))
     optimizer = NGD([p], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0)
     signal = 10 * torch.randn(64, 5) @ torch.randn(5, 256)
@@ -133,7 +131,7 @@ def test_dead_columns_do_not_stop_the_directions() -> None:
 # ------------------------------------------------------------ AdamW for the rest, and the groups
 
 
-def test_what_is_no_matrix_takes_the_step_of_adamw() -> None:
+def test_what_is_no_matrix_takes_the_step_of_adamw():
     optimizer = create(lr=0.2, adamw_ratio=0.05, betas=(0.8, 0.95), weight_decay=0.1)
     optimizer.add_param_group({"params": weights([(30, 20)]), "ngd": False})
     optimizer.add_param_group({"params": weights([(8, 1, 1)])})
@@ -149,7 +147,7 @@ def test_what_is_no_matrix_takes_the_step_of_adamw() -> None:
     assert_same(others, peers, 1e-6)
 
 
-def test_a_step_has_its_length_and_decay_is_decoupled() -> None:
+def test_a_step_has_its_length_and_decay_is_decoupled():
     optimizer = create(lr=0.1, weight_decay=0.3)
     before = [p.detach().clone() for p in parameters_of(optimizer)]
     train(optimizer, [0])
@@ -160,7 +158,7 @@ def test_a_step_has_its_length_and_decay_is_decoupled() -> None:
         assert float(step.norm()) == pytest.approx(length, rel=1e-4)
 
 
-def test_embeddings_the_classifier_and_positions_are_not_under_ngd() -> None:
+def test_embeddings_the_classifier_and_positions_are_not_under_ngd():
     model = nn.ModuleDict(
         {"embed": nn.Embedding(9, 4), "conv": nn.Conv2d(3, 4, 3), "mlp": nn.Linear(4, 8)}
     )
@@ -183,7 +181,7 @@ def test_embeddings_the_classifier_and_positions_are_not_under_ngd() -> None:
 # ------------------------------------------------------------ batches, and Muon
 
 
-def test_batches_that_step_together_step_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_that_step_together_step_as_alone(monkeypatch):
     shapes = [*SHAPES, (50, 64), (70, 64), (90, 300)]
     alone = train(NGD(weights(shapes), lr=0.1), range(9))
     monkeypatch.setattr(ngd, "ALONE_DEVICES", set())
@@ -194,7 +192,7 @@ def test_batches_that_step_together_step_as_alone(monkeypatch: pytest.MonkeyPatc
 
 
 @NEEDS_MUON
-def test_muon_is_torchs_with_adamw_for_the_rest() -> None:
+def test_muon_is_torchs_with_adamw_for_the_rest():
     settings = {"momentum": 0.7, "nesterov": False, "weight_decay": 0.1, "adamw_ratio": 0.2}
     shapes = [(20, 30), (16, 8, 3, 3), (9,)]
     parameters = [

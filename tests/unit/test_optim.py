@@ -92,7 +92,7 @@ def rates(peer: Callable[[torch.optim.Optimizer], peers.LRScheduler], count: int
 
 
 @each_of("name", PEERS)
-def test_a_schedule_equals_torchs(name: str) -> None:
+def test_a_schedule_equals_torchs(name):
     peer, settings = PEERS[name]
     ours = Schedule(name, EPOCHS, gamma=0.3, **settings)
     found = [ours(epoch + step * (1 / STEPS)) for epoch in range(EPOCHS) for step in range(STEPS)]
@@ -104,7 +104,7 @@ def test_a_schedule_equals_torchs(name: str) -> None:
 
 
 @each_of("steps", [1, 7, 49, 390])  # 49 * (1 / 49) < 1
-def test_whole_epochs_are_counted_right_where_a_step_is_no_binary_fraction(steps: int) -> None:
+def test_whole_epochs_are_counted_right_where_a_step_is_no_binary_fraction(steps):
     ours = Schedule("exponential", 100, gamma=0.5)
     for epoch in range(100):
         assert ours(epoch) == 0.5**epoch
@@ -112,7 +112,7 @@ def test_whole_epochs_are_counted_right_where_a_step_is_no_binary_fraction(steps
 
 
 @each_of(("warmup", "steps"), [(1, 10), (2, 7), (0.5, 30), (5, 391)])
-def test_warmup_rises_linearly_and_ends_at_one(warmup: float, steps: int) -> None:
+def test_warmup_rises_linearly_and_ends_at_one(warmup, steps):
     ours, rise = Schedule("constant", EPOCHS, warmup=warmup), round(warmup * steps)
     factors = [ours(k // steps + k % steps * (1 / steps), 1 / steps) for k in range(rise + 3)]
     assert factors == pytest.approx([min(1.0, (k + 1) / rise) for k in range(rise + 3)], abs=1e-12)
@@ -120,7 +120,7 @@ def test_warmup_rises_linearly_and_ends_at_one(warmup: float, steps: int) -> Non
 
 
 @each_of(("name", "end"), [("polynomial", 0.1), ("cosine", 0.1), ("onecycle", 3 / 250_000)])
-def test_shape_begins_after_the_warmup_and_ends_with_the_run(name: str, end: float) -> None:
+def test_shape_begins_after_the_warmup_and_ends_with_the_run(name, end):
     warm = Schedule(name, 12, warmup=4, end=0.1, peak=3.0)
     plain = Schedule(name, 8, end=0.1, peak=3.0)
     for t in (0, 1.5, 4, 8):
@@ -129,12 +129,12 @@ def test_shape_begins_after_the_warmup_and_ends_with_the_run(name: str, end: flo
 
 
 @each_of(("rule", "expected"), [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * math.sqrt(8))])
-def test_learning_rate_scales_with_the_batch(rule: str, expected: float) -> None:
+def test_learning_rate_scales_with_the_batch(rule, expected):
     assert scale_lr(0.1, rule, batch_size=1024, base_batch_size=128) == pytest.approx(expected)
     assert scale_lr(0.1, rule, batch_size=128, base_batch_size=128) == pytest.approx(0.1)
 
 
-def test_decay_groups_hold_each_trained_parameter_once_and_decay_matrices_but_positions() -> None:
+def test_decay_groups_hold_each_trained_parameter_once_and_decay_matrices_but_positions():
     model = nn.Sequential(nn.BatchNorm2d(4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
     model.append(Transformer(50, 3, width=8, depth=1, heads=2, mlp_width=8, max_len=16))
     model[2].weight = model[1].weight  # tied
@@ -151,7 +151,7 @@ def weight(*shape: int, **settings: bool) -> nn.Parameter:
 
 
 @each_of("name", HERE)
-def test_unusual_groups_and_parameters_are_taken_as_by_torch(name: str) -> None:
+def test_unusual_groups_and_parameters_are_taken_as_by_torch(name):
     frozen = weight(4, 3, requires_grad=False)
     for groups in (
         [{"params": []}, {"params": [weight(4, 3)]}, {"params": []}],
@@ -180,7 +180,7 @@ def test_unusual_groups_and_parameters_are_taken_as_by_torch(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @each_of("name", HERE)
-def test_parameters_and_gradients_of_another_kind_are_refused_in_one_line(name: str) -> None:
+def test_parameters_and_gradients_of_another_kind_are_refused_in_one_line(name):
     make, is_torchs = OPTIMIZERS[name].make, name in ("sgd", "adamw")
     complex_one, twice = nn.Parameter(torch.ones(4, 3, dtype=torch.complex64)), weight(4, 3)
     for bad in [] if is_torchs else ([complex_one], [twice, twice]):
@@ -199,7 +199,7 @@ def test_parameters_and_gradients_of_another_kind_are_refused_in_one_line(name: 
 
 
 @each_of("name", HERE)
-def test_weights_without_a_gradient_stay_as_they_are(name: str) -> None:
+def test_weights_without_a_gradient_stay_as_they_are(name):
     mine = [weight(*shape) for shape in ((40, 60), (40, 60), (7,), (7,), (), (3, 3))]
     optimizer = OPTIMIZERS[name].make([{"params": mine, "weight_decay": 0.1}], lr=0.01)
     for step in range(6):
@@ -234,9 +234,7 @@ def poisoned_memory() -> Iterator[None]:
     ],
 )
 @each_of("skipped", [(0, 1), (1, 9)])
-def test_skipped_steps_leave_no_trace(
-    name: str, settings: dict[str, Any], skipped: tuple[int, ...]
-) -> None:
+def test_skipped_steps_leave_no_trace(name, settings, skipped):
     optimizer, peer = create(name, **settings), create(name, **settings)
     for t in range(12):
         if t in skipped:
@@ -259,7 +257,7 @@ def test_skipped_steps_leave_no_trace(
 
 @each_of("name", [name for name in OURS if name != "demo"])
 @each_of("bad", [False, True])
-def test_a_grad_scaler_unscales_and_skips(name: str, bad: bool) -> None:
+def test_a_grad_scaler_unscales_and_skips(name, bad):
     """With amp_scaling=False it does so itself: Lightning refuses to clip gradients otherwise."""
     outcomes = []
     for way in ("unscaled before", "on the device", "by hand", "by the scaler"):
@@ -295,9 +293,7 @@ WAYS = [through_a_file, copy.deepcopy, lambda optimizer: pickle.loads(pickle.dum
 @each_of("way", WAYS)
 @each_of("steps", [0, 13])
 @each_of("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_or_copied_one_goes_on_bit_for_bit(
-    name: str, way: Any, steps: int, dtype: torch.dtype
-) -> None:
+def test_a_resumed_or_copied_one_goes_on_bit_for_bit(name, way, steps, dtype):
     optimizer = train(create(name, weights(SHAPES, dtype)), range(steps))
     other, later = way(optimizer), range(steps, steps + 5)
     assert_same(snapshot(train(other, later)), snapshot(train(optimizer, later)))
@@ -307,9 +303,7 @@ def test_a_resumed_or_copied_one_goes_on_bit_for_bit(
 
 
 @each_of("name", HERE)
-def test_channels_last_and_batches_of_any_size_take_the_same_step(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_channels_last_and_batches_of_any_size_take_the_same_step(name, monkeypatch):
     shapes = [(20, 10, 3, 3), (10, 3, 9, 9), (20, 10, 3, 3)]
     plain = train(create(name, weights(shapes)), range(12))
     last = [nn.Parameter(p.detach().to(memory_format=torch.channels_last)) for p in weights(shapes)]
@@ -324,7 +318,7 @@ def test_channels_last_and_batches_of_any_size_take_the_same_step(
 
 
 @each_of("name", ["ngd", "kaldi_ngd"])
-def test_a_parameter_that_gets_gradients_later_is_trained_as_from_its_start(name: str) -> None:
+def test_a_parameter_that_gets_gradients_later_is_trained_as_from_its_start(name):
     optimizer, peer = (create(name, **EVERY_STEP.get(name, {})) for _ in range(2))
     late = (1, 2, 4)
     for t in range(18):
@@ -341,7 +335,7 @@ def test_a_parameter_that_gets_gradients_later_is_trained_as_from_its_start(name
 
 @each_of("name", ["ngd", "kaldi_ngd"])
 @each_of("scale", [1e-7, 1e-3, 1e3])
-def test_the_step_does_not_depend_on_the_scale_of_the_gradient(name: str, scale: float) -> None:
+def test_the_step_does_not_depend_on_the_scale_of_the_gradient(name, scale):
     shapes = [(40, 30), (20, 10, 3, 3)]
     one, other = (create(name, weights(shapes), weight_decay=0.0) for _ in range(2))
     for step in zip(*(correlated(shape, 20, decay=1.0) for shape in shapes)):
@@ -358,7 +352,7 @@ def test_the_step_does_not_depend_on_the_scale_of_the_gradient(name: str, scale:
 
 
 @each_of("name", OURS)
-def test_a_closure_and_a_rate_in_a_tensor_take_the_same_step(name: str) -> None:
+def test_a_closure_and_a_rate_in_a_tensor_take_the_same_step(name):
     optimizer, peer = create(name, lr=torch.tensor(0.01)), create(name)
 
     def closure() -> float:
@@ -380,7 +374,7 @@ OUT_OF_RANGE: dict[str, dict[str, list[Any]]] = {
 FOR_ALL: dict[str, list[Any]] = {"lr": [-1.0, math.nan], "weight_decay": [-0.1]}
 
 
-def test_a_setting_out_of_range_is_refused() -> None:
+def test_a_setting_out_of_range_is_refused():
     for name in ("ngd", "kaldi_ngd", "lamb", "lars", "muon"):
         optimizer = create(name, [weight(3, 3)], **({"momentum": 0.0} if name != "lamb" else {}))
         kind = type(optimizer).__name__
@@ -392,7 +386,7 @@ def test_a_setting_out_of_range_is_refused() -> None:
                 assert len(optimizer.param_groups) == 1
 
 
-def test_the_flags_reach_the_optimizer() -> None:
+def test_the_flags_reach_the_optimizer():
     words = "--optimizer kaldi_ngd --lr 0.3 --weight_decay 0.01 --momentum 0.8 --nesterov"
     words += " --ngd_rank 7 --ngd_alpha 2 --ngd_eta 0.3 --ngd_period 5 --ngd_max_dim 99"
     expected = {"lr": 0.3, "weight_decay": 0.01, "momentum": 0.8, "nesterov": True, "rank": 7}

@@ -68,7 +68,7 @@ def small(here: Path) -> Path:
     return here / "small"
 
 
-def test_fine_tuning_beats_training_from_scratch(source, small, monkeypatch) -> None:
+def test_fine_tuning_beats_training_from_scratch(source, small, monkeypatch):
     run(resnet50_test, *TUNE, "--out", "scratch", monkeypatch=monkeypatch)
     words = [*TUNE, "--weights", source, "--out", "tuned"]
     assert "fc (5 x 64) begins anew" in run(resnet50_test, *words, monkeypatch=monkeypatch)
@@ -78,9 +78,7 @@ def test_fine_tuning_beats_training_from_scratch(source, small, monkeypatch) -> 
     assert tuned > scratch + 0.2  # over four seeds the lead is 0.31 to 0.52
 
 
-def test_frozen_weights_stay_and_resuming_leaves_weights_alone(
-    source, small, here, monkeypatch
-) -> None:
+def test_frozen_weights_stay_and_resuming_leaves_weights_alone(source, small, here, monkeypatch):
     flags = [*TUNE, "--weights", source / "best.pt", "--freeze", "--out", "run"]
     run(resnet50_test, *flags, monkeypatch=monkeypatch)
     first = torch.load(source / "best.pt", weights_only=True)["average"]["weights"]
@@ -109,7 +107,7 @@ def few_texts(here: Path) -> None:
 
 def test_an_exported_text_classifier_is_fine_tuned_with_its_own_tokenizer(
     text_source, few_texts, monkeypatch
-) -> None:
+):
     pytest.importorskip("safetensors")
     words = ["--checkpoint", text_source, "--export", "text.safetensors"]
     run(transformer_test, *words, monkeypatch=monkeypatch)
@@ -125,7 +123,7 @@ def test_an_exported_text_classifier_is_fine_tuned_with_its_own_tokenizer(
 
 def test_weights_of_another_model_are_refused_by_name(
     source, text_source, few_texts, refused, here
-) -> None:
+):
     safetensors = pytest.importorskip("safetensors.torch")
     head = {"head.weight": torch.zeros(2, 2)}
     safetensors.save_file(head, here / "x.safetensors", metadata={"tokenizer": '"{}"'})
@@ -142,7 +140,7 @@ def test_weights_of_another_model_are_refused_by_name(
 
 
 @each_of(("saved", "own"), [(1, 3), (3, 1)])
-def test_grey_images_give_the_same_features_through_colour_weights(saved: int, own: int) -> None:
+def test_grey_images_give_the_same_features_through_colour_weights(saved, own):
     weight, fresh = (nn.Conv2d(channels, 4, 3).weight.detach() for channels in (saved, own))
     fitted = pretrained.fit_channels(weight, fresh)
     x = torch.randn(2, 1, 6, 6)
@@ -167,7 +165,7 @@ def load_into(
     return pretrained.load_pretrained(model, saved, "x", classes=list(classes))
 
 
-def test_weights_of_many_kinds_of_files(tmp_path: Path) -> None:
+def test_weights_of_many_kinds_of_files(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     state = {name: value.clone() for name, value in create_named().state_dict().items()}
     bias = state["fc.bias"]
@@ -196,7 +194,7 @@ def test_weights_of_many_kinds_of_files(tmp_path: Path) -> None:
         assert all(torch.equal(v, state[n]) for n, v in other.state_dict().items()), name
 
 
-def test_weights_are_refused_by_what_is_wrong(tmp_path: Path) -> None:
+def test_weights_are_refused_by_what_is_wrong(tmp_path):
     state = create_named().state_dict()
     conv = state["conv1.weight"]
     changed = {
@@ -214,7 +212,7 @@ def test_weights_are_refused_by_what_is_wrong(tmp_path: Path) -> None:
         load_into(create_named(), create_named("resnet20").state_dict())
 
 
-def test_files_without_the_weights_of_one_model_are_refused(tmp_path: Path) -> None:
+def test_files_without_the_weights_of_one_model_are_refused(tmp_path):
     state, path = create_named().state_dict(), tmp_path / "x.pt"
     with_object = {"state_dict": state, "hyper_parameters": Path("x")}
     for content, message in (
@@ -235,7 +233,7 @@ def test_files_without_the_weights_of_one_model_are_refused(tmp_path: Path) -> N
                 pretrained.read_saved_model(tmp_path / name)
 
 
-def test_the_classifier_keeps_the_outputs_of_classes_of_the_same_name() -> None:
+def test_the_classifier_keeps_the_outputs_of_classes_of_the_same_name():
     """Also where the name is written in another form of Unicode."""
     model, other = create_named(), create_named()
     own = model.fc.weight.detach().clone()
@@ -250,14 +248,14 @@ def test_the_classifier_keeps_the_outputs_of_classes_of_the_same_name() -> None:
 
 
 @each_of(("name", "layers"), [("vit_b_16", 17), ("resnet18", 11), ("mobilenet_v3_small", 17)])
-def test_each_block_is_a_layer_of_its_own(name: str, layers: int) -> None:
+def test_each_block_is_a_layer_of_its_own(name, layers):
     model = models.get_model(name, weights=None)
     split = pretrained.decay_layers(model, [{"params": list(model.parameters())}], 0.5)
     assert len(split) == layers
     assert len({group["lr_scale"] for group in split}) == layers
 
 
-def test_rates_fall_towards_the_input() -> None:
+def test_rates_fall_towards_the_input():
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 4))
     groups = [
         {"params": [model[0].weight, model[2].weight], "weight_decay": 0.1},
@@ -274,7 +272,7 @@ def test_rates_fall_towards_the_input() -> None:
     assert found == expected
 
 
-def test_a_run_logs_the_rate_of_the_last_layer(here, monkeypatch) -> None:
+def test_a_run_logs_the_rate_of_the_last_layer(here, monkeypatch):
     flags = "--dataset digits --arch resnet8 --epochs 1 --lr_schedule constant --warmup 0".split()
     flags += "--optimizer adamw --lr 0.002 --layer_decay 0.5 --threads 1 --out run".split()
     run(resnet50_test, *flags, monkeypatch=monkeypatch)

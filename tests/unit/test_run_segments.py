@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import resnet50_test
 from test_training import run
 from training import machine
@@ -28,9 +26,7 @@ def line_of(console: str) -> str:
     return lines[0].removeprefix(GOES_ON) if lines else ""
 
 
-def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(here, monkeypatch):
     monkeypatch.setattr(machine, "commit_or_none", lambda: "aaa")
     console = run(resnet50_test, *FLAGS, "--epochs", "1", "--out", "a", monkeypatch=monkeypatch)
     assert line_of(console) == ""
@@ -62,9 +58,7 @@ def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(
     assert len(config_of("a")["segments"]) == 2, "the run that b began from stays as it is"
 
 
-def test_a_run_that_goes_on_as_it_was_has_one_segment(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_goes_on_as_it_was_has_one_segment(here, monkeypatch):
     """Also where known data lie elsewhere, or where a flag changes that changes no result.
 
     The processor was measured as a little faster or slower.
@@ -79,7 +73,7 @@ def test_a_run_that_goes_on_as_it_was_has_one_segment(
     assert config_of("b")["processor_speed"]["gflops"] == 1.0
 
 
-def test_segments_begin_where_something_changes() -> None:
+def test_segments_begin_where_something_changes():
     state = {"progress": {"epoch": 3, "step": 40}, "changed": {}}
     segments = [{"after_epochs": 0, "after_steps": 0, "changed": {}, "commit": "abc"}]
     assert next_segments(None, {"commit": "abc"}) == segments

@@ -23,9 +23,7 @@ WITH_AND_WITHOUT = each_of("lengths", [None, LENGTHS])
 
 @WITH_AND_WITHOUT
 @each_of("batch_size", [1, 10, 64, 1003])
-def test_full_batches_draw_no_row_twice_and_fill_every_batch(
-    batch_size: int, lengths: torch.Tensor | None
-) -> None:
+def test_full_batches_draw_no_row_twice_and_fill_every_batch(batch_size, lengths):
     sampler = Sampler(1003, seed=3, lengths=lengths)
     batches = sampler.full_batches(5, batch_size)
     assert batches.shape == (sampler.steps(batch_size), batch_size)
@@ -36,7 +34,7 @@ def test_full_batches_draw_no_row_twice_and_fill_every_batch(
 
 
 @WITH_AND_WITHOUT
-def test_order_is_a_function_of_seed_and_epoch(lengths: torch.Tensor | None) -> None:
+def test_order_is_a_function_of_seed_and_epoch(lengths):
     first = Sampler(1003, 3, lengths=lengths).full_batches(5, 32)
     again = Sampler(1003, 3, lengths=lengths)
     again.full_batches(0, 7)  # neither earlier draws nor the global random state matter
@@ -48,13 +46,13 @@ def test_order_is_a_function_of_seed_and_epoch(lengths: torch.Tensor | None) -> 
     assert not torch.equal(first, Sampler(1003, 4, lengths=lengths).full_batches(5, 32))
 
 
-def test_seeds_and_epochs_do_not_share_orders() -> None:
+def test_seeds_and_epochs_do_not_share_orders():
     generators = (epoch_generator(seed, epoch) for seed in range(12) for epoch in range(12))
     assert len({tuple(torch.randperm(50, generator=each).tolist()) for each in generators}) == 144
 
 
 @each_of("world_size", [1, 2, 4])
-def test_ranks_share_one_global_batch(world_size: int) -> None:
+def test_ranks_share_one_global_batch(world_size):
     batch = Sampler(1003, 3).full_batches(1, 64)[0]
     shares = [rank_share(batch, rank, world_size=world_size) for rank in range(world_size)]
     assert {len(rows) for rows in shares} == {64 // world_size}
@@ -64,7 +62,7 @@ def test_ranks_share_one_global_batch(world_size: int) -> None:
 # -------------------------------------------------------------------- every row once
 
 
-def test_batches_of_an_epoch_hold_every_row_and_none_is_below_half_the_size() -> None:
+def test_batches_of_an_epoch_hold_every_row_and_none_is_below_half_the_size():
     for rows in (8, 9, 60, 100, 101, 129, 1000, 5000):
         for batch_size in (n for n in (1, 2, 3, 4, 7, 8, 60, 100, 128, 999) if n <= rows):
             sizes = batch_sizes(rows, batch_size)
@@ -89,7 +87,7 @@ def test_left_over_rows_are_a_batch_or_share_the_last_two(rows, batch_size, smal
 
 
 @WITH_AND_WITHOUT
-def test_an_epoch_cuts_the_order_into_batches_of_the_given_sizes(lengths) -> None:
+def test_an_epoch_cuts_the_order_into_batches_of_the_given_sizes(lengths):
     sizes = batch_sizes(1003, 128)
     batches = Sampler(1003, 3, lengths=lengths).epoch(2, sizes)
     assert sorted(map(len, batches), reverse=True) == sizes
@@ -98,7 +96,7 @@ def test_an_epoch_cuts_the_order_into_batches_of_the_given_sizes(lengths) -> Non
         assert [len(batch) for batch in batches] == sizes
 
 
-def test_the_small_batches_do_not_always_get_the_longest_rows() -> None:
+def test_the_small_batches_do_not_always_get_the_longest_rows():
     sizes = batch_sizes(1003, 60)
     sampler = Sampler(1003, 3, lengths=LENGTHS)
     smallest = [min(sampler.epoch(epoch, sizes), key=len) for epoch in range(20)]
@@ -116,7 +114,7 @@ def padding(batches: torch.Tensor, lengths: torch.Tensor) -> float:
     return 1 - drawn.sum().item() / (drawn.max(1).values.sum().item() * batches.shape[1])
 
 
-def test_lengths_keep_padding_below_a_tenth() -> None:
+def test_lengths_keep_padding_below_a_tenth():
     lengths = torch.randint(8, 129, (20_000,), generator=torch.Generator().manual_seed(1))
     shuffled, grouped = (
         Sampler(20_000, 0, lengths=known).full_batches(0, 32) for known in (None, lengths)
@@ -126,7 +124,7 @@ def test_lengths_keep_padding_below_a_tenth() -> None:
         assert padding(grouped[:, rank::4], lengths) < 0.1
 
 
-def test_batches_of_similar_length_come_in_random_order() -> None:
+def test_batches_of_similar_length_come_in_random_order():
     rows = 3 * BATCHES_PER_SORT * 32
     lengths = torch.randint(8, 129, (rows,), generator=torch.Generator().manual_seed(2))
     first, second = (Sampler(rows, 0, lengths=lengths).full_batches(epoch, 32) for epoch in (0, 1))
@@ -138,7 +136,7 @@ def test_batches_of_similar_length_come_in_random_order() -> None:
 
 
 @each_of("fraction", [0.001, 0.1, 0.25, 0.5, 1.0])
-def test_stratified_rows_are_the_same_fraction_of_each_class(fraction: float) -> None:
+def test_stratified_rows_are_the_same_fraction_of_each_class(fraction):
     counts = (400, 200, 8)
     labels = torch.tensor([label for label, count in enumerate(counts) for _ in range(count)])
     labels = labels[torch.randperm(608, generator=torch.Generator().manual_seed(0))]
@@ -150,7 +148,7 @@ def test_stratified_rows_are_the_same_fraction_of_each_class(fraction: float) ->
         assert torch.equal(rows, rows.sort().values)
 
 
-def test_validation_rows_depend_on_the_seed() -> None:
+def test_validation_rows_depend_on_the_seed():
     labels, same = torch.arange(300) % 3, {"subset": 1.0, "val_fraction": 0.2, "early_stop": False}
     one, again, other = (
         factory.split_rows(SimpleNamespace(seed=seed, **same), labels)["val"] for seed in (0, 0, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import unicodedata
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,7 +41,7 @@ KINDS = pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
         ("quot;Wait,quot; he said", '"Wait," he said'),
     ],
 )
-def test_clean_drops_tags_entities_and_addresses(raw: str, expected: str) -> None:
+def test_clean_drops_tags_entities_and_addresses(raw, expected):
     assert clean_text(raw) == expected
 
 
@@ -56,9 +55,7 @@ def tokenizer(request: pytest.FixtureRequest, headlines: Headlines) -> Tokenizer
     return train_tokenizer(headlines[0]["train"].texts, request.param, vocab_size=1500)
 
 
-def test_tokenizer_puts_cls_first_round_trips_and_ignores_case(
-    tokenizer: Tokenizer, headlines: Headlines
-) -> None:
+def test_tokenizer_puts_cls_first_round_trips_and_ignores_case(tokenizer, headlines):
     assert [tokenizer.token_to_id(token) for token in ("[PAD]", "[UNK]", "[CLS]")] == [0, 1, 2]
     assert 1000 < tokenizer.get_vocab_size() <= 1500
     again = Tokenizer.from_str(tokenizer.to_str())
@@ -74,7 +71,7 @@ def test_tokenizer_puts_cls_first_round_trips_and_ignores_case(
 
 
 @KINDS
-def test_marks_that_carry_meaning_are_kept_in_every_script(kind: str) -> None:
+def test_marks_that_carry_meaning_are_kept_in_every_script(kind):
     """Words that differ in a mark alone differ; the two forms of one character do not."""
     hindi, japanese, arabic = "\u0915\u0940 \u0915\u0947", "\u304b \u304c", "\u0627 \u0623"
     for pair in (hindi, japanese, arabic, "m\u00e1 m\u1ea1", "\u0438 \u0439", "ou o\u00f9"):
@@ -89,7 +86,7 @@ def test_marks_that_carry_meaning_are_kept_in_every_script(kind: str) -> None:
 
 
 @KINDS
-def test_a_text_without_spaces_is_no_unknown_word(kind: str) -> None:
+def test_a_text_without_spaces_is_no_unknown_word(kind):
     """Many scripts have no spaces; a link within such a text ends where the script goes on."""
     texts = ["\u65e5\u672c\u8a9e\u306e\u6587" * 60, "\u4e2d\u6587\u7684\u53e5\u5b50" * 60]
     tokenizer = train_tokenizer(texts, kind, vocab_size=600)
@@ -98,7 +95,7 @@ def test_a_text_without_spaces_is_no_unknown_word(kind: str) -> None:
 
 
 @KINDS
-def test_text_that_names_a_special_token_is_only_text(kind: str) -> None:
+def test_text_that_names_a_special_token_is_only_text(kind):
     tokenizer = train_tokenizer(["pad and cls and text [ ] brackets"] * 9, kind, vocab_size=400)
     tokenizer = Tokenizer.from_str(tokenizer.to_str())  # as a checkpoint restores it
     tokens = encode_texts(["text [PAD] text [CLS] text"], tokenizer, max_len=64)[0]
@@ -107,7 +104,7 @@ def test_text_that_names_a_special_token_is_only_text(kind: str) -> None:
     assert not set(tokens[1:length].tolist()) & {0, 2}
 
 
-def test_batches_hold_the_tokens_of_their_rows(tokenizer: Tokenizer, headlines: Headlines) -> None:
+def test_batches_hold_the_tokens_of_their_rows(tokenizer, headlines):
     rows = headlines[0]["train"].select_rows(range(101))
     row_batches = [*torch.randperm(101).split(13), torch.tensor([100]), torch.tensor([0, 0])]
     for max_len in (8, 128):
@@ -123,7 +120,7 @@ def test_batches_hold_the_tokens_of_their_rows(tokenizer: Tokenizer, headlines: 
             assert tokens.tolist() == [row + [0] * (longest - len(row)) for row in ids]
 
 
-def test_padding_is_counted_and_lengths_on_gpus_are_multiples_of_four() -> None:
+def test_padding_is_counted_and_lengths_on_gpus_are_multiples_of_four():
     data = TextDataset.__new__(TextDataset)
     data.lengths, data.max_len, data.device = torch.tensor([5, 9, 9, 30]), 31, CPU
     row_batches = [torch.tensor([0, 1]), torch.tensor([2, 3])]
@@ -132,14 +129,14 @@ def test_padding_is_counted_and_lengths_on_gpus_are_multiples_of_four() -> None:
     assert [data.padded_length(rows) for rows in row_batches] == [12, 31]
 
 
-def test_encode_texts_cleans_and_equals_the_data_set(tokenizer: Tokenizer) -> None:
+def test_encode_texts_cleans_and_equals_the_data_set(tokenizer):
     tokens = encode_texts(["Oil <b>up</b> today", ""], tokenizer, max_len=32)
     ids = tokenizer.encode("Oil up today").ids
     assert tokens[0, : len(ids)].tolist() == ids
     assert tokens[1].tolist() == [2] + [0] * (tokens.shape[1] - 1)
 
 
-def test_a_text_file_is_utf8_and_line_breaks_alone_separate_its_lines(tmp_path: Path) -> None:
+def test_a_text_file_is_utf8_and_line_breaks_alone_separate_its_lines(tmp_path):
     path = tmp_path / "lines.txt"
     path.write_bytes("one\x0cpage\u2028more\r\n\r\ntwo\u0085\n".encode())
     assert text_datasets.read_lines(path) == {1: "one\x0cpage\u2028more", 3: "two"}
@@ -148,7 +145,7 @@ def test_a_text_file_is_utf8_and_line_breaks_alone_separate_its_lines(tmp_path: 
         text_datasets.read_lines(path)
 
 
-def test_naive_bayes_scores_equal_those_of_sklearn() -> None:
+def test_naive_bayes_scores_equal_those_of_sklearn():
     rows = TextSplit([0, 0, 1], ["oil oil price", "oil", "cup price"])
     tokenizer = train_tokenizer(rows.texts, "wordpiece", vocab_size=400)
     size = tokenizer.get_vocab_size()
@@ -164,14 +161,12 @@ def test_naive_bayes_scores_equal_those_of_sklearn() -> None:
 
 
 @KINDS
-def test_the_same_texts_give_the_same_tokenizer(kind: str) -> None:
+def test_the_same_texts_give_the_same_tokenizer(kind):
     lines = read_text_splits("headlines", "")[0]["train"].texts
     assert len({train_tokenizer(lines, kind, vocab_size=2000).to_str() for _ in range(4)}) == 1
 
 
-def test_a_download_is_kept_only_with_the_official_checksum(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_is_kept_only_with_the_official_checksum(tmp_path, monkeypatch):
     content = b'"1","A title","A description"\n'
 
     class Response(io.BytesIO):

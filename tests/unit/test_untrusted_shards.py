@@ -47,7 +47,7 @@ def rewrite(folder: Path, change: Callable[[Any], None]) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_a_sound_one_is_read_in_both_ways(shards: Path) -> None:
+def test_a_sound_one_is_read_in_both_ways(shards):
     weights = sharded_checkpoint.load_whole_model(shards)
     assert weights["weight"].shape == (4, 3)
     model = nn.Linear(3, 4)
@@ -58,7 +58,7 @@ def test_a_sound_one_is_read_in_both_ways(shards: Path) -> None:
 
 
 @each_of("place", ["planner_data", "storage_data", "whole"])
-def test_code_in_the_description_does_not_run(place: str, shards: Path, tmp_path: Path) -> None:
+def test_code_in_the_description_does_not_run(place, shards, tmp_path):
     trap, sound = Trap(tmp_path / "sprung"), (shards / ".metadata").read_bytes()
     if place == "whole":
         (shards / ".metadata").write_bytes(pickle.dumps(trap))
@@ -69,7 +69,7 @@ def test_code_in_the_description_does_not_run(place: str, shards: Path, tmp_path
     (shards / ".metadata").write_bytes(sound)
 
 
-def test_an_entry_that_torch_would_unpickle_is_refused(shards: Path) -> None:
+def test_an_entry_that_torch_would_unpickle_is_refused(shards):
     def as_bytes(metadata: Any) -> None:
         metadata.state_dict_metadata["model/weight"] = BytesStorageMetadata()
 
@@ -78,7 +78,7 @@ def test_an_entry_that_torch_would_unpickle_is_refused(shards: Path) -> None:
 
 
 @each_of("name", ["../elsewhere/__0_0.distcp", "/etc/passwd", "weights.bin"])
-def test_a_file_outside_the_folder_is_refused(name: str, shards: Path) -> None:
+def test_a_file_outside_the_folder_is_refused(name, shards):
     def elsewhere(metadata: Any) -> None:
         index = next(iter(metadata.storage_data))
         part = metadata.storage_data[index]
@@ -89,7 +89,7 @@ def test_a_file_outside_the_folder_is_refused(name: str, shards: Path) -> None:
 
 
 @each_of("name", ["../elsewhere", "/tmp/shards-1", "shards-1/../../x", "shards-x"])
-def test_a_folder_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_folder_elsewhere_is_refused(name, tmp_path):
     checkpoint.save(tmp_path / "last.pt", {**state_of(1), "shards": name})
     with pytest.raises(InputError, match="not a name such as shards-1"):
         checkpoint.load(tmp_path / "last.pt")

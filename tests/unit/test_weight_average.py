@@ -29,7 +29,7 @@ def changed(model: nn.Module) -> None:
     model(torch.randn(8, 3, dtype=torch.float64) * 3 + 1)  # BatchNorm's statistics
 
 
-def test_it_is_the_average_of_the_formula_and_goes_on_from_its_state() -> None:
+def test_it_is_the_average_of_the_formula_and_goes_on_from_its_state():
     model = network()
     average = WeightAverage(model, 0.6)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
@@ -50,7 +50,7 @@ def test_it_is_the_average_of_the_formula_and_goes_on_from_its_state() -> None:
     assert not any(p.requires_grad for p in average.model.parameters())
 
 
-def test_the_average_has_the_mean_statistics_of_all_ranks(monkeypatch) -> None:
+def test_the_average_has_the_mean_statistics_of_all_ranks(monkeypatch):
     model = network()
     world = World(rank=0, size=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -65,7 +65,7 @@ def test_the_average_has_the_mean_statistics_of_all_ranks(monkeypatch) -> None:
         torch.testing.assert_close(norm.running_mean, mean, rtol=1e-6, atol=1e-6)
 
 
-def test_the_average_is_evaluated_kept_and_used(here, monkeypatch) -> None:
+def test_the_average_is_evaluated_kept_and_used(here, monkeypatch):
     run(resnet50_test, *FLAGS, "--out", "run", monkeypatch=monkeypatch)
     run(resnet50_test, *FLAGS, "--ema", "0", "--out", "plain", monkeypatch=monkeypatch)
     state = torch.load("run/last.pt", weights_only=True)
@@ -83,7 +83,7 @@ def test_the_average_is_evaluated_kept_and_used(here, monkeypatch) -> None:
     assert found[1] == f"{100 * averaged['test_accuracy']:.2f}"
 
 
-def test_a_run_without_an_average_gets_one_when_it_is_resumed(here, monkeypatch) -> None:
+def test_a_run_without_an_average_gets_one_when_it_is_resumed(here, monkeypatch):
     run(resnet50_test, *FLAGS, "--ema", "0", "--out", "run", monkeypatch=monkeypatch)
     more = ["--resume", "run", "--ema", "0.9", "--epochs", "3"]
     run(resnet50_test, *more, monkeypatch=monkeypatch)
