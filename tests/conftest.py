@@ -82,7 +82,7 @@ def for_each(cases: Iterable[tuple[Any, ...]], check: Callable[..., object]) -> 
 
 
 def each_of(
-    names: str | tuple[str, ...], values: Iterable[Any], ids: object = None
+    names: str | tuple[str, ...], values: Iterable[Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Call a test in a loop over values, as `pytest.mark.parametrize` makes a test of each."""
     names = tuple(names.replace(" ", "").split(",")) if isinstance(names, str) else names

@@ -16,9 +16,6 @@ from cli import options
 from conftest import SHORT, for_each, write_images
 from input_pipeline import image_batches
 
-Refused = Callable[..., str]
-
-
 # -------------------------------------------------------------------- recipes and checkpoints
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -79,16 +78,6 @@ def stored_bytes(run) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run()
     return sum(stored.values())
-
-
-@each_of("norm", NORMS)
-def test_a_single_value_a_channel_is_refused_as_by_the_modules(norm):
-    conv, bn, _ = layers({"kernel_size": 3}, **norm)
-    x = torch.randn(1, 4, 3, 3, dtype=torch.float64, requires_grad=True)
-    for run in (lambda x: bn(conv(x)), lambda x: fusion.conv_batch_norm(x, conv, norm=bn)):
-        with pytest.raises(ValueError, match="more than 1 value per channel"):
-            run(x)
-    assert all(buffer.isfinite().all() for buffer in bn.buffers())
 
 
 @each_of("activation", ["gelu", "relu"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -16,10 +14,8 @@ from models.vgg import patch_filters
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
+def seeded() -> None:
+    torch.manual_seed(0)
 
 
 def count(model: nn.Module) -> int:

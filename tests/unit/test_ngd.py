@@ -52,7 +52,7 @@ def as_matrix(tensor: Tensor) -> Tensor:
 # ------------------------------------------------------------ the direction
 
 
-@each_of("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@each_of("dtype", [torch.float32, torch.float64])
 @each_of(
     ("shape", "settings"),
     [
@@ -64,7 +64,6 @@ def as_matrix(tensor: Tensor) -> Tensor:
         ([60, 80], {"nesterov": False}),
         ([100, 150], {"momentum": 0.0, "nesterov": False}),
     ],
-    ids=str,
 )
 def test_fifty_steps_equal_the_oracle(shape, settings, dtype):
     p = nn.Parameter(torch.zeros(shape, dtype=dtype))

@@ -128,10 +128,10 @@ def test_shape_begins_after_the_warmup_and_ends_with_the_run(name, end):
     assert warm(12) == pytest.approx(end)
 
 
-@each_of(("rule", "expected"), [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * math.sqrt(8))])
-def test_learning_rate_scales_with_the_batch(rule, expected):
-    assert scale_lr(0.1, rule, batch_size=1024, base_batch_size=128) == pytest.approx(expected)
-    assert scale_lr(0.1, rule, batch_size=128, base_batch_size=128) == pytest.approx(0.1)
+def test_learning_rate_scales_with_the_batch():
+    for rule, factor in (("none", 1), ("linear", 8), ("sqrt", math.sqrt(8))):
+        found = scale_lr(0.1, rule, batch_size=1024, base_batch_size=128)
+        assert found == pytest.approx(0.1 * factor)
 
 
 def test_decay_groups_hold_each_trained_parameter_once_and_decay_matrices_but_positions():
@@ -219,7 +219,6 @@ def poisoned_memory() -> Iterator[None]:
     """Uninitialised tensors hold NaN, so that reading one shows."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)

@@ -9,7 +9,7 @@ from typing import Any
 import resnet50_test
 from test_training import run
 from training import machine
-from training.run_segments import describe_all, next_segments
+from training.run_segments import describe_all
 
 FLAGS = "--dataset digits --arch resnet8 --subset 0.2 --bs 64 --lr 0.02 --threads 1".split()
 GOES_ON = "the run goes on with "
@@ -71,16 +71,3 @@ def test_a_run_that_goes_on_as_it_was_has_one_segment(here, monkeypatch):
     assert line_of(console) == ""
     assert "segments" not in config_of("b")
     assert config_of("b")["processor_speed"]["gflops"] == 1.0
-
-
-def test_segments_begin_where_something_changes():
-    state = {"progress": {"epoch": 3, "step": 40}, "changed": {}}
-    segments = [{"after_epochs": 0, "after_steps": 0, "changed": {}, "commit": "abc"}]
-    assert next_segments(None, {"commit": "abc"}) == segments
-    known = {**state, "segments": segments}
-    assert next_segments(known, {"commit": "abc"}) == segments
-    assert next_segments(known, {"commit": "abc", "a later entry": 1}) == segments
-    assert next_segments(known, {"commit": "def"})[1:] == [
-        {"after_epochs": 3, "after_steps": 40, "changed": {}, "commit": "def"}
-    ]
-    assert len(segments) == 1, "the checkpoint's own list is not changed"

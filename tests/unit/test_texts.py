@@ -129,13 +129,6 @@ def test_padding_is_counted_and_lengths_on_gpus_are_multiples_of_four():
     assert [data.padded_length(rows) for rows in row_batches] == [12, 31]
 
 
-def test_encode_texts_cleans_and_equals_the_data_set(tokenizer):
-    tokens = encode_texts(["Oil <b>up</b> today", ""], tokenizer, max_len=32)
-    ids = tokenizer.encode("Oil up today").ids
-    assert tokens[0, : len(ids)].tolist() == ids
-    assert tokens[1].tolist() == [2] + [0] * (tokens.shape[1] - 1)
-
-
 def test_a_text_file_is_utf8_and_line_breaks_alone_separate_its_lines(tmp_path):
     path = tmp_path / "lines.txt"
     path.write_bytes("one\x0cpage\u2028more\r\n\r\ntwo\u0085\n".encode())

@@ -10,7 +10,7 @@ import ranks
 import resnet50_test
 from test_training import DIGITS, run
 from training.run_log import RunLog
-from training.time_estimate import Forecast, in_words
+from training.time_estimate import Forecast
 
 HOUR = 3600.0
 HINT = "for a shorter run: a smaller one"
@@ -25,11 +25,6 @@ class Clock:
     def __call__(self) -> float:
         self.now += self.each_call
         return self.now
-
-
-def test_durations():
-    words = {0: "0 s", 89: "89 s", 1200: "20 min", 1.5 * HOUR: "1.5 h", 76 * HOUR: "3.2 days"}
-    assert {seconds: in_words(seconds) for seconds in words} == words
 
 
 def announced(forecast: Forecast, done: list[float], seconds: float) -> list[str]:

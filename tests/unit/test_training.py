@@ -32,7 +32,6 @@ from training.trainer import Trainer
 
 DIGITS = "--dataset digits --arch resnet20 --bs 64 --lr 0.1 --epochs 2 --threads 1".split()
 LINES = "--dataset headlines --bs 16 --lr 4e-4 --epochs 8 --threads 1".split()
-TRACKED = [*DIGITS, "--epochs", "4", "--track", "tensorboard"]
 
 
 def run(module, *flags, monkeypatch, code: int = 0) -> str:
@@ -60,7 +59,7 @@ def digits(here, monkeypatch) -> Callable[..., str]:
 def finished(tmp_path_factory) -> dict[str, Path]:
     """A folder for each script, in which `run` is one that has learned."""
     folders = {}
-    for module, words in ((resnet50_test, TRACKED), (transformer_test, LINES)):
+    for module, words in ((resnet50_test, [*DIGITS, "--epochs", "4"]), (transformer_test, LINES)):
         folders[module.SCRIPT] = folder = tmp_path_factory.mktemp(module.SCRIPT)
         with pytest.MonkeyPatch.context() as patch:
             console = run(module, *words, "--out", folder / "run", monkeypatch=patch)
@@ -75,12 +74,9 @@ def test_resnet_learns_the_digits_and_leaves_a_whole_run_folder(finished):
     assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
     fields = "epoch step samples train_loss train_accuracy test_loss test_accuracy lr batch_size"
     assert {*fields.split(), "world_size", "comm_bytes"} <= set(rows[0])
-    raw = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-    assert set(raw) >= ranks.TIMING - {"worker_samples_per_second"}
     config = json.loads((folder / "config.json").read_text())
     assert (config["flags"]["arch"], config["torch"]) == ("resnet20", torch.__version__)
     assert {"last.pt", "best.pt"} <= {path.name for path in folder.iterdir()}
-    assert list(folder.glob("events.out.tfevents.*"))
 
 
 def test_transformer_learns_the_headlines(finished):

@@ -70,10 +70,8 @@ def test_code_in_the_description_does_not_run(place, shards, tmp_path):
 
 
 def test_an_entry_that_torch_would_unpickle_is_refused(shards):
-    def as_bytes(metadata: Any) -> None:
-        metadata.state_dict_metadata["model/weight"] = BytesStorageMetadata()
-
-    rewrite(shards, as_bytes)
+    entry = {"model/weight": BytesStorageMetadata()}
+    rewrite(shards, lambda metadata: metadata.state_dict_metadata.update(entry))
     refused_everywhere(shards, "BytesStorageMetadata, which does not belong")
 
 
