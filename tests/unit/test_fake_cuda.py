@@ -203,11 +203,11 @@ def trainer_of(
     gpu: FakeGpu, world: World, name: str = "sgd", *, precision: str = "fp32", **settings: Any
 ) -> Trainer:
     model = gpu.model(network())
-    settings["precision"] = Precision(precision, "cuda", DTYPES[precision])
+    dtype = torch.float16 if precision == "fp16" else None
+    settings["precision"] = Precision(precision, "cuda", dtype)
     return make_trainer(model, optimizer_of(name, model), world, **settings)
 
 
-DTYPES = {"fp32": None, "fp16": torch.float16}
 SETTINGS = {  # and the number of ranks
     "plain": (1, {}),
     "accumulated": (1, {"precision": "fp16", "accumulation_steps": 2, "max_grad_norm": 1.0}),

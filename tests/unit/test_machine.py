@@ -86,7 +86,7 @@ def test_a_copy_does_not_get_the_commit_of_a_folder_above_but_what_it_is_told(pr
 CPU = torch.device("cpu")
 
 
-def test_measuring_the_speed_changes_neither_random_numbers_nor_threads(monkeypatch):
+def test_measuring_the_speed_changes_neither_random_numbers_nor_threads():
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     machine._measured_speed.cache_clear()
     speed = machine.processor_speed()

@@ -47,16 +47,6 @@ def rewrite(folder: Path, change: Callable[[Any], None]) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_a_sound_one_is_read_in_both_ways(shards):
-    weights = sharded_checkpoint.load_whole_model(shards)
-    assert weights["weight"].shape == (4, 3)
-    model = nn.Linear(3, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    sharded_checkpoint.load(shards, model, optimizer, World())
-    assert torch.equal(model.weight, weights["weight"])
-    assert optimizer.state[model.weight]["step"] == 1
-
-
 @each_of("place", ["planner_data", "storage_data", "whole"])
 def test_code_in_the_description_does_not_run(place, shards, tmp_path):
     trap, sound = Trap(tmp_path / "sprung"), (shards / ".metadata").read_bytes()
