@@ -9,6 +9,7 @@ import functools
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -106,10 +107,15 @@ def test_four_ranks_end_with_one_of_them_and_go_on_bit_for_bit(whole, tmp_path):
 
 
 def test_a_job_restarts_by_itself_after_a_rank_dies(whole, tmp_path):
-    job = ranks.start(ranks.torchrun(*command(2)), tmp_path, NGPU="2", MAX_RESTARTS="1")
-    wait_for_a_row(tmp_path, job)
-    kill_rank(job, 1)
-    console = ranks.finish(job, tmp_path)
+    """And whatever port is taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        variables = {"NGPU": "2", "MAX_RESTARTS": "1", "MASTER_PORT": str(taken.getsockname()[1])}
+        job = ranks.start(ranks.torchrun(*command(2)), tmp_path, **variables)
+        wait_for_a_row(tmp_path, job)
+        kill_rank(job, 1)
+        console = ranks.finish(job, tmp_path)
     assert console.count("training samples") == 2, "the job was to start twice"
     ranks.same_run(whole(2), tmp_path / "run")
 

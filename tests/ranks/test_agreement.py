@@ -96,6 +96,7 @@ def test_what_differs_on_one_rank_is_named_in_one_line(tmp_path, monkeypatch):
     for_each(
         [
             (FLAGS, "--lr 0.01", "--lr is 0.1 on rank 0 and 0.01 on rank 1"),
+            ([*FLAGS, "--bs", "9999"], "", "--bs 9999"),  # on both
             (FLAGS, "--ngd", "--optimizer is sgd on rank 0 and ngd on rank 1"),
             (FLAGS, f"--resume {tmp_path}/done", "the checkpoint is none on rank 0 and of step"),
             ([*images, one], f"--data_dir {other}", "the train split is 16 rows with labels"),
