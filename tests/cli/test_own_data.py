@@ -314,6 +314,8 @@ def test_splits_are_found_by_several_names(tmp_path: Path, refused: Refused) -> 
     refused("images", f"--data_dir {data}", "DEV and val are both there", IMAGES)
     data = image_folder(tmp_path / "mine", "Test", "Dev")  # which are no classes
     refused("images", f"--data_dir {data} --val_fraction 0.1", "mine/train is missing", IMAGES)
+    os.mkfifo(write(tmp_path / "pipe") / "train.csv")  # which nobody writes to
+    refused("texts", f"--data_dir {tmp_path / 'pipe'}", "train.csv is missing", TEXTS)
     for name, base, _, make in KINDS:  # a broken link is not taken for a split that is not there
         data = make(tmp_path / name, "train", "val")
         (data / ("test" if name == "images" else "test.csv")).symlink_to("nowhere")
