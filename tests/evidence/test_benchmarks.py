@@ -15,7 +15,7 @@ import torch
 
 import errors
 import resnet50_test
-from benchmarks import bench, time_to_target, train_peer
+from benchmarks import bench, time_to_target
 from conftest import call, for_each
 from figures import run_logs
 from training import machine
@@ -53,18 +53,6 @@ def test_a_process_is_stopped_between_its_turns_and_its_end_is_one_line(capfd):
     finally:
         remote.close()
     assert not remote.process.is_alive()
-
-
-def test_a_peer_trains_and_its_log_names_it(tmp_path):
-    pytest.importorskip("pytorch_optimizer")
-    words = "soap resnet50_test.py --dataset digits --arch resnet8 --bs 64 --epochs 1 --subset 0.2"
-    words = [*words.split(), "--threads", "1", "--out", str(tmp_path / "run")]
-    for wrong, message in ((words, "--optimizer adamw"), (["nothing"], "usage")):
-        with pytest.raises(errors.InputError, match=message):
-            train_peer.main(wrong)
-    train_peer.main([*words, "--optimizer", "adamw"])
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["peer"].startswith("soap, pytorch_optimizer ")
 
 
 SMALL_RUN = "--dataset digits --arch resnet8 --bs 64 --subset 0.5 --threads 1 --epochs 2 --lr 0.01"

@@ -23,15 +23,6 @@ from test_training import run
 FLAGS = "--dataset digits --arch resnet8 --subset 0.2 --threads 1 --epochs 1".split()
 
 
-def test_the_first_difference_is_named():
-    same = {"--lr": "0.1", "--bs": "32"}
-    assert agreement.first_difference([same, dict(same)]) == ""
-    other = {**same, "--bs": "64"}
-    expected = "--bs is 32 on rank 0 and 64 on rank 2"
-    assert agreement.first_difference([same, dict(same), other]) == expected
-    assert agreement.first_difference([{}, same]) == "--lr is nothing on rank 0 and 0.1 on rank 1"
-
-
 def ranks_agree_or_raise_together(world: World) -> None:
     agreement.check_equal(world, {"--lr": 0.1}, advice="mend it")
     if world.size > 1:

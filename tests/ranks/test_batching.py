@@ -17,7 +17,7 @@ from backends.precision import Precision
 from benchmarks.trainers import open_script
 from conftest import each_of, for_each
 from distributed.world import World
-from dynamic_batch import ByLoss, ByNoise, Scheduled, WorkerBalancer, at_milestones, every_epoch
+from dynamic_batch import ByLoss, ByNoise, Scheduled, WorkerBalancer, at_milestones
 from input_pipeline.sampler import row_owners
 from test_training import run
 from trainers import FP32, build_optimizer, make_trainer
@@ -325,30 +325,6 @@ def test_the_limit_of_memory_holds_while_it_can() -> None:
     assert batching.share_out(100) == [40, 60]
     limit(10, 40)  # 50 at once are too few for 100: two micro-batches, limits of 20 and 80
     assert batching.share_out(100) == [20, 80]
-
-
-def test_a_compiled_model_is_not_compiled_anew_for_every_size() -> None:
-    torch._dynamo.reset()
-    compiled = []
-
-    def backend(graph, example):
-        compiled.append(graph)
-        return graph.forward
-
-    model = image_model()
-    trainer = trainer_of(model, World(), micro_batch_size=60)
-    model.compile(backend=backend)
-    batching = make(0, 1, rule=Scheduled(60, every_epoch(1.07)), low=60, high=480)
-    sizes = set()
-    for epoch in range(30):
-        batching.start_epoch(epoch)
-        for part in batching.plan(epoch, 0)[:2]:
-            trainer.train_step(*batch(len(part.rows)))
-        sizes.add(batching.size)
-        batching.end_epoch(1.0, 1.0)
-    assert len(sizes) >= 5
-    assert len(compiled) <= 3
-    torch._dynamo.reset()
 
 
 def test_the_flags_choose_the_sizes_and_rates(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -102,23 +101,11 @@ def what_no_rank_changes_stays_as_it_is(world: World) -> None:
     assert torch.equal(mine[0], before)
 
 
-def it_goes_on_from_its_state(world: World) -> None:
-    mine = parameters()
-    hook = started(world, mine, 4)
-    train(world, hook, mine, range(1, 7))
-    theirs, other = copy.deepcopy(mine), started(world, parameters(), 4)
-    other.load_state_dict(copy.deepcopy(hook.state_dict(mine)), theirs)
-    for each, own in ((hook, mine), (other, theirs)):
-        train(world, each, own, range(7, 14))
-    assert all(torch.equal(p, q) for p, q in zip(mine, theirs))
-
-
 def all_of_it(world: World) -> None:
     follows_the_oracle(world)
     its_bytes_are_counted(world)
     an_average_in_between_leaves_the_mean_change_of_given_steps(world)
     what_no_rank_changes_stays_as_it_is(world)
-    it_goes_on_from_its_state(world)
 
 
 def test_what_ranks_do_together() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ranks
-from backends.precision import Precision
 from distributed.world import StopVote, World, choose_collectives
 from input_pipeline.sampler import rank_share
 from models.transformer import Transformer
@@ -135,19 +134,6 @@ def test_clipping_makes_no_gradient_longer():
         trainer.optimizer_step(StepSums(torch.device("cpu")))
         moved = (before - model.weight.detach()) / 0.1
         torch.testing.assert_close(moved, factor * torch.tensor([[3.0, 4.0]]), rtol=1e-4, atol=1e-5)
-
-
-def test_a_state_gives_back_the_random_numbers_and_the_loss_scale():
-    precision = Precision("fp16", "cpu", torch.float16)
-    trainers = [trainer_of(nn.Linear(2, 1), World(), precision=precision) for _ in range(2)]
-    states = [each.checkpoints.train_state for each in trainers]
-    trainers[0].scaler.scale(torch.ones(1))
-    trainers[0].scaler.update(256.0)
-    state = states[0].state_dict()
-    drawn = torch.rand(3)
-    states[1].load_state_dict(state)
-    assert torch.equal(torch.rand(3), drawn)
-    assert trainers[1].scaler.get_scale() == 256.0
 
 
 def sums_and_votes(world):
