@@ -83,32 +83,25 @@ def test_a_resume_that_is_refused_changes_no_file(here, monkeypatch):
 
 def test_the_newest_run_is_that_of_the_newest_checkpoint(here):
     """Whatever the folders are called, and wherever below runs/ they are."""
-    made = [
-        ("runs/resnet50_test-20260101-000000", {"script": "resnet50_test"}),
-        ("runs/final", {"script": "resnet50_test"}),
-        ("runs/group/a-seed0", {"command": ["resnet50_test.py", "--ngd"]}),  # of an older version
-        ("runs/linked", {"script": "resnet50_test"}),
-        ("runs/resnet50_test-20250101-000000", {}),
-        ("runs/resnet50_test-of-texts", {"script": "transformer_test"}),
-        ("runs/resnet50_test-29991231-235959", None),  # has no checkpoint
-        ("runs/.hidden", {"script": "resnet50_test"}),
-        ("runs/tuning/trials/0003", {"script": "resnet50_test"}),  # of a sweep
-    ]
-    (here / "elsewhere").mkdir()
-    (here / "runs").mkdir()
-    (here / "runs" / "linked").symlink_to(here / "elsewhere")
-    for number, (name, config) in enumerate(made):
-        folder = here / name
-        folder.mkdir(parents=True, exist_ok=True)
-        if config is not None:
-            (folder / "config.json").write_text(json.dumps(config))
-            name = "last-1.pt" if number == 1 else "last.pt"  # any checkpoint is enough
-            (folder / name).touch()
-            os.utime(folder / name, (number, number))
-    assert latest_run("transformer_test") == Path(made[5][0])
-    for newest in (7, 4, 3, 2, 1, 0):
-        assert latest_run("resnet50_test") == Path(made[newest][0])
-        [path] = (here / made[newest][0]).glob("last*.pt")
+    ours, other = {"script": "resnet50_test"}, {"script": "transformer_test"}
+    made = {
+        "runs/resnet50_test-20260101-000000": ours,
+        "runs/final": ours,
+        "runs/group/a-seed0": {"command": ["resnet50_test.py", "--ngd"]},  # of an older version
+        "runs/resnet50_test-20250101-000000": {},
+        "runs/resnet50_test-of-texts": other,
+        "runs/.hidden": ours,
+        "runs/tuning/trials/0003": ours,  # of a sweep
+    }
+    for number, (name, config) in enumerate(made.items()):
+        (here / name).mkdir(parents=True)
+        (here / name / "config.json").write_text(json.dumps(config))
+        file = here / name / ("last-1.pt" if number == 1 else "last.pt")  # any is enough
+        file.touch()
+        os.utime(file, (number, number))
+    names = list(made)
+    assert latest_run("transformer_test") == Path(names[4])
+    for newest in (5, 3, 2, 1, 0):
+        assert latest_run("resnet50_test") == Path(names[newest])
+        [path] = (here / names[newest]).glob("last*.pt")
         os.utime(path, (-newest, -newest))
-    os.utime(here / "runs/final/last-1.pt", (99, 99))
-    assert latest_run("resnet50_test") == Path("runs/final")

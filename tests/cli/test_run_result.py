@@ -219,20 +219,6 @@ def test_first_layer_of_vgg8_is_made_from_the_training_images_and_kept(resnet):
     torch.testing.assert_close(filters[4:], -filters[:4])  # as random ones would not be
 
 
-def test_a_checkpoint_within_an_epoch_says_so(resnet, monkeypatch):
-    real = checkpoint.save
-
-    def stop_after_the_first_epoch(path: Path, state: dict, **more) -> None:
-        real(path, state, **more)
-        if state["progress"]["step_in_epoch"]:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint, "save", stop_after_the_first_epoch)
-    resnet(WORSE_AT_THE_END, "--save_every 25 --out run", code=130)
-    console = resnet("--checkpoint run --evaluate")
-    assert ", and 2 steps of the next epoch; best.pt is of epoch 1" in console.splitlines()[0]
-
-
 # -------------------------------------------------------------------- training from a checkpoint
 
 

@@ -119,18 +119,6 @@ def test_what_time_to_target_cannot_compare_is_one_line(small_logs, tmp_path, mo
     check("tune.py is no script", [logs], command=["tune.py"])
 
 
-@pytest.mark.process
-@pytest.mark.skipif(sys.platform != "linux", reason="counts bytes as Linux does")
-def test_time_to_an_accuracy_of_two_ranks(small_logs, tmp_path, capfd, monkeypatch):
-    logs = shutil.copytree(small_logs, tmp_path / "logs")
-    for path in logs.glob("*/metrics.jsonl"):
-        path.write_text(path.read_text().replace('"world_size": 1', '"world_size": 2'))
-    run_time_to_target(monkeypatch, "--ranks", "2", logs)
-    *_, ngd, sgd, place, _ = capfd.readouterr().out.strip().splitlines()
-    assert (ngd.split()[0], sgd.split()[0]) == ("ngd", "sgd")
-    assert "2 process(es), loopback" in place
-
-
 def test_epochs_to_an_accuracy_are_counted_with_a_fraction():
     """It grows evenly between evaluations."""
     accuracies = [None, 0.4, None, None, 0.7]
