@@ -429,10 +429,7 @@ def test_names_in_two_forms_are_one_class(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_images_is_classified_in_order(
-    runs: Runs,
-    tmp_path: Path,
-    capsys: Console,
-    refused: Refused,
+    runs: Runs, tmp_path: Path, capsys: Console, refused: Refused
 ) -> None:
     """In two batches; predictions stand alone on the standard output."""
     photos = tmp_path / "photos"
@@ -511,23 +508,6 @@ def test_names_that_are_not_utf8_are_written_with_escapes(tmp_path: Path, capsys
         assert conftest.call(resnet50_test, [str(word) for word in flags]) == 0
         assert f"{tmp_path}/caf\\udce9.png" in out.read_text(encoding="utf-8")
     assert json.loads(out.read_text(encoding="utf-8"))["name"] == str(photo)
-
-
-@pytest.mark.process
-def test_texts_and_names_are_utf8_in_every_locale(tmp_path: Path) -> None:
-    """Classes, texts, files and the run folder have other letters; the locale knows ASCII alone."""
-    rows = "label,text\n" + "caf\u00e9,na\u00efve\n\u65e5\u672c,\u3088\u3044\n" * 8
-    write(tmp_path / "d\u00e4ta", train__csv=rows, test__csv=rows)
-    write(tmp_path, line__txt="na\u00efve\n")
-    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    train = [*TEXTS.split(), "--data_dir", "d\u00e4ta", "--out", "r\u00fcn"]
-    predict = "--resume r\u00fcn --predict line.txt --predict_out \u00f6ut.jsonl".split()
-    for flags in (train, predict):
-        command = ranks.script("transformer_test.py", *flags)
-        ranks.finish(ranks.start(command, tmp_path, cold=True, **locale), tmp_path)
-    record = json.loads((tmp_path / "\u00f6ut.jsonl").read_text(encoding="utf-8"))
-    assert record["text"] == "na\u00efve"
-    assert list(record["probabilities"]) == ["caf\u00e9", "\u65e5\u672c"]
 
 
 def test_wrong_predict_out_is_refused_before_anything_is_read(

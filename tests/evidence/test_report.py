@@ -103,7 +103,6 @@ def test_a_run_is_described(tmp_path):
         "best result epoch 2, test accuracy 50.00 %, chosen on the test set, so it is optimistic",
         "time 6 s device-hours 0.003333 samples/s 320 peak memory 1.00 GiB",  # on 2 devices
         "command resnet50_test.py --ngd commit abc1234",
-        "device a processor, 1 threads precision bf16 processes 2 devices 2",
         "flag value default --dataset digits cifar10",
         "--optimizer ngd sgd --lr 0.1 0.08 --subset 0.5 1",
         "cat 88.89 80.00 84.21 10",  # 8 of 9 taken for cats, 8 of 10 cats
@@ -116,12 +115,6 @@ def test_a_run_is_described(tmp_path):
     assert titles(page)[:2] == ["Over epochs", "Over training time"]
     assert "Settings that change" not in titles(page)
     assert render(tmp_path / "my-run") == page, "the same folder gives the same file"
-
-
-def test_the_best_epoch_is_the_first_with_the_highest_validation_accuracy(tmp_path):
-    changes = [{"val_accuracy": value} for value in (0.5, 0.7, 0.7)]
-    text = text_of(render(write_run(tmp_path / "run", rows(*changes))))
-    assert "epoch 2, validation accuracy 70.00 %, test accuracy 25.00 %, chosen by valid" in text
 
 
 def test_text_from_files_is_escaped(tmp_path):
@@ -141,13 +134,10 @@ def test_several_runs_are_compared(here, capsys):
     assert capsys.readouterr().out == "pages/a.html\n"
     page = (here / "pages" / "a.html").read_text(encoding="utf-8")
     text = text_of(page)
-    assert "one/run two/run optimizer ngd ngd" in text
     assert "Flags that differ flag one/run two/run --lr 0.1 0.2 Classes" in text
     assert titles(page).count("Classes of one/run") == 1
     assert "Classes of two/run" not in titles(page), "it has no epoch 2, of which the counts are"
     assert "training loss|" in text_of_charts(page)
-    assert "learning rate of the last step|" in text_of_charts(page)
-    assert "None is known." in text_of(render(here / "one" / "run", here / "one" / "run"))
 
 
 def test_what_changes_is_drawn_and_one_bad_epoch_does_not_flatten_a_loss(tmp_path):
@@ -180,13 +170,13 @@ def test_what_is_missing_is_left_out(tmp_path):
 def test_what_another_version_wrote_is_no_error(tmp_path):
     flags = {"optimizer": "unknown", "epochs": "many", "subset": None, "unknown": [1]}
     run = write_run(tmp_path / "run", flags=flags, confusion={**CONFUSION, "epoch": [2]})
-    assert "resnet8 on digits" in render(run)
-    assert "--optimizer ngd unknown" in text_of(render(write_run(tmp_path / "b"), run))
     losses = ("1.0", "NaN", "Infinity", "1e300", f"1{'0' * 400}", "true", "2.0")
     lines = [f'{{"epoch": {n}, "train_loss": {x}}}\n' for n, x in enumerate(losses, 1)]
     (run / "metrics.jsonl").write_text("".join(lines))
     assert [row.get("train_loss") for row in read_run(run).rows] == [1.0, *[None] * 5, 2.0]
-    assert "loss|" in text_of_charts(render(run))
+    page = render(write_run(tmp_path / "b"), run)
+    assert "--optimizer ngd unknown" in text_of(page)
+    assert "loss|" in text_of_charts(page)
 
 
 LINE = json.dumps(TWO[0])

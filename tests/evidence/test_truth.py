@@ -63,15 +63,6 @@ def test_a_loss_that_is_not_a_number_leaves_the_batch_size():
     assert rule.next_batch_size(3, 64) == 128  # a plateau of the two losses there are
 
 
-@pytest.mark.process
-def test_a_raised_learning_rate_is_reported(tmp_path):
-    run_script(tmp_path, *FLAGS, "--epochs", "2", "--out", "run")
-    console = run_script(tmp_path, "--resume", "run", "--epochs", "6")
-    assert "warning: the learning rate goes on at" in console
-    again = run_script(tmp_path, "--resume", "run", "--epochs", "6")
-    assert again.count("warning: the learning rate goes on at") == 1  # the line of the run before
-
-
 def test_an_epoch_of_skipped_steps_has_no_loss(tmp_path):
     flags = [*FLAGS, "--lr", "1e30", "--epochs", "1", "--bs", "512", "--out", "run"]
     console = run_script(tmp_path, *flags)

@@ -114,8 +114,7 @@ def test_views_have_the_memory_format_of_their_tensors() -> None:
 @each_of("make", [SLAMB, AuthorsSLAMB])
 @each_of("selection", SELECTIONS)
 @each_of(
-    ("dtype", "tolerance"),
-    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)],
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 )
 def test_one_process_equals_lamb_and_sends_nothing(
     make: Any, selection: str, dtype: torch.dtype, tolerance: float
