@@ -9,11 +9,9 @@ from typing import Any
 
 from backends.device import peak_memory
 from distributed.world import World
-from training.evaluation import Evaluation
+from training.evaluation import EVAL_SET_NAMES, Evaluation
 from training.progress import Progress
 from training.step_stats import StepTotals
-
-EVAL_SET_NAMES = {"val": "validation", "test": "test"}  # in sentences
 
 
 def epoch_columns(
@@ -55,8 +53,6 @@ def epoch_row(
         batch_size: the global batch.
         world: the ranks; their `bytes_sent` is the epoch's.
     """
-    before = progress.rows[-1]["samples"] if progress.rows else 0
-    samples = progress.samples - before
     row = {
         "epoch": progress.epoch + 1,
         "step": progress.step,
@@ -65,7 +61,7 @@ def epoch_row(
         "train_seconds": round(progress.train_seconds, 4),
         "compile_seconds": round(progress.compile_seconds, 4),
         "eval_seconds": round(progress.eval_seconds, 4),
-        "samples_per_second": round(samples / max(progress.train_seconds, 1e-9), 2),
+        "samples_per_second": round(progress.epoch_samples / max(progress.train_seconds, 1e-9), 2),
         "train_loss": totals.loss / totals.samples if totals.samples else math.nan,
         "train_accuracy": totals.num_correct / totals.samples if totals.samples else math.nan,
     }

@@ -1,13 +1,13 @@
 """What a trained model is good for: its accuracy, overall and of each class.
 
 result = evaluate(model, test, precision=precision, world=world, batch_size=256)
-result.loss, result.accuracy
-report = evaluate_per_class(model, test, classes=classes, ...)    # and the accuracy of each class
+result.loss, result.accuracy                # with count_classes=10 its confusion as well, for
+print(class_table(result, classes))         # the accuracy of each class
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,8 @@ from distributed.world import World
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.sampler import rank_share
 from training.progress_bar import progress_bar
+
+EVAL_SET_NAMES = {"val": "validation", "test": "test"}  # in sentences
 
 
 @torch.no_grad()  # in inference mode FSDP would make tensors that training cannot use
@@ -108,49 +110,38 @@ def evaluate(
     return Evaluation(loss / samples, num_correct / samples, confusion)
 
 
-@dataclass(frozen=True)
-class ClassReport:
-    """Accuracy in 0..1 and mean loss of a whole set, and (accuracy, samples) of each class."""
-
-    accuracy: float
-    loss: float
-    per_class: dict[str, tuple[float, int]]
-
-    def show(self) -> str:
-        """A table for the console."""
-        lines = [
-            f"{name:>20}  {100 * accuracy:6.2f} %  of {samples}"
-            for name, (accuracy, samples) in self.per_class.items()
-        ]
-        lines.append(f"{'all':>20}  {100 * self.accuracy:6.2f} %  loss {self.loss:.4f}")
-        return "\n".join(lines)
-
-
-def evaluate_per_class(
+def evaluate_sets(
     model: nn.Module,
-    data: BatchedDataset,
+    eval_sets: Mapping[str, BatchedDataset],
     *,
-    classes: Sequence[str],
     precision: Precision,
     world: World,
     batch_size: int,
-    title: str = "",
-) -> ClassReport:
-    """`evaluate`, and the accuracy of each class."""
-    # Of each class: the sum of its losses, its correct predictions, its samples.
-    table = torch.zeros(3, len(classes), dtype=torch.float64, device=world.device)
-    batches = predict_logits(
-        model, data, precision=precision, world=world, batch_size=batch_size, title=title
-    )
-    for logits, labels in batches:
-        losses = F.cross_entropy(logits, labels, reduction="none")
-        table[0].index_add_(0, labels, losses.double())
-        table[1].index_add_(0, labels, (logits.argmax(1) == labels).double())
-        table[2].index_add_(0, labels, torch.ones_like(labels, dtype=torch.float64))
-    losses, num_correct, samples = world.sum(table).cpu()
-    rows = zip(classes, num_correct, samples)
-    return ClassReport(
-        accuracy=(num_correct.sum() / samples.sum()).item(),
-        loss=(losses.sum() / samples.sum()).item(),
-        per_class={name: ((c / max(n, 1)).item(), int(n)) for name, c, n in rows},
-    )
+    count_classes: int = 0,
+) -> dict[str, Evaluation]:
+    """`evaluate` on each set, by its name."""
+    return {
+        name: evaluate(
+            model,
+            data,
+            precision=precision,
+            world=world,
+            batch_size=batch_size,
+            count_classes=count_classes,
+            title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
+        )
+        for name, data in eval_sets.items()
+    }
+
+
+def class_table(evaluation: Evaluation, classes: Sequence[str]) -> str:
+    """A table for the console: the accuracy of each class, from the confusion, and of all."""
+    assert evaluation.confusion is not None
+    num_correct, samples = evaluation.confusion.diag(), evaluation.confusion.sum(1)
+    shares = (num_correct / samples.clamp(min=1)).tolist()
+    lines = [
+        f"{name:>20}  {100 * share:6.2f} %  of {number}"
+        for name, share, number in zip(classes, shares, samples.tolist())
+    ]
+    lines.append(f"{'all':>20}  {100 * evaluation.accuracy:6.2f} %  loss {evaluation.loss:.4f}")
+    return "\n".join(lines)

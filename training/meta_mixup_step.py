@@ -9,7 +9,7 @@ meta_learner = MetaMixupStep(meta, loss_fn, held_out=held_out, every=16)    # fo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,39 +21,6 @@ from input_pipeline.dataset import BatchedDataset
 from input_pipeline.sampler import Sampler, rank_share
 from mixup import MetaMixup, Mix
 from training.losses import CrossEntropy, MixedCrossEntropy
-
-
-class MetaLearner(Protocol):
-    """Something that learns beside the model; `MetaMixupStep` is one."""
-
-    def before_step(
-        self,
-        model: nn.Module,
-        inputs: Tensor,
-        labels: Tensor,
-        *,
-        lr: float,
-        precision: Precision,
-        scaler: Any,
-    ) -> None:
-        """Called before each training step; parameters, buffers and gradients are left as they are.
-
-        Args:
-            model: not wrapped for data parallelism.
-            inputs, labels: the first micro-batch of the step on this rank.
-            lr: the step's learning rate.
-            precision: autocast of the model.
-            scaler: the GradScaler of the step.
-        """
-        ...
-
-    def tables(self) -> dict[str, Tensor]:
-        """What has been learned: square tables (classes, classes) by name."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class HeldOutBatches:
@@ -92,7 +59,7 @@ class HeldOutBatches:
 
 
 class MetaMixupStep:
-    """The `MetaLearner` of a MetaMixup.
+    """Lets a mixing policy learn beside the model.
 
     Args:
         meta: the mixing policy.
@@ -124,7 +91,17 @@ class MetaMixupStep:
         precision: Precision,
         scaler: Any,
     ) -> None:
-        """Let the policy learn at every `every`-th call."""
+        """Called before each training step; at every `every`-th call the policy learns.
+
+        Parameters, buffers and gradients of the model are left as they are.
+
+        Args:
+            model: not wrapped for data parallelism.
+            inputs, labels: the first micro-batch of the step on this rank.
+            lr: the step's learning rate.
+            precision: autocast of the model.
+            scaler: the GradScaler of the step.
+        """
         self.steps += 1
         if (self.steps - 1) % self.every:
             return
@@ -147,7 +124,7 @@ class MetaMixupStep:
         )
 
     def tables(self) -> dict[str, Tensor]:
-        """What the policy has learned; see `MetaMixup.tables`."""
+        """What the policy has learned: square tables (classes, classes) by name."""
         return self.meta.tables()
 
     def state_dict(self) -> dict[str, Any]:

@@ -34,9 +34,43 @@ class Progress:
     best: dict[str, Any] = field(default_factory=lambda: {"accuracy": -1.0, "epoch": 0})
     rows: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of this epoch that are done."""
+        return self.samples - (self.rows[-1]["samples"] if self.rows else 0)
+
+    def count_step(self, samples: int) -> None:
+        """Count a step of so many samples of all ranks."""
+        self.step += 1
+        self.step_in_epoch += 1
+        self.samples += samples
+
     def rescale_epoch(self, old_batch_size: int, new_batch_size: int) -> None:
         """Count the steps of this epoch in batches of another size."""
         self.step_in_epoch = self.step_in_epoch * old_batch_size // new_batch_size
+
+    def end_epoch(self, row: dict[str, Any], chosen_on: str) -> dict[str, Any] | None:
+        """Count an epoch as done; returns the best epoch before, or None if this is not the best.
+
+        Args:
+            row: of the epoch.
+            chosen_on: name of the evaluation set that chooses the best epoch. A resumed run with
+                other evaluation sets cannot compare its epochs with those before.
+        """
+        self.rows.append(row)
+        self.epoch, self.step_in_epoch, self.train_seconds = self.epoch + 1, 0, 0.0
+        accuracy, best = row[f"{chosen_on}_accuracy"], self.best  # None without an evaluation
+        if best.get("chosen_on", chosen_on) != chosen_on:
+            best = Progress().best
+        if accuracy is None or accuracy <= best["accuracy"]:
+            return None
+        self.best = {
+            "chosen_on": chosen_on,
+            "accuracy": accuracy,
+            "epoch": row["epoch"],
+            "test_accuracy": row.get("test_accuracy"),
+        }
+        return best
 
     def state_dict(self) -> dict[str, Any]:
         """All fields as plain values."""

@@ -26,8 +26,11 @@ from tqdm import tqdm
 from backends.device import peak_memory
 from errors import InputError, discard_stdout
 from training.atomic_file import atomic_write, atomic_write_text
+from training.evaluation import Evaluation
+from training.progress import Progress
 from training.progress_bar import progress_bar
-from training.time_estimate import in_words
+from training.step_stats import StepTotals
+from training.time_estimate import Forecast, in_words
 from training.tracking import TrackedRun
 
 
@@ -83,59 +86,6 @@ def fitting_columns(row: Mapping[str, Any]) -> list[Column]:
     return [column for column, end in zip(present, ends) if end - len(GAP) <= MAX_WIDTH]
 
 
-@dataclass(frozen=True)
-class EpochStatus:
-    """How far an epoch is.
-
-    Attributes:
-        epoch: its number, counted from 1.
-        epochs: of the run.
-        step, steps: of the epoch, done and in all.
-        loss, accuracy: means over the epoch's samples by now.
-        samples_per_second: of the epoch by now.
-        seconds_left: of the run, or None where that is not known yet.
-        run_step: steps of the run.
-        lr: of the last step.
-        grad_norm: (), of the last step before clipping, on its device.
-    """
-
-    epoch: int
-    epochs: int
-    step: int
-    steps: int
-    loss: float
-    accuracy: float
-    samples_per_second: float
-    seconds_left: float | None
-    run_step: int
-    lr: float
-    grad_norm: Tensor
-
-    def line(self) -> str:
-        """For a log file."""
-        line = (
-            f"epoch {self.epoch}/{self.epochs}, step {self.step} of {self.steps}: "
-            f"loss {self.loss:.4f}, accuracy {100 * self.accuracy:.2f} %, "
-            f"{self.samples_per_second:.0f} samples/s"
-        )
-        return line if self.seconds_left is None else f"{line}, {in_words(self.seconds_left)} left"
-
-    def postfix(self) -> str:
-        """For the end of a progress bar, which shows the speed itself."""
-        return f"loss {self.loss:.4f}, acc {100 * self.accuracy:.2f} %"
-
-    def numbers(self) -> dict[str, float]:
-        """For a tracker; waits for the device."""
-        return {
-            "loss": self.loss,
-            "accuracy": self.accuracy,
-            "lr": self.lr,
-            "grad_norm": float(self.grad_norm),
-            "samples_per_second": self.samples_per_second,
-            "peak_memory_bytes": peak_memory(self.grad_norm.device),
-        }
-
-
 TITLES_EVERY = 20  # rows
 CONFUSION_FILE = "confusion.json"  # of a run folder
 MAX_NAMED_CLASSES = 40  # of a drawn table: more names would not be readable
@@ -182,6 +132,7 @@ class RunLog:
         self.tracked: TrackedRun | None = None
         if track != "none" and is_main:
             self.tracked = TrackedRun(track, folder, warn=self.info)
+        self.forecast = Forecast(self.clock, epochs=1)
         self.written: int | None = 0  # rows in metrics.jsonl; None: it holds rows it should not
         self.shown = 0  # rows on the console since the titles
         self.columns: list[Column] = []  # of the row above
@@ -189,12 +140,17 @@ class RunLog:
 
     # ---------------------------------------------------------------- files
 
-    def begin(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def begin(self, rows: Sequence[Mapping[str, Any]], *, epochs: int = 1, hint: str = "") -> None:
         """Write config.json and the rows that the run has already, once nothing can refuse it.
 
+        Args:
+            rows: of the epochs that are done.
+            epochs: of the run.
+            hint: a line for the user of a run of many hours: what makes it shorter.
         Raises:
             InputError: config.json cannot be written.
         """
+        self.forecast = Forecast(self.clock, epochs=epochs, hint=hint)
         if not self.is_main:
             return
         text = json.dumps(self.config, indent=2, default=str) + "\n"
@@ -228,7 +184,7 @@ class RunLog:
                     file.write(_json_lines(rows[written:]))
             self.written = len(rows)
 
-    def epoch(self, rows: Sequence[Mapping[str, Any]], seconds_left: float | None = None) -> None:
+    def epoch(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append the last of `rows` to metrics.jsonl and print it as a row of the console's table.
 
         A row that a full disk kept out is written with the next one. Numbers that are not finite,
@@ -236,11 +192,12 @@ class RunLog:
 
         Args:
             rows: of all epochs.
-            seconds_left: of the run, or None where that is not known.
         """
         if not self.is_main:
             return
         self._write_rows(rows)
+        self.forecast.observe(rows[-1]["epoch"])
+        seconds_left = self.forecast.seconds_left()
         left = "-" if seconds_left is None else in_words(seconds_left).replace("days", "d")
         self._show({**rows[-1], "left": left})
         if self.tracked is not None:
@@ -266,17 +223,20 @@ class RunLog:
             figure.savefig(temporary, dpi=100, format="png")
 
     def confusion(
-        self, epoch: int, tables: Mapping[str, Tensor | None], classes: Sequence[str]
+        self, epoch: int, evaluated: Mapping[str, Evaluation], classes: Sequence[str]
     ) -> None:
         """Write confusion.json: how often each class was taken for each, after the last epoch.
 
         Args:
             epoch: its number, counted from 1.
-            tables: (classes, classes) numbers of samples by the name of the evaluation set, rows
-                being the true class; None where they were not counted.
+            evaluated: by the name of the evaluation set.
             classes: names of the classes.
         """
-        counts = {name: table.tolist() for name, table in tables.items() if table is not None}
+        counts = {
+            name: each.confusion.tolist()
+            for name, each in evaluated.items()
+            if each.confusion is not None
+        }
         if not self.is_main or not counts:
             return
         text = json.dumps({"epoch": epoch, "classes": list(classes), **counts})
@@ -313,22 +273,62 @@ class RunLog:
         self.shown, self.columns = self.shown + 1, columns
         self.info(GAP.join(f"{column.show(row):>{column.width}}" for column in columns))
 
-    def bar(self, epoch: int, epochs: int, *, total: int, done: int) -> tqdm:
+    def bar(self, epoch: int, *, total: int, done: int) -> tqdm:
         """A progress bar over the samples of an epoch; hidden where stderr is not a terminal."""
-        return progress_bar(f"epoch {epoch}/{epochs}", total, is_main=self.is_main, done=done)
+        title = f"epoch {epoch}/{self.forecast.epochs}"
+        return progress_bar(title, total, is_main=self.is_main, done=done)
 
-    def status(self, status: EpochStatus, bar: tqdm) -> None:
+    def status(
+        self,
+        bar: tqdm,
+        progress: Progress,
+        totals: StepTotals,
+        *,
+        steps: int,
+        rows: int,
+        lr: float,
+        grad_norm: Tensor,
+    ) -> None:
         """Show how far the epoch is on its bar, or in a line where there is none and one is due.
 
         The tracker gets the numbers every `log_every` seconds.
+
+        Args:
+            bar: of the epoch.
+            progress: of the run.
+            totals: sums over the epoch's steps by now.
+            steps, rows: of the epoch in all.
+            lr: the learning rate of the last step.
+            grad_norm: (), of the last step before clipping, on its device.
         """
+        if not self.is_main:
+            return
+        loss, accuracy = totals.loss / totals.samples, totals.num_correct / totals.samples
+        speed = progress.epoch_samples / max(progress.train_seconds, 1e-9)
+        self.forecast.observe(progress.epoch + progress.epoch_samples / rows)
+        for line in self.forecast.announcement():
+            self.info(line)
         if not bar.disable:
-            bar.set_postfix_str(status.postfix(), refresh=False)
+            bar.set_postfix_str(f"loss {loss:.4f}, acc {100 * accuracy:.2f} %", refresh=False)
         elif self.log_every and self.clock() - self.last_line >= self.log_every:
-            self.info(status.line())
+            left = self.forecast.seconds_left()
+            self.info(
+                f"epoch {progress.epoch + 1}/{self.forecast.epochs}, "
+                f"step {progress.step_in_epoch} of {steps}: loss {loss:.4f}, "
+                f"accuracy {100 * accuracy:.2f} %, {speed:.0f} samples/s"
+                + ("" if left is None else f", {in_words(left)} left")
+            )
         is_due = self.log_every and self.clock() - self.last_sent >= self.log_every
         if self.tracked is not None and is_due:
-            self.tracked.send_step(status.run_step, status.numbers())
+            numbers = {
+                "loss": loss,
+                "accuracy": accuracy,
+                "lr": lr,
+                "grad_norm": float(grad_norm),  # waits for the device
+                "samples_per_second": speed,
+                "peak_memory_bytes": peak_memory(grad_norm.device),
+            }
+            self.tracked.send_step(progress.step, numbers)
             self.last_sent = self.clock()
 
     def close(self) -> None:

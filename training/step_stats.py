@@ -8,8 +8,9 @@ hook.observers += [meter.local_norm.add, timer.gradients_ready]
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -211,6 +212,15 @@ class TrainClock:
         self.progress.seconds += now - self.started
         self.progress.compile_seconds += compiled - self.compiled
         self.started, self.compiled = now, compiled
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Add the time of the block as that of an evaluation."""
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        self.progress.seconds += seconds
+        self.progress.eval_seconds += seconds
 
     def take_compute_seconds(self) -> float:
         """This rank's seconds without waiting for others; all seconds if that was not timed."""

@@ -1,14 +1,13 @@
 """Everything of a run that a checkpoint holds, each part through the `state_dict` of its owner.
 
-state = train_state.state_dict()       # collective; plain tensors, numbers, lists and dicts
-train_state.load_state_dict(state)     # bit for bit on as many ranks; on others parts are merged
+state = trainer.state_dict()           # collective; plain tensors, numbers, lists and dicts
+trainer.load_state_dict(state)         # bit for bit on as many ranks; on others parts are merged
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,15 @@ from distributed.world import World
 from errors import InputError
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import load_into, rng_states, set_rng_states, to_cpu
-from training.meta_mixup_step import MetaLearner
+from training.meta_mixup_step import MetaMixupStep
 from training.step_stats import ComputeTimer, StepSums
 from training.weight_average import WeightAverage
 
 MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}  # of which ranks keep their own
 
 
-@dataclass
 class TrainState:
-    """The owners of a run's state.
+    """The state of a run; `Trainer` is the class that has these attributes.
 
     Attributes:
         model, optimizer, scaler: as the training step uses them; the model is not wrapped for data
@@ -49,9 +47,9 @@ class TrainState:
     sums: StepSums
     world: World
     compute_timer: ComputeTimer | None
-    meta_learner: MetaLearner | None
+    meta_learner: MetaMixupStep | None
     replicas_diverge: bool
-    average: WeightAverage | None = None
+    average: WeightAverage | None
 
     @property
     def parameters(self) -> list[Tensor]:

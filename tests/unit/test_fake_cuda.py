@@ -482,7 +482,7 @@ def test_a_resumed_run_through_graphs_reads_its_learning_rate_on_the_gpu(name):
         plain = trainer_of(gpu, world, name)
         with gpu.waiting():
             plain.train_step(*batch())
-            saved = to_cpu(plain.checkpoints.train_state.state_dict())
+            saved = to_cpu(plain.state_dict())
             for group in saved["optimizer"]["param_groups"]:
                 group["lr"] = torch.tensor(0.1)  # as a run through graphs has it
             recorded = trainer_of(gpu, world, name, record_cuda_graph=True)

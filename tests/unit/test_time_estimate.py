@@ -16,7 +16,9 @@ from cli import factory, image_classification, options, text_classification
 from distributed.world import World
 from test_training import DIGITS, run
 from training import progress_bar
-from training.run_log import EpochStatus, RunLog
+from training.progress import Progress
+from training.run_log import RunLog
+from training.step_stats import StepTotals
 from training.time_estimate import Forecast, in_words
 
 HOUR = 3600.0
@@ -121,7 +123,8 @@ def test_rows_fit_80_characters_and_titles_come_again_where_columns_change(tmp_p
         for missing in (["val_accuracy"], ["test_accuracy", "batch_size"])
     ]
     for number in range(1, 5):
-        log.epoch(rows[:number], seconds_left=99.1 * 24 * HOUR)
+        log.forecast.seconds_left = lambda: 99.1 * 24 * HOUR
+        log.epoch(rows[:number])
     lines = capsys.readouterr().out.splitlines()
     titles = [re.split(r"  +", line.strip()) for line in lines if line.startswith("epoch")]
     assert ["|".join(names) for names in titles] == [
@@ -133,11 +136,9 @@ def test_rows_fit_80_characters_and_titles_come_again_where_columns_change(tmp_p
     assert [number for number, line in enumerate(lines) if "99.1 d" in line] == [1, 2, 4, 6]
 
 
-STATUS = EpochStatus(
-    **{"epoch": 3, "epochs": 50, "step": 120, "steps": 390, "loss": 1.23456, "accuracy": 0.45678},
-    **{"samples_per_second": 42.4, "seconds_left": 15.7 * HOUR, "run_step": 900, "lr": 0.1},
-    grad_norm=torch.tensor(2.0),
-)
+PROGRESS = Progress(epoch=2, step=900, step_in_epoch=120, samples=42, train_seconds=42 / 42.4)
+TOTALS = StepTotals(*[1.23456, 0.45678, 0.0, 1.0], *[0.0] * 6)
+NUMBERS = {"steps": 390, "rows": 1000, "lr": 0.1, "grad_norm": torch.tensor(2.0)}
 LINE = "epoch 3/50, step 120 of 390: loss 1.2346, accuracy 45.68 %, 42 samples/s, 16 h left\n"
 
 
@@ -149,9 +150,11 @@ def test_a_terminal_has_a_bar_and_no_lines_which_are_those_of_rank_0(tmp_path, m
     screens = [io.StringIO(), io.StringIO(), io.StringIO()]
     screens[0].isatty = lambda: True
     for log, screen, expected in zip(logs, screens, ("", "", LINE)):
+        log.forecast = Forecast(log.clock, epochs=50)
+        log.forecast.seconds_left, log.forecast.is_announced = lambda: 15.7 * HOUR, True
         monkeypatch.setattr("sys.stderr", screen)
-        with log.bar(3, 50, total=1000, done=0) as bar:
-            log.status(STATUS, bar)
+        with log.bar(3, total=1000, done=0) as bar:
+            log.status(bar, PROGRESS, TOTALS, **NUMBERS)
             bar.update(10)
         assert capsys.readouterr().out == expected
     drawn = screens[0].getvalue().split("\r")
