@@ -19,13 +19,13 @@ def atomic_write(path: Path, before_rename: Callable[[], None] | None = None) ->
     The new content is on the disk before it takes the name, and the name before this returns.
 
     Args:
-        path: of the file.
         before_rename: is called when the new content is on the disk and has not yet the name.
     """
     temporary = path.with_name(path.name + ".part")
     try:
         yield temporary
-        sync_file(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
         if before_rename is not None:
             before_rename()
         temporary.replace(path)
@@ -43,12 +43,6 @@ def atomic_write_text(path: Path, text: str) -> None:
     """
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-
-
-def sync_file(path: Path) -> None:
-    """Wait until the content of a file is on the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

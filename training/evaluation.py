@@ -87,7 +87,6 @@ def evaluate(
     """Loss and accuracy over a set; one read of the device at the end.
 
     Args:
-        model, data, precision, world, batch_size: as of `predict_logits`.
         count_classes: count the confusion of so many classes as well; 0 is none.
         title: with one, rank 0 shows a progress bar.
     """

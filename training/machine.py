@@ -43,7 +43,6 @@ def describe_machine(device: torch.device, *, with_speed: bool = False) -> dict[
     """Versions, device, processor, commit (None where it is unknown) and the command line.
 
     Args:
-        device: of the training.
         with_speed: also measure the `ProcessorSpeed`, which differs a little from run to run.
     """
     return {
@@ -130,7 +129,6 @@ def device_name(device: torch.device, *, with_speed: bool = False) -> str:
     """The GPU's name; or the processor's, with the number of threads torch uses.
 
     Args:
-        device: a GPU or the processor.
         with_speed: also measure the processor's `ProcessorSpeed`, and name it.
     """
     if device.type == "cuda":

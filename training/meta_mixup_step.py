@@ -29,10 +29,7 @@ class HeldOutBatches:
     `start(n)` begins with what would come after n batches.
 
     Args:
-        data: the set.
         batch_size: rows of one rank; fewer where the set does not hold so many for each.
-        seed: of the order.
-        world: the ranks.
     Raises:
         InputError: the set is too small for BatchNorm.
     """
@@ -62,9 +59,7 @@ class MetaMixupStep:
     """Lets a mixing policy learn beside the model.
 
     Args:
-        meta: the mixing policy.
         loss_fn: of the training step; its mixes come from `meta`.
-        held_out: clean batches.
         every: steps from one update of the policy to the next.
     """
 
@@ -99,8 +94,6 @@ class MetaMixupStep:
             model: not wrapped for data parallelism.
             inputs, labels: the first micro-batch of the step on this rank.
             lr: the step's learning rate.
-            precision: autocast of the model.
-            scaler: the GradScaler of the step.
         """
         self.steps += 1
         if (self.steps - 1) % self.every:
@@ -124,14 +117,12 @@ class MetaMixupStep:
         )
 
     def tables(self) -> dict[str, Tensor]:
-        """What the policy has learned: square tables (classes, classes) by name."""
+        """What the policy has learned: (classes, classes) tables by name."""
         return self.meta.tables()
 
     def state_dict(self) -> dict[str, Any]:
-        """The policy, its optimizer, and the number of steps."""
         return {"steps": self.steps, **self.meta.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
         self.meta.load_state_dict(state)
         self.steps, self.batches = state["steps"], None

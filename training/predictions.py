@@ -59,7 +59,6 @@ def predict(
 
     Args:
         model: on the device of the batches.
-        samples: names, in order.
         batches: inputs of the same samples, (batch, ...) each.
     """
     model.eval()
@@ -84,8 +83,6 @@ def write_predictions(path: Path, predictions: Iterable[Prediction], classes: Se
 
     Args:
         path: its suffix chooses between JSON lines and csv.
-        predictions: of the samples.
-        classes: names of the classes.
     Raises:
         InputError: a sample cannot be read, or the file cannot be written.
     """

@@ -156,7 +156,6 @@ def match_names(
     Args:
         weights: of the file, by their names.
         own: names in the model.
-        source: where the weights are from, for the message.
     Raises:
         InputError: two models in the file fit equally well.
     """
@@ -204,8 +203,6 @@ def load_pretrained(
         model: whose weights are replaced in place; it may take grey images where the weights are
             for colours, or the other way round.
         saved: the weights.
-        source: where they are from, for messages.
-        classes: names of the model's classes.
         flags: which say what the model is, for messages.
         kept: names of what stays the model's own, whether or not there is a weight of that name.
     Returns:
@@ -259,7 +256,6 @@ def misfits(
 
     Args:
         weights: of a file.
-        own: of the model.
         classifier: names of its classifier's weights, which may be wrong.
     """
     wrong = []
@@ -301,7 +297,6 @@ def _matching_rows(
         own: weight and bias of the model's classifier, by name.
         saved: the same of the saved model; some may be missing.
         saved_classes: names of the saved classes; empty where they are not known.
-        classes: names of the model's classes.
     """
     if saved.keys() != own.keys():
         return {}
@@ -321,7 +316,6 @@ def fit_channels(weight: Tensor, own: Tensor | None) -> Tensor:
     On grey images, whose three channels are equal, both compute the same.
 
     Args:
-        weight: what was read.
         own: the model's weight of that name, if there is one.
     """
     if own is None or weight.ndim != 4 or own.ndim != 4:
@@ -353,7 +347,6 @@ def decay_layers(
 
     Args:
         model: whose parameters are in the groups.
-        groups: of its parameters.
         decay: in (0, 1].
     """
     layers: dict[str, int] = {}

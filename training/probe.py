@@ -33,8 +33,6 @@ class Probe:
         model: not wrapped for data parallelism.
         forward_backward: (model, inputs, labels) -> gradients of the parameters.
         micro_batches: how `forward_backward` cuts a batch.
-        world: the ranks.
-        log: the console.
     """
 
     def __init__(
@@ -91,7 +89,6 @@ class Probe:
 
         Args:
             parallel_model: wrapped for data parallelism.
-            train_set: from which a batch is taken.
             share: rows of a rank in a step.
             steps: that the run has done.
         """

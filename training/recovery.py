@@ -34,9 +34,6 @@ def caught_signals(say: Callable[[str], None]) -> Iterator[list[int]]:
     A thread answers, since Python calls a handler only after the operation of torch that is being
     computed. Under torchrun it is the launcher that a second signal ends, and with it the ranks:
     the launcher repeats the first one, which all processes of a job may have got as well.
-
-    Args:
-        say: prints a line.
     """
     caught: list[int] = []
     reader, writer = os.pipe()
@@ -92,9 +89,7 @@ def roll_back(progress: Progress, restore_last: Callable[[], None], log: RunLog)
     """Return to the last checkpoint with half the learning rate.
 
     Args:
-        progress: of the run that has diverged.
         restore_last: loads the last checkpoint.
-        log: the run folder and the console.
     Raises:
         NonFiniteLoss: it has been done too often.
     """

@@ -105,8 +105,6 @@ class RunLog:
     """Writes the run folder and the console; does nothing on other ranks than the main one.
 
     Args:
-        folder: the run folder.
-        is_main: whether this is rank 0.
         config: what config.json holds: flags, versions, device, commit.
         track: the tracker that gets the rows as well, one of `tracking.TRACKERS`.
         log_every: seconds after which the tracker gets the numbers of a step; and off a terminal,
@@ -144,8 +142,6 @@ class RunLog:
         """Write config.json and the rows that the run has already, once nothing can refuse it.
 
         Args:
-            rows: of the epochs that are done.
-            epochs: of the run.
             hint: a line for the user of a run of many hours: what makes it shorter.
         Raises:
             InputError: config.json cannot be written.
@@ -189,9 +185,6 @@ class RunLog:
 
         A row that a full disk kept out is written with the next one. Numbers that are not finite,
         for which JSON has no spelling, are null.
-
-        Args:
-            rows: of all epochs.
         """
         if not self.is_main:
             return
@@ -225,13 +218,7 @@ class RunLog:
     def confusion(
         self, epoch: int, evaluated: Mapping[str, Evaluation], classes: Sequence[str]
     ) -> None:
-        """Write confusion.json: how often each class was taken for each, after the last epoch.
-
-        Args:
-            epoch: its number, counted from 1.
-            evaluated: by the name of the evaluation set.
-            classes: names of the classes.
-        """
+        """Write confusion.json: how often each class was taken for each, after the last epoch."""
         counts = {
             name: each.confusion.tolist()
             for name, each in evaluated.items()
@@ -294,8 +281,6 @@ class RunLog:
         The tracker gets the numbers every `log_every` seconds.
 
         Args:
-            bar: of the epoch.
-            progress: of the run.
             totals: sums over the epoch's steps by now.
             steps, rows: of the epoch in all.
             lr: the learning rate of the last step.

@@ -3,7 +3,7 @@
 sums = StepSums(device)                          # on the device, read once in a while
 timer = ComputeTimer(device)                     # seconds without waiting for other ranks
 meter = NoiseMeter(parameters, world)            # what the gradient noise scale is estimated from
-hook.observers += [meter.local_norm.add, timer.gradients_ready]
+hook.observers += [meter.add_bucket, timer.gradients_ready]
 """
 
 from __future__ import annotations
@@ -53,9 +53,6 @@ class StepSums:
     """`StepTotals` as one float64 tensor on the device, so that nothing waits for it.
 
     Each field is an attribute too, a view () of the tensor.
-
-    Args:
-        device: where they are added up.
     """
 
     loss: Tensor
@@ -114,19 +111,10 @@ class StepSums:
         arrived.synchronize()
         return StepTotals(*values.tolist())
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The sums of this rank."""
-        return {"sums": self.values.cpu()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; other keys are ignored."""
-        self.values.copy_(state["sums"])
-
-    def load_merged(self, states: Sequence[dict[str, Any]], world: World) -> None:
+    def load_merged(self, values: Sequence[Tensor], world: World) -> None:
         """Go on from the sums of another number of ranks: rank 0 takes them all."""
-        self.values.copy_(states[0]["sums"])
-        sums = sum(state["sums"][:-COUNTERS] for state in states)
-        self.values[:-COUNTERS] = sums if world.is_main else 0
+        self.values.copy_(values[0])
+        self.values[:-COUNTERS] = sum(each[:-COUNTERS] for each in values) if world.is_main else 0
 
 
 class ComputeTimer:
@@ -166,7 +154,7 @@ class ComputeTimer:
         self.start()
 
     def elapsed(self) -> float:
-        """The seconds since they were last taken."""
+        """The seconds since they were last set to zero."""
         for begin, end in self.spans:
             end.synchronize()
             self.seconds += begin.elapsed_time(end) / 1000
@@ -178,21 +166,12 @@ class ComputeTimer:
         seconds, self.seconds = self.elapsed(), 0.0
         return seconds
 
-    def state_dict(self) -> dict[str, float]:
-        """The seconds since they were last taken."""
-        return {"compute_seconds": self.elapsed()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; other keys are ignored."""
-        self.seconds = state["compute_seconds"]
-
 
 class TrainClock:
     """Adds the time of training steps to a run's progress, without evaluating and saving.
 
     Args:
         progress: whose `seconds`, `train_seconds` and `compile_seconds` it adds to.
-        compute_timer: runs along, or None.
     """
 
     def __init__(self, progress: Progress, compute_timer: ComputeTimer | None) -> None:
@@ -229,45 +208,29 @@ class TrainClock:
         return self.compute_timer.take_seconds()
 
 
-class LocalGradNorm:
-    """The squared norm of this rank's own gradient, taken before it is averaged.
-
-    It keeps a number for each parameter and sums them in their order, since DistributedDataParallel
-    lays its buckets out anew after its first step, and a resumed run is to come to the same sum.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
-        self.places = {parameter: place for place, parameter in enumerate(parameters)}
-        self.squares = torch.zeros(len(self.places), device=device)
-        self.indices: dict[tuple[int, ...], Tensor] = {}  # on the device, by the places in a bucket
-
-    def add(self, bucket: dist.GradBucket) -> None:
-        """Take the norms of a bucket's gradients."""
-        places = tuple(self.places[parameter] for parameter in bucket.parameters())
-        if places not in self.indices:
-            self.indices[places] = torch.tensor(places, device=self.squares.device)
-        norms = torch.stack(torch._foreach_norm(bucket.gradients()))
-        self.squares.index_copy_(0, self.indices[places], norms.square().to(self.squares.dtype))
-
-    def squared(self) -> Tensor:
-        """(), the squared norm over the buckets of the last backward pass."""
-        return self.squares.sum()
-
-
 class NoiseMeter:
     """Measures in each step what the gradient noise scale is estimated from, without an extra pass.
 
     That is the squared norm of the averaged gradient, and that of a gradient of few samples: of the
     first micro-batch; or, where that is the whole step, of this rank before gradients are averaged.
-
-    Args:
-        parameters: of the optimizer.
-        world: the ranks.
+    Of the latter it keeps a number for each parameter and sums them in their order, since
+    DistributedDataParallel lays its buckets out anew after its first step, and a resumed run is to
+    come to the same sum.
     """
 
     def __init__(self, parameters: Sequence[Tensor], world: World) -> None:
-        self.local_norm = LocalGradNorm(parameters, world.device)
         self.world = world
+        self.places = {parameter: place for place, parameter in enumerate(parameters)}
+        self.squares = torch.zeros(len(self.places), device=world.device)
+        self.indices: dict[tuple[int, ...], Tensor] = {}  # on the device, by the places in a bucket
+
+    def add_bucket(self, bucket: dist.GradBucket) -> None:
+        """Take the norms of a bucket of this rank's gradients before they are averaged."""
+        places = tuple(self.places[parameter] for parameter in bucket.parameters())
+        if places not in self.indices:
+            self.indices[places] = torch.tensor(places, device=self.squares.device)
+        norms = torch.stack(torch._foreach_norm(bucket.gradients()))
+        self.squares.index_copy_(0, self.indices[places], norms.square().to(self.squares.dtype))
 
     def add_small(
         self,
@@ -281,7 +244,6 @@ class NoiseMeter:
         """Take the squared norm of the gradient of few samples.
 
         Args:
-            sums: of the step.
             gradients: after the first micro-batch.
             scale: (), what the loss was multiplied by.
             samples: of the micro-batch.
@@ -290,12 +252,12 @@ class NoiseMeter:
         """
         if is_averaged and self.world.size == 1:
             return
-        square = self.local_norm.squared() if is_averaged else squared_norm(gradients)
+        square = self.squares.sum() if is_averaged else squared_norm(gradients)
         sums.small_square.copy_(square / scale.square())
         sums.inverse_small.fill_(1 / samples)
 
     def means(self, totals: StepTotals, steps: int) -> dict[str, float] | None:
-        """Means over an epoch of so many steps; None if none of them counts.
+        """Per-step means over the epoch, or None if every step was skipped.
 
         Returns:
             The arguments of `dynamic_batch.noise_scale`.
@@ -303,12 +265,8 @@ class NoiseMeter:
         count = (steps - int(totals.skipped)) * self.world.size
         if count <= 0:
             return None
-        return {
-            "small_square": totals.small_square / count,
-            "inverse_small": totals.inverse_small / count,
-            "big_square": totals.big_square / count,
-            "inverse_big": totals.inverse_big / count,
-        }
+        names = ("small_square", "inverse_small", "big_square", "inverse_big")
+        return {name: getattr(totals, name) / count for name in names}
 
 
 def squared_norm(gradients: list[Tensor]) -> Tensor:

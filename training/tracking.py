@@ -134,8 +134,6 @@ class TrackedRun:
 
     Args:
         name: one of `LIBRARIES`.
-        folder: the run folder.
-        warn: prints a line.
 
     Attributes:
         config: the flags, and under 'machine' the versions, device and commit, as plain values.
@@ -156,7 +154,6 @@ class TrackedRun:
 
         Args:
             config: flags, versions, device, commit.
-            rows: of all epochs that are done.
         """
         machine = json.loads(json.dumps(config, default=str))
         self.config = {**machine.pop("flags", {}), "machine": machine}

@@ -94,9 +94,9 @@ class TrainState:
             "average": self.average.own_state() if self.average is not None else {},
             "optimizer": to_cpu(optimizer) if self.replicas_diverge else None,
             "hook": self.comm_hook.rank_state_dict(self.parameters),
-            **self.sums.state_dict(),
+            "sums": self.sums.values.cpu(),
             **self.world.state_dict(),
-            **(timer.state_dict() if timer is not None else {"compute_seconds": 0.0}),
+            "compute_seconds": timer.elapsed() if timer is not None else 0.0,
         }
 
     # ---------------------------------------------------------------- loading
@@ -121,14 +121,14 @@ class TrainState:
                 average["weights"] = {**average["weights"], **mine["average"]}
             weights, optimizer = {**weights, **mine["weights"]}, optimizer or mine["optimizer"]
             set_rng_states(mine["random"], self.world.device)
-            self.sums.load_state_dict(mine)
+            self.sums.values.copy_(mine["sums"])
             self.world.load_state_dict(mine)
             if self.compute_timer is not None:
-                self.compute_timer.load_state_dict(mine)
-            of_hook = mine.get("hook", {})
+                self.compute_timer.seconds = mine["compute_seconds"]
+            of_hook = mine["hook"]
         else:
-            of_hook = _mean_tensors([rank.get("hook", {}) for rank in ranks])
-            self.sums.load_merged(ranks, self.world)
+            of_hook = _mean_tensors([rank["hook"] for rank in ranks])
+            self.sums.load_merged([rank["sums"] for rank in ranks], self.world)
             if optimizer is None and not state.get("shards"):
                 weights = _mean_tensors([rank["weights"] for rank in ranks])
                 optimizer = merge_optimizer_states([rank["optimizer"] for rank in ranks])

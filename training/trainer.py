@@ -125,7 +125,7 @@ class Trainer(TrainState):
         measures_noise = config.measure_noise_scale
         self.noise_meter = NoiseMeter(self.parameters, world) if measures_noise else None
         if self.noise_meter is not None:
-            self.comm_hook.observers.append(self.noise_meter.local_norm.add)
+            self.comm_hook.observers.append(self.noise_meter.add_bucket)
             if world.size == 1:
                 self.micro_batches.require(2)  # which are compared
         if self.compute_timer is not None:
@@ -498,7 +498,6 @@ class Trainer(TrainState):
         """Show the sums so far and the time left, and stop a series of non-finite steps.
 
         Args:
-            bar: of the epoch.
             wait: for a GPU to have done all steps of the epoch.
         Raises:
             Diverged: too many steps in a row were not finite.

@@ -38,8 +38,8 @@ from cli.foreign_names import FOREIGN
 from conftest import each_of, for_each
 from errors import InputError
 from figures import draw, experiments, methods, pack_logs, pictures, run_logs
+from figures.generated_section import replace_generated_section
 from training import machine
-from training.generated_section import replace_generated_section
 
 ROOT = ranks.ROOT
 
