@@ -15,10 +15,9 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from torch import Tensor
 from tqdm import tqdm
@@ -34,21 +33,13 @@ from training.time_estimate import Forecast, in_words
 from training.tracking import TrackedRun
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of the console's table.
+class Column(NamedTuple):
+    """A column of the console's table."""
 
-    Attributes:
-        title: above the column.
-        key: its name in metrics.jsonl, or 'left', the run's remaining time.
-        width: in characters.
-        format: of a value; of a share in per cent, the sign is left out.
-    """
-
-    title: str
-    key: str
-    width: int
-    format: str = "{}"
+    title: str  # above the column
+    key: str  # its name in metrics.jsonl, or 'left', the run's remaining time
+    width: int  # in characters
+    format: str = "{}"  # of a value; of a share in per cent, the sign is left out
 
     def show(self, row: Mapping[str, Any]) -> str:
         """The value of a row, in fewer digits where it would not fit; '' for None."""
@@ -89,16 +80,6 @@ def fitting_columns(row: Mapping[str, Any]) -> list[Column]:
 TITLES_EVERY = 20  # rows
 CONFUSION_FILE = "confusion.json"  # of a run folder
 MAX_NAMED_CLASSES = 40  # of a drawn table: more names would not be readable
-TIMING_FIELDS = (
-    "seconds",
-    "train_seconds",
-    "compile_seconds",
-    "eval_seconds",
-    "samples_per_second",
-    "worker_samples_per_second",
-    "peak_memory_bytes",
-)
-"""Fields of metrics.jsonl in which two equal runs may differ."""
 
 
 class RunLog:

@@ -23,27 +23,18 @@ from training.progress import Progress
 
 
 class StepTotals(NamedTuple):
-    """The sums over the steps of an epoch as numbers on the host.
+    """The sums over the steps of an epoch as numbers on the host."""
 
-    Attributes:
-        loss, num_correct, mix_weight, samples: sums over the samples.
-        small_square, inverse_small: of the gradient of few samples, its squared norm and 1 / their
-            number.
-        big_square, inverse_big: the same of the averaged gradient of all samples of the step.
-        skipped: steps of this epoch that were not finite.
-        skipped_in_a_row: steps up to the last one that were not finite.
-    """
-
-    loss: float
+    loss: float  # of this and the next three: sums over the samples
     num_correct: float
     mix_weight: float
     samples: float
-    small_square: float
-    inverse_small: float
-    big_square: float
-    inverse_big: float
-    skipped: float
-    skipped_in_a_row: float
+    small_square: float  # of the gradient of few samples, its squared norm
+    inverse_small: float  # 1 / the number of the few samples
+    big_square: float  # of the averaged gradient of all samples of the step, its squared norm
+    inverse_big: float  # 1 / the number of all samples of the step
+    skipped: float  # steps of this epoch that were not finite
+    skipped_in_a_row: float  # steps up to the last one that were not finite
 
 
 COUNTERS = 2  # the last fields, which count steps, are alike on all ranks

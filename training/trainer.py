@@ -113,7 +113,11 @@ class Trainer(TrainState):
         self.is_sharded = fsdp.is_sharded(self.model)
         self.sharded_bytes = fsdp.bytes_per_micro_batch(self.model) if self.is_sharded else (0, 0)
         self.sums = StepSums(world.device)
-        self.micro_batches = MicroBatches(config.accumulation_steps, config.micro_batch_size)
+        # The noise scale compares two micro-batches where there are no other ranks.
+        least = 2 if config.measure_noise_scale and world.size == 1 else 1
+        self.micro_batches = MicroBatches(
+            max(config.accumulation_steps, least), config.micro_batch_size
+        )
         self.probe = Probe(
             self.model, self.forward_backward, self.micro_batches, world=world, log=self.log
         )
@@ -126,8 +130,6 @@ class Trainer(TrainState):
         self.noise_meter = NoiseMeter(self.parameters, world) if measures_noise else None
         if self.noise_meter is not None:
             self.comm_hook.observers.append(self.noise_meter.add_bucket)
-            if world.size == 1:
-                self.micro_batches.require(2)  # which are compared
         if self.compute_timer is not None:
             self.comm_hook.observers.append(self.compute_timer.gradients_ready)
         self.graph: CudaGraphRunner | None = None
