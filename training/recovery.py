@@ -103,7 +103,7 @@ def roll_back(progress: Progress, restore_last: Callable[[], None], log: RunLog)
         )
     restore_last()
     progress.rollbacks, progress.lr_factor = rollbacks, lr_factor
-    log.restart(progress.rows)
+    log.write_rows(progress.rows)
     log.info(
         f"{MAX_SKIPPED_IN_A_ROW} steps in a row were not finite at {where}: back to epoch "
         f"{progress.epoch + 1}, step {progress.step}, learning rate x {lr_factor:g} "

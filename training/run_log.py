@@ -112,7 +112,6 @@ class RunLog:
         if track != "none" and is_main:
             self.tracked = TrackedRun(track, folder, warn=self.info)
         self.forecast = Forecast(self.clock, epochs=1)
-        self.written: int | None = 0  # rows in metrics.jsonl; None: it holds rows it should not
         self.shown = 0  # rows on the console since the titles
         self.columns: list[Column] = []  # of the row above
         self.last_line = self.last_sent = self.clock()  # when it was printed, and when tracked
@@ -137,39 +136,27 @@ class RunLog:
             raise InputError(
                 f"--out {self.folder}: cannot be written ({error.strerror}); choose another folder"
             ) from None
-        self.restart(rows)
+        self.write_rows(rows)
         if self.tracked is not None:
             self.tracked.begin(self.config, rows)
 
-    def restart(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Make metrics.jsonl hold exactly these rows: those that the checkpoint knows.
 
-        What a full disk prevents is done with the next row.
-        """
-        if self.is_main:
-            self.written = None
-            self._write_rows(rows)
-
-    def _write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Let metrics.jsonl hold these rows; the last ones are appended where it has the others."""
-        written, self.written = self.written, None  # a line may be cut
-        with self._warning_of_a_full_disk(self.folder / "metrics.jsonl") as path:
-            if written is None:
-                atomic_write_text(path, _json_lines(rows))
-            else:
-                with open(path, "a", encoding="utf-8") as file:
-                    file.write(_json_lines(rows[written:]))
-            self.written = len(rows)
-
-    def epoch(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append the last of `rows` to metrics.jsonl and print it as a row of the console's table.
-
-        A row that a full disk kept out is written with the next one. Numbers that are not finite,
-        for which JSON has no spelling, are null.
+        Numbers that are not finite, for which JSON has no spelling, are null.
         """
         if not self.is_main:
             return
-        self._write_rows(rows)
+        finite = [{key: _finite_or_none(value) for key, value in row.items()} for row in rows]
+        with self._warning_of_a_full_disk(self.folder / "metrics.jsonl") as path:
+            lines = (json.dumps(row, allow_nan=False) + "\n" for row in finite)
+            atomic_write_text(path, "".join(lines))
+
+    def epoch(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows, the last of which is new, and print that one in the console's table."""
+        if not self.is_main:
+            return
+        self.write_rows(rows)
         self.forecast.observe(rows[-1]["epoch"])
         seconds_left = self.forecast.seconds_left()
         left = "-" if seconds_left is None else in_words(seconds_left).replace("days", "d")
@@ -303,11 +290,6 @@ class RunLog:
             self.tracked.close()
         if self.lock is not None:
             self.lock.close()
-
-
-def _json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    finite = [{key: _finite_or_none(value) for key, value in row.items()} for row in rows]
-    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in finite)
 
 
 def _finite_or_none(value: Any) -> Any:
