@@ -24,8 +24,7 @@ def atomic_write(path: Path, before_rename: Callable[[], None] | None = None) ->
     temporary = path.with_name(path.name + ".part")
     try:
         yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        sync_file(temporary)
         if before_rename is not None:
             before_rename()
         temporary.replace(path)
@@ -43,6 +42,12 @@ def atomic_write_text(path: Path, text: str) -> None:
     """
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the content of a file is on the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -7,7 +7,7 @@ print(class_table(result, classes))         # the accuracy of each class
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,55 +25,18 @@ from training.progress_bar import progress_bar
 EVAL_SET_NAMES = {"val": "validation", "test": "test"}  # in sentences
 
 
-@torch.no_grad()  # in inference mode FSDP would make tensors that training cannot use
-def predict_logits(
-    model: nn.Module,
-    data: BatchedDataset,
-    *,
-    precision: Precision,
-    world: World,
-    batch_size: int,
-    title: str = "",
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits (batch, classes) fp32, labels (batch,)) of this rank's share of the rows.
-
-    The model runs eagerly, also where it is compiled for training. With a title, rank 0 shows a
-    progress bar over its share.
-    """
-    model.eval()
-    lengths = data.lengths
-    order = torch.arange(len(data)) if lengths is None else torch.argsort(lengths, stable=True)
-    plan = list(rank_share(order, world.rank, world_size=world.size).split(batch_size))
-    mine = len(plan)
-    if any(map(fsdp.is_sharded, model.modules())):
-        # Every batch gathers weights from all ranks, so all ranks take part in as many batches.
-        plan += [order[:1]] * (world.max_over_ranks(mine) - mine)
-    total, shown = sum(map(len, plan[:mine])), world.is_main and bool(title)
-    with progress_bar(title, total, is_main=shown) as bar:
-        for number, (inputs, labels) in enumerate(data.batches(plan)):
-            with precision.autocast(), without_compilation():
-                logits = model(inputs)
-            if number < mine:
-                yield logits.float(), labels
-                bar.update(len(labels))
-
-
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model does on a set.
+    """What a model does on a set."""
 
-    Attributes:
-        loss: mean cross-entropy.
-        accuracy: in 0..1.
-        confusion: (classes, classes) number of samples, by their class (row) and the predicted one
-            (column); None where it was not asked for.
-    """
-
-    loss: float
-    accuracy: float
+    loss: float  # mean cross-entropy
+    accuracy: float  # in 0..1
+    # (classes, classes) number of samples, by their class (row) and the predicted one (column);
+    # None where it was not asked for.
     confusion: Tensor | None = None
 
 
+@torch.no_grad()  # in inference mode FSDP would make tensors that training cannot use
 def evaluate(
     model: nn.Module,
     data: BatchedDataset,
@@ -84,25 +47,38 @@ def evaluate(
     count_classes: int = 0,
     title: str = "",
 ) -> Evaluation:
-    """Loss and accuracy over a set; one read of the device at the end.
+    """Loss and accuracy over a set, of which each rank takes a share; one read of the device.
+
+    The model runs eagerly, also where it is compiled for training.
 
     Args:
         count_classes: count the confusion of so many classes as well; 0 is none.
-        title: with one, rank 0 shows a progress bar.
+        title: with one, rank 0 shows a progress bar over its share.
     """
+    model.eval()
+    lengths = data.lengths
+    order = torch.arange(len(data)) if lengths is None else torch.argsort(lengths, stable=True)
+    plan = list(rank_share(order, world.rank, world_size=world.size).split(batch_size))
+    mine, total = len(plan), sum(map(len, plan))
+    if any(map(fsdp.is_sharded, model.modules())):
+        # Every batch gathers weights from all ranks, so all ranks take part in as many batches.
+        plan += [order[:1]] * (world.max_over_ranks(mine) - mine)
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss, correct, samples
     pairs = torch.zeros(count_classes**2, dtype=torch.float64, device=world.device)
-    batches = predict_logits(
-        model, data, precision=precision, world=world, batch_size=batch_size, title=title
-    )
-    for logits, labels in batches:
-        predicted = logits.argmax(1)
-        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-        sums[1] += (predicted == labels).sum()
-        sums[2] += len(labels)
-        if count_classes:
-            ones = torch.ones_like(labels, dtype=torch.float64)
-            pairs.index_add_(0, count_classes * labels + predicted, ones)
+    with progress_bar(title, total, is_main=world.is_main and bool(title)) as bar:
+        for number, (inputs, labels) in enumerate(data.batches(plan)):
+            with precision.autocast(), without_compilation():
+                logits = model(inputs).float()
+            if number >= mine:
+                continue
+            predicted = logits.argmax(1)
+            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+            sums[1] += (predicted == labels).sum()
+            sums[2] += len(labels)
+            if count_classes:
+                ones = torch.ones_like(labels, dtype=torch.float64)
+                pairs.index_add_(0, count_classes * labels + predicted, ones)
+            bar.update(len(labels))
     totals = world.sum(torch.cat([sums, pairs])).cpu()
     loss, num_correct, samples = totals[:3].tolist()
     confusion = totals[3:].long().view(count_classes, count_classes) if count_classes else None

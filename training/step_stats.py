@@ -192,12 +192,6 @@ class TrainClock:
         self.progress.seconds += seconds
         self.progress.eval_seconds += seconds
 
-    def take_compute_seconds(self) -> float:
-        """This rank's seconds without waiting for others; all seconds if that was not timed."""
-        if self.compute_timer is None:
-            return self.progress.train_seconds
-        return self.compute_timer.take_seconds()
-
 
 class NoiseMeter:
     """Measures in each step what the gradient noise scale is estimated from, without an extra pass.

@@ -429,12 +429,12 @@ class Trainer(TrainState):
             recovery.warn_of_skipped(
                 int(totals.skipped), progress, is_fp16=self.scaler.is_enabled(), log=self.log
             )
-        meter = self.noise_meter
+        meter, timer = self.noise_meter, self.compute_timer
         noise = meter.means(totals, progress.step_in_epoch) if meter is not None else None
         row |= self.batches.end_epoch(
             row["train_loss"],
             progress.train_seconds,
-            compute_seconds=self.clock.take_compute_seconds(),
+            compute_seconds=timer.take_seconds() if timer is not None else None,
             noise=noise,
         )
         previous_best = progress.end_epoch(row, self.chosen_on)
