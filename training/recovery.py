@@ -21,7 +21,7 @@ MAX_ROLLBACKS = 3
 RAISED_LR = 2.01  # times the last step's rate; a warm-up at most doubles it in one step
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 END = b"\0"  # no signal: what ends the thread that answers them
-SAME_SIGNAL_SECONDS = 0.2  # a signal to all processes of a job may come twice within this time
+SAME_SIGNAL_SECONDS = 1.0  # a sweep, which gets the terminal's Ctrl-C too, repeats it to its run
 
 
 # -------------------------------------------------------------------- signals

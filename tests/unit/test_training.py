@@ -193,7 +193,7 @@ def test_the_first_signal_is_answered_within_an_operation_and_the_second_ends_at
         os.kill(process.pid, signal.SIGTERM)
         assert lines.poll(timeout=30)
         assert lines.recv() == "stopping after this step; again ends at once"
-        time.sleep(2 * recovery.SAME_SIGNAL_SECONDS)
+        time.sleep(1.1 * recovery.SAME_SIGNAL_SECONDS)
         os.kill(process.pid, signal.SIGINT)
         process.join(timeout=30)
         assert process.exitcode == errors.INTERRUPTED
