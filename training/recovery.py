@@ -41,7 +41,9 @@ def caught_signals(say: Callable[[str], None]) -> Iterator[list[int]]:
 
     def answer() -> None:
         first = 0.0
-        while os.read(reader, 1) != END:
+        while (number := os.read(reader, 1)) != END:
+            if number[0] not in SIGNALS:  # such as SIGCHLD, of which a data loader learns
+                continue
             if not first:
                 first = time.monotonic()
                 say("stopping after this step; again ends at once")
