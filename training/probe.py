@@ -59,6 +59,7 @@ class Probe:
         for inputs, labels in train_set.batches([rows[:largest]], epoch=0):
             self.try_batch(self.model, inputs, labels)
         reserved.clear()
+        torch.cuda.empty_cache()  # a graph's own memory cannot come from what torch keeps
         batches.limit(self.micro_batches.limit)
 
     def reserve_memory(self, with_graphs: bool) -> list[Tensor]:

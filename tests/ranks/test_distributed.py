@@ -134,13 +134,15 @@ def test_a_batch_that_is_tried_leaves_no_trace():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_trial_leaves_room_for_the_state_of_the_optimizer_and_for_what_the_ranks_exchange():
+def test_a_trial_leaves_room_for_what_it_does_not_allocate_itself(monkeypatch):
     weights = sum(parameter.numel() for parameter in text_model().parameters())
     for size, copies in ((1, 2), (2, 3)):
         model = text_model()
         trainer = make_trainer(model, build_optimizer(model, "sgd", 0.1), World(size=size))
         reserved = trainer.probe.reserve_memory(with_graphs=False)
         assert sum(each.numel() for each in reserved) == copies * weights
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (500, 1000))
+    assert trainer.probe.reserve_memory(with_graphs=True)[-1].numel() == 100
 
 
 def test_clipping_makes_no_gradient_longer():
