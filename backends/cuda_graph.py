@@ -105,9 +105,12 @@ def record_cuda_graph(
 def make_capturable(optimizer: torch.optim.Optimizer) -> None:
     """Let a graph record the steps of an optimizer, to be called again after its state is loaded.
 
-    torch's Adam must be told, and would then warn at the steps before the recorded one.
+    Learning rates become tensors on the device: one on the CPU, as a checkpoint has it, would be
+    read while recording, and never again. torch's Adam must be told, and would then warn at the
+    steps before the recorded one.
     """
     for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
         if "capturable" in group:
             group["capturable"] = True
     warnings.filterwarnings("ignore", ".*capturable=True.*", UserWarning)

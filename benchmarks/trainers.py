@@ -31,7 +31,7 @@ from distributed.world import World, init_world
 from optimizers.schedules import Schedule
 from training.batch_sampler import DynamicBatchSampler
 from training.losses import CrossEntropy, LossFn
-from training.meta_mixup_step import MetaLearner
+from training.meta_mixup_step import MetaMixupStep
 from training.run_log import RunLog
 from training.trainer import Trainer, TrainerConfig
 
@@ -165,7 +165,7 @@ def step_trainer(
     loss_fn: LossFn | None = None,
     precision: Precision = FP32,
     comm_hook: AllReduceHook | None = None,
-    meta_learner: MetaLearner | None = None,
+    meta_learner: MetaMixupStep | None = None,
     **config: Any,
 ) -> Trainer:
     """A Trainer without data and run folder, for single steps; `config` is of `TrainerConfig`."""
@@ -183,6 +183,6 @@ def step_trainer(
         log=RunLog(Path(), is_main=False),
         config=TrainerConfig(**config),
         metadata={"script": "", "classes": []},
-        comm_hook=comm_hook,
+        comm_hook=comm_hook or AllReduceHook(world),
         meta_learner=meta_learner,
     )

@@ -61,7 +61,7 @@ from training.batch_sampler import MIN_RANK_ROWS, DynamicBatchSampler
 from training.epoch_report import EVAL_SET_NAMES, RunSummary, epoch_result
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
 from training.machine import describe_machine, device_name
-from training.meta_mixup_step import HeldOutBatches, MetaLearner, MetaMixupStep
+from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
 from training.run_segments import describe_last, next_segments
 from training.trainer import Trainer, TrainerConfig
 
@@ -386,7 +386,7 @@ def create_loss(
     *,
     sample_mix: Callable[..., mixup.Mix],
     meta_mixup: type[MetaMixup],
-) -> tuple[LossFn, MetaLearner | None]:
+) -> tuple[LossFn, MetaMixupStep | None]:
     """The loss function; and, with --mixup meta, what learns beside the model.
 
     Args:
@@ -501,7 +501,7 @@ def create_trainer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss_fn: LossFn,
-    meta_learner: MetaLearner | None,
+    meta_learner: MetaMixupStep | None,
     batches: DynamicBatchSampler,
     state: Mapping[str, Any] | None = None,
     long_run_hint: str = "",
@@ -697,13 +697,14 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
     name = "test" if "test" in eval_sets else "val"
     if num_views(args) > 1:
         model = AveragedViews(model, num_views(args))
-    report = evaluation.evaluate_per_class(
+    classes = data.metadata["classes"]
+    result = evaluation.evaluate(
         model,
         eval_sets[name],
-        classes=data.metadata["classes"],
         precision=run.precision,
         world=run.world,
         batch_size=eval_batch_size(args),
+        count_classes=len(classes),
         title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
     )
     if run.world.is_main:
@@ -711,7 +712,7 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
         views = num_views(args)
         over = f", averaged over {views} views of each image" if views > 1 else ""
         print(f"accuracy on the {EVAL_SET_NAMES[name]} set{over}{why}")
-        print(report.show())
+        print(evaluation.class_table(result, classes))
 
 
 def report_predictions(

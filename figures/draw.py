@@ -24,12 +24,12 @@ from PIL import Image
 from cli.flag_parser import FlagParser
 from errors import exit_code
 from figures.experiments import PLAN
+from figures.generated_section import replace_generated_section
 from figures.methods import read_pictures
 from figures.pictures import draw_picture
 from figures.run_logs import LOGS, ROOT, Runs, accuracy, device_hours, last, read_groups
 from training.atomic_file import atomic_write, atomic_write_text
 from training.epoch_report import training_seconds
-from training.generated_section import replace_generated_section
 
 PICTURES = ROOT / "figures"
 RESULTS_PAGE = ROOT / "docs" / "results.md"

@@ -26,10 +26,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from backends import device
-from training.run_log import TIMING_FIELDS
 
 ROOT = Path(__file__).parent.parent
-TIMING = set(TIMING_FIELDS)
+TIMING = {  # fields of metrics.jsonl in which two equal runs may differ
+    "seconds",
+    "train_seconds",
+    "compile_seconds",
+    "eval_seconds",
+    "samples_per_second",
+    "worker_samples_per_second",
+    "peak_memory_bytes",
+}
 PRELOADED = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
     *("sklearn.datasets", "torchvision", "resnet50_test", "transformer_test", "ranks"),

@@ -19,7 +19,6 @@ def atomic_write(path: Path, before_rename: Callable[[], None] | None = None) ->
     The new content is on the disk before it takes the name, and the name before this returns.
 
     Args:
-        path: of the file.
         before_rename: is called when the new content is on the disk and has not yet the name.
     """
     temporary = path.with_name(path.name + ".part")

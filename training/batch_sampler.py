@@ -34,17 +34,11 @@ NOISE_LIMIT = 2.0
 
 
 class RankBatch(NamedTuple):
-    """A step of one rank.
+    """A step of one rank."""
 
-    Attributes:
-        rows: (n,) the row numbers it takes.
-        weight: of this rank's mean loss in the mean over the ranks.
-        samples: rows of all ranks.
-    """
-
-    rows: Tensor
-    weight: float
-    samples: int
+    rows: Tensor  # (n,) the row numbers it takes
+    weight: float  # of this rank's mean loss in the mean over the ranks
+    samples: int  # rows of all ranks
 
 
 class DynamicBatchSampler(data.Sampler[list[int]]):

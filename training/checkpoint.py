@@ -17,7 +17,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,12 +36,6 @@ OLDER_NAME = re.compile(r"last-([1-9][0-9]*)\.pt")  # a checkpoint before last.p
 SHARDS_NAME = re.compile(r"shards-[0-9]+")  # a sharded checkpoint's folder beside the file
 
 
-class Stateful(Protocol):
-    """Something whose state a checkpoint holds."""
-
-    def load_state_dict(self, state: Any, /) -> Any: ...
-
-
 # -------------------------------------------------------------------- writing
 
 
@@ -49,7 +43,7 @@ def save_last(folder: Path, state: Mapping[str, Any], *, keep: int) -> None:
     """Write last.pt; those before it stay as last-1.pt, last-2.pt and so on, `keep` in all.
 
     Raises:
-        OSError: it could not be written; the checkpoint before is there.
+        OSError: as of `save`.
     """
     save(folder / "last.pt", state, before_rename=lambda: keep_previous(folder))
     for number, older in enumerate(latest_files(folder)):
@@ -63,8 +57,6 @@ def save(
     """Write a checkpoint; the previous file stays until the new one is complete on the disk.
 
     Args:
-        path: of the file.
-        state: what it shall hold.
         before_rename: as of `atomic_write`.
     Raises:
         OSError: it could not be written; the previous file is untouched.
@@ -239,14 +231,10 @@ def read_progress(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def load_into(
-    target: Stateful, state: dict[str, Any], what: str, *, flag: str = "--resume"
-) -> None:
+def load_into(target: Any, state: dict[str, Any], what: str, *, flag: str = "--resume") -> None:
     """Call `target.load_state_dict(state)`.
 
     Args:
-        target: a model, an optimizer, ...
-        state: its state in the checkpoint.
         what: its name in messages.
         flag: which asked for the checkpoint; messages begin with it.
     Raises:

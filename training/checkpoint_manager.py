@@ -24,8 +24,6 @@ class CheckpointManager:
     """Writes last.pt and best.pt, and beside them the weights of a sharded model.
 
     Args:
-        train_state: what is saved.
-        log: the run folder and the console.
         metadata: plain values at the top of every checkpoint: script, flags, what inference needs.
         keep: how many checkpoints stay; those before last.pt are last-1.pt, last-2.pt and so on.
     """
@@ -43,7 +41,6 @@ class CheckpointManager:
         names the files, on every rank.
 
         Args:
-            progress: of the run.
             previous_best: the best epoch before, if this one is the best. It becomes that of the
                 progress again if best.pt cannot be written, so that a later epoch can be the best.
         """
@@ -118,7 +115,6 @@ class CheckpointManager:
 
         Args:
             path: the checkpoint that was loaded, on every rank.
-            progress: of the run.
         """
         world, folder, epoch = self.train_state.world, self.log.folder, progress.best["epoch"]
         is_older = checkpoint.OLDER_NAME.fullmatch(path.name)

@@ -9,11 +9,9 @@ from typing import Any
 
 from backends.device import peak_memory
 from distributed.world import World
-from training.evaluation import Evaluation
+from training.evaluation import EVAL_SET_NAMES, Evaluation
 from training.progress import Progress
 from training.step_stats import StepTotals
-
-EVAL_SET_NAMES = {"val": "validation", "test": "test"}  # in sentences
 
 
 def epoch_columns(
@@ -44,19 +42,15 @@ def epoch_row(
     batch_size: int,
     world: World,
 ) -> dict[str, Any]:
-    """One flat object for the epoch that is over.
+    """One flat object for the epoch that is over, which is still counted as not done.
 
     Args:
-        progress: of the run, the epoch still being counted as not done.
-        totals: the epoch's sums over all ranks. Skipped steps are not in them; if all of them
-            were skipped, loss and accuracy are not a number.
-        evaluated: loss and accuracy on each evaluation set; None where there was no evaluation.
-        lr: the learning rate of the last step.
+        totals: the epoch's sums over all ranks, without skipped steps; if all of them were skipped,
+            loss and accuracy are not a number.
+        evaluated: what `epoch_columns` returned.
         batch_size: the global batch.
         world: the ranks; their `bytes_sent` is the epoch's.
     """
-    before = progress.rows[-1]["samples"] if progress.rows else 0
-    samples = progress.samples - before
     row = {
         "epoch": progress.epoch + 1,
         "step": progress.step,
@@ -65,7 +59,7 @@ def epoch_row(
         "train_seconds": round(progress.train_seconds, 4),
         "compile_seconds": round(progress.compile_seconds, 4),
         "eval_seconds": round(progress.eval_seconds, 4),
-        "samples_per_second": round(samples / max(progress.train_seconds, 1e-9), 2),
+        "samples_per_second": round(progress.epoch_samples / max(progress.train_seconds, 1e-9), 2),
         "train_loss": totals.loss / totals.samples if totals.samples else math.nan,
         "train_accuracy": totals.num_correct / totals.samples if totals.samples else math.nan,
     }
@@ -93,17 +87,11 @@ def training_seconds(row: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class EpochResult:
-    """What a run had reached after one of its epochs.
+    """What a run had reached after one of its epochs."""
 
-    Attributes:
-        epoch: its number, counted from 1; 0 is before the first one.
-        accuracies: in 0..1, by the name of the evaluation set: 'val', 'test', or both.
-        over_views: the same of outputs that are averaged over views of each image; mostly empty.
-        views: how many views.
-    """
-
-    epoch: int
-    accuracies: Mapping[str, float]
+    epoch: int  # its number, counted from 1; 0 is before the first one
+    accuracies: Mapping[str, float]  # in 0..1, by the name of the evaluation set
+    # The same of outputs that are averaged over views of each image; mostly empty.
     over_views: Mapping[str, float] = field(default_factory=dict)
     views: int = 1
 
@@ -139,25 +127,15 @@ def epoch_result(rows: Sequence[Mapping[str, Any]], epoch: int) -> EpochResult:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run has reached and what it took.
-
-    Attributes:
-        last, best: the results of the last and of the best epoch.
-        how_chosen: how the best epoch was chosen, and what that means for its accuracy.
-        unsaved: of 'last' and 'best', what the last save failed to write.
-        seconds: of all epochs, those before the run was resumed included.
-        samples_per_second: of the training steps.
-        peak_memory_bytes: of this rank's device, or of its process on a CPU.
-        device_hours: seconds times devices.
-    """
+    """What a run has reached and what it took."""
 
     last: EpochResult
     best: EpochResult
-    how_chosen: str
-    unsaved: Collection[str]
-    seconds: float
-    samples_per_second: float
-    peak_memory_bytes: int
+    how_chosen: str  # the best epoch, and what that means for its accuracy
+    unsaved: Collection[str]  # of 'last' and 'best', what the last save failed to write
+    seconds: float  # of all epochs, those before the run was resumed included
+    samples_per_second: float  # of the training steps
+    peak_memory_bytes: int  # of this rank's device, or of its process on a CPU
     device_hours: float
 
 
@@ -165,7 +143,6 @@ def how_chosen(epochs: int, evaluations: int, *, chosen_on: str, meta_learned: b
     """How the best of so many epochs was chosen, and what that means for its accuracy.
 
     Args:
-        epochs: of the run by now.
         evaluations: how many of them were evaluated.
         chosen_on: name of the evaluation set that chose the best epoch, 'val' or 'test'.
         meta_learned: whether a mixing policy learned from the rows of 'val'.

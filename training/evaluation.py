@@ -1,13 +1,13 @@
 """What a trained model is good for: its accuracy, overall and of each class.
 
 result = evaluate(model, test, precision=precision, world=world, batch_size=256)
-result.loss, result.accuracy
-report = evaluate_per_class(model, test, classes=classes, ...)    # and the accuracy of each class
+result.loss, result.accuracy                # with count_classes=10 its confusion as well, for
+print(class_table(result, classes))         # the accuracy of each class
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,56 +22,21 @@ from input_pipeline.dataset import BatchedDataset
 from input_pipeline.sampler import rank_share
 from training.progress_bar import progress_bar
 
-
-@torch.no_grad()  # in inference mode FSDP would make tensors that training cannot use
-def predict_logits(
-    model: nn.Module,
-    data: BatchedDataset,
-    *,
-    precision: Precision,
-    world: World,
-    batch_size: int,
-    title: str = "",
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits (batch, classes) fp32, labels (batch,)) of this rank's share of the rows.
-
-    The model runs eagerly, also where it is compiled for training. With a title, rank 0 shows a
-    progress bar over its share.
-    """
-    model.eval()
-    lengths = data.lengths
-    order = torch.arange(len(data)) if lengths is None else torch.argsort(lengths, stable=True)
-    plan = list(rank_share(order, world.rank, world_size=world.size).split(batch_size))
-    mine = len(plan)
-    if any(map(fsdp.is_sharded, model.modules())):
-        # Every batch gathers weights from all ranks, so all ranks take part in as many batches.
-        plan += [order[:1]] * (world.max_over_ranks(mine) - mine)
-    total, shown = sum(map(len, plan[:mine])), world.is_main and bool(title)
-    with progress_bar(title, total, is_main=shown) as bar:
-        for number, (inputs, labels) in enumerate(data.batches(plan)):
-            with precision.autocast(), without_compilation():
-                logits = model(inputs)
-            if number < mine:
-                yield logits.float(), labels
-                bar.update(len(labels))
+EVAL_SET_NAMES = {"val": "validation", "test": "test"}  # in sentences
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model does on a set.
+    """What a model does on a set."""
 
-    Attributes:
-        loss: mean cross-entropy.
-        accuracy: in 0..1.
-        confusion: (classes, classes) number of samples, by their class (row) and the predicted one
-            (column); None where it was not asked for.
-    """
-
-    loss: float
-    accuracy: float
+    loss: float  # mean cross-entropy
+    accuracy: float  # in 0..1
+    # (classes, classes) number of samples, by their class (row) and the predicted one (column);
+    # None where it was not asked for.
     confusion: Tensor | None = None
 
 
+@torch.no_grad()  # in inference mode FSDP would make tensors that training cannot use
 def evaluate(
     model: nn.Module,
     data: BatchedDataset,
@@ -82,75 +47,76 @@ def evaluate(
     count_classes: int = 0,
     title: str = "",
 ) -> Evaluation:
-    """Loss and accuracy over a set; one read of the device at the end.
+    """Loss and accuracy over a set, of which each rank takes a share; one read of the device.
+
+    The model runs eagerly, also where it is compiled for training.
 
     Args:
-        model, data, precision, world, batch_size: as of `predict_logits`.
         count_classes: count the confusion of so many classes as well; 0 is none.
-        title: with one, rank 0 shows a progress bar.
+        title: with one, rank 0 shows a progress bar over its share.
     """
+    model.eval()
+    lengths = data.lengths
+    order = torch.arange(len(data)) if lengths is None else torch.argsort(lengths, stable=True)
+    plan = list(rank_share(order, world.rank, world_size=world.size).split(batch_size))
+    mine, total = len(plan), sum(map(len, plan))
+    if any(map(fsdp.is_sharded, model.modules())):
+        # Every batch gathers weights from all ranks, so all ranks take part in as many batches.
+        plan += [order[:1]] * (world.max_over_ranks(mine) - mine)
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss, correct, samples
     pairs = torch.zeros(count_classes**2, dtype=torch.float64, device=world.device)
-    batches = predict_logits(
-        model, data, precision=precision, world=world, batch_size=batch_size, title=title
-    )
-    for logits, labels in batches:
-        predicted = logits.argmax(1)
-        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-        sums[1] += (predicted == labels).sum()
-        sums[2] += len(labels)
-        if count_classes:
-            ones = torch.ones_like(labels, dtype=torch.float64)
-            pairs.index_add_(0, count_classes * labels + predicted, ones)
+    with progress_bar(title, total, is_main=world.is_main and bool(title)) as bar:
+        for number, (inputs, labels) in enumerate(data.batches(plan)):
+            with precision.autocast(), without_compilation():
+                logits = model(inputs).float()
+            if number >= mine:
+                continue
+            predicted = logits.argmax(1)
+            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+            sums[1] += (predicted == labels).sum()
+            sums[2] += len(labels)
+            if count_classes:
+                ones = torch.ones_like(labels, dtype=torch.float64)
+                pairs.index_add_(0, count_classes * labels + predicted, ones)
+            bar.update(len(labels))
     totals = world.sum(torch.cat([sums, pairs])).cpu()
     loss, num_correct, samples = totals[:3].tolist()
     confusion = totals[3:].long().view(count_classes, count_classes) if count_classes else None
     return Evaluation(loss / samples, num_correct / samples, confusion)
 
 
-@dataclass(frozen=True)
-class ClassReport:
-    """Accuracy in 0..1 and mean loss of a whole set, and (accuracy, samples) of each class."""
-
-    accuracy: float
-    loss: float
-    per_class: dict[str, tuple[float, int]]
-
-    def show(self) -> str:
-        """A table for the console."""
-        lines = [
-            f"{name:>20}  {100 * accuracy:6.2f} %  of {samples}"
-            for name, (accuracy, samples) in self.per_class.items()
-        ]
-        lines.append(f"{'all':>20}  {100 * self.accuracy:6.2f} %  loss {self.loss:.4f}")
-        return "\n".join(lines)
-
-
-def evaluate_per_class(
+def evaluate_sets(
     model: nn.Module,
-    data: BatchedDataset,
+    eval_sets: Mapping[str, BatchedDataset],
     *,
-    classes: Sequence[str],
     precision: Precision,
     world: World,
     batch_size: int,
-    title: str = "",
-) -> ClassReport:
-    """`evaluate`, and the accuracy of each class."""
-    # Of each class: the sum of its losses, its correct predictions, its samples.
-    table = torch.zeros(3, len(classes), dtype=torch.float64, device=world.device)
-    batches = predict_logits(
-        model, data, precision=precision, world=world, batch_size=batch_size, title=title
-    )
-    for logits, labels in batches:
-        losses = F.cross_entropy(logits, labels, reduction="none")
-        table[0].index_add_(0, labels, losses.double())
-        table[1].index_add_(0, labels, (logits.argmax(1) == labels).double())
-        table[2].index_add_(0, labels, torch.ones_like(labels, dtype=torch.float64))
-    losses, num_correct, samples = world.sum(table).cpu()
-    rows = zip(classes, num_correct, samples)
-    return ClassReport(
-        accuracy=(num_correct.sum() / samples.sum()).item(),
-        loss=(losses.sum() / samples.sum()).item(),
-        per_class={name: ((c / max(n, 1)).item(), int(n)) for name, c, n in rows},
-    )
+    count_classes: int = 0,
+) -> dict[str, Evaluation]:
+    """`evaluate` on each set, by its name."""
+    return {
+        name: evaluate(
+            model,
+            data,
+            precision=precision,
+            world=world,
+            batch_size=batch_size,
+            count_classes=count_classes,
+            title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
+        )
+        for name, data in eval_sets.items()
+    }
+
+
+def class_table(evaluation: Evaluation, classes: Sequence[str]) -> str:
+    """A table for the console: the accuracy of each class, from the confusion, and of all."""
+    assert evaluation.confusion is not None
+    num_correct, samples = evaluation.confusion.diag(), evaluation.confusion.sum(1)
+    shares = (num_correct / samples.clamp(min=1)).tolist()
+    lines = [
+        f"{name:>20}  {100 * share:6.2f} %  of {number}"
+        for name, share, number in zip(classes, shares, samples.tolist())
+    ]
+    lines.append(f"{'all':>20}  {100 * evaluation.accuracy:6.2f} %  loss {evaluation.loss:.4f}")
+    return "\n".join(lines)

@@ -9,7 +9,6 @@ The file also says what its numbers mean. The metadata are strings of JSON, one 
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from errors import InputError
 from models import fusion
@@ -40,13 +40,13 @@ def export(
     Args:
         model: any; for .onnx and .pt2 batch-norm is folded into its convolutions in place.
         example: inputs, at least 2 in every dynamic dimension.
-        path: ends in .onnx, .pt2, or .safetensors, which holds the weights alone.
+        path: ends in one of `SUFFIXES`; .safetensors holds the weights alone.
         dynamic: dimensions of the input that may change: {dimension: (name, largest size)}.
         metadata: plain values that the file shall hold.
     Returns:
         The largest difference of a probability.
     Raises:
-        InputError: another ending, a package is missing, or the outputs differ.
+        InputError: a package is missing, or the outputs differ.
     """
     model = model.cpu().float().eval()
     expected = model(example).softmax(1).detach()
@@ -59,10 +59,8 @@ def export(
         given = _export_pt2(fusion.fold_batch_norm(model), example, path, sizes, texts)
     elif path.suffix == ".onnx":
         given = _export_onnx(fusion.fold_batch_norm(model), example, path, sizes, texts)
-    elif path.suffix == ".safetensors":
-        given = _export_weights(model, example, path, texts)
     else:
-        raise InputError(f"--export {path}: the name must end in {' or '.join(SUFFIXES)}")
+        given = _export_weights(model, example, path, texts)
     difference = (given.softmax(1) - expected).abs().max().item()
     if not difference <= TOLERANCE:
         raise InputError(
@@ -130,8 +128,4 @@ def _export_weights(
         ) from None
     weights = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
     safetensors.save_file(weights, path, metadata=metadata)
-    other = copy.deepcopy(model)
-    for parameter in other.parameters():
-        nn.init.zeros_(parameter)
-    other.load_state_dict(safetensors.load_file(path))
-    return other(example).detach()
+    return functional_call(model, safetensors.load_file(path), example, strict=True).detach()

@@ -6,6 +6,7 @@ batch = loss_fn(model, inputs, labels)         # batch.loss, batch.num_correct, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,17 +18,11 @@ from mixup import Mix
 
 
 class BatchLoss(NamedTuple):
-    """What a loss function returns of a batch.
+    """What a loss function returns of a batch."""
 
-    Attributes:
-        loss: (), the mean over the batch.
-        num_correct: (), correct predictions; of mixed samples each counts its label's weight.
-        mix_weight: (), the sum of the samples' lambda, or None where nothing is mixed.
-    """
-
-    loss: Tensor
-    num_correct: Tensor
-    mix_weight: Tensor | None = None
+    loss: Tensor  # (), the mean over the batch
+    num_correct: Tensor  # (), correct predictions; of mixed samples each counts its label's weight
+    mix_weight: Tensor | None = None  # (), sum of the samples' lambda; None: nothing is mixed
 
 
 class LossFn(Protocol):
@@ -35,17 +30,6 @@ class LossFn(Protocol):
 
     def __call__(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> BatchLoss:
         """Run the model on a batch (batch, ...) with labels (batch,), and compare."""
-        ...
-
-
-class MixSampler(Protocol):
-    """How the samples of a batch are mixed."""
-
-    def __call__(self, labels: Tensor, *, height: int, width: int) -> Mix:
-        """Sample partners and lambda for labels (batch,) of images height x width.
-
-        Of a batch of texts the sizes mean nothing.
-        """
         ...
 
 
@@ -69,8 +53,8 @@ class MixedCrossEntropy:
     """Cross-entropy of mixed samples.
 
     Args:
-        sample_mix: (labels, height, width) -> how these samples are mixed; texts have no height and
-            width.
+        sample_mix: (labels, height=, width=) -> partners and lambda for labels (batch,); of texts
+            the sizes mean nothing.
         model_mixes: the model mixes its hidden representation itself: it is called with the inputs,
             the partners and lambda.
         label_smoothing: as of `CrossEntropy`.
@@ -78,7 +62,7 @@ class MixedCrossEntropy:
 
     def __init__(
         self,
-        sample_mix: MixSampler,
+        sample_mix: Callable[..., Mix],
         model_mixes: bool,
         *,
         label_smoothing: float = 0.0,

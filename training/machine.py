@@ -43,7 +43,6 @@ def describe_machine(device: torch.device, *, with_speed: bool = False) -> dict[
     """Versions, device, processor, commit (None where it is unknown) and the command line.
 
     Args:
-        device: of the training.
         with_speed: also measure the `ProcessorSpeed`, which differs a little from run to run.
     """
     return {
@@ -80,8 +79,7 @@ def modified_files() -> list[str]:
     """
     # A copy without .git that lies inside another repository must not get that one's commit.
     run_git("ls-files", "--error-unmatch", str(Path(__file__).resolve().relative_to(ROOT)))
-    listing = run_git("diff", "--name-only", "-z", "HEAD", "--", ".", *NOT_RESULTS)
-    return listing.split("\0")[:-1]
+    return run_git("diff", "--name-only", "-z", "HEAD", "--", ".", *NOT_RESULTS).split("\0")[:-1]
 
 
 def untracked_files(ignored: Path) -> list[str]:
@@ -89,9 +87,8 @@ def untracked_files(ignored: Path) -> list[str]:
 
     Args:
         ignored: a folder whose files are not listed.
-
     Raises:
-        CommitUnknown: git is not installed, or does not know this folder.
+        CommitUnknown: as of `modified_files`.
     """
     excluded = list(NOT_RESULTS)
     if ROOT in ignored.resolve().parents:
@@ -130,7 +127,6 @@ def device_name(device: torch.device, *, with_speed: bool = False) -> str:
     """The GPU's name; or the processor's, with the number of threads torch uses.
 
     Args:
-        device: a GPU or the processor.
         with_speed: also measure the processor's `ProcessorSpeed`, and name it.
     """
     if device.type == "cuda":
@@ -144,17 +140,11 @@ def cpu_name(*, with_speed: bool = False) -> str:
     Processors of one name differ in speed by a factor of seven. What the system does not tell is
     left out.
     """
-    try:
-        lines = CPUINFO.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    pairs = (line.partition(":") for line in lines)
+    text = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
+    pairs = (line.partition(":") for line in text.splitlines())
     fields = {key.strip(): value.strip() for key, _, value in pairs}
-    details = [
-        f"{word} {fields[key]}"
-        for word, key in (("family", "cpu family"), ("model", "model"))
-        if key in fields
-    ]
+    parts = {"family": "cpu family", "model": "model"}
+    details = [f"{word} {fields[key]}" for word, key in parts.items() if key in fields]
     flags = fields.get("flags", "").split()
     details += [flag for flag in MATRIX_INSTRUCTIONS if flag in flags][:1]
     if with_speed:
@@ -165,17 +155,11 @@ def cpu_name(*, with_speed: bool = False) -> str:
 
 @dataclass(frozen=True)
 class ProcessorSpeed:
-    """The speed of the processor in a matrix product.
+    """The speed of the processor in a matrix product."""
 
-    Attributes:
-        gflops: 10^9 floating-point operations per second.
-        precision: bf16 where the processor computes in it, else fp32.
-        threads: of torch.
-    """
-
-    gflops: float
-    precision: str
-    threads: int
+    gflops: float  # 10^9 floating-point operations per second
+    precision: str  # bf16 where the processor computes in it, else fp32
+    threads: int  # of torch
 
     def __str__(self) -> str:
         return f"{self.gflops:.0f} GFLOP/s in {self.precision}"

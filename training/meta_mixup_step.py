@@ -9,7 +9,7 @@ meta_learner = MetaMixupStep(meta, loss_fn, held_out=held_out, every=16)    # fo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,49 +23,13 @@ from mixup import MetaMixup, Mix
 from training.losses import CrossEntropy, MixedCrossEntropy
 
 
-class MetaLearner(Protocol):
-    """Something that learns beside the model; `MetaMixupStep` is one."""
-
-    def before_step(
-        self,
-        model: nn.Module,
-        inputs: Tensor,
-        labels: Tensor,
-        *,
-        lr: float,
-        precision: Precision,
-        scaler: Any,
-    ) -> None:
-        """Called before each training step; parameters, buffers and gradients are left as they are.
-
-        Args:
-            model: not wrapped for data parallelism.
-            inputs, labels: the first micro-batch of the step on this rank.
-            lr: the step's learning rate.
-            precision: autocast of the model.
-            scaler: the GradScaler of the step.
-        """
-        ...
-
-    def tables(self) -> dict[str, Tensor]:
-        """What has been learned: square tables (classes, classes) by name."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 class HeldOutBatches:
     """Batches of a held-out set without end, each rank its own.
 
     `start(n)` begins with what would come after n batches.
 
     Args:
-        data: the set.
         batch_size: rows of one rank; fewer where the set does not hold so many for each.
-        seed: of the order.
-        world: the ranks.
     Raises:
         InputError: the set is too small for BatchNorm.
     """
@@ -92,12 +56,10 @@ class HeldOutBatches:
 
 
 class MetaMixupStep:
-    """The `MetaLearner` of a MetaMixup.
+    """Lets a mixing policy learn beside the model.
 
     Args:
-        meta: the mixing policy.
         loss_fn: of the training step; its mixes come from `meta`.
-        held_out: clean batches.
         every: steps from one update of the policy to the next.
     """
 
@@ -124,7 +86,15 @@ class MetaMixupStep:
         precision: Precision,
         scaler: Any,
     ) -> None:
-        """Let the policy learn at every `every`-th call."""
+        """Called before each training step; at every `every`-th call the policy learns.
+
+        Parameters, buffers and gradients of the model are left as they are.
+
+        Args:
+            model: not wrapped for data parallelism.
+            inputs, labels: the first micro-batch of the step on this rank.
+            lr: the step's learning rate.
+        """
         self.steps += 1
         if (self.steps - 1) % self.every:
             return
@@ -147,14 +117,12 @@ class MetaMixupStep:
         )
 
     def tables(self) -> dict[str, Tensor]:
-        """What the policy has learned; see `MetaMixup.tables`."""
+        """What the policy has learned: (classes, classes) tables by name."""
         return self.meta.tables()
 
     def state_dict(self) -> dict[str, Any]:
-        """The policy, its optimizer, and the number of steps."""
         return {"steps": self.steps, **self.meta.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
         self.meta.load_state_dict(state)
         self.steps, self.batches = state["steps"], None

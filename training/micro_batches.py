@@ -29,10 +29,6 @@ class MicroBatches:
         """Whether a step may have more than one."""
         return self.accumulation_steps > 1 or self.limit is not None
 
-    def require(self, accumulation_steps: int) -> None:
-        """Take at least so many micro-batches a step."""
-        self.accumulation_steps = max(self.accumulation_steps, accumulation_steps)
-
     def number(self, batch_size: int) -> int:
         """How many micro-batches so many samples make."""
         needed = -(-batch_size // (self.limit or batch_size))

@@ -59,7 +59,6 @@ def predict(
 
     Args:
         model: on the device of the batches.
-        samples: names, in order.
         batches: inputs of the same samples, (batch, ...) each.
     """
     model.eval()
@@ -84,44 +83,33 @@ def write_predictions(path: Path, predictions: Iterable[Prediction], classes: Se
 
     Args:
         path: its suffix chooses between JSON lines and csv.
-        predictions: of the samples.
-        classes: names of the classes.
     Raises:
         InputError: a sample cannot be read, or the file cannot be written.
     """
-    num_written = 0
+    count = 0
     try:
         with (
             atomic_write(path) as temporary,
             open(temporary, "w", newline="", encoding="utf-8", errors="backslashreplace") as file,
         ):
             rows = csv.writer(file)
-            for prediction in predictions:
-                record = as_record(prediction, classes)
-                probabilities = record.pop("probabilities")
+            for count, prediction in enumerate(predictions, 1):
+                sample, probabilities = prediction.sample, prediction.probabilities
+                record: dict[str, Any] = {
+                    "name": sample.name,
+                    **({} if sample.text is None else {"text": sample.text}),
+                    "predicted": classes[prediction.most_likely()[0]],
+                }
+                rounded = [round(probability, DECIMALS) for probability in probabilities]
                 if path.suffix == ".jsonl":
-                    record["probabilities"] = probabilities
+                    record["probabilities"] = dict(zip(classes, rounded))
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                else:
-                    if not num_written:
-                        names = (f"probability_{name}" for name in probabilities)
-                        rows.writerow([*record, *names])
-                    rows.writerow([*record.values(), *probabilities.values()])
-                num_written += 1
+                    continue
+                if count == 1:
+                    rows.writerow([*record, *(f"probability_{name}" for name in classes)])
+                rows.writerow([*record.values(), *rounded])
     except OSError as error:
         raise InputError(
             f"--predict_out {path}: cannot be written ({error.strerror}); choose another file"
         ) from None
-    return num_written
-
-
-def as_record(prediction: Prediction, classes: Sequence[str]) -> dict[str, Any]:
-    """A prediction as plain values with the names that they have in a file."""
-    sample = prediction.sample
-    probabilities = [round(probability, DECIMALS) for probability in prediction.probabilities]
-    return {
-        "name": sample.name,
-        **({} if sample.text is None else {"text": sample.text}),
-        "predicted": classes[prediction.most_likely()[0]],
-        "probabilities": dict(zip(classes, probabilities)),
-    }
+    return count

@@ -8,6 +8,7 @@ groups = decay_layers(model, groups, 0.75)            # smaller rates for layers
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -27,25 +28,19 @@ NESTED = ("state_dict", "model", "model_state_dict")  # where other projects kee
 COMPILED = "_orig_mod."  # in names of a model, or a part of one, that torch.compile has wrapped
 COUNTER = "num_batches_tracked"  # of BatchNorm; files of old versions of torch lack it
 PICKLED_OBJECT = re.compile(r"Unsupported (?:global: GLOBAL|class) ([\w.]+)")  # in torch's error
+AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")  # classifiers that torchvision has in training alone
 MAX_NAMES = 3  # in the message of weights that do not fit
 KINDS = "give a run folder, a .pt file, or a .safetensors file"
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """Weights, and what is known of the model that they are of.
+    """Weights, and what is known of the model that they are of."""
 
-    Attributes:
-        weights: by their names, on the CPU.
-        classes: names of its classes in the order of its outputs; empty where they are not known.
-        tokenizer: of a text classifier, as JSON; '' where there is none.
-        flags: with which it was made, by name, as far as they are known.
-    """
-
-    weights: Mapping[str, Tensor]
-    classes: Sequence[str] = ()
-    tokenizer: str = ""
-    flags: Mapping[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, Tensor]  # by their names, on the CPU
+    classes: Sequence[str] = ()  # in the order of its outputs; empty where they are not known
+    tokenizer: str = ""  # of a text classifier, as JSON
+    flags: Mapping[str, Any] = field(default_factory=dict)  # with which it was made, if known
 
 
 def read_saved_model(path: Path) -> SavedModel:
@@ -93,10 +88,8 @@ def _read_safetensors(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]
         raise InputError(f"--weights {path}: cannot be read ({first_line(error)})") from None
     about = {}
     for name, text in metadata.items():
-        try:
+        with contextlib.suppress(ValueError):  # another project's
             about[name] = json.loads(text)
-        except ValueError:
-            continue  # another project's
     return weights, about
 
 
@@ -156,7 +149,6 @@ def match_names(
     Args:
         weights: of the file, by their names.
         own: names in the model.
-        source: where the weights are from, for the message.
     Raises:
         InputError: two models in the file fit equally well.
     """
@@ -204,8 +196,6 @@ def load_pretrained(
         model: whose weights are replaced in place; it may take grey images where the weights are
             for colours, or the other way round.
         saved: the weights.
-        source: where they are from, for messages.
-        classes: names of the model's classes.
         flags: which say what the model is, for messages.
         kept: names of what stays the model's own, whether or not there is a weight of that name.
     Returns:
@@ -223,10 +213,7 @@ def load_pretrained(
     counters = {name: value for name, value in own.items() if name.endswith(COUNTER)}
     weights = counters | weights
     if wrong := misfits(weights, own, classifier=classifier):
-        more = f" and {len(wrong) - MAX_NAMES} more" if len(wrong) > MAX_NAMES else ""
-        raise InputError(
-            f"--weights {source}: not of this model ({flags}): {', '.join(wrong[:MAX_NAMES])}{more}"
-        )
+        raise InputError(f"--weights {source}: not of this model ({flags}): {first_of(wrong)}")
     rows = _matching_rows(
         {name: own[name] for name in classifier},
         {name: weights[name] for name in classifier if name in weights},
@@ -248,8 +235,13 @@ def load_pretrained(
     if len(rows) == num_outputs:
         return line
     new = [name for number, name in enumerate(classes) if number not in rows]
-    more = f" and {len(new) - MAX_NAMES} more" if len(new) > MAX_NAMES else ""
-    return f"{line}; in {layer} begin anew: {', '.join(new[:MAX_NAMES])}{more}"
+    return f"{line}; in {layer} begin anew: {first_of(new)}"
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first names of many: 'a, b, c and 4 more'."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def misfits(
@@ -259,7 +251,6 @@ def misfits(
 
     Args:
         weights: of a file.
-        own: of the model.
         classifier: names of its classifier's weights, which may be wrong.
     """
     wrong = []
@@ -271,7 +262,7 @@ def misfits(
             wrong.append(f"its {name} has {' and not '.join(shapes)} values")
         elif name in weights and value.is_floating_point() and (kind := unusable(weights[name])):
             wrong.append(f"its {name} holds {kind}")
-    unknown = [name for name in weights if name not in own and not is_auxiliary(name)]
+    unknown = [name for name in weights if name not in own and not name.startswith(AUXILIARY)]
     return wrong + [f"its {name} is unknown" for name in unknown]
 
 
@@ -282,11 +273,6 @@ def unusable(weight: Tensor) -> str:
     if not weight.is_floating_point():
         return f"{str(weight.dtype).removeprefix('torch.')} numbers"
     return "" if weight.isfinite().all() else "numbers that are not finite"
-
-
-def is_auxiliary(name: str) -> bool:
-    """Whether a weight is of a classifier that torchvision's models have in training alone."""
-    return name.startswith(("aux1.", "aux2.", "AuxLogits."))
 
 
 def _matching_rows(
@@ -301,7 +287,6 @@ def _matching_rows(
         own: weight and bias of the model's classifier, by name.
         saved: the same of the saved model; some may be missing.
         saved_classes: names of the saved classes; empty where they are not known.
-        classes: names of the model's classes.
     """
     if saved.keys() != own.keys():
         return {}
@@ -321,15 +306,15 @@ def fit_channels(weight: Tensor, own: Tensor | None) -> Tensor:
     On grey images, whose three channels are equal, both compute the same.
 
     Args:
-        weight: what was read.
         own: the model's weight of that name, if there is one.
     """
     if own is None or weight.ndim != 4 or own.ndim != 4:
         return weight
-    channels, target = weight.shape[1], own.shape[1]
-    if (channels, target) == (1, 3) and weight.shape[2:] == own.shape[2:]:
+    if weight.shape[2:] != own.shape[2:]:
+        return weight
+    if (weight.shape[1], own.shape[1]) == (1, 3):
         return weight.expand(-1, 3, -1, -1) / 3
-    if (channels, target) == (3, 1) and weight.shape[2:] == own.shape[2:]:
+    if (weight.shape[1], own.shape[1]) == (3, 1):
         return weight.sum(1, keepdim=True)
     return weight
 
@@ -353,7 +338,6 @@ def decay_layers(
 
     Args:
         model: whose parameters are in the groups.
-        groups: of its parameters.
         decay: in (0, 1].
     """
     layers: dict[str, int] = {}

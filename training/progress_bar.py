@@ -17,7 +17,6 @@ def progress_bar(title: str, total: int, *, is_main: bool, done: int = 0) -> tqd
     """A bar over samples, which disappears at its end; hidden where stderr is not a terminal.
 
     Args:
-        title: what is being done.
         total: samples in all.
         is_main: whether this is rank 0; on other ranks the bar is hidden.
         done: samples that are behind already.

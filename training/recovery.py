@@ -3,34 +3,132 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shlex
 import signal
-from collections.abc import Iterator
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 
 from distributed.world import under_torchrun
+from errors import INTERRUPTED, Interrupted, NonFiniteLoss
+from training.progress import Progress
+from training.run_log import RunLog
 
 MAX_SKIPPED_IN_A_ROW = 10  # non-finite steps before the run goes back to its last checkpoint
 MAX_ROLLBACKS = 3
+RAISED_LR = 2.01  # times the last step's rate; a warm-up at most doubles it in one step
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+END = b"\0"  # no signal: what ends the thread that answers them
+SAME_SIGNAL_SECONDS = 1.0  # a sweep, which gets the terminal's Ctrl-C too, repeats it to its run
+
+
+# -------------------------------------------------------------------- signals
+
+
+@contextlib.contextmanager
+def caught_signals(say: Callable[[str], None]) -> Iterator[list[int]]:
+    """Note SIGINT and SIGTERM in a list; a second one ends the process at once, with exit code 130.
+
+    A thread answers, since Python calls a handler only after the operation of torch that is being
+    computed. Under torchrun it is the launcher that a second signal ends, and with it the ranks:
+    the launcher repeats the first one, which all processes of a job may have got as well.
+    """
+    caught: list[int] = []
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def answer() -> None:
+        first = 0.0
+        while (number := os.read(reader, 1)) != END:
+            if number[0] not in SIGNALS:  # such as SIGCHLD, of which a data loader learns
+                continue
+            if not first:
+                first = time.monotonic()
+                say("stopping after this step; again ends at once")
+            elif time.monotonic() - first > SAME_SIGNAL_SECONDS and not under_torchrun():
+                os._exit(INTERRUPTED)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    handlers = {n: signal.signal(n, lambda number, _: caught.append(number)) for n in SIGNALS}
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield caught
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.write(writer, END)
+        thread.join()
+        os.close(reader)
+        os.close(writer)
+
+
+def interruption(progress: Progress, folder: Path, unsaved: Collection[str]) -> Interrupted:
+    """The error of a run that a signal has stopped: where it is, and how to go on."""
+    where = f"epoch {progress.epoch + 1}, step {progress.step}"
+    if unsaved:
+        return Interrupted(
+            f"interrupted in {where}; last.pt could not be written, so that --resume "
+            f"{folder} would go on from the save before, if there is one"
+        )
+    return Interrupted(
+        f"interrupted in {where}; last.pt is written, go on with --resume "
+        f"{shlex.quote(str(folder))}"
+    )
+
+
+# -------------------------------------------------------------------- steps that are not finite
 
 
 class Diverged(Exception):
     """Too many steps in a row were not finite."""
 
 
-@contextlib.contextmanager
-def caught_signals() -> Iterator[list[int]]:
-    """Note SIGINT and SIGTERM in a list; only a second Ctrl-C ends the process at once."""
-    caught: list[int] = []
+def roll_back(progress: Progress, restore_last: Callable[[], None], log: RunLog) -> None:
+    """Return to the last checkpoint with half the learning rate.
 
-    def note(number: int, frame: Any) -> None:
-        # torchrun repeats the terminal's Ctrl-C, so under it a second one means nothing.
-        if number == signal.SIGINT and caught and not under_torchrun():
-            raise KeyboardInterrupt
-        caught.append(number)
+    Args:
+        restore_last: loads the last checkpoint.
+    Raises:
+        NonFiniteLoss: it has been done too often.
+    """
+    rollbacks, lr_factor = progress.rollbacks + 1, progress.lr_factor / 2
+    where = f"epoch {progress.epoch + 1}, step {progress.step}"
+    if rollbacks > MAX_ROLLBACKS:
+        raise NonFiniteLoss(
+            f"the loss was not finite at {where}, after {MAX_ROLLBACKS} returns to the last "
+            "checkpoint with half the learning rate each; lower --lr, add --clip 1 or "
+            "--warmup 1, or use --precision fp32"
+        )
+    restore_last()
+    progress.rollbacks, progress.lr_factor = rollbacks, lr_factor
+    log.write_rows(progress.rows)
+    log.info(
+        f"{MAX_SKIPPED_IN_A_ROW} steps in a row were not finite at {where}: back to epoch "
+        f"{progress.epoch + 1}, step {progress.step}, learning rate x {lr_factor:g} "
+        f"(return {rollbacks} of {MAX_ROLLBACKS})"
+    )
 
-    previous = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+
+def warn_of_skipped(skipped: int, progress: Progress, *, is_fp16: bool, log: RunLog) -> None:
+    """Say how many steps of the epoch that is over were skipped."""
+    why = ", as some are while fp16 finds its scale" if is_fp16 else ""
+    log.info(
+        f"warning: {skipped} of {progress.step_in_epoch} steps of epoch "
+        f"{progress.epoch + 1} were skipped, since a gradient was not finite{why}"
+    )
+
+
+def warn_of_raised_lr(before: float, now: float, log: RunLog) -> None:
+    """Say so if a resumed run goes on with a much larger learning rate than it had.
+
+    Other flags can do that: --epochs moves the end of a schedule, --lr scales it.
+    """
+    if 0 < before < now / RAISED_LR:
+        log.info(
+            f"warning: the learning rate goes on at {now:.3g}, and was {before:.3g} in the "
+            "last step: --lr, --epochs or the schedule are not those of the checkpoint"
+        )

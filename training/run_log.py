@@ -15,10 +15,9 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from torch import Tensor
 from tqdm import tqdm
@@ -26,26 +25,21 @@ from tqdm import tqdm
 from backends.device import peak_memory
 from errors import InputError, discard_stdout
 from training.atomic_file import atomic_write, atomic_write_text
+from training.evaluation import Evaluation
+from training.progress import Progress
 from training.progress_bar import progress_bar
-from training.time_estimate import in_words
+from training.step_stats import StepTotals
+from training.time_estimate import Forecast, in_words
 from training.tracking import TrackedRun
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of the console's table.
+class Column(NamedTuple):
+    """A column of the console's table."""
 
-    Attributes:
-        title: above the column.
-        key: its name in metrics.jsonl, or 'left', the run's remaining time.
-        width: in characters.
-        format: of a value; of a share in per cent, the sign is left out.
-    """
-
-    title: str
-    key: str
-    width: int
-    format: str = "{}"
+    title: str  # above the column
+    key: str  # its name in metrics.jsonl, or 'left', the run's remaining time
+    width: int  # in characters
+    format: str = "{}"  # of a value; of a share in per cent, the sign is left out
 
     def show(self, row: Mapping[str, Any]) -> str:
         """The value of a row, in fewer digits where it would not fit; '' for None."""
@@ -83,80 +77,15 @@ def fitting_columns(row: Mapping[str, Any]) -> list[Column]:
     return [column for column, end in zip(present, ends) if end - len(GAP) <= MAX_WIDTH]
 
 
-@dataclass(frozen=True)
-class EpochStatus:
-    """How far an epoch is.
-
-    Attributes:
-        epoch: its number, counted from 1.
-        epochs: of the run.
-        step, steps: of the epoch, done and in all.
-        loss, accuracy: means over the epoch's samples by now.
-        samples_per_second: of the epoch by now.
-        seconds_left: of the run, or None where that is not known yet.
-        run_step: steps of the run.
-        lr: of the last step.
-        grad_norm: (), of the last step before clipping, on its device.
-    """
-
-    epoch: int
-    epochs: int
-    step: int
-    steps: int
-    loss: float
-    accuracy: float
-    samples_per_second: float
-    seconds_left: float | None
-    run_step: int
-    lr: float
-    grad_norm: Tensor
-
-    def line(self) -> str:
-        """For a log file."""
-        line = (
-            f"epoch {self.epoch}/{self.epochs}, step {self.step} of {self.steps}: "
-            f"loss {self.loss:.4f}, accuracy {100 * self.accuracy:.2f} %, "
-            f"{self.samples_per_second:.0f} samples/s"
-        )
-        return line if self.seconds_left is None else f"{line}, {in_words(self.seconds_left)} left"
-
-    def postfix(self) -> str:
-        """For the end of a progress bar, which shows the speed itself."""
-        return f"loss {self.loss:.4f}, acc {100 * self.accuracy:.2f} %"
-
-    def numbers(self) -> dict[str, float]:
-        """For a tracker; waits for the device."""
-        return {
-            "loss": self.loss,
-            "accuracy": self.accuracy,
-            "lr": self.lr,
-            "grad_norm": float(self.grad_norm),
-            "samples_per_second": self.samples_per_second,
-            "peak_memory_bytes": peak_memory(self.grad_norm.device),
-        }
-
-
 TITLES_EVERY = 20  # rows
 CONFUSION_FILE = "confusion.json"  # of a run folder
 MAX_NAMED_CLASSES = 40  # of a drawn table: more names would not be readable
-TIMING_FIELDS = (
-    "seconds",
-    "train_seconds",
-    "compile_seconds",
-    "eval_seconds",
-    "samples_per_second",
-    "worker_samples_per_second",
-    "peak_memory_bytes",
-)
-"""Fields of metrics.jsonl in which two equal runs may differ."""
 
 
 class RunLog:
     """Writes the run folder and the console; does nothing on other ranks than the main one.
 
     Args:
-        folder: the run folder.
-        is_main: whether this is rank 0.
         config: what config.json holds: flags, versions, device, commit.
         track: the tracker that gets the rows as well, one of `tracking.TRACKERS`.
         log_every: seconds after which the tracker gets the numbers of a step; and off a terminal,
@@ -182,19 +111,22 @@ class RunLog:
         self.tracked: TrackedRun | None = None
         if track != "none" and is_main:
             self.tracked = TrackedRun(track, folder, warn=self.info)
-        self.written: int | None = 0  # rows in metrics.jsonl; None: it holds rows it should not
+        self.forecast = Forecast(self.clock, epochs=1)
         self.shown = 0  # rows on the console since the titles
         self.columns: list[Column] = []  # of the row above
         self.last_line = self.last_sent = self.clock()  # when it was printed, and when tracked
 
     # ---------------------------------------------------------------- files
 
-    def begin(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def begin(self, rows: Sequence[Mapping[str, Any]], *, epochs: int = 1, hint: str = "") -> None:
         """Write config.json and the rows that the run has already, once nothing can refuse it.
 
+        Args:
+            hint: a line for the user of a run of many hours: what makes it shorter.
         Raises:
             InputError: config.json cannot be written.
         """
+        self.forecast = Forecast(self.clock, epochs=epochs, hint=hint)
         if not self.is_main:
             return
         text = json.dumps(self.config, indent=2, default=str) + "\n"
@@ -204,43 +136,29 @@ class RunLog:
             raise InputError(
                 f"--out {self.folder}: cannot be written ({error.strerror}); choose another folder"
             ) from None
-        self.restart(rows)
+        self.write_rows(rows)
         if self.tracked is not None:
             self.tracked.begin(self.config, rows)
 
-    def restart(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Make metrics.jsonl hold exactly these rows: those that the checkpoint knows.
 
-        What a full disk prevents is done with the next row.
-        """
-        if self.is_main:
-            self.written = None
-            self._write_rows(rows)
-
-    def _write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Let metrics.jsonl hold these rows; the last ones are appended where it has the others."""
-        written, self.written = self.written, None  # a line may be cut
-        with self._warning_of_a_full_disk(self.folder / "metrics.jsonl") as path:
-            if written is None:
-                atomic_write_text(path, _json_lines(rows))
-            else:
-                with open(path, "a", encoding="utf-8") as file:
-                    file.write(_json_lines(rows[written:]))
-            self.written = len(rows)
-
-    def epoch(self, rows: Sequence[Mapping[str, Any]], seconds_left: float | None = None) -> None:
-        """Append the last of `rows` to metrics.jsonl and print it as a row of the console's table.
-
-        A row that a full disk kept out is written with the next one. Numbers that are not finite,
-        for which JSON has no spelling, are null.
-
-        Args:
-            rows: of all epochs.
-            seconds_left: of the run, or None where that is not known.
+        Numbers that are not finite, for which JSON has no spelling, are null.
         """
         if not self.is_main:
             return
-        self._write_rows(rows)
+        finite = [{key: _finite_or_none(value) for key, value in row.items()} for row in rows]
+        with self._warning_of_a_full_disk(self.folder / "metrics.jsonl") as path:
+            lines = (json.dumps(row, allow_nan=False) + "\n" for row in finite)
+            atomic_write_text(path, "".join(lines))
+
+    def epoch(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows, the last of which is new, and print that one in the console's table."""
+        if not self.is_main:
+            return
+        self.write_rows(rows)
+        self.forecast.observe(rows[-1]["epoch"])
+        seconds_left = self.forecast.seconds_left()
         left = "-" if seconds_left is None else in_words(seconds_left).replace("days", "d")
         self._show({**rows[-1], "left": left})
         if self.tracked is not None:
@@ -266,17 +184,14 @@ class RunLog:
             figure.savefig(temporary, dpi=100, format="png")
 
     def confusion(
-        self, epoch: int, tables: Mapping[str, Tensor | None], classes: Sequence[str]
+        self, epoch: int, evaluated: Mapping[str, Evaluation], classes: Sequence[str]
     ) -> None:
-        """Write confusion.json: how often each class was taken for each, after the last epoch.
-
-        Args:
-            epoch: its number, counted from 1.
-            tables: (classes, classes) numbers of samples by the name of the evaluation set, rows
-                being the true class; None where they were not counted.
-            classes: names of the classes.
-        """
-        counts = {name: table.tolist() for name, table in tables.items() if table is not None}
+        """Write confusion.json: how often each class was taken for each, after the last epoch."""
+        counts = {
+            name: each.confusion.tolist()
+            for name, each in evaluated.items()
+            if each.confusion is not None
+        }
         if not self.is_main or not counts:
             return
         text = json.dumps({"epoch": epoch, "classes": list(classes), **counts})
@@ -313,22 +228,60 @@ class RunLog:
         self.shown, self.columns = self.shown + 1, columns
         self.info(GAP.join(f"{column.show(row):>{column.width}}" for column in columns))
 
-    def bar(self, epoch: int, epochs: int, *, total: int, done: int) -> tqdm:
+    def bar(self, epoch: int, *, total: int, done: int) -> tqdm:
         """A progress bar over the samples of an epoch; hidden where stderr is not a terminal."""
-        return progress_bar(f"epoch {epoch}/{epochs}", total, is_main=self.is_main, done=done)
+        title = f"epoch {epoch}/{self.forecast.epochs}"
+        return progress_bar(title, total, is_main=self.is_main, done=done)
 
-    def status(self, status: EpochStatus, bar: tqdm) -> None:
+    def status(
+        self,
+        bar: tqdm,
+        progress: Progress,
+        totals: StepTotals,
+        *,
+        steps: int,
+        rows: int,
+        lr: float,
+        grad_norm: Tensor,
+    ) -> None:
         """Show how far the epoch is on its bar, or in a line where there is none and one is due.
 
         The tracker gets the numbers every `log_every` seconds.
+
+        Args:
+            totals: sums over the epoch's steps by now.
+            steps, rows: of the epoch in all.
+            lr: the learning rate of the last step.
+            grad_norm: (), of the last step before clipping, on its device.
         """
+        if not self.is_main:
+            return
+        loss, accuracy = totals.loss / totals.samples, totals.num_correct / totals.samples
+        speed = progress.epoch_samples / max(progress.train_seconds, 1e-9)
+        self.forecast.observe(progress.epoch + progress.epoch_samples / rows)
+        for line in self.forecast.announcement():
+            self.info(line)
         if not bar.disable:
-            bar.set_postfix_str(status.postfix(), refresh=False)
+            bar.set_postfix_str(f"loss {loss:.4f}, acc {100 * accuracy:.2f} %", refresh=False)
         elif self.log_every and self.clock() - self.last_line >= self.log_every:
-            self.info(status.line())
+            left = self.forecast.seconds_left()
+            self.info(
+                f"epoch {progress.epoch + 1}/{self.forecast.epochs}, "
+                f"step {progress.step_in_epoch} of {steps}: loss {loss:.4f}, "
+                f"accuracy {100 * accuracy:.2f} %, {speed:.0f} samples/s"
+                + ("" if left is None else f", {in_words(left)} left")
+            )
         is_due = self.log_every and self.clock() - self.last_sent >= self.log_every
         if self.tracked is not None and is_due:
-            self.tracked.send_step(status.run_step, status.numbers())
+            numbers = {
+                "loss": loss,
+                "accuracy": accuracy,
+                "lr": lr,
+                "grad_norm": float(grad_norm),  # waits for the device
+                "samples_per_second": speed,
+                "peak_memory_bytes": peak_memory(grad_norm.device),
+            }
+            self.tracked.send_step(progress.step, numbers)
             self.last_sent = self.clock()
 
     def close(self) -> None:
@@ -337,11 +290,6 @@ class RunLog:
             self.tracked.close()
         if self.lock is not None:
             self.lock.close()
-
-
-def _json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    finite = [{key: _finite_or_none(value) for key, value in row.items()} for row in rows]
-    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in finite)
 
 
 def _finite_or_none(value: Any) -> Any:

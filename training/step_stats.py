@@ -3,13 +3,14 @@
 sums = StepSums(device)                          # on the device, read once in a while
 timer = ComputeTimer(device)                     # seconds without waiting for other ranks
 meter = NoiseMeter(parameters, world)            # what the gradient noise scale is estimated from
-hook.observers += [meter.local_norm.add, timer.gradients_ready]
+hook.observers += [meter.add_bucket, timer.gradients_ready]
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,27 +23,18 @@ from training.progress import Progress
 
 
 class StepTotals(NamedTuple):
-    """The sums over the steps of an epoch as numbers on the host.
+    """The sums over the steps of an epoch as numbers on the host."""
 
-    Attributes:
-        loss, num_correct, mix_weight, samples: sums over the samples.
-        small_square, inverse_small: of the gradient of few samples, its squared norm and 1 / their
-            number.
-        big_square, inverse_big: the same of the averaged gradient of all samples of the step.
-        skipped: steps of this epoch that were not finite.
-        skipped_in_a_row: steps up to the last one that were not finite.
-    """
-
-    loss: float
+    loss: float  # of this and the next three: sums over the samples
     num_correct: float
     mix_weight: float
     samples: float
-    small_square: float
-    inverse_small: float
-    big_square: float
-    inverse_big: float
-    skipped: float
-    skipped_in_a_row: float
+    small_square: float  # of the gradient of few samples, its squared norm
+    inverse_small: float  # 1 / the number of the few samples
+    big_square: float  # of the averaged gradient of all samples of the step, its squared norm
+    inverse_big: float  # 1 / the number of all samples of the step
+    skipped: float  # steps of this epoch that were not finite
+    skipped_in_a_row: float  # steps up to the last one that were not finite
 
 
 COUNTERS = 2  # the last fields, which count steps, are alike on all ranks
@@ -52,9 +44,6 @@ class StepSums:
     """`StepTotals` as one float64 tensor on the device, so that nothing waits for it.
 
     Each field is an attribute too, a view () of the tensor.
-
-    Args:
-        device: where they are added up.
     """
 
     loss: Tensor
@@ -113,19 +102,10 @@ class StepSums:
         arrived.synchronize()
         return StepTotals(*values.tolist())
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The sums of this rank."""
-        return {"sums": self.values.cpu()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; other keys are ignored."""
-        self.values.copy_(state["sums"])
-
-    def load_merged(self, states: Sequence[dict[str, Any]], world: World) -> None:
+    def load_merged(self, values: Sequence[Tensor], world: World) -> None:
         """Go on from the sums of another number of ranks: rank 0 takes them all."""
-        self.values.copy_(states[0]["sums"])
-        sums = sum(state["sums"][:-COUNTERS] for state in states)
-        self.values[:-COUNTERS] = sums if world.is_main else 0
+        self.values.copy_(values[0])
+        self.values[:-COUNTERS] = sum(each[:-COUNTERS] for each in values) if world.is_main else 0
 
 
 class ComputeTimer:
@@ -165,7 +145,7 @@ class ComputeTimer:
         self.start()
 
     def elapsed(self) -> float:
-        """The seconds since they were last taken."""
+        """The seconds since they were last set to zero."""
         for begin, end in self.spans:
             end.synchronize()
             self.seconds += begin.elapsed_time(end) / 1000
@@ -177,21 +157,12 @@ class ComputeTimer:
         seconds, self.seconds = self.elapsed(), 0.0
         return seconds
 
-    def state_dict(self) -> dict[str, float]:
-        """The seconds since they were last taken."""
-        return {"compute_seconds": self.elapsed()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; other keys are ignored."""
-        self.seconds = state["compute_seconds"]
-
 
 class TrainClock:
     """Adds the time of training steps to a run's progress, without evaluating and saving.
 
     Args:
         progress: whose `seconds`, `train_seconds` and `compile_seconds` it adds to.
-        compute_timer: runs along, or None.
     """
 
     def __init__(self, progress: Progress, compute_timer: ComputeTimer | None) -> None:
@@ -212,36 +183,14 @@ class TrainClock:
         self.progress.compile_seconds += compiled - self.compiled
         self.started, self.compiled = now, compiled
 
-    def take_compute_seconds(self) -> float:
-        """This rank's seconds without waiting for others; all seconds if that was not timed."""
-        if self.compute_timer is None:
-            return self.progress.train_seconds
-        return self.compute_timer.take_seconds()
-
-
-class LocalGradNorm:
-    """The squared norm of this rank's own gradient, taken before it is averaged.
-
-    It keeps a number for each parameter and sums them in their order, since DistributedDataParallel
-    lays its buckets out anew after its first step, and a resumed run is to come to the same sum.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
-        self.places = {parameter: place for place, parameter in enumerate(parameters)}
-        self.squares = torch.zeros(len(self.places), device=device)
-        self.indices: dict[tuple[int, ...], Tensor] = {}  # on the device, by the places in a bucket
-
-    def add(self, bucket: dist.GradBucket) -> None:
-        """Take the norms of a bucket's gradients."""
-        places = tuple(self.places[parameter] for parameter in bucket.parameters())
-        if places not in self.indices:
-            self.indices[places] = torch.tensor(places, device=self.squares.device)
-        norms = torch.stack(torch._foreach_norm(bucket.gradients()))
-        self.squares.index_copy_(0, self.indices[places], norms.square().to(self.squares.dtype))
-
-    def squared(self) -> Tensor:
-        """(), the squared norm over the buckets of the last backward pass."""
-        return self.squares.sum()
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Add the time of the block as that of an evaluation."""
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        self.progress.seconds += seconds
+        self.progress.eval_seconds += seconds
 
 
 class NoiseMeter:
@@ -249,15 +198,24 @@ class NoiseMeter:
 
     That is the squared norm of the averaged gradient, and that of a gradient of few samples: of the
     first micro-batch; or, where that is the whole step, of this rank before gradients are averaged.
-
-    Args:
-        parameters: of the optimizer.
-        world: the ranks.
+    Of the latter it keeps a number for each parameter and sums them in their order, since
+    DistributedDataParallel lays its buckets out anew after its first step, and a resumed run is to
+    come to the same sum.
     """
 
     def __init__(self, parameters: Sequence[Tensor], world: World) -> None:
-        self.local_norm = LocalGradNorm(parameters, world.device)
         self.world = world
+        self.places = {parameter: place for place, parameter in enumerate(parameters)}
+        self.squares = torch.zeros(len(self.places), device=world.device)
+        self.indices: dict[tuple[int, ...], Tensor] = {}  # on the device, by the places in a bucket
+
+    def add_bucket(self, bucket: dist.GradBucket) -> None:
+        """Take the norms of a bucket of this rank's gradients before they are averaged."""
+        places = tuple(self.places[parameter] for parameter in bucket.parameters())
+        if places not in self.indices:
+            self.indices[places] = torch.tensor(places, device=self.squares.device)
+        norms = torch.stack(torch._foreach_norm(bucket.gradients()))
+        self.squares.index_copy_(0, self.indices[places], norms.square().to(self.squares.dtype))
 
     def add_small(
         self,
@@ -271,7 +229,6 @@ class NoiseMeter:
         """Take the squared norm of the gradient of few samples.
 
         Args:
-            sums: of the step.
             gradients: after the first micro-batch.
             scale: (), what the loss was multiplied by.
             samples: of the micro-batch.
@@ -280,12 +237,12 @@ class NoiseMeter:
         """
         if is_averaged and self.world.size == 1:
             return
-        square = self.local_norm.squared() if is_averaged else squared_norm(gradients)
+        square = self.squares.sum() if is_averaged else squared_norm(gradients)
         sums.small_square.copy_(square / scale.square())
         sums.inverse_small.fill_(1 / samples)
 
     def means(self, totals: StepTotals, steps: int) -> dict[str, float] | None:
-        """Means over an epoch of so many steps; None if none of them counts.
+        """Per-step means over the epoch, or None if every step was skipped.
 
         Returns:
             The arguments of `dynamic_batch.noise_scale`.
@@ -293,12 +250,8 @@ class NoiseMeter:
         count = (steps - int(totals.skipped)) * self.world.size
         if count <= 0:
             return None
-        return {
-            "small_square": totals.small_square / count,
-            "inverse_small": totals.inverse_small / count,
-            "big_square": totals.big_square / count,
-            "inverse_big": totals.inverse_big / count,
-        }
+        names = ("small_square", "inverse_small", "big_square", "inverse_big")
+        return {name: getattr(totals, name) / count for name in names}
 
 
 def squared_norm(gradients: list[Tensor]) -> Tensor:

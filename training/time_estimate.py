@@ -32,8 +32,6 @@ class Forecast:
     time. Epochs that were done before a run was resumed count neither as time nor as work.
 
     Args:
-        clock: gives the time in seconds.
-        epochs: of the run.
         hint: what makes a run shorter; follows the announcement of a long one.
     """
 

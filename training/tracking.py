@@ -34,79 +34,61 @@ PROJECT = "faster-training"  # under which a tracker lists the runs
 STATE_FILE = "tracking.json"  # of a run folder: what was sent, and under which name
 
 
-class Tracker:
-    """A run that a tracker has open, by what trackio and wandb have in common."""
-
-    run: Any
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Send numbers by their tags; `step` is the optimizer step of the run."""
-        self.run.log(values, step=step)
-
-    def close(self) -> None:
-        """Write what is still waiting."""
-        self.run.finish()
+Log = Callable[[dict[str, float], int], None]  # sends numbers by their tags, and the step
+Close = Callable[[], None]  # writes what is still waiting
 
 
-class TensorBoardTracker(Tracker):
+def open_tensorboard(library: Any, run: TrackedRun) -> tuple[Log, Close]:
     """Event files in the run folder: `tensorboard --logdir runs`."""
+    writer = library.SummaryWriter(str(run.folder))
+    if not run.is_known:
+        numbers_and_words = {
+            name: value if isinstance(value, int | float) else str(value)
+            for name, value in run.config.items()
+        }
+        writer.add_hparams(numbers_and_words, {}, run_name=".")  # into the same folder
 
-    def __init__(self, library: Any, run: TrackedRun) -> None:
-        self.writer = library.SummaryWriter(str(run.folder))
-        if not run.is_known:
-            numbers_and_words = {
-                name: value if isinstance(value, int | float) else str(value)
-                for name, value in run.config.items()
-            }
-            self.writer.add_hparams(numbers_and_words, {}, run_name=".")  # into the same folder
-
-    def log(self, values: dict[str, float], step: int) -> None:
+    def log(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        self.writer.close()
+    return log, writer.close
 
 
-class TrackioTracker(Tracker):
+def open_trackio(library: Any, run: TrackedRun) -> tuple[Log, Close]:
     """A run of trackio, in its folder on this machine: `trackio show`."""
-
-    def __init__(self, library: Any, run: TrackedRun) -> None:
-        self.run = library.init(
-            project=PROJECT,
-            name=f"{run.folder.resolve().name}-{run.run_id}",  # trackio finds a run by its name
-            config=run.config,
-            resume="allow" if run.is_known else "never",
-        )
-        self.library = library
-
-    def close(self) -> None:
-        self.library.finish()  # of the run alone, it would be called again when Python ends
+    opened = library.init(
+        project=PROJECT,
+        name=f"{run.folder.resolve().name}-{run.run_id}",  # trackio finds a run by its name
+        config=run.config,
+        resume="allow" if run.is_known else "never",
+    )
+    # The library's finish: that of the run alone would be called again when Python ends.
+    return lambda values, step: opened.log(values, step=step), library.finish
 
 
-class WandbTracker(Tracker):
+def open_wandb(library: Any, run: TrackedRun) -> tuple[Log, Close]:
     """A run of Weights & Biases, kept in the run folder unless WANDB_MODE is set."""
+    opened = library.init(
+        project=os.environ.get("WANDB_PROJECT") or PROJECT,
+        id=run.run_id,
+        name=run.folder.resolve().name,
+        dir=str(run.folder),
+        config=run.config,
+        resume="allow",
+        mode=os.environ.get("WANDB_MODE") or "offline",
+        settings=library.Settings(console="off"),  # the console stays that of the run
+    )
+    return lambda values, step: opened.log(values, step=step), opened.finish
 
-    def __init__(self, library: Any, run: TrackedRun) -> None:
-        self.run = library.init(
-            project=os.environ.get("WANDB_PROJECT") or PROJECT,
-            id=run.run_id,
-            name=run.folder.resolve().name,
-            dir=str(run.folder),
-            config=run.config,
-            resume="allow",
-            mode=os.environ.get("WANDB_MODE") or "offline",
-            settings=library.Settings(console="off"),  # the console stays that of the run
-        )
 
-
-LIBRARIES: dict[str, tuple[str, Callable[[Any, Any], Tracker]]] = {
-    "tensorboard": ("torch.utils.tensorboard", TensorBoardTracker),
-    "trackio": ("trackio", TrackioTracker),
-    "wandb": ("wandb", WandbTracker),
+LIBRARIES: dict[str, tuple[str, Callable[[Any, TrackedRun], tuple[Log, Close]]]] = {
+    "tensorboard": ("torch.utils.tensorboard", open_tensorboard),
+    "trackio": ("trackio", open_trackio),
+    "wandb": ("wandb", open_wandb),
 }
-"""The module and the class of each tracker, by the value of --track and name of its package."""
+"""The module of each tracker, and what opens a run, by the value of --track and its package."""
 TRACKERS = ("none", *LIBRARIES)
 
 
@@ -134,8 +116,6 @@ class TrackedRun:
 
     Args:
         name: one of `LIBRARIES`.
-        folder: the run folder.
-        warn: prints a line.
 
     Attributes:
         config: the flags, and under 'machine' the versions, device and commit, as plain values.
@@ -146,7 +126,7 @@ class TrackedRun:
 
     def __init__(self, name: str, folder: Path, *, warn: Callable[[str], None]) -> None:
         self.name, self.folder, self.warn = name, folder, warn
-        self.tracker: Tracker | None = None
+        self.opened: tuple[Log, Close] | None = None
         self.config: dict[str, Any] = {}
         self.run_id = secrets.token_hex(4)  # draws from no generator of the run
         self.is_known, self.sent = False, 0
@@ -156,7 +136,6 @@ class TrackedRun:
 
         Args:
             config: flags, versions, device, commit.
-            rows: of all epochs that are done.
         """
         machine = json.loads(json.dumps(config, default=str))
         self.config = {**machine.pop("flags", {}), "machine": machine}
@@ -164,32 +143,32 @@ class TrackedRun:
         with self._no_disturbance():
             if state := self._read_states().get(self.name):
                 self.is_known, self.run_id, self.sent = True, state["id"], state["epoch"]
-            self.tracker = open_tracker(importlib.import_module(module), self)
+            self.opened = open_tracker(importlib.import_module(module), self)
             self._write_state()  # before the first epoch is over: the run may be killed in it
         self.send(rows)
 
     def send(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send what is new of the rows of all epochs: their finite numbers."""
         for row in rows:
-            if self.tracker is not None and row["epoch"] > self.sent:
+            if self.opened is not None and row["epoch"] > self.sent:
                 with self._no_disturbance():
-                    self.tracker.log(tagged_numbers(row), int(row["step"]))
+                    self.opened[0](tagged_numbers(row), int(row["step"]))
                     self.sent = row["epoch"]
                     self._write_state()
 
     def send_step(self, step: int, values: Mapping[str, float]) -> None:
         """Send numbers of a step within an epoch."""
-        if self.tracker is not None:
+        if self.opened is not None:
             numbers = {f"step/{name}": x for name, x in values.items() if math.isfinite(x)}
             with self._no_disturbance():
-                self.tracker.log(numbers, step)
+                self.opened[0](numbers, step)
 
     def close(self) -> None:
         """Close the run; nothing is sent any more."""
-        if self.tracker is not None:
+        if self.opened is not None:
             with self._no_disturbance():
-                self.tracker.close()
-        self.tracker = None
+                self.opened[1]()
+        self.opened = None
 
     @contextlib.contextmanager
     def _no_disturbance(self) -> Iterator[None]:
@@ -198,7 +177,7 @@ class TrackedRun:
             with torch.random.fork_rng(devices=[]):
                 yield
         except Exception as error:
-            self.tracker = None
+            self.opened = None
             self.warn(
                 f"warning: --track {self.name}: {first_line(error)}; the run goes on without it"
             )

@@ -1,14 +1,13 @@
 """Everything of a run that a checkpoint holds, each part through the `state_dict` of its owner.
 
-state = train_state.state_dict()       # collective; plain tensors, numbers, lists and dicts
-train_state.load_state_dict(state)     # bit for bit on as many ranks; on others parts are merged
+state = trainer.state_dict()           # collective; plain tensors, numbers, lists and dicts
+trainer.load_state_dict(state)         # bit for bit on as many ranks; on others parts are merged
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,15 @@ from distributed.world import World
 from errors import InputError
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import load_into, rng_states, set_rng_states, to_cpu
-from training.meta_mixup_step import MetaLearner
+from training.meta_mixup_step import MetaMixupStep
 from training.step_stats import ComputeTimer, StepSums
 from training.weight_average import WeightAverage
 
 MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}  # of which ranks keep their own
 
 
-@dataclass
 class TrainState:
-    """The owners of a run's state.
+    """The state of a run; `Trainer` is the class that has these attributes.
 
     Attributes:
         model, optimizer, scaler: as the training step uses them; the model is not wrapped for data
@@ -49,9 +47,9 @@ class TrainState:
     sums: StepSums
     world: World
     compute_timer: ComputeTimer | None
-    meta_learner: MetaLearner | None
+    meta_learner: MetaMixupStep | None
     replicas_diverge: bool
-    average: WeightAverage | None = None
+    average: WeightAverage | None
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -96,9 +94,9 @@ class TrainState:
             "average": self.average.own_state() if self.average is not None else {},
             "optimizer": to_cpu(optimizer) if self.replicas_diverge else None,
             "hook": self.comm_hook.rank_state_dict(self.parameters),
-            **self.sums.state_dict(),
+            "sums": self.sums.values.cpu(),
             **self.world.state_dict(),
-            **(timer.state_dict() if timer is not None else {"compute_seconds": 0.0}),
+            "compute_seconds": timer.elapsed() if timer is not None else 0.0,
         }
 
     # ---------------------------------------------------------------- loading
@@ -123,14 +121,14 @@ class TrainState:
                 average["weights"] = {**average["weights"], **mine["average"]}
             weights, optimizer = {**weights, **mine["weights"]}, optimizer or mine["optimizer"]
             set_rng_states(mine["random"], self.world.device)
-            self.sums.load_state_dict(mine)
+            self.sums.values.copy_(mine["sums"])
             self.world.load_state_dict(mine)
             if self.compute_timer is not None:
-                self.compute_timer.load_state_dict(mine)
-            of_hook = mine.get("hook", {})
+                self.compute_timer.seconds = mine["compute_seconds"]
+            of_hook = mine["hook"]
         else:
-            of_hook = _mean_tensors([rank.get("hook", {}) for rank in ranks])
-            self.sums.load_merged(ranks, self.world)
+            of_hook = _mean_tensors([rank["hook"] for rank in ranks])
+            self.sums.load_merged([rank["sums"] for rank in ranks], self.world)
             if optimizer is None and not state.get("shards"):
                 weights = _mean_tensors([rank["weights"] for rank in ranks])
                 optimizer = merge_optimizer_states([rank["optimizer"] for rank in ranks])

@@ -70,7 +70,6 @@ class WeightAverage:
         return {name: to_cpu(weights[name]) for name in weights if name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
         load_into(self.model, state["weights"], "averaged model")
         self.steps = state["steps"]
         self.averaged.n_averaged.fill_(self.steps)

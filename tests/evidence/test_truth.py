@@ -46,9 +46,8 @@ def test_rows_that_a_full_disk_kept_out_are_written_later(tmp_path, capsys, monk
     log.begin([{**ROW, "epoch": 0}])
     path = tmp_path / "metrics.jsonl"
     path.unlink()
-    path.mkdir()  # so that nothing can be appended
+    path.mkdir()  # so that nothing can be written
     rows = [{**ROW, "epoch": 0}, ROW]
-    log.restart(rows)
     log.epoch(rows)
     assert "could not be written" in capsys.readouterr().out
     path.rmdir()

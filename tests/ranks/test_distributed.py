@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def each_rank_finds_its_own_micro_batch(world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_fn = memory_loss(3 if world.rank == 1 else 8)
     trainer = make_trainer(model, optimizer, world, loss_fn=loss_fn)
-    trainer.probe_step(trainer.model, *text_batch(8))
+    trainer.probe.try_batch(trainer.model, *text_batch(8))
     assert trainer.micro_batches.number(8) == (4 if world.rank == 1 else 1)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -119,10 +120,22 @@ def test_a_batch_that_is_tried_leaves_no_trace():
     trainer = trainer_of(model, World())
     before = [value.clone() for value in model.state_dict().values()]
     state = torch.get_rng_state()
-    trainer.probe_step(model, torch.randn(8, 6, generator=torch.Generator()), torch.arange(8) % 3)
+    inputs = torch.randn(8, 6, generator=torch.Generator())
+    trainer.probe.try_batch(model, inputs, torch.arange(8) % 3)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, q) for p, q in zip(model.state_dict().values(), before))
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_trial_leaves_room_for_what_it_does_not_allocate_itself(monkeypatch):
+    weights = sum(parameter.numel() for parameter in text_model().parameters())
+    for size, copies in ((1, 2), (2, 3)):
+        model = text_model()
+        trainer = make_trainer(model, build_optimizer(model, "sgd", 0.1), World(size=size))
+        reserved = trainer.probe.reserve_memory(with_graphs=False)
+        assert sum(each.numel() for each in reserved) == copies * weights
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (500, 1000))
+    assert trainer.probe.reserve_memory(with_graphs=True)[-1].numel() == 100
 
 
 def test_clipping_makes_no_gradient_longer():
@@ -170,6 +183,22 @@ def all_of_it(world):
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.process)])
 def test_ranks_do_together_what_one_process_does_and_decide_together(size):
     ranks.run_ranks(all_of_it, size)
+
+
+def test_many_ranks_vote_at_some_steps_alone(monkeypatch):
+    collectives = []
+
+    def all_reduce(box, op, group, async_op):
+        collectives.append(int(box))
+        return mock.Mock()
+
+    monkeypatch.setattr("torch.distributed.all_reduce", all_reduce)
+    for size, expected in ((16, 32), (17, 2)):
+        vote = StopVote(World(size=size))
+        collectives.clear()
+        answers = [vote.ask(step >= 3) for step in range(32)]
+        assert len(collectives) == expected
+        assert answers.index(True) == (4 if size == 16 else 16)
 
 
 def test_processes_that_share_a_gpu_speak_gloo_and_device_hours_count_gpus_or_nodes():

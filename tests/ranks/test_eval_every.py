@@ -49,8 +49,8 @@ def test_a_run_without_an_evaluation_by_now_can_be_resumed_and_reported(here, mo
     whole = run(resnet50_test, *flags, "--out", "whole", monkeypatch=monkeypatch)
     assert "(the only epoch that was evaluated)" in whole
 
-    def stop_after_the_second(log, rows, seconds_left=None):
-        original(log, rows, seconds_left)
+    def stop_after_the_second(log, rows):
+        original(log, rows)
         if len(rows) == 2:
             signal.raise_signal(signal.SIGTERM)
 

@@ -331,11 +331,11 @@ def test_hooks_wait_for_nothing(name, monkeypatch):
         parameters = list(model.parameters())
         hook.start(parameters)
         meter = NoiseMeter(parameters, world)
-        hook.observers.append(meter.local_norm.add)
+        hook.observers.append(meter.add_bucket)
         bucket = Bucket(parameters)
         with gpu.waiting() as waits:  # the places of the parameters, at the first bucket
             hook.run(None, bucket)
-        assert waits.keys() <= {"step_stats.add"}
+        assert waits.keys() <= {"step_stats.add_bucket"}
         for _ in range(4):
             hook.run(None, bucket)
             hook.after_step(parameters)
@@ -350,7 +350,7 @@ def test_hooks_wait_for_nothing(name, monkeypatch):
         assert all(made.kwargs == {"devices": [CUDA]} for made in future.call_args_list)
         results = future.return_value.set_result.call_args_list
         assert all(made.args[0].is_cuda for made in results)
-        assert meter.local_norm.squared().is_cuda
+        assert meter.squares.is_cuda
 
 
 @pytest.mark.skipif(bool(unavailable_reason("fsdp")), reason=unavailable_reason("fsdp"))
@@ -464,7 +464,7 @@ def test_a_resumed_run_through_graphs_reads_its_learning_rate_on_the_gpu(name):
         plain = trainer_of(gpu, world, name)
         with gpu.waiting():
             plain.train_step(*batch())
-            saved = to_cpu(plain.checkpoints.train_state.state_dict())
+            saved = to_cpu(plain.state_dict())
             for group in saved["optimizer"]["param_groups"]:
                 group["lr"] = torch.tensor(0.1)  # as a run through graphs has it
             recorded = trainer_of(gpu, world, name, record_cuda_graph=True)

@@ -17,6 +17,7 @@ from backends import cuda_graph, execution
 from backends.precision import Precision
 from conftest import each_of, needs_gpu
 from distributed.world import World
+from errors import InputError
 from models.image_models import create_model
 from trainers import build_optimizer, make_trainer
 from training.losses import CrossEntropy, MixedCrossEntropy
@@ -141,13 +142,21 @@ def test_the_number_of_graphs_is_limited(monkeypatch):
     assert StandIn.num_recorded == 2
 
 
+def test_a_full_memory_ends_recorded_steps_with_one_line():
+    def full(model, x, y):
+        raise torch.cuda.OutOfMemoryError
+
+    with pytest.raises(InputError, match="out of memory in mid-run"):
+        make("sgd", loss_fn=full, graph=True).train_step(*next(batches()))
+
+
 def test_loading_a_state_invalidates_the_graphs(monkeypatch):
     monkeypatch.setattr(cuda_graph, "record_cuda_graph", StandIn)
     trainer, other = make("adamw", graph=True), make("adamw")
     run(trainer)
     assert trainer.graph is not None
     assert trainer.graph.recorded
-    state = copy.deepcopy(other.checkpoints.train_state.state_dict())
+    state = copy.deepcopy(other.state_dict())
     file = str(trainer.log.folder / "last.pt")
     trainer.restore({**state, "progress": other.progress.state_dict(), "file": file})
     assert not trainer.graph.recorded

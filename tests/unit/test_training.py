@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.client
 import io
 import json
 import math
+import multiprocessing
+import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +159,34 @@ def test_a_loss_that_stays_bad_ends_with_exit_code_3(here, digits, monkeypatch):
     assert console.splitlines()[-1].startswith("error:")
     state = checkpoint.load(here / "run", "resnet50_test")
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
+
+
+def one_long_operation(lines: Connection) -> None:
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # as torch's data loader does
+    with recovery.caught_signals(lines.send):
+        lines.send("started")
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # in which Python calls no handler
+
+
+def test_the_first_signal_is_answered_within_an_operation_and_the_second_ends_at_once():
+    fork = multiprocessing.get_context("fork")
+    lines, sender = fork.Pipe()
+    process = fork.Process(target=one_long_operation, args=(sender,))
+    process.start()
+    try:
+        assert lines.recv() == "started"
+        os.kill(process.pid, signal.SIGCHLD)
+        assert not lines.poll(timeout=0.5)
+        os.kill(process.pid, signal.SIGTERM)
+        assert lines.poll(timeout=30)
+        assert lines.recv() == "stopping after this step; again ends at once"
+        time.sleep(1.1 * recovery.SAME_SIGNAL_SECONDS)
+        os.kill(process.pid, signal.SIGINT)
+        process.join(timeout=30)
+        assert process.exitcode == errors.INTERRUPTED
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
