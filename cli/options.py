@@ -28,6 +28,7 @@ from errors import InputError, did_you_mean
 from input_pipeline import own_data
 from training import checkpoint, export, predictions, run_folder
 
+AUTO = "auto"  # value of --resume: go on where --out holds a checkpoint, else start
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
 OF_THE_MODEL = ("dataset", "arch", "image_size", "max_len", "model_args", "augment_args")
 METADATA = {  # by script: what its checkpoints hold for inference beside the classes
@@ -56,7 +57,10 @@ def parse(
     """
     given = parser.given(sys.argv[1:] if arguments is None else arguments)
     values = parser.defaults()
-    command_line = Namespace(**values | given)
+    recipe: dict[str, Any] = {}
+    if path := given.get("recipe"):
+        recipe = parser.given(recipe_arguments(path, parser))
+    command_line = Namespace(**values | {"out": recipe.get("out")} | given)
     state, path = None, resume_path(command_line, script)
     if path is not None:
         source = "--resume" if command_line.checkpoint is None else "--checkpoint"
@@ -66,9 +70,7 @@ def parse(
         inference = uses_trained_model(command_line)
         values |= restored_flags(state["flags"], parser, inference=inference)
         check_supported(values | given, parser, source=f"{source} {path}")
-    if command_line.recipe:
-        recipe = parser.given(recipe_arguments(command_line.recipe, parser))
-        values = settings.merged(values, recipe, parser)
+    values = settings.merged(values, recipe, parser)
     args = Namespace(**settings.merged(values, given, parser))
     for name, value in computed_defaults(args, parser.optimizers[args.optimizer]).items():
         if getattr(args, name) is None:
@@ -214,11 +216,17 @@ def resume_path(args: Namespace, script: str) -> Path | None:
     """The checkpoint or run folder to go on from, or to use for inference; None for a new run.
 
     It is that of --checkpoint, else of --resume; a job that torchrun has restarted goes on with
-    its own run by itself.
+    its own run by itself. All ranks decide alike: none writes a checkpoint before all have met.
 
     Raises:
         InputError: the two flags contradict each other, or the run has no such checkpoint.
     """
+    if args.resume == AUTO:
+        if args.out is None:
+            raise InputError("--resume auto: give --out DIR, the folder of the run to go on with")
+        if not checkpoint.latest_files(Path(args.out)) and not uses_trained_model(args):
+            return None
+        args.resume = args.out
     if is_restarted() and not uses_trained_model(args):
         folder = interrupted_run(args, script)
         if folder is not None and checkpoint.latest_files(folder):
