@@ -391,9 +391,9 @@ def _meet(store: dist.Store, world: World) -> dist.Store:
 
 def _wait_for_all(store: dist.Store, keys: list[str], seconds: float) -> None:
     """Wait until a store has all keys, and say so where a restarted job waits for long."""
-    try:
-        store.wait(keys, timedelta(seconds=min(RESTART_SECONDS, seconds)))
-    except RuntimeError:
-        if is_restarted():
+    if is_restarted():
+        with contextlib.suppress(RuntimeError):  # the time is over
+            store.wait(keys, timedelta(seconds=min(RESTART_SECONDS, seconds)))
+        if not store.check(keys):
             print(f"waiting up to {seconds:g} s for a lost node", file=sys.stderr, flush=True)
-        store.wait(keys, timedelta(seconds=seconds))
+    store.wait(keys, timedelta(seconds=seconds))
