@@ -581,21 +581,24 @@ def create_comm_hook(args: Namespace, run: Run) -> AllReduceHook:
     """What data parallelism sends, by --sync and --grad_compress.
 
     Raises:
-        InputError: --sync lag, or few bits, with fp16.
+        InputError: it does not go with fp16, which --precision auto may have chosen.
     """
-    if args.grad_compress in ROUNDED_BITS:
-        if run.precision.uses_grad_scaler:
-            raise InputError(
-                f"--grad_compress {args.grad_compress} is not supported with fp16: what rounding "
-                "left does not fit a loss scale that changes; use --precision bf16 or fp32"
-            )
+    is_rounded = args.grad_compress in ROUNDED_BITS
+    reason = "what rounding left does not fit a loss scale that changes"
+    if not is_rounded:
+        reason = {
+            "lag": "a late gradient does not fit the loss scale",
+            "local": "each process would skip steps of its own",
+            "diloco": "each process would skip steps of its own",
+        }.get(args.sync, "")
+    if reason and run.precision.uses_grad_scaler:
+        flag = f"--grad_compress {args.grad_compress}" if is_rounded else f"--sync {args.sync}"
+        raise InputError(
+            f"{flag} is not supported with fp16: {reason}; use --precision bf16 or fp32"
+        )
+    if is_rounded:
         return RoundedGradients(run.world, args.grad_compress)
     if args.sync == "lag":
-        if run.precision.uses_grad_scaler:
-            raise InputError(
-                "--sync lag is not supported with fp16: a late gradient does not fit the loss "
-                "scale; use --precision bf16 or fp32"
-            )
         return DelayedAllReduce(run.world, args.grad_compress)
     if args.sync == "local":
         return LocalSGD(run.world, args.local_steps, after=args.dense_steps)

@@ -61,6 +61,8 @@ def parse(
     if path := given.get("recipe"):
         recipe = parser.given(recipe_arguments(path, parser))
     command_line = Namespace(**values | {"out": recipe.get("out")} | given)
+    if command_line.resume == AUTO:
+        given["resume"] = command_line.resume = folder_to_go_on(command_line)
     state, path = None, resume_path(command_line, script)
     if path is not None:
         source = "--resume" if command_line.checkpoint is None else "--checkpoint"
@@ -216,17 +218,11 @@ def resume_path(args: Namespace, script: str) -> Path | None:
     """The checkpoint or run folder to go on from, or to use for inference; None for a new run.
 
     It is that of --checkpoint, else of --resume; a job that torchrun has restarted goes on with
-    its own run by itself. All ranks decide alike: none writes a checkpoint before all have met.
+    its own run by itself.
 
     Raises:
         InputError: the two flags contradict each other, or the run has no such checkpoint.
     """
-    if args.resume == AUTO:
-        if args.out is None:
-            raise InputError("--resume auto: give --out DIR, the folder of the run to go on with")
-        if not checkpoint.latest_files(Path(args.out)) and not uses_trained_model(args):
-            return None
-        args.resume = args.out
     if is_restarted() and not uses_trained_model(args):
         folder = interrupted_run(args, script)
         if folder is not None and checkpoint.latest_files(folder):
@@ -262,6 +258,19 @@ def resume_path(args: Namespace, script: str) -> Path | None:
             "use --checkpoint last"
         )
     return path
+
+
+def folder_to_go_on(args: Namespace) -> str | None:
+    """What --resume auto means: --out where it holds a checkpoint, else None.
+
+    All ranks find the same: none writes a checkpoint before all have met.
+
+    Raises:
+        InputError: --out is missing.
+    """
+    if args.out is None:
+        raise InputError("--resume auto: give --out DIR, the folder of the run to go on with")
+    return args.out if checkpoint.latest_files(Path(args.out)) else None
 
 
 def interrupted_run(args: Namespace, script: str) -> Path | None:

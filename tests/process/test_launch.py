@@ -142,8 +142,8 @@ node() { # node NUMBER NAME MASTER COMMAND...: a host whose own name is at 127.0
     shift 3
     mkdir "$name"
     printf '127.0.0.1 localhost\n127.0.1.1 %s\n' "$name" > "$name/hosts"
-    NODE_RANK=$number MASTER_ADDR=$master name=$name link=$links$number unshare --net --uts --mount \
-        sh -ec 'hostname "$name"
+    NODE_RANK=$number MASTER_ADDR=$master name=$name link=$links$number \
+        unshare --net --uts --mount sh -ec 'hostname "$name"
                 mount --bind "$name/hosts" /etc/hosts
                 ip link set lo up
                 until ip link set "$link" up 2> /dev/null; do sleep 0.05; done
@@ -162,7 +162,7 @@ wait $first
 
 
 def test_two_hosts_whose_own_name_is_a_loopback_address_train_and_restart(whole, tmp_path):
-    """Node 0 knows node 0 by name, and node 1 by address; in the alphabet node 1 is first."""
+    """Node 0 has its name, node 1 its address. By the alphabet node 1 would be the first."""
     probe = "unshare --net --uts --mount ip link add one type veth peer name two".split()
     if not shutil.which("unshare") or subprocess.run(probe, check=False).returncode:
         pytest.skip("network namespaces are not allowed here")
@@ -189,7 +189,7 @@ def test_two_hosts_whose_own_name_is_a_loopback_address_train_and_restart(whole,
 
 
 SLURM = {  # programs by name; python takes the place of the interpreter
-    "scontrol": """[ "$2" = hostnames ] && printf 'n7\\nn8\\n' || echo "Id=77 Command=$FILE A=1" """,
+    "scontrol": """[ "$2" = hostnames ] && printf 'n7\\nn8\\n' || echo "Id=7 Command=$FILE A=1" """,
     "srun": """shift; for i in 0 1; do SLURM_NODEID=$i "$@"; done""",
     "python": """[ "$1" = -c ] && echo 4 || echo "$SRUN_CPUS_PER_TASK $*" """,
 }

@@ -288,7 +288,10 @@ def test_a_mean_across_nodes_is_divided_by_the_number_of_nodes(
     assert torch.equal(averager.mean_across(torch.full((5,), 7.0)), torch.full((5,), 7.0))
 
 
-@each_of("words", ["--grad_compress int4", "--grad_compress sign", "--sync lag"])
+FP16_REFUSED = ("grad_compress int4", "grad_compress sign", "sync lag", "sync local", "sync diloco")
+
+
+@each_of("words", [f"--{words}" for words in FP16_REFUSED])
 def test_gradients_kept_for_later_are_refused_with_a_loss_scale(words: str) -> None:
     args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split())
     run = SimpleNamespace(precision=Precision("fp16", "cpu", torch.float16), world=World())

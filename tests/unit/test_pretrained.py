@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import transformer_test
 from conftest import each_of
 from errors import InputError
 from input_pipeline.text_datasets import read_headlines
+from models import image_models
 from models.image_models import create_model, part_for_colours
 from test_training import run
 from training import pretrained
@@ -347,3 +350,18 @@ def test_a_model_of_timm_takes_grey_images_and_a_wrong_name_is_one_line(refused)
     assert tuple(model.eval()(torch.zeros(2, 1, 32, 32)).shape) == (2, 3)
     line = refused("images", "--arch timm:resnet10", "--arch timm:resnet10")
     assert "resnet10t" in line
+
+
+def test_weights_that_need_a_network_are_refused_at_once_without_one(monkeypatch, tmp_path):
+    def no_network(*_: object, **__: object) -> None:
+        raise urllib.error.URLError("no network in tests")
+
+    monkeypatch.setattr(urllib.request, "urlopen", no_network)
+    monkeypatch.setattr(torch.hub, "urlopen", no_network)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    for arch in ("resnet18", "timm:resnet18"):
+        if arch.startswith("timm:"):
+            pytest.importorskip("timm")
+        expected = f"--arch {arch} could not be downloaded \\(no network in tests\\); give a file"
+        with pytest.raises(InputError, match=expected):
+            image_models.default_weights(arch)
