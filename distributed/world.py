@@ -49,6 +49,7 @@ LOST_PEER_SIGNS = (  # in messages of gloo, of nccl and of the store in which th
     "Broken pipe",
     "Connection refused",
     "Socket is not connected",
+    "Failed to recv",
     "imed out",
     "timeout",
     "remote process exited",

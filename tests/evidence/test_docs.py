@@ -42,7 +42,8 @@ TOOL_FLAGS = {
     "benchmarks": {"--compile", "--quick", "--json", "--logs", "--network", "--only", "--ranks"}
     | {"--cifar", "--report", "--source", "--text"},
     "written with hyphens": {"--batch-size", "--no-sync-bn"},
-    "sbatch": {"--nodes", "--gpus-per-node"},
+    "sbatch": {"--nodes", "--gpus-per-node", "--cpus-per-task"},
+    "docker": {"--gpus", "--ipc"},
     "TensorBoard": {"--logdir"},
 }
 

@@ -85,6 +85,7 @@ def test_a_rank_whose_peer_never_starts_ends_in_time(tmp_path: Path) -> None:
         ("[gloo/unbound_buffer.cc:78] Timed out waiting 2000ms for recv", "no answer for 2 s"),
         ("NCCL error: remote process exited or there was a network error", "NCCL error"),
         ("The size of tensor a (3) must match the size of tensor b (4)", ""),
+        ("Failed to recv, got 0 bytes. Check it", "Failed to recv"),
         ("[Utils.hpp:790] Broken pipe. Check it\nframe #0: start (libc.so)", "Broken pipe"),
         ("NCCL error in:\nncclRemoteError: remote process exited\nLast error:\nio", "ncclRemote"),
         ("op.preamble.length <= op.nbytes. 8 vs 4", ""),
