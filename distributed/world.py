@@ -143,19 +143,15 @@ class World:
 
     def max_over_ranks(self, value: int) -> int:
         """The largest value that any rank gave, on every rank."""
-        if self.size == 1:
-            return value
-        box = torch.tensor(value)
-        dist.all_reduce(box, dist.ReduceOp.MAX, group=self.control)
-        return int(box)
+        return max(self.all_gather(value))
 
-    def all_gather(self, values: list[float]) -> list[list[float]]:
-        """Every rank's values in rank order, on every rank; each rank gives as many."""
-        box = torch.zeros(self.size, len(values), dtype=torch.float64)
-        box[self.rank] = torch.tensor(values, dtype=torch.float64)
-        if self.size > 1:
-            dist.all_reduce(box, group=self.control)
-        return box.tolist()
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's value, any picklable object, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        box: list[Any] = [None] * self.size
+        dist.all_gather_object(box, value, group=self.control)
+        return box
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, any picklable object, on every rank."""
@@ -172,14 +168,6 @@ class World:
         box: list[Any] = [None] * self.size
         dist.gather_object(value, box if self.is_main else None, dst=0, group=self.control)
         return box if self.is_main else []
-
-    def all_gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, any picklable object, in rank order, on every rank."""
-        if self.size == 1:
-            return [value]
-        box: list[Any] = [None] * self.size
-        dist.all_gather_object(box, value, group=self.control)
-        return box
 
     def node_group(self) -> dist.ProcessGroup | None:
         """The process group of this node's ranks; None where it would be of no use.
