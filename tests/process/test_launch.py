@@ -147,7 +147,7 @@ node() { # node NUMBER NAME MASTER COMMAND...: a host whose own name is at 127.0
                 mount --bind "$name/hosts" /etc/hosts
                 ip link set lo up
                 until ip link set "$link" up 2> /dev/null; do sleep 0.05; done
-                ip addr add "10.77.0.1$NODE_RANK/24" dev "$link"
+                ip addr add "192.168.77.1$NODE_RANK/24" dev "$link"
                 exec "$@" > "$name/console.log" 2>&1' sh "$@" &
     until [ "$(readlink /proc/$!/ns/net)" != "$(readlink /proc/$$/ns/net)" ]; do sleep 0.05; done
     ip link set "$links$number" netns $!
@@ -155,7 +155,7 @@ node() { # node NUMBER NAME MASTER COMMAND...: a host whose own name is at 127.0
 ip link add "${links}0" type veth peer name "${links}1"
 node 0 zeta zeta "$@"
 first=$!
-node 1 alpha 10.77.0.10 "$@"
+node 1 alpha 192.168.77.10 "$@"
 wait $!
 wait $first
 """
@@ -176,7 +176,7 @@ def test_two_hosts_whose_own_name_is_a_loopback_address_train_and_restart(whole,
         (tmp_path / name / "console.log").read_text().splitlines() for name in ("zeta", "alpha")
     )
     [lost] = [line for line in first if line.startswith("error:")]
-    assert re.match(r"error: rank 0 has lost another process \(.*\[10\.77\.0\.11\]", lost), lost
+    assert re.match(r"error: rank 0 has lost another process \(.*\[192\.168\.77\.11\]", lost), lost
     assert any(
         line.startswith("restart 1 of 1 after process 1 ended by signal 9") for line in first
     )

@@ -232,7 +232,7 @@ def test_device_hours_count_gpus_or_nodes():
 NO_THREADS_LEFT = """
 import contextlib
 import os
-import distributed  # before the group is there
+import distributed.world  # before the group is there
 import torch
 import torch.distributed as dist
 
