@@ -81,8 +81,7 @@ class NGD(GradScalerOptimizer):
         directions             (rank, D), R.
     State of another parameter:
         exp_avg, exp_avg_sq    as of AdamW, in fp32 at least.
-        step                   int, how many gradients it had; `skipped_before` and the group's
-                               `skipped`, float64 (), say how many of these steps were skipped.
+        step                   fp32 (), how many gradients it had, without those of skipped steps.
 
     Args:
         params: parameters or parameter groups. A group with `ngd=False` is under AdamW, as are
@@ -187,50 +186,25 @@ class NGD(GradScalerOptimizer):
         parameters, grads, active = self.unscaled_grads(others)
         if not parameters:
             return
-        device = parameters[0].device
-        counts = torch.ones((), dtype=torch.float64, device=device) if active is None else active
-        skipped = group.setdefault("skipped", torch.zeros((), dtype=torch.float64, device=device))
-        # by the number of gradients that a parameter had
-        alike: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        if active is None:
+            active = torch.ones((), dtype=torch.float64, device=parameters[0].device)
         for p, grad in zip(parameters, grads):
-            state = self.state[p]
-            if not state:
-                state["exp_avg"] = torch.zeros_like(grad)
-                state["exp_avg_sq"] = torch.zeros_like(grad)
-                state["step"], state["skipped_before"] = 0, skipped.clone()
-            state["step"] += 1
-            alike[state["step"]].append((p, grad))
-        skipped += 1 - counts
-        for step, pairs in alike.items():
-            states = [self.state[p] for p, _ in pairs]
-            self._adamw_update(
-                [p for p, _ in pairs],
-                [grad for _, grad in pairs],
-                group=group,
-                moments=([s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]),
-                steps=step - skipped + states[0]["skipped_before"],
-                active=counts,
-            )
-
-    def _adamw_update(
-        self,
-        parameters: list[Tensor],
-        grads: list[Tensor],
-        *,
-        group: dict[str, Any],
-        moments: tuple[list[Tensor], list[Tensor]],
-        steps: Tensor,
-        active: Tensor,
-    ) -> None:
-        """Takes AdamW's step with parameters that have taken equally many, `steps` ()."""
+            if not self.state[p]:
+                self.state[p]["exp_avg"] = torch.zeros_like(grad)
+                self.state[p]["exp_avg_sq"] = torch.zeros_like(grad)
+                self.state[p]["step"] = torch.zeros((), device=p.device)
+        states = [self.state[p] for p in parameters]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, [active.float()] * len(steps))
         adam = AdamStep(
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            steps=steps,
+            steps=torch.stack(steps),
             active=active,
         )
-        updates = adam_updates(parameters, *moments, grads=grads, adam=adam)
+        m, v = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
+        updates = adam_updates(parameters, m, v, grads=grads, adam=adam)
         torch._foreach_mul_(updates, foreach_scalar(active, updates))
         subtract_updates(parameters, updates, lr=group["lr"] * group["adamw_ratio"])
 

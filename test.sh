@@ -11,7 +11,6 @@ case ${1:-} in
 --legacy)
     shift
     bash setup_venv.sh requirements-legacy.txt
-    .venv-legacy/bin/python -m cli.capabilities
     exec .venv-legacy/bin/python -m pytest -rs --durations=5 \
         tests/unit/test_{legacy,texts,models,checkpoint,mixup,images}.py "$@"
     ;;

@@ -132,11 +132,11 @@ def main() -> None:
             meta_learner=meta_learner,
             batches=batches,
             state=checkpoint,
-            long_run_hint=text_classification.long_run_hint(args, run),
+            long_run_hint=text_classification.LONG_RUN_HINT,
         )
         text_classification.write_tokenizer(trainer.log, data.metadata)
         summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py
-        factory.report_result(run, summary, folder=trainer.log.folder)
+        factory.report_result(run, data, summary, folder=trainer.log.folder)
 
 
 if __name__ == "__main__":

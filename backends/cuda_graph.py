@@ -22,12 +22,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+RECORDED_OPTIMIZERS = ("sgd", "adamw", "ngd", "lamb", "lars")
+"""Those whose step neither reads a number on the host nor counts or decides there."""
 WARM_UP_CALLS = 3
 """Calls of a batch shape before it is recorded, in which kernels are chosen and compiled, and the
 optimizer allocates its state."""
 MAX_GRAPHS = 32
-"""Graphs kept; further shapes run without one. Texts of at most 128 tokens have 32 lengths, as they
-are padded to a multiple of 4."""
+"""Graphs kept; further shapes run without one. Texts of at most 128 tokens have 16 lengths, as they
+are padded to a multiple of 8, in whole batches and in the last, smaller one."""
 
 
 class RecordedStep(Protocol):

@@ -143,6 +143,9 @@ smoke_runs() { # every method for a few epochs: embedded digits, and embedded he
     image sgd
     image compile --backend compile
     image cudagraph --backend cudagraph
+    image ngd-cudagraph --ngd --backend cudagraph
+    image lamb-cudagraph --optimizer lamb --lr 0.01 --backend cudagraph
+    image lars-cudagraph --optimizer lars --lr 1 --backend cudagraph
     image ngd --ngd
     image kaldi-ngd --optimizer kaldi_ngd --ngd_rank 80 --backend compile
     image meta --ngd --meta_learning --meta_every 4
@@ -186,6 +189,7 @@ part_B() { # what the recipes use comes first
     setting eager-256 --bs 256
     probe plain-256 90 plain --more --bs 256 --optimizer sgd "${small_images[@]}"
     setting ngd-256 --bs 256 --ngd
+    setting ngd-cudagraph-256 --bs 256 --ngd --backend cudagraph
     setting compile-256 --bs 256 --backend compile
     setting cudagraph-256 --bs 256 --backend cudagraph
     setting ngd-compile-1024 --bs 1024 --backend compile --ngd

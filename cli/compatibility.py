@@ -9,7 +9,8 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 
-from cli.flag_parser import ON, Not, Values, given, holds, written
+from backends.cuda_graph import RECORDED_OPTIMIZERS
+from cli.flag_parser import ON, Not, Values, holds, in_words
 from cli.flags import WIRE_BITS
 from distributed.comm_hooks import ROUNDED_BITS
 from errors import InputError
@@ -18,6 +19,7 @@ SHARDED = {"parallel": ("fsdp", "hsdp")}
 GRAPH = {"backend": ("cudagraph",)}
 APEX = {"precision": ("apex_O1", "apex_O2")}
 NOT_TORCH = {"optimizer": Not(("sgd", "adamw"))}
+NOT_RECORDED = {"optimizer": Not(RECORDED_OPTIMIZERS)}
 OWN_EXCHANGE = {"optimizer": ("slamb", "demo")}
 MEETING = {"sync": ("local", "diloco")}
 META = {"mixup": ("meta",)}
@@ -63,9 +65,9 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
                  {"backend": Not(("eager",))}],
      "sharding does not support it; use --parallel ddp"),
     # ---- recorded steps
-    ([GRAPH], [NOT_TORCH, {"precision": ("fp16",)}, APEX, META, {"mixup": ("cutmix",)}],
-     "a CUDA graph cannot contain decisions of the host; use --backend compile, or --optimizer sgd "
-     "or adamw"),
+    ([GRAPH], [NOT_RECORDED, {"precision": ("fp16",)}, APEX, META, {"mixup": ("cutmix",)}],
+     "a CUDA graph cannot contain decisions of the host; use --backend compile, or --optimizer "
+     "sgd, adamw, ngd, lamb or lars"),
     ([GRAPH], [{"processes": ON}], "collectives are not recorded; use --backend compile"),
     # ---- precision and layers
     ([APEX], [META, *NOISE], "it needs torch's own loss scale; use --precision fp16"),
@@ -99,21 +101,11 @@ def check(args: Namespace) -> None:
 def held(alternatives: Sequence[Values], args: Namespace) -> list[str]:
     """Those of some values that the flags have, as a user gives them."""
     return [
-        "several processes" if name == "processes" else given(args, name)
+        in_words({name: (getattr(args, name, None),)})
         for each in alternatives
         for name, values in each.items()
         if holds(args, name, values)
     ]
-
-
-def in_words(values: Values) -> str:
-    """Values of a flag for the table: '--optimizer other than sgd or adamw'."""
-    ((name, each),) = values.items()
-    if name == "processes":
-        return "several processes"
-    if isinstance(each, Not) and each is not ON:
-        return f"--{name} other than {written(name, tuple(each)).partition(' ')[2]}"
-    return written(name, each)
 
 
 def table() -> str:

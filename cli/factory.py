@@ -5,20 +5,20 @@ optimizer = create_optimizer(args, run, model, OPTIMIZERS)
 loss_fn, meta_learner = create_loss(args, run, data)
 batches = create_batch_sampler(args, run, data)
 trainer = create_trainer(args, run, data, model=model, ...)
-report_result(run, trainer.fit(checkpoint))
+report_result(run, data, trainer.fit(checkpoint), folder=trainer.log.folder)
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import dataclasses
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,9 @@ from backends import device, execution, nvidia_apex, onnx_runtime, torch_compat
 from backends.precision import Precision, choose_precision
 from cli.flags import WIRE_BITS, OptimizerChoice
 from cli.options import check_validation_set
-from cli.start_checks import check_tracker_of_run, open_run_folder
+from cli.start_checks import check_data, check_tracker_of_run, open_run_folder
 from distributed import ddp, fsdp, sharded_checkpoint
+from distributed.agreement import on_main
 from distributed.comm_hooks import (
     ROUNDED_BITS,
     WIRE_DTYPES,
@@ -41,10 +42,11 @@ from distributed.comm_hooks import (
 )
 from distributed.diloco import DiLoCo
 from distributed.worker import launcher_id
-from distributed.world import World
+from distributed.world import READ_SECONDS, World
 from dynamic_batch import WorkerBalancer
 from errors import InputError
 from input_pipeline import own_data
+from input_pipeline.baseline import Baseline
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.label_noise import with_noise
 from input_pipeline.sampler import held_out_rows, stratified_rows
@@ -112,13 +114,27 @@ class Data:
     model_mixes: bool = False
 
 
+class Split(Protocol):
+    """What was read of a split of a data set."""
+
+    @property
+    def labels(self) -> Any:
+        """(rows,) class numbers."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a user should know of how it was read, a line each."""
+
+    def select_rows(self, rows: Tensor) -> Split:
+        """The split of these rows, in their order."""
+
+    def with_labels(self, labels: Tensor) -> Split:
+        """The same rows with other labels."""
+
+
 def create_run(args: Namespace, script: str, world: World) -> Run:
     """Settle threads, memory, precision and seed; nothing is written yet.
 
-    Args:
-        args: the flags.
-        script: its name without .py.
-        world: the ranks.
     Raises:
         InputError: the tracker is not installed, or the device does not support the precision.
     """
@@ -138,7 +154,6 @@ def split_rows(args: Namespace, labels: Tensor, has_val: bool = False) -> dict[s
     """Class-balanced row numbers of 'train' and, with --val_fraction, of 'val'.
 
     Args:
-        args: the flags.
         labels: (rows,) of the training set.
         has_val: the data set has a validation set of its own, which is used instead.
     Raises:
@@ -166,20 +181,69 @@ def split_rows(args: Namespace, labels: Tensor, has_val: bool = False) -> dict[s
     return {"train": rows[train], "val": rows[val]}
 
 
-def noisy_labels(args: Namespace, run: Run, labels: Tensor, classes: int) -> Tensor:
-    """The labels of training rows with those that --label_noise makes wrong; a line says how many.
+def choose_rows(
+    args: Namespace,
+    run: Run,
+    splits: Mapping[str, Split],
+    classes: Sequence[str],
+    *,
+    state: Mapping[str, Any] | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rows of each split that a run uses, after a check of what was read; collective.
 
     Args:
-        args: the flags.
-        run: the run.
-        labels: (rows,) class numbers.
-        classes: how many there are.
+        splits: what was read of the data set, 'train' and some of 'val' and 'test'.
+        classes: their names.
+        state: the checkpoint that the run goes on from, or None.
+    Returns:
+        The splits, 'val' among them with --val_fraction, whose training labels are wrong by the
+        share of --label_noise; and what a checkpoint keeps of the data to know it again.
     """
-    noisy = with_noise(labels, args.label_noise, classes=classes, seed=args.seed + NOISE_SEED)
+    labels = {name: split.labels for name, split in splits.items()}
+    fingerprint = check_data(args, run.world, classes, labels=labels, state=state)
+    chosen: dict[str, Any] = {name: split for name, split in splits.items() if name != "train"}
+    has_val = "val" in splits
+    for name, rows in split_rows(args, torch.as_tensor(labels["train"]), has_val).items():
+        train = splits["train"]
+        chosen[name] = train if len(rows) == len(labels["train"]) else train.select_rows(rows)
+    report_own_data(args, run, classes, splits=splits, chosen=chosen)
+    if args.label_noise:
+        right = torch.as_tensor(chosen["train"].labels)
+        seed = args.seed + NOISE_SEED
+        noisy = with_noise(right, args.label_noise, classes=len(classes), seed=seed)
+        chosen["train"] = chosen["train"].with_labels(noisy)
+        if run.world.is_main:
+            wrong = int((noisy != right).sum())
+            print(f"--label_noise: {wrong} of {len(right)} training labels are wrong", flush=True)
+    return chosen, fingerprint
+
+
+def report_baseline(
+    args: Namespace,
+    run: Run,
+    splits: Mapping[str, Any],
+    measure: Callable[[Any, Any], Baseline],
+    *,
+    state: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """With --baseline, what a linear model reaches, which rank 0 prints; for checkpoints.
+
+    Args:
+        args, run: of the run.
+        splits: as of `choose_rows`.
+        measure: fits the model to a training split, and evaluates it on another.
+        state: the checkpoint that the run goes on from, whose baseline is taken, or None.
+    """
+    if state is not None:
+        return state.get("baseline", {})
+    if not (args.dataset in own_data.DATASETS if args.baseline is None else args.baseline):
+        return {}
+    name = "test" if args.test and "test" in splits else "val"
+    with run.world.waiting_at_most(READ_SECONDS):
+        found = on_main(run.world, lambda: measure(splits["train"], splits[name]))
     if run.world.is_main:
-        wrong = int((noisy != labels).sum())
-        print(f"--label_noise: {wrong} of {len(labels)} training labels are wrong", flush=True)
-    return noisy
+        print(found.line(EVAL_SET_NAMES[name]), flush=True)
+    return {"eval_set": name, **dataclasses.asdict(found)}
 
 
 def report_own_data(
@@ -187,24 +251,17 @@ def report_own_data(
     run: Run,
     classes: Sequence[str],
     *,
-    labels: Mapping[str, Sequence[int]],
-    has_val: bool,
-    notes: Iterable[str] = (),
+    splits: Mapping[str, Split],
+    chosen: Mapping[str, Split],
 ) -> None:
-    """Print what was read of own data before it is trained on (rank 0).
-
-    Args:
-        args, run: of the run.
-        classes: names of the classes.
-        labels: the class number of each row, by the name of the split.
-        has_val: the data has a validation set of its own.
-        notes: lines on how the files were read.
-    """
+    """Print what was read of own data before it is trained on (rank 0); arguments as above."""
     if args.dataset not in own_data.DATASETS or args.evaluate or not run.world.is_main:
         return
+    labels = {name: torch.as_tensor(split.labels).tolist() for name, split in chosen.items()}
+    notes = (note for split in splits.values() for note in split.notes)
     for line in (*notes, *own_data.class_table(classes, labels)):
         print(line)
-    if has_val and args.val_fraction:
+    if "val" in splits and args.val_fraction:
         print(
             "the val split of the data is the validation set: --val_fraction "
             f"{args.val_fraction:g} is not used"
@@ -245,6 +302,7 @@ def prepare_model(args: Namespace, run: Run, model: nn.Module) -> nn.Module:
             kind=args.parallel,
             blocks=residual_blocks(model),
             wire_dtype=WIRE_DTYPES.get(args.grad_compress),
+            compute_dtype=None if args.fuse else run.precision.dtype,
         )
     sizes_of_images = getattr(args, "small_epochs", 0) > 0 and args.dynamic_batch == "none"
     return execution.apply_backend(args.backend, model, few_shapes=sizes_of_images)
@@ -332,7 +390,6 @@ def create_loss(
     """The loss function; and, with --mixup meta, what learns beside the model.
 
     Args:
-        args, run, data: of the run.
         sample_mix: how samples are mixed, as `mixup.sample_mix` does.
         meta_mixup: the class of a policy that learns how to mix.
     """
@@ -372,27 +429,12 @@ def create_batch_sampler(
             f"--bs {args.batch_size}: a global batch of {base} samples (batch x accumulation x "
             f"processes) is larger than the training set of {rows}; use a smaller --bs"
         )
-    balancer = WorkerBalancer() if args.balance_workers and world.size > 1 else None
     rule = rules[args.dynamic_batch]
-    change: dict[str, Any] = {}
-    if rule is not None:
-        settings = dict(args.batch_args)
-        given = settings.pop("min"), settings.pop("max")
-        low, high = batch_limits(args, given, base, ranks=world.size, rows=rows)
-        with refused_as("--batch_args"):
-            power = dynamic_batch.lr_power(settings.pop("lr"))
-            if args.replace_decay and power:
-                raise ValueError("lr: --replace_decay scales the rate itself; leave it out")
-            change = {
-                "rule": create_batch_rule(args, rule, base, settings),
-                "low": low,
-                "high": high,
-                "lr_power": 1.0 if args.replace_decay else power,
-            }
+    change = change_of_batch(args, rule, base, ranks=world.size, rows=rows) if rule else {}
     return DynamicBatchSampler(
         rows,
         base,
-        balancer=balancer,
+        balancer=WorkerBalancer() if args.balance_workers and world.size > 1 else None,
         seed=args.seed,
         lengths=data.train.lengths,
         world=world,
@@ -400,56 +442,47 @@ def create_batch_sampler(
     )
 
 
-def batch_limits(
-    args: Namespace, given: tuple[Any, Any], base: int, *, ranks: int, rows: int
-) -> tuple[int, int]:
-    """The smallest and the largest global batch of --dynamic_batch, in samples.
+def change_of_batch(
+    args: Namespace, rule: Callable[..., dynamic_batch.Rule], base: int, *, ranks: int, rows: int
+) -> dict[str, Any]:
+    """How the batch changes: arguments of `DynamicBatchSampler`.
 
     Args:
-        args: the flags.
-        given: the limits of --batch_args, or None.
+        rule: the class of --dynamic_batch.
         base: the first global batch.
         ranks: how many share it.
         rows: of the training set.
     Raises:
-        InputError: the limits exclude each other.
+        InputError: the settings are wrong, or exclude each other.
     """
-    kind, smallest = args.dynamic_batch, MIN_RANK_ROWS * ranks
-    if kind == "decrease":
-        low = given[0] or max(base // 16, smallest)
-        high = given[1] or base
-    else:
-        low = given[0] or base
-        high = given[1] or min(16 * base, max(rows // 8, base))
+    kind, settings = args.dynamic_batch, dict(args.batch_args)
+    low, high = settings.pop("min"), settings.pop("max")
+    smallest = MIN_RANK_ROWS * ranks
+    low = low or (max(base // 16, smallest) if kind == "decrease" else base)
+    high = high or (base if kind == "decrease" else min(16 * base, max(rows // 8, base)))
     if not smallest <= low <= high <= rows:
         raise InputError(
             f"--dynamic_batch {kind}: batches from {low} to {high} samples; --batch_args min must "
             f"be at least {smallest} and at most max, and that at most the {rows} training samples"
         )
-    return low, high
-
-
-def create_batch_rule(
-    args: Namespace, rule: Callable[..., Any], base: int, settings: Mapping[str, Any]
-) -> dynamic_batch.Rule:
-    """The rule of --dynamic_batch.
-
-    Args:
-        args: the flags.
-        rule: its class.
-        base: the first global batch.
-        settings: its own.
-    """
-    if args.dynamic_batch in ("loss", "noise"):
-        return rule(**settings)
-    if args.replace_decay:
-        return rule(base, dynamic_batch.replacing_decay(create_lr_schedule(args)))
-    if args.batch_milestones and settings["growth"] is not None:
-        raise ValueError("growth: --batch_milestones says when the batch changes; choose one")
-    half, three_quarters = -(-args.epochs // 2), -(-3 * args.epochs // 4)
-    milestones = args.batch_milestones or [half, three_quarters]
-    grows = args.dynamic_batch == "increase"
-    return rule(base, dynamic_batch.schedule_growth(milestones, grows=grows, **settings))
+    with refused_as("--batch_args"):
+        power = dynamic_batch.lr_power(settings.pop("lr"))
+        if kind in ("loss", "noise"):
+            return {"rule": rule(**settings), "low": low, "high": high, "lr_power": power}
+        if args.replace_decay and power:
+            raise ValueError("lr: --replace_decay scales the rate itself; leave it out")
+        if args.replace_decay:
+            power, growth = 1.0, dynamic_batch.replacing_decay(create_lr_schedule(args))
+        else:
+            if args.batch_milestones and settings["growth"] is not None:
+                raise ValueError("growth: --batch_milestones says when it changes; choose one")
+            half, three_quarters = -(-args.epochs // 2), -(-3 * args.epochs // 4)
+            growth = dynamic_batch.schedule_growth(
+                args.batch_milestones or [half, three_quarters],
+                grows=kind == "increase",
+                **settings,
+            )
+    return {"rule": rule(base, growth), "low": low, "high": high, "lr_power": power}
 
 
 # -------------------------------------------------------------------- trainer
@@ -476,7 +509,6 @@ def create_trainer(
     """The trainer of these parts; from here on the run folder exists.
 
     Args:
-        args, run, data: of the run.
         model, optimizer, loss_fn, meta_learner, batches: as of `Trainer`.
         state: the checkpoint that the run goes on from, or None.
         long_run_hint: a line for the user of a run of many hours: what makes it shorter.
@@ -512,8 +544,6 @@ def create_trainer(
     is_new = state is not None and segments != state.get("segments")
     if is_new and (changes := describe_last(segments)):
         log.info(f"the run goes on with {changes}")
-    if advice := large_batch_advice(args, batches.base, len(data.train)):
-        log.info(advice)
     torch.manual_seed(args.seed * 1009 + 1 + world.rank)  # each rank has dropout of its own
     return Trainer(
         model,
@@ -584,15 +614,11 @@ def create_comm_hook(args: Namespace, run: Run) -> AllReduceHook:
         InputError: it does not go with fp16, which --precision auto may have chosen.
     """
     is_rounded = args.grad_compress in ROUNDED_BITS
-    reason = "what rounding left does not fit a loss scale that changes"
-    if not is_rounded:
-        reason = {
-            "lag": "a late gradient does not fit the loss scale",
-            "local": "each process would skip steps of its own",
-            "diloco": "each process would skip steps of its own",
-        }.get(args.sync, "")
-    if reason and run.precision.uses_grad_scaler:
+    if run.precision.uses_grad_scaler and (is_rounded or args.sync != "sync"):
         flag = f"--grad_compress {args.grad_compress}" if is_rounded else f"--sync {args.sync}"
+        reason = "what a step leaves to the next does not fit a loss scale that changes"
+        if args.sync in ("local", "diloco"):
+            reason = "each process would skip steps of its own"
         raise InputError(
             f"{flag} is not supported with fp16: {reason}; use --precision bf16 or fp32"
         )
@@ -618,22 +644,6 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def large_batch_advice(args: Namespace, global_batch: int, rows: int) -> str:
-    """A line of advice where a large batch has a learning rate that was not fitted to it; else ''.
-
-    The square root of the number of samples is the rule of thumb of NERSC's guidelines for
-    distributed training.
-    """
-    fitted = args.lr_scaling != "none" and args.warmup > 0
-    if global_batch <= math.sqrt(rows) or global_batch <= args.base_bs or fitted:
-        return ""
-    return (
-        f"advice: a global batch of {global_batch} is large for {rows} samples (their square root "
-        f"is {math.sqrt(rows):.0f}): scale the learning rate (--lr_scaling linear or sqrt) and "
-        "warm it up (--warmup 5); beyond some thousands try --optimizer lamb or lars"
-    )
-
-
 # -------------------------------------------------------------------- trained models
 
 
@@ -655,30 +665,19 @@ def load_weights(
     flag = "--resume" if args.checkpoint is None else "--checkpoint"
     checkpoint.load_into(model, weights, "model", flag=flag)
     if run.world.is_main:
-        named = args.resume is not None or args.checkpoint in ("best", "last")
-        line = describe_checkpoint(state, named=named)
+        line = describe_checkpoint(Path(state["file"]), state["progress"])
         print(line, file=sys.stderr if args.predict else sys.stdout, flush=True)
     return model
 
 
-def describe_checkpoint(state: Mapping[str, Any], named: bool) -> str:
-    """The file and the epoch of a checkpoint; and where best and last differ, those of the other.
-
-    Args:
-        state: what `training.checkpoint.load` returned.
-        named: whether the other one is to be asked for as best or last, and not by its path.
-    """
-    path = Path(state["file"])
-    line = f"weights of {path}: {describe_progress(state['progress'])}"
-    other = {"last": "best", "best": "last"}.get(path.stem)
-    if other is None:
+def describe_checkpoint(path: Path, progress: Mapping[str, Any]) -> str:
+    """The file and epoch of a checkpoint; and where best and last differ, those of the other."""
+    line = f"weights of {path}: {describe_progress(progress)}"
+    other = path.with_name({"last.pt": "best.pt", "best.pt": "last.pt"}.get(path.name, path.name))
+    stored = checkpoint.read_progress(other)
+    if stored is None or stored["step"] == progress["step"]:
         return line
-    other_path = path.with_name(f"{other}.pt")
-    stored = checkpoint.read_progress(other_path)
-    if stored is None or stored["step"] == state["progress"]["step"]:
-        return line
-    choice = other if named else other_path
-    return f"{line}; {other}.pt is of {describe_progress(stored)}: --checkpoint {choice}"
+    return f"{line}; {other.name} is of {describe_progress(stored)}: --checkpoint {other}"
 
 
 def describe_progress(progress: Mapping[str, Any]) -> str:
@@ -733,11 +732,10 @@ def report_predictions(
     print(f"{args.predict_out}: {count} predictions")
 
 
-def report_result(run: Run, summary: RunSummary, *, folder: Path) -> None:
+def report_result(run: Run, data: Data, summary: RunSummary, *, folder: Path) -> None:
     """Print the last lines of a run (rank 0): what its last and best epochs reached, and the cost.
 
     Args:
-        run: the run.
         summary: what `Trainer.fit` returned.
         folder: the run folder.
     Raises:
@@ -762,6 +760,10 @@ def report_result(run: Run, summary: RunSummary, *, folder: Path) -> None:
         f"device-hours; run folder {folder}",
         flush=True,
     )
+    if found := dict(data.metadata["baseline"]):
+        accuracy = summary.last.accuracies.get(found.pop("eval_set"))
+        if accuracy is not None:
+            print(f"last.pt: {Baseline(**found).verdict(accuracy)}", flush=True)
     if "last" in summary.unsaved:
         raise InputError(
             f"{folder}/last.pt could not be written at the end of the run (see the warnings "

@@ -41,12 +41,14 @@ def read_saved_model(
     """What --weights names; None where it is not given.
 
     Args:
-        args: the flags.
-        run: the run.
         default: the weights that `--weights DEFAULT` means; None where there are none.
     Raises:
-        InputError: there is no such file, or it holds no weights.
+        InputError: there is no such file, it holds no weights, or --freeze is given without.
     """
+    if args.weights is None and args.freeze:
+        raise InputError(
+            "--freeze needs --weights: without them all layers but the last would stay random"
+        )
     if args.weights is None:
         return None
     with local_main_first(run.world):
@@ -70,8 +72,6 @@ def begin_with_weights(
     """Load weights into a new model; one line says what was loaded.
 
     Args:
-        args: the flags.
-        run: the run.
         model: whose weights are replaced.
         saved: the weights.
         classes: names of the model's classes.

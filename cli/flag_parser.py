@@ -79,25 +79,50 @@ class Choice:
         names: all of them.
         unavailable: maps a name to why this installation lacks it, or to ''. Such a name is
             accepted, so that the code that needs it says what is missing, but not shown.
-        hint: maps a value that is no name to what the user may have meant, or to ''.
+        hints: what to say of other names.
     """
 
     def __init__(
         self,
         names: Iterable[str],
-        unavailable: Callable[[str], str] | None = None,
-        hint: Callable[[str], str] | None = None,
+        unavailable: Callable[[str], str] = lambda name: "",
+        hints: Mapping[str, str] | None = None,
     ) -> None:
-        self.names = list(names)
-        self.shown = [name for name in self.names if not (unavailable and unavailable(name))]
-        self.hint = hint
+        self.names, self.hints = list(names), hints or {}
+        self.shown = [name for name in self.names if not unavailable(name)]
 
     def __call__(self, text: str) -> str:
-        if text in self.names:
-            return text
-        hint = self.hint(text) if self.hint else ""
-        advice = f"; {hint}" if hint else did_you_mean(text, self.shown)
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(self.shown)}{advice}")
+        if text not in self.names:
+            guess = self.hints.get(text) or did_you_mean(text, self.shown)
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not one of {', '.join(self.shown)}{guess}"
+            )
+        return text
+
+
+class OutputFile:
+    """An argparse type: the path of a file to write, in a folder that exists.
+
+    Args:
+        suffixes: one of which the name must have.
+        overwrite: whether the file may be there already.
+    """
+
+    def __init__(self, suffixes: Sequence[str], *, overwrite: bool) -> None:
+        self.suffixes, self.overwrite = suffixes, overwrite
+
+    def __call__(self, text: str) -> str:
+        path = path_text(text)
+        problem = ""
+        if not path.endswith(tuple(self.suffixes)):
+            problem = f"the name must end in {' or '.join(self.suffixes)}"
+        elif not os.path.isdir(os.path.dirname(path) or "."):
+            problem = "the folder does not exist; make it first"
+        elif not self.overwrite and os.path.lexists(path):
+            problem = "is there already and would be overwritten; choose another name"
+        if problem:
+            raise argparse.ArgumentTypeError(f"{path}: {problem}")
+        return path
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -167,10 +192,22 @@ def holds(args: argparse.Namespace, name: str, values: Sequence[Any]) -> bool:
     return (value in values) != isinstance(values, Not)
 
 
-def listed(words: Sequence[str], conjunction: str) -> str:
-    """Write a list in words: 'a, b or c'."""
-    *first, last = words
-    return f"{', '.join(first)} {conjunction} {last}" if first else last
+def in_words(values: Values) -> str:
+    """Values as a user gives them: '--sync local or diloco', 'several processes'."""
+    words = []
+    for name, each in values.items():
+        shown = [str(value) for value in each if not str(value).startswith("apex_")]
+        *first, last = shown or map(str, each)
+        choices = f"{', '.join(first)} or {last}" if first else last
+        if name == "processes":
+            words.append("several processes")
+        elif each is OFF:
+            words.append(f"a run without --{name}")
+        elif each is ON or list(each) == [True]:
+            words.append(f"--{name}")
+        else:
+            words.append(f"--{name} {'other than ' if isinstance(each, Not) else ''}{choices}")
+    return " and ".join(words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,38 +260,12 @@ class Flag:
             text += f" (default {format_default(self.default)})"
         return text
 
-    def why_unused(self, args: argparse.Namespace) -> str:
-        """Return why the flag has no effect, such as 'without --mixup', or ''."""
-        missing = [
-            [(name, values) for name, values in each.items() if not holds(args, name, values)]
+    def has_effect(self, args: argparse.Namespace) -> bool:
+        """Whether all values of an alternative of `only_with` hold."""
+        return not self.only_with or any(
+            all(holds(args, name, values) for name, values in each.items())
             for each in self.only_with
-        ]
-        if not missing or not all(missing):  # always, or one of the alternatives holds
-            return ""
-        if len(missing) == 1:
-            ((name, values), *_) = missing[0]
-            if name == "processes":
-                return "in a single process"
-            excluded = values is OFF or (isinstance(values, Not) and values is not ON)
-            return f"with {given(args, name)}" if excluded else f"without {written(name, values)}"
-        needed = [written(name, values) for each in missing for name, values in each[:1]]
-        return f"without {listed(needed, 'or')}"
-
-
-def given(args: argparse.Namespace, name: str) -> str:
-    """Write a flag with the value that it has: '--sync lag', '--fuse'."""
-    value = getattr(args, name)
-    shown = isinstance(value, str | int | float) and not isinstance(value, bool) and value != ""
-    return f"--{name} {format_default(value)}" if shown else f"--{name}"
-
-
-def written(name: str, values: Sequence[Any]) -> str:
-    """Write a flag with its values as a user gives it: '--sync lag or local', '--small_epochs'."""
-    shown = [str(value) for value in values if not str(value).startswith("apex_")]
-    shown = shown or list(map(str, values))
-    if isinstance(values, Not) or values in ([True], (True,)):
-        return f"--{name}"
-    return f"--{name} {listed(shown, 'or')}"
+        )
 
 
 # -------------------------------------------------------------------- parsers
@@ -325,17 +336,16 @@ class FlagParser(argparse.ArgumentParser):
         Raises:
             InputError: there is no such flag, and a sentence says what there is instead.
         """
-        spelling = f"--{name[2:].replace('-', '_')}"
-        no = "no-" if spelling.startswith("--no_") else ""
-        own = self.foreign.get(f"--{spelling[5:]}" if no else spelling, spelling)
+        own = f"--{name[2:].replace('-', '_')}"
+        if own.startswith("--no_"):
+            positive, has_value, _ = self.own_name(f"--{own[5:]}").partition("=")
+            if has_value:
+                raise InputError(f"{name}: there is no such flag; give {positive} another value")
+            return f"--no-{positive[2:]}"
+        own = self.foreign.get(own, own)
         if not own.startswith("--"):
             raise InputError(f"{name}: there is no such flag; {own}")
-        if no and own.endswith("=true"):  # a switch that is a setting of a part
-            return own.replace("=true", "=false")
-        if no and "=" in own:
-            flag = own.partition("=")[0]
-            raise InputError(f"{name}: there is no such flag; give {flag} another value")
-        return f"--{no}{own.removeprefix('--').removeprefix('no_')}"
+        return own
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]
         """Parse as argparse does; an unknown flag gets a suggestion.
@@ -404,7 +414,6 @@ class ScriptParser(FlagParser):
         )
         self.flags: dict[str, Flag] = {}
         self._groups: dict[str, argparse._ArgumentGroup] = {}
-        self._actions_of: dict[str, argparse.Action] = {}
 
     def group(self, title: str) -> Callable[..., Any]:
         """Return what declares flags of a group, `declare` with its title."""
@@ -453,13 +462,9 @@ class ScriptParser(FlagParser):
         if group not in self._groups:
             self._groups[group] = self.add_argument_group(group)
         self.flags[flag.dest] = flag
-        self._actions_of[flag.dest] = self._groups[group].add_argument(
-            *spellings,
-            dest=flag.dest,
-            default=argparse.SUPPRESS,
-            **settings,
+        self._groups[group].add_argument(
+            *spellings, dest=flag.dest, default=argparse.SUPPRESS, **settings
         )
-        self._show_help_of([flag.dest])
 
     def declare_settings(self, group: str, name: str, help: str) -> None:
         """Declare a flag that takes NAME=VALUE, which `cli.settings` checks, several times."""
@@ -467,26 +472,17 @@ class ScriptParser(FlagParser):
 
     def format_help(self, *, everything: bool = False) -> str:
         """Return the text of --help: of the common flags, or of all."""
-        rare = [] if everything else [n for n, flag in self.flags.items() if not flag.common]
-        for name in rare:
-            self._actions_of[name].help = argparse.SUPPRESS
-        try:
-            text = super().format_help()
-        finally:
-            self._show_help_of(rare)
-        return text + (
-            "\n--help all prints all flags, and docs/flags.md lists them.\n" if rare else ""
-        )
-
-    def _show_help_of(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._actions_of[name].help = self.flags[name].text().replace("%", "%%")
+        for action in self._actions:
+            if flag := self.flags.get(action.dest):
+                is_shown = everything or flag.common
+                action.help = flag.text().replace("%", "%%") if is_shown else argparse.SUPPRESS
+        rest = "\n--help all prints all flags, and docs/flags.md lists them.\n"
+        return super().format_help() + ("" if everything else rest)
 
     def set_defaults(self, **defaults: Any) -> None:
         """Replace the defaults of flags that have been declared."""
         for name, value in defaults.items():
             self.flags[name] = dataclasses.replace(self.flags[name], default=value)
-        self._show_help_of(defaults)
 
     def defaults(self) -> dict[str, Any]:
         """The default of each flag."""
@@ -513,20 +509,21 @@ class ScriptParser(FlagParser):
         """The attributes of the flags that belong to one of these."""
         return [name for name, flag in self.flags.items() if flag.scope in scopes]
 
-    def unused(self, given: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
-        """A line for each reason why flags that were given have no effect.
+    def unused(self, given: Iterable[str], args: argparse.Namespace) -> list[str]:
+        """A line for each flag that was given and has no effect.
 
         Args:
-            given: the flags of the command line, by attribute. Values of a recipe or a checkpoint
-                are not named: who gives --mixup none beside a recipe knows that the recipe's
-                --alpha is then of no use.
-            args: the flags of the run.
+            given: the attributes of the flags of the command line. Values of a recipe or a
+                checkpoint are not named: who gives --mixup none beside a recipe knows that the
+                recipe's --alpha is then of no use.
         """
-        reasons: dict[str, list[str]] = {}
-        for name, value in given.items():
-            if value is not False and (reason := self.flags[name].why_unused(args)):
-                reasons.setdefault(reason, []).append(self.flags[name].name)
+        unused = (
+            self.flags[name]
+            for name in given
+            if getattr(args, name) is not False and not self.flags[name].has_effect(args)
+        )
         return [
-            f"{listed(names, 'and')} {'have' if len(names) > 1 else 'has'} no effect {reason}"
-            for reason, names in reasons.items()
+            f"{flag.name} has no effect here: it is for {' or '.join(map(in_words, each))}"
+            for flag in unused
+            if (each := flag.only_with)
         ]

@@ -20,6 +20,7 @@ from backends import execution, nvidia_apex, onnx_runtime, precision, torch_comp
 from cli.flag_parser import (
     ON,
     Choice,
+    OutputFile,
     Scope,
     ScriptParser,
     below_one,
@@ -36,6 +37,7 @@ from cli.foreign_names import FOREIGN
 from distributed import comm_hooks, fsdp
 from distributed.world import TimeLimits
 from optimizers import schedules
+from training import export, predictions
 from training.tracking import TRACKERS
 
 MAX_THREADS = 1024  # of a process; some thousands take minutes to start
@@ -103,20 +105,6 @@ def precision_unavailable_reason(name: str) -> str:
 def backend_unavailable_reason(name: str) -> str:
     """Return why a backend cannot be used here, or ''; whether there is a GPU does not count."""
     return onnx_runtime.unavailable_reason() if name == "ort" else ""
-
-
-def mixup_hint(value: str) -> str:
-    """Return what to write where --mixup was given a number, as timm's flag of that name takes."""
-    try:
-        float(value)
-    except ValueError:
-        return ""
-    return f"for mixup of that strength write --mixup mixup --alpha {value}"
-
-
-def schedule_hint(value: str) -> str:
-    """Return our name of Hugging Face's schedule 'linear', or ''."""
-    return "polynomial falls linearly by default" if value == "linear" else ""
 
 
 def by_optimizer(optimizers: Mapping[str, OptimizerChoice], name: str) -> str:
@@ -187,6 +175,8 @@ def add_data(parser: ScriptParser, datasets: Sequence[str]) -> None:
         "wrong label", metavar="F")
     add("--test", switch, True, "evaluation on the test set; --no-test leaves it alone, as a "
         "search should, and needs a validation set")
+    add("--baseline", switch, None, "accuracy of a linear model before the first epoch, for "
+        "comparison (default on for folder and csv)", scope=Scope.HOW)
     add("--workers", natural, 2, "processes that decode image files", metavar="N", scope=Scope.NODE)
 
 
@@ -210,7 +200,7 @@ def add_training(parser: ScriptParser) -> None:
 def add_mixing(parser: ScriptParser, mixing: Sequence[str]) -> None:
     """Declare the flags of mixing; `mixing` are the values of --mixup."""
     add = parser.group("mixing of samples")
-    add("--mixup", Choice(mixing, hint=mixup_hint), "none", "how pairs of samples and of their "
+    add("--mixup", Choice(mixing), "none", "how pairs of samples and of their "
         "labels are mixed; --meta_learning stands for --mixup meta, which learns it", common=True)
     add("--alpha", positive, 0.99, "strength: weights are drawn from Beta(A, A)", metavar="A",
         only_with={"mixup": ON}, common=True)
@@ -262,7 +252,8 @@ def add_schedule(parser: ScriptParser) -> None:
     def of(*names: str) -> dict[str, Sequence[str]]:
         return {"lr_schedule": names}
 
-    add("--lr_schedule", Choice(schedules.SCHEDULES, hint=schedule_hint), "cosine", "schedule",
+    add("--lr_schedule", Choice(schedules.SCHEDULES, hints={
+        "linear": "; polynomial falls linearly by default"}), "cosine", "schedule",
         common=True)
     add("--warmup", not_negative, None, "epochs of a linear rise from 0 (default a tenth of the "
         "run, at most 5; 0 for onecycle and cyclic)", metavar="EPOCHS", common=True)
@@ -372,7 +363,8 @@ def add_run(parser: ScriptParser) -> None:
         "class", common=True, **start)
     add("--predict", path_text, None, "images, text files or folders to classify by --checkpoint",
         nargs="+", metavar="PATH", common=True, **start)
-    add("--predict_out", path_text, None, ".jsonl or .csv file for the predictions and "
-        "probabilities", metavar="FILE", common=True, **start)
-    add("--export", path_text, None, ".onnx or .pt2 file for the model of --checkpoint, or "
-        ".safetensors for its weights", metavar="FILE", common=True, **start)
+    add("--predict_out", OutputFile(predictions.SUFFIXES, overwrite=False), None, ".jsonl or .csv "
+        "file for the predictions and probabilities", metavar="FILE", common=True, **start)
+    add("--export", OutputFile(export.SUFFIXES, overwrite=True), None, ".onnx or .pt2 file for the "
+        "model of --checkpoint, or .safetensors for its weights", metavar="FILE", common=True,
+        **start)

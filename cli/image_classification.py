@@ -16,17 +16,17 @@ from cli import fine_tuning
 from cli.factory import (
     Data,
     Run,
+    choose_rows,
     load_weights,
-    noisy_labels,
-    report_own_data,
+    refused_as,
+    report_baseline,
     report_predictions,
-    split_rows,
 )
 from cli.flag_parser import Choice, Scope, ScriptParser, natural, number
-from cli.start_checks import check_data
 from distributed.agreement import local_main_first
 from errors import InputError
 from input_pipeline import image_batches, image_datasets, own_data
+from input_pipeline.baseline import image_baseline
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.image_batches import AUGMENTATIONS, Augmentation, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
@@ -37,21 +37,13 @@ from training import predictions, pretrained
 from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
 
+LONG_RUN_HINT = (
+    "for a shorter run: a smaller --arch such as resnet20, a part of the rows such as --subset "
+    "0.1, fewer --epochs as in --recipe fast94, or a GPU"
+)
 MODEL_FLAGS = ("arch",)  # which weights must share with the model
 WHITENING_ROWS = 1000  # images whose patches are enough for the first layer of VGG8
 LARGEST_IMAGE_SIZE = 4096  # pixels a side; a batch of larger images fits into no memory
-
-
-def long_run_hint(args: Namespace, run: Run) -> str:
-    """A line for the user of a run of many hours: what makes it shorter."""
-    remedies = ["a smaller --arch such as resnet20", "a part of the rows such as --subset 0.1"]
-    if not args.recipe and args.dataset == "cifar10":
-        remedies.append("few epochs as in --recipe recipes/fast94.yaml")
-    else:
-        remedies.append("fewer --epochs")
-    if run.world.device.type == "cpu":
-        remedies.append("a GPU")
-    return f"for a shorter run: {', '.join(remedies[:-1])}, or {remedies[-1]}"
 
 
 # fmt: off
@@ -80,8 +72,6 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
     """Training, validation and test images, with the statistics of the training pixels.
 
     Args:
-        args: the flags.
-        run: the run.
         checkpoint: whose statistics are taken, or None to measure them.
     Raises:
         InputError: the data set is missing or broken.
@@ -94,60 +84,55 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
             classes=checkpoint["classes"] if checkpoint else (),
             train_is_enough=bool(args.val_fraction),
         )
-    fingerprint = check_data(
-        args,
-        run.world,
-        classes,
-        labels={name: split.labels for name, split in splits.items()},
-        state=checkpoint,
+    chosen, fingerprint = choose_rows(args, run, splits, classes, state=checkpoint)
+    train = chosen["train"]
+    statistics = checkpoint or dict(
+        zip(("mean", "std"), image_batches.channel_statistics(train), strict=True)
     )
-    notes = [split.note for split in splits.values() if split.note]
-    labelled = splits.pop("train")
-    has_val = "val" in splits
-    for name, rows in split_rows(args, labelled.labels, has_val).items():
-        splits[name] = labelled.select_rows(rows) if len(rows) < len(labelled) else labelled
-    labels = {name: split.labels.tolist() for name, split in splits.items()}
-    report_own_data(args, run, classes, labels=labels, has_val=has_val, notes=notes)
-    train = splits["train"]
-    if args.label_noise:
-        noisy = noisy_labels(args, run, train.labels, len(classes))
-        train = splits["train"] = dataclasses.replace(train, labels=noisy)
-    if checkpoint is None:
-        mean, std = image_batches.channel_statistics(train)
-    else:
-        mean, std = checkpoint["mean"], checkpoint["std"]
-    augmentation = create_augmentation(args, train.size, train.channels)
-    sets = {}
-    for name, split in splits.items():
-        fits = image_batches.fits_in_memory(split, run.world.device)
-        sets[name] = ImageDataset(
-            split,
-            augmentation,
-            mean=mean,
-            std=std,
-            device=run.world.device,
-            seed=args.seed,
-            workers=args.workers,
-            resident={"auto": fits, "yes": True, "no": False}[args.resident],
-        )
     metadata = {
         "classes": classes,
         "data": fingerprint,
-        "mean": mean,
-        "std": std,
+        "baseline": report_baseline(args, run, chosen, image_baseline, state=checkpoint),
+        "mean": statistics["mean"],
+        "std": statistics["std"],
         "channels": train.channels,
         "size": train.size,
+    }
+    augmentation = create_augmentation(args, train.size)
+    check_smaller_images(args, augmentation, train)
+    sets = {
+        name: create_dataset(args, run, split, augmentation, metadata)
+        for name, split in chosen.items()
     }
     return Data(sets.pop("train"), sets, metadata)
 
 
-def create_augmentation(args: Namespace, size: int, channels: int) -> Augmentation:
+def create_dataset(
+    args: Namespace,
+    run: Run,
+    split: ImageSplit,
+    augmentation: Augmentation,
+    metadata: Mapping[str, Any],
+) -> ImageDataset:
+    """The batches of a split."""
+    fits = image_batches.fits_in_memory(split, run.world.device)
+    return ImageDataset(
+        split,
+        augmentation,
+        mean=metadata["mean"],
+        std=metadata["std"],
+        device=run.world.device,
+        seed=args.seed,
+        workers=args.workers,
+        resident={"auto": fits, "yes": True, "no": False}[args.resident],
+    )
+
+
+def create_augmentation(args: Namespace, size: int) -> Augmentation:
     """What happens to training images.
 
     Args:
-        args: the flags.
         size: pixels a side of an image.
-        channels: of an image.
     Raises:
         InputError: a flag does not fit the data set or another flag.
     """
@@ -157,38 +142,47 @@ def create_augmentation(args: Namespace, size: int, channels: int) -> Augmentati
             f"--augment_args alternate and --test_views mirror images, and those of {args.dataset} "
             "mean something else then; leave them out"
         )
-    if args.small_epochs and settings["small_size"] > size:
-        raise InputError(
-            f"--augment_args small_size={settings['small_size']}: images have only {size} pixels a "
-            "side; give fewer"
-        )
-    if args.small_epochs and settings["small_stages"] > args.small_epochs:
-        raise InputError(
-            f"--augment_args small_stages={settings['small_stages']}: there are only "
-            f"{args.small_epochs} --small_epochs, and a stage has at least one; give fewer"
-        )
     if args.augment == "none":
         standard = Augmentation(pad=0, flip=False)
     given = {name: value for name, value in settings.items() if value is not None}
-    try:
+    with refused_as("--augment_args"):
         augmentation = dataclasses.replace(standard, small_epochs=args.small_epochs, **given)
-    except ValueError as error:
-        raise InputError(f"--augment_args: {error}") from None
     if augmentation.fill == "reflect" and not 0 < augmentation.pad < size:
         raise InputError(
             f"--augment_args fill=reflect: of {size} pixels a side 1 to {size - 1} can be "
             f"reflected, not {augmentation.pad}; give another pad"
         )
+    return augmentation
+
+
+def check_smaller_images(args: Namespace, augmentation: Augmentation, train: ImageSplit) -> None:
+    """Check that the images of --small_epochs are smaller, and that the network takes them.
+
+    Raises:
+        InputError: they are not, or it does not.
+    """
+    if not args.small_epochs:
+        return
+    size, smallest, stages = train.size, augmentation.small_size, augmentation.small_stages
+    if smallest > size:
+        raise InputError(
+            f"--augment_args small_size={smallest}: images have only {size} pixels a side; give "
+            "fewer"
+        )
+    if stages > args.small_epochs:
+        raise InputError(
+            f"--augment_args small_stages={stages}: there are only {args.small_epochs} "
+            "--small_epochs, and a stage has at least one; give fewer"
+        )
     for smaller in sorted({augmentation.size_of_epoch(n, size) for n in range(args.small_epochs)}):
         if not image_models.takes_smaller_images(
-            args.arch, smaller, channels=channels, image_size=size
+            args.arch, smaller, channels=train.channels, image_size=size
         ):
             raise InputError(
                 f"--small_epochs {args.small_epochs}: --arch {args.arch} cannot take images of "
                 f"{smaller} pixels a side; change small_size or small_stages, or leave "
                 "--small_epochs out"
             )
-    return augmentation
 
 
 def create_model(
@@ -197,8 +191,6 @@ def create_model(
     """The model of --arch, channels_last, on its device.
 
     Args:
-        args: the flags.
-        run: the run.
         metadata: of the data, or of a checkpoint.
         images: the training set, from whose pixels some networks take first weights; without it
             they are random, which does where those of a checkpoint are loaded.

@@ -11,26 +11,25 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from backends import torch_compat
 from cli import compatibility, settings
-from cli.flag_parser import Flag, Scope, setting, switch
+from cli.flag_parser import Scope, setting, switch
 from cli.flags import OptimizerChoice, Parser
-from cli.yaml_file import LONGEST_EXCERPT, excerpt, read_yaml
+from cli.yaml_file import excerpt, read_yaml
 from distributed.worker import is_restarted, launcher_id
 from distributed.world import under_torchrun
 from errors import InputError, did_you_mean
 from input_pipeline import own_data
-from training import checkpoint, export, predictions, run_folder
+from training import checkpoint, run_folder
 
 AUTO = "auto"  # value of --resume: go on where --out holds a checkpoint, else start
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
-OF_THE_MODEL = ("dataset", "arch", "image_size", "max_len", "model_args", "augment_args")
+YES_OR_NO = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 METADATA = {  # by script: what its checkpoints hold for inference beside the classes
     "resnet50_test": ("mean", "std", "channels", "size"),
     "transformer_test": ("tokenizer", "max_len", "prior"),
@@ -49,8 +48,6 @@ def parse(
     """The flags, and the checkpoint to go on from or None; warns of flags without effect.
 
     Args:
-        parser: of the script.
-        script: its name without .py.
         arguments: the command line; None is this process's own.
     Raises:
         InputError: a flag, the recipe or the checkpoint is wrong.
@@ -69,9 +66,7 @@ def parse(
         state = checkpoint.load(path, script, flag=source, metadata=METADATA[script])
         if "warning" in state and os.environ.get("RANK", "0") == "0":
             print(state["warning"], file=sys.stderr, flush=True)
-        inference = uses_trained_model(command_line)
-        values |= restored_flags(state["flags"], parser, inference=inference)
-        check_supported(values | given, parser, source=f"{source} {path}")
+        values |= restored_flags(state["flags"], parser)
     values = settings.merged(values, recipe, parser)
     args = Namespace(**settings.merged(values, given, parser))
     for name, value in computed_defaults(args, parser.optimizers[args.optimizer]).items():
@@ -94,57 +89,18 @@ def parse(
     return args, state
 
 
-def restored_flags(flags: Mapping[str, Any], parser: Parser, *, inference: bool) -> dict[str, Any]:
+def restored_flags(flags: Mapping[str, Any], parser: Parser) -> dict[str, Any]:
     """The flags of a checkpoint that another start of its script takes over.
 
-    Known data sets may lie elsewhere on this machine, where DATA_DIR says so. To evaluate, predict
-    or export, what another version may have had does not matter, unless the model needs it.
+    Known data sets may lie elsewhere on this machine, where DATA_DIR says so.
 
     Args:
         flags: of the checkpoint.
-        parser: of the script.
-        inference: whether the run is evaluated, exported or used for predictions.
     """
-    left_out = set(parser.of_scope(Scope.OUTPUT, Scope.START))
-    if os.environ.get("DATA_DIR") and not is_own_data(flags["dataset"]):
-        left_out |= set(parser.of_scope(Scope.PLACE))
-    if inference:
-        left_out |= {
-            name
-            for name, flag in parser.flags.items()
-            if name not in OF_THE_MODEL
-            and (flag.type is setting or not is_supported(flag, flags.get(name)))
-        }
-    return {name: value for name, value in flags.items() if name in parser.flags.keys() - left_out}
-
-
-def is_supported(flag: Flag, value: Any) -> bool:
-    """Whether a flag can have this value, which another version may have put into a checkpoint."""
-    if value is None or flag.type is setting:
-        return True
-    if flag.type is switch:
-        return isinstance(value, bool)
-    values = value if flag.nargs not in (None, "?") and isinstance(value, list | tuple) else [value]
-    try:
-        return all(flag.type(str(each)) is not None for each in values)
-    except (ArgumentTypeError, ValueError):
-        return False
-
-
-def check_supported(values: Mapping[str, Any], parser: Parser, *, source: str) -> None:
-    """Check values that another version may have put into a checkpoint.
-
-    Raises:
-        InputError: this version does not support one of them.
-    """
-    for name, flag in parser.flags.items():
-        if not is_supported(flag, values[name]):
-            choices = flag.choices()
-            advice = f"choose one of {', '.join(choices)}" if choices else "give its value"
-            raise InputError(
-                f"{source}: the checkpoint's {flag.name} {str(values[name])[:LONGEST_EXCERPT]} is "
-                f"not supported any more; {advice} on the command line"
-            )
+    scopes = [Scope.RESULT, Scope.HOW, Scope.NODE]
+    if not os.environ.get("DATA_DIR") or is_own_data(flags["dataset"]):
+        scopes.append(Scope.PLACE)
+    return {name: flags[name] for name in parser.of_scope(*scopes) if name in flags}
 
 
 def changed_flags(
@@ -154,8 +110,6 @@ def changed_flags(
 
     Args:
         before: the values of the checkpoint.
-        args: the flags that the run goes on with.
-        parser: of the script.
     """
     changed = {}
     scopes = [Scope.RESULT, Scope.PLACE] if is_own_data(args.dataset) else [Scope.RESULT]
@@ -164,7 +118,7 @@ def changed_flags(
         if parser.flags[name].scope is Scope.PLACE:
             pair = [os.path.abspath(value) for value in pair]
         pair = [list(value) if isinstance(value, tuple) else value for value in pair]
-        if pair[0] != pair[1] and not parser.flags[name].why_unused(args):
+        if pair[0] != pair[1] and parser.flags[name].has_effect(args):
             changed[parser.flags[name].name] = pair
     return changed
 
@@ -192,7 +146,6 @@ def defaults_for(parser: Parser, flags: Mapping[str, Any]) -> dict[str, Any]:
     """What a run with these flags would have had for each flag that was not given, by name.
 
     Args:
-        parser: of the run's script.
         flags: of the run, which another version may have had.
     """
     defaults = parser.defaults()
@@ -334,18 +287,17 @@ def recipe_arguments(recipe: str, parser: Parser) -> list[str]:
     Args:
         recipe: a YAML file that maps names of flags to values, or the name of one of this
             project's recipes.
-        parser: knows the flags.
     Raises:
         InputError: unreadable, not a mapping, or a flag is wrong.
     """
     source = f"--recipe {recipe}"
-    values_by_name = read_yaml(recipe_path(recipe), source)
-    if not isinstance(values_by_name, dict):
+    entries = read_yaml(recipe_path(recipe), source, as_text=True)
+    if not isinstance(entries, dict):
         raise InputError(f"{source}: must hold lines of 'flag: value'")
     arguments: list[str] = []
     spellings: dict[str, str] = {}  # by the own name of the flag, as the recipe has it
     try:
-        for name, value in values_by_name.items():
+        for name, value in entries.items():
             words = flag_arguments(str(name), value, parser)
             flag = parser.find(str(name))
             if words and flag is not None and flag.type is not setting:
@@ -364,8 +316,8 @@ def flag_arguments(name: str, value: Any, parser: Parser) -> list[str]:
 
     Args:
         name: any spelling of a flag, without dashes; opt_args.rank is a setting of --opt_args.
-        value: what YAML has made of the line's value: `no` and `off` are False, `yes` is True.
-        parser: knows the flags.
+        value: a word, or several in a list, or the settings of a part; that of a flag without a
+            value is true or false.
     Raises:
         InputError: there is no such flag, it may not be in a recipe, or the value is of a kind
             that it does not take.
@@ -381,39 +333,19 @@ def flag_arguments(name: str, value: Any, parser: Parser) -> list[str]:
     if own.endswith("="):
         return [f"{own}{value}"]
     if flag.type is switch or "=" in own:
-        if not isinstance(value, bool):
+        is_on = YES_OR_NO.get(str(value).lower())
+        if is_on is None:
             raise InputError(f"--{name}: must be true or false, got {excerpt(value)}")
-        if value or "=" in own:
-            return [own] if value else []
-        return [flag.name if own.startswith("--no-") else f"--no-{own[2:]}"]
+        if "=" in own:
+            return [own] if is_on else []
+        is_on = is_on != own.startswith("--no-")
+        return [flag.name if is_on else f"--no-{flag.name[2:]}"]
     if isinstance(value, dict) and flag.type is setting:
         return [own, *(f"{key}={each}" for key, each in value.items())]
-    if isinstance(value, bool):
-        return [own, word_of_boolean(name, value, flag.choices())]
     values = value if isinstance(value, list) else [value]
-    for each in values:
-        if isinstance(each, bool) or not isinstance(each, str | int | float | date):
-            raise InputError(
-                f"--{name}: {excerpt(each)} is not a number or a word (YAML reads no, off and "
-                "yes as false and true, and an empty value as None: put a word into quotes)"
-            )
+    if any(isinstance(each, dict | list) for each in values):
+        raise InputError(f"--{name}: {excerpt(value)} is neither a value nor a list of values")
     return [own, *map(str, values)]
-
-
-def word_of_boolean(name: str, value: bool, choices: Sequence[str]) -> str:
-    """The choice that is meant where YAML has read `no`, `off`, `yes` or `on` as a boolean.
-
-    Raises:
-        InputError: no choice of the flag means that.
-    """
-    for word in ("yes", "on") if value else ("no", "none", "off"):
-        if word in choices:
-            return word
-    advice = f"choose one of {', '.join(choices)}" if choices else "give its value"
-    raise InputError(
-        f"--{name}: {'true' if value else 'false'} is not a value of this flag; {advice}, or "
-        "leave the line out (YAML reads no and off as false, yes and on as true)"
-    )
 
 
 # -------------------------------------------------------------------- checking them
@@ -438,10 +370,6 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
         raise InputError(
             f"--warmup {args.warmup:g}: must be shorter than the run of {args.epochs} epochs"
         )
-    if args.freeze and args.weights is None and not resumed:
-        raise InputError(
-            "--freeze needs --weights: without them all layers but the last would stay random"
-        )
 
 
 def holds_other_run(folder: Path) -> bool:
@@ -455,7 +383,6 @@ def check_overwritten(args: Namespace, state: Mapping[str, Any] | None) -> None:
     """Check that a run does not overwrite what it is not a part of.
 
     Args:
-        args: the flags.
         state: the checkpoint that the run goes on from, or None.
     Raises:
         InputError: the run folder holds another run, or the same run at a later step.
@@ -508,7 +435,7 @@ def validate_inference(args: Namespace, resumed: bool) -> None:
     """Check --evaluate, --predict, --predict_out and --export.
 
     Raises:
-        InputError: there is no model, or a file cannot be written.
+        InputError: there is no model, or they are not for one run of the script.
     """
     used = [flag for flag in INFERENCE if getattr(args, flag)]
     if len(used) > 1:
@@ -522,50 +449,16 @@ def validate_inference(args: Namespace, resumed: bool) -> None:
                 f"--{flag} needs a trained model: add --checkpoint with best, last, a run folder "
                 "or a .pt file (or --resume PATH)"
             )
-    if args.predict_out:
-        validate_predict_out(args)
-    if not args.export:
-        return
-    if not args.export.endswith(export.SUFFIXES):
-        raise InputError(
-            f"--export {args.export}: the name must end in {' or '.join(export.SUFFIXES)}"
-        )
-    if reason := torch_compat.unavailable_reason("export"):
+    if args.predict_out and not args.predict:
+        raise InputError("--predict_out needs something to classify: add --predict PATH")
+    if args.export and (reason := torch_compat.unavailable_reason("export")):
         raise InputError(
             f"--export {reason}: export from the stack of requirements.txt, "
             "which reads this run as well"
         )
-    try:
-        args.export.encode()
-    except UnicodeEncodeError:  # the libraries open no such file, or end the process
+    name = args.export or ""
+    if name.encode(errors="replace").decode() != name:  # the libraries cannot open such a file
         raise InputError(
-            f"--export {args.export}: the name is not UTF-8 in this locale; give another one, or "
-            "set PYTHONUTF8=1"
-        ) from None
-    if not Path(args.export).parent.is_dir():
-        raise InputError(f"--export {args.export}: the folder does not exist; make it first")
-
-
-def validate_predict_out(args: Namespace) -> None:
-    """Check --predict_out.
-
-    Raises:
-        InputError: nothing is predicted, the suffix is unknown, the folder does not exist, or
-            there is such a file already.
-    """
-    if not args.predict:
-        raise InputError("--predict_out needs something to classify: add --predict PATH")
-    if not args.predict_out.endswith(predictions.SUFFIXES):
-        raise InputError(
-            f"--predict_out {args.predict_out}: the name must end in "
-            f"{' or '.join(predictions.SUFFIXES)}"
-        )
-    if not Path(args.predict_out).parent.is_dir():
-        raise InputError(
-            f"--predict_out {args.predict_out}: the folder does not exist; make it first"
-        )
-    if os.path.lexists(args.predict_out):
-        raise InputError(
-            f"--predict_out {args.predict_out}: is there already and would be overwritten; choose "
-            "another name, or move or delete the file"
+            f"--export {name}: the name is not UTF-8 in this locale; give another one, or set "
+            "PYTHONUTF8=1"
         )

@@ -43,9 +43,7 @@ def check_processes(
     """Check that all processes of a job were started alike; collective.
 
     Args:
-        args: the flags.
         parser: of the script. Paths, and what a node has, may differ.
-        world: the ranks.
         state: the checkpoint that the run goes on from, or None.
     Raises:
         InputError: they differ in a flag, in the code, in torch, or in where they go on from.
@@ -92,9 +90,6 @@ def report_restart(world: World, state: Mapping[str, Any] | None) -> None:
 def check_tracker_of_run(args: Namespace, world: World) -> None:
     """Check on rank 0 that the tracker of a run that trains is installed; collective.
 
-    Args:
-        args: the flags.
-        world: the ranks.
     Raises:
         InputError: it is not; on every rank.
     """
@@ -122,9 +117,6 @@ def check_data(
     compared, so that data that is decoded later costs nothing here. Collective.
 
     Args:
-        args: the flags.
-        world: the ranks.
-        classes: names of the classes.
         labels: the class number of each row of the data set, by the name of the split.
         state: the checkpoint that the run goes on from, or None.
     Returns:
@@ -168,9 +160,6 @@ def open_run_folder(
     """Make the run folder and reserve it for this run; collective.
 
     Args:
-        args: the flags.
-        script: its name without .py.
-        world: the ranks.
         state: the checkpoint that the run goes on from, or None.
     Returns:
         The folder; and on rank 0 the lock, which holds until it is closed.

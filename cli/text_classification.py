@@ -8,26 +8,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from cli import fine_tuning
 from cli.factory import (
     Data,
     Run,
+    choose_rows,
     load_weights,
-    noisy_labels,
     refused_as,
-    report_own_data,
+    report_baseline,
     report_predictions,
-    split_rows,
 )
 from cli.flag_parser import OFF, ON, Choice, ScriptParser, below_one, number
-from cli.start_checks import check_data
 from distributed.agreement import local_main_first
 from distributed.world import READ_SECONDS
 from errors import InputError
 from input_pipeline import own_data, text_batches, text_datasets, tokenization, torchtext_tokenizer
+from input_pipeline.baseline import text_baseline
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import TextDataset
@@ -40,23 +38,12 @@ from training.predictions import Sample
 from training.pretrained import SavedModel
 from training.run_log import RunLog
 
+LONG_RUN_HINT = (
+    "for a shorter run: a part of the rows such as --subset 0.1, a smaller --max_len, "
+    "--model_args width=64 depth=1, fewer --epochs, or a GPU"
+)
 # which weights must share with the model
 MODEL_FLAGS = ("max_len", "model_args")
-
-
-def long_run_hint(args: Namespace, run: Run) -> str:
-    """A line for the user of a run of many hours: what makes it shorter."""
-    remedies = [
-        "a part of the rows such as --subset 0.1",
-        "a smaller --max_len, or --model_args width=64 depth=1",
-    ]
-    if not args.recipe and args.dataset == "agnews":
-        remedies.append("few epochs as in --recipe recipes/agnews.yaml")
-    else:
-        remedies.append("fewer --epochs")
-    if run.world.device.type == "cpu":
-        remedies.append("a GPU")
-    return f"for a shorter run: {', '.join(remedies[:-1])}, or {remedies[-1]}"
 
 
 # fmt: off
@@ -104,21 +91,47 @@ def load_data(
     """Training, validation and test texts, tokenized.
 
     Args:
-        args: the flags.
-        run: the run.
         checkpoint: whose tokenizer is taken, or None.
         saved: what --weights names, whose tokenizer is taken otherwise; without it one is trained
             on the training split.
     Raises:
         InputError: the data set is missing or broken.
     """
-    world = run.world
+    chosen, metadata = read_splits(args, run, checkpoint)
+    if checkpoint is not None:
+        tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
+    elif saved is not None:
+        tokenizer = load_saved_tokenizer(args, saved)
+    else:
+        trained = ""
+        if run.world.is_main:
+            trained = tokenization.train_tokenizer(
+                chosen["train"].texts, args.tokenizer, vocab_size=args.vocab_size
+            ).to_str()
+        with run.world.waiting_at_most(READ_SECONDS):
+            tokenizer = tokenization.load_tokenizer(run.world.broadcast(trained))
+    sets = {
+        name: TextDataset(split, tokenizer, max_len=args.max_len, device=run.world.device)
+        for name, split in chosen.items()
+    }
+    prior = None
+    if args.prior == "naive_bayes":
+        size, classes = tokenizer.get_vocab_size(), len(metadata["classes"])
+        prior = naive_bayes_scores(sets["train"], size, classes=classes)
+    metadata |= {"tokenizer": tokenizer.to_str(), "max_len": args.max_len, "prior": prior}
+    return Data(sets.pop("train"), sets, metadata, model_mixes=True)
+
+
+def read_splits(
+    args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None
+) -> tuple[dict[str, TextSplit], dict[str, Any]]:
+    """The rows of each split, and what a checkpoint keeps of the data."""
     if (args.label_column or args.text_column) and args.dataset != "csv":
         raise InputError(
             f"--label_column and --text_column are of --dataset csv, not of {args.dataset}; "
             "leave them out"
         )
-    with local_main_first(world):
+    with local_main_first(run.world):
         splits, classes = text_datasets.read_text_splits(
             args.dataset,
             args.data_dir,
@@ -126,51 +139,9 @@ def load_data(
             classes=checkpoint["classes"] if checkpoint else (),
             train_is_enough=bool(args.val_fraction),
         )
-    notes = [line for split in splits.values() for line in split.notes]
-    fingerprint = check_data(
-        args,
-        world,
-        classes,
-        labels={name: split.labels for name, split in splits.items()},
-        state=checkpoint,
-    )
-    labelled = splits.pop("train")
-    has_val = "val" in splits
-    for name, rows in split_rows(args, torch.tensor(labelled.labels), has_val).items():
-        splits[name] = labelled.select_rows(rows.tolist())
-    labels = {name: split.labels for name, split in splits.items()}
-    report_own_data(args, run, classes, labels=labels, has_val=has_val, notes=notes)
-    if args.label_noise:
-        noisy = noisy_labels(args, run, torch.tensor(splits["train"].labels), len(classes))
-        splits["train"] = TextSplit(noisy.tolist(), splits["train"].texts)
-    if checkpoint is not None:
-        tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
-    elif saved is not None:
-        tokenizer = load_saved_tokenizer(args, saved)
-    else:
-        trained = ""
-        if world.is_main:
-            texts = splits["train"].texts
-            trained = tokenization.train_tokenizer(
-                texts, args.tokenizer, vocab_size=args.vocab_size
-            ).to_str()
-        with world.waiting_at_most(READ_SECONDS):
-            tokenizer = tokenization.load_tokenizer(world.broadcast(trained))
-    sets = {
-        name: TextDataset(split, tokenizer, max_len=args.max_len, device=world.device)
-        for name, split in splits.items()
-    }
-    prior = None
-    if args.prior == "naive_bayes":
-        prior = naive_bayes_scores(sets["train"], tokenizer.get_vocab_size(), classes=len(classes))
-    metadata = {
-        "classes": classes,
-        "data": fingerprint,
-        "tokenizer": tokenizer.to_str(),
-        "max_len": args.max_len,
-        "prior": prior,
-    }
-    return Data(sets.pop("train"), sets, metadata, model_mixes=True)
+    chosen, fingerprint = choose_rows(args, run, splits, classes, state=checkpoint)
+    baseline = report_baseline(args, run, chosen, text_baseline, state=checkpoint)
+    return chosen, {"classes": classes, "data": fingerprint, "baseline": baseline}
 
 
 def load_saved_tokenizer(args: Namespace, saved: SavedModel) -> tokenization.AnyTokenizer:

@@ -27,17 +27,25 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def read_yaml(path: Path, source: str) -> Any:
+class _TextLoader(_Loader):
+    """Leaves every value as it is written: `no`, 1e-5 and 2026-01-01 are text."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012
+
+
+def read_yaml(path: Path, source: str, *, as_text: bool = False) -> Any:
     """The content of a YAML file: plain values, lists and dicts.
 
     Args:
         path: the file.
         source: how the user named it, which messages begin with.
+        as_text: leave values as they are written, for a caller that converts them.
     Raises:
         InputError: the file cannot be read, is not YAML, or has a key twice.
     """
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # _Loader is a safe one
+        loader = _TextLoader if as_text else _Loader  # both are safe ones
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     except OSError as error:

@@ -1,6 +1,7 @@
 """Weights, gradients and optimizer state in shards, a part of each on every rank.
 
-    shard(model, world, kind="fsdp", blocks=residual_blocks(model))   # before the optimizer is made
+    shard(model, world, kind="fsdp", blocks=residual_blocks(model),   # before the optimizer is made
+          compute_dtype=torch.bfloat16)
 
 Through torch's `fully_shard` (FSDP, arXiv:2304.11277; ZeRO, arXiv:1910.02054). Weights are gathered
 block by block just before they are needed, and again in the backward pass; gradients are averaged
@@ -11,6 +12,7 @@ sharded_checkpoint.py for files.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -24,6 +26,7 @@ from distributed.world import World
 from errors import InputError
 
 PARALLEL = ("ddp", "fsdp", "hsdp")
+NORMS = (nn.LayerNorm, nn.modules.batchnorm._BatchNorm)
 
 
 def shard(
@@ -33,8 +36,13 @@ def shard(
     kind: str,
     blocks: Sequence[nn.Module],
     wire_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> None:
     """Cut the parameters of a model into shards, in place: each block for itself, then the rest.
+
+    Weights of blocks are gathered in `compute_dtype`: from fp32 weights autocast would make copies
+    that stay until the backward pass. The norms of all blocks, which autocast computes in fp32, are
+    gathered together in their own dtype, as is what lies outside the blocks.
 
     Args:
         model: on its device, before the optimizer is made; its parameters become DTensors in
@@ -42,7 +50,8 @@ def shard(
         world: several ranks.
         kind: 'fsdp' over all ranks; 'hsdp' within each node, with a copy on every node.
         blocks: modules of the model whose weights are gathered together.
-        wire_dtype: what gradients are averaged in; None is their own.
+        wire_dtype: what gradients are averaged in; None is the dtype of the parameters.
+        compute_dtype: of autocast; None is no autocast, or layers that call no norm (--fuse).
     Raises:
         InputError: this torch is too old, or 'hsdp' was asked for on one node.
     """
@@ -51,12 +60,26 @@ def shard(
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    # Inputs are not cast: autocast does that, and normalisation stays in fp32.
-    policy = MixedPrecisionPolicy(reduce_dtype=wire_dtype, cast_forward_inputs=False)
-    cut = partial(fully_shard, mesh=device_mesh(world, kind), mp_policy=policy)
+    own_dtype = next(model.parameters()).dtype
+    # Inputs are not cast: autocast does that.
+    own = MixedPrecisionPolicy(reduce_dtype=wire_dtype or own_dtype, cast_forward_inputs=False)
+    of_blocks = dataclasses.replace(own, param_dtype=compute_dtype)
+    norms = [each for block in blocks for each in block.modules() if isinstance(each, NORMS)]
+    cut = partial(fully_shard, mesh=device_mesh(world, kind))
+    whole, in_blocks, in_norms = (
+        sum(p.numel() for module in modules for p in module.parameters())
+        for modules in ([model], blocks, norms)
+    )
+    # Blocks and their norms are gathered a second time, in the backward pass.
+    gathered = own_dtype.itemsize * (whole - in_blocks + 2 * in_norms)
+    gathered += (compute_dtype or own_dtype).itemsize * 2 * (in_blocks - in_norms)
+    sent = gathered, own_dtype.itemsize * whole
+    model.bytes_per_micro_batch = sent  # type: ignore[assignment]
+    if compute_dtype is not None and norms:
+        cut(norms, mp_policy=own)
     for block in blocks:
-        cut(block)
-    cut(model)
+        cut(block, mp_policy=of_blocks)
+    cut(model, mp_policy=own)
 
 
 def device_mesh(world: World, kind: str) -> Any:
@@ -115,11 +138,4 @@ def distribute_like(value: Any, like: Tensor) -> Any:
 
 def bytes_per_micro_batch(model: nn.Module) -> tuple[int, int]:
     """Bytes of weights that a micro-batch gathers, and of gradients where they are averaged."""
-
-    def size(module: nn.Module) -> int:
-        return sum(p.numel() * p.element_size() for p in module.parameters())
-
-    whole = size(model)
-    blocks = [module for module in model.modules() if module is not model and is_sharded(module)]
-    # Blocks are gathered a second time, in the backward pass.
-    return whole + sum(map(size, blocks)), whole
+    return model.bytes_per_micro_batch  # type: ignore[return-value]

@@ -88,7 +88,6 @@ def draw_panel(
     x: str,
     y: str,
     *,
-    xlabel: str = "",
     title: str = "",
 ) -> None:
     """Draw one column over another: the mean over the seeds as a line, and their range as a band.
@@ -120,7 +119,7 @@ def draw_panel(
             end = horizontal[-1]
             bar = [[end - ends.min()], [ends.max() - end]]
             axes.errorbar([end], vertical[-1:], xerr=bar, color=colour, capsize=3, linewidth=1)
-    label_axes(axes, xlabel or AXES[x], AXES[y], title=title)
+    label_axes(axes, AXES[x], AXES[y], title=title)
     if y in BINARY:
         axes.set_yscale("log", base=2)
         plain_log_ticks(axes.yaxis, 2)

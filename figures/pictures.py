@@ -78,11 +78,10 @@ def draw_panels(
     *,
     names: Sequence[str],
     panels: Sequence[str],
-    time: str = "",
     enlarged: bool = False,
     columns: int = 3,
 ) -> Figure:
-    """Draw panels side by side: columns over epochs, or 'over time', whose axis is called `time`.
+    """Draw panels side by side: columns over epochs, or 'over time'.
 
     With `enlarged` there is a second row of panels, of their highest accuracies.
     """
@@ -91,7 +90,7 @@ def draw_panels(
     for row in axes:
         for panel, shown in zip(row, panels):
             y, _, x = shown.partition(" over ")
-            draw_panel(panel, named_runs, x or "epoch", y, xlabel=time if x else "")
+            draw_panel(panel, named_runs, x or "epoch", y)
     for panel in axes[1] if enlarged else ():
         enlarge_highest(panel, named_runs)
         panel.set_title("the highest accuracies, enlarged", fontsize=10)

@@ -64,7 +64,7 @@ class ImageSplit:
         files: one image file for each row, or None.
         size: pixels a side.
         channels: 3 for colour, 1 for grey.
-        note: a line on files that were left out, or ''.
+        notes: what a user should know of how it was read, a line each.
     """
 
     labels: Tensor
@@ -73,7 +73,7 @@ class ImageSplit:
     files: list[Path] | None = None
     size: int = 0
     channels: int = 3
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -85,6 +85,10 @@ class ImageSplit:
         assert self.files is not None
         files = [self.files[row] for row in rows.tolist()]
         return dataclasses.replace(self, labels=self.labels[rows], files=files)
+
+    def with_labels(self, labels: Tensor) -> ImageSplit:
+        """Return the same rows with other labels."""
+        return dataclasses.replace(self, labels=labels)
 
     def decode(self, rows: Tensor) -> Tensor:
         """Return the pixels of the given rows: (len(rows), height, width, channels) uint8."""
@@ -268,7 +272,8 @@ def list_split(folder: Path, classes: Sequence[str], *, size: int) -> ImageSplit
     for path in sorted(folder.iterdir()):
         if path.suffix.lower() in SUFFIXES and os.path.isfile(path) and not is_hidden(path):
             left_out.add("images outside the folders of the classes", path)
-    return ImageSplit(torch.tensor(labels), files=files, size=size, note=left_out.line())
+    notes = (left_out.line(),) if left_out.paths else ()
+    return ImageSplit(torch.tensor(labels), files=files, size=size, notes=notes)
 
 
 def expand_images(path: Path) -> tuple[list[Path], str]:

@@ -16,9 +16,10 @@ from input_pipeline.text_datasets import TextSplit, clean_text
 from input_pipeline.tokenization import SPECIAL_TOKENS, AnyTokenizer
 
 PAD = SPECIAL_TOKENS.index("[PAD]")
-LENGTH_MULTIPLE = {"cpu": 1, "cuda": 4}
-"""Batches are padded to a multiple of this length. GPU kernels prefer even lengths, and compiled
-kernels and CUDA graphs are made once for each length."""
+LENGTH_MULTIPLE = {"cpu": 1, "cuda": 8}
+"""Batches are padded to a multiple of this length. A GPU's attention reads masks whose rows have a
+multiple of 8 elements, and torch copies all others first. Compiled kernels and CUDA graphs are made
+once for each length."""
 
 
 class TextDataset:
@@ -67,7 +68,7 @@ class TextDataset:
             epoch: not used, as texts are not augmented.
         Yields:
             tokens: (batch, length) int32, where `length` is that of the longest row of the batch,
-                on a GPU rounded up to a multiple of 4; positions after a row's end hold [PAD].
+                on a GPU rounded up to a multiple of 8; positions after a row's end hold [PAD].
             labels: (batch,) int64.
         """
         for rows in row_batches:

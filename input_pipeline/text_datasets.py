@@ -20,6 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from errors import InputError
 from input_pipeline.csv_tables import (
     SUFFIXES,
@@ -74,9 +77,14 @@ class TextSplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def select_rows(self, rows: Sequence[int]) -> TextSplit:
+    def select_rows(self, rows: Sequence[int] | Tensor) -> TextSplit:
         """Return a split of the given rows, in that order."""
+        rows = torch.as_tensor(rows).tolist()
         return TextSplit([self.labels[row] for row in rows], [self.texts[row] for row in rows])
+
+    def with_labels(self, labels: Tensor) -> TextSplit:
+        """Return the same rows with other labels."""
+        return TextSplit(labels.tolist(), self.texts)
 
 
 def clean_text(text: str) -> str:

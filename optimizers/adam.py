@@ -27,7 +27,7 @@ class AdamStep:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
-    steps: Tensor  # (), t, float64; 0, of a skipped first step, counts as 1
+    steps: Tensor  # t, () or of each tensor (tensors,); 0, of a skipped first step, counts as 1
     active: Tensor | None = None  # (), 0 where the step is skipped; None: it is not
 
 
@@ -83,7 +83,7 @@ def adam_update_(
         v,
         [],
         # On the tensors' device and in fp32, since a GPU's kernel reads them without a check.
-        [adam.steps.to(w[0].device, torch.float32)] * len(w),
+        list(adam.steps.to(w[0].device, torch.float32).expand(len(w)).unbind()),
         lr=-1.0,
         beta1=adam.betas[0],
         beta2=adam.betas[1],
@@ -141,10 +141,16 @@ def weights_to_updates_(
 ) -> None:
     """Writes u over the weights w."""
     roots = list(torch._foreach_sqrt(v))
-    counted = adam.steps.clamp(min=1)
+    counted = adam.steps.double().clamp(min=1)
     first, second = (1 - beta**counted for beta in adam.betas)
-    torch._foreach_mul_(roots, foreach_scalar(1 / second.sqrt(), roots))
+    _multiply_each_(roots, 1 / second.sqrt())
     torch._foreach_add_(roots, adam.eps)
-    torch._foreach_mul_(roots, foreach_scalar(first, roots))
+    _multiply_each_(roots, first)
     torch._foreach_mul_(w, adam.weight_decay)
     torch._foreach_addcdiv_(w, m, roots)
+
+
+def _multiply_each_(tensors: list[Tensor], factors: Tensor) -> None:
+    """Multiplies the tensors by one factor (), or each by its own (tensors,)."""
+    factors = foreach_scalar(factors, tensors)
+    torch._foreach_mul_(tensors, list(factors.unbind()) if factors.ndim else factors)

@@ -255,10 +255,17 @@ def global_norm(tensors: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
 
 
-def subtract_updates(parameters: list[Tensor], updates: list[Tensor], *, lr: float) -> None:
-    """Subtracts lr * updates from the parameters; the product has the updates' precision."""
-    if all(p.dtype == update.dtype for p, update in zip(parameters, updates)):
-        torch._foreach_add_(parameters, updates, alpha=-lr)
-    else:
+def subtract_updates(
+    parameters: list[Tensor], updates: list[Tensor], *, lr: float | Tensor
+) -> None:
+    """Subtracts lr * updates from the parameters; the product has the updates' precision.
+
+    A rate () on the device is not read by the host, so that a CUDA graph can contain the step.
+    """
+    if any(p.dtype != update.dtype for p, update in zip(parameters, updates)):
         for p, update in zip(parameters, updates):
             p.copy_(p - lr * update)
+    elif isinstance(lr, Tensor):
+        torch._foreach_sub_(parameters, torch._foreach_mul(updates, foreach_scalar(lr, updates)))
+    else:
+        torch._foreach_add_(parameters, updates, alpha=-lr)

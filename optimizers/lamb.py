@@ -81,42 +81,35 @@ class LAMB(GradScalerOptimizer):
     def _apply_step(self) -> None:
         for group in self.param_groups:
             parameters, grads, active = self.unscaled_grads(group)
-            if parameters:
-                self._update_group(group, parameters, grads=grads, active=active)
-
-    def _update_group(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        *,
-        grads: list[Tensor],
-        active: Tensor | None,
-    ) -> None:
-        for p, grad in zip(parameters, grads):
-            if not self.state[p]:
-                self.state[p]["exp_avg"] = torch.zeros_like(grad)
-                self.state[p]["exp_avg_sq"] = torch.zeros_like(grad)
-        m = [self.state[p]["exp_avg"] for p in parameters]
-        v = [self.state[p]["exp_avg_sq"] for p in parameters]
-        device = parameters[0].device
-        steps = group.setdefault("steps", torch.zeros((), dtype=torch.float64, device=device))
-        steps += 1 if active is None else active
-        adam = AdamStep(
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            steps=steps,
-            active=active,
-        )
-        updates = adam_updates(parameters, m, v, grads=grads, adam=adam)
-        adapts = [(p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters]
-        adapted = [index for index, adapt in enumerate(adapts) if adapt]
-        if adapted:
-            ratios = lamb_trust_ratios(
-                tensor_norms([parameters[index] for index in adapted]),
-                tensor_norms([updates[index] for index in adapted]),
+            if not parameters:
+                continue
+            for p, grad in zip(parameters, grads):
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(grad)
+                    self.state[p]["exp_avg_sq"] = torch.zeros_like(grad)
+            m = [self.state[p]["exp_avg"] for p in parameters]
+            v = [self.state[p]["exp_avg_sq"] for p in parameters]
+            device = parameters[0].device
+            steps = group.setdefault("steps", torch.zeros((), dtype=torch.float64, device=device))
+            steps += 1 if active is None else active
+            adam = AdamStep(
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                steps=steps,
+                active=active,
             )
-            torch._foreach_mul_([updates[index] for index in adapted], list(ratios.unbind()))
-        if active is not None:
-            torch._foreach_mul_(updates, foreach_scalar(active, updates))
-        subtract_updates(parameters, updates, lr=group["lr"])
+            updates = adam_updates(parameters, m, v, grads=grads, adam=adam)
+            adapts = [
+                (p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters
+            ]
+            adapted = [index for index, adapt in enumerate(adapts) if adapt]
+            if adapted:
+                ratios = lamb_trust_ratios(
+                    tensor_norms([parameters[index] for index in adapted]),
+                    tensor_norms([updates[index] for index in adapted]),
+                )
+                torch._foreach_mul_([updates[index] for index in adapted], list(ratios.unbind()))
+            if active is not None:
+                torch._foreach_mul_(updates, foreach_scalar(active, updates))
+            subtract_updates(parameters, updates, lr=group["lr"])

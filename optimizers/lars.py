@@ -95,37 +95,30 @@ class LARS(GradScalerOptimizer):
     def _apply_step(self) -> None:
         for group in self.param_groups:
             parameters, grads, active = self.unscaled_grads(group)
-            if parameters:
-                self._update_group(group, parameters, grads=grads, active=active)
-
-    def _update_group(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        *,
-        grads: list[Tensor],
-        active: Tensor | None,
-    ) -> None:
-        lr, weight_decay = group["lr"], group["weight_decay"]
-        if weight_decay:
-            updates = list(torch._foreach_add(grads, parameters, alpha=weight_decay))
-        else:
-            updates = list(torch._foreach_mul(grads, 1.0))
-        adapts = [(p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters]
-        adapted = [index for index, adapt in enumerate(adapts) if adapt]
-        if adapted:
-            ratios = lars_trust_ratios(
-                tensor_norms([parameters[index] for index in adapted]),
-                tensor_norms([grads[index] for index in adapted]),
-                coefficient=group["trust_coefficient"],
-                weight_decay=weight_decay,
-                eps=group["eps"],
-            )
-            if group["clip"]:
-                ratios = (ratios / lr).clamp(max=1.0)
-            torch._foreach_mul_([updates[index] for index in adapted], list(ratios.unbind()))
-        if group["momentum"]:
-            updates = self.add_momentum(group, parameters, updates=updates, active=active)
-        if active is not None:
-            updates = list(torch._foreach_mul(updates, foreach_scalar(active, updates)))
-        subtract_updates(parameters, updates, lr=lr)
+            if not parameters:
+                continue
+            lr, weight_decay = group["lr"], group["weight_decay"]
+            if weight_decay:
+                updates = list(torch._foreach_add(grads, parameters, alpha=weight_decay))
+            else:
+                updates = list(torch._foreach_mul(grads, 1.0))
+            adapts = [
+                (p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters
+            ]
+            adapted = [index for index, adapt in enumerate(adapts) if adapt]
+            if adapted:
+                ratios = lars_trust_ratios(
+                    tensor_norms([parameters[index] for index in adapted]),
+                    tensor_norms([grads[index] for index in adapted]),
+                    coefficient=group["trust_coefficient"],
+                    weight_decay=weight_decay,
+                    eps=group["eps"],
+                )
+                if group["clip"]:
+                    ratios = (ratios / lr).clamp(max=1.0)
+                torch._foreach_mul_([updates[index] for index in adapted], list(ratios.unbind()))
+            if group["momentum"]:
+                updates = self.add_momentum(group, parameters, updates=updates, active=active)
+            if active is not None:
+                updates = list(torch._foreach_mul(updates, foreach_scalar(active, updates)))
+            subtract_updates(parameters, updates, lr=lr)

@@ -5,6 +5,10 @@ with FakeGpu() as gpu:
     parameter.mul_(2)                # computes nothing, and checks the devices
     parameter.sum().item()           # HostWaits, since the host would wait for the GPU
 
+with Recording() as step:            # operations on real tensors of the CPU
+    optimizer.step()
+step.replay()                        # the same operations anew, as of a CUDA graph
+
 Tensors on the CPU are real. torch's FakeTensorMode raises where devices are mixed, where a shape
 depends on data, and where the host reads a number; `FakeGpu` adds the other ways to wait for a GPU.
 Autograd needs a real device: there is no graph, and a stand-in makes the gradients of the backward
@@ -47,7 +51,8 @@ SOLVERS = {  # torch reads whether they have converged, or leaves them to a libr
     aten._linalg_svd.default,
     aten.linalg_eig.default,
 }
-IN_PLACE = {aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr}  # torch has no fake of these,
+# torch has no fake of these,
+IN_PLACE = {aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr, aten._fused_adamw_.tensor_lr}
 SAMPLES = {aten._sample_dirichlet.default, aten._standard_gamma.default}  # nor of these
 
 
@@ -219,6 +224,44 @@ class _Dispatch(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         return self.gpu.run(func, args, kwargs)
+
+
+class Recording(TorchDispatchMode):
+    """Takes the place of a CUDA graph on the CPU: the operations of a block, to be done again.
+
+    As in a graph, an operation reads and writes the memory that it had in the block, and its Python
+    numbers stay what they were: what the host decides and counts is frozen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in READS:
+            raise HostWaits(f"{func} in {_calling_function()}: a graph cannot contain it")
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        """Do what was recorded, on what the tensors contain now."""
+        with torch.no_grad():
+            for func, args, kwargs, recorded in self.calls:
+                for old, new in zip(tree_leaves(recorded), tree_leaves(func(*args, **kwargs))):
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+    def numbers(self) -> list[tuple[str, list[Any]]]:
+        """What a graph would freeze: each operation, and what of its arguments is no tensor."""
+        found = []
+        for func, args, kwargs, _ in self.calls:
+            leaves = tree_leaves((args, kwargs))
+            if func.namespace == "aten":
+                found.append((str(func), [each for each in leaves if not isinstance(each, Tensor)]))
+        return found
 
 
 def _calling_function() -> str:

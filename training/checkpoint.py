@@ -26,7 +26,7 @@ from errors import InputError, first_line
 from training.atomic_file import atomic_write
 
 FORMAT_NAME = "faster-training-"
-FORMAT = f"{FORMAT_NAME}5"
+FORMAT = f"{FORMAT_NAME}6"
 ENTRIES = (  # of every checkpoint
     *("script", "flags", "progress", "classes", "model", "optimizer", "optimizer_kind"),
     *("hook", "scaler", "learner", "batching", "ranks", "segments", "shards", "data"),

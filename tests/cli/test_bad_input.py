@@ -31,7 +31,7 @@ BOTH = [
     ("--opt LAMBB", "did you mean lamb?"),
     ("--optimizer apex_sgd", "apex"),
     ("--lr_scheduler_type linear", "polynomial falls linearly"),
-    ("--mixup 0.2", "write --mixup mixup --alpha 0.2"),
+    ("--mixup 0.2", "is not one of none, mixup"),
     ("--torch_compile --parallel fsdp", "--backend compile"),
     ("--dataset imagenet", "imagenet"),
     (f"--out {'x' * 300}", "File name too long"),

@@ -470,14 +470,14 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path: Path) -> None:
     splits, classes = read_image_splits("folder", str(data), train_is_enough=True)
     assert classes == ["cat", "dog", "fish"]
     assert splits["train"].labels.bincount().tolist() == [5 + 6 + 1, 6, 6]
-    assert splits["train"].note == (
+    assert splits["train"].notes[0] == (
         f"warning: {data / 'train'}: left out: dangling links (2, such as bird), files of "
         "other types (1, such as cat/7.heic), folders that another link leads to (1, such as "
         "cat/more-of-them), hidden files and folders (3, such as cat/._2.png), images outside the "
         "folders of the classes (1, such as stray.png), links to a folder above (5, such as "
         "parent), unreadable files (1, such as cat/pipe.png)"
     )
-    assert splits["test"].note == ""
+    assert splits["test"].notes == ()
     files, note = expand_images(cat)
     assert len(files) == 12
     assert "links to a folder above (3, such as itself)" in note
@@ -644,7 +644,7 @@ def test_wrong_predict_out_is_refused_before_anything_is_read(
         ("--predict a.png --predict_out out.txt", "out.txt: the name must end in .jsonl or .csv"),
         ("--predict a.png --predict_out none/out.csv", "none/out.csv: the folder does not exist"),
         ("--predict_out out.csv", "--predict_out needs something to classify"),
-        ("--predict in.csv --predict_out in.csv", "--predict_out in.csv: is there already"),
+        ("--predict in.csv --predict_out in.csv", "--predict_out: in.csv: is there already"),
     ):
         refused("images", f"--resume {runs['images']} {flags}", names, "")
     assert (tmp_path / "in.csv").read_text() == "Stocks rise\n"

@@ -218,11 +218,11 @@ def test_evaluating_on_two_ranks_prints_what_they_reported(precision, tmp_path):
 @each_of(
     ("flags", "file", "hint"),
     [
-        ("--resume RUN", "last", "--checkpoint best"),
-        ("--resume RUN --checkpoint last", "last", "--checkpoint best"),
-        ("--resume RUN/last.pt --checkpoint best", "best", "--checkpoint last"),
-        ("--out RUN --checkpoint best", "best", "--checkpoint last"),
-        ("--checkpoint best", "best", "--checkpoint last"),
+        ("--resume RUN", "last", "--checkpoint RUN/best.pt"),
+        ("--resume RUN --checkpoint last", "last", "--checkpoint RUN/best.pt"),
+        ("--resume RUN/last.pt --checkpoint best", "best", "--checkpoint RUN/last.pt"),
+        ("--out RUN --checkpoint best", "best", "--checkpoint RUN/last.pt"),
+        ("--checkpoint best", "best", "--checkpoint RUN/last.pt"),
         ("--checkpoint RUN", "last", "--checkpoint RUN/best.pt"),
         ("--checkpoint RUN/best.pt", "best", "--checkpoint RUN/last.pt"),
     ],

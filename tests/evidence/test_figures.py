@@ -141,7 +141,7 @@ def test_the_results_page_shows_what_the_logs_say():
     assert draw.page_with_results(page, groups, plan) == page, "run make figures"
 
     empty = draw.page_with_results(f"{draw.BEGIN} {draw.END}", {}, plan)
-    assert "log](" not in empty
+    assert "jsonl](" not in empty
     for device in ("CPU", "GPU"):
         assert f"Planned for a {device} and not run yet" in empty
 

@@ -20,16 +20,20 @@ from torch.utils._pytree import tree_leaves
 
 import fake_cuda
 import mixup
+from backends.cuda_graph import RECORDED_OPTIMIZERS
 from backends.precision import Precision
+from backends.torch_compat import unavailable_reason
 from conftest import each_of, for_each
+from distributed import fsdp
 from distributed.averaging import RankAverager, average_tensors
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
 from distributed.diloco import DiLoCo
 from distributed.world import World
-from fake_cuda import CUDA, FakeGpu, HostWaits, fake_world
+from fake_cuda import CUDA, FakeGpu, HostWaits, Recording, fake_world
 from input_pipeline.image_batches import Augmentation, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
 from models import image_models
+from models.residual import residual_blocks
 from slamb import AuthorsSLAMB
 from trainers import build_optimizer, make_trainer
 from training.batch_sampler import DynamicBatchSampler
@@ -43,7 +47,7 @@ REASON = fake_cuda.unavailable_reason()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 ON_RANKS = ["slamb", "slamb-random", "slamb-int8", "slamb-authors", "demo"]
-OPTIMIZERS = ["sgd", "adamw", "ngd", "kaldi_ngd", "muon", "lamb", "lars", *ON_RANKS]
+OPTIMIZERS = [*RECORDED_OPTIMIZERS, "kaldi_ngd", "muon", *ON_RANKS]
 # Memory that is laid out at an optimizer's first step, or after its state was loaded.
 LAYOUT = {"flat_buffer.__init__", "flat_buffer.element_indices", "kaldi_ngd._create_estimate"}
 LAYOUT |= {"demo.__init__", "ngd.__init__", "slamb.__init__", "slamb.<dictcomp>"}
@@ -150,6 +154,10 @@ def test_a_step_waits_for_nothing_also_after_its_state_was_saved_and_loaded(name
             optimizer.step()
             optimizer.zero_grad()
 
+        def set_lr(lr: float) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = torch.full((), lr, device=CUDA) if name in RECORDED_OPTIMIZERS else lr
+
         with gpu.waiting() as first:
             step()
         compares = {"slamb._warn_if_gradients_are_averaged"} if size > 1 else set()
@@ -157,15 +165,21 @@ def test_a_step_waits_for_nothing_also_after_its_state_was_saved_and_loaded(name
         with gpu.waiting() as second:  # NGD learns, once, whether the first step was skipped
             step(found_inf=torch.zeros((), device=CUDA))
         assert second.keys() <= {"kaldi_ngd._has_started"}
+        steps = []
         for number in range(8):
-            for group in optimizer.param_groups:
-                group["lr"] = 0.1 / (1 + number)
-            step(found_inf=torch.empty((), device=CUDA), grad_scale=torch.empty((), device=CUDA))
+            set_lr(0.1 / (1 + number))
+            scaling = {each: torch.empty((), device=CUDA) for each in ("found_inf", "grad_scale")}
+            with Recording() as recording:
+                step(**scaling)
+            steps.append(recording.numbers())
+        if name in RECORDED_OPTIMIZERS:
+            assert steps[-1] == steps[-2], f"{name}: a graph would freeze what changes here"
         with gpu.waiting():
             saved = to_cpu(optimizer.state_dict())
             model = gpu.model(network())
             optimizer = optimizer_of(name, model)
             optimizer.load_state_dict(saved)
+            set_lr(0.1)
             step()
             step(found_inf=torch.zeros((), device=CUDA))
         step(found_inf=torch.empty((), device=CUDA))
@@ -399,6 +413,36 @@ def test_sums_and_means_over_ranks_and_nodes_wait_for_nothing(monkeypatch):
         assert world.sum(torch.empty(2, device=CUDA)).is_cuda
 
 
+@pytest.mark.skipif(bool(unavailable_reason("fsdp")), reason=unavailable_reason("fsdp"))
+def test_shards_leave_no_copy_of_weights_for_the_backward_pass_and_norms_stay_in_fp32():
+    saved: list[Tensor] = []
+    computed: set[tuple[bool, torch.dtype]] = set()  # whether it is a norm, and in what
+
+    def note(module: nn.Module, _: Any) -> None:
+        computed.add((isinstance(module, nn.BatchNorm2d), module.weight.dtype))
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with fake_world(2) as world:
+        world.device = torch.device("cpu")
+        model = image_models.create_model("resnet8", classes=10, channels=3, image_size=8)
+        blocks = residual_blocks(model)
+        shapes = {p.shape for block in blocks for p in block.parameters() if p.ndim == 4}
+        fsdp.shard(model, world, kind="fsdp", blocks=blocks, compute_dtype=torch.bfloat16)
+        for module in (each for block in blocks for each in block.modules()):
+            if hasattr(module, "weight"):
+                module.register_forward_pre_hook(note)
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            model(torch.zeros(8, 3, 8, 8)).sum()
+    weights = [each for each in saved if each.shape in shapes]
+    assert weights
+    assert not any(each.untyped_storage().size() for each in weights), "FSDP cannot free a copy"
+    assert computed == {(True, torch.float32), (False, torch.bfloat16)}
+
+
 # -------------------------------------------------------------------- data
 
 
@@ -476,7 +520,7 @@ def test_an_epoch_waits_at_logging_intervals_and_at_its_end(name, size):
 # -------------------------------------------------------------------- CUDA graphs
 
 
-@each_of("name", ["sgd", "adamw"])
+@each_of("name", RECORDED_OPTIMIZERS)
 def test_a_resumed_run_through_graphs_reads_its_learning_rate_on_the_gpu(name):
     with fake_world(1) as world, FakeGpu() as gpu:
         plain = trainer_of(gpu, world, name)

@@ -1,19 +1,21 @@
-"""CUDA graphs of training steps, with a stand-in on fixed tensors where there is no GPU."""
+"""CUDA graphs of training steps, with a recording of their operations where there is no GPU."""
 
 from __future__ import annotations
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import conftest
+import fake_cuda
 import mixup
 import resnet50_test
 from backends import cuda_graph, execution
 from backends.precision import Precision
-from conftest import needs_gpu
+from conftest import each_of, needs_gpu
 from distributed.world import World
 from models.image_models import create_model
 from trainers import build_optimizer, make_trainer
@@ -23,17 +25,25 @@ from training.trainer import Trainer
 FP32 = Precision("fp32", "cpu")
 
 
-class StandIn:
-    """Takes the place of a recorded CUDA graph: a replay calls the body on the recorded tensors."""
+RATES = {"sgd": 0.1, "adamw": 1e-3, "ngd": 0.05, "lamb": 0.01, "lars": 1.0}
+
+
+class StandIn(fake_cuda.Recording):
+    """Takes the place of a recorded CUDA graph. Recording it has done its first replay."""
 
     num_recorded = 0
 
     def __init__(self, body, tensors, *, weight):
+        super().__init__()
         StandIn.num_recorded += 1
-        self.call = lambda: body(*tensors, weight)
+        with self:
+            body(*tensors, weight)
+        self.is_done = True
 
     def replay(self):
-        self.call()
+        if not self.is_done:
+            super().replay()
+        self.is_done = False
 
 
 def batches(device: str = "cpu"):
@@ -46,7 +56,7 @@ def batches(device: str = "cpu"):
 def make(name: str, device: str = "cpu", *, loss_fn=None, graph: bool = False) -> Trainer:
     torch.manual_seed(0)
     model = create_model("resnet8", classes=10, channels=1, image_size=8).to(device)
-    optimizer = build_optimizer(model, name, 0.1 if name == "sgd" else 1e-3, 1e-3)
+    optimizer = build_optimizer(model, name, RATES[name], 1e-3)
     precision = Precision("fp32", device)
     return make_trainer(
         model,
@@ -54,6 +64,7 @@ def make(name: str, device: str = "cpu", *, loss_fn=None, graph: bool = False) -
         World(device=torch.device(device)),
         loss_fn=loss_fn or CrossEntropy(0.1),
         precision=precision,
+        lr=RATES[name],
         accumulation_steps=2,
         max_grad_norm=1.0,
         record_cuda_graph=graph,
@@ -61,23 +72,36 @@ def make(name: str, device: str = "cpu", *, loss_fn=None, graph: bool = False) -
 
 
 def run(trainer: Trainer, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and sums after steps at a falling rate; the gradients of two are not finite."""
     for number, (x, y) in enumerate(batches(device)):
-        trainer.set_lr(0.1 / (1 + number))
-        trainer.train_step(x, y)
-    return torch.cat(
-        [p.detach().flatten() for p in trainer.parameters]
-    ).cpu(), trainer.sums.values.cpu()
+        trainer.set_lr(trainer.config.lr / (1 + number))
+        trainer.train_step(x * float("nan") if number in (1, 9) else x, y)
+    weights = torch.cat([p.detach().flatten() for p in trainer.parameters])
+    return weights.cpu(), trainer.sums.values.cpu()
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_recorded_steps_are_the_steps(name, monkeypatch):
-    monkeypatch.setattr(cuda_graph, "record_cuda_graph", StandIn)
-    monkeypatch.setattr(StandIn, "num_recorded", 0)
-    plain, recorded = make(name), make(name, graph=True)
-    # Not bit for bit: the learning rate of recorded steps is an fp32 tensor.
-    torch.testing.assert_close(run(recorded), run(plain), rtol=1e-5, atol=1e-6)
-    assert StandIn.num_recorded == 2  # two shapes
-    assert isinstance(recorded.optimizer.param_groups[0]["lr"], torch.Tensor)
+@each_of(
+    ("name", "as_on_gpu"), [(n, False) for n in cuda_graph.RECORDED_OPTIMIZERS] + [("ngd", True)]
+)
+def test_recorded_steps_are_the_steps(name, as_on_gpu, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_graph, "record_cuda_graph", StandIn)
+        patch.setattr(StandIn, "num_recorded", 0)
+        if as_on_gpu:  # all matrices together, and no eigenvalues
+            patch.setattr("ngd.ALONE_DEVICES", set())
+            patch.setattr("optimizers.matrix_functions.EIGH_DEVICES", set())
+        plain, recorded = make(name), make(name, graph=True)
+        weights, sums = run(recorded)
+        assert StandIn.num_recorded == 2  # two shapes
+        assert isinstance(recorded.optimizer.param_groups[0]["lr"], torch.Tensor)
+        # Not bit for bit: the learning rate of recorded steps is an fp32 tensor.
+        torch.testing.assert_close((weights, sums), run(plain), rtol=1e-4, atol=1e-5)
+        patch.setattr(cuda_graph, "WARM_UP_CALLS", 99)
+        unrecorded = make(name, graph=True)
+        again, _ = run(unrecorded)
+        assert torch.equal(weights, again)
+        states = (each.optimizer.state_dict() for each in (recorded, unrecorded))
+        torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
 def test_the_first_calls_of_a_shape_are_not_recorded_and_weights_are_part_of_it(monkeypatch):
@@ -85,7 +109,7 @@ def test_the_first_calls_of_a_shape_are_not_recorded_and_weights_are_part_of_it(
 
     def record(body, tensors, *, weight):
         recorded.append((tensors[0].shape, weight))
-        return StandIn(body, tensors, weight=weight)
+        return SimpleNamespace(replay=partial(body, *tensors, weight))
 
     monkeypatch.setattr(cuda_graph, "record_cuda_graph", record)
     runner = cuda_graph.CudaGraphRunner(lambda x, weight: calls.append((x.tolist(), weight)))
@@ -135,7 +159,8 @@ def test_it_needs_a_gpu_and_refuses_flags_that_it_does_not_support(refused, monk
     if not torch.cuda.is_available():
         refused("images", "--backend cudagraph", "needs a GPU")
     for more, named in (
-        ("--ngd", "--optimizer ngd"),
+        ("--optimizer kaldi_ngd", "--optimizer kaldi_ngd"),
+        ("--optimizer muon", "--optimizer muon"),
         ("--mixup cutmix", "cutmix"),
         ("--meta_learning", "--mixup meta"),
     ):
@@ -162,7 +187,7 @@ def test_images_of_two_sizes_are_compiled_for_each(monkeypatch):
 
 
 @needs_gpu
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", cuda_graph.RECORDED_OPTIMIZERS)
 def test_graphs_are_the_steps(name):
     plain, recorded = make(name, "cuda"), make(name, "cuda", graph=True)
     torch.testing.assert_close(run(recorded, "cuda"), run(plain, "cuda"), rtol=1e-3, atol=1e-4)
@@ -188,6 +213,7 @@ def test_each_replay_draws_its_own_mix():
 
 
 @needs_gpu
-def test_a_run_through_graphs_learns(tmp_path):
-    flags = "--dataset digits --arch resnet20 --bs 64 --lr 0.1 --epochs 3 --backend cudagraph"
+@pytest.mark.parametrize("more", ["--lr 0.1", "--ngd"])
+def test_a_run_through_graphs_learns(more, tmp_path):
+    flags = f"--dataset digits --arch resnet20 --bs 64 {more} --epochs 3 --backend cudagraph"
     assert conftest.call(resnet50_test, [*flags.split(), "--out", str(tmp_path / "run")]) == 0

@@ -110,7 +110,7 @@ def test_augmentation_of_a_sample_does_not_depend_on_batch_and_order(train: Imag
 def test_pixels_outside_an_image_are_black_or_its_own(train: ImageDataset, fill: str) -> None:
     words = ["--dataset", "cifar10", "--crop_pad", "2", "--crop_fill", fill]
     args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words)
-    train.augmentation = image_classification.create_augmentation(args, size=12, channels=3)
+    train.augmentation = image_classification.create_augmentation(args, size=12)
     train.pixels = torch.full_like(train.images.pixels, 255)
     white = by_row(train, [torch.arange(200)], epoch=None)
     cropped = by_row(train, [torch.arange(200)], epoch=0)

@@ -16,9 +16,8 @@ import conftest
 import errors
 import ranks
 import transformer_test
-from backends import execution, nvidia_apex, onnx_runtime
-from backends.precision import PRECISIONS, choose_precision
-from cli import capabilities
+from backends import nvidia_apex, onnx_runtime
+from backends.precision import choose_precision
 from conftest import each_of
 from input_pipeline import torchtext_tokenizer
 from models.transformer import Transformer
@@ -219,18 +218,6 @@ def test_what_needs_torchs_loss_scale_is_refused_under_apex(refused):
     for more in ("--meta_learning", "--noise_scale", "--dynamic_batch noise"):
         flags = f"--precision apex_O1 {more}"
         refused("images", flags, "loss scale", without_precision("images"))
-
-
-def test_the_list_of_capabilities_names_every_choice(tmp_path, monkeypatch, capsys):
-    """In any folder."""
-    monkeypatch.chdir(tmp_path)
-    capabilities.main()
-    out = capsys.readouterr().out
-    assert f"torch {torch.__version__}" in out
-    assert len(out.splitlines()) == 1 + len(capabilities.list_capabilities(torch.device("cpu")))
-    listed = " ".join(flag for flag, _ in capabilities.list_capabilities(torch.device("cpu")))
-    for name in (*execution.BACKENDS, *PRECISIONS[1:], *nvidia_apex.OPTIMIZERS):
-        assert name in listed
 
 
 # -------------------------------------------------------------------- apex, by a stand-in

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as peers
 
 import resnet50_test
-from cli import factory, options
+from cli import options
 from conftest import each_of
 from models.transformer import Transformer
 from optimizer_cases import snapshot
@@ -240,24 +240,6 @@ def test_skipped_steps_leave_no_trace(settings: dict, skipped: tuple[int, ...]) 
         return model.weight.detach(), optimizer.state_dict()["state"]
 
     torch.testing.assert_close(train(True), train(False), rtol=0, atol=0)
-
-
-@each_of(
-    ("words", "batch", "advised"),
-    [
-        ("", 128, False),  # what --lr was tuned for
-        ("", 512, True),
-        ("--lr_scaling sqrt", 512, False),
-        ("--lr_scaling sqrt --warmup 0", 512, True),
-        ("--base_bs 512", 512, False),
-        ("", 200, False),
-    ],
-)
-def test_a_large_batch_is_advised_on(words: str, batch: int, advised: bool) -> None:
-    args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split())
-    line = factory.large_batch_advice(args, batch, 50_000)
-    assert bool(line) == advised
-    assert not advised or "square root is 224" in line
 
 
 @each_of(

@@ -141,13 +141,13 @@ def test_batches_hold_the_tokens_of_their_rows(tokenizer: Tokenizer, headlines: 
             ]
 
 
-def test_padding_is_counted_and_lengths_on_gpus_are_multiples_of_four() -> None:
+def test_padding_is_counted_and_lengths_on_gpus_are_multiples_of_eight() -> None:
     data = TextDataset.__new__(TextDataset)
     data.lengths, data.max_len, data.device = torch.tensor([5, 9, 9, 30]), 31, CPU
     row_batches = [torch.tensor([0, 1]), torch.tensor([2, 3])]
     assert data.padding(row_batches) == pytest.approx((18 + 60) / 53 - 1)
     data.device = torch.device("cuda")
-    assert [data.padded_length(rows) for rows in row_batches] == [12, 31]
+    assert [data.padded_length(rows) for rows in row_batches] == [16, 31]
 
 
 def test_encode_texts_cleans_and_equals_the_data_set(tokenizer: Tokenizer) -> None:

@@ -11,9 +11,6 @@ from tqdm import tqdm
 
 import ranks
 import resnet50_test
-import transformer_test
-from cli import factory, image_classification, options, text_classification
-from distributed.world import World
 from test_training import DIGITS, run
 from training import progress_bar
 from training.run_log import EpochStatus, RunLog
@@ -92,21 +89,6 @@ def test_off_a_terminal_a_run_announces_its_time_and_prints_its_progress(here, m
     assert progress[-1].endswith(" left")
     assert not [line for line in never if "about" in line or status.fullmatch(line)]
     assert ranks.metrics(here / "30") == ranks.metrics(here / "0")
-
-
-def test_hints_name_flags_and_recipes_that_there_are():
-    for script, task, other in (
-        (resnet50_test, image_classification, "digits"),
-        (transformer_test, text_classification, "headlines"),
-    ):
-        run = factory.Run(script.SCRIPT, World(), None)
-        args, _ = options.parse(script.parser(), script.SCRIPT, [])
-        hint = task.long_run_hint(args, run)
-        assert set(re.findall(r"--\w+", hint)) <= set(script.parser().names())
-        [recipe] = re.findall(r"recipes/\S+\.yaml", hint)
-        assert (ranks.ROOT / recipe).exists()
-        args, _ = options.parse(script.parser(), script.SCRIPT, ["--dataset", other])
-        assert "recipe" not in task.long_run_hint(args, run), "no recipe is about this data set"
 
 
 ROW = {"epoch": 10_000, "train_loss": 6059.94981, "test_loss": 6059.9498, "lr": 1.2345e-05}

@@ -1,0 +1,130 @@
+"""A linear model on simple features, in seconds: what a network is worth its hours against.
+
+    found = text_baseline(splits["train"], splits["test"])
+    print(found.line("test"))
+    # baseline: TF-IDF with logistic regression 86.98 % on the test set, its largest class 25.00 %
+
+Texts: frequencies of words and of pairs of words (TF-IDF). Images: pixels at 16 a side.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from input_pipeline.image_datasets import ImageSplit
+from input_pipeline.text_datasets import TextSplit
+
+MOST_TEXTS, MOST_IMAGES = 50_000, 10_000  # rows of a split that are used
+MOST_FILES = 2_000  # images of a split that are decoded for it
+MOST_WORDS = 50_000  # words and pairs of words, the most frequent ones
+SIDE = 16  # pixels
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What a linear model reached.
+
+    Attributes:
+        features: what it saw, in words.
+        accuracy: on the evaluation set, in 0..1.
+        largest_class: share of the evaluation set that its largest class has.
+    """
+
+    features: str
+    accuracy: float
+    largest_class: float
+
+    def line(self, eval_set: str) -> str:
+        """The result in words; `eval_set` is test or validation."""
+        return (
+            f"baseline: {self.features} with logistic regression {100 * self.accuracy:.2f} % on "
+            f"the {eval_set} set, its largest class {100 * self.largest_class:.2f} %"
+        )
+
+    def verdict(self, accuracy: float) -> str:
+        """How an accuracy on the same evaluation set compares."""
+        points = 100 * (accuracy - self.accuracy)
+        side = "ahead of" if points >= 0 else "behind"
+        return f"{abs(points):.2f} points {side} the baseline of {100 * self.accuracy:.2f} %"
+
+
+def text_baseline(train: TextSplit, evaluated: TextSplit) -> Baseline:
+    """Logistic regression on the frequencies of words, of up to 50,000 rows of each split."""
+    from sklearn.feature_extraction.text import TfidfVectorizer  # takes a second
+
+    vectorizer = TfidfVectorizer(
+        token_pattern=r"\w+|[^\w\s]", ngram_range=(1, 2), sublinear_tf=True, max_features=MOST_WORDS
+    )
+    rows = [spread(len(split), MOST_TEXTS) for split in (train, evaluated)]
+    texts, eval_texts = (
+        [split.texts[row] for row in of_split]
+        for split, of_split in zip((train, evaluated), rows, strict=True)
+    )
+    return fit(
+        "TF-IDF",
+        vectorizer.fit_transform(texts),
+        [train.labels[row] for row in rows[0]],
+        eval_inputs=vectorizer.transform(eval_texts),
+        eval_labels=[evaluated.labels[row] for row in rows[1]],
+        strength=10,
+    )
+
+
+def image_baseline(train: ImageSplit, evaluated: ImageSplit) -> Baseline:
+    """Logistic regression on pixels of 16 a side, of some thousand images of each split."""
+    most = MOST_IMAGES if train.files is None else MOST_FILES
+    rows, eval_rows = (torch.tensor(spread(len(each), most)) for each in (train, evaluated))
+    inputs, eval_inputs = (
+        small_pixels(train.decode(rows)),
+        small_pixels(evaluated.decode(eval_rows)),
+    )
+    mean, std = inputs.mean(0), inputs.std(0).clamp(min=0.01)
+    return fit(
+        "small images",
+        ((inputs - mean) / std).numpy(),
+        train.labels[rows].tolist(),
+        eval_inputs=((eval_inputs - mean) / std).numpy(),
+        eval_labels=evaluated.labels[eval_rows].tolist(),
+        strength=0.01,
+    )
+
+
+def fit(
+    features: str,
+    inputs: Any,
+    labels: list[int],
+    *,
+    eval_inputs: Any,
+    eval_labels: list[int],
+    strength: float,
+) -> Baseline:
+    """Fit a logistic regression of (rows, features) inputs; `strength` is sklearn's C."""
+    from sklearn.dummy import DummyClassifier
+    from sklearn.linear_model import LogisticRegression
+
+    model = LogisticRegression(C=strength, tol=1e-3) if len(set(labels)) > 1 else DummyClassifier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # 100 iterations are enough here
+        model.fit(inputs, labels)
+    return Baseline(
+        features,
+        accuracy=float(model.score(eval_inputs, eval_labels)),
+        largest_class=max(map(eval_labels.count, set(eval_labels))) / len(eval_labels),
+    )
+
+
+def small_pixels(pixels: Tensor) -> Tensor:
+    """(rows, height, width, channels) uint8 as (rows, channels x 256) fp32 in 0..1."""
+    images = pixels.permute(0, 3, 1, 2).float().div_(255)
+    return F.adaptive_avg_pool2d(images, SIDE).flatten(1)
+
+
+def spread(rows: int, most: int) -> list[int]:
+    """Row numbers: all of them, or so many, spread evenly."""
+    return torch.linspace(0, rows - 1, min(rows, most)).long().tolist()

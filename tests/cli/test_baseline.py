@@ -1,0 +1,56 @@
+"""The linear model that a run is compared with."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import conftest
+import resnet50_test
+import transformer_test
+from input_pipeline.baseline import image_baseline, text_baseline
+from input_pipeline.image_datasets import ImageSplit
+from input_pipeline.text_datasets import TextSplit
+
+
+def test_a_run_says_what_the_baseline_reaches_and_how_it_compares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lines(script: ModuleType, words: str) -> list[str]:
+        assert conftest.call(script, [*words.split(), "--out", str(tmp_path / "run")]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "baseline" in line]
+
+    for script, words in (
+        (resnet50_test, f"{conftest.IMAGES} --epochs 1"),
+        (transformer_test, f"{conftest.TEXTS} --epochs 1"),
+    ):
+        found, verdict = lines(script, f"{words} --baseline")
+        accuracy = re.search(r"logistic regression ([\d.]+) % on the test set", found)
+        assert accuracy, found
+        assert f"baseline of {accuracy[1]} %" in verdict
+        assert "behind" in verdict, "one epoch of a small network"
+        (again,) = lines(script, f"--resume {tmp_path / 'run'} --epochs 2")
+        assert f"baseline of {accuracy[1]} %" in again, "it is not measured again"
+        shutil.rmtree(tmp_path / "run")
+        assert lines(script, words) == [], "data of the project itself"
+        shutil.rmtree(tmp_path / "run")
+
+
+def test_baselines_find_what_a_linear_model_can() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(200) % 2
+    pixels = torch.randint(200, (200, 9, 9, 3), generator=generator, dtype=torch.uint8)
+    pixels[labels == 1, :, :4] += 55
+    images = ImageSplit(labels, pixels, size=9)
+    found = image_baseline(images, images.select_rows(torch.arange(101)))
+    assert found.accuracy > 0.95
+    assert found.largest_class == 51 / 101
+    texts = TextSplit([0, 1, 1] * 20, ["oil up", "goal, late", "a goal"] * 20)
+    assert text_baseline(texts, texts).accuracy == 1.0
+    one_class = TextSplit([1, 1], ["a", "b"])
+    assert text_baseline(one_class, texts).accuracy == pytest.approx(2 / 3)
