@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import sys
 import urllib.error
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 import errors
 import resnet50_test
@@ -51,11 +53,7 @@ def few_cold_starts(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     name = f"{request.path.parent.name}/{request.path.name}"
     started = starts[before:]
-    if os.environ.get("NOTE_STARTS"):
-        with open(os.environ["NOTE_STARTS"], "a") as f:
-            f.write(f"{name} {len(started)} {started}\n")
-    else:
-        assert len(started) <= COLD_STARTS.get(name, 0), "\n".join(started)
+    assert len(started) <= COLD_STARTS.get(name, 0), "\n".join(started)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -84,7 +82,7 @@ def for_each(cases: Iterable[tuple[Any, ...]], check: Callable[..., object]) -> 
 
 
 def each_of(
-    names: str | tuple[str, ...], values: Iterable[Any], ids: object = None
+    names: str | tuple[str, ...], values: Iterable[Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Call a test in a loop over values, as `pytest.mark.parametrize` makes a test of each."""
     names = tuple(names.replace(" ", "").split(",")) if isinstance(names, str) else names
@@ -111,6 +109,17 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(1)
+
+
+def write_images(folder: Path, classes: tuple[str, ...], *, rows: int, size: int) -> Path:
+    """PNGs of noise: train/CLASS/00.png and so on, as many in test."""
+    generator = torch.Generator().manual_seed(0)
+    for part, name in itertools.product(("train", "test"), classes):
+        (folder / part / name).mkdir(parents=True)
+        for number in range(rows):
+            pixels = torch.randint(256, (size, size, 3), generator=generator, dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).save(folder / part / name / f"{number:02}.png")
+    return folder
 
 
 @pytest.fixture(scope="session")

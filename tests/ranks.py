@@ -245,14 +245,6 @@ def kill(process: subprocess.Popen[str] | WarmJob) -> None:
     process.wait()
 
 
-def kill_one_rank(process: subprocess.Popen[str]) -> None:
-    """SIGKILL to rank 1 of a started torchrun job."""
-    worker = next(
-        number for number, environment in relatives(process) if b"\0RANK=1\0" in environment
-    )
-    os.kill(worker, signal.SIGKILL)
-
-
 def relatives(process: subprocess.Popen[str]) -> list[tuple[int, bytes]]:
     """(process number, environment) of all processes that carry this command's mark."""
     found = []

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from conftest import for_each
+from ranks import ROOT
 
 SCRIPTS = {"images": "resnet50_test", "texts": "transformer_test"}
 Refused = Callable[..., str]
@@ -21,14 +22,10 @@ BOTH = [
     ("--learning-rte=1", "did you mean --learning_rate?"),
     ("--epo 3", "did you mean --epoch or --epochs?"),
     ("--qqq 1", "--help all prints all flags"),
-    ("--no-ngd", "--no-ngd: there is no such flag; give --optimizer another"),
-    ("--no_meta_learning", "give --mixup another value"),
     ("--no-lr 3", "--no-lr: there is no such flag; leave --lr out"),
     ("--no-nestrov", "did you mean --no-nesterov?"),
     ("stray", "stray: this is neither a flag nor the value of one"),
-    ("--optimizer sdg", "--optimizer: 'sdg' is not one of sgd, adamw"),
     ("--optimizer sdg", "did you mean sgd?"),
-    ("--opt LAMBB", "did you mean lamb?"),
     ("--optimizer apex_sgd", "apex"),
     ("--lr_scheduler_type linear", "polynomial falls linearly"),
     ("--mixup 0.2", "is not one of none, mixup"),
@@ -37,47 +34,39 @@ BOTH = [
     (f"--out {'x' * 300}", "File name too long"),
     (f"--evaluate --checkpoint {'x' * 300}", "File name too long"),
     ("--bs 0", "--bs"),
-    ("--batch_size x", "--bs"),
-    ("--bs 1.5", "--bs"),
     ("--bs", "--bs"),
     ("--bs 2000", "--bs 2000"),
     ("--accumulate 99", "global batch"),
-    ("--lr nan", "--lr"),
-    ("--lr 0", "--lr"),
     ("--lr 1e300", "at most 1e+38"),
     ("--momentum 1", "--momentum"),
     ("--nesterov --momentum 0", "--nesterov"),
     ("--betas 0.9", "--betas"),
     ("--optimizer kaldi_ngd --ngd_eta 1", "--opt_args: KaldiNGD: eta=1"),
-    ("--ngd --opt_args rnk=3", "did you mean rank?"),
     ("--ngd --opt_args rank=x", "--opt_args rank=x: must be like 32"),
-    ("--ngd --opt_args rank", "write NAME=VALUE"),
     ("--ngd --ngd_rank 0", "rank=0 is out of its range"),
     ("--dynamic_batch increase --max_bs 16", "from 32 to 16 samples"),
-    ("--dynamic_batch decrease --min_bs 1", "from 1 to 32 samples"),
     ("--dynamic_batch increase --max_bs 100000", "training samples"),
     ("--dynamic_batch noise --batch_factor 1", "factor=1 must be above 1"),
     ("--batch_growth 1.1", "--dynamic_batch none has no such setting"),
     ("--dynamic_batch increase --batch_growth 1.1 --batch_milestones 1", "choose one"),
     ("--dynamic_batch loss --replace_decay", "--replace_decay"),
-    (
-        "--dynamic_batch increase --replace_decay --dynamic_lr sqrt",
-        "--batch_args: lr: --replace_decay",
-    ),
+    ("--dynamic_batch increase --replace_decay --dynamic_lr sqrt", "lr: --replace_decay"),
     ("--dynamic_batch noise --optimizer slamb", "averaged in every step"),
     ("--noise_scale --sync local", "averaged in every step"),
     ("--parallel fsdp --optimizer sgd --backend compile", "--backend compile"),
     ("--parallel fsdp --optimizer lamb", "--optimizer lamb"),
-    ("--parallel hsdp --optimizer sgd --meta_learning", "--mixup meta"),
     ("--parallel hsdp --optimizer adamw --noise_scale", "--noise_scale"),
     ("--parallel hsdp --optimizer adamw --dynamic_batch increase", "--dynamic_batch increase"),
     ("--noise_scale --grad_compress powersgd", "powersgd"),
     ("--balance_workers --optimizer slamb", "--balance_workers"),
     ("--wire_dtype int8 --optimizer demo", "only SLAMB keeps what rounding"),
-    ("--wire_dtype int4 --sync diloco", "--sync diloco: only SLAMB"),
     ("--wire_dtype int8 --optimizer slamb --node_groups", "gathered from all processes"),
+    ("--sync lag --grad_compress sign", "--sync lag"),
+    ("--optimizer slamb --grad_compress int4", "--grad_compress int4"),
+    ("--sync local --grad_compress bf16", "--sync local"),
+    ("--sync diloco --optimizer demo", "--sync diloco"),
+    ("--sync diloco --precision fp16", "each process would skip steps of its own"),
     ("--mixup_weight 0.8 --mixup meta", "it has policy, lr, every"),
-    ("--mixup_weight 0.8", "--mixup none"),
     ("--fuse --sync_bn", "--fuse"),
     ("--subset 2", "--subset"),
     ("--no-test", "--val_fraction"),
@@ -85,48 +74,34 @@ BOTH = [
     ("--seed -1", "--seed: must be at least 0 and at most 4294967295, got -1"),
     ("--amp", "it is --precision"),
     ("--do-train", "--do-train: there is no such flag; the script trains unless"),
-    ("--do_eval", "--evaluate evaluates"),
-    ("--do_predict", "it is --predict"),
-    ("--logging_steps 5", "it is --log_every"),
     ("--checkpoint Best --evaluate", "did you mean best?"),
-    ("--checkpoint beast --evaluate", "did you mean best?"),
-    ("--checkpoint beast --resume x", "did you mean best?"),
     ("--checkpoint none/mine.pt --evaluate", "--checkpoint none/mine.pt: no such checkpoint"),
-    ("--warmup 1", "--warmup 1"),
     ("--warmup 7 --epochs 5", "--warmup 7"),
     ("--lr_schedule cosine --lr_end 2", "--lr_args: end=2 must be"),
     ("--lr_schedule onecycle --peak 0.5", "--lr_args: peak=0.5 must be"),
+    ("--gamma 1e300 --lr_schedule exponential --epochs 5", "--gamma"),
+    ("--gamma 1e9 --lr_schedule step --step_size 1 --epochs 3", "--gamma"),
+    ("--peak 1e30 --lr_schedule cyclic", "peak"),
+    ("--threads 5000", "--threads"),
     ("--distributed", "torchrun"),
     ("--precision tf32", "--precision tf32"),
     ("--device toaster", "--device toaster"),
-    ("--device meta", "--device meta"),
     ("--evaluate", "--resume"),
-    ("--predict some.file", "--resume"),
-    ("--export model.onnx", "--resume"),
     ("--resume", "--resume"),
     ("--resume nowhere", "nowhere"),
     ("--resume .", "no such checkpoint"),
-    ("--recipe nowhere.yaml", "nowhere.yaml"),
-    ("--recipe .", "--recipe ."),
     ("--recipe fats94", "did you mean fast94?"),
     ("--recipe nowhere", "one of the recipes agnews, agnews12k, best, fast94, fast94_vgg8"),
     ("--out=", "--out: the value is empty"),
     ("--predict a.png --evaluate", "--evaluate and --predict: one run of the script does one"),
-    ("--export a.onnx --predict a.png", "--predict and --export: one run"),
-    ("--out /proc", "--out /proc"),
     ("--out /dev/null/run", "/dev/null/run"),
 ]
 IMAGES_ONLY = [
     ("--arch squeezenet1_1 --image_size 32 --fuse", "--fuse"),
     ("--arch squeezenet1_1 --image_size 32 --checkpoint_activations", "--checkpoint_activations"),
-    ("--modle resnet20", "did you mean --model?"),
     ("--arch resnet51", "did you mean resnet50?"),
-    ("--arch swim_t", "did you mean swin_t?"),
     ("--arch alexnet --image_size 32", "--arch alexnet cannot take 32x32"),
-    (
-        "--arch resnet18 --bs 1",
-        "--bs 1",
-    ),  # layer4 is 1x1 for 8x8 images: BatchNorm cannot train on one value
+    ("--arch resnet18 --bs 1", "--bs 1"),  # BatchNorm has one value a channel to train on
     ("--resident maybe", "--resident"),
     ("--crop_fill green", "fill=green must be black or reflect"),
     ("--image_size 100000", "--image_size: must be at least 0 and at most 4096"),
@@ -138,7 +113,6 @@ IMAGES_ONLY = [
 TEXTS_ONLY = [
     ("--heads 3", "width=8 must be even and divisible by heads=3"),
     ("--mixup cutmix", "--mixup"),
-    ("--width 7 --heads 7", "width=7"),
     ("--positions none", "positions=none must be"),
     ("--dataset agnews --data_dir none", "none/ag_news_csv/train.csv is missing"),
     ("--dataset csv --data_dir none", "none/train.csv is missing"),
@@ -152,9 +126,8 @@ def test_a_wrong_flag_is_named_in_one_line(refused: Refused) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_gpu_that_is_not_there_is_named(name: str, refused: Refused) -> None:
-    assert "--device cpu" in refused(name, "--device cuda", "--device cuda")
+def test_gpu_that_is_not_there_is_named(refused: Refused) -> None:
+    assert "--device cpu" in refused("images", "--device cuda", "--device cuda")
 
 
 def test_failed_download_can_be_tried_again(refused: Refused) -> None:
@@ -174,20 +147,10 @@ def test_nothing_is_written_where_the_input_is_wrong(refused: Refused, tmp_path:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_real_process_ends_with_two_and_one_line(name: str, tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / f"{SCRIPTS[name]}.py"
-    run = subprocess.run(
-        [sys.executable, str(script), "--bs", "0"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert run.returncode == 2
-    assert run.stderr.splitlines() == [
-        "error: --bs/--batch_size/-b: must be at least 1, got 0 (see --help)"
-    ]
-    assert run.stdout == ""
-    assert os.listdir(tmp_path) == []
+def test_real_process_ends_with_two_and_one_line(tmp_path: Path) -> None:
+    for name in SCRIPTS.values():
+        command = [sys.executable, str(ROOT / f"{name}.py"), "--bs", "0"]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        message = "error: --bs/--batch_size/-b: must be at least 1, got 0 (see --help)\n"
+        assert (run.returncode, run.stderr, run.stdout) == (2, message, "")
+        assert os.listdir(tmp_path) == []

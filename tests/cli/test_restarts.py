@@ -82,12 +82,6 @@ def test_a_restarted_job_that_had_resumed_another_run(runs, restarted):
     assert parse(*resume) == ("old", str(old / "last.pt"))
 
 
-def test_without_proc_a_restarted_job_starts_anew(runs, restarted, monkeypatch):
-    monkeypatch.setattr(options, "launcher_id", lambda: "")
-    copy_run(runs["images"], "runs/resnet50_test-1", "")
-    assert parse() == (None, None)
-
-
 def test_a_launcher_is_named_alike_by_its_workers_and_by_no_others():
     context = multiprocessing.get_context("fork")
     with context.Pool(1) as first, context.Pool(1) as second:

@@ -15,10 +15,10 @@ import torch
 
 import ranks
 import resnet50_test
-from conftest import each_of
+from conftest import for_each
 from test_training import run
 from training import checkpoint, evaluation
-from training.epoch_report import EpochResult, epoch_result, how_chosen
+from training.trainer import Trainer
 
 # A learning rate that is multiplied by 30 before the last epoch makes the last epoch a bad one.
 WORSE_AT_THE_END = """--dataset digits --arch resnet8 --bs 64 --lr 0.1 --lr_schedule step
@@ -76,9 +76,8 @@ def evaluated(console: str) -> str:
 # -------------------------------------------------------------------- the end of a run
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_reports_its_last_and_its_best_epoch_as_evaluating_does(precision, here, resnet):
-    lines = reported(resnet(WORSE_AT_THE_END, "--out run --precision", precision))
+def test_a_run_reports_its_last_and_its_best_epoch_as_evaluating_does(here, resnet):
+    lines = reported(resnet(WORSE_AT_THE_END, "--out run --precision bf16"))
     last, best = ranks.metrics(here / "run")[-1], best_row(here / "run")
     assert best["epoch"] < 3, "the last epoch was to be a bad one"
     assert lines == {
@@ -91,19 +90,30 @@ def test_a_run_reports_its_last_and_its_best_epoch_as_evaluating_does(precision,
         assert f"test accuracy {evaluated(report)}" in lines[name]
 
 
+@pytest.mark.process
+def test_evaluating_on_two_ranks_prints_what_they_reported(tmp_path):
+    def both(folder: Path, *words: str) -> str:
+        command = ranks.torchrun("resnet50_test.py", *words)
+        return ranks.finish(ranks.start(command, folder, NGPU="2"), folder)
+
+    flags = ["--bs", "32", "--precision", "bf16", "--out", "run"]
+    lines = reported(both(tmp_path / "train", *WORSE_AT_THE_END.split(), *flags))
+    for name in ("last", "best"):
+        words = ["--resume", "../train/run", "--checkpoint", name, "--evaluate"]
+        report = both(tmp_path / name, *words)
+        assert f"test accuracy {evaluated(report)}" in lines[name]
+        assert report.count("weights of ../train/run/") == 1, "one rank speaks for all"
+
+
 def test_validation_rows_choose_and_are_evaluated_where_there_is_no_test(here, resnet):
-    for out, flags in (("tested", ""), ("untested", "--no-test")):
-        best = reported(resnet(WORSE_AT_THE_END, "--val_fraction 0.2", flags, "--out", out))["best"]
-        row = best_row(here / out, "val")
-        expected = f"epoch {row['epoch']}, validation accuracy {percent(row['val_accuracy'])}"
-        if out == "tested":
-            expected += f", test accuracy {percent(row['test_accuracy'])}"
-        assert best == f"best.pt: {expected} (chosen by validation rows)"
-    report = resnet("--checkpoint untested/best.pt --evaluate")
+    best = reported(resnet(WORSE_AT_THE_END, "--val_fraction 0.2 --no-test --out run"))["best"]
+    row = best_row(here / "run", "val")
+    expected = f"epoch {row['epoch']}, validation accuracy {percent(row['val_accuracy'])}"
+    assert best == f"best.pt: {expected} (chosen by validation rows)"
+    assert "accuracy on the test set" in resnet("--checkpoint run/best.pt --evaluate --test")
+    report = resnet("--checkpoint run/best.pt --evaluate")
     assert "accuracy on the validation set" in report
     assert f"validation accuracy {evaluated(report)}" in best
-    report = resnet("--checkpoint untested/best.pt --evaluate --test")
-    assert "accuracy on the test set" in report
 
 
 def test_a_resumed_run_compares_its_epochs_with_all_that_are_comparable(finished, here, resnet):
@@ -124,7 +134,19 @@ def test_a_resumed_run_compares_its_epochs_with_all_that_are_comparable(finished
         assert [row["epoch"] for row in ranks.metrics(folder)] == [1, 2, 3, 4]
 
 
-def accuracies_of(monkeypatch, *accuracies: float) -> None:
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[Path], bool]) -> None:
+    """Let checkpoints of these files fail."""
+    real = checkpoint.save
+
+    def save(path: Path, state: dict, **more) -> None:
+        if is_full(path):
+            raise OSError(f"{path} could not be written (No space left on device)")
+        real(path, state, **more)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+
+
+def accuracies_of(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
     """Let the evaluations of a run give these accuracies."""
     given = iter(accuracies)
     monkeypatch.setattr(
@@ -135,14 +157,8 @@ def accuracies_of(monkeypatch, *accuracies: float) -> None:
 def test_after_a_failed_save_the_best_is_the_best_that_is_on_the_disk(here, resnet, monkeypatch):
     """And the first of two that are equal."""
     accuracies_of(monkeypatch, 0.2, 0.9, 0.5, 0.5)
-    real, number = checkpoint.save, itertools.count(1)
-
-    def save(path: Path, state: dict, **more) -> None:
-        if path.name == "best.pt" and next(number) == 2:
-            raise OSError(28, "No space left on device")
-        real(path, state, **more)
-
-    monkeypatch.setattr(checkpoint, "save", save)
+    number = itertools.count(1)
+    fill_the_disk(monkeypatch, lambda path: path.name == "best.pt" and next(number) == 2)
     console = resnet(WORSE_AT_THE_END, "--epochs 4 --lr 0.01 --out run")
     assert reported(console)["best"].startswith("best.pt: epoch 3, test accuracy 50.00 %")
     assert checkpoint.load(here / "run" / "best.pt", "resnet50_test")["progress"]["epoch"] == 3
@@ -151,14 +167,8 @@ def test_after_a_failed_save_the_best_is_the_best_that_is_on_the_disk(here, resn
 def test_a_run_whose_files_could_not_be_written_says_so_and_does_not_end_with_zero(
     resnet, monkeypatch
 ):
-    real, full = checkpoint.save, ["best.pt"]
-
-    def save(path: Path, state: dict, **more) -> None:
-        if path.name in full:
-            raise OSError(f"{path} could not be written (No space left on device)")
-        real(path, state, **more)
-
-    monkeypatch.setattr(checkpoint, "save", save)
+    full = ["best.pt"]
+    fill_the_disk(monkeypatch, lambda path: path.name in full)
     accuracies_of(monkeypatch, *2 * (0.2, 0.9, 0.1))
     assert "best.pt holds no epoch of this run" in resnet(WORSE_AT_THE_END, "--out a", code=2)
     full.append("last.pt")
@@ -166,92 +176,48 @@ def test_a_run_whose_files_could_not_be_written_says_so_and_does_not_end_with_ze
     assert console.splitlines()[-1].startswith("error: b/last.pt could not be written at the end")
     assert "this epoch is not in the file" in reported(console)["last"]
 
+    real = Trainer.train_step
 
-def test_an_interrupted_run_that_could_not_save_says_so(resnet, monkeypatch):
-    def full(path: Path, state: dict, **_: int) -> None:
-        if state["progress"]["step"]:  # signals are caught once the steps begin
-            os.kill(os.getpid(), signal.SIGTERM)
-        raise OSError(f"{path} could not be written (No space left on device)")
+    def interrupt(*args: object, **named: object) -> object:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args, **named)
 
-    monkeypatch.setattr(checkpoint, "save", full)
-    console = resnet(WORSE_AT_THE_END, "--save_every 2 --out run", code=130)
+    monkeypatch.setattr(Trainer, "train_step", interrupt)
+    console = resnet(WORSE_AT_THE_END, "--out c", code=130)
     assert "last.pt could not be written" in console.splitlines()[-1]
     assert "last.pt is written" not in console
-
-
-def test_the_only_epoch_was_not_chosen():
-    one = epoch_result([{"epoch": 1, "test_accuracy": 0.5}], 1)
-    assert how_chosen(1, 1, chosen_on="test", meta_learned=False) == "the only epoch"
-    assert one.show() == "epoch 1, test accuracy 50.00 %"
-    assert EpochResult(0, {}).show() == "before the first epoch"
 
 
 # -------------------------------------------------------------------- inference
 
 
-def test_first_layer_of_vgg8_is_made_from_the_training_images_and_kept(resnet):
-    flags = "--arch vgg8 --dataset digits --image_size 12 --epochs 1 --threads 1 --out run"
-    lines = reported(resnet(flags))
-    filters = torch.load("run/last.pt", weights_only=True)["model"]["filters"]
-    torch.testing.assert_close(filters[4:], -filters[:4])  # as random ones would not be
-    report = resnet("--checkpoint run --evaluate")
-    assert f"test accuracy {evaluated(report)}" in lines["last"]
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_evaluating_on_two_ranks_prints_what_they_reported(precision, tmp_path):
-    def both(folder: Path, *words: str) -> str:
-        folder.mkdir()
-        command = ranks.torchrun("resnet50_test.py", *words)
-        return ranks.finish(ranks.start(command, folder, NGPU="2"), folder)
-
-    flags = ["--bs", "32", "--precision", precision, "--out", "run"]
-    lines = reported(both(tmp_path / "train", *WORSE_AT_THE_END.split(), *flags))
-    for name in ("last", "best"):
-        words = ["--resume", "../train/run", "--checkpoint", name, "--evaluate"]
-        report = both(tmp_path / name, *words)
-        assert f"test accuracy {evaluated(report)}" in lines[name]
-        assert report.count("weights of ../train/run/") == 1, "one rank speaks for all"
-
-
-@each_of(
-    ("flags", "file", "hint"),
-    [
-        ("--resume RUN", "last", "--checkpoint RUN/best.pt"),
-        ("--resume RUN --checkpoint last", "last", "--checkpoint RUN/best.pt"),
-        ("--resume RUN/last.pt --checkpoint best", "best", "--checkpoint RUN/last.pt"),
-        ("--out RUN --checkpoint best", "best", "--checkpoint RUN/last.pt"),
-        ("--checkpoint best", "best", "--checkpoint RUN/last.pt"),
-        ("--checkpoint RUN", "last", "--checkpoint RUN/best.pt"),
-        ("--checkpoint RUN/best.pt", "best", "--checkpoint RUN/last.pt"),
-    ],
-)
-def test_inference_names_its_file_and_epoch_and_the_other_one(flags, file, hint, copied, resnet):
-    flags, hint = (text.replace("RUN", str(copied)) for text in (flags, hint))
+def test_inference_names_its_file_and_epoch_and_the_other_one(copied, resnet):
     rows = {"last": ranks.metrics(copied)[-1], "best": best_row(copied)}
     shown = {
         name: f"epoch {row['epoch']}, test accuracy {percent(row['test_accuracy'])}"
         for name, row in rows.items()
     }
-    other = "best" if file == "last" else "last"
-    assert resnet(flags, "--evaluate").splitlines()[0] == (
-        f"weights of {copied / file}.pt: {shown[file]}; {other}.pt is of {shown[other]}: {hint}"
-    )
+
+    def check(flags: str, file: str, other: str) -> None:
+        assert resnet(flags, "--evaluate").splitlines()[0] == (
+            f"weights of {copied / file}.pt: {shown[file]}; {other}.pt is of {shown[other]}: "
+            f"--checkpoint {copied / other}.pt"
+        )
+
+    cases = [
+        (f"--resume {copied}", "last", "best"),
+        (f"--resume {copied}/last.pt --checkpoint best", "best", "last"),
+        (f"--out {copied} --checkpoint best", "best", "last"),
+        ("--checkpoint best", "best", "last"),
+        (f"--checkpoint {copied}", "last", "best"),
+    ]
+    for_each(cases, check)
 
 
-def test_a_checkpoint_within_an_epoch_says_so(resnet, monkeypatch):
-    real = checkpoint.save
-
-    def stop_after_the_first_epoch(path: Path, state: dict, **more) -> None:
-        real(path, state, **more)
-        if state["progress"]["step_in_epoch"]:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint, "save", stop_after_the_first_epoch)
-    resnet(WORSE_AT_THE_END, "--save_every 25 --out run", code=130)
-    console = resnet("--checkpoint run --evaluate")
-    assert ", and 2 steps of the next epoch; best.pt is of epoch 1" in console.splitlines()[0]
+def test_first_layer_of_vgg8_is_made_from_the_training_images_and_kept(resnet):
+    resnet("--arch vgg8 --dataset digits --image_size 12 --epochs 1 --threads 1 --out run")
+    filters = ranks.weights(Path("run"))["filters"]
+    torch.testing.assert_close(filters[4:], -filters[:4])  # as random ones would not be
 
 
 # -------------------------------------------------------------------- training from a checkpoint
@@ -268,18 +234,6 @@ def test_training_goes_on_from_the_best_checkpoint_in_a_folder_of_its_own(copied
     assert second[:best] == first[:best]
     assert second[best]["lr"] == pytest.approx(first[best]["lr"] / 10)
     assert "--out other already holds a run" in resnet(flags, "--out other", code=2)
-
-
-def test_training_goes_on_from_best_where_last_is_damaged(copied, resnet):
-    shutil.copy(copied / "last.pt", copied / "last-1.pt")  # later than the best, whichever it is
-    (copied / "last.pt").write_bytes(b"cut")
-    flags = f"--resume {copied}/best.pt --epochs 3"
-    message = "(last-1.pt), which training on from there would overwrite"
-    assert message in resnet(flags, code=2)
-    (copied / "last-1.pt").unlink()
-    resnet(flags)
-    assert len(ranks.metrics(copied)) == 3
-    assert checkpoint.load(copied / "last.pt", "resnet50_test")["progress"]["epoch"] == 3
 
 
 def test_a_checkpoint_that_cannot_be_used_is_refused(copied, resnet):

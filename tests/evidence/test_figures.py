@@ -11,11 +11,8 @@ import dataclasses
 import json
 import math
 import re
-import shlex
-import shutil
 import signal
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,11 +32,10 @@ import transformer_test
 from benchmarks import airbench
 from cli import options, settings
 from cli.foreign_names import FOREIGN
-from conftest import each_of, for_each
+from conftest import for_each
 from errors import InputError
 from figures import draw, experiments, methods, pack_logs, pictures, run_logs
 from training import machine
-from training.generated_section import replace_generated_section
 
 ROOT = ranks.ROOT
 
@@ -81,21 +77,6 @@ LOGGED = [
     for path in sorted(run_logs.LOGS.glob("*.jsonl"))
     for folder in run_logs.run_folders(path.with_suffix(""))
 ]
-
-
-def test_every_image_command_and_recipe_names_its_optimizer(monkeypatch):
-    """So that another default does not change what was measured."""
-    monkeypatch.chdir(ROOT)
-    script, parser = f"{resnet50_test.SCRIPT}.py", resnet50_test.parser()
-    commands = {run.command for run in PLANNED if script in run.command}
-    recipes = [path for path in options.RECIPES.glob("*.yaml") if script in path.read_text()]
-    assert len(commands) > 200
-    assert len(recipes) > 5
-    words = [shlex.split(command.partition(script)[2]) for command in commands]
-    for arguments in [*words, *(["--recipe", str(path)] for path in recipes)]:
-        recipe = parser.parse_args(arguments).recipe
-        of_recipe = options.recipe_arguments(recipe, parser) if recipe else []
-        assert "optimizer" in parser.given([*of_recipe, *arguments]), arguments
 
 
 def with_settings(flags: dict[str, Any]) -> dict[str, Any]:
@@ -140,38 +121,22 @@ def test_the_results_page_shows_what_the_logs_say():
     groups = run_logs.read_groups(run_logs.LOGS)
     assert draw.page_with_results(page, groups, plan) == page, "run make figures"
 
-    empty = draw.page_with_results(f"{draw.BEGIN} {draw.END}", {}, plan)
-    assert "jsonl](" not in empty
-    for device in ("CPU", "GPU"):
-        assert f"Planned for a {device} and not run yet" in empty
-
-
-def test_only_the_section_between_the_markers_is_replaced():
-    page = "title\n<!-- a -->\nold\n<!-- b -->\nrest\n"
-    replaced = replace_generated_section(page, "<!-- a -->", "<!-- b -->", content="new")
-    assert replaced == "title\n<!-- a -->\nnew\n<!-- b -->\nrest\n"
-    for bad in (page + page, "no marker", "<!-- b --> <!-- a -->"):
-        with pytest.raises(ValueError, match="exactly one '<!-- a -->'"):
-            replace_generated_section(bad, "<!-- a -->", "<!-- b -->", content="new")
-
 
 MEASURED = re.compile(
     r"(\d+\.\d+)(?: \+- (\d+\.\d+))? %[^()%]*\(figures/logs/(\S+)\.jsonl: (\S+)\)"
 )
 
 
-@each_of("path", sorted((ROOT / "recipes").glob("*.yaml")))
-def test_a_recipe_says_what_its_logs_show_or_that_it_has_none(path):
-    comments = [line.lstrip("# ") for line in path.read_text().splitlines() if line[:1] == "#"]
-    header = " ".join(comments)
-    reported = MEASURED.findall(header)
-    assert reported or "Not run to its end yet" in header
-    for value, deviation, group, name in reported:
-        folders = [run for run in LOGGED if run.parent.name == group]
-        values = run_logs.last(run_logs.by_name(folders)[name], run_logs.accuracy)
-        assert float(value) == pytest.approx(statistics.mean(values), abs=0.006)
-        if deviation:
-            assert float(deviation) == pytest.approx(statistics.stdev(values), abs=0.006)
+def test_recipes_say_what_their_logs_show_or_that_they_have_none():
+    for path in sorted((ROOT / "recipes").glob("*.yaml")):
+        comments = [line.lstrip("# ") for line in path.read_text().splitlines() if line[:1] == "#"]
+        header = " ".join(comments)
+        reported = MEASURED.findall(header)
+        assert reported or "Not run to its end yet" in header, path
+        for value, _, group, name in reported:
+            folders = [run for run in LOGGED if run.parent.name == group]
+            values = run_logs.last(run_logs.by_name(folders)[name], run_logs.accuracy)
+            assert float(value) == pytest.approx(statistics.mean(values), abs=0.006), path
 
 
 # -------------------------------------------------------------------- pictures
@@ -179,44 +144,24 @@ def test_a_recipe_says_what_its_logs_show_or_that_it_has_none(path):
 
 @pytest.mark.process
 def test_every_picture_is_drawn_again_byte_for_byte(tmp_path):
-    groups, styles = run_logs.read_groups(run_logs.LOGS), methods.read_pictures()["styles"]
-    assert len({*map(tuple, styles.values())}) == len(styles), "no two methods look the same"
-    names = set(methods.read_pictures()["pictures"])
+    groups, names = run_logs.read_groups(run_logs.LOGS), set(methods.read_pictures()["pictures"])
+    assert names == {path.stem for path in draw.PICTURES.glob("*.png")}
     if f"matplotlib=={matplotlib.__version__} " not in (ROOT / "requirements-lock.txt").read_text():
         pytest.skip("another matplotlib draws other pixels")
-    assert names == {path.stem for path in draw.PICTURES.glob("*.png")}
     for name in names:
         draw.save(pictures.draw_picture(name, groups), tmp_path / f"{name}.png")
         committed = (draw.PICTURES / f"{name}.png").read_bytes()
         assert (tmp_path / f"{name}.png").read_bytes() == committed, f"{name}: run make figures"
-        assert len(committed) < 150_000, name
 
 
-def test_minutes_are_epochs_at_the_median_speed_of_the_turns():
-    speeds = {"ngd": [100, 50, 30], "sgd": {"0": [100, 200, 300]}}
-    results = {"samples_per_epoch": {"ngd": 6000, "sgd": 6000}, "samples_per_second": speeds}
-    named_runs = {"NGD": runs(0.2, 0.5), "SGD": runs(0.1, 0.2), "AdamW": runs(0.3)}
-    names = {"ngd": "NGD", "sgd": "SGD", "adamw": "AdamW"}
-    timed = pictures.with_minutes(named_runs, results, names)
-    minutes = {label: [row["minutes"] for row in rows] for label, (rows,) in timed.items()}
-    assert minutes == {"NGD": [2, 4], "SGD": [0.5, 1]}
+def test_the_critical_batch_is_the_one_that_the_samples_were_made_with():
+    batches = [32, 128, 512, 2048]
+    samples = [5e4 * (1 + size / 700) for size in batches]
+    least, critical = pictures.fit_critical_batch(np.array(batches), np.array(samples))
+    assert (least, critical) == (pytest.approx(5e4, rel=0.01), pytest.approx(700, rel=0.01))
 
 
-def test_the_best_setting_of_each_optimizer_is_the_one_of_the_lowest_loss():
-    curves = {"NGD, momentum 0.6": {0.1: 0.5, 0.2: 0.4}, "NGD, momentum 0.9": {0.1: 0.3, 0.2: 0.6}}
-    best = {"NGD, momentum 0.9": (0.1, 0.3), "SGD, momentum 0.9": (0.4, 0.9)}
-    assert pictures.best_settings({**curves, "SGD, momentum 0.9": {0.4: 0.9}}) == best
-
-
-def runs(*accuracies: float) -> run_logs.Runs:
-    numbered = enumerate(accuracies, 1)
-    return [[{"epoch": n, "seconds": 10.0 * n, "test_accuracy": value} for n, value in numbered]]
-
-
-def test_no_other_run_beats_those_on_the_pareto_front():
-    points = [(1, 50), (2, 40), (2, 70), (3, 70), (4, 90), (0.5, 60)]
-    assert pictures.pareto_front(points) == [(0.5, 60), (2, 70), (4, 90)]
-
+# -------------------------------------------------------------------- the runner
 
 TINY = """
 cpu:
@@ -231,12 +176,12 @@ cpu:
 """
 
 
-def plan_in(folder: Path, epochs: int = 2, device: str = "cpu") -> list[str]:
+def plan_in(folder: Path, epochs: int = 2) -> list[str]:
     """The runner's arguments for the plan above, which is written into a folder."""
-    text = TINY.replace("cpu:", f"{device}:").format(epochs=epochs)
-    (folder / "plan.yaml").write_text(text)
+    text = TINY.format(epochs=epochs)
+    (folder / "plan.yaml").write_text(text + text.replace("cpu:", "gpu:"))
     places = ["--plan", str(folder / "plan.yaml"), "--logs", str(folder / "logs")]
-    return [device, *places, "--allow_dirty"]
+    return ["cpu", *places, "--allow_dirty"]
 
 
 @pytest.fixture(autouse=True)
@@ -270,64 +215,46 @@ def run_plan(
     return console.read_text()
 
 
-def test_a_run_starts_from_a_clean_commit_only(tmp_path, monkeypatch, capsys):
-    """The log of the first run does not stop the second."""
-    if shutil.which("git") is None:
-        pytest.skip("git is not installed")
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
-    monkeypatch.setattr(machine, "__file__", str(tmp_path / "training" / "machine.py"))
-    (tmp_path / "training").mkdir()
-    (tmp_path / "training" / "machine.py").write_text("")
-    words = plan_in(tmp_path, epochs=1)[:-1]  # without --allow_dirty
-    with pytest.raises(InputError, match="commit of this code is unknown .* is no evidence"):
-        experiments.main(words)
-    author = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
-    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "all"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    (tmp_path / "new.py").write_text("")
-    (tmp_path / "training" / "machine.py").write_text("edited")
-    with pytest.raises(InputError, match=r"not committed: training/machine\.py, new\.py;"):
-        experiments.main(words)
+def test_wrong_commands_and_uncommitted_code_are_refused(tmp_path, monkeypatch):
+    """What is evidence comes from a commit; a log that the runner has written does not stop it."""
+    words = plan_in(tmp_path)
+
+    def untracked(ignored: Path) -> list[str]:
+        assert ignored == tmp_path / "logs"
+        return ["new.py"]
+
+    monkeypatch.setattr(machine, "modified_files", lambda: ["training/machine.py"])
+    monkeypatch.setattr(machine, "untracked_files", untracked)
+
+    def check(words: list[str], match: str) -> None:
+        with pytest.raises(InputError, match=match):
+            experiments.main(words)
+
+    cases = [
+        (words[:-1], r"not committed: training/machine\.py, new\.py;"),
+        ([*words, "--logs", str(run_logs.LOGS)], "figures/logs are evidence"),
+        ([*words, "--logs", str(run_logs.LOGS / "below")], "figures/logs are evidence"),
+        ([*words, "--only", "two"], "there are one"),
+    ]
+    if not torch.cuda.is_available():
+        cases.append((["gpu", *words[1:]], "gpu: this machine has none"))
+    for_each(cases, check)
     assert not (tmp_path / "logs").exists()
-    experiments.main([*words, "--list"])
-    assert "open" in capsys.readouterr().out
-
-    started = []
-
-    def finish_at_once(run: experiments.PlannedRun, *_: object) -> str:
-        started.append(run.title)
-        run.folder.mkdir(parents=True)
-        (run.folder / "metrics.jsonl").write_text("{}")
-        return ""
-
-    monkeypatch.setattr(experiments, "execute", finish_at_once)
-    (tmp_path / "new.py").unlink()
-    (tmp_path / "training" / "machine.py").write_text("")
-    experiments.main(words)
-    assert len(started) == 4
-
-
-def test_the_logs_of_this_repository_are_evidence(tmp_path):
-    for logs in (run_logs.LOGS, run_logs.LOGS / "below"):
-        with pytest.raises(InputError, match="figures/logs are evidence"):
-            experiments.main([*plan_in(tmp_path), "--logs", str(logs)])
-
-
-def test_the_plan_runs_all_of_a_seed_before_the_next(tmp_path):
-    plan_in(tmp_path)
-    plan = experiments.read_plan(tmp_path / "plan.yaml", "cpu", tmp_path / "logs")
-    names = [run.folder.name for run in plan]
-    assert names == ["short-seed3", "long-seed3", "short-seed4", "long-seed4"]
 
 
 @pytest.mark.process
-def test_finished_runs_are_skipped_and_those_without_a_checkpoint_start_again(tmp_path):
+def test_runs_that_are_done_are_skipped_and_those_that_fail_are_named(tmp_path):
+    """All of a seed run before the next; a run without a checkpoint starts again."""
     assert run_plan(tmp_path, "--list").count("open") == 4
     folder = tmp_path / "logs" / "one" / "short-seed3"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("")
     (folder / "config.json").write_text("{}")
-    run_plan(tmp_path)
+    console = run_plan(tmp_path, epochs=0, code=2)
+    assert "one/long-seed3 (exit code 2), one/long-seed4 (exit code 2)" in console
+    assert run_plan(tmp_path, "--list").count("done") == 2
+    started = re.findall(r"\] (\S+): (?!done)", run_plan(tmp_path))
+    assert started == ["one/long-seed3", "one/long-seed4"]
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["one.jsonl"]
     assert run_plan(tmp_path).count("done") == 4
     assert run_logs.read_config(tmp_path / "logs" / "one" / "long-seed3")["flags"]["seed"] == 3
@@ -355,22 +282,21 @@ def test_a_plan_that_runs_out_of_time_resumes_from_its_checkpoint(tmp_path):
     assert "short-seed3: done" in console
 
 
-@pytest.mark.process
-def test_a_failed_run_is_named_and_the_others_run(tmp_path):
-    console = run_plan(tmp_path, epochs=0, code=2)
-    assert "2 run(s) failed" in console
-    assert "one/long-seed3 (exit code 2), one/long-seed4 (exit code 2)" in console
-    assert "--epoch" in console
-    assert run_plan(tmp_path, "--list").count("done") == 2
+# -------------------------------------------------------------------- logs
+
+
+def write_log(folder: Path, text: str, **config: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"flags": {"epochs": 1}} | config))
+    (folder / "metrics.jsonl").write_text(text)
+    return folder
 
 
 def test_logs_of_runs_on_another_data_set_are_deleted(tmp_path, monkeypatch):
     run = experiments.PlannedRun(tmp_path / "one" / "a-seed0", 0, "python a.py", rows=5000)
 
     def finish_at_once(*_: object, **__: object) -> SimpleNamespace:
-        run.folder.mkdir(parents=True)
-        (run.folder / "config.json").write_text('{"flags": {"epochs": 1}}')
-        (run.folder / "metrics.jsonl").write_text('{"epoch": 1, "samples": 1437}\n')
+        write_log(run.folder, '{"epoch": 1, "samples": 1437}\n')
         return SimpleNamespace(wait=lambda seconds: 0)
 
     monkeypatch.setattr(experiments.subprocess, "Popen", finish_at_once)
@@ -379,76 +305,28 @@ def test_logs_of_runs_on_another_data_set_are_deleted(tmp_path, monkeypatch):
     assert not run.folder.exists()
 
 
-def test_unfinished_runs_are_left_out(tmp_path):
-    rows = [json.dumps({"epoch": epoch, "test_accuracy": 0.5}) + "\n" for epoch in (1, 2)]
-    for seed, text in enumerate(("".join(rows), rows[0], rows[0] + rows[1][:9], "")):
-        folder = tmp_path / "one" / f"long-seed{seed}"
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text('{"flags": {"epochs": 2}}')
-        (folder / "metrics.jsonl").write_text(text)
-    assert run_logs.read_groups(tmp_path) == {"one": {"long": [[json.loads(row) for row in rows]]}}
-
-
 def test_a_packed_run_reads_as_its_folder_did(tmp_path):
     """Without the places of a machine; a run that is packed again is replaced."""
-    group, rows = tmp_path / "one", []
+    group, row = tmp_path / "one", '{{"epoch": 1,  "seconds": {}}}\n'
     for name, seconds in (("a-seed0", 1.5), ("b-seed1", 2.0), ("a-seed0", 3.0)):
-        folder = group / name
-        folder.mkdir(parents=True)
         config = {
             "flags": {"epochs": 1, "data_dir": "/home/me/data", "out": "../../runs/a"},
             "command": ["resnet50_test.py", "--data_dir=/home/me/data", "--lr", "0.1"],
             "launchers": ["a-boot"],
         }
-        (folder / "config.json").write_text(json.dumps(config))
-        rows = [f'{{"epoch": 1,  "seconds": {seconds}}}']
-        (folder / "metrics.jsonl").write_text(rows[0] + "\n")
-        pack_logs.pack(folder)
+        pack_logs.pack(write_log(group / name, row.format(seconds), **config))
     assert not group.exists()
     assert [folder.name for folder in run_logs.run_folders(group)] == ["a-seed0", "b-seed1"]
-    assert run_logs.row_lines(group / "a-seed0") == rows
+    assert run_logs.row_lines(group / "a-seed0") == ['{"epoch": 1,  "seconds": 3.0}']
     assert run_logs.read_config(group / "a-seed0") == {
         "run": "a-seed0",
         "flags": {"epochs": 1, "data_dir": "data", "out": "a"},
         "command": ["resnet50_test.py", "--data_dir=data", "--lr", "0.1"],
     }
-    assert run_logs.read_groups(tmp_path)["one"]["b"] == [[{"epoch": 1, "seconds": 2.0}]]
+    for seed, text in enumerate(('{"epoch": 2}\n', '{"epoch": 1}\n{"epo', "")):  # unfinished
+        write_log(tmp_path / "two" / f"c-seed{seed}", text, flags={"epochs": 3})
+    groups = run_logs.read_groups(tmp_path)
+    assert groups["one"]["b"] == [[{"epoch": 1, "seconds": 2.0}]]
+    assert not groups.get("two")
     with pytest.raises(InputError, match="no folder of a finished run"):
         pack_logs.pack(group / "a-seed0")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_experiments_need_a_gpu_and_a_group_is_one_of_the_plan(tmp_path):
-    with pytest.raises(InputError, match="gpu: this machine has none"):
-        experiments.main(plan_in(tmp_path, device="gpu"))
-    with pytest.raises(InputError, match="there are one"):
-        experiments.main([*plan_in(tmp_path), "--only", "two"])
-
-
-@pytest.mark.process
-def test_sigterm_stops_the_runner_and_its_run(tmp_path):
-    command = ranks.script("figures/experiments.py", *plan_in(tmp_path, epochs=4000))
-    process = ranks.start(command, tmp_path)
-    folder = tmp_path / "logs" / "one" / "long-seed3"
-    ranks.wait_for(lambda: (folder / "metrics.jsonl").exists() and ranks.metrics(folder), process)
-    process.send_signal(signal.SIGTERM)
-    ranks.finish(process, tmp_path, expected=130)
-    assert (folder / "last.pt").exists()
-
-
-def test_the_critical_batch_is_the_one_that_the_samples_were_made_with():
-    batches = [32, 128, 512, 2048]
-    samples = [5e4 * (1 + size / 700) for size in batches]
-    least, critical = pictures.fit_critical_batch(np.array(batches), np.array(samples))
-    assert (least, critical) == (pytest.approx(5e4, rel=0.01), pytest.approx(700, rel=0.01))
-
-
-def test_samples_to_an_accuracy_are_read_by_batch_size_and_optimizer():
-    rows = [
-        {"epoch": 1, "samples": 1000, "test_accuracy": 0.35, "noise_scale": 50.0},
-        {"epoch": 2, "samples": 2000, "test_accuracy": 0.55, "noise_scale": 80.0},
-    ]
-    runs = {"sgd-bs32": [rows, rows[:1]], "sgd-bs512": [rows, rows], "ngd-bs32": [rows[:1]]}
-    expected = {512: (pytest.approx([1500] * 2), [80.0] * 2)}
-    assert pictures.reached_by_batch(runs, "sgd", 45) == expected
-    assert pictures.reached_by_batch(runs, "ngd", 45) == {}

@@ -44,18 +44,17 @@ def fake_python(tmp_path: Path) -> Path:
 def run_part(folder: Path, *arguments: str, code: int = 0, **environment: str) -> str:
     """The lines that a part prints; its results are in folder/out."""
     shutil.rmtree(folder / "out", ignore_errors=True)
+    variables = {
+        "MINIATURE": "1",
+        "COMMIT": "abcdef0",
+        "OUT": str(folder / "out"),
+        "WORK": str(folder / "work"),
+        "PYTHON": str(folder / "python"),
+        "PYTHONPATH": str(folder / "packages"),
+    }
     done = subprocess.run(
         ["bash", str(SCRIPT), *arguments],
-        env={
-            **os.environ,
-            "MINIATURE": "1",
-            "COMMIT": "abcdef0",
-            "OUT": str(folder / "out"),
-            "WORK": str(folder / "work"),
-            "PYTHON": sys.executable,
-            "PYTHONPATH": str(folder / "packages"),
-            **environment,
-        },
+        env={**os.environ, **variables, **environment},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -74,7 +73,7 @@ def packed(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
     source.mkdir(parents=True)
     for name, content in files.items():
         (source / name).write_bytes(content)
-    run_part(folder, "pack", "pieces", DATA_DIR=str(folder / "data"))
+    run_part(folder, "pack", "pieces", DATA_DIR=str(folder / "data"), PYTHON=sys.executable)
     return folder / "pieces", files
 
 
@@ -93,9 +92,7 @@ def test_data_that_comes_in_pieces_is_the_data(packed, tmp_path, fake_python):
     only = {"A": "ceilings|sgd", "B": "compile-256", "C": ".*"}
     for number, part in enumerate(only, 1):
         piece = tmp_path / "pieces" / str(number)
-        printed = run_part(
-            tmp_path, part, f"pieces/{number}", ONLY=only[part], PYTHON=str(fake_python)
-        )
+        printed = run_part(tmp_path, part, f"pieces/{number}", ONLY=only[part])
         assert f"== part {part} of abcdef0" in printed
         assert all(line.startswith("ok ") for line in summary(printed))
         assert f"{part}/summary.txt" in archived(tmp_path, part)
@@ -115,61 +112,39 @@ def test_data_that_comes_in_pieces_is_the_data(packed, tmp_path, fake_python):
 def test_a_damaged_or_missing_piece_is_named(packed, tmp_path, fake_python):
     shutil.copytree(packed[0], tmp_path / "pieces")
     (tmp_path / "pieces" / "2" / "cifar10.tar.xz.1").write_bytes(b"damaged")
-    for number, part in ((2, "B"), (3, "C")):
-        code = int(part == "C")
-        only = {"B": "compile-256", "C": "join|profile"}[part]
-        printed = run_part(
-            tmp_path, part, f"pieces/{number}", code=code, ONLY=only, PYTHON=str(fake_python)
-        )
+    run_part(tmp_path, "B", "pieces/2", ONLY="compile-256")
+    printed = run_part(tmp_path, "C", "pieces/3", ONLY="join|profile", code=1)
     assert "cifar10.tar.xz.0: No such file" in printed
     assert "cifar10.tar.xz.1: FAILED" in printed
     assert [line.split()[0] for line in summary(printed)] == ["failed", "ok"]
     assert not (tmp_path / "work" / "data" / DATA_SET).exists()
 
 
-def test_a_step_that_fails_is_reported_and_the_others_go_on(tmp_path, fake_python):
-    printed = run_part(
-        tmp_path, "B", code=1, ONLY="compile-256|eager-256|ngd-256", PYTHON=str(fake_python)
-    )
+def test_a_step_that_fails_or_takes_too_long_is_reported(tmp_path, fake_python):
+    """The others go on, as long as there is time."""
+    printed = run_part(tmp_path, "B", ONLY="compile-256|eager-256|ngd-256", code=1)
     lines = summary(printed)
     assert [line.split()[0] for line in lines] == ["failed", "ok", "ok"]
     assert re.match(r"failed 7 +\d+ s  01-eager-256 +the GPU is on fire", lines[0])
     assert "    | first\n    | the GPU is on fire" in printed, "the end of what it wrote"
     assert {"B/01-eager-256.log", "B/summary.txt"} <= archived(tmp_path, "B")
-    assert (tmp_path / "out" / "B.txt").read_text() in printed
-
-
-def test_no_step_goes_beyond_the_time_of_its_part(tmp_path, fake_python):
-    lines = summary(
-        run_part(
-            tmp_path,
-            "B",
-            code=1,
-            ONLY="plain-256|ngd-256",
-            LIMIT="6",
-            PYTHON=str(fake_python),
-        )
-    )
+    lines = summary(run_part(tmp_path, "B", ONLY="plain-256|ngd-256", code=1, LIMIT="6"))
     assert [line.split()[0] for line in lines] == ["timeout", "skipped"]
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("part", "only", "steps"),
-    [
+def test_the_parts_run(tmp_path):
+    for part, only, steps in (
         ("A", "ceilings|ngd|ddp|text|tests", 5),
         ("B", "plain-256|cudagraph-256|kaldi-ngd-256", 3),
         ("C", "ngd-seed0", 2),
-    ],
-)
-def test_the_parts_run(part, only, steps, tmp_path):
-    lines = summary(run_part(tmp_path, part, ONLY=only))
-    assert len(lines) == steps
-    assert all(line.startswith("ok ") for line in lines)
-    names = archived(tmp_path, part)
-    assert not [name for name in names if name.endswith(".pt")]
-    assert {name.split("/")[0] for name in names} <= {part, "runs"}
-    if part == "B":
-        assert {f"B/{step}.json" for step in only.split("|")} <= names
-    if part == "C":  # in full, and held out
-        assert sum(name.endswith("metrics.jsonl") for name in names) == 2
+    ):
+        lines = summary(run_part(tmp_path, part, ONLY=only, PYTHON=sys.executable))
+        assert len(lines) == steps
+        assert all(line.startswith("ok ") for line in lines)
+        names = archived(tmp_path, part)
+        assert not [name for name in names if name.endswith(".pt")]
+        if part == "B":
+            assert {f"B/{step}.json" for step in only.split("|")} <= names
+        if part == "C":  # in full, and held out
+            assert sum(name.endswith("metrics.jsonl") for name in names) == 2

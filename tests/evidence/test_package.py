@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -13,16 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from conftest import each_of
 from package import assemble
 from ranks import ROOT
 
-OPTIMIZERS = ("NGD", "SLAMB", "LAMB", "LARS")
-CHECKS = [  # the functions of foreign_loop.py
-    node.name
-    for node in ast.parse((ROOT / "tests" / "foreign_loop.py").read_text()).body
-    if isinstance(node, ast.FunctionDef) and node.name != "main"
-]
 BUILD_TOOLS_MISSING = "Could not find a version that satisfies the requirement setuptools"
 
 
@@ -55,41 +47,23 @@ def run_elsewhere(site: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_nothing_but_the_package_lands_at_the_top_level(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
+def test_the_wheel_holds_one_package_that_needs_torch_alone(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    names = archive.namelist()
     tops = {name.partition("/")[0] for name in names}
     assert "faster_training/py.typed" in names
     assert {re.sub(r"-[\d.]+\.dist-info$", "", top) for top in tops} == {"faster_training"}
-
-
-def test_metadata_names_the_extras_and_only_torch_is_required(wheel: Path) -> None:
-    archive = zipfile.ZipFile(wheel)
-    [name] = [name for name in archive.namelist() if name.endswith("METADATA")]
-    text = archive.read(name).decode()
-    required = re.findall(r"^Requires-Dist: (.*)$", text, re.MULTILINE)
+    [metadata] = [archive.read(name).decode() for name in names if name.endswith("METADATA")]
+    required = re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)
     assert [line for line in required if "extra ==" not in line] == ["torch>=2.9"]
-    extras = re.findall(r"^Provides-Extra: (.*)$", text, re.MULTILINE)
-    assert sorted(extras) == ["onnx", "safetensors", "tensorboard", "track", "tune"]
 
 
 def test_importing_it_imports_neither_the_loop_nor_large_libraries(site: Path) -> None:
-    names = "NGD, SLAMB, LAMB, LARS, MetaMixup, mixup, DynamicBatchSampler"
-    modules = run_elsewhere(
-        site,
-        "-c",
-        f"import sys; from faster_training import {names}; print(*sys.modules, sep='\\n')",
-    ).split()
+    code = "import sys, faster_training as f; [getattr(f, name) for name in f.__all__]"
+    modules = run_elsewhere(site, "-c", f"{code}; print(*sys.modules, sep='\\n')").split()
     for unwanted in ("matplotlib", "optuna", "sklearn", "torchvision", "yaml", "optimizers", "ngd"):
         assert unwanted not in modules
     assert "faster_training.training.trainer" not in modules
-
-
-def test_every_name_of_the_api_is_there_and_has_a_docstring(site: Path) -> None:
-    run_elsewhere(
-        site,
-        "-c",
-        "import faster_training as f; assert all(getattr(f, n).__doc__ for n in f.__all__)",
-    )
 
 
 def test_modules_of_the_package_import_only_each_other(tmp_path: Path) -> None:
@@ -100,17 +74,11 @@ def test_modules_of_the_package_import_only_each_other(tmp_path: Path) -> None:
         assert not imported & tops, path
 
 
-@pytest.fixture(scope="session")
-def foreign_loop(site: Path) -> dict[str, str]:
-    """What came of each check of foreign_loop.py: '' or what went wrong."""
-    return json.loads(run_elsewhere(site, str(ROOT / "tests" / "foreign_loop.py")))
-
-
 @pytest.mark.process
-@each_of("check", CHECKS)
-@each_of("optimizer", OPTIMIZERS)
-def test_loops_of_other_projects(optimizer: str, check: str, foreign_loop: dict[str, str]) -> None:
-    assert foreign_loop[f"{optimizer} {check}"] == ""
+def test_loops_of_other_projects(site: Path) -> None:
+    found = json.loads(run_elsewhere(site, str(ROOT / "tests" / "foreign_loop.py")))
+    assert len(found) > 20
+    assert not {check: problem for check, problem in found.items() if problem}
 
 
 # -------------------------------------------------------------------- examples
@@ -123,13 +91,6 @@ EXAMPLES = {  # what each needs, and how its last line of numbers begins
     "with_lightning": ("lightning", "training loss"),
     "slamb_torchrun": ("torch", "step 60: loss"),
 }
-
-
-def test_every_example_is_tested_and_listed() -> None:
-    page = (ROOT / "examples" / "README.md").read_text()
-    names = {path.stem for path in (ROOT / "examples").glob("*.py")}
-    assert names == {*EXAMPLES, "serve_onnx"}  # test_training.py has that one
-    assert all(f"({name}.py)" in page for name in names)
 
 
 @pytest.mark.process

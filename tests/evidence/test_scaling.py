@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.scaling import Network, median_step, step_seconds
+from benchmarks.scaling import Network, step_seconds
 
 LINE = Network(latency=0.001, seconds_per_byte=1e-6)
 
@@ -30,12 +30,3 @@ def test_the_backward_pass_hides_what_is_sent_during_it() -> None:
     )  # the first is hidden
     late = [(0.088, 1000, True), (0.09, 1000, True)]  # the second waits for the first
     assert step_seconds(0.1, late, LINE, 2) == pytest.approx(0.1 + 0.088 + 2 * cost - 0.09)
-
-
-def test_the_median_step_has_the_median_start_of_each_send() -> None:
-    steps = [
-        [(0.1, 8, True), (0.3, 4, False)],
-        [(0.2, 8, True), (0.9, 4, False)],
-        [(0.15, 8, True), (0.5, 4, False)],
-    ]
-    assert median_step(steps) == [(0.15, 8, True), (0.5, 4, False)]

@@ -15,12 +15,12 @@ import ranks
 import resnet50_test
 from backends.precision import Precision
 from benchmarks.trainers import open_script
-from cli import factory, options
-from conftest import each_of
+from conftest import each_of, for_each
 from distributed.world import World
-from dynamic_batch import ByLoss, ByNoise, Scheduled, WorkerBalancer, at_milestones, every_epoch
-from input_pipeline.sampler import Sampler, rank_share, row_owners
-from trainers import FP32, NoData, build_optimizer, make_trainer
+from dynamic_batch import ByLoss, ByNoise, Scheduled, WorkerBalancer, at_milestones
+from input_pipeline.sampler import row_owners
+from test_training import run
+from trainers import FP32, build_optimizer, make_trainer
 from training.batch_sampler import DynamicBatchSampler
 from training.micro_batches import MicroBatches
 from training.progress import Progress
@@ -80,19 +80,6 @@ def test_every_row_comes_once_over_all_ranks_whatever_the_shares(
     assert torch.equal(torch.cat(seen).sort().values, torch.arange(rows))
 
 
-def test_full_batches_of_equal_shares_are_cut_alike_for_every_number_of_ranks() -> None:
-    whole = Sampler(1003, 3).epoch(1, [60] * 16)
-    for rank in range(2):
-        batching = make(rank, 2)
-        batching.start_epoch(1)
-        *full, last = batching.plan(1, 0)
-        assert [(part.samples, part.weight) for part in full] == [(60, 1.0)] * 16
-        for part, batch in zip(full, whole, strict=True):
-            assert torch.equal(part.rows, rank_share(batch, rank, world_size=2))
-        assert last.samples == 43
-        assert last.weight == pytest.approx((44, 42)[rank] / 43)
-
-
 def test_micro_batches_of_a_small_batch_keep_two_rows_where_memory_allows() -> None:
     micro_batches = MicroBatches(accumulation_steps=4)
     assert [micro_batches.number(rows) for rows in (1, 2, 3, 4, 6, 8, 9)] == [1, 1, 1, 2, 3, 4, 4]
@@ -121,9 +108,8 @@ def trainer_of(model: nn.Module, world: World, **options) -> Trainer:
 
 
 def noise_sums(trainer: Trainer) -> list[float]:
-    sums = trainer.sums
-    squares = sums.small_square, sums.inverse_small, sums.big_square, sums.inverse_big
-    return [each.item() for each in squares]
+    names = "small_square inverse_small big_square inverse_big".split()
+    return [getattr(trainer.sums, name).item() for name in names]
 
 
 def unequal_shares_have_the_gradient_of_the_whole_batch(world: World) -> None:
@@ -207,11 +193,9 @@ def a_slow_rank_is_seen_to_be_slow(world: World) -> None:
     trainer.train_step(*batch(8))
     trainer.compute_timer.take_seconds()
     trainer.compute_timer.start()
-    started = time.perf_counter()
     for _ in range(5):
         trainer.train_step(*batch(8))
-    taken, computed = time.perf_counter() - started, trainer.compute_timer.take_seconds()
-    assert taken >= 0.3
+    computed = trainer.compute_timer.take_seconds()
     assert (computed >= 0.29) if world.rank else (0.05 <= computed < 0.2)
 
 
@@ -229,18 +213,6 @@ def test_a_data_loader_takes_every_row_once_and_batches_grow_between_epochs() ->
         assert torch.equal(torch.cat(batches).sort().values, torch.arange(1000))
         assert all(sampler.loss_weight(step) == 1 for step in range(steps))
         sampler.end_epoch(1.0, 1.0)
-
-
-def test_the_mean_of_weighted_losses_is_that_of_the_whole_batch() -> None:
-    losses = torch.rand(1003)
-    samplers = [make(rank, 2, balancer=WorkerBalancer()) for rank in range(2)]
-    for sampler in samplers:
-        sampler.balancer.observe([50, 50], [1.0, 4.0])
-    for step, (first, second) in enumerate(zip(*map(list, samplers))):
-        own = losses[first].mean(), losses[second].mean()
-        weighted = [sampler.loss_weight(step) * loss for sampler, loss in zip(samplers, own)]
-        assert len(first) > 2 * len(second)
-        torch.testing.assert_close(sum(weighted) / 2, losses[first + second].mean())
 
 
 def test_a_loop_goes_on_in_the_middle_of_an_epoch() -> None:
@@ -274,8 +246,10 @@ def ranks_of_torch_share_the_rows(world: World) -> None:
     rule = ByLoss("score")
     sampler = DynamicBatchSampler(1001, 64, rule=rule, balancer=WorkerBalancer())
     mine = torch.zeros(1001, dtype=torch.long)
-    for rows in sampler:
+    for step, rows in enumerate(sampler):
         mine[rows] += 1
+        together = world.sum(torch.tensor(len(rows))).item()
+        assert sampler.loss_weight(step) == pytest.approx(len(rows) * world.size / together)
     assert torch.equal(world.sum(mine), torch.ones_like(mine))
     sampler.end_epoch(1.0, 1.0 + world.rank, compute_seconds=1.0 + 2 * world.rank)
     assert rule.seconds == [2.0]
@@ -304,9 +278,8 @@ def test_two_ranks() -> None:
 
 def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
     def new(size: int = 2, base: int = 60, rule: object = None) -> DynamicBatchSampler:
-        rule = rule or ByNoise(2.0)
-        limits = {"low": 60, "high": 960}
-        return make(0, size, base=base, rule=rule, balancer=WorkerBalancer(), **limits)
+        more = {"rule": rule or ByNoise(2.0), "balancer": WorkerBalancer()}
+        return make(0, size, base=base, low=60, high=960, **more)
 
     def resumed(sampler: DynamicBatchSampler) -> DynamicBatchSampler:
         sampler.load_state_dict(first.state_dict())
@@ -319,10 +292,9 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
     noise |= {"big_square": 3 + 500 / 60, "inverse_big": 1 / 60}
     epoch = {"loss": 1.0, "seconds": 1.0, "compute_seconds": 1.0, "noise": noise}
     row = first.end_epoch(**epoch)
-    speed = (16 * 30 + 21) / 3  # of 1003 rows rank 0 takes 502 and rank 1 takes 501
     assert row["shares"] == [30, 30]
     assert row["noise_scale"] == pytest.approx(500 / 3)
-    assert row["worker_samples_per_second"] == pytest.approx([502, speed])
+    assert row["worker_samples_per_second"] == pytest.approx([502, 501 / 3])  # of 1,003 rows
     assert (first.size, first.shares) == (120, [90, 30])
     second = resumed(new())
     for batching in (first, second):
@@ -331,12 +303,11 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
     assert rows_of(first, 1, 3) == rows_of(second, 1, 3)
     assert first.end_epoch(**epoch) == second.end_epoch(**epoch)
     assert (first.size, first.shares) == (second.size, second.shares)
-    half = first.size // 2
     plain, other = resumed(make(0, 2)), resumed(new(rule=ByLoss()))
     assert (plain.size, plain.shares) == (60, [30, 30]), "the rule is taken away"
     assert (other.size, other.shares) == (first.size, first.shares), "another rule"
     fewer, more = resumed(new(size=1, base=30)), resumed(new(size=3, base=90))
-    assert fewer.shares == [half], "a rank has stopped: its batch goes, the rest grows as before"
+    assert fewer.shares == [first.size // 2], "the batch of a rank that has stopped goes"
     assert more.shares == [more.size // 3] * 3
 
 
@@ -356,111 +327,26 @@ def test_the_limit_of_memory_holds_while_it_can() -> None:
     assert batching.share_out(100) == [20, 80]
 
 
-@each_of("growth", [1.07, 1.4])
-def test_a_compiled_model_is_not_compiled_anew_for_every_size(growth: float) -> None:
-    torch._dynamo.reset()
-    compiled = []
+def test_the_flags_choose_the_sizes_and_rates(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = "--dataset digits --arch resnet8 --subset 0.4 --bs 64 --lr 0.1 --epochs 3 --threads 1"
+    grow = "increase --batch_growth 2 --max_bs 128 --dynamic_lr linear"
+    shrink = "decrease --batch_milestones 1 2 --batch_factor 4 --dynamic_lr sqrt --min_bs 8"
+    replace = "increase --replace_decay --max_bs 256 --lr_schedule step --step_size 1 --gamma 0.5"
 
-    def backend(graph, example):
-        compiled.append(graph)
-        return graph.forward
+    def check(words: str, sizes: list[int], rates: list[float]) -> None:
+        out = words.split()[-1]
+        flags = f"{common} --warmup 0 --lr_schedule constant --dynamic_batch {words} --out {out}"
+        run(resnet50_test, *flags.split(), monkeypatch=monkeypatch)
+        rows = ranks.metrics(here / out)
+        assert [row["batch_size"] for row in rows] == sizes
+        assert [row["lr"] for row in rows] == pytest.approx(rates)
 
-    model = image_model()
-    trainer = trainer_of(model, World(), micro_batch_size=60)
-    model.compile(backend=backend)
-    batching = make(0, 1, rule=Scheduled(60, every_epoch(growth)), low=60, high=480)
-    sizes = set()
-    for epoch in range(30):
-        batching.start_epoch(epoch)
-        for part in batching.plan(epoch, 0)[:2]:
-            trainer.train_step(*batch(len(part.rows)))
-        sizes.add(batching.size)
-        batching.end_epoch(1.0, 1.0)
-    assert len(sizes) >= 5
-    assert len(compiled) <= 3
-    torch._dynamo.reset()
-
-
-class Rows(NoData):
-    """A data set of 8,000 rows, which nothing is read from."""
-
-    def __len__(self) -> int:
-        return 8000
-
-
-def batching_of(words: str, world: World) -> tuple[DynamicBatchSampler, Trainer]:
-    """What the flags build."""
-    words = f"--bs 32 {words}"
-    args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split())
-    run, data = factory.Run("x", world, FP32), factory.Data(Rows(), {}, {})
-    batching = factory.create_batch_sampler(args, run, data, resnet50_test.BATCH_RULES)
-    config = factory.create_trainer_config(args, run, batching, long_run_hint="")
-    return batching, trainer_of(image_model(), world, **vars(config))
-
-
-GROWTH = "increase --epochs 4 --batch_growth 4 --max_bs 512 --dynamic_lr linear"
-DECREASE = "decrease --batch_milestones 1 2 --batch_factor 4 --min_bs 8 --dynamic_lr sqrt"
-REPLACEMENT = "increase --replace_decay --lr_schedule step --step_size 1"
-
-
-@each_of(
-    ("words", "limits", "power", "sizes"),
-    [
-        ("increase --epochs 8", (64, 1000), 0.0, [64, 64, 64, 64, 128, 128, 256, 256]),
-        (GROWTH, (64, 512), 1.0, [64, 256, 512, 512]),
-        (DECREASE, (8, 64), 0.5, [64, 16, 8, 8]),
-        (REPLACEMENT, (64, 1000), 1.0, [64, 768, 768, 768]),
-    ],
-)
-def test_the_flags_build_the_schedule(
-    words: str, limits: tuple[int, int], power: float, sizes: list[int]
-) -> None:
-    batching, _ = batching_of(f"--dynamic_batch {words}", Alike(0, 2))
-    assert (batching.low, batching.high) == limits
-    for epoch, size in enumerate(sizes):
-        batching.start_epoch(epoch)
-        assert batching.size == size
-        assert batching.lr_factor == pytest.approx((size / 64) ** power)
-
-
-def test_the_flags_build_the_rules_and_the_balance() -> None:
-    words = "loss --loss_rule score --loss_window 7 --loss_threshold 3 --batch_factor 3"
-    rule = batching_of(f"--dynamic_batch {words}", World())[0].rule
-    assert (rule.kind, rule.window, rule.threshold, rule.factor) == ("score", 7, 3.0, 3.0)
-    assert isinstance(batching_of("--dynamic_batch noise", World())[0].rule, ByNoise)
-    assert batching_of("--balance_workers", World())[0].balancer is None  # alone
-    assert batching_of("--balance_workers", World(0, 2))[0].changes
-    assert not batching_of("", World(0, 2))[0].changes
-
-
-@each_of(
-    ("words", "size", "micro_batch", "accumulate"),
-    [
-        ("", 2, None, 1),
-        ("--accumulate 4", 2, None, 4),
-        ("--dynamic_batch increase --accumulate 4", 2, 32, 1),
-        ("--dynamic_batch increase --micro_bs 50", 2, 50, 1),
-        ("--balance_workers", 2, 64, 1),
-        ("--noise_scale", 1, None, 2),
-    ],
-)
-def test_the_flags_say_how_many_samples_are_taken_at_once(
-    words: str, size: int, micro_batch: int | None, accumulate: int
-) -> None:
-    _, trainer = batching_of(words, World(0, size))
-    parts = trainer.micro_batches
-    assert (parts.limit, parts.accumulation_steps) == (micro_batch, accumulate)
-    assert (trainer.compute_timer is not None) == ("balance" in words)
-    assert (trainer.noise_meter is not None) == ("noise" in words)
-
-
-def test_a_batch_beyond_the_noise_is_told_once() -> None:
-    batching = make(0, 1)
-    assert batching.advice(10**6) == ""
-    batching.noise_scale = 100.0
-    assert batching.advice(200) == ""
-    assert "noise scale of 100" in batching.advice(201)
-    assert batching.advice(10**6) == ""
+    cases = [
+        (grow, [64, 128, 128], [0.1, 0.2, 0.2]),
+        (shrink, [64, 16, 8], [0.1, 0.05, 0.1 / 8**0.5]),
+        (replace, [64, 128, 256], [0.1, 0.1, 0.1]),
+    ]
+    for_each(cases, check)
 
 
 def test_an_epoch_goes_on_at_the_same_place_in_batches_of_another_size() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
-import pickle
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 
 import ranks
 from distributed.world import World
-from optimizer_cases import assert_same, copied
+from optimizer_cases import assert_same, parameters_of, snapshot
 from optimizers.demo import DeMo, cosine_transform, largest_divisor
 
 SHAPES = [(12, 4, 3, 3), (10, 26), (7,), (32, 32), (5, 1)]
@@ -33,12 +31,12 @@ def parameters(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 def set_gradients(parameters: list[Tensor], step: int, rank: int) -> None:
     for p, g in zip(parameters, gradient(step, rank)):
-        p.grad = g.to(p.dtype) if p.requires_grad else None
+        p.grad = g.to(p.dtype)
 
 
 def train(ours: DeMo, steps: range, rank: int = 0) -> DeMo:
     for step in steps:
-        set_gradients([p for group in ours.param_groups for p in group["params"]], step, rank)
+        set_gradients(parameters_of(ours), step, rank)
         ours.step()
     return ours
 
@@ -141,7 +139,7 @@ def a_gradient_that_is_missing_is_zero_and_where_all_are_the_weight_stays(world:
             unused = range(step % 2, len(mine), 2) if step else ()
             for number in unused:
                 mine[number].grad = None
-            before = [(p.detach().clone(), copy.deepcopy(ours.state[p])) for p in mine]
+            before = snapshot(ours)
             ours.step()
             for number, (p, (weights, state)) in enumerate(zip(mine, before)):
                 assert torch.equal(p, weights) == (number in unused), (step, number)
@@ -186,27 +184,6 @@ def test_one_process_sends_nothing_and_divides_gradients_by_their_scale() -> Non
         amp.step()
     assert plain.take_bytes() == 0
     assert_same(mine, scaled)
-
-
-def test_a_copy_and_a_loaded_state_go_on_alike() -> None:
-    mine = parameters(torch.float32)
-    ours = train(DeMo(mine, 0.01, topk=3, chunk=8), range(1))
-    loaded = DeMo(copied(mine), topk=1, chunk=8)
-    loaded.load_state_dict(copy.deepcopy(ours.state_dict()))
-    others = [loaded, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
-    train(ours, range(1, 2))
-    for other in others:
-        assert_same(mine, train(other, range(1, 2)).param_groups[0]["params"])
-
-
-def test_a_weight_that_is_frozen_at_first_is_trained_later() -> None:
-    mine = parameters()
-    mine[0].requires_grad_(False)
-    before, ours = mine[0].clone(), train(DeMo(mine), range(1))
-    assert torch.equal(mine[0], before)
-    mine[0].requires_grad_(True)
-    train(ours, range(1))
-    assert not torch.equal(mine[0], before)
 
 
 def test_bad_settings_are_refused() -> None:

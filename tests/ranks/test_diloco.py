@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import ranks
-from conftest import each_of
 from distributed.diloco import DiLoCo, split_evenly
 from distributed.world import World
 
@@ -95,25 +92,13 @@ def an_average_in_between_leaves_the_mean_change_of_given_steps(world: World) ->
 
 def what_no_rank_changes_stays_as_it_is(world: World) -> None:
     """As a weight without a gradient, which no optimizer changes."""
-    for dtype in (torch.float64, torch.bfloat16):
-        mine = [p.to(dtype) for p in parameters()]
-        hook, before = started(world, mine, 2), mine[0].clone()
-        for step in range(1, 7):
-            for p, added in zip(mine[1:], change(step, world.rank)[1:]):
-                p += added.to(dtype)
-            hook.after_step(mine)
-        assert torch.equal(mine[0], before)
-
-
-def it_goes_on_from_its_state(world: World) -> None:
-    mine = parameters()
-    hook = started(world, mine, 4)
-    train(world, hook, mine, range(1, 7))
-    theirs, other = copy.deepcopy(mine), started(world, parameters(), 4)
-    other.load_state_dict(copy.deepcopy(hook.state_dict(mine)), theirs)
-    for each, own in ((hook, mine), (other, theirs)):
-        train(world, each, own, range(7, 14))
-    assert all(torch.equal(p, q) for p, q in zip(mine, theirs))
+    mine = [p.bfloat16() for p in parameters()]
+    hook, before = started(world, mine, 2), mine[0].clone()
+    for step in range(1, 7):
+        for p, added in zip(mine[1:], change(step, world.rank)[1:]):
+            p += added.bfloat16()
+        hook.after_step(mine)
+    assert torch.equal(mine[0], before)
 
 
 def all_of_it(world: World) -> None:
@@ -121,25 +106,19 @@ def all_of_it(world: World) -> None:
     its_bytes_are_counted(world)
     an_average_in_between_leaves_the_mean_change_of_given_steps(world)
     what_no_rank_changes_stays_as_it_is(world)
-    it_goes_on_from_its_state(world)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.process)])
-def test_what_ranks_do_together(size: int) -> None:
-    ranks.run_ranks(all_of_it, size)
-
-
-def test_one_process_takes_outer_steps_as_well() -> None:
-    world = World()
+def test_what_ranks_do_together() -> None:
+    ranks.run_ranks(all_of_it, 2)
+    world = World()  # one process takes outer steps as well
     follows_the_oracle(world)
     assert world.bytes_sent == 0
 
 
-@each_of("parts", [1, 2, 3, 5, 9])
-def test_fragments_keep_the_order_and_are_about_equal(parts: int) -> None:
+def test_fragments_keep_the_order_and_are_about_equal() -> None:
     tensors = [torch.zeros(size) for size in (10, 90, 40, 60, 100)]
-    split = split_evenly(tensors, parts)
-    assert [id(tensor) for part in split for tensor in part] == [id(tensor) for tensor in tensors]
-    assert all(split)
-    sizes = [sum(tensor.numel() for tensor in part) for part in split]
-    assert max(sizes) <= 300 / min(parts, 5) + 100
+    for parts in (1, 2, 3, 5, 9):
+        split = split_evenly(tensors, parts)
+        assert [id(each) for part in split for each in part] == [id(each) for each in tensors]
+        sizes = [sum(tensor.numel() for tensor in part) for part in split]
+        assert 0 < min(sizes) <= max(sizes) <= 300 / min(parts, 5) + 100

@@ -14,9 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fake_cuda
 import ranks
-import resnet50_test
 from backends.precision import Precision
-from cli import options
 from cli.factory import create_comm_hook
 from conftest import each_of
 from distributed.averaging import RankAverager
@@ -35,9 +33,8 @@ from training.trainer import Trainer
 
 def network() -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 4)
-    )
+    layers = nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 4)
+    return nn.Sequential(*layers)
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -45,15 +42,11 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 40, generator=generator), torch.randint(4, (8,), generator=generator)
 
 
-def trainer_of(world: World, hook: AllReduceHook, *, static: bool = True) -> Trainer:
+def trainer_of(world: World, hook: AllReduceHook, *, micro_batches: int = 1) -> Trainer:
     model = network()
-    trainer = make_trainer(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.5),
-        world,
-        comm_hook=hook,
-        accumulation_steps=1 if static else 2,
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    options = {"comm_hook": hook, "accumulation_steps": micro_batches}
+    trainer = make_trainer(model, sgd, world, **options)
     trainer.wrap_model()
     return trainer
 
@@ -80,7 +73,8 @@ def assert_ranks_agree(world: World, trainer: Trainer) -> None:
 
 def the_wire_has_what_it_says(world: World) -> None:
     for name, tolerance in (("none", 1e-6), ("bf16", 0.02), ("fp16", 2e-3)):
-        trainer = trainer_of(world, AllReduceHook(world, name))
+        hook = AllReduceHook(world, name)
+        trainer = trainer_of(world, hook)
         before, world.bytes_sent = flat(trainer.parameters), 0
         expected = -0.5 * mean_gradient(trainer.model, 0, world.size)
         trainer.train_step(*batch(0, world.rank))
@@ -88,6 +82,9 @@ def the_wire_has_what_it_says(world: World) -> None:
         assert (moved - expected).norm() < tolerance * expected.norm(), name
         assert world.bytes_sent == len(before) * (4 if name == "none" else 2)
         assert_ranks_agree(world, trainer)
+        waited = torch.full((3,), float(world.rank))
+        hook._all_reduce_now(waited, WIRE_DTYPES.get(name, torch.float32))  # gloo on a GPU
+        assert waited.tolist() == [(world.size - 1) / 2] * 3
 
 
 def power_sgd_sends_little(world: World) -> None:
@@ -149,8 +146,8 @@ def few_bits_follow_the_equations(world: World) -> None:
 
 
 def a_lagged_step_takes_the_gradient_before(world: World) -> None:
-    for static in (True, False):
-        trainer = trainer_of(world, DelayedAllReduce(world), static=static)
+    for micro_batches in (1, 2):
+        trainer = trainer_of(world, DelayedAllReduce(world), micro_batches=micro_batches)
         expected, last = flat(trainer.parameters), 0.0
         for number in range(6):
             expected = expected - 0.5 * last
@@ -193,22 +190,15 @@ def training_goes_on_after_a_bad_step_which_all_skip(world: World) -> None:
         assert_ranks_agree(world, trainer)
 
 
-BODIES = (
-    the_wire_has_what_it_says,
-    power_sgd_sends_little,
-    few_bits_follow_the_equations,
-    a_lagged_step_takes_the_gradient_before,
-    local_steps_average_weights_now_and_then,
-    training_goes_on_after_a_bad_step_which_all_skip,
-)
-
-
 def all_of_it(world: World) -> None:
-    for body in BODIES:
-        body(world)
+    the_wire_has_what_it_says(world)
+    power_sgd_sends_little(world)
+    few_bits_follow_the_equations(world)
+    a_lagged_step_takes_the_gradient_before(world)
+    local_steps_average_weights_now_and_then(world)
+    training_goes_on_after_a_bad_step_which_all_skip(world)
 
 
-@pytest.mark.process
 def test_what_ranks_send_each_other() -> None:
     ranks.run_ranks(all_of_it, 2)
 
@@ -223,28 +213,6 @@ def after(hook: AllReduceHook, parameters: list[Tensor], values: Tensor) -> Tens
     )
     hook.run(None, bucket)
     return buffer
-
-
-@each_of(("name", "size"), [("none", 4), ("bf16", 2), ("fp16", 2)])
-def test_what_is_sent_is_a_share_of_the_mean_and_its_bytes_are_those_of_its_dtype(
-    name: str, size: int
-) -> None:
-    parameters = [torch.zeros(3, 4), torch.zeros(5)]
-    first, second = torch.arange(17.0), torch.ones(17)
-    with fake_cuda.fake_world(2) as world:  # whose sums are those of rank 0 alone
-        hook = AllReduceHook(world, name)
-        after(hook, parameters, first)
-        assert world.bytes_sent == 17 * size
-        waited = first.clone()
-        hook._all_reduce_now(waited, WIRE_DTYPES.get(name, torch.float32))  # gloo on a GPU
-        assert torch.equal(waited, first / 2)
-        world.bytes_sent = 0
-        lagged, resumed = DelayedAllReduce(world, name), DelayedAllReduce(world, name)
-        assert not after(lagged, parameters, first).any()
-        resumed.load_state_dict(lagged.state_dict(parameters), parameters)
-        assert torch.equal(after(lagged, parameters, second), first / 2)
-        assert torch.equal(after(resumed, parameters, second), first / 2)
-        assert world.bytes_sent == 3 * 17 * size
 
 
 def test_local_steps_go_on_from_a_state() -> None:
@@ -288,28 +256,9 @@ def test_a_mean_across_nodes_is_divided_by_the_number_of_nodes(
     assert torch.equal(averager.mean_across(torch.full((5,), 7.0)), torch.full((5,), 7.0))
 
 
-FP16_REFUSED = ("grad_compress int4", "grad_compress sign", "sync lag", "sync local", "sync diloco")
-
-
-@each_of("words", [f"--{words}" for words in FP16_REFUSED])
-def test_gradients_kept_for_later_are_refused_with_a_loss_scale(words: str) -> None:
-    args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split())
+def test_processes_that_train_apart_are_refused_where_auto_has_chosen_fp16() -> None:
     run = SimpleNamespace(precision=Precision("fp16", "cpu", torch.float16), world=World())
-    with pytest.raises(InputError, match=f"{words} is not supported with fp16"):
-        create_comm_hook(args, run)
-    run.precision = Precision("bf16", "cpu", torch.bfloat16)
-    create_comm_hook(args, run)
-
-
-@each_of(
-    "words",
-    [
-        "--sync lag --grad_compress sign",
-        "--optimizer slamb --grad_compress int4",
-        "--sync local --grad_compress bf16",
-        "--sync diloco --optimizer demo",
-    ],
-)
-def test_what_does_not_go_together_is_refused(words: str) -> None:
-    with pytest.raises(InputError, match="--(sync|grad_compress)"):
-        options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words.split())
+    for sync in ("local", "diloco"):
+        args = SimpleNamespace(sync=sync, grad_compress="none")
+        with pytest.raises(InputError, match=f"--sync {sync} is not supported with fp16: each"):
+            create_comm_hook(args, run)

@@ -35,10 +35,7 @@ WAYS = {  # name: number of ranks, command
     "local": (2, f"{IMAGES} --bs 16 --sync local --local_steps 3"),
     "diloco": (2, f"{IMAGES} --bs 16 --sync diloco --local_steps 3 --fragments 2"),
     "demo": (2, f"{IMAGES} --bs 16 --optimizer demo"),
-    "slamb": (
-        2,
-        f"{IMAGES} --bs 16 --optimizer slamb --lr 3e-3 --local_steps 3 --wire_dtype int8",
-    ),
+    "slamb": (2, f"{IMAGES} --bs 16 --optimizer slamb --lr 3e-3 --local_steps 3 --wire_dtype int8"),
     "fsdp": (2, f"{TEXTS} --parallel fsdp"),
     "copies": (2, f"{TEXTS} --parallel ddp"),
     "ddp-4": (4, f"{IMAGES} --bs 8"),  # a sum over four ranks depends on DDP's buckets

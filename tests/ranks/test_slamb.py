@@ -96,25 +96,16 @@ def test_round_robin_takes_the_given_share_and_every_unit_has_its_turn(shares: l
 
 
 def test_views_have_the_memory_format_of_their_tensors() -> None:
-    tensors = [
-        torch.randn(5, 4, 3, 3).to(memory_format=torch.channels_last),
-        torch.randn(70),
-        torch.randn(6, 4).T,
-        torch.tensor(2.0),
-    ]
+    images = torch.randn(5, 4, 3, 3).to(memory_format=torch.channels_last)
+    tensors = [images, torch.randn(70), torch.randn(6, 4).T, torch.tensor(2.0)]
     layout = FlatLayout(tensors, 16)
     buffer = layout.new_buffer()
     for view, tensor in zip(layout.views(buffer), tensors):
         view.copy_(tensor)
     assert same(layout.views(buffer), tensors)
     assert layout.views(buffer)[0].is_contiguous(memory_format=torch.channels_last)
-    elements = buffer.view(-1)[layout.element_indices()]
-    together = torch.cat([t.flatten() for t in tensors])
-    assert torch.equal(elements.sort().values, together.sort().values)
     sums = layout.sum_per_tensor(buffer.square().sum(1))
     torch.testing.assert_close(sums, torch.stack([t.square().sum() for t in tensors]))
-    rows = [n for n, count in enumerate(layout.counts) for _ in range(count)]
-    assert layout.tensor_of_row().tolist() == rows
 
 
 # ------------------------------------------------------------ in one process
@@ -123,8 +114,7 @@ def test_views_have_the_memory_format_of_their_tensors() -> None:
 @each_of("make", [SLAMB, AuthorsSLAMB])
 @each_of("selection", SELECTIONS)
 @each_of(
-    ("dtype", "tolerance"),
-    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)],
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 )
 def test_one_process_equals_lamb_and_sends_nothing(
     make: Any, selection: str, dtype: torch.dtype, tolerance: float
@@ -149,16 +139,13 @@ def test_one_process_equals_lamb_and_sends_nothing(
     assert ours.take_bytes() == 0
 
 
-@each_of(
-    ("name", "value"),
-    [
+def test_bad_settings_are_refused() -> None:
+    for name, value in (
         *(("selection", "top"), ("wire_bits", 3), ("local_steps", 0), ("smallest_large", -1)),
         *(("compress_ratio", 0.0), ("compress_ratio", 1.5), ("lr", -1.0), ("beta3", 2.0)),
-    ],
-)
-def test_bad_settings_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"SLAMB: {name}="):
-        SLAMB(parameters(), **{name: value})
+    ):
+        with pytest.raises(ValueError, match=f"SLAMB: {name}="):
+            SLAMB(parameters(), **{name: value})
 
 
 @each_of(("name", "bits"), [("fp32", 0), ("int8", 8), ("int4", 4)])
@@ -183,22 +170,6 @@ def test_the_ratio_is_warmed_up_by_epochs() -> None:
 
 
 # ------------------------------------------------------------ numbers in few bits
-
-
-@each_of("bits", [8, 4, 1])
-@each_of("length", [1, 64, 66, 1000])
-def test_numbers_in_few_bits_are_off_by_half_a_scale_at_most(bits: int, length: int) -> None:
-    values = torch.randn(length, dtype=torch.float64) * 10.0 ** torch.randint(-4, 4, (length,))
-    codes, scales = quantize(values, bits)
-    assert codes.nbytes == math.ceil(length / 64) * 8 * bits
-    found = dequantize(codes, scales, bits=bits, like=values)
-    for row, mine, scale in zip(values.split(64), found.split(64), scales.double()):
-        if bits == 1:  # the sign, and the mean size of its row
-            expected = row.sign() * row.abs().mean()
-            torch.testing.assert_close(mine, expected, rtol=5e-3, atol=0)
-        else:
-            assert ((mine - row).abs() <= 0.5 * scale).all()
-            assert scale <= 1.01 * row.abs().max() / (127 if bits == 8 else 7)
 
 
 @each_of("bits", [8, 4, 1])
@@ -427,16 +398,11 @@ def groups_have_their_own_settings(world: World) -> None:
 
 
 def a_resumed_run_equals_the_uninterrupted_one(world: World) -> None:
-    for selection, at, dtype in (
-        ("block", 2, torch.float32),
-        ("random", 7, torch.float32),
-        ("block", 7, torch.bfloat16),
-    ):
-        settings = {"compress_ratio": 0.2, "dense_steps": 4, "local_steps": 5}
+    settings = {"compress_ratio": 0.2, "dense_steps": 4, "local_steps": 5}
+    for selection, at, dtype in (("random", 2, torch.float32), ("block", 7, torch.bfloat16)):
         mine = parameters(dtype)
         ours = train(SLAMB(mine, selection=selection, **settings), range(at), world.rank)
-        other = SLAMB(copied(mine), selection=selection, **settings)
-        file = io.BytesIO()
+        other, file = SLAMB(copied(mine), selection=selection, **settings), io.BytesIO()
         torch.save(ours.state_dict(), file)
         file.seek(0)
         other.load_state_dict(torch.load(file, weights_only=True))
@@ -460,7 +426,7 @@ def merged_states_keep_the_mean_momentum(world: World) -> None:
         assert other.param_groups[0]["calls"] == 7
 
 
-def the_step_clips_by_the_global_norm_and_counts_skips(world: World) -> None:
+def the_step_clips_by_the_global_norm(world: World) -> None:
     for clip in (0.0, 0.05, 1e3):
         mine = parameters(torch.float32)
         model = nn.ParameterList(mine)
@@ -468,45 +434,36 @@ def the_step_clips_by_the_global_norm_and_counts_skips(world: World) -> None:
         trainer = make_trainer(model, ours, world, max_grad_norm=clip)
         trainer.wrap_model()
         assert trainer.parallel_model is model
-        of_step = StepSums(torch.device("cpu"))
-        of_step.samples.fill_(4.0)
         set_gradients(mine, 0, world.rank)
         norm = torch.stack([p.grad.square().sum() for p in mine]).sum()
         norm = (world.sum(norm) / world.size).sqrt().item()
         factor = min(1.0, clip / norm) if clip else 1.0
         expected = [world.sum(0.1 * factor * p.grad) / world.size for p in mine]
-        trainer.optimizer_step(of_step)
+        trainer.optimizer_step(StepSums(torch.device("cpu")))
         for p, m in zip(mine, expected):
             torch.testing.assert_close(ours.state[p]["exp_avg"], m, rtol=1e-4, atol=1e-9)
-        assert world.bytes_sent > 0
-        before = copied(mine)
-        set_gradients(mine, 1, world.rank)
-        if world.rank:
-            mine[0].grad[0, 0, 0, 0] = math.nan
-        trainer.optimizer_step(of_step)
-        assert same(mine, before)
-        assert (trainer.sums.skipped, trainer.sums.samples) == (1, 4)
+        train(ours, range(1, 2), world.rank)
+        assert not agree(world, mine)
         trainer.sync_replicas()
         assert agree(world, mine)
 
 
 def averaged_gradients_are_warned_of(world: World) -> None:
+    """At the first step whose gradients are not zero, and once."""
     generator = torch.Generator().manual_seed(world.rank)
-    for wrap, expected in ((DistributedDataParallel, [0, 1, 0, 0]), (nn.Sequential, [0] * 4)):
+    for wrap, expected in ((DistributedDataParallel, [0, 1, 0]), (nn.Sequential, [0, 0, 0])):
         model = nn.Linear(100, 100)
         parallel = wrap(model)
         ours, found = SLAMB(model.parameters()), []
-        for step in range(4):
+        for step in range(3):
             ours.zero_grad()
             loss = parallel(torch.randn(2, 100, generator=generator)).square().sum()
-            (loss * (step > 0)).backward()  # the gradients of the first step are zero
+            (loss * (step > 0)).backward()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 ours.step()
             lines = [str(warning.message) for warning in caught]
             found.append(sum("do not wrap the model in Distributed" in line for line in lines))
-            ours.load_state_dict(ours.state_dict())  # the buffers are created anew
-            assert ours.take_bytes() == 2 * (1 + 100 + 157 * BLOCK)
         assert found == expected
 
 
@@ -519,7 +476,7 @@ def all_small_ones(world: World) -> None:
         groups_have_their_own_settings,
         a_resumed_run_equals_the_uninterrupted_one,
         merged_states_keep_the_mean_momentum,
-        the_step_clips_by_the_global_norm_and_counts_skips,
+        the_step_clips_by_the_global_norm,
     )
     state = torch.get_rng_state()
     for body in bodies:

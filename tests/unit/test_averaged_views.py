@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 import ranks
 import resnet50_test
-import transformer_test
+from conftest import each_of, write_images
 from input_pipeline.label_noise import with_noise
-from models import image_models
 from models.averaged_views import AveragedViews
 from test_training import run
 
 
-def test_views_and_their_weights() -> None:
+def test_views_and_their_weights():
     images = torch.randn(3, 2, 6, 6, dtype=torch.float64)
     weight = torch.randn(5, 72, dtype=torch.float64)
     model = nn.Sequential(nn.Flatten(), nn.Linear(72, 5, bias=False, dtype=torch.float64))
@@ -23,9 +21,8 @@ def test_views_and_their_weights() -> None:
 
     def shifted(down: int) -> torch.Tensor:
         """Each pixel is that `down` pixels below and to the right, reflected at the edges."""
-        reach = torch.arange(6) + down
-        inside = (5 - (5 - reach).abs()).abs()
-        return images[:, :, inside][:, :, :, inside]
+        padded = nn.functional.pad(images, [1] * 4, mode="reflect")
+        return padded[:, :, 1 + down : 7 + down, 1 + down : 7 + down]
 
     def both_ways(x: torch.Tensor) -> torch.Tensor:
         return (x.flatten(1) @ weight.T + x.flip(3).flatten(1) @ weight.T) / 2
@@ -40,8 +37,8 @@ def test_views_and_their_weights() -> None:
         torch.testing.assert_close(AveragedViews(model, views)(images), logits)
 
 
-def test_a_run_reports_the_accuracy_over_views(here, monkeypatch) -> None:
-    make_folder(here / "images")
+def test_a_run_reports_the_accuracy_over_views(here, monkeypatch):
+    write_images(here / "images", ("a", "b"), rows=20, size=8)
     flags = "--dataset folder --data_dir images --image_size 8 --arch resnet8 --bs 16 --epochs 2"
     flags += " --threads 1 --test_views mirror --alternate_flip --small_epochs 1 --small_size 6"
     console = run(resnet50_test, *flags.split(), "--out", "run", monkeypatch=monkeypatch)
@@ -53,58 +50,25 @@ def test_a_run_reports_the_accuracy_over_views(here, monkeypatch) -> None:
     console = run(resnet50_test, *words, monkeypatch=monkeypatch)
     assert "accuracy on the test set, averaged over 2 views of each image" in console
     assert f"all  {100 * last['test_accuracy_views']:6.2f} %" in console
-    words = ["--resume", "run", "--test_views", "mirror_shift"]  # which a finished run ignores
-    assert "averaged over 2 views" in run(resnet50_test, *words, monkeypatch=monkeypatch)
 
 
-def make_folder(folder) -> None:
-    """Noise images of two classes."""
-    from PIL import Image
-
-    generator = torch.Generator().manual_seed(0)
-    for split in ("train", "test"):
-        for number in range(40):
-            pixels = torch.randint(256, (8, 8, 3), generator=generator, dtype=torch.uint8)
-            path = folder / split / f"class{number % 2}" / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels.numpy()).save(path)
-
-
-@pytest.mark.parametrize(
+@each_of(
     ("flags", "expected"),
     [
-        ("--dataset digits --test_views mirror", "mirror images"),
-        ("--dataset digits --alternate_flip", "mirror images"),
-        ("--dataset digits --small_epochs 1 --small_size 9", "only 8 pixels a side"),
-        ("--dataset digits --small_epochs 1 --small_size 4 --small_stages 2", "at least one"),
-        ("--dataset digits --augment none --crop_pad 2", "--augment none has no such setting"),
-        (
-            "--dataset digits --augment none --crop_fill reflect",
-            "--augment none has no such setting",
-        ),
-        ("--dataset digits --crop_pad 8 --crop_fill reflect", "1 to 7 can be reflected, not 8"),
-        ("--dataset digits --crop_pad 0 --crop_fill reflect", "1 to 7 can be reflected, not 0"),
+        ("--test_views mirror", "mirror images"),
+        ("--alternate_flip", "mirror images"),
+        ("--small_epochs 1 --small_size 9", "only 8 pixels a side"),
+        ("--small_epochs 1 --small_size 4 --small_stages 2", "at least one"),
+        ("--augment none --crop_pad 2", "--augment none has no such setting"),
+        ("--crop_pad 8 --crop_fill reflect", "1 to 7 can be reflected, not 8"),
+        ("--arch vgg8 --image_size 12 --small_epochs 1 --small_size 4", "images of 4 pixels"),
     ],
 )
-def test_what_does_not_go_together_is_one_line(refused, flags: str, expected: str) -> None:
-    refused("images", flags, expected)
+def test_what_does_not_go_together_is_one_line(refused, flags, expected):
+    refused("images", f"--dataset digits {flags}", expected)
 
 
-def test_a_network_may_not_take_smaller_images() -> None:
-    for size, expected in ((4, False), (24, True)):
-        found = image_models.takes_smaller_images("vgg8", size, channels=3, image_size=32)
-        assert found == expected
-
-
-def test_a_network_has_to_take_the_images_of_each_stage(refused, monkeypatch) -> None:
-    monkeypatch.setattr(
-        image_models, "takes_smaller_images", lambda arch, size, *, channels, image_size: size != 6
-    )
-    flags = "--dataset digits --small_epochs 2 --small_size 4 --small_stages 2"
-    refused("images", flags, "cannot take images of 6 pixels")
-
-
-def test_noise_gives_a_share_of_each_class_other_labels() -> None:
+def test_noise_gives_a_share_of_each_class_other_labels():
     labels = torch.arange(4000) % 4
     noisy = with_noise(labels, 0.25, classes=4, seed=3)
     changed = noisy != labels
@@ -120,23 +84,11 @@ def test_noise_gives_a_share_of_each_class_other_labels() -> None:
     assert torch.equal(few, labels)
 
 
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        (resnet50_test, "--dataset digits --arch resnet8 --lr 0.1 --epochs 4"),
-        (
-            transformer_test,
-            "--dataset headlines --width 32 --depth 1 --heads 2 --lr 0.005 --dropout 0 --epochs 16",
-        ),
-    ],
-    ids=["images", "texts"],
-)
-def test_only_training_rows_get_wrong_labels(here, monkeypatch, script, flags: str) -> None:
+def test_only_training_rows_get_wrong_labels(here, monkeypatch):
     """With every label wrong, what is learned is wrong on the rows that are held out."""
-    words = [*flags.split(), *"--bs 32 --threads 1 --val_fraction 0.2".split()]
-    console = run(
-        script, *words, "--label_noise", "0.99", "--out", "noisy", monkeypatch=monkeypatch
-    )
+    words = "--dataset digits --arch resnet8 --lr 0.1 --epochs 4 --bs 32 --threads 1 --out noisy"
+    words += " --val_fraction 0.2 --label_noise 0.99"
+    console = run(resnet50_test, *words.split(), monkeypatch=monkeypatch)
     assert "training labels are wrong" in console
     last = ranks.metrics(here / "noisy")[-1]
     assert last["train_accuracy"] > 2 * max(last["val_accuracy"], last["test_accuracy"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -49,9 +48,7 @@ def assert_same(run, x: Tensor, modules: list[nn.Module], *, other) -> None:
 @each_of("settings", LAYERS)
 @each_of("norm", [*NORMS, {"eps": 0.1}])
 @each_of("relu", [False, True])
-def test_conv_batch_norm_equals_the_modules_over_several_steps(
-    settings: dict, norm: dict, relu: bool
-) -> None:
+def test_conv_batch_norm_equals_the_modules_over_several_steps(settings, norm, relu):
     conv, bn, x = layers(settings, **norm)
     conv2, bn2 = copy.deepcopy(conv), copy.deepcopy(bn)
 
@@ -83,46 +80,8 @@ def stored_bytes(run) -> int:
     return sum(stored.values())
 
 
-def test_only_the_input_is_stored() -> None:
-    conv, bn = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-    x = torch.randn(8, 16, 12, 12, requires_grad=True)
-    plain = stored_bytes(lambda: torch.relu(bn(conv(x))))
-    fused = stored_bytes(lambda: fusion.conv_batch_norm(x, conv, norm=bn, relu=True))
-    assert plain >= 3 * x.nbytes
-    assert fused <= x.nbytes + 16 * 4 * 4
-
-
-def test_a_single_value_a_channel_is_refused_as_by_the_modules() -> None:
-    for settings, size in (({"kernel_size": 1}, 1), ({"kernel_size": 3}, 3)):
-        for norm in NORMS:
-            conv, bn, _ = layers(settings, **norm)
-            x = torch.randn(1, 4, size, size, dtype=torch.float64, requires_grad=True)
-            with pytest.raises(ValueError, match="more than 1 value per channel") as expected:
-                bn(conv(x))
-            with pytest.raises(ValueError, match="more than 1 value per channel") as found:
-                fusion.conv_batch_norm(x, conv, norm=bn)
-            assert str(found.value) == str(expected.value)
-            assert all(buffer.isfinite().all() for buffer in bn.buffers())
-
-
-@each_of(
-    ("norm", "settings"),
-    [
-        (nn.SyncBatchNorm(8), {}),
-        (nn.GroupNorm(2, 8), {}),
-        (nn.BatchNorm2d(8), {"bias": True}),
-        (nn.BatchNorm2d(8), {"padding": "same"}),
-        (nn.BatchNorm2d(8), {"padding_mode": "reflect", "padding": 1}),
-    ],
-)
-def test_other_normalisation_and_convolutions_are_refused(norm: nn.Module, settings: dict) -> None:
-    conv = nn.Conv2d(4, 8, 3, **{"bias": False, **settings})
-    with pytest.raises(ValueError, match="cannot be fused"):
-        fusion.conv_batch_norm(torch.randn(2, 4, 5, 5), conv, norm=norm)
-
-
 @each_of("activation", ["gelu", "relu"])
-def test_a_fused_mlp_equals_the_modules(activation: str) -> None:
+def test_a_fused_mlp_equals_the_modules(activation):
     torch.manual_seed(3)
     kind = {"gelu": nn.GELU, "relu": nn.ReLU}[activation]
     modules = nn.Sequential(nn.Linear(5, 7), kind(), nn.Linear(7, 3)).double()
@@ -142,13 +101,10 @@ def test_a_fused_mlp_equals_the_modules(activation: str) -> None:
         [nn.Linear(4, 4), nn.GELU(approximate="tanh"), nn.Linear(4, 4)],
         [nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4)],
         [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU()],
-        [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)],
     ],
 )
-def test_other_sequentials_are_not_replaced(layers: list[nn.Module]) -> None:
-    model = nn.ModuleList([nn.Sequential(*layers)])
-    assert fusion.fuse(model) == 0
-    assert type(model[0]) is nn.Sequential
+def test_other_sequentials_are_not_replaced(layers):
+    assert fusion.fuse(nn.ModuleList([nn.Sequential(*layers)])) == 0
 
 
 def resnet(arch: str) -> tuple[nn.Module, Tensor]:
@@ -159,7 +115,7 @@ def resnet(arch: str) -> tuple[nn.Module, Tensor]:
 
 
 @each_of("arch", ["resnet8", "resnet18", "resnet50"])
-def test_a_fused_resnet_has_the_same_gradients_names_and_statistics(arch: str) -> None:
+def test_a_fused_resnet_has_the_same_gradients_names_and_statistics(arch):
     model, x = resnet(arch)
     fused = copy.deepcopy(model)
     assert fusion.fuse(fused) > 4
@@ -172,7 +128,7 @@ def test_a_fused_resnet_has_the_same_gradients_names_and_statistics(arch: str) -
     ("method", "dropout"),
     [(fusion.fuse, 0.0), (activation_checkpointing.checkpoint_activations, 0.3)],
 )
-def test_a_changed_transformer_has_the_same_gradients_names_and_dropout(method, dropout) -> None:
+def test_a_changed_transformer_has_the_same_gradients_names_and_dropout(method, dropout):
     torch.manual_seed(5)
     sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "max_len": 16}
     model = Transformer(50, 4, dropout=dropout, **sizes).double()
@@ -186,25 +142,8 @@ def test_a_changed_transformer_has_the_same_gradients_names_and_dropout(method, 
         torch.testing.assert_close(two.grad, one.grad, rtol=1e-9, atol=1e-12)
 
 
-def test_under_autocast_it_computes_in_bf16_as_the_modules_do() -> None:
-    torch.manual_seed(6)
-    model = create_model("resnet8", classes=10, channels=3, image_size=32)
-    fused, x = copy.deepcopy(model), torch.randn(16, 3, 32, 32)
-    fusion.fuse(fused)
-    losses = []
-    for each in (model, fused):
-        with torch.autocast("cpu", torch.bfloat16):
-            losses.append(each(x).float().square().mean())
-        losses[-1].backward()
-    assert losses[0] == losses[1]
-    for one, other in zip(model.parameters(), fused.parameters()):
-        assert other.grad.dtype is torch.float32
-        similarity = nn.functional.cosine_similarity(one.grad.flatten(), other.grad.flatten(), 0)
-        assert similarity > 0.99
-
-
 @each_of("arch", ["resnet8", "resnet50"])
-def test_folding_leaves_the_outputs_as_they_are(arch: str) -> None:
+def test_folding_leaves_the_outputs_as_they_are(arch):
     model, x = resnet(arch)
     for _ in range(2):
         model(x)
@@ -216,7 +155,7 @@ def test_folding_leaves_the_outputs_as_they_are(arch: str) -> None:
 
 
 @each_of("fused", [False, True])
-def test_checkpointed_blocks_have_the_same_gradients_and_statistics(fused: bool) -> None:
+def test_checkpointed_blocks_have_the_same_gradients_and_statistics(fused):
     model, x = resnet("resnet8")
     names = list(model.state_dict())
     if fused:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from PIL import Image
 from torchvision import transforms
+from torchvision.transforms import functional
 
 import resnet50_test
 from cli import image_classification, options
-from conftest import each_of
+from conftest import each_of, write_images
 from errors import InputError
 from input_pipeline.image_batches import (
     AUGMENTATIONS,
@@ -24,7 +25,7 @@ from input_pipeline.image_batches import (
     fits_in_memory,
     normalise,
 )
-from input_pipeline.image_datasets import ImageSplit, read_image, read_image_splits, resize
+from input_pipeline.image_datasets import ImageSplit, read_image, read_image_splits
 
 CPU = torch.device("cpu")
 MEAN, STD = [0.49, 0.48, 0.45], [0.25, 0.24, 0.26]
@@ -34,38 +35,24 @@ def random_pixels(*shape: int) -> torch.Tensor:
     return torch.randint(256, shape, dtype=torch.uint8)
 
 
-def plain_crop_flip(
-    pixels: torch.Tensor, offsets: torch.Tensor, flips: torch.Tensor, pad: int, mode: str
-) -> np.ndarray:
-    """Crop and flip image by image: a padded image, a window, a mirror."""
-    out = np.zeros(pixels.shape)
-    images = pixels.numpy().astype(np.float64)
-    for i, (image, (top, left), flip) in enumerate(zip(images, offsets.tolist(), flips.tolist())):
-        height, width, _ = image.shape
-        canvas = np.pad(image, ((pad, pad), (pad, pad), (0, 0)), mode=mode)
-        window = canvas[top : top + height, left : left + width]
-        out[i] = window[:, ::-1] if flip else window
-    return out
-
-
-@pytest.mark.parametrize(
+@each_of(
     ("height", "width", "channels", "pad"),
     [(32, 32, 3, 4), (28, 28, 1, 2), (5, 9, 3, 3), (4, 4, 2, 0), (5, 6, 1, 4)],
 )
-@pytest.mark.parametrize("mode", ["constant", "reflect"])
-def test_crop_flip_equals_a_plain_reference(
-    height: int, width: int, channels: int, pad: int, mode: str
-) -> None:
+@each_of("mode", ["constant", "reflect"])
+def test_crop_flip_equals_torchvision(height, width, channels, pad, mode):
     pixels = random_pixels(40, height, width, channels)
     offsets = torch.randint(2 * pad + 1, (40, 2), dtype=torch.uint8)
     flips = torch.randint(2, (40,), dtype=torch.uint8)
-    assert np.array_equal(
-        crop_flip(pixels, offsets, flips=flips, pad=pad, reflect=mode == "reflect").numpy(),
-        plain_crop_flip(pixels, offsets, flips, pad, mode),
-    )
+    ours = crop_flip(pixels, offsets, flips=flips, pad=pad, reflect=mode == "reflect")
+    for image, given, (top, left), flip in zip(ours, pixels, offsets.tolist(), flips.tolist()):
+        padded = functional.pad(given.permute(2, 0, 1), [pad], padding_mode=mode)
+        window = functional.crop(padded, top, left, height, width)
+        expected = functional.hflip(window) if flip else window
+        assert torch.equal(image.permute(2, 0, 1).byte(), expected)
 
 
-def test_normalise_equals_torchvision_and_is_channels_last() -> None:
+def test_normalise_equals_torchvision_and_is_channels_last():
     pixels = random_pixels(6, 16, 12, 3)
     peer = transforms.Compose([transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
     ours = normalise(pixels, torch.tensor(MEAN), std=torch.tensor(STD))
@@ -76,7 +63,7 @@ def test_normalise_equals_torchvision_and_is_channels_last() -> None:
     assert ours.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_statistics_are_those_of_the_pixels() -> None:
+def test_statistics_are_those_of_the_pixels():
     pixels = random_pixels(50, 8, 8, 3) // torch.tensor([1, 2, 5], dtype=torch.uint8)
     mean, std = channel_statistics(ImageSplit(torch.zeros(50), pixels))
     values = pixels.numpy().reshape(-1, 3).astype(np.float64) / 255
@@ -101,13 +88,13 @@ def by_row(data: ImageDataset, row_batches: list[torch.Tensor], epoch: int | Non
     return out
 
 
-def test_augmentation_of_a_sample_does_not_depend_on_batch_and_order(train: ImageDataset) -> None:
+def test_augmentation_of_a_sample_does_not_depend_on_batch_and_order(train):
     whole = by_row(train, [torch.arange(200)], epoch=3)
     assert torch.equal(whole, by_row(train, list(torch.randperm(200).split(7)), epoch=3))
 
 
-@pytest.mark.parametrize("fill", ["black", "reflect"])
-def test_pixels_outside_an_image_are_black_or_its_own(train: ImageDataset, fill: str) -> None:
+@each_of("fill", ["black", "reflect"])
+def test_pixels_outside_an_image_are_black_or_its_own(train, fill):
     words = ["--dataset", "cifar10", "--crop_pad", "2", "--crop_fill", fill]
     args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words)
     train.augmentation = image_classification.create_augmentation(args, size=12)
@@ -117,32 +104,27 @@ def test_pixels_outside_an_image_are_black_or_its_own(train: ImageDataset, fill:
     assert torch.equal(cropped, white) is (fill == "reflect")
 
 
-def test_augmentation_changes_with_epoch_and_seed(train: ImageDataset) -> None:
-    row_batches = [torch.arange(200)]
-    other_seed = ImageDataset(
-        train.images, train.augmentation, mean=MEAN, std=STD, device=CPU, seed=5
-    )
-    first = by_row(train, row_batches, epoch=3)
-    for second in (
-        by_row(train, row_batches, epoch=4),
-        by_row(other_seed, row_batches, epoch=3),
-        by_row(train, row_batches, epoch=None),
-    ):
+def test_augmentation_changes_with_epoch_and_seed_and_no_epoch_means_none(train):
+    rows = [torch.arange(200)]
+    settings = {"mean": MEAN, "std": STD, "device": CPU}
+    other_seed = ImageDataset(train.images, train.augmentation, seed=5, **settings)
+    plain = by_row(train, rows, epoch=None)
+    mean, std = torch.tensor(MEAN), torch.tensor(STD)
+    assert torch.equal(plain, normalise(train.images.pixels, mean, std=std))
+    first = by_row(train, rows, epoch=3)
+    others = (by_row(train, rows, epoch=4), by_row(other_seed, rows, epoch=3), plain)
+    for second in others:
         changed = (first != second).flatten(1).any(1)
         assert changed.float().mean() > 0.8  # of 50 crops and flips, one changes nothing
 
 
-def test_augmentation_draws_every_crop_and_no_epoch_means_none(train: ImageDataset) -> None:
+def test_every_crop_and_flip_is_drawn(train):
     offsets, flips = (torch.cat(drawn) for drawn in zip(*map(train.draw_crops, range(10))))
     assert [column.unique().tolist() for column in offsets.unbind(1)] == [[0, 1, 2, 3, 4]] * 2
     assert flips.unique().tolist() == [0, 1]
-    assert torch.equal(
-        by_row(train, [torch.arange(200)], None),
-        normalise(train.images.pixels, torch.tensor(MEAN), std=torch.tensor(STD)),
-    )
 
 
-def test_alternating_flips_show_each_image_both_ways_in_two_epochs(train: ImageDataset) -> None:
+def test_alternating_flips_show_each_image_both_ways_in_two_epochs(train):
     train.augmentation = dataclasses.replace(train.augmentation, alternate=True)
     first, second, third = (train.draw_crops(epoch)[1] for epoch in range(3))
     assert torch.equal(first + second, torch.ones_like(first))
@@ -150,125 +132,60 @@ def test_alternating_flips_show_each_image_both_ways_in_two_epochs(train: ImageD
     assert 0.3 < first.float().mean() < 0.7
 
 
-def test_images_of_the_first_epochs_are_smaller(train: ImageDataset) -> None:
-    train.augmentation = dataclasses.replace(train.augmentation, small_epochs=2, small_size=6)
+def test_images_of_the_first_epochs_are_smaller_and_grow_in_stages(train):
     rows = [torch.arange(32)]
-    for epoch, size in ((0, 6), (1, 6), (2, 12), (None, 12)):
-        [(images, _)] = train.batches(rows, epoch)
-        assert tuple(images.shape) == (32, 3, size, size)
-        assert images.is_contiguous(memory_format=torch.channels_last)
-    train.augmentation = dataclasses.replace(train.augmentation, pad=0, flip=False)
-    [(small, _)], [(large, _)] = train.batches(rows, 0), train.batches(rows, 5)
-    expected = large[:, :, 2:10, 2:10]  # where the filter does not reach over an edge
-    mean = small[:, :, 1:5, 1:5].mean((2, 3)) - expected.mean((2, 3))
+    plain = Augmentation(pad=0, flip=False, small_epochs=5, small_size=6, small_stages=3)
+    for augmentation, sizes in (
+        (plain, [6, 6, 8, 8, 10, 12, 12]),  # of 12 pixels
+        (dataclasses.replace(plain, small_epochs=2, small_stages=1), [6, 6, 12]),
+    ):
+        train.augmentation = augmentation
+        images = [next(train.batches(rows, epoch))[0] for epoch in range(len(sizes))]
+        assert [tuple(each.shape) for each in images] == [(32, 3, size, size) for size in sizes]
+        assert all(each.is_contiguous(memory_format=torch.channels_last) for each in images)
+    expected = images[-1][:, :, 2:10, 2:10]  # where the filter does not reach over an edge
+    mean = images[0][:, :, 1:5, 1:5].mean((2, 3)) - expected.mean((2, 3))
     assert mean.abs().max() < 0.5 * expected.std()
-
-
-def test_small_images_grow_in_stages(train: ImageDataset) -> None:
-    train.augmentation = dataclasses.replace(
-        train.augmentation, small_epochs=5, small_size=6, small_stages=3
-    )
-    sizes = [next(iter(train.batches([torch.arange(4)], epoch)))[0].shape[-1] for epoch in range(7)]
-    assert sizes == [6, 6, 8, 8, 10, 12, 12]  # of 12 pixels
-
-
-def test_digits_are_never_mirrored() -> None:
-    split = read_image_splits("digits", "")[0]["train"]
-    data = ImageDataset(split, AUGMENTATIONS["digits"], mean=[0.3], std=[0.3], device=CPU)
-    _, flips = data.draw_crops(0)
-    assert flips.sum() == 0
-
-
-def test_digits_split_and_scale() -> None:
-    splits, classes = read_image_splits("digits", "")
-    assert classes == [str(digit) for digit in range(10)]
-    assert [tuple(splits[part].pixels.shape) for part in ("train", "test")] == [
-        (1437, 8, 8, 1),
-        (360, 8, 8, 1),
-    ]
-    assert int(splits["train"].pixels.max()) == 255
-    assert splits["train"].labels.bincount(minlength=10).min() > 130
-    larger, _ = read_image_splits("digits", "", image_size=20)
-    assert tuple(larger["test"].pixels.shape) == (360, 20, 20, 1)
-    assert larger["test"].size == 20
-
-
-def test_resize_keeps_a_flat_colour_and_the_left_and_right() -> None:
-    pixels = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
-    pixels[0] = torch.tensor([10, 100, 250], dtype=torch.uint8)
-    pixels[1, :, 2:] = 200
-    scaled = resize(pixels, 8)
-    assert (scaled[0] == pixels[0, 0, 0]).all()
-    assert (scaled[1, :, 0] == 0).all()
-    assert (scaled[1, :, 7] == 200).all()
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two classes of PNGs of noise, 16 pixels a side, and a file that is no image."""
-    generator = np.random.default_rng(0)
-    for part, count in (("train", 20), ("test", 6)):
-        for name in ("blue", "red"):
-            (tmp_path / part / name).mkdir(parents=True)
-            for i in range(count):
-                Image.fromarray(generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(
-                    tmp_path / part / name / f"{i:02}.png"
-                )
-    (tmp_path / "train" / "red" / "notes.txt").write_text("not an image")
-    return tmp_path
+    return write_images(tmp_path, ("blue", "red"), rows=20, size=16)
 
 
-def test_folder_of_png_reads_as_it_was_written(folder: Path) -> None:
+def test_folder_of_png_reads_as_it_was_written(folder):
+    (folder / "train" / "red" / "notes.txt").write_text("not an image")
     splits, classes = read_image_splits("folder", str(folder), image_size=16)
     assert classes == ["blue", "red"]
-    assert [splits[part].labels.tolist() for part in ("train", "test")] == [
-        [0] * 20 + [1] * 20,
-        [0] * 6 + [1] * 6,
-    ]
+    for part in ("train", "test"):
+        assert splits[part].labels.tolist() == [0] * 20 + [1] * 20
     expected = np.asarray(Image.open(folder / "test" / "red" / "03.png"))
-    assert np.array_equal(splits["test"].decode(torch.tensor([9]))[0].numpy(), expected)
+    assert np.array_equal(splits["test"].decode(torch.tensor([23]))[0].numpy(), expected)
     assert splits["train"].select_rows(torch.tensor([25, 3])).labels.tolist() == [1, 0]
 
 
-def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder: Path) -> None:
+def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder):
     images = read_image_splits("folder", str(folder), image_size=16)[0]["train"]
     assert fits_in_memory(images, CPU)
     row_batches = list(torch.randperm(40).split(9))
+    settings = {"mean": MEAN, "std": STD, "device": CPU, "seed": 1, "workers": 2}
     resident, streamed = (
-        ImageDataset(
-            images,
-            AUGMENTATIONS["folder"],
-            mean=MEAN,
-            std=STD,
-            device=CPU,
-            seed=1,
-            workers=2,
-            resident=is_resident,
-        )
+        ImageDataset(images, AUGMENTATIONS["folder"], resident=is_resident, **settings)
         for is_resident in (True, False)
     )
     assert resident.pixels is not None
     assert streamed.pixels is None
     for epoch in (0, None):
-        pairs = list(
-            zip(
-                resident.batches(row_batches, epoch),
-                streamed.batches(row_batches, epoch),
-                strict=True,
-            )
-        )
-        assert len(pairs) == len(row_batches)
-        for (pixels, labels), (other_pixels, other_labels) in pairs:
+        both = (each.batches(row_batches, epoch) for each in (resident, streamed))
+        for (pixels, labels), (other_pixels, other_labels) in zip(*both, strict=True):
             assert torch.equal(pixels, other_pixels)
             assert torch.equal(labels, other_labels)
             assert other_pixels.is_contiguous(memory_format=torch.channels_last)
 
 
-@each_of("size", [(40, 20), (20, 40)], ids=["wide", "tall"])
+@each_of("size", [(40, 20), (20, 40)])
 @each_of("mode", ["L", "RGB", "RGBA", "P", "1", "CMYK"])
-def test_image_file_of_any_mode_is_scaled_and_cut_to_the_centre(
-    mode: str, size: tuple[int, int], tmp_path: Path
-) -> None:
+def test_image_file_of_any_mode_is_scaled_and_cut_to_the_centre(mode, size, tmp_path):
     image = Image.new("RGB", size, (0, 0, 0))
     centre_and_margin = (8, 0, 32, 20) if size[0] == 40 else (0, 8, 20, 32)
     image.paste((255, 255, 255), centre_and_margin)
@@ -280,32 +197,23 @@ def test_image_file_of_any_mode_is_scaled_and_cut_to_the_centre(
     assert colour.min() == grey.min() == 255
 
 
-def test_the_longest_image_and_the_largest_photo_need_little_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_longest_image_and_the_largest_photo_need_little_memory(tmp_path, monkeypatch):
     """The centre is cut out before it is scaled; a JPEG is decoded at about twice the size."""
-    pixels = []  # of each image that Pillow makes
+    made = []  # images of Pillow
     make = Image.Image._new
-
-    def counted(self: Image.Image, core: object) -> Image.Image:
-        image = make(self, core)
-        pixels.append(image.width * image.height)
-        return image
-
-    monkeypatch.setattr(Image.Image, "_new", counted)
+    monkeypatch.setattr(Image.Image, "_new", lambda *args: made.append(make(*args)) or made[-1])
     for size in ((12_000, 1), (1, 12_000), (4_000, 3_000), (3_000, 4_000)):
         image = Image.new("RGB", size, (9, 90, 200))
         for suffix in ("png", "jpg"):
             image.save(tmp_path / f"x.{suffix}")
-            pixels.clear()
+            made.clear()
             result = read_image(tmp_path / f"x.{suffix}", 32)
             assert (result - torch.tensor([9, 90, 200])).abs().max() <= 2
-            assert max(pixels) <= max(min(size) ** 2, 32**2)
-            if suffix == "jpg":
-                assert max(pixels) <= max(32, min(size) // 8) ** 2
+            largest = max(image.width * image.height for image in made)
+            assert largest <= max(32, min(size) // (8 if suffix == "jpg" else 1)) ** 2
 
 
-def test_a_photo_is_scaled_as_its_pixels_are(tmp_path: Path) -> None:
+def test_a_photo_is_scaled_as_its_pixels_are(tmp_path):
     """The smaller scale of a JPEG, the cut and the camera's orientation keep every part's place."""
     generator = torch.Generator().manual_seed(3)
     coarse = torch.randint(256, (3, 4, 3), generator=generator, dtype=torch.uint8)
@@ -322,8 +230,8 @@ def test_a_photo_is_scaled_as_its_pixels_are(tmp_path: Path) -> None:
         assert (result - turned).abs().max() < 12
 
 
-@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
-def test_grey_pixels_of_16_bits_are_scaled(suffix: str, tmp_path: Path) -> None:
+@each_of("suffix", ["png", "tif", "pgm"])
+def test_grey_pixels_of_16_bits_are_scaled(suffix, tmp_path):
     values = np.array([[0, 257], [257 * 100, 65535]], dtype=np.uint16)
     path = tmp_path / f"grey.{suffix}"
     Image.fromarray(values).save(path)
@@ -332,26 +240,15 @@ def test_grey_pixels_of_16_bits_are_scaled(suffix: str, tmp_path: Path) -> None:
     assert read_image(path, 2)[:, :, 2].tolist() == expected
 
 
-@pytest.mark.parametrize("kind", ["floats", "32-bit integers"])
-def test_pixels_without_a_common_range_are_refused(kind: str, tmp_path: Path) -> None:
+@each_of(("kind", "dtype"), [("floats", np.float32), ("32-bit integers", np.int32)])
+def test_pixels_without_a_common_range_are_refused(kind, dtype, tmp_path):
     path = tmp_path / "image.tif"
-    dtype = np.float32 if kind == "floats" else np.int32
     Image.fromarray(np.full((4, 4), 300, dtype=dtype)).save(path)
     with pytest.raises(InputError, match=f"image.tif: its pixels are {kind}"):
         read_image(path, 4)
 
 
-def test_the_orientation_of_a_photo_is_applied(tmp_path: Path) -> None:
-    image = Image.new("RGB", (8, 8))
-    image.paste((255, 255, 255), (0, 0, 8, 4))  # the upper half
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned: the upper half is to be shown on the right
-    path = tmp_path / "photo.png"
-    image.save(path, exif=exif)
-    assert read_image(path, 8, channels=1)[4, :, 0].tolist() == [0] * 4 + [255] * 4
-
-
-def test_a_damaged_chunk_is_an_error_of_one_line(tmp_path: Path) -> None:
+def test_a_damaged_chunk_is_an_error_of_one_line(tmp_path):
     path = tmp_path / "broken.png"
     Image.fromarray(random_pixels(256, 256, 3).numpy()).save(path)
     first, second, *others = path.read_bytes().split(b"IDAT")
@@ -369,17 +266,10 @@ def test_a_damaged_chunk_is_an_error_of_one_line(tmp_path: Path) -> None:
         ("mnist", (28, 28, 1), (60_000, 10_000), (5_421, 892)),
     ],
 )
-def test_official_files_have_the_official_counts(
-    name: str, shape: tuple, rows: tuple, smallest_classes: tuple, data_dir: Path
-) -> None:
+def test_official_files_have_the_official_counts(name, shape, rows, smallest_classes, data_dir):
     if not (data_dir / {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}[name]).is_dir():
         pytest.skip(f"{name} is not below {data_dir}")
-    splits, classes = read_image_splits(name, str(data_dir))
-    assert len(classes) == 10
+    splits, _ = read_image_splits(name, str(data_dir))
     for part, count, smallest in zip(("train", "test"), rows, smallest_classes):
         assert tuple(splits[part].pixels.shape) == (count, *shape)
         assert int(splits[part].labels.bincount(minlength=10).min()) == smallest
-    if name == "cifar10":
-        assert channel_statistics(splits["train"])[0] == pytest.approx(
-            [0.4914, 0.4822, 0.4465], abs=2e-3
-        )

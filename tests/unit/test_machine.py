@@ -20,10 +20,7 @@ needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not i
 
 def git(folder: Path, *arguments: str) -> str:
     author = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(
-        ["git", *author, *arguments], cwd=folder, capture_output=True, text=True, check=True
-    )
-    return done.stdout
+    return subprocess.check_output(["git", *author, *arguments], cwd=folder, text=True)
 
 
 @pytest.fixture
@@ -42,39 +39,27 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def clone(project: Path) -> Path:
     """The same as a repository of one commit."""
-    if shutil.which("git") is None:
-        pytest.skip("git is not installed")
     git(project, "init", "-q")
     git(project, "add", ".")
     git(project, "commit", "-q", "-m", "all")
     return project
 
 
-def test_a_clean_commit(clone, monkeypatch):
+@needs_git
+def test_changed_code_makes_a_commit_dirty_and_changed_results_do_not(clone, monkeypatch):
     monkeypatch.setenv("COMMIT", "another")
-    assert machine.commit_or_none() == git(clone, "describe", "--always").strip()
-    assert machine.modified_files() == []
-
-
-def test_changed_code_makes_a_commit_dirty(clone):
+    commit = git(clone, "describe", "--always").strip()
+    (clone / "figures" / "time.png").write_text("drawn again")
+    (clone / "figures" / "logs" / "group").mkdir(parents=True)
+    (clone / "figures" / "logs" / "group" / "metrics.jsonl").write_text("{}")
+    assert (machine.commit_or_none(), machine.modified_files()) == (commit, [])
+    assert machine.untracked_files(ignored=clone) == []
     (clone / "ngd.py").write_text("second")
-    assert machine.commit_or_none() == git(clone, "describe", "--always").strip() + "-dirty"
-    assert machine.modified_files() == ["ngd.py"]
+    assert machine.commit_or_none() == f"{commit}-dirty"
     git(clone, "add", "ngd.py")
     assert machine.modified_files() == ["ngd.py"], "staged is not committed"
     (clone / "ngd.py").unlink()
     assert machine.modified_files() == ["ngd.py"]
-
-
-def test_changed_results_leave_a_commit_clean(clone):
-    (clone / "figures" / "time.png").write_text("drawn again")
-    (clone / "figures" / "logs" / "group").mkdir(parents=True)
-    (clone / "figures" / "logs" / "group" / "metrics.jsonl").write_text("{}")
-    assert not machine.commit_or_none().endswith("-dirty")
-    assert machine.untracked_files(ignored=clone) == []
-
-
-def test_untracked_files_are_found_but_for_those_of_the_ignored_folder(clone):
     for name in ("new method.py", "my_logs/config.json"):
         (clone / name).parent.mkdir(exist_ok=True)
         (clone / name).write_text("")
@@ -83,7 +68,7 @@ def test_untracked_files_are_found_but_for_those_of_the_ignored_folder(clone):
 
 
 @needs_git
-def test_a_copy_in_another_repository_does_not_get_its_commit(project):
+def test_a_copy_does_not_get_the_commit_of_a_folder_above_but_what_it_is_told(project, monkeypatch):
     (project.parent / "other").write_text("")
     git(project.parent, "init", "-q")
     git(project.parent, "add", "other")
@@ -91,59 +76,38 @@ def test_a_copy_in_another_repository_does_not_get_its_commit(project):
     assert machine.commit_or_none() is None
     with pytest.raises(machine.CommitUnknown, match="git ls-files: .*machine.py"):
         machine.modified_files()
-
-
-@needs_git
-def test_a_copy_without_its_history_has_the_commit_that_it_is_told(project, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(project.parent))
-    assert machine.commit_or_none() is None
     monkeypatch.setenv("COMMIT", "abcdef0-dirty")
     assert machine.commit_or_none() == "abcdef0-dirty"
     with pytest.raises(machine.CommitUnknown, match="not a git repository"):
         machine.modified_files()
 
 
-def test_training_needs_no_git(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("COMMIT", raising=False)
-    script, flags = conftest.SCRIPTS["images"]
-    assert conftest.call(script, [*flags.split(), "--out", str(tmp_path / "run")]) == 0
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["commit"] is None
-
-
 CPU = torch.device("cpu")
 
 
-def test_a_processor_has_a_name_a_family_a_model_and_instructions(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
-    name = machine.cpu_name()  # of a system without that file
-    assert name
-    assert "family" not in name
-    lines = ["cpu family\t: 26", "model\t\t: 2", "model name\t: AMD EPYC", "flags\t\t: fpu avx2"]
-    (tmp_path / "cpuinfo").write_text("\n".join(lines))
-    assert machine.cpu_name() == "AMD EPYC (family 26, model 2, avx2)"
-
-
-def test_measuring_the_speed_changes_neither_random_numbers_nor_threads(monkeypatch):
+def test_measuring_the_speed_changes_neither_random_numbers_nor_threads():
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     machine._measured_speed.cache_clear()
     speed = machine.processor_speed()
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads == speed.threads
     assert speed.gflops > 0
-    monkeypatch.setattr(machine, "has_bf16", lambda device: speed.precision != "bf16")
-    machine._measured_speed.cache_clear()
-    assert {machine.processor_speed().precision, speed.precision} == {"bf16", "fp32"}
     machine._measured_speed.cache_clear()
 
 
-def test_a_run_and_a_benchmark_name_the_processor_and_its_speed(tmp_path, capsys):
+def test_without_git_a_run_and_a_benchmark_name_the_processor_and_its_speed(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("COMMIT", raising=False)
     script, flags = conftest.SCRIPTS["images"]
     assert conftest.call(script, [*flags.split(), "--out", str(tmp_path / "run")]) == 0
     named = machine.device_name(CPU, with_speed=True)
     assert str(machine.processor_speed()) in named
     assert f" of {named}, fp32" in capsys.readouterr().out
     config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["commit"] is None
     assert config["processor"] == machine.cpu_name()
     assert config["processor_speed"] == asdict(machine.processor_speed())
     assert named in bench.machine(CPU, ("torch",))

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
 from torchvision import models
 
 from conftest import each_of
-from errors import InputError
 from models.image_models import create_model
 from models.transformer import PAD, UNKNOWN, Dropout, Transformer, sinusoids
 from models.vgg import patch_filters
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
+def seeded() -> None:
+    torch.manual_seed(0)
 
 
 def count(model: nn.Module) -> int:
@@ -37,23 +31,21 @@ def count(model: nn.Module) -> int:
         ("resnet110", 1_730_714),  # 1.7 M
     ],
 )
-def test_resnet_for_small_images_has_the_parameters_of_the_paper(arch: str, expected: int) -> None:
+def test_resnet_for_small_images_has_the_parameters_of_the_paper(arch, expected):
     assert count(create_model(arch, classes=10, channels=3, image_size=32)) == expected
 
 
-@each_of("arch", ["resnet18", "resnet20"])
-def test_resnet_keeps_small_images_large(arch: str) -> None:
-    model, sizes = create_model(arch, classes=10, channels=1, image_size=32).eval(), []
-    for number in range(1, model.stages + 1):
-        getattr(model, f"layer{number}").register_forward_hook(
-            lambda _m, _i, out: sizes.append(out.shape[-1])
-        )
-    assert tuple(model(torch.randn(2, 1, 32, 32)).shape) == (2, 10)
-    assert sizes == [32, 16, 8, 4][: model.stages]
+def test_resnet_keeps_small_images_large():
+    model = create_model("resnet18", classes=10, channels=1, image_size=32)
+    sizes: list[int] = []
+    for layer in (model.layer1, model.layer2, model.layer3, model.layer4):
+        layer.register_forward_hook(lambda _m, _i, out: sizes.append(out.shape[-1]))
+    model(torch.randn(2, 1, 32, 32))
+    assert sizes == [32, 16, 8, 4]
 
 
 @each_of("arch", ["resnet18", "resnet50"])
-def test_torchvision_weights_load_by_name_and_give_the_same_outputs(arch: str) -> None:
+def test_torchvision_weights_load_by_name_and_give_the_same_outputs(arch):
     peer = models.get_model(arch, weights=None).eval()
     for module in peer.modules():  # statistics and scales that matter
         if isinstance(module, nn.BatchNorm2d):
@@ -70,21 +62,8 @@ def test_torchvision_weights_load_by_name_and_give_the_same_outputs(arch: str) -
         torch.testing.assert_close(ours(x), expected, rtol=1e-5, atol=atol)
 
 
-@each_of(("arch", "channels"), [("swin_t", 1), ("mobilenet_v3_small", 3)])
-def test_torchvision_models_take_small_and_grey_images(arch: str, channels: int) -> None:
-    model = create_model(arch, classes=7, channels=channels, image_size=32)
-    assert model.training
-    assert tuple(model.eval()(torch.randn(2, channels, 32, 32)).shape) == (2, 7)
-
-
-@each_of("arch", ["alexnet", "vit_b_16", "inception_v3"])
-def test_model_that_cannot_take_the_size_is_refused(arch: str) -> None:
-    with pytest.raises(InputError, match=f"--arch {arch} cannot take 32x32"):
-        create_model(arch, classes=10, channels=3, image_size=32)
-
-
 @each_of("channels", [1, 3])
-def test_filters_of_vgg8_whiten_patches(channels: int) -> None:
+def test_filters_of_vgg8_whiten_patches(channels):
     mix = torch.randn(channels, channels)
     smooth = nn.functional.avg_pool2d(torch.randn(64, channels, 20, 20), 3, stride=1)
     images = torch.einsum("cd,ndhw->nchw", mix, smooth) * 10
@@ -97,7 +76,7 @@ def test_filters_of_vgg8_whiten_patches(channels: int) -> None:
     torch.testing.assert_close(covariance, torch.eye(half), rtol=0, atol=0.05)
 
 
-def test_vgg8_has_the_layers_of_the_paper_and_trains_all_but_the_filters() -> None:
+def test_vgg8_has_the_layers_of_the_paper_and_trains_all_but_the_filters():
     model = create_model("vgg8", classes=10, channels=3, image_size=32)
     assert count(model) == 1_972_514
     model.set_whitening(torch.randn(10, 3, 32, 32))
@@ -111,7 +90,7 @@ def test_vgg8_has_the_layers_of_the_paper_and_trains_all_but_the_filters() -> No
 
 
 @pytest.mark.compile
-def test_compiled_vgg8_has_finite_gradients_in_bf16() -> None:
+def test_compiled_vgg8_has_finite_gradients_in_bf16():
     """Its maximum over all places is looked for among values of another precision."""
     model = create_model("vgg8", classes=10, channels=3, image_size=16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -143,9 +122,7 @@ def some_tokens(length: int) -> torch.Tensor:
 
 
 @VARIANTS
-def test_padding_does_not_change_the_logits_but_the_order_does(
-    positions: str, pooling: str
-) -> None:
+def test_padding_does_not_change_the_logits_but_the_order_does(positions, pooling):
     model = small(positions=positions, pooling=pooling).eval()
     tokens = some_tokens(9)
     padded = nn.functional.pad(tokens, (0, 15))
@@ -158,7 +135,7 @@ def test_padding_does_not_change_the_logits_but_the_order_does(
         torch.testing.assert_close(model(tokens)[0], model(tokens[:1, :5])[0], rtol=1e-5, atol=1e-5)
 
 
-def test_pooling_is_the_first_token_or_the_mean_of_all_that_are_no_padding() -> None:
+def test_pooling_is_the_first_token_or_the_mean_of_all_that_are_no_padding():
     tokens = nn.functional.pad(some_tokens(6), (0, 2))
     for pooling in ("cls", "mean"):
         model, kept = small(pooling=pooling).eval(), []
@@ -169,16 +146,13 @@ def test_pooling_is_the_first_token_or_the_mean_of_all_that_are_no_padding() -> 
             torch.testing.assert_close(logits, model.head(pooled))
 
 
-def test_sinusoids_equal_their_formula() -> None:
-    table = sinusoids(11, 6)
-    for place in range(11):
-        for i in range(6):
-            angle = place / 10_000 ** (2 * (i // 2) / 6)
-            expected = math.cos(angle) if i % 2 else math.sin(angle)
-            assert table[place, i].item() == pytest.approx(expected, abs=1e-5)
+def test_sinusoids_equal_their_formula():
+    angles = torch.arange(11.0)[:, None] / 10_000 ** (torch.tensor([0.0, 2.0, 4.0]) / 6)
+    expected = torch.stack([angles.sin(), angles.cos()], 2).flatten(1)
+    torch.testing.assert_close(sinusoids(11, 6), expected, rtol=0, atol=1e-5)
 
 
-def test_token_dropout_hides_tokens_in_training_only() -> None:
+def test_token_dropout_hides_tokens_in_training_only():
     model, seen = small(token_dropout=0.5), []
     model.embed.register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0]))
     tokens = nn.functional.pad(some_tokens(20).repeat(40, 1), (0, 4))
@@ -192,19 +166,8 @@ def test_token_dropout_hides_tokens_in_training_only() -> None:
     assert hidden[:, 1:20].float().mean().item() == pytest.approx(0.5, abs=0.03)
 
 
-def test_an_untrained_transformer_guesses_evenly_and_padding_gets_no_gradient() -> None:
-    model = Transformer(60, 4, dropout=0.0)
-    logits = model(nn.functional.pad(some_tokens(9), (0, 7)))
-    assert logits.log_softmax(1).mean().item() == pytest.approx(-math.log(4), abs=0.1)
-    logits.square().sum().backward()
-    assert model.embed.weight.grad is not None
-    assert model.embed.weight.grad[PAD].abs().sum() == 0
-    assert model.embed.weight[PAD].abs().sum() == 0
-
-
 @each_of("p", [0.1, 0.5, 0.9])
 def test_dropout_by_bytes_drops_that_share_and_keeps_the_mean(p):
-    torch.manual_seed(4)
     dropout = Dropout(p)
     x = torch.ones(100, 1001, dtype=torch.float64, requires_grad=True)
     y = dropout(x)
@@ -216,8 +179,7 @@ def test_dropout_by_bytes_drops_that_share_and_keeps_the_mean(p):
     assert torch.equal(dropout.eval()(x), x)
 
 
-def test_a_prior_adds_its_scores_over_the_root_of_the_words() -> None:
-    torch.manual_seed(0)
+def test_a_prior_adds_its_scores_over_the_root_of_the_words():
     scores = torch.randn(40, 3)
     scores[:3] = 0
     model = Transformer(40, 3, **SIZES, prior=scores).eval()
@@ -227,5 +189,4 @@ def test_a_prior_adds_its_scores_over_the_root_of_the_words() -> None:
         expected = torch.stack([scores[[5, 6, 7]].sum(0) / 3**0.5, scores[9]]) * model.prior_weight
         torch.testing.assert_close(model(tokens), expected)
         torch.testing.assert_close(model(tokens[1:, :3]), expected[1:])
-    assert "prior" in model.state_dict()
-    assert not any(name == "prior" for name, _ in model.named_parameters())
+    assert "prior" in {name for name, _ in model.named_buffers()} & model.state_dict().keys()

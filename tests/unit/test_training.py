@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from sklearn.datasets import load_digits
 
 import errors
 import ranks
@@ -30,7 +32,6 @@ from training.trainer import Trainer
 
 DIGITS = "--dataset digits --arch resnet20 --bs 64 --lr 0.1 --epochs 2 --threads 1".split()
 LINES = "--dataset headlines --bs 16 --lr 4e-4 --epochs 8 --threads 1".split()
-TRACKED = [*DIGITS, "--epochs", "4", "--track", "tensorboard"]
 
 
 def run(module, *flags, monkeypatch, code: int = 0) -> str:
@@ -58,7 +59,7 @@ def digits(here, monkeypatch) -> Callable[..., str]:
 def finished(tmp_path_factory) -> dict[str, Path]:
     """A folder for each script, in which `run` is one that has learned."""
     folders = {}
-    for module, words in ((resnet50_test, TRACKED), (transformer_test, LINES)):
+    for module, words in ((resnet50_test, [*DIGITS, "--epochs", "4"]), (transformer_test, LINES)):
         folders[module.SCRIPT] = folder = tmp_path_factory.mktemp(module.SCRIPT)
         with pytest.MonkeyPatch.context() as patch:
             console = run(module, *words, "--out", folder / "run", monkeypatch=patch)
@@ -73,12 +74,9 @@ def test_resnet_learns_the_digits_and_leaves_a_whole_run_folder(finished):
     assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
     fields = "epoch step samples train_loss train_accuracy test_loss test_accuracy lr batch_size"
     assert {*fields.split(), "world_size", "comm_bytes"} <= set(rows[0])
-    raw = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-    assert set(raw) >= ranks.TIMING - {"worker_samples_per_second"}
     config = json.loads((folder / "config.json").read_text())
     assert (config["flags"]["arch"], config["torch"]) == ("resnet20", torch.__version__)
     assert {"last.pt", "best.pt"} <= {path.name for path in folder.iterdir()}
-    assert list(folder.glob("events.out.tfevents.*"))
 
 
 def test_transformer_learns_the_headlines(finished):
@@ -116,20 +114,6 @@ def test_validation_rows_choose_the_best_and_the_test_set_changes_nothing(here, 
         assert row.pop("test_accuracy")
         assert row.pop("test_loss")
     assert ranks.metrics(here / "without") == rows
-
-
-def test_a_recipe_is_overridden_and_a_resumed_run_keeps_its_flags(here, monkeypatch):
-    Path("recipe.yaml").write_text(
-        "arch: resnet8\ndataset: digits\nbs: 64\nepochs: 2\nnesterov: true\n"
-        "milestones: [1, 2]\nlr: 0.5\n"
-    )
-    begun = "--recipe recipe.yaml --lr 0.05 --epochs 1 --out run"
-    for words in (begun, "--resume run --epochs 3"):
-        run(resnet50_test, *words.split(), monkeypatch=monkeypatch)
-    flags = torch.load("run/last.pt", weights_only=True)["flags"]
-    kept = {"lr": 0.05, "nesterov": True, "milestones": [1, 2], "epochs": 3}
-    assert {name: flags[name] for name in kept} == kept
-    assert [row["epoch"] for row in ranks.metrics(here / "run")] == [1, 2, 3]
 
 
 def failing_after(step: int, times: int):
@@ -174,9 +158,6 @@ def test_a_loss_that_stays_bad_ends_with_exit_code_3(here, digits, monkeypatch):
 
 def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
     pytest.importorskip("onnxruntime")
-    from PIL import Image
-    from sklearn.datasets import load_digits
-
     monkeypatch.chdir(folder := finished["resnet50_test"])
 
     def resumed(*words: str) -> list[str]:
@@ -201,12 +182,6 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
     served = answer_of_the_example(Path("zero.png").read_bytes())
     assert served == pytest.approx(expected, abs=1e-4)
     assert "cannot identify" in answer_of_the_example(b"not an image")["error"]
-
-
-def test_vgg8_is_exported(digits, monkeypatch):
-    pytest.importorskip("onnxruntime")
-    digits("--arch vgg8 --image_size 12 --epochs 1")
-    assert exported_metadata(resnet50_test, monkeypatch)["arch"] == "vgg8"
 
 
 def exported_metadata(script, monkeypatch) -> dict[str, Any]:
@@ -265,13 +240,6 @@ def test_predict_and_export_of_texts(finished, monkeypatch):
     assert json.loads(metadata["tokenizer"])["model"]["vocab"]
 
 
-@pytest.mark.process
-@each_of("precision", ["fp32", "bf16", "fp16"])
-def test_every_precision_trains(precision, here, digits):
-    digits(f"--precision {precision}", precision)
-    assert ranks.metrics(here / precision)[-1]["test_accuracy"] > 0.5
-
-
 @pytest.mark.compile
 def test_compile_trains_and_its_checkpoint_is_that_of_eager(here, monkeypatch):
     small = [*LINES, *"--epochs 1 --depth 1 --width 32 --mlp_width 32 --max_len 8".split()]
@@ -312,18 +280,6 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_the_run_goes_on(here, dig
     assert "No space left on device" in digits("--epochs 3")
     assert [row["epoch"] for row in ranks.metrics(here / "run")] == [1, 2, 3]
     assert checkpoint.load(here / "run", "resnet50_test")["progress"]["epoch"] == 3
-
-
-@pytest.mark.process
-@pytest.mark.data
-def test_the_real_data_sets_train(data_dir, here, monkeypatch):
-    for module, flags, least in (
-        (resnet50_test, "--arch resnet20 --subset 0.02 --bs 50 --lr 0.1", 0.15),
-        (transformer_test, "--subset 0.1 --bs 32 --lr 2e-4 --depth 1", 0.4),
-    ):
-        words = [*flags.split(), "--epochs", "2", "--data_dir", data_dir, "--out", module.SCRIPT]
-        run(module, *words, monkeypatch=monkeypatch)
-        assert ranks.metrics(here / module.SCRIPT)[-1]["test_accuracy"] > least
 
 
 def test_the_step_gets_the_weight_of_its_share_and_the_rate_of_its_batch(here, digits, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -18,18 +17,8 @@ from conftest import each_of
 from distributed import sharded_checkpoint
 from distributed.world import World
 from errors import InputError
-from test_checkpoint import state_of
+from test_checkpoint import Trap, state_of
 from training import checkpoint
-
-
-class Trap:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.fixture
@@ -58,38 +47,26 @@ def rewrite(folder: Path, change: Callable[[Any], None]) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_a_sound_one_is_read_in_both_ways(shards: Path) -> None:
-    weights = sharded_checkpoint.load_whole_model(shards)
-    assert weights["weight"].shape == (4, 3)
-    model = nn.Linear(3, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    sharded_checkpoint.load(shards, model, optimizer, World())
-    assert torch.equal(model.weight, weights["weight"])
-    assert optimizer.state[model.weight]["step"] == 1
-
-
 @each_of("place", ["planner_data", "storage_data", "whole"])
-def test_code_in_the_description_does_not_run(place: str, shards: Path, tmp_path: Path) -> None:
+def test_code_in_the_description_does_not_run(place, shards, tmp_path):
     trap, sound = Trap(tmp_path / "sprung"), (shards / ".metadata").read_bytes()
     if place == "whole":
         (shards / ".metadata").write_bytes(pickle.dumps(trap))
     else:
         rewrite(shards, lambda metadata: setattr(metadata, place, {"x": trap}))
-    refused_everywhere(shards, "mkdir, which does not belong in a checkpoint")
+    refused_everywhere(shards, "which does not belong in a checkpoint")
     assert not (tmp_path / "sprung").exists()
     (shards / ".metadata").write_bytes(sound)
 
 
-def test_an_entry_that_torch_would_unpickle_is_refused(shards: Path) -> None:
-    def as_bytes(metadata: Any) -> None:
-        metadata.state_dict_metadata["model/weight"] = BytesStorageMetadata()
-
-    rewrite(shards, as_bytes)
+def test_an_entry_that_torch_would_unpickle_is_refused(shards):
+    entry = {"model/weight": BytesStorageMetadata()}
+    rewrite(shards, lambda metadata: metadata.state_dict_metadata.update(entry))
     refused_everywhere(shards, "BytesStorageMetadata, which does not belong")
 
 
 @each_of("name", ["../elsewhere/__0_0.distcp", "/etc/passwd", "weights.bin"])
-def test_a_file_outside_the_folder_is_refused(name: str, shards: Path) -> None:
+def test_a_file_outside_the_folder_is_refused(name, shards):
     def elsewhere(metadata: Any) -> None:
         index = next(iter(metadata.storage_data))
         part = metadata.storage_data[index]
@@ -100,7 +77,7 @@ def test_a_file_outside_the_folder_is_refused(name: str, shards: Path) -> None:
 
 
 @each_of("name", ["../elsewhere", "/tmp/shards-1", "shards-1/../../x", "shards-x"])
-def test_a_folder_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_folder_elsewhere_is_refused(name, tmp_path):
     checkpoint.save(tmp_path / "last.pt", {**state_of(1), "shards": name})
     with pytest.raises(InputError, match="not a name such as shards-1"):
         checkpoint.load(tmp_path / "last.pt")
