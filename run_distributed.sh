@@ -9,13 +9,10 @@
 # Environment variables and their defaults:
 #   NGPU           processes of a node (its GPUs, else 2)
 #   NNODES         nodes (1)
-#   NODE_RANK      number of this node (0)
-#   MASTER_ADDR    first node; needed for several nodes
+#   NODE_RANK      number of this node (0); the run folder is made on node 0
+#   MASTER_ADDR    name or address of node 0; needed for several nodes
 #   MASTER_PORT    port on it, for several nodes only (29400); jobs that run at the same time on the
 #                  same first node need a port each
-#   JOB_ID         name by which the nodes find each other, for several nodes only, and the same on
-#                  all of them (MASTER_ADDR:MASTER_PORT); two jobs may have the same one after
-#                  each other, as no run is looked for by it
 #   MAX_RESTARTS   restarts after a failure; a restarted job goes on with its own run by itself (0)
 #   PYTHON         interpreter (.venv/bin/python where it exists, else python3)
 # The exit code is that of the script.
@@ -40,10 +37,9 @@ export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
 
 if [ "${NNODES:-1}" -gt 1 ]; then
-    : "${MASTER_ADDR:?MASTER_ADDR must name the first node}"
-    endpoint=$MASTER_ADDR:${MASTER_PORT:-29400}
-    rendezvous=(--nnodes "$NNODES" --node_rank "${NODE_RANK:-0}" --rdzv_backend c10d
-        --rdzv_id "${JOB_ID:-$endpoint}" --rdzv_endpoint "$endpoint")
+    rendezvous=(--nnodes "$NNODES" --node_rank "${NODE_RANK:-0}" # torchrun's static rendezvous
+        --master_addr "${MASTER_ADDR:?MASTER_ADDR must name the first node}"
+        --master_port "${MASTER_PORT:-29400}")
 else
     rendezvous=(--standalone) # a free port of the system's choice
 fi

@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
 # Train on several nodes under Slurm: run_distributed.sh on each node, one process per GPU.
 #
-#   sbatch --nodes=2 --gpus-per-node=4 run_slurm.sh resnet50_test.py --bs 256
+#   sbatch --nodes=2 --gpus-per-node=4 --cpus-per-task=32 run_slurm.sh resnet50_test.py --bs 256
+#
+# A job that is preempted, or whose node fails, is queued again and goes on with its run. Its run
+# folder is runs/SCRIPT-JOBID, or --out; the same command with the same --out goes on with that run
+# as well. From another folder the repository is found by Slurm, or is REPO.
 #
 # Slurm sends SIGTERM 120 s before the time limit, and the launcher kills what still runs 110 s
 # later (TORCH_ELASTIC_SHUTDOWN_TIMEOUT): a checkpoint must be written within that time.
@@ -9,13 +13,36 @@
 #SBATCH --job-name=faster-training
 #SBATCH --ntasks-per-node=1
 #SBATCH --signal=TERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
 set -euo pipefail
 
-root=${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")}
 export NNODES=${SLURM_JOB_NUM_NODES:?run this through sbatch or salloc}
-export JOB_ID=${SLURM_JOB_ID}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
+# srun does not take it from sbatch, and would give all processes of a node one core.
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}
+
+# sbatch runs a copy of this file elsewhere, and knows where the file was.
+submitted=$({ scontrol show job -o "$SLURM_JOB_ID" || true; } | sed -n 's/.* Command=\([^ ]*\).*/\1/p')
+for root in "${REPO:-}" "$(dirname "${BASH_SOURCE[0]}")" "${SLURM_SUBMIT_DIR:-}" \
+    "$(dirname "$submitted")" ""; do
+    [ ! -f "$root/run_distributed.sh" ] || break
+done
+if [ -z "$root" ]; then
+    echo "error: the repository is not found: set REPO to its folder" >&2
+    exit 2
+fi
+
+case " $* " in
+*" --evaluate"* | *" --predict"* | *" --export"* | "  ") ;;
+*) # flags that the user gives come later and win
+    script=$1
+    shift
+    out=runs/$(basename "$script" .py)-$SLURM_JOB_ID # a job that is queued again keeps its number
+    set -- "$script" --out "$out" --resume auto "$@"
+    ;;
+esac
 
 # shellcheck disable=SC2016  # SLURM_NODEID is expanded on each node
 exec srun --ntasks-per-node=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' \

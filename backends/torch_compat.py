@@ -62,6 +62,15 @@ def gloo_needs_final_barrier() -> bool:
     return TORCH_VERSION < (2, 9)
 
 
+def abort_process_groups() -> None:
+    """End the communication of all process groups without waiting for other ranks.
+
+    torch's function for it is private, and before torch 2.6 there is none.
+    """
+    c10d = torch.distributed.distributed_c10d
+    getattr(c10d, "_abort_process_group", torch.distributed.destroy_process_group)()
+
+
 def set_group_timeouts(seconds: float) -> None:
     """Give the collectives that process groups of this rank begin from now on a time limit.
 

@@ -38,6 +38,8 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     ([{"sync": ("lag",)}], [CORRECTED], "what compression left would come a step late; use fp16 or "
      "bf16"),
     ([MEETING], [COMPRESSED], "it sends weights, not gradients; leave --grad_compress out"),
+    ([MEETING], [{"precision": ("fp16", *APEX["precision"])}],
+     "each process would skip steps of its own; use --precision bf16 or fp32"),
     ([{"wire_dtype": tuple(WIRE_BITS)}], [{"optimizer": ("demo",)}, {"sync": ("diloco",)}],
      "only SLAMB keeps what rounding leaves; use --wire_dtype bf16, fp16 or fp32"),
     ([{"wire_dtype": tuple(WIRE_BITS)}], [{"node_groups": ON}],

@@ -611,17 +611,18 @@ def create_comm_hook(args: Namespace, run: Run) -> AllReduceHook:
     """What data parallelism sends, by --sync and --grad_compress.
 
     Raises:
-        InputError: --sync lag, or few bits, with fp16.
+        InputError: it does not go with fp16, which --precision auto may have chosen.
     """
-    if run.precision.uses_grad_scaler and (
-        args.sync == "lag" or args.grad_compress in ROUNDED_BITS
-    ):
-        flag = "--sync lag" if args.sync == "lag" else f"--grad_compress {args.grad_compress}"
+    is_rounded = args.grad_compress in ROUNDED_BITS
+    if run.precision.uses_grad_scaler and (is_rounded or args.sync != "sync"):
+        flag = f"--grad_compress {args.grad_compress}" if is_rounded else f"--sync {args.sync}"
+        reason = "what a step leaves to the next does not fit a loss scale that changes"
+        if args.sync in ("local", "diloco"):
+            reason = "each process would skip steps of its own"
         raise InputError(
-            f"{flag} is not supported with fp16: what a step leaves to the next does not fit a "
-            "loss scale that changes; use --precision bf16 or fp32"
+            f"{flag} is not supported with fp16: {reason}; use --precision bf16 or fp32"
         )
-    if args.grad_compress in ROUNDED_BITS:
+    if is_rounded:
         return RoundedGradients(run.world, args.grad_compress)
     if args.sync == "lag":
         return DelayedAllReduce(run.world, args.grad_compress)

@@ -342,7 +342,8 @@ def add_run(parser: ScriptParser) -> None:
     add("--out", path_text, None, "run folder (default runs/SCRIPT-TIME)", metavar="DIR",
         scope=Scope.OUTPUT, common=True)
     add("--resume -r", path_text, None, "checkpoint or run folder to go on from; without PATH, "
-        "--out or the newest run", nargs="?", metavar="PATH", common=True, **start)
+        "--out or the newest run; auto: --out if it holds a checkpoint, else a new run", nargs="?",
+        metavar="PATH|auto", common=True, **start)
     add("--checkpoint", path_text, None, "trained model: best or last of --resume, --out or the "
         "newest run, a run folder or a .pt file (default last)", metavar="best|last|PATH",
         common=True, **start)

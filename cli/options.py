@@ -27,6 +27,7 @@ from errors import InputError, did_you_mean
 from input_pipeline import own_data
 from training import checkpoint, run_folder
 
+AUTO = "auto"  # value of --resume: go on where --out holds a checkpoint, else start
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
 YES_OR_NO = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 METADATA = {  # by script: what its checkpoints hold for inference beside the classes
@@ -53,7 +54,12 @@ def parse(
     """
     given = parser.given(sys.argv[1:] if arguments is None else arguments)
     values = parser.defaults()
-    command_line = Namespace(**values | given)
+    recipe: dict[str, Any] = {}
+    if path := given.get("recipe"):
+        recipe = parser.given(recipe_arguments(path, parser))
+    command_line = Namespace(**values | {"out": recipe.get("out")} | given)
+    if command_line.resume == AUTO:
+        given["resume"] = command_line.resume = folder_to_go_on(command_line)
     state, path = None, resume_path(command_line, script)
     if path is not None:
         source = "--resume" if command_line.checkpoint is None else "--checkpoint"
@@ -61,9 +67,7 @@ def parse(
         if "warning" in state and os.environ.get("RANK", "0") == "0":
             print(state["warning"], file=sys.stderr, flush=True)
         values |= restored_flags(state["flags"], parser)
-    if command_line.recipe:
-        recipe = parser.given(recipe_arguments(command_line.recipe, parser))
-        values = settings.merged(values, recipe, parser)
+    values = settings.merged(values, recipe, parser)
     args = Namespace(**settings.merged(values, given, parser))
     for name, value in computed_defaults(args, parser.optimizers[args.optimizer]).items():
         if getattr(args, name) is None:
@@ -207,6 +211,19 @@ def resume_path(args: Namespace, script: str) -> Path | None:
             "use --checkpoint last"
         )
     return path
+
+
+def folder_to_go_on(args: Namespace) -> str | None:
+    """What --resume auto means: --out where it holds a checkpoint, else None.
+
+    All ranks find the same: none writes a checkpoint before all have met.
+
+    Raises:
+        InputError: --out is missing.
+    """
+    if args.out is None:
+        raise InputError("--resume auto: give --out DIR, the folder of the run to go on with")
+    return args.out if checkpoint.latest_files(Path(args.out)) else None
 
 
 def interrupted_run(args: Namespace, script: str) -> Path | None:

@@ -33,7 +33,7 @@ def check_equal(world: World, values: Mapping[str, Any], *, advice: str) -> None
         InputError: some rank has another value than rank 0; on every rank, with the same message.
     """
     texts = {name: str(value) for name, value in values.items()}
-    if difference := first_difference(world.all_gather_objects(texts)):
+    if difference := first_difference(world.all_gather(texts)):
         raise SharedInputError(f"the processes do not agree: {difference}; {advice}")
 
 
@@ -57,7 +57,7 @@ def raise_together(world: World, problem: str) -> None:
     Raises:
         InputError: a rank has a problem: that of the first one which has.
     """
-    for found in world.all_gather_objects(problem):
+    for found in world.all_gather(problem):
         if found:
             raise SharedInputError(found)
 

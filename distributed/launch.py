@@ -9,10 +9,19 @@ import logging
 import os
 import sys
 
-from distributed.worker import LAUNCHER
+from distributed.worker import FAILURE, LAUNCHER
 from errors import INTERRUPTED, LOST_PEER, first_line
 
 SHUTDOWN_SECONDS = "110"  # from SIGTERM to SIGKILL: time to write a checkpoint
+
+
+class FailureHandler(logging.Handler):
+    """Hands on to the processes of a restart which one failed before them: torch logs it alone."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if str(record.msg).startswith("failed (exitcode") and isinstance(record.args, tuple):
+            code, local_rank, *_ = record.args
+            os.environ[FAILURE] = f"{local_rank} {code}"
 
 
 def launch(arguments: list[str]) -> int:
@@ -20,20 +29,22 @@ def launch(arguments: list[str]) -> int:
 
     Returns:
         The exit code of the first process that failed, 128 + n where signal n ended it; 130 after a
-        signal to the launcher; 1 where the nodes did not meet.
+        signal to the launcher; 1 where the nodes did not meet, or the first one was lost.
     """
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack of C++ for a closed connection
-    if "LOGLEVEL" not in os.environ:  # the script's own line says what went wrong
-        os.environ["LOGLEVEL"] = "CRITICAL"
-        logging.disable(logging.CRITICAL)  # torch's messages about the end of each worker
+    is_quiet = "LOGLEVEL" not in os.environ  # the script's own line says what went wrong
+    os.environ.setdefault("LOGLEVEL", "CRITICAL")
     # These load torch, which reads the variables.
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    log = logging.getLogger("torch.distributed.elastic")
+    log.addHandler(FailureHandler())
+    log.propagate = not is_quiet
     try:
         run.run(run.parse_args(arguments))
     except ChildFailedError as error:
@@ -43,7 +54,7 @@ def launch(arguments: list[str]) -> int:
         print(f"error: process {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
         return 128 - failure.exitcode
     except (RendezvousError, DistError) as error:
-        print(f"error: the nodes did not meet ({first_line(error)})", file=sys.stderr)
+        print(f"error: no connection to the first node ({first_line(error)})", file=sys.stderr)
         return LOST_PEER
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED

@@ -9,8 +9,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ipaddress
 import os
+import sys
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,18 +25,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from backends.device import choose_device
-from backends.torch_compat import gloo_needs_final_barrier, set_group_timeouts
-from distributed.worker import end_with_launcher
-from errors import LostPeer, last_line
+from backends.torch_compat import (
+    abort_process_groups,
+    gloo_needs_final_barrier,
+    set_group_timeouts,
+)
+from distributed.interface import own_address, use_interface_of
+from distributed.worker import end_with_launcher, is_restarted
+from errors import LINE_LIMIT, LostPeer
+
+if dist.is_available():
+    # The default arguments of its functions are the default group of the time of its import. Were
+    # it imported later (the first step of an optimizer of torch's does so), they would keep the
+    # group and gloo's threads alive after destroy_process_group(), and such a thread may abort
+    # the process while the interpreter ends.
+    import torch.distributed.nn.functional  # noqa: F401
 
 READ_SECONDS = 7200.0  # for what one process does for all of a node or of the job: to download
 FEW_RANKS, VOTE_EVERY = 16, 16  # more ranks vote on stopping at every so many steps
+RESTART_SECONDS = 20.0  # in which the processes of a restarted job come back, if they do
 LOST_PEER_SIGNS = (  # in messages of gloo, of nccl and of the store in which the ranks meet
     "closed by peer",
     "reset by peer",
     "Broken pipe",
     "Connection refused",
     "Socket is not connected",
+    "Failed to recv",
     "imed out",
     "timeout",
     "remote process exited",
@@ -126,19 +144,15 @@ class World:
 
     def max_over_ranks(self, value: int) -> int:
         """The largest value that any rank gave, on every rank."""
-        if self.size == 1:
-            return value
-        box = torch.tensor(value)
-        dist.all_reduce(box, dist.ReduceOp.MAX, group=self.control)
-        return int(box)
+        return max(self.all_gather(value))
 
-    def all_gather(self, values: list[float]) -> list[list[float]]:
-        """Every rank's values in rank order, on every rank; each rank gives as many."""
-        box = torch.zeros(self.size, len(values), dtype=torch.float64)
-        box[self.rank] = torch.tensor(values, dtype=torch.float64)
-        if self.size > 1:
-            dist.all_reduce(box, group=self.control)
-        return box.tolist()
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's value, any picklable object, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        box: list[Any] = [None] * self.size
+        dist.all_gather_object(box, value, group=self.control)
+        return box
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, any picklable object, on every rank."""
@@ -155,14 +169,6 @@ class World:
         box: list[Any] = [None] * self.size
         dist.gather_object(value, box if self.is_main else None, dst=0, group=self.control)
         return box if self.is_main else []
-
-    def all_gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, any picklable object, in rank order, on every rank."""
-        if self.size == 1:
-            return [value]
-        box: list[Any] = [None] * self.size
-        dist.all_gather_object(box, value, group=self.control)
-        return box
 
     def node_group(self) -> dist.ProcessGroup | None:
         """The process group of this node's ranks; None where it would be of no use.
@@ -273,12 +279,12 @@ def choose_collectives(device_name: str, device: torch.device, local_size: int) 
 
 def lost_peer_reason(error: RuntimeError, time_limit: float) -> str:
     """Why a collective failed, if it is that another process is gone; otherwise ''."""
-    message = str(error)
-    if not any(sign in message for sign in LOST_PEER_SIGNS):
-        return ""
-    if "imed out" in message or "timeout" in message:
+    lines = str(error).splitlines()
+    # The first such line is the reason; a stack of C++ follows it, or NCCL's advice precedes it.
+    found = next((each for each in lines if any(sign in each for sign in LOST_PEER_SIGNS)), "")
+    if "imed out" in found or "timeout" in found:
         return f"no answer for {time_limit:g} s, see --timeout"
-    return last_line(error).rpartition("] ")[2]
+    return found.rpartition("] ")[2].partition(". ")[0][:LINE_LIMIT]
 
 
 @contextlib.contextmanager
@@ -310,9 +316,11 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
         limits=limits,
         time_limit=limits.start,
     )
+    has_failed = True
     try:
         _init_process_group(world, backend)
         yield world
+        has_failed = False
         if gloo_needs_final_barrier() and world.control is not None:
             dist.barrier(group=world.control)
     except RuntimeError as error:
@@ -324,20 +332,25 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
             ) from None
         raise
     finally:
-        if dist.is_initialized():
+        if backend == "nccl" and has_failed:
+            atexit.register(_abort)  # when the error is printed: NCCL may wait for the others
+        elif dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _abort() -> None:
+    """Give up all communication without a word to the other ranks, who may never answer."""
+    if dist.is_initialized():
+        abort_process_groups()
 
 
 def _init_process_group(world: World, backend: str) -> None:
     """Connect the ranks, with the default group and that of `control`."""
     timeout = timedelta(seconds=world.limits.start)
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    # A restarted job finds the store of its first start: without a prefix of its own it would read
-    # the addresses of dead processes.
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"start-{restarts}", store),
+        store=_meet(store, world),
         rank=rank,
         world_size=size,
         timeout=timeout,
@@ -346,3 +359,39 @@ def _init_process_group(world: World, backend: str) -> None:
     if world.size > 1:
         world.control = new_group(backend="gloo")
         world.set_time_limit(world.limits.start)
+
+
+def _meet(store: dist.Store, world: World) -> dist.Store:
+    """Wait for all ranks, choose the interface between the nodes, and return a store of their own.
+
+    torchrun's store holds what earlier starts of the job have left, as the addresses of dead
+    processes. So the ranks meet under a name that they have not had before. A node that was lost
+    may come late, from a launcher that was started anew.
+    """
+    nodes_differ = world.size > world.local_size
+    mine = own_address(os.environ["MASTER_ADDR"]) if nodes_differ else ""
+    arrival = f"{mine} {uuid.uuid4().hex}"
+    store.set(f"arrived/{world.rank}", arrival)
+    if world.is_main:
+        keys = [f"arrived/{rank}" for rank in range(world.size)]
+        _wait_for_all(store, keys, world.limits.start)
+        arrivals = [store.get(key).decode() for key in keys]
+        for key, each in zip(keys, arrivals):
+            store.delete_key(key)
+            store.set(f"start/{each}", arrivals[-1])
+    start = store.get(f"start/{arrival}").decode()
+    if nodes_differ:
+        # The first node may know itself by a loopback address alone.
+        is_loopback = ipaddress.ip_address(mine.partition("%")[0]).is_loopback
+        use_interface_of(own_address(start.split()[0]) if is_loopback else mine)
+    return dist.PrefixStore(start, store)
+
+
+def _wait_for_all(store: dist.Store, keys: list[str], seconds: float) -> None:
+    """Wait until a store has all keys, and say so where a restarted job waits for long."""
+    if is_restarted():
+        with contextlib.suppress(RuntimeError):  # the time is over
+            store.wait(keys, timedelta(seconds=min(RESTART_SECONDS, seconds)))
+        if not store.check(keys):
+            print(f"waiting up to {seconds:g} s for a lost node", file=sys.stderr, flush=True)
+    store.wait(keys, timedelta(seconds=seconds))

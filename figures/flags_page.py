@@ -43,7 +43,8 @@ def page_with_flags(page: str) -> str:
         if name not in images or name not in texts:
             group += f" ({'images' if name in images else 'texts'} only)"
         bold = "**" if flag.common else ""
-        signature = f"{bold}`{' '.join([', '.join(flag.names), flag.metavar]).strip()}`{bold}"
+        words = " ".join([", ".join(flag.names), flag.metavar]).strip().replace("|", r"\|")
+        signature = f"{bold}`{words}`{bold}"
         also = [
             f"`{foreign}`" + (f" (`{own.partition('=')[2]}`)" if "=" in own else "")
             for foreign, own in FOREIGN.items()

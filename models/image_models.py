@@ -5,6 +5,9 @@ model = create_model("resnet50", classes=10, channels=3, image_size=32)
 
 from __future__ import annotations
 
+import os
+import urllib.request
+
 import torch
 from torch import Tensor, nn
 
@@ -83,16 +86,32 @@ def default_weights(arch: str) -> dict[str, Tensor]:
     """
     try:
         if arch.startswith(TIMM):
-            import timm
-
-            return timm.create_model(arch.removeprefix(TIMM), pretrained=True).state_dict()
+            return _timm_weights(arch.removeprefix(TIMM))
         from torchvision import models
 
         return models.get_model_weights(arch).DEFAULT.get_state_dict(progress=False)
-    except (ImportError, ValueError, RuntimeError, OSError) as error:
+    except (ImportError, ValueError, RuntimeError) as error:
         raise InputError(
             f"--weights DEFAULT: none for --arch {arch} ({first_line(error)}); give a file"
         ) from None
+    except OSError as error:
+        raise InputError(
+            f"--weights DEFAULT: those of --arch {arch} could not be downloaded "
+            f"({getattr(error, 'reason', first_line(error))}); give a file"
+        ) from None
+
+
+def _timm_weights(name: str) -> dict[str, Tensor]:
+    import timm
+    from huggingface_hub import try_to_load_from_cache
+
+    repository = timm.get_pretrained_cfg(name).hf_hub_id
+    files = ("model.safetensors", "pytorch_model.bin")
+    if repository and not any(try_to_load_from_cache(repository, file) for file in files):
+        # Without a network the hub's own client tries for a minute.
+        address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        urllib.request.urlopen(address, timeout=20).close()
+    return timm.create_model(name, pretrained=True).state_dict()
 
 
 def _create_timm_model(arch: str, classes: int, *, channels: int, image_size: int) -> nn.Module:

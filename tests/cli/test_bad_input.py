@@ -65,6 +65,7 @@ BOTH = [
     ("--optimizer slamb --grad_compress int4", "--grad_compress int4"),
     ("--sync local --grad_compress bf16", "--sync local"),
     ("--sync diloco --optimizer demo", "--sync diloco"),
+    ("--sync diloco --precision fp16", "each process would skip steps of its own"),
     ("--mixup_weight 0.8 --mixup meta", "it has policy, lr, every"),
     ("--fuse --sync_bn", "--fuse"),
     ("--subset 2", "--subset"),

@@ -1,13 +1,12 @@
-"""Real processes, as a user starts them: kills, signals, restarts, and torchrun's exit codes.
-
-Seventeen interpreters are started in all.
-"""
+"""Real processes, as a user starts them: kills, signals, restarts, nodes, torchrun's exit codes."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 import ranks
@@ -23,7 +23,7 @@ from conftest import each_of
 from distributed.launch import launch
 
 RUN = """resnet50_test.py --dataset digits --arch resnet8 --subset 0.2 --lr 0.05 --mixup cutmix
-    --epochs 12 --save_every 4 --threads 1 --precision fp32 --seed 3 --out run"""
+    --epochs 12 --save_every 4 --threads 1 --precision fp32 --seed 3 --out run --resume auto"""
 
 
 def command(size: int) -> list[str]:
@@ -74,10 +74,10 @@ def kill_rank(job: subprocess.Popen[str], rank: int) -> None:
 
 
 def test_a_killed_process_goes_on_bit_for_bit(whole, tmp_path):
-    job = ranks.start(ranks.script(*command(1)), tmp_path, cold=True)
+    job = ranks.start(ranks.script(*command(1)), tmp_path)
     wait_for_a_row(tmp_path, job)
     ranks.kill(job)
-    goes_on(tmp_path, 1, "--resume")
+    goes_on(tmp_path, 1)
     ranks.same_run(whole(1), tmp_path / "run")
 
 
@@ -90,34 +90,34 @@ def test_two_ranks_end_with_a_killed_launcher_and_go_on_bit_for_bit(whole, tmp_p
     ranks.wait_for(lambda: not ranks.relatives(job), dead, seconds=30)
     dead.kill()
     dead.wait()
-    goes_on(tmp_path, 2, "--resume")
+    goes_on(tmp_path, 2)
     ranks.same_run(whole(2), tmp_path / "run")
 
 
-def test_four_ranks_end_with_one_of_them_and_go_on_bit_for_bit(whole, tmp_path):
-    job = start_launcher(tmp_path, 4)
-    wait_for_a_row(tmp_path, job)
-    kill_rank(job, 2)
-    console = ranks.finish(job, tmp_path, expected=128 + signal.SIGKILL)
-    assert "error: process 2 was ended by signal 9" in console
-    assert "Traceback" not in console
-    assert not ranks.relatives(job)
-    goes_on(tmp_path, 4, "--resume")
-    ranks.same_run(whole(4), tmp_path / "run")
-
-
-def test_a_job_restarts_by_itself_after_a_rank_dies(whole, tmp_path):
+def test_four_ranks_restart_once_and_end_with_one_of_them_and_go_on_bit_for_bit(whole, tmp_path):
     """And whatever port is taken."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        variables = {"NGPU": "2", "MAX_RESTARTS": "1", "MASTER_PORT": str(taken.getsockname()[1])}
-        job = ranks.start(ranks.torchrun(*command(2)), tmp_path, **variables)
+        variables = {"NGPU": "4", "MAX_RESTARTS": "1", "MASTER_PORT": str(taken.getsockname()[1])}
+        job = ranks.start(ranks.torchrun(*command(4)), tmp_path, **variables)
         wait_for_a_row(tmp_path, job)
-        kill_rank(job, 1)
-        console = ranks.finish(job, tmp_path)
-    assert console.count("training samples") == 2, "the job was to start twice"
-    ranks.same_run(whole(2), tmp_path / "run")
+    kill_rank(job, 2)
+    console = tmp_path / "console.log"
+    ranks.wait_for(lambda: console.read_text().count("training samples") == 2, job)
+    kill_rank(job, 2)
+    lines = ranks.finish(job, tmp_path, expected=128 + signal.SIGKILL).splitlines()
+    [restart] = [line for line in lines if line.startswith("restart")]
+    rows = len(ranks.metrics(tmp_path / "run"))
+    assert re.fullmatch(
+        r"restart 1 of 1 after process 2 ended by signal 9, from epoch \d+", restart
+    )
+    assert 2 <= int(restart.split()[-1]) <= rows + 1
+    assert "error: process 2 was ended by signal 9" in lines
+    assert "Traceback" not in "".join(lines)
+    assert not ranks.relatives(job)
+    goes_on(tmp_path, 4)
+    ranks.same_run(whole(4), tmp_path / "run")
 
 
 def test_a_signal_to_the_whole_job_spares_the_processes_that_decode_images(tmp_path):
@@ -136,6 +136,97 @@ def test_a_signal_to_the_whole_job_spares_the_processes_that_decode_images(tmp_p
     assert "last.pt is written" in console.splitlines()[-1]
     assert "Traceback" not in console
     assert not ranks.relatives(job)
+
+
+# -------------------------------------------------------------------- several nodes
+
+HOSTS = r"""
+links=$1
+shift
+node() { # node NUMBER NAME MASTER COMMAND...: a host whose own name is at 127.0.1.1
+    local number=$1 name=$2 master=$3
+    shift 3
+    mkdir "$name"
+    printf '127.0.0.1 localhost\n127.0.1.1 %s\n' "$name" > "$name/hosts"
+    NODE_RANK=$number MASTER_ADDR=$master name=$name link=$links$number \
+        unshare --net --uts --mount sh -ec 'hostname "$name"
+                mount --bind "$name/hosts" /etc/hosts
+                ip link set lo up
+                until ip link set "$link" up 2> /dev/null; do sleep 0.05; done
+                ip addr add "192.168.77.1$NODE_RANK/24" dev "$link"
+                exec "$@" > "$name/console.log" 2>&1' sh "$@" &
+    until [ "$(readlink /proc/$!/ns/net)" != "$(readlink /proc/$$/ns/net)" ]; do sleep 0.05; done
+    ip link set "$links$number" netns $!
+}
+ip link add "${links}0" type veth peer name "${links}1"
+node 0 zeta zeta "$@"
+first=$!
+node 1 alpha 192.168.77.10 "$@"
+wait $!
+wait $first
+"""
+
+
+def test_two_hosts_whose_own_name_is_a_loopback_address_train_and_restart(whole, tmp_path):
+    """Node 0 has its name, node 1 its address. By the alphabet node 1 would be the first."""
+    probe = "unshare --net --uts --mount ip link add one type veth peer name two".split()
+    if not shutil.which("unshare") or subprocess.run(probe, check=False).returncode:
+        pytest.skip("network namespaces are not allowed here")
+    words = ["bash", "-ec", HOSTS, "hosts", f"v{os.getpid()}-", *ranks.torchrun(*command(2))]
+    variables = {"NNODES": "2", "NGPU": "1", "MAX_RESTARTS": "1", "MASTER_PORT": "29411"}
+    job = ranks.start(words, tmp_path, cold=True, **variables)
+    wait_for_a_row(tmp_path, job)
+    kill_rank(job, 1)
+    ranks.finish(job, tmp_path)
+    first, second = (
+        (tmp_path / name / "console.log").read_text().splitlines() for name in ("zeta", "alpha")
+    )
+    [lost] = [line for line in first if line.startswith("error:")]
+    assert re.match(r"error: rank 0 has lost another process \(.*\[192\.168\.77\.11\]", lost), lost
+    assert any(
+        line.startswith("restart 1 of 1 after process 1 ended by signal 9") for line in first
+    )
+    assert "run folder run" in first[-1]
+    assert second == []
+    rows = [{**row, "devices": 2} for row in ranks.metrics(whole(2))]  # on CPUs that is nodes
+    assert ranks.metrics(tmp_path / "run") == rows
+    weights = (ranks.weights(folder).values() for folder in (whole(2), tmp_path / "run"))
+    assert all(itertools.starmap(torch.equal, zip(*weights, strict=True)))
+
+
+SLURM = {  # programs by name; python takes the place of the interpreter
+    "scontrol": """[ "$2" = hostnames ] && printf 'n7\\nn8\\n' || echo "Id=7 Command=$FILE A=1" """,
+    "srun": """shift; for i in 0 1; do SLURM_NODEID=$i "$@"; done""",
+    "python": """[ "$1" = -c ] && echo 4 || echo "$SRUN_CPUS_PER_TASK $*" """,
+}
+
+
+def test_a_slurm_job_hands_on_its_cores_and_goes_on_with_its_run_from_any_folder(tmp_path):
+    for name, line in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    spooled = shutil.copy(ranks.ROOT / "run_slurm.sh", tmp_path / "slurm_script")
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": str(tmp_path / "python"),
+        "FILE": str(ranks.ROOT / "run_slurm.sh"),
+        "NGPU": "4",
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "n[7-8]",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_CPUS_PER_TASK": "8",
+    }
+    words = ["bash", str(spooled), "resnet50_test.py", "--bs", "256", "--out", "mine"]
+    console = ranks.finish(ranks.start(words, tmp_path, cold=True, **variables), tmp_path)
+    for rank, line in enumerate(console.splitlines()):
+        torchrun, flags = line.split(f" {ranks.ROOT}/resnet50_test.py ")
+        assert torchrun == (
+            f"8 -m distributed.launch --nnodes 2 --node_rank {rank} --master_addr n7 "
+            "--master_port 20077 --nproc_per_node 4 --max_restarts 0"
+        )
+        assert flags == "--out runs/resnet50_test-77 --resume auto --bs 256 --out mine"
+    assert rank == 1
 
 
 # -------------------------------------------------------------------- torchrun

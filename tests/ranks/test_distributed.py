@@ -216,7 +216,7 @@ def test_processes_that_share_a_gpu_speak_gloo_and_device_hours_count_gpus_or_no
 
 
 NO_THREADS_LEFT = """
-import distributed  # before the group is there
+import distributed.world  # before the group is there
 from pathlib import Path
 import torch
 import torch.distributed as dist

@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fake_cuda
 import ranks
+from backends.precision import Precision
+from cli.factory import create_comm_hook
 from conftest import each_of
 from distributed.averaging import RankAverager
 from distributed.comm_hooks import (
@@ -24,6 +26,7 @@ from distributed.comm_hooks import (
     RoundedGradients,
 )
 from distributed.world import World
+from errors import InputError
 from trainers import make_trainer
 from training.trainer import Trainer
 
@@ -251,3 +254,11 @@ def test_a_mean_across_nodes_is_divided_by_the_number_of_nodes(
     ):
         monkeypatch.setattr(torch.distributed, name, stand_in)
     assert torch.equal(averager.mean_across(torch.full((5,), 7.0)), torch.full((5,), 7.0))
+
+
+def test_processes_that_train_apart_are_refused_where_auto_has_chosen_fp16() -> None:
+    run = SimpleNamespace(precision=Precision("fp16", "cpu", torch.float16), world=World())
+    for sync in ("local", "diloco"):
+        args = SimpleNamespace(sync=sync, grad_compress="none")
+        with pytest.raises(InputError, match=f"--sync {sync} is not supported with fp16: each"):
+            create_comm_hook(args, run)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
 from multiprocessing import connection
 from pathlib import Path
 
+import torch.distributed as dist
+
+import errors
 import ranks
 from conftest import each_of
+from distributed import world
 from distributed.world import lost_peer_reason
 
 JOB = """
@@ -64,9 +69,11 @@ def test_a_rank_that_lost_another_one_ends_with_one_line(
 def test_a_rank_whose_peer_never_starts_ends_in_time(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     with ranks.rank_environments(2) as (environment, _):
+        environment["TORCHELASTIC_RESTART_COUNT"] = "1"
         command = ranks.script(str(tmp_path / "job.py"), "error")
         job = ranks.start(command, tmp_path, **environment)
         console = ranks.finish(job, tmp_path, expected=1)
+    assert "waiting up to 3 s for a lost node" in console.splitlines()
     assert "(no answer for 3 s, see --timeout)" in console.splitlines()[-1], console
     assert "Traceback" not in console
 
@@ -77,10 +84,42 @@ def test_only_a_lost_connection_is_told_as_one() -> None:
         ("[gloo/unbound_buffer.cc:78] Timed out waiting 2000ms for recv", "no answer for 2 s"),
         ("NCCL error: remote process exited or there was a network error", "NCCL error"),
         ("The size of tensor a (3) must match the size of tensor b (4)", ""),
+        ("Failed to recv, got 0 bytes. Check it", "Failed to recv"),
+        ("[Utils.hpp:790] Broken pipe. Check it\nframe #0: start (libc.so)", "Broken pipe"),
+        ("NCCL error in:\nncclRemoteError: remote process exited\nLast error:\nio", "ncclRemote"),
     ):
         found = lost_peer_reason(RuntimeError(message), 2.0)
         assert found.startswith(reason)
         assert bool(found) == bool(reason)
+        assert "\n" not in found
+        assert "Check" not in found
+
+
+def test_over_nccl_an_error_is_printed_before_the_group_is_given_up(monkeypatch):
+    events = []
+    monkeypatch.setattr(world, "choose_collectives", lambda *_: "nccl")
+    monkeypatch.setattr(world, "_init_process_group", lambda *_: None)
+    monkeypatch.setattr(world, "end_with_launcher", lambda: None)
+    monkeypatch.setattr(world, "abort_process_groups", lambda: events.append("aborted"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: events.append("destroyed"))
+    monkeypatch.setattr(atexit, "register", lambda function: events.append(function))
+    monkeypatch.setattr("builtins.print", lambda *_, **__: events.append("printed"))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def fail() -> None:
+        with world.init_world("cpu"):
+            raise errors.InputError("a broken image")
+
+    assert errors.exit_code(fail) == 2
+    at_exit, printed = events
+    assert printed == "printed"
+    at_exit()
+    assert events[-1] == "aborted"
+    with world.init_world("cpu"):
+        events.clear()
+    assert events == ["destroyed"]
 
 
 SIGNALLED = "--dataset digits --arch resnet8 --subset 0.2 --epochs 500 --threads 1 --out run"

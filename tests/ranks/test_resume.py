@@ -196,7 +196,7 @@ def test_a_run_goes_on_with_other_ranks_and_other_ways(way, size, more, finished
         )
         assert not all(map(torch.equal, first, second)), "each rank has moments of its own"
     script = WAYS[way][1].split()[0]
-    flags = f"--resume run --epochs 4 --lr_schedule constant --keep 1 {more}"
+    flags = f"--out run --resume auto --epochs 4 --lr_schedule constant --keep 1 {more}"
     run(f"{script} {flags}", tmp_path, size)
     rows = ranks.metrics(tmp_path / "run")
     assert rows[3]["train_loss"] < rows[2]["train_loss"]

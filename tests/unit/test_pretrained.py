@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +23,7 @@ import transformer_test
 from conftest import each_of
 from errors import InputError
 from input_pipeline.text_datasets import read_headlines
+from models import image_models
 from models.image_models import create_model
 from test_training import run
 from training import pretrained
@@ -281,3 +284,18 @@ def test_a_run_logs_the_rate_of_the_last_layer(here, monkeypatch):
     groups = torch.load("run/last.pt", weights_only=True)["optimizer"]["param_groups"]
     assert max(group["lr"] for group in groups) == pytest.approx(0.002)
     assert min(group["lr"] for group in groups) < 0.0005
+
+
+def test_weights_that_need_a_network_are_refused_at_once_without_one(monkeypatch, tmp_path):
+    def no_network(*_: object, **__: object) -> None:
+        raise urllib.error.URLError("no network in tests")
+
+    monkeypatch.setattr(urllib.request, "urlopen", no_network)
+    monkeypatch.setattr(torch.hub, "urlopen", no_network)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    for arch in ("resnet18", "timm:resnet18"):
+        if arch.startswith("timm:"):
+            pytest.importorskip("timm")
+        expected = f"--arch {arch} could not be downloaded \\(no network in tests\\); give a file"
+        with pytest.raises(InputError, match=expected):
+            image_models.default_weights(arch)
