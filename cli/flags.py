@@ -175,7 +175,8 @@ def add_data(parser: ScriptParser, datasets: Sequence[str]) -> None:
         "wrong label", metavar="F")
     add("--test", switch, True, "evaluation on the test set; --no-test leaves it alone, as a "
         "search should, and needs a validation set")
-    add("--workers", natural, 2, "processes that decode image files", metavar="N", scope=Scope.NODE)
+    add("--workers", natural, None, "processes that decode image files (default as many as "
+        "--threads)", metavar="N", scope=Scope.NODE)
 
 
 def add_training(parser: ScriptParser) -> None:

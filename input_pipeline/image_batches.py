@@ -1,36 +1,47 @@
 """Batches of images: gathered, randomly cropped and flipped, and normalised on the training device.
 
-    mean, std = channel_statistics(split)
-    train = ImageDataset(split, AUGMENTATIONS["cifar10"], mean=mean, std=std, device=device)
+    decoder = FileDecoder(workers=2)
+    mean, std = channel_statistics(split, decoder)
+    train = ImageDataset(
+        split, AUGMENTATIONS["folder"], mean=mean, std=std, device=device, decoder=decoder
+    )
     for images, labels in train.batches(row_batches, epoch=0): ...    # (batch, 3, 32, 32), (batch,)
 
-Pixels are kept on the device if they fit, and otherwise decoded from files by worker processes. The
+Pixels are kept on the device if they fit, and otherwise decoded from files by worker processes,
+which a node does once where they fit and in every epoch where they do not. The
 augmentation of a row is a function of (seed, epoch, row): it does not depend on the batch size or
 on the number of ranks.
 """
 
 from __future__ import annotations
 
+import atexit
+import dataclasses
+import math
 import os
 import signal
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from distributed.agreement import raise_together
+from distributed.node_memory import node_memory
+from distributed.world import World
 from errors import InputError
-from input_pipeline.image_datasets import ImageSplit
+from input_pipeline.image_datasets import ImageFiles, ImageSplit
 from input_pipeline.sampler import epoch_generator
 
 STATISTICS_ROWS = 10_000  # images used for the mean and standard deviation of each channel
+STATISTICS_FILES = 2_000  # of files, which take long to decode
 STATISTICS_PIXELS = 1 << 22  # pixels summed at a time, to keep memory low
-DECODE_ROWS = 256  # images that a worker decodes at a time when all are made resident
+DECODE_ROWS = 256  # images that the workers decode at a time when all are made resident
 MEMORY_FRACTION = 4  # a split may take a quarter of the free memory
-
-
 LARGEST_PAD = 127  # pixels; the offset of a crop is kept in a byte
 MOST_SMALL_STAGES = 4  # a model is compiled for each size of images, and torch limits how often
 
@@ -97,7 +108,7 @@ class ImageDataset:
         std: standard deviation of each channel, of pixel values in 0..1.
         device: where batches, and resident pixels, live.
         seed: seed of the augmentation.
-        workers: number of processes that decode files.
+        decoder: decodes files; None decodes them in this process.
         resident: keep all pixels on the device; otherwise files are decoded in every epoch.
     """
 
@@ -112,21 +123,23 @@ class ImageDataset:
         std: Sequence[float],
         device: torch.device,
         seed: int = 0,
-        workers: int = 2,
+        decoder: FileDecoder | None = None,
         resident: bool = True,
     ) -> None:
-        self.images = images
         self.augmentation = augmentation
         self.mean = torch.tensor(list(mean), device=device)
         self.std = torch.tensor(list(std), device=device)
         self.device = device
         self.seed = seed
-        self.workers = workers
+        self.decoder = decoder or FileDecoder(workers=0)
         self.labels = images.labels.to(device)
         self.pixels: Tensor | None = None
         if resident:
-            pixels = images.pixels if images.pixels is not None else decode_all(images, workers)
-            self.pixels = pixels.to(device)
+            images = decode_on_node(images, self.decoder, World())
+            assert images.pixels is not None
+            self.pixels = images.pixels.to(device)
+            images = dataclasses.replace(images, pixels=self.pixels)  # not on the host as well
+        self.images = images
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -195,19 +208,13 @@ class ImageDataset:
         On a GPU the next batch is copied on a side stream while the current one is in use.
         """
         on_gpu = self.device.type == "cuda"
-        loader = DataLoader(
-            DecodedBatches(self.images, row_batches),
-            batch_size=None,
-            num_workers=self.workers,
-            worker_init_fn=ignore_signals,
-            pin_memory=on_gpu,
-        )
+        batches = self.decoder.batches(self.images, row_batches, pinned=on_gpu)
         if not on_gpu:
-            yield from raise_worker_errors(loader)
+            yield from batches
             return
         copy_stream = torch.cuda.Stream(self.device)
         next_batch: tuple[tuple[Tensor, Tensor], torch.cuda.Event] | None = None
-        for rows, pixels in raise_worker_errors(loader):
+        for rows, pixels in batches:
             with torch.cuda.stream(copy_stream):
                 copied = (
                     rows.to(self.device, non_blocking=True),
@@ -234,7 +241,7 @@ def normalise(pixels: Tensor, mean: Tensor, *, std: Tensor) -> Tensor:
     """
     width = pixels.shape[2]  # whole image rows: broadcasting over a last dimension of 3 is slow
     means, scales = (255 * mean).repeat(width), (1 / (255 * std)).repeat(width)
-    image_rows = (pixels.float().flatten(2) - means).mul_(scales)
+    image_rows = pixels.float().flatten(2).sub_(means).mul_(scales)
     return image_rows.view(pixels.shape).permute(0, 3, 1, 2)
 
 
@@ -246,7 +253,7 @@ def scale_down(images: Tensor, size: int) -> Tensor:
 def crop_flip(
     pixels: Tensor, offsets: Tensor, *, flips: Tensor, pad: int, reflect: bool = False
 ) -> Tensor:
-    """Crop each image out of its padded self and mirror some, with one gather of image rows.
+    """Crop each image out of its padded self or that one's mirror image, by a gather of rows.
 
     Args:
         pixels: (batch, height, width, channels) uint8.
@@ -259,22 +266,24 @@ def crop_flip(
         (batch, height, width, channels) uint8.
     """
     batch, height, width, channels = pixels.shape
-    top, left = offsets.long().unbind(1)
     if reflect:
         rows, columns = (reflected_indices(size, pad, pixels.device) for size in (height, width))
         padded = pixels.index_select(1, rows).index_select(2, columns)
     else:
         padded = F.pad(pixels, (0, 0, pad, pad, pad, pad))
+    both = torch.stack([padded, padded.flip(2)])
+    flip = flips.long()
+    top, left = offsets.long().unbind(1)
+    left = left + flip * (2 * pad - 2 * left)  # as far from the right as it was from the left
     row_stride = (width + 2 * pad) * channels  # bytes of a padded image row
-    first_row = torch.arange(batch, device=pixels.device) * (height + 2 * pad) + top
-    first_byte = first_row * row_stride + left * channels
+    image = flip * batch + torch.arange(batch, device=pixels.device)
+    first_byte = (image * (height + 2 * pad) + top) * row_stride + left * channels
     row_offsets = torch.arange(height, device=pixels.device) * row_stride
     starts = first_byte[:, None] + row_offsets  # (batch, height), first byte of each cropped row
     row_bytes = width * channels
     # A view whose i-th entry is the `row_bytes` bytes that start at byte i.
-    windows = padded.flatten().as_strided((padded.numel() - row_bytes + 1, row_bytes), (1, 1))
-    cropped = windows.index_select(0, starts.flatten()).view(pixels.shape)
-    return torch.where(flips.bool()[:, None, None, None], cropped.flip(2), cropped)
+    windows = both.flatten().as_strided((both.numel() - row_bytes + 1, row_bytes), (1, 1))
+    return windows.index_select(0, starts.flatten()).view(pixels.shape)
 
 
 def reflected_indices(size: int, pad: int, device: torch.device) -> Tensor:
@@ -283,18 +292,28 @@ def reflected_indices(size: int, pad: int, device: torch.device) -> Tensor:
     return torch.where(position < size, position, 2 * (size - 1) - position)
 
 
-def channel_statistics(images: ImageSplit) -> tuple[list[float], list[float]]:
+def channel_statistics(
+    images: ImageSplit, decoder: FileDecoder | None = None
+) -> tuple[list[float], list[float]]:
     """Return the mean and standard deviation of each channel, of pixel values in 0..1.
 
-    They are computed from up to 10,000 images, spread evenly over the split.
+    They are computed from up to 10,000 images, or 2,000 files, spread evenly over the split.
+
+    Args:
+        images: the split.
+        decoder: decodes files; None decodes them in this process.
     """
-    rows = torch.linspace(0, len(images) - 1, min(len(images), STATISTICS_ROWS)).long().unique()
-    pixels = images.decode(rows).flatten(0, 2)  # (pixels, channels)
-    sums = torch.zeros(2, pixels.shape[1], dtype=torch.float64)
-    for chunk in pixels.split(STATISTICS_PIXELS):
-        values = chunk.double() / 255
-        sums += torch.stack([values.sum(0), values.square().sum(0)])
-    mean, mean_square = sums / len(pixels)
+    is_read = images.files is None
+    most = STATISTICS_ROWS if is_read else STATISTICS_FILES
+    rows = torch.linspace(0, len(images) - 1, min(len(images), most)).long().unique()
+    at_once = len(rows) if is_read else max(1, STATISTICS_PIXELS // images.size**2)
+    sums, count = 0.0, 0
+    for _, pixels in (decoder or FileDecoder(workers=0)).batches(images, rows.split(at_once)):
+        for chunk in pixels.flatten(0, 2).split(STATISTICS_PIXELS):  # (pixels, channels)
+            values = chunk.double() / 255
+            sums += torch.stack([values.sum(0), values.square().sum(0)])
+            count += len(chunk)
+    mean, mean_square = sums / count
     std = (mean_square - mean.square()).clamp(min=1e-8).sqrt()
     return mean.tolist(), std.tolist()
 
@@ -313,26 +332,102 @@ def fits_in_memory(images: ImageSplit, device: torch.device) -> bool:
 # -------------------------------------------------------------------- decoding of image files
 
 
-class DecodedBatches(Dataset):
-    """Decodes batches of image files in the worker processes of a DataLoader.
+class FileDecoder:
+    """Worker processes that decode image files, for all data sets and epochs.
 
-    Item i is (rows, pixels) of the i-th batch, or the InputError that its decoding raised: a worker
-    would wrap a raised one in a traceback, so it is returned and raised by `raise_worker_errors`.
+    They are started here, while this process is small, and end with this object. They know nothing
+    of the data: with every task they get the names of its files. Each batch is divided among them,
+    so that two batches are decoded ahead, however many workers there are.
+
+    Args:
+        workers: number of processes; 0 decodes in this process.
     """
 
-    def __init__(self, images: ImageSplit, row_batches: Sequence[Tensor]) -> None:
-        self.images = images
-        self.row_batches = list(row_batches)
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self.streams: list[Any] = []  # iterators, which own the processes
+        self.idle = [self._start()]
+        atexit.register(end_workers, weakref.ref(self))
 
-    def __len__(self) -> int:
-        return len(self.row_batches)
+    def _start(self) -> DataLoader:
+        """Start worker processes."""
+        loader = DataLoader(
+            ReadFiles(),
+            batch_size=None,
+            sampler=Tasks(),
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+            worker_init_fn=ignore_signals,
+            generator=torch.Generator(),  # otherwise torch's own would go on, on this rank alone
+        )
+        self.streams.append(iter(loader))
+        return loader
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | InputError:
-        rows = self.row_batches[index]
+    def batches(
+        self, images: ImageSplit, row_batches: Iterable[Tensor], *, pinned: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (rows, pixels) for each entry of `row_batches`, in the same order.
+
+        Args:
+            images: the split; pixels that are in memory are gathered in this process.
+            row_batches: row numbers of each batch.
+            pinned: put the pixels where a GPU can copy them from while this process goes on.
+        Raises:
+            InputError: a file cannot be read.
+        """
+        if images.pixels is not None:
+            for rows in row_batches:
+                pixels = images.pixels[rows]
+                yield rows, pixels.pin_memory() if pinned else pixels
+            return
+        parts = max(1, self.workers)
+        # Two data sets may be read in turns, and then each has workers.
+        loader = self.idle.pop() if self.idle else self._start()
+        loader.sampler.tasks = (
+            images.on_disk(part) for rows in row_batches for part in rows.chunk(parts)
+        )
+        stream = iter(loader)
         try:
-            return rows, self.images.decode(rows)
+            for rows in row_batches:
+                decoded = [next(stream) for _ in rows.chunk(parts)]
+                for part in decoded:
+                    if isinstance(part, InputError):
+                        raise part
+                shape = len(rows), *decoded[0].shape[1:]
+                pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
+                yield rows, torch.cat(decoded, out=pixels)
+        finally:
+            self.idle.append(loader)  # what it has decoded ahead is dropped when it starts again
+
+
+class Tasks:
+    """What the workers of a DataLoader are to read, as its sampler: replaced for each epoch."""
+
+    tasks: Iterator[ImageFiles] = iter(())
+
+    def __iter__(self) -> Iterator[ImageFiles]:
+        return self.tasks
+
+
+class ReadFiles(Dataset):
+    """The data set of such a DataLoader: its items are the pixels of what a task names.
+
+    An InputError is returned, and raised by the training process: a worker would wrap it in a
+    traceback.
+    """
+
+    def __getitem__(self, task: ImageFiles) -> Tensor | InputError:
+        try:
+            return task.read()
         except InputError as error:
             return error
+
+
+def end_workers(decoder: weakref.ref[FileDecoder]) -> None:
+    """End the workers at exit: multiprocessing sends SIGTERM, which they ignore, and waits."""
+    alive = decoder()
+    for stream in alive.streams if alive is not None and alive.workers else ():
+        stream._shutdown_workers()
 
 
 def ignore_signals(worker: int) -> None:
@@ -347,29 +442,35 @@ def ignore_signals(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def raise_worker_errors(
-    loader: Iterable[tuple[Tensor, Tensor] | InputError],
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the batches of a loader and raise the error that a worker process returned."""
-    for item in loader:
-        if isinstance(item, InputError):
-            raise item
-        yield item
+def decode_on_node(
+    images: ImageSplit, decoder: FileDecoder, world: World, *, keep: bool = True
+) -> ImageSplit:
+    """Decode all files into memory that the processes of a node share, each a part; collective.
 
-
-def decode_all(images: ImageSplit, workers: int) -> Tensor:
-    """Decode all files once, in parallel: (rows, size, size, channels) uint8."""
-    pixels = torch.empty(len(images), images.size, images.size, images.channels, dtype=torch.uint8)
-    row_batches = torch.arange(len(images)).split(DECODE_ROWS)
-    loader = DataLoader(
-        DecodedBatches(images, row_batches),
-        batch_size=None,
-        num_workers=workers,
-        worker_init_fn=ignore_signals,
-    )
-    for rows, decoded in raise_worker_errors(loader):
-        pixels[rows] = decoded
-    return pixels
+    Args:
+        images: the split; where its pixels are in memory, nothing is done.
+        decoder: decodes this process's part.
+        world: the ranks.
+        keep: whether it is to be done; the node's first process decides.
+    Returns:
+        The split with its pixels, or as it is.
+    Raises:
+        InputError: a file cannot be read; on every rank.
+    """
+    if images.pixels is not None:
+        return images
+    shape = len(images), images.size, images.size, images.channels
+    pixels, problem = node_memory(world, math.prod(shape) if keep else 0), ""
+    if len(pixels):
+        pixels = pixels.view(shape)
+        chunks = torch.arange(len(images)).split(DECODE_ROWS)[world.local_rank :: world.local_size]
+        try:
+            for rows, decoded in decoder.batches(images, chunks):
+                pixels[rows] = decoded
+        except InputError as error:
+            problem = str(error)
+    raise_together(world, problem)
+    return dataclasses.replace(images, pixels=pixels) if len(pixels) else images
 
 
 def wait_for_copy(batch: tuple[Tensor, Tensor], arrived: torch.cuda.Event) -> tuple[Tensor, Tensor]:

@@ -25,12 +25,14 @@ from torch.nn import functional as F
 from errors import InputError, first_line
 from input_pipeline.own_data import (
     LeftOut,
+    PathArray,
     class_name,
     find_splits,
     is_hidden,
     list_files,
     list_folders,
     normal_form,
+    walk_files,
 )
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -70,7 +72,7 @@ class ImageSplit:
     labels: Tensor
     pixels: Tensor | None = None
     _: KW_ONLY
-    files: list[Path] | None = None
+    files: PathArray | None = None
     size: int = 0
     channels: int = 3
     notes: tuple[str, ...] = ()
@@ -83,7 +85,7 @@ class ImageSplit:
         if self.pixels is not None:
             return dataclasses.replace(self, labels=self.labels[rows], pixels=self.pixels[rows])
         assert self.files is not None
-        files = [self.files[row] for row in rows.tolist()]
+        files = self.files.select(rows)
         return dataclasses.replace(self, labels=self.labels[rows], files=files)
 
     def with_labels(self, labels: Tensor) -> ImageSplit:
@@ -94,9 +96,27 @@ class ImageSplit:
         """Return the pixels of the given rows: (len(rows), height, width, channels) uint8."""
         if self.pixels is not None:
             return self.pixels[rows]
+        return self.on_disk(rows).read()
+
+    def on_disk(self, rows: Tensor) -> ImageFiles:
+        """Return the files of the given rows."""
         assert self.files is not None
-        files = [self.files[row] for row in rows.tolist()]
-        return torch.stack([read_image(file, self.size, channels=self.channels) for file in files])
+        return ImageFiles([self.files[row] for row in rows.tolist()], self.size, self.channels)
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """A few image files, and the pixels a side and the channels that they are to have."""
+
+    paths: Sequence[str]
+    size: int
+    channels: int
+
+    def read(self) -> Tensor:
+        """Return the pixels: (files, size, size, channels) uint8."""
+        return torch.stack(
+            [read_image(path, self.size, channels=self.channels) for path in self.paths]
+        )
 
 
 def read_image_splits(
@@ -255,25 +275,25 @@ def list_split(folder: Path, classes: Sequence[str], *, size: int) -> ImageSplit
             f"{folders[unknown[0]][0]}: not one of the {len(classes)} classes that are trained on; "
             "move or delete it"
         )
-    files: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        of_class = folders.get(normal_form(name), [])
-        class_files = [file for path in of_class for file in list_files(path, SUFFIXES, left_out)]
-        if of_class and not class_files:
+    files, counts = PathArray(), []
+    for name in classes:
+        of_class, before = folders.get(normal_form(name), []), len(files)
+        for path in of_class:
+            files.extend(walk_files(path, SUFFIXES, left_out))
+        counts.append(len(files) - before)
+        if of_class and not counts[-1]:
             raise InputError(
                 f"{of_class[0]} contains no images ({', '.join(sorted(SUFFIXES))}); "
                 f"add some or delete the folder{left_out.hint()}"
             )
-        files += class_files
-        labels += [label] * len(class_files)
-    if not files:
+    if not len(files):
         raise InputError(f"{folder} contains no images: it needs a folder for each class")
     for path in sorted(folder.iterdir()):
         if path.suffix.lower() in SUFFIXES and os.path.isfile(path) and not is_hidden(path):
             left_out.add("images outside the folders of the classes", path)
     notes = (left_out.line(),) if left_out.paths else ()
-    return ImageSplit(torch.tensor(labels), files=files, size=size, notes=notes)
+    labels = torch.arange(len(classes)).repeat_interleave(torch.tensor(counts))
+    return ImageSplit(labels, files=files, size=size, notes=notes)
 
 
 def expand_images(path: Path) -> tuple[list[Path], str]:
@@ -297,7 +317,7 @@ def expand_images(path: Path) -> tuple[list[Path], str]:
     return files, left_out.line()
 
 
-def read_image(path: Path, size: int, *, channels: int = 3) -> Tensor:
+def read_image(path: str | Path, size: int, *, channels: int = 3) -> Tensor:
     """Read one image file, cut out the square in its centre and scale it to `size`.
 
     The orientation that a camera writes into a photo is applied. Grey pixels of 16 bits are scaled
@@ -332,7 +352,7 @@ def read_image(path: Path, size: int, *, channels: int = 3) -> Tensor:
         ) from None
 
 
-def to_8_bits(image: Image.Image, path: Path, *, file_format: str | None) -> Image.Image:
+def to_8_bits(image: Image.Image, path: str | Path, *, file_format: str | None) -> Image.Image:
     """Scale grey pixels of 16 bits to 8 bits; Pillow's own conversion would cut them off at 255.
 
     Args:

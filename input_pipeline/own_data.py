@@ -2,19 +2,24 @@
 
 paths = find_splits(Path("my_images"))             # {"train": Path(...), "test": Path(...)}
 left_out = LeftOut(paths["train"])
-files = list_files(paths["train"], {".png"}, left_out)
+files = PathArray(walk_files(paths["train"], {".png"}, left_out))  # or list_files, where few
 print(left_out.line())                             # '' where every file is used
 class_table(["cat", "dog"], {"train": [0, 0, 1], "test": [1]})     # lines for the console
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import unicodedata
+from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from errors import InputError
 
@@ -45,15 +50,16 @@ class LeftOut:
 
     Attributes:
         root: the folder that is read.
-        paths: those left out, by reason.
+        paths: how many are left out for each reason, and the first of them.
     """
 
     root: Path
-    paths: dict[str, list[Path]] = field(default_factory=dict)
+    paths: dict[str, tuple[int, Path]] = field(default_factory=dict)
 
     def add(self, reason: str, path: Path) -> None:
         """Count a path below `root`; the reason is a noun phrase such as 'dangling links'."""
-        self.paths.setdefault(reason, []).append(path)
+        number, first = self.paths.get(reason, (0, path))
+        self.paths[reason] = number + 1, first
 
     def summary(self) -> str:
         """Return the number of paths and an example for each reason, or ''.
@@ -64,8 +70,8 @@ class LeftOut:
         'left out: dangling links (1, such as cat/1.png)'
         """
         reasons = [
-            f"{reason} ({len(paths)}, such as {paths[0].relative_to(self.root)})"
-            for reason, paths in sorted(self.paths.items())
+            f"{reason} ({number}, such as {first.relative_to(self.root)})"
+            for reason, (number, first) in sorted(self.paths.items())
         ]
         return f"left out: {', '.join(reasons)}" if reasons else ""
 
@@ -76,6 +82,41 @@ class LeftOut:
     def hint(self) -> str:
         """Return the summary as the end of an error message, or ''."""
         return f" ({self.summary()})" if self.paths else ""
+
+
+class PathArray:
+    """Paths in one array of bytes and two of positions: about 70 bytes each, a Path takes 490.
+
+    Args:
+        paths: the first ones.
+    """
+
+    def __init__(self, paths: Iterable[str | Path] = ()) -> None:
+        self.characters = bytearray()
+        self.starts, self.ends = array("q"), array("q")
+        self.extend(paths)
+
+    def extend(self, paths: Iterable[str | Path]) -> None:
+        """Append paths."""
+        for path in paths:
+            self.starts.append(len(self.characters))
+            self.characters += os.fsencode(path)
+            self.ends.append(len(self.characters))
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, row: int) -> str:
+        return os.fsdecode(bytes(self.characters[self.starts[row] : self.ends[row]]))
+
+    def select(self, rows: Tensor) -> PathArray:
+        """Return the paths of these rows, with the characters of all of them in common."""
+        selected = copy.copy(self)
+        selected.starts, selected.ends = (
+            array("q", torch.frombuffer(each, dtype=torch.int64)[rows].numpy().tobytes())
+            for each in (self.starts, self.ends)
+        )
+        return selected
 
 
 def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
@@ -120,10 +161,16 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
 
 
 def list_files(folder: Path, suffixes: Collection[str], left_out: LeftOut) -> list[Path]:
-    """Return the files below a folder that have one of the suffixes, sorted.
+    """Return the files of `walk_files`, where they are few."""
+    return [Path(path) for path in walk_files(folder, suffixes, left_out)]
+
+
+def walk_files(folder: Path, suffixes: Collection[str], left_out: LeftOut) -> Iterator[str]:
+    """Yield the files below a folder that have one of the suffixes, sorted.
 
     Links to files and folders are followed, but for links to a folder above them, and each folder
-    is read once.
+    is read once. The system says with a name whether it is a file, a folder or a link, so that no
+    file is opened or asked for its status but for the right to read it.
 
     Args:
         folder: is read with all folders below it; it is the root of `left_out` or below it.
@@ -131,7 +178,7 @@ def list_files(folder: Path, suffixes: Collection[str], left_out: LeftOut) -> li
         left_out: counts all other files, but for hidden ones of other suffixes.
     """
     above = (left_out.root.resolve(),)
-    return sorted(_walk(folder, suffixes, left_out, above=above, seen=set()))
+    return _walk(folder, suffixes, left_out, above=above, seen=set())
 
 
 def list_folders(folder: Path, left_out: LeftOut) -> list[Path]:
@@ -142,7 +189,8 @@ def list_folders(folder: Path, left_out: LeftOut) -> list[Path]:
         left_out: counts folders that are hidden or above, and links to nothing.
     """
     folders, real = [], folder.resolve()
-    for path in _entries(folder, left_out):
+    for entry in _entries(folder, left_out):
+        path = Path(entry)
         if os.path.isdir(path):
             if _is_used(path, (real,), left_out):
                 folders.append(path)
@@ -158,11 +206,11 @@ def _walk(
     *,
     above: tuple[Path, ...],
     seen: set[Path],
-) -> Iterator[Path]:
-    """Yield the files of `list_files`.
+) -> Iterator[str]:
+    """Yield the files of `walk_files`.
 
     Args:
-        folder, suffixes, left_out: as of `list_files`.
+        folder, suffixes, left_out: as of `walk_files`.
         above: real paths of the folders above.
         seen: real paths of all folders that have been read; this one is added.
     """
@@ -172,28 +220,30 @@ def _walk(
         return
     seen.add(real)
     above = (*above, real)
-    for path in _entries(folder, left_out):
-        has_suffix = path.suffix.lower() in suffixes
-        if os.path.isdir(path):
-            if _is_used(path, above, left_out):
-                yield from _walk(path, suffixes, left_out, above=above, seen=seen)
-        elif is_hidden(path):
+    for entry in _entries(folder, left_out):
+        dot, is_link = entry.name.rfind("."), entry.is_symlink()
+        has_suffix = dot > 0 and entry.name[dot:].lower() in suffixes
+        if os.path.isdir(entry) if is_link else entry.is_dir():
+            if _is_used(Path(entry), above, left_out):
+                yield from _walk(Path(entry), suffixes, left_out, above=above, seen=seen)
+        elif is_hidden(entry):
             if has_suffix:
-                left_out.add("hidden files and folders", path)
-        elif os.path.islink(path) and not os.path.exists(path):
-            left_out.add("dangling links", path)
+                left_out.add("hidden files and folders", Path(entry))
+        elif is_link and not os.path.exists(entry):
+            left_out.add("dangling links", Path(entry))
         elif not has_suffix:
-            left_out.add("files of other types", path)
-        elif os.path.isfile(path) and os.access(path, os.R_OK):
-            yield path
+            left_out.add("files of other types", Path(entry))
+        elif entry.is_file() and os.access(entry, os.R_OK):
+            yield entry.path
         else:
-            left_out.add("unreadable files", path)
+            left_out.add("unreadable files", Path(entry))
 
 
-def _entries(folder: Path, left_out: LeftOut) -> list[Path]:
+def _entries(folder: Path, left_out: LeftOut) -> list[os.DirEntry[str]]:
     """Return what is in a folder, sorted by name; a folder that cannot be read is left out."""
     try:
-        return sorted(folder.iterdir())
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
     except OSError:
         left_out.add("unreadable folders", folder)
         return []
@@ -217,7 +267,7 @@ def _is_used(folder: Path, above: Sequence[Path], left_out: LeftOut) -> bool:
     return True
 
 
-def is_hidden(path: Path) -> bool:
+def is_hidden(path: Path | os.DirEntry[str]) -> bool:
     """Return whether a file or folder is hidden, or a folder that a system has added."""
     return path.name.startswith(".") or path.name in SYSTEM_FOLDERS
 

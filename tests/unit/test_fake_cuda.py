@@ -405,7 +405,7 @@ def test_sums_and_means_over_ranks_and_nodes_wait_for_nothing(monkeypatch):
 def image_data(rows: int = 32, resident: bool = True) -> ImageDataset:
     pixels = torch.zeros(rows, 8, 8, 3, dtype=torch.uint8)
     split = ImageSplit(torch.arange(rows) % 10, pixels, size=8)
-    settings = {"mean": [0.5] * 3, "std": [0.2] * 3, "device": CUDA, "workers": 0}
+    settings = {"mean": [0.5] * 3, "std": [0.2] * 3, "device": CUDA}
     return ImageDataset(split, Augmentation(pad=2, flip=True), resident=resident, **settings)
 
 

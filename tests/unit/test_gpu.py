@@ -167,7 +167,7 @@ def image_data(resident: bool) -> ImageDataset:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (40, 8, 8, 3), dtype=torch.uint8, generator=generator)
     split = ImageSplit(torch.arange(40) % 10, pixels, size=8)
-    settings = {"mean": [0.5] * 3, "std": [0.2] * 3, "device": GPU, "workers": 0}
+    settings = {"mean": [0.5] * 3, "std": [0.2] * 3, "device": GPU}
     return ImageDataset(split, Augmentation(pad=2, flip=True), resident=resident, **settings)
 
 

@@ -18,6 +18,7 @@ from errors import InputError
 from input_pipeline.image_batches import (
     AUGMENTATIONS,
     Augmentation,
+    FileDecoder,
     ImageDataset,
     channel_statistics,
     crop_flip,
@@ -242,7 +243,7 @@ def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder: Path) 
             std=STD,
             device=CPU,
             seed=1,
-            workers=2,
+            decoder=FileDecoder(workers=2),
             resident=is_resident,
         )
         for is_resident in (True, False)
