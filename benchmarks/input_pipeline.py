@@ -116,21 +116,21 @@ def standard_transform(*to_tensor: Callable) -> Callable:
 def of_torchvision(folder: str, workers: int) -> Iterator[int]:
     from torchvision import datasets, transforms
 
-    def opened() -> Iterator[int]:
+    def steps() -> Iterator[int]:
         transform = standard_transform(transforms.ToTensor(), transforms.Normalize(MEAN, STD))
         data = datasets.ImageFolder(folder, transform)
         yield from endless(
             DataLoader(data, BATCH, shuffle=True, num_workers=workers, persistent_workers=True)
         )
 
-    return opened()
+    return steps()
 
 
 def of_timm(folder: str, workers: int) -> Iterator[int]:
     import timm.data
     from timm.data.transforms import ToNumpy
 
-    def opened() -> Iterator[int]:
+    def steps() -> Iterator[int]:
         data = timm.data.create_dataset("", root=folder)
         settings = {"is_training": True, "mean": MEAN, "std": STD, "num_workers": workers}
         loader = timm.data.create_loader(
@@ -139,7 +139,7 @@ def of_timm(folder: str, workers: int) -> Iterator[int]:
         data.transform = standard_transform(ToNumpy())
         yield from endless(loader)
 
-    return opened()
+    return steps()
 
 
 SIDES = {"ours": ours, "torchvision": of_torchvision, "timm": of_timm}
@@ -148,6 +148,12 @@ if importlib.util.find_spec("timm") is None:
 
 
 # -------------------------------------------------------------------- measuring
+
+
+def opened(side: Callable[..., Iterator[int]], folder: str, workers: int) -> Iterator[int]:
+    """Start a side whose workers are forked, as a script's are, and not spawned as this process."""
+    torch.multiprocessing.set_start_method("fork", force=True)
+    return side(folder, workers)
 
 
 def proportional_memory(process: int) -> int:
@@ -162,7 +168,7 @@ def turn(
     side: Callable[..., Iterator[int]], folder: str, seconds: float
 ) -> tuple[float, float, float]:
     """Return seconds to the first batch, images/s after it, and bytes of memory."""
-    remote = bench.Remote(side, folder, num_cores())
+    remote = bench.Remote(opened, side, folder, num_cores())
     try:
         first = BATCH / remote.rate(0.0)  # one step
         rate = remote.rate(seconds)

@@ -15,15 +15,13 @@ on the number of ranks.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import math
 import os
 import signal
-import weakref
+import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -310,8 +308,8 @@ def channel_statistics(
     sums, count = 0.0, 0
     for _, pixels in (decoder or FileDecoder(workers=0)).batches(images, rows.split(at_once)):
         for chunk in pixels.flatten(0, 2).split(STATISTICS_PIXELS):  # (pixels, channels)
-            values = chunk.double() / 255
-            sums += torch.stack([values.sum(0), values.square().sum(0)])
+            values = chunk.double().div_(255)
+            sums += torch.stack([values.sum(0), values.square_().sum(0)])
             count += len(chunk)
     mean, mean_square = sums / count
     std = (mean_square - mean.square()).clamp(min=1e-8).sqrt()
@@ -345,9 +343,7 @@ class FileDecoder:
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        self.streams: list[Any] = []  # iterators, which own the processes
         self.idle = [self._start()]
-        atexit.register(end_workers, weakref.ref(self))
 
     def _start(self) -> DataLoader:
         """Start worker processes."""
@@ -357,10 +353,10 @@ class FileDecoder:
             sampler=Tasks(),
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
-            worker_init_fn=ignore_signals,
-            generator=torch.Generator(),  # otherwise torch's own would go on, on this rank alone
+            worker_init_fn=obey_parent_alone,
+            generator=torch.Generator(),  # torch's own would give the model other weights
         )
-        self.streams.append(iter(loader))
+        iter(loader)
         return loader
 
     def batches(
@@ -423,23 +419,25 @@ class ReadFiles(Dataset):
             return error
 
 
-def end_workers(decoder: weakref.ref[FileDecoder]) -> None:
-    """End the workers at exit: multiprocessing sends SIGTERM, which they ignore, and waits."""
-    alive = decoder()
-    for stream in alive.streams if alive is not None and alive.workers else ():
-        stream._shutdown_workers()
-
-
-def ignore_signals(worker: int) -> None:
+def obey_parent_alone(worker: int) -> None:
     """Let a worker process go on after SIGINT and SIGTERM, which reach all processes of a job.
 
-    The training process finishes its step, writes a checkpoint and then ends its workers.
+    The training process finishes its step, writes a checkpoint and then ends its workers: where it
+    ends without that, multiprocessing sends them a SIGTERM from there, and waits.
 
     Args:
         worker: its number.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """End this process when its parent sends SIGTERM."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def decode_on_node(
