@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,20 +86,15 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
         )
     chosen, fingerprint = choose_rows(args, run, splits, classes, state=checkpoint)
     train = chosen["train"]
-    statistics = checkpoint
     decoder = FileDecoder(num_workers(args) if train.files is not None else 0)
     with run.world.waiting_at_most(READ_SECONDS):
-        chosen = {
-            name: image_batches.decode_on_node(
-                split, decoder, run.world, keep=is_resident(args, run, split)
-            )
-            for name, split in chosen.items()
-        }
-        if not statistics:
-            mean, std = on_main(
-                run.world, lambda: image_batches.channel_statistics(chosen["train"], decoder)
-            )
-            statistics = {"mean": mean, "std": std}
+        for name, split in chosen.items():
+            keep = is_resident(args, run, split)
+            chosen[name] = image_batches.decode_on_node(split, decoder, run.world, keep=keep)
+        measure = partial(image_batches.channel_statistics, chosen["train"], decoder)
+        statistics = checkpoint or dict(
+            zip(("mean", "std"), on_main(run.world, measure), strict=True)
+        )
     metadata = {
         "classes": classes,
         "data": fingerprint,
@@ -259,7 +255,7 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
     images = ImageDataset(
         ImageSplit(
             torch.zeros(len(files), dtype=torch.long),  # labels, which are not known
-            files=own_data.PathArray(files),
+            files=image_datasets.paths_array(files),
             size=checkpoint["size"],
             channels=checkpoint["channels"],
         ),

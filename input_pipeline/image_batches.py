@@ -7,8 +7,7 @@
     )
     for images, labels in train.batches(row_batches, epoch=0): ...    # (batch, 3, 32, 32), (batch,)
 
-Pixels are kept on the device if they fit, and otherwise decoded from files by worker processes,
-which a node does once where they fit and in every epoch where they do not. The
+Pixels are kept on the device if they fit, and otherwise decoded from files by worker processes. The
 augmentation of a row is a function of (seed, epoch, row): it does not depend on the batch size or
 on the number of ranks.
 """
@@ -20,7 +19,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,11 +27,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from distributed.agreement import raise_together
-from distributed.node_memory import node_memory
+from distributed.agreement import node_memory, raise_together
 from distributed.world import World
 from errors import InputError
-from input_pipeline.image_datasets import ImageFiles, ImageSplit
+from input_pipeline.image_datasets import ImageSplit
 from input_pipeline.sampler import epoch_generator
 
 STATISTICS_ROWS = 10_000  # images used for the mean and standard deviation of each channel
@@ -333,9 +331,8 @@ def fits_in_memory(images: ImageSplit, device: torch.device) -> bool:
 class FileDecoder:
     """Worker processes that decode image files, for all data sets and epochs.
 
-    They are started here, while this process is small, and end with this object. They know nothing
-    of the data: with every task they get the names of its files. Each batch is divided among them,
-    so that two batches are decoded ahead, however many workers there are.
+    They start here, while this process is small, and end with this object. Each batch is divided
+    among them, so that two batches are decoded ahead, however many workers there are.
 
     Args:
         workers: number of processes; 0 decodes in this process.
@@ -347,10 +344,11 @@ class FileDecoder:
 
     def _start(self) -> DataLoader:
         """Start worker processes."""
+        tasks = Tasks()
         loader = DataLoader(
-            ReadFiles(),
+            tasks,
+            sampler=tasks,
             batch_size=None,
-            sampler=Tasks(),
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             worker_init_fn=obey_parent_alone,
@@ -360,27 +358,25 @@ class FileDecoder:
         return loader
 
     def batches(
-        self, images: ImageSplit, row_batches: Iterable[Tensor], *, pinned: bool = False
+        self, images: ImageSplit, row_batches: Sequence[Tensor], *, pinned: bool = False
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (rows, pixels) for each entry of `row_batches`, in the same order.
 
         Args:
-            images: the split; pixels that are in memory are gathered in this process.
+            images: the split.
             row_batches: row numbers of each batch.
-            pinned: put the pixels where a GPU can copy them from while this process goes on.
+            pinned: copy decoded pixels into pinned memory.
         Raises:
             InputError: a file cannot be read.
         """
         if images.pixels is not None:
-            for rows in row_batches:
-                pixels = images.pixels[rows]
-                yield rows, pixels.pin_memory() if pinned else pixels
+            yield from ((rows, images.pixels[rows]) for rows in row_batches)
             return
         parts = max(1, self.workers)
         # Two data sets may be read in turns, and then each has workers.
         loader = self.idle.pop() if self.idle else self._start()
-        loader.sampler.tasks = (
-            images.on_disk(part) for rows in row_batches for part in rows.chunk(parts)
+        loader.dataset.coming = (
+            images.reader(part) for rows in row_batches for part in rows.chunk(parts)
         )
         stream = iter(loader)
         try:
@@ -396,48 +392,39 @@ class FileDecoder:
             self.idle.append(loader)  # what it has decoded ahead is dropped when it starts again
 
 
-class Tasks:
-    """What the workers of a DataLoader are to read, as its sampler: replaced for each epoch."""
+class Tasks(Dataset):
+    """Functions that the workers of a DataLoader call: its data set, and its sampler.
 
-    tasks: Iterator[ImageFiles] = iter(())
-
-    def __iter__(self) -> Iterator[ImageFiles]:
-        return self.tasks
-
-
-class ReadFiles(Dataset):
-    """The data set of such a DataLoader: its items are the pixels of what a task names.
-
-    An InputError is returned, and raised by the training process: a worker would wrap it in a
-    traceback.
+    They are replaced for each epoch, so that the workers, which know nothing of the data, stay.
     """
 
-    def __getitem__(self, task: ImageFiles) -> Tensor | InputError:
+    coming: Iterator[Callable[[], Tensor]] = iter(())
+
+    def __iter__(self) -> Iterator[Callable[[], Tensor]]:
+        return self.coming
+
+    def __getitem__(self, task: Callable[[], Tensor]) -> Tensor | InputError:
         try:
-            return task.read()
-        except InputError as error:
+            return task()
+        except InputError as error:  # raised by the training process, without a worker's traceback
             return error
 
 
 def obey_parent_alone(worker: int) -> None:
-    """Let a worker process go on after SIGINT and SIGTERM, which reach all processes of a job.
+    """Let a worker go on after SIGINT and SIGTERM, which reach all processes of a job.
 
-    The training process finishes its step, writes a checkpoint and then ends its workers: where it
-    ends without that, multiprocessing sends them a SIGTERM from there, and waits.
-
-    Args:
-        worker: its number.
+    The training process finishes its step, writes a checkpoint and then ends its workers; where it
+    ends otherwise, multiprocessing sends them a SIGTERM from there, and waits.
     """
+
+    def end_with_parent() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def end_with_parent() -> None:
-    """End this process when its parent sends SIGTERM."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)
 
 
 def decode_on_node(
@@ -455,20 +442,17 @@ def decode_on_node(
     Raises:
         InputError: a file cannot be read; on every rank.
     """
-    if images.pixels is not None:
-        return images
     shape = len(images), images.size, images.size, images.channels
-    pixels, problem = node_memory(world, math.prod(shape) if keep else 0), ""
-    if len(pixels):
-        pixels = pixels.view(shape)
-        chunks = torch.arange(len(images)).split(DECODE_ROWS)[world.local_rank :: world.local_size]
-        try:
-            for rows, decoded in decoder.batches(images, chunks):
-                pixels[rows] = decoded
-        except InputError as error:
-            problem = str(error)
+    wanted = keep and images.pixels is None
+    pixels, problem = node_memory(world, math.prod(shape) if wanted else 0), ""
+    chunks = torch.arange(len(images)).split(DECODE_ROWS)[world.local_rank :: world.local_size]
+    try:
+        for rows, decoded in decoder.batches(images, chunks if len(pixels) else []):
+            pixels.view(shape)[rows] = decoded
+    except InputError as error:
+        problem = str(error)
     raise_together(world, problem)
-    return dataclasses.replace(images, pixels=pixels) if len(pixels) else images
+    return dataclasses.replace(images, pixels=pixels.view(shape)) if len(pixels) else images
 
 
 def wait_for_copy(batch: tuple[Tensor, Tensor], arrived: torch.cuda.Event) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,9 @@ import dataclasses
 import os
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +26,12 @@ from torch.nn import functional as F
 from errors import InputError, first_line
 from input_pipeline.own_data import (
     LeftOut,
-    PathArray,
     class_name,
     find_splits,
     is_hidden,
     list_files,
     list_folders,
     normal_form,
-    walk_files,
 )
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -63,7 +62,7 @@ class ImageSplit:
     Attributes:
         labels: (rows,) int64 class numbers.
         pixels: (rows, height, width, channels) uint8, or None.
-        files: one image file for each row, or None.
+        files: (rows,) paths as bytes, all of the same width, or None.
         size: pixels a side.
         channels: 3 for colour, 1 for grey.
         notes: what a user should know of how it was read, a line each.
@@ -72,7 +71,7 @@ class ImageSplit:
     labels: Tensor
     pixels: Tensor | None = None
     _: KW_ONLY
-    files: PathArray | None = None
+    files: np.ndarray | None = None
     size: int = 0
     channels: int = 3
     notes: tuple[str, ...] = ()
@@ -85,8 +84,7 @@ class ImageSplit:
         if self.pixels is not None:
             return dataclasses.replace(self, labels=self.labels[rows], pixels=self.pixels[rows])
         assert self.files is not None
-        files = self.files.select(rows)
-        return dataclasses.replace(self, labels=self.labels[rows], files=files)
+        return dataclasses.replace(self, labels=self.labels[rows], files=self.files[rows.numpy()])
 
     def with_labels(self, labels: Tensor) -> ImageSplit:
         """Return the same rows with other labels."""
@@ -96,27 +94,12 @@ class ImageSplit:
         """Return the pixels of the given rows: (len(rows), height, width, channels) uint8."""
         if self.pixels is not None:
             return self.pixels[rows]
-        return self.on_disk(rows).read()
+        return self.reader(rows)()
 
-    def on_disk(self, rows: Tensor) -> ImageFiles:
-        """Return the files of the given rows."""
+    def reader(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Return a function that decodes the files of the given rows, also in another process."""
         assert self.files is not None
-        return ImageFiles([self.files[row] for row in rows.tolist()], self.size, self.channels)
-
-
-@dataclass(frozen=True)
-class ImageFiles:
-    """A few image files, and the pixels a side and the channels that they are to have."""
-
-    paths: Sequence[str]
-    size: int
-    channels: int
-
-    def read(self) -> Tensor:
-        """Return the pixels: (files, size, size, channels) uint8."""
-        return torch.stack(
-            [read_image(path, self.size, channels=self.channels) for path in self.paths]
-        )
+        return partial(read_images, self.files[rows.numpy()], self.size, channels=self.channels)
 
 
 def read_image_splits(
@@ -275,25 +258,30 @@ def list_split(folder: Path, classes: Sequence[str], *, size: int) -> ImageSplit
             f"{folders[unknown[0]][0]}: not one of the {len(classes)} classes that are trained on; "
             "move or delete it"
         )
-    files, counts = PathArray(), []
+    files: list[np.ndarray] = []
     for name in classes:
-        of_class, before = folders.get(normal_form(name), []), len(files)
-        for path in of_class:
-            files.extend(walk_files(path, SUFFIXES, left_out))
-        counts.append(len(files) - before)
-        if of_class and not counts[-1]:
+        of_class = folders.get(normal_form(name), [])
+        files.append(
+            paths_array(file for path in of_class for file in list_files(path, SUFFIXES, left_out))
+        )
+        if of_class and not len(files[-1]):
             raise InputError(
                 f"{of_class[0]} contains no images ({', '.join(sorted(SUFFIXES))}); "
                 f"add some or delete the folder{left_out.hint()}"
             )
-    if not len(files):
+    if not any(map(len, files)):
         raise InputError(f"{folder} contains no images: it needs a folder for each class")
     for path in sorted(folder.iterdir()):
         if path.suffix.lower() in SUFFIXES and os.path.isfile(path) and not is_hidden(path):
             left_out.add("images outside the folders of the classes", path)
     notes = (left_out.line(),) if left_out.paths else ()
-    labels = torch.arange(len(classes)).repeat_interleave(torch.tensor(counts))
-    return ImageSplit(labels, files=files, size=size, notes=notes)
+    labels = torch.arange(len(classes)).repeat_interleave(torch.tensor(list(map(len, files))))
+    return ImageSplit(labels, files=np.concatenate(files), size=size, notes=notes)
+
+
+def paths_array(paths: Iterable[str | Path]) -> np.ndarray:
+    """Return paths as an array of bytes: millions of objects would take ten times the memory."""
+    return np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
 
 
 def expand_images(path: Path) -> tuple[list[Path], str]:
@@ -309,12 +297,17 @@ def expand_images(path: Path) -> tuple[list[Path], str]:
     if not path.is_dir():
         return [path], ""
     left_out = LeftOut(path)
-    files = list_files(path, SUFFIXES, left_out)
+    files = [Path(file) for file in list_files(path, SUFFIXES, left_out)]
     if not files:
         raise InputError(
             f"{path}: contains no images ({', '.join(sorted(SUFFIXES))}){left_out.hint()}"
         )
     return files, left_out.line()
+
+
+def read_images(paths: np.ndarray, size: int, *, channels: int) -> Tensor:
+    """Read image files as `read_image` does: (paths, size, size, channels) uint8."""
+    return torch.stack([read_image(os.fsdecode(path), size, channels=channels) for path in paths])
 
 
 def read_image(path: str | Path, size: int, *, channels: int = 3) -> Tensor:

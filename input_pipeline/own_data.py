@@ -2,24 +2,19 @@
 
 paths = find_splits(Path("my_images"))             # {"train": Path(...), "test": Path(...)}
 left_out = LeftOut(paths["train"])
-files = PathArray(walk_files(paths["train"], {".png"}, left_out))  # or list_files, where few
+files = list_files(paths["train"], {".png"}, left_out)
 print(left_out.line())                             # '' where every file is used
 class_table(["cat", "dog"], {"train": [0, 0, 1], "test": [1]})     # lines for the console
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import unicodedata
-from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from errors import InputError
 
@@ -84,41 +79,6 @@ class LeftOut:
         return f" ({self.summary()})" if self.paths else ""
 
 
-class PathArray:
-    """Paths in one array of bytes and two of positions: about 70 bytes each, a Path takes 490.
-
-    Args:
-        paths: the first ones.
-    """
-
-    def __init__(self, paths: Iterable[str | Path] = ()) -> None:
-        self.characters = bytearray()
-        self.starts, self.ends = array("q"), array("q")
-        self.extend(paths)
-
-    def extend(self, paths: Iterable[str | Path]) -> None:
-        """Append paths."""
-        for path in paths:
-            self.starts.append(len(self.characters))
-            self.characters += os.fsencode(path)
-            self.ends.append(len(self.characters))
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, row: int) -> str:
-        return os.fsdecode(bytes(self.characters[self.starts[row] : self.ends[row]]))
-
-    def select(self, rows: Tensor) -> PathArray:
-        """Return the paths of these rows, with the characters of all of them in common."""
-        selected = copy.copy(self)
-        selected.starts, selected.ends = (
-            array("q", torch.frombuffer(each, dtype=torch.int64)[rows].numpy().tobytes())
-            for each in (self.starts, self.ends)
-        )
-        return selected
-
-
 def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
     """Find the splits that a folder of own data holds.
 
@@ -160,17 +120,11 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
     return paths
 
 
-def list_files(folder: Path, suffixes: Collection[str], left_out: LeftOut) -> list[Path]:
-    """Return the files of `walk_files`, where they are few."""
-    return [Path(path) for path in walk_files(folder, suffixes, left_out)]
-
-
-def walk_files(folder: Path, suffixes: Collection[str], left_out: LeftOut) -> Iterator[str]:
-    """Yield the files below a folder that have one of the suffixes, sorted.
+def list_files(folder: Path, suffixes: Collection[str], left_out: LeftOut) -> list[str]:
+    """Return the files below a folder that have one of the suffixes, sorted.
 
     Links to files and folders are followed, but for links to a folder above them, and each folder
-    is read once. The system says with a name whether it is a file, a folder or a link, so that no
-    file is opened or asked for its status but for the right to read it.
+    is read once.
 
     Args:
         folder: is read with all folders below it; it is the root of `left_out` or below it.
@@ -178,7 +132,7 @@ def walk_files(folder: Path, suffixes: Collection[str], left_out: LeftOut) -> It
         left_out: counts all other files, but for hidden ones of other suffixes.
     """
     above = (left_out.root.resolve(),)
-    return _walk(folder, suffixes, left_out, above=above, seen=set())
+    return list(_walk(folder, suffixes, left_out, above=above, seen=set()))
 
 
 def list_folders(folder: Path, left_out: LeftOut) -> list[Path]:
@@ -207,10 +161,10 @@ def _walk(
     above: tuple[Path, ...],
     seen: set[Path],
 ) -> Iterator[str]:
-    """Yield the files of `walk_files`.
+    """Yield the files of `list_files`.
 
     Args:
-        folder, suffixes, left_out: as of `walk_files`.
+        folder, suffixes, left_out: as of `list_files`.
         above: real paths of the folders above.
         seen: real paths of all folders that have been read; this one is added.
     """
