@@ -299,11 +299,10 @@ def channel_statistics(
         images: the split.
         decoder: decodes files; None decodes them in this process.
     """
-    is_read = images.files is None
-    most = STATISTICS_ROWS if is_read else STATISTICS_FILES
+    most = STATISTICS_ROWS if images.files is None else STATISTICS_FILES
     rows = torch.linspace(0, len(images) - 1, min(len(images), most)).long().unique()
-    at_once = len(rows) if is_read else max(1, STATISTICS_PIXELS // images.size**2)
-    sums, count = 0.0, 0
+    at_once = len(rows) if images.files is None else max(1, STATISTICS_PIXELS // images.size**2)
+    sums, count = torch.zeros(2, images.channels, dtype=torch.float64), 0
     for _, pixels in (decoder or FileDecoder(workers=0)).batches(images, rows.split(at_once)):
         for chunk in pixels.flatten(0, 2).split(STATISTICS_PIXELS):  # (pixels, channels)
             values = chunk.double().div_(255)
@@ -342,7 +341,7 @@ class FileDecoder:
         self.workers = workers
         self.idle = [self._start()]
 
-    def _start(self) -> DataLoader:
+    def _start(self) -> tuple[Tasks, DataLoader]:
         """Start worker processes."""
         tasks = Tasks()
         loader = DataLoader(
@@ -355,7 +354,7 @@ class FileDecoder:
             generator=torch.Generator(),  # torch's own would give the model other weights
         )
         iter(loader)
-        return loader
+        return tasks, loader
 
     def batches(
         self, images: ImageSplit, row_batches: Sequence[Tensor], *, pinned: bool = False
@@ -374,10 +373,8 @@ class FileDecoder:
             return
         parts = max(1, self.workers)
         # Two data sets may be read in turns, and then each has workers.
-        loader = self.idle.pop() if self.idle else self._start()
-        loader.dataset.coming = (
-            images.reader(part) for rows in row_batches for part in rows.chunk(parts)
-        )
+        tasks, loader = self.idle.pop() if self.idle else self._start()
+        tasks.coming = (images.reader(part) for rows in row_batches for part in rows.chunk(parts))
         stream = iter(loader)
         try:
             for rows in row_batches:
@@ -389,7 +386,7 @@ class FileDecoder:
                 pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
                 yield rows, torch.cat(decoded, out=pixels)
         finally:
-            self.idle.append(loader)  # what it has decoded ahead is dropped when it starts again
+            self.idle.append((tasks, loader))  # the next call drops what was decoded ahead
 
 
 class Tasks(Dataset):
