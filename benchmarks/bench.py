@@ -35,7 +35,7 @@ from errors import InputError
 from training import run_log
 from training.machine import commit_or_none, device_name
 
-Name = TypeVar("Name")  # of a side
+Name, Value = TypeVar("Name"), TypeVar("Value")  # of a side, and what a turn measures
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MIN_BLOCKS = 3  # blocks of each side that a median needs, however slow the machine is
 AT_ONCE = 4  # sides of `compare` in memory beside the baseline: each has a model of its own
@@ -135,6 +135,11 @@ class Remote:
             self.pipe.send(None)
         self.process.join()
 
+    def kill(self) -> None:
+        """End the process of this side and its workers, whatever they are doing."""
+        self._send("SIGKILL")
+        self.process.join()
+
     def _ask(self, request: Any) -> Any:
         """Let the process answer a request, and stop it until the next one."""
         self._send("SIGCONT")
@@ -208,12 +213,12 @@ class Budget:
 
 
 def take_turns(
-    sides: Mapping[Name, Callable[[], float]],
+    sides: Mapping[Name, Callable[[], Value]],
     rounds: int,
     slow: Collection[Name] = (),
     *,
     deadline: float = math.inf,
-) -> dict[Name, list[float]]:
+) -> dict[Name, list[Value]]:
     """Call each side in each round and return its values, one per round.
 
     Args:
@@ -223,7 +228,7 @@ def take_turns(
         deadline: value of time.perf_counter(); after `MIN_BLOCKS` rounds, none starts that would
             pass it if it took as long as the one before.
     """
-    values: dict[Name, list[float]] = {name: [] for name in sides}
+    values: dict[Name, list[Value]] = {name: [] for name in sides}
     names = list(sides)
     now = time.perf_counter()
     for turn in range(rounds):

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ from cli.factory import (
     report_predictions,
 )
 from cli.flag_parser import Choice, Scope, ScriptParser, natural, number
-from distributed.agreement import local_main_first
+from distributed.agreement import local_main_first, on_main
+from distributed.world import READ_SECONDS
 from errors import InputError
 from input_pipeline import image_batches, image_datasets, own_data
 from input_pipeline.baseline import image_baseline
 from input_pipeline.dataset import BatchedDataset
-from input_pipeline.image_batches import AUGMENTATIONS, Augmentation, ImageDataset
+from input_pipeline.image_batches import AUGMENTATIONS, Augmentation, FileDecoder, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
 from models import image_models
 from models.averaged_views import VIEWS
@@ -86,9 +88,15 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
         )
     chosen, fingerprint = choose_rows(args, run, splits, classes, state=checkpoint)
     train = chosen["train"]
-    statistics = checkpoint or dict(
-        zip(("mean", "std"), image_batches.channel_statistics(train), strict=True)
-    )
+    decoder = FileDecoder(num_workers(args) if train.files is not None else 0)
+    with run.world.waiting_at_most(READ_SECONDS):
+        for name, split in chosen.items():
+            keep = is_resident(args, run, split)
+            chosen[name] = image_batches.decode_on_node(split, decoder, run.world, keep=keep)
+        measure = partial(image_batches.channel_statistics, chosen["train"], decoder)
+        statistics = checkpoint or dict(
+            zip(("mean", "std"), on_main(run.world, measure), strict=True)
+        )
     metadata = {
         "classes": classes,
         "data": fingerprint,
@@ -101,7 +109,7 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
     augmentation = create_augmentation(args, train.size)
     check_smaller_images(args, augmentation, train)
     sets = {
-        name: create_dataset(args, run, split, augmentation, metadata)
+        name: create_dataset(args, run, split, augmentation, metadata, decoder)
         for name, split in chosen.items()
     }
     return Data(sets.pop("train"), sets, metadata)
@@ -113,9 +121,9 @@ def create_dataset(
     split: ImageSplit,
     augmentation: Augmentation,
     metadata: Mapping[str, Any],
+    decoder: FileDecoder,
 ) -> ImageDataset:
     """The batches of a split."""
-    fits = image_batches.fits_in_memory(split, run.world.device)
     return ImageDataset(
         split,
         augmentation,
@@ -123,9 +131,20 @@ def create_dataset(
         std=metadata["std"],
         device=run.world.device,
         seed=args.seed,
-        workers=args.workers,
-        resident={"auto": fits, "yes": True, "no": False}[args.resident],
+        decoder=decoder,
+        resident=split.pixels is not None and is_resident(args, run, split),
     )
+
+
+def is_resident(args: Namespace, run: Run, split: ImageSplit) -> bool:
+    """Whether the pixels of a split are kept in memory, by --resident."""
+    fits = image_batches.fits_in_memory(split, run.world.device)
+    return {"auto": fits, "yes": True, "no": False}[args.resident]
+
+
+def num_workers(args: Namespace) -> int:
+    """How many processes decode image files, by --workers."""
+    return torch.get_num_threads() if args.workers is None else args.workers
 
 
 def create_augmentation(args: Namespace, size: int) -> Augmentation:
@@ -239,7 +258,7 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
     images = ImageDataset(
         ImageSplit(
             torch.zeros(len(files), dtype=torch.long),  # labels, which are not known
-            files=files,
+            files=image_datasets.paths_array(files),
             size=checkpoint["size"],
             channels=checkpoint["channels"],
         ),
@@ -247,7 +266,7 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
         mean=checkpoint["mean"],
         std=checkpoint["std"],
         device=run.world.device,
-        workers=args.workers if len(files) > args.batch_size else 0,
+        decoder=FileDecoder(num_workers(args) if len(files) > args.batch_size else 0),
         resident=False,
     )
     rows = torch.arange(len(files)).split(args.batch_size)

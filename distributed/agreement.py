@@ -4,6 +4,7 @@
     folder = on_main(world, make_folder)          # rank 0 makes it; an error there ends all ranks
     with local_main_first(world):                 # one download a node
         data = read()
+    memory = node_memory(world, 32 * 32 * 10_000)  # one array of bytes a node
 
 Processes that disagree would train different models without a word, or wait for each other until
 a time limit ends them. All functions here are collective: every rank calls them.
@@ -12,8 +13,12 @@ a time limit ends them. All functions here are collective: every rank calls them
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from distributed.world import READ_SECONDS, World
 from errors import InputError, SharedInputError
@@ -102,3 +107,20 @@ def local_main_first(world: World) -> Iterator[None]:
         raise_together(world, problem)
         if is_first:
             raise_together(world, "")  # waits for the others
+
+
+def node_memory(world: World, num_bytes: int) -> Tensor:
+    """Memory of zeros that the processes of a node share: (num_bytes,) uint8.
+
+    It is a file without a name, which goes with the last process that has it. The number of bytes
+    is that of the node's first process.
+    """
+    with open(os.memfd_create("node_memory"), "r+b") as file:
+        file.truncate(num_bytes)
+        own = f"/proc/{os.getpid()}/fd/{file.fileno()}", num_bytes
+        path, size = world.all_gather(own)[world.rank - world.local_rank]
+        memory = torch.empty(0, dtype=torch.uint8)
+        if size:
+            memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        raise_together(world, "")  # all have it, and the first process may close it
+    return memory

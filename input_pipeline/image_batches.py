@@ -1,7 +1,10 @@
 """Batches of images: gathered, randomly cropped and flipped, and normalised on the training device.
 
-    mean, std = channel_statistics(split)
-    train = ImageDataset(split, AUGMENTATIONS["cifar10"], mean=mean, std=std, device=device)
+    decoder = FileDecoder(workers=2)
+    mean, std = channel_statistics(split, decoder)
+    train = ImageDataset(
+        split, AUGMENTATIONS["folder"], mean=mean, std=std, device=device, decoder=decoder
+    )
     for images, labels in train.batches(row_batches, epoch=0): ...    # (batch, 3, 32, 32), (batch,)
 
 Pixels are kept on the device if they fit, and otherwise decoded from files by worker processes. The
@@ -11,9 +14,12 @@ on the number of ranks.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import signal
-from collections.abc import Generator, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,16 +27,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from distributed.agreement import node_memory, raise_together
+from distributed.world import World
 from errors import InputError
 from input_pipeline.image_datasets import ImageSplit
 from input_pipeline.sampler import epoch_generator
 
 STATISTICS_ROWS = 10_000  # images used for the mean and standard deviation of each channel
+STATISTICS_FILES = 2_000  # of files, which take long to decode
 STATISTICS_PIXELS = 1 << 22  # pixels summed at a time, to keep memory low
-DECODE_ROWS = 256  # images that a worker decodes at a time when all are made resident
+DECODE_ROWS = 256  # images that the workers decode at a time when all are made resident
 MEMORY_FRACTION = 4  # a split may take a quarter of the free memory
-
-
 LARGEST_PAD = 127  # pixels; the offset of a crop is kept in a byte
 MOST_SMALL_STAGES = 4  # a model is compiled for each size of images, and torch limits how often
 
@@ -97,7 +104,7 @@ class ImageDataset:
         std: standard deviation of each channel, of pixel values in 0..1.
         device: where batches, and resident pixels, live.
         seed: seed of the augmentation.
-        workers: number of processes that decode files.
+        decoder: decodes files; None decodes them in this process.
         resident: keep all pixels on the device; otherwise files are decoded in every epoch.
     """
 
@@ -112,21 +119,23 @@ class ImageDataset:
         std: Sequence[float],
         device: torch.device,
         seed: int = 0,
-        workers: int = 2,
+        decoder: FileDecoder | None = None,
         resident: bool = True,
     ) -> None:
-        self.images = images
         self.augmentation = augmentation
         self.mean = torch.tensor(list(mean), device=device)
         self.std = torch.tensor(list(std), device=device)
         self.device = device
         self.seed = seed
-        self.workers = workers
+        self.decoder = decoder or FileDecoder(workers=0)
         self.labels = images.labels.to(device)
         self.pixels: Tensor | None = None
         if resident:
-            pixels = images.pixels if images.pixels is not None else decode_all(images, workers)
-            self.pixels = pixels.to(device)
+            images = decode_on_node(images, self.decoder, World())
+            assert images.pixels is not None
+            self.pixels = images.pixels.to(device)
+            images = dataclasses.replace(images, pixels=self.pixels)  # not on the host as well
+        self.images = images
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -195,19 +204,13 @@ class ImageDataset:
         On a GPU the next batch is copied on a side stream while the current one is in use.
         """
         on_gpu = self.device.type == "cuda"
-        loader = DataLoader(
-            DecodedBatches(self.images, row_batches),
-            batch_size=None,
-            num_workers=self.workers,
-            worker_init_fn=ignore_signals,
-            pin_memory=on_gpu,
-        )
+        batches = self.decoder.batches(self.images, row_batches, pinned=on_gpu)
         if not on_gpu:
-            yield from raise_worker_errors(loader)
+            yield from batches
             return
         copy_stream = torch.cuda.Stream(self.device)
         next_batch: tuple[tuple[Tensor, Tensor], torch.cuda.Event] | None = None
-        for rows, pixels in raise_worker_errors(loader):
+        for rows, pixels in batches:
             with torch.cuda.stream(copy_stream):
                 copied = (
                     rows.to(self.device, non_blocking=True),
@@ -234,7 +237,7 @@ def normalise(pixels: Tensor, mean: Tensor, *, std: Tensor) -> Tensor:
     """
     width = pixels.shape[2]  # whole image rows: broadcasting over a last dimension of 3 is slow
     means, scales = (255 * mean).repeat(width), (1 / (255 * std)).repeat(width)
-    image_rows = (pixels.float().flatten(2) - means).mul_(scales)
+    image_rows = pixels.float().flatten(2).sub_(means).mul_(scales)
     return image_rows.view(pixels.shape).permute(0, 3, 1, 2)
 
 
@@ -246,7 +249,7 @@ def scale_down(images: Tensor, size: int) -> Tensor:
 def crop_flip(
     pixels: Tensor, offsets: Tensor, *, flips: Tensor, pad: int, reflect: bool = False
 ) -> Tensor:
-    """Crop each image out of its padded self and mirror some, with one gather of image rows.
+    """Crop each image out of its padded self or that one's mirror image, by a gather of rows.
 
     Args:
         pixels: (batch, height, width, channels) uint8.
@@ -259,22 +262,24 @@ def crop_flip(
         (batch, height, width, channels) uint8.
     """
     batch, height, width, channels = pixels.shape
-    top, left = offsets.long().unbind(1)
     if reflect:
         rows, columns = (reflected_indices(size, pad, pixels.device) for size in (height, width))
         padded = pixels.index_select(1, rows).index_select(2, columns)
     else:
         padded = F.pad(pixels, (0, 0, pad, pad, pad, pad))
+    both = torch.stack([padded, padded.flip(2)])
+    flip = flips.long()
+    top, left = offsets.long().unbind(1)
+    left = left + flip * (2 * pad - 2 * left)  # as far from the right as it was from the left
     row_stride = (width + 2 * pad) * channels  # bytes of a padded image row
-    first_row = torch.arange(batch, device=pixels.device) * (height + 2 * pad) + top
-    first_byte = first_row * row_stride + left * channels
+    image = flip * batch + torch.arange(batch, device=pixels.device)
+    first_byte = (image * (height + 2 * pad) + top) * row_stride + left * channels
     row_offsets = torch.arange(height, device=pixels.device) * row_stride
     starts = first_byte[:, None] + row_offsets  # (batch, height), first byte of each cropped row
     row_bytes = width * channels
     # A view whose i-th entry is the `row_bytes` bytes that start at byte i.
-    windows = padded.flatten().as_strided((padded.numel() - row_bytes + 1, row_bytes), (1, 1))
-    cropped = windows.index_select(0, starts.flatten()).view(pixels.shape)
-    return torch.where(flips.bool()[:, None, None, None], cropped.flip(2), cropped)
+    windows = both.flatten().as_strided((both.numel() - row_bytes + 1, row_bytes), (1, 1))
+    return windows.index_select(0, starts.flatten()).view(pixels.shape)
 
 
 def reflected_indices(size: int, pad: int, device: torch.device) -> Tensor:
@@ -283,18 +288,27 @@ def reflected_indices(size: int, pad: int, device: torch.device) -> Tensor:
     return torch.where(position < size, position, 2 * (size - 1) - position)
 
 
-def channel_statistics(images: ImageSplit) -> tuple[list[float], list[float]]:
+def channel_statistics(
+    images: ImageSplit, decoder: FileDecoder | None = None
+) -> tuple[list[float], list[float]]:
     """Return the mean and standard deviation of each channel, of pixel values in 0..1.
 
-    They are computed from up to 10,000 images, spread evenly over the split.
+    They are computed from up to 10,000 images, or 2,000 files, spread evenly over the split.
+
+    Args:
+        images: the split.
+        decoder: decodes files; None decodes them in this process.
     """
-    rows = torch.linspace(0, len(images) - 1, min(len(images), STATISTICS_ROWS)).long().unique()
-    pixels = images.decode(rows).flatten(0, 2)  # (pixels, channels)
-    sums = torch.zeros(2, pixels.shape[1], dtype=torch.float64)
-    for chunk in pixels.split(STATISTICS_PIXELS):
-        values = chunk.double() / 255
-        sums += torch.stack([values.sum(0), values.square().sum(0)])
-    mean, mean_square = sums / len(pixels)
+    most = STATISTICS_ROWS if images.files is None else STATISTICS_FILES
+    rows = torch.linspace(0, len(images) - 1, min(len(images), most)).long().unique()
+    at_once = len(rows) if images.files is None else max(1, STATISTICS_PIXELS // images.size**2)
+    sums, count = torch.zeros(2, images.channels, dtype=torch.float64), 0
+    for _, pixels in (decoder or FileDecoder(workers=0)).batches(images, rows.split(at_once)):
+        for chunk in pixels.flatten(0, 2).split(STATISTICS_PIXELS):  # (pixels, channels)
+            values = chunk.double().div_(255)
+            sums += torch.stack([values.sum(0), values.square_().sum(0)])
+            count += len(chunk)
+    mean, mean_square = sums / count
     std = (mean_square - mean.square()).clamp(min=1e-8).sqrt()
     return mean.tolist(), std.tolist()
 
@@ -313,63 +327,129 @@ def fits_in_memory(images: ImageSplit, device: torch.device) -> bool:
 # -------------------------------------------------------------------- decoding of image files
 
 
-class DecodedBatches(Dataset):
-    """Decodes batches of image files in the worker processes of a DataLoader.
+class FileDecoder:
+    """Worker processes that decode image files, for all data sets and epochs.
 
-    Item i is (rows, pixels) of the i-th batch, or the InputError that its decoding raised: a worker
-    would wrap a raised one in a traceback, so it is returned and raised by `raise_worker_errors`.
+    They start here, while this process is small, and end with this object. Each batch is divided
+    among them, so that two batches are decoded ahead, however many workers there are.
+
+    Args:
+        workers: number of processes; 0 decodes in this process.
     """
 
-    def __init__(self, images: ImageSplit, row_batches: Sequence[Tensor]) -> None:
-        self.images = images
-        self.row_batches = list(row_batches)
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self.idle = [self._start()]
 
-    def __len__(self) -> int:
-        return len(self.row_batches)
+    def _start(self) -> tuple[Tasks, DataLoader]:
+        """Start worker processes."""
+        tasks = Tasks()
+        loader = DataLoader(
+            tasks,
+            sampler=tasks,
+            batch_size=None,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+            worker_init_fn=obey_parent_alone,
+            generator=torch.Generator(),  # torch's own would give the model other weights
+        )
+        iter(loader)
+        return tasks, loader
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | InputError:
-        rows = self.row_batches[index]
+    def batches(
+        self, images: ImageSplit, row_batches: Sequence[Tensor], *, pinned: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (rows, pixels) for each entry of `row_batches`, in the same order.
+
+        Args:
+            images: the split.
+            row_batches: row numbers of each batch.
+            pinned: copy decoded pixels into pinned memory.
+        Raises:
+            InputError: a file cannot be read.
+        """
+        if images.pixels is not None:
+            yield from ((rows, images.pixels[rows]) for rows in row_batches)
+            return
+        parts = max(1, self.workers)
+        # Two data sets may be read in turns, and then each has workers.
+        tasks, loader = self.idle.pop() if self.idle else self._start()
+        tasks.coming = (images.reader(part) for rows in row_batches for part in rows.chunk(parts))
+        stream = iter(loader)
         try:
-            return rows, self.images.decode(rows)
-        except InputError as error:
+            for rows in row_batches:
+                decoded = [next(stream) for _ in rows.chunk(parts)]
+                for part in decoded:
+                    if isinstance(part, InputError):
+                        raise part
+                shape = len(rows), *decoded[0].shape[1:]
+                pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
+                yield rows, torch.cat(decoded, out=pixels)
+        finally:
+            self.idle.append((tasks, loader))  # the next call drops what was decoded ahead
+
+
+class Tasks(Dataset):
+    """Functions that the workers of a DataLoader call: its data set, and its sampler.
+
+    They are replaced for each epoch, so that the workers, which know nothing of the data, stay.
+    """
+
+    coming: Iterator[Callable[[], Tensor]] = iter(())
+
+    def __iter__(self) -> Iterator[Callable[[], Tensor]]:
+        return self.coming
+
+    def __getitem__(self, task: Callable[[], Tensor]) -> Tensor | InputError:
+        try:
+            return task()
+        except InputError as error:  # raised by the training process, without a worker's traceback
             return error
 
 
-def ignore_signals(worker: int) -> None:
-    """Let a worker process go on after SIGINT and SIGTERM, which reach all processes of a job.
+def obey_parent_alone(worker: int) -> None:
+    """Let a worker go on after SIGINT and SIGTERM, which reach all processes of a job.
 
-    The training process finishes its step, writes a checkpoint and then ends its workers.
+    The training process finishes its step, writes a checkpoint and then ends its workers; where it
+    ends otherwise, multiprocessing sends them a SIGTERM from there, and waits.
+    """
+
+    def end_with_parent() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def decode_on_node(
+    images: ImageSplit, decoder: FileDecoder, world: World, *, keep: bool = True
+) -> ImageSplit:
+    """Decode all files into memory that the processes of a node share, each a part; collective.
 
     Args:
-        worker: its number.
+        images: the split; where its pixels are in memory, nothing is done.
+        decoder: decodes this process's part.
+        world: the ranks.
+        keep: whether it is to be done; the node's first process decides.
+    Returns:
+        The split with its pixels, or as it is.
+    Raises:
+        InputError: a file cannot be read; on every rank.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def raise_worker_errors(
-    loader: Iterable[tuple[Tensor, Tensor] | InputError],
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the batches of a loader and raise the error that a worker process returned."""
-    for item in loader:
-        if isinstance(item, InputError):
-            raise item
-        yield item
-
-
-def decode_all(images: ImageSplit, workers: int) -> Tensor:
-    """Decode all files once, in parallel: (rows, size, size, channels) uint8."""
-    pixels = torch.empty(len(images), images.size, images.size, images.channels, dtype=torch.uint8)
-    row_batches = torch.arange(len(images)).split(DECODE_ROWS)
-    loader = DataLoader(
-        DecodedBatches(images, row_batches),
-        batch_size=None,
-        num_workers=workers,
-        worker_init_fn=ignore_signals,
-    )
-    for rows, decoded in raise_worker_errors(loader):
-        pixels[rows] = decoded
-    return pixels
+    shape = len(images), images.size, images.size, images.channels
+    wanted = keep and images.pixels is None
+    pixels, problem = node_memory(world, math.prod(shape) if wanted else 0), ""
+    chunks = torch.arange(len(images)).split(DECODE_ROWS)[world.local_rank :: world.local_size]
+    try:
+        for rows, decoded in decoder.batches(images, chunks if len(pixels) else []):
+            pixels.view(shape)[rows] = decoded
+    except InputError as error:
+        problem = str(error)
+    raise_together(world, problem)
+    return dataclasses.replace(images, pixels=pixels.view(shape)) if len(pixels) else images
 
 
 def wait_for_copy(batch: tuple[Tensor, Tensor], arrived: torch.cuda.Event) -> tuple[Tensor, Tensor]:

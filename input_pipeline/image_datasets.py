@@ -12,8 +12,9 @@ import dataclasses
 import os
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,7 @@ class ImageSplit:
     Attributes:
         labels: (rows,) int64 class numbers.
         pixels: (rows, height, width, channels) uint8, or None.
-        files: one image file for each row, or None.
+        files: (rows,) paths as bytes, all of the same width, or None.
         size: pixels a side.
         channels: 3 for colour, 1 for grey.
         notes: what a user should know of how it was read, a line each.
@@ -70,7 +71,7 @@ class ImageSplit:
     labels: Tensor
     pixels: Tensor | None = None
     _: KW_ONLY
-    files: list[Path] | None = None
+    files: np.ndarray | None = None
     size: int = 0
     channels: int = 3
     notes: tuple[str, ...] = ()
@@ -83,8 +84,7 @@ class ImageSplit:
         if self.pixels is not None:
             return dataclasses.replace(self, labels=self.labels[rows], pixels=self.pixels[rows])
         assert self.files is not None
-        files = [self.files[row] for row in rows.tolist()]
-        return dataclasses.replace(self, labels=self.labels[rows], files=files)
+        return dataclasses.replace(self, labels=self.labels[rows], files=self.files[rows.numpy()])
 
     def with_labels(self, labels: Tensor) -> ImageSplit:
         """Return the same rows with other labels."""
@@ -94,9 +94,12 @@ class ImageSplit:
         """Return the pixels of the given rows: (len(rows), height, width, channels) uint8."""
         if self.pixels is not None:
             return self.pixels[rows]
+        return self.reader(rows)()
+
+    def reader(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Return a function that decodes the files of the given rows, also in another process."""
         assert self.files is not None
-        files = [self.files[row] for row in rows.tolist()]
-        return torch.stack([read_image(file, self.size, channels=self.channels) for file in files])
+        return partial(read_images, self.files[rows.numpy()], self.size, channels=self.channels)
 
 
 def read_image_splits(
@@ -255,25 +258,30 @@ def list_split(folder: Path, classes: Sequence[str], *, size: int) -> ImageSplit
             f"{folders[unknown[0]][0]}: not one of the {len(classes)} classes that are trained on; "
             "move or delete it"
         )
-    files: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
+    files: list[np.ndarray] = []
+    for name in classes:
         of_class = folders.get(normal_form(name), [])
-        class_files = [file for path in of_class for file in list_files(path, SUFFIXES, left_out)]
-        if of_class and not class_files:
+        files.append(
+            paths_array(file for path in of_class for file in list_files(path, SUFFIXES, left_out))
+        )
+        if of_class and not len(files[-1]):
             raise InputError(
                 f"{of_class[0]} contains no images ({', '.join(sorted(SUFFIXES))}); "
                 f"add some or delete the folder{left_out.hint()}"
             )
-        files += class_files
-        labels += [label] * len(class_files)
-    if not files:
+    if not any(map(len, files)):
         raise InputError(f"{folder} contains no images: it needs a folder for each class")
     for path in sorted(folder.iterdir()):
         if path.suffix.lower() in SUFFIXES and os.path.isfile(path) and not is_hidden(path):
             left_out.add("images outside the folders of the classes", path)
     notes = (left_out.line(),) if left_out.paths else ()
-    return ImageSplit(torch.tensor(labels), files=files, size=size, notes=notes)
+    labels = torch.arange(len(classes)).repeat_interleave(torch.tensor(list(map(len, files))))
+    return ImageSplit(labels, files=np.concatenate(files), size=size, notes=notes)
+
+
+def paths_array(paths: Iterable[str | Path]) -> np.ndarray:
+    """Return paths as an array of bytes: millions of objects would take ten times the memory."""
+    return np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
 
 
 def expand_images(path: Path) -> tuple[list[Path], str]:
@@ -289,7 +297,7 @@ def expand_images(path: Path) -> tuple[list[Path], str]:
     if not path.is_dir():
         return [path], ""
     left_out = LeftOut(path)
-    files = list_files(path, SUFFIXES, left_out)
+    files = [Path(file) for file in list_files(path, SUFFIXES, left_out)]
     if not files:
         raise InputError(
             f"{path}: contains no images ({', '.join(sorted(SUFFIXES))}){left_out.hint()}"
@@ -297,7 +305,12 @@ def expand_images(path: Path) -> tuple[list[Path], str]:
     return files, left_out.line()
 
 
-def read_image(path: Path, size: int, *, channels: int = 3) -> Tensor:
+def read_images(paths: np.ndarray, size: int, *, channels: int) -> Tensor:
+    """Read image files as `read_image` does: (paths, size, size, channels) uint8."""
+    return torch.stack([read_image(os.fsdecode(path), size, channels=channels) for path in paths])
+
+
+def read_image(path: str | Path, size: int, *, channels: int = 3) -> Tensor:
     """Read one image file, cut out the square in its centre and scale it to `size`.
 
     The orientation that a camera writes into a photo is applied. Grey pixels of 16 bits are scaled
@@ -332,7 +345,7 @@ def read_image(path: Path, size: int, *, channels: int = 3) -> Tensor:
         ) from None
 
 
-def to_8_bits(image: Image.Image, path: Path, *, file_format: str | None) -> Image.Image:
+def to_8_bits(image: Image.Image, path: str | Path, *, file_format: str | None) -> Image.Image:
     """Scale grey pixels of 16 bits to 8 bits; Pillow's own conversion would cut them off at 255.
 
     Args:

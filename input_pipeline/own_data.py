@@ -45,15 +45,16 @@ class LeftOut:
 
     Attributes:
         root: the folder that is read.
-        paths: those left out, by reason.
+        paths: how many are left out for each reason, and the first of them.
     """
 
     root: Path
-    paths: dict[str, list[Path]] = field(default_factory=dict)
+    paths: dict[str, tuple[int, Path]] = field(default_factory=dict)
 
     def add(self, reason: str, path: Path) -> None:
         """Count a path below `root`; the reason is a noun phrase such as 'dangling links'."""
-        self.paths.setdefault(reason, []).append(path)
+        number, first = self.paths.get(reason, (0, path))
+        self.paths[reason] = number + 1, first
 
     def summary(self) -> str:
         """Return the number of paths and an example for each reason, or ''.
@@ -64,8 +65,8 @@ class LeftOut:
         'left out: dangling links (1, such as cat/1.png)'
         """
         reasons = [
-            f"{reason} ({len(paths)}, such as {paths[0].relative_to(self.root)})"
-            for reason, paths in sorted(self.paths.items())
+            f"{reason} ({number}, such as {first.relative_to(self.root)})"
+            for reason, (number, first) in sorted(self.paths.items())
         ]
         return f"left out: {', '.join(reasons)}" if reasons else ""
 
@@ -119,7 +120,7 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
     return paths
 
 
-def list_files(folder: Path, suffixes: Collection[str], left_out: LeftOut) -> list[Path]:
+def list_files(folder: Path, suffixes: Collection[str], left_out: LeftOut) -> list[str]:
     """Return the files below a folder that have one of the suffixes, sorted.
 
     Links to files and folders are followed, but for links to a folder above them, and each folder
@@ -131,7 +132,7 @@ def list_files(folder: Path, suffixes: Collection[str], left_out: LeftOut) -> li
         left_out: counts all other files, but for hidden ones of other suffixes.
     """
     above = (left_out.root.resolve(),)
-    return sorted(_walk(folder, suffixes, left_out, above=above, seen=set()))
+    return list(_walk(folder, suffixes, left_out, above=above, seen=set()))
 
 
 def list_folders(folder: Path, left_out: LeftOut) -> list[Path]:
@@ -142,7 +143,8 @@ def list_folders(folder: Path, left_out: LeftOut) -> list[Path]:
         left_out: counts folders that are hidden or above, and links to nothing.
     """
     folders, real = [], folder.resolve()
-    for path in _entries(folder, left_out):
+    for entry in _entries(folder, left_out):
+        path = Path(entry)
         if os.path.isdir(path):
             if _is_used(path, (real,), left_out):
                 folders.append(path)
@@ -158,7 +160,7 @@ def _walk(
     *,
     above: tuple[Path, ...],
     seen: set[Path],
-) -> Iterator[Path]:
+) -> Iterator[str]:
     """Yield the files of `list_files`.
 
     Args:
@@ -172,28 +174,30 @@ def _walk(
         return
     seen.add(real)
     above = (*above, real)
-    for path in _entries(folder, left_out):
-        has_suffix = path.suffix.lower() in suffixes
-        if os.path.isdir(path):
-            if _is_used(path, above, left_out):
-                yield from _walk(path, suffixes, left_out, above=above, seen=seen)
-        elif is_hidden(path):
+    for entry in _entries(folder, left_out):
+        dot, is_link = entry.name.rfind("."), entry.is_symlink()
+        has_suffix = dot > 0 and entry.name[dot:].lower() in suffixes
+        if os.path.isdir(entry) if is_link else entry.is_dir():
+            if _is_used(Path(entry), above, left_out):
+                yield from _walk(Path(entry), suffixes, left_out, above=above, seen=seen)
+        elif is_hidden(entry):
             if has_suffix:
-                left_out.add("hidden files and folders", path)
-        elif os.path.islink(path) and not os.path.exists(path):
-            left_out.add("dangling links", path)
+                left_out.add("hidden files and folders", Path(entry))
+        elif is_link and not os.path.exists(entry):
+            left_out.add("dangling links", Path(entry))
         elif not has_suffix:
-            left_out.add("files of other types", path)
-        elif os.path.isfile(path) and os.access(path, os.R_OK):
-            yield path
+            left_out.add("files of other types", Path(entry))
+        elif entry.is_file() and os.access(entry, os.R_OK):
+            yield entry.path
         else:
-            left_out.add("unreadable files", path)
+            left_out.add("unreadable files", Path(entry))
 
 
-def _entries(folder: Path, left_out: LeftOut) -> list[Path]:
+def _entries(folder: Path, left_out: LeftOut) -> list[os.DirEntry[str]]:
     """Return what is in a folder, sorted by name; a folder that cannot be read is left out."""
     try:
-        return sorted(folder.iterdir())
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
     except OSError:
         left_out.add("unreadable folders", folder)
         return []
@@ -217,7 +221,7 @@ def _is_used(folder: Path, above: Sequence[Path], left_out: LeftOut) -> bool:
     return True
 
 
-def is_hidden(path: Path) -> bool:
+def is_hidden(path: Path | os.DirEntry[str]) -> bool:
     """Return whether a file or folder is hidden, or a folder that a system has added."""
     return path.name.startswith(".") or path.name in SYSTEM_FOLDERS
 

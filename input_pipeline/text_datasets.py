@@ -335,7 +335,7 @@ def read_text_files(path: Path) -> tuple[dict[Path, dict[int, str]], list[str]]:
         lines, notes = {path: read_lines(path)}, []
     else:
         left_out = LeftOut(path)
-        files = list_files(path, TEXT_SUFFIXES, left_out)
+        files = [Path(file) for file in list_files(path, TEXT_SUFFIXES, left_out)]
         if not files:
             raise InputError(
                 f"{path}: contains no .txt files; give text files with one text a line"

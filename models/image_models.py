@@ -105,7 +105,7 @@ def _timm_weights(name: str) -> dict[str, Tensor]:
     import timm
     from huggingface_hub import try_to_load_from_cache
 
-    repository = timm.get_pretrained_cfg(name).hf_hub_id
+    repository = getattr(timm.get_pretrained_cfg(name), "hf_hub_id", None)
     files = ("model.safetensors", "pytorch_model.bin")
     if repository and not any(try_to_load_from_cache(repository, file) for file in files):
         # Without a network the hub's own client tries for a minute.

@@ -37,6 +37,11 @@ def ranks_agree_or_raise_together(world: World) -> None:
         agreement.on_main(world, refuse)
     with agreement.local_main_first(world):
         pass
+    memory = agreement.node_memory(world, world.size if world.rank == 0 else 0)
+    memory[world.rank] = 7 + world.rank
+    agreement.raise_together(world, "")
+    assert memory.tolist() == [7, 8][: world.size]
+    assert len(agreement.node_memory(world, world.rank)) == 0  # rank 0 decides
 
     def read_file(failing: int) -> None:
         with agreement.local_main_first(world):

@@ -389,7 +389,7 @@ def test_shards_leave_no_copy_of_weights_for_the_backward_pass_and_norms_stay_in
 def image_data(rows: int = 32, resident: bool = True) -> ImageDataset:
     pixels = torch.zeros(rows, 8, 8, 3, dtype=torch.uint8)
     split = ImageSplit(torch.arange(rows) % 10, pixels, size=8)
-    settings = {"mean": [0.5] * 3, "std": [0.2] * 3, "device": CUDA, "workers": 0}
+    settings = {"mean": [0.5] * 3, "std": [0.2] * 3, "device": CUDA}
     return ImageDataset(split, Augmentation(pad=2, flip=True), resident=resident, **settings)
 
 

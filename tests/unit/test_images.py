@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import multiprocessing
+import os
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,7 @@ from errors import InputError
 from input_pipeline.image_batches import (
     AUGMENTATIONS,
     Augmentation,
+    FileDecoder,
     ImageDataset,
     channel_statistics,
     crop_flip,
@@ -168,7 +172,8 @@ def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder):
     images = read_image_splits("folder", str(folder), image_size=16)[0]["train"]
     assert fits_in_memory(images, CPU)
     row_batches = list(torch.randperm(40).split(9))
-    settings = {"mean": MEAN, "std": STD, "device": CPU, "seed": 1, "workers": 2}
+    settings = {"mean": MEAN, "std": STD, "device": CPU, "seed": 1}
+    settings["decoder"] = FileDecoder(workers=2)
     resident, streamed = (
         ImageDataset(images, AUGMENTATIONS["folder"], resident=is_resident, **settings)
         for is_resident in (True, False)
@@ -181,6 +186,38 @@ def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder):
             assert torch.equal(pixels, other_pixels)
             assert torch.equal(labels, other_labels)
             assert other_pixels.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_workers_stay_over_epochs_and_two_sets_may_be_read_in_turns(folder: Path) -> None:
+    splits, _ = read_image_splits("folder", str(folder), image_size=16)
+    decoder, workers = FileDecoder(workers=2), set()
+    for _ in range(3):
+        train, test = (
+            decoder.batches(split, torch.randperm(len(split)).split(3)) for split in splits.values()
+        )
+        for split, (rows, pixels) in zip(
+            itertools.cycle(splits.values()), itertools.chain.from_iterable(zip(train, test))
+        ):
+            assert torch.equal(pixels, split.decode(rows))
+        train.close()  # within its epoch
+        workers |= {child.pid for child in multiprocessing.active_children()}
+    assert len(workers) == 4
+    paths = splits["train"].files
+    assert paths.nbytes == len(paths) * len(os.fsencode(folder / "train" / "blue" / "00.png"))
+
+
+def leave_workers(folder: Path) -> None:
+    """Return while workers decode, and something holds them."""
+    images = read_image_splits("folder", str(folder), image_size=16)[0]["train"]
+    leave_workers.held = FileDecoder(workers=2).batches(images, torch.arange(40).split(4))
+    next(leave_workers.held)
+
+
+def test_a_process_ends_although_its_workers_ignore_signals(folder: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=leave_workers, args=(folder,))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
 
 
 @each_of("size", [(40, 20), (20, 40)])
