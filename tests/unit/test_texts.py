@@ -58,7 +58,7 @@ def test_headlines_are_balanced_and_split(headlines: Headlines) -> None:
     assert classes == ["World", "Sports", "Business", "Sci/Tech"]
     assert Counter(splits["train"].labels) == dict.fromkeys(range(4), 100)
     assert Counter(splits["test"].labels) == dict.fromkeys(range(4), 20)
-    texts = splits["train"].texts + splits["test"].texts
+    texts = [*splits["train"].texts, *splits["test"].texts]
     assert len(set(texts)) == 480  # no row occurs twice, and none in both splits
 
 
@@ -128,7 +128,7 @@ def test_batches_hold_the_tokens_of_their_rows(tokenizer: Tokenizer, headlines: 
     rows = headlines[0]["train"].select_rows(range(101))
     row_batches = [*torch.randperm(101).split(13), torch.tensor([100]), torch.tensor([0, 0])]
     for max_len in (8, 128):
-        data = TextDataset(rows, tokenizer, max_len=max_len, device=CPU)
+        data = TextDataset(rows, tokenizer, max_len=max_len).to(CPU)
         expected = [tokenizer.encode(text).ids[:max_len] for text in rows.texts]
         assert data.lengths.tolist() == [len(ids) for ids in expected]
         assert data.longest == max(map(len, expected)) <= max_len
@@ -186,7 +186,7 @@ def test_naive_bayes_scores_equal_a_count_by_hand() -> None:
     rows = TextSplit([0, 0, 1], ["oil oil price", "oil", "cup price"])
     tokenizer = train_tokenizer(rows.texts, "wordpiece", vocab_size=400)
     size = tokenizer.get_vocab_size()
-    data = TextDataset(rows, tokenizer, max_len=16, device=CPU)
+    data = TextDataset(rows, tokenizer, max_len=16).to(CPU)
     scores = naive_bayes_scores(data, size, classes=2).double()
     tokens_of_row = [set(tokenizer.encode(text).ids) for text in rows.texts]
     of_class = [tokens_of_row[:2], tokens_of_row[2:]]
