@@ -144,7 +144,8 @@ def open_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = Non
     if path.suffix.lower() == ".jsonl":
         read, has_header = partial(read_json_lines, path, names_of_objects(path)), True
     else:
-        separator = find_separator(path)
+        found = map(SEPARATORS[path.suffix.lower()].search, utf8_lines(path))
+        separator = next((match[0] for match in found if match), ",")
         has_quotes = separator != "\t" or quotes_pair(path)
         read = partial(read_rows, path, separator, has_quotes=has_quotes)
         has_header = bool(train.header) if train else is_header(read(), choice)
@@ -180,12 +181,6 @@ def utf8_lines(path: Path) -> Iterator[str]:
         raise InputError(
             f"{path} is not UTF-8 ({error}; line {number}); save it as UTF-8"
         ) from None
-
-
-def find_separator(path: Path) -> str:
-    """Return what separates the columns: the first character of the file that can, or a comma."""
-    separators = SEPARATORS[path.suffix.lower()]
-    return next((found[0] for line in utf8_lines(path) if (found := separators.search(line))), ",")
 
 
 def quotes_pair(path: Path) -> bool:

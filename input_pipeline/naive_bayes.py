@@ -33,8 +33,8 @@ def naive_bayes_scores(data: TextDataset, vocab_size: int, *, classes: int) -> T
         (vocab_size, classes) fp32 on the CPU; special tokens score 0.
     """
     counts, end = torch.zeros(vocab_size, classes, dtype=torch.float64), 0
-    chunks = zip(data.lengths.split(CHUNK_ROWS), data.labels.cpu().split(CHUNK_ROWS))
-    for lengths, labels in chunks:
+    all_labels = data.labels.cpu()
+    for lengths, labels in zip(data.lengths.split(CHUNK_ROWS), all_labels.split(CHUNK_ROWS)):
         start, end = end, end + int(lengths.sum())
         row_of_token = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         pairs = row_of_token * vocab_size + data.tokens[start:end].cpu()

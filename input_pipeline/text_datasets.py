@@ -52,7 +52,6 @@ AGNEWS_FILES = {
     "test.csv": "521465c2428ed7f02f8d6db6ffdd4b5447c1c701962353eb2c40d548c3c85699",
 }
 """SHA-256 of each official file: the address is a branch that others may change."""
-AGNEWS_COLUMNS = 3  # class, title, description
 HEADLINES = Path(__file__).with_name("headlines.csv")  # in the format of AG News
 HEADLINES_TRAIN = 400  # the first rows are the training set, the others the test set
 TEXT_SUFFIXES = (".txt",)  # of texts to classify
@@ -157,7 +156,7 @@ def read_agnews_file(path: Path) -> TextSplit:
     """Read a file in the format of AG News: class from 1 to 4, title, description; no header."""
     numbers = {str(number + 1): number for number in range(len(AGNEWS_CLASSES))}
     split = TextSplit([], StoredTexts())
-    for number, row in read_rows(path, columns=AGNEWS_COLUMNS):
+    for number, row in read_rows(path, columns=3):
         split.labels.append(class_number(row[0].strip(), numbers, path=path, row=number))
         split.texts.append(clean_text(" ".join(row[1:])))
     return split
