@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from cli.factory import (
     report_predictions,
 )
 from cli.flag_parser import OFF, ON, Choice, ScriptParser, below_one, number
-from distributed.agreement import local_main_first
+from distributed.agreement import once_a_node
 from distributed.world import READ_SECONDS
 from errors import InputError
 from input_pipeline import own_data, text_batches, text_datasets, tokenization, torchtext_tokenizer
@@ -110,10 +111,9 @@ def load_data(
             ).to_str()
         with run.world.waiting_at_most(READ_SECONDS):
             tokenizer = tokenization.load_tokenizer(run.world.broadcast(trained))
-    sets = {
-        name: TextDataset(split, tokenizer, max_len=args.max_len, device=run.world.device)
-        for name, split in chosen.items()
-    }
+    encode = partial(TextDataset, tokenizer=tokenizer, max_len=args.max_len)
+    sets = once_a_node(run.world, lambda: {name: encode(part) for name, part in chosen.items()})
+    sets = {name: data.to(run.world.device) for name, data in sets.items()}
     prior = None
     if args.prior == "naive_bayes":
         size, classes = tokenizer.get_vocab_size(), len(metadata["classes"])
@@ -131,14 +131,16 @@ def read_splits(
             f"--label_column and --text_column are of --dataset csv, not of {args.dataset}; "
             "leave them out"
         )
-    with local_main_first(run.world):
-        splits, classes = text_datasets.read_text_splits(
+    splits, classes = once_a_node(
+        run.world,
+        lambda: text_datasets.read_text_splits(
             args.dataset,
             args.data_dir,
             choice=ColumnChoice(args.label_column, tuple(args.text_column)),
             classes=checkpoint["classes"] if checkpoint else (),
             train_is_enough=bool(args.val_fraction),
-        )
+        ),
+    )
     chosen, fingerprint = choose_rows(args, run, splits, classes, state=checkpoint)
     baseline = report_baseline(args, run, chosen, text_baseline, state=checkpoint)
     return chosen, {"classes": classes, "data": fingerprint, "baseline": baseline}

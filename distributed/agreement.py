@@ -3,7 +3,8 @@
     check_equal(world, {"--lr": 0.1, "the commit": "31dfeba"}, advice="start all with equal flags")
     folder = on_main(world, make_folder)          # rank 0 makes it; an error there ends all ranks
     with local_main_first(world):                 # one download a node
-        data = read()
+        download()
+    texts = once_a_node(world, read)              # one process of a node reads
     memory = node_memory(world, 32 * 32 * 10_000)  # one array of bytes a node
 
 Processes that disagree would train different models without a word, or wait for each other until
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -124,3 +127,26 @@ def node_memory(world: World, num_bytes: int) -> Tensor:
             memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         raise_together(world, "")  # all have it, and the first process may close it
     return memory
+
+
+def once_a_node(world: World, action: Callable[[], Result]) -> Result:
+    """Do something on each node's first process, and give its result to the others of the node.
+
+    Args:
+        world: the ranks.
+        action: its result can be pickled. Without Linux's /proc every process does it.
+    Raises:
+        InputError: `action` raised it; on every rank.
+    """
+    with tempfile.TemporaryFile() as file:
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        first_path = world.all_gather(path)[world.rank - world.local_rank]
+        with local_main_first(world):
+            if world.local_rank > 0:
+                with contextlib.suppress(OSError), open(first_path, "rb") as first_file:
+                    return pickle.load(first_file)
+            result = action()
+            if world.local_size > 1:
+                pickle.dump(result, file)
+                file.flush()
+            return result

@@ -1,10 +1,12 @@
 """Reads csv, tsv and jsonl files: their rows, and which columns are the label and the texts.
 
-table = read_table(Path("my_texts/train.csv"), ColumnChoice())
-label, texts = table.rows[0][table.label], [table.rows[0][i] for i in table.texts]
+table = open_table(Path("my_texts/train.csv"), ColumnChoice())
+for number, row in table.rows():                   # row by row, so that a file may be of any size
+    label, texts = row[table.label], [row[i] for i in table.texts]
 
 Columns are found by their usual names in a header row, or the user names them. Without a header
-row the label comes first and all other columns are text, as in the files of AG News.
+row the label comes first and all other columns are text, as in the files of AG News. A line of a
+jsonl file is an object such as {"label": "spam", "text": "Win now"}.
 """
 
 from __future__ import annotations
@@ -12,20 +14,22 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from errors import InputError
-from input_pipeline.json_lines import parse_json_lines
 from input_pipeline.own_data import list_names, normal_form, shorten
 
-Rows = list[tuple[int, list[str]]]  # the number of each row in its file, and its columns
+Rows = Iterator[tuple[int, list[str]]]  # the number of each row in its file, and its columns
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")
 SEPARATORS = {".csv": re.compile(r"[,;\t|]"), ".tsv": re.compile(r"\t")}  # the first one in a file
-LONGEST_CELL = 2**31 - 1  # characters; the limit of the csv module is 131,072 by default
+LONGEST_CELL = 10**8  # characters: a quote that is never closed does not fill the memory
 LONGEST_NUMBER = 640  # digits, which Python converts under every setting of its limit
 NO_LABEL = re.compile(r"[\s:|+]*[-=_]{3,}[\s:|+=_-]*|sep=.?", re.IGNORECASE)
 """A part of a line that is drawn, or of one that names the separator for a spreadsheet."""
@@ -54,22 +58,47 @@ class ColumnChoice:
 
 @dataclass(frozen=True)
 class CsvTable:
-    """The rows of a file.
+    """A file, and which of its columns are read as what.
 
     Attributes:
         path: the file.
         header: the names of the columns; empty where the file has no header row.
-        rows: the other rows, all of the same length.
-        numbers: the number of each row in the file, from 1 on, for messages.
         label, texts: positions of the label and of the texts in a row, from 0 on.
+        read: begins to read the rows, the header among them.
     """
 
     path: Path
     header: list[str]
-    rows: list[list[str]]
-    numbers: list[int]
     label: int
     texts: tuple[int, ...]
+    read: Callable[[], Rows]
+
+    def rows(self) -> Rows:
+        """Yield the number in the file, from 1 on, and the columns of each row of data.
+
+        Raises:
+            InputError: there is none, or a row is broken or would become a class of its own: a
+                header within the file, a drawn line or 'sep=;'.
+        """
+        rows, number = self.read(), 0
+        if self.header:
+            next(rows)
+        names = sorted(map(normalise, self.header))
+        known = names or LABEL_NAMES | TEXT_NAMES
+        for number, row in rows:
+            label = row[self.label]
+            cells = sorted(map(normalise, row)) if normalise(label) in known else []
+            is_header_again = cells == names if names else has_both_names(cells)
+            if is_header_again or NO_LABEL.fullmatch(label):
+                raise InputError(
+                    f"{self.path}, row {number} ({list_names(row)}): is no data; the header must "
+                    "be the first row and the only one, so delete this row or those above it"
+                )
+            yield number, row
+        if not number:
+            raise InputError(
+                f"{self.path} has a header row only: it needs at least one row below it"
+            )
 
     def describe(self) -> str:
         """Say in one line which columns are read as what."""
@@ -100,8 +129,8 @@ def is_number(name: str) -> bool:
     return name.isdecimal() and len(name) <= LONGEST_NUMBER
 
 
-def read_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = None) -> CsvTable:
-    """Read a file of own data.
+def open_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = None) -> CsvTable:
+    """Find the columns of a file of own data.
 
     Args:
         path: the file, in UTF-8. Tabs separate the columns of a .tsv file; of a .csv file it is the
@@ -109,132 +138,155 @@ def read_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = Non
         choice: the columns that the user named.
         train: the training file, whose columns another file must have.
     Raises:
-        InputError: the file is missing, empty or broken, has rows that are no data, or it is not
-            clear which of its columns are label and text.
+        InputError: the file is missing, empty or broken, or it is not clear which of its columns
+            are label and text.
     """
-    text = read_utf8(path)
     if path.suffix.lower() == ".jsonl":
-        rows, has_header = parse_json_lines(text, path=path), True
+        read, has_header = partial(read_json_lines, path, names_of_objects(path)), True
     else:
-        found = SEPARATORS[path.suffix.lower()].search(text)
-        separator = found[0] if found else ","
-        rows = check_lengths(path, parse_csv(text, separator, path=path))
-        has_header = bool(train.header) if train else is_header(rows, choice)
-    header = rows[0][1] if has_header else []
+        found = map(SEPARATORS[path.suffix.lower()].search, utf8_lines(path))
+        separator = next((match[0] for match in found if match), ",")
+        has_quotes = separator != "\t" or quotes_pair(path)
+        read = partial(read_rows, path, separator, has_quotes=has_quotes)
+        has_header = bool(train.header) if train else is_header(read(), choice)
+    _, first = next(read())
+    header = first if has_header else []
     if train and train.header and header:
         names = [train.header[position] for position in train.texts]
         choice = ColumnChoice(train.header[train.label], tuple(names))
-    label, texts = find_columns(path, header, choice, num_columns=len(rows[0][1]))
-    rows = rows[1:] if has_header else rows
-    if not rows:
-        raise InputError(f"{path} has a header row only: it needs at least one row below it")
-    check_labels(path, rows, header, label)
-    numbers, cells = [number for number, _ in rows], [row for _, row in rows]
-    return CsvTable(path, header, cells, numbers, label, texts)
+    label, texts = find_columns(path, header, choice, num_columns=len(first))
+    return CsvTable(path, header, label, texts, read)
 
 
 # -------------------------------------------------------------------- rows of a file
 
 
-def read_csv(path: Path, columns: int) -> list[list[str]]:
-    """Return the rows of a csv file with commas and without header row, of so many columns.
+def utf8_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file without byte-order marks, which joined files have within.
 
-    Raises:
-        InputError: the file is missing, empty or broken.
-    """
-    rows = check_lengths(path, parse_csv(read_utf8(path), ",", path=path), columns)
-    return [row for _, row in rows]
-
-
-def read_utf8(path: Path) -> str:
-    """Return a file's text without byte-order marks, which joined files have within.
+    Line feeds and carriage returns end lines, unlike form feeds and U+2028, which are in texts.
 
     Raises:
         InputError: the file cannot be read, or is not UTF-8.
     """
     try:
-        text = path.read_bytes().decode("utf-8")
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):  # noqa: B007, it is in the message
+                if b"\0" in line:
+                    raise ValueError("it has NUL bytes, as UTF-16")
+                yield from io.StringIO(line.decode("utf-8").replace("\ufeff", ""), newline="")
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}); fetch it again") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from None
-    if "\0" in text:
-        raise InputError(f"{path} is not UTF-8 (it has NUL bytes, as UTF-16); save it as UTF-8")
-    return text.replace("\ufeff", "")
+    except ValueError as error:  # as is a UnicodeDecodeError
+        raise InputError(
+            f"{path} is not UTF-8 ({error}; line {number}); save it as UTF-8"
+        ) from None
 
 
-def parse_csv(text: str, separator: str, *, path: Path) -> Rows:
-    """Return the rows that are not blank.
+def quotes_pair(path: Path) -> bool:
+    """Tell whether the quotes of a tab-separated file enclose cells.
 
-    Many tab-separated files do not quote their texts, so that a quote is an ordinary character.
-    They are recognised by quotes that do not pair, or that have both a tab and a line break between
-    them.
+    Many such files do not quote their texts, so that a quote is an ordinary character. They are
+    recognised by quotes that do not pair, or that have both a tab and a line break between them.
+    """
+    with contextlib.suppress(InputError):
+        rows = parse_csv(path, "\t", has_quotes=True)
+        return not any("\t" in cell and "\n" in cell for _, row in rows for cell in row)
+    return False
+
+
+def parse_csv(path: Path, separator: str, *, has_quotes: bool) -> Rows:
+    """Yield the rows that are not blank.
 
     Raises:
-        InputError: the text is not csv.
+        InputError: the file cannot be read or is not csv.
     """
     csv.field_size_limit(LONGEST_CELL)
-
-    def parse(has_quotes: bool) -> Rows:
-        reader = csv.reader(
-            io.StringIO(text, newline=""),
-            delimiter=separator,
-            quoting=csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE,
-            strict=True,
-            skipinitialspace=True,
-        )
-        try:
-            rows = list(enumerate(reader, 1))
-        except csv.Error as error:
-            raise InputError(
-                f"{path} cannot be read as UTF-8 csv: {error} in line {reader.line_num}; "
-                "correct the line, or export the file again"
-            ) from None
-        return [(number, row) for number, row in rows if any(cell.strip() for cell in row)]
-
-    if separator != "\t":
-        return parse(has_quotes=True)
-    with contextlib.suppress(InputError):
-        rows = parse(has_quotes=True)
-        if not any("\t" in cell and "\n" in cell for _, row in rows for cell in row):
-            return rows
-    return parse(has_quotes=False)
+    reader = csv.reader(
+        utf8_lines(path),
+        delimiter=separator,
+        quoting=csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE,
+        strict=True,
+        skipinitialspace=True,
+    )
+    try:
+        for number, row in enumerate(reader, 1):
+            if any(cell.strip() for cell in row):
+                yield number, row
+    except csv.Error as error:
+        raise InputError(
+            f"{path} cannot be read as UTF-8 csv: {error} in line {reader.line_num}; "
+            "correct the line, or export the file again"
+        ) from None
 
 
-def check_lengths(path: Path, rows: Rows, columns: int = 0) -> Rows:
-    """Return the rows, which must have `columns` columns; 0 is as many as the first, at least 2.
+def read_rows(
+    path: Path, separator: str = ",", *, has_quotes: bool = True, columns: int = 0
+) -> Rows:
+    """Yield the rows of a csv file that are not blank.
 
+    Args:
+        path: the file.
+        separator: of the columns.
+        has_quotes: quotes enclose cells; otherwise they are ordinary characters.
+        columns: that each row must have; 0 is as many as the first row, at least 2.
     Raises:
-        InputError: there are no rows, or a row has another number of columns.
+        InputError: the file is missing, empty or broken, or a row has another number of columns.
     """
-    if not rows:
-        raise InputError(f"{path} is empty: it needs at least one row of label, text...")
-    columns = columns or max(2, len(rows[0][1]))
-    for number, row in rows:
+    number = 0
+    for number, row in parse_csv(path, separator, has_quotes=has_quotes):
+        columns = columns or max(2, len(row))
         if len(row) != columns:
             raise InputError(
                 f"{path}, row {number}: {len(row)} columns, expected {columns}; correct or delete "
                 "the row (a text that contains the separator needs double quotes)"
             )
-    return rows
+        yield number, row
+    if not number:
+        raise InputError(f"{path} is empty: it needs at least one row of label, text...")
 
 
-def check_labels(path: Path, rows: Rows, header: Sequence[str], label: int) -> None:
-    """Check that no row is a header within the file, a drawn line or a line such as 'sep=;'.
+def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number of each line of a jsonl file, and its object.
 
     Raises:
-        InputError: such a row would become a class of its own.
+        InputError: the file cannot be read, or a line is not an object.
     """
-    names = sorted(map(normalise, header))
-    known = names or LABEL_NAMES | TEXT_NAMES
-    for number, row in rows:
-        cells = sorted(map(normalise, row)) if normalise(row[label]) in known else []
-        is_header_again = cells == names if names else has_both_names(cells)
-        if is_header_again or NO_LABEL.fullmatch(row[label]):
-            raise InputError(
-                f"{path}, row {number} ({list_names(row)}): is no data; the header must be the "
-                "first row and the only one, so delete this row or those above it"
-            )
+    for number, line in enumerate(utf8_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line.rstrip())
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}, row {number}: is not JSON ({error}); correct it") from None
+        if not isinstance(value, dict):
+            raise InputError(f"{path}, row {number}: is not a JSON object with label and text")
+        yield number, value
+
+
+def names_of_objects(path: Path) -> list[str]:
+    """Return the names in the objects of a jsonl file, in the order in which they appear."""
+    names = list(dict.fromkeys(name for _, value in read_objects(path) for name in value))
+    if not names:
+        raise InputError(f"{path} is empty: it needs at least one object with label and text")
+    return names
+
+
+def read_json_lines(path: Path, names: list[str]) -> Rows:
+    """Yield the names of all objects as row 0, and the values of the object of each line.
+
+    Null, lists and objects are empty; other values that are no strings are as JSON writes them.
+    """
+
+    def cell(value: Any) -> str:
+        if value is None or isinstance(value, list | dict):
+            return ""
+        text = value if isinstance(value, str) else json.dumps(value)
+        return text.encode("utf-8", "replace").decode("utf-8")  # without lone surrogates
+
+    yield 0, names
+    for number, value in read_objects(path):
+        yield number, [cell(value.get(name)) for name in names]
 
 
 # -------------------------------------------------------------------- header and columns
@@ -251,15 +303,16 @@ def is_header(rows: Rows, choice: ColumnChoice) -> bool:
     It does if it has a name that the user chose, the usual names of both a label and a text, or one
     usual name that no other row has in that column.
     """
-    cells = [normalise(cell) for cell in rows[0][1]]
+    cells = [normalise(cell) for cell in next(rows)[1]]
     chosen = [*choice.texts, *([] if choice.label is None else [choice.label])]
     if has_both_names(cells) or any(normalise(n) in cells for n in chosen if not is_number(n)):
         return True
-    return any(
-        name in LABEL_NAMES | TEXT_NAMES
-        and not any(normalise(row[position]) == name for _, row in rows[1:])
-        for position, name in enumerate(cells)
-    )
+    names = {i: name for i, name in enumerate(cells) if name in LABEL_NAMES | TEXT_NAMES}
+    for _, row in rows:
+        names = {i: name for i, name in names.items() if normalise(row[i]) != name}
+        if not names:
+            break
+    return bool(names)
 
 
 def find_columns(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from input_pipeline.text_batches import TextDataset
+from input_pipeline.text_batches import CHUNK_ROWS, TextDataset
 from input_pipeline.tokenization import SPECIAL_TOKENS
 
 
@@ -32,15 +32,18 @@ def naive_bayes_scores(data: TextDataset, vocab_size: int, *, classes: int) -> T
     Returns:
         (vocab_size, classes) fp32 on the CPU; special tokens score 0.
     """
-    lengths, tokens = data.lengths, data.tokens.cpu().long()
-    row_of_token = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    pairs = torch.unique(row_of_token * vocab_size + tokens)  # each (row, token) pair once
-    counts = torch.zeros(vocab_size, classes, dtype=torch.float64)
-    token, label = pairs % vocab_size, data.labels.cpu()[pairs // vocab_size]
-    ones = torch.ones(len(pairs), dtype=torch.float64)
-    counts.index_put_((token, label), ones, accumulate=True)
+    counts, end = torch.zeros(vocab_size, classes, dtype=torch.float64), 0
+    all_labels = data.labels.cpu()
+    for lengths, labels in zip(data.lengths.split(CHUNK_ROWS), all_labels.split(CHUNK_ROWS)):
+        start, end = end, end + int(lengths.sum())
+        row_of_token = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        pairs = row_of_token * vocab_size + data.tokens[start:end].cpu()
+        pairs = torch.unique(pairs)  # each (row, token) pair once
+        token, label = pairs % vocab_size, labels[pairs // vocab_size]
+        ones = torch.ones(len(pairs), dtype=torch.float64)
+        counts.index_put_((token, label), ones, accumulate=True)
     log_probabilities = ((counts + 1) / (counts + 1).sum(0)).log()
-    rarity = ((1 + len(lengths)) / (1 + counts.sum(1, keepdim=True))).log()
+    rarity = ((1 + len(data)) / (1 + counts.sum(1, keepdim=True))).log()
     scores = (log_probabilities - log_probabilities.mean(1, keepdim=True)) * rarity
     scores[: len(SPECIAL_TOKENS)] = 0
     return scores.float()

@@ -1,17 +1,21 @@
 """Batches of texts: token ids resident on the device, padded to the longest row of each batch.
 
-train = TextDataset(splits["train"], tokenizer, max_len=128, device=torch.device("cpu"))
+train = TextDataset(splits["train"], tokenizer, max_len=128).to(torch.device("cpu"))
 for tokens, labels in train.batches(row_batches): ...      # (batch, length) int32 and (batch,)
 tokens = encode_texts(["Stocks rise"], tokenizer, max_len=128)      # for predictions
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from array import array
+from collections.abc import Generator, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from input_pipeline.stored_texts import NodeFile
 from input_pipeline.text_datasets import TextSplit, clean_text
 from input_pipeline.tokenization import SPECIAL_TOKENS, AnyTokenizer
 
@@ -20,40 +24,47 @@ LENGTH_MULTIPLE = {"cpu": 1, "cuda": 8}
 """Batches are padded to a multiple of this length. A GPU's attention reads masks whose rows have a
 multiple of 8 elements, and torch copies all others first. Compiled kernels and CUDA graphs are made
 once for each length."""
+CHUNK_ROWS = 1024  # that are encoded together, in parallel; an encoding takes about 10 kB
 
 
 class TextDataset:
-    """A tokenised split: the token ids of all rows in one flat tensor on the device.
+    """A tokenised split: the token ids of all rows in a file and, with `to`, on a device.
+
+    Other processes of the node can load a pickle of it, and then share the file.
 
     Args:
         split: labels and texts.
-        tokenizer: a trained tokenizer; all rows are encoded once, in parallel.
+        tokenizer: a trained tokenizer.
         max_len: number of tokens kept of a row, [CLS] included.
-        device: where tokens and labels live.
 
     Attributes:
         lengths: (rows,) int64 on the CPU, number of tokens of each row.
-        tokens: (sum of lengths,) int32 on the device, the token ids of all rows in a line.
+        tokens: (sum of lengths,) int32 on the device, the token ids of all rows in a line; the
+            CPU maps the file.
         starts: (rows,) int64 on the device, position of each row's first token in `tokens`.
         labels: (rows,) int64 on the device.
         longest: number of tokens of the longest row.
     """
 
-    def __init__(
-        self, split: TextSplit, tokenizer: AnyTokenizer, *, max_len: int, device: torch.device
-    ) -> None:
-        tokenizer.encode_special_tokens = True  # "[PAD]" in a text is ordinary text
+    def __init__(self, split: TextSplit, tokenizer: AnyTokenizer, *, max_len: int) -> None:
         self.max_len = max_len
-        self.device = device
-        ids = [encoding.ids[:max_len] for encoding in tokenizer.encode_batch_fast(split.texts)]
-        self.lengths = torch.tensor([len(row) for row in ids])
+        self.token_file, lengths = NodeFile(), array("q")
+        for ids in encode_rows(split.texts, tokenizer, max_len=max_len):
+            self.token_file.write(ids)
+            lengths.append(len(ids))
+        self.lengths = torch.frombuffer(lengths, dtype=torch.int64)
         self.longest = int(self.lengths.max())
+        self.labels = torch.tensor(split.labels)
+
+    def to(self, device: torch.device) -> TextDataset:
+        """Put tokens and labels where batches are made; returns the data set."""
+        self.device = device
+        tokens = np.memmap(self.token_file.file, dtype=np.int32, mode="c")
+        self.tokens = torch.from_numpy(tokens).to(device)
         self.starts = (self.lengths.cumsum(0) - self.lengths).to(device)
-        self.tokens = torch.tensor(
-            [token for row in ids for token in row], dtype=torch.int32, device=device
-        )
-        self.labels = torch.tensor(split.labels, device=device)
+        self.labels = self.labels.to(device)
         self._device_lengths = self.lengths.to(device)
+        return self
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -98,6 +109,16 @@ class TextDataset:
         return tokens.masked_fill_(is_padding, PAD)
 
 
+def encode_rows(
+    texts: Sequence[str], tokenizer: AnyTokenizer, *, max_len: int
+) -> Iterator[array[int]]:
+    """Yield the token ids of each text, as int32."""
+    tokenizer.encode_special_tokens = True  # "[PAD]" in a text is ordinary text
+    for start in range(0, len(texts), CHUNK_ROWS):
+        for encoding in tokenizer.encode_batch_fast(texts[start : start + CHUNK_ROWS]):
+            yield array("i", encoding.ids[:max_len])
+
+
 def encode_texts(texts: Sequence[str], tokenizer: AnyTokenizer, *, max_len: int) -> Tensor:
     """Clean, tokenise and pad a few texts, for predictions.
 
@@ -108,6 +129,7 @@ def encode_texts(texts: Sequence[str], tokenizer: AnyTokenizer, *, max_len: int)
     Returns:
         (len(texts), length) int32 on the CPU.
     """
-    split = TextSplit([0] * len(texts), [clean_text(text) for text in texts])
-    data = TextDataset(split, tokenizer, max_len=max_len, device=torch.device("cpu"))
-    return next(data.batches([torch.arange(len(split))]))[0]
+    cleaned = [clean_text(text) for text in texts]
+    ids = encode_rows(cleaned, tokenizer, max_len=max_len)
+    rows = [torch.frombuffer(row, dtype=torch.int32) for row in ids]
+    return pad_sequence(rows, batch_first=True, padding_value=PAD)

@@ -4,8 +4,9 @@
     train = dataset_splits["train"]
     train.texts[0], classes[train.labels[0]]
 
-Texts are cleaned of HTML, entities and addresses. A missing AG News is downloaded. AG News: Zhang
-et al., "Character-level Convolutional Networks for Text Classification", arXiv:1509.01626.
+A file is read row by row, so that it may be of any size. Texts are cleaned of HTML, entities and
+addresses. A missing AG News is downloaded. AG News: Zhang et al., "Character-level Convolutional
+Networks for Text Classification", arXiv:1509.01626.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import html
 import re
+import sys
 import unicodedata
 import urllib.request
 from collections import Counter
@@ -29,8 +31,9 @@ from input_pipeline.csv_tables import (
     ColumnChoice,
     CsvTable,
     is_number,
-    read_csv,
-    read_table,
+    open_table,
+    read_rows,
+    utf8_lines,
 )
 from input_pipeline.own_data import (
     LeftOut,
@@ -40,6 +43,7 @@ from input_pipeline.own_data import (
     normal_form,
     shorten,
 )
+from input_pipeline.stored_texts import StoredTexts
 
 AGNEWS_CLASSES = ["World", "Sports", "Business", "Sci/Tech"]
 AGNEWS_URL = "https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv/"
@@ -48,7 +52,6 @@ AGNEWS_FILES = {
     "test.csv": "521465c2428ed7f02f8d6db6ffdd4b5447c1c701962353eb2c40d548c3c85699",
 }
 """SHA-256 of each official file: the address is a branch that others may change."""
-AGNEWS_COLUMNS = 3  # class, title, description
 HEADLINES = Path(__file__).with_name("headlines.csv")  # in the format of AG News
 HEADLINES_TRAIN = 400  # the first rows are the training set, the others the test set
 TEXT_SUFFIXES = (".txt",)  # of texts to classify
@@ -71,7 +74,7 @@ class TextSplit:
     """
 
     labels: list[int]
-    texts: list[str]
+    texts: StoredTexts
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __len__(self) -> int:
@@ -80,7 +83,7 @@ class TextSplit:
     def select_rows(self, rows: Sequence[int] | Tensor) -> TextSplit:
         """Return a split of the given rows, in that order."""
         rows = torch.as_tensor(rows).tolist()
-        return TextSplit([self.labels[row] for row in rows], [self.texts[row] for row in rows])
+        return TextSplit([self.labels[row] for row in rows], self.texts.select_rows(rows))
 
     def with_labels(self, labels: Tensor) -> TextSplit:
         """Return the same rows with other labels."""
@@ -151,10 +154,12 @@ def read_headlines() -> dict[str, TextSplit]:
 
 def read_agnews_file(path: Path) -> TextSplit:
     """Read a file in the format of AG News: class from 1 to 4, title, description; no header."""
-    rows = read_csv(path, AGNEWS_COLUMNS)
     numbers = {str(number + 1): number for number in range(len(AGNEWS_CLASSES))}
-    labels = number_labels(path, dict(enumerate((row[0].strip() for row in rows), 1)), numbers)
-    return TextSplit(labels, [clean_text(" ".join(row[1:])) for row in rows])
+    split = TextSplit([], StoredTexts())
+    for number, row in read_rows(path, columns=3):
+        split.labels.append(class_number(row[0].strip(), numbers, path=path, row=number))
+        split.texts.append(clean_text(" ".join(row[1:])))
+    return split
 
 
 # -------------------------------------------------------------------- own csv files
@@ -188,38 +193,45 @@ def read_own_csv(
     names = list(classes)
     train: CsvTable | None = None
     for split, path in paths.items():
-        table = read_table(path, choice, train=train)
+        table = open_table(path, choice, train=train)
         train = train or table
-        labels = [normal_form(row[table.label]) for row in table.rows]
-        if "" in labels:
-            raise InputError(
-                f"{path}, row {table.numbers[labels.index('')]}: the label "
-                f"({table.describe_column(table.label)}) is empty; fill it in or delete the row"
-            )
+        numbers = {normal_form(name): number for number, name in enumerate(names)}
+        labels, texts, empty = [], StoredTexts(), []
+        for number, row in table.rows():
+            label = sys.intern(normal_form(row[table.label]))  # once for all rows of the class
+            if not label:
+                raise InputError(
+                    f"{path}, row {number}: the label ({table.describe_column(table.label)}) is "
+                    "empty; fill it in or delete the row"
+                )
+            if names:
+                class_number(label, numbers, path=path, row=number)
+            labels.append(label)
+            texts.append(clean_text(" ".join(row[i] for i in table.texts)))
+            if not texts.sizes[-1]:
+                empty.append(number)
         names = names or name_classes(labels, table)
         numbers = {normal_form(name): number for number, name in enumerate(names)}
-        texts = [clean_text(" ".join(row[i] for i in table.texts)) for row in table.rows]
         splits[split] = TextSplit(
-            number_labels(path, dict(zip(table.numbers, labels)), numbers),
+            [numbers[label] for label in labels],
             texts,
-            notes=(table.describe(), *check_texts(texts, table)),
+            notes=(table.describe(), *check_texts(empty, table, num_rows=len(labels))),
         )
     return splits, names
 
 
-def check_texts(texts: Sequence[str], table: CsvTable) -> list[str]:
-    """Return a warning where some rows have no text.
+def check_texts(empty: Sequence[int], table: CsvTable, *, num_rows: int) -> list[str]:
+    """Return a warning where some of the rows have no text; `empty` has their numbers.
 
     Raises:
         InputError: no row has a text.
     """
-    empty = [number for text, number in zip(texts, table.numbers) if not text]
-    if len(empty) == len(texts):
+    if len(empty) == num_rows:
         raise InputError(f"{table.path}: no row has a text; choose its column with --text_column")
     if not empty:
         return []
     return [
-        f"warning: {table.path}: {len(empty)} of {len(texts)} rows have no text (the first is row "
+        f"warning: {table.path}: {len(empty)} of {num_rows} rows have no text (the first is row "
         f"{empty[0]}); they are kept, and count like the others"
     ]
 
@@ -248,38 +260,39 @@ def name_classes(labels: Sequence[str], table: CsvTable) -> list[str]:
             f"classes (such as {shorten(labels[0])!r}); choose the column of the label with "
             "--label_column"
         )
-    first = table.rows[0]
-    different = {(label, *row) for label, row in zip(labels, table.rows)}
-    num_different = Counter(row[0] for row in different)  # rows of each label, copies once
-    if not table.header and num_different[labels[0]] == 1 < max(num_different.values()):
-        raise InputError(
-            f"{table.path}, row {table.numbers[0]}: no other row has the label "
-            f"{shorten(labels[0])!r}; if this row is a header ({list_names(first)}), name its "
-            "columns with --label_column and --text_column; if it is data, put a header row such "
-            "as label,text above it"
-        )
+    if not table.header:
+        rows = zip(labels, table.rows())
+        different = {hash(tuple(row)): label for label, (_, row) in rows}
+        num_different = Counter(different.values())  # rows of each label, copies once
+        if num_different[labels[0]] == 1 < max(num_different.values()):
+            number, first = next(table.rows())
+            raise InputError(
+                f"{table.path}, row {number}: no other row has the label {shorten(labels[0])!r}; "
+                f"if this row is a header ({list_names(first)}), name its columns with "
+                "--label_column and --text_column; if it is data, put a header row such as "
+                "label,text above it"
+            )
     return sorted(
         counts, key=lambda name: (0, int(name), name) if is_number(name) else (1, 0, name)
     )
 
 
-def number_labels(path: Path, labels: Mapping[int, str], numbers: Mapping[str, int]) -> list[int]:
-    """Convert labels to class numbers.
+def class_number(label: str, numbers: Mapping[str, int], *, path: Path, row: int) -> int:
+    """Convert a label to a class number.
 
     Args:
-        path: the file that the labels were read from, for error messages.
-        labels: the label of each row by the number of the row.
+        label: of a row.
         numbers: the class number of each known label.
+        path, row: where the label was read, for the error message.
     Raises:
-        InputError: a label is not known.
+        InputError: the label is not known.
     """
-    for row, label in labels.items():
-        if label not in numbers:
-            raise InputError(
-                f"{path}, row {row}: label {shorten(label)!r} is out of range, expected one of "
-                f"{list_names(list(numbers))}"
-            )
-    return [numbers[label] for label in labels.values()]
+    if label not in numbers:
+        raise InputError(
+            f"{path}, row {row}: label {shorten(label)!r} is out of range, expected one of "
+            f"{list_names(list(numbers))}"
+        )
+    return numbers[label]
 
 
 # -------------------------------------------------------------------- files
@@ -361,16 +374,5 @@ def read_lines(path: Path) -> dict[int, str]:
     Raises:
         InputError: the file cannot be read.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path}: is not UTF-8 text ({error}); save it as UTF-8, with one text a line"
-        ) from None
-    except OSError as error:
-        raise InputError(
-            f"{path}: cannot be read as UTF-8 text ({error}); give text files with one text a line"
-        ) from None
-    # str.splitlines would also split at form feeds and at U+2028, within a text.
-    stripped = [line.strip() for line in text.split("\n")]
+    stripped = [line.strip() for line in utf8_lines(path)]
     return {number: line for number, line in enumerate(stripped, 1) if line}

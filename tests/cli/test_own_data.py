@@ -47,7 +47,10 @@ def write(folder: Path, **files: str) -> Path:
 def read(
     folder: Path, label: str | None = None, *texts: str
 ) -> tuple[dict[str, TextSplit], list[str]]:
-    return read_text_splits("csv", str(folder), choice=ColumnChoice(label, texts))
+    splits, classes = read_text_splits("csv", str(folder), choice=ColumnChoice(label, texts))
+    for split in splits.values():
+        split.texts = list(split.texts)
+    return splits, classes
 
 
 # -------------------------------------------------------------------- header rows and columns

@@ -108,7 +108,7 @@ def test_batches_hold_the_tokens_of_their_rows(tokenizer, headlines):
     rows = headlines[0]["train"].select_rows(range(101))
     row_batches = [*torch.randperm(101).split(13), torch.tensor([100]), torch.tensor([0, 0])]
     for max_len in (8, 128):
-        data = TextDataset(rows, tokenizer, max_len=max_len, device=CPU)
+        data = TextDataset(rows, tokenizer, max_len=max_len).to(CPU)
         expected = [tokenizer.encode(text).ids[:max_len] for text in rows.texts]
         assert data.lengths.tolist() == [len(ids) for ids in expected]
         assert data.longest == max(map(len, expected)) <= max_len
@@ -142,7 +142,7 @@ def test_naive_bayes_scores_equal_those_of_sklearn():
     rows = TextSplit([0, 0, 1], ["oil oil price", "oil", "cup price"])
     tokenizer = train_tokenizer(rows.texts, "wordpiece", vocab_size=400)
     size = tokenizer.get_vocab_size()
-    data = TextDataset(rows, tokenizer, max_len=16, device=CPU)
+    data = TextDataset(rows, tokenizer, max_len=16).to(CPU)
     scores = naive_bayes_scores(data, size, classes=2)
     ids = [tokenizer.encode(text).ids for text in rows.texts]
     has_token = np.array([[token in row for token in range(size)] for row in ids])
