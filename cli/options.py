@@ -66,7 +66,7 @@ def parse(
         state = checkpoint.load(path, script, flag=source, metadata=METADATA[script])
         if "warning" in state and os.environ.get("RANK", "0") == "0":
             print(state["warning"], file=sys.stderr, flush=True)
-        values |= restored_flags(state["flags"], parser)
+        values |= restored_flags(state["flags"], parser, given=given, source=f"{source} {path}")
     values = settings.merged(values, recipe, parser)
     args = Namespace(**settings.merged(values, given, parser))
     for name, value in computed_defaults(args, parser.optimizers[args.optimizer]).items():
@@ -89,18 +89,41 @@ def parse(
     return args, state
 
 
-def restored_flags(flags: Mapping[str, Any], parser: Parser) -> dict[str, Any]:
+def restored_flags(
+    flags: Mapping[str, Any], parser: Parser, *, given: Mapping[str, Any], source: str
+) -> dict[str, Any]:
     """The flags of a checkpoint that another start of its script takes over.
 
-    Known data sets may lie elsewhere on this machine, where DATA_DIR says so.
+    Known data sets may lie elsewhere on this machine, where DATA_DIR says so. A value that this
+    version does not know matters for training alone: what says how a model is made checks itself.
 
     Args:
         flags: of the checkpoint.
+        parser: of the script.
+        given: the flags of the command line.
+        source: how the user named the checkpoint.
+    Raises:
+        InputError: this version does not support a value.
     """
     scopes = [Scope.RESULT, Scope.HOW, Scope.NODE]
     if not os.environ.get("DATA_DIR") or is_own_data(flags["dataset"]):
         scopes.append(Scope.PLACE)
-    return {name: flags[name] for name in parser.of_scope(*scopes) if name in flags}
+    restored = {name: flags[name] for name in parser.of_scope(*scopes) if name in flags}
+    for name, value in list(restored.items()):
+        flag = parser.flags[name]
+        if value == flag.default or isinstance(value, dict) or name in given:
+            continue
+        try:
+            words = flag_arguments(name, value, parser)
+            parser.given(words if len(words) > 2 else ["=".join(words)])
+        except InputError:
+            if not any(given.get(each) for each in INFERENCE):
+                raise InputError(
+                    f"{source}: the checkpoint's {flag.name} {excerpt(value)} is not supported any "
+                    "more; give another value on the command line"
+                ) from None
+            del restored[name]
+    return restored
 
 
 def changed_flags(

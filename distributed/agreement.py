@@ -79,6 +79,8 @@ def on_main(world: World, action: Callable[[], Result]) -> Result:
     Raises:
         InputError: `action` raised it; on every rank.
     """
+    if world.size == 1:
+        return action()
     result, problem = None, ""
     if world.is_main:
         try:
@@ -118,6 +120,8 @@ def node_memory(world: World, num_bytes: int) -> Tensor:
     It is a file without a name, which goes with the last process that has it. The number of bytes
     is that of the node's first process.
     """
+    if world.size == 1:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
     with open(os.memfd_create("node_memory"), "r+b") as file:
         file.truncate(num_bytes)
         own = f"/proc/{os.getpid()}/fd/{file.fileno()}", num_bytes
@@ -138,6 +142,8 @@ def once_a_node(world: World, action: Callable[[], Result]) -> Result:
     Raises:
         InputError: `action` raised it; on every rank.
     """
+    if world.size == 1:
+        return action()
     with tempfile.TemporaryFile() as file:
         path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         first_path = world.all_gather(path)[world.rank - world.local_rank]

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from input_pipeline.image_datasets import ImageSplit
 from input_pipeline.text_datasets import TextSplit
 
-MOST_TEXTS, MOST_IMAGES = 50_000, 10_000  # rows of a split that are used
+MOST_TEXTS, MOST_IMAGES = 20_000, 10_000  # rows of a split that are used
 MOST_FILES = 2_000  # images of a split that are decoded for it
 MOST_WORDS = 50_000  # words and pairs of words, the most frequent ones
 SIDE = 16  # pixels
@@ -55,7 +55,7 @@ class Baseline:
 
 
 def text_baseline(train: TextSplit, evaluated: TextSplit) -> Baseline:
-    """Logistic regression on the frequencies of words, of up to 50,000 rows of each split."""
+    """Logistic regression on the frequencies of words, of up to 20,000 rows of each split."""
     from sklearn.feature_extraction.text import TfidfVectorizer  # takes a second
 
     vectorizer = TfidfVectorizer(

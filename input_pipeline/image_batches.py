@@ -37,6 +37,7 @@ STATISTICS_ROWS = 10_000  # images used for the mean and standard deviation of e
 STATISTICS_FILES = 2_000  # of files, which take long to decode
 STATISTICS_PIXELS = 1 << 22  # pixels summed at a time, to keep memory low
 DECODE_ROWS = 256  # images that the workers decode at a time when all are made resident
+CACHE_BYTES = 1 << 20  # of pixels that are cropped and normalised at a time on a CPU
 MEMORY_FRACTION = 4  # a split may take a quarter of the free memory
 LARGEST_PAD = 127  # pixels; the offset of a crop is kept in a byte
 MOST_SMALL_STAGES = 4  # a model is compiled for each size of images, and torch limits how often
@@ -160,17 +161,26 @@ class ImageDataset:
         else:
             decoded = self._streamed_batches(row_batches)
         for rows, pixels in decoded:
-            if crops is not None:
-                offsets, flips = crops
-                pixels = crop_flip(
-                    pixels,
-                    offsets[rows],
-                    flips=flips[rows],
-                    pad=self.augmentation.pad,
-                    reflect=self.augmentation.fill == "reflect",
-                )
-            images = normalise(pixels, self.mean, std=self.std)
+            at_once = len(rows)
+            if self.device.type == "cpu":  # what fits into a cache, and leaves no holes in the heap
+                at_once = max(1, CACHE_BYTES // (full_size**2 * self.images.channels))
+            parts = zip(rows.split(at_once), pixels.split(at_once))
+            prepared = [self._prepare(part, of_part, crops) for part, of_part in parts]
+            images = prepared[0] if len(prepared) == 1 else torch.cat(prepared)
             yield scale_down(images, size) if size < full_size else images, self.labels[rows]
+
+    def _prepare(self, rows: Tensor, pixels: Tensor, crops: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Crop, flip and normalise (rows, height, width, channels) pixels."""
+        if crops is not None:
+            offsets, flips = crops
+            pixels = crop_flip(
+                pixels,
+                offsets[rows],
+                flips=flips[rows],
+                pad=self.augmentation.pad,
+                reflect=self.augmentation.fill == "reflect",
+            )
+        return normalise(pixels, self.mean, std=self.std)
 
     def draw_crops(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Draw the crop offsets and flips of all rows for one epoch.

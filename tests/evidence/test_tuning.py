@@ -77,14 +77,14 @@ def test_a_space_is_read_and_sampled(tmp_path):
         "max_grad_norm: {type: float, low: 0, high: 1, step: 0.5}\n"
         "bs: {type: int, low: 16, high: 64, step: 16}\n"
         "nesterov: {type: categorical, choices: [false]}\n"
-        "mixup: {type: categorical, choices: [no, mixup]}\n"  # YAML reads `no` as false
+        "mixup: {type: categorical, choices: [none, mixup]}\n"
     )
     values = space.suggest(optuna.create_study().ask(), space.read_space(path, script))
     assert list(values) == ["lr", "clip", "bs", "nesterov", "mixup"]
     assert 1e-3 <= values["lr"] <= 0.5
     assert values["clip"] in (0, 0.5, 1)
     assert values["bs"] in (16, 32, 48, 64)
-    flags = script.flags(values | {"mixup": False})
+    flags = script.flags(values | {"mixup": "none"})
     assert (flags["lr"], flags["nesterov"], flags["mixup"]) == (values["lr"], False, "none")
     for name in ("resnet50", "transformer"):
         script = TargetScript.read(f"{name}_test.py", [])
@@ -101,7 +101,7 @@ def test_a_wrong_space_or_flag_is_one_line(run_sweep, tmp_path, monkeypatch):
         ("lr: {type: float, low: 0, high: 1, log: true}", "", "lr: `low > 0`"),
         ("bs: {type: float, low: 16, high: 64.5}", "", "must be a whole number"),
         (categorical("lr", 0.1, "abc"), "", "--lr: must be a number, got 'abc'"),
-        ("lr: {type: categorical, choices: [null]}", "", "None is not a number or a word"),
+        ("lr: {type: categorical, choices: [null]}", "", "must be a number, got 'None'"),
         (categorical("lr", 1) + categorical("learning-rate", 2), "", "lr is there twice"),
         (categorical("leraning_rate", 1), "", "did you mean --learning_rate?"),
         (categorical("out", "x"), "", "the sweep sets this flag"),

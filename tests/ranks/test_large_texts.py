@@ -65,7 +65,7 @@ class Peak:
 
 def load(world: World, folder: Path) -> None:
     """Load the data as the script does; write the peak of memory and what was loaded."""
-    words = [*WORDS.split(), "--data_dir", str(folder)]
+    words = [*WORDS.split(), "--no-baseline", "--data_dir", str(folder)]
     args, _ = options.parse(transformer_test.parser(), transformer_test.SCRIPT, words)
     run = factory.create_run(args, transformer_test.SCRIPT, world)
     if world.local_rank:

@@ -341,6 +341,19 @@ def test_the_step_learns_the_policy_now_and_then(
     assert run.trainer.sums.skipped == 0
 
 
+def test_micro_batches_bound_what_the_policy_learns_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, sizes = TextRun(accumulation_steps=4), []
+    plain = run.loss_fn.with_mix
+
+    def note(*arguments: Any, **named: Any) -> Any:
+        sizes.append(len(named["labels"]))
+        return plain(*arguments, **named)
+
+    monkeypatch.setattr(run.loss_fn, "with_mix", note)
+    run.train([torch.arange(16)])
+    assert sizes == [4] * 7, "three of the policy, four of the step"
+
+
 def test_a_loaded_state_decides_which_held_out_batch_is_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -64,7 +64,7 @@ def test_a_method_imports_little_of_the_repository(name):
     optimizer_files.add("param_groups")
     allowed = {f"optimizers.{file}" for file in optimizer_files}
     allowed |= {"backends.device", "backends.torch_compat", "errors"}
-    distributed_files = {"averaging", "quantization", "worker", "world"}
+    distributed_files = {"averaging", "interface", "quantization", "worker", "world"}
     allowed |= {f"distributed.{file}" for file in distributed_files}
     assert seen - {name} <= allowed
     if name in ("mixup", "ngd", "dynamic_batch"):
