@@ -15,63 +15,28 @@ from __future__ import annotations
 import sys
 
 import mixup
-from cli import factory, flags, image_classification, options
-from cli.apex_optimizers import APEX_OPTIMIZERS
-from cli.flags import OptimizerChoice, Parser, shared_parser
+from cli import factory, image_classification, options
+from cli.flags import Parser, shared_parser
+from cli.optimizers import optimizer_choices
 from cli.start_checks import check_processes
 from distributed.world import TimeLimits, init_world
 from dynamic_batch import ByLoss, ByNoise, Scheduled
 from errors import exit_code
 from input_pipeline.image_batches import AUGMENTATIONS
 from mixup import MetaMixup
-from ngd import NGD
-from optimizers.demo import DeMo
-from optimizers.kaldi_ngd import KaldiNGD
-from optimizers.lars import LARS
-from optimizers.muon import Muon
-from optimizers.torch_fused import fused_adamw, fused_sgd
-from slamb import LAMB, SLAMB
 
 SCRIPT = "resnet50_test"
-OPTIMIZERS = {  # values of --optimizer: how it is made, and its defaults; docs/recipes.md has more
-    "sgd": OptimizerChoice(fused_sgd, flags.SGD, lr=0.1, weight_decay=5e-4, nesterov=True),
-    "adamw": OptimizerChoice(fused_adamw, flags.ADAM, lr=3e-3, weight_decay=0.05),
-    "ngd": OptimizerChoice(
-        NGD,
-        flags.WITH_ADAMW,
-        lr=0.08,
-        weight_decay=0.05,
-        nesterov=True,
-        momentum=0.6,
-        own=("rank", "adamw_ratio"),
-    ),
-    "kaldi_ngd": OptimizerChoice(
-        KaldiNGD,
-        flags.SGD,
-        lr=0.4,
-        weight_decay=5e-4,
-        nesterov=True,
-        own=("rank", "alpha", "eta", "update_period", "max_dim"),
-    ),
-    "muon": OptimizerChoice(
-        Muon,
-        flags.WITH_ADAMW,
-        lr=0.08,
-        weight_decay=0.05,
-        nesterov=True,
-        momentum=0.6,
-        own=("adamw_ratio",),
-    ),
-    "lars": OptimizerChoice(
-        LARS, flags.SGD, lr=1.0, weight_decay=5e-4, nesterov=True, own=("trust_coefficient", "clip")
-    ),
-    "lamb": OptimizerChoice(LAMB, flags.ADAM, lr=0.01, weight_decay=0.01),
-    "slamb": OptimizerChoice(
-        SLAMB, flags.SLAMB, lr=0.01, weight_decay=0.01, own=("beta3", "selection")
-    ),
-    "demo": OptimizerChoice(DeMo, {}, lr=1e-3, weight_decay=0.05, own=("topk", "chunk", "decay")),
-    **APEX_OPTIMIZERS,
-}
+OPTIMIZERS = optimizer_choices(  # values of --optimizer, and their default learning rates
+    sgd=0.1,
+    adamw=3e-3,
+    ngd=0.08,
+    kaldi_ngd=0.4,
+    muon=0.08,
+    lars=1.0,
+    lamb=0.01,
+    slamb=0.01,
+    demo=1e-3,
+)
 BATCH_RULES = {  # values of --dynamic_batch: how the batch size of the next epoch is chosen
     "none": None,
     "increase": Scheduled,

@@ -16,10 +16,10 @@ of W ranks, with g the local gradient and k the compress ratio:
 What a rank has not sent yet stays in its m: at each step the mean of m over the ranks is the
 momentum of the mean gradient, but for the rounding to `wire_dtype` (in bf16 about 1e-3 of it).
 
-As the authors write it (`AuthorsSLAMB`), second moments are never exchanged, so that early updates
-are up to a hundred times LAMB's, and k = 1 is not LAMB. `SLAMB` averages the gradients of small
-tensors instead of their momentum (as many bytes), and all gradients in the first `dense_steps` and
-wherever k = 1; then every rank does what LAMB does.
+As the authors write it (tests/oracles/authors_slamb.py), second moments are never exchanged, so
+that early updates are up to a hundred times LAMB's, and k = 1 is not LAMB. `SLAMB` averages the
+gradients of small tensors instead of their momentum (as many bytes), and all gradients in the first
+`dense_steps` and wherever k = 1; then every rank does what LAMB does.
 
 With `wire_bits` 8 or 4 each rank sends its momentum in M rounded to so many bits, and keeps what
 rounding left, e, in its own: m[M] <- mean of the rounded m[M] + e. So the mean of m over the ranks
@@ -45,10 +45,9 @@ from optimizers.base import CommunicatingOptimizer, global_norm, subtract_update
 from optimizers.flat_buffer import FlatLayout, RoundRobin
 from optimizers.lamb import LAMB, lamb_trust_ratios
 
-__all__ = ["LAMB", "SLAMB", "AuthorsSLAMB"]
+__all__ = ["LAMB", "SLAMB"]
 
 BLOCK = 64  # elements of a unit of the selection 'block'
-AUTHORS_SMALLEST_LARGE = 9000
 SETTINGS = (  # attributes of the optimizer that belong to no parameter group
     "local_steps",
     "dense_steps",
@@ -813,67 +812,3 @@ def _share_state(
         if name in state[p]:
             view.copy_(state[p][name])
         state[p][name] = view
-
-
-# ------------------------------------------------------------ the authors' formulas
-
-
-class AuthorsSLAMB(SLAMB):
-    """SLAMB with the formulas of the paper's authors; its arguments are those of `SLAMB`.
-
-    The momentum of small tensors is averaged instead of their gradient, there are no dense steps,
-    all tensors have trust ratios (`adapt` has no effect), and the units of a step are a fixed part
-    of the order. Early updates are much larger than LAMB's.
-    """
-
-    default_smallest_large = AUTHORS_SMALLEST_LARGE
-
-    def _new_group_buffers(self, group: dict[str, Any], seed: int) -> ParamGroupBuffers:
-        return AuthorsParamGroupBuffers(group, self.state, selection=self.selection, seed=seed)
-
-    def _is_dense_step(self, group: dict[str, Any]) -> bool:
-        return False
-
-
-class AuthorsParamGroupBuffers(ParamGroupBuffers):
-    """The buffers of a parameter group with the formulas of the paper's authors."""
-
-    def __init__(
-        self,
-        group: dict[str, Any],
-        state: dict[Tensor, dict[str, Any]],
-        *,
-        selection: str,
-        seed: int,
-    ) -> None:
-        super().__init__(group, state, selection=selection, seed=seed)
-        self.is_vector = torch.tensor(
-            [p.ndim < 2 for p in self.small.tensors], dtype=torch.bool, device=self.small.device
-        )
-
-    def _adapts(self, parameter: Tensor) -> bool:
-        return True
-
-    def _next_units(self, call: int) -> Tensor:
-        return self.order.partition(call, int(1 / self.group["compress_ratio"]))
-
-    def _whole_values(self, layout: FlatLayout) -> Tensor:
-        return torch.lerp(self.m[layout], self.g[layout], 1 - self.group["betas"][0]).view(-1)
-
-    def _update_whole(self, layout: FlatLayout, means: Tensor, *, adam: AdamStep) -> None:
-        m, v = self.m[layout], self.v[layout]
-        means = means.view_as(m)
-        if adam.active is not None:
-            means = torch.where(adam.active > 0, means, m)
-        update_moments([m], [v], grads=[self.g[layout]], adam=adam)
-        m.copy_(means)
-        weights_to_updates_([self.u[layout]], [m], [v], adam=adam)
-
-    def _clamp_small(self, ratios: Tensor) -> Tensor:
-        return torch.where(self.is_vector, ratios, ratios.clamp(*TRUST_CLAMP))
-
-    def _selected_ratios(self, weights: Tensor, updates: Tensor, *, others: Tensor) -> Tensor:
-        return lamb_trust_ratios(weights, updates)
-
-    def _clamp_large_(self, trust: Tensor, units: Tensor | None) -> None:
-        trust.clamp_(*TRUST_CLAMP)

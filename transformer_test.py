@@ -15,62 +15,27 @@ from __future__ import annotations
 import sys
 
 import mixup
-from cli import factory, fine_tuning, flags, options, text_classification
-from cli.apex_optimizers import APEX_OPTIMIZERS
-from cli.flags import OptimizerChoice, Parser, shared_parser
+from cli import factory, fine_tuning, options, text_classification
+from cli.flags import Parser, shared_parser
+from cli.optimizers import optimizer_choices
 from cli.start_checks import check_processes
 from distributed.world import TimeLimits, init_world
 from dynamic_batch import ByLoss, ByNoise, Scheduled
 from errors import exit_code
 from mixup import MetaMixup
-from ngd import NGD
-from optimizers.demo import DeMo
-from optimizers.kaldi_ngd import KaldiNGD
-from optimizers.lars import LARS
-from optimizers.muon import Muon
-from optimizers.torch_fused import fused_adamw, fused_sgd
-from slamb import LAMB, SLAMB
 
 SCRIPT = "transformer_test"
-OPTIMIZERS = {  # values of --optimizer: how it is made, and its defaults; docs/recipes.md has more
-    "sgd": OptimizerChoice(fused_sgd, flags.SGD, lr=0.02, weight_decay=5e-4, nesterov=True),
-    "adamw": OptimizerChoice(fused_adamw, flags.ADAM, lr=1e-4, weight_decay=0.05),
-    "ngd": OptimizerChoice(
-        NGD,
-        flags.WITH_ADAMW,
-        lr=0.016,
-        weight_decay=0.05,
-        nesterov=True,
-        momentum=0.6,
-        own=("rank", "adamw_ratio"),
-    ),
-    "kaldi_ngd": OptimizerChoice(
-        KaldiNGD,
-        flags.SGD,
-        lr=0.02,
-        weight_decay=5e-4,
-        nesterov=True,
-        own=("rank", "alpha", "eta", "update_period", "max_dim"),
-    ),
-    "muon": OptimizerChoice(
-        Muon,
-        flags.WITH_ADAMW,
-        lr=0.008,
-        weight_decay=0.05,
-        nesterov=True,
-        momentum=0.6,
-        own=("adamw_ratio",),
-    ),
-    "lars": OptimizerChoice(
-        LARS, flags.SGD, lr=1.0, weight_decay=5e-4, nesterov=True, own=("trust_coefficient", "clip")
-    ),
-    "lamb": OptimizerChoice(LAMB, flags.ADAM, lr=4e-3, weight_decay=0.01),
-    "slamb": OptimizerChoice(
-        SLAMB, flags.SLAMB, lr=4e-3, weight_decay=0.01, own=("beta3", "selection")
-    ),
-    "demo": OptimizerChoice(DeMo, {}, lr=3e-4, weight_decay=0.05, own=("topk", "chunk", "decay")),
-    **APEX_OPTIMIZERS,
-}
+OPTIMIZERS = optimizer_choices(  # values of --optimizer, and their default learning rates
+    sgd=0.02,
+    adamw=1e-4,
+    ngd=0.016,
+    kaldi_ngd=0.02,
+    muon=0.008,
+    lars=1.0,
+    lamb=4e-3,
+    slamb=4e-3,
+    demo=3e-4,
+)
 BATCH_RULES = {  # values of --dynamic_batch: how the batch size of the next epoch is chosen
     "none": None,
     "increase": Scheduled,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,24 +114,6 @@ class Data:
     model_mixes: bool = False
 
 
-class Split(Protocol):
-    """What was read of a split of a data set."""
-
-    @property
-    def labels(self) -> Any:
-        """(rows,) class numbers."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What a user should know of how it was read, a line each."""
-
-    def select_rows(self, rows: Tensor) -> Split:
-        """The split of these rows, in their order."""
-
-    def with_labels(self, labels: Tensor) -> Split:
-        """The same rows with other labels."""
-
-
 def create_run(args: Namespace, script: str, world: World) -> Run:
     """Settle threads, memory, precision and seed; nothing is written yet.
 
@@ -184,7 +166,7 @@ def split_rows(args: Namespace, labels: Tensor, has_val: bool = False) -> dict[s
 def choose_rows(
     args: Namespace,
     run: Run,
-    splits: Mapping[str, Split],
+    splits: Mapping[str, Any],
     classes: Sequence[str],
     *,
     state: Mapping[str, Any] | None,
@@ -229,7 +211,6 @@ def report_baseline(
     """With --baseline, what a linear model reaches, which rank 0 prints; for checkpoints.
 
     Args:
-        args, run: of the run.
         splits: as of `choose_rows`.
         measure: fits the model to a training split, and evaluates it on another.
         state: the checkpoint that the run goes on from, whose baseline is taken, or None.
@@ -251,8 +232,8 @@ def report_own_data(
     run: Run,
     classes: Sequence[str],
     *,
-    splits: Mapping[str, Split],
-    chosen: Mapping[str, Split],
+    splits: Mapping[str, Any],
+    chosen: Mapping[str, Any],
 ) -> None:
     """Print what was read of own data before it is trained on (rank 0); arguments as above."""
     if args.dataset not in own_data.DATASETS or args.evaluate or not run.world.is_main:

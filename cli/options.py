@@ -99,7 +99,6 @@ def restored_flags(
 
     Args:
         flags: of the checkpoint.
-        parser: of the script.
         given: the flags of the command line.
         source: how the user named the checkpoint.
     Raises:

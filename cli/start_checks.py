@@ -70,7 +70,6 @@ def report_restart(world: World, state: Mapping[str, Any] | None) -> None:
     """Say on rank 0 why torchrun has started the job again, and where it goes on; collective.
 
     Args:
-        world: the ranks.
         state: the checkpoint that the run goes on from, or None.
     """
     failures = [failure for failure in world.gather(last_failure()) if failure]

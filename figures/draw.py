@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import statistics
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,15 +72,13 @@ def page_with_results(
                 missing.append(f"{entry['what']} ({absent})")
         if missing:
             command = f"bash figures/run_all.sh {device}"
-            sentence = (
+            paragraphs.append(
                 f"**Planned for a {device.upper()} and not run yet** (`{command}` runs them, "
                 f"`{command} --list` shows their commands): {'; '.join(missing)}."
             )
-            settings: Any = {"break_long_words": False, "break_on_hyphens": False}
-            paragraphs.append(textwrap.fill(sentence, 98, **settings))
     for entry in plan["published"]:
-        method, value, source = entry["method"], entry["accuracy"], entry["source"]
-        rows.append(f"| *published:* {method} | | {value} | | | | {source} |")
+        method = f"*published:* {entry['method']}"
+        rows.append(f"| {method} | | {entry['accuracy']} | | | | {entry['source']} |")
     content = "\n\n".join(["\n".join(rows), *paragraphs])
     return replace_generated_section(page, BEGIN, END, content=content)
 

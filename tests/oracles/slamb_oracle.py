@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from authors_slamb import AuthorsSLAMB
 from optimizers.flat_buffer import FlatLayout, RoundRobin
-from slamb import BLOCK, SLAMB, TRUST_CLAMP, AuthorsSLAMB
+from slamb import BLOCK, SLAMB, TRUST_CLAMP
 
 SHAPES = [(20, 16, 6, 6), (30, 40), (7,), (96, 101), (20,), (5, 3, 2)]
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ranks
 import resnet50_test
 import slamb
+from authors_slamb import AuthorsSLAMB
 from cli import factory, options
 from conftest import each_of
 from distributed.quantization import dequantize, quantize
@@ -27,7 +28,7 @@ from optimizer_cases import copied, parameters_of, snapshot
 from optimizers import adam
 from optimizers.flat_buffer import FlatLayout, RoundRobin
 from optimizers.lamb import LAMB
-from slamb import BLOCK, SLAMB, AuthorsSLAMB
+from slamb import BLOCK, SLAMB
 from slamb_oracle import SHAPES, Oracle, gradient, start
 from trainers import FP32, make_trainer
 from training.step_stats import StepSums

@@ -32,7 +32,6 @@ from input_pipeline.image_batches import Augmentation, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
 from models import image_models
 from models.residual import residual_blocks
-from slamb import AuthorsSLAMB
 from trainers import build_optimizer, make_trainer
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import to_cpu
@@ -44,7 +43,7 @@ from training.trainer import LOG_INTERVAL, Trainer
 REASON = fake_cuda.unavailable_reason()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
-ON_RANKS = ["slamb", "slamb-random", "slamb-int8", "slamb-authors", "demo"]
+ON_RANKS = ["slamb", "slamb-random", "slamb-int8", "demo"]
 OPTIMIZERS = [*RECORDED_OPTIMIZERS, "kaldi_ngd", "muon", *ON_RANKS]
 # Memory that is laid out at an optimizer's first step, or after its state was loaded.
 LAYOUT = {"flat_buffer.__init__", "flat_buffer.element_indices", "kaldi_ngd._create_estimate"}
@@ -74,8 +73,6 @@ def network() -> nn.Module:
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of the entry scripts; of slamb the variants as well."""
     kind, _, variant = name.partition("-")
-    if variant == "authors":
-        return AuthorsSLAMB(model.parameters(), lr=0.1, dense_steps=0)
     settings: dict[str, Any] = {"dense_steps": 3, "local_steps": 4} if kind == "slamb" else {}
     if variant == "int8":
         settings["wire_bits"] = 8

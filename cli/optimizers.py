@@ -1,0 +1,51 @@
+"""The values of --optimizer: how each is made, and its defaults but for the learning rate.
+
+OPTIMIZERS = optimizer_choices(sgd=0.1, adamw=3e-3, ngd=0.08, ...)      # docs/recipes.md has more
+
+NVIDIA apex's are part of the legacy stack.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from backends.nvidia_apex import create_optimizer
+from cli.flags import ADAM, SGD, WITH_ADAMW, OptimizerChoice
+from cli.flags import SLAMB as SLAMB_FLAGS
+from ngd import NGD
+from optimizers.demo import DeMo
+from optimizers.kaldi_ngd import KaldiNGD
+from optimizers.lars import LARS
+from optimizers.muon import Muon
+from optimizers.torch_fused import fused_adamw, fused_sgd
+from slamb import LAMB, SLAMB
+
+
+def optimizer_choices(**lr: float) -> dict[str, OptimizerChoice]:
+    """All optimizers, by their name; `lr` has the default learning rate of each."""
+    sgd = partial(OptimizerChoice, settings=SGD, weight_decay=5e-4, nesterov=True)
+    whitened = partial(
+        OptimizerChoice, settings=WITH_ADAMW, weight_decay=0.05, nesterov=True, momentum=0.6
+    )
+    kaldi = ("rank", "alpha", "eta", "update_period", "max_dim")
+    lamb = partial(OptimizerChoice, weight_decay=0.01)
+    return {
+        "sgd": sgd(fused_sgd, lr=lr["sgd"]),
+        "adamw": OptimizerChoice(fused_adamw, ADAM, lr=lr["adamw"], weight_decay=0.05),
+        "ngd": whitened(NGD, lr=lr["ngd"], own=("rank", "adamw_ratio")),
+        "kaldi_ngd": sgd(KaldiNGD, lr=lr["kaldi_ngd"], own=kaldi),
+        "muon": whitened(Muon, lr=lr["muon"], own=("adamw_ratio",)),
+        "lars": sgd(LARS, lr=lr["lars"], own=("trust_coefficient", "clip")),
+        "lamb": lamb(LAMB, ADAM, lr=lr["lamb"]),
+        "slamb": lamb(SLAMB, SLAMB_FLAGS, lr=lr["slamb"], own=("beta3", "selection")),
+        "demo": OptimizerChoice(
+            DeMo, {}, lr=lr["demo"], weight_decay=0.05, own=("topk", "chunk", "decay")
+        ),
+        "apex_sgd": OptimizerChoice(
+            partial(create_optimizer, "apex_sgd"), SGD, lr=0.02, weight_decay=5e-4
+        ),
+        "apex_lamb": lamb(partial(create_optimizer, "apex_lamb"), ADAM, lr=4e-3),
+        "apex_larc": OptimizerChoice(
+            partial(create_optimizer, "apex_larc"), SGD, lr=1.0, weight_decay=5e-4
+        ),
+    }
