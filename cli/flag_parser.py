@@ -338,7 +338,10 @@ class FlagParser(argparse.ArgumentParser):
         """
         own = f"--{name[2:].replace('-', '_')}"
         if own.startswith("--no_"):
-            positive, has_value, _ = self.own_name(f"--{own[5:]}").partition("=")
+            positive = self.own_name(f"--{own[5:]}")
+            if positive.endswith("=true"):  # a switch that is a setting of a part
+                return positive.replace("=true", "=false")
+            positive, has_value, _ = positive.partition("=")
             if has_value:
                 raise InputError(f"{name}: there is no such flag; give {positive} another value")
             return f"--no-{positive[2:]}"
