@@ -189,7 +189,7 @@ def add_training(parser: ScriptParser) -> None:
     add("--epoch --epochs", count, 50, "length of the run", dest="epochs", metavar="N", common=True)
     add("--accumulate", count, 1, "batches whose gradients are added up for a step", metavar="K")
     add("--label_smoothing", below_one, 0.0, "share of each label that is spread over all classes",
-        metavar="F", common=True)
+        metavar="F")
     add("--ema", below_one, 0.0, "decay, such as 0.999, of a moving average of the weights, which "
         "is evaluated and kept; 0 is none", metavar="DECAY")
     add("--clip", not_negative, 0.0, "norm to which the gradient is clipped; 0 is off",
