@@ -352,7 +352,7 @@ class FileDecoder:
         self.idle = [self._start()]
 
     def _start(self) -> tuple[Tasks, DataLoader]:
-        """Start worker processes."""
+        """A loader with workers of its own, and what hands them their tasks."""
         tasks = Tasks()
         loader = DataLoader(
             tasks,

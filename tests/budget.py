@@ -12,7 +12,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COLD_STARTS = {  # interpreters that the tests of a file may start, 40 in all; others none
     "cli/test_bad_input.py": 2,
-    "cli/test_own_data.py": 2,
     "evidence/test_benchmarks.py": 2,
     "evidence/test_figures.py": 1,
     "evidence/test_gpu_evidence.py": 11,
