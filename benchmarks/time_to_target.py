@@ -152,7 +152,7 @@ def time_together(world: World) -> float:
 
 
 def measure_rank(
-    world: World, *, device: str, runs: Mapping[str, str], turns: int, steps: int
+    world: World, *, runs: Mapping[str, str], turns: int, steps: int
 ) -> dict[str, list[float]]:
     """Measure runs in turns as one rank, after a short turn that allocates memory and compiles.
 
