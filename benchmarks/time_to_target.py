@@ -239,7 +239,7 @@ def measure_rates(
     }
     if ranks == 1:
         with init_world() as world:
-            return measure_rank(world, device="", **given)
+            return measure_rank(world, **given)
     rate = None if network == NETWORKS[0] else network
     timeout = SECONDS_A_STEP * len(runs) * (turns + 1) * max(steps, SIZES[False][1])
     try:
