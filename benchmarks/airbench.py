@@ -6,8 +6,8 @@ python -m benchmarks.airbench --source cifar10-airbench/airbench94_muon.py --out
 It is the peer of recipes/fast94_vgg8.yaml: same data, machine, precision and clock. Network,
 optimizer, augmentation and test views are taken from the file of --source as it is run; the loop
 around them is written for this benchmark, since the file's own needs a GPU. Weights are in fp32 and
-products in --precision, where the file has both in fp16, which a CPU computes slowly. The log is
-that of the entry scripts.
+products in bf16, where the file has both in fp16, which a CPU computes slowly. The log is that of
+the entry scripts.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ def load_source(path: Path) -> ModuleType:
     return source
 
 
-def create_loader(source: ModuleType, split: ImageSplit, rows: int, *, train: bool) -> Any:
-    """Return the peer's loader over the first rows of a split, or over all if `rows` is 0."""
-    images = split.decode(torch.arange(rows or len(split))).permute(0, 3, 1, 2).float().div_(255)
+def create_loader(source: ModuleType, split: ImageSplit, *, train: bool) -> Any:
+    """Return the peer's loader over a split."""
+    images = split.decode(torch.arange(len(split))).permute(0, 3, 1, 2).float().div_(255)
     loader = source.CifarLoader.__new__(source.CifarLoader)  # its __init__ reads a file onto a GPU
     loader.images = images.contiguous(memory_format=torch.channels_last)
-    loader.labels = split.labels[: len(images)]
+    loader.labels = split.labels
     loader.normalize = source.T.Normalize(source.CIFAR_MEAN, source.CIFAR_STD)
     loader.proc_images, loader.epoch = {}, 0
     loader.aug = {"flip": True, "translate": 2} if train else {}
-    loader.batch_size = min(BATCH_SIZE, len(images))
+    loader.batch_size = BATCH_SIZE
     loader.drop_last = loader.shuffle = train
     return loader
 
@@ -128,14 +128,13 @@ def train(settings: argparse.Namespace, source: ModuleType, log: RunLog) -> None
     """Train with one seed, as the flags say; a row of the log for each epoch."""
     splits, _ = read_image_splits("cifar10", settings.data_dir, image_size=0)
     loader, test_loader = (
-        create_loader(source, splits[name], settings.rows, train=name == "train")
-        for name in ("train", "test")
+        create_loader(source, splits[name], train=name == "train") for name in ("train", "test")
     )
     torch.manual_seed(settings.seed)
     net = source.CifarNet().float().to(memory_format=torch.channels_last)
     net.reset()
     optimizers = create_optimizers(source, net)
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=settings.precision == "bf16")
+    autocast = torch.autocast("cpu", torch.bfloat16)
     forward = torch.compile(net) if settings.compile else net
     steps = settings.epochs * len(loader)
     start = time.perf_counter()
@@ -217,10 +216,8 @@ def parser() -> argparse.ArgumentParser:
     data_dir = os.environ.get("DATA_DIR") or "./data"
     add("--data_dir", type=path_text, default=data_dir, help="as of the entry scripts")
     add("--epochs", type=count, default=EPOCHS)
-    add("--rows", type=natural, default=0, help="of each split; 0 is all")
     add("--seed", type=natural, default=0)
     add("--threads", type=natural, default=0, help="0 is torch's own choice")
-    add("--precision", choices=("fp32", "bf16"), default="bf16")
     add("--compile", action="store_true", help="compile the network, as the peer")
     return flags
 
@@ -241,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "peer": f"cifar10-airbench {args.source.name}, sha256 {digest}",
         **describe_machine(CPU, with_speed=True),
         "threads": torch.get_num_threads(),
+        "precision": "bf16",
         "command": f"python -m benchmarks.airbench, {args.source.name}",
     }
     log = RunLog(args.out, True, config=config)

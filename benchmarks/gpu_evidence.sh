@@ -229,8 +229,8 @@ part_C() { # what only has an accuracy beside one another; one through the compi
     wait_for_all
     fast94 step gpu_fast94/ngd-compile-seed0 --ngd --backend compile --seed 0
     accuracies
-    step profile 100 "$python" -m benchmarks.profile_step --only resnet50 \
-        --text "$logs/profile.txt" --more --bs 256 --backend compile "${small_data[@]}"
+    step profile 100 "$python" -m benchmarks.profile_step --only resnet50 --more --bs 256 \
+        --backend compile "${small_data[@]}"
 }
 
 part_D() {

@@ -14,7 +14,6 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,10 +54,11 @@ def milliseconds(work: Callable[[], Any], repeats: int = 5, calls: int = 4) -> f
 def ceilings(quick: bool) -> Iterator[dict[str, Any]]:
     """Measure a large bf16 matrix product and a large copy, in bytes read and written."""
     side, numbers = (256, 2**16) if quick else (8192, 2**29)
+    on_gpu = torch.cuda.is_available()
     yield {
         "torch_cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "memory_gib": round(torch.cuda.mem_get_info()[1] / 2**30) if on_gpu() else None,
+        "memory_gib": round(torch.cuda.mem_get_info()[1] / 2**30) if on_gpu else None,
     }
     square = torch.randn(side, side, device=bench.DEVICE, dtype=torch.bfloat16)
     product = milliseconds(lambda: square @ square)
@@ -110,8 +110,7 @@ def time_steps(steps: Iterator[int], warm_up: int, block: int, blocks: int) -> d
 
     Returns:
         Milliseconds of a step on the device and of its launch by the host (medians of the blocks),
-        samples/s, seconds of 50,000 samples, waits of the host a step, peak memory, and the seconds
-        of the warm-up.
+        samples/s, seconds of 50,000 samples, peak memory, and the seconds of the warm-up.
     """
 
     def take(count: int) -> tuple[float, float]:
@@ -131,30 +130,10 @@ def time_steps(steps: Iterator[int], warm_up: int, block: int, blocks: int) -> d
         "host_ms": statistics.median(host) / block * 1e3,
         "samples_per_s": samples / step_seconds,
         "s_per_epoch": CIFAR_ROWS / samples * step_seconds,
-        "host_waits": count_waits(steps, block) / block,
         "peak_gib": bench.peak_memory(bench.DEVICE) / 2**30,
         "warm_up_s": warm_up_seconds,
         "batch": samples,
     }
-
-
-def count_waits(steps: Iterator[int], count: int) -> int:
-    """Return how often the host waits for a GPU in so many steps, as torch counts it."""
-    if not on_gpu():
-        return 0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            for _ in range(count):
-                next(steps)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return sum("called a synchronizing" in str(warning.message) for warning in caught)
-
-
-def on_gpu() -> bool:
-    return bench.DEVICE.type == "cuda"
 
 
 def show(result: dict[str, Any]) -> str:

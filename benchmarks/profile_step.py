@@ -1,7 +1,6 @@
 """Where a training step spends its time: both scripts under torch's profiler, by operator.
 
 python -m benchmarks.profile_step                        # a minute on two cores
-python -m benchmarks.profile_step --text profile.txt     # also writes the tables
 python -m benchmarks.profile_step --only resnet50 --more --backend compile
 
 The data sets are the real ones and the input pipeline is included; times are those of an operator
@@ -11,13 +10,11 @@ without the operators that it calls.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import bench, trainers
-from cli.flag_parser import path_text
 from errors import exit_code
 
 WARM_UP, STEPS = 4, 6  # steps before profiling, profiled steps
@@ -56,9 +53,6 @@ def main() -> int:
     parser = bench.parser(__doc__, reads_data=True)
     parser.add_argument("--only", choices=list(trainers.SCRIPTS), help="profile one script only")
     parser.add_argument(
-        "--text", type=path_text, metavar="FILE", help="also write the tables to this file"
-    )
-    parser.add_argument(
         "--more",
         nargs="...",
         default=[],
@@ -66,14 +60,10 @@ def main() -> int:
         help="further flags for the script; must come last",
     )
     args = parser.parse_args()
-    tables = [bench.machine(bench.DEVICE, ("torch",))]
+    print(bench.machine(bench.DEVICE, ("torch",)))
     for name in [args.only] if args.only else trainers.SCRIPTS:
         flags = ["--data_dir", args.data_dir, "--bs", str(trainers.BATCHES[name]), *args.more]
-        tables.append(table(name, flags))
-    text = "\n\n".join(tables)
-    print(text)
-    if args.text:
-        Path(args.text).write_text(text + "\n", encoding="utf-8")
+        print(f"\n{table(name, flags)}")
     return 0
 
 

@@ -35,7 +35,6 @@ from torch import Tensor
 from backends.precision import choose_precision
 from benchmarks import bench, slow_network, trainers
 from benchmarks.slow_network import NETWORKS
-from benchmarks.stepping import clock
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
 from errors import exit_code
@@ -154,7 +153,7 @@ class Turns:
         if not alone or self.world.is_main:
             for _ in range(WARM_UP):
                 training()
-            took.fill_(clock(training))
+            took.fill_(bench.clock(training))
         dist.broadcast(took, 0)
         self.steps[training] = max(2, round(self.seconds / took.item()))
 
@@ -176,7 +175,7 @@ class Turns:
         dist.barrier()
         steps, taken = self.steps[training], 0.0
         if self.world.is_main:
-            taken = clock(lambda: [training() for _ in range(steps)])
+            taken = bench.clock(lambda: [training() for _ in range(steps)])
         dist.barrier()
         return taken / steps
 
@@ -184,11 +183,11 @@ class Turns:
         """Return the mean seconds of an all-reduce of `size` bytes."""
         values, times = torch.zeros(max(1, size // 4)), 1 if size == PROBES[-1] else PROBE_TIMES
         dist.barrier()
-        return clock(lambda: [self.recorder.inner(values) for _ in range(times)]) / times
+        return bench.clock(lambda: [self.recorder.inner(values) for _ in range(times)]) / times
 
 
 def measure_rank(
-    world: World, *, device: str, arch: str, batch: int, rounds: int, seconds: float
+    world: World, *, arch: str, batch: int, rounds: int, seconds: float
 ) -> dict[str, Any]:
     """Measure everything in turn as one rank and return the values of each round."""
     turns = Turns(world, AllReduceRecorder(), seconds)

@@ -56,29 +56,7 @@ def places(rate: str | None, ranks: int) -> contextlib.AbstractContextManager[li
     Raises:
         Unavailable: this machine cannot set up such a network.
     """
-    return joined(rate, ranks) if rate else loopback(ranks)
-
-
-@contextlib.contextmanager
-def loopback(ranks: int) -> Iterator[list[Place]]:
-    """Place all ranks in one new namespace, or without the permission for that in the current one.
-
-    Raises:
-        Unavailable: the system is not Linux.
-    """
-    if not sys.platform.startswith("linux"):
-        raise Unavailable("bytes are counted from Linux's /proc/net/dev")
-    name = f"slamb-{os.getpid()}"
-    try:
-        ip("netns", "add", name)
-    except Unavailable:
-        yield [Place(device="lo")] * ranks
-        return
-    try:
-        ip("-n", name, "link", "set", "lo", "up")
-        yield [Place(["ip", "netns", "exec", name], "lo")] * ranks
-    finally:
-        ip("netns", "delete", name)
+    return joined(rate, ranks) if rate else contextlib.nullcontext([Place()] * ranks)
 
 
 @contextlib.contextmanager
@@ -171,8 +149,7 @@ def run(places: Sequence[Place], call: str, *, timeout: float = TIMEOUT, **given
 
     Args:
         places: where the ranks run.
-        call: MODULE.FUNCTION of this package; called with the `World`, the name of the rank's
-            network device as `device`, and what is given.
+        call: MODULE.FUNCTION of this package; called with the `World` and what is given.
         timeout: seconds that it may take.
         given: arguments that JSON can express.
 
@@ -200,7 +177,7 @@ def main() -> None:
     keep_freed_memory()
     with init_world("cpu") as world:
         function = getattr(importlib.import_module(f"benchmarks.{module}"), name)
-        result = function(world, device=os.environ.get("GLOO_SOCKET_IFNAME", ""), **given)
+        result = function(world, **given)
         if world.is_main:
             print(json.dumps(result), flush=True)
 

@@ -197,23 +197,18 @@ def main() -> int:
     budget = bench.Budget(args.quick, 4)
     batches = {**trainers.BATCHES, "resnet50": 64 if args.quick else 128}
     rows: dict[str, bench.Row] = {}
-    prepare_seconds: dict[str, float] = {}
     for name, batch in batches.items():
         more, opened = measure(name, args.data_dir, batch, quick=args.quick, budget=budget)
         rows |= more
-        prepare_seconds[name] = opened.seconds
     precision = opened.run.precision.name
     print(bench.table(rows.values(), PLAIN))
     print(f"{machine}; ours in {precision}, plain in fp32")
-    prepare = ", ".join(f"{seconds:.1f} s ({name})" for name, seconds in prepare_seconds.items())
-    print(f"before the first epoch ours takes {prepare} to read the data")
     return bench.finish(
         args,
         [bench.Bar(name, rows[name].ratio, target) for name, target in SPEED_UPS.items()],
         rows=rows.values(),
         machine=machine,
         precision=precision,
-        prepare_seconds=prepare_seconds,
         batches=batches | {INPUT: INPUT_BATCH},
     )
 

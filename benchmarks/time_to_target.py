@@ -152,7 +152,7 @@ def time_together(world: World) -> float:
 
 
 def measure_rank(
-    world: World, *, device: str, runs: Mapping[str, str], turns: int, steps: int
+    world: World, *, runs: Mapping[str, str], turns: int, steps: int
 ) -> dict[str, list[float]]:
     """Measure runs in turns as one rank, after a short turn that allocates memory and compiles.
 
@@ -239,7 +239,7 @@ def measure_rates(
     }
     if ranks == 1:
         with init_world() as world:
-            return measure_rank(world, device="", **given)
+            return measure_rank(world, **given)
     rate = None if network == NETWORKS[0] else network
     timeout = SECONDS_A_STEP * len(runs) * (turns + 1) * max(steps, SIZES[False][1])
     try:

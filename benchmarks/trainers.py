@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import itertools
 import tempfile
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +51,6 @@ class Opened:
     data: factory.Data
     trainer: Trainer
     checkpoint: dict[str, Any] | None  # what it goes on from
-    seconds: float  # to read the data
 
 
 def open_script(
@@ -73,9 +71,7 @@ def open_script(
     args, checkpoint = options.parse(script.parser(), script.SCRIPT, arguments)
     task = TASKS[script.SCRIPT]
     run = factory.create_run(args, script.SCRIPT, world)
-    start = time.perf_counter()
     data = task.load_data(args, run, checkpoint)
-    seconds = time.perf_counter() - start
     if task is image_classification:
         model = image_classification.create_model(args, run, data.metadata, images=data.train)
     else:
@@ -99,7 +95,7 @@ def open_script(
         meta_learner=meta_learner,
         batches=batches,
     )
-    return Opened(args, run, data, trainer, checkpoint, seconds)
+    return Opened(args, run, data, trainer, checkpoint)
 
 
 @contextlib.contextmanager

@@ -253,7 +253,9 @@ def begin_with_weights(
 
 def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Classify the image files of --predict, and those below its folders."""
-    found_in = [image_datasets.expand_images(Path(path)) for path in args.predict]
+    suffixes = image_datasets.SUFFIXES
+    what = f"images ({', '.join(sorted(suffixes))})"
+    found_in = [own_data.expand_files(Path(path), suffixes, what=what) for path in args.predict]
     files = [file for files_of_path, _ in found_in for file in files_of_path]
     images = ImageDataset(
         ImageSplit(
@@ -276,8 +278,8 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
         (inputs for inputs, _ in images.batches(rows)),
     )
     report_predictions(args, run, found, classes=checkpoint["classes"])
-    for _, note in found_in:
-        if note and run.world.is_main:
+    if run.world.is_main:
+        for note in (note for _, notes in found_in for note in notes):
             print(note, file=sys.stderr)
 
 

@@ -1,20 +1,8 @@
-"""The protocol between a data set and the training loop, and how to write a data set of your own.
+"""The protocol between a data set and the training loop.
 
 The loop asks for three things: the number of rows, the length of each row, and batches of given
 rows. `ImageDataset` and `TextDataset` of this package provide them, and so can any class of yours:
-
-    class Tabular:                                     # 20 fp32 columns, classes 0 and 1
-        lengths = None                                 # all rows are equally long
-
-        def __init__(self, inputs: Tensor, labels: Tensor) -> None:
-            self.inputs, self.labels = inputs, labels  # (rows, 20) and (rows,), on the device
-
-        def __len__(self) -> int:
-            return len(self.labels)
-
-        def batches(self, row_batches, epoch=None):
-            for rows in row_batches:
-                yield self.inputs[rows], self.labels[rows]
+docs/extending.md shows one.
 
 The data set does not decide which rows make a batch, or which rank computes them:
 `input_pipeline.sampler` and `training.batch_sampler` do, in the same way for every data set.

@@ -209,30 +209,13 @@ class ImageDataset:
             yield device_rows, all_pixels.index_select(0, device_rows)
 
     def _streamed_batches(self, row_batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (rows, pixels) on the device, decoded from files by worker processes.
-
-        On a GPU the next batch is copied on a side stream while the current one is in use.
-        """
+        """Yield (rows, pixels) on the device, decoded from files by worker processes."""
         on_gpu = self.device.type == "cuda"
-        batches = self.decoder.batches(self.images, row_batches, pinned=on_gpu)
-        if not on_gpu:
-            yield from batches
-            return
-        copy_stream = torch.cuda.Stream(self.device)
-        next_batch: tuple[tuple[Tensor, Tensor], torch.cuda.Event] | None = None
-        for rows, pixels in batches:
-            with torch.cuda.stream(copy_stream):
-                copied = (
-                    rows.to(self.device, non_blocking=True),
-                    pixels.to(self.device, non_blocking=True),
-                )
-            arrived = torch.cuda.Event()
-            arrived.record(copy_stream)
-            if next_batch is not None:
-                yield wait_for_copy(*next_batch)
-            next_batch = copied, arrived
-        if next_batch is not None:
-            yield wait_for_copy(*next_batch)
+        for rows, pixels in self.decoder.batches(self.images, row_batches, pinned=on_gpu):
+            yield (
+                rows.to(self.device, non_blocking=True),
+                pixels.to(self.device, non_blocking=True),
+            )
 
 
 def normalise(pixels: Tensor, mean: Tensor, *, std: Tensor) -> Tensor:
@@ -460,17 +443,3 @@ def decode_on_node(
         problem = str(error)
     raise_together(world, problem)
     return dataclasses.replace(images, pixels=pixels.view(shape)) if len(pixels) else images
-
-
-def wait_for_copy(batch: tuple[Tensor, Tensor], arrived: torch.cuda.Event) -> tuple[Tensor, Tensor]:
-    """Make a batch that was copied on another stream safe to use on the current one.
-
-    Args:
-        batch: what was copied.
-        arrived: recorded right after the copy, so that later copies are not waited for.
-    """
-    current = torch.cuda.current_stream(batch[0].device)
-    current.wait_event(arrived)
-    for tensor in batch:
-        tensor.record_stream(current)
-    return batch

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -31,6 +30,7 @@ from input_pipeline.own_data import (
     is_hidden,
     list_files,
     list_folders,
+    needed_splits,
     normal_form,
 )
 
@@ -38,18 +38,6 @@ SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", "
 TORCHVISION_FOLDERS = {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}  # below --data_dir
 READ_ERRORS = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
 FOLDER_IMAGE_SIZE = 32  # pixels a side where --image_size is not given
-DECODE_ERRORS = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    EOFError,
-    struct.error,
-    Image.DecompressionBombError,
-)
-"""What Pillow raises for damaged files; a broken PNG chunk is a SyntaxError."""
 GREY_16_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 FORMATS_OF_16_BITS = ("PNG", "PPM")  # have at most 16 bits, also where Pillow's mode is I
 RESIZE_ROWS = 4096  # images resized at a time, to keep memory low
@@ -204,22 +192,10 @@ def read_folder(
     Raises:
         InputError: a folder is missing or empty, or test/ or val/ has a class that train/ lacks.
     """
-    paths = find_splits(root)
-    if not paths and train_is_enough and root.is_dir():
+    if train_is_enough and root.is_dir() and not find_splits(root):
         paths = {"train": root}
-    if "train" not in paths:
-        hint = ""
-        if not paths and root.is_dir() and class_folders(root, LeftOut(root)):
-            hint = f" (or, if the folders in {root} are the classes, add --val_fraction 0.1)"
-        raise InputError(
-            f"{root / 'train'} is missing: --dataset folder needs {root}/train/CLASS/* "
-            f"and {root}/test/CLASS/*{hint}"
-        )
-    if len(paths) == 1 and not train_is_enough:
-        raise InputError(
-            f"{root / 'test'} is missing: --dataset folder needs {root}/test/CLASS/*, or "
-            f"{root}/val/CLASS/*, or --val_fraction 0.1 to hold out images of train/"
-        )
+    else:
+        paths = needed_splits(root, form="/CLASS/*", train_is_enough=train_is_enough)
     names = list(classes)
     if not names:
         names = sorted(class_folders(paths["train"], LeftOut(paths["train"])))
@@ -284,27 +260,6 @@ def paths_array(paths: Iterable[str | Path]) -> np.ndarray:
     return np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
 
 
-def expand_images(path: Path) -> tuple[list[Path], str]:
-    """Return the image files below a folder, sorted, or the path itself if it is not a folder.
-
-    Returns:
-        The files, and a line on what was left out of a folder, or ''.
-    Raises:
-        InputError: the path does not exist, or the folder has no images.
-    """
-    if not path.exists():
-        raise InputError(f"{path}: no such file")
-    if not path.is_dir():
-        return [path], ""
-    left_out = LeftOut(path)
-    files = [Path(file) for file in list_files(path, SUFFIXES, left_out)]
-    if not files:
-        raise InputError(
-            f"{path}: contains no images ({', '.join(sorted(SUFFIXES))}){left_out.hint()}"
-        )
-    return files, left_out.line()
-
-
 def read_images(paths: np.ndarray, size: int, *, channels: int) -> Tensor:
     """Read image files as `read_image` does: (paths, size, size, channels) uint8."""
     return torch.stack([read_image(os.fsdecode(path), size, channels=channels) for path in paths])
@@ -339,7 +294,9 @@ def read_image(path: str | Path, size: int, *, channels: int = 3) -> Tensor:
             return torch.from_numpy(np.array(square)).view(size, size, channels)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
-    except DECODE_ERRORS as error:
+    except InputError:
+        raise
+    except Exception as error:  # Pillow raises nearly all of them for damaged files
         raise InputError(
             f"{path}: not a readable image ({str(error)[:80]}); replace or delete it"
         ) from None

@@ -120,19 +120,64 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
     return paths
 
 
+def needed_splits(
+    root: Path, suffixes: Sequence[str] = ("",), *, form: str, train_is_enough: bool
+) -> dict[str, Path]:
+    """Find the splits as `find_splits` does, and check that there are those that a run needs.
+
+    Args:
+        root, suffixes: as of `find_splits`.
+        form: what stands behind the name of a split, for the error message, such as '.csv'.
+        train_is_enough: accept a training set alone.
+    Raises:
+        InputError: the training set is missing, or both others are.
+    """
+    paths = find_splits(root, suffixes)
+    if "train" in paths and (train_is_enough or len(paths) > 1):
+        return paths
+    missing = root / f"{'test' if 'train' in paths else 'train'}{suffixes[0]}"
+    raise InputError(
+        f"{missing} is missing: a run needs {root}/train{form}, and test{form} or val{form}, or "
+        f"--val_fraction 0.1 to hold out a tenth of train{form}"
+    )
+
+
 def list_files(folder: Path, suffixes: Collection[str], left_out: LeftOut) -> list[str]:
     """Return the files below a folder that have one of the suffixes, sorted.
 
-    Links to files and folders are followed, but for links to a folder above them, and each folder
-    is read once.
+    Links to files and folders are followed, but for links to a folder above them.
 
     Args:
         folder: is read with all folders below it; it is the root of `left_out` or below it.
         suffixes: in lower case, with their dots.
         left_out: counts all other files, but for hidden ones of other suffixes.
     """
-    above = (left_out.root.resolve(),)
-    return list(_walk(folder, suffixes, left_out, above=above, seen=set()))
+    return list(_walk(folder, suffixes, left_out, above=(left_out.root.resolve(),)))
+
+
+def expand_files(
+    path: Path, suffixes: Collection[str], *, what: str
+) -> tuple[list[Path], list[str]]:
+    """Return the files to classify: those below a folder, sorted, or the path if it is a file.
+
+    Args:
+        path: the file or folder.
+        suffixes: of the files below a folder, in lower case, with their dots.
+        what: those files, for the error message.
+    Returns:
+        The files, and a line on what was left out of a folder, if there is such.
+    Raises:
+        InputError: the path does not exist, or the folder has no such files.
+    """
+    if not path.exists():
+        raise InputError(f"{path}: no such file")
+    if not path.is_dir():
+        return [path], []
+    left_out = LeftOut(path)
+    files = [Path(file) for file in list_files(path, suffixes, left_out)]
+    if not files:
+        raise InputError(f"{path}: contains no {what}{left_out.hint()}")
+    return files, [left_out.line()] if left_out.paths else []
 
 
 def list_folders(folder: Path, left_out: LeftOut) -> list[Path]:
@@ -159,27 +204,15 @@ def _walk(
     left_out: LeftOut,
     *,
     above: tuple[Path, ...],
-    seen: set[Path],
 ) -> Iterator[str]:
-    """Yield the files of `list_files`.
-
-    Args:
-        folder, suffixes, left_out: as of `list_files`.
-        above: real paths of the folders above.
-        seen: real paths of all folders that have been read; this one is added.
-    """
-    real = folder.resolve()
-    if real in seen:
-        left_out.add("folders that another link leads to", folder)
-        return
-    seen.add(real)
-    above = (*above, real)
+    """Yield the files of `list_files`; `above` are the real paths of the folders above."""
+    above = (*above, folder.resolve())
     for entry in _entries(folder, left_out):
         dot, is_link = entry.name.rfind("."), entry.is_symlink()
         has_suffix = dot > 0 and entry.name[dot:].lower() in suffixes
         if os.path.isdir(entry) if is_link else entry.is_dir():
             if _is_used(Path(entry), above, left_out):
-                yield from _walk(Path(entry), suffixes, left_out, above=above, seen=seen)
+                yield from _walk(Path(entry), suffixes, left_out, above=above)
         elif is_hidden(entry):
             if has_suffix:
                 left_out.add("hidden files and folders", Path(entry))

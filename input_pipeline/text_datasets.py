@@ -11,7 +11,6 @@ Networks for Text Classification", arXiv:1509.01626.
 
 from __future__ import annotations
 
-import hashlib
 import html
 import re
 import sys
@@ -36,10 +35,9 @@ from input_pipeline.csv_tables import (
     utf8_lines,
 )
 from input_pipeline.own_data import (
-    LeftOut,
-    find_splits,
-    list_files,
+    expand_files,
     list_names,
+    needed_splits,
     normal_form,
     shorten,
 )
@@ -178,17 +176,7 @@ def read_own_csv(
     Raises:
         InputError: a file is missing or broken, a column is not there, a label is empty or unknown.
     """
-    paths = find_splits(folder, SUFFIXES)
-    if "train" not in paths:
-        raise InputError(
-            f"{folder / 'train.csv'} is missing: --dataset csv needs it, with a column of labels "
-            "and one or more of texts"
-        )
-    if len(paths) == 1 and not train_is_enough:
-        raise InputError(
-            f"{folder / 'test.csv'} is missing: add it or val.csv, or hold out rows of "
-            f"{paths['train'].name} with --val_fraction 0.1"
-        )
+    paths = needed_splits(folder, SUFFIXES, form=".csv", train_is_enough=train_is_enough)
     splits: dict[str, TextSplit] = {}
     names = list(classes)
     train: CsvTable | None = None
@@ -307,27 +295,11 @@ def download_agnews(folder: Path, file: str) -> None:
     Raises:
         InputError: the download failed; the message says how to go on without a network.
     """
-    from tqdm import tqdm  # imported here: only a download needs it
-
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{file}.part"
-    checksum = hashlib.sha256()
     try:
-        with (
-            urllib.request.urlopen(AGNEWS_URL + file, timeout=20) as response,
-            open(partial, "wb") as out,
-        ):
-            size = int(response.headers.get("Content-Length", 0)) or None
-            with tqdm(total=size, unit="B", unit_scale=True, desc=file) as bar:
-                while chunk := response.read(1 << 20):
-                    out.write(chunk)
-                    checksum.update(chunk)
-                    bar.update(len(chunk))
-        if checksum.hexdigest() != AGNEWS_FILES[file]:
-            raise OSError(f"{file} does not have the checksum of the official file")
-        partial.rename(folder / file)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
+        urllib.request.urlopen(AGNEWS_URL + file, timeout=20).close()  # torch has no time limit
+        torch.hub.download_url_to_file(AGNEWS_URL + file, str(folder / file), AGNEWS_FILES[file])
+    except (OSError, RuntimeError) as error:  # of another checksum
         raise InputError(
             f"{folder / file} is missing and could not be downloaded ({error}): fetch train.csv "
             f"and test.csv of AG News (class, title, description) and put them in {folder}, "
@@ -344,23 +316,11 @@ def read_text_files(path: Path) -> tuple[dict[Path, dict[int, str]], list[str]]:
     Raises:
         InputError: a file cannot be read, or there is no text at all.
     """
-    if not path.is_dir():
-        lines, notes = {path: read_lines(path)}, []
-    else:
-        left_out = LeftOut(path)
-        files = [Path(file) for file in list_files(path, TEXT_SUFFIXES, left_out)]
-        if not files:
-            raise InputError(
-                f"{path}: contains no .txt files; give text files with one text a line"
-                f"{left_out.hint()}"
-            )
-        lines = {file: read_lines(file) for file in files}
-        notes = [left_out.line()] if left_out.paths else []
-        notes += [
-            f"warning: {file}: contains no text and is left out"
-            for file in files
-            if not lines[file]
-        ]
+    files, notes = expand_files(path, TEXT_SUFFIXES, what=".txt files with one text a line")
+    lines = {file: read_lines(file) for file in files}
+    notes += [
+        f"warning: {file}: contains no text and is left out" for file in files if not lines[file]
+    ]
     if not any(lines.values()):
         raise InputError(f"{path}: contains no text; give text files with one text a line")
     return lines, notes

@@ -12,25 +12,12 @@ from input_pipeline.sampler import (
     BATCHES_PER_SORT,
     Sampler,
     batch_sizes,
-    epoch_generator,
     rank_share,
     stratified_rows,
 )
 
 LENGTHS = torch.arange(1003) % 97 + 1
 WITH_AND_WITHOUT = each_of("lengths", [None, LENGTHS])
-
-
-@WITH_AND_WITHOUT
-@each_of("batch_size", [1, 10, 64, 1003])
-def test_full_batches_draw_no_row_twice_and_fill_every_batch(batch_size, lengths):
-    sampler = Sampler(1003, seed=3, lengths=lengths)
-    batches = sampler.full_batches(5, batch_size)
-    assert batches.shape == (sampler.steps(batch_size), batch_size)
-    assert sampler.steps(batch_size) == 1003 // batch_size
-    rows = batches.flatten()
-    assert len(rows.unique()) == len(rows)
-    assert 0 <= int(rows.min()) <= int(rows.max()) < len(sampler) == 1003
 
 
 @WITH_AND_WITHOUT
@@ -44,11 +31,6 @@ def test_order_is_a_function_of_seed_and_epoch(lengths):
     assert torch.equal(before, torch.get_rng_state())
     assert not torch.equal(first, Sampler(1003, 3, lengths=lengths).full_batches(6, 32))
     assert not torch.equal(first, Sampler(1003, 4, lengths=lengths).full_batches(5, 32))
-
-
-def test_seeds_and_epochs_do_not_share_orders():
-    generators = (epoch_generator(seed, epoch) for seed in range(12) for epoch in range(12))
-    assert len({tuple(torch.randperm(50, generator=each).tolist()) for each in generators}) == 144
 
 
 @each_of("world_size", [1, 2, 4])
