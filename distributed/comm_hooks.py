@@ -20,7 +20,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.futures import Future
 from torch.nn import functional as F
 
-from backends import torch_compat
 from distributed.averaging import RankAverager, average_tensors
 from distributed.quantization import ROW, dequantize, quantize
 from distributed.world import World
@@ -70,20 +69,12 @@ class AllReduceHook:
         buffer = bucket.buffer()
         wire_dtype = WIRE_DTYPES.get(self.compression, buffer.dtype)
         self.world.bytes_sent += buffer.numel() * wire_dtype.itemsize
-        if buffer.is_cuda and must_not_use_futures():
-            return self._all_reduce_now(buffer, wire_dtype)
         send = {
             "none": default_hooks.allreduce_hook,
             "fp16": default_hooks.fp16_compress_hook,
             "bf16": default_hooks.bf16_compress_hook,
         }[self.compression]
         return send(dist.group.WORLD, bucket)  # type: ignore[arg-type]
-
-    def _all_reduce_now(self, buffer: Tensor, wire_dtype: torch.dtype) -> Future[Tensor]:
-        """Average a buffer of gradients, and wait for it before the backward pass goes on."""
-        sent = buffer.to(wire_dtype, copy=True).div_(self.world.size)
-        dist.all_reduce(sent)
-        return _finished(buffer.copy_(sent))
 
     def _power_sgd(self, bucket: dist.GradBucket) -> Future[Tensor]:
         power_sgd, buffer = self.power_sgd, bucket.buffer()
@@ -151,7 +142,7 @@ class RoundedGradients(AllReduceHook):
     def __init__(self, world: World, compression: str) -> None:
         super().__init__(world, compression)
         self.bits = ROUNDED_BITS[compression]
-        self.averager = RankAverager(None, None)
+        self.averager = RankAverager()
         # e of each parameter that is rounded, its elements in the order of DDP's bucket
         self.errors: dict[Tensor, Tensor] = {}
 
@@ -267,7 +258,7 @@ class LocalSGD(AllReduceHook):
     def __init__(self, world: World, every: int, *, after: int = 0) -> None:
         super().__init__(world)
         self.every, self.after, self.steps = every, after, 0
-        self.averager = RankAverager(None, None)
+        self.averager = RankAverager()
 
     def run(self, state, bucket):  # see AllReduceHook.run
         """Average gradients during the first `after` steps; later leave each rank its own."""
@@ -334,11 +325,6 @@ def _wait_for(work: dist.Work | None, gradient: Tensor) -> Tensor:
     if work is not None:
         work.wait()
     return gradient
-
-
-def must_not_use_futures() -> bool:
-    """Whether the futures of this process group are not to be trusted with a GPU's tensors."""
-    return dist.get_backend() == "gloo" and torch_compat.gloo_future_is_early()
 
 
 def _finished(buffer: Tensor) -> Future[Tensor]:

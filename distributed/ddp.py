@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from backends.torch_compat import ddp_buffer_arguments
 from distributed import fsdp
-from distributed.comm_hooks import AllReduceHook, must_not_use_futures
+from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
 from errors import InputError
 
@@ -57,14 +57,8 @@ def wrap(
         return model
     if sync_batch_norm:
         model = with_sync_batch_norm(model, world)
-    on_gpu = world.device.type == "cuda"
-    if on_gpu and hook.compression == "powersgd" and must_not_use_futures():
-        raise InputError(
-            "--grad_compress powersgd between processes that share a GPU needs torch 2.11 or "
-            "newer; use --grad_compress bf16"
-        )
     # With two buckets torch's PowerSGD hook aborts on gloo.
-    one_bucket = hook.compression == "powersgd" and not on_gpu
+    one_bucket = hook.compression == "powersgd" and world.device.type != "cuda"
     wrapped = DistributedDataParallel(
         model,
         gradient_as_bucket_view=True,

@@ -29,10 +29,11 @@ from backends.torch_compat import (
     abort_process_groups,
     gloo_needs_final_barrier,
     set_group_timeouts,
+    unavailable_reason,
 )
 from distributed.interface import own_address, use_interface_of
 from distributed.worker import end_with_launcher, is_restarted
-from errors import LINE_LIMIT, LostPeer
+from errors import LINE_LIMIT, InputError, LostPeer
 
 if dist.is_available():
     # The default arguments of its functions are the default group of the time of its import. Were
@@ -170,17 +171,6 @@ class World:
         dist.gather_object(value, box if self.is_main else None, dst=0, group=self.control)
         return box if self.is_main else []
 
-    def node_group(self) -> dist.ProcessGroup | None:
-        """The process group of this node's ranks; None where it would be of no use.
-
-        That is where every rank is alone on its node, or where there is only one node. Collective.
-        """
-        if self.local_size in (1, self.size):
-            return None
-        starts = range(0, self.size, self.local_size)
-        groups = [new_group(list(range(start, start + self.local_size))) for start in starts]
-        return groups[self.rank // self.local_size]
-
     # ---------------------------------------------------------------- time limits
 
     @contextlib.contextmanager
@@ -295,7 +285,7 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
         device_name: 'auto', 'cpu', 'cuda' or 'cuda:N'.
         limits: how long the processes wait for each other.
     Raises:
-        InputError: the device is not there.
+        InputError: the device is not there, or this torch cannot share it between processes.
         LostPeer: another process has ended or does not answer.
     """
     env = os.environ
@@ -306,13 +296,16 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
         return
     end_with_launcher()
     backend = choose_collectives(device_name, device, local_size)
+    shares_gpu = device.type == "cuda" and backend == "gloo"
+    if shares_gpu and (reason := unavailable_reason("shared_gpu")):
+        raise InputError(f"--device {device_name} of several processes {reason}; use --device auto")
     world = World(
         rank=int(env["RANK"]),
         size=int(env["WORLD_SIZE"]),
         local_rank=local_rank,
         local_size=local_size,
         device=device,
-        shares_gpu=device.type == "cuda" and backend == "gloo",
+        shares_gpu=shares_gpu,
         limits=limits,
         time_limit=limits.start,
     )

@@ -138,37 +138,41 @@ class GradScalerOptimizer(torch.optim.Optimizer):
         grads = [torch.where(skip, zero, grad) for grad in grads]  # one kernel each
         return parameters, grads, (self.found_inf == 0).double()
 
-    def add_momentum(
+    def step_along(
         self,
-        group: dict[str, Any],
+        updates: list[Tensor],
         parameters: list[Tensor],
         *,
-        updates: list[Tensor],
+        group: dict[str, Any],
         active: Tensor | None,
-    ) -> list[Tensor]:
-        """Adds the updates to the momentum buffers of SGD; returns the updates with momentum.
+    ) -> None:
+        """Takes SGD's step, with momentum, along updates in place of gradients.
 
         Args:
-            group: the hyper-parameters momentum and nesterov.
+            updates: with weight decay; overwritten where `active` is given.
             parameters: the parameters.
-            updates: gradients, with weight decay; overwritten where `active` is given.
+            group: the hyper-parameters lr, momentum and nesterov.
             active: see `unscaled_grads`.
         """
-        momentum = group["momentum"]
-        for p, update in zip(parameters, updates):
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(update)
-        buffers = [self.state[p]["momentum_buffer"] for p in parameters]
-        if active is None:
-            torch._foreach_mul_(buffers, momentum)
-        else:  # in a skipped step the buffers stay, and no weight decay is added to them
-            kept = 1 - active * (1 - momentum)
-            torch._foreach_mul_(buffers, foreach_scalar(kept, buffers))
-            torch._foreach_mul_(updates, foreach_scalar(active, updates))
-        torch._foreach_add_(buffers, updates)
-        if group["nesterov"]:
-            return list(torch._foreach_add(updates, buffers, alpha=momentum))
-        return buffers
+        if momentum := group["momentum"]:
+            for p, update in zip(parameters, updates):
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(update)
+            buffers = [self.state[p]["momentum_buffer"] for p in parameters]
+            if active is None:
+                torch._foreach_mul_(buffers, momentum)
+            else:  # in a skipped step the buffers stay, and no weight decay is added to them
+                kept = 1 - active * (1 - momentum)
+                torch._foreach_mul_(buffers, foreach_scalar(kept, buffers))
+                torch._foreach_mul_(updates, foreach_scalar(active, updates))
+            torch._foreach_add_(buffers, updates)
+            if group["nesterov"]:
+                updates = list(torch._foreach_add(updates, buffers, alpha=momentum))
+            else:
+                updates = buffers
+        if active is not None:
+            updates = list(torch._foreach_mul(updates, foreach_scalar(active, updates)))
+        subtract_updates(parameters, updates, lr=group["lr"])
 
 
 class CommunicatingOptimizer(GradScalerOptimizer):
