@@ -462,7 +462,8 @@ class ParamGroupBuffers:
         """
         parts = []
         for layout in self.layouts:
-            values, units = self.g[layout].view(-1), None
+            units: Tensor | None = None
+            values = self.g[layout].view(-1)
             if layout is self.large and not is_dense:
                 units = next_units(self.order, self.group["cursor"], self.group["compress_ratio"])
                 if not self.selects_elements:
@@ -485,10 +486,8 @@ class ParamGroupBuffers:
         self.group["calls"] += 1
         if not parts:
             return
-        counted = active
-        if parts[0].has_gradient is not None:
-            counted = active * torch.cat([part.has_gradient for part in parts]).any()
-        self.group["steps"] += counted
+        known = [part.has_gradient for part in parts if part.has_gradient is not None]
+        self.group["steps"] += active * torch.cat(known).any() if known else active
         adam = AdamStep(
             betas=self.group["betas"],
             eps=self.group["eps"],

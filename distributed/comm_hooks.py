@@ -10,7 +10,7 @@ hook.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -182,16 +182,11 @@ class RoundedGradients(AllReduceHook):
 
     def rank_state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
         """What rounding has left on this rank, by the parameters' numbers."""
-        numbered = enumerate(parameters)
-        return {str(n): self.errors[p].cpu() for n, p in numbered if p in self.errors}
+        return _by_number(self.errors, parameters)
 
     def load_rank_state_dict(self, state: dict[str, Tensor], parameters: Sequence[Tensor]) -> None:
         """Load what `rank_state_dict` returned."""
-        self.errors = {
-            parameter: state[str(number)].to(parameter.device)
-            for number, parameter in enumerate(parameters)
-            if str(number) in state
-        }
+        self.errors = _by_parameter(state, parameters)
 
 
 class DelayedAllReduce(AllReduceHook):
@@ -228,17 +223,12 @@ class DelayedAllReduce(AllReduceHook):
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
         """The gradients in flight by the parameters' numbers, the same on all ranks."""
-        numbered = enumerate(parameters)
-        sent = {str(n): self.in_flight[p] for n, p in numbered if p in self.in_flight}
-        return {number: _wait_for(*each).cpu() for number, each in sent.items()}
+        arrived = {p: _wait_for(*each) for p, each in self.in_flight.items()}
+        return _by_number(arrived, parameters)
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Load what `state_dict` returned."""
-        self.in_flight = {
-            parameter: (None, state[str(number)].to(parameter.device))
-            for number, parameter in enumerate(parameters)
-            if str(number) in state
-        }
+        self.in_flight = {p: (None, g) for p, g in _by_parameter(state, parameters).items()}
 
 
 class LocalSGD(AllReduceHook):
@@ -300,6 +290,18 @@ def _replace_non_finite(power_sgd: powerSGD_hook.PowerSGDState) -> None:
             factors.shape, generator=generator, device=factors.device, dtype=factors.dtype
         )
         factors.copy_(torch.where(factors.isfinite().all(), factors, fresh))
+
+
+def _by_number(values: Mapping[Tensor, Tensor], parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The values of parameters by the parameters' numbers, in the memory of the host."""
+    return {str(n): values[p].cpu() for n, p in enumerate(parameters) if p in values}
+
+
+def _by_parameter(
+    state: Mapping[str, Tensor], parameters: Sequence[Tensor]
+) -> dict[Tensor, Tensor]:
+    """Inverse of `_by_number`, on the parameters' devices."""
+    return {p: state[str(n)].to(p.device) for n, p in enumerate(parameters) if str(n) in state}
 
 
 def is_rounded(parameter: Tensor) -> bool:

@@ -7,6 +7,7 @@ with no_gradient_sync(parallel): ...        # micro-batches before the last one 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -75,12 +76,21 @@ def is_wrapped(model: nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel)
 
 
-def no_gradient_sync(model: nn.Module) -> contextlib.AbstractContextManager:
-    """A context in which backward passes add up this rank's own gradients and send nothing.
+@contextlib.contextmanager
+def no_gradient_sync(model: nn.Module) -> Iterator[None]:
+    """Let backward passes within the block add up this rank's own gradients and send nothing.
 
     Args:
         model: wrapped by `wrap`, sharded by `fsdp.shard`, or neither.
     """
     if isinstance(model, DistributedDataParallel):
-        return model.no_sync()
-    return fsdp.no_gradient_sync(model) if fsdp.is_sharded(model) else contextlib.nullcontext()
+        with model.no_sync():
+            yield
+    elif fsdp.is_sharded(model):
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)  # type: ignore[operator]
+    else:
+        yield

@@ -95,18 +95,8 @@ class DeMo(CommunicatingOptimizer):
         super().add_param_group(param_group)
         self.parts = None
 
-    def start_epoch(self, epoch: int) -> None:
-        """Nothing of DeMo is scheduled by epochs."""
-
-    def epoch_metrics(self) -> dict[str, float]:
-        """Returns nothing: DeMo has no value that changes from epoch to epoch."""
-        return {}
-
     def take_bytes(self) -> int:
         return self.averager.take_bytes()
-
-    def average_weights(self) -> None:
-        """Leaves the weights as they are: all ranks have the same."""
 
     def _apply_step(self) -> None:
         trained = [p.requires_grad for group in self.param_groups for p in group["params"]]

@@ -6,20 +6,15 @@ import math
 from collections.abc import Iterable
 from types import SimpleNamespace
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-import fake_cuda
 import ranks
-from backends.precision import Precision
-from cli.factory import create_comm_hook
 from conftest import each_of
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
 from distributed.world import World
-from errors import InputError
 from trainers import make_trainer
 from training.trainer import Trainer
 
@@ -205,18 +200,6 @@ def after(hook: AllReduceHook, parameters: list[Tensor], values: Tensor) -> Tens
     return buffer
 
 
-def test_local_steps_go_on_from_a_state() -> None:
-    parameters = [torch.zeros(5)]
-    with fake_cuda.fake_world(2) as world:
-        hook, resumed = (LocalSGD(world, every=3) for _ in range(2))
-        hook.after_step(parameters)
-        hook.after_step(parameters)
-        resumed.load_state_dict(hook.state_dict(parameters), parameters)
-        assert world.bytes_sent == 0
-        resumed.after_step(parameters)
-        assert world.bytes_sent == 4 * 5
-
-
 @each_of("name", ["int8", "int4", "sign"])
 def test_what_rounding_has_left_goes_on_from_a_state(name: str) -> None:
     parameters = [torch.zeros(41, 25), torch.zeros(33, 32), torch.zeros(5)]
@@ -230,11 +213,3 @@ def test_what_rounding_has_left_goes_on_from_a_state(name: str) -> None:
     # one of 1,025 elements is alone in its row of 64, which the scale of signs is a mean of
     ones, unused = torch.ones_like(values[0]), RoundedGradients(World(), name)
     torch.testing.assert_close(after(unused, parameters, ones), ones, rtol=5e-3, atol=0)
-
-
-def test_processes_that_train_apart_are_refused_where_auto_has_chosen_fp16() -> None:
-    run = SimpleNamespace(precision=Precision("fp16", "cpu", torch.float16), world=World())
-    for sync in ("local", "diloco"):
-        args = SimpleNamespace(sync=sync, grad_compress="none")
-        with pytest.raises(InputError, match=f"--sync {sync} is not supported with fp16: each"):
-            create_comm_hook(args, run)
