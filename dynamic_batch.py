@@ -15,7 +15,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 LOSS_RULES = ("progress", "score")  # of ByLoss
 LOSS_SHARE = 0.8  # weight of the loss in 'score'; the rest is the weight of the time
@@ -119,10 +119,8 @@ def _limited_proportions(
 ) -> list[Fraction]:
     """Split `units` exactly: shares are level x weight, clamped to the limits, for one level.
 
-    The level is found in a few rounds, as CSS resolves flexible lengths. Each round splits what is
-    left in proportion among the shares that are not settled. If clamping these to their limits
-    makes the sum too large, the level can only fall, and those that were raised to their lower
-    limit are settled there; otherwise those that were lowered to their upper limit are.
+    The sum of the shares grows with the level, and on a line between two levels at which a share
+    meets one of its limits.
 
     Args:
         units: between the sums of the limits.
@@ -133,33 +131,29 @@ def _limited_proportions(
     Returns:
         Fractions whose sum is `units`; those at a limit are whole.
     """
-    shares = [Fraction(0)] * len(weights)
-    open_shares = list(range(len(weights)))
-    exact_weights = [Fraction(weight) for weight in weights]
-    left = Fraction(units)
-    while open_shares:
-        level = left / sum(exact_weights[i] for i in open_shares)
-        for i in open_shares:
-            shares[i] = level * exact_weights[i]
-        raised = [i for i in open_shares if shares[i] < lows[i]]
-        lowered = [i for i in open_shares if shares[i] > highs[i]]
-        if not raised and not lowered:
-            break
-        too_low = sum(lows[i] - shares[i] for i in raised)
-        too_high = sum(shares[i] - highs[i] for i in lowered)
-        settled, limits = (raised, lows) if too_low > too_high else (lowered, highs)
-        for i in settled:
-            shares[i] = Fraction(limits[i])
-            left -= limits[i]
-            open_shares.remove(i)
-    return shares
+    exact = [Fraction(weight) for weight in weights]
+
+    def shares(level: Fraction) -> list[Fraction]:
+        return [
+            min(max(level * weight, Fraction(low)), Fraction(high))
+            for weight, low, high in zip(exact, lows, highs)
+        ]
+
+    levels = sorted({limit / weight for weight, *both in zip(exact, lows, highs) for limit in both})
+    place = bisect_right(levels, units, key=lambda level: sum(shares(level)))
+    level = levels[place - 1] if place else Fraction(0)
+    limits = zip(exact, lows, highs)
+    growing = sum(weight for weight, low, high in limits if low <= level * weight < high)
+    if growing:
+        level += (units - sum(shares(level))) / growing
+    return shares(level)
 
 
 # -------------------------------------------------------------------- over time
 
 
-class Rule(Protocol):
-    """Decides which batch size an epoch should have."""
+class Rule:
+    """Decides which batch size an epoch should have; this one has no memory."""
 
     def next_batch_size(self, epoch: int, size: int) -> float:
         """Return the number of samples that the global batch of an epoch should have.
@@ -170,7 +164,7 @@ class Rule(Protocol):
             epoch: 0 is the first.
             size: samples of the global batch of the epoch before.
         """
-        ...
+        raise NotImplementedError
 
     def observe(self, size: int, loss: float, *, seconds: float, noise: float | None) -> None:
         """Take note of an epoch.
@@ -181,14 +175,15 @@ class Rule(Protocol):
             seconds: time of the slowest rank.
             noise: gradient noise scale in samples, if it is known.
         """
-        ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
 
 
-class Scheduled:
+class Scheduled(Rule):
     """The batch size is a function of the epoch: base x multiple(epoch).
 
     Args:
@@ -202,15 +197,6 @@ class Scheduled:
 
     def next_batch_size(self, epoch: int, size: int) -> float:
         return self.base * self.multiple(epoch)
-
-    def observe(self, size: int, loss: float, *, seconds: float, noise: float | None) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 def at_milestones(factor: float, epochs: Sequence[int]) -> Callable[[int], float]:
@@ -286,7 +272,7 @@ def replacing_decay(schedule: Callable[[float], float]) -> Callable[[int], float
     return multiple
 
 
-class ByLoss:
+class ByLoss(Rule):
     """The batch size follows the training loss of the last epochs, or loss and time.
 
     'progress' is the training progress of Prechelt (Early Stopping - But When?, 1998). With the
@@ -358,7 +344,7 @@ class ByLoss:
         self.seconds = list(state["seconds"])
 
 
-class ByNoise:
+class ByNoise(Rule):
     """The batch size follows the gradient noise scale B_simple (arXiv:1812.06162, equation 2.9).
 
     B_simple = tr(Sigma) / |G|**2, where G and Sigma are mean and covariance of a sample's gradient.

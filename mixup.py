@@ -32,7 +32,7 @@ and backward passes, two of which need no gradient of the parameters.
 Meta-mixup. `MetaMixup` follows the meta-gradient while the model is trained (arXiv:1908.10059).
 
     meta = MetaMixup(classes=10)
-    meta.learn(model, labels, mixed_loss=mixed_loss, clean_loss=clean_loss, rate=lr)  # sometimes
+    meta.learn(model, labels, mixed_loss=mixed_loss, clean_loss=clean_loss, rate=lr)  # each 16th
     mix = meta.mix(labels)                       # on every step; then as with any other mix
 """
 
@@ -89,30 +89,19 @@ def sample_beta(
     alpha: float,
     count: int,
     *,
+    weight: float | None = None,
     device: torch.device | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Samples from Beta(alpha, alpha) as a float32 tensor of shape (count,).
+    """Samples from Beta(alpha, alpha), or `weight` if given, as a float32 tensor (count,).
 
     They are ratios of float64 gammas: in float32 both gammas underflow to zero when alpha is small.
     """
+    if weight is not None:
+        return torch.full((count,), weight, device=device)
     alphas = torch.full((2, count), alpha, dtype=torch.float64, device=device)
     own, other = torch._standard_gamma(alphas, generator=generator)
     return (own / (own + other)).float()
-
-
-def _weights(
-    alpha: float,
-    count: int,
-    *,
-    weight: float | None,
-    device: torch.device,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """Return `weight` in shape (count,), or samples from Beta(alpha, alpha) where it is None."""
-    if weight is not None:
-        return torch.full((count,), weight, device=device)
-    return sample_beta(alpha, count, device=device, generator=generator)
 
 
 def mixup(
@@ -137,7 +126,7 @@ def mixup(
     """
     count, device = len(labels), labels.device
     numbers = count if per_sample else 1
-    weights = _weights(alpha, numbers, weight=weight, device=device, generator=generator)
+    weights = sample_beta(alpha, numbers, weight=weight, device=device, generator=generator)
     partner = torch.randperm(count, generator=generator, device=device)
     return Mix(partner, weights.expand(count))
 
@@ -163,7 +152,9 @@ def intra(
     eligible = labels[:, None] != labels  # (batch, batch)
     scores = torch.rand(eligible.shape, generator=generator, device=labels.device)
     best, partner = scores.masked_fill_(~eligible, -1.0).max(1)
-    weights = _weights(alpha, len(labels), weight=weight, device=labels.device, generator=generator)
+    weights = sample_beta(
+        alpha, len(labels), weight=weight, device=labels.device, generator=generator
+    )
     return Mix(partner, torch.where(best < 0, 1.0, weights))
 
 
@@ -386,7 +377,6 @@ def meta_gradient(
     clean_loss: Callable[[], Tensor],
     rate: float,
     scale: Tensor | float = 1.0,
-    finite_difference_step: float = FINITE_DIFFERENCE_STEP,
 ) -> Tensor:
     """Gradient of the clean loss after a virtual SGD step on the mixed loss, to `weights`.
 
@@ -401,7 +391,6 @@ def meta_gradient(
         clean_loss: computes a scalar by `model`, on samples that are not mixed.
         rate: a, the learning rate of the virtual step.
         scale: factor of the losses before each backward pass, for gradients in fp16.
-        finite_difference_step: length of e v relative to that of the parameters.
 
     Returns:
         The gradient, of the shape of `weights`.
@@ -421,7 +410,7 @@ def meta_gradient(
         torch._foreach_add_(parameters, step, alpha=-rate)
         del step  # frees a copy of the model
         direction = gradient(clean_loss, parameters)
-        epsilon = finite_difference_step * global_norm(start) / global_norm(direction)
+        epsilon = FINITE_DIFFERENCE_STEP * global_norm(start) / global_norm(direction)
         torch._foreach_mul_(direction, epsilon)
         leaf = weights.detach().requires_grad_()
         sides = []  # the gradient of the mixed loss with respect to the leaf at theta +- e v
@@ -456,18 +445,8 @@ class MetaMixup:
     """Mixup whose lambda follows the gradient of a clean loss through a virtual step.
 
     The idea is that of Mai et al. (arXiv:1908.10059). They learn online, with the training; here a
-    policy over pairs of classes remembers what it has learned from one batch to the next.
-
-        meta = MetaMixup(classes=10)
-        if step % 16 == 0:
-            meta.learn(
-                model,
-                labels,
-                mixed_loss=lambda mix: cross_entropy(model(blend(x, mix)), labels, mix=mix),
-                clean_loss=lambda: F.cross_entropy(model(clean_x), clean_labels),
-                rate=lr,
-            )
-        mix = meta.mix(labels)                       # then as with any other mix
+    policy over pairs of classes remembers what it has learned from one batch to the next. Its use
+    stands at the top of this file.
 
     Partners are sampled as by `mixup`. A sample has the larger share in its own mix, lambda in
     [0.5, 1]: the partner's row of the same batch stands for the other half. 1 is no mixing.
@@ -484,7 +463,6 @@ class MetaMixup:
         alpha: of the Beta distribution at the start; 'pair' ignores it.
         lr: learning rate of Adam on the logit of 2 lambda - 1, or on log a and log b.
         device: of the labels.
-        process_group: ranks that learn one policy; None is torch's default group if there is one.
 
     Raises:
         ValueError: there is no such policy.
@@ -498,14 +476,12 @@ class MetaMixup:
         alpha: float = 1.0,
         lr: float = 0.1,
         device: torch.device | None = None,
-        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"unknown policy {policy}: choose one of {', '.join(POLICIES)}")
         self.policy = policy
         self.alpha = alpha
         self.lr = lr
-        self.process_group = process_group
         # (classes, classes): the column of the table of each pair of classes, in both orders
         pairs = classes * (classes + 1) // 2
         self.pair_index = torch.empty(classes, classes, dtype=torch.long, device=device)
@@ -588,8 +564,8 @@ class MetaMixup:
         )
         (table_gradient,) = torch.autograd.grad(weight, self.table, gradient)
         if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(table_gradient, group=self.process_group)
-            table_gradient /= dist.get_world_size(self.process_group)
+            dist.all_reduce(table_gradient)
+            table_gradient /= dist.get_world_size()
         self.table.grad = table_gradient
         step_unless_skipped(self.adam, (~torch.isfinite(table_gradient)).any())
         with torch.no_grad():

@@ -11,15 +11,15 @@ of W ranks, with g the local gradient and k the compress ratio:
     age  the steps since a unit's last turn
     m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,  m[M] <- mean of m[M] over the ranks
     u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w,  r = beta3^age
-    trust = clamp(r |w[M]| / |u[M]| + (1 - r) |w[not M]| / |u[not M]|, 0.01, 1000) for each tensor
+    trust = min(r |w[M]| / |u[M]| + (1 - r) |w[not M]| / |u[not M]|, 1000) for each tensor
     w <- w - lr (r + (1 - r) / sqrt(W)) trust u;  every `local_steps` steps w <- mean of w
 What a rank has not sent yet stays in its m: at each step the mean of m over the ranks is the
 momentum of the mean gradient, but for the rounding to `wire_dtype` (in bf16 about 1e-3 of it).
 
-As the authors write it (tests/oracles/authors_slamb.py), second moments are never exchanged, so
-that early updates are up to a hundred times LAMB's, and k = 1 is not LAMB. `SLAMB` averages the
-gradients of small tensors instead of their momentum (as many bytes), and all gradients in the first
-`dense_steps` and wherever k = 1; then every rank does what LAMB does.
+As the authors write it, second moments are never exchanged, so that early updates are up to a
+hundred times LAMB's, and k = 1 is not LAMB. `SLAMB` averages the gradients of small tensors instead
+of their momentum (as many bytes), and all gradients in the first `dense_steps` and wherever k = 1;
+then every rank does what LAMB does.
 
 With `wire_bits` 8 or 4 each rank sends its momentum in M rounded to so many bits, and keeps what
 rounding left, e, in its own: m[M] <- mean of the rounded m[M] + e. So the mean of m over the ranks
@@ -42,12 +42,13 @@ from distributed.averaging import RankAverager, average_tensors
 from distributed.quantization import dequantize, quantize
 from optimizers.adam import AdamStep, adam_update_, update_moments, weights_to_updates_
 from optimizers.base import CommunicatingOptimizer, global_norm, subtract_updates
-from optimizers.flat_buffer import FlatLayout, RoundRobin
+from optimizers.flat_buffer import FlatLayout, next_units, shuffled
 from optimizers.lamb import LAMB, lamb_trust_ratios
 
 __all__ = ["LAMB", "SLAMB"]
 
 BLOCK = 64  # elements of a unit of the selection 'block'
+SMALLEST_LARGE = 1024  # elements of a tensor of which parts are exchanged
 SETTINGS = (  # attributes of the optimizer that belong to no parameter group
     "local_steps",
     "dense_steps",
@@ -56,8 +57,10 @@ SETTINGS = (  # attributes of the optimizer that belong to no parameter group
     "wire_bits",
     "warmup",
     "final_ratios",
+    "averager",
+    "checks_gradients",
 )
-TRUST_CLAMP = (0.01, 1000.0)  # range of the trust ratios of tensors that are exchanged in parts
+LARGEST_TRUST = 1000.0  # the largest trust ratio of tensors that are exchanged in parts
 
 
 # ------------------------------------------------------------ the optimizer
@@ -65,6 +68,9 @@ TRUST_CLAMP = (0.01, 1000.0)  # range of the trust ratios of tensors that are ex
 
 class SLAMB(CommunicatingOptimizer):
     """LAMB with sparse communication (see above), which it does itself.
+
+    The ranks are those of torch's default process group; without one nothing is sent, and this is
+    LAMB. Of vectors, and of tensors with fewer than 1,024 elements, everything is exchanged.
 
     All ranks must call it alike, and freeze the same weights (`requires_grad`), which then stay as
     they are. A gradient that is missing on some ranks is zero there; where all ranks miss it, the
@@ -97,14 +103,6 @@ class SLAMB(CommunicatingOptimizer):
             bytes for every 64 elements. It is gathered from all ranks instead of reduced on the
             way, which saves bytes for two or three ranks (8) and for up to seven (4). 0: it is sent
             in `wire_dtype`, as gradients always are.
-        process_group: the ranks; None is torch's default group. Without one nothing is sent and
-            this is LAMB.
-        node_group: the ranks of this node, as many on every node: gradients are averaged within
-            it, and nodes take the place of ranks.
-        smallest_large: of tensors with fewer elements, and of vectors, everything is exchanged
-            (default 1024; of `AuthorsSLAMB` 9000).
-        adapt: whether a group has trust ratios; None: its parameters with two axes or more have
-            them.
         warmup: k of the first epochs, where it is above `compress_ratio`; see `start_epoch`.
         amp_scaling: see `optimizers.base.GradScalerOptimizer`. With False, a GradScaler would skip
             a step on one rank alone, which then misses the collectives: only for bf16 and fp32.
@@ -112,8 +110,6 @@ class SLAMB(CommunicatingOptimizer):
     Raises:
         ValueError: a hyper-parameter is out of its range.
     """
-
-    default_smallest_large = 1024
 
     def __init__(
         self,
@@ -130,10 +126,6 @@ class SLAMB(CommunicatingOptimizer):
         selection: str = "block",
         wire_dtype: torch.dtype = torch.bfloat16,
         wire_bits: int = 0,
-        process_group: dist.ProcessGroup | None = None,
-        node_group: dist.ProcessGroup | None = None,
-        smallest_large: int | None = None,
-        adapt: bool | None = None,
         warmup: Sequence[float] = (),
         amp_scaling: bool = True,
     ) -> None:
@@ -145,15 +137,13 @@ class SLAMB(CommunicatingOptimizer):
             raise ValueError(f"SLAMB: dense_steps={dense_steps} must be at least 0")
         if wire_bits not in (0, 4, 8):
             raise ValueError(f"SLAMB: wire_bits={wire_bits} must be 0, 4 or 8")
-        if wire_bits and node_group is not None:
-            raise ValueError(f"SLAMB: wire_bits={wire_bits} is not supported with node_group")
         self.local_steps = local_steps
         self.dense_steps = dense_steps
         self.selection = selection
         self.wire_dtype = wire_dtype
         self.wire_bits = wire_bits
         self.warmup = list(warmup)
-        self.averager = RankAverager(process_group, node_group)
+        self.averager = RankAverager()
         self.buffers: list[ParamGroupBuffers] | None = None  # of each group
         self.trained: list[bool] = []  # which parameters are in them
         self.checks_gradients = self.averager.size > 1  # until a step has compared them
@@ -165,33 +155,16 @@ class SLAMB(CommunicatingOptimizer):
             "weight_decay": weight_decay,
             "compress_ratio": compress_ratio,
             "beta3": beta3,
-            "smallest_large": (
-                self.default_smallest_large if smallest_large is None else smallest_large
-            ),
-            "adapt": adapt,
         }
         super().__init__(params, defaults, amp_scaling=amp_scaling)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what pickle and deepcopy keep.
-
-        Raises:
-            TypeError: the ranks are process groups of one's own, which belong to this process.
-        """
-        if self.averager.group is not None or self.averager.node_group is not None:
-            raise TypeError(
-                "SLAMB with process_group or node_group cannot be pickled or copied: "
-                "make a new one and use state_dict() and load_state_dict()"
-            )
         settings = {name: getattr(self, name) for name in SETTINGS}
         return {**super().__getstate__(), **settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.buffers, self.trained = None, []
-        if "averager" not in vars(self):  # an unpickled one; load_state_dict comes here as well
-            self.averager = RankAverager(None, None)
-            self.checks_gradients = self.averager.size > 1
 
     def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
         return {
@@ -201,16 +174,11 @@ class SLAMB(CommunicatingOptimizer):
             "weight_decay": group["weight_decay"] >= 0,
             "compress_ratio": 0 < group["compress_ratio"] <= 1,
             "beta3": 0 <= group["beta3"] <= 1,
-            "smallest_large": group["smallest_large"] >= 0,
         }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         self.final_ratios.append(self.param_groups[-1]["compress_ratio"])
-        self.buffers = None
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
         self.buffers = None
 
     def start_epoch(self, epoch: int) -> None:
@@ -242,19 +210,16 @@ class SLAMB(CommunicatingOptimizer):
             buffers.load(self.loss_scale)
         if self.checks_gradients:
             self._warn_if_gradients_are_averaged(self.buffers)
-        own_flags = self._own_flags(weights)
-        flags = self._average_in_node(self.buffers, own_flags)
-        exchanges = [self._plan_exchange(buffers) for buffers in self.buffers]
-        flags = self._exchange(exchanges, flags)
+        of_groups = [buffers.parts_to_average(self._is_dense(buffers)) for buffers in self.buffers]
+        parts = [part for of_group in of_groups for part in of_group]
+        flags = self._exchange(parts, self._own_flags(weights))
         self.skipped = (~flags[0].isfinite()).double()
         active = 1 - self.skipped
         if not _is_decided_on_device(active) and not active:
-            for exchange in exchanges:
-                exchange.buffers.undo_selection(exchange.units)
             return
-        self._note_missing(exchanges, flags, weights=weights)
-        for exchange in exchanges:
-            exchange.buffers.update(exchange, active, nodes=self.averager.nodes)
+        self._note_missing(parts, flags, weights=weights)
+        for buffers, of_group in zip(self.buffers, of_groups):
+            buffers.update(of_group, active, ranks=self.averager.size)
         calls = self.buffers[0].group["calls"]
         if self.averager.size > 1 and calls % self.local_steps == 0:
             self.average_weights()
@@ -266,12 +231,11 @@ class SLAMB(CommunicatingOptimizer):
                 device = group["params"][0].device
                 group.setdefault("steps", torch.zeros((), dtype=torch.float64, device=device))
             group.setdefault("calls", 0)
+            group.setdefault("cursor", 0)
         return [
-            self._new_group_buffers(group, seed) for seed, group in enumerate(self.param_groups)
+            ParamGroupBuffers(group, self.state, selection=self.selection, seed=seed)
+            for seed, group in enumerate(self.param_groups)
         ]
-
-    def _new_group_buffers(self, group: dict[str, Any], seed: int) -> ParamGroupBuffers:
-        return ParamGroupBuffers(group, self.state, selection=self.selection, seed=seed)
 
     def _warn_if_gradients_are_averaged(self, group_buffers: list[ParamGroupBuffers]) -> None:
         """Compares the norms of the ranks' gradients, once, at the first step that has any.
@@ -283,7 +247,7 @@ class SLAMB(CommunicatingOptimizer):
         norm = global_norm(grads).double()
         norm = torch.where(torch.isfinite(norm), norm, 0.0)
         extremes = torch.stack([norm, -norm])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.averager.group)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         largest, negated_smallest = extremes.tolist()
         smallest = -negated_smallest
         self.checks_gradients = largest == 0  # the same on all ranks
@@ -310,50 +274,62 @@ class SLAMB(CommunicatingOptimizer):
             flags = torch.cat([flags, _has_gradient(weights)])
         return flags
 
-    def _average_in_node(self, group_buffers: list[ParamGroupBuffers], flags: Tensor) -> Tensor:
-        """Replaces all gradients by their mean over this node's ranks; returns that of flags."""
-        if self.averager.local_size == 1:
-            return flags
-        grads = [buffers.g[layout] for buffers in group_buffers for layout in buffers.layouts]
-        flat = torch.cat([flags, *(grad.view(-1) for grad in grads)])
-        flat = self.averager.mean_in_node(flat)
-        flags, *means = flat.split([len(flags), *(grad.numel() for grad in grads)])
-        for grad, mean in zip(grads, means):
-            grad.copy_(mean.view_as(grad))
-        return flags
-
-    def _plan_exchange(self, buffers: ParamGroupBuffers) -> GroupExchange:
-        """Selects what a group exchanges in this step."""
-        group = buffers.group
-        group["calls"] += 1
-        if self._is_dense_step(group) or not buffers.large.rows:
-            units = None
-        else:
-            units = buffers.select_units(group["calls"])
-        return GroupExchange(buffers, units=units, values=buffers.values_to_average(units))
-
-    def _is_dense_step(self, group: dict[str, Any]) -> bool:
+    def _is_dense(self, buffers: ParamGroupBuffers) -> bool:
         """Whether all gradients of a group are averaged in this step, as for LAMB."""
-        is_warming_up = group["calls"] <= self.dense_steps
-        return self.averager.size == 1 or is_warming_up or group["compress_ratio"] >= 1
+        is_warming_up = buffers.group["calls"] < self.dense_steps
+        return self.averager.size == 1 or is_warming_up or buffers.group["compress_ratio"] >= 1
 
-    def _exchange(self, exchanges: list[GroupExchange], flags: Tensor) -> Tensor:
-        """Replaces the values by their means over the ranks; returns the mean flags."""
+    def _exchange(self, parts: list[Part], flags: Tensor) -> Tensor:
+        """Replaces the values of the parts by their means over the ranks; returns that of flags."""
         if self.averager.size == 1:
             return flags
-        if self.wire_bits and any(exchange.units is not None for exchange in exchanges):
-            return self._gather_quantized(exchanges, flags)
-        return self._all_reduce(exchanges, flags)
+        if self.wire_bits and any(part.units is not None for part in parts):
+            return self._gather_quantized(parts, flags)
+        values = [*(part.values for part in parts), flags]
+        flat = self.averager.mean(torch.cat([each.to(self.wire_dtype) for each in values]))
+        *means, flags = flat.split([len(each) for each in values])
+        for part, mean in zip(parts, means):
+            part.values = mean.to(part.values.dtype)
+        return flags
 
-    def _note_missing(
-        self, exchanges: list[GroupExchange], flags: Tensor, *, weights: list[Tensor]
-    ) -> None:
-        """Writes into the exchanges which weights have a gradient on some rank.
+    def _gather_quantized(self, parts: list[Part], flags: Tensor) -> Tensor:
+        """As `_exchange`, with the values of units sent in `wire_bits`.
+
+        To the mean of the units' values each rank adds what its own have lost by rounding.
+        """
+        pieces = [flags.to(self.wire_dtype)]
+        for part in parts:
+            if part.units is None:
+                pieces.append(part.values.to(self.wire_dtype))
+            else:
+                pieces += quantize(part.values, self.wire_bits)
+        of_ranks = [self._decode(each, parts) for each in self.averager.gather(pieces)]
+        # Summed in the order of the ranks, so that all of them get the same bits.
+        flags, *means = [sum(each[1:], each[0]) / len(each) for each in zip(*of_ranks)]
+        _, *own = of_ranks[dist.get_rank()]
+        for part, mean, sent in zip(parts, means, own):
+            part.values = mean if part.units is None else mean + (part.values - sent)
+        return flags
+
+    def _decode(self, pieces: list[Tensor], parts: list[Part]) -> list[Tensor]:
+        """Returns the flags and the values that a rank has sent, in the order of the parts."""
+        remaining = iter(pieces)
+        decoded = [next(remaining).float()]
+        for part in parts:
+            if part.units is None:
+                decoded.append(next(remaining).to(part.values.dtype))
+            else:
+                codes, scales = next(remaining), next(remaining)
+                decoded.append(dequantize(codes, scales, bits=self.wire_bits, like=part.values))
+        return decoded
+
+    def _note_missing(self, parts: list[Part], flags: Tensor, *, weights: list[Tensor]) -> None:
+        """Writes into the parts which weights have a gradient on some rank.
 
         Args:
-            exchanges: of all groups.
+            parts: of all groups.
             flags: mean over the ranks of `_own_flags`.
-            weights: all weights, in the order of the exchanges.
+            weights: all weights, in the order of the parts.
         """
         if len(flags) > 1:
             has_gradient = flags[1:]
@@ -365,77 +341,20 @@ class SLAMB(CommunicatingOptimizer):
             if not is_missing:
                 return
             has_gradient = self.averager.mean(_has_gradient(weights).to(self.wire_dtype))
-        sizes = [len(layout.tensors) for exchange in exchanges for layout in exchange.values]
-        remaining = iter((has_gradient > 0).split(sizes))
-        for exchange in exchanges:
-            exchange.has_gradient = {layout: next(remaining) for layout in exchange.values}
-
-    def _all_reduce(self, exchanges: list[GroupExchange], flags: Tensor) -> Tensor:
-        """Replaces the values by their means, sent in `wire_dtype`; returns the mean flags."""
-        values = [each for exchange in exchanges for each in exchange.values.values()]
-        flat = torch.cat([each.to(self.wire_dtype) for each in (*values, flags)])
-        flat = self.averager.mean_across(flat)
-        *means, flags = flat.split([len(each) for each in (*values, flags)])
-        remaining = iter(means)
-        for exchange in exchanges:
-            for layout, sent in exchange.values.items():
-                exchange.values[layout] = next(remaining).to(sent.dtype)
-        return flags
-
-    def _gather_quantized(self, exchanges: list[GroupExchange], flags: Tensor) -> Tensor:
-        """Replaces the values by their means, those of units sent in `wire_bits`.
-
-        To the mean of the units' values each rank adds what its own have lost by rounding.
-
-        Returns:
-            The mean flags.
-        """
-        pieces = [flags.to(self.wire_dtype)]
-        for exchange in exchanges:
-            for layout, values in exchange.values.items():
-                if exchange.is_sparse(layout):
-                    pieces += quantize(values, self.wire_bits)
-                else:
-                    pieces.append(values.to(self.wire_dtype))
-        of_ranks = [self._decode(each, exchanges) for each in self.averager.gather(pieces)]
-        # Summed in the order of the ranks, so that all of them get the same bits.
-        flags, *means = [sum(each[1:], each[0]) / len(each) for each in zip(*of_ranks)]
-        _, *own = of_ranks[dist.get_rank(self.averager.group)]
-        remaining = iter(zip(means, own))
-        for exchange in exchanges:
-            for layout, values in exchange.values.items():
-                mean, sent = next(remaining)
-                is_sparse = exchange.is_sparse(layout)
-                exchange.values[layout] = mean + (values - sent) if is_sparse else mean
-        return flags
-
-    def _decode(self, pieces: list[Tensor], exchanges: list[GroupExchange]) -> list[Tensor]:
-        """Returns the flags and the values that a rank has sent, in the order of the exchanges."""
-        remaining = iter(pieces)
-        decoded = [next(remaining).float()]
-        for exchange in exchanges:
-            for layout, values in exchange.values.items():
-                if exchange.is_sparse(layout):
-                    codes, scales = next(remaining), next(remaining)
-                    decoded.append(dequantize(codes, scales, bits=self.wire_bits, like=values))
-                else:
-                    decoded.append(next(remaining).to(values.dtype))
-        return decoded
+        sizes = [len(part.layout.tensors) for part in parts]
+        for part, of_tensors in zip(parts, (has_gradient > 0).split(sizes)):
+            part.has_gradient = of_tensors
 
 
 @dataclass
-class GroupExchange:
-    """What one parameter group exchanges in one step."""
+class Part:
+    """What is exchanged in one step of the small or of the large tensors of a parameter group."""
 
-    buffers: ParamGroupBuffers
-    units: Tensor | None  # (units,) of the large tensors; None: all of them
-    values: dict[FlatLayout, Tensor]  # flat, by layout: what is averaged, then the means
-    # of each layout (tensors,), bool: whether a rank has a gradient; None: all tensors have one
-    has_gradient: dict[FlatLayout, Tensor] | None = None
-
-    def is_sparse(self, layout: FlatLayout) -> bool:
-        """Tells whether only the momentum of some units of this layout is exchanged."""
-        return self.units is not None and layout is self.buffers.large
+    layout: FlatLayout
+    values: Tensor  # flat: what is averaged, then the means
+    units: Tensor | None  # (units,) of which these are the momenta; None: gradients of everything
+    # (tensors,), bool: whether a rank has a gradient; None: all tensors have one
+    has_gradient: Tensor | None = None
 
 
 # ------------------------------------------------------------ the tensors of a parameter group
@@ -463,7 +382,7 @@ class ParamGroupBuffers:
         seed: int,
     ) -> None:
         parameters = [p for p in group["params"] if p.requires_grad and p.numel()]
-        is_small = [p.ndim < 2 or p.numel() < group["smallest_large"] for p in parameters]
+        is_small = [p.ndim < 2 or p.numel() < SMALLEST_LARGE for p in parameters]
         self.group = group
         self.selects_elements = selection == "random"
         self.small = FlatLayout([p for p, small in zip(parameters, is_small) if small], 1)
@@ -477,8 +396,6 @@ class ParamGroupBuffers:
         self.u = {layout: layout.new_buffer() for layout in self.layouts}
         self.g_views = {layout: layout.views(self.g[layout]) for layout in self.layouts}
         self.u_views = {layout: layout.views(self.u[layout]) for layout in self.layouts}
-        self.w_norms = {layout: RowNorms.empty(layout) for layout in self.layouts}
-        self.u_norms = {layout: RowNorms.empty(layout) for layout in self.layouts}
 
         # of the large tensors, (rows, BLOCK) of elements or (rows, 1) of blocks
         buffer = self.large.new_buffer()
@@ -489,21 +406,15 @@ class ParamGroupBuffers:
 
         large = self.large
         units = large.element_indices() if self.selects_elements else large.row_numbers()
-        self.order = RoundRobin(units, seed)
-        self.order.cursor = group.get("cursor", 0)
+        self.order = shuffled(units, seed)
         self.row_tensors = {layout: layout.tensor_of_row() for layout in self.layouts}
-        self.adapts = {  # of each layout, (tensors,): whether a tensor has a trust ratio
-            layout: torch.tensor([self._adapts(p) for p in layout.tensors], device=layout.device)
-            for layout in self.layouts
-        }
+        # whether a small tensor has a trust ratio, (tensors,)
+        adapts = [p.ndim > 1 for p in self.small.tensors]
+        self.adapts = torch.tensor(adapts, dtype=torch.bool, device=self.small.device)
         for layout in self.layouts:
             _share_state(state, "exp_avg", layout.tensors, views=layout.views(self.m[layout]))
             _share_state(state, "exp_avg_sq", layout.tensors, views=layout.views(self.v[layout]))
         _share_state(state, "fresh", self.large.tensors, views=self._freshness_views())
-
-    def _adapts(self, parameter: Tensor) -> bool:
-        """Whether a parameter has a trust ratio."""
-        return parameter.ndim > 1 if self.group["adapt"] is None else self.group["adapt"]
 
     def _freshness_views(self) -> list[Tensor]:
         if self.selects_elements:
@@ -529,26 +440,6 @@ class ParamGroupBuffers:
 
     # -------------------------------------------------------- what is exchanged
 
-    def select_units(self, call: int) -> Tensor:
-        """Returns the units whose turn it is at this call of `step`, counted from 1.
-
-        Blocks are in the order of memory, in which they are written fastest.
-        """
-        units = self._next_units(call)
-        return units if self.selects_elements else units.sort().values
-
-    def _next_units(self, call: int) -> Tensor:
-        units = self.order.next_units(self.group["compress_ratio"])
-        self.group["cursor"] = self.order.cursor
-        return units
-
-    def undo_selection(self, units: Tensor | None) -> None:
-        """Takes a skipped step back: it is not counted, and its units keep their turn."""
-        self.group["calls"] -= 1
-        if units is not None:
-            self.order.undo_next(len(units))
-            self.group["cursor"] = self.order.cursor
-
     def gather_units(self, buffer: Tensor, units: Tensor) -> Tensor:
         """Returns the elements of these units of a buffer of the large tensors, flat."""
         if self.selects_elements:
@@ -562,43 +453,41 @@ class ParamGroupBuffers:
         else:
             buffer.index_copy_(0, units, values.view(len(units), BLOCK))
 
-    def values_to_average(self, units: Tensor | None) -> dict[FlatLayout, Tensor]:
-        """Returns for each layout what is averaged over the ranks, flat.
+    def parts_to_average(self, is_dense: bool) -> list[Part]:
+        """Returns what is averaged over the ranks.
 
         Args:
-            units: of the large tensors, whose next momentum is averaged; None: the gradients of all
-                large tensors are averaged instead, as those of the small ones always are.
+            is_dense: average the gradients of all tensors; otherwise of the large ones the next
+                momentum of the units whose turn it is.
         """
-        values = {}
+        parts = []
         for layout in self.layouts:
-            if layout is self.large and units is not None:
-                m = self.gather_units(self.m[layout], units)
-                g = self.gather_units(self.g[layout], units)
-                values[layout] = m.lerp_(g, 1 - self.group["betas"][0])
-            else:
-                values[layout] = self._whole_values(layout)
-        return values
-
-    def _whole_values(self, layout: FlatLayout) -> Tensor:
-        """Returns what is averaged of a layout that is exchanged whole, flat."""
-        return self.g[layout].view(-1)
+            units: Tensor | None = None
+            values = self.g[layout].view(-1)
+            if layout is self.large and not is_dense:
+                units = next_units(self.order, self.group["cursor"], self.group["compress_ratio"])
+                if not self.selects_elements:
+                    units = units.sort().values  # in the order of memory, which is fastest
+                values = self.gather_units(self.m[layout], units)
+                values.lerp_(self.gather_units(self.g[layout], units), 1 - self.group["betas"][0])
+            parts.append(Part(layout, values, units))
+        return parts
 
     # -------------------------------------------------------- the update
 
-    def update(self, exchange: GroupExchange, active: Tensor, *, nodes: int) -> None:
+    def update(self, parts: list[Part], active: Tensor, *, ranks: int) -> None:
         """Takes the step with the means that were received; nothing changes if `active` is 0.
 
         Args:
-            exchange: the means.
+            parts: the means.
             active: (), 0 where the step is skipped; a CPU step that is skipped does not come here.
-            nodes: how many nodes (or ranks) exchange.
+            ranks: how many exchange.
         """
-        if not self.layouts:
+        self.group["calls"] += 1
+        if not parts:
             return
-        counted = active
-        if exchange.has_gradient is not None:
-            counted = active * torch.cat(list(exchange.has_gradient.values())).any()
-        self.group["steps"] += counted
+        known = [part.has_gradient for part in parts if part.has_gradient is not None]
+        self.group["steps"] += active * torch.cat(known).any() if known else active
         adam = AdamStep(
             betas=self.group["betas"],
             eps=self.group["eps"],
@@ -606,49 +495,63 @@ class ParamGroupBuffers:
             steps=self.group["steps"],
             active=active if _is_decided_on_device(active) else None,
         )
-        units = exchange.units
-        if units is not None:
-            self.mask.zero_().view(-1).index_fill_(0, units, 1.0)
-        for layout, means in exchange.values.items():
-            self._take_norms(layout, self.w_norms[layout], units=units)
-            changes = self._rows_that_change(layout, exchange)
+        for part in parts:
+            layout, units = part.layout, part.units
+            if units is not None:
+                self.group["cursor"] = (self.group["cursor"] + len(units)) % len(self.order)
+                self.mask.zero_().view(-1).index_fill_(0, units, 1.0)
+            weight_norms = self._tensor_norms(layout, units)
+            changes = self._rows_that_change(part)
             moments = self.m[layout], self.v[layout]
             before = [each.clone() for each in moments] if changes is not None else []
-            if units is not None and layout is self.large:
-                self._update_selected(units, means, adam=adam)
+            if units is not None:
+                self._update_selected(units, part.values, adam=adam)
             else:
-                self._update_whole(layout, means, adam=adam)
+                u, grads = self.u[layout], part.values.view_as(self.u[layout])
+                adam_update_([u], [self.m[layout]], [self.v[layout]], grads=[grads], adam=adam)
             if changes is not None:
                 for each, old in zip(moments, before):
                     each.copy_(torch.where(changes, each, old))
                 self.u[layout].masked_fill_(~changes, 0.0)
-            self._take_norms(layout, self.u_norms[layout], units=units)
-        if self.small.rows:
-            self._update_small(active)
-        if self.large.rows:
-            changes = self._rows_that_change(self.large, exchange)
+            update_norms = self._tensor_norms(layout, units)
+            if layout is self.small:
+                self._update_small(lamb_trust_ratios(weight_norms[0], update_norms[0]), active)
+                continue
             self._update_freshness(units, active if changes is None else active * changes)
-            self._update_large(units, active, nodes)
+            selected, others = map(lamb_trust_ratios, weight_norms, update_norms)
+            # At a small k a step may select nothing of a tensor, which then has one ratio only.
+            has_selected = (weight_norms[0] > 0) & (update_norms[0] > 0)
+            trust = torch.where(has_selected, selected, others), others
+            self._update_large(trust, active, ranks=ranks, is_whole=units is None)
 
-    def _rows_that_change(self, layout: FlatLayout, exchange: GroupExchange) -> Tensor | None:
+    def _rows_that_change(self, part: Part) -> Tensor | None:
         """Returns for each row of a layout (rows, 1) whether its tensor has a gradient.
 
         None: all tensors have one.
         """
-        if exchange.has_gradient is None:
+        if part.has_gradient is None:
             return None
-        return exchange.has_gradient[layout].index_select(0, self.row_tensors[layout])[:, None]
+        return part.has_gradient.index_select(0, self.row_tensors[part.layout])[:, None]
 
-    def _take_norms(self, layout: FlatLayout, norms: RowNorms, *, units: Tensor | None) -> None:
-        """Takes the norms of the rows of what the buffer of u holds: weights, then updates.
+    def _tensor_norms(self, layout: FlatLayout, units: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Computes norms of what the buffer of u holds: weights, then updates.
 
-        Where single elements are selected, those of each row's selected ones as well.
+        Returns:
+            Of each tensor (tensors,) the norm of its selected elements, and that of the others;
+            without units the norms of all elements, and zeros.
         """
         values = self.u[layout]
-        torch.linalg.vector_norm(values, dim=1, out=norms.all)
-        if units is not None and layout is self.large and self.selects_elements:
+        squares = torch.linalg.vector_norm(values, dim=1).square()  # of each row
+        if units is None:
+            of_tensors = layout.sum_per_tensor(squares).sqrt()
+            return of_tensors, torch.zeros_like(of_tensors)
+        if self.selects_elements:
             values = torch.mul(values, self.mask, out=self.scratch)
-            torch.linalg.vector_norm(values, dim=1, out=norms.selected)
+            selected = torch.linalg.vector_norm(values, dim=1).square()
+        else:
+            selected = squares * self.mask[:, 0]
+        others = (squares - selected).clamp(min=0)
+        return layout.sum_per_tensor(selected).sqrt(), layout.sum_per_tensor(others).sqrt()
 
     def _update_selected(self, units: Tensor, means: Tensor, *, adam: AdamStep) -> None:
         """Computes moments and u of the large tensors, of which some units were exchanged.
@@ -676,32 +579,12 @@ class ParamGroupBuffers:
         self.scatter_units(m, units, values=means)
         self.scatter_units(u, units, values=of_units)
 
-    def _update_whole(self, layout: FlatLayout, means: Tensor, *, adam: AdamStep) -> None:
-        """Computes moments and u of a layout that was exchanged whole.
-
-        Args:
-            layout: the layout.
-            means: of `_whole_values` over the ranks, flat.
-            adam: of this step.
-        """
-        u = self.u[layout]
-        adam_update_([u], [self.m[layout]], [self.v[layout]], grads=[means.view_as(u)], adam=adam)
-
-    def _update_small(self, active: Tensor) -> None:
-        """Takes LAMB's step of the small tensors."""
+    def _update_small(self, ratios: Tensor, active: Tensor) -> None:
+        """Takes LAMB's step of the small tensors, by their trust ratios (tensors,)."""
         layout, u = self.small, self.u[self.small]
-        w_norms, u_norms = (
-            layout.sum_per_tensor(norms[layout].all.square()).sqrt()
-            for norms in (self.w_norms, self.u_norms)
-        )
-        ratios = self._clamp_small(lamb_trust_ratios(w_norms, u_norms))
-        rates = torch.where(self.adapts[layout], ratios, 1.0) * (self.group["lr"] * active)
+        rates = torch.where(self.adapts, ratios, 1.0) * (self.group["lr"] * active)
         u.mul_(rates.to(layout.dtype)[self.row_tensors[layout], None])
         subtract_updates(layout.tensors, self.u_views[layout], lr=1.0)
-
-    def _clamp_small(self, ratios: Tensor) -> Tensor:
-        """Limits the trust ratios (tensors,) of the small tensors; here not at all, as LAMB."""
-        return ratios
 
     def _update_freshness(self, units: Tensor | None, active: Tensor) -> None:
         """Makes all units a step older but for those that were exchanged.
@@ -720,74 +603,29 @@ class ParamGroupBuffers:
             renewed = (self.mask * active).to(freshness.dtype)
         torch.maximum(freshness, renewed, out=freshness)
 
-    def _update_large(self, units: Tensor | None, active: Tensor, nodes: int) -> None:
-        """Takes SLAMB's step of the large tensors."""
+    def _update_large(
+        self, trust: tuple[Tensor, Tensor], active: Tensor, *, ranks: int, is_whole: bool
+    ) -> None:
+        """Takes SLAMB's step of the large tensors.
+
+        Args:
+            trust: ratios of the selected elements and of the others (tensors,).
+            active: (), 0 where nothing changes.
+            ranks: how many exchange.
+            is_whole: whether everything was exchanged, and trust has no limit, as in LAMB.
+        """
         layout, u, r = self.large, self.u[self.large], self.freshness
-        w_selected, w_others = self._split_norms(self.w_norms[layout], units)
-        u_selected, u_others = self._split_norms(self.u_norms[layout], units)
-        others = lamb_trust_ratios(w_others, u_others)
-        selected = self._selected_ratios(w_selected, u_selected, others=others)
-        row_tensors = self.row_tensors[layout]
         selected, others = (
-            torch.where(self.adapts[layout], each, 1.0).index_select(0, row_tensors)[:, None]
-            for each in (selected, others)
+            each.index_select(0, self.row_tensors[layout])[:, None] for each in trust
         )
         rates = torch.lerp(others, selected, r, out=self.scratch)
-        self._clamp_large_(rates, units)
-        stale = 1 / math.sqrt(nodes)  # the share of the rate for momentum of one rank alone
+        if not is_whole:
+            rates.clamp_(max=LARGEST_TRUST)
+        stale = 1 / math.sqrt(ranks)  # the share of the rate for momentum of one rank alone
         rate = self.group["lr"] * active
         trusted = torch.mul(r, (1 - stale) * rate, out=self.mask).add_(stale * rate)
         u.mul_(rates.mul_(trusted))
         subtract_updates(layout.tensors, self.u_views[layout], lr=1.0)
-
-    def _selected_ratios(self, weights: Tensor, updates: Tensor, *, others: Tensor) -> Tensor:
-        """Returns the trust ratios (tensors,) of the selected elements.
-
-        At a small k a step may select nothing of a tensor, which then has one ratio only.
-
-        Args:
-            weights: norms of the selected weights (tensors,).
-            updates: norms of the selected elements of u (tensors,).
-            others: trust ratios of the other elements (tensors,).
-        """
-        has_selected = (weights > 0) & (updates > 0)
-        return torch.where(has_selected, lamb_trust_ratios(weights, updates), others)
-
-    def _clamp_large_(self, trust: Tensor, units: Tensor | None) -> None:
-        """Limits the trust ratios of the large tensors, in place."""
-        if units is not None:
-            trust.clamp_(max=TRUST_CLAMP[1])
-
-    def _split_norms(self, norms: RowNorms, units: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Computes the norms of each large tensor's selected elements and of its others.
-
-        Returns:
-            Two tensors (tensors,); without units the norms of all elements, and zeros.
-        """
-        squares = norms.all.square()
-        if units is None:
-            of_tensors = self.large.sum_per_tensor(squares).sqrt()
-            return of_tensors, torch.zeros_like(of_tensors)
-        selected = norms.selected.square() if self.selects_elements else squares * self.mask[:, 0]
-        others = (squares - selected).clamp(min=0)
-        return (
-            self.large.sum_per_tensor(selected).sqrt(),
-            self.large.sum_per_tensor(others).sqrt(),
-        )
-
-
-@dataclass
-class RowNorms:
-    """The norm of each row of a buffer, and, of single selected elements, that of the selected."""
-
-    all: Tensor  # (rows,)
-    selected: Tensor  # (rows,), unused where whole rows are selected
-
-    @classmethod
-    def empty(cls, layout: FlatLayout) -> RowNorms:
-        """Memory for the norms of the rows of a layout."""
-        like = torch.empty(layout.rows, dtype=layout.dtype, device=layout.device)
-        return cls(like, torch.empty_like(like))
 
 
 def _is_decided_on_device(active: Tensor) -> bool:

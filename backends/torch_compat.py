@@ -23,6 +23,7 @@ MINIMUM_VERSIONS = {
     "fsdp": (2, 9),
     "export": (2, 9),
     "muon": (2, 9),
+    "shared_gpu": (2, 11),  # before it, gloo's futures end too early for a GPU (pytorch #170812)
 }
 
 
@@ -81,14 +82,6 @@ def set_group_timeouts(seconds: float) -> None:
     set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
     for group in tuple(c10d._world.pg_map):
         set_timeout(timedelta(seconds=seconds), group)
-
-
-def gloo_future_is_early() -> bool:
-    """Return whether the future of gloo's all-reduce may end before a GPU's tensors are back.
-
-    This is the case before torch 2.11 (pytorch #170812); waiting for the work is safe.
-    """
-    return TORCH_VERSION < (2, 11)
 
 
 def cpu_has_bf16() -> bool:

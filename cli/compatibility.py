@@ -42,8 +42,6 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
      "each process would skip steps of its own; use --precision bf16 or fp32"),
     ([{"wire_dtype": tuple(WIRE_BITS)}], [{"optimizer": ("demo",)}, {"sync": ("diloco",)}],
      "only SLAMB keeps what rounding leaves; use --wire_dtype bf16, fp16 or fp32"),
-    ([{"wire_dtype": tuple(WIRE_BITS)}], [{"node_groups": ON}],
-     "rounded momentum is gathered from all processes; leave one of them out"),
     ([{"ema": ON}], [{"optimizer": ("slamb",)}, MEETING],
      "weights differ between the processes; leave one of them out"),
     # ---- batches that change

@@ -315,7 +315,6 @@ def create_optimizer(
         settings["wire_dtype"] = OWN_WIRE_DTYPES[args.wire_dtype]
     if name == "slamb":
         settings["wire_bits"] = WIRE_BITS.get(args.wire_dtype, 0)
-        settings["node_group"] = run.world.node_group() if args.node_groups else None
     with refused_as("--opt_args"):
         return choice.make(groups, lr=scaled_lr(args, run.world), **settings, **args.opt_args)
 

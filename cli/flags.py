@@ -242,8 +242,6 @@ def add_optimizer(parser: ScriptParser, optimizers: Mapping[str, OptimizerChoice
         only_with=users("compress_ratio"))
     add("--compress_warmup", fraction, [0.5, 0.5, 0.2], "these shares in the first epochs instead; "
         "none without a value", nargs="*", metavar="F", only_with=users("compress_warmup"))
-    add("--node_groups", switch, False, "whole gradients within a node, momentum between nodes",
-        only_with={"optimizer": ("slamb",)})
 
 
 def add_schedule(parser: ScriptParser) -> None:
@@ -316,7 +314,7 @@ def add_communication(parser: ScriptParser) -> None:
     add("--wire_dtype", Choice(["bf16", "fp16", "fp32", *WIRE_BITS]), "bf16", "format of what is "
         "sent; int8 and int4 are for SLAMB's momentum",
         only_with=[slamb, {"optimizer": ("demo",)}, diloco])
-    parser.declare_settings("communication", "--sync_args", "lr, momentum and fragments of diloco")
+    parser.declare_settings("communication", "--sync_args", "lr and momentum of diloco")
 
 
 def add_batches(parser: ScriptParser, batch_rules: Collection[str]) -> None:

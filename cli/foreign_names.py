@@ -65,7 +65,6 @@ FOREIGN = {
     "--peak": "--lr_args=peak=",
     "--outer_lr": "--sync_args=lr=",
     "--outer_momentum": "--sync_args=momentum=",
-    "--fragments": "--sync_args=fragments=",
     "--batch_factor": "--batch_args=factor=",
     "--batch_growth": "--batch_args=growth=",
     "--dynamic_lr": "--batch_args=lr=",

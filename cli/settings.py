@@ -38,7 +38,7 @@ PARTS: dict[str, tuple[str, Parts]] = {
         "lr_schedule",
         {name: own(Schedule, *settings) for name, settings in SETTINGS.items()},
     ),
-    "sync_args": ("sync", {"diloco": own(DiLoCo, "lr", "momentum", "fragments")}),
+    "sync_args": ("sync", {"diloco": own(DiLoCo, "lr", "momentum")}),
     "batch_args": (
         "dynamic_batch",
         {

@@ -10,7 +10,7 @@ hook.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.futures import Future
 from torch.nn import functional as F
 
-from backends import torch_compat
 from distributed.averaging import RankAverager, average_tensors
 from distributed.quantization import ROW, dequantize, quantize
 from distributed.world import World
@@ -70,20 +69,12 @@ class AllReduceHook:
         buffer = bucket.buffer()
         wire_dtype = WIRE_DTYPES.get(self.compression, buffer.dtype)
         self.world.bytes_sent += buffer.numel() * wire_dtype.itemsize
-        if buffer.is_cuda and must_not_use_futures():
-            return self._all_reduce_now(buffer, wire_dtype)
         send = {
             "none": default_hooks.allreduce_hook,
             "fp16": default_hooks.fp16_compress_hook,
             "bf16": default_hooks.bf16_compress_hook,
         }[self.compression]
         return send(dist.group.WORLD, bucket)  # type: ignore[arg-type]
-
-    def _all_reduce_now(self, buffer: Tensor, wire_dtype: torch.dtype) -> Future[Tensor]:
-        """Average a buffer of gradients, and wait for it before the backward pass goes on."""
-        sent = buffer.to(wire_dtype, copy=True).div_(self.world.size)
-        dist.all_reduce(sent)
-        return _finished(buffer.copy_(sent))
 
     def _power_sgd(self, bucket: dist.GradBucket) -> Future[Tensor]:
         power_sgd, buffer = self.power_sgd, bucket.buffer()
@@ -151,7 +142,7 @@ class RoundedGradients(AllReduceHook):
     def __init__(self, world: World, compression: str) -> None:
         super().__init__(world, compression)
         self.bits = ROUNDED_BITS[compression]
-        self.averager = RankAverager(None, None)
+        self.averager = RankAverager()
         # e of each parameter that is rounded, its elements in the order of DDP's bucket
         self.errors: dict[Tensor, Tensor] = {}
 
@@ -191,16 +182,11 @@ class RoundedGradients(AllReduceHook):
 
     def rank_state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
         """What rounding has left on this rank, by the parameters' numbers."""
-        numbered = enumerate(parameters)
-        return {str(n): self.errors[p].cpu() for n, p in numbered if p in self.errors}
+        return _by_number(self.errors, parameters)
 
     def load_rank_state_dict(self, state: dict[str, Tensor], parameters: Sequence[Tensor]) -> None:
         """Load what `rank_state_dict` returned."""
-        self.errors = {
-            parameter: state[str(number)].to(parameter.device)
-            for number, parameter in enumerate(parameters)
-            if str(number) in state
-        }
+        self.errors = _by_parameter(state, parameters)
 
 
 class DelayedAllReduce(AllReduceHook):
@@ -237,17 +223,12 @@ class DelayedAllReduce(AllReduceHook):
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
         """The gradients in flight by the parameters' numbers, the same on all ranks."""
-        numbered = enumerate(parameters)
-        sent = {str(n): self.in_flight[p] for n, p in numbered if p in self.in_flight}
-        return {number: _wait_for(*each).cpu() for number, each in sent.items()}
+        arrived = {p: _wait_for(*each) for p, each in self.in_flight.items()}
+        return _by_number(arrived, parameters)
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Load what `state_dict` returned."""
-        self.in_flight = {
-            parameter: (None, state[str(number)].to(parameter.device))
-            for number, parameter in enumerate(parameters)
-            if str(number) in state
-        }
+        self.in_flight = {p: (None, g) for p, g in _by_parameter(state, parameters).items()}
 
 
 class LocalSGD(AllReduceHook):
@@ -267,7 +248,7 @@ class LocalSGD(AllReduceHook):
     def __init__(self, world: World, every: int, *, after: int = 0) -> None:
         super().__init__(world)
         self.every, self.after, self.steps = every, after, 0
-        self.averager = RankAverager(None, None)
+        self.averager = RankAverager()
 
     def run(self, state, bucket):  # see AllReduceHook.run
         """Average gradients during the first `after` steps; later leave each rank its own."""
@@ -311,6 +292,18 @@ def _replace_non_finite(power_sgd: powerSGD_hook.PowerSGDState) -> None:
         factors.copy_(torch.where(factors.isfinite().all(), factors, fresh))
 
 
+def _by_number(values: Mapping[Tensor, Tensor], parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The values of parameters by the parameters' numbers, in the memory of the host."""
+    return {str(n): values[p].cpu() for n, p in enumerate(parameters) if p in values}
+
+
+def _by_parameter(
+    state: Mapping[str, Tensor], parameters: Sequence[Tensor]
+) -> dict[Tensor, Tensor]:
+    """Inverse of `_by_number`, on the parameters' devices."""
+    return {p: state[str(n)].to(p.device) for n, p in enumerate(parameters) if str(n) in state}
+
+
 def is_rounded(parameter: Tensor) -> bool:
     """Whether `RoundedGradients` rounds the gradient of a parameter."""
     return parameter.ndim > 1 and parameter.numel() >= SMALLEST_ROUNDED
@@ -334,11 +327,6 @@ def _wait_for(work: dist.Work | None, gradient: Tensor) -> Tensor:
     if work is not None:
         work.wait()
     return gradient
-
-
-def must_not_use_futures() -> bool:
-    """Whether the futures of this process group are not to be trusted with a GPU's tensors."""
-    return dist.get_backend() == "gloo" and torch_compat.gloo_future_is_early()
 
 
 def _finished(buffer: Tensor) -> Future[Tensor]:

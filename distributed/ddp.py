@@ -7,13 +7,14 @@ with no_gradient_sync(parallel): ...        # micro-batches before the last one 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from backends.torch_compat import ddp_buffer_arguments
 from distributed import fsdp
-from distributed.comm_hooks import AllReduceHook, must_not_use_futures
+from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
 from errors import InputError
 
@@ -57,14 +58,8 @@ def wrap(
         return model
     if sync_batch_norm:
         model = with_sync_batch_norm(model, world)
-    on_gpu = world.device.type == "cuda"
-    if on_gpu and hook.compression == "powersgd" and must_not_use_futures():
-        raise InputError(
-            "--grad_compress powersgd between processes that share a GPU needs torch 2.11 or "
-            "newer; use --grad_compress bf16"
-        )
     # With two buckets torch's PowerSGD hook aborts on gloo.
-    one_bucket = hook.compression == "powersgd" and not on_gpu
+    one_bucket = hook.compression == "powersgd" and world.device.type != "cuda"
     wrapped = DistributedDataParallel(
         model,
         gradient_as_bucket_view=True,
@@ -81,12 +76,21 @@ def is_wrapped(model: nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel)
 
 
-def no_gradient_sync(model: nn.Module) -> contextlib.AbstractContextManager:
-    """A context in which backward passes add up this rank's own gradients and send nothing.
+@contextlib.contextmanager
+def no_gradient_sync(model: nn.Module) -> Iterator[None]:
+    """Let backward passes within the block add up this rank's own gradients and send nothing.
 
     Args:
         model: wrapped by `wrap`, sharded by `fsdp.shard`, or neither.
     """
     if isinstance(model, DistributedDataParallel):
-        return model.no_sync()
-    return fsdp.no_gradient_sync(model) if fsdp.is_sharded(model) else contextlib.nullcontext()
+        with model.no_sync():
+            yield
+    elif fsdp.is_sharded(model):
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)  # type: ignore[operator]
+    else:
+        yield

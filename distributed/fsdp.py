@@ -11,10 +11,9 @@ sharded_checkpoint.py for files.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -106,16 +105,6 @@ def is_sharded(module: nn.Module) -> bool:
     if torch_fsdp is None or torch_compat.unavailable_reason("fsdp"):
         return False
     return isinstance(module, torch_fsdp.FSDPModule)
-
-
-@contextlib.contextmanager
-def no_gradient_sync(model: nn.Module) -> Iterator[None]:
-    """Let backward passes within the block add up this rank's own gradients of a sharded model."""
-    model.set_requires_gradient_sync(False)  # type: ignore[operator]
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)  # type: ignore[operator]
 
 
 def unshard(tensor: Tensor) -> Tensor:

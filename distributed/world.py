@@ -29,10 +29,12 @@ from backends.torch_compat import (
     abort_process_groups,
     gloo_needs_final_barrier,
     set_group_timeouts,
+    unavailable_reason,
 )
+from distributed.averaging import RankAverager, average_tensors
 from distributed.interface import own_address, use_interface_of
 from distributed.worker import end_with_launcher, is_restarted
-from errors import LINE_LIMIT, LostPeer
+from errors import LINE_LIMIT, InputError, LostPeer
 
 if dist.is_available():
     # The default arguments of its functions are the default group of the time of its import. Were
@@ -42,7 +44,6 @@ if dist.is_available():
     import torch.distributed.nn.functional  # noqa: F401
 
 READ_SECONDS = 7200.0  # for what one process does for all of a node or of the job: to download
-FEW_RANKS, VOTE_EVERY = 16, 16  # more ranks vote on stopping at every so many steps
 RESTART_SECONDS = 20.0  # in which the processes of a restarted job come back, if they do
 LOST_PEER_SIGNS = (  # in messages of gloo, of nccl and of the store in which the ranks meet
     "closed by peer",
@@ -132,13 +133,8 @@ class World:
     def average_buffers(self, model: nn.Module) -> None:
         """Replace BatchNorm's running statistics by their mean over the ranks; one all-reduce."""
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        if self.size == 1 or not buffers:
-            return
-        flat = torch.cat([buffer.flatten().float() for buffer in buffers])
-        dist.all_reduce(flat)
-        means = (flat / self.size).split([buffer.numel() for buffer in buffers])
-        for buffer, mean in zip(buffers, means):
-            buffer.copy_(mean.view_as(buffer))
+        if self.size > 1:
+            average_tensors(buffers, RankAverager())
 
     # ---------------------------------------------------------------- between the hosts
 
@@ -169,17 +165,6 @@ class World:
         box: list[Any] = [None] * self.size
         dist.gather_object(value, box if self.is_main else None, dst=0, group=self.control)
         return box if self.is_main else []
-
-    def node_group(self) -> dist.ProcessGroup | None:
-        """The process group of this node's ranks; None where it would be of no use.
-
-        That is where every rank is alone on its node, or where there is only one node. Collective.
-        """
-        if self.local_size in (1, self.size):
-            return None
-        starts = range(0, self.size, self.local_size)
-        groups = [new_group(list(range(start, start + self.local_size))) for start in starts]
-        return groups[self.rank // self.local_size]
 
     # ---------------------------------------------------------------- time limits
 
@@ -230,13 +215,11 @@ class World:
 class StopVote:
     """Whether any rank wants to stop; agreed a step late, so that asking never waits.
 
-    Call `ask` once a step on every rank; the answer is the same on all of them. Many ranks vote at
-    every `VOTE_EVERY`-th call alone, since an all-reduce among them takes milliseconds.
+    Call `ask` once a step on every rank; the answer is the same on all of them.
     """
 
     def __init__(self, world: World) -> None:
-        self.world, self.calls = world, 0
-        self.every = VOTE_EVERY if world.size > FEW_RANKS else 1
+        self.world = world
         self.pending: tuple[dist.Work, Tensor] | None = None
 
     def ask(self, wants_to_stop: bool) -> bool:
@@ -247,9 +230,6 @@ class StopVote:
         if self.world.size == 1:
             return wants_to_stop
         agreed = self.finish()
-        self.calls += 1
-        if self.calls % self.every:
-            return agreed
         box = torch.tensor(int(wants_to_stop))
         work = dist.all_reduce(box, dist.ReduceOp.MAX, group=self.world.control, async_op=True)
         self.pending = work, box
@@ -295,7 +275,7 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
         device_name: 'auto', 'cpu', 'cuda' or 'cuda:N'.
         limits: how long the processes wait for each other.
     Raises:
-        InputError: the device is not there.
+        InputError: the device is not there, or this torch cannot share it between processes.
         LostPeer: another process has ended or does not answer.
     """
     env = os.environ
@@ -306,13 +286,16 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
         return
     end_with_launcher()
     backend = choose_collectives(device_name, device, local_size)
+    shares_gpu = device.type == "cuda" and backend == "gloo"
+    if shares_gpu and (reason := unavailable_reason("shared_gpu")):
+        raise InputError(f"--device {device_name} of several processes {reason}; use --device auto")
     world = World(
         rank=int(env["RANK"]),
         size=int(env["WORLD_SIZE"]),
         local_rank=local_rank,
         local_size=local_size,
         device=device,
-        shares_gpu=device.type == "cuda" and backend == "gloo",
+        shares_gpu=shares_gpu,
         limits=limits,
         time_limit=limits.start,
     )

@@ -24,13 +24,67 @@ import torch
 from torch import Tensor
 
 
-class GradScalerOptimizer(torch.optim.Optimizer):
+class CheckedOptimizer(torch.optim.Optimizer):
+    """An optimizer that checks its hyper-parameters, parameters and gradients.
+
+    Subclasses implement `check_hyperparameters` and `_apply_step`.
+
+    Raises:
+        ValueError: a hyper-parameter of a group is out of its range, or a parameter is complex or
+            twice in a group.
+        RuntimeError: a gradient is sparse (in `step`).
+    """
+
+    @abstractmethod
+    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
+        """Returns for each hyper-parameter of a group whether it is in its range."""
+
+    @abstractmethod
+    def _apply_step(self) -> None:
+        """Updates all parameters; called without gradient tracking."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        group, name = self.defaults | param_group, type(self).__name__
+        for setting, in_range in self.check_hyperparameters(group).items():
+            if not in_range:
+                raise ValueError(f"{name}: {setting}={group[setting]} is out of its range")
+        super().add_param_group(param_group)
+        parameters = self.param_groups[-1]["params"]  # which torch has made a list
+        problem = ""
+        if any(p.is_complex() for p in parameters):
+            problem = f"{name} does not take complex parameters"
+        elif len(set(parameters)) < len(parameters):
+            problem = f"{name}: a parameter is in the same group twice"
+        if problem:
+            del self.param_groups[-1]
+            raise ValueError(problem)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Performs one step.
+
+        Args:
+            closure: computes the loss and its gradients anew; its loss is returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grads = (p.grad for group in self.param_groups for p in group["params"])
+        if any(grad is not None and grad.is_sparse for grad in grads):
+            raise RuntimeError(f"{type(self).__name__} does not take sparse gradients")
+        self._apply_step()
+        return loss
+
+
+class GradScalerOptimizer(CheckedOptimizer):
     """An optimizer that skips a step with non-finite gradients on the device, without a host read.
 
     A GradScaler (and `step_unless_skipped`) sets `found_inf` and `grad_scale` instead of reading
     them on the host, as it does for torch's fused optimizers.
-
-    Subclasses implement `check_hyperparameters` and `_apply_step`.
 
     Args:
         params: parameters or parameter groups.
@@ -39,11 +93,6 @@ class GradScalerOptimizer(torch.optim.Optimizer):
             With False the optimizer is to the GradScaler as any plain one, which unscales the
             gradients and reads on the host whether to call `step`. Lightning refuses to clip
             gradients in mixed precision for optimizers that scale by themselves, and needs False.
-
-    Raises:
-        ValueError: a hyper-parameter of a group is out of its range, or a parameter is complex or
-            twice in a group.
-        RuntimeError: a gradient is sparse (in `step`).
     """
 
     # torch's GradScaler reads the first; it sets the others before `step` and deletes them after it
@@ -65,22 +114,6 @@ class GradScalerOptimizer(torch.optim.Optimizer):
         """The factor () by which the gradients are too large; None if they are not scaled."""
         return self.grad_scale if isinstance(self.grad_scale, Tensor) else None
 
-    @abstractmethod
-    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        """Returns for each hyper-parameter of a group whether it is in its range."""
-
-    @abstractmethod
-    def _apply_step(self) -> None:
-        """Updates all parameters; called without gradient tracking."""
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group = self.defaults | param_group
-        for name, in_range in self.check_hyperparameters(group).items():
-            if not in_range:
-                raise ValueError(f"{type(self).__name__}: {name}={group[name]} is out of its range")
-        super().add_param_group(param_group)
-        refuse_unsupported_parameters(self)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state as torch does, but each state tensor keeps its own precision.
 
@@ -97,24 +130,6 @@ class GradScalerOptimizer(torch.optim.Optimizer):
             for name, value in group.items():
                 if isinstance(value, Tensor) and group["params"]:
                     group[name] = value.to(group["params"][0].device)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Performs one step.
-
-        Args:
-            closure: computes the loss and its gradients anew; its loss is returned.
-
-        Raises:
-            RuntimeError: a gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        refuse_sparse_gradients(self)
-        self._apply_step()
-        return loss
 
     def unscaled_grads(
         self, group: dict[str, Any]
@@ -138,37 +153,41 @@ class GradScalerOptimizer(torch.optim.Optimizer):
         grads = [torch.where(skip, zero, grad) for grad in grads]  # one kernel each
         return parameters, grads, (self.found_inf == 0).double()
 
-    def add_momentum(
+    def step_along(
         self,
-        group: dict[str, Any],
+        updates: list[Tensor],
         parameters: list[Tensor],
         *,
-        updates: list[Tensor],
+        group: dict[str, Any],
         active: Tensor | None,
-    ) -> list[Tensor]:
-        """Adds the updates to the momentum buffers of SGD; returns the updates with momentum.
+    ) -> None:
+        """Takes SGD's step, with momentum, along updates in place of gradients.
 
         Args:
-            group: the hyper-parameters momentum and nesterov.
+            updates: with weight decay; overwritten where `active` is given.
             parameters: the parameters.
-            updates: gradients, with weight decay; overwritten where `active` is given.
+            group: the hyper-parameters lr, momentum and nesterov.
             active: see `unscaled_grads`.
         """
-        momentum = group["momentum"]
-        for p, update in zip(parameters, updates):
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(update)
-        buffers = [self.state[p]["momentum_buffer"] for p in parameters]
-        if active is None:
-            torch._foreach_mul_(buffers, momentum)
-        else:  # in a skipped step the buffers stay, and no weight decay is added to them
-            kept = 1 - active * (1 - momentum)
-            torch._foreach_mul_(buffers, foreach_scalar(kept, buffers))
-            torch._foreach_mul_(updates, foreach_scalar(active, updates))
-        torch._foreach_add_(buffers, updates)
-        if group["nesterov"]:
-            return list(torch._foreach_add(updates, buffers, alpha=momentum))
-        return buffers
+        if momentum := group["momentum"]:
+            for p, update in zip(parameters, updates):
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(update)
+            buffers = [self.state[p]["momentum_buffer"] for p in parameters]
+            if active is None:
+                torch._foreach_mul_(buffers, momentum)
+            else:  # in a skipped step the buffers stay, and no weight decay is added to them
+                kept = 1 - active * (1 - momentum)
+                torch._foreach_mul_(buffers, foreach_scalar(kept, buffers))
+                torch._foreach_mul_(updates, foreach_scalar(active, updates))
+            torch._foreach_add_(buffers, updates)
+            if group["nesterov"]:
+                updates = list(torch._foreach_add(updates, buffers, alpha=momentum))
+            else:
+                updates = buffers
+        if active is not None:
+            updates = list(torch._foreach_mul(updates, foreach_scalar(active, updates)))
+        subtract_updates(parameters, updates, lr=group["lr"])
 
 
 class CommunicatingOptimizer(GradScalerOptimizer):
@@ -180,45 +199,19 @@ class CommunicatingOptimizer(GradScalerOptimizer):
 
     skipped: Tensor  # (), 1 if the last step was skipped on all ranks, else 0; set by `step`
 
-    @abstractmethod
     def average_weights(self) -> None:
-        """Replaces the weights by their mean over the ranks; a collective."""
+        """Replaces the weights by their mean over the ranks, a collective; here they are equal."""
 
     @abstractmethod
     def take_bytes(self) -> int:
         """Returns this rank's payload, in bytes, in all collectives since the last call."""
 
-    @abstractmethod
     def start_epoch(self, epoch: int) -> None:
-        """Applies what is scheduled by epochs, counted from 0."""
+        """Applies what is scheduled by epochs, counted from 0; here nothing is."""
 
-    @abstractmethod
     def epoch_metrics(self) -> dict[str, float]:
         """Returns what the optimizer adds to the metrics of an epoch."""
-
-
-def refuse_unsupported_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Takes the last parameter group away again if an optimizer here cannot train it.
-
-    Raises:
-        ValueError: a parameter is complex, or twice in the group.
-    """
-    parameters, name = optimizer.param_groups[-1]["params"], type(optimizer).__name__
-    if any(p.is_complex() for p in parameters):
-        problem = f"{name} does not take complex parameters"
-    elif len(set(parameters)) < len(parameters):
-        problem = f"{name}: a parameter is in the same group twice"
-    else:
-        return
-    del optimizer.param_groups[-1]
-    raise ValueError(problem)
-
-
-def refuse_sparse_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Raises RuntimeError where a gradient is sparse."""
-    grads = (p.grad for group in optimizer.param_groups for p in group["params"])
-    if any(grad is not None and grad.is_sparse for grad in grads):
-        raise RuntimeError(f"{type(optimizer).__name__} does not take sparse gradients")
+        return {}
 
 
 def step_unless_skipped(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:

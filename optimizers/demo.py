@@ -69,20 +69,19 @@ class DeMo(CommunicatingOptimizer):
         if not 1 <= chunk <= LARGEST_CHUNK:
             raise ValueError(f"DeMo: chunk={chunk} must be from 1 to {LARGEST_CHUNK}")
         self.chunk, self.wire_dtype = chunk, wire_dtype
-        self.averager = RankAverager(None, None)
+        self.averager = RankAverager()
         self.parts: list[ChunkedTensors] | None = None
         self.trained: list[bool] = []  # which parameters are in them
         defaults = {"lr": lr, "decay": decay, "topk": topk, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "chunk": self.chunk, "wire_dtype": self.wire_dtype}
+        settings = {name: getattr(self, name) for name in ("chunk", "wire_dtype", "averager")}
+        return {**super().__getstate__(), **settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.parts, self.trained = None, []
-        if "averager" not in vars(self):  # an unpickled one; load_state_dict comes here as well
-            self.averager = RankAverager(None, None)
 
     def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
         return {
@@ -96,18 +95,8 @@ class DeMo(CommunicatingOptimizer):
         super().add_param_group(param_group)
         self.parts = None
 
-    def start_epoch(self, epoch: int) -> None:
-        """Nothing of DeMo is scheduled by epochs."""
-
-    def epoch_metrics(self) -> dict[str, float]:
-        """Returns nothing: DeMo has no value that changes from epoch to epoch."""
-        return {}
-
     def take_bytes(self) -> int:
         return self.averager.take_bytes()
-
-    def average_weights(self) -> None:
-        """Leaves the weights as they are: all ranks have the same."""
 
     def _apply_step(self) -> None:
         trained = [p.requires_grad for group in self.param_groups for p in group["params"]]

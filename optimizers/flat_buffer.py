@@ -3,8 +3,8 @@
 layout = FlatLayout(parameters, width=64)
 buffer = layout.new_buffer()                      # (rows, 64), zeros
 torch._foreach_copy_(layout.views(buffer), gradients)
-order = RoundRobin(layout.row_numbers(), seed=0)
-order.next_units(0.1)                             # the next tenth of the row numbers
+order = shuffled(layout.row_numbers(), seed=0)
+units = next_units(order, cursor, 0.1)            # the next tenth of the row numbers
 """
 
 from __future__ import annotations
@@ -85,36 +85,24 @@ class FlatLayout:
         return torch.segment_reduce(rows, "sum", lengths=self._counts, unsafe=True)
 
 
-class RoundRobin:
-    """Units that take turns in a fixed random order.
+def shuffled(units: Tensor, seed: int) -> Tensor:
+    """Returns the units (units,) in a random order; torch's global random state is not used."""
+    order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed))
+    return units[order.to(units.device)]
 
-    Each step takes the next share of the order; after its end it continues at its start. For any
-    sequence of shares in (0, 1], a unit has its next turn within ceil(1 / k) steps, where k is the
-    smallest share until then.
+
+def next_units(order: Tensor, cursor: int, share: float) -> Tensor:
+    """Returns the next ceil(share x units) units of an order in which they take turns.
+
+    After the end of the order comes its start. For any sequence of shares in (0, 1], a unit has its
+    next turn within ceil(1 / k) steps, where k is the smallest share until then.
 
     Args:
-        units: (units,) their numbers, on the device of the tensors that they select from.
-        seed: seed of the order; torch's global random state is not used.
+        order: (units,), fixed.
+        cursor: the place of the next one.
+        share: of all units.
     """
-
-    def __init__(self, units: Tensor, seed: int) -> None:
-        order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed))
-        self.order = units[order.to(units.device)]
-        self.cursor = 0
-
-    def next_units(self, share: float) -> Tensor:
-        """Returns the next ceil(share x units) units and moves on."""
-        count = min(len(self.order), math.ceil(share * len(self.order) - 1e-9))
-        units = self.order[self.cursor : self.cursor + count]
-        wrapped = self.order[: count - len(units)]
-        self.cursor = (self.cursor + count) % max(1, len(self.order))
-        return torch.cat([units, wrapped]) if len(wrapped) else units
-
-    def undo_next(self, count: int) -> None:
-        """Gives the last `count` units their turn again."""
-        self.cursor = (self.cursor - count) % max(1, len(self.order))
-
-    def partition(self, index: int, partitions: int) -> Tensor:
-        """Cuts the order into `partitions` equal parts and returns number `index`, cyclically."""
-        partitions = max(1, min(partitions, len(self.order)))
-        return self.order.tensor_split(partitions)[index % partitions]
+    count = min(len(order), math.ceil(share * len(order) - 1e-9))
+    units = order[cursor : cursor + count]
+    wrapped = order[: count - len(units)]
+    return torch.cat([units, wrapped]) if len(wrapped) else units

@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimizers.base import GradScalerOptimizer, foreach_scalar, subtract_updates
+from optimizers.base import GradScalerOptimizer
 from optimizers.low_rank import project, row_norms, second_moment, subtract_projection
 from optimizers.matrix_functions import absolute_value, inverse, square_root
 
@@ -148,11 +148,7 @@ class KaldiNGD(GradScalerOptimizer):
                 updates = self._precondition(group, parameters, grads=grads)
                 if decay := group["weight_decay"]:
                     updates = list(torch._foreach_add(updates, parameters, alpha=decay))
-                if group["momentum"]:
-                    updates = self.add_momentum(group, parameters, updates=updates, active=active)
-                if active is not None:
-                    updates = list(torch._foreach_mul(updates, foreach_scalar(active, updates)))
-                subtract_updates(parameters, updates, lr=group["lr"])
+                self.step_along(updates, parameters, group=group, active=active)
 
     def _precondition(
         self, group: dict[str, Any], parameters: list[Tensor], *, grads: list[Tensor]

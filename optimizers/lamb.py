@@ -30,7 +30,7 @@ def lamb_trust_ratios(weights: Tensor, updates: Tensor) -> Tensor:
 
 
 class LAMB(GradScalerOptimizer):
-    """Adam with layer-wise trust ratios.
+    """Adam with layer-wise trust ratios; biases and norms, with one axis or none, have none.
 
     State of a parameter: `exp_avg` (m) and `exp_avg_sq` (v), in fp32 at least. State of a group:
     `steps` (t). A step that a GradScaler finds non-finite changes nothing and is not counted.
@@ -41,8 +41,6 @@ class LAMB(GradScalerOptimizer):
         betas: decay rates of the two moments.
         eps: added to the denominator.
         weight_decay: within the update, so that the trust ratio holds for both together.
-        adapt: whether a group has trust ratios; None: its parameters with two axes or more have
-            them, biases and norms do not.
         amp_scaling: see `optimizers.base.GradScalerOptimizer`.
 
     Raises:
@@ -58,16 +56,9 @@ class LAMB(GradScalerOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
-        adapt: bool | None = None,
         amp_scaling: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adapt": adapt,
-        }
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, amp_scaling=amp_scaling)
 
     def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
@@ -100,16 +91,11 @@ class LAMB(GradScalerOptimizer):
                 active=active,
             )
             updates = adam_updates(parameters, m, v, grads=grads, adam=adam)
-            adapts = [
-                (p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters
-            ]
-            adapted = [index for index, adapt in enumerate(adapts) if adapt]
-            if adapted:
-                ratios = lamb_trust_ratios(
-                    tensor_norms([parameters[index] for index in adapted]),
-                    tensor_norms([updates[index] for index in adapted]),
-                )
-                torch._foreach_mul_([updates[index] for index in adapted], list(ratios.unbind()))
+            layers = [each for each in zip(parameters, updates) if each[0].ndim > 1]
+            if layers:
+                weights, layer_updates = map(list, zip(*layers))
+                ratios = lamb_trust_ratios(tensor_norms(weights), tensor_norms(layer_updates))
+                torch._foreach_mul_(layer_updates, list(ratios.unbind()))
             if active is not None:
                 torch._foreach_mul_(updates, foreach_scalar(active, updates))
             subtract_updates(parameters, updates, lr=group["lr"])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimizers.base import GradScalerOptimizer, foreach_scalar, subtract_updates, tensor_norms
+from optimizers.base import GradScalerOptimizer, tensor_norms
 
 
 def lars_trust_ratios(
@@ -35,7 +35,7 @@ def lars_trust_ratios(
 
 
 class LARS(GradScalerOptimizer):
-    """SGD with layer-wise rates.
+    """SGD with layer-wise rates; biases and norms, with one axis or none, have the plain one.
 
     State of a parameter: `momentum_buffer`, in fp32 at least. A step that a GradScaler finds
     non-finite changes nothing.
@@ -47,8 +47,6 @@ class LARS(GradScalerOptimizer):
         trust_coefficient: a layer's rate is about lr times this times |w| / |g|.
         eps: added to the denominator of the trust ratio.
         clip: cap the layers' rates at lr (LARC).
-        adapt: whether a group has layer-wise rates; None: its parameters with two axes or more
-            have them, biases and norms do not.
         amp_scaling: see `optimizers.base.GradScalerOptimizer`.
 
     Raises:
@@ -67,7 +65,6 @@ class LARS(GradScalerOptimizer):
         trust_coefficient: float = 1e-3,
         eps: float = 1e-8,
         clip: bool = False,
-        adapt: bool | None = None,
         amp_scaling: bool = True,
     ) -> None:
         defaults = {
@@ -78,7 +75,6 @@ class LARS(GradScalerOptimizer):
             "trust_coefficient": trust_coefficient,
             "eps": eps,
             "clip": clip,
-            "adapt": adapt,
         }
         super().__init__(params, defaults, amp_scaling=amp_scaling)
 
@@ -97,28 +93,22 @@ class LARS(GradScalerOptimizer):
             parameters, grads, active = self.unscaled_grads(group)
             if not parameters:
                 continue
-            lr, weight_decay = group["lr"], group["weight_decay"]
+            weight_decay = group["weight_decay"]
             if weight_decay:
                 updates = list(torch._foreach_add(grads, parameters, alpha=weight_decay))
             else:
                 updates = list(torch._foreach_mul(grads, 1.0))
-            adapts = [
-                (p.ndim > 1) if group["adapt"] is None else group["adapt"] for p in parameters
-            ]
-            adapted = [index for index, adapt in enumerate(adapts) if adapt]
-            if adapted:
+            layers = [each for each in zip(parameters, grads, updates) if each[0].ndim > 1]
+            if layers:
+                weights, layer_grads, layer_updates = map(list, zip(*layers))
                 ratios = lars_trust_ratios(
-                    tensor_norms([parameters[index] for index in adapted]),
-                    tensor_norms([grads[index] for index in adapted]),
+                    tensor_norms(weights),
+                    tensor_norms(layer_grads),
                     coefficient=group["trust_coefficient"],
                     weight_decay=weight_decay,
                     eps=group["eps"],
                 )
                 if group["clip"]:
-                    ratios = (ratios / lr).clamp(max=1.0)
-                torch._foreach_mul_([updates[index] for index in adapted], list(ratios.unbind()))
-            if group["momentum"]:
-                updates = self.add_momentum(group, parameters, updates=updates, active=active)
-            if active is not None:
-                updates = list(torch._foreach_mul(updates, foreach_scalar(active, updates)))
-            subtract_updates(parameters, updates, lr=lr)
+                    ratios = (ratios / group["lr"]).clamp(max=1.0)
+                torch._foreach_mul_(layer_updates, list(ratios.unbind()))
+            self.step_along(updates, parameters, group=group, active=active)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optimizers.base import refuse_sparse_gradients, refuse_unsupported_parameters
+from optimizers.base import CheckedOptimizer
 from optimizers.param_groups import is_matrix
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(CheckedOptimizer):
     """torch.optim.Muon (Jordan, 2024) and torch.optim.AdamW as one optimizer.
 
     A convolution's weight is a matrix of shape (outputs, everything else). A step of a matrix has
@@ -60,19 +60,13 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.layout: Any = None
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group = self.defaults | param_group
-        in_range = {
+    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
+        return {
             "lr": group["lr"] >= 0,
             "momentum": 0 <= group["momentum"] < 1,
             "weight_decay": group["weight_decay"] >= 0,
             "adamw_ratio": group["adamw_ratio"] >= 0,
         }
-        for name, is_in_range in in_range.items():
-            if not is_in_range:
-                raise ValueError(f"Muon: {name}={group[name]} is out of its range")
-        super().add_param_group(param_group)
-        refuse_unsupported_parameters(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -120,21 +114,7 @@ class Muon(torch.optim.Optimizer):
         state["is_channels_last"] = is_channels_last
         return state
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Performs one step of both.
-
-        Args:
-            closure: computes the loss and its gradients anew; its loss is returned.
-
-        Raises:
-            RuntimeError: a gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        refuse_sparse_gradients(self)
+    def _apply_step(self) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
         layout = [(p.data_ptr(), p.stride()) for p in parameters]
         if self.layout != layout:  # at the first step, after loading, with a new group or format
@@ -150,7 +130,6 @@ class Muon(torch.optim.Optimizer):
                 for name in settings.keys() & {"momentum", "nesterov", "weight_decay", "betas"}:
                     settings[name] = group[name]
                 part.step()
-        return loss
 
 
 def as_matrix(weight: Tensor, *, like: Tensor | None = None) -> Tensor:

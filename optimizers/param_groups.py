@@ -2,37 +2,28 @@
 
 optimizer = torch.optim.AdamW(decay_groups(model, 0.01), lr=1e-3)
 optimizer = NGD(ngd_groups(model, 0.05), lr=0.08)
-optimizer = KaldiNGD(kaldi_ngd_groups(model, 5e-4, skip=["embedding"]), lr=0.1)
+optimizer = KaldiNGD(kaldi_ngd_groups(model, 5e-4), lr=0.1)
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from errors import InputError
 
-
-def optimizer_groups(
-    name: str, model: nn.Module, weight_decay: float, *, skip: Sequence[str] = ()
-) -> list[dict[str, Any]]:
+def optimizer_groups(name: str, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Returns the groups of a model's parameters for the optimizer of this name.
 
     Args:
         name: as a value of --optimizer.
         model: the model.
         weight_decay: see `decay_groups`.
-        skip: see `ngd_groups`; other optimizers have no use for it.
-
-    Raises:
-        InputError: one of `skip` is in no parameter's name.
     """
     if name in ("ngd", "muon"):
-        return ngd_groups(model, weight_decay, skip)
+        return ngd_groups(model, weight_decay)
     if name == "kaldi_ngd":
-        return kaldi_ngd_groups(model, weight_decay, skip)
+        return kaldi_ngd_groups(model, weight_decay)
     return decay_groups(model, weight_decay)
 
 
@@ -55,22 +46,12 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def ngd_groups(
-    model: nn.Module, weight_decay: float, skip: Sequence[str] = ()
-) -> list[dict[str, Any]]:
+def ngd_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Splits the groups of `decay_groups` further, by whether a parameter is under NGD.
 
     Those that are not have `ngd=False`: the parameters of embeddings, of the linear layer that the
     model defines last, which is taken to be the classifier, and positions. Where the classifier is
-    another layer, name it in `skip`, or make the groups yourself.
-
-    Args:
-        model: the model.
-        weight_decay: see `decay_groups`.
-        skip: parameters whose names contain one of these are not under NGD either.
-
-    Raises:
-        InputError: one of `skip` is in no parameter's name.
+    another layer, make the groups yourself.
     """
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     embeddings = [
@@ -78,7 +59,18 @@ def ngd_groups(
     ]
     left_out = {p for module in (*embeddings, *linear[-1:]) for p in module.parameters()}
     left_out |= {p for name, p in model.named_parameters() if is_position(name)}
-    return _split(model, decay_groups(model, weight_decay), left_out=left_out, skip=skip)
+    groups = []
+    for group in decay_groups(model, weight_decay):
+        for ngd in (True, False):
+            parameters = [p for p in group["params"] if (p in left_out) != ngd]
+            if parameters:
+                groups.append({**group, "params": parameters, "ngd": ngd})
+    return groups
+
+
+def kaldi_ngd_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The groups of `decay_groups`, all of which KaldiNGD preconditions where it can."""
+    return [{**group, "ngd": True} for group in decay_groups(model, weight_decay)]
 
 
 def is_matrix(parameter: Tensor, group: dict[str, Any]) -> bool:
@@ -90,48 +82,6 @@ def is_matrix(parameter: Tensor, group: dict[str, Any]) -> bool:
     return bool(group["ngd"]) and has_two_axes and parameter.numel() > 0
 
 
-def kaldi_ngd_groups(
-    model: nn.Module, weight_decay: float, skip: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    """Splits the groups of `decay_groups` further, by whether KaldiNGD preconditions a parameter.
-
-    Args:
-        model: the model.
-        weight_decay: see `decay_groups`.
-        skip: parameters whose names contain one of these are put into groups with `ngd=False`.
-
-    Raises:
-        InputError: one of `skip` is in no parameter's name.
-    """
-    return _split(model, decay_groups(model, weight_decay), left_out=(), skip=skip)
-
-
 def is_position(name: str) -> bool:
     """Whether this is the name of positions: positions, pos_embedding, ..."""
     return any(word.startswith("pos") for word in name.rpartition(".")[2].split("_"))
-
-
-def _split(
-    model: nn.Module,
-    groups: Sequence[dict[str, Any]],
-    *,
-    left_out: Collection[nn.Parameter],
-    skip: Sequence[str],
-) -> list[dict[str, Any]]:
-    """Splits each group by whether a parameter is left out, or has one of `skip` in its name."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for word in skip:
-        if not any(word in name for name in names.values()):
-            modules = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names.values()))
-            raise InputError(
-                f"--ngd_skip {word}: no parameter has this in its name; "
-                f"the model's parts are {modules}"
-            )
-    left_out = {*left_out, *(p for p in names if any(word in names[p] for word in skip))}
-    split = []
-    for group in groups:
-        for ngd in (True, False):
-            parameters = [p for p in group["params"] if (p in left_out) != ngd]
-            if parameters:
-                split.append({**group, "params": parameters, "ngd": ngd})
-    return split

@@ -60,7 +60,6 @@ BOTH = [
     ("--noise_scale --grad_compress powersgd", "powersgd"),
     ("--balance_workers --optimizer slamb", "--balance_workers"),
     ("--wire_dtype int8 --optimizer demo", "only SLAMB keeps what rounding"),
-    ("--wire_dtype int8 --optimizer slamb --node_groups", "gathered from all processes"),
     ("--sync lag --grad_compress sign", "--sync lag"),
     ("--optimizer slamb --grad_compress int4", "--grad_compress int4"),
     ("--sync local --grad_compress bf16", "--sync local"),

@@ -36,7 +36,6 @@ class Axis:
         self.rho = 0.0  # not yet known
         self.d = torch.zeros(self.R, dtype=torch.float64)
         self.t = 0
-        self.floored = self.reorthonormalised = 0
 
     def precondition(self, X: Tensor) -> Tensor:
         """X (N, D) through F_t^-1 as estimated so far, then the estimate is taken one step on."""
@@ -82,13 +81,11 @@ class Axis:
         rho = ((eta / N) * g0 + (1 - eta) * (D * rho + float(d.sum())) - float(s.sum())) / (D - R)
         floor = DELTA * float(s.norm())  # ours: Kaldi's is relative to the largest
         bad_d = bool((s - rho < floor).any()) or rho < floor
-        self.floored += bad_d
         self.d = (s - rho).clamp(min=floor)
         self.rho = max(rho, floor)
         e = self.spread(self.d, self.rho)
         rows = (U.T @ (left[:, None] * J + kept[:, None] * W)) / s[:, None]
         if bad or bad_d:
-            self.reorthonormalised += bad
             Q, T = torch.linalg.qr(rows.T)
             rows = Q.T * torch.sign(T.diagonal())[:, None]
         self.W = e.sqrt()[:, None] * rows

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from authors_slamb import AuthorsSLAMB
-from optimizers.flat_buffer import FlatLayout, RoundRobin
-from slamb import BLOCK, SLAMB, TRUST_CLAMP
+from optimizers.flat_buffer import FlatLayout, next_units, shuffled
+from slamb import BLOCK, LARGEST_TRUST, SMALLEST_LARGE
 
 SHAPES = [(20, 16, 6, 6), (30, 40), (7,), (96, 101), (20,), (5, 3, 2)]
 
@@ -46,15 +44,11 @@ class Oracle:
         k: float,
         *,
         selection: str = "block",
-        authors: bool = False,
-        gradient: Callable[[int, int], list[Tensor]] = gradient,
         **settings: float,
     ) -> None:
         self.ranks = ranks
         self.k = k
         self.selection = selection
-        self.authors = authors  # the formulas of AuthorsSLAMB
-        self.gradient = gradient  # of a step and a rank
         self.t = 0
         self.settings = {
             "lr": 0.01,
@@ -73,14 +67,13 @@ class Oracle:
             [[torch.zeros_like(p) for p in start()] for _ in range(ranks)] for _ in range(2)
         )
         self.age = [torch.zeros_like(p) for p in start()]
-        smallest = (AuthorsSLAMB if authors else SLAMB).default_smallest_large
         self.large = [
-            number for number, p in enumerate(start()) if p.ndim > 1 and p.numel() >= smallest
+            number for number, p in enumerate(start()) if p.ndim > 1 and p.numel() >= SMALLEST_LARGE
         ]
         self.layout = FlatLayout([start()[number] for number in self.large], BLOCK)
         layout = self.layout
         units = layout.element_indices() if selection == "random" else layout.row_numbers()
-        self.order = RoundRobin(units, 0)
+        self.order, self.cursor = shuffled(units, 0), 0
         self.units = units  # that are exchanged in this step
 
     def masks(self, dense: bool) -> list[Tensor]:
@@ -88,10 +81,8 @@ class Oracle:
         masks = [torch.ones_like(p, dtype=torch.bool) for p in start()]
         if dense:
             return masks
-        if self.authors:
-            self.units = self.order.partition(self.t, int(1 / self.k))
-        else:
-            self.units = self.order.next_units(self.k)
+        self.units = next_units(self.order, self.cursor, self.k)
+        self.cursor = (self.cursor + len(self.units)) % len(self.order)
         buffer = torch.zeros(self.layout.rows, BLOCK, dtype=torch.float64)
         (buffer.view(-1) if self.selection == "random" else buffer)[self.units] = 1
         for number, view in zip(self.large, self.layout.views(buffer)):
@@ -102,12 +93,11 @@ class Oracle:
         """Takes one step on all ranks."""
         self.t += 1
         s, t, W = self.settings, self.t, self.ranks
-        dense = not self.authors and (t <= s["dense"] or self.k >= 1 or W == 1)
+        dense = t <= s["dense"] or self.k >= 1 or W == 1
         masks = self.masks(dense)
-        gradients = [self.gradient(t, rank) for rank in range(W)]
+        gradients = [gradient(t, rank) for rank in range(W)]
         for number in range(len(masks)):
-            large = number in self.large
-            if not self.authors and (dense or not large):
+            if dense or number not in self.large:
                 mean = sum(each[number] for each in gradients) / W
                 for each in gradients:
                     each[number] = mean
@@ -117,8 +107,7 @@ class Oracle:
                 self.v[rank][number] = s["b2"] * self.v[rank][number] + (1 - s["b2"]) * g**2
         all_sent = [m if dense else self.rounded(m) for m in self.m]
         for number, mask in enumerate(masks):
-            large = number in self.large
-            if self.authors or not (dense or not large):
+            if not dense and number in self.large:
                 own = [self.m[rank][number] for rank in range(W)]
                 sent = [all_sent[rank][number] for rank in range(W)]
                 mean = sum(sent) / W
@@ -134,13 +123,13 @@ class Oracle:
                     "decay"
                 ] * w
                 selected, others = self.ratio(w[mask], u[mask]), self.ratio(w[~mask], u[~mask])
-                if not self.authors and not (mask.any() and w[mask].norm() > 0):
+                if not (mask.any() and w[mask].norm() > 0):
                     selected = others
                 trust = r * selected + (1 - r) * others
-                if self.authors and w.ndim > 1:
-                    trust = trust.clamp(*TRUST_CLAMP)
-                if not self.authors and w.ndim < 2:
+                if w.ndim < 2:
                     trust = torch.ones_like(trust)
+                elif not dense and number in self.large:
+                    trust = trust.clamp(max=LARGEST_TRUST)
                 self.w[rank][number] = w - s["lr"] * (r + (1 - r) / math.sqrt(W)) * trust * u
         if t % s["local"] == 0:
             for number in range(len(masks)):

@@ -1,4 +1,4 @@
-"""DiLoCo: against its algorithm in float64; its bytes, its fragments, and its state."""
+"""DiLoCo: against its algorithm in float64; its bytes, and what stays as it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import ranks
-from distributed.diloco import DiLoCo, split_evenly
+from distributed.diloco import DiLoCo
 from distributed.world import World
 
 SHAPES = [(6, 5), (7,), (4, 3, 2, 2), (11,), (2, 2)]
@@ -24,8 +24,8 @@ def parameters() -> list[Tensor]:
     return change(0, 1)
 
 
-def oracle(size: int, steps: int, every: int, parts: list[int]) -> list[list[Tensor]]:
-    """Every rank's weights; `parts` are the steps, modulo `every`, of each one's outer step."""
+def oracle(size: int, steps: int, every: int) -> list[list[Tensor]]:
+    """Every rank's weights."""
     w = [parameters() for _ in range(size)]
     common = parameters()
     momenta = [torch.zeros_like(a) for a in common]
@@ -33,8 +33,8 @@ def oracle(size: int, steps: int, every: int, parts: list[int]) -> list[list[Ten
         for rank in range(size):
             for p, added in zip(w[rank], change(step, rank)):
                 p += added
-        for number, a in enumerate(common):
-            if step % every == parts[number]:
+        if step % every == 0:
+            for number, a in enumerate(common):
                 d = sum(a - w[rank][number] for rank in range(size)) / size
                 momenta[number] = 0.9 * momenta[number] + d
                 a -= 0.7 * (d + 0.9 * momenta[number])
@@ -57,17 +57,15 @@ def train(world: World, hook: DiLoCo, mine: list[Tensor], steps: range) -> None:
 
 
 def follows_the_oracle(world: World) -> None:
-    # A fragment of each parameter: their turns are spread over the H steps.
-    for fragments, parts in ((1, [0] * 5), (2, [2, 2, 2, 0, 0]), (99, [0, 1, 2, 3, 0])):
-        expected = oracle(world.size, 13, 4, parts)[world.rank]
-        for dense_steps in (0, 5):
-            mine, settings = parameters(), {"wire_dtype": torch.float64, "fragments": fragments}
-            before = [p + 1 for p in mine] if dense_steps else mine  # parting is from `mine`
-            hook = started(world, before, 4, after=dense_steps, **settings)
-            for _ in range(dense_steps):
-                hook.after_step(mine)
-            train(world, hook, mine, range(1, 14))
-            torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    expected = oracle(world.size, 13, 4)[world.rank]
+    for dense_steps in (0, 5):
+        mine = parameters()
+        before = [p + 1 for p in mine] if dense_steps else mine  # parting is from `mine`
+        hook = started(world, before, 4, after=dense_steps, wire_dtype=torch.float64)
+        for _ in range(dense_steps):
+            hook.after_step(mine)
+        train(world, hook, mine, range(1, 14))
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
 
 
 def its_bytes_are_counted(world: World) -> None:
@@ -113,12 +111,3 @@ def test_what_ranks_do_together() -> None:
     world = World()  # one process takes outer steps as well
     follows_the_oracle(world)
     assert world.bytes_sent == 0
-
-
-def test_fragments_keep_the_order_and_are_about_equal() -> None:
-    tensors = [torch.zeros(size) for size in (10, 90, 40, 60, 100)]
-    for parts in (1, 2, 3, 5, 9):
-        split = split_evenly(tensors, parts)
-        assert [id(each) for part in split for each in part] == [id(each) for each in tensors]
-        sizes = [sum(tensor.numel() for tensor in part) for part in split]
-        assert 0 < min(sizes) <= max(sizes) <= 300 / min(parts, 5) + 100

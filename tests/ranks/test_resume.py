@@ -33,7 +33,7 @@ WAYS = {  # name: number of ranks, command
     "lag": (2, f"{IMAGES} --bs 16 --sync lag --grad_compress bf16"),
     "sign": (2, f"{IMAGES} --bs 16 --ngd --grad_compress sign"),
     "local": (2, f"{IMAGES} --bs 16 --sync local --local_steps 3"),
-    "diloco": (2, f"{IMAGES} --bs 16 --sync diloco --local_steps 3 --fragments 2"),
+    "diloco": (2, f"{IMAGES} --bs 16 --sync diloco --local_steps 3"),
     "demo": (2, f"{IMAGES} --bs 16 --optimizer demo"),
     "slamb": (2, f"{IMAGES} --bs 16 --optimizer slamb --lr 3e-3 --local_steps 3 --wire_dtype int8"),
     "fsdp": (2, f"{TEXTS} --parallel fsdp"),

@@ -17,7 +17,7 @@ RUN = """resnet50_test.py --dataset digits --arch resnet8 --subset 0.5 --epochs 
     --precision fp32 --seed 1 --out run"""
 OPTIMIZERS = ["sgd", "adamw", "ngd", "lars", "lamb", "slamb", "demo"]
 WAYS = [
-    "--optimizer slamb --node_groups",
+    "--optimizer slamb",
     "--optimizer lamb --sync local --local_steps 4 --dense_steps 2",
     "--optimizer demo",
     "--optimizer lamb --sync diloco --local_steps 4 --dense_steps 2",

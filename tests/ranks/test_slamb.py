@@ -19,23 +19,22 @@ from torch.nn.parallel import DistributedDataParallel
 import ranks
 import resnet50_test
 import slamb
-from authors_slamb import AuthorsSLAMB
 from cli import factory, options
 from conftest import each_of
 from distributed.quantization import dequantize, quantize
 from distributed.world import World
 from optimizer_cases import copied, parameters_of, snapshot
 from optimizers import adam
-from optimizers.flat_buffer import FlatLayout, RoundRobin
+from optimizers.flat_buffer import FlatLayout, next_units, shuffled
 from optimizers.lamb import LAMB
-from slamb import BLOCK, SLAMB
+from slamb import BLOCK, SLAMB, SMALLEST_LARGE
 from slamb_oracle import SHAPES, Oracle, gradient, start
 from trainers import FP32, make_trainer
 from training.step_stats import StepSums
 from training.train_state import merge_optimizer_states
 
 ELEMENTS = sum(math.prod(shape) for shape in SHAPES)
-LARGE = [n for n in map(math.prod, SHAPES) if n >= SLAMB.default_smallest_large]
+LARGE = [n for n in map(math.prod, SHAPES) if n >= SMALLEST_LARGE]
 SMALL_ELEMENTS = ELEMENTS - sum(LARGE)
 LARGE_ROWS = sum(-(-elements // BLOCK) for elements in LARGE)
 SELECTIONS = ("block", "random")
@@ -82,18 +81,19 @@ def is_as_before(p: Tensor, state: dict[str, Tensor], before: tuple[Tensor, dict
 
 
 @each_of("shares", [[0.1], [0.3], [0.999], [1.0], [0.5, 0.5, 0.2, 0.1, 0.1, 0.01, 0.7]])
-def test_round_robin_takes_the_given_share_and_every_unit_has_its_turn(shares: list[float]) -> None:
-    order, last = RoundRobin(torch.arange(97), seed=3), [0] * 97
+def test_a_step_takes_the_given_share_and_every_unit_has_its_turn(shares: list[float]) -> None:
     state = torch.get_rng_state()
+    order, last, cursor = shuffled(torch.arange(97), seed=3), [0] * 97, 0
+    assert order.tolist() != list(range(97))
     for step in range(1, 400):
         share = shares[step % len(shares)]
-        units = order.next_units(share).tolist()
+        units = next_units(order, cursor, share).tolist()
+        cursor = (cursor + len(units)) % 97
         assert len(units) == len(set(units)) == math.ceil(share * 97 - 1e-9)
         for unit in units:
             last[unit] = step
         assert step - min(last) < math.ceil(1 / min(shares)) or step < math.ceil(1 / min(shares))
     assert torch.equal(torch.get_rng_state(), state)
-    assert RoundRobin(torch.arange(97), seed=3).next_units(1.0).tolist() != list(range(97))
 
 
 def test_views_have_the_memory_format_of_their_tensors() -> None:
@@ -112,17 +112,15 @@ def test_views_have_the_memory_format_of_their_tensors() -> None:
 # ------------------------------------------------------------ in one process
 
 
-@each_of("make", [SLAMB, AuthorsSLAMB])
 @each_of("selection", SELECTIONS)
 @each_of(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 )
 def test_one_process_equals_lamb_and_sends_nothing(
-    make: Any, selection: str, dtype: torch.dtype, tolerance: float
+    selection: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     one, other = parameters(dtype), parameters(dtype)
-    ours = make(one, 0.01, selection=selection)
-    lamb = LAMB(other, 0.01, adapt=True if make is AuthorsSLAMB else None)
+    ours, lamb = SLAMB(one, 0.01, selection=selection), LAMB(other, 0.01)
     for step in range(20):
         for mine, optimizer in ((one, ours), (other, lamb)):
             set_gradients(mine, step, 0)
@@ -130,8 +128,7 @@ def test_one_process_equals_lamb_and_sends_nothing(
                 if step == 0 or (step > 10 and number % 3 == step % 3):
                     mine[number].grad = None
             optimizer.step()
-    if make is SLAMB:
-        close(one, other, tolerance, "LAMB")
+    close(one, other, tolerance, "LAMB")
     for p, q in zip(one, other):
         for name in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(ours.state[p][name], lamb.state[q][name])
@@ -142,7 +139,7 @@ def test_one_process_equals_lamb_and_sends_nothing(
 
 def test_bad_settings_are_refused() -> None:
     for name, value in (
-        *(("selection", "top"), ("wire_bits", 3), ("local_steps", 0), ("smallest_large", -1)),
+        *(("selection", "top"), ("wire_bits", 3), ("local_steps", 0)),
         *(("compress_ratio", 0.0), ("compress_ratio", 1.5), ("lr", -1.0), ("beta3", 2.0)),
     ):
         with pytest.raises(ValueError, match=f"SLAMB: {name}="):
@@ -191,13 +188,11 @@ def test_zeros_count_in_no_scale_and_what_is_not_finite_shows(bits: int) -> None
 STEPS = 12  # beyond the dense steps and two averages of the weights
 OF_TWO: list[dict[str, Any]] = [  # 0.004: nothing of some tensors
     *({"k": k} for k in (0.004, 0.3, 1.0)),
-    {"k": 0.3, "authors": True},
-    {"k": 0.3, "bits": 8},
     *({"k": k, "selection": "random"} for k in (0.004, 0.3)),
-    {"k": 0.3, "selection": "random", "authors": True},
-    {"k": 0.3, "selection": "random", "authors": True, "bits": 8},
+    {"k": 0.3, "bits": 8},
+    {"k": 0.3, "selection": "random", "bits": 8},
 ]
-OF_THREE = [{"k": 0.3, "bits": 4}, {"k": 0.1, "selection": "random", "authors": True}]
+OF_THREE = [{"k": 0.3, "bits": 4}, {"k": 0.1, "selection": "random"}]
 
 
 def expectations(settings: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
@@ -227,16 +222,14 @@ def follows_the_oracle(
     *,
     k: float,
     selection: str = "block",
-    authors: bool = False,
     bits: int = 0,
 ) -> None:
     """The weights are the oracle's; the mean momentum is that of the mean gradients."""
     mine = parameters()
     settings = {"dense_steps": 4, "local_steps": 5, "beta3": 0.9, "wire_dtype": torch.float64}
     settings |= {"compress_ratio": k, "selection": selection, "wire_bits": bits}
-    ours = (AuthorsSLAMB if authors else SLAMB)(mine, 0.01, **settings)
-    train(ours, range(1, STEPS + 1), world.rank)
-    close(mine, weights[world.rank], 1e-8, f"{selection}, authors={authors}, k={k}, bits={bits}")
+    ours = train(SLAMB(mine, 0.01, **settings), range(1, STEPS + 1), world.rank)
+    close(mine, weights[world.rank], 1e-8, f"{selection}, k={k}, bits={bits}")
     for p, expected in zip(mine, momentum):
         total = world.sum(ours.state[p]["exp_avg"].clone()) / world.size
         torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-12)
@@ -246,13 +239,11 @@ def all_oracles(world: World, file: Path) -> None:
     cases = torch.load(file)
     for case in cases:
         follows_the_oracle(world, **case)
-    block, authors = cases[1], cases[-2]
     if world.size == 2:
         with mock.patch.object(slamb, "_is_decided_on_device", return_value=True):
-            follows_the_oracle(world, **block)
-            follows_the_oracle(world, **authors)
+            follows_the_oracle(world, **cases[1])
         with mock.patch.object(adam, "supports_fused_optimizers", return_value=False):
-            follows_the_oracle(world, **block)
+            follows_the_oracle(world, **cases[1])
 
 
 @pytest.mark.parametrize(("size", "settings"), [(2, OF_TWO), (3, OF_THREE)])
@@ -261,29 +252,6 @@ def test_it_follows_the_equations_and_the_mean_momentum_is_the_dense_one(
 ) -> None:
     torch.save(expectations(settings, size), tmp_path / "expected.pt")
     ranks.run_ranks(all_oracles, size, tmp_path / "expected.pt")
-
-
-def nodes_take_the_place_of_ranks(world: World, file: Path) -> None:
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    node = world.rank // 2
-    for selection, expected in torch.load(file).items():
-        mine = parameters()
-        settings = {"selection": selection, "dense_steps": 3, "local_steps": 6}
-        ours = SLAMB(mine, 0.01, node_group=groups[node], wire_dtype=torch.float64, **settings)
-        train(ours, range(1, STEPS + 1), world.rank)
-        close(mine, expected[node], 1e-8, selection)
-
-
-@pytest.mark.process
-def test_node_groups_reduce_densely_inside_and_sparsely_between(tmp_path: Path) -> None:
-    def of_node(step: int, node: int) -> list[Tensor]:
-        pairs = zip(gradient(step, 2 * node), gradient(step, 2 * node + 1))
-        return [(one + other) / 2 for one, other in pairs]
-
-    settings = {"gradient": of_node, "dense": 3, "local": 6}
-    expected = {each: weights_of(Oracle(2, 0.1, selection=each, **settings)) for each in SELECTIONS}
-    torch.save(expected, tmp_path / "expected.pt")
-    ranks.run_ranks(nodes_take_the_place_of_ranks, 4, tmp_path / "expected.pt")
 
 
 # ------------------------------------------------------------ what ranks do together
@@ -310,14 +278,11 @@ def bytes_are_as_documented(world: World) -> None:
 
 
 def a_bad_step_on_one_rank_is_skipped_by_all(world: World, on_device: bool = False) -> None:
-    for selection, bits, make in (
-        *(("block", 0, SLAMB), ("random", 0, SLAMB)),
-        *(("block", 8, SLAMB), ("block", 0, AuthorsSLAMB)),
-    ):
+    for selection, bits in (("block", 0), ("random", 0), ("block", 8)):
         settings = {"compress_ratio": 0.2, "dense_steps": 2, "selection": selection}
         settings |= {"wire_bits": bits, "local_steps": 100 if on_device else 5}
         mine = parameters(torch.float32)
-        ours = make(mine, **settings)
+        ours = SLAMB(mine, **settings)
         for step in range(9):
             ours.found_inf = torch.tensor(0.0)
             if step in (0, 1, 4, 5):  # before dense steps, a sparse one and an averaging
@@ -338,7 +303,7 @@ def a_bad_step_on_one_rank_is_skipped_by_all(world: World, on_device: bool = Fal
         assert all(p.isfinite().all() for p in mine)
         plain = parameters(torch.float32)
         if not on_device:
-            train(make(plain, **settings), range(9), world.rank)
+            train(SLAMB(plain, **settings), range(9), world.rank)
             assert same(mine, plain)
 
 
@@ -346,13 +311,12 @@ def a_gradient_that_is_missing_is_zero_and_where_all_are_the_weight_stays(
     world: World, on_device: bool = False
 ) -> None:
     """Two heads are used in turn, and some of their gradients are there on rank 0 alone."""
-    ways = [{"dense_steps": 100}, {}, {"selection": "random"}, {"wire_bits": 8}, None]
+    ways = [{"dense_steps": 100}, {}, {"selection": "random"}, {"wire_bits": 8}]
     runs = []
     for settings, is_missing in itertools.product(ways, (True, False)):
-        make = AuthorsSLAMB if settings is None else SLAMB
-        settings = {"dense_steps": 0, **(settings or {})}
+        settings = {"dense_steps": 0, "compress_ratio": 0.3, "local_steps": 100, **settings}
         mine = parameters(torch.float32)
-        ours = make(mine, 0.01, compress_ratio=0.3, local_steps=100, **settings)
+        ours = SLAMB(mine, 0.01, **settings)
         for step in range(8):
             set_gradients(mine, step, world.rank)
             unused = range(step % 2, len(mine), 2) if step else ()
@@ -365,14 +329,12 @@ def a_gradient_that_is_missing_is_zero_and_where_all_are_the_weight_stays(
             ours.step()
             stay = [is_as_before(p, ours.state[p], b) for p, b in zip(mine, before)]
             assert stay == [number in unused for number in range(len(mine))], (settings, step)
-            if make is SLAMB:  # of small tensors the gradients are averaged
-                assert agree(world, [mine[2], mine[5]])
+            assert agree(world, [mine[2], mine[5]])  # small ones, whose gradients are averaged
             sent = ours.take_bytes()
         runs.append(copied(mine))
-        if make is SLAMB:  # every step sends as much, but for 2 bytes for each weight
-            train(ours, range(8, 9), world.rank)
-            saved = 0 if on_device else 2 * len(mine)
-            assert ours.take_bytes() == sent - saved, "no flags where no gradient is missing"
+        train(ours, range(8, 9), world.rank)  # it sends as much, but for 2 bytes for each weight
+        saved = 0 if on_device else 2 * len(mine)
+        assert ours.take_bytes() == sent - saved, "no flags where no gradient is missing"
     assert all(map(same, runs[::2], runs[1::2]))
 
 

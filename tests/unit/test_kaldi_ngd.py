@@ -49,7 +49,7 @@ def compare_with_oracle(
     spike: float = 0.0,
     update_period: int = 4,
     **settings: Any,
-) -> list[Oracle]:
+) -> None:
     """Asserts that KaldiNGD equals the oracle in 50 steps: directions, norms and estimates."""
     parameters = weights(shapes, dtype)
     optimizer = KaldiNGD(parameters, lr=1.0, momentum=0.0, update_period=update_period, **settings)
@@ -77,7 +77,6 @@ def compare_with_oracle(
     for p, oracle in zip(parameters, oracles):
         names = {name for name in optimizer.state[p] if name.endswith("_R")}
         assert names == {f"axis{number}_R" for number in oracle.axes}
-    return oracles
 
 
 # N > D and N < D, N <= R, R = 32 < D / 2; kernels; a middle axis
@@ -106,13 +105,6 @@ def test_parameters_in_one_optimizer_equal_an_oracle_each():
     compare_with_oracle(
         [(40, 30), (40, 30), (30, 40), kernel, (40, 30), kernel, (9, 5), (5, 8, 70)]
     )
-
-
-def test_the_oracle_meets_floors_and_rows_that_must_be_orthogonalised():
-    steep = compare_with_oracle([(64, 48)], spike=1e4)[0].axes.values()
-    flat = compare_with_oracle([(64, 48)], decay=0.0)[0].axes.values()
-    assert all(axis.floored > 15 and axis.reorthonormalised > 1 for axis in steep)
-    assert all(axis.floored <= 1 and not axis.reorthonormalised for axis in flat)
 
 
 def test_momentum_decay_and_rate_come_after_the_preconditioning():

@@ -14,10 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler as peers
 
 import ngd
-import resnet50_test
-from cli import factory, options
 from conftest import each_of
-from distributed.world import World
 from models.transformer import Transformer
 from optimizer_cases import (
     Shapes,
@@ -36,7 +33,6 @@ from optimizers.base import step_unless_skipped
 from optimizers.param_groups import decay_groups
 from optimizers.schedules import Schedule, scale_lr
 from resnet50_test import OPTIMIZERS
-from trainers import FP32
 
 EPOCHS, STEPS = 12, 10  # of the run; steps in an epoch
 TOTAL = EPOCHS * STEPS
@@ -383,15 +379,3 @@ def test_a_setting_out_of_range_is_refused():
                 with pytest.raises(ValueError, match=f"{kind}: {setting}="):
                     optimizer.add_param_group({"params": [weight(3, 3)], setting: value})
                 assert len(optimizer.param_groups) == 1
-
-
-def test_the_flags_reach_the_optimizer():
-    words = "--optimizer kaldi_ngd --lr 0.3 --weight_decay 0.01 --momentum 0.8 --nesterov"
-    words += " --ngd_rank 7 --ngd_alpha 2 --ngd_eta 0.3 --ngd_period 5 --ngd_max_dim 99"
-    expected = {"lr": 0.3, "weight_decay": 0.01, "momentum": 0.8, "nesterov": True, "rank": 7}
-    expected |= {"alpha": 2.0, "eta": 0.3, "update_period": 5, "max_dim": 99}
-    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words.split())
-    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 4))
-    run = factory.Run("x", World(), FP32)
-    optimizer = factory.create_optimizer(args, run, model, resnet50_test.OPTIMIZERS)
-    assert {name: optimizer.param_groups[0][name] for name in expected} == expected
