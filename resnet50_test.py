@@ -94,7 +94,6 @@ def main() -> None:
             meta_learner=meta_learner,
             batches=batches,
             state=checkpoint,
-            long_run_hint=image_classification.LONG_RUN_HINT,
         )
         summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py
         factory.report_result(run, data, summary, folder=trainer.log.folder)

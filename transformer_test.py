@@ -97,7 +97,6 @@ def main() -> None:
             meta_learner=meta_learner,
             batches=batches,
             state=checkpoint,
-            long_run_hint=text_classification.LONG_RUN_HINT,
         )
         text_classification.write_tokenizer(trainer.log, data.metadata)
         summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py

@@ -21,40 +21,31 @@ from torch import Tensor, nn
 
 LEVELS = ("apex_O1", "apex_O2")
 OPTIMIZERS = ("apex_sgd", "apex_lamb", "apex_larc")
+MODULES = {
+    **dict.fromkeys(LEVELS, "apex.amp"),  # left in May 2025, as did LARC
+    **dict.fromkeys(("apex_sgd", "apex_lamb"), "amp_C"),  # the CUDA extensions
+    "apex_larc": "apex.parallel.LARC",
+}
+"""The module of apex that each choice needs."""
 INSTALL_HINT = (
     "build github.com/NVIDIA/apex, as of before May 2025, with --cpp_ext --cuda_ext "
     "(the apex of package registries is another)"
 )
 
 
-def unavailable_reason(optimizer: str) -> str:
-    """Return why an optimizer of `OPTIMIZERS` cannot be used and how to get it, or ''."""
-    if reason := cuda_unavailable_reason():
-        return reason
-    if optimizer == "apex_larc":
-        if _has_member("parallel.LARC", "LARC"):
-            return ""
-        return f"this apex has no LARC, which left in May 2025: {INSTALL_HINT}"
-    has_applier = _has_member("multi_tensor_apply", "multi_tensor_applier")
-    if has_applier and _submodule("multi_tensor_apply").multi_tensor_applier.available:
+def unavailable_reason(name: str) -> str:
+    """Return why one of `MODULES` cannot be used and how to get it, or '', also for other names."""
+    if name not in MODULES:
         return ""
-    return f"apex was built without its CUDA extensions: {INSTALL_HINT}"
-
-
-def amp_unavailable_reason() -> str:
-    """Return why apex's mixed precision cannot be used and how to get it, or ''."""
-    if reason := cuda_unavailable_reason():
-        return reason
-    if _has_member("amp", "initialize"):
-        return ""
-    return f"this apex has no amp, which left in May 2025: {INSTALL_HINT}"
-
-
-def cuda_unavailable_reason() -> str:
-    """Return why no part of apex can be used, or '' where it is installed and there is a GPU."""
     if importlib.util.find_spec("apex") is None:
         return f"apex is not installed: {INSTALL_HINT}"
-    return "" if torch.cuda.is_available() else "apex needs a GPU"
+    if not torch.cuda.is_available():
+        return "apex needs a GPU"
+    try:
+        importlib.import_module(MODULES[name])
+    except Exception:  # another package of that name, or a build for another torch
+        return f"this apex has no {MODULES[name]}: {INSTALL_HINT}"
+    return ""
 
 
 def create_optimizer(
@@ -164,11 +155,3 @@ class ScaledLoss:
 def _submodule(name: str) -> Any:
     """Import a submodule of apex."""
     return importlib.import_module(f"apex.{name}")
-
-
-def _has_member(submodule: str, member: str) -> bool:
-    """Return whether this installation of apex has a submodule with that member."""
-    try:
-        return hasattr(_submodule(submodule), member)
-    except Exception:  # another package of that name, or a build for another torch
-        return False

@@ -29,12 +29,12 @@ import torch
 from torch.nn import functional as F
 
 from backends.device import keep_freed_memory, peak_memory
+from backends.machine import describe_machine
 from cli.flag_parser import file_path, path_text
 from cli.flags import count, natural
 from errors import InputError, exit_code, first_line
 from input_pipeline.image_datasets import ImageSplit, read_image_splits
 from models.averaged_views import VIEWS
-from training.machine import describe_machine
 from training.run_log import RunLog
 
 CPU = torch.device("cpu")
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = {
         "flags": {name: each for name, each in vars(args).items() if name not in FOLDERS},
         "peer": f"cifar10-airbench {args.source.name}, sha256 {digest}",
-        **describe_machine(CPU, with_speed=True),
+        **describe_machine(CPU),
         "threads": torch.get_num_threads(),
         "precision": "bf16",
         "command": f"python -m benchmarks.airbench, {args.source.name}",

@@ -29,10 +29,10 @@ from typing import Any, TypeVar
 import torch
 
 from backends.device import peak_memory
+from backends.machine import commit_or_none, device_name
 from cli.flag_parser import path_text
 from errors import InputError
 from training import run_log
-from training.machine import commit_or_none, device_name
 
 Name, Value = TypeVar("Name"), TypeVar("Value")  # of a side, and what a turn measures
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -315,12 +315,12 @@ def parser(description: str | None, *, reads_data: bool = False) -> argparse.Arg
 
 
 def machine(device: torch.device, packages: Sequence[str]) -> str:
-    """Describe versions of the packages, the processor, its speed and load by other programs."""
+    """Describe versions of the packages, the processor and its load by other programs."""
     load = ""
     if sys.platform != "win32":
         load = f"; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
-    return f"{versions}; {device_name(device, with_speed=True)}{load}"
+    return f"{versions}; {device_name(device)}{load}"
 
 
 def aligned(lines: Iterable[Sequence[str]]) -> str:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import dynamic_batch
 import mixup
 from backends import device, execution, nvidia_apex, onnx_runtime, torch_compat
+from backends.machine import describe_machine, device_name
 from backends.precision import Precision, choose_precision
 from cli.flags import WIRE_BITS, OptimizerChoice
 from cli.options import check_validation_set
@@ -51,16 +52,15 @@ from input_pipeline.dataset import BatchedDataset
 from input_pipeline.label_noise import with_noise
 from input_pipeline.sampler import held_out_rows, stratified_rows
 from mixup import MetaMixup
-from models import activation_checkpointing, fusion
+from models import activation_checkpointing, fusion, pretrained
 from models.averaged_views import VIEWS, AveragedViews
 from models.residual import residual_blocks
 from optimizers.param_groups import optimizer_groups
 from optimizers.schedules import Schedule, scale_lr
-from training import checkpoint, evaluation, predictions, pretrained, run_log
+from training import checkpoint, evaluation, predictions, run_log
 from training.batch_sampler import MIN_RANK_ROWS, DynamicBatchSampler
 from training.epoch_report import EVAL_SET_NAMES, RunSummary, epoch_result
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
-from training.machine import describe_machine, device_name
 from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
 from training.run_segments import describe_last, next_segments
 from training.trainer import Trainer, TrainerConfig
@@ -301,7 +301,7 @@ def create_optimizer(
         InputError: it is apex's, and apex is not there.
     """
     name = args.optimizer
-    if name in nvidia_apex.OPTIMIZERS and (reason := nvidia_apex.unavailable_reason(name)):
+    if reason := nvidia_apex.unavailable_reason(name):
         ours = name.removeprefix("apex_").replace("larc", "lars")
         raise InputError(f"--optimizer {name}: {reason}; ours is --optimizer {ours}")
     if name == "muon" and (reason := torch_compat.unavailable_reason("muon")):
@@ -484,25 +484,20 @@ def create_trainer(
     meta_learner: MetaMixupStep | None,
     batches: DynamicBatchSampler,
     state: Mapping[str, Any] | None = None,
-    long_run_hint: str = "",
 ) -> Trainer:
     """The trainer of these parts; from here on the run folder exists.
 
     Args:
         model, optimizer, loss_fn, meta_learner, batches: as of `Trainer`.
         state: the checkpoint that the run goes on from, or None.
-        long_run_hint: a line for the user of a run of many hours: what makes it shorter.
     """
     world = run.world
     comm_hook, lr_schedule = create_comm_hook(args, run), create_lr_schedule(args)
     folder, lock = open_run_folder(args, run.script, world, state)
     launchers = sorted(set(world.gather(launcher_id())))  # by which a restarted job knows its run
-    machine = {
-        **describe_machine(world.device, with_speed=world.is_main),
-        "precision": run.precision.name,
-    }
-    changing = ("command", "processor_speed")  # also where nothing else has changed
-    environment = {name: value for name, value in machine.items() if name not in changing}
+    machine = {**describe_machine(world.device), "precision": run.precision.name}
+    # The command changes also where nothing else has.
+    environment = {name: value for name, value in machine.items() if name != "command"}
     segments = next_segments(state, {**environment, "processes": world.size})
     config = {"script": run.script, "flags": vars(args), **machine, "launchers": launchers}
     if len(segments) > 1:
@@ -518,7 +513,7 @@ def create_trainer(
     log.info(
         f"{len(data.train)} training samples, {num_parameters(model) / 1e6:.2f} M parameters, "
         f"global batch {batches.base} on {world.size} process(es) of "
-        f"{device_name(world.device, with_speed=world.is_main)}, {run.precision.name}, "
+        f"{device_name(world.device)}, {run.precision.name}, "
         f"{args.backend}; run folder {folder}"
     )
     is_new = state is not None and segments != state.get("segments")
@@ -536,16 +531,14 @@ def create_trainer(
         precision=run.precision,
         world=world,
         log=log,
-        config=create_trainer_config(args, run, batches, long_run_hint=long_run_hint),
+        config=create_trainer_config(args, run, batches),
         metadata={"script": run.script, "flags": vars(args), "segments": segments, **data.metadata},
         comm_hook=comm_hook,
         meta_learner=meta_learner,
     )
 
 
-def create_trainer_config(
-    args: Namespace, run: Run, batches: DynamicBatchSampler, *, long_run_hint: str
-) -> TrainerConfig:
+def create_trainer_config(args: Namespace, run: Run, batches: DynamicBatchSampler) -> TrainerConfig:
     """The named values of a run.
 
     Batches that change are cut into as many micro-batches as it takes.
@@ -573,7 +566,6 @@ def create_trainer_config(
         measure_noise_scale=args.noise_scale or args.dynamic_batch == "noise",
         time_compute=args.balance_workers and run.world.size > 1,
         record_cuda_graph=args.backend == "cudagraph",
-        long_run_hint=long_run_hint,
     )
 
 

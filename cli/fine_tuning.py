@@ -17,8 +17,8 @@ from cli.factory import Run
 from cli.flag_parser import OFF, path_text, switch
 from distributed.agreement import local_main_first
 from errors import InputError
-from training import pretrained
-from training.pretrained import SavedModel
+from models import pretrained
+from models.pretrained import SavedModel
 
 
 def add_flags(add: Callable[..., None], metavar: str, help: str) -> None:

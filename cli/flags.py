@@ -94,12 +94,12 @@ def optimizer_unavailable_reason(name: str) -> str:
     """Return why an optimizer cannot be used here, or ''."""
     if name == "muon":
         return torch_compat.unavailable_reason("muon")
-    return nvidia_apex.unavailable_reason(name) if name in nvidia_apex.OPTIMIZERS else ""
+    return nvidia_apex.unavailable_reason(name)
 
 
 def precision_unavailable_reason(name: str) -> str:
     """Return why a precision cannot be used here, or ''; whether there is a GPU does not count."""
-    return nvidia_apex.amp_unavailable_reason() if name in nvidia_apex.LEVELS else ""
+    return nvidia_apex.unavailable_reason(name)
 
 
 def backend_unavailable_reason(name: str) -> str:

@@ -32,17 +32,13 @@ from input_pipeline.baseline import image_baseline
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.image_batches import AUGMENTATIONS, Augmentation, FileDecoder, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
-from models import image_models
+from models import image_models, pretrained
 from models.averaged_views import VIEWS
 from models.vgg import VGG8
-from training import predictions, pretrained
+from training import predictions
 from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
 
-LONG_RUN_HINT = (
-    "for a shorter run: a smaller --arch such as resnet20, a part of the rows such as --subset "
-    "0.1, fewer --epochs as in --recipe fast94, or a GPU"
-)
 MODEL_FLAGS = ("arch",)  # which weights must share with the model
 WHITENING_ROWS = 1000  # images whose patches are enough for the first layer of VGG8
 LARGEST_IMAGE_SIZE = 4096  # pixels a side; a batch of larger images fits into no memory

@@ -30,10 +30,6 @@ from training import checkpoint, run_folder
 AUTO = "auto"  # value of --resume: go on where --out holds a checkpoint, else start
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
 YES_OR_NO = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-METADATA = {  # by script: what its checkpoints hold for inference beside the classes
-    "resnet50_test": ("mean", "std", "channels", "size"),
-    "transformer_test": ("tokenizer", "max_len", "prior"),
-}
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 META_VAL_FRACTION = 0.05  # held out for --mixup meta where the command line does not say
 WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmup is not given
@@ -63,7 +59,7 @@ def parse(
     state, path = None, resume_path(command_line, script)
     if path is not None:
         source = "--resume" if command_line.checkpoint is None else "--checkpoint"
-        state = checkpoint.load(path, script, flag=source, metadata=METADATA[script])
+        state = checkpoint.load(path, script, flag=source)
         if "warning" in state and os.environ.get("RANK", "0") == "0":
             print(state["warning"], file=sys.stderr, flush=True)
         values |= restored_flags(state["flags"], parser, given=given, source=f"{source} {path}")

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from backends.machine import commit_or_none
 from cli.flag_parser import Scope, ScriptParser
 from cli.options import check_overwritten, uses_trained_model
 from distributed.agreement import check_equal, on_main
 from distributed.worker import is_restarted
 from distributed.world import World
 from errors import SharedInputError
-from training.machine import commit_or_none
 from training.run_folder import lock_run_folder, make_run_folder, new_run_folder
 from training.tracking import check_tracker
 

@@ -31,18 +31,15 @@ from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import TextDataset
 from input_pipeline.text_datasets import TextSplit
+from models import pretrained
+from models.pretrained import SavedModel
 from models.transformer import Transformer
-from training import predictions, pretrained
+from training import predictions
 from training.atomic_file import atomic_write_text
 from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
-from training.pretrained import SavedModel
 from training.run_log import RunLog
 
-LONG_RUN_HINT = (
-    "for a shorter run: a part of the rows such as --subset 0.1, a smaller --max_len, "
-    "--model_args width=64 depth=1, fewer --epochs, or a GPU"
-)
 # which weights must share with the model
 MODEL_FLAGS = ("max_len", "model_args")
 

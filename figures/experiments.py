@@ -30,12 +30,12 @@ from pathlib import Path
 import torch
 import yaml
 
+from backends import machine
 from cli import flags
 from cli.flag_parser import FlagParser, file_path
 from errors import InputError, Interrupted, exit_code
 from figures.pack_logs import pack
 from figures.run_logs import LOGS, ROOT, finished, read_rows
-from training import machine
 
 PLAN = ROOT / "figures" / "experiments.yaml"
 SEEDS = (0, 1, 2)

@@ -5,9 +5,6 @@ model = create_model("resnet50", classes=10, channels=3, image_size=32)
 
 from __future__ import annotations
 
-import os
-import urllib.request
-
 import torch
 from torch import Tensor, nn
 
@@ -86,7 +83,9 @@ def default_weights(arch: str) -> dict[str, Tensor]:
     """
     try:
         if arch.startswith(TIMM):
-            return _timm_weights(arch.removeprefix(TIMM))
+            import timm
+
+            return timm.create_model(arch.removeprefix(TIMM), pretrained=True).state_dict()
         from torchvision import models
 
         return models.get_model_weights(arch).DEFAULT.get_state_dict(progress=False)
@@ -99,19 +98,6 @@ def default_weights(arch: str) -> dict[str, Tensor]:
             f"--weights DEFAULT: those of --arch {arch} could not be downloaded "
             f"({getattr(error, 'reason', first_line(error))}); give a file"
         ) from None
-
-
-def _timm_weights(name: str) -> dict[str, Tensor]:
-    import timm
-    from huggingface_hub import try_to_load_from_cache
-
-    repository = getattr(timm.get_pretrained_cfg(name), "hf_hub_id", None)
-    files = ("model.safetensors", "pytorch_model.bin")
-    if repository and not any(try_to_load_from_cache(repository, file) for file in files):
-        # Without a network the hub's own client tries for a minute.
-        address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-        urllib.request.urlopen(address, timeout=20).close()
-    return timm.create_model(name, pretrained=True).state_dict()
 
 
 def _create_timm_model(arch: str, classes: int, *, channels: int, image_size: int) -> nn.Module:

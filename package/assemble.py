@@ -1,7 +1,6 @@
 """Assembles the package `faster_training` from the files of this repository, when pip builds it.
 
 pip install .                        # calls build_wheel, as pyproject.toml says
-python -m package.assemble FOLDER    # writes what is built into a folder, to look at
 
 The repository's modules lie side by side at its root, and other packages have modules of the same
 names. Here they become one package: package/api.py is its __init__, and the modules that this one
@@ -14,13 +13,10 @@ needs lie beside it as they lie at the root, with imports such as
 from __future__ import annotations
 
 import ast
-import contextlib
 import os
 import re
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,47 +37,19 @@ packages = {packages}
 # -------------------------------------------------------------------- what pip calls (PEP 517)
 
 
-def get_requires_for_build_wheel(config_settings: object = None) -> list[str]:
-    """What pip installs before it calls `build_wheel`."""
-    return ["setuptools>=77"]
-
-
-get_requires_for_build_sdist = get_requires_for_build_wheel
-
-
 def build_wheel(
     wheel_directory: str, config_settings: object = None, metadata_directory: object = None
 ) -> str:
     """Build the wheel into a folder; returns its file name."""
     from setuptools import build_meta  # is there while pip builds
 
-    return _build(build_meta.build_wheel, wheel_directory)
-
-
-def build_sdist(sdist_directory: str, config_settings: object = None) -> str:
-    """Build an archive of the assembled package into a folder; returns its file name."""
-    from setuptools import build_meta
-
-    return _build(build_meta.build_sdist, sdist_directory)
-
-
-def _build(build: Callable[[str], str], target: str) -> str:
-    """Call a function of setuptools within a folder that holds the assembled package."""
-    target = str(Path(target).resolve())
+    target = str(Path(wheel_directory).resolve())
     with tempfile.TemporaryDirectory() as folder:
         assemble(Path(folder))
-        with _working_folder(folder):
-            return build(target)
-
-
-@contextlib.contextmanager
-def _working_folder(folder: str) -> Iterator[None]:
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
+        os.chdir(folder)  # pip calls this in a process of its own
+        name = build_meta.build_wheel(target)
+        os.chdir(ROOT)
+    return name
 
 
 # -------------------------------------------------------------------- assembling
@@ -104,15 +72,11 @@ def assemble(folder: Path) -> None:
         r"(?m)^(?=\[[^\[\n]+\]$)", (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     )
     project = "".join(section for section in sections if section.startswith("[project"))
-    parents = {(folder / PACKAGE / name).parent for name in ("x", *_files(folder / PACKAGE))}
-    packages = sorted(".".join(parent.relative_to(folder).parts) for parent in parents)
+    parents = {path.parent.relative_to(folder) for path in folder.rglob("*.py")}
+    packages = sorted(".".join(parent.parts) for parent in parents)
     (folder / "pyproject.toml").write_text(
         project + BUILD_SYSTEM.format(packages=packages, package=PACKAGE), encoding="utf-8"
     )
-
-
-def _files(folder: Path) -> list[str]:
-    return [str(path.relative_to(folder)) for path in folder.rglob("*.py")]
 
 
 def needed_modules() -> dict[str, Path]:
@@ -161,7 +125,3 @@ def with_package_imports(source: str, tops: set[str]) -> str:
     top = "|".join(sorted(tops))
     source = re.sub(rf"(?m)^(\s*)import ({top})$", rf"\1from {PACKAGE} import \2", source)
     return re.sub(rf"(?m)^(\s*)from ({top})(?=[. ])", rf"\1from {PACKAGE}.\2", source)
-
-
-if __name__ == "__main__":
-    assemble(Path(sys.argv[1]))

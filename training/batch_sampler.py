@@ -28,9 +28,6 @@ from dynamic_batch import NoiseScale, Rule, WorkerBalancer
 from input_pipeline.sampler import Sampler, batch_sizes, row_owners
 
 MIN_RANK_ROWS = 2  # rows of a rank in a step: BatchNorm needs two
-# A batch of two noise scales brings two thirds of the most that a step can (arXiv:1812.06162, eq.
-# 2.6).
-NOISE_LIMIT = 2.0
 
 
 class RankBatch(NamedTuple):
@@ -100,8 +97,6 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
             )
         self.noise = NoiseScale()
         self.noise_scale: float | None = None
-        self.advised = False
-        self.memory_limits: list[int] | None = None  # rows that fit each rank's memory at once
         self.size = batch_size
         self.shares = dynamic_batch.apportion(batch_size, [1.0] * self.world.size)
         self.decided = 0  # the epoch, counted from 1, that size and shares are for
@@ -150,15 +145,6 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         """The factor by which the batch size changes the learning rate."""
         return (self.size / self.base) ** self.lr_power
 
-    def limit(self, micro_batch: int | None) -> None:
-        """Tell how many rows fit this rank's memory at once (None: all). Collective.
-
-        Shares keep to it as long as that is possible.
-        """
-        mine = float(micro_batch or self.largest_share * self.world.size)
-        limits = [int(limit) for [limit] in self.world.all_gather([mine])]
-        self.memory_limits = limits if min(limits) < self.largest_share else None
-
     # ---------------------------------------------------------------- an epoch
 
     def start_epoch(self, epoch: int) -> None:
@@ -177,19 +163,10 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         )
 
     def share_out(self, size: int) -> list[int]:
-        """A batch among the ranks.
-
-        Shares stay below the rows of one micro-batch of each rank where that is possible, else of
-        two, and so on.
-        """
+        """A batch among the ranks."""
         if self.balancer is None:
             return dynamic_batch.apportion(size, [1.0] * self.world.size)
-        limits, parts = self.memory_limits, 1
-        if limits is not None:
-            while parts * sum(limits) < size:
-                parts += 1
-            limits = [parts * limit for limit in limits]
-        return self.balancer.shares(size, self.shares, minimum=MIN_RANK_ROWS, limits=limits)
+        return self.balancer.shares(size, self.shares, minimum=MIN_RANK_ROWS)
 
     def _sizes(self, size: int) -> list[int]:
         """The sizes of the global batches of an epoch of batches of `size` rows."""
@@ -264,17 +241,6 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         self.first_step = 0
         self.start_epoch(max(self.decided, 1))
         return row
-
-    def advice(self, batch_size: int) -> str:
-        """A line, once, where batches have become much larger than the noise scale; else ''."""
-        if self.advised or self.noise_scale is None or batch_size <= NOISE_LIMIT * self.noise_scale:
-            return ""
-        self.advised = True
-        return (
-            f"advice: a batch of {batch_size} is large for a gradient noise scale of "
-            f"{self.noise_scale:.0f}: a smaller one would make about as much progress a step; "
-            "see --dynamic_batch noise"
-        )
 
     # ---------------------------------------------------------------- in a checkpoint
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import copy
 import errno
-import os
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,6 @@ from training.atomic_file import atomic_write
 
 FORMAT_NAME = "faster-training-"
 FORMAT = f"{FORMAT_NAME}6"
-ENTRIES = (  # of every checkpoint
-    *("script", "flags", "progress", "classes", "model", "optimizer", "optimizer_kind"),
-    *("hook", "scaler", "learner", "batching", "ranks", "segments", "shards", "data"),
-)
 MAPPED = ("model", "optimizer", "ranks", "average")  # their tensors are read where they are used
 OLDER_NAME = re.compile(r"last-([1-9][0-9]*)\.pt")  # a checkpoint before last.pt
 SHARDS_NAME = re.compile(r"shards-[0-9]+")  # a sharded checkpoint's folder beside the file
@@ -45,7 +40,7 @@ def save_last(folder: Path, state: Mapping[str, Any], *, keep: int) -> None:
     Raises:
         OSError: as of `save`.
     """
-    save(folder / "last.pt", state, before_rename=lambda: keep_previous(folder))
+    save(folder / "last.pt", state, before_rename=lambda: keep_previous(folder, keep))
     for number, older in enumerate(latest_files(folder)):
         if number >= keep:
             older.unlink(missing_ok=True)
@@ -69,21 +64,11 @@ def save(
         raise OSError(f"{path} could not be written ({first_line(error)})") from error
 
 
-def keep_previous(folder: Path) -> None:
-    """Give last.pt a second name, last-1.pt, after the older ones have moved on by one.
-
-    Where the file system has no links, last.pt is missing until a new file takes the name.
-    """
-    files = latest_files(folder)
-    for number, path in reversed(list(enumerate(files))):
-        older = folder / f"last-{number + 1}.pt"
-        if path.name != "last.pt":
-            path.replace(older)
-            continue
-        try:
-            os.link(path, older)
-        except OSError:
-            path.replace(older)
+def keep_previous(folder: Path, keep: int) -> None:
+    """Rename last.pt to last-1.pt, after the older ones have moved on by one."""
+    if keep > 1:
+        for number, path in reversed(list(enumerate(latest_files(folder)))):
+            path.replace(folder / f"last-{number + 1}.pt")
 
 
 def latest_files(folder: Path) -> list[Path]:
@@ -96,9 +81,7 @@ def latest_files(folder: Path) -> list[Path]:
 # -------------------------------------------------------------------- reading
 
 
-def load(
-    path: Path, script: str = "", *, flag: str = "--resume", metadata: Collection[str] = ()
-) -> dict[str, Any]:
+def load(path: Path, script: str = "", *, flag: str = "--resume") -> dict[str, Any]:
     """The state saved at `path`, on the CPU.
 
     Of a run folder it is the newest checkpoint that is not damaged; if that is not last.pt, the
@@ -112,14 +95,13 @@ def load(
         path: a checkpoint or a run folder.
         script: name of the script that wrote it; '' is any.
         flag: which asked for it; messages begin with it.
-        metadata: names of further entries that the script needs.
     Raises:
-        InputError: missing, damaged, incomplete, not a checkpoint, or another script's.
+        InputError: missing, damaged, not a checkpoint, or another script's.
     """
     damage: list[str] = []
     for file in (latest_files(path) if path.is_dir() else []) or [path]:
         try:
-            state = _load_file(file, script, where=f"{flag} {file}", metadata=metadata)
+            state = _load_file(file, script, where=f"{flag} {file}")
         except _Damage as error:
             damage.append(f"{file} is damaged ({error})")
             continue
@@ -140,7 +122,7 @@ class _Damage(Exception):
     """A file is not what was written."""
 
 
-def _load_file(path: Path, script: str, *, where: str, metadata: Collection[str]) -> dict[str, Any]:
+def _load_file(path: Path, script: str, *, where: str) -> dict[str, Any]:
     """`load` of a file.
 
     Raises:
@@ -150,17 +132,15 @@ def _load_file(path: Path, script: str, *, where: str, metadata: Collection[str]
     if not path.is_file():
         raise InputError(f"{where}: no such checkpoint; give a run folder or a .pt file")
     try:
-        check_sums(path)
+        with zipfile.ZipFile(path) as archive:
+            changed = archive.testzip()  # by its checksums, which torch does not read
         state = read_unchecked(path)
-    except _Damage:
-        raise
-    # torch.load raises many types for what it does not know; all mean the same to a user.
-    except Exception as error:
-        reason = error.strerror if isinstance(error, OSError) else first_line(error)
-        raise InputError(
-            f"{where}: cannot be read, or not a checkpoint ({reason}); "
-            "give the last.pt or best.pt of a run folder"
-        ) from None
+    except Exception as error:  # of many types for many kinds of damage
+        if isinstance(error, OSError) and error.errno != errno.EIO:
+            raise InputError(f"{where}: cannot be read ({error.strerror})") from None
+        raise _Damage(f"truncated or not a checkpoint: {first_line(error)}") from None
+    if changed is not None:
+        raise _Damage(f"{changed} in it does not match its checksum")
     written = state.get("format") if isinstance(state, dict) else None
     if written != FORMAT:
         raise InputError(
@@ -170,11 +150,6 @@ def _load_file(path: Path, script: str, *, where: str, metadata: Collection[str]
     if script and state.get("script", script) != script:
         raise InputError(
             f"{where}: written by {state['script']}.py, not {script}.py; use it with its own script"
-        )
-    if missing := [name for name in (*ENTRIES, *metadata) if name not in state]:
-        raise InputError(
-            f"{where}: the checkpoint is incomplete (it has no {missing[0]}); "
-            "try the other .pt file beside it, or start anew"
         )
     if shards := state["shards"]:
         if not SHARDS_NAME.fullmatch(str(shards)):
@@ -190,36 +165,10 @@ def _load_file(path: Path, script: str, *, where: str, metadata: Collection[str]
     return {name: v if name in MAPPED else copy.deepcopy(v) for name, v in state.items()}
 
 
-def check_sums(path: Path) -> None:
-    """Compare a file with the checksums in it, which torch does not read.
-
-    Raises:
-        _Damage: they differ, the file was cut, or a sector of the disk cannot be read.
-        OSError: the file cannot be read for another reason.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            changed = archive.testzip()
-    except Exception as error:  # of many types for many kinds of damage
-        if isinstance(error, OSError) and error.errno != errno.EIO:
-            raise
-        raise _Damage(f"truncated or not a checkpoint: {first_line(error)}") from error
-    if changed is not None:
-        raise _Damage(f"{changed} in it does not match its checksum")
-
-
 def read_unchecked(path: Path) -> Any:
-    """What torch reads from a file, with the tensors mapped into memory, which may be damaged.
-
-    torch maps no file whose name is not UTF-8 in this locale; the tensors of such a file are read.
-    """
+    """What torch reads from a file, with the tensors mapped into memory, which may be damaged."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            str(path).encode()
-        except UnicodeEncodeError:
-            with open(path, "rb") as file:
-                return torch.load(file, map_location="cpu", weights_only=True)
         return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
 
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from errors import InputError
-from models import fusion
 
 SUFFIXES = (".onnx", ".pt2", ".safetensors")
 PT2_METADATA = "metadata.json"  # the name of the extra file
@@ -38,7 +37,7 @@ def export(
     """Write a model to a file, run the file on `example`, and compare.
 
     Args:
-        model: any; for .onnx and .pt2 batch-norm is folded into its convolutions in place.
+        model: any; it is put on the CPU and into evaluation mode in place.
         example: inputs, at least 2 in every dynamic dimension.
         path: ends in one of `SUFFIXES`; .safetensors holds the weights alone.
         dynamic: dimensions of the input that may change: {dimension: (name, largest size)}.
@@ -56,9 +55,9 @@ def export(
         for axis, (name, largest) in dynamic.items()
     }
     if path.suffix == ".pt2":
-        given = _export_pt2(fusion.fold_batch_norm(model), example, path, sizes, texts)
+        given = _export_pt2(model, example, path, sizes, texts)
     elif path.suffix == ".onnx":
-        given = _export_onnx(fusion.fold_batch_norm(model), example, path, sizes, texts)
+        given = _export_onnx(model, example, path, sizes, texts)
     else:
         given = _export_weights(model, example, path, texts)
     difference = (given.softmax(1) - expected).abs().max().item()

@@ -60,7 +60,6 @@ class Probe:
             self.try_batch(self.model, inputs, labels)
         reserved.clear()
         torch.cuda.empty_cache()  # a graph's own memory cannot come from what torch keeps
-        batches.limit(self.micro_batches.limit)
 
     def reserve_memory(self, with_graphs: bool) -> list[Tensor]:
         """Tensors as large as what a step needs and a trial lacks; as many of them as there fit.

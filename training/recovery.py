@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -18,9 +17,7 @@ from training.run_log import RunLog
 
 MAX_SKIPPED_IN_A_ROW = 10  # non-finite steps before the run goes back to its last checkpoint
 MAX_ROLLBACKS = 3
-RAISED_LR = 2.01  # times the last step's rate; a warm-up at most doubles it in one step
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-END = b"\0"  # no signal: what ends the thread that answers them
 SAME_SIGNAL_SECONDS = 1.0  # a sweep, which gets the terminal's Ctrl-C too, repeats it to its run
 
 
@@ -28,42 +25,33 @@ SAME_SIGNAL_SECONDS = 1.0  # a sweep, which gets the terminal's Ctrl-C too, repe
 
 
 @contextlib.contextmanager
-def caught_signals(say: Callable[[str], None]) -> Iterator[list[int]]:
+def caught_signals(*, is_main: bool) -> Iterator[list[int]]:
     """Note SIGINT and SIGTERM in a list; a second one ends the process at once, with exit code 130.
 
-    A thread answers, since Python calls a handler only after the operation of torch that is being
-    computed. Under torchrun it is the launcher that a second signal ends, and with it the ranks:
-    the launcher repeats the first one, which all processes of a job may have got as well.
+    Python calls the handler after the operation of torch that is being computed. Under torchrun it
+    is the launcher that a second signal ends, and with it the ranks: the launcher repeats the first
+    one, which all processes of a job may have got as well.
     """
     caught: list[int] = []
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    first = 0.0
 
-    def answer() -> None:
-        first = 0.0
-        while (number := os.read(reader, 1)) != END:
-            if number[0] not in SIGNALS:  # such as SIGCHLD, of which a data loader learns
-                continue
-            if not first:
-                first = time.monotonic()
-                say("stopping after this step; again ends at once")
-            elif time.monotonic() - first > SAME_SIGNAL_SECONDS and not under_torchrun():
-                os._exit(INTERRUPTED)
+    def note(number: int, _: object) -> None:
+        nonlocal first
+        if not caught:
+            first = time.monotonic()
+            if is_main:
+                with contextlib.suppress(OSError):  # not by print, which the signal may interrupt
+                    os.write(2, b"stopping after this step; again ends at once\n")
+        elif time.monotonic() - first > SAME_SIGNAL_SECONDS and not under_torchrun():
+            os._exit(INTERRUPTED)
+        caught.append(number)
 
-    thread = threading.Thread(target=answer, daemon=True)
-    thread.start()
-    handlers = {n: signal.signal(n, lambda number, _: caught.append(number)) for n in SIGNALS}
-    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    handlers = {number: signal.signal(number, note) for number in SIGNALS}
     try:
         yield caught
     finally:
-        signal.set_wakeup_fd(wakeup)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        os.write(writer, END)
-        thread.join()
-        os.close(reader)
-        os.close(writer)
 
 
 def interruption(progress: Progress, folder: Path, unsaved: Collection[str]) -> Interrupted:
@@ -120,15 +108,3 @@ def warn_of_skipped(skipped: int, progress: Progress, *, is_fp16: bool, log: Run
         f"warning: {skipped} of {progress.step_in_epoch} steps of epoch "
         f"{progress.epoch + 1} were skipped, since a gradient was not finite{why}"
     )
-
-
-def warn_of_raised_lr(before: float, now: float, log: RunLog) -> None:
-    """Say so if a resumed run goes on with a much larger learning rate than it had.
-
-    Other flags can do that: --epochs moves the end of a schedule, --lr scales it.
-    """
-    if 0 < before < now / RAISED_LR:
-        log.info(
-            f"warning: the learning rate goes on at {now:.3g}, and was {before:.3g} in the "
-            "last step: --lr, --epochs or the schedule are not those of the checkpoint"
-        )

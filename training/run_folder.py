@@ -9,11 +9,11 @@ The system releases the lock when the process ends, however that ends.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -39,17 +39,10 @@ def latest_run(script: str, launcher: str | None = None) -> Path | None:
         launcher: consider only the folders that the job of this launcher wrote to.
     """
     newest: dict[Path, int] = {}
-    seen: set[str] = set()
-    for name, subfolders, _ in os.walk("runs", followlinks=True):
-        folder, real = Path(name), os.path.realpath(name)
-        if real in seen or is_trial(folder):
-            subfolders.clear()
-            continue
-        seen.add(real)
-        files = latest_files(folder)
-        if not files or not is_run_of_script(script, folder):
-            continue
-        if launcher is None or is_run_of(launcher, folder):
+    for folder in {path.parent for path in Path("runs").rglob("last*.pt")}:
+        is_of_script = read_config(folder).get("script") == script
+        is_of_job = launcher is None or is_run_of(launcher, folder)
+        if is_of_script and is_of_job and not is_trial(folder) and (files := latest_files(folder)):
             newest[folder] = files[0].stat().st_mtime_ns
     return max(newest, key=lambda folder: (newest[folder], folder), default=None)
 
@@ -57,21 +50,6 @@ def latest_run(script: str, launcher: str | None = None) -> Path | None:
 def is_trial(folder: Path) -> bool:
     """Whether a folder is that of a trial, which only its sweep resumes."""
     return folder.parent.name == "trials" and folder.name.isdigit()
-
-
-def is_run_of_script(script: str, folder: Path) -> bool:
-    """Whether config.json of a run folder, or the folder's name where it does not say, names it.
-
-    Args:
-        script: its name without .py.
-        folder: the run folder.
-    """
-    config = read_config(folder)
-    if "script" in config:
-        return config["script"] == script
-    if isinstance(config.get("command"), list):
-        return f"{script}.py" in config["command"]
-    return folder.name.startswith(f"{script}-")
 
 
 def is_run_of(launcher: str, folder: Path) -> bool:
@@ -138,10 +116,6 @@ def lock_run_folder(folder: Path) -> IO[str]:
         raise InputError(
             f"--out {folder}: cannot be written ({error.strerror}); choose another folder"
         ) from None
-    if sys.platform == "win32":
-        return file
-    import fcntl
-
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

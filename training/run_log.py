@@ -22,14 +22,13 @@ from typing import IO, Any, NamedTuple
 from torch import Tensor
 from tqdm import tqdm
 
-from backends.device import peak_memory
 from errors import InputError, discard_stdout
 from training.atomic_file import atomic_write, atomic_write_text
 from training.evaluation import Evaluation
 from training.progress import Progress
 from training.progress_bar import progress_bar
 from training.step_stats import StepTotals
-from training.time_estimate import Forecast, in_words
+from training.time_estimate import in_words, seconds_left
 from training.tracking import TrackedRun
 
 
@@ -42,13 +41,9 @@ class Column(NamedTuple):
     format: str = "{}"  # of a value; of a share in per cent, the sign is left out
 
     def show(self, row: Mapping[str, Any]) -> str:
-        """The value of a row, in fewer digits where it would not fit; '' for None."""
+        """The value of a row; '' for None."""
         value = row[self.key]
-        if value is None or isinstance(value, str):
-            return value or ""
-        formats = (self.format, "{:.0f}", "{:.1e}", "{:.0e}")
-        texts = [form.format(value).rstrip("%") for form in formats]
-        return next((text for text in texts if len(text) <= self.width), texts[-1])
+        return "" if value is None else self.format.format(value).rstrip("%")
 
 
 MAX_WIDTH = 80  # characters of a line of the table
@@ -88,9 +83,8 @@ class RunLog:
     Args:
         config: what config.json holds: flags, versions, device, commit.
         track: the tracker that gets the rows as well, one of `tracking.TRACKERS`.
-        log_every: seconds after which the tracker gets the numbers of a step; and off a terminal,
-            seconds without a line on the console after which one says how far the run is. 0 is
-            never.
+        log_every: off a terminal, seconds without a line on the console after which one says how
+            far the run is. 0 is never.
         lock: what `lock_run_folder` returned; it is kept as long as the log.
     """
 
@@ -111,22 +105,20 @@ class RunLog:
         self.tracked: TrackedRun | None = None
         if track != "none" and is_main:
             self.tracked = TrackedRun(track, folder, warn=self.info)
-        self.forecast = Forecast(self.clock, epochs=1)
+        self.epochs = 1  # of the run
         self.shown = 0  # rows on the console since the titles
         self.columns: list[Column] = []  # of the row above
-        self.last_line = self.last_sent = self.clock()  # when it was printed, and when tracked
+        self.last_line = self.clock()  # when it was printed
 
     # ---------------------------------------------------------------- files
 
-    def begin(self, rows: Sequence[Mapping[str, Any]], *, epochs: int = 1, hint: str = "") -> None:
+    def begin(self, rows: Sequence[Mapping[str, Any]], *, epochs: int = 1) -> None:
         """Write config.json and the rows that the run has already, once nothing can refuse it.
 
-        Args:
-            hint: a line for the user of a run of many hours: what makes it shorter.
         Raises:
             InputError: config.json cannot be written.
         """
-        self.forecast = Forecast(self.clock, epochs=epochs, hint=hint)
+        self.epochs = epochs
         if not self.is_main:
             return
         text = json.dumps(self.config, indent=2, default=str) + "\n"
@@ -138,7 +130,7 @@ class RunLog:
             ) from None
         self.write_rows(rows)
         if self.tracked is not None:
-            self.tracked.begin(self.config, rows)
+            self.tracked.begin(self.config)
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Make metrics.jsonl hold exactly these rows: those that the checkpoint knows.
@@ -157,12 +149,10 @@ class RunLog:
         if not self.is_main:
             return
         self.write_rows(rows)
-        self.forecast.observe(rows[-1]["epoch"])
-        seconds_left = self.forecast.seconds_left()
-        left = "-" if seconds_left is None else in_words(seconds_left).replace("days", "d")
+        left = in_words(seconds_left(rows[-1], epochs=self.epochs)).replace("days", "d")
         self._show({**rows[-1], "left": left})
         if self.tracked is not None:
-            self.tracked.send(rows)
+            self.tracked.send(rows[-1])
 
     def tables(self, name: str, tables: Mapping[str, Tensor], classes: Sequence[str]) -> None:
         """Draw (classes, classes) tables side by side as <name>.png, if there are any."""
@@ -230,59 +220,26 @@ class RunLog:
 
     def bar(self, epoch: int, *, total: int, done: int) -> tqdm:
         """A progress bar over the samples of an epoch; hidden where stderr is not a terminal."""
-        title = f"epoch {epoch}/{self.forecast.epochs}"
+        title = f"epoch {epoch}/{self.epochs}"
         return progress_bar(title, total, is_main=self.is_main, done=done)
 
-    def status(
-        self,
-        bar: tqdm,
-        progress: Progress,
-        totals: StepTotals,
-        *,
-        steps: int,
-        rows: int,
-        lr: float,
-        grad_norm: Tensor,
-    ) -> None:
+    def status(self, bar: tqdm, progress: Progress, totals: StepTotals, *, steps: int) -> None:
         """Show how far the epoch is on its bar, or in a line where there is none and one is due.
-
-        The tracker gets the numbers every `log_every` seconds.
 
         Args:
             totals: sums over the epoch's steps by now.
-            steps, rows: of the epoch in all.
-            lr: the learning rate of the last step.
-            grad_norm: (), of the last step before clipping, on its device.
+            steps: of the epoch in all.
         """
-        if not self.is_main:
-            return
         loss, accuracy = totals.loss / totals.samples, totals.num_correct / totals.samples
-        speed = progress.epoch_samples / max(progress.train_seconds, 1e-9)
-        self.forecast.observe(progress.epoch + progress.epoch_samples / rows)
-        for line in self.forecast.announcement():
-            self.info(line)
         if not bar.disable:
             bar.set_postfix_str(f"loss {loss:.4f}, acc {100 * accuracy:.2f} %", refresh=False)
         elif self.log_every and self.clock() - self.last_line >= self.log_every:
-            left = self.forecast.seconds_left()
+            speed = progress.epoch_samples / max(progress.train_seconds, 1e-9)
             self.info(
-                f"epoch {progress.epoch + 1}/{self.forecast.epochs}, "
+                f"epoch {progress.epoch + 1}/{self.epochs}, "
                 f"step {progress.step_in_epoch} of {steps}: loss {loss:.4f}, "
                 f"accuracy {100 * accuracy:.2f} %, {speed:.0f} samples/s"
-                + ("" if left is None else f", {in_words(left)} left")
             )
-        is_due = self.log_every and self.clock() - self.last_sent >= self.log_every
-        if self.tracked is not None and is_due:
-            numbers = {
-                "loss": loss,
-                "accuracy": accuracy,
-                "lr": lr,
-                "grad_norm": float(grad_norm),  # waits for the device
-                "samples_per_second": speed,
-                "peak_memory_bytes": peak_memory(grad_norm.device),
-            }
-            self.tracked.send_step(progress.step, numbers)
-            self.last_sent = self.clock()
 
     def close(self) -> None:
         """Close the tracked run, and release the folder."""

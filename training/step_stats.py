@@ -41,7 +41,7 @@ COUNTERS = 2  # the last fields, which count steps, are alike on all ranks
 
 
 class StepSums:
-    """`StepTotals` as one float64 tensor on the device, so that nothing waits for it.
+    """`StepTotals` as one float64 tensor on the device, which is read once in a while.
 
     Each field is an attribute too, a view () of the tensor.
     """
@@ -61,7 +61,6 @@ class StepSums:
         self.values = torch.zeros(len(StepTotals._fields), dtype=torch.float64, device=device)
         for name, view in zip(StepTotals._fields, self.values.unbind()):
             setattr(self, name, view)
-        self._copy: tuple[Tensor, torch.cuda.Event] | None = None
 
     def add_step(self, step: StepSums, skip: Tensor) -> None:
         """Add the sums of a step; of one that is skipped or not finite, only count it."""
@@ -80,27 +79,9 @@ class StepSums:
         world.sum(values[:-COUNTERS])
         return StepTotals(*values.tolist())
 
-    def read(self, wait: bool) -> StepTotals | None:
-        """This rank's sums on the host.
-
-        Args:
-            wait: for a GPU to have done all its steps. Otherwise a GPU gives the sums of the call
-                before, which were copied meanwhile, so that nothing is waited for; None at the
-                first call.
-        """
-        if self.values.device.type == "cpu":
-            return StepTotals(*self.values.tolist())
-        event = torch.cuda.Event()
-        copy = self.values.to("cpu", non_blocking=True)
-        event.record()
-        ready, self._copy = self._copy, (copy, event)
-        if wait:
-            ready, self._copy = self._copy, None
-        if ready is None:
-            return None
-        values, arrived = ready
-        arrived.synchronize()
-        return StepTotals(*values.tolist())
+    def read(self) -> StepTotals:
+        """This rank's sums on the host, which waits for a GPU to have done its steps."""
+        return StepTotals(*self.values.tolist())
 
     def load_merged(self, values: Sequence[Tensor], world: World) -> None:
         """Go on from the sums of another number of ranks: rank 0 takes them all."""

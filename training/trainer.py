@@ -8,7 +8,7 @@
     evaluate          loss and accuracy on each evaluation set
 
 A step's order is: learning rate, backward, unscale, clip, step, update of the loss scale, clear.
-Sums of loss and accuracy stay on the device: within an epoch nothing waits for a GPU.
+Sums of loss and accuracy stay on the device: the host waits for a GPU every 20 steps, to read them.
 
     trainer = Trainer(model, optimizer, CrossEntropy(), batches, train_set=train, ...)
     summary = trainer.fit(checkpoint)
@@ -75,7 +75,6 @@ class TrainerConfig:
     measure_noise_scale: bool = False  # sum what the gradient noise scale is estimated from
     time_compute: bool = False  # measure each rank's seconds without waiting for others
     record_cuda_graph: bool = False  # record the step once for each shape of batch, and replay it
-    long_run_hint: str = ""  # a line for the user of a run of many hours: what makes it shorter
 
 
 @dataclass(eq=False, repr=False)
@@ -124,8 +123,6 @@ class Trainer(TrainState):
         self.progress = Progress()
         self.compute_timer = ComputeTimer(world.device) if config.time_compute else None
         self.clock = TrainClock(self.progress, self.compute_timer)
-        self.step_lr = 0.0  # of the last step; on the host, also where the optimizer's is not
-        self.grad_norm = torch.zeros((), device=world.device)  # of the last step, before clipping
         measures_noise = config.measure_noise_scale
         self.noise_meter = NoiseMeter(self.parameters, world) if measures_noise else None
         if self.noise_meter is not None:
@@ -154,7 +151,10 @@ class Trainer(TrainState):
             NonFiniteLoss: the loss stayed non-finite.
         """
         self.begin(checkpoint)
-        with contextlib.closing(self.log), recovery.caught_signals(self.log.info) as signals:
+        with (
+            contextlib.closing(self.log),
+            recovery.caught_signals(is_main=self.world.is_main) as signals,
+        ):
             while self.progress.epoch < self.config.epochs:
                 try:
                     stop = self.train_epoch(signals)
@@ -194,12 +194,8 @@ class Trainer(TrainState):
             self.checkpoints.resume_from(path, self.progress)
             if path.resolve().parent != self.log.folder.resolve():
                 self.save()
-            if self.progress.step and self.progress.epoch < self.config.epochs:
-                recovery.warn_of_raised_lr(self.last_lr(), self.scheduled_lr(), self.log)
             checkpoint.clear()  # it would keep its file on the disk when another takes the name
-        self.log.begin(
-            self.progress.rows, epochs=self.config.epochs, hint=self.config.long_run_hint
-        )
+        self.log.begin(self.progress.rows, epochs=self.config.epochs)
 
     def train_epoch(self, signals: list[int]) -> bool:
         """Do the steps of this epoch that are not yet done.
@@ -240,7 +236,7 @@ class Trainer(TrainState):
                     self.clock.start()
                 if self.vote.ask(bool(signals)):
                     self.interrupt()
-            self.log_progress(bar, wait=True)
+            self.log_progress(bar)
         self.clock.add_elapsed()
         return self.vote.finish()
 
@@ -359,7 +355,6 @@ class Trainer(TrainState):
         norm = global_norm(gradients)
         if self.is_sharded:
             norm = fsdp.unshard(norm)
-        self.grad_norm.copy_(norm)
         skip = ~torch.isfinite(norm)
         if self.replicas_diverge and self.communicating is None:
             skip = self.world.sum(skip.float()) > 0
@@ -395,7 +390,6 @@ class Trainer(TrainState):
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of all parameters; a recorded step reads it from a tensor."""
-        self.step_lr = lr
         for group in self.optimizer.param_groups:
             own_lr = lr * group.get("lr_scale", 1.0)
             if self.graph is not None:
@@ -442,8 +436,6 @@ class Trainer(TrainState):
         self.sums.start_epoch()
         self.checkpoints.save(progress, previous_best=previous_best)
         self.log.epoch(progress.rows)
-        if advice := self.batches.advice(row["batch_size"]):
-            self.log.info(advice)
         if self.meta_learner is not None:
             self.log.tables("policy", self.meta_learner.tables(), self.metadata["classes"])
 
@@ -496,27 +488,17 @@ class Trainer(TrainState):
         else:
             self.comm_hook.sync_replicas(self.parameters)
 
-    def log_progress(self, bar: Any, wait: bool = False) -> None:
-        """Show the sums so far and the time left, and stop a series of non-finite steps.
+    def log_progress(self, bar: Any) -> None:
+        """Show the sums so far, and stop a series of non-finite steps.
 
-        Args:
-            wait: for a GPU to have done all steps of the epoch.
         Raises:
             Diverged: too many steps in a row were not finite.
         """
-        totals = self.sums.read(wait)
-        if totals is not None and totals.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        totals = self.sums.read()
+        if totals.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise Diverged
-        if totals is not None and totals.samples:
-            self.log.status(
-                bar,
-                self.progress,
-                totals,
-                steps=self.batches.steps(),
-                rows=len(self.train_set),
-                lr=self.step_lr,
-                grad_norm=self.grad_norm,
-            )
+        if totals.samples:
+            self.log.status(bar, self.progress, totals, steps=self.batches.steps())
 
     # ---------------------------------------------------------------- parallelism and memory
 

@@ -55,7 +55,7 @@ ALIASES = [  # of timm and of Hugging Face's Trainer, and the same in our names
     ("--label_smoothing_factor 0.1", "--label_smoothing 0.1"),
     ("--dataloader_num_workers 4", "--workers 4"),
     ("--resume_from_checkpoint runs/a-b", "--resume runs/a-b"),
-    ("--report_to trackio", "--track trackio"),
+    ("--report_to wandb", "--track wandb"),
     ("--log_wandb", "--track wandb"),
     ("--tensorboard", "--track tensorboard"),
 ]
@@ -267,7 +267,6 @@ def test_help_is_short_and_says_how_to_see_the_rest(capsys: pytest.CaptureFixtur
 def test_help_lists_only_choices_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     for reason in ("apex is not installed", ""):
         monkeypatch.setattr(nvidia_apex, "unavailable_reason", lambda name, why=reason: why)
-        monkeypatch.setattr(nvidia_apex, "amp_unavailable_reason", lambda why=reason: why)
         monkeypatch.setattr(onnx_runtime, "unavailable_reason", lambda why=reason: why)
         flags = resnet50_test.parser().flags
         assert ("apex_lamb" in flags["optimizer"].text()) == (not reason)

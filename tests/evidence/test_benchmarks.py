@@ -15,10 +15,10 @@ import torch
 
 import errors
 import resnet50_test
+from backends import machine
 from benchmarks import bench, time_to_target
 from conftest import call, for_each
 from figures import run_logs
-from training import machine
 
 
 def test_the_json_file_names_the_commit_and_a_short_bar_is_the_exit_code(tmp_path, monkeypatch):
@@ -90,7 +90,7 @@ def test_time_to_an_accuracy_of_logged_runs(small_logs, tmp_path, capsys, monkey
     text = (tmp_path / "times.json").read_text()
     assert "Infinity" not in text
     written = json.loads(text)
-    assert machine.device_name(torch.device("cpu"), with_speed=True) in written["machine"]
+    assert machine.device_name(torch.device("cpu")) in written["machine"]
     assert written["samples_per_epoch"] == {"ngd": 719, "sgd": 719}
     assert [len(written["samples_per_second"][name]) for name in ("ngd", "sgd")] == [3, 3]
 

@@ -29,13 +29,13 @@ import errors
 import ranks
 import resnet50_test
 import transformer_test
+from backends import machine
 from benchmarks import airbench
 from cli import options, settings
 from cli.foreign_names import FOREIGN
 from conftest import for_each
 from errors import InputError
 from figures import draw, experiments, methods, pack_logs, pictures, run_logs
-from training import machine
 
 ROOT = ranks.ROOT
 
@@ -223,7 +223,7 @@ def test_wrong_commands_and_uncommitted_code_are_refused(tmp_path, monkeypatch):
         assert ignored == tmp_path / "logs"
         return ["new.py"]
 
-    monkeypatch.setattr(machine, "modified_files", lambda: ["training/machine.py"])
+    monkeypatch.setattr(machine, "modified_files", lambda: ["backends/machine.py"])
     monkeypatch.setattr(machine, "untracked_files", untracked)
 
     def check(words: list[str], match: str) -> None:
@@ -231,7 +231,7 @@ def test_wrong_commands_and_uncommitted_code_are_refused(tmp_path, monkeypatch):
             experiments.main(words)
 
     cases = [
-        (words[:-1], r"not committed: training/machine\.py, new\.py;"),
+        (words[:-1], r"not committed: backends/machine\.py, new\.py;"),
         ([*words, "--logs", str(run_logs.LOGS)], "figures/logs are evidence"),
         ([*words, "--logs", str(run_logs.LOGS / "below")], "figures/logs are evidence"),
         ([*words, "--only", "two"], "there are one"),

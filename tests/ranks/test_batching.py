@@ -311,22 +311,6 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had() -> None:
     assert more.shares == [more.size // 3] * 3
 
 
-def test_the_limit_of_memory_holds_while_it_can() -> None:
-    batching = make(0, 2, balancer=WorkerBalancer(), base=100)
-
-    def limit(first: float, second: float) -> None:
-        batching.world.given = [[first], [second]]
-        batching.limit(int(first))
-
-    limit(60, 100)
-    assert batching.memory_limits is None, "an equal share fits, and a larger one in two parts"
-    batching.balancer.observe([50, 50], [1.0, 4.0])
-    limit(40, 100)
-    assert batching.share_out(100) == [40, 60]
-    limit(10, 40)  # 50 at once are too few for 100: two micro-batches, limits of 20 and 80
-    assert batching.share_out(100) == [20, 80]
-
-
 def test_the_flags_choose_the_sizes_and_rates(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     common = "--dataset digits --arch resnet8 --subset 0.4 --bs 64 --lr 0.1 --epochs 3 --threads 1"
     grow = "increase --batch_growth 2 --max_bs 128 --dynamic_lr linear"

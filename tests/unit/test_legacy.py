@@ -193,7 +193,7 @@ def without_precision(script: str) -> str:
     [
         ("images", "--backend ort --precision fp32", ORT),
         ("texts", "--tokenizer torchtext", TORCHTEXT),
-        ("images", "--precision apex_O1", nvidia_apex.amp_unavailable_reason()),
+        ("images", "--precision apex_O1", nvidia_apex.unavailable_reason("apex_O1")),
         ("images", "--optimizer apex_sgd", nvidia_apex.unavailable_reason("apex_sgd")),
     ],
 )
@@ -250,7 +250,7 @@ def amp(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     root.__spec__ = types.SimpleNamespace(name="apex")
     for module in (root, amp):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(nvidia_apex, "cuda_unavailable_reason", lambda: "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return amp
 
 
@@ -300,8 +300,8 @@ def test_the_registrys_apex_is_not_taken_for_nvidias(tmp_path, monkeypatch):
     (tmp_path / "apex" / "__init__.py").write_text("import zope_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "no amp" in nvidia_apex.amp_unavailable_reason()
-    assert "CUDA extensions" in nvidia_apex.unavailable_reason("apex_sgd")
+    assert "no apex.amp" in nvidia_apex.unavailable_reason("apex_O1")
+    assert "no amp_C" in nvidia_apex.unavailable_reason("apex_sgd")
 
 
 def test_ort_computes_in_fp32_and_says_so(refused):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 import conftest
+from backends import machine
 from benchmarks import bench
-from training import machine
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
@@ -28,11 +27,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which `machine` believes to lie, with a method and a picture."""
     monkeypatch.delenv("COMMIT", raising=False)
     folder = tmp_path / "project"
-    for name in ("training/machine.py", "figures/time.png", "ngd.py"):
+    for name in ("backends/machine.py", "figures/time.png", "ngd.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("first")
     monkeypatch.setattr(machine, "ROOT", folder)
-    monkeypatch.setattr(machine, "__file__", str(folder / "training" / "machine.py"))
+    monkeypatch.setattr(machine, "__file__", str(folder / "backends" / "machine.py"))
     return folder
 
 
@@ -86,28 +85,14 @@ def test_a_copy_does_not_get_the_commit_of_a_folder_above_but_what_it_is_told(pr
 CPU = torch.device("cpu")
 
 
-def test_measuring_the_speed_changes_neither_random_numbers_nor_threads():
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-    machine._measured_speed.cache_clear()
-    speed = machine.processor_speed()
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.get_num_threads() == threads == speed.threads
-    assert speed.gflops > 0
-    machine._measured_speed.cache_clear()
-
-
-def test_without_git_a_run_and_a_benchmark_name_the_processor_and_its_speed(
-    tmp_path, monkeypatch, capsys
-):
+def test_without_git_a_run_and_a_benchmark_name_the_processor(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("COMMIT", raising=False)
     script, flags = conftest.SCRIPTS["images"]
     assert conftest.call(script, [*flags.split(), "--out", str(tmp_path / "run")]) == 0
-    named = machine.device_name(CPU, with_speed=True)
-    assert str(machine.processor_speed()) in named
+    named = machine.device_name(CPU)
     assert f" of {named}, fp32" in capsys.readouterr().out
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["commit"] is None
     assert config["processor"] == machine.cpu_name()
-    assert config["processor_speed"] == asdict(machine.processor_speed())
     assert named in bench.machine(CPU, ("torch",))

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import resnet50_test
+from backends import machine
 from test_training import run
-from training import machine
 from training.run_segments import describe_all
 
 FLAGS = "--dataset digits --arch resnet8 --subset 0.2 --bs 64 --lr 0.02 --threads 1".split()
@@ -59,15 +59,9 @@ def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(here, 
 
 
 def test_a_run_that_goes_on_as_it_was_has_one_segment(here, monkeypatch):
-    """Also where known data lie elsewhere, or where a flag changes that changes no result.
-
-    The processor was measured as a little faster or slower.
-    """
+    """Also where known data lie elsewhere, or where a flag changes that changes no result."""
     run(resnet50_test, *FLAGS, "--epochs", "1", "--out", "a", monkeypatch=monkeypatch)
-    speed = machine.ProcessorSpeed(1.0, "fp32", threads=1)
-    monkeypatch.setattr(machine, "processor_speed", lambda: speed)
     more = ["--out", "b", "--data_dir", str(here / "elsewhere"), "--keep", "1", "--workers", "1"]
     console = run(resnet50_test, "--resume", "a", *more, monkeypatch=monkeypatch)
     assert line_of(console) == ""
     assert "segments" not in config_of("b")
-    assert config_of("b")["processor_speed"]["gflops"] == 1.0

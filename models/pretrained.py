@@ -12,7 +12,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,30 +111,20 @@ def _read_torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         return average["weights"], state
     if shards and isinstance(shards, str) and isinstance(state.get("flags"), Mapping):
         return sharded_checkpoint.load_whole_model(path.parent / Path(shards).name), state
-    for name in NESTED:
-        if isinstance(state.get(name), Mapping):
-            return state[name], state
-    nested = dict(state_dicts(state))
-    if len(nested) > 1:
+    # A state_dict maps names such as conv1.weight to tensors; the state of an optimizer does not.
+    nested = {
+        str(name): value
+        for name, value in state.items()
+        if isinstance(value, Mapping)
+        and any(isinstance(v, Tensor) and "." in str(k) for k, v in value.items())
+    }
+    usual = [name for name in NESTED if name in nested]
+    if len(nested) > 1 and not usual:
         raise InputError(
             f"--weights {path}: holds the weights of several models ({', '.join(nested)}); save "
             "the state_dict of one alone"
         )
-    return (next(iter(nested.values())), state) if nested else (state, {})
-
-
-def state_dicts(state: Mapping[Any, Any], name: str = "") -> Iterator[tuple[str, Mapping]]:
-    """Yield each state_dict within a checkpoint, with the names that lead to it.
-
-    A state_dict maps names such as conv1.weight to tensors; the state of an optimizer does not.
-    """
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            path = f"{name}{key}"
-            if any(isinstance(v, Tensor) and "." in str(k) for k, v in value.items()):
-                yield path, value
-            else:
-                yield from state_dicts(value, f"{path}.")
+    return (nested[[*usual, *nested][0]], state) if nested else (state, {})
 
 
 def match_names(
@@ -260,19 +250,15 @@ def misfits(
         elif name not in classifier and weights[name].shape != value.shape:
             shapes = (" x ".join(map(str, each[name].shape)) or "one" for each in (weights, own))
             wrong.append(f"its {name} has {' and not '.join(shapes)} values")
-        elif name in weights and value.is_floating_point() and (kind := unusable(weights[name])):
-            wrong.append(f"its {name} holds {kind}")
+        elif name in weights and value.is_floating_point() and not is_finite(weights[name]):
+            wrong.append(f"its {name} holds no finite floating-point numbers")
     unknown = [name for name in weights if name not in own and not name.startswith(AUXILIARY)]
     return wrong + [f"its {name} is unknown" for name in unknown]
 
 
-def unusable(weight: Tensor) -> str:
-    """What a tensor holds that no weight of floats can take, or ''."""
-    if weight.is_meta or weight.layout != torch.strided:
-        return "no plain tensor"
-    if not weight.is_floating_point():
-        return f"{str(weight.dtype).removeprefix('torch.')} numbers"
-    return "" if weight.isfinite().all() else "numbers that are not finite"
+def is_finite(weight: Tensor) -> bool:
+    """Tell whether a tensor holds finite floating-point numbers."""
+    return weight.is_floating_point() and bool(weight.isfinite().all())
 
 
 def _matching_rows(

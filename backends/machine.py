@@ -2,26 +2,21 @@
 
 describe_machine(device)["commit"]     # "31dfeba", "31dfeba-dirty", or None without git
 modified_files()                       # ["ngd.py"]: why a commit is dirty
-device_name(device, with_speed=True)   # "AMD EPYC (family 26, model 2, avx512_bf16,
-                                       #  846 GFLOP/s in bf16), 2 threads"
+device_name(device)                    # "AMD EPYC (family 26, model 2, avx512_bf16), 2 threads"
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import platform
 import subprocess
 import sys
-import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from backends.device import has_bf16
 from errors import first_line
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,26 +26,19 @@ NOT_RESULTS = tuple(f":(exclude,glob){path}" for path in RESULTS)
 """Arguments that make a git command leave `RESULTS` out."""
 CPUINFO = Path("/proc/cpuinfo")
 MATRIX_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")  # the best one is named
-MATRIX_SIZE = 1024  # of the product whose speed is measured
-MEASURED_SECONDS = 0.2  # more do not make it more repeatable
 
 
 class CommitUnknown(Exception):
     """The commit of this code cannot be told; the message says why."""
 
 
-def describe_machine(device: torch.device, *, with_speed: bool = False) -> dict[str, Any]:
-    """Versions, device, processor, commit (None where it is unknown) and the command line.
-
-    Args:
-        with_speed: also measure the `ProcessorSpeed`, which differs a little from run to run.
-    """
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Versions, device, processor, commit (None where it is unknown) and the command line."""
     return {
         "torch": str(torch.__version__),  # TorchVersion is no plain value of a checkpoint
         "python": platform.python_version(),
         "device": device_name(device),
         "processor": cpu_name(),
-        **({"processor_speed": asdict(processor_speed())} if with_speed else {}),
         "commit": commit_or_none(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
@@ -123,22 +111,17 @@ def run_git(*arguments: str) -> str:
 # -------------------------------------------------------------------- device
 
 
-def device_name(device: torch.device, *, with_speed: bool = False) -> str:
-    """The GPU's name; or the processor's, with the number of threads torch uses.
-
-    Args:
-        with_speed: also measure the processor's `ProcessorSpeed`, and name it.
-    """
+def device_name(device: torch.device) -> str:
+    """The GPU's name; or the processor's, with the number of threads torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{cpu_name(with_speed=with_speed)}, {torch.get_num_threads()} threads"
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
-def cpu_name(*, with_speed: bool = False) -> str:
-    """The processor's name, its family, model and matrix instructions, and its speed.
+def cpu_name() -> str:
+    """The processor's name, its family, model and matrix instructions, as far as they are known.
 
-    Processors of one name differ in speed by a factor of seven. What the system does not tell is
-    left out.
+    Processors of one name differ in speed by a factor of seven.
     """
     text = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
     pairs = (line.partition(":") for line in text.splitlines())
@@ -147,44 +130,5 @@ def cpu_name(*, with_speed: bool = False) -> str:
     details = [f"{word} {fields[key]}" for word, key in parts.items() if key in fields]
     flags = fields.get("flags", "").split()
     details += [flag for flag in MATRIX_INSTRUCTIONS if flag in flags][:1]
-    if with_speed:
-        details.append(str(processor_speed()))
     name = fields.get("model name") or platform.processor() or platform.machine()
     return f"{name} ({', '.join(details)})" if details else name
-
-
-@dataclass(frozen=True)
-class ProcessorSpeed:
-    """The speed of the processor in a matrix product."""
-
-    gflops: float  # 10^9 floating-point operations per second
-    precision: str  # bf16 where the processor computes in it, else fp32
-    threads: int  # of torch
-
-    def __str__(self) -> str:
-        return f"{self.gflops:.0f} GFLOP/s in {self.precision}"
-
-
-def processor_speed() -> ProcessorSpeed:
-    """Measure the speed with torch's present threads, once for each number of them."""
-    return _measured_speed(torch.get_num_threads())
-
-
-@functools.cache
-def _measured_speed(threads: int) -> ProcessorSpeed:
-    """The speed of the fastest product, which other programs have disturbed least.
-
-    No random number is drawn, so that a run computes the same afterwards.
-    """
-    precision = "bf16" if has_bf16(torch.device("cpu")) else "fp32"
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    factor = torch.full((MATRIX_SIZE, MATRIX_SIZE), 0.5, dtype=dtype)
-    product = factor @ factor  # the first one loads the kernel
-    seconds: list[float] = []
-    while sum(seconds) < MEASURED_SECONDS:
-        start = time.perf_counter()
-        torch.mm(factor, factor, out=product)
-        seconds.append(time.perf_counter() - start)
-    return ProcessorSpeed(
-        round(2 * MATRIX_SIZE**3 / min(seconds) / 1e9, 1), precision, threads=threads
-    )
