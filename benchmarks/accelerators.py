@@ -13,9 +13,9 @@ from __future__ import annotations
 import sys
 from functools import partial
 
+from backends import onnx_runtime
 from backends.device import has_bf16
 from benchmarks import bench, trainers
-from cli import flags
 from errors import exit_code
 
 BASELINE = "eager"
@@ -47,9 +47,7 @@ def backend_of(side: str) -> str:
 def missing_sides() -> dict[str, str]:
     """Return why this stack or this processor lacks a side, by its name."""
     reasons = {
-        name: flags.backend_unavailable_reason(backend_of(name))
-        for name in SIDES
-        if backend_of(name) != "eager"
+        name: onnx_runtime.unavailable_reason() for name in SIDES if backend_of(name) == "ort"
     }
     if not has_bf16(bench.DEVICE):
         reasons |= {name: "this processor has no bf16" for name in SIDES if "bf16" in name}

@@ -72,9 +72,9 @@ def open_script(
     """
     args, checkpoint = options.parse(script.parser(), script.SCRIPT, arguments)
     task = TASKS[script.SCRIPT]
-    run = factory.create_run(args, script.SCRIPT, world)
+    run = factory.create_run(args, script.SCRIPT, world, checkpoint)
     start = time.perf_counter()
-    data = task.load_data(args, run, checkpoint)
+    data = task.load_data(args, run)
     seconds = time.perf_counter() - start
     if task is image_classification:
         model = image_classification.create_model(args, run, data.metadata, images=data.train)
