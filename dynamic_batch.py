@@ -211,37 +211,83 @@ def at_milestones(factor: float, epochs: Sequence[int]) -> Callable[[int], float
 
 
 def schedule_growth(
-    milestones: Sequence[int], *, grows: bool, factor: float = 2.0, growth: float | None = None
+    milestones: Sequence[int] | None,
+    *,
+    epochs: int,
+    lr_schedule: Callable[[float], float],
+    grows: bool,
+    factor: float = 2.0,
+    growth: float | None = None,
+    replace_decay: bool = False,
 ) -> Callable[[int], float]:
     """The multiple of increase and decrease.
 
     Args:
-        milestones: epochs at which the batch changes.
-        grows: whether it grows.
+        milestones: epochs at which the batch changes; None is one half and three quarters of the
+            run.
+        epochs: length of the run.
+        lr_schedule: maps the progress in epochs to the multiple of the learning rate.
+        grows: whether the batch grows.
         factor: of a change at a milestone, above 1.
         growth: factor of a change after each epoch, in place of milestones.
+        replace_decay: the batch grows where `lr_schedule` would fall, in place of milestones.
     Raises:
-        ValueError: a factor is not above 1.
+        ValueError: a factor is not above 1, or several settings say when the batch changes.
     """
     if not min(factor, growth or factor) > 1:
         raise ValueError("factor and growth must be above 1")
+    if (milestones is not None) + (growth is not None) + replace_decay > 1:
+        raise ValueError(
+            "milestones, growth and replace_decay each say when the batch changes; choose one"
+        )
+    if replace_decay:
+        return replacing_decay(lr_schedule)
     if growth is not None:
         return every_epoch(growth if grows else 1 / growth)
-    return at_milestones(factor if grows else 1 / factor, milestones)
+    default = [-(-epochs // 2), -(-3 * epochs // 4)]
+    return at_milestones(factor if grows else 1 / factor, milestones or default)
 
 
-def lr_power(lr: str = "none") -> float:
+def batch_limits(
+    base: int, *, low: int | None, high: int | None, smallest: int, rows: int, shrinks: bool
+) -> tuple[int, int]:
+    """The smallest and the largest global batch of a run.
+
+    Args:
+        base: samples of the first batch.
+        low, high: the limits that were asked for; None is a sixteenth of the base where the batch
+            shrinks, and sixteen times the base, but at most an eighth of the rows, where it does
+            not. The base is the other limit.
+        smallest: samples that a batch needs.
+        rows: of the training set.
+    Raises:
+        ValueError: the limits exclude each other.
+    """
+    low = low or (max(base // 16, smallest) if shrinks else base)
+    high = high or (base if shrinks else min(16 * base, max(rows // 8, base)))
+    if not smallest <= low <= high <= rows:
+        raise ValueError(
+            f"batches from {low} to {high} samples; min must be at least {smallest} and at most "
+            f"max, and that at most the {rows} training samples"
+        )
+    return low, high
+
+
+def lr_power(lr: str = "none", *, replace_decay: bool = False) -> float:
     """The power of the batch with which the learning rate changes.
 
     Args:
         lr: 'none', 'linear' or 'sqrt'.
+        replace_decay: as of `schedule_growth`: the batch takes over what the rate would do.
     Raises:
-        ValueError: it is another word.
+        ValueError: it is another word, or there is a second scaling.
     """
     powers = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
     if lr not in powers:
         raise ValueError(f"lr={lr} must be none, linear or sqrt")
-    return powers[lr]
+    if replace_decay and lr != "none":
+        raise ValueError("lr: replace_decay scales the rate itself; leave it out")
+    return 1.0 if replace_decay else powers[lr]
 
 
 def every_epoch(factor: float) -> Callable[[int], float]:

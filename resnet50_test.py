@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 
 import mixup
-from cli import factory, image_classification, options
+from cli import factory, fine_tuning, image_classification, options
 from cli.flags import Parser, shared_parser
 from cli.optimizers import optimizer_choices
 from cli.start_checks import check_processes
@@ -24,6 +24,7 @@ from dynamic_batch import ByLoss, ByNoise, Scheduled
 from errors import exit_code
 from input_pipeline.image_batches import AUGMENTATIONS
 from mixup import MetaMixup
+from training.epoch_report import report_result
 
 SCRIPT = "resnet50_test"
 OPTIMIZERS = optimizer_choices(  # values of --optimizer, and their default learning rates
@@ -64,20 +65,23 @@ def main() -> None:
     args, checkpoint = options.parse(script_parser, SCRIPT)
     with init_world(args.device, TimeLimits(*args.timeout)) as world:
         check_processes(args, script_parser, world, checkpoint)
-        run = factory.create_run(args, SCRIPT, world)
+        run = factory.create_run(args, SCRIPT, world, checkpoint)
         if checkpoint and args.predict:
-            return image_classification.predict(args, run, checkpoint)
+            return image_classification.predict(args, run)
         if checkpoint and args.export:
-            return image_classification.export_model(args, run, checkpoint)
+            return image_classification.export_model(args, run)
 
-        data = image_classification.load_data(args, run, checkpoint)
+        data = image_classification.load_data(args, run)
         model = image_classification.create_model(args, run, data.metadata, images=data.train)
         if checkpoint and args.evaluate:
-            model = factory.load_weights(args, run, model, checkpoint)
+            model = factory.load_weights(args, run, model)
             return factory.evaluate_checkpoint(args, run, data, model)
 
-        if checkpoint is None:
-            image_classification.begin_with_weights(args, run, model, data.metadata)
+        saved = None if checkpoint else fine_tuning.read_saved_model(args, run)
+        if saved is not None:
+            fine_tuning.begin_with_weights(
+                args, run, model, saved, classes=data.metadata["classes"]
+            )
         loss_fn, meta_learner = factory.create_loss(
             args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
         )
@@ -93,10 +97,10 @@ def main() -> None:
             loss_fn=loss_fn,
             meta_learner=meta_learner,
             batches=batches,
-            state=checkpoint,
         )
         summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py
-        factory.report_result(run, data, summary, folder=trainer.log.folder)
+        baseline = data.metadata["baseline"]
+        report_result(world, summary, folder=trainer.log.folder, baseline=baseline)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from distributed.world import TimeLimits, init_world
 from dynamic_batch import ByLoss, ByNoise, Scheduled
 from errors import exit_code
 from mixup import MetaMixup
+from training.epoch_report import report_result
 
 SCRIPT = "transformer_test"
 OPTIMIZERS = optimizer_choices(  # values of --optimizer, and their default learning rates
@@ -66,21 +67,23 @@ def main() -> None:
     args, checkpoint = options.parse(script_parser, SCRIPT)
     with init_world(args.device, TimeLimits(*args.timeout)) as world:
         check_processes(args, script_parser, world, checkpoint)
-        run = factory.create_run(args, SCRIPT, world)
+        run = factory.create_run(args, SCRIPT, world, checkpoint)
         if checkpoint and args.predict:
-            return text_classification.predict(args, run, checkpoint)
+            return text_classification.predict(args, run)
         if checkpoint and args.export:
-            return text_classification.export_model(args, run, checkpoint)
+            return text_classification.export_model(args, run)
 
         saved = None if checkpoint else fine_tuning.read_saved_model(args, run)
-        data = text_classification.load_data(args, run, checkpoint, saved)
+        data = text_classification.load_data(args, run, saved)
         model = text_classification.create_model(args, run, data.metadata)
         if checkpoint and args.evaluate:
-            model = factory.load_weights(args, run, model, checkpoint)
+            model = factory.load_weights(args, run, model)
             return factory.evaluate_checkpoint(args, run, data, model)
 
         if saved is not None:
-            text_classification.begin_with_weights(args, run, model, data.metadata, saved)
+            fine_tuning.begin_with_weights(
+                args, run, model, saved, classes=data.metadata["classes"]
+            )
         loss_fn, meta_learner = factory.create_loss(
             args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
         )
@@ -96,11 +99,11 @@ def main() -> None:
             loss_fn=loss_fn,
             meta_learner=meta_learner,
             batches=batches,
-            state=checkpoint,
         )
         text_classification.write_tokenizer(trainer.log, data.metadata)
         summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py
-        factory.report_result(run, data, summary, folder=trainer.log.folder)
+        baseline = data.metadata["baseline"]
+        report_result(world, summary, folder=trainer.log.folder, baseline=baseline)
 
 
 if __name__ == "__main__":

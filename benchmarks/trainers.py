@@ -70,8 +70,8 @@ def open_script(
     """
     args, checkpoint = options.parse(script.parser(), script.SCRIPT, arguments)
     task = TASKS[script.SCRIPT]
-    run = factory.create_run(args, script.SCRIPT, world)
-    data = task.load_data(args, run, checkpoint)
+    run = factory.create_run(args, script.SCRIPT, world, checkpoint)
+    data = task.load_data(args, run)
     if task is image_classification:
         model = image_classification.create_model(args, run, data.metadata, images=data.train)
     else:

@@ -1,11 +1,10 @@
 """From flags to objects: one function for each part of a run that both entry scripts name.
 
-run = create_run(args, "resnet50_test", world)
+run = create_run(args, "resnet50_test", world, checkpoint)
 optimizer = create_optimizer(args, run, model, OPTIMIZERS)
 loss_fn, meta_learner = create_loss(args, run, data)
 batches = create_batch_sampler(args, run, data)
 trainer = create_trainer(args, run, data, model=model, ...)
-report_result(run, data, trainer.fit(checkpoint), folder=trainer.log.folder)
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from backends import device, execution, nvidia_apex, onnx_runtime, torch_compat
 from backends.machine import describe_machine, device_name
 from backends.precision import Precision, choose_precision
 from cli.flags import WIRE_BITS, OptimizerChoice
-from cli.options import check_validation_set
-from cli.start_checks import check_data, check_tracker_of_run, open_run_folder
+from cli.options import check_validation_set, uses_trained_model
+from cli.start_checks import check_data
 from distributed import ddp, fsdp, sharded_checkpoint
 from distributed.agreement import on_main
 from distributed.comm_hooks import (
@@ -59,15 +58,17 @@ from optimizers.param_groups import optimizer_groups
 from optimizers.schedules import Schedule, scale_lr
 from training import checkpoint, evaluation, predictions, run_log
 from training.batch_sampler import MIN_RANK_ROWS, DynamicBatchSampler
-from training.epoch_report import EVAL_SET_NAMES, RunSummary, epoch_result
+from training.epoch_report import EVAL_SET_NAMES, describe_checkpoint
+from training.export import export
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
 from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
+from training.run_folder import open_run_folder
 from training.run_segments import describe_last, next_segments
+from training.tracking import check_tracker
 from training.trainer import Trainer, TrainerConfig
 
 MIN_EVAL_BATCH = 64
 NOISE_SEED = 2  # added to --seed for --label_noise; --val_fraction adds 1
-LARGEST_LR_FACTOR = 1e6  # of a schedule that lets the learning rate grow
 OWN_WIRE_DTYPES = {
     "fp32": torch.float32,
     **WIRE_DTYPES,
@@ -89,11 +90,17 @@ def refused_as(flag: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run computes with."""
+    """What a run computes with.
+
+    Attributes:
+        checkpoint: what `options.parse` returned: the run goes on from it, or uses its model; None
+            for a new run.
+    """
 
     script: str
     world: World
     precision: Precision
+    checkpoint: Any = None
 
 
 @dataclass(frozen=True)
@@ -114,13 +121,14 @@ class Data:
     model_mixes: bool = False
 
 
-def create_run(args: Namespace, script: str, world: World) -> Run:
+def create_run(args: Namespace, script: str, world: World, checkpoint: Any = None) -> Run:
     """Settle threads, memory, precision and seed; nothing is written yet.
 
     Raises:
         InputError: the tracker is not installed, or the device does not support the precision.
     """
-    check_tracker_of_run(args, world)
+    if not uses_trained_model(args):
+        on_main(world, lambda: check_tracker(args.track))
     onnx_runtime.silence_onnxruntime_notice()
     device.keep_freed_memory()
     device.set_num_threads(args.threads, world.local_size)
@@ -129,7 +137,7 @@ def create_run(args: Namespace, script: str, world: World) -> Run:
     if args.deterministic:
         device.make_deterministic(world.device)  # after the precision has set cuDNN's switches
     torch.manual_seed(args.seed)  # the same weights on every rank
-    return Run(script, world, precision)
+    return Run(script, world, precision, checkpoint)
 
 
 def split_rows(args: Namespace, labels: Tensor, has_val: bool = False) -> dict[str, Tensor]:
@@ -164,31 +172,28 @@ def split_rows(args: Namespace, labels: Tensor, has_val: bool = False) -> dict[s
 
 
 def choose_rows(
-    args: Namespace,
-    run: Run,
-    splits: Mapping[str, Any],
-    classes: Sequence[str],
-    *,
-    state: Mapping[str, Any] | None,
+    args: Namespace, run: Run, splits: Mapping[str, Any], classes: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The rows of each split that a run uses, after a check of what was read; collective.
 
     Args:
         splits: what was read of the data set, 'train' and some of 'val' and 'test'.
         classes: their names.
-        state: the checkpoint that the run goes on from, or None.
     Returns:
         The splits, 'val' among them with --val_fraction, whose training labels are wrong by the
         share of --label_noise; and what a checkpoint keeps of the data to know it again.
     """
     labels = {name: split.labels for name, split in splits.items()}
-    fingerprint = check_data(args, run.world, classes, labels=labels, state=state)
-    chosen: dict[str, Any] = {name: split for name, split in splits.items() if name != "train"}
-    has_val = "val" in splits
-    for name, rows in split_rows(args, torch.as_tensor(labels["train"]), has_val).items():
-        train = splits["train"]
-        chosen[name] = train if len(rows) == len(labels["train"]) else train.select_rows(rows)
-    report_own_data(args, run, classes, splits=splits, chosen=chosen)
+    fingerprint = check_data(args, run.world, classes, labels=labels, state=run.checkpoint)
+    unused = {"train"} if args.test else {"train", "test"}
+    chosen = {name: split for name, split in splits.items() if name not in unused}
+    train, has_val = splits["train"], "val" in splits
+    for name, rows in split_rows(args, torch.as_tensor(train.labels), has_val).items():
+        chosen[name] = train if len(rows) == len(train.labels) else train.select_rows(rows)
+    if args.dataset in own_data.DATASETS and not args.evaluate and run.world.is_main:
+        report_own_data(classes, splits=splits, chosen=chosen)
+        if has_val and args.val_fraction:
+            print("the val split of the data is used, and --val_fraction is not")
     if args.label_noise:
         right = torch.as_tensor(chosen["train"].labels)
         seed = args.seed + NOISE_SEED
@@ -200,53 +205,35 @@ def choose_rows(
     return chosen, fingerprint
 
 
+def report_own_data(
+    classes: Sequence[str], *, splits: Mapping[str, Any], chosen: Mapping[str, Any]
+) -> None:
+    """Print what was read of own data before it is trained on; arguments as of `choose_rows`."""
+    labels = {name: torch.as_tensor(split.labels).tolist() for name, split in chosen.items()}
+    notes = (note for split in splits.values() for note in split.notes)
+    for line in (*notes, *own_data.class_table(classes, labels)):
+        print(line)
+
+
 def report_baseline(
-    args: Namespace,
-    run: Run,
-    splits: Mapping[str, Any],
-    measure: Callable[[Any, Any], Baseline],
-    *,
-    state: Mapping[str, Any] | None,
+    args: Namespace, run: Run, splits: Mapping[str, Any], measure: Callable[[Any, Any], Baseline]
 ) -> dict[str, Any]:
     """With --baseline, what a linear model reaches, which rank 0 prints; for checkpoints.
 
     Args:
         splits: as of `choose_rows`.
         measure: fits the model to a training split, and evaluates it on another.
-        state: the checkpoint that the run goes on from, whose baseline is taken, or None.
     """
-    if state is not None:
-        return state.get("baseline", {})
+    if run.checkpoint is not None:
+        return run.checkpoint.get("baseline", {})
     if not (args.dataset in own_data.DATASETS if args.baseline is None else args.baseline):
         return {}
-    name = "test" if args.test and "test" in splits else "val"
+    name = "test" if "test" in splits else "val"
     with run.world.waiting_at_most(READ_SECONDS):
         found = on_main(run.world, lambda: measure(splits["train"], splits[name]))
     if run.world.is_main:
         print(found.line(EVAL_SET_NAMES[name]), flush=True)
     return {"eval_set": name, **dataclasses.asdict(found)}
-
-
-def report_own_data(
-    args: Namespace,
-    run: Run,
-    classes: Sequence[str],
-    *,
-    splits: Mapping[str, Any],
-    chosen: Mapping[str, Any],
-) -> None:
-    """Print what was read of own data before it is trained on (rank 0); arguments as above."""
-    if args.dataset not in own_data.DATASETS or args.evaluate or not run.world.is_main:
-        return
-    labels = {name: torch.as_tensor(split.labels).tolist() for name, split in chosen.items()}
-    notes = (note for split in splits.values() for note in split.notes)
-    for line in (*notes, *own_data.class_table(classes, labels)):
-        print(line)
-    if "val" in splits and args.val_fraction:
-        print(
-            "the val split of the data is the validation set: --val_fraction "
-            f"{args.val_fraction:g} is not used"
-        )
 
 
 def global_batch_size(args: Namespace, world: World) -> int:
@@ -266,10 +253,7 @@ def prepare_model(args: Namespace, run: Run, model: nn.Module) -> nn.Module:
     if args.fuse and (reason := torch_compat.unavailable_reason("fuse")):
         raise InputError(f"--fuse {reason}; leave it out")
     if args.fuse and not fusion.fuse(model):
-        raise InputError(
-            "--fuse: there is nothing to fuse in this model; "
-            "the ResNets of --help and the Transformer can be"
-        )
+        raise InputError("--fuse: there is nothing to fuse in this model; leave it out")
     if args.checkpoint_activations and not activation_checkpointing.checkpoint_activations(model):
         raise InputError(
             "--checkpoint_activations: this model has no residual blocks of ours; leave it out"
@@ -330,13 +314,9 @@ def scaled_lr(args: Namespace, world: World) -> float:
 
 
 def create_lr_schedule(args: Namespace) -> Schedule:
-    """The learning rate over the run, as a multiple of --lr.
-
-    Raises:
-        InputError: --gamma above 1 would let it grow beyond all limits.
-    """
+    """The learning rate over the run, as a multiple of --lr."""
     with refused_as("--lr_args"):
-        schedule = Schedule(
+        return Schedule(
             args.lr_schedule,
             args.epochs,
             warmup=args.warmup,
@@ -344,16 +324,6 @@ def create_lr_schedule(args: Namespace) -> Schedule:
             milestones=args.milestones,
             **args.lr_args,
         )
-    try:
-        is_moderate = args.gamma <= 1 or schedule(args.epochs - 1) <= LARGEST_LR_FACTOR
-    except OverflowError:
-        is_moderate = False
-    if not is_moderate:
-        raise InputError(
-            f"--gamma {args.gamma:g}: with --lr_schedule {args.lr_schedule} the learning rate "
-            f"would end at more than {LARGEST_LR_FACTOR:,.0f} times --lr; give a smaller one"
-        )
-    return schedule
 
 
 # -------------------------------------------------------------------- loss and mixing
@@ -409,8 +379,9 @@ def create_batch_sampler(
             f"--bs {args.batch_size}: a global batch of {base} samples (batch x accumulation x "
             f"processes) is larger than the training set of {rows}; use a smaller --bs"
         )
-    rule = rules[args.dynamic_batch]
-    change = change_of_batch(args, rule, base, ranks=world.size, rows=rows) if rule else {}
+    rule, change = rules[args.dynamic_batch], {}
+    if rule is not None:
+        change = change_of_batch(args, rule, base, smallest=MIN_RANK_ROWS * world.size, rows=rows)
     return DynamicBatchSampler(
         rows,
         base,
@@ -423,54 +394,39 @@ def create_batch_sampler(
 
 
 def change_of_batch(
-    args: Namespace, rule: Callable[..., dynamic_batch.Rule], base: int, *, ranks: int, rows: int
+    args: Namespace, rule: Callable[..., dynamic_batch.Rule], base: int, *, smallest: int, rows: int
 ) -> dict[str, Any]:
     """How the batch changes: arguments of `DynamicBatchSampler`.
 
     Args:
         rule: the class of --dynamic_batch.
-        base: the first global batch.
-        ranks: how many share it.
-        rows: of the training set.
-    Raises:
-        InputError: the settings are wrong, or exclude each other.
+        base, smallest, rows: as of `dynamic_batch.batch_limits`.
     """
     kind, settings = args.dynamic_batch, dict(args.batch_args)
-    low, high = settings.pop("min"), settings.pop("max")
-    smallest = MIN_RANK_ROWS * ranks
-    low = low or (max(base // 16, smallest) if kind == "decrease" else base)
-    high = high or (base if kind == "decrease" else min(16 * base, max(rows // 8, base)))
-    if not smallest <= low <= high <= rows:
-        raise InputError(
-            f"--dynamic_batch {kind}: batches from {low} to {high} samples; --batch_args min must "
-            f"be at least {smallest} and at most max, and that at most the {rows} training samples"
-        )
     with refused_as("--batch_args"):
-        power = dynamic_batch.lr_power(settings.pop("lr"))
+        low, high = dynamic_batch.batch_limits(
+            base,
+            low=settings.pop("min"),
+            high=settings.pop("max"),
+            smallest=smallest,
+            rows=rows,
+            shrinks=kind == "decrease",
+        )
+        replaces_decay = settings.get("replace_decay", False)
+        power = dynamic_batch.lr_power(settings.pop("lr"), replace_decay=replaces_decay)
         if kind in ("loss", "noise"):
             return {"rule": rule(**settings), "low": low, "high": high, "lr_power": power}
-        if args.replace_decay and power:
-            raise ValueError("lr: --replace_decay scales the rate itself; leave it out")
-        if args.replace_decay:
-            power, growth = 1.0, dynamic_batch.replacing_decay(create_lr_schedule(args))
-        else:
-            if args.batch_milestones and settings["growth"] is not None:
-                raise ValueError("growth: --batch_milestones says when it changes; choose one")
-            half, three_quarters = -(-args.epochs // 2), -(-3 * args.epochs // 4)
-            growth = dynamic_batch.schedule_growth(
-                args.batch_milestones or [half, three_quarters],
-                grows=kind == "increase",
-                **settings,
-            )
+        growth = dynamic_batch.schedule_growth(
+            args.batch_milestones,
+            epochs=args.epochs,
+            lr_schedule=create_lr_schedule(args),
+            grows=kind == "increase",
+            **settings,
+        )
     return {"rule": rule(base, growth), "low": low, "high": high, "lr_power": power}
 
 
 # -------------------------------------------------------------------- trainer
-
-
-def used_eval_sets(args: Namespace, data: Data) -> dict[str, BatchedDataset]:
-    """The evaluation sets of the run: without 'test' where --no-test leaves it alone."""
-    return {n: s for n, s in data.eval_sets.items() if args.test or n != "test"}
 
 
 def create_trainer(
@@ -483,25 +439,26 @@ def create_trainer(
     loss_fn: LossFn,
     meta_learner: MetaMixupStep | None,
     batches: DynamicBatchSampler,
-    state: Mapping[str, Any] | None = None,
 ) -> Trainer:
     """The trainer of these parts; from here on the run folder exists.
 
     Args:
         model, optimizer, loss_fn, meta_learner, batches: as of `Trainer`.
-        state: the checkpoint that the run goes on from, or None.
     """
     world = run.world
     comm_hook, lr_schedule = create_comm_hook(args, run), create_lr_schedule(args)
-    folder, lock = open_run_folder(args, run.script, world, state)
-    launchers = sorted(set(world.gather(launcher_id())))  # by which a restarted job knows its run
+    folder, lock = open_run_folder(args.out, run.script, world, run.checkpoint)
     machine = {**describe_machine(world.device), "precision": run.precision.name}
-    # The command changes also where nothing else has.
-    environment = {name: value for name, value in machine.items() if name != "command"}
-    segments = next_segments(state, {**environment, "processes": world.size})
-    config = {"script": run.script, "flags": vars(args), **machine, "launchers": launchers}
-    if len(segments) > 1:
-        config["segments"] = segments
+    environment = {**machine, "processes": world.size}
+    del environment["command"]  # it changes also where nothing else has
+    segments = next_segments(run.checkpoint, environment)
+    config = {
+        "script": run.script,
+        "flags": vars(args),
+        **machine,
+        "launchers": sorted(set(world.gather(launcher_id()))),  # a restarted job knows its run
+        **({"segments": segments} if len(segments) > 1 else {}),
+    }
     log = run_log.RunLog(
         folder,
         world.is_main,
@@ -510,13 +467,14 @@ def create_trainer(
         log_every=args.log_every,
         lock=lock,
     )
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(
-        f"{len(data.train)} training samples, {num_parameters(model) / 1e6:.2f} M parameters, "
+        f"{len(data.train)} training samples, {num_parameters / 1e6:.2f} M parameters, "
         f"global batch {batches.base} on {world.size} process(es) of "
         f"{device_name(world.device)}, {run.precision.name}, "
         f"{args.backend}; run folder {folder}"
     )
-    is_new = state is not None and segments != state.get("segments")
+    is_new = run.checkpoint is not None and segments != run.checkpoint["segments"]
     if is_new and (changes := describe_last(segments)):
         log.info(f"the run goes on with {changes}")
     torch.manual_seed(args.seed * 1009 + 1 + world.rank)  # each rank has dropout of its own
@@ -526,7 +484,7 @@ def create_trainer(
         loss_fn,
         batches,
         train_set=data.train,
-        eval_sets=used_eval_sets(args, data),
+        eval_sets=data.eval_sets,
         lr_schedule=lr_schedule,
         precision=run.precision,
         world=world,
@@ -611,26 +569,19 @@ def create_comm_hook(args: Namespace, run: Run) -> AllReduceHook:
     return AllReduceHook(run.world, args.grad_compress, rank=args.powersgd_rank)
 
 
-def num_parameters(model: nn.Module) -> int:
-    """How many weights a model has."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 # -------------------------------------------------------------------- trained models
 
 
-def load_weights(
-    args: Namespace, run: Run, model: nn.Module, state: Mapping[str, Any]
-) -> nn.Module:
-    """The model with the weights of a checkpoint, also of one in shards.
+def load_weights(args: Namespace, run: Run, model: nn.Module) -> nn.Module:
+    """The model with the weights of the checkpoint, also of one in shards.
 
     One line says which file and epoch they are of. With --predict it goes to stderr, so that stdout
     holds the predictions alone.
     """
-    shards = state.get("shards")
+    state = run.checkpoint
     if average := state.get("average"):
         weights = average["weights"]
-    elif shards:
+    elif shards := state.get("shards"):
         weights = sharded_checkpoint.load_whole_model(Path(shards))
     else:
         weights = state["model"]
@@ -642,23 +593,6 @@ def load_weights(
     return model
 
 
-def describe_checkpoint(path: Path, progress: Mapping[str, Any]) -> str:
-    """The file and epoch of a checkpoint; and where best and last differ, those of the other."""
-    line = f"weights of {path}: {describe_progress(progress)}"
-    other = path.with_name({"last.pt": "best.pt", "best.pt": "last.pt"}.get(path.name, path.name))
-    stored = checkpoint.read_progress(other)
-    if stored is None or stored["step"] == progress["step"]:
-        return line
-    return f"{line}; {other.name} is of {describe_progress(stored)}: --checkpoint {other}"
-
-
-def describe_progress(progress: Mapping[str, Any]) -> str:
-    """Where a checkpoint was written, and the accuracies of the epoch before."""
-    reached = epoch_result(progress["rows"], progress["epoch"]).show()
-    steps = progress["step_in_epoch"]
-    return f"{reached}, and {steps} steps of the next epoch" if steps else reached
-
-
 def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module) -> None:
     """--evaluate: print the accuracy on the test set, overall and of each class.
 
@@ -666,14 +600,13 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
     model computes just as after an epoch of training, so that the accuracy is the one that the run
     reported; with --test_views that over these views.
     """
-    eval_sets = used_eval_sets(args, data)
-    name = "test" if "test" in eval_sets else "val"
-    if num_views(args) > 1:
-        model = AveragedViews(model, num_views(args))
+    name, views = "test" if "test" in data.eval_sets else "val", num_views(args)
+    if views > 1:
+        model = AveragedViews(model, views)
     classes = data.metadata["classes"]
     result = evaluation.evaluate(
         model,
-        eval_sets[name],
+        data.eval_sets[name],
         precision=run.precision,
         world=run.world,
         batch_size=eval_batch_size(args),
@@ -682,22 +615,16 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
     )
     if run.world.is_main:
         why = "" if name == "test" else ", which also chose the best epoch"
-        views = num_views(args)
         over = f", averaged over {views} views of each image" if views > 1 else ""
         print(f"accuracy on the {EVAL_SET_NAMES[name]} set{over}{why}")
         print(evaluation.class_table(result, classes))
 
 
-def report_predictions(
-    args: Namespace,
-    run: Run,
-    found: Iterable[predictions.Prediction],
-    *,
-    classes: Sequence[str],
-) -> None:
+def report_predictions(args: Namespace, run: Run, found: Iterable[predictions.Prediction]) -> None:
     """--predict: print the predictions, or write them to the file of --predict_out (rank 0)."""
     if not run.world.is_main:
         return
+    classes = run.checkpoint["classes"]
     if not args.predict_out:
         predictions.print_predictions(found, classes)
         return
@@ -705,40 +632,14 @@ def report_predictions(
     print(f"{args.predict_out}: {count} predictions")
 
 
-def report_result(run: Run, data: Data, summary: RunSummary, *, folder: Path) -> None:
-    """Print the last lines of a run (rank 0): what its last and best epochs reached, and the cost.
-
-    Args:
-        summary: what `Trainer.fit` returned.
-        folder: the run folder.
-    Raises:
-        InputError: the last checkpoint could not be written.
-    """
-    if not run.world.is_main:
-        return
-    for name, result in (("last", summary.last), ("best", summary.best)):
-        line = f"{name}.pt: {result.show()}"
-        if name == "best" and result.epoch == 0:
-            line = "best.pt holds no epoch of this run, see above"
-        elif name == "best":
-            line += f" ({summary.how_chosen})"
-        if name == "last" and name in summary.unsaved:
-            line += "; this epoch is not in the file, which could not be written"
-        print(line)
-        if name == "last" and result.over_views:
-            print(f"last.pt: {result.show_views()}")
-    print(
-        f"{summary.seconds:.1f} s, {summary.samples_per_second:.0f} samples/s, peak memory "
-        f"{summary.peak_memory_bytes / 2**30:.2f} GiB, {summary.device_hours:.4f} "
-        f"device-hours; run folder {folder}",
-        flush=True,
-    )
-    if found := dict(data.metadata["baseline"]):
-        accuracy = summary.last.accuracies.get(found.pop("eval_set"))
-        if accuracy is not None:
-            print(f"last.pt: {Baseline(**found).verdict(accuracy)}", flush=True)
-    if "last" in summary.unsaved:
-        raise InputError(
-            f"{folder}/last.pt could not be written at the end of the run (see the warnings "
-            "above); make room on the disk, and train again or go on with --resume"
-        )
+def export_trained(
+    args: Namespace,
+    model: nn.Module,
+    example: Tensor,
+    *,
+    dynamic: Mapping[int, tuple[str, int]],
+    metadata: Mapping[str, Any],
+) -> None:
+    """--export: write a model to the file, and say how close its outputs are; see `export`."""
+    difference = export(model, example, Path(args.export), dynamic=dynamic, metadata=metadata)
+    print(f"{args.export}: same probabilities as the model, to {difference:.1g}")

@@ -1,8 +1,8 @@
 """Fine-tuning by flags, for both scripts: weights from elsewhere, frozen layers.
 
-add_flags(add, "FILE", "Begin with these weights: ...")
+add_flags(add, "FILE", "first weights: ...")
 saved = read_saved_model(args, run)
-begin_with_weights(args, run, model, saved, classes=classes, flags=["arch", "image_size"])
+begin_with_weights(args, run, model, saved, classes=classes)
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from cli.factory import Run
 from cli.flag_parser import OFF, path_text, switch
+from cli.settings import flat
 from distributed.agreement import local_main_first
 from errors import InputError
-from models import pretrained
+from models import image_models, pretrained
 from models.pretrained import SavedModel
+
+MODEL_FLAGS = ("arch", "max_len", "model_args")  # which weights must share with the model
 
 
 def add_flags(add: Callable[..., None], metavar: str, help: str) -> None:
@@ -35,13 +38,9 @@ def add_flags(add: Callable[..., None], metavar: str, help: str) -> None:
     add("--freeze", switch, False, "training of the last linear layer alone, with --weights")
 
 
-def read_saved_model(
-    args: Namespace, run: Run, default: Callable[[], dict[str, Tensor]] | None = None
-) -> SavedModel | None:
+def read_saved_model(args: Namespace, run: Run) -> SavedModel | None:
     """What --weights names; None where it is not given.
 
-    Args:
-        default: the weights that `--weights DEFAULT` means; None where there are none.
     Raises:
         InputError: there is no such file, it holds no weights, or --freeze is given without.
     """
@@ -54,20 +53,13 @@ def read_saved_model(
     with local_main_first(run.world):
         if args.weights != "DEFAULT":
             return pretrained.read_saved_model(Path(args.weights))
-        if default is None:
+        if "arch" not in args:
             raise InputError("--weights DEFAULT: there are none for texts; give a run or a file")
-        return SavedModel(default())
+        return SavedModel(image_models.default_weights(args.arch))
 
 
 def begin_with_weights(
-    args: Namespace,
-    run: Run,
-    model: nn.Module,
-    saved: SavedModel,
-    *,
-    classes: Sequence[str],
-    flags: Sequence[str],
-    kept: Sequence[str] = (),
+    args: Namespace, run: Run, model: nn.Module, saved: SavedModel, *, classes: Sequence[str]
 ) -> None:
     """Load weights into a new model; one line says what was loaded.
 
@@ -75,28 +67,24 @@ def begin_with_weights(
         model: whose weights are replaced.
         saved: the weights.
         classes: names of the model's classes.
-        flags: names of those that say what the model is.
-        kept: names of what stays the model's own.
     Raises:
         InputError: the weights are not of this model.
     """
-    for name in flags:
-        given, own = saved.flags.get(name), getattr(args, name)
-        if isinstance(own, dict):
-            given = " ".join(f"{k}={v}" for k, v in (given or {}).items() if own.get(k) != v)
-            own = "others" if given else ""
-        if given is not None and given != own:
-            raise InputError(
-                f"--weights {args.weights}: is of a model of --{name} {given}; give that flag "
-                f"instead of --{name} {own}"
-            )
+    flags = [name for name in MODEL_FLAGS if name in args]
+    given = flat({name: saved.flags[name] for name in flags if name in saved.flags})
+    own = flat(vars(args))
+    if other := next((name for name in given if own.get(name) != given[name]), None):
+        raise InputError(
+            f"--weights {args.weights}: is of a model of --{other} {given[other]}; give that flag "
+            f"instead of --{other} {own.get(other)}"
+        )
     line = pretrained.load_pretrained(
-        model,
+        image_models.part_for_colours(model),
         saved,
         args.weights,
         classes=classes,
         flags=", ".join(f"--{name}" for name in flags),
-        kept=kept,
+        kept=("prior", "prior_weight"),  # they are of the data
     )
     if run.world.is_main:
         print(line, flush=True)

@@ -23,7 +23,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -75,32 +75,21 @@ fraction, below_one = number(float, 0, 1, open_low=True), number(float, 0, 0.999
 class Choice:
     """An argparse type: one of some names.
 
-    Args:
-        names: all of them.
-        unavailable: maps a name to why this installation lacks it, or to ''. Such a name is
-            accepted, so that the code that needs it says what is missing, but not shown.
-        hints: what to say of other names.
+    A part that is not installed here can be chosen as well, and says itself what is missing.
     """
 
-    def __init__(
-        self,
-        names: Iterable[str],
-        unavailable: Callable[[str], str] = lambda name: "",
-        hints: Mapping[str, str] | None = None,
-    ) -> None:
-        self.names, self.hints = list(names), hints or {}
-        self.shown = [name for name in self.names if not unavailable(name)]
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = list(names)
 
     def __call__(self, text: str) -> str:
         if text not in self.names:
-            guess = self.hints.get(text) or did_you_mean(text, self.shown)
             raise argparse.ArgumentTypeError(
-                f"{text!r} is not one of {', '.join(self.shown)}{guess}"
+                f"{text!r} is not one of {', '.join(self.names)}{did_you_mean(text, self.names)}"
             )
         return text
 
 
-class OutputFile:
+def output_file(suffixes: Sequence[str], *, overwrite: bool) -> Callable[[str], str]:
     """An argparse type: the path of a file to write, in a folder that exists.
 
     Args:
@@ -108,21 +97,19 @@ class OutputFile:
         overwrite: whether the file may be there already.
     """
 
-    def __init__(self, suffixes: Sequence[str], *, overwrite: bool) -> None:
-        self.suffixes, self.overwrite = suffixes, overwrite
-
-    def __call__(self, text: str) -> str:
-        path = path_text(text)
-        problem = ""
-        if not path.endswith(tuple(self.suffixes)):
-            problem = f"the name must end in {' or '.join(self.suffixes)}"
+    def convert(text: str) -> str:
+        path, problem = path_text(text), ""
+        if not path.endswith(tuple(suffixes)):
+            problem = f"the name must end in {' or '.join(suffixes)}"
         elif not os.path.isdir(os.path.dirname(path) or "."):
             problem = "the folder does not exist; make it first"
-        elif not self.overwrite and os.path.lexists(path):
+        elif not overwrite and os.path.lexists(path):
             problem = "is there already and would be overwritten; choose another name"
         if problem:
             raise argparse.ArgumentTypeError(f"{path}: {problem}")
         return path
+
+    return convert
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -196,8 +183,7 @@ def in_words(values: Values) -> str:
     """Values as a user gives them: '--sync local or diloco', 'several processes'."""
     words = []
     for name, each in values.items():
-        shown = [str(value) for value in each if not str(value).startswith("apex_")]
-        *first, last = shown or map(str, each)
+        *first, last = map(str, each)
         choices = f"{', '.join(first)} or {last}" if first else last
         if name == "processes":
             words.append("several processes")
@@ -210,52 +196,51 @@ def in_words(values: Values) -> str:
     return " and ".join(words)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Flag:
     """What is known of a flag.
 
     Attributes:
-        names: its spellings, the first is its own.
-        dest: its attribute of the parsed arguments.
+        names: its spellings with dashes, the first is its own.
         type: converts its text; `switch` for a flag without a value.
         default: its value where it is not given; None where that depends on other flags.
-        help: what it is, without its default.
+        help: what it is, without its default, in a noun phrase.
         group: title of the group that lists it.
+        dest: its attribute of the parsed arguments.
         common: whether the short --help shows it.
         metavar: stands for its value.
         nargs: as of argparse.
         scope: what it belongs to.
         only_with: it has an effect where all values of one of these hold.
+        owner: of NAME=VALUE, the flag that chooses the part whose settings they are; '' if none.
+        parts: the settings of each part with their defaults, by the value of that flag.
     """
 
     names: Sequence[str]
-    dest: str
     type: Callable[[str], Any]
     default: Any
     help: str
+    _: KW_ONLY
     group: str
+    dest: str
     common: bool = False
     metavar: str = ""
     nargs: str | int | None = None
     scope: Scope = Scope.RESULT
     only_with: Sequence[Values] = ()
+    owner: str = ""
+    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """Its own spelling, with dashes."""
         return self.names[0]
 
-    def choices(self, *, installed_only: bool = True) -> list[str]:
-        """Return the names among which to choose; none where it takes other values."""
-        if not isinstance(self.type, Choice):
-            return []
-        return self.type.shown if installed_only else self.type.names
-
-    def text(self, *, installed_only: bool = True) -> str:
+    def text(self) -> str:
         """Return the help with the choices and the default."""
         text = self.help
-        if choices := self.choices(installed_only=installed_only):
-            text += f": {', '.join(choices)}"
+        if isinstance(self.type, Choice):
+            text += f": {', '.join(self.type.names)}"
         if "(default" not in text and self.default not in (None, "", [], {}):
             text += f" (default {format_default(self.default)})"
         return text
@@ -316,18 +301,18 @@ class FlagParser(argparse.ArgumentParser):
         for argument in remaining:
             if argument == "--":  # what follows are no flags
                 return [*translated, argument, *remaining]
-            name, equals, value = argument.partition("=")
-            if name.startswith("-"):
-                flag = f"{name}: "
-            is_flag = name.startswith("--")
-            if not argument.strip() or (is_flag and equals and not value.strip()):
-                raise InputError(f"{flag}the value is empty; give one, or leave the flag out")
-            own = self.own_name(name) if is_flag else name
-            if own.endswith("="):  # a setting of a part
-                equals, value = "", value if equals else next(remaining, "")
-                if not value.strip():
-                    raise InputError(f"{flag}the value is empty; give one, or leave the flag out")
-            translated.append(f"{own}{equals}{value}")
+            word, equals, value = argument, "", ""
+            if argument.startswith("-"):
+                flag = argument.partition("=")[0]
+            if argument.startswith("--"):
+                word, equals, value = argument.partition("=")
+                word = self.own_name(word)
+                if word.endswith("="):  # a setting of a part
+                    word, value = word[:-1], value if equals else next(remaining, "")
+                    equals = "="
+            if not (value if equals else word).strip():
+                raise InputError(f"{flag}: the value is empty; give one, or leave the flag out")
+            translated.append(f"{word}{equals}{value}")
         return translated
 
     def own_name(self, name: str) -> str:
@@ -337,15 +322,9 @@ class FlagParser(argparse.ArgumentParser):
             InputError: there is no such flag, and a sentence says what there is instead.
         """
         own = f"--{name[2:].replace('-', '_')}"
-        if own.startswith("--no_"):
-            positive = self.own_name(f"--{own[5:]}")
-            if positive.endswith("=true"):  # a switch that is a setting of a part
-                return positive.replace("=true", "=false")
-            positive, has_value, _ = positive.partition("=")
-            if has_value:
-                raise InputError(f"{name}: there is no such flag; give {positive} another value")
-            return f"--no-{positive[2:]}"
         own = self.foreign.get(own, own)
+        if own.startswith("--no_"):
+            return f"--no-{self.own_name(f'--{own[5:]}')[2:]}"
         if not own.startswith("--"):
             raise InputError(f"{name}: there is no such flag; {own}")
         return own
@@ -375,18 +354,8 @@ class FlagParser(argparse.ArgumentParser):
         """Return the line for a flag that does not exist, or for a value that belongs to none."""
         if not name.startswith("-"):
             return f"{name}: this is neither a flag nor the value of one (see --help)"
-        own = self.names()
-        if name.startswith("--no-") and (positive := f"--{name[5:]}") in own:
-            return f"{name}: there is no such flag; leave {positive} out"
-        guess = did_you_mean(name, [*own, *self.foreign, *self.suggested])
+        guess = did_you_mean(name, [*self.names(), *self.foreign, *self.suggested])
         return f"{name}: there is no such flag{guess or '; --help all prints all flags'}"
-
-
-class MergeSettings(argparse.Action):
-    """--opt_args rank=16 --opt_args eta=0.1 are one dictionary."""
-
-    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
-        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **dict(values)})
 
 
 class ShowHelp(argparse.Action):
@@ -426,52 +395,46 @@ class ScriptParser(FlagParser):
         self,
         group: str,
         names: str,
-        type: Callable[[str], Any],
-        default: Any,
-        help: str,
-        *,
+        *declaration: Any,
         only_with: Values | Sequence[Values] = (),
+        dest: str = "",
         **more: Any,
     ) -> None:
         """Declare a flag.
 
         Args:
             group: title of the group that lists it.
-            names: its spellings with dashes, separated by spaces; the first is its own.
-            type: converts its text; `switch` for a flag without a value.
-            default: its value where it is not given; None where that depends on other flags.
-            help: what it is, in a noun phrase.
+            names: its spellings with dashes, separated by spaces.
+            declaration: its type, default and help.
             only_with: values of other flags with which it has an effect, or several such.
+            dest: its attribute, if that is not its own name.
             more: further attributes of `Flag`.
         """
         spellings = names.split()
-        flag = Flag(
-            names=spellings,
-            dest=more.pop("dest", spellings[0].lstrip("-")),
-            type=type,
-            default=default,
-            help=help,
-            group=group,
-            only_with=[only_with] if isinstance(only_with, Mapping) else only_with,
-            **more,
-        )
+        conditions = [only_with] if isinstance(only_with, Mapping) else only_with
+        dest = dest or spellings[0].lstrip("-")
+        flag = Flag(spellings, *declaration, group=group, dest=dest, only_with=conditions, **more)
         settings: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-        if type is not switch:
-            settings = {"type": type, "nargs": flag.nargs, "metavar": flag.metavar or None}
-            if type is setting:
-                settings["action"] = MergeSettings
+        if flag.type is not switch:
+            settings = {"type": flag.type, "nargs": flag.nargs, "metavar": flag.metavar or None}
+            if flag.type is setting:
+                settings["action"] = "extend"  # --opt_args rank=16 --opt_args adamw_ratio=0.1
             if flag.nargs == "?":
                 settings["const"] = ""
         if group not in self._groups:
             self._groups[group] = self.add_argument_group(group)
-        self.flags[flag.dest] = flag
+        self.flags[dest] = flag
         self._groups[group].add_argument(
-            *spellings, dest=flag.dest, default=argparse.SUPPRESS, **settings
+            *spellings, dest=dest, default=argparse.SUPPRESS, **settings
         )
 
-    def declare_settings(self, group: str, name: str, help: str) -> None:
-        """Declare a flag that takes NAME=VALUE, which `cli.settings` checks, several times."""
-        self.declare(group, name, setting, {}, help, nargs="+", metavar="NAME=VALUE")
+    def declare_settings(self, group: str, name: str, help: str, **more: Any) -> None:
+        """Declare a flag that takes NAME=VALUE several times; `more` has its owner and parts."""
+        self.declare(group, name, setting, {}, help, nargs="+", metavar="NAME=VALUE", **more)
+
+    def settings(self) -> list[Flag]:
+        """The flags that take NAME=VALUE."""
+        return [flag for flag in self.flags.values() if flag.type is setting]
 
     def format_help(self, *, everything: bool = False) -> str:
         """Return the text of --help: of the common flags, or of all."""
@@ -497,7 +460,10 @@ class ScriptParser(FlagParser):
         Raises:
             InputError: a flag is unknown, or its value is not valid.
         """
-        return vars(super().parse_args(arguments))
+        given = vars(super().parse_args(arguments))
+        return given | {
+            flag.dest: dict(given[flag.dest]) for flag in self.settings() if flag.dest in given
+        }
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]
         """Parse as argparse does: what is given, and the defaults of other flags."""

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from backends import execution, nvidia_apex, onnx_runtime, precision, torch_compat
+from backends import execution, nvidia_apex, precision
 from cli.flag_parser import (
     ON,
     Choice,
-    OutputFile,
     Scope,
     ScriptParser,
     below_one,
@@ -29,15 +28,22 @@ from cli.flag_parser import (
     natural,
     not_negative,
     number,
+    output_file,
     path_text,
     positive,
     switch,
 )
 from cli.foreign_names import FOREIGN
+from cli.settings import own
 from distributed import comm_hooks, fsdp
+from distributed.diloco import DiLoCo
 from distributed.world import TimeLimits
+from dynamic_batch import ByLoss, ByNoise, lr_power, schedule_growth
+from mixup import MetaMixup, mixup
 from optimizers import schedules
+from optimizers.schedules import Schedule
 from training import export, predictions
+from training.meta_mixup_step import MetaMixupStep
 from training.tracking import TRACKERS
 
 MAX_THREADS = 1024  # of a process; some thousands take minutes to start
@@ -87,24 +93,7 @@ class Parser(ScriptParser):
     optimizers: Mapping[str, OptimizerChoice]
 
 
-# -------------------------------------------------------------------- choices
-
-
-def optimizer_unavailable_reason(name: str) -> str:
-    """Return why an optimizer cannot be used here, or ''."""
-    if name == "muon":
-        return torch_compat.unavailable_reason("muon")
-    return nvidia_apex.unavailable_reason(name)
-
-
-def precision_unavailable_reason(name: str) -> str:
-    """Return why a precision cannot be used here, or ''; whether there is a GPU does not count."""
-    return nvidia_apex.unavailable_reason(name)
-
-
-def backend_unavailable_reason(name: str) -> str:
-    """Return why a backend cannot be used here, or ''; whether there is a GPU does not count."""
-    return onnx_runtime.unavailable_reason() if name == "ort" else ""
+# -------------------------------------------------------------------- the flags
 
 
 def by_optimizer(optimizers: Mapping[str, OptimizerChoice], name: str) -> str:
@@ -115,9 +104,6 @@ def by_optimizer(optimizers: Mapping[str, OptimizerChoice], name: str) -> str:
         if has_it and optimizer not in nvidia_apex.OPTIMIZERS:
             names[getattr(choice, name)].append(optimizer)
     return "; ".join(f"{value:g} for {', '.join(group)}" for value, group in names.items())
-
-
-# -------------------------------------------------------------------- the flags
 
 
 def shared_parser(
@@ -206,7 +192,9 @@ def add_mixing(parser: ScriptParser, mixing: Sequence[str]) -> None:
     add("--alpha", positive, 0.99, "strength: weights are drawn from Beta(A, A)", metavar="A",
         only_with={"mixup": ON}, common=True)
     parser.declare_settings("mixing of samples", "--mixup_args", "how samples are mixed: weight of "
-        "mixup and intra; policy, every and lr of meta")
+        "mixup and intra; policy, every and lr of meta", owner="mixup", parts={
+            "mixup": own(mixup, "weight"), "intra": own(mixup, "weight"),
+            "meta": own(MetaMixup, "policy", "lr") | own(MetaMixupStep, "every")})
 
 
 def add_optimizer(parser: ScriptParser, optimizers: Mapping[str, OptimizerChoice]) -> None:
@@ -217,7 +205,7 @@ def add_optimizer(parser: ScriptParser, optimizers: Mapping[str, OptimizerChoice
         """The optimizers with this setting."""
         return {"optimizer": [key for key, each in optimizers.items() if name in each.settings]}
 
-    add("--optimizer", Choice(optimizers, optimizer_unavailable_reason), "sgd", "optimizer; --ngd "
+    add("--optimizer", Choice(optimizers), "sgd", "optimizer; --ngd "
         "stands for --optimizer ngd", common=True)
     add("--lr", positive, None, f"learning rate (default {by_optimizer(optimizers, 'lr')})",
         metavar="RATE", common=True)
@@ -235,7 +223,8 @@ def add_optimizer(parser: ScriptParser, optimizers: Mapping[str, OptimizerChoice
     add("--betas", below_one, [0.9, 0.999], "decays of the first and second moments of Adam",
         nargs=2, metavar="B", only_with=users("betas"))
     parser.declare_settings("optimizer", "--opt_args", "further settings of the optimizer, such as "
-        "rank=16; docs/flags.md lists them")
+        "rank=16; docs/flags.md lists them", owner="optimizer",
+        parts={name: own(choice.make, *choice.own) for name, choice in optimizers.items()})
 
     add = parser.group("SLAMB")
     add("--compress_ratio", fraction, 0.1, "share of the momentum that a step sends", metavar="F",
@@ -251,9 +240,8 @@ def add_schedule(parser: ScriptParser) -> None:
     def of(*names: str) -> dict[str, Sequence[str]]:
         return {"lr_schedule": names}
 
-    add("--lr_schedule", Choice(schedules.SCHEDULES, hints={
-        "linear": "; polynomial falls linearly by default"}), "cosine", "schedule",
-        common=True)
+    add("--lr_schedule", Choice(schedules.SCHEDULES), "cosine", "schedule; polynomial falls "
+        "linearly unless --lr_args power is given", common=True)
     add("--warmup", not_negative, None, "epochs of a linear rise from 0 (default a tenth of the "
         "run, at most 5; 0 for onecycle and cyclic)", metavar="EPOCHS", common=True)
     add("--gamma", positive, 0.1, "factor of the rate at a change; inverse divides by 1 + F x "
@@ -261,7 +249,8 @@ def add_schedule(parser: ScriptParser) -> None:
     add("--milestones", count, [30, 40], "epochs of the changes", nargs="+", metavar="EPOCH",
         only_with=of("multistep"))
     parser.declare_settings("learning rate", "--lr_args", "further settings of the schedule, such "
-        "as power=2 or end=0.1")
+        "as power=2 or end=0.1", owner="lr_schedule",
+        parts={name: own(Schedule, *each) for name, each in schedules.SETTINGS.items()})
     add("--lr_scaling", Choice(["none", "linear", "sqrt"]), "none", "scaling of --lr by the global "
         "batch / --base_bs, or its square root")
     add("--base_bs", count, 128, "global batch, in samples, for which --lr was tuned", metavar="N",
@@ -274,11 +263,11 @@ def add_speed(parser: ScriptParser) -> None:
     several = {"processes": ON}
     add("--device", str, "auto", "auto (a GPU if there is one), cpu, cuda, or cuda:N, which all "
         "processes share", common=True)
-    add("--precision", Choice(precision.PRECISIONS, precision_unavailable_reason), "auto",
+    add("--precision", Choice(precision.PRECISIONS), "auto",
         "precision; auto is bf16 where the device has it, else fp16 on GPUs and fp32 on CPUs",
         common=True)
     add("--deterministic", switch, False, "kernels that give the same bits in every run on a GPU")
-    add("--backend", Choice(execution.BACKENDS, backend_unavailable_reason), "eager", "how the "
+    add("--backend", Choice(execution.BACKENDS), "eager", "how the "
         "model is executed; compile is torch.compile", common=True)
     add("--fuse", switch, False, "less memory: convolution, norm and ReLU, or MLPs, are recomputed")
     add("--checkpoint_activations", switch, False, "least memory: residual blocks are recomputed")
@@ -314,7 +303,8 @@ def add_communication(parser: ScriptParser) -> None:
     add("--wire_dtype", Choice(["bf16", "fp16", "fp32", *WIRE_BITS]), "bf16", "format of what is "
         "sent; int8 and int4 are for SLAMB's momentum",
         only_with=[slamb, {"optimizer": ("demo",)}, diloco])
-    parser.declare_settings("communication", "--sync_args", "lr and momentum of diloco")
+    parser.declare_settings("communication", "--sync_args", "lr and momentum of diloco",
+        owner="sync", parts={"diloco": own(DiLoCo, "lr", "momentum")})
 
 
 def add_batches(parser: ScriptParser, batch_rules: Collection[str]) -> None:
@@ -329,9 +319,15 @@ def add_batches(parser: ScriptParser, batch_rules: Collection[str]) -> None:
         "fits on GPUs)", metavar="N")
     add("--batch_milestones", count, None, "epochs of the changes (default one half and three "
         "quarters of the run)", nargs="+", metavar="EPOCH")
-    add("--replace_decay", switch, False, "growth where --lr_schedule would lower the rate")
+    common = {**own(lr_power, "lr"), "min": None, "max": None}
+    scheduled = common | own(schedule_growth, "factor", "growth")
     parser.declare_settings("batches that change (sizes over all processes)", "--batch_args",
-        "further settings of the rule, such as max=4096, factor=1.5 or lr=sqrt")
+        "further settings of the rule, such as max=4096, factor=1.5 or lr=sqrt; "
+        "replace_decay=true lets the batch grow where --lr_schedule would lower the rate",
+        owner="dynamic_batch", parts={
+            "increase": scheduled | own(schedule_growth, "replace_decay"), "decrease": scheduled,
+            "loss": common | own(ByLoss, "kind", "factor", "threshold", "window"),
+            "noise": common | own(ByNoise, "factor")})
 
 
 def add_run(parser: ScriptParser) -> None:
@@ -362,8 +358,8 @@ def add_run(parser: ScriptParser) -> None:
         "class", common=True, **start)
     add("--predict", path_text, None, "images, text files or folders to classify by --checkpoint",
         nargs="+", metavar="PATH", common=True, **start)
-    add("--predict_out", OutputFile(predictions.SUFFIXES, overwrite=False), None, ".jsonl or .csv "
+    add("--predict_out", output_file(predictions.SUFFIXES, overwrite=False), None, ".jsonl or .csv "
         "file for the predictions and probabilities", metavar="FILE", common=True, **start)
-    add("--export", OutputFile(export.SUFFIXES, overwrite=True), None, ".onnx or .pt2 file for the "
-        "model of --checkpoint, or .safetensors for its weights", metavar="FILE", common=True,
+    add("--export", output_file(export.SUFFIXES, overwrite=True), None, ".onnx or .pt2 file for "
+        "the model of --checkpoint, or .safetensors for its weights", metavar="FILE", common=True,
         **start)

@@ -75,6 +75,7 @@ FOREIGN = {
     "--meta_policy": "--mixup_args=policy=",
     "--meta_every": "--mixup_args=every=",
     "--meta_lr": "--mixup_args=lr=",
+    "--replace_decay": "--batch_args=replace_decay=true",
     "--min_bs": "--batch_args=min=",
     "--max_bs": "--batch_args=max=",
     "--width": "--model_args=width=",
@@ -86,6 +87,7 @@ FOREIGN = {
     "--crop_pad": "--augment_args=pad=",
     "--crop_fill": "--augment_args=fill=",
     "--alternate_flip": "--augment_args=alternate=true",
+    "--no_alternate_flip": "--augment_args=alternate=false",
     "--small_size": "--augment_args=small_size=",
     "--small_stages": "--augment_args=small_stages=",
     # ---- without a counterpart

@@ -18,12 +18,14 @@ from cli.factory import (
     Data,
     Run,
     choose_rows,
+    export_trained,
     load_weights,
     refused_as,
     report_baseline,
     report_predictions,
 )
 from cli.flag_parser import Choice, Scope, ScriptParser, natural, number
+from cli.settings import own
 from distributed.agreement import local_main_first, on_main
 from distributed.world import READ_SECONDS
 from errors import InputError
@@ -36,10 +38,9 @@ from models import image_models, pretrained
 from models.averaged_views import VIEWS
 from models.vgg import VGG8
 from training import predictions
-from training.export import LARGEST_BATCH, export
+from training.export import LARGEST_BATCH
 from training.predictions import Sample
 
-MODEL_FLAGS = ("arch",)  # which weights must share with the model
 WHITENING_ROWS = 1000  # images whose patches are enough for the first layer of VGG8
 LARGEST_IMAGE_SIZE = 4096  # pixels a side; a batch of larger images fits into no memory
 
@@ -48,6 +49,7 @@ LARGEST_IMAGE_SIZE = 4096  # pixels a side; a batch of larger images fits into n
 def add_flags(parser: ScriptParser) -> None:
     """Declare the flags of images."""
     add = parser.group("images")
+    small = own(Augmentation, "small_size", "small_stages")
     add("--arch", str, "resnet50", f"network: {', '.join(image_models.ARCHITECTURES)}, a "
         "classifier of torchvision, or timm:NAME", metavar="NAME", common=True)
     fine_tuning.add_flags(parser.group("images"), "FILE|DEFAULT", "first weights: a run folder or "
@@ -58,7 +60,10 @@ def add_flags(parser: ScriptParser) -> None:
         "images", common=True)
     add("--small_epochs", natural, 0, "first epochs, with smaller images", metavar="N")
     parser.declare_settings("images", "--augment_args", "pad, fill (black or reflect) and "
-        "alternate of crops and flips; small_size and small_stages of --small_epochs")
+        "alternate of crops and flips; small_size and small_stages of --small_epochs",
+        owner="augment", parts={
+            "standard": {"pad": None, **own(Augmentation, "fill", "alternate"), **small},
+            "none": small})
     add("--test_views", Choice(VIEWS), "none", "views of a test image over which outputs are "
         "averaged at the end: itself and its mirror image, also shifted by a pixel")
     add("--resident", Choice(["auto", "yes", "no"]), "auto", "pixels on the device, or decoded in "
@@ -66,11 +71,11 @@ def add_flags(parser: ScriptParser) -> None:
 # fmt: on
 
 
-def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -> Data:
+def load_data(args: Namespace, run: Run) -> Data:
     """Training, validation and test images, with the statistics of the training pixels.
 
-    Args:
-        checkpoint: whose statistics are taken, or None to measure them.
+    The classes and statistics of a checkpoint are taken where the run has one.
+
     Raises:
         InputError: the data set is missing or broken.
     """
@@ -79,10 +84,10 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
             args.dataset,
             args.data_dir,
             image_size=args.image_size,
-            classes=checkpoint["classes"] if checkpoint else (),
+            classes=run.checkpoint["classes"] if run.checkpoint else (),
             train_is_enough=bool(args.val_fraction),
         )
-    chosen, fingerprint = choose_rows(args, run, splits, classes, state=checkpoint)
+    chosen, fingerprint = choose_rows(args, run, splits, classes)
     train = chosen["train"]
     decoder = FileDecoder(num_workers(args) if train.files is not None else 0)
     with run.world.waiting_at_most(READ_SECONDS):
@@ -90,46 +95,36 @@ def load_data(args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None) -
             keep = is_resident(args, run, split)
             chosen[name] = image_batches.decode_on_node(split, decoder, run.world, keep=keep)
         measure = partial(image_batches.channel_statistics, chosen["train"], decoder)
-        statistics = checkpoint or dict(
-            zip(("mean", "std"), on_main(run.world, measure), strict=True)
+        mean, std = (
+            (run.checkpoint["mean"], run.checkpoint["std"])
+            if run.checkpoint
+            else on_main(run.world, measure)
         )
     metadata = {
         "classes": classes,
         "data": fingerprint,
-        "baseline": report_baseline(args, run, chosen, image_baseline, state=checkpoint),
-        "mean": statistics["mean"],
-        "std": statistics["std"],
+        "baseline": report_baseline(args, run, chosen, image_baseline),
+        "mean": mean,
+        "std": std,
         "channels": train.channels,
         "size": train.size,
     }
     augmentation = create_augmentation(args, train.size)
     check_smaller_images(args, augmentation, train)
     sets = {
-        name: create_dataset(args, run, split, augmentation, metadata, decoder)
+        name: ImageDataset(
+            split,
+            augmentation,
+            mean=mean,
+            std=std,
+            device=run.world.device,
+            seed=args.seed,
+            decoder=decoder,
+            resident=split.pixels is not None and is_resident(args, run, split),
+        )
         for name, split in chosen.items()
     }
     return Data(sets.pop("train"), sets, metadata)
-
-
-def create_dataset(
-    args: Namespace,
-    run: Run,
-    split: ImageSplit,
-    augmentation: Augmentation,
-    metadata: Mapping[str, Any],
-    decoder: FileDecoder,
-) -> ImageDataset:
-    """The batches of a split."""
-    return ImageDataset(
-        split,
-        augmentation,
-        mean=metadata["mean"],
-        std=metadata["std"],
-        device=run.world.device,
-        seed=args.seed,
-        decoder=decoder,
-        resident=split.pixels is not None and is_resident(args, run, split),
-    )
 
 
 def is_resident(args: Namespace, run: Run, split: ImageSplit) -> bool:
@@ -162,36 +157,20 @@ def create_augmentation(args: Namespace, size: int) -> Augmentation:
     given = {name: value for name, value in settings.items() if value is not None}
     with refused_as("--augment_args"):
         augmentation = dataclasses.replace(standard, small_epochs=args.small_epochs, **given)
-    if augmentation.fill == "reflect" and not 0 < augmentation.pad < size:
-        raise InputError(
-            f"--augment_args fill=reflect: of {size} pixels a side 1 to {size - 1} can be "
-            f"reflected, not {augmentation.pad}; give another pad"
-        )
+        augmentation.check_size(size)
     return augmentation
 
 
 def check_smaller_images(args: Namespace, augmentation: Augmentation, train: ImageSplit) -> None:
-    """Check that the images of --small_epochs are smaller, and that the network takes them.
+    """Check that the network takes the images of --small_epochs.
 
     Raises:
-        InputError: they are not, or it does not.
+        InputError: it does not.
     """
-    if not args.small_epochs:
-        return
-    size, smallest, stages = train.size, augmentation.small_size, augmentation.small_stages
-    if smallest > size:
-        raise InputError(
-            f"--augment_args small_size={smallest}: images have only {size} pixels a side; give "
-            "fewer"
-        )
-    if stages > args.small_epochs:
-        raise InputError(
-            f"--augment_args small_stages={stages}: there are only {args.small_epochs} "
-            "--small_epochs, and a stage has at least one; give fewer"
-        )
-    for smaller in sorted({augmentation.size_of_epoch(n, size) for n in range(args.small_epochs)}):
+    sizes = {augmentation.size_of_epoch(n, train.size) for n in range(args.small_epochs)}
+    for smaller in sorted(sizes):
         if not image_models.takes_smaller_images(
-            args.arch, smaller, channels=train.channels, image_size=size
+            args.arch, smaller, channels=train.channels, image_size=train.size
         ):
             raise InputError(
                 f"--small_epochs {args.small_epochs}: --arch {args.arch} cannot take images of "
@@ -225,30 +204,9 @@ def create_model(
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def begin_with_weights(
-    args: Namespace, run: Run, model: nn.Module, metadata: Mapping[str, Any]
-) -> None:
-    """Load the weights of --weights, if given, into a new model.
-
-    Raises:
-        InputError: there are none, or they are not of this model.
-    """
-    saved = fine_tuning.read_saved_model(
-        args, run, default=lambda: image_models.default_weights(args.arch)
-    )
-    if saved is not None:
-        fine_tuning.begin_with_weights(
-            args,
-            run,
-            image_models.part_for_colours(model),
-            saved,
-            classes=metadata["classes"],
-            flags=MODEL_FLAGS,
-        )
-
-
-def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
+def predict(args: Namespace, run: Run) -> None:
     """Classify the image files of --predict, and those below its folders."""
+    checkpoint = run.checkpoint
     suffixes = image_datasets.SUFFIXES
     what = f"images ({', '.join(sorted(suffixes))})"
     found_in = [own_data.expand_files(Path(path), suffixes, what=what) for path in args.predict]
@@ -269,25 +227,28 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
     )
     rows = torch.arange(len(files)).split(args.batch_size)
     found = predictions.predict(
-        load_weights(args, run, create_model(args, run, checkpoint), checkpoint),
+        load_weights(args, run, create_model(args, run, checkpoint)),
         [Sample(own_data.utf8_name(file)) for file in files],
         (inputs for inputs, _ in images.batches(rows)),
     )
-    report_predictions(args, run, found, classes=checkpoint["classes"])
+    report_predictions(args, run, found)
     if run.world.is_main:
         for note in (note for _, notes in found_in for note in notes):
             print(note, file=sys.stderr)
 
 
-def export_model(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
+def export_model(args: Namespace, run: Run) -> None:
     """Write the model to the file of --export."""
-    example = torch.randn(2, checkpoint["channels"], checkpoint["size"], checkpoint["size"])
-    model = load_weights(args, run, create_model(args, run, checkpoint), checkpoint)
-    dynamic = {0: ("batch", LARGEST_BATCH)}
+    checkpoint = run.checkpoint
     metadata = {
         "arch": args.arch,
         "input": "float32 (batch, channels, size, size): (pixel / 255 - mean) / std, RGB or grey",
         **{name: checkpoint[name] for name in ("classes", "channels", "size", "mean", "std")},
     }
-    difference = export(model, example, Path(args.export), dynamic=dynamic, metadata=metadata)
-    print(f"{args.export}: same probabilities as the model, to {difference:.1g}")
+    export_trained(
+        args,
+        load_weights(args, run, create_model(args, run, checkpoint)),
+        torch.randn(2, checkpoint["channels"], checkpoint["size"], checkpoint["size"]),
+        dynamic={0: ("batch", LARGEST_BATCH)},
+        metadata=metadata,
+    )

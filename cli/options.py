@@ -18,8 +18,8 @@ from typing import Any
 
 from backends import torch_compat
 from cli import compatibility, settings
-from cli.flag_parser import Scope, setting, switch
-from cli.flags import OptimizerChoice, Parser
+from cli.flag_parser import Choice, Scope, setting, switch
+from cli.flags import Parser
 from cli.yaml_file import excerpt, read_yaml
 from distributed.worker import is_restarted, launcher_id
 from distributed.world import under_torchrun
@@ -60,12 +60,12 @@ def parse(
     if path is not None:
         source = "--resume" if command_line.checkpoint is None else "--checkpoint"
         state = checkpoint.load(path, script, flag=source)
-        if "warning" in state and os.environ.get("RANK", "0") == "0":
-            print(state["warning"], file=sys.stderr, flush=True)
+        if "warning" in state:
+            print_once(state["warning"])
         values |= restored_flags(state["flags"], parser, given=given, source=f"{source} {path}")
     values = settings.merged(values, recipe, parser)
     args = Namespace(**settings.merged(values, given, parser))
-    for name, value in computed_defaults(args, parser.optimizers[args.optimizer]).items():
+    for name, value in computed_defaults(vars(args), parser).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     settings.complete(args, parser)
@@ -78,11 +78,16 @@ def parse(
             state["progress"] |= {"rollbacks": 0, "lr_factor": 1.0}
         state["changed"] = changed_flags(state["flags"], args, parser)
     if not uses_trained_model(args):
-        check_overwritten(args, state)
-        if os.environ.get("RANK", "0") == "0":
-            for line in parser.unused(given, args):
-                print(f"warning: {line}", file=sys.stderr, flush=True)
+        run_folder.check_overwritten(args.out, state)
+        for line in parser.unused(given, args):
+            print_once(f"warning: {line}")
     return args, state
+
+
+def print_once(line: str) -> None:
+    """Print a line on stderr; of several processes one speaks for all."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
 
 
 def restored_flags(
@@ -90,7 +95,7 @@ def restored_flags(
 ) -> dict[str, Any]:
     """The flags of a checkpoint that another start of its script takes over.
 
-    Known data sets may lie elsewhere on this machine, where DATA_DIR says so. A value that this
+    Known data sets may lie elsewhere on this machine, where DATA_DIR says so. A choice that this
     version does not know matters for training alone: what says how a model is made checks itself.
 
     Args:
@@ -98,26 +103,22 @@ def restored_flags(
         given: the flags of the command line.
         source: how the user named the checkpoint.
     Raises:
-        InputError: this version does not support a value.
+        InputError: this version does not know a choice.
     """
     scopes = [Scope.RESULT, Scope.HOW, Scope.NODE]
     if not os.environ.get("DATA_DIR") or is_own_data(flags["dataset"]):
         scopes.append(Scope.PLACE)
     restored = {name: flags[name] for name in parser.of_scope(*scopes) if name in flags}
-    for name, value in list(restored.items()):
-        flag = parser.flags[name]
-        if value == flag.default or isinstance(value, dict) or name in given:
+    for flag in parser.flags.values():
+        value = restored.get(flag.dest, flag.default)
+        if flag.dest in given or not isinstance(flag.type, Choice) or value in flag.type.names:
             continue
-        try:
-            words = flag_arguments(name, value, parser)
-            parser.given(words if len(words) > 2 else ["=".join(words)])
-        except InputError:
-            if not any(given.get(each) for each in INFERENCE):
-                raise InputError(
-                    f"{source}: the checkpoint's {flag.name} {excerpt(value)} is not supported any "
-                    "more; give another value on the command line"
-                ) from None
-            del restored[name]
+        if not any(given.get(each) for each in INFERENCE):
+            raise InputError(
+                f"{source}: the checkpoint's {flag.name} {excerpt(value)} is not supported any "
+                "more; give another value on the command line"
+            )
+        del restored[flag.dest]
     return restored
 
 
@@ -141,22 +142,22 @@ def changed_flags(
     return changed
 
 
-def computed_defaults(chosen: Namespace, optimizer: OptimizerChoice) -> dict[str, Any]:
+def computed_defaults(chosen: Mapping[str, Any], parser: Parser) -> dict[str, Any]:
     """The defaults that depend on other flags, by name.
 
     Args:
         chosen: the flags of the run, of which these may be None.
-        optimizer: that of --optimizer.
     """
-    rises_by_itself = chosen.lr_schedule in ("onecycle", "cyclic")
-    warmup = 0.0 if rises_by_itself else min(WARMUP_SHARE * chosen.epochs, LONGEST_WARMUP)
+    optimizer = parser.optimizers[chosen["optimizer"]]
+    rises_by_itself = chosen["lr_schedule"] in ("onecycle", "cyclic")
+    warmup = 0.0 if rises_by_itself else min(WARMUP_SHARE * chosen["epochs"], LONGEST_WARMUP)
     return {
         "lr": optimizer.lr,
         "weight_decay": optimizer.weight_decay,
         "momentum": optimizer.momentum,
-        "nesterov": optimizer.nesterov and chosen.momentum != 0,
+        "nesterov": optimizer.nesterov and chosen["momentum"] != 0,
         "warmup": warmup,
-        "val_fraction": META_VAL_FRACTION if chosen.mixup == "meta" else 0.0,
+        "val_fraction": META_VAL_FRACTION if chosen["mixup"] == "meta" else 0.0,
     }
 
 
@@ -167,12 +168,11 @@ def defaults_for(parser: Parser, flags: Mapping[str, Any]) -> dict[str, Any]:
         flags: of the run, which another version may have had.
     """
     defaults = parser.defaults()
-    optimizer = parser.optimizers.get(str(flags.get("optimizer")))
-    if optimizer is not None:
-        chosen = Namespace(**{**defaults, **flags})
-        defaults |= computed_defaults(chosen, optimizer)
-        defaults |= {name: own for name, (_, own) in settings.settings_of(chosen, parser).items()}
-    return defaults
+    chosen = {**defaults, **flags}
+    if chosen["optimizer"] not in parser.optimizers:
+        return defaults
+    parts = {flag.dest: settings.defaults_of(flag, chosen) for flag in parser.settings()}
+    return defaults | computed_defaults(chosen, parser) | parts
 
 
 def is_own_data(dataset: Any) -> bool:
@@ -199,36 +199,22 @@ def resume_path(args: Namespace, script: str) -> Path | None:
         if folder is not None and checkpoint.latest_files(folder):
             return folder
     if args.checkpoint is None:
-        return None if args.resume is None else run_path(args, script, flag="--resume")
+        return None if args.resume is None else run_path(args, script)
     if args.resume is None and not uses_trained_model(args):
         raise InputError(
             f"--checkpoint {args.checkpoint}: nothing is to be done with it; add --evaluate, "
             "--predict or --export, or --resume to go on training"
         )
     if args.checkpoint not in ("best", "last"):
-        guess = did_you_mean(args.checkpoint, ["best", "last"])
         if args.resume is not None:
             raise InputError(
                 f"--checkpoint {args.checkpoint}: with --resume it is best or last; to use a file, "
-                f"give it to one of the two flags and leave the other one out{guess}"
-            )
-        if not Path(args.checkpoint).exists():
-            raise InputError(
-                f"--checkpoint {args.checkpoint}: no such checkpoint; give best, last, a run "
-                f"folder or a .pt file{guess}"
+                "give it to one of the two flags and leave the other one out"
             )
         return Path(args.checkpoint)
-    run = run_path(args, script, flag=f"--checkpoint {args.checkpoint}")
+    run = run_path(args, script)
     folder = run.parent if run.suffix == ".pt" else run
-    if args.checkpoint == "last":
-        return folder
-    path = folder / "best.pt"
-    if checkpoint.latest_files(folder) and not path.exists():
-        raise InputError(
-            f"--checkpoint best: {folder} has no best.pt, as before the end of its first epoch; "
-            "use --checkpoint last"
-        )
-    return path
+    return folder if args.checkpoint == "last" else folder / "best.pt"
 
 
 def folder_to_go_on(args: Namespace) -> str | None:
@@ -261,21 +247,18 @@ def interrupted_run(args: Namespace, script: str) -> Path | None:
     return folder if run_folder.is_run_of(job, folder) else None
 
 
-def run_path(args: Namespace, script: str, *, flag: str) -> Path:
+def run_path(args: Namespace, script: str) -> Path:
     """What --resume names: its PATH, else --out, else the newest run.
 
     Raises:
-        InputError: there is no run; the message begins with `flag`.
+        InputError: there is no run.
     """
-    if args.resume:
-        return Path(args.resume)
-    folder = Path(args.out) if args.out else run_folder.latest_run(script)
+    folder = args.resume or args.out or run_folder.latest_run(script)
     if folder is None:
         raise InputError(
-            f"{flag}: no run of {script} with a checkpoint below runs/; "
-            "name its folder with --resume PATH"
+            f"no run of {script} with a checkpoint below runs/; name its folder with --resume PATH"
         )
-    return folder
+    return Path(folder)
 
 
 def recipe_path(recipe: str) -> Path:
@@ -286,16 +269,13 @@ def recipe_path(recipe: str) -> Path:
     Raises:
         InputError: there is neither.
     """
-    path, named = Path(recipe), RECIPES / f"{recipe.removesuffix('.yaml')}.yaml"
-    if path.exists() and not path.is_dir():
-        return path
-    if named.parent == RECIPES and named.is_file():
-        return named
+    for path in (Path(recipe), RECIPES / f"{recipe.removesuffix('.yaml')}.yaml"):
+        if path.is_file():
+            return path
     names = sorted(each.stem for each in RECIPES.glob("*.yaml"))
-    problem = "is a folder" if path.is_dir() else "is no file and no recipe of this project"
     raise InputError(
-        f"--recipe {recipe}: this {problem}; give the path of a YAML file, or one of the recipes "
-        f"{', '.join(names)}{did_you_mean(path.stem, names)}"
+        f"--recipe {recipe}: this is no file; give the path of a YAML file, or one of the recipes "
+        f"{', '.join(names)}{did_you_mean(Path(recipe).stem, names)}"
     )
 
 
@@ -313,16 +293,9 @@ def recipe_arguments(recipe: str, parser: Parser) -> list[str]:
     if not isinstance(entries, dict):
         raise InputError(f"{source}: must hold lines of 'flag: value'")
     arguments: list[str] = []
-    spellings: dict[str, str] = {}  # by the own name of the flag, as the recipe has it
     try:
         for name, value in entries.items():
-            words = flag_arguments(str(name), value, parser)
-            flag = parser.find(str(name))
-            if words and flag is not None and flag.type is not setting:
-                other = spellings.setdefault(flag.name, str(name))
-                if other != str(name):
-                    raise InputError(f"{other} and {name} are the same flag; leave one out")
-            arguments += words
+            arguments += flag_arguments(str(name), value, parser)
         parser.given(arguments)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
@@ -384,51 +357,6 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
     if args.dataset not in own_data.DATASETS:  # others may have a validation set: see load_data
         check_validation_set(args, has_val=bool(args.val_fraction))
     compatibility.check(args)
-    if args.warmup and args.warmup >= args.epochs:
-        raise InputError(
-            f"--warmup {args.warmup:g}: must be shorter than the run of {args.epochs} epochs"
-        )
-
-
-def holds_other_run(folder: Path) -> bool:
-    """Whether a folder holds a run that this job, before torchrun restarted it, did not begin."""
-    if is_restarted() and run_folder.is_run_of(launcher_id(), folder):
-        return False
-    return (folder / "metrics.jsonl").exists()
-
-
-def check_overwritten(args: Namespace, state: Mapping[str, Any] | None) -> None:
-    """Check that a run does not overwrite what it is not a part of.
-
-    Args:
-        state: the checkpoint that the run goes on from, or None.
-    Raises:
-        InputError: the run folder holds another run, or the same run at a later step.
-    """
-    if state is None:
-        if args.out and holds_other_run(Path(args.out)):
-            raise InputError(
-                f"--out {args.out} already holds a run: add --resume to go on with it, "
-                "or choose another folder"
-            )
-        return
-    folder, source = Path(args.out), Path(state["file"])
-    if source.resolve().parent != folder.resolve():
-        if holds_other_run(folder):
-            raise InputError(
-                f"--out {folder} already holds a run: choose another folder to go on from {source}"
-            )
-        return
-    for path in checkpoint.latest_files(folder):
-        if path.samefile(source):
-            return
-        later = checkpoint.read_progress(path)
-        if later is not None and later["step"] > state["progress"]["step"]:
-            raise InputError(
-                f"{source} is of step {state['progress']['step']}, but its run has gone on to step "
-                f"{later['step']} ({path.name}), which training on from there would overwrite; "
-                "give --out with another folder"
-            )
 
 
 def check_validation_set(args: Namespace, has_val: bool) -> None:
@@ -473,10 +401,4 @@ def validate_inference(args: Namespace, resumed: bool) -> None:
         raise InputError(
             f"--export {reason}: export from the stack of requirements.txt, "
             "which reads this run as well"
-        )
-    name = args.export or ""
-    if name.encode(errors="replace").decode() != name:  # the libraries cannot open such a file
-        raise InputError(
-            f"--export {name}: the name is not UTF-8 in this locale; give another one, or set "
-            "PYTHONUTF8=1"
         )

@@ -1,9 +1,7 @@
 """What is checked before a run begins, once all of its processes are there.
 
     check_processes(args, parser, world, state)                  # same flags, code and checkpoint
-    check_tracker_of_run(args, world)                    # the package of --track
     metadata["data"] = check_data(args, run.world, classes, labels=labels, state=state)
-    folder, lock = open_run_folder(args, script, world, state)
 
 All of it is collective, and what one process finds ends all of them with one line.
 """
@@ -11,14 +9,12 @@ All of it is collective, and what one process finds ends all of them with one li
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +22,10 @@ from torch import Tensor
 
 from backends.machine import commit_or_none
 from cli.flag_parser import Scope, ScriptParser
-from cli.options import check_overwritten, uses_trained_model
-from distributed.agreement import check_equal, on_main
+from distributed.agreement import check_equal
 from distributed.worker import is_restarted
 from distributed.world import World
 from errors import SharedInputError
-from training.run_folder import lock_run_folder, make_run_folder, new_run_folder
-from training.tracking import check_tracker
 
 DIGITS = 16  # of a SHA-256 in hexadecimal
 
@@ -59,7 +52,7 @@ def check_processes(
             **{f"--{name}": value for name, value in values.items()},
             "the version of the code": commit_or_none(),
             "the version of torch": torch.__version__,
-            "the checkpoint": "none" if state is None else describe_position(state["progress"]),
+            "the checkpoint": state and [state["progress"][key] for key in ("step", "seconds")],
             **{f"--{name}": value for name, value in started.items()},
         },
         advice="start every process with the same flags, code and checkpoint",
@@ -77,22 +70,6 @@ def report_restart(world: World, state: Mapping[str, Any] | None) -> None:
     count = "{TORCHELASTIC_RESTART_COUNT} of {TORCHELASTIC_MAX_RESTARTS}".format_map(os.environ)
     epoch = 1 if state is None else state["progress"]["epoch"] + 1
     print(f"restart {count}, from epoch {epoch}", file=sys.stderr, flush=True)
-
-
-def check_tracker_of_run(args: Namespace, world: World) -> None:
-    """Check on rank 0 that the tracker of a run that trains is installed; collective.
-
-    Raises:
-        InputError: it is not; on every rank.
-    """
-    if args.track != "none" and not uses_trained_model(args):
-        on_main(world, lambda: check_tracker(args.track))
-
-
-def describe_position(progress: Mapping[str, Any]) -> str:
-    """Where a checkpoint is, and a hash of the epochs before by which runs differ."""
-    history = hashlib.sha256(json.dumps(progress["rows"], sort_keys=True).encode()).hexdigest()
-    return f"of step {progress['step']} (history {history[:8]})"
 
 
 def check_data(
@@ -116,13 +93,14 @@ def check_data(
     Raises:
         InputError: the ranks read different data, or the classes are not those of the checkpoint.
     """
-    splits = {}
+    splits: dict[str, dict[str, Any]] = {}
     for name, numbers in labels.items():
         digest = hashlib.sha256(np.asarray(numbers, dtype=np.int64).tobytes()).hexdigest()
         splits[name] = {"rows": len(numbers), "labels": digest[:DIGITS]}
-    values = {f"the {name} split": describe_split(split) for name, split in splits.items()}
-    values["the list of classes"] = ", ".join(classes)
-    check_equal(world, values, advice="give all nodes the same data")
+    values = {f"the {name} split": split for name, split in splits.items()}
+    check_equal(
+        world, {**values, "the list of classes": classes}, advice="give all nodes the same data"
+    )
     if state is None:
         return {"splits": splits}
     for number, (old, new) in enumerate(zip_longest(state["classes"], classes), 1):
@@ -136,37 +114,6 @@ def check_data(
         if before != split and world.is_main and not (args.evaluate and name == "train"):
             print(
                 "warning: the data is not that of the checkpoint's run: "
-                f"the {name} split had {describe_split(before)} and has {describe_split(split)}"
+                f"the {name} split had {before} and has {split}"
             )
     return {"splits": splits}
-
-
-def describe_split(split: Mapping[str, Any] | None) -> str:
-    """A split in words: '1437 rows with labels 0a1b...', or 'no rows' where there is none."""
-    return f"{split['rows']} rows with labels {split['labels']}" if split else "no rows"
-
-
-def open_run_folder(
-    args: Namespace, script: str, world: World, state: Mapping[str, Any] | None
-) -> tuple[Path, IO[str] | None]:
-    """Make the run folder and reserve it for this run; collective.
-
-    Args:
-        state: the checkpoint that the run goes on from, or None.
-    Returns:
-        The folder; and on rank 0 the lock, which holds until it is closed.
-    Raises:
-        InputError: the folder cannot be made, belongs to another run, or is in use.
-    """
-    locks: list[IO[str]] = []  # of rank 0
-
-    def reserve() -> Path:
-        default = new_run_folder(script)
-        chosen = Path(args.out) if args.out else default
-        folder = make_run_folder(chosen, is_default=not args.out)
-        locks.append(lock_run_folder(folder))
-        check_overwritten(args, state)  # again: another run may have ended in the meantime
-        return folder
-
-    folder = on_main(world, reserve)
-    return folder, locks[0] if locks else None

@@ -16,16 +16,18 @@ from cli.factory import (
     Data,
     Run,
     choose_rows,
+    export_trained,
     load_weights,
     refused_as,
     report_baseline,
     report_predictions,
 )
 from cli.flag_parser import OFF, ON, Choice, ScriptParser, below_one, number
+from cli.settings import own
 from distributed.agreement import once_a_node
 from distributed.world import READ_SECONDS
 from errors import InputError
-from input_pipeline import own_data, text_batches, text_datasets, tokenization, torchtext_tokenizer
+from input_pipeline import own_data, text_batches, text_datasets, tokenization
 from input_pipeline.baseline import text_baseline
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
@@ -36,12 +38,9 @@ from models.pretrained import SavedModel
 from models.transformer import Transformer
 from training import predictions
 from training.atomic_file import atomic_write_text
-from training.export import LARGEST_BATCH, export
+from training.export import LARGEST_BATCH
 from training.predictions import Sample
 from training.run_log import RunLog
-
-# which weights must share with the model
-MODEL_FLAGS = ("max_len", "model_args")
 
 
 # fmt: off
@@ -49,7 +48,7 @@ def add_flags(parser: ScriptParser) -> None:
     """Declare the flags of texts and of the Transformer."""
     add = parser.group("texts")
     new = {"resume": OFF, "weights": OFF}
-    add("--tokenizer", Choice(tokenization.TOKENIZERS, tokenizer_unavailable_reason), "wordpiece",
+    add("--tokenizer", Choice(tokenization.TOKENIZERS), "wordpiece",
         "how texts are split into tokens, learned on the training set", only_with=new)
     add("--vocab_size", number(int, 300), 30_000, "most tokens that are told apart", metavar="N",
         only_with=new)
@@ -64,7 +63,8 @@ def add_flags(parser: ScriptParser) -> None:
     fine_tuning.add_flags(add, "FILE", "first weights, and the tokenizer: a run folder, a .pt "
         "file, or a .safetensors file of --export")
     parser.declare_settings("Transformer", "--model_args", "width, depth, heads, mlp_width, "
-        "positions (learned or sinusoidal) and pooling (mean or cls)")
+        "positions (learned or sinusoidal) and pooling (mean or cls)", parts={"": own(
+            Transformer, "width", "depth", "heads", "mlp_width", "positions", "pooling")})
     add("--dropout", below_one, 0.3, "share of embeddings and outputs of blocks that is dropped",
         metavar="F")
     add("--token_dropout", below_one, 0.5, "share of the tokens that is hidden", metavar="F")
@@ -75,29 +75,18 @@ def add_flags(parser: ScriptParser) -> None:
 # fmt: on
 
 
-def tokenizer_unavailable_reason(name: str) -> str:
-    """Return why a tokenizer cannot be used here, or ''."""
-    return torchtext_tokenizer.unavailable_reason() if name == "torchtext" else ""
-
-
-def load_data(
-    args: Namespace,
-    run: Run,
-    checkpoint: Mapping[str, Any] | None,
-    saved: SavedModel | None = None,
-) -> Data:
-    """Training, validation and test texts, tokenized.
+def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Data:
+    """Training, validation and test texts, tokenized as those of the checkpoint were.
 
     Args:
-        checkpoint: whose tokenizer is taken, or None.
-        saved: what --weights names, whose tokenizer is taken otherwise; without it one is trained
-            on the training split.
+        saved: what --weights names, whose tokenizer is taken for a new run; without it one is
+            trained on the training split.
     Raises:
         InputError: the data set is missing or broken.
     """
-    chosen, metadata = read_splits(args, run, checkpoint)
-    if checkpoint is not None:
-        tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
+    chosen, metadata = read_splits(args, run)
+    if run.checkpoint:
+        tokenizer = tokenization.load_tokenizer(run.checkpoint["tokenizer"])
     elif saved is not None:
         tokenizer = load_saved_tokenizer(args, saved)
     else:
@@ -119,9 +108,7 @@ def load_data(
     return Data(sets.pop("train"), sets, metadata, model_mixes=True)
 
 
-def read_splits(
-    args: Namespace, run: Run, checkpoint: Mapping[str, Any] | None
-) -> tuple[dict[str, TextSplit], dict[str, Any]]:
+def read_splits(args: Namespace, run: Run) -> tuple[dict[str, TextSplit], dict[str, Any]]:
     """The rows of each split, and what a checkpoint keeps of the data."""
     if (args.label_column or args.text_column) and args.dataset != "csv":
         raise InputError(
@@ -134,12 +121,12 @@ def read_splits(
             args.dataset,
             args.data_dir,
             choice=ColumnChoice(args.label_column, tuple(args.text_column)),
-            classes=checkpoint["classes"] if checkpoint else (),
+            classes=run.checkpoint["classes"] if run.checkpoint else (),
             train_is_enough=bool(args.val_fraction),
         ),
     )
-    chosen, fingerprint = choose_rows(args, run, splits, classes, state=checkpoint)
-    baseline = report_baseline(args, run, chosen, text_baseline, state=checkpoint)
+    chosen, fingerprint = choose_rows(args, run, splits, classes)
+    baseline = report_baseline(args, run, chosen, text_baseline)
     return chosen, {"classes": classes, "data": fingerprint, "baseline": baseline}
 
 
@@ -182,25 +169,6 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
     return model.to(run.world.device)
 
 
-def begin_with_weights(
-    args: Namespace, run: Run, model: nn.Module, metadata: Mapping[str, Any], saved: SavedModel
-) -> None:
-    """Load the weights of --weights into a new model.
-
-    Raises:
-        InputError: they are not of this model.
-    """
-    fine_tuning.begin_with_weights(
-        args,
-        run,
-        model,
-        saved,
-        classes=metadata["classes"],
-        flags=MODEL_FLAGS,
-        kept=("prior", "prior_weight"),  # they are of the data
-    )
-
-
 def write_tokenizer(log: RunLog, metadata: Mapping[str, Any]) -> None:
     """Write tokenizer.json into the run folder (rank 0), for use outside this project.
 
@@ -215,9 +183,10 @@ def write_tokenizer(log: RunLog, metadata: Mapping[str, Any]) -> None:
         log.info(f"warning: {path} could not be written ({error.strerror}); the run goes on")
 
 
-def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
+def predict(args: Namespace, run: Run) -> None:
     """Classify every line of the text files of --predict, and of those below its folders."""
     lines: list[Sample] = []
+    checkpoint = run.checkpoint
     for path in args.predict:
         lines_of_files, notes = text_datasets.read_text_files(Path(path))
         if run.world.is_main:
@@ -234,24 +203,24 @@ def predict(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
         ).to(run.world.device)
         for start in range(0, len(texts), args.batch_size)
     )
-    model = load_weights(args, run, create_model(args, run, checkpoint), checkpoint)
-    found = predictions.predict(model, lines, batches)
-    report_predictions(args, run, found, classes=checkpoint["classes"])
+    model = load_weights(args, run, create_model(args, run, checkpoint))
+    report_predictions(args, run, predictions.predict(model, lines, batches))
 
 
-def export_model(args: Namespace, run: Run, checkpoint: Mapping[str, Any]) -> None:
+def export_model(args: Namespace, run: Run) -> None:
     """Write the model to the file of --export."""
+    checkpoint, max_len = run.checkpoint, run.checkpoint["max_len"]
     tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
     texts = ["Stocks rise after the bank's report", "Home team wins"]
-    example = text_batches.encode_texts(texts, tokenizer, max_len=checkpoint["max_len"])
-    model = load_weights(args, run, create_model(args, run, checkpoint), checkpoint)
-    dynamic = {0: ("batch", LARGEST_BATCH), 1: ("length", checkpoint["max_len"])}
     metadata = {
         "input": "int32 (batch, length): [CLS] and a text's tokens, [PAD] behind shorter texts",
-        "classes": checkpoint["classes"],
-        "max_len": checkpoint["max_len"],
-        "tokenizer": checkpoint["tokenizer"],
-        "flags": {name: getattr(args, name) for name in MODEL_FLAGS},
+        **{name: checkpoint[name] for name in ("classes", "max_len", "tokenizer")},
+        "flags": {"max_len": args.max_len, "model_args": args.model_args},
     }
-    difference = export(model, example, Path(args.export), dynamic=dynamic, metadata=metadata)
-    print(f"{args.export}: same probabilities as the model, to {difference:.1g}")
+    export_trained(
+        args,
+        load_weights(args, run, create_model(args, run, checkpoint)),
+        text_batches.encode_texts(texts, tokenizer, max_len=max_len),
+        dynamic={0: ("batch", LARGEST_BATCH), 1: ("length", max_len)},
+        metadata=metadata,
+    )

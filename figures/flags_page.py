@@ -6,13 +6,11 @@ python -m figures.flags_page          # after a change of a flag; a test compare
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 
 import resnet50_test
 import transformer_test
 from cli import compatibility
 from cli.foreign_names import FOREIGN
-from cli.settings import PARTS, own
 from errors import exit_code
 from figures.generated_section import replace_generated_section
 from figures.run_logs import ROOT
@@ -34,7 +32,7 @@ def page_with_flags(page: str) -> str:
     texts = {flag.name: flag for flag in texts_parser.flags.values()}
     rows = ["| group | flag | what it does | also understood |", "| --- | --- | --- | --- |"]
     for name, flag in {**images, **{n: texts[n] for n in texts if n not in images}}.items():
-        text, of_texts = (each.text(installed_only=False) for each in (flag, texts.get(name, flag)))
+        text, of_texts = flag.text(), texts.get(name, flag).text()
         if text != of_texts:  # mostly from the default on
             head, default, end = of_texts.rpartition("(default")
             other = f"{default}{end}" if text.startswith(head) else of_texts
@@ -52,19 +50,14 @@ def page_with_flags(page: str) -> str:
         ]
         rows.append(f"| {group} | {signature} | {text} | {', '.join(also)} |")
     rows += ["", "| settings of | with | names and defaults |", "| --- | --- | --- |"]
-    optimizers = {
-        name: own(choice.make, *choice.own) for name, choice in texts_parser.optimizers.items()
-    }
-    for settings, (owner, parts) in {"opt_args": ("optimizer", optimizers), **PARTS}.items():
-        rows += [row_of_settings(settings, owner, *part) for part in parts.items() if part[1]]
+    for flag in {**images, **texts}.values():
+        for part, settings in flag.parts.items():
+            if settings:
+                words = (k if v is None else f"{k}={v}" for k, v in settings.items())
+                chosen = f"`--{flag.owner} {part}`" if flag.owner else "the Transformer"
+                rows.append(f"| `{flag.name}` | {chosen} | {', '.join(words)} |")
     rows += ["", compatibility.table()]
     return replace_generated_section(page, BEGIN, END, content="\n".join(rows))
-
-
-def row_of_settings(name: str, flag: str, value: str, settings: Mapping[str, object]) -> str:
-    """Return the row of a part's settings: `--opt_args` | `--optimizer ngd` | rank=32 ..."""
-    words = (key if each is None else f"{key}={each}" for key, each in settings.items())
-    return f"| `--{name}` | `--{flag} {value}` | {', '.join(words)} |"
 
 
 def main() -> None:

@@ -78,6 +78,17 @@ class Augmentation:
                 f"small_stages={self.small_stages} from 1 to {MOST_SMALL_STAGES}"
             )
 
+    def check_size(self, size: int) -> None:
+        """Raise ValueError where images of so many pixels a side are too small for the settings."""
+        if self.fill == "reflect" and not 0 < self.pad < size:
+            raise ValueError(f"fill=reflect: pad={self.pad} must be from 1 to {size - 1}")
+        if self.small_epochs and self.small_size > size:
+            raise ValueError(f"small_size={self.small_size} must be at most {size}")
+        if self.small_epochs and self.small_stages > self.small_epochs:
+            raise ValueError(
+                f"small_stages={self.small_stages} must be at most the {self.small_epochs} epochs"
+            )
+
     def size_of_epoch(self, epoch: int, full_size: int) -> int:
         """Return the pixels a side that training images of `full_size` have in an epoch, from 0."""
         if epoch >= self.small_epochs:

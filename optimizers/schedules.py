@@ -86,9 +86,19 @@ class Schedule:
             (f"power={self.power} must be above 0", self.power <= 0),
             (f"end={self.end} must be from 0 to 1", not 0 <= self.end <= 1),
             (f"peak={self.peak} must be at least 1", not 1 <= self.peak <= LARGEST_PEAK),
+            (
+                f"warmup={self.warmup:g} must be shorter than the run of {self.epochs} epochs",
+                self.warmup >= self.epochs,
+            ),
         ):
             if is_wrong:
                 raise ValueError(problem)
+        try:
+            is_moderate = self.gamma <= 1 or self._shape(self.epochs - 1) <= LARGEST_PEAK
+        except OverflowError:
+            is_moderate = False
+        if not is_moderate:
+            raise ValueError(f"gamma={self.gamma:g} lets the rate end above {LARGEST_PEAK:g} x lr")
 
     def __call__(self, progress: float, step: float = 0.0) -> float:
         """Returns the multiple of --lr.

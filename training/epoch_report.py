@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from backends.device import peak_memory
 from distributed.world import World
+from errors import InputError
+from input_pipeline.baseline import Baseline
+from training.checkpoint import read_progress
 from training.evaluation import EVAL_SET_NAMES, Evaluation
 from training.progress import Progress
 from training.step_stats import StepTotals
@@ -181,3 +185,59 @@ def run_summary(
         peak_memory_bytes=peak_memory(world.device),
         device_hours=progress.seconds * world.devices / 3600,
     )
+
+
+def report_result(
+    world: World, summary: RunSummary, *, folder: Path, baseline: Mapping[str, Any]
+) -> None:
+    """Print the last lines of a run (rank 0): what its last and best epochs reached, and the cost.
+
+    Args:
+        summary: what `Trainer.fit` returned.
+        folder: the run folder.
+        baseline: the fields of a `Baseline` and the name of its evaluation set, or nothing.
+    Raises:
+        InputError: the last checkpoint could not be written.
+    """
+    if not world.is_main:
+        return
+    is_saved = "last" not in summary.unsaved
+    missing = "" if is_saved else "; this epoch is not in the file, which could not be written"
+    print(f"last.pt: {summary.last.show()}{missing}")
+    if summary.last.over_views:
+        print(f"last.pt: {summary.last.show_views()}")
+    if summary.best.epoch:
+        print(f"best.pt: {summary.best.show()} ({summary.how_chosen})")
+    else:
+        print("best.pt holds no epoch of this run, see above")
+    print(
+        f"{summary.seconds:.1f} s, {summary.samples_per_second:.0f} samples/s, peak memory "
+        f"{summary.peak_memory_bytes / 2**30:.2f} GiB, {summary.device_hours:.4f} "
+        f"device-hours; run folder {folder}",
+        flush=True,
+    )
+    found = dict(baseline)
+    if (accuracy := summary.last.accuracies.get(found.pop("eval_set", ""))) is not None:
+        print(f"last.pt: {Baseline(**found).verdict(accuracy)}", flush=True)
+    if not is_saved:
+        raise InputError(
+            f"{folder}/last.pt could not be written at the end of the run (see the warnings "
+            "above); make room on the disk, and train again or go on with --resume"
+        )
+
+
+def describe_checkpoint(path: Path, progress: Mapping[str, Any]) -> str:
+    """The file and epoch of a checkpoint; and where best and last differ, those of the other."""
+    line = f"weights of {path}: {describe_progress(progress)}"
+    other = path.with_name({"last.pt": "best.pt", "best.pt": "last.pt"}.get(path.name, path.name))
+    stored = read_progress(other)
+    if stored is None or stored["step"] == progress["step"]:
+        return line
+    return f"{line}; {other.name} is of {describe_progress(stored)}: --checkpoint {other}"
+
+
+def describe_progress(progress: Mapping[str, Any]) -> str:
+    """Where a checkpoint was written, and the accuracies of the epoch before."""
+    reached = epoch_result(progress["rows"], progress["epoch"]).show()
+    steps = progress["step_in_epoch"]
+    return f"{reached}, and {steps} steps of the next epoch" if steps else reached

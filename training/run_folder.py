@@ -15,11 +15,15 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from distributed.agreement import on_main
+from distributed.worker import is_restarted, launcher_id
+from distributed.world import World
 from errors import InputError
-from training.checkpoint import latest_files
+from training.checkpoint import latest_files, read_progress
 
 LOCK_FILE = ".lock"  # says which process writes to the folder, or wrote to it last
 
@@ -139,3 +143,62 @@ def describe_process() -> str:
     """This process in words: 'process 1234 on node7, which began 2026-11-22 07:41:14,'."""
     began = time.strftime("%Y-%m-%d %H:%M:%S")
     return f"process {os.getpid()} on {socket.gethostname()}, which began {began},"
+
+
+def open_run_folder(
+    out: str | None, script: str, world: World, state: Mapping[str, Any] | None
+) -> tuple[Path, IO[str] | None]:
+    """Make the run folder and reserve it for this run; collective.
+
+    Args:
+        out: its path, or None for a default name.
+        state: the checkpoint that the run goes on from, or None.
+    Returns:
+        The folder; and on rank 0 the lock, which holds until it is closed.
+    Raises:
+        InputError: the folder cannot be made, belongs to another run, or is in use.
+    """
+    locks: list[IO[str]] = []  # of rank 0
+
+    def reserve() -> Path:
+        folder = make_run_folder(Path(out or new_run_folder(script)), is_default=not out)
+        locks.append(lock_run_folder(folder))
+        check_overwritten(out, state)  # again: another run may have ended in the meantime
+        return folder
+
+    folder = on_main(world, reserve)
+    return folder, locks[0] if locks else None
+
+
+def check_overwritten(out: str | None, state: Mapping[str, Any] | None) -> None:
+    """Check that a run does not overwrite what it is not a part of.
+
+    A job that torchrun has restarted goes on with what it wrote before.
+
+    Args:
+        out: the run folder, or None for a new one.
+        state: the checkpoint that the run goes on from, or None.
+    Raises:
+        InputError: the run folder holds another run, or the same run at a later step.
+    """
+    if out is None:
+        return
+    folder, source = Path(out), Path(state["file"] if state else "")
+    if state is None or source.resolve().parent != folder.resolve():
+        is_own = is_restarted() and is_run_of(launcher_id(), folder)
+        if (folder / "metrics.jsonl").exists() and not is_own:
+            raise InputError(
+                f"--out {folder} already holds a run: choose another folder, or go on with that "
+                "run by --resume"
+            )
+        return
+    for path in latest_files(folder):
+        if path.samefile(source):
+            return
+        later = read_progress(path)
+        if later is not None and later["step"] > state["progress"]["step"]:
+            raise InputError(
+                f"{source} is of step {state['progress']['step']}, but its run has gone on to step "
+                f"{later['step']} ({path.name}), which training on from there would overwrite; "
+                "give --out with another folder"
+            )

@@ -71,7 +71,7 @@ def load(world: World, folder: Path) -> None:
     if world.local_rank:
         text_datasets.read_text_splits = None  # the first process of the node reads for all
     with Peak() as memory:
-        data = text_classification.load_data(args, run, None)
+        data = text_classification.load_data(args, run)
     file = data.train.token_file.file
     result = {
         "peak": memory.peak,
