@@ -9,20 +9,19 @@ import logging
 import os
 import sys
 
-from distributed.worker import LAUNCHER
+from distributed.worker import FAILURE, LAUNCHER
 from errors import INTERRUPTED, LOST_PEER, first_line
 
 SHUTDOWN_SECONDS = "110"  # from SIGTERM to SIGKILL: time to write a checkpoint
 
 
 class FailureHandler(logging.Handler):
-    """Says which process of this node a signal ended; the others have said themselves why."""
+    """Hands on to the processes of a restart which one failed before them: torch logs it alone."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if str(record.msg).startswith("failed (exitcode") and isinstance(record.args, tuple):
             code, local_rank, *_ = record.args
-            if isinstance(code, int) and code < 0:
-                print(f"error: process {local_rank} was ended by signal {-code}", file=sys.stderr)
+            os.environ[FAILURE] = f"{local_rank} {code}"
 
 
 def launch(arguments: list[str]) -> int:
@@ -49,8 +48,11 @@ def launch(arguments: list[str]) -> int:
     try:
         run.run(run.parse_args(arguments))
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            return failure.exitcode
+        print(f"error: process {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
+        return 128 - failure.exitcode
     except (RendezvousError, DistError) as error:
         print(f"error: no connection to the first node ({first_line(error)})", file=sys.stderr)
         return LOST_PEER

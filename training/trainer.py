@@ -151,10 +151,7 @@ class Trainer(TrainState):
             NonFiniteLoss: the loss stayed non-finite.
         """
         self.begin(checkpoint)
-        with (
-            contextlib.closing(self.log),
-            recovery.caught_signals(is_main=self.world.is_main) as signals,
-        ):
+        with contextlib.closing(self.log), recovery.caught_signals(self.log.info) as signals:
             while self.progress.epoch < self.config.epochs:
                 try:
                     stop = self.train_epoch(signals)
