@@ -15,8 +15,7 @@ import transformer_test
 from backends import nvidia_apex, onnx_runtime
 from benchmarks import bench
 from cli import options
-from cli.flag_parser import OFF, FlagParser
-from cli.flags import Parser
+from cli.flag_parser import OFF, FlagParser, ScriptParser
 from cli.foreign_names import FOREIGN
 from conftest import each_of
 from errors import InputError
@@ -68,7 +67,7 @@ HYPHENS = [
 ]
 
 
-def parse(arguments: str, parser: Parser | None = None) -> dict[str, object]:
+def parse(arguments: str, parser: ScriptParser | None = None) -> dict[str, object]:
     return (parser or resnet50_test.parser()).given(arguments.split())
 
 

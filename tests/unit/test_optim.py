@@ -387,7 +387,7 @@ def test_a_setting_out_of_range_is_refused():
 
 def test_the_flags_reach_the_optimizer():
     words = "--optimizer kaldi_ngd --lr 0.3 --weight_decay 0.01 --momentum 0.8 --nesterov"
-    words += " --ngd_rank 7 --ngd_alpha 2 --ngd_eta 0.3 --ngd_period 5 --ngd_max_dim 99"
+    words += " --ngd_rank 7 --ngd_alpha 2 --opt_args eta=0.3 update_period=5 max_dim=99"
     expected = {"lr": 0.3, "weight_decay": 0.01, "momentum": 0.8, "nesterov": True, "rank": 7}
     expected |= {"alpha": 2.0, "eta": 0.3, "update_period": 5, "max_dim": 99}
     args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words.split())
