@@ -316,10 +316,7 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
         InputError: flags are not supported together, or something that they need is missing.
     """
     if args.distributed and not under_torchrun():
-        raise InputError(
-            f"--distributed needs torchrun: bash run_distributed.sh {script}.py ..., "
-            f"or torchrun --standalone --nproc_per_node=2 {script}.py ..."
-        )
+        raise InputError(f"--distributed needs torchrun: bash run_distributed.sh {script}.py ...")
     validate_inference(args, resumed)
     if args.dataset not in own_data.DATASETS:  # others may have a validation set: see load_data
         check_validation_set(args, has_val=bool(args.val_fraction))

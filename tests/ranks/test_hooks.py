@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fake_cuda
 import ranks
-from backends.precision import Precision
-from cli.factory import create_comm_hook
+import resnet50_test
+from cli import compatibility, options
 from conftest import each_of
 from distributed.averaging import RankAverager
 from distributed.comm_hooks import (
@@ -257,8 +257,7 @@ def test_a_mean_across_nodes_is_divided_by_the_number_of_nodes(
 
 
 def test_processes_that_train_apart_are_refused_where_auto_has_chosen_fp16() -> None:
-    run = SimpleNamespace(precision=Precision("fp16", "cpu", torch.float16), world=World())
-    for sync in ("local", "diloco"):
-        args = SimpleNamespace(sync=sync, grad_compress="none")
-        with pytest.raises(InputError, match=f"--sync {sync} is not supported with fp16: each"):
-            create_comm_hook(args, run)
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", ["--sync", "local"])
+    args.precision = "fp16"
+    with pytest.raises(InputError, match="--sync local is not supported with --precision fp16"):
+        compatibility.check(args)
