@@ -28,7 +28,7 @@ from backends import device, execution, nvidia_apex, onnx_runtime, torch_compat
 from backends.precision import Precision, choose_precision
 from cli import compatibility
 from cli.flags import WIRE_BITS, OptimizerChoice
-from cli.options import check_validation_set
+from cli.options import check_validation_set, uses_trained_model
 from cli.start_checks import check_data
 from distributed import ddp, fsdp, sharded_checkpoint
 from distributed.agreement import on_main
@@ -135,7 +135,8 @@ def create_run(args: Namespace, script: str, world: World, checkpoint: Any = Non
     device.set_num_threads(args.threads, world.local_size)
     ort_auto = args.precision == "auto" and args.backend == "ort"  # ORTModule computes in fp32
     precision = choose_precision("fp32" if ort_auto else args.precision, world.device)
-    compatibility.check(Namespace(**{**vars(args), "precision": precision.name}))  # as auto chose
+    if not uses_trained_model(args):  # with the precision that auto has chosen
+        compatibility.check(Namespace(**{**vars(args), "precision": precision.name}))
     if args.deterministic:
         device.make_deterministic(world.device)  # after the precision has set cuDNN's switches
     torch.manual_seed(args.seed)  # the same weights on every rank
