@@ -101,13 +101,7 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     longer = [key for key in by_key if key.startswith(word)]
     guesses = sorted(longer, key=lambda key: (len(key), key))[:3]
     if len(word) < SHORTEST_BEGINNING or not guesses:
-        similarity = {key: difflib.SequenceMatcher(None, word, key).ratio() for key in by_key}
-        best = max(
-            by_key,
-            key=lambda key: (similarity[key], len(os.path.commonprefix([key, word]))),
-            default="",
-        )
-        guesses = [best] if similarity.get(best, 0.0) >= SIMILAR else []
+        guesses = difflib.get_close_matches(word, by_key, n=1, cutoff=SIMILAR)
     meant = " or ".join(by_key[key] for key in guesses)
     return f"; did you mean {meant}?" if meant else ""
 

@@ -16,7 +16,8 @@ import sys
 
 import mixup
 from cli import factory, fine_tuning, image_classification, options
-from cli.flags import Parser, shared_parser
+from cli.flag_parser import ScriptParser
+from cli.flags import shared_parser
 from cli.optimizers import optimizer_choices
 from cli.start_checks import check_processes
 from distributed.world import TimeLimits, init_world
@@ -47,7 +48,7 @@ BATCH_RULES = {  # values of --dynamic_batch: how the batch size of the next epo
 }
 
 
-def parser() -> Parser:
+def parser() -> ScriptParser:
     """The shared flags and those of images."""
     return shared_parser(
         __doc__,

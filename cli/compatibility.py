@@ -1,7 +1,6 @@
 """The flags that are not supported together: one table, checked at the start of a run.
 
 check(args)          # raises InputError with one line for the first conflict
-table()              # the same as a Markdown table, for docs/flags.md
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from errors import InputError
 SHARDED = {"parallel": ("fsdp", "hsdp")}
 GRAPH = {"backend": ("cudagraph",)}
 APEX = {"precision": ("apex_O1", "apex_O2")}
+SCALED = {"precision": ("fp16", *APEX["precision"])}
 NOT_TORCH = {"optimizer": Not(("sgd", "adamw"))}
 NOT_RECORDED = {"optimizer": Not(RECORDED_OPTIMIZERS)}
 OWN_EXCHANGE = {"optimizer": ("slamb", "demo")}
@@ -38,8 +38,11 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     ([{"sync": ("lag",)}], [CORRECTED], "what compression left would come a step late; use fp16 or "
      "bf16"),
     ([MEETING], [COMPRESSED], "it sends weights, not gradients; leave --grad_compress out"),
-    ([MEETING], [{"precision": ("fp16", *APEX["precision"])}],
+    ([MEETING], [SCALED],
      "each process would skip steps of its own; use --precision bf16 or fp32"),
+    ([{"sync": ("lag",)}, {"grad_compress": tuple(ROUNDED_BITS)}], [SCALED],
+     "what a step leaves to the next does not fit a loss scale that changes; use --precision bf16 "
+     "or fp32"),
     ([{"wire_dtype": tuple(WIRE_BITS)}], [{"optimizer": ("demo",)}, {"sync": ("diloco",)}],
      "only SLAMB keeps what rounding leaves; use --wire_dtype bf16, fp16 or fp32"),
     ([{"ema": ON}], [{"optimizer": ("slamb",)}, MEETING],
@@ -100,13 +103,3 @@ def held(alternatives: Sequence[Values], args: Namespace) -> list[str]:
         for name, values in each.items()
         if holds(args, name, values)
     ]
-
-
-def table() -> str:
-    """The conflicts as a Markdown table."""
-    rows = ["| flag | is not supported with | because; instead |", "| --- | --- | --- |"]
-    for flags, others, why in CONFLICTS:
-        rows.append(
-            f"| {'; '.join(map(in_words, flags))} | {'; '.join(map(in_words, others))} | {why} |"
-        )
-    return "\n".join(rows)

@@ -27,6 +27,7 @@ import mixup
 from backends import device, execution, nvidia_apex, onnx_runtime, torch_compat
 from backends.machine import describe_machine, device_name
 from backends.precision import Precision, choose_precision
+from cli import compatibility
 from cli.flags import WIRE_BITS, OptimizerChoice
 from cli.options import check_validation_set, uses_trained_model
 from cli.start_checks import check_data
@@ -59,15 +60,17 @@ from optimizers.schedules import Schedule, scale_lr
 from training import checkpoint, evaluation, predictions, run_log
 from training.batch_sampler import MIN_RANK_ROWS, DynamicBatchSampler
 from training.epoch_report import EVAL_SET_NAMES, describe_checkpoint
-from training.export import export
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
 from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
 from training.run_folder import open_run_folder
 from training.run_segments import describe_last, next_segments
-from training.tracking import check_tracker
 from training.trainer import Trainer, TrainerConfig
 
 MIN_EVAL_BATCH = 64
+LONG_RUN_HINT = (
+    "for a shorter run: a part of the rows such as --subset 0.1, fewer --epochs, a smaller network "
+    "such as --arch resnet20 or --model_args width=64, or a GPU"
+)
 NOISE_SEED = 2  # added to --seed for --label_noise; --val_fraction adds 1
 OWN_WIRE_DTYPES = {
     "fp32": torch.float32,
@@ -125,15 +128,15 @@ def create_run(args: Namespace, script: str, world: World, checkpoint: Any = Non
     """Settle threads, memory, precision and seed; nothing is written yet.
 
     Raises:
-        InputError: the tracker is not installed, or the device does not support the precision.
+        InputError: the device does not support the precision, or a flag does not go with it.
     """
-    if not uses_trained_model(args):
-        on_main(world, lambda: check_tracker(args.track))
     onnx_runtime.silence_onnxruntime_notice()
     device.keep_freed_memory()
     device.set_num_threads(args.threads, world.local_size)
     ort_auto = args.precision == "auto" and args.backend == "ort"  # ORTModule computes in fp32
     precision = choose_precision("fp32" if ort_auto else args.precision, world.device)
+    if not uses_trained_model(args):  # with the precision that auto has chosen
+        compatibility.check(Namespace(**{**vars(args), "precision": precision.name}))
     if args.deterministic:
         device.make_deterministic(world.device)  # after the precision has set cuDNN's switches
     torch.manual_seed(args.seed)  # the same weights on every rank
@@ -191,28 +194,24 @@ def choose_rows(
     for name, rows in split_rows(args, torch.as_tensor(train.labels), has_val).items():
         chosen[name] = train if len(rows) == len(train.labels) else train.select_rows(rows)
     if args.dataset in own_data.DATASETS and not args.evaluate and run.world.is_main:
-        report_own_data(classes, splits=splits, chosen=chosen)
+        notes = [note for split in splits.values() for note in split.notes]
         if has_val and args.val_fraction:
-            print("the val split of the data is used, and --val_fraction is not")
+            notes.append(f"--val_fraction {args.val_fraction:g} is not used: the data has val rows")
+        labels = {name: torch.as_tensor(split.labels).tolist() for name, split in chosen.items()}
+        print(*notes, *own_data.class_table(classes, labels), sep="\n")
     if args.label_noise:
-        right = torch.as_tensor(chosen["train"].labels)
-        seed = args.seed + NOISE_SEED
-        noisy = with_noise(right, args.label_noise, classes=len(classes), seed=seed)
-        chosen["train"] = chosen["train"].with_labels(noisy)
-        if run.world.is_main:
-            wrong = int((noisy != right).sum())
-            print(f"--label_noise: {wrong} of {len(right)} training labels are wrong", flush=True)
+        chosen["train"] = add_label_noise(args, run, chosen["train"], classes=len(classes))
     return chosen, fingerprint
 
 
-def report_own_data(
-    classes: Sequence[str], *, splits: Mapping[str, Any], chosen: Mapping[str, Any]
-) -> None:
-    """Print what was read of own data before it is trained on; arguments as of `choose_rows`."""
-    labels = {name: torch.as_tensor(split.labels).tolist() for name, split in chosen.items()}
-    notes = (note for split in splits.values() for note in split.notes)
-    for line in (*notes, *own_data.class_table(classes, labels)):
-        print(line)
+def add_label_noise(args: Namespace, run: Run, train: Any, *, classes: int) -> Any:
+    """The training split with wrong labels by the share of --label_noise."""
+    right = torch.as_tensor(train.labels)
+    noisy = with_noise(right, args.label_noise, classes=classes, seed=args.seed + NOISE_SEED)
+    if run.world.is_main:
+        wrong = int((noisy != right).sum())
+        print(f"--label_noise: {wrong} of {len(right)} training labels are wrong", flush=True)
+    return train.with_labels(noisy)
 
 
 def report_baseline(
@@ -253,11 +252,9 @@ def prepare_model(args: Namespace, run: Run, model: nn.Module) -> nn.Module:
     if args.fuse and (reason := torch_compat.unavailable_reason("fuse")):
         raise InputError(f"--fuse {reason}; leave it out")
     if args.fuse and not fusion.fuse(model):
-        raise InputError("--fuse: there is nothing to fuse in this model; leave it out")
+        raise InputError("--fuse: this network cannot be recomputed; leave it out")
     if args.checkpoint_activations and not activation_checkpointing.checkpoint_activations(model):
-        raise InputError(
-            "--checkpoint_activations: this model has no residual blocks of ours; leave it out"
-        )
+        raise InputError("--checkpoint_activations: no blocks to recompute; leave it out")
     if args.parallel != "ddp" and run.world.size > 1:
         if args.sync_bn:
             model = ddp.with_sync_batch_norm(model, run.world)
@@ -294,10 +291,11 @@ def create_optimizer(
     if args.layer_decay < 1:
         groups = pretrained.decay_layers(model, groups, args.layer_decay)
     choice = optimizers[name]
-    settings = {made: getattr(args, flag) for flag, made in choice.settings.items()}
+    settings = {flag: getattr(args, flag) for flag in choice.flags}
     if name in ("slamb", "demo"):
         settings["wire_dtype"] = OWN_WIRE_DTYPES[args.wire_dtype]
     if name == "slamb":
+        settings["warmup"] = settings.pop("compress_warmup")
         settings["wire_bits"] = WIRE_BITS.get(args.wire_dtype, 0)
     with refused_as("--opt_args"):
         return choice.make(groups, lr=scaled_lr(args, run.world), **settings, **args.opt_args)
@@ -374,23 +372,19 @@ def create_batch_sampler(
     """
     world, base = run.world, global_batch_size(args, run.world)
     rows = len(data.train)
-    if rows < base:
-        raise InputError(
-            f"--bs {args.batch_size}: a global batch of {base} samples (batch x accumulation x "
-            f"processes) is larger than the training set of {rows}; use a smaller --bs"
-        )
     rule, change = rules[args.dynamic_batch], {}
     if rule is not None:
         change = change_of_batch(args, rule, base, smallest=MIN_RANK_ROWS * world.size, rows=rows)
-    return DynamicBatchSampler(
-        rows,
-        base,
-        balancer=WorkerBalancer() if args.balance_workers and world.size > 1 else None,
-        seed=args.seed,
-        lengths=data.train.lengths,
-        world=world,
-        **change,
-    )
+    with refused_as(f"--bs {args.batch_size}"):
+        return DynamicBatchSampler(
+            rows,
+            base,
+            balancer=WorkerBalancer() if args.balance_workers and world.size > 1 else None,
+            seed=args.seed,
+            lengths=data.train.lengths,
+            world=world,
+            **change,
+        )
 
 
 def change_of_batch(
@@ -538,21 +532,8 @@ def eval_batch_size(args: Namespace) -> int:
 
 
 def create_comm_hook(args: Namespace, run: Run) -> AllReduceHook:
-    """What data parallelism sends, by --sync and --grad_compress.
-
-    Raises:
-        InputError: it does not go with fp16, which --precision auto may have chosen.
-    """
-    is_rounded = args.grad_compress in ROUNDED_BITS
-    if run.precision.uses_grad_scaler and (is_rounded or args.sync != "sync"):
-        flag = f"--grad_compress {args.grad_compress}" if is_rounded else f"--sync {args.sync}"
-        reason = "what a step leaves to the next does not fit a loss scale that changes"
-        if args.sync in ("local", "diloco"):
-            reason = "each process would skip steps of its own"
-        raise InputError(
-            f"{flag} is not supported with fp16: {reason}; use --precision bf16 or fp32"
-        )
-    if is_rounded:
+    """What data parallelism sends, by --sync and --grad_compress."""
+    if args.grad_compress in ROUNDED_BITS:
         return RoundedGradients(run.world, args.grad_compress)
     if args.sync == "lag":
         return DelayedAllReduce(run.world, args.grad_compress)
@@ -630,16 +611,3 @@ def report_predictions(args: Namespace, run: Run, found: Iterable[predictions.Pr
         return
     count = predictions.write_predictions(Path(args.predict_out), found, classes)
     print(f"{args.predict_out}: {count} predictions")
-
-
-def export_trained(
-    args: Namespace,
-    model: nn.Module,
-    example: Tensor,
-    *,
-    dynamic: Mapping[int, tuple[str, int]],
-    metadata: Mapping[str, Any],
-) -> None:
-    """--export: write a model to the file, and say how close its outputs are; see `export`."""
-    difference = export(model, example, Path(args.export), dynamic=dynamic, metadata=metadata)
-    print(f"{args.export}: same probabilities as the model, to {difference:.1g}")

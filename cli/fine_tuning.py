@@ -1,6 +1,5 @@
 """Fine-tuning by flags, for both scripts: weights from elsewhere, frozen layers.
 
-add_flags(add, "FILE", "first weights: ...")
 saved = read_saved_model(args, run)
 begin_with_weights(args, run, model, saved, classes=classes)
 """
@@ -8,13 +7,12 @@ begin_with_weights(args, run, model, saved, classes=classes)
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
 
 from cli.factory import Run
-from cli.flag_parser import OFF, path_text, switch
 from cli.settings import flat
 from distributed.agreement import local_main_first
 from errors import InputError
@@ -22,20 +20,6 @@ from models import image_models, pretrained
 from models.pretrained import SavedModel
 
 MODEL_FLAGS = ("arch", "max_len", "model_args")  # which weights must share with the model
-
-
-def add_flags(add: Callable[..., None], metavar: str, help: str) -> None:
-    """Declare --weights, with the help of a script, and --freeze in a group."""
-    add(
-        "--weights",
-        path_text,
-        None,
-        f"{help}; the classifier keeps classes of the same name (default random)",
-        metavar=metavar,
-        only_with={"resume": OFF},
-        common=True,
-    )
-    add("--freeze", switch, False, "training of the last linear layer alone, with --weights")
 
 
 def read_saved_model(args: Namespace, run: Run) -> SavedModel | None:
@@ -75,8 +59,8 @@ def begin_with_weights(
     own = flat(vars(args))
     if other := next((name for name in given if own.get(name) != given[name]), None):
         raise InputError(
-            f"--weights {args.weights}: is of a model of --{other} {given[other]}; give that flag "
-            f"instead of --{other} {own.get(other)}"
+            f"--weights {args.weights}: is of a model of --{other}={given[other]}; give that "
+            f"instead of {own.get(other)}"
         )
     line = pretrained.load_pretrained(
         image_models.part_for_colours(model),

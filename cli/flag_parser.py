@@ -3,8 +3,8 @@
     parser = ScriptParser(description=__doc__)
     add = parser.group("training")
     add("--clip", not_negative, 0.0, "norm to which gradients are clipped; 0 is off")
-    add("--alpha", positive, 0.99, "strength of mixing", only_with={"mixup": ON})
-    parser.parse_args(["--alpha", "0.2"]).alpha     # 0.2
+    add("--alpha", positive, 0.99, "strength of mixing", only_with=[{"mixup": ON}])
+    parser.given(["--alpha", "0.2"])     # {"alpha": 0.2}
 
 A declaration also says to what a flag belongs (`Scope`) and with which others it means something
 (`only_with`): what a resumed run restores, what the processes of a job compare, what a recipe may
@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import dataclasses
 import enum
-import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -56,8 +55,7 @@ def number(
         except ValueError:
             name = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"must be {name}, got {text!r}") from None
-        in_range = low <= value <= high and not (open_low and value == low)
-        if not in_range or not math.isfinite(value):
+        if not low <= value <= high or (open_low and value == low):
             limits = f"{'above' if open_low else 'at least'} {format_default(low)}"
             if high < MAX_FLOAT or value > high:
                 limits += f" and at most {format_default(high)}"
@@ -371,6 +369,7 @@ class ScriptParser(FlagParser):
 
     Attributes:
         flags: what is known of each flag, by its attribute, in the order of the declarations.
+        optimizers: the values of --optimizer and their defaults.
     """
 
     def __init__(self, description: str | None, foreign: Mapping[str, str]) -> None:
@@ -385,35 +384,28 @@ class ScriptParser(FlagParser):
             help="the flags that most runs need, or all of them",
         )
         self.flags: dict[str, Flag] = {}
-        self._groups: dict[str, argparse._ArgumentGroup] = {}
+        self.optimizers: Mapping[str, Any] = {}
 
     def group(self, title: str) -> Callable[..., Any]:
-        """Return what declares flags of a group, `declare` with its title."""
-        return partial(self.declare, title)
+        """Return what declares flags of a new group: `declare`."""
+        return partial(self.declare, self.add_argument_group(title))
 
     def declare(
-        self,
-        group: str,
-        names: str,
-        *declaration: Any,
-        only_with: Values | Sequence[Values] = (),
-        dest: str = "",
-        **more: Any,
+        self, group: argparse._ArgumentGroup, names: str, *declaration: Any, **more: Any
     ) -> None:
         """Declare a flag.
 
         Args:
-            group: title of the group that lists it.
+            group: that lists it.
             names: its spellings with dashes, separated by spaces.
             declaration: its type, default and help.
-            only_with: values of other flags with which it has an effect, or several such.
-            dest: its attribute, if that is not its own name.
             more: further attributes of `Flag`.
         """
         spellings = names.split()
-        conditions = [only_with] if isinstance(only_with, Mapping) else only_with
-        dest = dest or spellings[0].lstrip("-")
-        flag = Flag(spellings, *declaration, group=group, dest=dest, only_with=conditions, **more)
+        more = {"dest": spellings[0].lstrip("-"), **more}
+        if declaration[0] is setting:
+            more |= {"nargs": "+", "metavar": "NAME=VALUE"}
+        flag = Flag(spellings, *declaration, group=str(group.title), **more)
         settings: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if flag.type is not switch:
             settings = {"type": flag.type, "nargs": flag.nargs, "metavar": flag.metavar or None}
@@ -421,16 +413,8 @@ class ScriptParser(FlagParser):
                 settings["action"] = "extend"  # --opt_args rank=16 --opt_args adamw_ratio=0.1
             if flag.nargs == "?":
                 settings["const"] = ""
-        if group not in self._groups:
-            self._groups[group] = self.add_argument_group(group)
-        self.flags[dest] = flag
-        self._groups[group].add_argument(
-            *spellings, dest=dest, default=argparse.SUPPRESS, **settings
-        )
-
-    def declare_settings(self, group: str, name: str, help: str, **more: Any) -> None:
-        """Declare a flag that takes NAME=VALUE several times; `more` has its owner and parts."""
-        self.declare(group, name, setting, {}, help, nargs="+", metavar="NAME=VALUE", **more)
+        self.flags[flag.dest] = flag
+        group.add_argument(*spellings, dest=flag.dest, default=argparse.SUPPRESS, **settings)
 
     def settings(self) -> list[Flag]:
         """The flags that take NAME=VALUE."""
@@ -460,14 +444,10 @@ class ScriptParser(FlagParser):
         Raises:
             InputError: a flag is unknown, or its value is not valid.
         """
-        given = vars(super().parse_args(arguments))
+        given = vars(self.parse_args(arguments))
         return given | {
             flag.dest: dict(given[flag.dest]) for flag in self.settings() if flag.dest in given
         }
-
-    def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]
-        """Parse as argparse does: what is given, and the defaults of other flags."""
-        return argparse.Namespace(**{**self.defaults(), **self.given(args)})
 
     def find(self, name: str) -> Flag | None:
         """The flag of any spelling, without dashes in front; None if there is none."""

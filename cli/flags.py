@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 
 from backends import execution, nvidia_apex, precision
 from cli.flag_parser import (
+    OFF,
     ON,
     Choice,
     Scope,
@@ -31,6 +32,7 @@ from cli.flag_parser import (
     output_file,
     path_text,
     positive,
+    setting,
     switch,
 )
 from cli.foreign_names import FOREIGN
@@ -56,13 +58,13 @@ class OptimizerChoice:
 
     Attributes:
         make: called as make(parameter_groups, lr=..., **settings).
-        settings: its flags, and the parameters of `make` that they set.
+        flags: its own, by the names of its parameters.
         lr, weight_decay, nesterov, momentum: where the command line does not give them.
         own: its settings of --opt_args.
     """
 
     make: Callable[..., torch.optim.Optimizer]
-    settings: Mapping[str, str] = field(default_factory=dict)
+    flags: Sequence[str] = ()
     _: KW_ONLY
     lr: float
     weight_decay: float
@@ -71,36 +73,11 @@ class OptimizerChoice:
     own: Sequence[str] = ()
 
 
-SGD = {name: name for name in ("momentum", "nesterov")}
-ADAM = {"betas": "betas"}
-WITH_ADAMW = {**SGD, **ADAM}
-SLAMB = {
-    **ADAM,
-    "compress_ratio": "compress_ratio",
-    "compress_warmup": "warmup",
-    "local_steps": "local_steps",
-    "dense_steps": "dense_steps",
-}
-
-
-class Parser(ScriptParser):
-    """The parser of an entry script.
-
-    Attributes:
-        optimizers: the values of --optimizer.
-    """
-
-    optimizers: Mapping[str, OptimizerChoice]
-
-
-# -------------------------------------------------------------------- the flags
-
-
 def by_optimizer(optimizers: Mapping[str, OptimizerChoice], name: str) -> str:
     """Write a default of each optimizer, for example '0.02 for sgd, ngd; 1 for lars'."""
     names = defaultdict(list)
     for optimizer, choice in optimizers.items():
-        has_it = name in ("lr", "weight_decay", *choice.settings)
+        has_it = name in ("lr", "weight_decay", *choice.flags)
         if has_it and optimizer not in nvidia_apex.OPTIMIZERS:
             names[getattr(choice, name)].append(optimizer)
     return "; ".join(f"{value:g} for {', '.join(group)}" for value, group in names.items())
@@ -115,7 +92,7 @@ def shared_parser(
     batch_rules: Collection[str],
     add_own: Callable[[ScriptParser], None],
     **defaults: Any,
-) -> Parser:
+) -> ScriptParser:
     """The flags that both scripts have, and those of one.
 
     Args:
@@ -127,11 +104,12 @@ def shared_parser(
         add_own: declares the flags of this script alone.
         defaults: of other flags in which the scripts differ.
     """
-    parser = Parser(description, FOREIGN)
+    parser = ScriptParser(description, FOREIGN)
     parser.optimizers = optimizers
     add_data(parser, datasets)
     add_own(parser)
     add_training(parser)
+    add_fine_tuning(parser)
     add_mixing(parser, mixing)
     add_optimizer(parser, optimizers)
     add_schedule(parser)
@@ -184,14 +162,24 @@ def add_training(parser: ScriptParser) -> None:
         "dropout", metavar="N", common=True)
 
 
+def add_fine_tuning(parser: ScriptParser) -> None:
+    """Declare the flags of weights from elsewhere."""
+    add = parser.group("fine-tuning")
+    add("--weights", path_text, None, "first weights, and the tokenizer of texts: a run folder or "
+        ".pt file, a .safetensors or state_dict file, or for images DEFAULT, those of torchvision "
+        "or timm; the classifier keeps classes of the same name (default random)",
+        metavar="FILE|DEFAULT", only_with=[{"resume": OFF}], common=True)
+    add("--freeze", switch, False, "training of the last linear layer alone, with --weights")
+
+
 def add_mixing(parser: ScriptParser, mixing: Sequence[str]) -> None:
     """Declare the flags of mixing; `mixing` are the values of --mixup."""
     add = parser.group("mixing of samples")
     add("--mixup", Choice(mixing), "none", "how pairs of samples and of their "
         "labels are mixed; --meta_learning stands for --mixup meta, which learns it", common=True)
     add("--alpha", positive, 0.99, "strength: weights are drawn from Beta(A, A)", metavar="A",
-        only_with={"mixup": ON}, common=True)
-    parser.declare_settings("mixing of samples", "--mixup_args", "how samples are mixed: weight of "
+        only_with=[{"mixup": ON}], common=True)
+    add("--mixup_args", setting, {}, "how samples are mixed: weight of "
         "mixup and intra; policy, every and lr of meta", owner="mixup", parts={
             "mixup": own(mixup, "weight"), "intra": own(mixup, "weight"),
             "meta": own(MetaMixup, "policy", "lr") | own(MetaMixupStep, "every")})
@@ -203,7 +191,7 @@ def add_optimizer(parser: ScriptParser, optimizers: Mapping[str, OptimizerChoice
 
     def users(name: str) -> dict[str, Sequence[str]]:
         """The optimizers with this setting."""
-        return {"optimizer": [key for key, each in optimizers.items() if name in each.settings]}
+        return {"optimizer": [key for key, each in optimizers.items() if name in each.flags]}
 
     add("--optimizer", Choice(optimizers), "sgd", "optimizer; --ngd "
         "stands for --optimizer ngd", common=True)
@@ -216,45 +204,43 @@ def add_optimizer(parser: ScriptParser, optimizers: Mapping[str, OptimizerChoice
         "before it, for fine-tuning", metavar="F")
     add("--momentum", below_one, None,
         f"decay of the momentum (default {by_optimizer(optimizers, 'momentum')})", metavar="F",
-        only_with=users("momentum"))
+        only_with=[users("momentum")])
     nesterov = ", ".join(name for name, choice in optimizers.items() if choice.nesterov)
     add("--nesterov", switch, None, f"Nesterov momentum (default on for {nesterov}, unless "
-        f"--momentum is 0)", only_with=users("nesterov"))
+        f"--momentum is 0)", only_with=[users("nesterov")])
     add("--betas", below_one, [0.9, 0.999], "decays of the first and second moments of Adam",
-        nargs=2, metavar="B", only_with=users("betas"))
-    parser.declare_settings("optimizer", "--opt_args", "further settings of the optimizer, such as "
+        nargs=2, metavar="B", only_with=[users("betas")])
+    add("--opt_args", setting, {}, "further settings of the optimizer, such as "
         "rank=16; docs/flags.md lists them", owner="optimizer",
         parts={name: own(choice.make, *choice.own) for name, choice in optimizers.items()})
 
     add = parser.group("SLAMB")
     add("--compress_ratio", fraction, 0.1, "share of the momentum that a step sends", metavar="F",
-        only_with=users("compress_ratio"))
+        only_with=[users("compress_ratio")])
     add("--compress_warmup", fraction, [0.5, 0.5, 0.2], "these shares in the first epochs instead; "
-        "none without a value", nargs="*", metavar="F", only_with=users("compress_warmup"))
+        "none without a value", nargs="*", metavar="F", only_with=[users("compress_warmup")])
 
 
 def add_schedule(parser: ScriptParser) -> None:
     """Declare the flags of the learning rate."""
     add = parser.group("learning rate")
 
-    def of(*names: str) -> dict[str, Sequence[str]]:
-        return {"lr_schedule": names}
-
     add("--lr_schedule", Choice(schedules.SCHEDULES), "cosine", "schedule; polynomial falls "
         "linearly unless --lr_args power is given", common=True)
     add("--warmup", not_negative, None, "epochs of a linear rise from 0 (default a tenth of the "
         "run, at most 5; 0 for onecycle and cyclic)", metavar="EPOCHS", common=True)
     add("--gamma", positive, 0.1, "factor of the rate at a change; inverse divides by 1 + F x "
-        "epochs", metavar="F", only_with=of("step", "multistep", "exponential", "inverse"))
+        "epochs", metavar="F", only_with=[
+            {"lr_schedule": ("step", "multistep", "exponential", "inverse")}])
     add("--milestones", count, [30, 40], "epochs of the changes", nargs="+", metavar="EPOCH",
-        only_with=of("multistep"))
-    parser.declare_settings("learning rate", "--lr_args", "further settings of the schedule, such "
+        only_with=[{"lr_schedule": ("multistep",)}])
+    add("--lr_args", setting, {}, "further settings of the schedule, such "
         "as power=2 or end=0.1", owner="lr_schedule",
         parts={name: own(Schedule, *each) for name, each in schedules.SETTINGS.items()})
     add("--lr_scaling", Choice(["none", "linear", "sqrt"]), "none", "scaling of --lr by the global "
         "batch / --base_bs, or its square root")
     add("--base_bs", count, 128, "global batch, in samples, for which --lr was tuned", metavar="N",
-        only_with={"lr_scaling": ON})
+        only_with=[{"lr_scaling": ON}])
 
 
 def add_speed(parser: ScriptParser) -> None:
@@ -274,14 +260,14 @@ def add_speed(parser: ScriptParser) -> None:
     add("--threads", number(int, 0, MAX_THREADS), 0, "CPU threads of a process; 0 shares the cores "
         "of the node", metavar="N", scope=Scope.NODE)
     add("--parallel", Choice(fsdp.PARALLEL), "ddp", "a copy of the model on each device (ddp), or "
-        "shards over all devices (fsdp) or those of a node (hsdp)", only_with=several)
+        "shards over all devices (fsdp) or those of a node (hsdp)", only_with=[several])
     add("--distributed", switch, False, "an error unless torchrun started the script",
         scope=Scope.OUTPUT)
     add("--timeout", positive, [TimeLimits.start, TimeLimits.step], "seconds to wait for another "
         "process, up to the first step and in later ones", nargs=2, metavar="SECONDS",
         scope=Scope.HOW)
     add("--sync_bn", switch, False, "statistics of batch-norm over all processes",
-        only_with=several)
+        only_with=[several])
 
 
 def add_communication(parser: ScriptParser) -> None:
@@ -290,9 +276,9 @@ def add_communication(parser: ScriptParser) -> None:
     several, diloco = {"processes": ON}, {"sync": ("diloco",)}
     slamb, meeting = {"optimizer": ("slamb",)}, {"sync": ("local", "diloco")}
     add("--grad_compress", Choice(comm_hooks.COMPRESSIONS), "none", "form in which gradients are "
-        "sent; powersgd, int8, int4 and sign correct what they lose", only_with=several)
+        "sent; powersgd, int8, int4 and sign correct what they lose", only_with=[several])
     add("--powersgd_rank", count, 2, "rank of what powersgd sends", metavar="N",
-        only_with={"grad_compress": ("powersgd",)})
+        only_with=[{"grad_compress": ("powersgd",)}])
     add("--sync", Choice(comm_hooks.SYNCS), "sync", "gradients averaged in each step (sync) or a "
         "step late (lag); weights averaged every --local_steps (local), also with momentum "
         "(diloco)", only_with=[several, diloco])
@@ -303,7 +289,7 @@ def add_communication(parser: ScriptParser) -> None:
     add("--wire_dtype", Choice(["bf16", "fp16", "fp32", *WIRE_BITS]), "bf16", "format of what is "
         "sent; int8 and int4 are for SLAMB's momentum",
         only_with=[slamb, {"optimizer": ("demo",)}, diloco])
-    parser.declare_settings("communication", "--sync_args", "lr and momentum of diloco",
+    add("--sync_args", setting, {}, "lr and momentum of diloco",
         owner="sync", parts={"diloco": own(DiLoCo, "lr", "momentum")})
 
 
@@ -314,14 +300,14 @@ def add_batches(parser: ScriptParser, batch_rules: Collection[str]) -> None:
         "epoch to epoch", common=True)
     add("--noise_scale", switch, False, "log of the gradient noise scale after each epoch")
     add("--balance_workers", switch, False, "shares of the batch in proportion to speed",
-        only_with={"processes": ON})
+        only_with=[{"processes": ON}])
     add("--micro_bs", count, None, "most samples at once on a device (default --bs on CPUs, what "
         "fits on GPUs)", metavar="N")
     add("--batch_milestones", count, None, "epochs of the changes (default one half and three "
         "quarters of the run)", nargs="+", metavar="EPOCH")
     common = {**own(lr_power, "lr"), "min": None, "max": None}
     scheduled = common | own(schedule_growth, "factor", "growth")
-    parser.declare_settings("batches that change (sizes over all processes)", "--batch_args",
+    add("--batch_args", setting, {},
         "further settings of the rule, such as max=4096, factor=1.5 or lr=sqrt; "
         "replace_decay=true lets the batch grow where --lr_schedule would lower the rate",
         owner="dynamic_batch", parts={

@@ -13,18 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from cli import fine_tuning
 from cli.factory import (
     Data,
     Run,
     choose_rows,
-    export_trained,
     load_weights,
     refused_as,
     report_baseline,
     report_predictions,
 )
-from cli.flag_parser import Choice, Scope, ScriptParser, natural, number
+from cli.flag_parser import Choice, Scope, ScriptParser, natural, number, setting
 from cli.settings import own
 from distributed.agreement import local_main_first, on_main
 from distributed.world import READ_SECONDS
@@ -38,7 +36,7 @@ from models import image_models, pretrained
 from models.averaged_views import VIEWS
 from models.vgg import VGG8
 from training import predictions
-from training.export import LARGEST_BATCH
+from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
 
 WHITENING_ROWS = 1000  # images whose patches are enough for the first layer of VGG8
@@ -52,14 +50,12 @@ def add_flags(parser: ScriptParser) -> None:
     small = own(Augmentation, "small_size", "small_stages")
     add("--arch", str, "resnet50", f"network: {', '.join(image_models.ARCHITECTURES)}, a "
         "classifier of torchvision, or timm:NAME", metavar="NAME", common=True)
-    fine_tuning.add_flags(parser.group("images"), "FILE|DEFAULT", "first weights: a run folder or "
-        ".pt file, a .safetensors or state_dict file, or DEFAULT, those of torchvision or timm")
     add("--image_size", number(int, 0, LARGEST_IMAGE_SIZE), 0, "pixels a side to which images are "
         "scaled; 0 is the data set's own size, 32 for folder", metavar="PIXELS", common=True)
     add("--augment", Choice(["standard", "none"]), "standard", "random crops and flips of training "
         "images", common=True)
     add("--small_epochs", natural, 0, "first epochs, with smaller images", metavar="N")
-    parser.declare_settings("images", "--augment_args", "pad, fill (black or reflect) and "
+    add("--augment_args", setting, {}, "pad, fill (black or reflect) and "
         "alternate of crops and flips; small_size and small_stages of --small_epochs",
         owner="augment", parts={
             "standard": {"pad": None, **own(Augmentation, "fill", "alternate"), **small},
@@ -95,11 +91,10 @@ def load_data(args: Namespace, run: Run) -> Data:
             keep = is_resident(args, run, split)
             chosen[name] = image_batches.decode_on_node(split, decoder, run.world, keep=keep)
         measure = partial(image_batches.channel_statistics, chosen["train"], decoder)
-        mean, std = (
-            (run.checkpoint["mean"], run.checkpoint["std"])
-            if run.checkpoint
-            else on_main(run.world, measure)
-        )
+        if run.checkpoint:
+            mean, std = run.checkpoint["mean"], run.checkpoint["std"]
+        else:
+            mean, std = on_main(run.world, measure)
     metadata = {
         "classes": classes,
         "data": fingerprint,
@@ -110,7 +105,6 @@ def load_data(args: Namespace, run: Run) -> Data:
         "size": train.size,
     }
     augmentation = create_augmentation(args, train.size)
-    check_smaller_images(args, augmentation, train)
     sets = {
         name: ImageDataset(
             split,
@@ -161,24 +155,6 @@ def create_augmentation(args: Namespace, size: int) -> Augmentation:
     return augmentation
 
 
-def check_smaller_images(args: Namespace, augmentation: Augmentation, train: ImageSplit) -> None:
-    """Check that the network takes the images of --small_epochs.
-
-    Raises:
-        InputError: it does not.
-    """
-    sizes = {augmentation.size_of_epoch(n, train.size) for n in range(args.small_epochs)}
-    for smaller in sorted(sizes):
-        if not image_models.takes_smaller_images(
-            args.arch, smaller, channels=train.channels, image_size=train.size
-        ):
-            raise InputError(
-                f"--small_epochs {args.small_epochs}: --arch {args.arch} cannot take images of "
-                f"{smaller} pixels a side; change small_size or small_stages, or leave "
-                "--small_epochs out"
-            )
-
-
 def create_model(
     args: Namespace, run: Run, metadata: Mapping[str, Any], *, images: BatchedDataset | None = None
 ) -> nn.Module:
@@ -195,6 +171,11 @@ def create_model(
         channels=metadata["channels"],
         image_size=metadata["size"],
     )
+    if images is not None:  # those of --small_epochs are smaller
+        augmentation = create_augmentation(args, metadata["size"])
+        sizes = {augmentation.size_of_epoch(n, metadata["size"]) for n in range(args.small_epochs)}
+        for size in sorted(sizes):
+            image_models.checked(model, args.arch, channels=metadata["channels"], image_size=size)
     model = model.to(run.world.device)
     if args.freeze:
         pretrained.freeze_all_but_classifier(model)
@@ -245,10 +226,11 @@ def export_model(args: Namespace, run: Run) -> None:
         "input": "float32 (batch, channels, size, size): (pixel / 255 - mean) / std, RGB or grey",
         **{name: checkpoint[name] for name in ("classes", "channels", "size", "mean", "std")},
     }
-    export_trained(
-        args,
+    difference = export(
         load_weights(args, run, create_model(args, run, checkpoint)),
         torch.randn(2, checkpoint["channels"], checkpoint["size"], checkpoint["size"]),
+        Path(args.export),
         dynamic={0: ("batch", LARGEST_BATCH)},
         metadata=metadata,
     )
+    print(f"{args.export}: same probabilities as the model, to {difference:.1g}")

@@ -10,8 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from backends.nvidia_apex import create_optimizer
-from cli.flags import ADAM, SGD, WITH_ADAMW, OptimizerChoice
-from cli.flags import SLAMB as SLAMB_FLAGS
+from cli.flags import OptimizerChoice
 from ngd import NGD
 from optimizers.demo import DeMo
 from optimizers.kaldi_ngd import KaldiNGD
@@ -20,12 +19,15 @@ from optimizers.muon import Muon
 from optimizers.torch_fused import fused_adamw, fused_sgd
 from slamb import LAMB, SLAMB
 
+MOMENTUM, ADAM = ("momentum", "nesterov"), ("betas",)
+COMPRESSION = ("compress_ratio", "compress_warmup", "local_steps", "dense_steps")
+
 
 def optimizer_choices(**lr: float) -> dict[str, OptimizerChoice]:
     """All optimizers, by their name; `lr` has the default learning rate of each."""
-    sgd = partial(OptimizerChoice, settings=SGD, weight_decay=5e-4, nesterov=True)
+    sgd = partial(OptimizerChoice, flags=MOMENTUM, weight_decay=5e-4, nesterov=True)
     whitened = partial(
-        OptimizerChoice, settings=WITH_ADAMW, weight_decay=0.05, nesterov=True, momentum=0.6
+        OptimizerChoice, flags=MOMENTUM + ADAM, weight_decay=0.05, nesterov=True, momentum=0.6
     )
     kaldi = ("rank", "alpha", "eta", "update_period", "max_dim")
     lamb = partial(OptimizerChoice, weight_decay=0.01)
@@ -37,15 +39,15 @@ def optimizer_choices(**lr: float) -> dict[str, OptimizerChoice]:
         "muon": whitened(Muon, lr=lr["muon"], own=("adamw_ratio",)),
         "lars": sgd(LARS, lr=lr["lars"], own=("trust_coefficient", "clip")),
         "lamb": lamb(LAMB, ADAM, lr=lr["lamb"]),
-        "slamb": lamb(SLAMB, SLAMB_FLAGS, lr=lr["slamb"], own=("beta3", "selection")),
+        "slamb": lamb(SLAMB, ADAM + COMPRESSION, lr=lr["slamb"], own=("beta3", "selection")),
         "demo": OptimizerChoice(
-            DeMo, {}, lr=lr["demo"], weight_decay=0.05, own=("topk", "chunk", "decay")
+            DeMo, lr=lr["demo"], weight_decay=0.05, own=("topk", "chunk", "decay")
         ),
         "apex_sgd": OptimizerChoice(
-            partial(create_optimizer, "apex_sgd"), SGD, lr=0.02, weight_decay=5e-4
+            partial(create_optimizer, "apex_sgd"), MOMENTUM, lr=0.02, weight_decay=5e-4
         ),
         "apex_lamb": lamb(partial(create_optimizer, "apex_lamb"), ADAM, lr=4e-3),
         "apex_larc": OptimizerChoice(
-            partial(create_optimizer, "apex_larc"), SGD, lr=1.0, weight_decay=5e-4
+            partial(create_optimizer, "apex_larc"), MOMENTUM, lr=1.0, weight_decay=5e-4
         ),
     }

@@ -18,8 +18,7 @@ from typing import Any
 
 from backends import torch_compat
 from cli import compatibility, settings
-from cli.flag_parser import Choice, Scope, setting, switch
-from cli.flags import Parser
+from cli.flag_parser import Choice, Scope, ScriptParser
 from cli.yaml_file import excerpt, read_yaml
 from distributed.worker import is_restarted, launcher_id
 from distributed.world import under_torchrun
@@ -27,9 +26,7 @@ from errors import InputError, did_you_mean
 from input_pipeline import own_data
 from training import checkpoint, run_folder
 
-AUTO = "auto"  # value of --resume: go on where --out holds a checkpoint, else start
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
-YES_OR_NO = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 META_VAL_FRACTION = 0.05  # held out for --mixup meta where the command line does not say
 WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmup is not given
@@ -39,7 +36,7 @@ WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmu
 
 
 def parse(
-    parser: Parser, script: str, arguments: Sequence[str] | None = None
+    parser: ScriptParser, script: str, arguments: Sequence[str] | None = None
 ) -> tuple[Namespace, dict[str, Any] | None]:
     """The flags, and the checkpoint to go on from or None; warns of flags without effect.
 
@@ -54,8 +51,11 @@ def parse(
     if path := given.get("recipe"):
         recipe = parser.given(recipe_arguments(path, parser))
     command_line = Namespace(**values | {"out": recipe.get("out")} | given)
-    if command_line.resume == AUTO:
-        given["resume"] = command_line.resume = folder_to_go_on(command_line)
+    if command_line.resume == "auto":  # all ranks find the same, as none has written yet
+        if not (out := command_line.out):
+            raise InputError("--resume auto: give --out DIR, the folder of the run to go on with")
+        going_on = out if checkpoint.latest_files(Path(out)) else None
+        given["resume"] = command_line.resume = going_on
     state, path = None, resume_path(command_line, script)
     if path is not None:
         source = "--resume" if command_line.checkpoint is None else "--checkpoint"
@@ -91,7 +91,7 @@ def print_once(line: str) -> None:
 
 
 def restored_flags(
-    flags: Mapping[str, Any], parser: Parser, *, given: Mapping[str, Any], source: str
+    flags: Mapping[str, Any], parser: ScriptParser, *, given: Mapping[str, Any], source: str
 ) -> dict[str, Any]:
     """The flags of a checkpoint that another start of its script takes over.
 
@@ -106,7 +106,7 @@ def restored_flags(
         InputError: this version does not know a choice.
     """
     scopes = [Scope.RESULT, Scope.HOW, Scope.NODE]
-    if not os.environ.get("DATA_DIR") or is_own_data(flags["dataset"]):
+    if not os.environ.get("DATA_DIR") or flags["dataset"] in own_data.DATASETS:
         scopes.append(Scope.PLACE)
     restored = {name: flags[name] for name in parser.of_scope(*scopes) if name in flags}
     for flag in parser.flags.values():
@@ -123,7 +123,7 @@ def restored_flags(
 
 
 def changed_flags(
-    before: Mapping[str, Any], args: Namespace, parser: Parser
+    before: Mapping[str, Any], args: Namespace, parser: ScriptParser
 ) -> dict[str, list[Any]]:
     """The flags in which a run that goes on differs from its checkpoint, as [before, now].
 
@@ -131,18 +131,19 @@ def changed_flags(
         before: the values of the checkpoint.
     """
     changed = {}
-    scopes = [Scope.RESULT, Scope.PLACE] if is_own_data(args.dataset) else [Scope.RESULT]
-    for name in parser.of_scope(*scopes):
-        pair = [before.get(name, parser.flags[name].default), getattr(args, name)]
-        if parser.flags[name].scope is Scope.PLACE:
-            pair = [os.path.abspath(value) for value in pair]
-        pair = [list(value) if isinstance(value, tuple) else value for value in pair]
-        if pair[0] != pair[1] and parser.flags[name].has_effect(args):
-            changed[parser.flags[name].name] = pair
+    for name in parser.of_scope(Scope.RESULT, Scope.PLACE):
+        flag = parser.flags[name]
+        pair = [before.get(name, flag.default), getattr(args, name)]
+        if flag.scope is Scope.PLACE:
+            if args.dataset not in own_data.DATASETS:
+                continue  # the same data in another place
+            pair = list(map(os.path.abspath, pair))
+        if pair[0] != pair[1] and flag.has_effect(args):
+            changed[flag.name] = pair
     return changed
 
 
-def computed_defaults(chosen: Mapping[str, Any], parser: Parser) -> dict[str, Any]:
+def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser) -> dict[str, Any]:
     """The defaults that depend on other flags, by name.
 
     Args:
@@ -161,7 +162,7 @@ def computed_defaults(chosen: Mapping[str, Any], parser: Parser) -> dict[str, An
     }
 
 
-def defaults_for(parser: Parser, flags: Mapping[str, Any]) -> dict[str, Any]:
+def defaults_for(parser: ScriptParser, flags: Mapping[str, Any]) -> dict[str, Any]:
     """What a run with these flags would have had for each flag that was not given, by name.
 
     Args:
@@ -173,11 +174,6 @@ def defaults_for(parser: Parser, flags: Mapping[str, Any]) -> dict[str, Any]:
         return defaults
     parts = {flag.dest: settings.defaults_of(flag, chosen) for flag in parser.settings()}
     return defaults | computed_defaults(chosen, parser) | parts
-
-
-def is_own_data(dataset: Any) -> bool:
-    """Whether a value of --dataset is data of the user's own, which --data_dir names."""
-    return dataset in own_data.DATASETS
 
 
 def uses_trained_model(args: Namespace) -> bool:
@@ -217,33 +213,15 @@ def resume_path(args: Namespace, script: str) -> Path | None:
     return folder if args.checkpoint == "last" else folder / "best.pt"
 
 
-def folder_to_go_on(args: Namespace) -> str | None:
-    """What --resume auto means: --out where it holds a checkpoint, else None.
-
-    All ranks find the same: none writes a checkpoint before all have met.
-
-    Raises:
-        InputError: --out is missing.
-    """
-    if args.out is None:
-        raise InputError("--resume auto: give --out DIR, the folder of the run to go on with")
-    return args.out if checkpoint.latest_files(Path(args.out)) else None
-
-
 def interrupted_run(args: Namespace, script: str) -> Path | None:
     """The run folder that this job wrote to before torchrun restarted it.
 
     None where it had not come so far: the restarted job then does what the first start did.
     """
-    job = launcher_id()
-    folder: Path | None
-    if args.out:
-        folder = Path(args.out)
-    elif args.resume:
-        path = Path(args.resume)
-        folder = path if path.is_dir() else path.parent
-    else:
+    job, given = launcher_id(), args.out or args.resume
+    if not given:
         return run_folder.latest_run(script, launcher=job) if job else None
+    folder = Path(given).parent if Path(given).is_file() else Path(given)
     return folder if run_folder.is_run_of(job, folder) else None
 
 
@@ -279,7 +257,7 @@ def recipe_path(recipe: str) -> Path:
     )
 
 
-def recipe_arguments(recipe: str, parser: Parser) -> list[str]:
+def recipe_arguments(recipe: str, parser: ScriptParser) -> list[str]:
     """A recipe as command-line arguments, so that it is checked like them.
 
     Args:
@@ -302,7 +280,7 @@ def recipe_arguments(recipe: str, parser: Parser) -> list[str]:
     return arguments
 
 
-def flag_arguments(name: str, value: Any, parser: Parser) -> list[str]:
+def flag_arguments(name: str, value: Any, parser: ScriptParser) -> list[str]:
     """The command-line arguments for a line of a recipe.
 
     Args:
@@ -310,33 +288,22 @@ def flag_arguments(name: str, value: Any, parser: Parser) -> list[str]:
         value: a word, or several in a list, or the settings of a part; that of a flag without a
             value is true or false.
     Raises:
-        InputError: there is no such flag, it may not be in a recipe, or the value is of a kind
-            that it does not take.
+        InputError: the flag may not be in a recipe.
     """
-    if "." in name:  # opt_args.rank
-        name, _, key = name.partition(".")
-        value = {key: value}
-    flag, own = parser.find(name), parser.own_name(f"--{name}")
-    if flag is None:
-        raise InputError(parser.explain_unknown(f"--{name}"))
-    if flag.scope is Scope.START:
+    name, _, key = name.partition(".")
+    flag = parser.find(name)
+    if flag is not None and flag.scope is Scope.START:
         raise InputError(f"{name}: a recipe cannot hold this flag; give it on the command line")
-    if own.endswith("="):
-        return [f"{own}{value}"]
-    if flag.type is switch or "=" in own:
-        is_on = YES_OR_NO.get(str(value).lower())
-        if is_on is None:
-            raise InputError(f"--{name}: must be true or false, got {excerpt(value)}")
-        if "=" in own:
-            return [own] if is_on else []
-        is_on = is_on != own.startswith("--no-")
-        return [flag.name if is_on else f"--no-{flag.name[2:]}"]
-    if isinstance(value, dict) and flag.type is setting:
-        return [own, *(f"{key}={each}" for key, each in value.items())]
-    values = value if isinstance(value, list) else [value]
-    if any(isinstance(each, dict | list) for each in values):
-        raise InputError(f"--{name}: {excerpt(value)} is neither a value nor a list of values")
-    return [own, *map(str, values)]
+    if key:
+        value = {key: value}
+    if isinstance(value, dict):
+        return [f"--{name}", *(f"{key}={each}" for key, each in value.items())]
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
+    is_on = {"true": True, "false": False}.get(str(value).lower())
+    if is_on is not None:
+        return [f"--{name}" if is_on else f"--no-{name}"]
+    return [f"--{name}", str(value)]
 
 
 # -------------------------------------------------------------------- checking them
@@ -349,10 +316,7 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
         InputError: flags are not supported together, or something that they need is missing.
     """
     if args.distributed and not under_torchrun():
-        raise InputError(
-            f"--distributed needs torchrun: bash run_distributed.sh {script}.py ..., "
-            f"or torchrun --standalone --nproc_per_node=2 {script}.py ..."
-        )
+        raise InputError(f"--distributed needs torchrun: bash run_distributed.sh {script}.py ...")
     validate_inference(args, resumed)
     if args.dataset not in own_data.DATASETS:  # others may have a validation set: see load_data
         check_validation_set(args, has_val=bool(args.val_fraction))
@@ -365,15 +329,10 @@ def check_validation_set(args: Namespace, has_val: bool) -> None:
     Raises:
         InputError: there is none.
     """
-    if has_val:
-        return
-    if not args.test:
+    if not has_val and (args.mixup == "meta" or not args.test):
         raise InputError(
-            "--no-test: nothing is left to choose the best epoch by; give --val_fraction above 0"
-        )
-    if args.mixup == "meta":
-        raise InputError(
-            "--mixup meta learns on held-out rows of the training set: give --val_fraction above 0"
+            "--mixup meta learns on held-out rows of the training set, and --no-test chooses the "
+            "best epoch by them: give --val_fraction above 0"
         )
 
 
@@ -389,12 +348,11 @@ def validate_inference(args: Namespace, resumed: bool) -> None:
             f"--{used[0]} and --{used[1]}: one run of the script does one of them; run it once "
             "for each"
         )
-    for flag in used:
-        if not resumed:
-            raise InputError(
-                f"--{flag} needs a trained model: add --checkpoint with best, last, a run folder "
-                "or a .pt file (or --resume PATH)"
-            )
+    if used and not resumed:
+        raise InputError(
+            f"--{used[0]} needs a trained model: add --checkpoint with best, last, a run folder "
+            "or a .pt file (or --resume PATH)"
+        )
     if args.predict_out and not args.predict:
         raise InputError("--predict_out needs something to classify: add --predict PATH")
     if args.export and (reason := torch_compat.unavailable_reason("export")):

@@ -45,10 +45,9 @@ def complete(args: Namespace, parser: ScriptParser) -> None:
             problem = f"{flag.name} {key}={value}"
             if key not in settings:
                 part = f"--{flag.owner} {getattr(args, flag.owner)}" if flag.owner else "the model"
-                there_are = f"it has {', '.join(settings)}" if settings else "it has none"
                 raise InputError(
-                    f"{problem}: {part} has no such setting; {there_are}"
-                    f"{did_you_mean(key, settings)}"
+                    f"{problem}: {part} has no such setting; it has "
+                    f"{', '.join(settings) or 'none'}{did_you_mean(key, settings)}"
                 )
             if not fits(value, settings[key]):
                 kind = "a number" if settings[key] is None else f"like {settings[key]}"

@@ -13,7 +13,6 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,11 @@ from torch import Tensor
 
 from backends.machine import commit_or_none
 from cli.flag_parser import Scope, ScriptParser
-from distributed.agreement import check_equal
+from distributed.agreement import check_equal, on_main
 from distributed.worker import is_restarted, last_failure
 from distributed.world import World
 from errors import LOST_PEER, SharedInputError
+from training.tracking import check_tracker
 
 DIGITS = 16  # of a SHA-256 in hexadecimal
 
@@ -39,9 +39,11 @@ def check_processes(
         parser: of the script. Paths, and what a node has, may differ.
         state: the checkpoint that the run goes on from, or None.
     Raises:
-        InputError: they differ in a flag, in the code, in torch, or in where they go on from.
+        InputError: they differ in a flag, in the code, in torch, or in where they go on from; or
+            the tracker is not installed.
     """
     report_restart(world, state)
+    on_main(world, lambda: check_tracker(args.track))
     if world.size == 1:
         return
     started = {name: bool(getattr(args, name)) for name in parser.of_scope(Scope.START)}
@@ -110,12 +112,11 @@ def check_data(
     )
     if state is None:
         return {"splits": splits}
-    for number, (old, new) in enumerate(zip_longest(state["classes"], classes), 1):
-        if old != new:
-            raise SharedInputError(
-                f"--data_dir {args.data_dir}: the checkpoint was trained on other classes "
-                f"(class {number} was {old!r} and is {new!r} now); give the data of its run"
-            )
+    if list(state["classes"]) != list(classes):
+        raise SharedInputError(
+            f"--data_dir {args.data_dir}: the checkpoint was trained on other classes; give the "
+            "data of its run"
+        )
     for name, split in splits.items():
         before = state["data"]["splits"].get(name)
         if before != split and world.is_main and not (args.evaluate and name == "train"):

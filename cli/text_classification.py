@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
@@ -11,18 +12,16 @@ from typing import Any
 
 from torch import nn
 
-from cli import fine_tuning
 from cli.factory import (
     Data,
     Run,
     choose_rows,
-    export_trained,
     load_weights,
     refused_as,
     report_baseline,
     report_predictions,
 )
-from cli.flag_parser import OFF, ON, Choice, ScriptParser, below_one, number
+from cli.flag_parser import OFF, ON, Choice, ScriptParser, below_one, number, setting
 from cli.settings import own
 from distributed.agreement import once_a_node
 from distributed.world import READ_SECONDS
@@ -38,7 +37,7 @@ from models.pretrained import SavedModel
 from models.transformer import Transformer
 from training import predictions
 from training.atomic_file import atomic_write_text
-from training.export import LARGEST_BATCH
+from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
 from training.run_log import RunLog
 
@@ -47,29 +46,27 @@ from training.run_log import RunLog
 def add_flags(parser: ScriptParser) -> None:
     """Declare the flags of texts and of the Transformer."""
     add = parser.group("texts")
-    new = {"resume": OFF, "weights": OFF}
+    new, of_csv = {"resume": OFF, "weights": OFF}, [{"dataset": ("csv",)}]
     add("--tokenizer", Choice(tokenization.TOKENIZERS), "wordpiece",
-        "how texts are split into tokens, learned on the training set", only_with=new)
+        "how texts are split into tokens, learned on the training set", only_with=[new])
     add("--vocab_size", number(int, 300), 30_000, "most tokens that are told apart", metavar="N",
-        only_with=new)
+        only_with=[new])
     add("--max_len", number(int, 4), 128, "longest text, in tokens; the rest is cut off",
         metavar="TOKENS", common=True)
     add("--label_column", str, None, "column of the labels of csv, by name or number from 1 on "
-        "(default found by name, else the first)", metavar="COLUMN", common=True)
+        "(default found by name, else the first)", metavar="COLUMN", only_with=of_csv, common=True)
     add("--text_column", str, [], "columns of the texts of csv (default found by name, else all "
-        "others)", nargs="+", metavar="COLUMN", common=True)
+        "others)", nargs="+", metavar="COLUMN", only_with=of_csv, common=True)
 
     add = parser.group("Transformer")
-    fine_tuning.add_flags(add, "FILE", "first weights, and the tokenizer: a run folder, a .pt "
-        "file, or a .safetensors file of --export")
-    parser.declare_settings("Transformer", "--model_args", "width, depth, heads, mlp_width, "
+    add("--model_args", setting, {}, "width, depth, heads, mlp_width, "
         "positions (learned or sinusoidal) and pooling (mean or cls)", parts={"": own(
             Transformer, "width", "depth", "heads", "mlp_width", "positions", "pooling")})
     add("--dropout", below_one, 0.3, "share of embeddings and outputs of blocks that is dropped",
         metavar="F")
     add("--token_dropout", below_one, 0.5, "share of the tokens that is hidden", metavar="F")
     add("--mix_at", Choice(["pooled", "tokens"]), "pooled", "what --mixup mixes: what the "
-        "classifier sees, or the embeddings of tokens", only_with={"mixup": ON})
+        "classifier sees, or the embeddings of tokens", only_with=[{"mixup": ON}])
     add("--prior", Choice(["none", "naive_bayes"]), "none", "scores of the tokens, counted on the "
         "training set, that are added to the logits")
 # fmt: on
@@ -88,7 +85,11 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
     if run.checkpoint:
         tokenizer = tokenization.load_tokenizer(run.checkpoint["tokenizer"])
     elif saved is not None:
-        tokenizer = load_saved_tokenizer(args, saved)
+        try:
+            tokenizer = tokenization.load_tokenizer(saved.tokenizer)
+        except Exception:  # the library raises nothing more special
+            reason = "holds no tokenizer; give a run of transformer_test.py"
+            raise InputError(f"--weights {args.weights}: {reason}") from None
     else:
         trained = ""
         if run.world.is_main:
@@ -110,11 +111,6 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
 
 def read_splits(args: Namespace, run: Run) -> tuple[dict[str, TextSplit], dict[str, Any]]:
     """The rows of each split, and what a checkpoint keeps of the data."""
-    if (args.label_column or args.text_column) and args.dataset != "csv":
-        raise InputError(
-            f"--label_column and --text_column are of --dataset csv, not of {args.dataset}; "
-            "leave them out"
-        )
     splits, classes = once_a_node(
         run.world,
         lambda: text_datasets.read_text_splits(
@@ -128,23 +124,6 @@ def read_splits(args: Namespace, run: Run) -> tuple[dict[str, TextSplit], dict[s
     chosen, fingerprint = choose_rows(args, run, splits, classes)
     baseline = report_baseline(args, run, chosen, text_baseline)
     return chosen, {"classes": classes, "data": fingerprint, "baseline": baseline}
-
-
-def load_saved_tokenizer(args: Namespace, saved: SavedModel) -> tokenization.AnyTokenizer:
-    """The tokenizer of --weights.
-
-    Raises:
-        InputError: there is none, or it cannot be read.
-    """
-    try:
-        if saved.tokenizer:
-            return tokenization.load_tokenizer(saved.tokenizer)
-    except Exception:  # the library raises nothing more special
-        pass
-    raise InputError(
-        f"--weights {args.weights}: holds no tokenizer; give a run of transformer_test.py, its "
-        "checkpoint, or a .safetensors file that it exported"
-    )
 
 
 def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.Module:
@@ -174,13 +153,9 @@ def write_tokenizer(log: RunLog, metadata: Mapping[str, Any]) -> None:
 
     The run does without it where the disk is full: its checkpoints hold the tokenizer as well.
     """
-    if not log.is_main:
-        return
-    path = log.folder / "tokenizer.json"
-    try:
-        atomic_write_text(path, metadata["tokenizer"])
-    except OSError as error:
-        log.info(f"warning: {path} could not be written ({error.strerror}); the run goes on")
+    if log.is_main:
+        with contextlib.suppress(OSError):
+            atomic_write_text(log.folder / "tokenizer.json", metadata["tokenizer"])
 
 
 def predict(args: Namespace, run: Run) -> None:
@@ -217,10 +192,11 @@ def export_model(args: Namespace, run: Run) -> None:
         **{name: checkpoint[name] for name in ("classes", "max_len", "tokenizer")},
         "flags": {"max_len": args.max_len, "model_args": args.model_args},
     }
-    export_trained(
-        args,
+    difference = export(
         load_weights(args, run, create_model(args, run, checkpoint)),
         text_batches.encode_texts(texts, tokenizer, max_len=max_len),
+        Path(args.export),
         dynamic={0: ("batch", LARGEST_BATCH), 1: ("length", max_len)},
         metadata=metadata,
     )
+    print(f"{args.export}: same probabilities as the model, to {difference:.1g}")

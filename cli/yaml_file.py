@@ -16,18 +16,7 @@ from errors import InputError, first_line
 LONGEST_EXCERPT = 60  # characters of a value within a message
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, which refuses a key that is there twice instead of taking the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for name in names:
-            if names.count(name) > 1:
-                raise InputError(f"{name} is there twice; leave one out")
-        return super().construct_mapping(node, deep=deep)
-
-
-class _TextLoader(_Loader):
+class _TextLoader(yaml.SafeLoader):
     """Leaves every value as it is written: `no`, 1e-5 and 2026-01-01 are text."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012
@@ -41,13 +30,11 @@ def read_yaml(path: Path, source: str, *, as_text: bool = False) -> Any:
         source: how the user named it, which messages begin with.
         as_text: leave values as they are written, for a caller that converts them.
     Raises:
-        InputError: the file cannot be read, is not YAML, or has a key twice.
+        InputError: the file cannot be read, or is not YAML.
     """
     try:
-        loader = _TextLoader if as_text else _Loader  # both are safe ones
+        loader = _TextLoader if as_text else yaml.SafeLoader
         return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
-    except InputError as error:
-        raise InputError(f"{source}: {error}") from None
     except OSError as error:
         raise InputError(f"{source}: {error.strerror}; give the path of a YAML file") from None
     # Beside YAMLError, impossible dates, wrong tags and deep nesting raise errors of many types.

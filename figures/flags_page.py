@@ -9,7 +9,6 @@ import sys
 
 import resnet50_test
 import transformer_test
-from cli import compatibility
 from cli.foreign_names import FOREIGN
 from errors import exit_code
 from figures.generated_section import replace_generated_section
@@ -53,10 +52,9 @@ def page_with_flags(page: str) -> str:
     for flag in {**images, **texts}.values():
         for part, settings in flag.parts.items():
             if settings:
-                words = (k if v is None else f"{k}={v}" for k, v in settings.items())
+                named = (k if v is None else f"{k}={v}" for k, v in settings.items())
                 chosen = f"`--{flag.owner} {part}`" if flag.owner else "the Transformer"
-                rows.append(f"| `{flag.name}` | {chosen} | {', '.join(words)} |")
-    rows += ["", compatibility.table()]
+                rows.append(f"| `{flag.name}` | {chosen} | {', '.join(named)} |")
     return replace_generated_section(page, BEGIN, END, content="\n".join(rows))
 
 

@@ -29,6 +29,7 @@ from errors import InputError, exit_code
 from figures.report_charts import Line, draw_chart
 from figures.reported_run import Confusion, ReportedRun, read_run
 from figures.run_logs import Row, device_hours
+from input_pipeline import own_data
 from training.atomic_file import atomic_write
 from training.epoch_report import (
     EVAL_SET_NAMES,
@@ -263,7 +264,7 @@ def flags_that_differ(runs: Sequence[ReportedRun]) -> Table:
 def compared_flags(run: ReportedRun) -> dict[str, Any]:
     """Return the flags that say what a run computes, and not where its files are."""
     scopes = [Scope.RESULT, Scope.HOW, Scope.NODE]
-    if options.is_own_data(run.flags.get("dataset")):
+    if run.flags.get("dataset") in own_data.DATASETS:
         scopes.append(Scope.PLACE)
     scripts = (resnet50_test, transformer_test)
     names = {name for script in scripts for name in script.parser().of_scope(*scopes)}

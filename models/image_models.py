@@ -56,25 +56,6 @@ def part_for_colours(model: nn.Module) -> nn.Module:
     return model
 
 
-def takes_smaller_images(arch: str, size: int, *, channels: int, image_size: int) -> bool:
-    """Whether a model made for larger images can take images of `size` pixels a side.
-
-    Args:
-        arch, channels, image_size: as of `create_model`.
-        size: pixels.
-    """
-    state = torch.get_rng_state()  # as if no model had been made
-    try:
-        model = create_model(arch, classes=2, channels=channels, image_size=image_size)
-        with torch.no_grad():
-            model.eval()(torch.zeros(2, channels, size, size))
-    except (RuntimeError, AssertionError):
-        return False
-    finally:
-        torch.set_rng_state(state)
-    return True
-
-
 def default_weights(arch: str) -> dict[str, Tensor]:
     """The pretrained weights that torchvision, or timm, has for an architecture; downloads them.
 
@@ -112,7 +93,7 @@ def _create_timm_model(arch: str, classes: int, *, channels: int, image_size: in
             f"{did_you_mean(name, timm.list_models())}"
         )
     model = timm.create_model(name, num_classes=classes, in_chans=channels)
-    return _checked(model, arch, channels=channels, image_size=image_size)
+    return checked(model, arch, channels=channels, image_size=image_size)
 
 
 def _create_torchvision_model(
@@ -131,10 +112,10 @@ def _create_torchvision_model(
     model = models.get_model(arch, weights=None, num_classes=classes, **options)
     if channels == 1:
         model = nn.Sequential(GreyToColour(), model)
-    return _checked(model, arch, channels=channels, image_size=image_size)
+    return checked(model, arch, channels=channels, image_size=image_size)
 
 
-def _checked(model: nn.Module, arch: str, *, channels: int, image_size: int) -> nn.Module:
+def checked(model: nn.Module, arch: str, *, channels: int, image_size: int) -> nn.Module:
     """The model in training mode, after it has taken an image of that size."""
     try:
         with torch.no_grad():

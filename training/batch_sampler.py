@@ -86,7 +86,9 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         self.order, self.base = Sampler(rows, seed, lengths=lengths), batch_size
         self.rule, self.lr_power, self.balancer = rule, lr_power, balancer
         if not 0 < batch_size <= rows:
-            raise ValueError(f"batch_size={batch_size} must be from 1 to the {rows} rows")
+            raise ValueError(
+                f"a global batch of {batch_size} samples must be from 1 to the {rows} rows"
+            )
         fewest = min(MIN_RANK_ROWS * self.world.size, batch_size)
         self.low = max(batch_size // 16, fewest) if low is None else low
         self.high = min(16 * batch_size, rows) if high is None else high

@@ -19,7 +19,6 @@ import optuna
 import yaml
 from optuna.trial import FrozenTrial, TrialState
 
-from cli.options import is_own_data
 from errors import InputError, first_line
 from input_pipeline import csv_tables, own_data
 from tuning.config import SweepConfig
@@ -169,7 +168,7 @@ def training_command(config: SweepConfig) -> str:
     dataset, data_dir = flags["dataset"], Path(flags["data_dir"])
     if data_dir.is_dir():
         words += ["--data_dir", str(data_dir.resolve())]
-    if is_own_data(dataset):
+    if dataset in own_data.DATASETS:
         suffixes = csv_tables.SUFFIXES if dataset == "csv" else ("",)
         if len(own_data.find_splits(data_dir, suffixes)) < 2:
             words += ["--val_fraction", str(config.val_fraction)]

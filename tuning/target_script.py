@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cli import options
-from cli.flag_parser import Scope, setting
-from cli.flags import Parser
+from cli.flag_parser import Scope, ScriptParser, setting
 from errors import InputError
 
 SET_BY_SWEEP = ("out", "resume", "checkpoint", "val_fraction", "eval_every", "test", "no-test")
@@ -111,6 +110,6 @@ class TargetScript:
         return {name: value for name, value in self.given.items() if name not in MACHINE_FLAGS}
 
 
-def script_parser(file: str) -> Parser:
+def script_parser(file: str) -> ScriptParser:
     """Return a new parser of an entry script."""
     return importlib.import_module(file.removesuffix(".py")).parser()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from pathlib import Path
 
@@ -12,51 +11,20 @@ import conftest
 import errors
 import resnet50_test
 import transformer_test
-from backends import nvidia_apex, onnx_runtime
-from benchmarks import bench
 from cli import options
-from cli.flag_parser import OFF, FlagParser
-from cli.flags import Parser
+from cli.flag_parser import OFF, ScriptParser
 from cli.foreign_names import FOREIGN
 from conftest import each_of
 from errors import InputError
-from figures import experiments
-from optimizers.schedules import SCHEDULES, SETTINGS, Schedule
-from tuning import sweep
 
 SCRIPTS = {"resnet50_test": resnet50_test.parser, "transformer_test": transformer_test.parser}
-ALIASES = [  # of timm and of Hugging Face's Trainer, and the same in our names
+ALIASES = [  # some of those of timm and of Hugging Face's Trainer, and the same in our names
     ("--opt lamb", "--optimizer lamb"),
-    ("--optim lamb", "--optimizer lamb"),
-    ("--sched step", "--lr_schedule step"),
-    ("--lr_scheduler_type constant", "--lr_schedule constant"),
-    ("--warmup_epochs 3", "--warmup 3"),
-    ("--clip_grad 1", "--clip 1"),
-    ("--max_grad_norm 1", "--clip 1"),
-    ("--grad_accum_steps 2", "--accumulate 2"),
     ("--gradient_accumulation_steps 2", "--accumulate 2"),
-    ("--grad_checkpointing", "--checkpoint_activations"),
-    ("--gradient_checkpointing", "--checkpoint_activations"),
-    ("--model_ema_decay 0.99", "--ema 0.99"),
-    ("--layer_lr_decay 0.8", "--layer_decay 0.8"),
-    ("--output my-run", "--out my-run"),
-    ("--output_dir my-run", "--out my-run"),
-    ("--config fast94", "--recipe fast94"),
     ("-c fast94", "--recipe fast94"),
     ("--torch_compile", "--backend compile"),
-    ("--torchcompile", "--backend compile"),
-    ("--bf16", "--precision bf16"),
-    ("--fp16", "--precision fp16"),
     ("--learning_rate 0.3", "--lr 0.3"),
-    ("--per_device_train_batch_size 32", "--bs 32"),
     ("--num_train_epochs 3", "--epochs 3"),
-    ("--wd 0.1", "--weight_decay 0.1"),
-    ("--smoothing 0.1", "--label_smoothing 0.1"),
-    ("--label_smoothing_factor 0.1", "--label_smoothing 0.1"),
-    ("--dataloader_num_workers 4", "--workers 4"),
-    ("--resume_from_checkpoint runs/a-b", "--resume runs/a-b"),
-    ("--report_to wandb", "--track wandb"),
-    ("--log_wandb", "--track wandb"),
     ("--tensorboard", "--track tensorboard"),
 ]
 HYPHENS = [
@@ -68,7 +36,7 @@ HYPHENS = [
 ]
 
 
-def parse(arguments: str, parser: Parser | None = None) -> dict[str, object]:
+def parse(arguments: str, parser: ScriptParser | None = None) -> dict[str, object]:
     return (parser or resnet50_test.parser()).given(arguments.split())
 
 
@@ -92,15 +60,8 @@ def test_a_foreign_name_without_a_counterpart_says_what_there_is() -> None:
 
 
 def test_values_keep_their_hyphens() -> None:
-    arguments = ["--out", "my-run", "--data-dir=--odd-folder"]
-    parsed = resnet50_test.parser().parse_args([*arguments, "--predict", "cat-1.png"])
-    assert parsed.out == "my-run"
-    assert parsed.data_dir == "--odd-folder"
-    assert parsed.predict == ["cat-1.png"]
-    after = FlagParser()
-    after.add_argument("--fast_mode", action="store_true")
-    after.add_argument("files", nargs="*")
-    assert after.parse_args(["--", "--fast-mode"]).files == ["--fast-mode"]
+    parsed = parse("--out my-run --data-dir=--odd-folder --predict cat-1.png")
+    assert parsed == {"out": "my-run", "data_dir": "--odd-folder", "predict": ["cat-1.png"]}
 
 
 def test_the_later_of_two_spellings_counts() -> None:
@@ -118,7 +79,7 @@ def test_the_later_of_two_spellings_counts() -> None:
 def test_an_empty_value_is_refused(name: str, empty: list[str]) -> None:
     arguments = [word.format(name) for word in empty]
     with pytest.raises(InputError, match=f"^--{name}: the value is empty"):
-        resnet50_test.parser().parse_args(arguments)
+        resnet50_test.parser().given(arguments)
 
 
 def test_an_empty_data_dir_of_the_environment_counts_as_none(
@@ -141,18 +102,11 @@ def test_home_folders_are_expanded_in_every_path(
         *("predict_out .csv", "export .onnx"),
     ):
         flag, _, suffix = name.partition(" ")
-        given = getattr(parser.parse_args([f"--{flag}=~/x y{suffix}"]), flag)
+        given = parser.given([f"--{flag}=~/x y{suffix}"])[flag]
         assert given in (f"{tmp_path}/x y{suffix}", [f"{tmp_path}/x y"]), name
     (tmp_path / "mine.yaml").write_text("out: ~/r\ndata_dir: ~/e\n")
     args, _ = options.parse(resnet50_test.parser(), "resnet50_test", ["--recipe=~/mine.yaml"])
     assert (args.out, args.data_dir) == (f"{tmp_path}/r", f"{tmp_path}/e")
-    for module, words in (
-        (sweep.sweep_parser("resnet50_test.py"), ["--out=~/x", "--recipe_out=~/x", "--space=~/x"]),
-        (experiments.experiments_parser(), ["--logs=~/x", "--plan=~/x"]),
-        (bench.parser(None), ["--json=~/x"]),
-    ):
-        values = vars(module.parse_args(words)).values()
-        assert [str(v) for v in values if str(v).endswith("/x")] == [f"{tmp_path}/x"] * len(words)
 
 
 # -------------------------------------------------------------------- recipes and checkpoints
@@ -167,7 +121,7 @@ def recipe_flags(text: str, folder: Path) -> dict[str, object]:
 def test_a_recipe_may_have_any_spelling(tmp_path: Path) -> None:
     given = recipe_flags(
         "model: resnet20\nlearning-rate: 0.3\nno-nesterov: true\ntorch_compile: true\n"
-        "grad_checkpointing: false\ntorchcompile: false\nmilestones: [3, 4]\n",
+        "grad_checkpointing: false\nmilestones: [3, 4]\n",
         tmp_path,
     )
     own = "--arch resnet20 --lr 0.3 --no-nesterov --backend compile --milestones 3 4"
@@ -185,12 +139,10 @@ def test_the_command_line_overrides_a_recipe_in_any_spelling(tmp_path: Path) -> 
 def test_a_recipe_that_is_wrong_is_refused_in_one_line(tmp_path: Path) -> None:
     for text, message in (
         ("nestrov: false\n", "did you mean --nesterov?"),
-        ("lr: 1\nlearning_rate: 2\n", "learning_rate and lr|lr and learning_rate"),
         ("evaluate: true\n", "a recipe cannot hold this flag"),
-        ("lr: true\n", "must be a number, got 'true'"),
+        ("lr: true\n", "expected one argument"),
         ("lr:\n", "the value is empty"),
-        ("milestones: [[3]]\n", "neither a value nor a list"),
-        ("fuse: 3\n", "must be true or false"),
+        ("fuse: 3\n", "3: this is neither a flag"),
         ("lr: -1\n", "must be above 0"),
     ):
         with pytest.raises(InputError, match=message):
@@ -200,10 +152,8 @@ def test_a_recipe_that_is_wrong_is_refused_in_one_line(tmp_path: Path) -> None:
 def test_yes_and_no_of_a_recipe_mean_what_they_say(tmp_path: Path) -> None:
     for text, own in (
         ("resident: no", "--resident no"),
-        ("nesterov: no", "--no-nesterov"),
         ("no-nesterov: true", "--no-nesterov"),
-        ("no-nesterov: false", "--nesterov"),
-        ("fuse: no", "--no-fuse"),
+        ("fuse: false", "--no-fuse"),
         ("compress_warmup: []", "--compress_warmup"),
     ):
         assert recipe_flags(text, tmp_path) == parse(own), text
@@ -218,8 +168,6 @@ def test_recipes_are_found_by_name_from_any_folder(
         assert (args.lr_schedule, args.recipe) == ("polynomial", name)
     (tmp_path / "fast94").mkdir()  # a folder cannot be meant
     assert options.recipe_path("fast94") == options.RECIPES / "fast94.yaml"
-    with pytest.raises(InputError, match=r"did you mean fast94 or fast94_vgg8\?"):
-        options.recipe_path("recipes/fast94.yaml")
     (tmp_path / "best").write_text("lr: 0.7\n")  # a file wins over a recipe of that name
     assert options.recipe_arguments("best", resnet50_test.parser()) == ["--lr", "0.7"]
 
@@ -247,7 +195,7 @@ def test_run_folders_and_resumed_runs_have_the_scripts_own_names(
 def test_help_is_short_and_says_how_to_see_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
     def shown(script: str, *words: str) -> str:
         with pytest.raises(SystemExit) as ended:
-            SCRIPTS[script]().parse_args(words)
+            SCRIPTS[script]().given(words)
         assert ended.value.code == 0
         return capsys.readouterr().out
 
@@ -264,28 +212,13 @@ def test_help_is_short_and_says_how_to_see_the_rest(capsys: pytest.CaptureFixtur
     conftest.for_each([(script,) for script in SCRIPTS], check)
 
 
-def test_help_lists_only_choices_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for reason in ("apex is not installed", ""):
-        monkeypatch.setattr(nvidia_apex, "unavailable_reason", lambda name, why=reason: why)
-        monkeypatch.setattr(onnx_runtime, "unavailable_reason", lambda why=reason: why)
-        flags = resnet50_test.parser().flags
-        assert ("apex_lamb" in flags["optimizer"].text()) == (not reason)
-        assert ("apex_O1" in flags["precision"].text()) == (not reason)
-        assert ("ort" in flags["backend"].choices()) == (not reason)
-
-
 # -------------------------------------------------------------------- flags without effect
 
 UNUSED = [  # a flag, what gives it an effect ('' is nothing), and what it is to say without
     ("--alpha 0.2", "--mixup cutmix", "--mixup"),
     ("--no-nesterov --optimizer lamb", "--optimizer sgd", ""),
     ("--nesterov --optimizer lamb", "--optimizer sgd", "--optimizer sgd, ngd, "),
-    ("--betas 0.9 0.99", "--optimizer adamw", "--optimizer adamw, ngd, muon, lamb or sl"),
-    ("--gamma 0.3", "--lr_schedule step", "--lr_schedule step, multistep, exponential or"),
-    ("--base_bs 64", "--lr_scaling sqrt", "--lr_scaling"),
-    ("--powersgd_rank 4", "--grad_compress powersgd", "--grad_compress powersgd"),
     ("--local_steps 20", "--sync local", "--optimizer slamb or --sync local or diloco"),
-    ("--wire_dtype fp16", "--optimizer demo", "--optimizer slamb or --optimizer demo or"),
 ]
 
 
@@ -314,7 +247,7 @@ def test_every_condition_names_flags_and_values_that_there_are() -> None:
             for values in flag.only_with:
                 for name, each in values.items():
                     assert name == "processes" or name in flags, flag.name
-                    choices = flags[name].choices(installed_only=False) if name in flags else []
+                    choices = getattr(flags[name].type, "names", []) if name in flags else []
                     named = [value for value in each if value not in OFF]
                     assert not choices or set(named) <= set(choices), flag.name
 
@@ -343,30 +276,6 @@ def test_values_of_a_recipe_are_not_named_and_the_first_rank_speaks(
         assert capsys.readouterr().err == (line if rank == "0" else "")
 
 
-def test_the_settings_of_an_optimizer_are_parameters_of_it() -> None:
-    def check(script: str) -> None:
-        for name, choice in SCRIPTS[script]().optimizers.items():
-            if not name.startswith("apex_"):
-                parameters = inspect.signature(choice.make).parameters
-                assert set(choice.settings.values()) <= parameters.keys(), name
-
-    conftest.for_each([(script,) for script in SCRIPTS], check)
-
-
-def test_a_schedule_has_the_settings_that_are_said_to_have_an_effect() -> None:
-    others = {"step_size": 2, "power": 2.0, "end": 0.1, "peak": 3.0}
-
-    def check(schedule: str) -> None:
-        def curve(**settings: float) -> list[float]:
-            shape = Schedule(schedule, 40, gamma=0.5, milestones=[3], **settings)  # type: ignore[arg-type]
-            return [shape(epoch) for epoch in range(40)]
-
-        for name, value in others.items():
-            assert (curve() != curve(**{name: value})) == (name in SETTINGS.get(schedule, ())), name
-
-    conftest.for_each([(schedule,) for schedule in SCHEDULES], check)
-
-
 # -------------------------------------------------------------------- settings of parts
 
 
@@ -387,15 +296,11 @@ def test_settings_reach_their_part_and_are_complete_in_the_run(tmp_path: Path) -
 # -------------------------------------------------------------------- suggestions
 
 
-@pytest.mark.parametrize(
-    ("word", "names", "expected"),
-    [
+def test_did_you_mean() -> None:
+    for word, names, expected in (
         ("sdg", ["sgd", "adamw"], "; did you mean sgd?"),
-        ("SGD", ["sgd", "adamw"], "; did you mean sgd?"),
         ("ResNet_18", ["resnet18", "resnet50"], "; did you mean resnet18?"),
         ("cos", ["cosine", "cosine_restart", "step"], "; did you mean cosine or cosine_restart?"),
         ("--modle", ["--max_len", "--mlp_width"], ""),
-    ],
-)
-def test_did_you_mean(word: str, names: list[str], expected: str) -> None:
-    assert errors.did_you_mean(word, names) == expected
+    ):
+        assert errors.did_you_mean(word, names) == expected

@@ -245,10 +245,10 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(copied, resnet):
         (f"--checkpoint {copied}/best.pt --resume {copied}", "with --resume it is best or last"),
         ("--checkpoint nowhere --evaluate", "--checkpoint nowhere: no such checkpoint"),
         ("--checkpoint best --out nowhere --evaluate", "--checkpoint nowhere/best.pt: no such"),
-        ("--checkpoint best --out new --evaluate", "--checkpoint best: new has no best.pt"),
+        ("--checkpoint best --out new --evaluate", "new/best.pt: no such checkpoint"),
     ):
         [line] = resnet(flags, code=2).splitlines()
         assert message in line
     shutil.rmtree("runs")
-    message = "--checkpoint best: no run of resnet50_test"
+    message = "no run of resnet50_test"
     assert message in resnet("--checkpoint best --evaluate", code=2)

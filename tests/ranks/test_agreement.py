@@ -124,4 +124,4 @@ def test_a_resume_with_other_data_is_reported_or_refused(tmp_path, monkeypatch):
     shutil.rmtree(data)
     resume = ["--resume", "run", "--dataset", "digits"]
     console = run(resnet50_test, *resume, monkeypatch=monkeypatch, code=2)
-    assert "trained on other classes (class 1 was 'a' and is '0' now)" in console
+    assert "trained on other classes" in console

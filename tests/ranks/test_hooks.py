@@ -12,9 +12,12 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import ranks
+import resnet50_test
+from cli import compatibility, options
 from conftest import each_of
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
 from distributed.world import World
+from errors import InputError
 from trainers import make_trainer
 from training.trainer import Trainer
 
@@ -213,3 +216,10 @@ def test_what_rounding_has_left_goes_on_from_a_state(name: str) -> None:
     # one of 1,025 elements is alone in its row of 64, which the scale of signs is a mean of
     ones, unused = torch.ones_like(values[0]), RoundedGradients(World(), name)
     torch.testing.assert_close(after(unused, parameters, ones), ones, rtol=5e-3, atol=0)
+
+
+def test_processes_that_train_apart_are_refused_where_auto_has_chosen_fp16() -> None:
+    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", ["--sync", "local"])
+    args.precision = "fp16"
+    with pytest.raises(InputError, match="--sync local is not supported with --precision fp16"):
+        compatibility.check(args)

@@ -136,7 +136,7 @@ def test_weights_of_another_model_are_refused_by_name(
         (f"--weights {source}/metrics.jsonl", "is no readable file of weights"),
         ("--weights DEFAULT", "there are none for texts"),
         (f"--weights {text_source} --width 32 --depth 1 --heads 4", "heads=2"),
-        (f"--weights {text_source} {TEXT_SIZES} --pooling cls", "pooling=mean"),
+        (f"--weights {text_source} {TEXT_SIZES} --model_args pooling=cls", "pooling=mean"),
     ):
         refused("texts", f"--dataset csv --data_dir few {flags}", expected)
 
