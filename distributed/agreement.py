@@ -17,7 +17,7 @@ import contextlib
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -41,19 +41,15 @@ def check_equal(world: World, values: Mapping[str, Any], *, advice: str) -> None
         InputError: some rank has another value than rank 0; on every rank, with the same message.
     """
     texts = {name: str(value) for name, value in values.items()}
-    if difference := first_difference(world.all_gather(texts)):
-        raise SharedInputError(f"the processes do not agree: {difference}; {advice}")
-
-
-def first_difference(ranks: Sequence[Mapping[str, str]]) -> str:
-    """What the first rank that differs from rank 0 has instead, or '' if all are equal."""
-    for rank, values in enumerate(ranks):
-        for name in [*ranks[0], *(name for name in values if name not in ranks[0])]:
-            expected, found = ranks[0].get(name, "nothing"), values.get(name, "nothing")
+    first, *others = world.all_gather(texts)
+    for rank, theirs in enumerate(others, start=1):
+        for name in {**first, **theirs}:
+            expected, found = (each.get(name, "nothing") for each in (first, theirs))
             if found != expected:
-                pair = f"{expected[:LONGEST_VALUE]} on rank 0 and {found[:LONGEST_VALUE]}"
-                return f"{name} is {pair} on rank {rank}"
-    return ""
+                raise SharedInputError(
+                    f"the processes do not agree: {name} is {expected[:LONGEST_VALUE]} on rank 0 "
+                    f"and {found[:LONGEST_VALUE]} on rank {rank}; {advice}"
+                )
 
 
 def raise_together(world: World, problem: str) -> None:
