@@ -17,7 +17,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +32,6 @@ MAX_GRAPHS = 32
 are padded to a multiple of 8, in whole batches and in the last, smaller one."""
 
 
-class RecordedStep(Protocol):
-    """A recorded call on fixed tensors, such as a torch.cuda.CUDAGraph."""
-
-    def replay(self) -> None:
-        """Do what was recorded, on what the tensors contain now."""
-
-
 class CudaGraphRunner:
     """Calls `body(*tensors, weight)` through one CUDA graph for each shape of its tensors.
 
@@ -49,7 +42,7 @@ class CudaGraphRunner:
     def __init__(self, body: Callable[..., None]) -> None:
         self.body = body
         self.num_calls: dict[Hashable, int] = {}
-        self.recorded: dict[Hashable, tuple[tuple[Tensor, ...], RecordedStep]] = {}
+        self.recorded: dict[Hashable, tuple[tuple[Tensor, ...], torch.cuda.CUDAGraph]] = {}
 
     def __call__(self, *tensors: Tensor, weight: float = 1.0) -> None:
         """Run the body on these tensors, by replaying its graph where there is one.
@@ -80,7 +73,7 @@ class CudaGraphRunner:
 
 def record_cuda_graph(
     body: Callable[..., None], tensors: tuple[Tensor, ...], *, weight: float
-) -> RecordedStep:
+) -> torch.cuda.CUDAGraph:
     """Record `body(*tensors, weight)` as a CUDA graph, without computing anything.
 
     Random numbers come from the device's generator, whose state each replay advances.

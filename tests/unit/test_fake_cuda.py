@@ -444,7 +444,7 @@ def test_an_epoch_waits_at_logging_intervals_and_at_its_end(name, size):
             trainer.train_epoch([])
         assert waits == {
             "image_batches.draw_crops": 2,  # once an epoch: offsets and flips
-            "step_stats.read": 1 + 1,  # the second interval, for the sums of the first; the end
+            "step_stats.read": 2 + 1,  # two intervals, and the end
         }
         with gpu.waiting() as waits:
             trainer.finish_epoch()
