@@ -67,10 +67,6 @@ from training.run_segments import describe_last, next_segments
 from training.trainer import Trainer, TrainerConfig
 
 MIN_EVAL_BATCH = 64
-LONG_RUN_HINT = (
-    "for a shorter run: a part of the rows such as --subset 0.1, fewer --epochs, a smaller network "
-    "such as --arch resnet20 or --model_args width=64, or a GPU"
-)
 NOISE_SEED = 2  # added to --seed for --label_noise; --val_fraction adds 1
 OWN_WIRE_DTYPES = {
     "fp32": torch.float32,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
