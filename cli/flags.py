@@ -193,7 +193,7 @@ def add_optimizer(parser: ScriptParser, optimizers: Mapping[str, OptimizerChoice
         """The optimizers with this setting."""
         return {"optimizer": [key for key, each in optimizers.items() if name in each.flags]}
 
-    add("--optimizer", Choice(optimizers), "sgd", "optimizer; --ngd "
+    add("--optimizer", Choice(optimizers), "ngd", "optimizer; --ngd "
         "stands for --optimizer ngd", common=True)
     add("--lr", positive, None, f"learning rate (default {by_optimizer(optimizers, 'lr')})",
         metavar="RATE", common=True)

@@ -24,7 +24,7 @@ BOTH = [
     ("stray", "stray: this is neither a flag nor the value of one"),
     ("--optimizer sdg", "did you mean sgd?"),
     ("--optimizer apex_sgd", "apex"),
-    ("--torch_compile --parallel fsdp", "--backend compile"),
+    ("--torch_compile --parallel fsdp --optimizer sgd", "--backend compile"),
     ("--dataset imagenet", "imagenet"),
     (f"--out {'x' * 300}", "File name too long"),
     (f"--evaluate --checkpoint {'x' * 300}", "File name too long"),
@@ -51,7 +51,7 @@ BOTH = [
     ("--checkpoint none/mine.pt --evaluate", "--checkpoint none/mine.pt: no such checkpoint"),
     ("--warmup 7 --epochs 5", "warmup=7"),
     ("--lr_schedule cosine --lr_args end=2", "--lr_args: end=2 must be"),
-    ("--gamma 1e300 --lr_schedule exponential --epochs 5", "gamma=1e+300"),
+    ("--gamma 1e30 --lr_schedule exponential --epochs 5", "gamma=1e+30"),
     ("--gamma 1e9 --lr_schedule step --step_size 1 --epochs 3", "gamma=1e+09"),
     ("--distributed", "torchrun"),
     ("--device toaster", "--device toaster"),
@@ -67,7 +67,7 @@ BOTH = [
 IMAGES_ONLY = [
     ("--arch squeezenet1_1 --image_size 32 --fuse", "--fuse"),
     ("--arch squeezenet1_1 --image_size 32 --checkpoint_activations", "--checkpoint_activations"),
-    ("--arch resnet51", "did you mean resnet50?"),
+    ("--arch resnet51", "did you mean resnet5"),
     ("--arch alexnet --image_size 32", "--arch alexnet cannot take 32x32"),
     ("--arch resnet18 --bs 1", "--bs 1"),  # BatchNorm has one value a channel to train on
     ("--resident maybe", "--resident"),

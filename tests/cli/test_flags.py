@@ -138,7 +138,7 @@ def test_the_command_line_overrides_a_recipe_in_any_spelling(tmp_path: Path) -> 
 
 def test_a_recipe_that_is_wrong_is_refused_in_one_line(tmp_path: Path) -> None:
     for text, message in (
-        ("nestrov: false\n", "did you mean --nesterov?"),
+        ("nestrov: false\n", "did you mean --no-nesterov?"),
         ("evaluate: true\n", "a recipe cannot hold this flag"),
         ("lr: true\n", "expected one argument"),
         ("lr:\n", "the value is empty"),

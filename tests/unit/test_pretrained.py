@@ -30,7 +30,7 @@ from test_training import run
 
 SOURCE = "--dataset digits --arch resnet8 --bs 64 --lr 0.1 --epochs 6 --threads 1 --ema 0.9".split()
 TUNE = "--dataset folder --data_dir small --image_size 8 --augment none --arch resnet8".split()
-TUNE += "--bs 25 --lr 0.02 --epochs 3 --threads 1 --warmup 0".split()
+TUNE += "--optimizer sgd --bs 25 --lr 0.02 --epochs 3 --threads 1 --warmup 0".split()
 
 TEXT_SIZES = "--width 32 --depth 1 --heads 2 --mlp_width 64"
 TEXT_SOURCE = f"--dataset headlines {TEXT_SIZES} --bs 32".split()
