@@ -59,94 +59,56 @@ def nearest_batch_size(target: float, base: int, *, low: int, high: int, unit: i
 
 
 def apportion(
-    total: int,
-    weights: Sequence[float],
-    *,
-    minimum: int = 0,
-    limits: Sequence[int] | None = None,
-    unit: int = 1,
+    total: int, weights: Sequence[float], *, minimum: int = 0, unit: int = 1
 ) -> list[int]:
     """Split a total into integers in proportion to weights, by largest remainders.
 
-    1. The total is counted in whole units, and the limits are rounded inwards to whole units.
-    2. Exact shares in proportion to the weights are computed within these limits; see
-       `_limited_proportions`.
+    1. The total is counted in whole units, and the minimum is rounded up to whole units.
+    2. Exact shares below the minimum become the minimum; the others split what is left.
     3. Every share is rounded down. The units that are left go one by one to the largest remainders,
        of equal ones to the first.
-    4. What is left of the total below one unit goes to the largest share with space for it.
+    4. What is left of the total below one unit goes to the largest share.
 
-    Where no limit applies, every result is within one unit of its proportional share, plus in one
-    place the rest of step 4.
+    Where no share is below the minimum, every result is within one unit of its proportional share,
+    plus in one place the rest of step 4.
 
     Args:
         total: a non-negative integer.
         weights: a positive number for each share.
-        minimum: lower limit of all shares.
-        limits: upper limit of each share; None is no limit.
+        minimum: of all shares.
         unit: shares are multiples of it, except for the rest of step 4.
 
     Returns:
         As many integers as there are weights; their sum is `total`.
 
     Raises:
-        ValueError: no result can keep the limits.
+        ValueError: the total is too small for the minimum.
     """
     units, rest = divmod(total, unit)
-    upper_limits = [total] * len(weights) if limits is None else list(limits)
-    lows = [-(-minimum // unit)] * len(weights)
-    highs = [min(limit, total) // unit for limit in upper_limits]
-    impossible = ValueError(
-        f"{total} cannot be shared out: at least {minimum} each, at most {list(limits or [])}"
-    )
-    if not sum(lows) <= units <= sum(highs) or any(low > high for low, high in zip(lows, highs)):
-        raise impossible
-    exact = _limited_proportions(units, weights, lows=lows, highs=highs)
+    lowest = -(-minimum // unit)
+    if lowest * len(weights) > units:
+        raise ValueError(f"{total} cannot be shared out: at least {minimum} each")
+    exact = _proportions(units, [Fraction(weight) for weight in weights], lowest=lowest)
     whole = [math.floor(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])
     for i in by_remainder[: units - sum(whole)]:
         whole[i] += 1
     shares = [share * unit for share in whole]
-    if rest:
-        with_space = [i for i, share in enumerate(shares) if share + rest <= upper_limits[i]]
-        if not with_space:
-            raise impossible
-        shares[max(with_space, key=lambda i: exact[i])] += rest
+    shares[max(range(len(exact)), key=lambda i: exact[i])] += rest
     return shares
 
 
-def _limited_proportions(
-    units: int, weights: Sequence[float], *, lows: Sequence[int], highs: Sequence[int]
-) -> list[Fraction]:
-    """Split `units` exactly: shares are level x weight, clamped to the limits, for one level.
-
-    The sum of the shares grows with the level, and on a line between two levels at which a share
-    meets one of its limits.
-
-    Args:
-        units: between the sums of the limits.
-        weights: a positive number for each share.
-        lows: lower limit of each share.
-        highs: upper limit of each share, not below the lower one.
-
-    Returns:
-        Fractions whose sum is `units`; those at a limit are whole.
-    """
-    exact = [Fraction(weight) for weight in weights]
-
-    def shares(level: Fraction) -> list[Fraction]:
-        return [
-            min(max(level * weight, Fraction(low)), Fraction(high))
-            for weight, low, high in zip(exact, lows, highs)
-        ]
-
-    levels = sorted({limit / weight for weight, *both in zip(exact, lows, highs) for limit in both})
-    place = bisect_right(levels, units, key=lambda level: sum(shares(level)))
-    level = levels[place - 1] if place else Fraction(0)
-    limits = zip(exact, lows, highs)
-    growing = sum(weight for weight, low, high in limits if low <= level * weight < high)
-    if growing:
-        level += (units - sum(shares(level))) / growing
-    return shares(level)
+def _proportions(units: int, weights: Sequence[Fraction], *, lowest: int) -> list[Fraction]:
+    """Split `units` exactly in proportion to weights, with at least `lowest` for each."""
+    at_lowest: set[int] = set()
+    while True:
+        others = [i for i in range(len(weights)) if i not in at_lowest]
+        left = units - lowest * len(at_lowest)
+        level = left / sum(weights[i] for i in others) if others else Fraction(0)
+        below = {i for i in others if level * weights[i] < lowest}
+        if not below:
+            return [max(level * weight, Fraction(lowest)) for weight in weights]
+        at_lowest |= below
 
 
 # -------------------------------------------------------------------- over time
@@ -518,7 +480,6 @@ class WorkerBalancer:
         current: Sequence[int],
         *,
         minimum: int,
-        limits: Sequence[int] | None = None,
     ) -> list[int]:
         """Split a global batch among the ranks.
 
@@ -526,24 +487,23 @@ class WorkerBalancer:
             total: samples of the global batch.
             current: share of each rank until now, perhaps of another total.
             minimum: samples that every rank gets.
-            limits: samples that each rank can take; None is no limit.
 
         Returns:
             The share of each rank in samples.
 
         Raises:
-            ValueError: no result can keep the limits.
+            ValueError: the batch is too small for the minimum.
         """
         ranks = len(current)
         if len(self.speeds) != ranks:
-            return apportion(total, [1.0] * ranks, minimum=minimum, limits=limits)
+            return apportion(total, [1.0] * ranks, minimum=minimum)
         # Units of up to 8 samples, but of at most 1/32 of a mean share: rounding costs little.
         unit = min(8, 2 ** int(math.log2(max(total / (32 * ranks), 1))))
         try:
-            balanced = apportion(total, self.speeds, minimum=minimum, limits=limits, unit=unit)
+            balanced = apportion(total, self.speeds, minimum=minimum, unit=unit)
         except ValueError:
-            balanced = apportion(total, self.speeds, minimum=minimum, limits=limits)
-        kept = apportion(total, [float(share) for share in current], minimum=minimum, limits=limits)
+            balanced = apportion(total, self.speeds, minimum=minimum)
+        kept = apportion(total, [float(share) for share in current], minimum=minimum)
         if self._step_seconds(balanced) < (1 - self.min_gain) * self._step_seconds(kept):
             return balanced
         return kept

@@ -67,8 +67,8 @@ def add_flags(parser: ScriptParser) -> None:
     add("--token_dropout", below_one, 0.5, "share of the tokens that is hidden", metavar="F")
     add("--mix_at", Choice(["pooled", "tokens"]), "pooled", "what --mixup mixes: what the "
         "classifier sees, or the embeddings of tokens", only_with=[{"mixup": ON}])
-    add("--prior", Choice(["naive_bayes", "none"]), "naive_bayes", "scores of the tokens, counted on "
-        "the training set, that are added to the logits")
+    add("--prior", Choice(["naive_bayes", "none"]), "naive_bayes", "scores of the tokens, counted "
+        "on the training set, that are added to the logits")
 # fmt: on
 
 
