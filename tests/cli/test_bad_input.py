@@ -51,7 +51,7 @@ BOTH = [
     ("--checkpoint none/mine.pt --evaluate", "--checkpoint none/mine.pt: no such checkpoint"),
     ("--warmup 7 --epochs 5", "warmup=7"),
     ("--lr_schedule cosine --lr_args end=2", "--lr_args: end=2 must be"),
-    ("--gamma 1e30 --lr_schedule exponential --epochs 5", "gamma=1e+30"),
+    ("--gamma 1e300 --lr_schedule exponential --epochs 5", "--gamma"),
     ("--gamma 1e9 --lr_schedule step --step_size 1 --epochs 3", "gamma=1e+09"),
     ("--distributed", "torchrun"),
     ("--device toaster", "--device toaster"),
