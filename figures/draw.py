@@ -67,7 +67,8 @@ def page_with_results(
                 rows.append(f"| {link} | | | | | | `{entry['command']}` |")
             for name in names:
                 extra = f"`{entry['runs'][name]}`" if entry["runs"][name] else ""
-                rows.append(f"| {' | '.join([name, *measurements(measured[name]), extra])} |")
+                values = measurements(measured[name], timed=entry.get("timed"))
+                rows.append(f"| {' | '.join([name, *values, extra])} |")
             if absent := ", ".join(name for name in shown if name not in measured):
                 missing.append(f"{entry['what']} ({absent})")
         if missing:
@@ -83,18 +84,19 @@ def page_with_results(
     return replace_generated_section(page, BEGIN, END, content=content)
 
 
-def measurements(runs: Runs) -> list[str]:
+def measurements(runs: Runs, *, timed: int | None) -> list[str]:
     """Return seeds, accuracy, seconds, device-hours and memory of runs after their last epochs.
 
-    The accuracy is not that of the best epoch, so that the test set chooses nothing.
+    The accuracy is not that of the best epoch, so that the test set chooses nothing. `timed` is how
+    many of the first seeds ran without much other work beside them; None is all.
     """
     rows, accuracies = [each[-1] for each in runs], last(runs, accuracy)
     deviation = f" ± {statistics.stdev(accuracies):.2f}" if len(runs) > 1 else ""
     return [
         f"{len(runs)}",
         f"{statistics.mean(accuracies):.2f}{deviation} %",
-        f"{statistics.mean(map(training_seconds, rows)):.0f}",
-        f"{statistics.mean(map(device_hours, rows)):.4f}",
+        f"{statistics.mean(map(training_seconds, rows[:timed])):.0f}",
+        f"{statistics.mean(map(device_hours, rows[:timed])):.4f}",
         f"{max(row['peak_memory_bytes'] for row in rows) / 2**30:.2f} GiB",
     ]
 
