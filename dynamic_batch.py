@@ -103,7 +103,7 @@ def _proportions(units: int, weights: Sequence[Fraction], *, lowest: int) -> lis
     at_lowest: set[int] = set()
     while True:
         others = [i for i in range(len(weights)) if i not in at_lowest]
-        left = units - lowest * len(at_lowest)
+        left = Fraction(units - lowest * len(at_lowest))
         level = left / sum(weights[i] for i in others) if others else Fraction(0)
         below = {i for i in others if level * weights[i] < lowest}
         if not below:

@@ -149,7 +149,8 @@ class RunLog:
         if not self.is_main:
             return
         self.write_rows(rows)
-        left = in_words(seconds_left(rows[-1], epochs=self.epochs)).replace("days", "d")
+        seconds, done = rows[-1]["seconds"], rows[-1]["epoch"]
+        left = in_words(seconds_left(seconds, done=done, epochs=self.epochs)).replace("days", "d")
         self._show({**rows[-1], "left": left})
         if self.tracked is not None:
             self.tracked.send(rows[-1])
@@ -235,10 +236,13 @@ class RunLog:
             bar.set_postfix_str(f"loss {loss:.4f}, acc {100 * accuracy:.2f} %", refresh=False)
         elif self.log_every and self.clock() - self.last_line >= self.log_every:
             speed = progress.epoch_samples / max(progress.train_seconds, 1e-9)
+            before = progress.rows[-1]["seconds"] if progress.rows else 0.0
+            seconds, done = before + progress.train_seconds, progress.step_in_epoch / steps
+            left = seconds_left(seconds, done=progress.epoch + done, epochs=self.epochs)
             self.info(
                 f"epoch {progress.epoch + 1}/{self.epochs}, "
                 f"step {progress.step_in_epoch} of {steps}: loss {loss:.4f}, "
-                f"accuracy {100 * accuracy:.2f} %, {speed:.0f} samples/s"
+                f"accuracy {100 * accuracy:.2f} %, {speed:.0f} samples/s, {in_words(left)} left"
             )
 
     def close(self) -> None:

@@ -1,13 +1,10 @@
 """How long a run still takes, in words.
 
-seconds_left(row, epochs=50)       # by the mean time of the epochs that are done
+seconds_left(5_000, done=12.5, epochs=50)       # as if all epochs took the same time
 in_words(72_000)                   # '20 h'
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 
 def in_words(seconds: float) -> str:
@@ -19,6 +16,6 @@ def in_words(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days".replace(".0 ", " ")
 
 
-def seconds_left(row: Mapping[str, Any], *, epochs: int) -> float:
-    """Seconds from the epoch of a row of metrics.jsonl to the end of a run of so many epochs."""
-    return row["seconds"] / row["epoch"] * (epochs - row["epoch"])
+def seconds_left(seconds: float, *, done: float, epochs: int) -> float:
+    """Seconds to the end of a run of so many epochs, of which some, and a part, have taken these."""
+    return seconds / done * (epochs - done)

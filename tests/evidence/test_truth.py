@@ -14,7 +14,14 @@ from errors import exit_code
 from training.run_log import RunLog
 
 FLAGS = ["--dataset", "digits", "--arch", "resnet8", "--threads", "1", "--precision", "fp32"]
-ROW = {"epoch": 1, "step": 3, "train_loss": math.nan, "test_loss": math.inf, "lr": 0.1}
+ROW = {
+    "seconds": 1.0,
+    "epoch": 1,
+    "step": 3,
+    "train_loss": math.nan,
+    "test_loss": math.inf,
+    "lr": 0.1,
+}
 
 
 def strict_rows(folder):
