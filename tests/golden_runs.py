@@ -38,7 +38,7 @@ IMAGES = (
 TEXTS = (
     "transformer_test.py --dataset headlines --width 32 --depth 1 --heads 2 --mlp_width 64 "
     "--vocab_size 800 --bs 32 --epochs 3 --lr_schedule cosine --warmup 1 --threads 1 --device cpu "
-    "--precision fp32 --seed 3"
+    "--precision fp32 --seed 3 --prior none"
 )
 SGD = "--optimizer sgd --lr 0.1 --momentum 0.9"
 RUNS = {  # name: (processes, whether it is killed once and resumed, command)
