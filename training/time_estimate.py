@@ -17,5 +17,5 @@ def in_words(seconds: float) -> str:
 
 
 def seconds_left(seconds: float, *, done: float, epochs: int) -> float:
-    """Seconds to the end of a run that took `seconds` for `done` epochs, the last perhaps in part."""
+    """Seconds to the end of a run that took `seconds` for its first `done` epochs."""
     return seconds / done * (epochs - done)
