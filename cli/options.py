@@ -18,7 +18,7 @@ from typing import Any
 
 from backends import torch_compat
 from cli import compatibility, settings
-from cli.flag_parser import Choice, Scope, ScriptParser
+from cli.flag_parser import Choice, Scope, ScriptParser, switch
 from cli.yaml_file import excerpt, read_yaml
 from distributed.worker import is_restarted, launcher_id
 from distributed.world import under_torchrun
@@ -26,6 +26,7 @@ from errors import InputError, did_you_mean
 from input_pipeline import own_data
 from training import checkpoint, run_folder
 
+YES_OR_NO = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 META_VAL_FRACTION = 0.05  # held out for --mixup meta where the command line does not say
@@ -286,7 +287,7 @@ def flag_arguments(name: str, value: Any, parser: ScriptParser) -> list[str]:
     Args:
         name: any spelling of a flag, without dashes; opt_args.rank is a setting of --opt_args.
         value: a word, or several in a list, or the settings of a part; that of a flag without a
-            value is true or false.
+            value is true or false, yes or no, on or off.
     Raises:
         InputError: the flag may not be in a recipe.
     """
@@ -300,9 +301,10 @@ def flag_arguments(name: str, value: Any, parser: ScriptParser) -> list[str]:
         return [f"--{name}", *(f"{key}={each}" for key, each in value.items())]
     if isinstance(value, list):
         return [f"--{name}", *map(str, value)]
-    is_on = {"true": True, "false": False}.get(str(value).lower())
-    if is_on is not None:
-        return [f"--{name}" if is_on else f"--no-{name}"]
+    word = str(value).lower()
+    is_switch = word in ("true", "false") or (flag is not None and flag.type is switch)
+    if is_switch and word in YES_OR_NO:
+        return [f"--{name}" if YES_OR_NO[word] else f"--no-{name}"]
     return [f"--{name}", str(value)]
 
 

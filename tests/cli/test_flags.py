@@ -153,7 +153,8 @@ def test_yes_and_no_of_a_recipe_mean_what_they_say(tmp_path: Path) -> None:
     for text, own in (
         ("resident: no", "--resident no"),
         ("no-nesterov: true", "--no-nesterov"),
-        ("fuse: false", "--no-fuse"),
+        ("fuse: off", "--no-fuse"),
+        ("fuse: yes", "--fuse"),
         ("compress_warmup: []", "--compress_warmup"),
     ):
         assert recipe_flags(text, tmp_path) == parse(own), text
