@@ -34,7 +34,6 @@ def check_equal(world: World, values: Mapping[str, Any], *, advice: str) -> None
     """Check that all ranks have the same values.
 
     Args:
-        world: the ranks.
         values: what is compared, by the names that a message gives them.
         advice: what to do where they differ.
     Raises:
@@ -53,13 +52,10 @@ def check_equal(world: World, values: Mapping[str, Any], *, advice: str) -> None
 
 
 def raise_together(world: World, problem: str) -> None:
-    """Raise the problem of any rank on all of them.
+    """Raise the problem of the first rank that has one on all of them; '' is none.
 
-    Args:
-        world: the ranks.
-        problem: this rank's own, or ''.
     Raises:
-        InputError: a rank has a problem: that of the first one which has.
+        InputError: a rank has a problem.
     """
     for found in world.all_gather(problem):
         if found:
@@ -67,16 +63,11 @@ def raise_together(world: World, problem: str) -> None:
 
 
 def on_main(world: World, action: Callable[[], Result]) -> Result:
-    """Do something on rank 0 alone, and give its result to every rank.
+    """Do something on rank 0 alone, and give its result, which can be pickled, to every rank.
 
-    Args:
-        world: the ranks.
-        action: its result can be pickled.
     Raises:
         InputError: `action` raised it; on every rank.
     """
-    if world.size == 1:
-        return action()
     result, problem = None, ""
     if world.is_main:
         try:
@@ -94,20 +85,15 @@ def local_main_first(world: World) -> Iterator[None]:
     Raises:
         InputError: the block raised it on any rank; on every rank, so that none waits for another.
     """
-    if world.size == 1:
-        yield
-        return
-    is_first, problem = world.local_rank == 0, ""
+    problem = ""
     with world.waiting_at_most(READ_SECONDS):
-        if not is_first:
-            raise_together(world, "")  # waits for the first ones
-        try:
-            yield
-        except InputError as error:
-            problem = str(error)
-        raise_together(world, problem)
-        if is_first:
-            raise_together(world, "")  # waits for the others
+        for is_turn in (world.local_rank == 0, world.local_rank > 0):
+            if is_turn:
+                try:
+                    yield
+                except InputError as error:
+                    problem = str(error)
+            raise_together(world, problem)
 
 
 def node_memory(world: World, num_bytes: int) -> Tensor:
@@ -132,14 +118,11 @@ def node_memory(world: World, num_bytes: int) -> Tensor:
 def once_a_node(world: World, action: Callable[[], Result]) -> Result:
     """Do something on each node's first process, and give its result to the others of the node.
 
-    Args:
-        world: the ranks.
-        action: its result can be pickled. Without Linux's /proc every process does it.
+    The result can be pickled. Without Linux's /proc every process does it.
+
     Raises:
         InputError: `action` raised it; on every rank.
     """
-    if world.size == 1:
-        return action()
     with tempfile.TemporaryFile() as file:
         path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         first_path = world.all_gather(path)[world.rank - world.local_rank]
