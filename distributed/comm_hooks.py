@@ -11,6 +11,7 @@ hook.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
-from torch.nn import functional as F
 
 from distributed.averaging import RankAverager, average_tensors
-from distributed.quantization import ROW, dequantize, quantize
+from distributed.quantization import dequantize, quantize
 from distributed.world import World
 
 COMPRESSIONS = ("none", "fp16", "bf16", "powersgd", "int8", "int4", "sign")
@@ -144,37 +144,33 @@ class RoundedGradients(AllReduceHook):
         super().__init__(world, compression)
         self.bits = ROUNDED_BITS[compression]
         self.averager = RankAverager()
-        # e of each parameter that is rounded, its elements in the order of DDP's bucket
+        # e of each parameter that is rounded
         self.errors: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Send this step's gradients with what was left before, and keep what is left now."""
-        gradients = dict(zip(bucket.parameters(), bucket.gradients()))
+        gradients, buffer = dict(zip(bucket.parameters(), bucket.gradients())), bucket.buffer()
         matrices = [p for p in gradients if p.ndim > 1 and p.numel() >= SMALLEST_ROUNDED]
-        rounded = [gradients.pop(p) for p in matrices]
-        whole = list(gradients.values())
+        rounded = [gradients.pop(p) for p in matrices] or [buffer[:0]]  # also without a matrix
+        whole = list(gradients.values()) or [buffer[:0]]
         for p, g in zip(matrices, rounded):
             if p in self.errors:
                 g.add_(self.errors[p])
-        values = _flatten(rounded, like=bucket.buffer(), multiple=ROW)
-        others = _flatten(whole, like=bucket.buffer())
-        codes, scales = quantize(values, self.bits, lengths=[g.numel() for g in rounded])
-        received = self.averager.gather([codes, scales, others.to(torch.bfloat16)])
+        codes, scales = quantize(rounded, self.bits)
+        others = torch.cat([g.flatten() for g in whole]).bfloat16()
+        decode = partial(dequantize, bits=self.bits, like=rounded)
+        received = self.averager.gather([codes, scales, others])
         self.world.bytes_sent += self.averager.take_bytes()
-        errors = values - dequantize(codes, scales, bits=self.bits, like=values)
-        errors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        self.errors.update(zip(matrices, _parts(errors, rounded, multiple=ROW)))
-        values.zero_()
-        others.zero_()
+        for p, g, sent in zip(matrices, rounded, decode(codes, scales)):
+            self.errors[p] = (g - sent).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        buffer.zero_()
         # In the order of the ranks, so that all of them get the same bits.
         for their_codes, their_scales, their_others in received:
-            values += dequantize(their_codes, their_scales, bits=self.bits, like=values)
-            others += their_others
-        means = [*_parts(values, rounded, multiple=ROW), *_parts(others, whole)]
-        for g, total in zip([*rounded, *whole], means):
-            torch.div(total, self.world.size, out=g)
-        return _finished(bucket.buffer())
+            torch._foreach_add_(rounded, decode(their_codes, their_scales))
+            parts = their_others.to(buffer.dtype).split([g.numel() for g in whole])
+            torch._foreach_add_(whole, [part.view(g.shape) for part, g in zip(parts, whole)])
+        return _finished(buffer.div_(self.world.size))
 
     def rank_state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
         """What rounding has left on this rank, by the parameters' numbers."""
@@ -296,19 +292,6 @@ def _by_parameter(
 ) -> dict[Tensor, Tensor]:
     """Inverse of `_by_number`, on the parameters' devices."""
     return {p: state[str(n)].to(p.device) for n, p in enumerate(parameters) if str(n) in state}
-
-
-def _flatten(tensors: Sequence[Tensor], *, like: Tensor, multiple: int = 1) -> Tensor:
-    """All elements in one flat tensor of the dtype of `like`, each filled up to a multiple."""
-    flat = [F.pad(each.flatten(), (0, -each.numel() % multiple)) for each in tensors]
-    return torch.cat(flat) if flat else like.new_empty(0)
-
-
-def _parts(flat: Tensor, tensors: Sequence[Tensor], *, multiple: int = 1) -> list[Tensor]:
-    """The parts of what `_flatten` returned, in the shapes of the tensors."""
-    lengths = [each.numel() + -each.numel() % multiple for each in tensors]
-    parts = flat.split(lengths) if lengths else ()
-    return [part[: each.numel()].view(each.shape) for part, each in zip(parts, tensors)]
 
 
 def _wait_for(work: dist.Work | None, gradient: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 
 SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")
 METADATA_CLASSES = (
@@ -60,6 +60,4 @@ class ShardReader(FileSystemReader):
         for part in metadata.storage_data.values():
             if not SHARD_FILE.fullmatch(str(part.relative_path)) or part.transform_descriptors:
                 raise pickle.UnpicklingError(f"it refers to a file {str(part.relative_path)!r}")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -305,7 +305,7 @@ def _init_process_group(world: World, backend: str) -> None:
         device_id=world.device if backend == "nccl" else None,
     )
     if world.size > 1:
-        world.control = dist.new_group(backend="gloo")
+        world.control = dist.new_group(backend="gloo")  # type: ignore[assignment]
         world.set_time_limit(world.limits.start)
 
 

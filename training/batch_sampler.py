@@ -297,4 +297,4 @@ def this_world() -> World:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return World()
     control = dist.new_group(backend="gloo")
-    return World(rank=dist.get_rank(), size=dist.get_world_size(), control=control)
+    return World(dist.get_rank(), dist.get_world_size(), control=control)  # type: ignore[arg-type]
