@@ -51,12 +51,14 @@ def check_equal(world: World, values: Mapping[str, Any], *, advice: str) -> None
                 )
 
 
-def raise_together(world: World, problem: str) -> None:
-    """Raise the problem of the first rank that has one on all of them; '' is none.
-
-    Raises:
-        InputError: a rank has a problem.
-    """
+@contextlib.contextmanager
+def raise_together(world: World) -> Iterator[None]:
+    """Raise the InputError of the first rank whose block raises one on all ranks."""
+    problem = ""
+    try:
+        yield
+    except InputError as error:
+        problem = str(error)
     for found in world.all_gather(problem):
         if found:
             raise SharedInputError(found)
@@ -68,13 +70,8 @@ def on_main(world: World, action: Callable[[], Result]) -> Result:
     Raises:
         InputError: `action` raised it; on every rank.
     """
-    result, problem = None, ""
-    if world.is_main:
-        try:
-            result = action()
-        except InputError as error:
-            problem = str(error)
-    raise_together(world, problem)
+    with raise_together(world):
+        result = action() if world.is_main else None
     return world.broadcast(result)
 
 
@@ -85,15 +82,11 @@ def local_main_first(world: World) -> Iterator[None]:
     Raises:
         InputError: the block raised it on any rank; on every rank, so that none waits for another.
     """
-    problem = ""
     with world.waiting_at_most(READ_SECONDS):
         for is_turn in (world.local_rank == 0, world.local_rank > 0):
-            if is_turn:
-                try:
+            with raise_together(world):
+                if is_turn:
                     yield
-                except InputError as error:
-                    problem = str(error)
-            raise_together(world, problem)
 
 
 def node_memory(world: World, num_bytes: int) -> Tensor:
@@ -111,7 +104,7 @@ def node_memory(world: World, num_bytes: int) -> Tensor:
         memory = torch.empty(0, dtype=torch.uint8)
         if size:
             memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        raise_together(world, "")  # all have it, and the first process may close it
+        world.all_gather(None)  # all have it, and the first process may close it
     return memory
 
 

@@ -36,7 +36,6 @@ class AllReduceHook:
     """Gradients averaged over the ranks, through torch's own hooks; the base class of all hooks.
 
     Args:
-        world: the ranks.
         compression: one of `COMPRESSIONS`.
         rank: of PowerSGD's approximation (arXiv:1905.13727). Its error feedback is not saved: a
             resumed run starts without it.
@@ -136,7 +135,6 @@ class RoundedGradients(AllReduceHook):
     that were not.
 
     Args:
-        world: the ranks.
         compression: a key of `ROUNDED_BITS`.
     """
 
@@ -227,7 +225,6 @@ class LocalSGD(AllReduceHook):
     this one keeps them where they are.
 
     Args:
-        world: the ranks.
         every: steps between two averagings of the weights.
         after: steps at the start in which gradients are averaged instead.
     """

@@ -31,7 +31,6 @@ class DiLoCo(LocalSGD):
     mean weights. So the outer steps depend on when the ranks are evaluated.
 
     Args:
-        world: the ranks.
         every: H, steps between two outer steps.
         after: steps at the start in which gradients are averaged instead.
         lr: eta, of the outer step.
@@ -89,7 +88,6 @@ class DiLoCo(LocalSGD):
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         super().load_state_dict(state, parameters)
-        self.start(parameters)
-        stored = [*state["common"], *state["momenta"]]
-        for mine, each in zip([*self.common, *self.momenta], stored):
-            mine.copy_(each)
+        devices = [p.device for p in parameters]
+        self.common = [a.to(on, copy=True) for a, on in zip(state["common"], devices)]
+        self.momenta = [b.to(on, copy=True) for b, on in zip(state["momenta"], devices)]

@@ -45,7 +45,7 @@ def ranks_agree_or_raise_together(world: World) -> None:
         pass
     memory = agreement.node_memory(world, world.size if world.rank == 0 else 0)
     memory[world.rank] = 7 + world.rank
-    agreement.raise_together(world, "")
+    world.all_gather(None)
     assert memory.tolist() == [7, 8][: world.size]
     assert len(agreement.node_memory(world, world.rank)) == 0  # rank 0 decides
 

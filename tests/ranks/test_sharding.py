@@ -162,7 +162,7 @@ def test_two_ranks_train_with_shards_and_their_checkpoint_fits_any_number(tmp_pa
 
 def test_images_have_the_losses_of_data_parallelism(tmp_path):
     flags = "--dataset digits --arch resnet8 --bs 64 --lr 0.01 --epochs 1 --precision fp32"
-    flags = f"{flags} --threads 1 --accumulate 2 --fuse".split()
+    flags = f"{flags} --threads 1 --accumulate 2 --fuse --optimizer sgd".split()
     found = []
     for parallel in ("ddp", "fsdp"):
         folder = tmp_path / parallel
