@@ -302,7 +302,7 @@ class SLAMB(CommunicatingOptimizer):
             if part.units is None:
                 pieces.append(part.values.to(self.wire_dtype))
             else:
-                pieces += quantize(part.values, self.wire_bits)
+                pieces += quantize([part.values], self.wire_bits)
         of_ranks = [self._decode(each, parts) for each in self.averager.gather(pieces)]
         # Summed in the order of the ranks, so that all of them get the same bits.
         flags, *means = [sum(each[1:], each[0]) / len(each) for each in zip(*of_ranks)]
@@ -320,7 +320,7 @@ class SLAMB(CommunicatingOptimizer):
                 decoded.append(next(remaining).to(part.values.dtype))
             else:
                 codes, scales = next(remaining), next(remaining)
-                decoded.append(dequantize(codes, scales, bits=self.wire_bits, like=part.values))
+                decoded += dequantize(codes, scales, bits=self.wire_bits, like=[part.values])
         return decoded
 
     def _note_missing(self, parts: list[Part], flags: Tensor, *, weights: list[Tensor]) -> None:

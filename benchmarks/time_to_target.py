@@ -147,7 +147,7 @@ def samples_per_second(trainer: Trainer, steps: int) -> float:
 def time_together(world: World) -> float:
     """Wait until all ranks and their devices are here, and return time.perf_counter()."""
     bench.wait_for_device()
-    world.max_over_ranks(0)
+    world.all_gather(0)
     return time.perf_counter()
 
 

@@ -34,7 +34,6 @@ def check_equal(world: World, values: Mapping[str, Any], *, advice: str) -> None
     """Check that all ranks have the same values.
 
     Args:
-        world: the ranks.
         values: what is compared, by the names that a message gives them.
         advice: what to do where they differ.
     Raises:
@@ -52,38 +51,27 @@ def check_equal(world: World, values: Mapping[str, Any], *, advice: str) -> None
                 )
 
 
-def raise_together(world: World, problem: str) -> None:
-    """Raise the problem of any rank on all of them.
-
-    Args:
-        world: the ranks.
-        problem: this rank's own, or ''.
-    Raises:
-        InputError: a rank has a problem: that of the first one which has.
-    """
+@contextlib.contextmanager
+def raise_together(world: World) -> Iterator[None]:
+    """Raise the InputError of the first rank whose block raises one on all ranks."""
+    problem = ""
+    try:
+        yield
+    except InputError as error:
+        problem = str(error)
     for found in world.all_gather(problem):
         if found:
             raise SharedInputError(found)
 
 
 def on_main(world: World, action: Callable[[], Result]) -> Result:
-    """Do something on rank 0 alone, and give its result to every rank.
+    """Do something on rank 0 alone, and give its result, which can be pickled, to every rank.
 
-    Args:
-        world: the ranks.
-        action: its result can be pickled.
     Raises:
         InputError: `action` raised it; on every rank.
     """
-    if world.size == 1:
-        return action()
-    result, problem = None, ""
-    if world.is_main:
-        try:
-            result = action()
-        except InputError as error:
-            problem = str(error)
-    raise_together(world, problem)
+    with raise_together(world):
+        result = action() if world.is_main else None
     return world.broadcast(result)
 
 
@@ -94,20 +82,11 @@ def local_main_first(world: World) -> Iterator[None]:
     Raises:
         InputError: the block raised it on any rank; on every rank, so that none waits for another.
     """
-    if world.size == 1:
-        yield
-        return
-    is_first, problem = world.local_rank == 0, ""
     with world.waiting_at_most(READ_SECONDS):
-        if not is_first:
-            raise_together(world, "")  # waits for the first ones
-        try:
-            yield
-        except InputError as error:
-            problem = str(error)
-        raise_together(world, problem)
-        if is_first:
-            raise_together(world, "")  # waits for the others
+        for is_turn in (world.local_rank == 0, world.local_rank > 0):
+            with raise_together(world):
+                if is_turn:
+                    yield
 
 
 def node_memory(world: World, num_bytes: int) -> Tensor:
@@ -125,21 +104,18 @@ def node_memory(world: World, num_bytes: int) -> Tensor:
         memory = torch.empty(0, dtype=torch.uint8)
         if size:
             memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        raise_together(world, "")  # all have it, and the first process may close it
+        world.all_gather(None)  # all have it, and the first process may close it
     return memory
 
 
 def once_a_node(world: World, action: Callable[[], Result]) -> Result:
     """Do something on each node's first process, and give its result to the others of the node.
 
-    Args:
-        world: the ranks.
-        action: its result can be pickled. Without Linux's /proc every process does it.
+    The result can be pickled. Without Linux's /proc every process does it.
+
     Raises:
         InputError: `action` raised it; on every rank.
     """
-    if world.size == 1:
-        return action()
     with tempfile.TemporaryFile() as file:
         path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         first_path = world.all_gather(path)[world.rank - world.local_rank]

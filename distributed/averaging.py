@@ -24,7 +24,6 @@ class RankAverager:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
         return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
     def mean(self, values: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ hook.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
-from torch.nn import functional as F
 
 from distributed.averaging import RankAverager, average_tensors
-from distributed.quantization import ROW, dequantize, quantize
+from distributed.quantization import dequantize, quantize
 from distributed.world import World
 
 COMPRESSIONS = ("none", "fp16", "bf16", "powersgd", "int8", "int4", "sign")
@@ -36,7 +36,6 @@ class AllReduceHook:
     """Gradients averaged over the ranks, through torch's own hooks; the base class of all hooks.
 
     Args:
-        world: the ranks.
         compression: one of `COMPRESSIONS`.
         rank: of PowerSGD's approximation (arXiv:1905.13727). Its error feedback is not saved: a
             resumed run starts without it.
@@ -63,7 +62,12 @@ class AllReduceHook:
 
     def run(self, state, bucket):  # DDP compares annotations with types, and ours are strings
         """What DistributedDataParallel calls: (None, GradBucket) -> Future of its buffer."""
-        self._notify_observers(bucket)
+        for observe in self.observers:
+            observe(bucket)
+        return self.send(bucket)
+
+    def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Replace the gradients of a bucket by what the optimizer gets, and count the bytes."""
         if self.power_sgd is not None:
             return self._power_sgd(bucket)
         buffer = bucket.buffer()
@@ -86,10 +90,6 @@ class AllReduceHook:
         sent = power_sgd.total_numel_after_compression - before
         self.world.bytes_sent += (buffer.numel() if uncompressed else sent) * buffer.element_size()
         return future
-
-    def _notify_observers(self, bucket: dist.GradBucket) -> None:
-        for observe in self.observers:
-            observe(bucket)
 
     def start(self, parameters: Sequence[Tensor]) -> None:
         """Called before the first step, when all ranks have the same weights; here it is no use."""
@@ -135,7 +135,6 @@ class RoundedGradients(AllReduceHook):
     that were not.
 
     Args:
-        world: the ranks.
         compression: a key of `ROUNDED_BITS`.
     """
 
@@ -143,49 +142,39 @@ class RoundedGradients(AllReduceHook):
         super().__init__(world, compression)
         self.bits = ROUNDED_BITS[compression]
         self.averager = RankAverager()
-        # e of each parameter that is rounded, its elements in the order of DDP's bucket
+        # e of each parameter that is rounded
         self.errors: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
-    def run(self, state, bucket):  # see AllReduceHook.run
+    def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Send this step's gradients with what was left before, and keep what is left now."""
-        self._notify_observers(bucket)
-        rounded: list[Tensor] = []
-        whole: list[Tensor] = []
-        matrices = [p for p in bucket.parameters() if is_rounded(p)]
-        for p, g in zip(bucket.parameters(), bucket.gradients()):
-            (rounded if is_rounded(p) else whole).append(g)
+        gradients, buffer = dict(zip(bucket.parameters(), bucket.gradients())), bucket.buffer()
+        matrices = [p for p in gradients if p.ndim > 1 and p.numel() >= SMALLEST_ROUNDED]
+        rounded = [gradients.pop(p) for p in matrices] or [buffer[:0]]  # also without a matrix
+        whole = list(gradients.values()) or [buffer[:0]]
         for p, g in zip(matrices, rounded):
             if p in self.errors:
                 g.add_(self.errors[p])
-        values = _flatten(rounded, like=bucket.buffer(), multiple=ROW)
-        others = _flatten(whole, like=bucket.buffer())
-        codes, scales = quantize(values, self.bits, lengths=[g.numel() for g in rounded])
-        received = self.averager.gather([codes, scales, others.to(torch.bfloat16)])
+        codes, scales = quantize(rounded, self.bits)
+        others = torch.cat([g.flatten() for g in whole]).bfloat16()
+        decode = partial(dequantize, bits=self.bits, like=rounded)
+        received = self.averager.gather([codes, scales, others])
         self.world.bytes_sent += self.averager.take_bytes()
-        errors = values - self._decode(received[self.world.rank], values)
-        errors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        self.errors.update(zip(matrices, _parts(errors, rounded, multiple=ROW)))
-        values.zero_()
-        others.zero_()
-        for pieces in received:  # in the order of the ranks, so that all of them get the same bits
-            values += self._decode(pieces, values)
-            others += pieces[-1]
-        means = [*_parts(values, rounded, multiple=ROW), *_parts(others, whole)]
-        for g, total in zip([*rounded, *whole], means):
-            torch.div(total, self.world.size, out=g)
-        return _finished(bucket.buffer())
-
-    def _decode(self, pieces: Sequence[Tensor], like: Tensor) -> Tensor:
-        """The rounded numbers that a rank has sent, in the length and dtype of `like`."""
-        return dequantize(pieces[0], pieces[1], bits=self.bits, like=like)
+        for p, g, sent in zip(matrices, rounded, decode(codes, scales)):
+            self.errors[p] = (g - sent).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        buffer.zero_()
+        # In the order of the ranks, so that all of them get the same bits.
+        for their_codes, their_scales, their_others in received:
+            torch._foreach_add_(rounded, decode(their_codes, their_scales))
+            parts = their_others.to(buffer.dtype).split([g.numel() for g in whole])
+            torch._foreach_add_(whole, [part.view(g.shape) for part, g in zip(parts, whole)])
+        return _finished(buffer.div_(self.world.size))
 
     def rank_state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
         """What rounding has left on this rank, by the parameters' numbers."""
         return _by_number(self.errors, parameters)
 
     def load_rank_state_dict(self, state: dict[str, Tensor], parameters: Sequence[Tensor]) -> None:
-        """Load what `rank_state_dict` returned."""
         self.errors = _by_parameter(state, parameters)
 
 
@@ -202,9 +191,8 @@ class DelayedAllReduce(AllReduceHook):
         # arrives.
         self.in_flight: dict[Tensor, tuple[dist.Work | None, Tensor]] = {}
 
-    def run(self, state, bucket):  # see AllReduceHook.run
+    def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Send this step's gradients, and replace them by those of the step before."""
-        self._notify_observers(bucket)
         buffer = bucket.buffer()
         wire_dtype = WIRE_DTYPES.get(self.compression, buffer.dtype)
         sent = buffer.to(wire_dtype, copy=True).div_(self.world.size)
@@ -227,7 +215,6 @@ class DelayedAllReduce(AllReduceHook):
         return _by_number(arrived, parameters)
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Load what `state_dict` returned."""
         self.in_flight = {p: (None, g) for p, g in _by_parameter(state, parameters).items()}
 
 
@@ -238,7 +225,6 @@ class LocalSGD(AllReduceHook):
     this one keeps them where they are.
 
     Args:
-        world: the ranks.
         every: steps between two averagings of the weights.
         after: steps at the start in which gradients are averaged instead.
     """
@@ -250,17 +236,22 @@ class LocalSGD(AllReduceHook):
         self.every, self.after, self.steps = every, after, 0
         self.averager = RankAverager()
 
-    def run(self, state, bucket):  # see AllReduceHook.run
+    def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Average gradients during the first `after` steps; later leave each rank its own."""
         if self.steps < self.after:
-            return super().run(state, bucket)
+            return super().send(bucket)
         return _finished(bucket.buffer())
 
     def after_step(self, parameters: Sequence[Tensor]) -> None:
-        """Count the step, and average the weights when it is time."""
         self.steps += 1
-        if self.steps > self.after and (self.steps - self.after) % self.every == 0:
-            self.sync_replicas(parameters)
+        if self.steps == self.after:
+            self.start(parameters)
+        elif self.steps > self.after and (self.steps - self.after) % self.every == 0:
+            self.outer_step(parameters)
+
+    def outer_step(self, parameters: Sequence[Tensor]) -> None:
+        """What the ranks do together every `every` steps: here they average the weights."""
+        self.sync_replicas(parameters)
 
     def sync_replicas(self, parameters: Sequence[Tensor]) -> None:
         """Replace the weights by their mean over the ranks."""
@@ -268,11 +259,9 @@ class LocalSGD(AllReduceHook):
         self.world.bytes_sent += self.averager.take_bytes()
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
-        """The number of steps so far."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Load what `state_dict` returned."""
         self.steps = state["steps"]
 
 
@@ -286,9 +275,7 @@ def _replace_non_finite(power_sgd: powerSGD_hook.PowerSGDState) -> None:
         error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     for factors in power_sgd.q_memory_dict.values():
         generator = torch.Generator(factors.device).manual_seed(0)
-        fresh = torch.randn(
-            factors.shape, generator=generator, device=factors.device, dtype=factors.dtype
-        )
+        fresh = torch.empty_like(factors).normal_(generator=generator)
         factors.copy_(torch.where(factors.isfinite().all(), factors, fresh))
 
 
@@ -302,24 +289,6 @@ def _by_parameter(
 ) -> dict[Tensor, Tensor]:
     """Inverse of `_by_number`, on the parameters' devices."""
     return {p: state[str(n)].to(p.device) for n, p in enumerate(parameters) if str(n) in state}
-
-
-def is_rounded(parameter: Tensor) -> bool:
-    """Whether `RoundedGradients` rounds the gradient of a parameter."""
-    return parameter.ndim > 1 and parameter.numel() >= SMALLEST_ROUNDED
-
-
-def _flatten(tensors: Sequence[Tensor], *, like: Tensor, multiple: int = 1) -> Tensor:
-    """All elements in one flat tensor of the dtype of `like`, each filled up to a multiple."""
-    flat = [F.pad(each.flatten(), (0, -each.numel() % multiple)) for each in tensors]
-    return torch.cat(flat) if flat else like.new_empty(0)
-
-
-def _parts(flat: Tensor, tensors: Sequence[Tensor], *, multiple: int = 1) -> list[Tensor]:
-    """The parts of what `_flatten` returned, in the shapes of the tensors."""
-    lengths = [each.numel() + -each.numel() % multiple for each in tensors]
-    parts = flat.split(lengths) if lengths else ()
-    return [part[: each.numel()].view(each.shape) for part, each in zip(parts, tensors)]
 
 
 def _wait_for(work: dist.Work | None, gradient: Tensor) -> Tensor:

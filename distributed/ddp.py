@@ -1,13 +1,10 @@
 """DistributedDataParallel as this project uses it.
 
 parallel = wrap(model, world, hook=AllReduceHook(world), sync_batch_norm=False, static_graph=True)
-with no_gradient_sync(parallel): ...        # micro-batches before the last one of a step
+set_gradient_sync(parallel, False)          # for the micro-batches before the last one of a step
 """
 
 from __future__ import annotations
-
-import contextlib
-from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -71,26 +68,14 @@ def wrap(
     return wrapped
 
 
-def is_wrapped(model: nn.Module) -> bool:
-    """Whether a model is wrapped by `wrap`."""
-    return isinstance(model, DistributedDataParallel)
-
-
-@contextlib.contextmanager
-def no_gradient_sync(model: nn.Module) -> Iterator[None]:
-    """Let backward passes within the block add up this rank's own gradients and send nothing.
+def set_gradient_sync(model: nn.Module, is_on: bool) -> None:
+    """Let the next forward and backward passes send gradients, or add up this rank's own alone.
 
     Args:
         model: wrapped by `wrap`, sharded by `fsdp.shard`, or neither.
+        is_on: whether they send.
     """
     if isinstance(model, DistributedDataParallel):
-        with model.no_sync():
-            yield
+        model.require_backward_grad_sync = is_on
     elif fsdp.is_sharded(model):
-        model.set_requires_gradient_sync(False)  # type: ignore[operator]
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)  # type: ignore[operator]
-    else:
-        yield
+        model.set_requires_gradient_sync(is_on)  # type: ignore[operator]

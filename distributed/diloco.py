@@ -30,11 +30,7 @@ class DiLoCo(LocalSGD):
     from it. The mean change of the weights stays the same, but the next gradients are those of the
     mean weights. So the outer steps depend on when the ranks are evaluated.
 
-    A tensor that no rank has changed since the last outer step stays as it is, and so does its
-    momentum.
-
     Args:
-        world: the ranks.
         every: H, steps between two outer steps.
         after: steps at the start in which gradients are averaged instead.
         lr: eta, of the outer step.
@@ -69,28 +65,17 @@ class DiLoCo(LocalSGD):
         ]
         self.momenta = [torch.zeros_like(each) for each in self.common]
 
-    def after_step(self, parameters: Sequence[Tensor]) -> None:
-        """Count the step, and take the outer step when it is time."""
-        self.steps += 1
-        if self.steps == self.after:
-            self.start(parameters)
-        elif self.steps > self.after and (self.steps - self.after) % self.every == 0:
-            self._outer_step(parameters)
-
     @torch.no_grad()
-    def _outer_step(self, parameters: Sequence[Tensor]) -> None:
+    def outer_step(self, parameters: Sequence[Tensor]) -> None:
         """Take the outer step: one collective, of one number of `wire_dtype` a weight."""
-        changes = [_change(a, p).flatten() for a, p in zip(self.common, parameters)]
+        changes = [(a - p).flatten() for a, p in zip(self.common, parameters)]
         mean_changes = self.averager.mean(torch.cat(changes).to(self.wire_dtype))
         self.world.bytes_sent += self.averager.take_bytes()
         received = mean_changes.split([len(change) for change in changes])
         for p, a, b, mean in zip(parameters, self.common, self.momenta, received):
             d = mean.view(a.shape).to(a.dtype)
-            has_changed = d.any()
-            momentum = b * self.momentum + d
-            step = torch.add(d, momentum, alpha=self.momentum)
-            b.copy_(torch.where(has_changed, momentum, b))
-            a.copy_(torch.where(has_changed, torch.add(a, step, alpha=-self.lr), a))
+            b.mul_(self.momentum).add_(d)
+            a.sub_(torch.add(d, b, alpha=self.momentum), alpha=self.lr)
             p.copy_(a)
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
@@ -102,15 +87,7 @@ class DiLoCo(LocalSGD):
         }
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Load what `state_dict` returned."""
         super().load_state_dict(state, parameters)
-        self.start(parameters)
-        stored = [*state["common"], *state["momenta"]]
-        for mine, each in zip([*self.common, *self.momenta], stored):
-            mine.copy_(each)
-
-
-def _change(common: Tensor, parameter: Tensor) -> Tensor:
-    """Returns a - w, zeros where the parameter is what its own dtype keeps of a."""
-    has_changed = (parameter != common.to(parameter.dtype)).any()
-    return torch.where(has_changed, common - parameter, 0.0)
+        devices = [p.device for p in parameters]
+        self.common = [a.to(on, copy=True) for a, on in zip(state["common"], devices)]
+        self.momenta = [b.to(on, copy=True) for b, on in zip(state["momenta"], devices)]

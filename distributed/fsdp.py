@@ -102,14 +102,7 @@ def is_sharded(module: nn.Module) -> bool:
     """Whether `shard` has cut this module's parameters."""
     # Importing torch's module takes most of a second, and `shard` has done so where it was called.
     torch_fsdp = sys.modules.get("torch.distributed.fsdp")
-    if torch_fsdp is None or torch_compat.unavailable_reason("fsdp"):
-        return False
-    return isinstance(module, torch_fsdp.FSDPModule)
-
-
-def unshard(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, on every rank; collective."""
-    return tensor.full_tensor()  # type: ignore[attr-defined]
+    return isinstance(module, getattr(torch_fsdp, "FSDPModule", ()))
 
 
 def distribute_like(value: Any, like: Tensor) -> Any:

@@ -1,7 +1,7 @@
 """Numbers in 8, 4 or 1 bits for sending: whole codes, and a scale for each row of them.
 
-codes, scales = quantize(values, bits=8)                    # values (n,)
-values = dequantize(codes, scales, bits=8, like=values)     # off by half a scale at most
+codes, scales = quantize(tensors, bits=8)
+tensors = dequantize(codes, scales, bits=8, like=tensors)     # off by half a scale at most
 
 A single bit is the sign of a number, and the scale is the mean size of its row (Karimireddy et al.,
 "Error Feedback Fixes SignSGD", arXiv:1901.09847, with rows in place of whole tensors).
@@ -26,29 +26,30 @@ LARGEST_CODE = {8: 127, 4: 7}
 GATHER_BITS = 0x0102040810204080
 
 
-def quantize(
-    values: Tensor, bits: int, *, lengths: Sequence[int] | None = None
-) -> tuple[Tensor, Tensor]:
+def quantize(tensors: Sequence[Tensor], bits: int) -> tuple[Tensor, Tensor]:
     """Rounds numbers to multiples of their row's scale, the row's largest size / 127 or / 7.
 
     With one bit they become plus or minus their row's mean size. A row with a number that is not
     finite does not become finite.
 
     Args:
-        values: (n,) of any n.
+        tensors: one at least, of one dtype. Each begins a new row, of which there are R.
         bits: 8, 4 or 1.
-        lengths: of the tensors that `values` consists of, each filled up to whole rows by zeros,
-            which do not count in a row's mean; None: `values` is one tensor, not filled up.
     Returns:
-        codes: (ceil(n / 64), 64) int8, or uint8 with several codes in each: (ceil(n / 64), 32) for
-            4 bits, (ceil(n / 64), 8) for one.
-        scales: (ceil(n / 64),) bf16.
+        codes: (R, 64) int8, or uint8 with several codes in each: (R, 32) for 4 bits, (R, 8) for
+            one.
+        scales: (R,) bf16.
     """
-    rows = F.pad(values, (0, -len(values) % ROW)).view(-1, ROW)
+    filled_up = [F.pad(each.flatten(), (0, -each.numel() % ROW)) for each in tensors]
+    rows = torch.cat(filled_up).view(-1, ROW)
     if bits == 1:
         words = (rows >= 0).view(torch.uint8).view(torch.int64)
         sums = rows.abs().sum(1, dtype=torch.promote_types(rows.dtype, torch.float32))
-        counts = _row_counts([len(values)] if lengths is None else lengths, like=sums)
+        counts, end = torch.full_like(sums, ROW), 0
+        for each, flat in zip(tensors, filled_up):
+            end += len(flat) // ROW
+            if each.numel() % ROW:  # the zeros behind the last numbers do not count in a mean
+                counts[end - 1].fill_(each.numel() % ROW)
         return ((words * GATHER_BITS) >> 56).to(torch.uint8), (sums / counts).bfloat16()
     largest = LARGEST_CODE[bits]
     scales = (rows.abs().amax(1) / largest).bfloat16()
@@ -61,29 +62,16 @@ def quantize(
     return codes, scales
 
 
-def dequantize(codes: Tensor, scales: Tensor, *, bits: int, like: Tensor) -> Tensor:
-    """Returns the numbers that `quantize` rounded.
-
-    Args:
-        codes, scales: as of `quantize`.
-        bits: 8, 4 or 1.
-        like: (n,), of the length and dtype of the result.
-    """
+def dequantize(codes: Tensor, scales: Tensor, *, bits: int, like: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the tensors that `quantize` rounded, in the shapes and the dtype of `like`."""
+    dtype = like[0].dtype
     if bits == 8:
-        rows = codes.to(like.dtype)
+        rows = codes.to(dtype)
     else:
-        rows = _table(bits, like.dtype, like.device)[codes.int()].view(-1, ROW)
-    return rows.mul_(scales.to(like.dtype)[:, None]).view(-1)[: len(like)]
-
-
-def _row_counts(lengths: Sequence[int], *, like: Tensor) -> Tensor:
-    """Returns how many numbers each row has, where tensors of these lengths begin new rows."""
-    counts, end = torch.full_like(like, ROW), 0
-    for length in lengths:
-        end += -(-length // ROW)
-        if length % ROW:
-            counts[end - 1].fill_(length % ROW)
-    return counts
+        rows = _table(bits, dtype, codes.device)[codes.int()].view(-1, ROW)
+    rows.mul_(scales.to(dtype)[:, None])
+    parts = rows.view(-1).split([-(-each.numel() // ROW) * ROW for each in like])
+    return [part[: each.numel()].view(each.shape) for part, each in zip(parts, like)]
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")
 METADATA_CLASSES = (
@@ -53,18 +53,11 @@ class ShardReader(FileSystemReader):
         """Returns the description of the checkpoint: tensors in files of its own folder.
 
         Raises:
-            pickle.UnpicklingError: it asks for another class, kind of entry, or file.
+            pickle.UnpicklingError: it asks for another class or file.
         """
         with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError("it has no description")
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise pickle.UnpicklingError(f"its entry {name!r} is not a tensor")
+            metadata: Metadata = MetadataUnpickler(file).load()
         for part in metadata.storage_data.values():
             if not SHARD_FILE.fullmatch(str(part.relative_path)) or part.transform_descriptors:
                 raise pickle.UnpicklingError(f"it refers to a file {str(part.relative_path)!r}")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
         return metadata

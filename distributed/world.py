@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,11 +60,6 @@ LOST_PEER_SIGNS = (  # in messages of gloo, of nccl and of the store in which th
 )
 
 
-def new_group(ranks: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
-    """A process group of some ranks, or of all; every rank makes every group, its own or not."""
-    return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend))
-
-
 def under_torchrun() -> bool:
     """Whether torchrun, or another launcher that sets its environment, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -72,15 +67,10 @@ def under_torchrun() -> bool:
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """Seconds that a process waits for the others, in one collective, before it gives up.
+    """Seconds that a process waits for the others, in one collective, before it gives up."""
 
-    Attributes:
-        start: until the first training step is done; and in evaluations and saves.
-        step: in the training steps after that.
-    """
-
-    start: float = 300.0
-    step: float = 100.0
+    start: float = 300.0  # until the first training step is done; and in evaluations and saves
+    step: float = 100.0  # in the training steps after that
 
 
 @dataclass
@@ -139,10 +129,6 @@ class World:
 
     # ---------------------------------------------------------------- between the hosts
 
-    def max_over_ranks(self, value: int) -> int:
-        """The largest value that any rank gave, on every rank."""
-        return max(self.all_gather(value))
-
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value, any picklable object, in rank order, on every rank."""
         if self.size == 1:
@@ -198,20 +184,6 @@ class World:
         if self.size > 1:
             set_group_timeouts(seconds)
 
-    # ---------------------------------------------------------------- bytes that were sent
-
-    def reset_bytes(self) -> None:
-        """Begin to count what this rank sends anew."""
-        self.bytes_sent = 0
-
-    def state_dict(self) -> dict[str, int]:
-        """What this rank has sent in the epoch so far."""
-        return {"bytes_sent": self.bytes_sent}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; other keys are ignored."""
-        self.bytes_sent = state["bytes_sent"]
-
 
 class StopVote:
     """Whether any rank wants to stop; agreed a step late, so that asking never waits.
@@ -254,15 +226,6 @@ class StopVote:
 # -------------------------------------------------------------------- set-up
 
 
-def choose_collectives(device_name: str, device: torch.device, local_size: int) -> str:
-    """The backend of torch.distributed: nccl between GPUs, gloo between CPUs.
-
-    It is gloo as well where --device cuda:N puts several processes on one GPU, which nccl refuses.
-    """
-    shares_gpu = local_size > 1 and ":" in device_name
-    return "nccl" if device.type == "cuda" and not shares_gpu else "gloo"
-
-
 def lost_peer_reason(error: RuntimeError, time_limit: float) -> str:
     """Why a collective failed, if it is that another process is gone; otherwise ''."""
     lines = str(error).splitlines()
@@ -291,8 +254,9 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
         yield World(device=device, limits=limits)
         return
     end_with_launcher()
-    backend = choose_collectives(device_name, device, local_size)
-    shares_gpu = device.type == "cuda" and backend == "gloo"
+    # --device cuda:N puts several processes on one GPU, which NCCL refuses.
+    shares_gpu = device.type == "cuda" and local_size > 1 and ":" in device_name
+    backend = "nccl" if device.type == "cuda" and not shares_gpu else "gloo"
     if shares_gpu and (reason := unavailable_reason("shared_gpu")):
         raise InputError(f"--device {device_name} of several processes {reason}; use --device auto")
     world = World(
@@ -321,16 +285,11 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
             ) from None
         raise
     finally:
-        if backend == "nccl" and has_failed:
-            atexit.register(_abort)  # when the error is printed: NCCL may wait for the others
+        if backend == "nccl" and has_failed and dist.is_initialized():
+            # Without a word to the others, who may never answer; when the error is printed.
+            atexit.register(abort_process_groups)
         elif dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _abort() -> None:
-    """Give up all communication without a word to the other ranks, who may never answer."""
-    if dist.is_initialized():
-        abort_process_groups()
 
 
 def _init_process_group(world: World, backend: str) -> None:
@@ -346,7 +305,7 @@ def _init_process_group(world: World, backend: str) -> None:
         device_id=world.device if backend == "nccl" else None,
     )
     if world.size > 1:
-        world.control = new_group(backend="gloo")
+        world.control = dist.new_group(backend="gloo")  # type: ignore[assignment]
         world.set_time_limit(world.limits.start)
 
 

@@ -445,12 +445,9 @@ def decode_on_node(
     """
     shape = len(images), images.size, images.size, images.channels
     wanted = keep and images.pixels is None
-    pixels, problem = node_memory(world, math.prod(shape) if wanted else 0), ""
+    pixels = node_memory(world, math.prod(shape) if wanted else 0)
     chunks = torch.arange(len(images)).split(DECODE_ROWS)[world.local_rank :: world.local_size]
-    try:
+    with raise_together(world):
         for rows, decoded in decoder.batches(images, chunks if len(pixels) else []):
             pixels.view(shape)[rows] = decoded
-    except InputError as error:
-        problem = str(error)
-    raise_together(world, problem)
     return dataclasses.replace(images, pixels=pixels.view(shape)) if len(pixels) else images

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import data
 
 import dynamic_batch
-from distributed.world import World, new_group
+from distributed.world import World
 from dynamic_batch import NoiseScale, Rule, WorkerBalancer
 from input_pipeline.sampler import Sampler, batch_sizes, row_owners
 
@@ -296,5 +296,5 @@ def this_world() -> World:
     """The ranks of torch's default process group, or this process alone; collective."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return World()
-    control = new_group(backend="gloo")
-    return World(rank=dist.get_rank(), size=dist.get_world_size(), control=control)
+    control = dist.new_group(backend="gloo")
+    return World(dist.get_rank(), dist.get_world_size(), control=control)  # type: ignore[arg-type]

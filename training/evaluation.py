@@ -62,7 +62,7 @@ def evaluate(
     mine, total = len(plan), sum(map(len, plan))
     if any(map(fsdp.is_sharded, model.modules())):
         # Every batch gathers weights from all ranks, so all ranks take part in as many batches.
-        plan += [order[:1]] * (world.max_over_ranks(mine) - mine)
+        plan += [order[:1]] * (max(world.all_gather(mine)) - mine)
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss, correct, samples
     pairs = torch.zeros(count_classes**2, dtype=torch.float64, device=world.device)
     with progress_bar(title, total, is_main=world.is_main and bool(title)) as bar:

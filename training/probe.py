@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from backends.execution import without_compilation
-from distributed import ddp
 from distributed.world import World
 from input_pipeline.dataset import BatchedDataset
 from training.batch_sampler import DynamicBatchSampler
@@ -92,12 +91,12 @@ class Probe:
             share: rows of a rank in a step.
             steps: that the run has done.
         """
-        if self.world.size <= 2 or not ddp.is_wrapped(parallel_model):
+        if self.world.size <= 2 or parallel_model is self.model:
             return
         rows = torch.arange(min(share, len(train_set)))
         for inputs, labels in train_set.batches([rows] * min(steps, 2), epoch=0):
             self.try_batch(parallel_model, inputs, labels)
-        self.world.reset_bytes()
+        self.world.bytes_sent = 0
 
     def try_batch(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
         """Halve this rank's micro-batch until a batch fits.

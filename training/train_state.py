@@ -95,7 +95,7 @@ class TrainState:
             "optimizer": to_cpu(optimizer) if self.replicas_diverge else None,
             "hook": self.comm_hook.rank_state_dict(self.parameters),
             "sums": self.sums.values.cpu(),
-            **self.world.state_dict(),
+            "bytes_sent": self.world.bytes_sent,
             "compute_seconds": timer.elapsed() if timer is not None else 0.0,
         }
 
@@ -122,7 +122,7 @@ class TrainState:
             weights, optimizer = {**weights, **mine["weights"]}, optimizer or mine["optimizer"]
             set_rng_states(mine["random"], self.world.device)
             self.sums.values.copy_(mine["sums"])
-            self.world.load_state_dict(mine)
+            self.world.bytes_sent = mine["bytes_sent"]
             if self.compute_timer is not None:
                 self.compute_timer.seconds = mine["compute_seconds"]
             of_hook = mine["hook"]

@@ -316,12 +316,11 @@ class Trainer(TrainState):
         micro_batches = self.micro_batches.split(inputs, labels, number=num_micro_batches)
         for number, (x, y) in enumerate(micro_batches, 1):
             is_last = number == len(micro_batches)
-            sync = contextlib.nullcontext() if is_last else ddp.no_gradient_sync(model)
-            with sync:
-                with self.precision.autocast():
-                    output = self.loss_fn(model, x, y)
-                share = weight * len(y) / len(labels)
-                self.scaler.scale(output.loss * share).backward()
+            ddp.set_gradient_sync(model, is_last)
+            with self.precision.autocast():
+                output = self.loss_fn(model, x, y)
+            share = weight * len(y) / len(labels)
+            self.scaler.scale(output.loss * share).backward()
             weight_bytes, gradient_bytes = self.sharded_bytes
             self.world.bytes_sent += weight_bytes + (gradient_bytes if is_last else 0)
             sums.loss += output.loss.detach() * len(y)
@@ -351,7 +350,7 @@ class Trainer(TrainState):
         gradients = self.gradients()
         norm = global_norm(gradients)
         if self.is_sharded:
-            norm = fsdp.unshard(norm)
+            norm = norm.full_tensor()  # type: ignore[attr-defined]
         skip = ~torch.isfinite(norm)
         if self.replicas_diverge and self.communicating is None:
             skip = self.world.sum(skip.float()) > 0
@@ -429,7 +428,7 @@ class Trainer(TrainState):
             noise=noise,
         )
         previous_best = progress.end_epoch(row, self.chosen_on)
-        self.world.reset_bytes()
+        self.world.bytes_sent = 0
         self.sums.start_epoch()
         self.checkpoints.save(progress, previous_best=previous_best)
         self.log.epoch(progress.rows)
@@ -507,7 +506,7 @@ class Trainer(TrainState):
         """
         if self.communicating is not None or self.is_sharded:
             return
-        several = self.world.max_over_ranks(int(self.micro_batches.several))
+        several = any(self.world.all_gather(self.micro_batches.several))
         self.parallel_model = ddp.wrap(
             self.model,
             self.world,

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ranks
-from distributed.world import StopVote, World, choose_collectives
+from distributed import world
+from distributed.world import StopVote, World
 from input_pipeline.sampler import rank_share
 from models.transformer import Transformer
 from trainers import build_optimizer, make_trainer
@@ -150,7 +151,7 @@ def test_clipping_makes_no_gradient_longer():
 
 
 def sums_and_votes(world):
-    assert world.max_over_ranks(world.rank) == world.size - 1
+    assert world.all_gather(world.rank) == list(range(world.size))
     assert world.broadcast(f"from {world.rank}") == "from 0"
     assert world.gather(world.rank) == (list(range(world.size)) if world.is_main else [])
     norm = nn.BatchNorm1d(3)
@@ -201,14 +202,23 @@ def test_many_ranks_vote_at_some_steps_alone(monkeypatch):
         assert answers.index(True) == (4 if size == 16 else 16)
 
 
-def test_processes_that_share_a_gpu_speak_gloo_and_device_hours_count_gpus_or_nodes():
+def test_processes_that_share_a_gpu_speak_gloo_and_device_hours_count_gpus_or_nodes(monkeypatch):
+    chosen: list[str] = []
+    monkeypatch.setattr(world, "_init_process_group", lambda _, backend: chosen.append(backend))
+    monkeypatch.setattr(world, "end_with_launcher", lambda: None)
     for name, device, processes, backend in (
         ("auto", "cpu", 4, "gloo"),
         ("auto", "cuda:1", 4, "nccl"),
         ("cuda:0", "cuda:0", 1, "nccl"),
         ("cuda:0", "cuda:0", 4, "gloo"),
     ):
-        assert choose_collectives(name, torch.device(device), processes) == backend
+        monkeypatch.setattr(world, "choose_device", lambda *_, found=device: torch.device(found))
+        for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(variable, str(processes))
+        monkeypatch.setenv("RANK", "0")
+        with world.init_world(name) as made:
+            assert chosen.pop() == backend
+        assert made.shares_gpu == (name == "cuda:0" and processes > 1)
     cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
     assert World(size=4, local_size=2, device=cpu).devices == 2
     assert World(size=4, local_size=2, device=gpu).devices == 4

@@ -9,6 +9,7 @@ import signal
 from multiprocessing import connection
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 import errors
@@ -23,13 +24,13 @@ import torch
 import torch.distributed as dist
 import errors
 from distributed.agreement import local_main_first
-from distributed.world import TimeLimits, init_world, new_group
+from distributed.world import TimeLimits, init_world
 
 errors.LOST_PEER_SECONDS = 0.0
 
 def main():
     with init_world("cpu", TimeLimits(start=3, step=1)) as world:
-        group = new_group()  # as an optimizer makes it
+        group = dist.new_group()  # as an optimizer makes it
         with local_main_first(world):
             pass
         dist.all_reduce(torch.ones(3), group=group)
@@ -97,7 +98,7 @@ def test_only_a_lost_connection_is_told_as_one() -> None:
 
 def test_over_nccl_an_error_is_printed_before_the_group_is_given_up(monkeypatch):
     events = []
-    monkeypatch.setattr(world, "choose_collectives", lambda *_: "nccl")
+    monkeypatch.setattr(world, "choose_device", lambda *_: torch.device("cuda:0"))
     monkeypatch.setattr(world, "_init_process_group", lambda *_: None)
     monkeypatch.setattr(world, "end_with_launcher", lambda: None)
     monkeypatch.setattr(world, "abort_process_groups", lambda: events.append("aborted"))
