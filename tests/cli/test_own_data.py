@@ -6,12 +6,11 @@ import csv
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 
@@ -26,9 +25,6 @@ from input_pipeline.image_datasets import SUFFIXES, read_image_splits
 from input_pipeline.own_data import expand_files
 from input_pipeline.text_datasets import TextSplit, read_text_splits
 
-Refused = Callable[..., str]
-Console = pytest.CaptureFixture[str]
-Runs = dict[str, Path]
 TEXTS = f"--dataset csv {SHORT} --width 8 --heads 2 --depth 1 --vocab_size 300 --bs 8 --lr 0.01"
 IMAGES = f"--dataset folder --arch resnet8 {SHORT} --bs 4 --image_size 8 --workers 1"
 TRAIN_ROWS = [1, 0, 1, 0], ["Win, now", "see you", "a prize", "at noon"]
@@ -80,10 +76,8 @@ def json_lines(rows: list[tuple[Any, Any]]) -> str:
 READ_ALIKE = {
     "no header": PLAIN,
     "names in another case, a byte-order mark": with_header('\ufeff"CATEGORY","Content"'),
-    "invisible characters": with_header("la\u00adbel,text\u200b"),
-    "blank rows": with_header("\nlabel,text\n  \n , "),
+    "blank rows": with_header("\nla\u00adbel,text\u200b\n  \n , "),
     "semicolon": separated(";"),
-    "tabs in csv": separated("\t"),
     "tsv": separated("\t", "tsv"),
     "an index and a title, in another order in each file": {
         "train__csv": ',title,description,Class Index\n0,"Win,",now,spam\n1,see,you,ham\n'
@@ -107,13 +101,13 @@ READ_ALIKE = {
 }
 
 
-def test_every_form_of_a_file_reads_alike(tmp_path: Path) -> None:
+def test_every_form_of_a_file_reads_alike(tmp_path):
     for number, (how, files) in enumerate(READ_ALIKE.items()):
         splits, classes = read(write(tmp_path / str(number), **files))
         assert (splits, classes) == (EXPECTED, ["ham", "spam"]), how
 
 
-def test_a_value_of_an_object_is_a_text(tmp_path: Path) -> None:
+def test_a_value_of_an_object_is_a_text(tmp_path):
     rows = json_lines([(1, "one"), (2.5, None), (True, "\ud800 half"), (False, ["a list"])])
     splits, classes = read(write(tmp_path, train__jsonl=rows, test__jsonl=rows))
     assert classes == ["1", "2.5", "false", "true"]
@@ -121,7 +115,7 @@ def test_a_value_of_an_object_is_a_text(tmp_path: Path) -> None:
     assert "2 of 4 rows have no text (the first is row 2)" in splits["train"].notes[1]
 
 
-def test_columns_are_chosen_by_name_or_number(tmp_path: Path) -> None:
+def test_columns_are_chosen_by_name_or_number(tmp_path):
     """In a file without a header by number; there the first row is a sample, whatever it holds."""
     rows = "v1,v2,topic\nspam,Win now,mail\nham,see you,chat\nspam,a prize,mail\nham,noon,chat\n"
     folder = write(tmp_path, train__csv=rows, test__csv=rows)
@@ -137,12 +131,9 @@ def test_columns_are_chosen_by_name_or_number(tmp_path: Path) -> None:
     write(tmp_path, train__csv="1,a,x\n2,b,y\n", test__csv="3,c,x\n")
     splits, classes = read(tmp_path, "3", "2")
     assert (classes, splits["train"].texts) == (["x", "y"], ["a", "b"])
-    train = "topic,one\nlabel,two\ntopic,three\nlabel,four\n"
-    splits, classes = read(write(tmp_path, train__csv=train, test__csv="label,five\n"))
-    assert (classes, len(splits["train"])) == (["label", "topic"], 4)
 
 
-def test_stray_quotes_in_tab_separated_files_are_text(tmp_path: Path) -> None:
+def test_stray_quotes_in_tab_separated_files_are_text(tmp_path):
     """Those that do not pair, and those that would swallow the rows between them."""
     train = 'label\ttext\nham\t"no" he said\nspam\tthe "best\n'
     test = 'label\ttext\nham\t"no he said\nspam\twin\nham\tthe end"\nspam\tnow\n'
@@ -153,7 +144,7 @@ def test_stray_quotes_in_tab_separated_files_are_text(tmp_path: Path) -> None:
     assert splits["val"].texts == ["two lines"]
 
 
-def test_long_texts_are_read_and_labels_sorted_as_numbers_or_words(tmp_path: Path) -> None:
+def test_long_texts_are_read_and_labels_sorted_as_numbers_or_words(tmp_path):
     text, digits = "word " * 40_000, "7" * 5000
     rows = "".join(f"{label},{text}\n" for label in ("world", "art", "10", "9", digits))
     splits, classes = read(write(tmp_path, train__csv=rows, test__csv=rows))
@@ -163,48 +154,37 @@ def test_long_texts_are_read_and_labels_sorted_as_numbers_or_words(tmp_path: Pat
 
 # -------------------------------------------------------------------- files that are refused
 
-HEADER = {"train__csv": "label,text\na,b\nc,d\n"}
 NO_DATA = "is no data; the header must be the first row and the only one, so delete this row"
 TRAIN = PLAIN["train__csv"]
 WRONG_FILES: list[tuple[dict[str, str] | str, str, str]] = [  # a text is that of train.csv
-    ("label,text\n", "", "train.csv has a header row only"),
     ("label,text\nspam,a\n ,b\n", "", "train.csv, row 3: the label (column 1 (label)) is empty"),
     ("label,text\nspam,\nham,\n", "", "no row has a text"),
     ("".join(f"{row},a\n" for row in range(20)), "", "column 1 was read as the label and has 20"),
     # which columns
     ("stars,text\na,b\nc,d\n", "", "label (columns: stars, text); choose with --label_column"),
-    ("label,a,b\na,b,c\nd,e,f\n", "", "text (columns: label, a, b); choose with --text_column"),
     ("label,topic,text\na,x,a\nb,y,c\n", "", "several columns may be the label"),
     ("label,text,text\na,b,c\n", "--text_column text", "train.csv: there are several columns text"),
     ("label,text\na,b\n", "--label_column kind", "there is no column kind (columns: label, text)"),
-    ("label,text\na,b\n", "--text_column label", "no column is known to be the label"),
     *(("a,b\nc,d\n", f"--label_column {n}", "no column") for n in ("0", "3", "\u00b2", "7" * 5000)),
     # rows that are no data, which must not become classes
     (f"v1,v2\n{TRAIN}", "", "train.csv, row 1: no other row has the label 'v1'; if this row is"),
-    ("v1,v2\nx,a\nv1,v2\n", "--label_column v2 --text_column v1", f"row 3 (v1, v2): {NO_DATA}"),
     (f"label,text\n---,---\n{TRAIN}", "", f"row 2 (---, ---): {NO_DATA}"),
     ("sep=;\nspam;Win now\nham;see you\n", "", f"row 1 (sep=, ): {NO_DATA}"),
-    ({"test__csv": "label,text\nham,a\n"}, "", f"test.csv, row 1 (label, text): {NO_DATA}"),
     # rows that are no rows
     ("ham,a\nspam,b\nham,one,two\n", "", "train.csv, row 3: 3 columns, expected 2"),
     (f'{TRAIN}ham,"never closed\n', "", "train.csv"),
     ({"test__csv": ""}, "", "test.csv is empty"),
     ({"train__jsonl": "{\n"}, "", "train.jsonl, row 1: is not JSON (Expecting"),
     ({"train__jsonl": "[" * 100_000}, "", "train.jsonl, row 1: is not JSON"),
-    ({"train__jsonl": '\n{"label": 1, "text": "a"}\n[1]\n'}, "", "row 3: is not a JSON object"),
     ({"train__jsonl": '{"label": 1, "text": "a"}\n{"text": "b"}\n'}, "", "row 2: the label ("),
     # files that do not fit each other
-    (HEADER, "", "test.csv: there is no column text (columns: ham, Hello"),
-    (
-        {"test__csv": "ham,a\neggs,b\n"},
-        "",
-        "test.csv, row 2: label 'eggs' is out of range, expected",
-    ),
+    ("label,text\na,b\nc,d\n", "", "test.csv: there is no column text (columns: ham, Hello"),
+    ({"test__csv": "ham,a\neggs,b\n"}, "", "test.csv, row 2: label 'eggs' is out of range"),
     ({"train__tsv": "ham\ta\n"}, "", "train.csv and train.tsv are both there"),
 ]
 
 
-def test_wrong_files_are_refused(refused: Refused, tmp_path: Path) -> None:
+def test_wrong_files_are_refused(refused, tmp_path):
     def check(files: dict[str, str] | str, flags: str, names: str) -> None:
         files = {"train__csv": files} if isinstance(files, str) else files
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -225,36 +205,15 @@ def test_wrong_files_are_refused(refused: Refused, tmp_path: Path) -> None:
 # -------------------------------------------------------------------- what a run says and does
 
 
-def run_texts(*flags: object) -> int:
-    return conftest.call(transformer_test, [*TEXTS.split(), *map(str, flags)])
+def run_texts(*flags: object, base: str = TEXTS) -> int:
+    return conftest.call(transformer_test, [*base.split(), *map(str, flags)])
 
 
-def run_images(*flags: object) -> int:
-    return conftest.call(resnet50_test, [*IMAGES.split(), *map(str, flags)])
+def run_images(*flags: object, base: str = IMAGES) -> int:
+    return conftest.call(resnet50_test, [*base.split(), *map(str, flags)])
 
 
-def many_rows(rows: int) -> str:
-    samples = "".join(f"sample {row},{'ham' if row % 2 else 'spam'}\n" for row in range(rows))
-    return "text,label\n" + samples
-
-
-def test_a_run_says_what_it_reads(tmp_path: Path, capsys: Console) -> None:
-    train = many_rows(24) + "http://only.an/address,eggs\n,eggs\n"
-    folder = write(tmp_path / "mine", train__csv=train, test__csv=many_rows(6))
-    assert run_texts("--data_dir", folder, "--out", tmp_path / "run") == 0
-    lines = capsys.readouterr().out.splitlines()
-    columns = "row 1 is the header; the label is column 2 (label), the text column 1 (text)"
-    assert lines[0] == f"{folder}/train.csv: {columns}"
-    assert "2 of 26 rows have no text (the first is row 26); they are kept" in lines[1]
-    assert lines[2] == f"{folder}/test.csv: {columns}"
-    counts = ["class train test", "eggs 2 0", "ham 12 3", "spam 12 3", "all 3 classes 26 6"]
-    assert [" ".join(line.split()) for line in lines[3:8]] == counts
-    assert lines[8] == "warning: the test split has no row of 1 of the 3 classes: eggs"
-
-
-def test_evaluation_reads_the_columns_and_classes_of_the_run(
-    tmp_path: Path, capsys: Console
-) -> None:
+def test_evaluation_reads_the_columns_and_classes_of_the_run(tmp_path, capsys):
     """Also on other files, which lack a class: its number must not go to the next one."""
     rows = "".join(f"{row},word {row % 3},{'xyz'[row % 3]}\n" for row in range(60))
     folder = write(tmp_path / "mine", train__csv=rows, test__csv=rows)
@@ -265,8 +224,8 @@ def test_evaluation_reads_the_columns_and_classes_of_the_run(
     other = write(tmp_path / "other", train__csv=lacking, test__csv=lacking)
     for data, accuracies in ((folder, ["100.00"] * 3), (other, ["0.00", "100.00", "100.00"])):
         capsys.readouterr()
-        resume = ["--resume", str(tmp_path / "run"), "--evaluate", "--data_dir", str(data)]
-        assert conftest.call(transformer_test, resume) == 0
+        resume = ["--resume", tmp_path / "run", "--evaluate", "--data_dir", data]
+        assert run_texts(*resume, base="") == 0
         lines = capsys.readouterr().out.splitlines()
         shown = dict(line.split()[:2] for line in lines[-4:-1])
         assert shown == dict(zip("xyz", accuracies))
@@ -287,18 +246,14 @@ def image_folder(root: Path, *parts: str, classes: tuple[str, ...] = ("cat", "do
 
 
 def csv_folder(root: Path, *parts: str) -> Path:
-    rows = {f"{part}__csv": many_rows(24 if part == "train" else 8) for part in parts}
-    return write(root, **rows)
+    rows = "".join(f"sample {row},{'ham' if row % 2 else 'spam'}\n" for row in range(24))
+    return write(root, **{f"{part}__csv": f"text,label\n{rows}" for part in parts})
 
 
-Kind = tuple[str, str, Callable[..., int], Callable[..., Path]]
-KINDS: list[Kind] = [
-    ("texts", TEXTS, run_texts, csv_folder),
-    ("images", IMAGES, run_images, image_folder),
-]
+KINDS = [("texts", TEXTS, run_texts, csv_folder), ("images", IMAGES, run_images, image_folder)]
 
 
-def test_splits_are_found_by_several_names(tmp_path: Path, refused: Refused) -> None:
+def test_splits_are_found_by_several_names(tmp_path, refused):
     for number, val in enumerate(["val", "validation", "DEV"]):
         data = image_folder(tmp_path / str(number), "Train", "testing", val)
         splits, classes = read_image_splits("folder", str(data))
@@ -313,16 +268,12 @@ def test_splits_are_found_by_several_names(tmp_path: Path, refused: Refused) -> 
         data = make(tmp_path / name, "train", "val")
         (data / ("test" if name == "images" else "test.csv")).symlink_to("nowhere")
         refused(name, f"--data_dir {data}", "is a link to nothing", base)
-    for part in ("test", "val"):
-        data = image_folder(tmp_path / f"mine-{part}", "train", part)
-        image_folder(data, part, classes=("emu",))
-        names = f"mine-{part}/{part}/emu: not one of the 2 classes"
-        refused("images", f"--data_dir {data}", names, IMAGES)
+    data = image_folder(tmp_path / "more", "train", "val")
+    image_folder(data, "val", classes=("emu",))
+    refused("images", f"--data_dir {data}", "more/val/emu: not one of the 2 classes", IMAGES)
 
 
-def test_a_validation_set_of_its_own_chooses_the_best_epoch(
-    tmp_path: Path, capsys: Console, refused: Refused
-) -> None:
+def test_a_validation_set_of_its_own_chooses_the_best_epoch(tmp_path, capsys, refused):
     """It is what is measured where there is no test set, and what the mixing policy learns from."""
     for name, base, run, make in KINDS:
         data, out = make(tmp_path / name, "train", "val"), tmp_path / f"run-{name}"
@@ -346,16 +297,9 @@ def test_a_validation_set_of_its_own_chooses_the_best_epoch(
         refused(name, meta, "--mixup meta learns on held-out rows", base)
 
 
-def test_rows_are_held_out_of_a_training_set_alone(
-    tmp_path: Path, capsys: Console, refused: Refused
-) -> None:
+def test_rows_are_held_out_of_a_training_set_alone(tmp_path, capsys, refused):
     """Others with another seed; a folder of class folders is a training set as well."""
     seeds, held_out = [], factory.held_out_rows
-
-    def record(labels: torch.Tensor, fraction: float, *, seed: int) -> object:
-        seeds.append(seed)
-        return held_out(labels, fraction, seed=seed)
-
     unsplit = ("images", IMAGES, run_images, lambda root, _: image_folder(root, "."))
     for number, (name, base, run, make) in enumerate([*KINDS, unsplit]):
         data, out = make(tmp_path / str(number), "train"), tmp_path / f"run-{number}"
@@ -364,10 +308,10 @@ def test_rows_are_held_out_of_a_training_set_alone(
         refused(name, f"--data_dir {data} --val_fraction 0.99", names, base)
         if name == "images":
             (data / ".ipynb_checkpoints").mkdir()  # which is no class
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(factory, "held_out_rows", record)
-            flags = ["--val_fraction", 0.25, "--seed", number]
-            assert run("--data_dir", data, *flags, "--out", out) == 0
+        with mock.patch.object(factory, "held_out_rows", side_effect=held_out) as record:
+            flags = ["--data_dir", data, "--val_fraction", 0.25, "--seed", number]
+            assert run(*flags, "--out", out) == 0
+        seeds += [called.kwargs["seed"] for called in record.call_args_list]
         table = capsys.readouterr().out.splitlines()
         total = next(line.split()[-2:] for line in table if "all 2 classes" in line)
         assert total == (["18", "6"] if name == "texts" else ["8", "4"])
@@ -377,7 +321,7 @@ def test_rows_are_held_out_of_a_training_set_alone(
     refused("texts", f"--data_dir {few} --val_fraction 0.25", "leaves no validation rows", TEXTS)
 
 
-def test_every_image_is_used_or_counted_with_the_reason(tmp_path: Path) -> None:
+def test_every_image_is_used_or_counted_with_the_reason(tmp_path):
     """Hidden folders, links of all kinds and other files, in the data and in what is predicted."""
     data = image_folder(tmp_path / "mine", "train", "test")
     cat, elsewhere = data / "train" / "cat", image_folder(tmp_path, "elsewhere") / "elsewhere"
@@ -395,7 +339,6 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path: Path) -> None:
         (cat / "6.png", elsewhere / "dog" / "0.png"),
         (data / "train" / "fish", elsewhere / "dog"),
         (cat / "up", ".."),
-        (cat / "itself", cat),
         (data / "train" / "parent", data / "train"),
     ):
         link.symlink_to(target)
@@ -407,7 +350,7 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path: Path) -> None:
         "files of other types (1, such as cat/7.heic)",
         "hidden files and folders (3, such as cat/._2.png)",
         "images outside the folders of the classes (1, such as stray.png)",
-        "links to a folder above (3, such as parent)",
+        "links to a folder above (2, such as parent)",
         "unreadable files (1, such as cat/pipe.png)",
     ):
         assert reason in splits["train"].notes[0]
@@ -415,7 +358,7 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path: Path) -> None:
     assert len(expand_files(cat, SUFFIXES, what="images")[0]) == 12
 
 
-def test_names_in_two_forms_are_one_class(tmp_path: Path) -> None:
+def test_names_in_two_forms_are_one_class(tmp_path):
     """Composed and decomposed characters, as systems write them."""
     composed, decomposed = "caf\u00e9", "cafe\u0301"
     data = image_folder(tmp_path / "mine", "train", classes=(composed, "dog"))
@@ -430,19 +373,15 @@ def test_names_in_two_forms_are_one_class(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- predictions
 
 
-def test_a_folder_of_images_is_classified_in_order(
-    runs: Runs, tmp_path: Path, capsys: Console, refused: Refused
-) -> None:
+def test_a_folder_of_images_is_classified_in_order(runs, tmp_path, capsys, refused):
     """In two batches; predictions stand alone on the standard output."""
     photos = tmp_path / "photos"
     for i in range(40):
-        path = photos / ("b" if i % 2 else "a") / f"{i:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = write(photos / ("b" if i % 2 else "a")) / f"{i:02}.png"
         Image.new("L", (8, 8), 6 * i).save(path)
 
     def predict(*words: object) -> str:
-        flags = ["--resume", runs["images"], "--predict", *words]
-        assert conftest.call(resnet50_test, [str(word) for word in flags]) == 0
+        assert run_images("--resume", runs["images"], "--predict", *words, base="") == 0
         console = capsys.readouterr()
         assert console.err.startswith(f"weights of {runs['images']}/last.pt: epoch ")
         return console.out
@@ -457,9 +396,9 @@ def test_a_folder_of_images_is_classified_in_order(
     records = list(map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()))
     rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     for file, line, record, row in zip(files, printed, records, rows, strict=True):
-        probabilities, predicted = record["probabilities"], record["predicted"]
-        assert record["name"] == file
-        assert predicted == max(probabilities, key=probabilities.get)
+        probabilities = record["probabilities"]
+        predicted = max(probabilities, key=probabilities.get)
+        assert (record["name"], record["predicted"]) == (file, predicted)
         assert f": {predicted} {100 * probabilities[predicted]:.1f} %" in line
         columns = {f"probability_{name}": str(value) for name, value in probabilities.items()}
         assert row == {"name": file, "predicted": predicted, **columns}
@@ -470,15 +409,13 @@ def test_a_folder_of_images_is_classified_in_order(
         assert not (tmp_path / "new.csv").exists()
 
 
-def test_the_lines_of_a_folder_of_texts_are_classified(
-    runs: Runs, tmp_path: Path, capsys: Console, refused: Refused
-) -> None:
+def test_the_lines_of_a_folder_of_texts_are_classified(runs, tmp_path, capsys, refused):
     folder, out = tmp_path / "texts", tmp_path / "out.csv"
     write(folder / "b", one__txt='\nHome team wins, "again"\n\n')
     write(folder, a__txt="Stocks rise\nOil down\n", empty__txt=" \n", notes__md="no text")
     write(folder / ".ipynb_checkpoints", a__txt="An older version\n")
-    resume = ["--resume", str(runs["texts"]), "--predict", str(folder)]
-    assert conftest.call(transformer_test, [*resume, "--predict_out", str(out)]) == 0
+    resume = ["--resume", runs["texts"], "--predict", folder]
+    assert run_texts(*resume, "--predict_out", out, base="") == 0
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert [(row["name"], row["text"]) for row in rows] == [
         (f"{folder}/a.txt:1", "Stocks rise"),
@@ -488,33 +425,32 @@ def test_the_lines_of_a_folder_of_texts_are_classified(
     errors = capsys.readouterr().err
     assert "files of other types (1, such as notes.md), hidden files and folders (1" in errors
     assert f"warning: {folder}/empty.txt: contains no text and is left out" in errors
-    assert conftest.call(transformer_test, resume) == 0
+    assert run_texts(*resume, base="") == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in printed] == [row["text"] for row in rows]
-    (folder / "a.txt").unlink()
-    shutil.rmtree(folder / "b")
-    flags = f"--resume {runs['texts']} --predict {folder}"
+    flags = f"--resume {runs['texts']} --predict {folder}/empty.txt"
     refused("texts", flags, "contains no text", "")
 
 
-def test_names_that_are_not_utf8_are_written_with_escapes(tmp_path: Path, capsys: Console) -> None:
+def test_names_that_are_not_utf8_are_written_with_escapes(tmp_path, capsys):
     """Names of classes, and of files that are classified."""
     name = os.fsdecode(b"caf\xe9")
     data = image_folder(tmp_path / "mine", "train", "test", classes=("cat", name))
+    image_folder(data, "train", classes=("emu",))
     assert run_images("--data_dir", data, "--out", tmp_path / "run") == 0
-    assert "caf\\udce9         6         6" in capsys.readouterr().out
+    console = capsys.readouterr().out
+    assert "caf\\udce9         6         6" in console
+    assert "warning: the test split has no row of 1 of the 3 classes: emu" in console
     photo = shutil.copy(data / "train" / "cat" / "0.png", tmp_path / f"{name}.png")
     for suffix in ("csv", "jsonl"):
         out = tmp_path / f"out.{suffix}"
         flags = ["--resume", tmp_path / "run", "--predict", photo, "--predict_out", out]
-        assert conftest.call(resnet50_test, [str(word) for word in flags]) == 0
+        assert run_images(*flags, base="") == 0
         assert f"{tmp_path}/caf\\udce9.png" in out.read_text(encoding="utf-8")
     assert json.loads(out.read_text(encoding="utf-8"))["name"] == str(photo)
 
 
-def test_wrong_predict_out_is_refused_before_anything_is_read(
-    runs: Runs, refused: Refused, tmp_path: Path
-) -> None:
+def test_wrong_predict_out_is_refused_before_anything_is_read(runs, refused, tmp_path):
     (tmp_path / "in.csv").write_text("Stocks rise\n")
     for flags, names in (
         ("--predict a.png --predict_out out.txt", "out.txt: the name must end in .jsonl or .csv"),

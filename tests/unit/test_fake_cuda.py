@@ -6,8 +6,8 @@ names the functions in which it may.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -60,13 +60,8 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 def network() -> nn.Module:
     """A convolution, a BatchNorm and two matrices, one of which is large for SLAMB."""
     return nn.Sequential(
-        nn.Conv2d(3, 18, 3, padding=1),
-        nn.BatchNorm2d(18),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(72, 128),
-        nn.Linear(128, 10),
+        *(nn.Conv2d(3, 18, 3, padding=1), nn.BatchNorm2d(18), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(72, 128), nn.Linear(128, 10)),
     )
 
 
@@ -90,15 +85,11 @@ def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
 
 
 WAITING: dict[str, Callable[[Tensor], Any]] = {
-    "item": lambda x: x.sum().item(),
     "if": lambda x: 1 if x[0] > 0 else 0,
     "tolist": lambda x: x.tolist(),
     "to": lambda x: torch.zeros(3).to(CUDA),
-    "tensor": lambda x: torch.tensor([1.0], device=CUDA),
     "copy from": lambda x: torch.zeros(4).copy_(x),
-    "copy to": lambda x: x.copy_(torch.zeros(4)),
     "index by rows of the host": lambda x: x[torch.tensor([0, 1])],
-    "equal": lambda x: torch.equal(x, x),
     "eigh": lambda x: torch.linalg.eigh(x[:, None] * x),
     "segment_reduce": lambda x: torch.segment_reduce(x, "sum", lengths=torch.ones_like(x).long()),
     "synchronize": lambda x: torch.cuda.synchronize(),
@@ -170,28 +161,15 @@ def test_a_step_waits_for_nothing_also_after_its_state_was_saved_and_loaded(name
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations; one on lists counts for each tensor where torch takes them one by one.
-
-    It does so where a tensor that multiplies the list has another dtype, or where the list's
-    partners have other shapes or strides.
-    """
+    """Counts operations; one on lists is one, and views are none."""
 
     number = 0
     # what the host asks, and views that torch does not call so
     no_kernel = {"promote_types", "_unsafe_view", "lift_fresh", "scalar_tensor", "empty_like"}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, fused = func.overloadpacket.__name__, True
-        if name.startswith("_foreach"):
-            tensors, *others = args
-            for other in others:
-                if isinstance(other, Tensor):
-                    fused &= other.dtype == tensors[0].dtype
-                for one, partner in zip(tensors, other if isinstance(other, list | tuple) else ()):
-                    if isinstance(partner, Tensor):
-                        fused &= (one.shape, one.stride()) == (partner.shape, partner.stride())
-        if func.namespace == "aten" and not func.is_view and name not in self.no_kernel:
-            self.number += 1 if fused else len(tensors)
+        if func.namespace == "aten" and not func.is_view:
+            self.number += func.overloadpacket.__name__ not in self.no_kernel
         return func(*args, **(kwargs or {}))
 
 
@@ -223,36 +201,10 @@ def trainer_of(
     return make_trainer(model, optimizer_of(name, model), world, **settings)
 
 
-SETTINGS = {  # and the number of ranks
-    "plain": (1, {}),
-    "accumulated": (1, {"precision": "fp16", "accumulation_steps": 2, "max_grad_norm": 1.0}),
-    "measured": (2, {"measure_noise_scale": True, "time_compute": True, "max_grad_norm": 1.0}),
-}
-
-
-@each_of(
-    ("name", "settings"), [(name, each) for name in ("sgd", "ngd", "slamb") for each in SETTINGS]
-)
-def test_a_training_step_waits_for_nothing(name, settings):
-    size, named = SETTINGS[settings]
-    with fake_world(size) as world, FakeGpu() as gpu:
-        trainer = trainer_of(gpu, world, name, **named)
-        inputs, labels = batch()
-        with gpu.waiting():  # the optimizer lays out its memory
-            for _ in range(2):
-                trainer.train_step(inputs, labels)
-        for number in range(5):
-            trainer.set_lr(0.1 / (1 + number))
-            trainer.train_step(inputs, labels)
-        assert trainer.sums.values.is_cuda
-
-
 @each_of("kind", ["mixup", "intra", "attention", "cutmix"])
 def test_mixing_waits_for_nothing(kind):
-    def sample_mix(labels: Tensor, **size: int) -> mixup.Mix:
-        return mixup.sample_mix(kind, labels, alpha=0.3, **size)
-
     with FakeGpu() as gpu:
+        sample_mix = functools.partial(mixup.sample_mix, kind, alpha=0.3)
         loss_fn = MixedCrossEntropy(sample_mix, False, label_smoothing=0.1)
         model = gpu.model(network())
         inputs, labels = batch()
@@ -308,11 +260,9 @@ class Bucket:
 HOOKS: dict[str, Callable[[World], AllReduceHook]] = {
     "none": AllReduceHook,
     "bf16": lambda world: AllReduceHook(world, "bf16"),
-    "fp16": lambda world: AllReduceHook(world, "fp16"),
     "int4": lambda world: RoundedGradients(world, "int4"),
     "sign": lambda world: RoundedGradients(world, "sign"),
     "lag": DelayedAllReduce,
-    "lag bf16": lambda world: DelayedAllReduce(world, "bf16"),
     "local": lambda world: LocalSGD(world, 2, after=1),
     "diloco": lambda world: DiLoCo(world, 2, after=1),
 }
@@ -358,10 +308,6 @@ def test_shards_leave_no_copy_of_weights_for_the_backward_pass_and_norms_stay_in
     def note(module: nn.Module, _: Any) -> None:
         computed.add((isinstance(module, nn.BatchNorm2d), module.weight.dtype))
 
-    def keep(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
     with fake_world(2) as world:
         world.device = torch.device("cpu")
         model = image_models.create_model("resnet8", classes=10, channels=3, image_size=8)
@@ -371,7 +317,7 @@ def test_shards_leave_no_copy_of_weights_for_the_backward_pass_and_norms_stay_in
         for module in (each for block in blocks for each in block.modules()):
             if hasattr(module, "weight"):
                 module.register_forward_pre_hook(note)
-        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved.append, lambda nothing: nothing)
         with hooks, torch.autocast("cpu", torch.bfloat16):
             model(torch.zeros(8, 3, 8, 8)).sum()
     weights = [each for each in saved if each.shape in shapes]
@@ -406,32 +352,23 @@ def test_batches_of_images_wait_for_nothing(resident, epoch):
             assert labels.is_cuda
 
 
-def test_a_streamed_batch_waits_for_its_own_copy_and_not_for_the_next(monkeypatch):
-    recorded, waited = [], []
-
-    class Event(mock.MagicMock):
-        def record(self, stream: Any) -> None:
-            recorded.append(self)
-
-    stream = SimpleNamespace(wait_event=waited.append)
-    with FakeGpu() as gpu:
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-        with gpu.waiting():
-            data = image_data(resident=False)
-        for number, _ in enumerate(data.batches(torch.arange(32).split(8)), 1):
-            assert waited == recorded[:number], "each batch waits for its own event"
-        assert len(recorded) == 4
-
-
 # -------------------------------------------------------------------- an epoch
 
 
-@each_of(("name", "size"), [("sgd", 1), ("sgd", 2), ("slamb", 2)])
-def test_an_epoch_waits_at_logging_intervals_and_at_its_end(name, size):
+SETTINGS = [
+    (1, {}),
+    (1, {"precision": "fp16", "accumulation_steps": 2, "max_grad_norm": 1.0}),
+    (2, {"measure_noise_scale": True, "time_compute": True, "max_grad_norm": 1.0}),
+]
+
+
+@each_of("name", ["sgd", "ngd", "slamb"])
+@each_of(("size", "settings"), SETTINGS)
+def test_an_epoch_waits_at_logging_intervals_and_at_its_end(name, size, settings, monkeypatch):
+    monkeypatch.setattr("dynamic_batch.noise_scale", mock.Mock(return_value=(1.0, 1.0)))
     rows = 8 * 2 * LOG_INTERVAL["cuda"]
     with fake_world(size) as world, FakeGpu() as gpu:
-        trainer = trainer_of(gpu, world, name, epochs=2)
+        trainer = trainer_of(gpu, world, name, epochs=2, **settings)
         with gpu.waiting():
             trainer.train_set = data = image_data(rows)
         trainer.eval_sets = {"test": data}
@@ -448,7 +385,8 @@ def test_an_epoch_waits_at_logging_intervals_and_at_its_end(name, size):
         }
         with gpu.waiting() as waits:
             trainer.finish_epoch()
-        assert waits == {"step_stats.totals": 1, "evaluation.evaluate": 1}
+        timed = {"step_stats.elapsed"} if "time_compute" in settings else set()
+        assert waits.keys() == {"step_stats.totals", "evaluation.evaluate"} | timed
         assert len(trainer.progress.rows) == 2
 
 

@@ -36,24 +36,18 @@ from resnet50_test import OPTIMIZERS
 
 EPOCHS, STEPS = 12, 10  # of the run; steps in an epoch
 TOTAL = EPOCHS * STEPS
+# torch ends OneCycleLR on the last step, ours right after it: torch's has one step more, and a rise
+# of the same length
+ONE_CYCLE = {"total_steps": TOTAL + 1, "pct_start": (0.3 * TOTAL + 1) / (TOTAL + 1)}
+ONE_CYCLE |= {"cycle_momentum": False}
 PEERS: dict[str, tuple[Callable[[torch.optim.Optimizer], peers.LRScheduler], dict]] = {
     "step": (lambda o: peers.StepLR(o, 3, gamma=0.3), {"step_size": 3}),
-    "multistep": (
-        lambda o: peers.MultiStepLR(o, [2, 5, 11], gamma=0.3),
-        {"milestones": [11, 2, 5]},
-    ),
+    "multistep": (lambda o: peers.MultiStepLR(o, [2, 5], gamma=0.3), {"milestones": [5, 2]}),
     "exponential": (lambda o: peers.ExponentialLR(o, gamma=0.3), {}),
     "inverse": (lambda o: peers.LambdaLR(o, lambda epoch: 1 / (1 + 0.3 * epoch)), {}),
     "polynomial": (lambda o: peers.PolynomialLR(o, TOTAL, power=1.7), {"power": 1.7}),
     "cosine": (lambda o: peers.CosineAnnealingLR(o, TOTAL, eta_min=0.05), {"end": 0.05}),
-    # torch ends OneCycleLR on the last step, ours right after it: torch's has one step more, and a
-    # rise of the same length
-    "onecycle": (
-        lambda o: peers.OneCycleLR(
-            o, 7.0, TOTAL + 1, pct_start=(0.3 * TOTAL + 1) / (TOTAL + 1), cycle_momentum=False
-        ),
-        {"peak": 7.0},
-    ),
+    "onecycle": (lambda o: peers.OneCycleLR(o, 7.0, **ONE_CYCLE), {"peak": 7.0}),
     "cyclic": (
         lambda o: peers.CyclicLR(o, 1.0, 7.0, step_size_up=2 * STEPS, cycle_momentum=False),
         {"peak": 7.0, "step_size": 2},
@@ -142,23 +136,22 @@ def test_decay_groups_hold_each_trained_parameter_once_and_decay_matrices_but_po
     assert sorted(map(id, held[0.1] + held[0.0])) == sorted(map(id, trained))
 
 
-def weight(*shape: int, **settings: bool) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape), **settings)
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
 
 
 @each_of("name", HERE)
 def test_unusual_groups_and_parameters_are_taken_as_by_torch(name):
-    frozen = weight(4, 3, requires_grad=False)
+    frozen = weight(4, 3).requires_grad_(False)
     for groups in (
-        [{"params": []}, {"params": [weight(4, 3)]}, {"params": []}],
-        [{"params": []}],
-        [{"params": [weight(4, 0, 3), weight(0, 5), weight(0), weight(4, 3)]}],
-        [{"params": [weight(4, 0, 3)]}],
-        [{"params": [weight(), weight(1, 1), weight(4, 3)]}],
-        [{"params": [frozen]}, {"params": [frozen.clone().requires_grad_(False)]}],
-        [{"params": [weight(2, 3, 2, 1, 2), weight(9, 8).detach().T[::2].requires_grad_()]}],
+        [[], [weight(4, 3)], []],
+        [[weight(4, 0, 3), weight(0, 5), weight(0), weight(4, 3)]],
+        [[weight(4, 0, 3)]],
+        [[weight(), weight(1, 1), weight(4, 3)]],
+        [[frozen], [frozen.clone()]],
+        [[weight(2, 3, 2, 1, 2), weight(9, 8).detach().T[::2].requires_grad_()]],
     ):
-        optimizer = OPTIMIZERS[name].make(groups, lr=0.1)
+        optimizer = OPTIMIZERS[name].make([{"params": each} for each in groups], lr=0.1)
         for _ in range(2):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for p in parameters:
@@ -221,16 +214,10 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@each_of(
-    ("name", "settings"),
-    [
-        *((name, EVERY_STEP.get(name, {})) for name in HERE),
-        *(("sgd", {"momentum": 0.0}), ("sgd", {"momentum": 0.9, "nesterov": True})),
-    ],
-)
+@each_of("name", HERE)
 @each_of("skipped", [(0, 1), (1, 9)])
-def test_skipped_steps_leave_no_trace(name, settings, skipped):
-    optimizer, peer = create(name, **settings), create(name, **settings)
+def test_skipped_steps_leave_no_trace(name, skipped):
+    optimizer, peer = (create(name, **EVERY_STEP.get(name, {})) for _ in range(2))
     for t in range(12):
         if t in skipped:
             set_gradients(parameters_of(optimizer), 99 + t)
@@ -329,7 +316,7 @@ def test_a_parameter_that_gets_gradients_later_is_trained_as_from_its_start(name
 
 
 @each_of("name", ["ngd", "kaldi_ngd"])
-@each_of("scale", [1e-7, 1e-3, 1e3])
+@each_of("scale", [1e-7, 1e3])
 def test_the_step_does_not_depend_on_the_scale_of_the_gradient(name, scale):
     shapes = [(40, 30), (20, 10, 3, 3)]
     one, other = (create(name, weights(shapes), weight_decay=0.0) for _ in range(2))
@@ -339,11 +326,9 @@ def test_the_step_does_not_depend_on_the_scale_of_the_gradient(name, scale):
         one.step()
         other.step()
     for p, q in zip(parameters_of(one), parameters_of(other)):
-        if name == "ngd":
-            assert distance(p, q) < 1e-4
-        else:  # whose step is as long as the gradient
-            moved = one.state[p]["momentum_buffer"]
-            assert distance(other.state[q]["momentum_buffer"] / scale, moved) < 1e-5
+        if name == "kaldi_ngd":  # whose step is as long as the gradient
+            p, q = one.state[p]["momentum_buffer"], other.state[q]["momentum_buffer"] / scale
+        assert distance(p, q) < 1e-4
 
 
 @each_of("name", OURS)
@@ -358,24 +343,21 @@ def test_a_closure_and_a_rate_in_a_tensor_take_the_same_step(name):
     assert_same(snapshot(optimizer), snapshot(train(peer, [0])), 1e-6)
 
 
-OUT_OF_RANGE: dict[str, dict[str, list[Any]]] = {
-    "NGD": {"rank": [0], "adamw_ratio": [-1.0], "betas": [(0.9, 1.0)], "eps": [0.0]},
-    "KaldiNGD": {"rank": [0], "alpha": [0.0], "eta": [0.0, 1.0], "update_period": [0]}
-    | {"max_dim": [0], "nesterov": [True]},
-    "LAMB": {"eps": [-1.0]},
-    "LARS": {},
-    "Muon": {},
+MOMENTUM = {"momentum": 1.0}
+OUT_OF_RANGE: dict[str, dict[str, Any]] = {
+    "ngd": {"rank": 0, "adamw_ratio": -1.0, "betas": (0.9, 1.0), "eps": 0.0, **MOMENTUM},
+    "kaldi_ngd": {"rank": 0, "alpha": 0.0, "eta": 1.0, "update_period": 0, **MOMENTUM},
+    "lamb": {"eps": -1.0},
+    "lars": MOMENTUM,
+    "muon": MOMENTUM,
 }
-FOR_ALL: dict[str, list[Any]] = {"lr": [-1.0, math.nan], "weight_decay": [-0.1]}
 
 
-def test_a_setting_out_of_range_is_refused():
-    for name in ("ngd", "kaldi_ngd", "lamb", "lars", "muon"):
-        optimizer = create(name, [weight(3, 3)], **({"momentum": 0.0} if name != "lamb" else {}))
-        kind = type(optimizer).__name__
-        own = FOR_ALL | OUT_OF_RANGE[kind] | ({} if name == "lamb" else {"momentum": [1.0, -0.1]})
-        for setting, values in own.items():
-            for value in values:
-                with pytest.raises(ValueError, match=f"{kind}: {setting}="):
-                    optimizer.add_param_group({"params": [weight(3, 3)], setting: value})
-                assert len(optimizer.param_groups) == 1
+@each_of("name", OUT_OF_RANGE)
+def test_a_setting_out_of_range_is_refused(name):
+    optimizer = create(name, [weight(3, 3)])
+    settings = {"lr": math.nan, "weight_decay": -0.1, **OUT_OF_RANGE[name]}
+    for setting, value in settings.items():
+        with pytest.raises(ValueError, match=f"{type(optimizer).__name__}: {setting}="):
+            optimizer.add_param_group({"params": [weight(3, 3)], setting: value})
+        assert len(optimizer.param_groups) == 1

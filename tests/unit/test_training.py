@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.client
+import http.server
 import io
+import itertools
 import json
 import math
 import multiprocessing
 import os
+import runpy
 import signal
-import socket
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -72,7 +75,10 @@ def finished(tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
-def test_resnet_learns_the_digits_and_leaves_a_whole_run_folder(finished):
+def test_both_scripts_learn_and_leave_a_whole_run_folder(finished):
+    texts = finished["transformer_test"] / "run"
+    assert max(row["test_accuracy"] for row in ranks.metrics(texts)) > 0.8
+    assert (texts / "tokenizer.json").exists()
     folder = finished["resnet50_test"] / "run"
     rows = ranks.metrics(folder)
     assert rows[-1]["test_accuracy"] > 0.85
@@ -82,12 +88,6 @@ def test_resnet_learns_the_digits_and_leaves_a_whole_run_folder(finished):
     config = json.loads((folder / "config.json").read_text())
     assert (config["flags"]["arch"], config["torch"]) == ("resnet20", torch.__version__)
     assert {"last.pt", "best.pt"} <= {path.name for path in folder.iterdir()}
-
-
-def test_transformer_learns_the_headlines(finished):
-    folder = finished["transformer_test"] / "run"
-    assert max(row["test_accuracy"] for row in ranks.metrics(folder)) > 0.8
-    assert (folder / "tokenizer.json").exists()
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(here, digits):
@@ -106,54 +106,53 @@ def test_a_dynamic_run_whose_size_never_changes_is_the_static_run(here, digits):
     assert [(row["samples"], row["step"]) for row in rows] == [(1437, 15), (2874, 30)]
 
 
-def test_validation_rows_choose_the_best_and_the_test_set_changes_nothing(here, digits):
+def test_validation_rows_choose_and_the_test_set_changes_nothing(here, digits, monkeypatch):
     held = "--subset 0.5 --val_fraction 0.2"
     digits(held, "with")
     last = digits(f"{held} --no-test", "without").rsplit("best.pt: epoch", 1)[1]
     assert "test accuracy" not in last
     rows = ranks.metrics(here / "with")
     assert rows[0]["samples"] <= 1437 * 0.5 * 0.8 + 10
-    state = torch.load("with/best.pt", weights_only=True)
-    assert state["progress"]["best"]["accuracy"] == max(row["val_accuracy"] for row in rows)
+    words = "--checkpoint without --evaluate --test".split()
+    report = run(resnet50_test, *words, monkeypatch=monkeypatch)
+    assert "accuracy on the test set" in report
     for row in rows:
         assert row.pop("test_accuracy")
         assert row.pop("test_loss")
     assert ranks.metrics(here / "without") == rows
 
 
-def failing_after(step: int, times: int):
-    """A loss that is not finite from that call on, for so many calls."""
-    calls = iter(range(10**9))
-    loss_fn = CrossEntropy()
+@pytest.fixture
+def fail_in(monkeypatch) -> Callable[..., None]:
+    """Let the loss not be finite in the calls of these numbers."""
 
-    def bad(model, x, y):
-        batch = loss_fn(model, x, y)
-        is_bad = step <= next(calls) < step + times
-        return batch._replace(loss=batch.loss * math.nan) if is_bad else batch
+    def fail(*bad: range) -> None:
+        calls, loss_fn = itertools.count(), CrossEntropy()
 
-    return bad
+        def loss(model, x, y):
+            batch, number = loss_fn(model, x, y), next(calls)
+            is_bad = any(number in numbers for numbers in bad)
+            return batch._replace(loss=batch.loss * math.nan) if is_bad else batch
+
+        monkeypatch.setattr("cli.factory.CrossEntropy", lambda smoothing: loss)
+
+    return fail
 
 
-def test_a_few_bad_steps_are_skipped_counted_and_survived(here, digits, monkeypatch):
-    monkeypatch.setattr("cli.factory.CrossEntropy", lambda smoothing: failing_after(4, 3))
-    digits()
+def test_bad_steps_are_skipped_and_ten_go_back_with_half_the_rate(here, digits, fail_in):
+    fail_in(range(4, 7), range(30, 40))
+    assert "back to epoch 2, step 23" in digits("--lr_schedule constant")
     rows = ranks.metrics(here / "run")
     assert [row["skipped_steps"] for row in rows] == [3, 0]
     assert all(math.isfinite(row["train_loss"]) for row in rows)
-
-
-def test_ten_bad_steps_go_back_to_the_checkpoint_with_half_the_rate(here, digits, monkeypatch):
-    monkeypatch.setattr("cli.factory.CrossEntropy", lambda smoothing: failing_after(30, 10))
-    assert "back to epoch 2, step 23" in digits("--lr_schedule constant")
-    rows = ranks.metrics(here / "run")
     assert [row["lr"] for row in rows] == [0.1, 0.05]
+    assert [row["step"] for row in rows] == [23, 46]
     assert rows[-1]["test_accuracy"] > 0.3
-    assert rows[-1]["step"] == 46
 
 
-def test_a_loss_that_stays_bad_ends_with_exit_code_3(here, digits, monkeypatch):
+def test_a_loss_that_stays_bad_ends_with_exit_code_3(here, digits, fail_in):
     """After three returns; the last checkpoint is sound."""
-    monkeypatch.setattr("cli.factory.CrossEntropy", lambda smoothing: failing_after(5, 10**9))
+    fail_in(range(5, 10**9))
     console = digits(code=3)
     assert console.count("steps in a row were not finite") == recovery.MAX_ROLLBACKS
     assert console.splitlines()[-1].startswith("error:")
@@ -190,7 +189,6 @@ def test_the_first_signal_is_answered_within_an_operation_and_the_second_ends_at
 
 
 def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
-    pytest.importorskip("onnxruntime")
     monkeypatch.chdir(folder := finished["resnet50_test"])
 
     def resumed(*words: str) -> list[str]:
@@ -237,28 +235,18 @@ def exported_metadata(script, monkeypatch) -> dict[str, Any]:
 
 
 def answer_of_the_example(content: bytes) -> dict[str, Any]:
-    """What examples/serve_onnx.py answers to an upload, in a process of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    example = str(ranks.ROOT / "examples" / "serve_onnx.py")
-    server = subprocess.Popen([sys.executable, example, "model.onnx", str(port)])
-    try:
-        for _ in range(200):
-            time.sleep(0.1)
-            with contextlib.suppress(ConnectionRefusedError):
-                connection = http.client.HTTPConnection("localhost", port)
-                connection.request("POST", "/", content)
-                return json.loads(connection.getresponse().read())
-        raise AssertionError("the example does not answer")
-    finally:
-        server.kill()
-        server.wait()
+    """What examples/serve_onnx.py answers to an upload."""
+    with mock.patch.object(sys, "argv", ["serve_onnx.py", "model.onnx"]):
+        example = runpy.run_path(str(ranks.ROOT / "examples" / "serve_onnx.py"))
+    with http.server.HTTPServer(("127.0.0.1", 0), example["Handler"]) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        connection = http.client.HTTPConnection(*server.server_address)
+        connection.request("POST", "/", content)
+        return json.loads(connection.getresponse().read())
 
 
 @pytest.mark.process
 def test_predict_and_export_of_texts(finished, monkeypatch):
-    pytest.importorskip("onnxruntime")
     monkeypatch.chdir(finished["transformer_test"])
     Path("lines.txt").write_text(
         "The striker scored twice as the team won the cup final\n\n"
@@ -302,7 +290,7 @@ def test_the_smaller_last_batches_are_not_compiled_for(more, digits, monkeypatch
 
 
 def test_a_full_disk_keeps_the_previous_checkpoint_and_the_run_goes_on(here, digits, monkeypatch):
-    real, calls = checkpoint.torch.save, iter(range(100))
+    real, calls = checkpoint.torch.save, itertools.count()
 
     def full(*arguments: object) -> None:
         if next(calls) in (2, 3):  # the start, epoch 1, and then epoch 2 fails, also a second time
@@ -315,20 +303,13 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_the_run_goes_on(here, dig
     assert checkpoint.load(here / "run", "resnet50_test")["progress"]["epoch"] == 3
 
 
-def test_the_step_gets_the_weight_of_its_share_and_the_rate_of_its_batch(here, digits, monkeypatch):
-    plan, train_step, given = DynamicBatchSampler.plan, Trainer.train_step, []
+def test_the_step_gets_the_weight_of_its_share(digits, monkeypatch):
+    plan, train_step = DynamicBatchSampler.plan, Trainer.train_step
 
     def half_weights(*args):
         return [part._replace(weight=0.5) for part in plan(*args)]
 
-    def spy(*args, **named):
-        given.append(args[3])
-        return train_step(*args, **named)
-
     monkeypatch.setattr(DynamicBatchSampler, "plan", half_weights)
-    monkeypatch.setattr(Trainer, "train_step", spy)
-    digits("--lr_schedule constant --dynamic_batch increase --batch_growth 2 --dynamic_lr linear")
-    rows = ranks.metrics(here / "run")
-    assert set(given) == {0.5}
-    assert [row["batch_size"] for row in rows] == [64, 128]
-    assert [row["lr"] for row in rows] == [0.1, 0.2]
+    with mock.patch.object(Trainer, "train_step", autospec=True, side_effect=train_step) as spy:
+        digits("--epochs 1")
+    assert {call.args[3] for call in spy.call_args_list} == {0.5}
