@@ -11,10 +11,8 @@ import dataclasses
 import json
 import math
 import re
-import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +31,7 @@ from backends import machine
 from benchmarks import airbench
 from cli import options, settings
 from cli.foreign_names import FOREIGN
-from conftest import for_each
+from conftest import each_of
 from errors import InputError
 from figures import draw, experiments, methods, pack_logs, pictures, run_logs
 
@@ -41,11 +39,8 @@ ROOT = ranks.ROOT
 
 AIRBENCH = "benchmarks.airbench"
 SCRIPTS = {"resnet50_test.py": resnet50_test, "transformer_test.py": transformer_test}
-PLANNED = [
-    run
-    for device in ("cpu", "gpu")
-    for run in experiments.read_plan(experiments.PLAN, device, run_logs.LOGS)
-]
+PLANS = [experiments.read_plan(experiments.PLAN, name, run_logs.LOGS) for name in ("cpu", "gpu")]
+PLANNED = [run for plan in PLANS for run in plan]
 # No axis of theirs is longer than 64, so that every --ngd_rank from 32 on is the same; 80 was the
 # default once.
 SMALL_NETWORKS = {"resnet8", "resnet20"}
@@ -63,13 +58,10 @@ def flags_of(run: experiments.PlannedRun, logs: Path) -> argparse.Namespace:
     return options.parse(script.parser(), script.SCRIPT, arguments)[0]
 
 
-def test_the_scripts_accept_every_command_of_the_plan(monkeypatch, tmp_path):
+@each_of("run", [run for run in PLANNED if run.seed == 0])
+def test_the_scripts_accept_every_command_of_the_plan(run, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-
-    def check(run: experiments.PlannedRun) -> None:
-        assert str(flags_of(run, tmp_path).out).endswith(run.title)
-
-    for_each([(run,) for run in PLANNED if run.seed == 0], check)
+    assert str(flags_of(run, tmp_path).out).endswith(run.title)
 
 
 LOGGED = [
@@ -184,21 +176,8 @@ def plan_in(folder: Path, epochs: int = 2) -> list[str]:
     return ["cpu", *places, "--allow_dirty"]
 
 
-@pytest.fixture(autouse=True)
-def signal_handlers() -> Iterator[None]:
-    """The runner sets them, here for the length of a test."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 def run_plan(
-    folder: Path,
-    *arguments: str,
-    epochs: int = 2,
-    code: int = 0,
-    clock: Callable[[], float] = time.monotonic,
+    folder: Path, *arguments: str, epochs: int = 2, code: int = 0, clock: Any = time.monotonic
 ) -> str:
     """What the runner and its runs print, which are forked processes."""
     words, console = [*plan_in(folder, epochs), *arguments], folder / "console.log"
@@ -208,6 +187,7 @@ def run_plan(
 
     with pytest.MonkeyPatch.context() as patch, open(console, "w") as printed:
         patch.setattr(experiments.subprocess, "Popen", start)
+        patch.setattr(experiments.signal, "signal", lambda *_: None)
         patch.setattr(experiments, "time", SimpleNamespace(monotonic=clock))
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             found = errors.exit_code(lambda: experiments.main(words))
@@ -219,26 +199,21 @@ def test_wrong_commands_and_uncommitted_code_are_refused(tmp_path, monkeypatch):
     """What is evidence comes from a commit; a log that the runner has written does not stop it."""
     words = plan_in(tmp_path)
 
-    def untracked(ignored: Path) -> list[str]:
-        assert ignored == tmp_path / "logs"
-        return ["new.py"]
-
+    untracked = {tmp_path / "logs": ["new.py"]}  # apart from what is below that folder
+    monkeypatch.setattr(experiments.signal, "signal", lambda *_: None)
     monkeypatch.setattr(machine, "modified_files", lambda: ["backends/machine.py"])
-    monkeypatch.setattr(machine, "untracked_files", untracked)
-
-    def check(words: list[str], match: str) -> None:
-        with pytest.raises(InputError, match=match):
-            experiments.main(words)
+    monkeypatch.setattr(machine, "untracked_files", lambda ignored: untracked[ignored])
 
     cases = [
         (words[:-1], r"not committed: backends/machine\.py, new\.py;"),
-        ([*words, "--logs", str(run_logs.LOGS)], "figures/logs are evidence"),
         ([*words, "--logs", str(run_logs.LOGS / "below")], "figures/logs are evidence"),
         ([*words, "--only", "two"], "there are one"),
     ]
     if not torch.cuda.is_available():
         cases.append((["gpu", *words[1:]], "gpu: this machine has none"))
-    for_each(cases, check)
+    for wrong, match in cases:
+        with pytest.raises(InputError, match=match):
+            experiments.main(wrong)
     assert not (tmp_path / "logs").exists()
 
 

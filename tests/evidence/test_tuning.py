@@ -25,7 +25,7 @@ import ranks
 import resnet50_test
 import transformer_test
 from cli import options
-from conftest import for_each
+from conftest import each_of, for_each
 from tuning import results, search, space, sweep, trials
 from tuning.config import Objective
 from tuning.target_script import TargetScript
@@ -77,15 +77,14 @@ def test_a_space_is_read_and_sampled(tmp_path):
         "max_grad_norm: {type: float, low: 0, high: 1, step: 0.5}\n"
         "bs: {type: int, low: 16, high: 64, step: 16}\n"
         "nesterov: {type: categorical, choices: [false]}\n"
-        "mixup: {type: categorical, choices: [none, mixup]}\n"
     )
     values = space.suggest(optuna.create_study().ask(), space.read_space(path, script))
-    assert list(values) == ["lr", "clip", "bs", "nesterov", "mixup"]
+    assert list(values) == ["lr", "clip", "bs", "nesterov"]
     assert 1e-3 <= values["lr"] <= 0.5
     assert values["clip"] in (0, 0.5, 1)
     assert values["bs"] in (16, 32, 48, 64)
-    flags = script.flags(values | {"mixup": "none"})
-    assert (flags["lr"], flags["nesterov"], flags["mixup"]) == (values["lr"], False, "none")
+    flags = script.flags(values)
+    assert (flags["lr"], flags["nesterov"]) == (values["lr"], False)
     for name in ("resnet50", "transformer"):
         script = TargetScript.read(f"{name}_test.py", [])
         assert "lr" in space.read_space(ROOT / "tuning" / f"{name}.yaml", script)
@@ -95,22 +94,15 @@ def test_a_wrong_space_or_flag_is_one_line(run_sweep, tmp_path, monkeypatch):
     cases = [
         ("", "", "expected lines such as"),
         ("lr: [", "", "not YAML"),
-        ("lr: {log: [0.1, 1]}", "", "lr: expected a type (float, int, categorical)"),
         ("lr: {type: float, low: 0.1}", "", "lr: FloatDistribution"),
-        ("lr: {type: float, low: 0.1, high: 1, step: x}", "", "could not convert"),
-        ("lr: {type: float, low: 0, high: 1, log: true}", "", "lr: `low > 0`"),
         ("bs: {type: float, low: 16, high: 64.5}", "", "must be a whole number"),
         (categorical("lr", 0.1, "abc"), "", "--lr: must be a number, got 'abc'"),
-        ("lr: {type: categorical, choices: [null]}", "", "must be a number, got 'None'"),
         (categorical("lr", 1) + categorical("learning-rate", 2), "", "lr is there twice"),
         (categorical("leraning_rate", 1), "", "did you mean --learning_rate?"),
         (categorical("out", "x"), "", "the sweep sets this flag"),
-        (categorical("recipe", "best"), "", "this flag cannot be searched"),
         (None, "--leraning_rate 1", "did you mean --learning_rate?"),
-        (None, "--trial 3", "did you mean --trials?"),
         (None, "--sampler grid", "lr has a range"),
         (None, "--objective time_to:2", "--objective"),
-        (None, "--space nowhere.yaml", "nowhere.yaml"),
         (None, "--resume-from-checkpoint=x", "--resume"),
         (None, "--epochs 3 --warmup 5", "--warmup 5"),  # which every trial would refuse
     ]
@@ -156,7 +148,6 @@ def test_objectives():
     for pruner, values, expected in (
         (optuna.pruners.MedianPruner(), [40.0, 10.0], True),
         (optuna.pruners.MedianPruner(), [40.0, 11.0], False),
-        (optuna.pruners.MedianPruner(), [], False),
         (optuna.pruners.NopPruner(), [10.0], False),
     ):
         study = optuna.create_study(direction="minimize", pruner=pruner)
@@ -246,7 +237,6 @@ def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(run_sweep, tm
     for text, words, message in (
         (categorical("lr", 0.05), [], "the space's lr"),
         (searched, ["--subset", "0.3"], "--subset"),
-        (searched, ["--objective", "time_to:0.1"], "--objective"),
     ):
         code, _, error = run_sweep(text, *grid, *words)
         assert (code, error.count("\n"), message in error) == (2, 1, True), error
@@ -262,12 +252,12 @@ def test_a_target_that_no_trial_reaches_makes_no_recipe(run_sweep, tmp_path):
     assert not (tmp_path / "sweep" / "recipe.yaml").exists()
 
 
-def written(words: str | list[str], params: dict[str, Any], folder: Path, nproc: int = 1) -> Any:
+def written(words: list[str], params: dict[str, Any], folder: Path, nproc: int = 1) -> Any:
     """As much of a sweep's settings as its command needs, after its recipe is written."""
     one_of = optuna.distributions.CategoricalDistribution
     distributions = {name: one_of([value]) for name, value in params.items()}
     best = optuna.trial.create_trial(value=0.5, params=params, distributions=distributions)
-    script, *flags = words.split() if isinstance(words, str) else words
+    script, *flags = words
     config = SimpleNamespace(
         script=TargetScript.read(script, flags),
         nproc=nproc,
@@ -296,29 +286,29 @@ def test_the_printed_command_trains_on_the_same_data(tmp_path, monkeypatch, caps
         assert conftest.call(transformer_test, arguments) == 0, capsys.readouterr().err
 
 
-def test_a_recipe_holds_what_the_best_trial_had(tmp_path):
-    """And the learning rate's scaling, so that it holds for other numbers of processes."""
-    (tmp_path / "given.yaml").write_text("nesterov: true\narch: resnet20\n")
-    linear = {"lr_scaling": "linear", "base_bs": 256}
-    lamb = {"optimizer": "lamb", "lr_scaling": "sqrt", "base_bs": 96}
-    scaled = {"batch_size": 512, "lr_scaling": "sqrt", "base_bs": 64}
+SCALED = {"lr_scaling": "sqrt", "base_bs": 96}
+LAMB = {"optimizer": "lamb", **SCALED}
+LINEAR = {"optimizer": "sgd", "lr_scaling": "linear", "base_bs": 256}
 
-    def check(flags: str, params: dict[str, Any], nproc: int, expected: dict[str, Any]) -> None:
-        config = written(f"resnet50_test.py {flags}", params, tmp_path, nproc)
-        assert yaml.safe_load(config.recipe_out.read_text()) == params | expected
-        parser = resnet50_test.parser()
-        read = parser.defaults() | parser.given(
-            options.recipe_arguments(str(config.recipe_out), parser)
-        )
-        changed = {"recipe": None, "subset": 1.0, "lr_scaling": "none", "base_bs": 128}
-        changed |= {name: value for name, value in expected.items() if name in changed}
-        assert read == config.script.flags(params) | changed
 
-    cases = [
-        ("", {"lr": 0.1}, 2, linear),
-        ("--optimizer lamb", {"lr": 0.1, "bs": 32, "accumulate": 3}, 1, lamb),
-        ("--bs 512 --lr_scaling sqrt --base_bs 64", {"lr": 0.1}, 1, scaled),
-        (f"--recipe {tmp_path}/given.yaml", {"nesterov": False}, 1, {"arch": "resnet20"}),
+@each_of(
+    ("flags", "params", "nproc", "expected"),
+    [
+        ("--optimizer sgd", {"lr": 0.1}, 2, LINEAR),
+        ("--optimizer lamb", {"lr": 0.1, "bs": 32, "accumulate": 3}, 1, LAMB),
+        ("--bs 512 --lr_scaling sqrt --base_bs 96", {"lr": 0.1}, 1, {"batch_size": 512, **SCALED}),
+        ("--recipe given.yaml", {"nesterov": False}, 1, {"arch": "resnet20"}),
         ("--meta_learning --subset 0.1", {"alpha": 0.3}, 1, {"mixup": "meta"}),
-    ]
-    for_each(cases, check)
+    ],
+)
+def test_a_recipe_holds_what_the_best_trial_had(flags, params, nproc, expected, here):
+    """And the learning rate's scaling, so that it holds for other numbers of processes."""
+    (here / "given.yaml").write_text("nesterov: true\narch: resnet20\n")
+    config = written(["resnet50_test.py", *flags.split()], params, here, nproc)
+    assert yaml.safe_load(config.recipe_out.read_text()) == params | expected
+    parser = resnet50_test.parser()
+    given = options.recipe_arguments(str(config.recipe_out), parser)
+    changed = {"recipe": None, "subset": 1.0, "lr_scaling": "none", "base_bs": 128}
+    changed |= {name: value for name, value in expected.items() if name in changed}
+    read = parser.defaults() | parser.given(given)
+    assert read == config.script.flags(params) | changed
