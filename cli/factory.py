@@ -9,11 +9,10 @@ trainer = create_trainer(args, run, data, model=model, ...)
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,8 @@ from backends.machine import describe_machine, device_name
 from backends.precision import Precision, choose_precision
 from cli import compatibility
 from cli.flags import WIRE_BITS, OptimizerChoice
-from cli.options import check_validation_set, uses_trained_model
+from cli.options import check_validation_set, create_lr_schedule, uses_trained_model
+from cli.settings import refused_as
 from cli.start_checks import check_data
 from distributed import ddp, fsdp, sharded_checkpoint
 from distributed.agreement import on_main
@@ -56,7 +56,7 @@ from models import activation_checkpointing, fusion, pretrained
 from models.averaged_views import VIEWS, AveragedViews
 from models.residual import residual_blocks
 from optimizers.param_groups import optimizer_groups
-from optimizers.schedules import Schedule, scale_lr
+from optimizers.schedules import scale_lr
 from training import checkpoint, evaluation, predictions, run_log
 from training.batch_sampler import MIN_RANK_ROWS, DynamicBatchSampler
 from training.epoch_report import EVAL_SET_NAMES, describe_checkpoint
@@ -73,15 +73,6 @@ OWN_WIRE_DTYPES = {
     **WIRE_DTYPES,
     **dict.fromkeys(WIRE_BITS, torch.bfloat16),  # of what SLAMB does not round further
 }
-
-
-@contextlib.contextmanager
-def refused_as(flag: str) -> Iterator[None]:
-    """Turn a part's refusal of its settings into the line of the flag that gave them."""
-    try:
-        yield
-    except ValueError as error:
-        raise InputError(f"{flag}: {error}") from None
 
 
 # -------------------------------------------------------------------- run and data
@@ -146,8 +137,7 @@ def split_rows(args: Namespace, labels: Tensor, has_val: bool = False) -> dict[s
         labels: (rows,) of the training set.
         has_val: the data set has a validation set of its own, which is used instead.
     Raises:
-        InputError: there is no validation set, and a flag needs one, or --val_fraction leaves no
-            training rows of a class, or no validation rows.
+        InputError: there is no validation set, and a flag needs one, or no rows are left.
     """
     check_validation_set(args, has_val or bool(args.val_fraction))
     rows = torch.arange(len(labels))
@@ -155,18 +145,8 @@ def split_rows(args: Namespace, labels: Tensor, has_val: bool = False) -> dict[s
         rows, _ = stratified_rows(labels, args.subset, seed=args.seed)
     if has_val or not args.val_fraction:
         return {"train": rows}
-    labels = labels[rows]
-    val, train = held_out_rows(labels, args.val_fraction, seed=args.seed + 1)
-    if without := set(labels.tolist()) - set(labels[train].tolist()):
-        raise InputError(
-            f"--val_fraction {args.val_fraction:g} leaves no training rows of {len(without)} of "
-            f"the {len(set(labels.tolist()))} classes ({len(rows)} rows in all); give a smaller one"
-        )
-    if not len(val):
-        raise InputError(
-            f"--val_fraction {args.val_fraction:g} leaves no validation rows, as each class has "
-            "one row only; give more rows (without --subset), or --val_fraction 0"
-        )
+    with refused_as("--val_fraction"):
+        val, train = held_out_rows(labels[rows], args.val_fraction, seed=args.seed + 1)
     return {"train": rows[train], "val": rows[val]}
 
 
@@ -305,19 +285,6 @@ def scaled_lr(args: Namespace, world: World) -> float:
         batch_size=global_batch_size(args, world),
         base_batch_size=args.base_bs,
     )
-
-
-def create_lr_schedule(args: Namespace) -> Schedule:
-    """The learning rate over the run, as a multiple of --lr."""
-    with refused_as("--lr_args"):
-        return Schedule(
-            args.lr_schedule,
-            args.epochs,
-            warmup=args.warmup,
-            gamma=args.gamma,
-            milestones=args.milestones,
-            **args.lr_args,
-        )
 
 
 # -------------------------------------------------------------------- loss and mixing

@@ -18,12 +18,11 @@ from cli.factory import (
     Run,
     choose_rows,
     load_weights,
-    refused_as,
     report_baseline,
     report_predictions,
 )
 from cli.flag_parser import Choice, Scope, ScriptParser, natural, number, setting
-from cli.settings import own
+from cli.settings import own, refused_as
 from distributed.agreement import local_main_first, on_main
 from distributed.world import READ_SECONDS
 from errors import InputError

@@ -24,6 +24,7 @@ from distributed.worker import is_restarted, launcher_id
 from distributed.world import under_torchrun
 from errors import InputError, did_you_mean
 from input_pipeline import own_data
+from optimizers.schedules import Schedule
 from training import checkpoint, run_folder
 
 YES_OR_NO = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -323,6 +324,20 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
     if args.dataset not in own_data.DATASETS:  # others may have a validation set: see load_data
         check_validation_set(args, has_val=bool(args.val_fraction))
     compatibility.check(args)
+    create_lr_schedule(args)
+
+
+def create_lr_schedule(args: Namespace) -> Schedule:
+    """The learning rate over the run, as a multiple of --lr."""
+    with settings.refused_as("--lr_args"):
+        return Schedule(
+            args.lr_schedule,
+            args.epochs,
+            warmup=args.warmup,
+            gamma=args.gamma,
+            milestones=args.milestones,
+            **args.lr_args,
+        )
 
 
 def check_validation_set(args: Namespace, has_val: bool) -> None:

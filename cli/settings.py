@@ -8,13 +8,23 @@ Their names and defaults are those of the part's own parameters, which it docume
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from cli.flag_parser import Flag, ScriptParser
 from errors import InputError, did_you_mean
+
+
+@contextlib.contextmanager
+def refused_as(flag: str) -> Iterator[None]:
+    """Turn a part's refusal of its settings into the line of the flag that gave them."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(f"{flag}: {error}") from None
 
 
 def own(part: Callable[..., Any], *names: str) -> dict[str, Any]:

@@ -17,12 +17,11 @@ from cli.factory import (
     Run,
     choose_rows,
     load_weights,
-    refused_as,
     report_baseline,
     report_predictions,
 )
 from cli.flag_parser import OFF, ON, Choice, ScriptParser, below_one, number, setting
-from cli.settings import own
+from cli.settings import own, refused_as
 from distributed.agreement import once_a_node
 from distributed.world import READ_SECONDS
 from errors import InputError

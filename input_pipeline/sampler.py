@@ -181,8 +181,22 @@ def held_out_rows(labels: Tensor, fraction: float, *, seed: int) -> tuple[Tensor
         seed: seed of the draw.
     Returns:
         (validation rows, training rows), both sorted.
+    Raises:
+        ValueError: a class has no training rows, or there are no validation rows.
     """
     val, train = stratified_rows(labels, fraction, seed=seed)
     is_alone = labels.bincount()[labels] == 1
     train = torch.cat([train, val[is_alone[val]]]).sort().values
-    return val[~is_alone[val]], train
+    val = val[~is_alone[val]]
+    classes = set(labels.tolist())
+    if without := classes - set(labels[train].tolist()):
+        raise ValueError(
+            f"{fraction:g} leaves no training rows of {len(without)} of the {len(classes)} classes "
+            f"({len(labels)} rows in all); give a smaller one"
+        )
+    if not len(val):
+        raise ValueError(
+            f"{fraction:g} leaves no validation rows, as each class has one row only; give more "
+            "rows, or 0"
+        )
+    return val, train

@@ -304,7 +304,7 @@ def test_rows_are_held_out_of_a_training_set_alone(tmp_path, capsys, refused):
     for number, (name, base, run, make) in enumerate([*KINDS, unsplit]):
         data, out = make(tmp_path / str(number), "train"), tmp_path / f"run-{number}"
         assert "--val_fraction 0.1" in refused(name, f"--data_dir {data}", "is missing", base)
-        names = "--val_fraction 0.99 leaves no training rows of 2 of the 2 classes"
+        names = "--val_fraction: 0.99 leaves no training rows of 2 of the 2 classes"
         refused(name, f"--data_dir {data} --val_fraction 0.99", names, base)
         if name == "images":
             (data / ".ipynb_checkpoints").mkdir()  # which is no class
