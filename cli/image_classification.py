@@ -84,7 +84,7 @@ def load_data(args: Namespace, run: Run) -> Data:
         )
     chosen, fingerprint = choose_rows(args, run, splits, classes)
     train = chosen["train"]
-    decoder = FileDecoder(num_workers(args) if train.files is not None else 0)
+    decoder = FileDecoder(args.workers if train.files is not None else 0)
     with run.world.waiting_at_most(READ_SECONDS):
         for name, split in chosen.items():
             keep = is_resident(args, run, split)
@@ -124,11 +124,6 @@ def is_resident(args: Namespace, run: Run, split: ImageSplit) -> bool:
     """Whether the pixels of a split are kept in memory, by --resident."""
     fits = image_batches.fits_in_memory(split, run.world.device)
     return {"auto": fits, "yes": True, "no": False}[args.resident]
-
-
-def num_workers(args: Namespace) -> int:
-    """How many processes decode image files, by --workers."""
-    return torch.get_num_threads() if args.workers is None else args.workers
 
 
 def create_augmentation(args: Namespace, size: int) -> Augmentation:
@@ -202,7 +197,7 @@ def predict(args: Namespace, run: Run) -> None:
         mean=checkpoint["mean"],
         std=checkpoint["std"],
         device=run.world.device,
-        decoder=FileDecoder(num_workers(args) if len(files) > args.batch_size else 0),
+        decoder=FileDecoder(args.workers if len(files) > args.batch_size else 0),
         resident=False,
     )
     rows = torch.arange(len(files)).split(args.batch_size)

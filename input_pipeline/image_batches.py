@@ -338,11 +338,12 @@ class FileDecoder:
     among them, so that two batches are decoded ahead, however many workers there are.
 
     Args:
-        workers: number of processes; 0 decodes in this process.
+        workers: number of processes; 0 decodes in this process, None is one for each thread of
+            torch.
     """
 
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
+    def __init__(self, workers: int | None) -> None:
+        self.workers = torch.get_num_threads() if workers is None else workers
         self.idle = [self._start()]
 
     def _start(self) -> tuple[Tasks, DataLoader]:
