@@ -66,7 +66,7 @@ from training.run_folder import open_run_folder
 from training.run_segments import describe_last, next_segments
 from training.trainer import Trainer, TrainerConfig
 
-MIN_EVAL_BATCH = 64
+MIN_EVAL_BATCH = 64  # samples of one process in a batch of an evaluation, also where --bs is less
 NOISE_SEED = 2  # added to --seed for --label_noise; --val_fraction adds 1
 OWN_WIRE_DTYPES = {
     "fp32": torch.float32,
@@ -468,7 +468,7 @@ def create_trainer_config(args: Namespace, run: Run, batches: DynamicBatchSample
     return TrainerConfig(
         epochs=args.epochs,
         lr=scaled_lr(args, run.world),
-        eval_batch_size=eval_batch_size(args),
+        eval_batch_size=max(MIN_EVAL_BATCH, args.batch_size),
         accumulation_steps=accumulation_steps,
         micro_batch_size=micro_batch_size,
         max_grad_norm=args.clip,
@@ -487,11 +487,6 @@ def create_trainer_config(args: Namespace, run: Run, batches: DynamicBatchSample
 def num_views(args: Namespace) -> int:
     """Views of a test image, over which outputs are averaged; a text has one."""
     return VIEWS[getattr(args, "test_views", "none")]
-
-
-def eval_batch_size(args: Namespace) -> int:
-    """Samples of one process in one batch of an evaluation."""
-    return max(MIN_EVAL_BATCH, args.batch_size)
 
 
 def create_comm_hook(args: Namespace, run: Run) -> AllReduceHook:
@@ -553,7 +548,7 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
         data.eval_sets[name],
         precision=run.precision,
         world=run.world,
-        batch_size=eval_batch_size(args),
+        batch_size=max(MIN_EVAL_BATCH, args.batch_size),
         count_classes=len(classes),
         title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
     )

@@ -290,7 +290,7 @@ def flag_arguments(name: str, value: Any, parser: ScriptParser) -> list[str]:
         value: a word, or several in a list, or the settings of a part; that of a flag without a
             value is true or false, yes or no, on or off.
     Raises:
-        InputError: the flag may not be in a recipe.
+        InputError: the flag may not be in a recipe, or the value is of another kind.
     """
     name, _, key = name.partition(".")
     flag = parser.find(name)
@@ -298,10 +298,12 @@ def flag_arguments(name: str, value: Any, parser: ScriptParser) -> list[str]:
         raise InputError(f"{name}: a recipe cannot hold this flag; give it on the command line")
     if key:
         value = {key: value}
-    if isinstance(value, dict):
-        return [f"--{name}", *(f"{key}={each}" for key, each in value.items())]
-    if isinstance(value, list):
-        return [f"--{name}", *map(str, value)]
+    if isinstance(value, dict | list):
+        values = value.values() if isinstance(value, dict) else value
+        if any(isinstance(each, dict | list) for each in values):
+            raise InputError(f"--{name}: {excerpt(value)} is neither a value nor a list of values")
+        keys = [f"{key}=" for key in value] if isinstance(value, dict) else [""] * len(value)
+        return [f"--{name}", *(f"{key}{each}" for key, each in zip(keys, values))]
     word = str(value).lower()
     is_switch = word in ("true", "false") or (flag is not None and flag.type is switch)
     if is_switch and word in YES_OR_NO:

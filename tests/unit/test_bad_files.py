@@ -38,7 +38,6 @@ WRONG_RECIPES = [
     (b"augment: yes", "--augment: 'yes' is not one of standard, none"),
     (b"betas: [no, 0.9]", "--betas: must be a number, got 'no'"),
     (b"out: ''", "--out: the value is empty"),
-    (b"torch_compile: true\nbackend: eager", "torch_compile and backend are the same flag"),
     *((f"{name}: true".encode(), f"{name}: a recipe cannot hold") for name in COMMAND_LINE),
 ]
 
