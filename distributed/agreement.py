@@ -70,6 +70,8 @@ def on_main(world: World, action: Callable[[], Result]) -> Result:
     Raises:
         InputError: `action` raised it; on every rank.
     """
+    if world.size == 1:
+        return action()
     with raise_together(world):
         result = action() if world.is_main else None
     return world.broadcast(result)

@@ -12,8 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from input_pipeline.text_batches import CHUNK_ROWS, TextDataset
+from input_pipeline.text_batches import TextDataset
 from input_pipeline.tokenization import SPECIAL_TOKENS
+
+CHUNK_ROWS = 1000  # whose tokens are counted at once
 
 
 def naive_bayes_scores(data: TextDataset, vocab_size: int, *, classes: int) -> Tensor:

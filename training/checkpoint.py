@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import os
 import re
 import warnings
 import zipfile
@@ -40,7 +41,7 @@ def save_last(folder: Path, state: Mapping[str, Any], *, keep: int) -> None:
     Raises:
         OSError: as of `save`.
     """
-    save(folder / "last.pt", state, before_rename=lambda: keep_previous(folder, keep))
+    save(folder / "last.pt", state, before_rename=lambda: keep_previous(folder))
     for number, older in enumerate(latest_files(folder)):
         if number >= keep:
             older.unlink(missing_ok=True)
@@ -64,11 +65,21 @@ def save(
         raise OSError(f"{path} could not be written ({first_line(error)})") from error
 
 
-def keep_previous(folder: Path, keep: int) -> None:
-    """Rename last.pt to last-1.pt, after the older ones have moved on by one."""
-    if keep > 1:
-        for number, path in reversed(list(enumerate(latest_files(folder)))):
-            path.replace(folder / f"last-{number + 1}.pt")
+def keep_previous(folder: Path) -> None:
+    """Give last.pt a second name, last-1.pt, after the older ones have moved on by one.
+
+    Where the file system has no links, last.pt is missing until a new file takes the name.
+    """
+    files = latest_files(folder)
+    for number, path in reversed(list(enumerate(files))):
+        older = folder / f"last-{number + 1}.pt"
+        if path.name != "last.pt":
+            path.replace(older)
+            continue
+        try:
+            os.link(path, older)
+        except OSError:
+            path.replace(older)
 
 
 def latest_files(folder: Path) -> list[Path]:

@@ -105,7 +105,7 @@ def test_a_run_is_described(tmp_path):
         "time 6 s device-hours 0.003333 samples/s 320 peak memory 1.00 GiB",  # on 2 devices
         "command resnet50_test.py --ngd commit abc1234",
         "flag value default --dataset digits cifar10",
-        "--optimizer ngd sgd --lr 0.1 0.08 --subset 0.5 1",
+        "--lr 0.1 0.08 --subset 0.5 1",
         "cat 88.89 80.00 84.21 10",  # 8 of 9 taken for cats, 8 of 10 cats
         "cow 0.00 0.00 0.00 5 mean, sum 48.38 56.67 51.15 25",
         "cat dog cow cat 8 2 dog 1 9 cow 5",  # the matrix

@@ -104,7 +104,7 @@ def test_a_wrong_space_or_flag_is_one_line(run_sweep, tmp_path, monkeypatch):
         (None, "--sampler grid", "lr has a range"),
         (None, "--objective time_to:2", "--objective"),
         (None, "--resume-from-checkpoint=x", "--resume"),
-        (None, "--epochs 3 --warmup 5", "--warmup 5"),  # which every trial would refuse
+        (None, "--epochs 3 --warmup 5", "warmup=5"),  # which every trial would refuse
     ]
 
     def check(text: str | None, words: str, message: str) -> None:

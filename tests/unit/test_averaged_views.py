@@ -57,11 +57,11 @@ def test_a_run_reports_the_accuracy_over_views(here, monkeypatch):
     [
         ("--test_views mirror", "mirror images"),
         ("--alternate_flip", "mirror images"),
-        ("--small_epochs 1 --small_size 9", "only 8 pixels a side"),
-        ("--small_epochs 1 --small_size 4 --small_stages 2", "at least one"),
+        ("--small_epochs 1 --small_size 9", "small_size=9 must be at most 8"),
+        ("--small_epochs 1 --small_size 4 --small_stages 2", "small_stages=2 must be at most"),
         ("--augment none --crop_pad 2", "--augment none has no such setting"),
-        ("--crop_pad 8 --crop_fill reflect", "1 to 7 can be reflected, not 8"),
-        ("--arch vgg8 --image_size 12 --small_epochs 1 --small_size 4", "images of 4 pixels"),
+        ("--crop_pad 8 --crop_fill reflect", "pad=8 must be from 1 to 7"),
+        ("--arch vgg8 --image_size 12 --small_epochs 1 --small_size 4", "cannot take 4x4 images"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(refused, flags, expected):
