@@ -15,7 +15,7 @@ from torch import Tensor
 from input_pipeline.text_batches import TextDataset
 from input_pipeline.tokenization import SPECIAL_TOKENS
 
-CHUNK_ROWS = 1000  # whose tokens are counted at once
+CHUNK_ROWS = 200  # whose tokens are counted at once
 
 
 def naive_bayes_scores(data: TextDataset, vocab_size: int, *, classes: int) -> Tensor:

@@ -24,7 +24,8 @@ from training.trainer import Trainer
 IMAGES = """resnet50_test.py --dataset digits --arch resnet8 --subset 0.2 --lr 0.05 --epochs 3
     --mixup cutmix --save_every 2 --keep 99 --threads 1 --precision fp32 --seed 3"""
 TEXTS = """transformer_test.py --dataset headlines --subset 0.4 --bs 16 --lr 4e-4 --epochs 3
-    --depth 1 --width 32 --vocab_size 800 --save_every 2 --keep 99 --threads 1 --precision fp32"""
+    --depth 1 --width 32 --vocab_size 800 --save_every 2 --keep 99 --threads 1 --precision fp32
+    --prior none"""
 META = "--meta_learning --meta_policy beta --meta_every 3 --mix_at tokens"
 WAYS = {  # name: number of ranks, command
     "noise": (1, f"{IMAGES} --bs 32 --dynamic_batch noise --min_bs 16 --dynamic_lr sqrt --ema 0.9"),
