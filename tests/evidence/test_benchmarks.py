@@ -61,7 +61,11 @@ SMALL_RUN = "--dataset digits --arch resnet8 --bs 64 --subset 0.5 --threads 1 --
 def small_logs(tmp_path_factory):
     """A folder of logged runs: two seeds of NGD, one of SGD; it is not to be changed."""
     logs = tmp_path_factory.mktemp("small") / "logs"
-    for name, flags in (("ngd-seed0", "--ngd"), ("ngd-seed1", "--ngd --seed 1"), ("sgd-seed0", "--optimizer sgd")):
+    for name, flags in (
+        ("ngd-seed0", "--ngd"),
+        ("ngd-seed1", "--ngd --seed 1"),
+        ("sgd-seed0", "--optimizer sgd"),
+    ):
         words = [*SMALL_RUN.split(), *flags.split(), "--out", str(logs / name)]
         assert call(resnet50_test, words) == 0
     return logs
