@@ -145,7 +145,8 @@ class WarmJob:
         """Send a signal to each process."""
         for process in self.processes:
             if process.exitcode is None:
-                os.kill(process.pid, number)
+                with contextlib.suppress(ProcessLookupError):  # ended, its exit code not yet read
+                    os.kill(process.pid, number)
 
     def terminate(self) -> None:
         """Send SIGTERM to each process."""
