@@ -16,6 +16,7 @@ import importlib.util
 import io
 import itertools
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -133,12 +134,14 @@ def memory(process: int, counted: set[int]) -> int:
 def turn(side: Callable, folder: str, seconds: float) -> tuple[float, float, float]:
     """Return seconds to the first batch, images/s after it, and MiB of memory."""
     remote = bench.Remote(opened, side, folder, num_cores())
+    assert remote.process.pid is not None
     try:
         first, rate = BATCH / remote.rate(0.0), remote.rate(seconds)  # one step, and more
-        assert remote.process.pid is not None
         return first, rate, memory(remote.process.pid, set()) / 2**20
     finally:
-        remote.kill()  # workers of a DataLoader that ends within an epoch report an abort
+        # Workers of a DataLoader that ends within an epoch report an abort.
+        os.killpg(remote.process.pid, signal.SIGKILL)
+        remote.process.join()
 
 
 def main() -> int:
