@@ -52,8 +52,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from optimizers import matrix_functions
-from optimizers.adam import AdamStep, adam_updates
-from optimizers.base import GradScalerOptimizer, foreach_scalar, subtract_updates
+from optimizers.adam import AdamStep, adamw_step_
+from optimizers.base import GradScalerOptimizer
 from optimizers.low_rank import project, row_norms, second_moment, subtract_projection
 from optimizers.param_groups import is_matrix
 
@@ -187,8 +187,6 @@ class NGD(GradScalerOptimizer):
         parameters, grads, active = self.unscaled_grads(others)
         if not parameters:
             return
-        if active is None:
-            active = torch.ones((), dtype=torch.float64, device=parameters[0].device)
         for p, grad in zip(parameters, grads):
             if not self.state[p]:
                 self.state[p]["exp_avg"] = torch.zeros_like(grad)
@@ -196,7 +194,7 @@ class NGD(GradScalerOptimizer):
                 self.state[p]["step"] = torch.zeros((), device=p.device)
         states = [self.state[p] for p in parameters]
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, [active.float()] * len(steps))
+        torch._foreach_add_(steps, 1.0 if active is None else [active.float()] * len(steps))
         adam = AdamStep(
             betas=group["betas"],
             eps=group["eps"],
@@ -205,9 +203,8 @@ class NGD(GradScalerOptimizer):
             active=active,
         )
         m, v = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
-        updates = adam_updates(parameters, m, v, grads=grads, adam=adam)
-        torch._foreach_mul_(updates, foreach_scalar(active, updates))
-        subtract_updates(parameters, updates, lr=group["lr"] * group["adamw_ratio"])
+        lr = group["lr"] * group["adamw_ratio"]
+        adamw_step_(parameters, m, v, grads=grads, adam=adam, lr=lr)
 
 
 def make_batches(

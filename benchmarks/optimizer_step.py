@@ -36,7 +36,7 @@ from optimizers.kaldi_ngd import KaldiNGD
 from optimizers.muon import Muon
 from optimizers.param_groups import ngd_groups
 
-# Bars of NGD's step: its share of forward and backward of ResNet-50 at batch size 128 in fp32, for a
+# Bars of NGD's step: its share of forward and backward of ResNet-50 at batch size 128 in fp32, as a
 # better direction must cost next to nothing; and of the step of Muon, which is what people pay
 # today for a preconditioned direction.
 TRAINING_SHARE = 0.03
