@@ -1,6 +1,6 @@
 """Text classification: a Transformer encoder on AG News, the embedded headlines, or your own csv.
 
-python transformer_test.py                                       # AG News, 8 epochs
+python transformer_test.py                                       # AG News, 4 epochs
 python transformer_test.py --dataset headlines --epochs 10       # embedded data, seconds on a CPU
 python transformer_test.py --dataset csv --data_dir my_texts     # train.csv, test.csv: label, text
 bash run_distributed.sh transformer_test.py --bs 256             # all GPUs of this node
@@ -50,7 +50,7 @@ def parser() -> ScriptParser:
         batch_rules=dynamic_batch.RULES,
         optimizer="adamw",
         lr_schedule="onecycle",
-        epochs=8,
+        epochs=4,
         add_own=text_classification.add_flags,
     )
 
