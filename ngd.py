@@ -263,7 +263,6 @@ class MatrixBatch:
         # a convolution as (outputs, kernel, inputs), as channels_last has it in memory
         self.axis_order = [0, *range(2, first.ndim), 1]
         self.inverse_order = sorted(range(first.ndim), key=self.axis_order.__getitem__)
-        self.permuted_shape = [first.shape[axis] for axis in self.axis_order]
         rows, columns = len(first), first.numel() // len(first)
         self.dim = min(rows, columns)
         self.length = math.sqrt(self.dim * max(1, rows / columns))  # of a step at lr 1
