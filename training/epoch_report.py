@@ -98,7 +98,7 @@ class EpochResult:
     row: Mapping[str, Any]  # of metrics.jsonl; empty before the first epoch
 
     def show(self) -> str:
-        """For example 'epoch 6, test accuracy 94.00 %, test macro-F1 93.71 %'."""
+        """For example 'epoch 6, test accuracy 94.00 %, macro-F1 93.71 %'."""
         epoch = f"epoch {self.epoch}" if self.epoch else "before the first epoch"
         return ", ".join([epoch, *self._shares("")])
 
@@ -111,13 +111,12 @@ class EpochResult:
 
     def _shares(self, suffix: str) -> list[str]:
         """Accuracy and macro-F1 on each evaluation set in words, as far as the row has them."""
-        columns = {
-            f"{name}_{metric}{suffix}": f"{EVAL_SET_NAMES[name]} {METRIC_NAMES[metric]}"
-            for name in EVAL_SET_NAMES
-            for metric in ("accuracy", "macro_f1")
-        }
-        known = {text: self.row.get(column) for column, text in columns.items()}
-        return [f"{text} {100 * x:.2f} %" for text, x in known.items() if x is not None]
+        shares = []
+        for name, eval_set in EVAL_SET_NAMES.items():
+            for metric, text in (("accuracy", f"{eval_set} accuracy"), ("macro_f1", "macro-F1")):
+                if (share := self.row.get(f"{name}_{metric}{suffix}")) is not None:
+                    shares.append(f"{text} {100 * share:.2f} %")
+        return shares
 
 
 def epoch_result(rows: Sequence[Mapping[str, Any]], epoch: int) -> EpochResult:

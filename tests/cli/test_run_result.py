@@ -59,7 +59,7 @@ def best_row(folder: Path) -> dict:
 
 def reached(row: dict) -> str:
     accuracy, macro_f1 = (100 * row[f"test_{metric}"] for metric in ("accuracy", "macro_f1"))
-    return f"epoch {row['epoch']}, test accuracy {accuracy:.2f} %, test macro-F1 {macro_f1:.2f} %"
+    return f"epoch {row['epoch']}, test accuracy {accuracy:.2f} %, macro-F1 {macro_f1:.2f} %"
 
 
 def reported(console: str) -> dict[str, str]:
