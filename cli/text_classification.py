@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from cli.factory import (
@@ -106,8 +105,8 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
         size, classes = tokenizer.get_vocab_size(), len(metadata["classes"])
         prior = naive_bayes_scores(sets["train"], size, classes=classes)
     metadata |= {"tokenizer": tokenizer.to_str(), "max_len": args.max_len, "prior": prior}
-    labels = torch.tensor(chosen["train"].labels)
-    return Data(sets.pop("train"), sets, metadata, labels, model_mixes=True)
+    train = sets.pop("train")
+    return Data(train, sets, metadata, train.labels.cpu(), model_mixes=True)
 
 
 def read_splits(args: Namespace, run: Run) -> tuple[dict[str, TextSplit], dict[str, Any]]:

@@ -462,8 +462,7 @@ class Trainer(TrainState):
         evaluated, epoch = self.evaluate_on_sets(model), self.progress.epoch + 1
         self.log.confusion(epoch, evaluated, self.metadata["classes"])
         columns = epoch_columns(evaluated, self.num_classes)
-        views = self.config.num_views
-        if views > 1 and self.is_over({"epoch": epoch, **columns}):
+        if (views := self.config.num_views) > 1 and self.is_over({"epoch": epoch, **columns}):
             evaluated = self.evaluate_on_sets(AveragedViews(model, views))
             of_views = epoch_columns(evaluated, self.num_classes, suffix="_views")
             columns |= {"views": views, **of_views}
