@@ -20,6 +20,8 @@ FOREIGN = {
     "--clip_grad": "--clip",
     "--max_grad_norm": "--clip",
     "--model": "--arch",
+    "--metric_for_best_model": "--best_by",
+    "--early_stopping_patience": "--patience",
     # ---- optimizer and learning rate
     "--opt": "--optimizer",
     "--optim": "--optimizer",

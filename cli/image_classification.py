@@ -117,7 +117,7 @@ def load_data(args: Namespace, run: Run) -> Data:
         )
         for name, split in chosen.items()
     }
-    return Data(sets.pop("train"), sets, metadata)
+    return Data(sets.pop("train"), sets, metadata, chosen["train"].labels)
 
 
 def is_resident(args: Namespace, run: Run, split: ImageSplit) -> bool:
