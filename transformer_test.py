@@ -3,6 +3,7 @@
 python transformer_test.py                                       # AG News, 8 epochs
 python transformer_test.py --dataset headlines --epochs 10       # embedded data, seconds on a CPU
 python transformer_test.py --dataset csv --data_dir my_texts     # train.csv, test.csv: label, text
+python transformer_test.py --arch hf:distilbert-base-uncased     # a pretrained encoder
 bash run_distributed.sh transformer_test.py --bs 256             # all GPUs of this node
 python transformer_test.py --resume runs/my-run                  # go on with a run
 python transformer_test.py --checkpoint runs/my-run --evaluate   # accuracy of its last.pt
@@ -37,6 +38,7 @@ OPTIMIZERS = optimizer_choices(  # values of --optimizer, and their default lear
     lamb=4e-3,
     slamb=4e-3,
     demo=3e-4,
+    encoder=0.3,
 )
 BATCH_RULES = {  # values of --dynamic_batch: how the batch size of the next epoch is chosen
     "none": None,
@@ -58,6 +60,7 @@ def parser() -> ScriptParser:
         optimizer="adamw",
         lr_schedule="onecycle",
         epochs=8,
+        of_encoders={"lr_schedule": "polynomial"},
         add_own=text_classification.add_flags,
     )
 

@@ -17,6 +17,7 @@ from cli.settings import flat
 from distributed.agreement import local_main_first
 from errors import InputError
 from models import image_models, pretrained
+from models.hugging_face import HF
 from models.pretrained import SavedModel
 
 MODEL_FLAGS = ("arch", "max_len", "model_args")  # which weights must share with the model
@@ -28,7 +29,7 @@ def read_saved_model(args: Namespace, run: Run) -> SavedModel | None:
     Raises:
         InputError: there is no such file, it holds no weights, or --freeze is given without.
     """
-    if args.weights is None and args.freeze:
+    if args.weights is None and args.freeze and not args.arch.startswith(HF):
         raise InputError(
             "--freeze needs --weights: without them all layers but the last would stay random"
         )
@@ -37,8 +38,8 @@ def read_saved_model(args: Namespace, run: Run) -> SavedModel | None:
     with local_main_first(run.world):
         if args.weights != "DEFAULT":
             return pretrained.read_saved_model(Path(args.weights))
-        if "arch" not in args:
-            raise InputError("--weights DEFAULT: there are none for texts; give a run or a file")
+        if "max_len" in args:
+            raise InputError("--weights DEFAULT: there are none for texts; use --arch hf:NAME")
         return SavedModel(image_models.default_weights(args.arch))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from backends import torch_compat
 from cli import compatibility, settings
-from cli.flag_parser import Choice, Scope, ScriptParser, switch
+from cli.flag_parser import Choice, Scope, ScriptParser, is_encoder, switch
 from cli.yaml_file import excerpt, read_yaml
 from distributed.worker import is_restarted, launcher_id
 from distributed.world import under_torchrun
@@ -48,10 +48,10 @@ def parse(
         InputError: a flag, the recipe or the checkpoint is wrong.
     """
     given = parser.given(sys.argv[1:] if arguments is None else arguments)
-    values = parser.defaults()
     recipe: dict[str, Any] = {}
     if path := given.get("recipe"):
         recipe = parser.given(recipe_arguments(path, parser))
+    values = parser.defaults({**recipe, **given})
     command_line = Namespace(**values | {"out": recipe.get("out")} | given)
     if command_line.resume == "auto":  # all ranks find the same, as none has written yet
         if not (out := command_line.out):
@@ -155,7 +155,7 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser) -> dict[s
     rises_by_itself = chosen["lr_schedule"] in ("onecycle", "cyclic")
     warmup = 0.0 if rises_by_itself else min(WARMUP_SHARE * chosen["epochs"], LONGEST_WARMUP)
     return {
-        "lr": optimizer.lr,
+        "lr": optimizer.encoder_lr if is_encoder(chosen) else optimizer.lr,
         "weight_decay": optimizer.weight_decay,
         "momentum": optimizer.momentum,
         "nesterov": optimizer.nesterov and chosen["momentum"] != 0,
@@ -170,7 +170,7 @@ def defaults_for(parser: ScriptParser, flags: Mapping[str, Any]) -> dict[str, An
     Args:
         flags: of the run, which another version may have had.
     """
-    defaults = parser.defaults()
+    defaults = parser.defaults(flags)
     chosen = {**defaults, **flags}
     if chosen["optimizer"] not in parser.optimizers:
         return defaults

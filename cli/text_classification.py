@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from argparse import Namespace
-from collections.abc import Mapping
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from cli.factory import (
     Data,
@@ -20,18 +20,21 @@ from cli.factory import (
     report_baseline,
     report_predictions,
 )
+from cli.fine_tuning import MODEL_FLAGS
 from cli.flag_parser import OFF, ON, Choice, ScriptParser, below_one, number, setting
 from cli.settings import own, refused_as
-from distributed.agreement import once_a_node
+from distributed.agreement import local_main_first, once_a_node
 from distributed.world import READ_SECONDS
 from errors import InputError
 from input_pipeline import own_data, text_batches, text_datasets, tokenization
 from input_pipeline.baseline import text_baseline
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
-from input_pipeline.text_batches import TextDataset
+from input_pipeline.text_batches import PAD, TextDataset
 from input_pipeline.text_datasets import TextSplit
-from models import pretrained
+from input_pipeline.tokenization import AnyTokenizer
+from models import hugging_face, pretrained
+from models.hugging_face import HF
 from models.pretrained import SavedModel
 from models.transformer import Transformer
 from training import predictions
@@ -45,7 +48,10 @@ from training.run_log import RunLog
 def add_flags(parser: ScriptParser) -> None:
     """Declare the flags of texts and of the Transformer."""
     add = parser.group("texts")
-    new, of_csv = {"resume": OFF, "weights": OFF}, [{"dataset": ("csv",)}]
+    ours = {"arch": ("transformer",)}
+    new, of_csv = {"resume": OFF, "weights": OFF, **ours}, [{"dataset": ("csv",)}]
+    add("--arch", text_arch, "transformer", "network: transformer, or with its own tokenizer "
+        "hf:NAME, a pretrained encoder of Hugging Face, or hf:FOLDER", metavar="NAME", common=True)
     add("--tokenizer", Choice(tokenization.TOKENIZERS), "wordpiece",
         "how texts are split into tokens, learned on the training set", only_with=[new])
     add("--vocab_size", number(int, 300), 30_000, "most tokens that are told apart", metavar="N",
@@ -60,52 +66,97 @@ def add_flags(parser: ScriptParser) -> None:
     add = parser.group("Transformer")
     add("--model_args", setting, {}, "width, depth, heads, mlp_width, "
         "positions (learned or sinusoidal) and pooling (mean or cls)", parts={"": own(
-            Transformer, "width", "depth", "heads", "mlp_width", "positions", "pooling")})
+            Transformer, "width", "depth", "heads", "mlp_width", "positions", "pooling")},
+        only_with=[ours])
     add("--dropout", below_one, 0.3, "share of embeddings and outputs of blocks that is dropped",
-        metavar="F")
-    add("--token_dropout", below_one, 0.5, "share of the tokens that is hidden", metavar="F")
+        metavar="F", only_with=[ours])
+    add("--token_dropout", below_one, 0.5, "share of the tokens that is hidden", metavar="F",
+        only_with=[ours])
     add("--mix_at", Choice(["pooled", "tokens"]), "pooled", "what --mixup mixes: what the "
         "classifier sees, or the embeddings of tokens", only_with=[{"mixup": ON}])
     add("--prior", Choice(["naive_bayes", "none"]), "naive_bayes", "scores of the tokens, counted "
-        "on the training set, that are added to the logits")
+        "on the training set, that are added to the logits of the Transformer", only_with=[ours])
 # fmt: on
+
+
+def text_arch(text: str) -> str:
+    """An argparse type: a value of --arch."""
+    if text != "transformer" and not text.startswith(HF):
+        raise ArgumentTypeError(f"{text!r} is not transformer; did you mean {HF}{text}?")
+    return text
 
 
 def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Data:
     """Training, validation and test texts, tokenized as those of the checkpoint were.
 
     Args:
-        saved: what --weights names, whose tokenizer is taken for a new run; without it one is
-            trained on the training split.
+        saved: what --weights names, whose tokenizer is taken for a new run.
     Raises:
         InputError: the data set is missing or broken.
     """
     chosen, metadata = read_splits(args, run)
-    if run.checkpoint:
-        tokenizer = tokenization.load_tokenizer(run.checkpoint["tokenizer"])
-    elif saved is not None:
-        try:
-            tokenizer = tokenization.load_tokenizer(saved.tokenizer)
-        except Exception:  # the library raises nothing more special
-            reason = "holds no tokenizer; give a run of transformer_test.py"
-            raise InputError(f"--weights {args.weights}: {reason}") from None
-    else:
-        trained = ""
-        if run.world.is_main:
-            trained = tokenization.train_tokenizer(
-                chosen["train"].texts, args.tokenizer, vocab_size=args.vocab_size
-            ).to_str()
-        with run.world.waiting_at_most(READ_SECONDS):
-            tokenizer = tokenization.load_tokenizer(run.world.broadcast(trained))
-    encode = partial(TextDataset, tokenizer=tokenizer, max_len=args.max_len)
+    classes = metadata["classes"]
+    tokenizer, encoder = create_tokenizer(args, run, chosen["train"].texts, saved, classes=classes)
+    metadata["encoder"] = encoder
+    encode = partial(
+        TextDataset, tokenizer=tokenizer, max_len=args.max_len, pad=padding_id(metadata)
+    )
     sets = once_a_node(run.world, lambda: {name: encode(part) for name, part in chosen.items()})
     sets = {name: data.to(run.world.device) for name, data in sets.items()}
     prior = None
-    if args.prior == "naive_bayes":
-        size, classes = tokenizer.get_vocab_size(), len(metadata["classes"])
-        prior = naive_bayes_scores(sets["train"], size, classes=classes)
+    if args.prior == "naive_bayes" and not encoder:
+        size = tokenizer.get_vocab_size()
+        prior = naive_bayes_scores(sets["train"], size, classes=len(classes))
     metadata |= {"tokenizer": tokenizer.to_str(), "max_len": args.max_len, "prior": prior}
     return Data(sets.pop("train"), sets, metadata, model_mixes=True)
+
+
+def create_tokenizer(
+    args: Namespace,
+    run: Run,
+    texts: Sequence[str],
+    saved: SavedModel | None,
+    *,
+    classes: Sequence[str],
+) -> tuple[AnyTokenizer, dict[str, Any]]:
+    """The tokenizer of the checkpoint, of --weights or of --arch hf:NAME, else one that is trained.
+
+    Args:
+        texts: of the training split.
+        saved: as of `load_data`.
+        classes: their names.
+    Returns:
+        The tokenizer; and the arguments of `hugging_face.Encoder`, {} for the Transformer.
+    """
+    encoder: dict[str, Any] = {}
+    if run.checkpoint:
+        text, encoder = run.checkpoint["tokenizer"], run.checkpoint.get("encoder", {})
+    elif saved is not None:
+        text = saved.tokenizer
+        if args.arch.startswith(HF) and saved.encoder:
+            config = hugging_face.with_classes(saved.encoder["config"], classes)
+            encoder = {**saved.encoder, "config": config}
+    elif args.arch.startswith(HF):
+        with local_main_first(run.world):
+            encoder, text = hugging_face.read_encoder(args.arch, classes)
+    else:
+        text = ""
+        if run.world.is_main:
+            text = tokenization.train_tokenizer(
+                texts, args.tokenizer, vocab_size=args.vocab_size
+            ).to_str()
+        with run.world.waiting_at_most(READ_SECONDS):
+            text = run.world.broadcast(text)
+    try:
+        return tokenization.load_tokenizer(text), encoder
+    except Exception:  # the library raises nothing more special
+        reason = "holds no tokenizer; give a run of transformer_test.py"
+        raise InputError(f"--weights {args.weights}: {reason}") from None
+
+
+def padding_id(metadata: Mapping[str, Any]) -> int:
+    """Id of the tokens behind the end of a text, from what a checkpoint keeps of the data."""
+    return int(metadata.get("encoder", {}).get("pad", PAD))
 
 
 def read_splits(args: Namespace, run: Run) -> tuple[dict[str, TextSplit], dict[str, Any]]:
@@ -126,11 +177,13 @@ def read_splits(args: Namespace, run: Run) -> tuple[dict[str, TextSplit], dict[s
 
 
 def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.Module:
-    """The Transformer on its device.
+    """The Transformer, or the encoder of --arch hf:NAME, on its device.
 
     Raises:
-        InputError: --model_args do not go together.
+        InputError: --model_args do not go together, or the encoder does not fit the flags.
     """
+    if metadata.get("encoder"):
+        return create_encoder(args, run, metadata).to(run.world.device)
     with refused_as("--model_args"):
         model = Transformer(
             tokenization.load_tokenizer(metadata["tokenizer"]).get_vocab_size(),
@@ -145,6 +198,34 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
     if args.freeze:
         pretrained.freeze_all_but_classifier(model)
     return model.to(run.world.device)
+
+
+def create_encoder(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> hugging_face.Encoder:
+    """The encoder of --arch hf:NAME, in a new run with its pretrained weights.
+
+    Where --weights are given, they follow.
+    """
+    with local_main_first(run.world):
+        model = hugging_face.Encoder(**metadata["encoder"], arch=args.arch, mix_at=args.mix_at)
+        if run.checkpoint is None and args.weights is None:
+            line = model.load()
+            if run.world.is_main:
+                print(line, flush=True)
+        if run.checkpoint is None:
+            model.check(encoding(metadata)(["a " * metadata["max_len"], "a"]))
+    if args.freeze:
+        model.freeze()
+    return model
+
+
+def encoding(metadata: Mapping[str, Any]) -> Callable[[Sequence[str]], Tensor]:
+    """`text_batches.encode_texts` with what a checkpoint keeps of the data."""
+    return partial(
+        text_batches.encode_texts,
+        tokenizer=tokenization.load_tokenizer(metadata["tokenizer"]),
+        max_len=metadata["max_len"],
+        pad=padding_id(metadata),
+    )
 
 
 def write_tokenizer(log: RunLog, metadata: Mapping[str, Any]) -> None:
@@ -169,12 +250,10 @@ def predict(args: Namespace, run: Run) -> None:
         for file, texts_of_file in lines_of_files.items():
             name = own_data.utf8_name(file)
             lines += [Sample(f"{name}:{number}", line) for number, line in texts_of_file.items()]
-    tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
     texts = [line.text or "" for line in lines]
+    encode = encoding(checkpoint)
     batches = (
-        text_batches.encode_texts(
-            texts[start : start + args.batch_size], tokenizer, max_len=checkpoint["max_len"]
-        ).to(run.world.device)
+        encode(texts[start : start + args.batch_size]).to(run.world.device)
         for start in range(0, len(texts), args.batch_size)
     )
     model = load_weights(args, run, create_model(args, run, checkpoint))
@@ -184,16 +263,17 @@ def predict(args: Namespace, run: Run) -> None:
 def export_model(args: Namespace, run: Run) -> None:
     """Write the model to the file of --export."""
     checkpoint, max_len = run.checkpoint, run.checkpoint["max_len"]
-    tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
     texts = ["Stocks rise after the bank's report", "Home team wins"]
     metadata = {
-        "input": "int32 (batch, length): [CLS] and a text's tokens, [PAD] behind shorter texts",
+        "input": "int32 (batch, length): the tokens of a text, `pad` behind shorter texts",
+        "pad": padding_id(checkpoint),
+        "encoder": checkpoint.get("encoder", {}),
         **{name: checkpoint[name] for name in ("classes", "max_len", "tokenizer")},
-        "flags": {"max_len": args.max_len, "model_args": args.model_args},
+        "flags": {name: getattr(args, name) for name in MODEL_FLAGS},
     }
     difference = export(
         load_weights(args, run, create_model(args, run, checkpoint)),
-        text_batches.encode_texts(texts, tokenizer, max_len=max_len),
+        encoding(checkpoint)(texts),
         Path(args.export),
         dynamic={0: ("batch", LARGEST_BATCH), 1: ("length", max_len)},
         metadata=metadata,

@@ -40,6 +40,7 @@ class SavedModel:
     weights: Mapping[str, Tensor]  # by their names, on the CPU
     classes: Sequence[str] = ()  # in the order of its outputs; empty where they are not known
     tokenizer: str = ""  # of a text classifier, as JSON
+    encoder: Mapping[str, Any] = field(default_factory=dict)  # as of hugging_face.read_encoder
     flags: Mapping[str, Any] = field(default_factory=dict)  # with which it was made, if known
 
 
@@ -62,11 +63,14 @@ def read_saved_model(path: Path) -> SavedModel:
     weights = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not weights:
         raise InputError(f"--weights {path}: holds no weights by their names; {KINDS}")
-    classes, tokenizer, flags = (about.get(name) for name in ("classes", "tokenizer", "flags"))
+    classes, tokenizer, encoder, flags = (
+        about.get(name) for name in ("classes", "tokenizer", "encoder", "flags")
+    )
     return SavedModel(
         weights,
         [str(name) for name in classes] if isinstance(classes, list) else (),
         tokenizer if isinstance(tokenizer, str) else "",
+        encoder if isinstance(encoder, dict) else {},
         flags if isinstance(flags, dict) else {},
     )
 
@@ -328,15 +332,18 @@ def decay_layers(
     """
     layers: dict[str, int] = {}
     layer_of: dict[Tensor, int] = {}
-    for name, parameter in model.named_parameters():
-        layer_of[parameter] = layers.setdefault(layer_name(name), len(layers))
+    parameters = dict(model.named_parameters())
+    is_wrapped = len({name.partition(".")[0] for name in parameters}) == 1  # in another module
+    for name, parameter in parameters.items():
+        layer = layer_name(name.partition(".")[2] if is_wrapped else name)
+        layer_of[parameter] = layers.setdefault(layer, len(layers))
     split = []
     for group in groups:
         numbers = sorted({layer_of[p] for p in group["params"]})
         for number in numbers:
-            parameters = [p for p in group["params"] if layer_of[p] == number]
+            of_layer = [p for p in group["params"] if layer_of[p] == number]
             scale = math.pow(decay, len(layers) - 1 - number)
-            split.append({**group, "params": parameters, "lr_scale": scale})
+            split.append({**group, "params": of_layer, "lr_scale": scale})
     return split
 
 

@@ -127,4 +127,6 @@ def _export_weights(
         ) from None
     weights = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
     safetensors.save_file(weights, path, metadata=metadata)
-    return functional_call(model, safetensors.load_file(path), example, strict=True).detach()
+    buffers = dict(model.named_buffers())  # some of which are no part of the state_dict
+    stored = {**buffers, **safetensors.load_file(path)}
+    return functional_call(model, stored, example, strict=True).detach()

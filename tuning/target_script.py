@@ -88,7 +88,8 @@ class TargetScript:
     def flags(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of all flags of a trial with these values of the searched flags."""
         parser = script_parser(self.file)
-        return parser.defaults() | parser.given([*self.arguments, *self.to_arguments(params)])
+        given = parser.given([*self.arguments, *self.to_arguments(params)])
+        return parser.defaults(given) | given
 
     def check(self, arguments: Sequence[str]) -> None:
         """Raise InputError where the script would refuse these arguments in every trial."""

@@ -1,0 +1,160 @@
+"""--arch hf:NAME: encoders of Hugging Face Transformers, tiny ones with random weights."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ranks
+import transformer_test
+from cli import options
+from input_pipeline.text_batches import encode_texts
+from input_pipeline.tokenization import load_tokenizer
+from models.hugging_face import Encoder, read_encoder
+from models.pretrained import decay_layers
+from optimizers.param_groups import ngd_groups
+from test_training import exported_metadata
+from test_training import run as in_this_process
+from training import checkpoint
+
+hf = pytest.importorskip("transformers", reason="needs transformers: the extra [hf]")
+BASE = "--dataset headlines --subset 0.4 --bs 16 --epochs 2 --threads 1 --precision fp32"
+TEXTS = ["[CLS] Stocks fall", "The team won the final after extra time", "A planet"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """A BERT; and with padding 1, and a tokenizer that pads by itself, a RoBERTa and a GPT-2."""
+    folder = tmp_path_factory.mktemp("hf")
+    runpy.run_path(str(ranks.ROOT / "examples" / "fine_tune_hf.py"))["save_encoder"](
+        folder / "bert"
+    )
+    inputs = {"model_input_names": ["input_ids", "attention_mask"], "pad_token": "[UNK]"}
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder / "bert", **inputs)
+    tokenizer.backend_tokenizer.enable_padding(length=50)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_attention_heads": 2}
+    sizes["initializer_range"] = 0.5  # with which texts differ
+    for kind in (hf.RobertaConfig, hf.GPT2Config):
+        config = kind(**sizes, num_hidden_layers=2, num_labels=4, pad_token_id=1)
+        model = hf.AutoModelForSequenceClassification.from_config(config)
+        model.save_pretrained(folder / config.model_type)
+        tokenizer.save_pretrained(folder / config.model_type)
+    return {path.name: path for path in folder.iterdir()}
+
+
+def load(folder: Path, mix_at: str = "pooled") -> tuple[Encoder, torch.Tensor]:
+    """The encoder of a folder, and the tokens of `TEXTS`."""
+    arguments, tokenizer = read_encoder(f"hf:{folder}", list("abcd"))
+    model = Encoder(**arguments, arch=f"hf:{folder}", mix_at=mix_at)
+    model.load()
+    splitter, pad = load_tokenizer(tokenizer), arguments["pad"]
+    return model.eval(), encode_texts(TEXTS, splitter, max_len=8, pad=pad)
+
+
+@torch.no_grad()
+def test_logits_are_those_of_transformers_own_pipeline(folders):
+    """Of texts of several lengths, one of which is cut, in a padded batch and alone."""
+    for name in ("roberta", "gpt2"):
+        model, tokens = load(folders[name])
+        raw = {"top_k": None, "function_to_apply": "none"}
+        pipeline = hf.pipeline("text-classification", str(folders[name]), **raw)
+        found = pipeline(TEXTS[1:], batch_size=2, truncation=True, max_length=8)
+        scores = [sorted((each["label"], each["score"]) for each in of_text) for of_text in found]
+        theirs = torch.tensor([[score for _, score in of_text] for of_text in scores])
+        short = tokens[2:, : int((tokens[2] != 1).sum())]
+        assert short.shape[1] < 8
+        for mine in (model(tokens[1:]), torch.cat([model(tokens[1:2]), model(short)])):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        assert (tokens == tokens[1, 0]).sum() == 3  # "[CLS]" in a text is ordinary text
+
+
+@torch.no_grad()
+def test_mixing(folders):
+    partner, weight = torch.tensor([1, 2, 0]), torch.tensor([0.7, 1.0, 0.7])
+    for mix_at in ("pooled", "tokens"):
+        model, tokens = load(folders["roberta"], mix_at)
+        alone, mixed = model(tokens), model(tokens, partner, weight)
+        torch.testing.assert_close(mixed[1], alone[1])
+        assert not torch.allclose(mixed[2], alone[2], rtol=0.01)
+        blended = torch.lerp(alone[partner], alone, weight[:, None])
+        assert torch.allclose(mixed, blended, rtol=0.01) == (mix_at == "pooled")
+
+
+def test_groups_rates_of_layers_and_frozen_layers(folders):
+    model, _ = load(folders["bert"])
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = ngd_groups(model, 0.05)
+    adamw = [p for group in groups if not group["ngd"] for p in group["params"] if p.ndim > 1]
+    kinds = ("word", "position", "token_type")
+    assert {names[p].split(".")[-2] for p in adamw} == {
+        *(f"{kind}_embeddings" for kind in kinds),
+        "classifier",
+    }
+    scales = {
+        names[p]: g["lr_scale"] for g in decay_layers(model, groups, 0.5) for p in g["params"]
+    }
+    layers = ("embeddings.LayerNorm", "layer.0", "layer.1", "pooler.dense", "model.classifier")
+    found = [{scales[name] for name in scales if layer in name} for layer in layers]
+    assert found == [{0.0625}, {0.125}, {0.25}, {0.5}, {1.0}]
+    model.freeze()
+    assert {p for p in names if p.requires_grad} == {p for p in names if "classifier" in names[p]}
+
+
+@pytest.mark.ranks
+def test_two_ranks_resumed_and_used_without_the_folder(folders, here, monkeypatch):
+    copy = shutil.copytree(folders["bert"], here / "bert")
+    more = "--ngd --mixup mixup --mix_at tokens --max_len 12 --save_every 2 --keep 99"
+    words = f"{BASE} --arch hf:{copy} {more} --out {here}/run".split()
+    console = ranks.finish(
+        ranks.start(ranks.torchrun("transformer_test.py", *words), here, NGPU="2"), here
+    )
+    assert "begin anew: classifier.bias, classifier.weight" in console
+    shutil.rmtree(copy)
+    files = {
+        checkpoint.load(p)["progress"]["step"]: p for p in checkpoint.latest_files(here / "run")
+    }
+    words = f"--resume {files[8]} --out {here}/resumed".split()
+    ranks.finish(ranks.start(ranks.torchrun("transformer_test.py", *words), here, NGPU="2"), here)
+    ranks.same_run(here / "run", here / "resumed")
+    (here / "lines.txt").write_text("\n".join(TEXTS))
+    more = f"{BASE} --arch hf:{copy} --weights run --max_len 12 --freeze --out more"
+    for words, expected in (
+        ("--checkpoint run --predict lines.txt", TEXTS[0]),
+        (more, "weights of"),
+    ):
+        assert expected in in_this_process(
+            transformer_test, *words.split(), monkeypatch=monkeypatch
+        )
+    assert exported_metadata(transformer_test, monkeypatch)["pad"] == 0
+
+
+def test_what_does_not_fit_is_refused(folders, refused, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    small = shutil.copytree(folders["bert"], Path("small"))
+    text = (small / "config.json").read_text()
+    (small / "config.json").write_text(text.replace('"vocab_size": ', '"vocab_size": 1, "x": '))
+    for flags, expected in (
+        ("bert", "did you mean hf:bert?"),
+        ("hf:no/such-model", "hf:no/such-model: cannot be loaded (Cannot find"),
+        (f"hf:{folders['bert']} --max_len 600", "cannot take texts of --max_len 600"),
+        (f"hf:{folders['gpt2']} --mixup mixup --mix_at tokens", "use --mix_at pooled"),
+        ("hf:small", "its tokenizer has 1000 tokens and its model only 1;"),
+    ):
+        refused("texts", f"--arch {flags}", expected, base=BASE)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    refused("texts", "--arch hf:small", "needs a package: pip install transformers", base=BASE)
+
+
+def test_defaults_and_flags_without_effect():
+    parser = transformer_test.parser()
+    words = "--arch hf:any --prior naive_bayes --vocab_size 500".split()
+    args, _ = options.parse(parser, transformer_test.SCRIPT, words)
+    assert 2e-5 <= args.lr <= 5e-5
+    assert args.lr_schedule == "polynomial"
+    lines = parser.unused(parser.given(words), args)
+    assert ["--arch transformer" in line for line in lines] == [True, True]
