@@ -20,6 +20,8 @@ FOREIGN = {
     "--clip_grad": "--clip",
     "--max_grad_norm": "--clip",
     "--model": "--arch",
+    "--model_name_or_path": "--arch",
+    "--max_seq_length": "--max_len",
     # ---- optimizer and learning rate
     "--opt": "--optimizer",
     "--optim": "--optimizer",

@@ -30,6 +30,6 @@ def save_encoder(folder):
 if __name__ == "__main__":
     with TemporaryDirectory() as folder:
         save_encoder(folder)
-        flags = f"--dataset headlines --arch hf:{folder} --ngd --lr 0.02 --epochs 5 --bs 32"
-        words = [*flags.split(), "--out", f"{folder}/run"]
+        flags = f"--dataset headlines --arch hf:{folder} --ngd --lr 0.05 --epochs 5 --bs 16"
+        words = [*flags.split(), *"--threads 1 --out".split(), f"{folder}/run"]
         subprocess.run([sys.executable, str(ROOT / "transformer_test.py"), *words], check=True)

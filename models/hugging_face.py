@@ -87,18 +87,19 @@ class Encoder(nn.Module):
         with _refused(arch) as transformers:
             known = transformers.AutoConfig.for_model(**json.loads(config))
             auto = transformers.AutoModelForSequenceClassification
-            self.model = auto.from_config(known, dtype=torch.float32)
+            self.model = _head_last(auto.from_config(known, dtype=torch.float32))
 
     def load(self) -> str:
         """Take the pretrained weights; returns a line that says which layers begin anew."""
         with _refused(self.arch):
-            self.model, info = type(self.model).from_pretrained(
+            loaded, info = type(self.model).from_pretrained(
                 _find(self.arch),
                 config=self.model.config,
                 dtype=torch.float32,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
+        self.model = _head_last(loaded)
         new = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
         anew = f"; begin anew: {', '.join(sorted(new))}" if new else ""
         return f"weights of {self.arch}: {len(self.model.state_dict()) - len(new)} tensors{anew}"
@@ -144,6 +145,15 @@ class Encoder(nn.Module):
     def freeze(self) -> None:
         """Train what is behind the pretrained layers alone."""
         self.model.base_model.requires_grad_(False)
+
+
+def _head_last(model: Any) -> Any:
+    """The model with its classifier defined behind the pretrained layers, as most define it."""
+    for name, child in list(model.named_children()):
+        if child is not model.base_model:
+            delattr(model, name)
+            model.add_module(name, child)
+    return model
 
 
 def _find(arch: str) -> Path:

@@ -29,7 +29,7 @@ TEXTS = ["[CLS] Stocks fall", "The team won the final after extra time", "A plan
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """A BERT; and with padding 1, and a tokenizer that pads by itself, a RoBERTa and a GPT-2."""
+    """A BERT; and an XLM-RoBERTa and a GPT-2, whose padding is 1 and added by the tokenizer."""
     folder = tmp_path_factory.mktemp("hf")
     runpy.run_path(str(ranks.ROOT / "examples" / "fine_tune_hf.py"))["save_encoder"](
         folder / "bert"
@@ -39,7 +39,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     tokenizer.backend_tokenizer.enable_padding(length=50)
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_attention_heads": 2}
     sizes["initializer_range"] = 0.5  # with which texts differ
-    for kind in (hf.RobertaConfig, hf.GPT2Config):
+    for kind in (hf.XLMRobertaConfig, hf.GPT2Config):
         config = kind(**sizes, num_hidden_layers=2, num_labels=4, pad_token_id=1)
         model = hf.AutoModelForSequenceClassification.from_config(config)
         model.save_pretrained(folder / config.model_type)
@@ -59,7 +59,7 @@ def load(folder: Path, mix_at: str = "pooled") -> tuple[Encoder, torch.Tensor]:
 @torch.no_grad()
 def test_logits_are_those_of_transformers_own_pipeline(folders):
     """Of texts of several lengths, one of which is cut, in a padded batch and alone."""
-    for name in ("roberta", "gpt2"):
+    for name in ("xlm-roberta", "gpt2"):
         model, tokens = load(folders[name])
         raw = {"top_k": None, "function_to_apply": "none"}
         pipeline = hf.pipeline("text-classification", str(folders[name]), **raw)
@@ -77,7 +77,7 @@ def test_logits_are_those_of_transformers_own_pipeline(folders):
 def test_mixing(folders):
     partner, weight = torch.tensor([1, 2, 0]), torch.tensor([0.7, 1.0, 0.7])
     for mix_at in ("pooled", "tokens"):
-        model, tokens = load(folders["roberta"], mix_at)
+        model, tokens = load(folders["xlm-roberta"], mix_at)
         alone, mixed = model(tokens), model(tokens, partner, weight)
         torch.testing.assert_close(mixed[1], alone[1])
         assert not torch.allclose(mixed[2], alone[2], rtol=0.01)
@@ -148,6 +148,12 @@ def test_what_does_not_fit_is_refused(folders, refused, monkeypatch):
         refused("texts", f"--arch {flags}", expected, base=BASE)
     monkeypatch.setitem(sys.modules, "transformers", None)
     refused("texts", "--arch hf:small", "needs a package: pip install transformers", base=BASE)
+
+
+def test_the_example_learns(here):
+    command = [sys.executable, "examples/fine_tune_hf.py"]
+    console = ranks.finish(ranks.start(command, here), here)
+    assert float(console.partition("last.pt: epoch 5, test accuracy ")[2][:5]) > 60  # of chance 25
 
 
 def test_defaults_and_flags_without_effect():
