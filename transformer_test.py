@@ -38,7 +38,6 @@ OPTIMIZERS = optimizer_choices(  # values of --optimizer, and their default lear
     lamb=4e-3,
     slamb=4e-3,
     demo=3e-4,
-    encoder=0.3,
 )
 BATCH_RULES = {  # values of --dynamic_batch: how the batch size of the next epoch is chosen
     "none": None,
@@ -60,7 +59,6 @@ def parser() -> ScriptParser:
         optimizer="adamw",
         lr_schedule="onecycle",
         epochs=8,
-        of_encoders={"lr_schedule": "polynomial"},
         add_own=text_classification.add_flags,
     )
 

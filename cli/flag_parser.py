@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from errors import InputError, did_you_mean
-from models.hugging_face import HF
 
 # -------------------------------------------------------------------- values
 
@@ -252,11 +251,6 @@ class Flag:
         )
 
 
-def is_encoder(chosen: Mapping[str, Any]) -> bool:
-    """Whether these flags choose a pretrained encoder, --arch hf:NAME."""
-    return str(chosen.get("arch")).startswith(HF)
-
-
 # -------------------------------------------------------------------- parsers
 
 
@@ -376,7 +370,6 @@ class ScriptParser(FlagParser):
     Attributes:
         flags: what is known of each flag, by its attribute, in the order of the declarations.
         optimizers: the values of --optimizer and their defaults.
-        of_encoders: defaults of a run with --arch hf:NAME, in place of those of the flags.
     """
 
     def __init__(self, description: str | None, foreign: Mapping[str, str]) -> None:
@@ -392,7 +385,6 @@ class ScriptParser(FlagParser):
         )
         self.flags: dict[str, Flag] = {}
         self.optimizers: Mapping[str, Any] = {}
-        self.of_encoders: Mapping[str, Any] = {}
 
     def group(self, title: str) -> Callable[..., Any]:
         """Return what declares flags of a new group: `declare`."""
@@ -442,10 +434,9 @@ class ScriptParser(FlagParser):
         for name, value in defaults.items():
             self.flags[name] = dataclasses.replace(self.flags[name], default=value)
 
-    def defaults(self, chosen: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The default of each flag, in a run where these are chosen."""
-        defaults = {name: flag.default for name, flag in self.flags.items()}
-        return {**defaults, **(self.of_encoders if is_encoder(chosen or {}) else {})}
+    def defaults(self) -> dict[str, Any]:
+        """The default of each flag."""
+        return {name: flag.default for name, flag in self.flags.items()}
 
     def given(self, arguments: Sequence[str] | None) -> dict[str, Any]:
         """What a command line gives, by attribute; None is this process's own.

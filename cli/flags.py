@@ -60,7 +60,6 @@ class OptimizerChoice:
         make: called as make(parameter_groups, lr=..., **settings).
         flags: its own, by the names of its parameters.
         lr, weight_decay, nesterov, momentum: where the command line does not give them.
-        encoder_lr: the same of --arch hf:NAME; 0 where a script has none.
         own: its settings of --opt_args.
     """
 
@@ -71,7 +70,6 @@ class OptimizerChoice:
     weight_decay: float
     nesterov: bool = False
     momentum: float = 0.9
-    encoder_lr: float = 0
     own: Sequence[str] = ()
 
 
@@ -79,7 +77,7 @@ def by_optimizer(optimizers: Mapping[str, OptimizerChoice], name: str) -> str:
     """Write a default of each optimizer, for example '0.02 for sgd, ngd; 1 for lars'."""
     names = defaultdict(list)
     for optimizer, choice in optimizers.items():
-        has_it = name in ("lr", "encoder_lr", "weight_decay", *choice.flags)
+        has_it = name in ("lr", "weight_decay", *choice.flags)
         if has_it and optimizer not in nvidia_apex.OPTIMIZERS:
             names[getattr(choice, name)].append(optimizer)
     return "; ".join(f"{value:g} for {', '.join(group)}" for value, group in names.items())
@@ -93,7 +91,6 @@ def shared_parser(
     mixing: Sequence[str],
     batch_rules: Collection[str],
     add_own: Callable[[ScriptParser], None],
-    of_encoders: Mapping[str, Any] | None = None,
     **defaults: Any,
 ) -> ScriptParser:
     """The flags that both scripts have, and those of one.
@@ -105,11 +102,10 @@ def shared_parser(
         mixing: values of --mixup.
         batch_rules: values of --dynamic_batch.
         add_own: declares the flags of this script alone.
-        of_encoders: as of `ScriptParser`.
         defaults: of other flags in which the scripts differ.
     """
     parser = ScriptParser(description, FOREIGN)
-    parser.optimizers, parser.of_encoders = optimizers, of_encoders or {}
+    parser.optimizers = optimizers
     add_data(parser, datasets)
     add_own(parser)
     add_training(parser)
@@ -173,7 +169,8 @@ def add_fine_tuning(parser: ScriptParser) -> None:
         ".pt file, a .safetensors or state_dict file, or for images DEFAULT, those of torchvision "
         "or timm; the classifier keeps classes of the same name (default random)",
         metavar="FILE|DEFAULT", only_with=[{"resume": OFF}], common=True)
-    add("--freeze", switch, False, "training of the last linear layer alone, with --weights")
+    add("--freeze", switch, False, "training of the classifier alone, with --weights or --arch "
+        "hf:NAME")
 
 
 def add_mixing(parser: ScriptParser, mixing: Sequence[str]) -> None:
@@ -199,10 +196,8 @@ def add_optimizer(parser: ScriptParser, optimizers: Mapping[str, OptimizerChoice
 
     add("--optimizer", Choice(optimizers), "ngd", "optimizer; --ngd "
         "stands for --optimizer ngd", common=True)
-    lr = by_optimizer(optimizers, "lr")
-    if any(choice.encoder_lr for choice in optimizers.values()):
-        lr += f"; with --arch hf:NAME {by_optimizer(optimizers, 'encoder_lr')}"
-    add("--lr", positive, None, f"learning rate (default {lr})", metavar="RATE", common=True)
+    add("--lr", positive, None, f"learning rate (default {by_optimizer(optimizers, 'lr')})",
+        metavar="RATE", common=True)
     add("--weight_decay", not_negative, None, f"decay of weights, times the learning rate, but not "
         f"of biases and norms (default {by_optimizer(optimizers, 'weight_decay')})", metavar="F",
         common=True)

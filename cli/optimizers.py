@@ -7,7 +7,6 @@ NVIDIA apex's are part of the legacy stack.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from backends.nvidia_apex import create_optimizer
@@ -24,20 +23,15 @@ MOMENTUM, ADAM = ("momentum", "nesterov"), ("betas",)
 COMPRESSION = ("compress_ratio", "compress_warmup", "local_steps", "dense_steps")
 
 
-def optimizer_choices(encoder: float = 0, **lr: float) -> dict[str, OptimizerChoice]:
-    """All optimizers, by their name.
-
-    Args:
-        encoder: factor of the default learning rates with --arch hf:NAME.
-        lr: default learning rate of each.
-    """
+def optimizer_choices(**lr: float) -> dict[str, OptimizerChoice]:
+    """All optimizers, by their name; `lr` has the default learning rate of each."""
     sgd = partial(OptimizerChoice, flags=MOMENTUM, weight_decay=5e-4, nesterov=True)
     whitened = partial(
         OptimizerChoice, flags=MOMENTUM + ADAM, weight_decay=0.05, nesterov=True, momentum=0.6
     )
     kaldi = ("rank", "alpha", "eta", "update_period", "max_dim")
     lamb = partial(OptimizerChoice, weight_decay=0.01)
-    choices = {
+    return {
         "sgd": sgd(fused_sgd, lr=lr["sgd"]),
         "adamw": OptimizerChoice(fused_adamw, ADAM, lr=lr["adamw"], weight_decay=0.05),
         "ngd": whitened(NGD, lr=lr["ngd"], own=("rank", "adamw_ratio")),
@@ -56,7 +50,4 @@ def optimizer_choices(encoder: float = 0, **lr: float) -> dict[str, OptimizerCho
         "apex_larc": OptimizerChoice(
             partial(create_optimizer, "apex_larc"), MOMENTUM, lr=1.0, weight_decay=5e-4
         ),
-    }
-    return {
-        name: replace(choice, encoder_lr=encoder * choice.lr) for name, choice in choices.items()
     }

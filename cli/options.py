@@ -18,12 +18,13 @@ from typing import Any
 
 from backends import torch_compat
 from cli import compatibility, settings
-from cli.flag_parser import Choice, Scope, ScriptParser, is_encoder, switch
+from cli.flag_parser import Choice, Scope, ScriptParser, switch
 from cli.yaml_file import excerpt, read_yaml
 from distributed.worker import is_restarted, launcher_id
 from distributed.world import under_torchrun
 from errors import InputError, did_you_mean
 from input_pipeline import own_data
+from models.hugging_face import HF
 from optimizers.schedules import Schedule
 from training import checkpoint, run_folder
 
@@ -31,6 +32,7 @@ YES_OR_NO = {"true": True, "yes": True, "on": True, "false": False, "no": False,
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 META_VAL_FRACTION = 0.05  # held out for --mixup meta where the command line does not say
+ENCODER_LR = 0.2  # factor of the default --lr with --arch hf:NAME
 WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmup is not given
 
 
@@ -48,10 +50,10 @@ def parse(
         InputError: a flag, the recipe or the checkpoint is wrong.
     """
     given = parser.given(sys.argv[1:] if arguments is None else arguments)
+    values = parser.defaults()
     recipe: dict[str, Any] = {}
     if path := given.get("recipe"):
         recipe = parser.given(recipe_arguments(path, parser))
-    values = parser.defaults({**recipe, **given})
     command_line = Namespace(**values | {"out": recipe.get("out")} | given)
     if command_line.resume == "auto":  # all ranks find the same, as none has written yet
         if not (out := command_line.out):
@@ -154,8 +156,9 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser) -> dict[s
     optimizer = parser.optimizers[chosen["optimizer"]]
     rises_by_itself = chosen["lr_schedule"] in ("onecycle", "cyclic")
     warmup = 0.0 if rises_by_itself else min(WARMUP_SHARE * chosen["epochs"], LONGEST_WARMUP)
+    is_encoder = str(chosen.get("arch")).startswith(HF)
     return {
-        "lr": optimizer.encoder_lr if is_encoder(chosen) else optimizer.lr,
+        "lr": optimizer.lr * (ENCODER_LR if is_encoder else 1),
         "weight_decay": optimizer.weight_decay,
         "momentum": optimizer.momentum,
         "nesterov": optimizer.nesterov and chosen["momentum"] != 0,
@@ -170,7 +173,7 @@ def defaults_for(parser: ScriptParser, flags: Mapping[str, Any]) -> dict[str, An
     Args:
         flags: of the run, which another version may have had.
     """
-    defaults = parser.defaults(flags)
+    defaults = parser.defaults()
     chosen = {**defaults, **flags}
     if chosen["optimizer"] not in parser.optimizers:
         return defaults

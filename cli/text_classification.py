@@ -23,7 +23,7 @@ from cli.factory import (
 from cli.fine_tuning import MODEL_FLAGS
 from cli.flag_parser import OFF, ON, Choice, ScriptParser, below_one, number, setting
 from cli.settings import own, refused_as
-from distributed.agreement import local_main_first, once_a_node
+from distributed.agreement import once_a_node
 from distributed.world import READ_SECONDS
 from errors import InputError
 from input_pipeline import own_data, text_batches, text_datasets, tokenization
@@ -32,9 +32,8 @@ from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import PAD, TextDataset
 from input_pipeline.text_datasets import TextSplit
-from input_pipeline.tokenization import AnyTokenizer
-from models import hugging_face, pretrained
-from models.hugging_face import HF
+from models import pretrained
+from models.hugging_face import HF, Encoder, refused
 from models.pretrained import SavedModel
 from models.transformer import Transformer
 from training import predictions
@@ -43,15 +42,18 @@ from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
 from training.run_log import RunLog
 
+OURS = "transformer"  # value of --arch
+
 
 # fmt: off
 def add_flags(parser: ScriptParser) -> None:
     """Declare the flags of texts and of the Transformer."""
     add = parser.group("texts")
-    ours = {"arch": ("transformer",)}
+    ours = {"arch": (OURS,)}
     new, of_csv = {"resume": OFF, "weights": OFF, **ours}, [{"dataset": ("csv",)}]
-    add("--arch", text_arch, "transformer", "network: transformer, or with its own tokenizer "
-        "hf:NAME, a pretrained encoder of Hugging Face, or hf:FOLDER", metavar="NAME", common=True)
+    add("--arch", arch, OURS, "network: transformer; or hf:NAME or hf:FOLDER, a pretrained encoder "
+        "of Hugging Face with its tokenizer, at a fifth of the default --lr", metavar="NAME",
+        common=True)
     add("--tokenizer", Choice(tokenization.TOKENIZERS), "wordpiece",
         "how texts are split into tokens, learned on the training set", only_with=[new])
     add("--vocab_size", number(int, 300), 30_000, "most tokens that are told apart", metavar="N",
@@ -75,14 +77,14 @@ def add_flags(parser: ScriptParser) -> None:
     add("--mix_at", Choice(["pooled", "tokens"]), "pooled", "what --mixup mixes: what the "
         "classifier sees, or the embeddings of tokens", only_with=[{"mixup": ON}])
     add("--prior", Choice(["naive_bayes", "none"]), "naive_bayes", "scores of the tokens, counted "
-        "on the training set, that are added to the logits of the Transformer", only_with=[ours])
+        "on the training set, that are added to the logits", only_with=[ours])
 # fmt: on
 
 
-def text_arch(text: str) -> str:
+def arch(text: str) -> str:
     """An argparse type: a value of --arch."""
-    if text != "transformer" and not text.startswith(HF):
-        raise ArgumentTypeError(f"{text!r} is not transformer; did you mean {HF}{text}?")
+    if text != OURS and not text.startswith(HF):
+        raise ArgumentTypeError(f"{text!r} is not {OURS}; did you mean {HF}{text}?")
     return text
 
 
@@ -90,73 +92,42 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
     """Training, validation and test texts, tokenized as those of the checkpoint were.
 
     Args:
-        saved: what --weights names, whose tokenizer is taken for a new run.
+        saved: as of `fine_tuning.read_saved_model`; its tokenizer is taken for a new run, without
+            it one is trained on the training split.
     Raises:
         InputError: the data set is missing or broken.
     """
     chosen, metadata = read_splits(args, run)
-    classes = metadata["classes"]
-    tokenizer, encoder = create_tokenizer(args, run, chosen["train"].texts, saved, classes=classes)
-    metadata["encoder"] = encoder
-    encode = partial(
-        TextDataset, tokenizer=tokenizer, max_len=args.max_len, pad=padding_id(metadata)
-    )
+    encoder: Mapping[str, Any] = {}
+    if run.checkpoint:
+        tokenizer = tokenization.load_tokenizer(run.checkpoint["tokenizer"])
+        encoder = run.checkpoint.get("encoder", {})
+    elif saved is not None:
+        encoder = saved.encoder
+        try:
+            tokenizer = tokenization.load_tokenizer(saved.tokenizer)
+        except Exception:  # the library raises nothing more special
+            reason = "holds no tokenizer; give a run of transformer_test.py"
+            raise InputError(f"--weights {args.weights}: {reason}") from None
+    else:
+        trained = ""
+        if run.world.is_main:
+            trained = tokenization.train_tokenizer(
+                chosen["train"].texts, args.tokenizer, vocab_size=args.vocab_size
+            ).to_str()
+        with run.world.waiting_at_most(READ_SECONDS):
+            tokenizer = tokenization.load_tokenizer(run.world.broadcast(trained))
+    pad = encoder.get("pad", PAD)
+    encode = partial(TextDataset, tokenizer=tokenizer, max_len=args.max_len, pad=pad)
     sets = once_a_node(run.world, lambda: {name: encode(part) for name, part in chosen.items()})
     sets = {name: data.to(run.world.device) for name, data in sets.items()}
     prior = None
     if args.prior == "naive_bayes" and not encoder:
-        size = tokenizer.get_vocab_size()
-        prior = naive_bayes_scores(sets["train"], size, classes=len(classes))
+        size, classes = tokenizer.get_vocab_size(), len(metadata["classes"])
+        prior = naive_bayes_scores(sets["train"], size, classes=classes)
     metadata |= {"tokenizer": tokenizer.to_str(), "max_len": args.max_len, "prior": prior}
+    metadata |= {"encoder": encoder, "pad": pad}
     return Data(sets.pop("train"), sets, metadata, model_mixes=True)
-
-
-def create_tokenizer(
-    args: Namespace,
-    run: Run,
-    texts: Sequence[str],
-    saved: SavedModel | None,
-    *,
-    classes: Sequence[str],
-) -> tuple[AnyTokenizer, dict[str, Any]]:
-    """The tokenizer of the checkpoint, of --weights or of --arch hf:NAME, else one that is trained.
-
-    Args:
-        texts: of the training split.
-        saved: as of `load_data`.
-        classes: their names.
-    Returns:
-        The tokenizer; and the arguments of `hugging_face.Encoder`, {} for the Transformer.
-    """
-    encoder: dict[str, Any] = {}
-    if run.checkpoint:
-        text, encoder = run.checkpoint["tokenizer"], run.checkpoint.get("encoder", {})
-    elif saved is not None:
-        text = saved.tokenizer
-        if args.arch.startswith(HF) and saved.encoder:
-            config = hugging_face.with_classes(saved.encoder["config"], classes)
-            encoder = {**saved.encoder, "config": config}
-    elif args.arch.startswith(HF):
-        with local_main_first(run.world):
-            encoder, text = hugging_face.read_encoder(args.arch, classes)
-    else:
-        text = ""
-        if run.world.is_main:
-            text = tokenization.train_tokenizer(
-                texts, args.tokenizer, vocab_size=args.vocab_size
-            ).to_str()
-        with run.world.waiting_at_most(READ_SECONDS):
-            text = run.world.broadcast(text)
-    try:
-        return tokenization.load_tokenizer(text), encoder
-    except Exception:  # the library raises nothing more special
-        reason = "holds no tokenizer; give a run of transformer_test.py"
-        raise InputError(f"--weights {args.weights}: {reason}") from None
-
-
-def padding_id(metadata: Mapping[str, Any]) -> int:
-    """Id of the tokens behind the end of a text, from what a checkpoint keeps of the data."""
-    return int(metadata.get("encoder", {}).get("pad", PAD))
 
 
 def read_splits(args: Namespace, run: Run) -> tuple[dict[str, TextSplit], dict[str, Any]]:
@@ -177,17 +148,22 @@ def read_splits(args: Namespace, run: Run) -> tuple[dict[str, TextSplit], dict[s
 
 
 def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.Module:
-    """The Transformer, or the encoder of --arch hf:NAME, on its device.
+    """The Transformer, or the encoder of --arch hf:NAME with random weights, on its device.
 
     Raises:
         InputError: --model_args do not go together, or the encoder does not fit the flags.
     """
-    if metadata.get("encoder"):
-        return create_encoder(args, run, metadata).to(run.world.device)
+    classes = len(metadata["classes"])
+    if encoder := metadata.get("encoder"):
+        with refused(args.arch):
+            wrapped = Encoder(**encoder, classes=classes, mix_at=args.mix_at)
+        wrapped.check(encoding(metadata)(["a " * metadata["max_len"], "a"]))
+        wrapped.model.base_model.requires_grad_(not args.freeze)
+        return wrapped.to(run.world.device)
     with refused_as("--model_args"):
         model = Transformer(
             tokenization.load_tokenizer(metadata["tokenizer"]).get_vocab_size(),
-            len(metadata["classes"]),
+            classes,
             max_len=metadata["max_len"],
             dropout=args.dropout,
             token_dropout=args.token_dropout,
@@ -200,31 +176,13 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
     return model.to(run.world.device)
 
 
-def create_encoder(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> hugging_face.Encoder:
-    """The encoder of --arch hf:NAME, in a new run with its pretrained weights.
-
-    Where --weights are given, they follow.
-    """
-    with local_main_first(run.world):
-        model = hugging_face.Encoder(**metadata["encoder"], arch=args.arch, mix_at=args.mix_at)
-        if run.checkpoint is None and args.weights is None:
-            line = model.load()
-            if run.world.is_main:
-                print(line, flush=True)
-        if run.checkpoint is None:
-            model.check(encoding(metadata)(["a " * metadata["max_len"], "a"]))
-    if args.freeze:
-        model.freeze()
-    return model
-
-
 def encoding(metadata: Mapping[str, Any]) -> Callable[[Sequence[str]], Tensor]:
     """`text_batches.encode_texts` with what a checkpoint keeps of the data."""
     return partial(
         text_batches.encode_texts,
         tokenizer=tokenization.load_tokenizer(metadata["tokenizer"]),
         max_len=metadata["max_len"],
-        pad=padding_id(metadata),
+        pad=metadata.get("pad", PAD),
     )
 
 
@@ -250,8 +208,7 @@ def predict(args: Namespace, run: Run) -> None:
         for file, texts_of_file in lines_of_files.items():
             name = own_data.utf8_name(file)
             lines += [Sample(f"{name}:{number}", line) for number, line in texts_of_file.items()]
-    texts = [line.text or "" for line in lines]
-    encode = encoding(checkpoint)
+    encode, texts = encoding(checkpoint), [line.text or "" for line in lines]
     batches = (
         encode(texts[start : start + args.batch_size]).to(run.world.device)
         for start in range(0, len(texts), args.batch_size)
@@ -265,8 +222,8 @@ def export_model(args: Namespace, run: Run) -> None:
     checkpoint, max_len = run.checkpoint, run.checkpoint["max_len"]
     texts = ["Stocks rise after the bank's report", "Home team wins"]
     metadata = {
-        "input": "int32 (batch, length): the tokens of a text, `pad` behind shorter texts",
-        "pad": padding_id(checkpoint),
+        "input": "int32 (batch, length): a text's tokens, those of `pad` behind shorter texts",
+        "pad": checkpoint.get("pad", PAD),
         "encoder": checkpoint.get("encoder", {}),
         **{name: checkpoint[name] for name in ("classes", "max_len", "tokenizer")},
         "flags": {name: getattr(args, name) for name in MODEL_FLAGS},

@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -117,10 +118,11 @@ def encode_rows(
 ) -> Iterator[array[int]]:
     """Yield the token ids of each text, as int32."""
     tokenizer.encode_special_tokens = True  # "[PAD]" in a text is ordinary text
-    tokenizer.enable_truncation(max_len)  # keeps a [SEP] at the end
+    if isinstance(tokenizer, Tokenizer):
+        tokenizer.enable_truncation(max_len)  # before a [SEP] is added
     for start in range(0, len(texts), CHUNK_ROWS):
         for encoding in tokenizer.encode_batch_fast(texts[start : start + CHUNK_ROWS]):
-            yield array("i", encoding.ids)
+            yield array("i", encoding.ids[:max_len])
 
 
 def encode_texts(

@@ -49,7 +49,6 @@ class TorchtextTokenizer:
     """
 
     encode_special_tokens = True  # "[PAD]" in a text is ordinary text: basic_english lower-cases it
-    max_len: int | None = None  # tokens of an encoding at most
 
     def __init__(self, vocabulary: Sequence[str]) -> None:
         torchtext = _require_torchtext()
@@ -70,13 +69,9 @@ class TorchtextTokenizer:
         """Return the number of tokens, special tokens included."""
         return len(self.vocab)
 
-    def enable_truncation(self, max_length: int) -> None:
-        """Cut off what is longer; the name is that of `tokenizers.Tokenizer`."""
-        self.max_len = max_length
-
     def encode(self, text: str) -> Encoding:
         """Encode one text as [CLS] and the ids of its words."""
-        return Encoding([CLS, *self.vocab.lookup_indices(self.split(text))][: self.max_len])
+        return Encoding([CLS, *self.vocab.lookup_indices(self.split(text))])
 
     def encode_batch_fast(self, texts: Sequence[str]) -> list[Encoding]:
         """Encode each text; the name is that of `tokenizers.Tokenizer`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from errors import InputError, did_you_mean, first_line
+from errors import InputError, did_you_mean, first_line, needing
 from models import resnet, vgg
 
 ARCHITECTURES = (*resnet.STAGES, "vgg8")
@@ -82,10 +82,8 @@ def default_weights(arch: str) -> dict[str, Tensor]:
 
 
 def _create_timm_model(arch: str, classes: int, *, channels: int, image_size: int) -> nn.Module:
-    try:
+    with needing(f"--arch {arch}", "timm"):
         import timm
-    except ImportError:
-        raise InputError(f"--arch {arch} needs a package: pip install timm") from None
     name = arch.removeprefix(TIMM)
     if not timm.is_model(name):
         raise InputError(

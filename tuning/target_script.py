@@ -88,8 +88,7 @@ class TargetScript:
     def flags(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of all flags of a trial with these values of the searched flags."""
         parser = script_parser(self.file)
-        given = parser.given([*self.arguments, *self.to_arguments(params)])
-        return parser.defaults(given) | given
+        return parser.defaults() | parser.given([*self.arguments, *self.to_arguments(params)])
 
     def check(self, arguments: Sequence[str]) -> None:
         """Raise InputError where the script would refuse these arguments in every trial."""
