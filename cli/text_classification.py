@@ -26,11 +26,11 @@ from cli.settings import own, refused_as
 from distributed.agreement import once_a_node
 from distributed.world import READ_SECONDS
 from errors import InputError
-from input_pipeline import own_data, text_batches, text_datasets, tokenization
+from input_pipeline import own_data, text_datasets, tokenization
 from input_pipeline.baseline import text_baseline
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
-from input_pipeline.text_batches import PAD, TextDataset
+from input_pipeline.text_batches import PAD, TextDataset, encode_texts
 from input_pipeline.text_datasets import TextSplit
 from models import pretrained
 from models.hugging_face import HF, Encoder, refused
@@ -42,18 +42,16 @@ from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
 from training.run_log import RunLog
 
-OURS = "transformer"  # value of --arch
-
 
 # fmt: off
 def add_flags(parser: ScriptParser) -> None:
     """Declare the flags of texts and of the Transformer."""
     add = parser.group("texts")
-    ours = {"arch": (OURS,)}
+    ours = {"arch": ("transformer",)}
     new, of_csv = {"resume": OFF, "weights": OFF, **ours}, [{"dataset": ("csv",)}]
-    add("--arch", arch, OURS, "network: transformer; or hf:NAME or hf:FOLDER, a pretrained encoder "
-        "of Hugging Face with its tokenizer, at a fifth of the default --lr", metavar="NAME",
-        common=True)
+    add("--arch", arch, "transformer", "network: transformer; or hf:NAME or hf:FOLDER, an encoder "
+        "of Hugging Face with its tokenizer, whose --lr is by default 2e-5 for adamw, 0.001 for "
+        "ngd and else a tenth", metavar="NAME", common=True)
     add("--tokenizer", Choice(tokenization.TOKENIZERS), "wordpiece",
         "how texts are split into tokens, learned on the training set", only_with=[new])
     add("--vocab_size", number(int, 300), 30_000, "most tokens that are told apart", metavar="N",
@@ -83,9 +81,9 @@ def add_flags(parser: ScriptParser) -> None:
 
 def arch(text: str) -> str:
     """An argparse type: a value of --arch."""
-    if text != OURS and not text.startswith(HF):
-        raise ArgumentTypeError(f"{text!r} is not {OURS}; did you mean {HF}{text}?")
-    return text
+    if text == "transformer" or text.startswith(HF):
+        return text
+    raise ArgumentTypeError(f"{text!r} is not transformer; did you mean {HF}{text}?")
 
 
 def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Data:
@@ -153,17 +151,16 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
     Raises:
         InputError: --model_args do not go together, or the encoder does not fit the flags.
     """
-    classes = len(metadata["classes"])
     if encoder := metadata.get("encoder"):
         with refused(args.arch):
-            wrapped = Encoder(**encoder, classes=classes, mix_at=args.mix_at)
+            wrapped = Encoder(**encoder, classes=len(metadata["classes"]), mix_at=args.mix_at)
         wrapped.check(encoding(metadata)(["a " * metadata["max_len"], "a"]))
         wrapped.model.base_model.requires_grad_(not args.freeze)
         return wrapped.to(run.world.device)
     with refused_as("--model_args"):
         model = Transformer(
             tokenization.load_tokenizer(metadata["tokenizer"]).get_vocab_size(),
-            classes,
+            len(metadata["classes"]),
             max_len=metadata["max_len"],
             dropout=args.dropout,
             token_dropout=args.token_dropout,
@@ -177,13 +174,9 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
 
 
 def encoding(metadata: Mapping[str, Any]) -> Callable[[Sequence[str]], Tensor]:
-    """`text_batches.encode_texts` with what a checkpoint keeps of the data."""
-    return partial(
-        text_batches.encode_texts,
-        tokenizer=tokenization.load_tokenizer(metadata["tokenizer"]),
-        max_len=metadata["max_len"],
-        pad=metadata.get("pad", PAD),
-    )
+    """`encode_texts` with what a checkpoint keeps of the data."""
+    tokenizer, pad = tokenization.load_tokenizer(metadata["tokenizer"]), metadata.get("pad", PAD)
+    return partial(encode_texts, tokenizer=tokenizer, max_len=metadata["max_len"], pad=pad)
 
 
 def write_tokenizer(log: RunLog, metadata: Mapping[str, Any]) -> None:
@@ -221,11 +214,11 @@ def export_model(args: Namespace, run: Run) -> None:
     """Write the model to the file of --export."""
     checkpoint, max_len = run.checkpoint, run.checkpoint["max_len"]
     texts = ["Stocks rise after the bank's report", "Home team wins"]
+    kept = ("classes", "max_len", "tokenizer", "encoder", "pad")
     metadata = {
         "input": "int32 (batch, length): a text's tokens, those of `pad` behind shorter texts",
-        "pad": checkpoint.get("pad", PAD),
-        "encoder": checkpoint.get("encoder", {}),
-        **{name: checkpoint[name] for name in ("classes", "max_len", "tokenizer")},
+        "pad": PAD,
+        **{name: checkpoint[name] for name in kept if name in checkpoint},
         "flags": {name: getattr(args, name) for name in MODEL_FLAGS},
     }
     difference = export(

@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def save_encoder(folder):
-    """Save a BERT of two layers, and a tokenizer learned on the headlines."""
     words = BertWordPieceTokenizer()
     words.train(str(ROOT / "input_pipeline" / "headlines.csv"), 1000, show_progress=False)
     BertTokenizerFast(tokenizer_object=words._tokenizer).save_pretrained(folder)

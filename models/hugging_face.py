@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from errors import InputError, first_line, needing
+from input_pipeline.own_data import list_names
 from models.pretrained import SavedModel
 from models.transformer import mix_rows
 
@@ -99,7 +100,7 @@ class Encoder(nn.Module):
         loaded, info = type(self.model).from_pretrained(_find(arch), **config, **more)
         self.model.load_state_dict(loaded.state_dict())
         new = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
-        anew = f"; begin anew: {', '.join(sorted(new))}" if new else ""
+        anew = f"; begin anew: {list_names(sorted(new))}" if new else ""
         return f"weights of {arch}: {len(loaded.state_dict()) - len(new)} tensors{anew}"
 
     def forward(
