@@ -13,6 +13,7 @@ import torch
 import ranks
 import transformer_test
 from cli import options
+from conftest import call
 from input_pipeline.text_batches import encode_texts
 from input_pipeline.tokenization import load_tokenizer
 from models.hugging_face import Encoder, read_encoder
@@ -23,6 +24,7 @@ from test_training import run as in_this_process
 from training import checkpoint
 
 hf = pytest.importorskip("transformers", reason="needs transformers: the extra [hf]")
+EXAMPLE = str(ranks.ROOT / "examples" / "fine_tune_hf.py")
 BASE = "--dataset headlines --subset 0.4 --bs 16 --epochs 2 --threads 1 --precision fp32"
 TEXTS = ["[CLS] Stocks fall", "The team won the final after extra time", "A planet"]
 
@@ -31,8 +33,7 @@ TEXTS = ["[CLS] Stocks fall", "The team won the final after extra time", "A plan
 def folders(tmp_path_factory) -> dict[str, Path]:
     """A BERT; and an XLM-RoBERTa and a GPT-2, whose padding is 1 and added by the tokenizer."""
     folder = tmp_path_factory.mktemp("hf")
-    example = runpy.run_path(str(ranks.ROOT / "examples" / "fine_tune_hf.py"))
-    example["save_encoder"](folder / "bert")
+    runpy.run_path(EXAMPLE)["save_encoder"](folder / "bert")
     inputs = {"model_input_names": ["input_ids", "attention_mask"], "pad_token": "[UNK]"}
     tokenizer = hf.AutoTokenizer.from_pretrained(folder / "bert", **inputs)
     tokenizer.backend_tokenizer.enable_padding(length=50)
@@ -147,10 +148,11 @@ def test_what_does_not_fit_is_refused(folders, refused, monkeypatch):
     refused("texts", "--arch hf:small", "needs a package: pip install transformers", base=BASE)
 
 
-def test_the_example_learns(here):
-    command = [sys.executable, "examples/fine_tune_hf.py"]
-    console = ranks.finish(ranks.start(command, here), here)
-    assert float(console.partition("last.pt: epoch 5, test accuracy ")[2][:5]) > 60  # of chance 25
+def test_the_example_learns(monkeypatch, capsys):
+    monkeypatch.setattr("subprocess.check_call", lambda words: call(transformer_test, words[2:]))
+    runpy.run_path(EXAMPLE, run_name="__main__")
+    accuracy = capsys.readouterr().out.partition("last.pt: epoch 5, test accuracy ")[2]
+    assert float(accuracy[:5]) > 60  # of chance 25
 
 
 def test_defaults_and_flags_without_effect():
