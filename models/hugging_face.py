@@ -22,8 +22,7 @@ from input_pipeline.own_data import list_names
 from models.pretrained import SavedModel
 from models.transformer import mix_rows
 
-HF = "hf:"  # in front of the name of a model, or of a folder
-FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]  # of a model on the hub
+HF = "hf:"  # in front of the name of a model on the hub, or of a folder
 
 
 @contextlib.contextmanager
@@ -45,21 +44,14 @@ def refused(arch: str) -> Iterator[None]:
 
 
 def read_encoder(arch: str) -> SavedModel:
-    """All of a model but its weights: the arguments of `Encoder`, and its tokenizer.
-
-    Args:
-        arch: hf:NAME of a model on the hub, which is downloaded, or hf:FOLDER.
-    Raises:
-        InputError: the tokenizer is not supported.
-    """
+    """All of a model but its weights; it is downloaded. Raises InputError for its tokenizer."""
     from transformers import AutoConfig, AutoTokenizer
 
     folder = _find(arch)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    pad = tokenizer.pad_token_id
-    pads_behind = pad is not None and tokenizer.padding_side == "right"
-    if not (tokenizer.is_fast and pads_behind and len(tokenizer) <= config.vocab_size):
+    pad, fits = tokenizer.pad_token_id, len(tokenizer) <= config.vocab_size
+    if not (fits and tokenizer.is_fast and pad is not None and tokenizer.padding_side == "right"):
         raise InputError(
             f"--arch {arch}: its tokenizer is not supported; it must be a fast one that pads on "
             f"the right, with at most as many tokens as the model has ({config.vocab_size})"
@@ -121,11 +113,7 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def check(self, tokens: Tensor) -> None:
-        """Classify two texts (2, length), one of the greatest length, each mixed with itself.
-
-        Raises:
-            InputError: the model cannot take them, or not as embeddings where these are mixed.
-        """
+        """Raise InputError if two texts (2, length) cannot be classified, or not be mixed."""
         problem = f"--max_len {tokens.shape[1]}: the encoder cannot take texts of that length"
         try:
             logits = self.eval()(tokens)
@@ -143,4 +131,5 @@ def _find(arch: str) -> Path:
     folder = Path(arch.removeprefix(HF)).expanduser()
     if folder.is_dir():
         return folder
-    return Path(snapshot_download(str(folder), allow_patterns=FILES, ignore_patterns=["*/*"]))
+    files = ["*.json", "*.txt", "*.model", "*.safetensors"]
+    return Path(snapshot_download(str(folder), allow_patterns=files, ignore_patterns=["*/*"]))
