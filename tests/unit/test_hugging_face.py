@@ -74,12 +74,12 @@ def test_logits_are_those_of_transformers_own_pipeline(folders):
 
 @torch.no_grad()
 def test_mixing(folders):
-    partner, weight = torch.tensor([1, 2, 0]), torch.tensor([0.7, 1.0, 0.7])
+    partner, weight = torch.tensor([1, 2, 0]), torch.tensor([0.7, 0.7, 1.0])
     for mix_at in ("pooled", "tokens"):
         model, tokens = load(folders["xlm-roberta"], mix_at)
         alone, mixed = model(tokens), model(tokens, partner, weight)
-        torch.testing.assert_close(mixed[1], alone[1])
-        assert not torch.allclose(mixed[2], alone[2], rtol=0.01)
+        torch.testing.assert_close(mixed[2], alone[2])
+        assert not torch.allclose(mixed[1], alone[1], rtol=0.01)
         blended = torch.lerp(alone[partner], alone, weight[:, None])
         assert torch.allclose(mixed, blended, rtol=0.01) == (mix_at == "pooled")
 
