@@ -7,13 +7,14 @@ sys.exit(exit_code(main))                             # what both entry scripts 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 LOST_PEER, BAD_INPUT, NON_FINITE, INTERRUPTED = 1, 2, 3, 130
 BROKEN_PIPE = 141  # what a shell reports of a process that SIGPIPE ended
@@ -44,6 +45,15 @@ class LostPeer(Exception):
 
 class Interrupted(Exception):
     """SIGINT or SIGTERM arrived and a checkpoint was written; the message names it."""
+
+
+@contextlib.contextmanager
+def needing(what: str, packages: str) -> Iterator[None]:
+    """Turn an import that fails into an InputError that says what to install."""
+    try:
+        yield
+    except ImportError:
+        raise InputError(f"{what} needs a package: pip install {packages}") from None
 
 
 def exit_code(main: Callable[[], int | None]) -> int:

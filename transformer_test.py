@@ -3,6 +3,7 @@
 python transformer_test.py                                       # AG News, 4 epochs
 python transformer_test.py --dataset headlines --epochs 10       # embedded data, seconds on a CPU
 python transformer_test.py --dataset csv --data_dir my_texts     # train.csv, test.csv: label, text
+python transformer_test.py --arch hf:distilbert-base-uncased     # a pretrained encoder
 bash run_distributed.sh transformer_test.py --bs 256             # all GPUs of this node
 python transformer_test.py --resume runs/my-run                  # go on with a run
 python transformer_test.py --checkpoint runs/my-run --evaluate   # accuracy of its last.pt

@@ -24,16 +24,14 @@ from torch import nn
 from benchmarks.trainers import SCRIPTS, Opened, open_script
 from cli import options
 from distributed.world import World, init_world
-from errors import InputError, exit_code
+from errors import InputError, exit_code, needing
 from optimizers.param_groups import decay_groups
 
 
 def create_soap(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
     """SOAP (arXiv:2409.11321) of pytorch_optimizer, with the library's other settings."""
-    try:
+    with needing("soap", "pytorch_optimizer"):
         from pytorch_optimizer import SOAP
-    except ImportError:
-        raise InputError("soap: not installed; pip install pytorch_optimizer") from None
     weight_decay = settings["weight_decay"]
     optimizer: torch.optim.Optimizer = SOAP(
         decay_groups(model, weight_decay), lr=settings["lr"], betas=tuple(settings["betas"])

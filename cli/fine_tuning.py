@@ -17,17 +17,21 @@ from cli.settings import flat
 from distributed.agreement import local_main_first
 from errors import InputError
 from models import image_models, pretrained
+from models.hugging_face import HF, Encoder, read_encoder, refused
 from models.pretrained import SavedModel
 
 MODEL_FLAGS = ("arch", "max_len", "model_args")  # which weights must share with the model
 
 
 def read_saved_model(args: Namespace, run: Run) -> SavedModel | None:
-    """What --weights names; None where it is not given.
+    """What --weights or --arch hf:NAME names; None without both.
 
     Raises:
         InputError: there is no such file, it holds no weights, or --freeze is given without.
     """
+    if args.weights is None and args.arch.startswith(HF):
+        with local_main_first(run.world), refused(args.arch):
+            return read_encoder(args.arch)
     if args.weights is None and args.freeze:
         raise InputError(
             "--freeze needs --weights: without them all layers but the last would stay random"
@@ -37,8 +41,8 @@ def read_saved_model(args: Namespace, run: Run) -> SavedModel | None:
     with local_main_first(run.world):
         if args.weights != "DEFAULT":
             return pretrained.read_saved_model(Path(args.weights))
-        if "arch" not in args:
-            raise InputError("--weights DEFAULT: there are none for texts; give a run or a file")
+        if "max_len" in args:
+            raise InputError("--weights DEFAULT: there are none for texts; use --arch hf:NAME")
         return SavedModel(image_models.default_weights(args.arch))
 
 
@@ -49,11 +53,17 @@ def begin_with_weights(
 
     Args:
         model: whose weights are replaced.
-        saved: the weights.
+        saved: what `read_saved_model` returned.
         classes: names of the model's classes.
     Raises:
         InputError: the weights are not of this model.
     """
+    if isinstance(model, Encoder) and args.weights is None:
+        with local_main_first(run.world), refused(args.arch):
+            line = model.load(args.arch)
+            if run.world.is_main:
+                print(line, flush=True)
+        return
     flags = [name for name in MODEL_FLAGS if name in args]
     given = flat({name: saved.flags[name] for name in flags if name in saved.flags})
     own = flat(vars(args))

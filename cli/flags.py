@@ -194,7 +194,8 @@ def add_fine_tuning(parser: ScriptParser) -> None:
         ".pt file, a .safetensors or state_dict file, or for images DEFAULT, those of torchvision "
         "or timm; the classifier keeps classes of the same name (default random)",
         metavar="FILE|DEFAULT", only_with=[{"resume": OFF}], common=True)
-    add("--freeze", switch, False, "training of the last linear layer alone, with --weights")
+    add("--freeze", switch, False, "training of the classifier alone, with --weights or --arch "
+        "hf:NAME")
 
 
 def add_mixing(parser: ScriptParser, mixing: Sequence[str]) -> None:

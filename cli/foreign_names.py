@@ -22,6 +22,8 @@ FOREIGN = {
     "--model": "--arch",
     "--metric_for_best_model": "--best_by",
     "--early_stopping_patience": "--patience",
+    "--model_name_or_path": "--arch",
+    "--max_seq_length": "--max_len",
     # ---- optimizer and learning rate
     "--opt": "--optimizer",
     "--optim": "--optimizer",

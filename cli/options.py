@@ -24,6 +24,7 @@ from distributed.worker import is_restarted, launcher_id
 from distributed.world import under_torchrun
 from errors import InputError, did_you_mean
 from input_pipeline import own_data
+from models.hugging_face import HF
 from optimizers.schedules import Schedule
 from training import checkpoint, run_folder
 
@@ -31,6 +32,7 @@ YES_OR_NO = {"true": True, "yes": True, "on": True, "false": False, "no": False,
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 META_VAL_FRACTION = 0.05  # held out for --mixup meta where the command line does not say
+ENCODER_LR = {"adamw": 2e-5, "ngd": 1e-3}  # default --lr with --arch hf:NAME, else a tenth
 WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmup is not given
 
 
@@ -154,8 +156,11 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser) -> dict[s
     optimizer = parser.optimizers[chosen["optimizer"]]
     rises_by_itself = chosen["lr_schedule"] in ("onecycle", "cyclic")
     warmup = 0.0 if rises_by_itself else min(WARMUP_SHARE * chosen["epochs"], LONGEST_WARMUP)
+    lr = optimizer.lr
+    if str(chosen.get("arch")).startswith(HF):
+        lr = ENCODER_LR.get(chosen["optimizer"], lr / 10)
     return {
-        "lr": optimizer.lr,
+        "lr": lr,
         "weight_decay": optimizer.weight_decay,
         "momentum": optimizer.momentum,
         "nesterov": optimizer.nesterov and chosen["momentum"] != 0,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from argparse import Namespace
-from collections.abc import Mapping
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from cli.factory import (
     Data,
@@ -20,18 +20,20 @@ from cli.factory import (
     report_baseline,
     report_predictions,
 )
+from cli.fine_tuning import MODEL_FLAGS
 from cli.flag_parser import OFF, ON, Choice, ScriptParser, below_one, number, setting
 from cli.settings import own, refused_as
 from distributed.agreement import once_a_node
 from distributed.world import READ_SECONDS
 from errors import InputError
-from input_pipeline import own_data, text_batches, text_datasets, tokenization
+from input_pipeline import own_data, text_datasets, tokenization
 from input_pipeline.baseline import text_baseline
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
-from input_pipeline.text_batches import TextDataset
+from input_pipeline.text_batches import PAD, TextDataset, encode_texts
 from input_pipeline.text_datasets import TextSplit
 from models import pretrained
+from models.hugging_face import HF, Encoder, refused
 from models.pretrained import SavedModel
 from models.transformer import Transformer
 from training import predictions
@@ -45,7 +47,11 @@ from training.run_log import RunLog
 def add_flags(parser: ScriptParser) -> None:
     """Declare the flags of texts and of the Transformer."""
     add = parser.group("texts")
-    new, of_csv = {"resume": OFF, "weights": OFF}, [{"dataset": ("csv",)}]
+    ours = {"arch": ("transformer",)}
+    new, of_csv = {"resume": OFF, "weights": OFF, **ours}, [{"dataset": ("csv",)}]
+    add("--arch", arch, "transformer", "network: transformer; or hf:NAME or hf:FOLDER, an encoder "
+        "of Hugging Face with its tokenizer, whose --lr is by default 2e-5 for adamw, 0.001 for "
+        "ngd and else a tenth", metavar="NAME", common=True)
     add("--tokenizer", Choice(tokenization.TOKENIZERS), "wordpiece",
         "how texts are split into tokens, learned on the training set", only_with=[new])
     add("--vocab_size", number(int, 300), 30_000, "most tokens that are told apart", metavar="N",
@@ -60,30 +66,42 @@ def add_flags(parser: ScriptParser) -> None:
     add = parser.group("Transformer")
     add("--model_args", setting, {}, "width, depth, heads, mlp_width, "
         "positions (learned or sinusoidal) and pooling (mean or cls)", parts={"": own(
-            Transformer, "width", "depth", "heads", "mlp_width", "positions", "pooling")})
+            Transformer, "width", "depth", "heads", "mlp_width", "positions", "pooling")},
+        only_with=[ours])
     add("--dropout", below_one, 0.3, "share of embeddings and outputs of blocks that is dropped",
-        metavar="F")
-    add("--token_dropout", below_one, 0.5, "share of the tokens that is hidden", metavar="F")
+        metavar="F", only_with=[ours])
+    add("--token_dropout", below_one, 0.5, "share of the tokens that is hidden", metavar="F",
+        only_with=[ours])
     add("--mix_at", Choice(["pooled", "tokens"]), "pooled", "what --mixup mixes: what the "
         "classifier sees, or the embeddings of tokens", only_with=[{"mixup": ON}])
     add("--prior", Choice(["naive_bayes", "none"]), "naive_bayes", "scores of the tokens, counted "
-        "on the training set, that are added to the logits")
+        "on the training set, that are added to the logits", only_with=[ours])
 # fmt: on
+
+
+def arch(text: str) -> str:
+    """An argparse type: a value of --arch."""
+    if text == "transformer" or text.startswith(HF):
+        return text
+    raise ArgumentTypeError(f"{text!r} is not transformer; did you mean {HF}{text}?")
 
 
 def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Data:
     """Training, validation and test texts, tokenized as those of the checkpoint were.
 
     Args:
-        saved: what --weights names, whose tokenizer is taken for a new run; without it one is
-            trained on the training split.
+        saved: as of `fine_tuning.read_saved_model`; its tokenizer is taken for a new run, without
+            it one is trained on the training split.
     Raises:
         InputError: the data set is missing or broken.
     """
     chosen, metadata = read_splits(args, run)
+    encoder: Mapping[str, Any] = {}
     if run.checkpoint:
         tokenizer = tokenization.load_tokenizer(run.checkpoint["tokenizer"])
+        encoder = run.checkpoint.get("encoder", {})
     elif saved is not None:
+        encoder = saved.encoder
         try:
             tokenizer = tokenization.load_tokenizer(saved.tokenizer)
         except Exception:  # the library raises nothing more special
@@ -97,14 +115,16 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
             ).to_str()
         with run.world.waiting_at_most(READ_SECONDS):
             tokenizer = tokenization.load_tokenizer(run.world.broadcast(trained))
-    encode = partial(TextDataset, tokenizer=tokenizer, max_len=args.max_len)
+    pad = encoder.get("pad", PAD)
+    encode = partial(TextDataset, tokenizer=tokenizer, max_len=args.max_len, pad=pad)
     sets = once_a_node(run.world, lambda: {name: encode(part) for name, part in chosen.items()})
     sets = {name: data.to(run.world.device) for name, data in sets.items()}
     prior = None
-    if args.prior == "naive_bayes":
+    if args.prior == "naive_bayes" and not encoder:
         size, classes = tokenizer.get_vocab_size(), len(metadata["classes"])
         prior = naive_bayes_scores(sets["train"], size, classes=classes)
     metadata |= {"tokenizer": tokenizer.to_str(), "max_len": args.max_len, "prior": prior}
+    metadata |= {"encoder": encoder, "pad": pad}
     train = sets.pop("train")
     return Data(train, sets, metadata, train.labels.cpu(), model_mixes=True)
 
@@ -127,11 +147,17 @@ def read_splits(args: Namespace, run: Run) -> tuple[dict[str, TextSplit], dict[s
 
 
 def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.Module:
-    """The Transformer on its device.
+    """The Transformer, or the encoder of --arch hf:NAME with random weights, on its device.
 
     Raises:
-        InputError: --model_args do not go together.
+        InputError: --model_args do not go together, or the encoder does not fit the flags.
     """
+    if encoder := metadata.get("encoder"):
+        with refused(args.arch):
+            wrapped = Encoder(**encoder, classes=len(metadata["classes"]), mix_at=args.mix_at)
+        wrapped.check(encoding(metadata)(["a " * metadata["max_len"], "a"]))
+        wrapped.model.base_model.requires_grad_(not args.freeze)
+        return wrapped.to(run.world.device)
     with refused_as("--model_args"):
         model = Transformer(
             tokenization.load_tokenizer(metadata["tokenizer"]).get_vocab_size(),
@@ -146,6 +172,12 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
     if args.freeze:
         pretrained.freeze_all_but_classifier(model)
     return model.to(run.world.device)
+
+
+def encoding(metadata: Mapping[str, Any]) -> Callable[[Sequence[str]], Tensor]:
+    """`encode_texts` with what a checkpoint keeps of the data."""
+    tokenizer, pad = tokenization.load_tokenizer(metadata["tokenizer"]), metadata.get("pad", PAD)
+    return partial(encode_texts, tokenizer=tokenizer, max_len=metadata["max_len"], pad=pad)
 
 
 def write_tokenizer(log: RunLog, metadata: Mapping[str, Any]) -> None:
@@ -170,12 +202,9 @@ def predict(args: Namespace, run: Run) -> None:
         for file, texts_of_file in lines_of_files.items():
             name = own_data.utf8_name(file)
             lines += [Sample(f"{name}:{number}", line) for number, line in texts_of_file.items()]
-    tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
-    texts = [line.text or "" for line in lines]
+    encode, texts = encoding(checkpoint), [line.text or "" for line in lines]
     batches = (
-        text_batches.encode_texts(
-            texts[start : start + args.batch_size], tokenizer, max_len=checkpoint["max_len"]
-        ).to(run.world.device)
+        encode(texts[start : start + args.batch_size]).to(run.world.device)
         for start in range(0, len(texts), args.batch_size)
     )
     model = load_weights(args, run, create_model(args, run, checkpoint))
@@ -185,16 +214,17 @@ def predict(args: Namespace, run: Run) -> None:
 def export_model(args: Namespace, run: Run) -> None:
     """Write the model to the file of --export."""
     checkpoint, max_len = run.checkpoint, run.checkpoint["max_len"]
-    tokenizer = tokenization.load_tokenizer(checkpoint["tokenizer"])
     texts = ["Stocks rise after the bank's report", "Home team wins"]
+    kept = ("classes", "max_len", "tokenizer", "encoder", "pad")
     metadata = {
-        "input": "int32 (batch, length): [CLS] and a text's tokens, [PAD] behind shorter texts",
-        **{name: checkpoint[name] for name in ("classes", "max_len", "tokenizer")},
-        "flags": {"max_len": args.max_len, "model_args": args.model_args},
+        "input": "int32 (batch, length): a text's tokens, those of `pad` behind shorter texts",
+        "pad": PAD,
+        **{name: checkpoint[name] for name in kept if name in checkpoint},
+        "flags": {name: getattr(args, name) for name in MODEL_FLAGS},
     }
     difference = export(
         load_weights(args, run, create_model(args, run, checkpoint)),
-        text_batches.encode_texts(texts, tokenizer, max_len=max_len),
+        encoding(checkpoint)(texts),
         Path(args.export),
         dynamic={0: ("batch", LARGEST_BATCH), 1: ("length", max_len)},
         metadata=metadata,

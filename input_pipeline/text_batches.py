@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -36,6 +37,7 @@ class TextDataset:
         split: labels and texts.
         tokenizer: a trained tokenizer.
         max_len: number of tokens kept of a row, [CLS] included.
+        pad: id of the tokens behind the end of a row.
 
     Attributes:
         lengths: (rows,) int64 on the CPU, number of tokens of each row.
@@ -46,8 +48,10 @@ class TextDataset:
         longest: number of tokens of the longest row.
     """
 
-    def __init__(self, split: TextSplit, tokenizer: AnyTokenizer, *, max_len: int) -> None:
-        self.max_len = max_len
+    def __init__(
+        self, split: TextSplit, tokenizer: AnyTokenizer, *, max_len: int, pad: int = PAD
+    ) -> None:
+        self.max_len, self.pad = max_len, pad
         self.token_file, lengths = NodeFile(), array("q")
         for ids in encode_rows(split.texts, tokenizer, max_len=max_len):
             self.token_file.write(ids)
@@ -79,7 +83,7 @@ class TextDataset:
             epoch: not used, as texts are not augmented.
         Yields:
             tokens: (batch, length) int32, where `length` is that of the longest row of the batch,
-                on a GPU rounded up to a multiple of 8; positions after a row's end hold [PAD].
+                on a GPU rounded up to a multiple of 8; positions after a row's end hold `pad`.
             labels: (batch,) int64.
         """
         for rows in row_batches:
@@ -106,7 +110,7 @@ class TextDataset:
         positions = self.starts.index_select(0, rows)[:, None] + column
         positions.clamp_(max=len(self.tokens) - 1)  # padding after the last row
         tokens = self.tokens.index_select(0, positions.flatten()).view(positions.shape)
-        return tokens.masked_fill_(is_padding, PAD)
+        return tokens.masked_fill_(is_padding, self.pad)
 
 
 def encode_rows(
@@ -114,22 +118,27 @@ def encode_rows(
 ) -> Iterator[array[int]]:
     """Yield the token ids of each text, as int32."""
     tokenizer.encode_special_tokens = True  # "[PAD]" in a text is ordinary text
+    if isinstance(tokenizer, Tokenizer):
+        tokenizer.enable_truncation(max_len)  # before a [SEP] is added
     for start in range(0, len(texts), CHUNK_ROWS):
         for encoding in tokenizer.encode_batch_fast(texts[start : start + CHUNK_ROWS]):
             yield array("i", encoding.ids[:max_len])
 
 
-def encode_texts(texts: Sequence[str], tokenizer: AnyTokenizer, *, max_len: int) -> Tensor:
+def encode_texts(
+    texts: Sequence[str], tokenizer: AnyTokenizer, *, max_len: int, pad: int = PAD
+) -> Tensor:
     """Clean, tokenise and pad a few texts, for predictions.
 
     Args:
         texts: raw texts.
         tokenizer: a trained tokenizer.
         max_len: number of tokens kept of a text, [CLS] included.
+        pad: id of the tokens behind the end of a text.
     Returns:
         (len(texts), length) int32 on the CPU.
     """
     cleaned = [clean_text(text) for text in texts]
     ids = encode_rows(cleaned, tokenizer, max_len=max_len)
     rows = [torch.frombuffer(row, dtype=torch.int32) for row in ids]
-    return pad_sequence(rows, batch_first=True, padding_value=PAD)
+    return pad_sequence(rows, batch_first=True, padding_value=pad)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from errors import InputError, did_you_mean, first_line
+from errors import InputError, did_you_mean, first_line, needing
 from models import resnet, vgg
 
 ARCHITECTURES = (*resnet.STAGES, "vgg8")
@@ -70,22 +70,16 @@ def default_weights(arch: str) -> dict[str, Tensor]:
         from torchvision import models
 
         return models.get_model_weights(arch).DEFAULT.get_state_dict(progress=False)
-    except (ImportError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"--weights DEFAULT: none for --arch {arch} ({first_line(error)}); give a file"
-        ) from None
-    except OSError as error:
-        raise InputError(
-            f"--weights DEFAULT: those of --arch {arch} could not be downloaded "
-            f"({getattr(error, 'reason', first_line(error))}); give a file"
-        ) from None
+    except (ImportError, ValueError, RuntimeError, OSError) as error:
+        problem = "could not be downloaded" if isinstance(error, OSError) else "has none"
+        reason = getattr(error, "reason", first_line(error))
+        line = f"--weights DEFAULT: --arch {arch} {problem} ({reason}); give a file"
+        raise InputError(line) from None
 
 
 def _create_timm_model(arch: str, classes: int, *, channels: int, image_size: int) -> nn.Module:
-    try:
+    with needing(f"--arch {arch}", "timm"):
         import timm
-    except ImportError:
-        raise InputError(f"--arch {arch} needs a package: pip install timm") from None
     name = arch.removeprefix(TIMM)
     if not timm.is_model(name):
         raise InputError(

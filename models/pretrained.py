@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed import sharded_checkpoint
-from errors import InputError, first_line
+from errors import InputError, first_line, needing
 from input_pipeline.own_data import normal_form
 
 NESTED = ("state_dict", "model", "model_state_dict")  # where other projects keep the weights
@@ -40,6 +40,7 @@ class SavedModel:
     weights: Mapping[str, Tensor]  # by their names, on the CPU
     classes: Sequence[str] = ()  # in the order of its outputs; empty where they are not known
     tokenizer: str = ""  # of a text classifier, as JSON
+    encoder: Mapping[str, Any] = field(default_factory=dict)  # arguments of hugging_face.Encoder
     flags: Mapping[str, Any] = field(default_factory=dict)  # with which it was made, if known
 
 
@@ -62,23 +63,15 @@ def read_saved_model(path: Path) -> SavedModel:
     weights = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not weights:
         raise InputError(f"--weights {path}: holds no weights by their names; {KINDS}")
-    classes, tokenizer, flags = (about.get(name) for name in ("classes", "tokenizer", "flags"))
-    return SavedModel(
-        weights,
-        [str(name) for name in classes] if isinstance(classes, list) else (),
-        tokenizer if isinstance(tokenizer, str) else "",
-        flags if isinstance(flags, dict) else {},
-    )
+    kinds = {"classes": list, "tokenizer": str, "encoder": dict, "flags": dict}
+    known = {name: about[name] for name in kinds if isinstance(about.get(name), kinds[name])}
+    return SavedModel(weights, **known)
 
 
 def _read_safetensors(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The weights, and the metadata, whose values are JSON where this project wrote them."""
-    try:
+    with needing("--weights of .safetensors", "safetensors"):
         from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise InputError(
-            "--weights of .safetensors needs a package: pip install safetensors"
-        ) from None
     try:
         with safe_open(path, "pt") as file:
             names = file.keys()
@@ -250,15 +243,14 @@ def misfits(
         elif name not in classifier and weights[name].shape != value.shape:
             shapes = (" x ".join(map(str, each[name].shape)) or "one" for each in (weights, own))
             wrong.append(f"its {name} has {' and not '.join(shapes)} values")
-        elif name in weights and value.is_floating_point() and not is_finite(weights[name]):
+        elif (
+            name in weights
+            and value.is_floating_point()
+            and not (weights[name].is_floating_point() and weights[name].isfinite().all())
+        ):
             wrong.append(f"its {name} holds no finite floating-point numbers")
     unknown = [name for name in weights if name not in own and not name.startswith(AUXILIARY)]
     return wrong + [f"its {name} is unknown" for name in unknown]
-
-
-def is_finite(weight: Tensor) -> bool:
-    """Tell whether a tensor holds finite floating-point numbers."""
-    return weight.is_floating_point() and bool(weight.isfinite().all())
 
 
 def _matching_rows(
@@ -281,7 +273,7 @@ def _matching_rows(
     outputs, saved_outputs = ({len(value) for value in each.values()} for each in (own, saved))
     if outputs != {len(classes)} or saved_outputs != {len(saved_classes)}:
         return {row: row for row in range(len(classes))} if outputs == saved_outputs else {}
-    numbers = {normal_form(name): number for number, name in enumerate(saved_classes)}
+    numbers = {normal_form(str(name)): number for number, name in enumerate(saved_classes)}
     names = map(normal_form, classes)
     return {row: numbers[name] for row, name in enumerate(names) if name in numbers}
 
@@ -348,7 +340,7 @@ def layer_name(parameter: str) -> str:
     >>> layer_name("stages.2.blocks.1.conv.weight"), layer_name("layer1.0.conv1.weight")
     ('stages.2.blocks.1', 'layer1.0')
     """
-    modules = parameter.split(".")[:-1]
+    modules = parameter.removeprefix("model.").split(".")[:-1]  # that of an Encoder
     for depth, name in enumerate(modules):
         if depth >= 1 and name.isdigit() or depth >= 2 and name[-1].isdigit():
             inner = modules[depth + 1 :]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from errors import InputError
+from errors import InputError, needing
 
 SUFFIXES = (".onnx", ".pt2", ".safetensors")
 PT2_METADATA = "metadata.json"  # the name of the extra file
@@ -70,34 +70,22 @@ def export(
 
 
 def _export_pt2(
-    model: nn.Module,
-    example: Tensor,
-    path: Path,
-    sizes: Mapping[int, Any],
-    metadata: dict[str, str],
+    model: nn.Module, example: Tensor, path: Path, sizes: Mapping[int, Any], texts: dict[str, str]
 ) -> Tensor:
     """Write a program of torch.export; returns the logits that it computes when it is read."""
     program = torch.export.export(model, (example,), dynamic_shapes=(sizes,))
-    torch.export.save(program, path, extra_files={PT2_METADATA: json.dumps(metadata)})
+    torch.export.save(program, path, extra_files={PT2_METADATA: json.dumps(texts)})
     return torch.export.load(path).module()(example)
 
 
 def _export_onnx(
-    model: nn.Module,
-    example: Tensor,
-    path: Path,
-    sizes: Mapping[int, Any],
-    metadata: dict[str, str],
+    model: nn.Module, example: Tensor, path: Path, sizes: Mapping[int, Any], texts: dict[str, str]
 ) -> Tensor:
     """Write an ONNX file; returns the logits that ONNX Runtime computes with it."""
-    try:
+    with needing("--export to .onnx", "onnx onnxscript onnxruntime"):
         import onnx
         import onnxruntime
         import onnxscript  # noqa: F401  torch's exporter needs it
-    except ImportError:
-        raise InputError(
-            "--export to .onnx needs packages: pip install onnx onnxscript onnxruntime"
-        ) from None
     torch.onnx.export(
         model,
         (example,),
@@ -108,23 +96,19 @@ def _export_onnx(
         verbose=False,
     )
     program = onnx.load(path)
-    onnx.helper.set_model_props(program, metadata)
+    onnx.helper.set_model_props(program, texts)
     onnx.save(program, path)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     inputs = {session.get_inputs()[0].name: example.numpy()}
     return torch.from_numpy(session.run(None, inputs)[0])
 
 
-def _export_weights(
-    model: nn.Module, example: Tensor, path: Path, metadata: dict[str, str]
-) -> Tensor:
+def _export_weights(model: nn.Module, example: Tensor, path: Path, texts: dict[str, str]) -> Tensor:
     """Write the weights; returns the logits of the model with those that are in the file."""
-    try:
+    with needing("--export to .safetensors", "safetensors"):
         from safetensors import torch as safetensors
-    except ImportError:
-        raise InputError(
-            "--export to .safetensors needs a package: pip install safetensors"
-        ) from None
     weights = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
-    safetensors.save_file(weights, path, metadata=metadata)
-    return functional_call(model, safetensors.load_file(path), example, strict=True).detach()
+    safetensors.save_file(weights, path, metadata=texts)
+    # Some buffers are no part of the state_dict.
+    stored = {**dict(model.named_buffers()), **safetensors.load_file(path)}
+    return functional_call(model, stored, example, strict=True).detach()

@@ -87,7 +87,7 @@ def test_loops_of_other_projects(site: Path) -> None:
 EXAMPLES = {  # what each needs, and how its last line of numbers begins
     "plain_loop": ("sklearn", "epoch 8: batch 128, loss"),
     "with_timm": ("timm", "epoch 10: loss"),
-    "hf_trainer": ("transformers", "training loss"),
+    "hf_trainer": ("accelerate", "training loss"),
     "with_lightning": ("lightning", "training loss"),
     "slamb_torchrun": ("torch", "step 60: loss"),
 }

@@ -1,0 +1,135 @@
+"""Pretrained text encoders of Hugging Face Transformers: --arch hf:NAME_OR_FOLDER.
+
+    saved = read_encoder("hf:distilbert-base-uncased")          # saved.encoder, saved.tokenizer
+    model = Encoder(**saved.encoder, classes=2)                 # with random weights
+    line = model.load("hf:distilbert-base-uncased")             # with the pretrained ones
+
+Checkpoints hold `encoder` and `tokenizer`, so that a run needs neither network nor folder later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from errors import InputError, first_line, needing
+from input_pipeline.own_data import list_names
+from models.pretrained import SavedModel
+from models.transformer import mix_rows
+
+HF = "hf:"  # in front of the name of a model on the hub, or of a folder
+
+
+@contextlib.contextmanager
+def refused(arch: str) -> Iterator[None]:
+    """Turn whatever Transformers raises, or that it is missing, into one line; its notes vanish."""
+    with needing(f"--arch {arch}", "transformers"):
+        from transformers import logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # of many kinds
+        raise InputError(
+            f"--arch {arch}: cannot be loaded ({first_line(error)}); check the name and the "
+            "network, or give a folder that save_pretrained wrote"
+        ) from None
+
+
+def read_encoder(arch: str) -> SavedModel:
+    """All of a model but its weights; it is downloaded. Raises InputError for its tokenizer."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder = _find(arch)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    pad, fits = tokenizer.pad_token_id, len(tokenizer) <= config.vocab_size
+    if not (fits and tokenizer.is_fast and pad is not None and tokenizer.padding_side == "right"):
+        raise InputError(
+            f"--arch {arch}: its tokenizer is not supported; it must be a fast one that pads on "
+            f"the right, with at most as many tokens as the model has ({config.vocab_size})"
+        )
+    tokenizer.backend_tokenizer.no_padding()  # it may have been saved with a fixed length
+    encoder = {"config": config.to_json_string(use_diff=False), "pad": pad}
+    return SavedModel({}, tokenizer=tokenizer.backend_tokenizer.to_str(), encoder=encoder)
+
+
+class Encoder(nn.Module):
+    """A text classifier of Transformers, called as `models.transformer.Transformer` is.
+
+    Args:
+        config: of the model, as JSON.
+        pad: id of the tokens behind the end of a text.
+        classes: number of outputs.
+        mix_at: where texts are mixed: 'pooled' mixes the logits, which is the same as mixing what
+            the last linear layer sees, 'tokens' the embeddings.
+    """
+
+    def __init__(self, config: str, pad: int, *, classes: int, mix_at: str = "pooled") -> None:
+        from transformers import AutoConfig, AutoModelForSequenceClassification
+
+        super().__init__()
+        self.pad, self.mix_at = pad, mix_at
+        known = AutoConfig.for_model(**json.loads(config))
+        known.num_labels = classes
+        self.model = AutoModelForSequenceClassification.from_config(known, dtype=torch.float32)
+        for name, child in list(self.model.named_children()):
+            if child is not self.model.base_model:  # the classifier last, as most models have it
+                delattr(self.model, name)
+                self.model.add_module(name, child)
+
+    def load(self, arch: str) -> str:
+        """Take the pretrained weights; returns a line that says which layers begin anew."""
+        config = {"config": self.model.config, "dtype": torch.float32}
+        more = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        loaded, info = type(self.model).from_pretrained(_find(arch), **config, **more)
+        self.model.load_state_dict(loaded.state_dict())
+        new = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+        anew = f"; begin anew: {list_names(sorted(new))}" if new else ""
+        return f"weights of {arch}: {len(loaded.state_dict()) - len(new)} tensors{anew}"
+
+    def forward(
+        self, tokens: Tensor, partner: Tensor | None = None, weight: Tensor | None = None
+    ) -> Tensor:
+        """Compute logits as `models.transformer.Transformer.forward` does.
+
+        With mix_at='tokens' a position that only one of two texts has takes part as a whole, its
+        embedding mixed with that of the padding; a text of weight 1 is not mixed.
+        """
+        present = tokens != self.pad  # (batch, length)
+        if partner is None or weight is None or self.mix_at == "pooled":
+            logits = self.model(input_ids=tokens, attention_mask=present.long()).logits
+            return mix_rows(logits, partner, weight)
+        embedded = mix_rows(self.model.get_input_embeddings()(tokens), partner, weight)
+        present = present | (present[partner] & (weight < 1)[:, None])
+        return self.model(inputs_embeds=embedded, attention_mask=present.long()).logits
+
+    @torch.no_grad()
+    def check(self, tokens: Tensor) -> None:
+        """Raise InputError if two texts (2, length) cannot be classified, or not be mixed."""
+        problem = f"--max_len {tokens.shape[1]}: the encoder cannot take texts of that length"
+        try:
+            logits = self.eval()(tokens)
+            problem = "--mix_at tokens: this encoder cannot take mixed embeddings; use pooled"
+            mixed = self(tokens, torch.arange(2), torch.full((2,), 0.5))
+            torch.testing.assert_close(mixed, logits)
+        except Exception as error:  # of many kinds
+            raise InputError(f"{problem} ({first_line(error)})") from None
+
+
+def _find(arch: str) -> Path:
+    """The folder of a model: a local one, or that of the hub's cache, into which it is loaded."""
+    from huggingface_hub import snapshot_download  # unlike from_pretrained, gives up at once
+
+    folder = Path(arch.removeprefix(HF)).expanduser()
+    if folder.is_dir():
+        return folder
+    files = ["*.json", "*.txt", "*.model", "*.safetensors"]
+    return Path(snapshot_download(str(folder), allow_patterns=files, ignore_patterns=["*/*"]))

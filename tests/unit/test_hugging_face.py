@@ -1,0 +1,162 @@
+"""--arch hf:NAME: encoders of Hugging Face Transformers, tiny ones with random weights."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ranks
+import transformer_test
+from cli import options
+from conftest import call
+from input_pipeline.text_batches import encode_texts
+from input_pipeline.tokenization import load_tokenizer
+from models.hugging_face import Encoder, read_encoder
+from models.pretrained import decay_layers
+from optimizers.param_groups import ngd_groups
+from test_training import exported_metadata
+from test_training import run as in_this_process
+from training import checkpoint
+
+hf = pytest.importorskip("transformers", reason="needs transformers: the extra [hf]")
+EXAMPLE = str(ranks.ROOT / "examples" / "fine_tune_hf.py")
+BASE = "--dataset headlines --subset 0.4 --bs 16 --epochs 2 --threads 1 --precision fp32"
+TEXTS = ["[CLS] Stocks fall", "The team won the final after extra time", "A planet"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """A BERT; and an XLM-RoBERTa and a GPT-2, whose padding is 1 and added by the tokenizer."""
+    folder = tmp_path_factory.mktemp("hf")
+    runpy.run_path(EXAMPLE)["save_encoder"](folder / "bert")
+    inputs = {"model_input_names": ["input_ids", "attention_mask"], "pad_token": "[UNK]"}
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder / "bert", **inputs)
+    tokenizer.backend_tokenizer.enable_padding(length=50)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"vocab_size": len(tokenizer), "pad_token_id": 1, "initializer_range": 0.5}
+    for kind in (hf.XLMRobertaConfig, hf.GPT2Config):
+        config = kind(**sizes, num_labels=4)
+        model = hf.AutoModelForSequenceClassification.from_config(config)
+        model.save_pretrained(folder / config.model_type)
+        tokenizer.save_pretrained(folder / config.model_type)
+    return {path.name: path for path in folder.iterdir()}
+
+
+def load(folder: Path, mix_at: str = "pooled") -> tuple[Encoder, torch.Tensor]:
+    """The encoder of a folder, and the tokens of `TEXTS`."""
+    saved = read_encoder(f"hf:{folder}")
+    model = Encoder(**saved.encoder, classes=4, mix_at=mix_at)
+    model.load(f"hf:{folder}")
+    tokenizer, pad = load_tokenizer(saved.tokenizer), saved.encoder["pad"]
+    return model.eval(), encode_texts(TEXTS, tokenizer, max_len=8, pad=pad)
+
+
+@torch.no_grad()
+def test_logits_are_those_of_transformers_own_pipeline(folders):
+    """Of texts of several lengths, one of which is cut, in a padded batch and alone."""
+    for name in ("xlm-roberta", "gpt2"):
+        model, tokens = load(folders[name])
+        pipeline = hf.pipeline("text-classification", str(folders[name]), top_k=None)
+        cut = {"truncation": True, "max_length": 8, "function_to_apply": "none"}
+        found = [sorted(map(tuple, map(dict.values, f))) for f in pipeline(TEXTS[1:], **cut)]
+        theirs = torch.tensor([[score for _, score in of_text] for of_text in found])
+        short = tokens[2:, tokens[2] != 1]
+        assert short.shape[1] < 8
+        for mine in (model(tokens[1:]), torch.cat([model(tokens[1:2]), model(short)])):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        assert (tokens == tokens[1, 0]).sum() == 3  # "[CLS]" in a text is ordinary text
+
+
+@torch.no_grad()
+def test_mixing(folders):
+    partner, weight = torch.tensor([1, 2, 0]), torch.tensor([0.7, 0.7, 1.0])
+    for mix_at in ("pooled", "tokens"):
+        model, tokens = load(folders["xlm-roberta"], mix_at)
+        alone, mixed = model(tokens), model(tokens, partner, weight)
+        torch.testing.assert_close(mixed[2], alone[2])
+        assert not torch.allclose(mixed[1], alone[1], rtol=0.01)
+        blended = torch.lerp(alone[partner], alone, weight[:, None])
+        assert torch.allclose(mixed, blended, rtol=0.01) == (mix_at == "pooled")
+
+
+def test_groups_and_rates_of_layers(folders):
+    model, _ = load(folders["xlm-roberta"])
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = ngd_groups(model, 0.05)
+    adamw = [names[p] for g in groups if not g["ngd"] for p in g["params"] if p.ndim > 1]
+    assert ["embeddings" in name or "out_proj" in name for name in adamw] == [True] * 4
+    scales = {
+        names[p]: g["lr_scale"] for g in decay_layers(model, groups, 0.5) for p in g["params"]
+    }
+    layers = ("embeddings.LayerNorm", "layer.0", "layer.1", "classifier.dense", "out_proj")
+    found = [{scales[name] for name in scales if layer in name} for layer in layers]
+    assert found == [{0.0625}, {0.125}, {0.25}, {0.5}, {1.0}]
+
+
+@pytest.mark.ranks
+def test_two_ranks_resumed_and_used_without_the_folder(folders, here, monkeypatch):
+    def on_two_ranks(flags: str) -> str:
+        command = ranks.torchrun("transformer_test.py", *flags.split())
+        return ranks.finish(ranks.start(command, here, NGPU="2"), here)
+
+    copy = shutil.copytree(folders["bert"], here / "bert")
+    base = f"{BASE} --arch hf:{copy} --max_len 12"
+    more = "--ngd --mixup mixup --mix_at tokens --save_every 2 --keep 99"
+    console = on_two_ranks(f"{base} {more} --out {here}/run")
+    assert "begin anew: classifier.bias, classifier.weight" in console
+    found = {
+        checkpoint.load(p)["progress"]["step"]: p for p in checkpoint.latest_files(here / "run")
+    }
+    shutil.rmtree(copy)
+    on_two_ranks(f"--resume {found[8]} --out {here}/resumed")
+    ranks.same_run(here / "run", here / "resumed")
+    (here / "lines.txt").write_text("\n".join(TEXTS))
+    tuned = f"{base} --weights run --freeze --out tuned"
+    for words, expected in (
+        ("--checkpoint run --predict lines.txt", TEXTS[0]),
+        (tuned, "weights of"),
+    ):
+        assert expected in in_this_process(
+            transformer_test, *words.split(), monkeypatch=monkeypatch
+        )
+    first, second = ranks.weights(here / "run"), ranks.weights(here / "tuned")
+    changed = {name for name in first if not torch.equal(first[name], second[name])}
+    assert changed == {"model.classifier.weight", "model.classifier.bias"}
+    assert exported_metadata(transformer_test, monkeypatch)["pad"] == 0
+
+
+def test_what_does_not_fit_is_refused(folders, refused, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = shutil.copytree(folders["bert"], Path("small")) / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 1000', '"vocab_size": 1'))
+    for flags, expected in (
+        ("bert", "did you mean hf:bert?"),
+        ("hf:no/such-model", "hf:no/such-model: cannot be loaded (Cannot find"),
+        (f"hf:{folders['bert']} --max_len 600", "cannot take texts of that length"),
+        (f"hf:{folders['gpt2']} --mixup mixup --mix_at tokens", "mixed embeddings; use pooled"),
+        ("hf:small", "its tokenizer is not supported"),
+    ):
+        refused("texts", f"--arch {flags}", expected, base=BASE)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    refused("texts", "--arch hf:small", "needs a package: pip install transformers", base=BASE)
+
+
+def test_the_example_learns(monkeypatch, capsys):
+    monkeypatch.setattr("subprocess.check_call", lambda words: call(transformer_test, words[2:]))
+    runpy.run_path(EXAMPLE, run_name="__main__")
+    accuracy = capsys.readouterr().out.partition("last.pt: epoch 5, test accuracy ")[2]
+    assert float(accuracy[:5]) > 60  # of chance 25
+
+
+def test_defaults_and_flags_without_effect():
+    parser = transformer_test.parser()
+    words = "--arch hf:any --prior naive_bayes --vocab_size 500".split()
+    args, _ = options.parse(parser, transformer_test.SCRIPT, words)
+    assert args.lr == 2e-5
+    lines = parser.unused(parser.given(words), args)
+    assert ["--arch transformer" in line for line in lines] == [True, True]
