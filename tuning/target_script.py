@@ -68,9 +68,9 @@ class TargetScript:
             raise InputError(parser.explain_unknown(f"--{name}"))
         own = flag.name.removeprefix("--")
         if own in SET_BY_SWEEP:
-            raise InputError("the search sets this flag for each run; leave it out")
+            raise InputError(f"{flag.name}: the search sets this flag for each run; leave it out")
         if flag.scope is Scope.START:
-            raise InputError("this flag cannot be searched; leave it out")
+            raise InputError(f"{flag.name}: this flag cannot be searched; leave it out")
         return name if flag.type is setting else own
 
     def to_arguments(self, params: Mapping[str, Any]) -> list[str]:
