@@ -202,24 +202,19 @@ def find_runs(
         if not finished:
             raise InputError(f"{group}: holds no finished run NAME-seedN")
         if only:
-            finished = [folder for folder in finished if name_of(folder) in only]
+            finished = [folder for folder in finished if run_logs.name_of(folder) in only]
         found = run_logs.by_name(finished)
         if both := sorted(found.keys() & runs.keys()):
             raise InputError(f"{group}: has runs {both[0]}, as a folder before it")
         runs.update(found)
         for folder in finished:
-            first.setdefault(name_of(folder), folder)
+            first.setdefault(run_logs.name_of(folder), folder)
             had = run_logs.read_rows(folder)[-1].get("world_size", 1)
             if had != ranks:
                 raise InputError(f"{folder}: is of {had} ranks; add --ranks {had}")
     if missing := [name for name in only or () if name not in runs]:
         raise InputError(f"--only {missing[0]}: no folder holds a finished run of this name")
     return runs, first
-
-
-def name_of(folder: Path) -> str:
-    """Return NAME of a folder NAME-seedN."""
-    return folder.name.rpartition("-seed")[0] or folder.name
 
 
 def measure_rates(

@@ -22,11 +22,12 @@ from PIL import Image
 
 from cli.flag_parser import FlagParser
 from errors import exit_code
+from figures import run_logs
 from figures.experiments import PLAN
 from figures.generated_section import replace_generated_section
 from figures.methods import read_pictures
 from figures.pictures import draw_picture
-from figures.run_logs import LOGS, ROOT, Runs, accuracy, device_hours, last, read_groups
+from figures.run_logs import LOGS, ROOT, Runs, accuracy, device_hours, last, mean_and_deviation
 from training.atomic_file import atomic_write, atomic_write_text
 from training.epoch_report import training_seconds
 
@@ -90,11 +91,10 @@ def measurements(runs: Runs, *, timed: int | None) -> list[str]:
     The accuracy is not that of the best epoch, so that the test set chooses nothing. `timed` is how
     many of the first seeds ran without much other work beside them; None is all.
     """
-    rows, accuracies = [each[-1] for each in runs], last(runs, accuracy)
-    deviation = f" ± {statistics.stdev(accuracies):.2f}" if len(runs) > 1 else ""
+    rows = [each[-1] for each in runs]
     return [
         f"{len(runs)}",
-        f"{statistics.mean(accuracies):.2f}{deviation} %",
+        f"{mean_and_deviation(last(runs, accuracy))} %",
         f"{statistics.mean(map(training_seconds, rows[:timed])):.0f}",
         f"{statistics.mean(map(device_hours, rows[:timed])):.4f}",
         f"{max(row['peak_memory_bytes'] for row in rows) / 2**30:.2f} GiB",
@@ -104,7 +104,7 @@ def measurements(runs: Runs, *, timed: int | None) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw every picture and write the results table."""
     FlagParser(__doc__, usage="").parse_args(argv)
-    groups = read_groups(LOGS)
+    groups = run_logs.read_groups(LOGS)
     for name in read_pictures()["pictures"]:
         save(draw_picture(name, groups), PICTURES / f"{name}.png")
         print(PICTURES / f"{name}.png")

@@ -5,7 +5,6 @@ figure = draw_picture("slow_network_time", read_groups(LOGS))
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import math
@@ -18,9 +17,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from figures.methods import COLOURS, GREY, labels_of, line_styles, method_of, read_pictures
+from figures.methods import GREY, labels_of, line_styles, method_of, read_pictures
 from figures.panels import (
     add_legend,
     create_panels,
@@ -31,7 +29,6 @@ from figures.panels import (
     with_columns,
 )
 from figures.run_logs import (
-    LOGS,
     ROOT,
     Row,
     Runs,
@@ -47,9 +44,7 @@ Groups = Mapping[str, Mapping[str, Runs]]
 
 RESULTS = ROOT / "benchmarks" / "results"
 SEARCH_RANGE = 0.3  # of losses in the enlarged panel of a search, as a part of the lowest
-LOGARITHMIC = {"lr", "weight_decay"}  # flags whose logarithm a sweep searched
 ACCURACY_RANGE = 6  # points of accuracy below the highest that an enlarged panel shows
-STOPPED_DEPTH = 0.1  # how far below all values the stopped trials are, as a part of their range
 
 
 def draw_picture(name: str, groups: Groups) -> Figure:
@@ -364,45 +359,6 @@ def best_settings(curves: Mapping[str, Mapping[float, float]]) -> dict[str, tupl
     for loss, label, rate in sorted(points):
         best.setdefault(method_of(label), (label, (rate, loss)))
     return dict(best[method] for method in dict.fromkeys(map(method_of, curves)))
-
-
-def draw_tuning(
-    groups: Groups, title: str, *, group: str, defaults: str, flags: Sequence[str]
-) -> Figure:
-    """Draw the trials of a sweep over three flags, and what its best ones reach in full."""
-    named_runs = {"defaults": with_columns(groups[defaults]["default"]), **labelled(groups, group)}
-    with open(LOGS / f"{group}-trials.csv", encoding="utf-8", newline="") as file:
-        trials = list(csv.DictReader(file))  # the best first
-    first_line = f"A sweep of {len(trials)} trials, and its result in full"
-    figure, axes = create_panels(2, 2, f"{first_line}\n{title}")
-    for flag, panel in zip(flags, axes.flat):
-        draw_trials(panel, trials, flag)
-    draw_panel(axes[1, 1], named_runs, "epoch", "accuracy", title="in full")
-    note = f"trials: one seed each; in full: {describe_seeds(named_runs)}"
-    add_legend(figure, axes[0, 0], axes[1, 1], title=note)
-    return figure
-
-
-def draw_trials(axes: Axes, trials: Sequence[Mapping[str, str]], flag: str) -> None:
-    """Draw what each trial reached over a flag, and crosses below for those without a value."""
-    tried = [trial for trial in trials if trial[flag]]
-    complete, stopped = (
-        [float(trial[flag]) for trial in tried if (trial["state"] == "COMPLETE") == is_complete]
-        for is_complete in (True, False)
-    )
-    heights = [100 * float(trial["value"]) for trial in tried if trial["state"] == "COMPLETE"]
-    lowest, highest = min(heights), max(heights)
-    below = [lowest - STOPPED_DEPTH * (highest - lowest)] * len(stopped)
-    axes.scatter(complete, heights, s=24, color=COLOURS["blue"], label="trial")
-    best, star = (complete[:1], heights[:1]), COLOURS["vermilion"]
-    axes.scatter(*best, s=160, marker="*", color=star, label="best trial")
-    label = "stopped early, no value"
-    axes.scatter(stopped, below, s=24, marker="x", color=GREY, label=label)
-    if flag in LOGARITHMIC:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    label_axes(axes, f"--{flag}", "held-out accuracy / %", title="trials")
 
 
 # -------------------------------------------------------------------- device-hours

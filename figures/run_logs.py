@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,9 @@ def device_hours(row: Row) -> float:
 def last(runs: Runs, value: Callable[[Row], float]) -> list[float]:
     """Return a value after the last epoch, for each seed."""
     return [value(rows[-1]) for rows in runs]
+
+
+def mean_and_deviation(values: Sequence[float]) -> str:
+    """Write the mean of the seeds, and their standard deviation where there are several."""
+    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{deviation}"

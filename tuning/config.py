@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +20,14 @@ Space = dict[str, dict[str, Any]]
 """Of each searched flag, the arguments of Optuna's suggest method and the method's `type`."""
 
 
+def row_accuracy(row: dict[str, Any]) -> float:
+    """Return the accuracy on the test set where a run uses it, or else on held-out rows."""
+    return row["test_accuracy" if "test_accuracy" in row else "val_accuracy"]
+
+
 @dataclass(frozen=True)
 class Objective:
-    """The validation accuracy after the last epoch, or the seconds until it reaches `target`.
+    """The accuracy after the last epoch, or the seconds until it reaches `target`.
 
     Attributes:
         name: the text of --objective.
@@ -54,7 +59,7 @@ class Objective:
 
     def intermediate_value(self, row: dict[str, Any]) -> float:
         """Return what the pruner compares after an epoch, in the objective's direction."""
-        return row["val_accuracy"] if self.target is None else 1 - row["val_accuracy"]
+        return row_accuracy(row) if self.target is None else 1 - row_accuracy(row)
 
     def is_reached(self, row: dict[str, Any]) -> bool:
         """Tell whether an epoch has reached the target, so that the trial may stop."""
@@ -63,8 +68,17 @@ class Objective:
     def final_value(self, rows: Sequence[dict[str, Any]]) -> float | None:
         """Return a trial's value from its rows of metrics.jsonl; None if it missed the target."""
         if self.target is None:
-            return rows[-1]["val_accuracy"]
+            return row_accuracy(rows[-1])
         return next((training_seconds(row) for row in rows if self.is_reached(row)), None)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side of a race: its name, the script with its flags, and its own learning rate."""
+
+    name: str
+    script: TargetScript
+    rate: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +86,15 @@ class SweepConfig:
     """What a sweep searches, how, and where its results go: the flags of `sweep_parser`."""
 
     script: TargetScript
-    space: Space
-    objective: Objective
+    space: Space = field(default_factory=dict)
+    objective: Objective = Objective()
     val_fraction: float
-    trials: int
-    sampler: str
-    sweep_seed: int
-    pruner: str
-    pruner_epochs: int
-    pruner_trials: int
+    trials: int = 0
+    sampler: str = "random"
+    sweep_seed: int = 0
+    pruner: str = "none"
     jobs: int
     nproc: int
-    storage: str | None
+    storage: str | None = None
     out: Path
-    recipe_out: Path
+    is_strict: bool = False  # a trial that fails, but for divergence, ends all

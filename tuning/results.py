@@ -20,10 +20,10 @@ import yaml
 from optuna.trial import FrozenTrial, TrialState
 
 from errors import InputError, first_line
-from input_pipeline import csv_tables, own_data
 from tuning.config import SweepConfig
 from tuning.trials import ROOT
 
+RECIPE = "recipe.yaml"  # in --out
 LINEAR_SCALING = ("sgd", "kaldi_ngd", "lars", "apex_sgd", "apex_larc")
 """Optimizers whose learning rate scales with the batch size; that of others with its root."""
 
@@ -74,9 +74,16 @@ def write_results(study: optuna.Study, trials: Sequence[FrozenTrial], config: Sw
         raise InputError(f"no trial is complete, so there is no recipe: {reasons[0]}")
     best = ranking[0]
     draw_pictures(study, config)
-    write_recipe(config, best, num_trials=len(trials))
+    flags = config.script.flags(best.params)
+    comment = (
+        f"# The best of {len(trials)} trials of {config.script.file} by {config.objective.name}: "
+        f"{best.value:.4f} on held-out training rows.\n"
+        f"# Each trial: {flags['epochs']} epochs of {flags['subset']:.0%} of the training set, "
+        f"{config.nproc} process(es).\n"
+    )
+    write_recipe(config, best.params, comment=comment)
     print(f"best: trial {best.number}, {format_params(best.params)}: {format_result(best)}")
-    print(f"recipe: {config.recipe_out}, with which this command trains:")
+    print(f"recipe: {config.out / RECIPE}, with which this command trains:")
     print(training_command(config), flush=True)
 
 
@@ -131,29 +138,21 @@ def draw_pictures(study: optuna.Study, config: SweepConfig) -> None:
             print(f"picture: {config.out / name}.png")
 
 
-def write_recipe(config: SweepConfig, best: FrozenTrial, *, num_trials: int) -> None:
-    """Write the best trial's flags as YAML for --recipe.
+def write_recipe(config: SweepConfig, params: Mapping[str, Any], *, comment: str) -> None:
+    """Write the best trial's searched flags and the shared ones as YAML for --recipe.
 
     A searched learning rate is written with its batch size and scaling rule, so that the recipe
     holds for other batch sizes and numbers of processes.
     """
-    script = config.script
-    values, flags = script.recipe(best.params), script.flags(best.params)
-    comment = (
-        f"# The best of {num_trials} trials of {script.file} by {config.objective.name}: "
-        f"{best.value:.4f} on held-out training rows.\n"
-        f"# Each trial: {flags['epochs']} epochs of {flags['subset']:.0%} of the training set, "
-        f"{config.nproc} process(es).\n"
-    )
-    if "lr" in best.params:
+    values, flags = config.script.recipe(params), config.script.flags(params)
+    if "lr" in params:
         rule, base_bs = flags["lr_scaling"], flags["base_bs"]
         if rule == "none":  # else the rate already is the one for base_bs
             rule = "linear" if flags["optimizer"] in LINEAR_SCALING else "sqrt"
             base_bs = flags["batch_size"] * flags["accumulate"] * config.nproc
         values |= {"lr_scaling": rule, "base_bs": base_bs}
-    config.recipe_out.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(values, sort_keys=False)
-    config.recipe_out.write_text(comment + text, encoding="utf-8")
+    text = comment + yaml.safe_dump(values, sort_keys=False)
+    (config.out / RECIPE).write_text(text, encoding="utf-8")
 
 
 def training_command(config: SweepConfig) -> str:
@@ -162,14 +161,11 @@ def training_command(config: SweepConfig) -> str:
     It names the folder of the data, which the recipe leaves out, and rows to hold out where own
     data is nothing but a training set.
     """
-    words = [sys.executable, str(ROOT / config.script.file)]
-    words += ["--recipe", str(config.recipe_out.resolve())]
-    flags = config.script.flags({})
-    dataset, data_dir = flags["dataset"], Path(flags["data_dir"])
-    if data_dir.is_dir():
+    script = config.script
+    words = [sys.executable, str(ROOT / script.file)]
+    words += ["--recipe", str(config.out.resolve() / RECIPE)]
+    if (data_dir := Path(script.flags({})["data_dir"])).is_dir():
         words += ["--data_dir", str(data_dir.resolve())]
-    if dataset in own_data.DATASETS:
-        suffixes = csv_tables.SUFFIXES if dataset == "csv" else ("",)
-        if len(own_data.find_splits(data_dir, suffixes)) < 2:
-            words += ["--val_fraction", str(config.val_fraction)]
+    if len(script.own_splits()) < 2:
+        words += ["--val_fraction", str(config.val_fraction)]
     return shlex.join(words)

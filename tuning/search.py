@@ -13,8 +13,10 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import optuna
 import torch
@@ -31,6 +33,7 @@ from tuning.config import SweepConfig
 from tuning.trials import TrialFailed, TrialRunner, gpu_slots
 
 HEARTBEAT_SECONDS = 2  # between two signs of life of a trial in the storage
+MEDIAN_TRIALS = 4  # complete ones before the median pruner judges any, after its first epoch
 GRACE_SECONDS = 10  # without one, after which a trial counts as killed
 
 
@@ -44,8 +47,12 @@ class Study(optuna.Study):
             return super().ask(fixed_distributions)
 
 
-def run_sweep(config: SweepConfig) -> None:
-    """Run all trials of a sweep that are not finished, then write its results.
+def run_sweep(config: SweepConfig, first: Sequence[dict[str, Any]] = ()) -> optuna.Study:
+    """Run all trials of a sweep that are not finished, and return its study.
+
+    Args:
+        config: of the sweep.
+        first: values of its first trials, in this order; the sampler has those of the others.
 
     Raises:
         InputError: a flag, the space or the storage is wrong.
@@ -61,6 +68,8 @@ def run_sweep(config: SweepConfig) -> None:
     retry_killed_trials(study)
     num_finished = len(finished_trials(study))
     num_resumed = len(study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+    for values in first[num_finished + num_resumed :]:
+        study.enqueue_trial(values)
     print(
         f"{config.trials} trials of {config.script.file} in {config.out}: "
         f"{num_finished} finished, {num_resumed} resumed",
@@ -68,7 +77,7 @@ def run_sweep(config: SweepConfig) -> None:
     )
     if num_finished < config.trials:
         run_trials(study, config, runner)
-    results.write_results(study, finished_trials(study), config)
+    return study
 
 
 def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) -> None:
@@ -113,15 +122,18 @@ def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) ->
             callbacks=[trial_ended],
             show_progress_bar=sys.stderr.isatty(),
         )
-    except SystemExit:
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            raise InputError(ended.code) from None
         message = f"interrupted; run the same command again to resume the sweep in {config.out}"
         raise Interrupted(message) from None
 
 
 def trial_arguments(config: SweepConfig, gpus: int) -> list[str]:
     """Return the arguments that all trials share, with those that the sweep sets."""
-    arguments = [*config.script.arguments, "--val_fraction", str(config.val_fraction), "--no-test"]
-    arguments += ["--eval_every", "1"]  # also where a recipe has another one
+    arguments = [*config.script.arguments, "--eval_every", "1"]  # a recipe may have another one
+    if config.val_fraction:
+        arguments += ["--val_fraction", str(config.val_fraction), "--no-test"]
     if not gpus and "threads" not in config.script.given:
         cores = len(os.sched_getaffinity(0))
         arguments += ["--threads", str(max(1, cores // (config.jobs * config.nproc)))]
@@ -163,7 +175,7 @@ def open_study(config: SweepConfig) -> Study:
     # Several jobs are threads with one sampler, so that Optuna need not seed it anew in each.
     study.sampler.reseed_rng = lambda: None  # type: ignore[method-assign]
     study.pruner = {
-        "median": optuna.pruners.MedianPruner(config.pruner_trials, config.pruner_epochs + 1),
+        "median": optuna.pruners.MedianPruner(MEDIAN_TRIALS, n_warmup_steps=2),
         "hyperband": optuna.pruners.HyperbandPruner(),
         "none": optuna.pruners.NopPruner(),
     }[config.pruner]
@@ -203,7 +215,7 @@ def check_settings(study: optuna.Study, config: SweepConfig) -> None:
     names = sorted(stored.keys() | settings)
     if different := [name for name in names if stored.get(name) != settings.get(name)]:
         raise InputError(
-            f"--out {config.out} holds a sweep with another {', '.join(different)}; "
+            f"--out {config.out} holds trials with another {', '.join(different)}; "
             "choose another folder"
         )
     study.set_user_attr("settings", settings)

@@ -35,72 +35,26 @@ def sweep_parser(script: str) -> FlagParser:
     add = parser.group("sweep")
     count = partial(add, type=flags.count, metavar="N")
     natural = partial(add, type=flags.natural, metavar="N")
-    add(
-        "--script", type=Choice(SCRIPTS), default=script, help="Entry script (default %(default)s)."
-    )
-    add(
-        "--space",
-        type=file_path,
-        metavar="YAML",
-        help="Search space, in the format that docs/tuning.md describes (default "
-        "tuning/resnet50.yaml or tuning/transformer.yaml).",
-    )
+    share = partial(add, type=flags.below_one, metavar="F")
+    add("--script", type=Choice(SCRIPTS), default=script, help=f"Entry script (default {script}).")
+    add("--space", type=file_path, metavar="YAML", help="Search space (default tuning/*.yaml).")
     count("--trials", default=20, help="Trials, earlier starts included (default %(default)s).")
-    add(
-        "--sampler",
-        type=Choice(["tpe", "random", "grid"]),
-        default="tpe",
-        help="Optuna's sampler; grid is all choices one after the other (default %(default)s).",
+    samplers, pruners = ["tpe", "random", "grid"], ["median", "hyperband", "none"]
+    help_of_sampler = "Optuna's sampler; grid is all choices in turn (default %(default)s)."
+    add("--sampler", type=Choice(samplers), default="tpe", help=help_of_sampler)
+    help_of_pruner = "Optuna's pruner, which ends hopeless trials early (default %(default)s)."
+    add("--pruner", type=Choice(pruners), default="median", help=help_of_pruner)
+    help_of_objective = (
+        "accuracy, or time_to:0.9, the seconds until it is 0.9 (default %(default)s)."
     )
-    add(
-        "--pruner",
-        type=Choice(["median", "hyperband", "none"]),
-        default="median",
-        help="Optuna's pruner, which ends hopeless trials early (default %(default)s).",
-    )
-    natural(
-        "--pruner_epochs",
-        default=1,
-        help="Epochs of a trial before the median pruner judges it (default %(default)s).",
-    )
-    count(
-        "--pruner_trials",
-        default=4,
-        help="Complete trials before the median pruner judges any (default %(default)s).",
-    )
-    add(
-        "--objective",
-        default="accuracy",
-        help="Value to search for: the accuracy on held-out rows, or with time_to:0.9 the seconds "
-        "until it is 0.9 (default %(default)s).",
-    )
-    add(
-        "--val_fraction",
-        type=flags.below_one,
-        default=0.1,
-        metavar="F",
-        help="Held-out fraction of the training set (default %(default)s).",
-    )
+    add("--objective", default="accuracy", help=help_of_objective)
+    share("--val_fraction", default=0.1, help="Held-out training rows (default %(default)s).")
     natural("--sweep_seed", default=0, help="Seed of the sampler (default %(default)s).")
     count("--jobs", default=1, help="Trials at a time, each on a GPU or core (%(default)s).")
     count("--nproc", default=1, help="Processes of each trial (default %(default)s).")
-    add(
-        "--storage",
-        metavar="URL",
-        help="Optuna's storage, which machines can share (default an SQLite file in --out).",
-    )
-    add(
-        "--out",
-        type=file_path,
-        metavar="DIR",
-        help="Folder of the sweep (default runs/tuning-resnet50 or runs/tuning-transformer).",
-    )
-    add(
-        "--recipe_out",
-        type=file_path,
-        metavar="YAML",
-        help="File for the recipe of the best trial (default recipe.yaml in --out).",
-    )
+    add("--storage", metavar="URL", help="Storage of Optuna (default a file in --out).")
+    help_of_out = "Folder of the sweep (default runs/tuning-SCRIPT)."
+    add("--out", type=file_path, metavar="DIR", help=help_of_out)
     return parser
 
 
@@ -114,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = sweep_parser(SCRIPTS[0])
     args, rest = parser.parse_known_args(argv)
     check_optuna()
-    from tuning import search, space  # import Optuna
+    from tuning import results, search, space  # import Optuna
 
     name = args.script.removesuffix("_test.py")
     arguments, sweep_flags = [*TRIAL_ARGUMENTS, *rest], parser.names()
@@ -134,9 +88,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "objective": Objective.parse(args.objective),
         "trials": trials,
         "out": out,
-        "recipe_out": args.recipe_out or out / "recipe.yaml",
     }
-    search.run_sweep(SweepConfig(**vars(args) | read))
+    config = SweepConfig(**vars(args) | read)
+    study = search.run_sweep(config)
+    results.write_results(study, search.finished_trials(study), config)
 
 
 def check_optuna() -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cli import options
 from cli.flag_parser import Scope, ScriptParser, setting
 from errors import InputError
+from input_pipeline import csv_tables, own_data
 
 SET_BY_SWEEP = ("out", "resume", "checkpoint", "val_fraction", "eval_every", "test", "no-test")
 MACHINE_FLAGS = {"data_dir", "workers", "threads", "device", "resident", "log_every", "track"}
@@ -49,7 +51,7 @@ class TargetScript:
         arguments = parser.translate(arguments)
         for name in SET_BY_SWEEP:
             if any(argument.split("=")[0] == f"--{name}" for argument in arguments):
-                raise InputError(f"--{name}: the sweep sets this flag for each trial; leave it out")
+                raise InputError(f"--{name}: the search sets this flag for each run; leave it out")
         if recipe := parser.given(arguments).get("recipe"):
             arguments = [*options.recipe_arguments(recipe, parser), *arguments]
         return cls(file, arguments, parser.given(arguments))
@@ -66,9 +68,9 @@ class TargetScript:
             raise InputError(parser.explain_unknown(f"--{name}"))
         own = flag.name.removeprefix("--")
         if own in SET_BY_SWEEP:
-            raise InputError("the sweep sets this flag for each trial; leave it out")
+            raise InputError(f"{flag.name}: the search sets this flag for each run; leave it out")
         if flag.scope is Scope.START:
-            raise InputError("this flag cannot be searched; leave it out")
+            raise InputError(f"{flag.name}: this flag cannot be searched; leave it out")
         return name if flag.type is setting else own
 
     def to_arguments(self, params: Mapping[str, Any]) -> list[str]:
@@ -104,6 +106,14 @@ class TargetScript:
             if name not in NOT_IN_RECIPE and getattr(parser.find(name), "name", "") not in searched
         }
         return shared | dict(params)
+
+    def own_splits(self) -> Collection[str]:
+        """Return which of train, val and test own data has; all of them for other data."""
+        flags = self.flags({})
+        if flags["dataset"] not in own_data.DATASETS:
+            return own_data.SPLIT_NAMES
+        suffixes = csv_tables.SUFFIXES if flags["dataset"] == "csv" else ("",)
+        return own_data.find_splits(Path(flags["data_dir"]), suffixes)
 
     def settings(self) -> dict[str, Any]:
         """Return the shared flags that trials need in common to be compared."""

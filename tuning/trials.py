@@ -26,7 +26,7 @@ from optuna.trial import TrialState
 
 import errors
 from errors import InputError
-from training.epoch_report import training_seconds
+from training.epoch_report import is_evaluated, training_seconds
 from tuning.config import SweepConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,14 +67,16 @@ class TrialRunner:
         Raises:
             optuna.TrialPruned: others do better, or the trial never reached its target.
             TrialFailed: the script failed.
-            SystemExit: the sweep was interrupted.
+            SystemExit: the sweep was interrupted; or, with a message, a strict one failed.
         """
         new = self.config.out.resolve() / "trials" / f"{trial.number:04d}"
         folder = Path(trial.user_attrs.get("folder", new))
         trial.set_user_attr("folder", str(folder))
         gpus = self.gpu_slots.get()
         try:
-            return self.follow(trial, folder, process=self.start(folder, arguments, gpus=gpus))
+            value = self.follow(trial, folder, process=self.start(folder, arguments, gpus=gpus))
+            trial.set_user_attr("load", os.getloadavg()[0])
+            return value
         except TrialFailed as error:
             trial.set_user_attr("error", str(error))
             raise
@@ -109,7 +111,7 @@ class TrialRunner:
                 rows = complete_rows(folder)
                 if any(map(objective.is_reached, rows)):
                     break
-                for row in rows[num_reported:]:
+                for row in filter(is_evaluated, rows[num_reported:]):
                     trial.report(objective.intermediate_value(row), row["epoch"])
                     if self.should_prune(trial, row):
                         raise optuna.TrialPruned
@@ -117,7 +119,10 @@ class TrialRunner:
                 if self.stop.is_set() or process.returncode == errors.INTERRUPTED:
                     raise SystemExit(errors.INTERRUPTED)
                 if ended and (process.returncode or not rows):
-                    raise TrialFailed(error_line(folder) or f"exit code {process.returncode}")
+                    reason = error_line(folder) or f"exit code {process.returncode}"
+                    if self.config.is_strict and process.returncode != errors.NON_FINITE:
+                        raise SystemExit(f"{folder}: {reason}")  # so that it can be resumed
+                    raise TrialFailed(reason)
                 if ended:
                     break
                 time.sleep(POLL_SECONDS)

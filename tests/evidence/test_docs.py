@@ -21,6 +21,7 @@ from cli.foreign_names import FOREIGN
 from figures import flags_page
 from input_pipeline.dataset import BatchedDataset
 from package.assemble import assemble
+from tuning.compare import compare_parser
 from tuning.sweep import sweep_parser
 
 README, DOCS = ranks.ROOT / "README.md", ranks.ROOT / "docs"
@@ -39,7 +40,8 @@ TOOL_FLAGS += " --cpus-per-task --gpus --ipc"  # of sbatch and docker
 
 @functools.cache
 def known_flags() -> set[str]:
-    parsers = resnet50_test.parser(), transformer_test.parser(), sweep_parser("resnet50_test.py")
+    parsers = [resnet50_test.parser(), transformer_test.parser(), compare_parser()]
+    parsers.append(sweep_parser("resnet50_test.py"))
     options = {name for parser in parsers for name in parser.names()} | set(FOREIGN)
     return options | set(TOOL_FLAGS.split())
 

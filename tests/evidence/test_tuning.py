@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import importlib.metadata
 import os
 import queue
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +28,8 @@ import resnet50_test
 import transformer_test
 from cli import options
 from conftest import each_of, for_each
-from tuning import results, search, space, sweep, trials
+from figures.verdict import paired_difference
+from tuning import compare, race, results, search, space, sweep, trials
 from tuning.config import Objective
 from tuning.target_script import TargetScript
 
@@ -47,12 +50,14 @@ def run_sweep(tmp_path, monkeypatch, capsys):
     forking = SimpleNamespace(Popen=start, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr(trials, "subprocess", forking)
 
-    def run(searched: str | None, *words: str) -> tuple[int, str, str]:
+    def run(
+        searched: str | None, *words: str, main: Callable[[list[str]], None] = sweep.main
+    ) -> tuple[int, str, str]:
         if searched is not None:
             (tmp_path / "space.yaml").write_text(searched)
             words = ("--space", str(tmp_path / "space.yaml"), *words)
         capsys.readouterr()
-        code = errors.exit_code(lambda: sweep.main([*words, "--out", "sweep"]))
+        code = errors.exit_code(lambda: main([*words, "--out", "sweep"]))
         return code, *capsys.readouterr()
 
     yield run
@@ -99,7 +104,7 @@ def test_a_wrong_space_or_flag_is_one_line(run_sweep, tmp_path, monkeypatch):
         (categorical("lr", 0.1, "abc"), "", "--lr: must be a number, got 'abc'"),
         (categorical("lr", 1) + categorical("learning-rate", 2), "", "lr is there twice"),
         (categorical("leraning_rate", 1), "", "did you mean --learning_rate?"),
-        (categorical("out", "x"), "", "the sweep sets this flag"),
+        (categorical("out", "x"), "", "the search sets this flag"),
         (None, "--leraning_rate 1", "did you mean --learning_rate?"),
         (None, "--sampler grid", "lr has a range"),
         (None, "--objective time_to:2", "--objective"),
@@ -221,10 +226,13 @@ def test_ctrl_c_ends_all_trials_and_they_are_resumed(run_sweep, tmp_path, monkey
 
 
 @pytest.mark.process
-def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(run_sweep, tmp_path):
+def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(
+    run_sweep, tmp_path, monkeypatch
+):
     """And the folder holds this sweep alone, which another start finds complete."""
     searched = categorical("lr", 0.05, 1e-6, 1e30)
-    grid = ["--sampler", "grid", *DIGITS, "--epochs", "4", "--pruner_trials", "1", "--bs", "16"]
+    grid = ["--sampler", "grid", *DIGITS, "--epochs", "4", "--bs", "16"]
+    monkeypatch.setattr(search, "MEDIAN_TRIALS", 1)
     code, out, error = run_sweep(searched, *grid, "--sweep_seed", "5")
     assert code == 0, error
     assert "3 trials: 1 complete, 1 pruned, 1 failed" in out
@@ -254,18 +262,14 @@ def test_a_target_that_no_trial_reaches_makes_no_recipe(run_sweep, tmp_path):
 
 def written(words: list[str], params: dict[str, Any], folder: Path, nproc: int = 1) -> Any:
     """As much of a sweep's settings as its command needs, after its recipe is written."""
-    one_of = optuna.distributions.CategoricalDistribution
-    distributions = {name: one_of([value]) for name, value in params.items()}
-    best = optuna.trial.create_trial(value=0.5, params=params, distributions=distributions)
     script, *flags = words
     config = SimpleNamespace(
         script=TargetScript.read(script, flags),
         nproc=nproc,
-        objective=Objective(),
         val_fraction=0.1,
-        recipe_out=folder / "tuned.yaml",
+        out=folder,
     )
-    results.write_recipe(config, best, num_trials=3)
+    results.write_recipe(config, params, comment="# best\n")
     return config
 
 
@@ -305,10 +309,108 @@ def test_a_recipe_holds_what_the_best_trial_had(flags, params, nproc, expected, 
     """And the learning rate's scaling, so that it holds for other numbers of processes."""
     (here / "given.yaml").write_text("nesterov: true\narch: resnet20\n")
     config = written(["resnet50_test.py", *flags.split()], params, here, nproc)
-    assert yaml.safe_load(config.recipe_out.read_text()) == params | expected
+    assert yaml.safe_load((config.out / "recipe.yaml").read_text()) == params | expected
     parser = resnet50_test.parser()
-    given = options.recipe_arguments(str(config.recipe_out), parser)
+    given = options.recipe_arguments(str(config.out / "recipe.yaml"), parser)
     changed = {"recipe": None, "subset": 1.0, "lr_scaling": "none", "base_bs": 128}
     changed |= {name: value for name, value in expected.items() if name in changed}
     read = parser.defaults() | parser.given(given)
     assert read == config.script.flags(params) | changed
+
+
+# -------------------------------------------------------------------- races
+
+
+def test_an_arm_is_ahead_if_its_paired_difference_is_beyond_chance():
+    for first, second, row, expected in (
+        ([90.0, 91.0], [92.0, 93.1], 0.01, (2.05, 0.05, "ahead of")),
+        ([92.0, 93.1], [90.0, 91.0], 0.01, (-2.05, 0.05, "behind")),
+        ([90.0, 91.0], [92.0, 93.4], 0.01, (2.2, 0.2, "")),  # 11 errors; two seeds need 12.7
+        ([90.0, 91.0, 92.0], [92.0, 93.4, 94.0], 0.01, (2.133, 0.133, "ahead of")),  # 4.3
+        ([90.0, 91.0], [92.0, 93.0], 0.28, (2.0, 0.0, "")),  # as wide as a test row at least
+        ([90.0, 91.0], [90.0, 91.0], 0.0, (0.0, 0.0, "")),
+        ([90.0], [99.0], 0.01, (9.0, 0.0, "")),
+    ):
+        found = paired_difference(first, second, row)
+        assert (found.mean, found.error) == pytest.approx(expected[:2], abs=1e-3)
+        assert found.verdict == expected[2], (first, second)
+
+
+def test_a_search_goes_beyond_a_best_rate_at_its_edge_and_halves_its_steps_elsewhere():
+    rows = {0.03: {"val_accuracy": 0.8}, 0.1: {"val_accuracy": 0.9, "val_loss": 0.4}}
+    assert race.next_rates(0.1, {}) == [0.1, 0.0333, 0.3]
+    assert race.next_rates(0.1, {**rows, 0.3: {}}) == [0.0548, 0.173]
+    equal = {"val_accuracy": 0.9, "val_loss": 0.3}
+    assert race.next_rates(0.1, {**rows, 0.3: equal}) == [0.173, 0.9]
+
+
+def test_a_wrong_race_is_one_line(run_sweep, here):
+    for name, epochs in (("a", 1), ("b", 2)):
+        (here / f"{name}.yaml").write_text(f"epochs: {epochs}\n")
+    cases = [
+        ("", "give either --optimizers"),
+        ("--optimizers sgd", "give two values or more"),
+        ("--vary label_noise=0,", "give two values or more"),
+        ("--vary lerning_rate=1,2", "did you mean --learning_rate?"),
+        ("--vary mixup=none,mixupp", "did you mean mixup?"),
+        ("--vary lr=1,2", "searches the rate"),
+        ("--vary seed=1,2", "all runs of a race have the same"),
+        ("--vary recipe=a.yaml,b.yaml", "differ in epochs"),
+        ("--vary recipe=a.yaml,c.yaml", "this is no file"),
+        ("--optimizers sgd adamw --lr 1", "--lr: each run of the race has its own"),
+        ("--optimizers sgd adamw --minute 1", "did you mean --minutes?"),
+        ("--optimizers sgd adamw --epochs 1 --warmup 3", "warmup=3"),
+        ("--optimizers sgd adamw --dataset folder --data_dir .", "has no test set"),
+    ]
+
+    def check(words: str, message: str) -> None:
+        script = ("resnet50_test.py", *words.split())
+        code, out, error = run_sweep(None, *script, main=compare.main)
+        assert (code, out, error.count("\n")) == (2, "", 1), error
+        assert message in error
+
+    for_each(cases, check)
+
+
+@pytest.mark.process
+def test_a_race_that_is_interrupted_finds_a_planted_difference(run_sweep, tmp_path, monkeypatch):
+    """And a copy of the first arm, equal bit for bit, is not ahead; too little time is refused."""
+    monkeypatch.setattr(race, "TRIALS", (3,))
+    for name in ("GRACE_SECONDS", "HEARTBEAT_SECONDS"):
+        monkeypatch.setattr(search, name, 1)
+    (tmp_path / "a.yaml").write_text("momentum: 0.8\n")
+    (tmp_path / "b.yaml").write_text("label_noise: 0.9\n")
+    words = ["resnet50_test.py", "--vary", "recipe=a.yaml,a.yaml,b.yaml", *DIGITS, "--epochs", "3"]
+    words += ["--optimizer", "sgd", "--seeds", "2", "--jobs", "2"]
+    run = functools.partial(run_sweep, None, *words, main=compare.main)
+    code, out, error = run("--minutes", "0.01")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "seeds in full) of 3 epochs need --minutes" in error
+    full, trial = (tmp_path / "sweep" / part / "trials" for part in ("in_full", "search"))
+
+    def press() -> None:
+        while not trials.complete_rows(full / "0001"):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+    assert run()[0] == 130
+    before = [path.stat().st_mtime for path in trial.glob("*/console.log")]
+    code, out, error = run()
+    assert code == 0, error
+    assert [path.stat().st_mtime for path in trial.glob("*/console.log")] == before
+    assert "recipe.yaml of a:\n" in out
+    assert "a#2 cannot be told apart from a (+0.00 ± 0.00 points)" in out
+    assert "b is behind a (-" in out
+    assert out.endswith((tmp_path / "sweep" / "verdict.md").read_text())
+    for name in ("verdict.png", "report.html", "recipe.yaml"):
+        assert (tmp_path / "sweep" / name).stat().st_size
+    (command,) = (line for line in out.splitlines() if "--recipe" in line)
+    options.parse(resnet50_test.parser(), "resnet50_test", shlex.split(command)[2:])
+    last_row = ranks.metrics(full / "0000")[-1]
+    assert "val_accuracy" not in last_row
+    assert ranks.metrics(full / "0000")[0]["test_accuracy"] is None, (
+        "the test set is looked at once"
+    )
+    code, out, error = run("--seeds", "3")
+    assert (code, out, "another --seeds" in error) == (2, "", True)

@@ -1,0 +1,220 @@
+"""The verdict of a race: a table, a sentence, what they do not show, and a picture.
+
+paired_difference([85.6, 85.4], [86.9, 86.5], row=0.01).verdict     # '', 'ahead of' or 'behind'
+table([Contender("sgd", 0.1, trials, runs), Contender("ngd", 0.08, ...)])
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scipy import stats
+
+from figures.draw import save
+from figures.methods import COLOURS
+from figures.panels import add_legend, create_panels, label_axes, plain_log_ticks
+from figures.report import subject, write_report
+from figures.reported_run import ReportedRun
+from figures.run_logs import Row, accuracy, device_hours, last, mean_and_deviation
+from training.atomic_file import atomic_write_text
+from training.epoch_report import training_seconds
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean of the differences between two arms, seed by seed, in points of accuracy.
+
+    Attributes:
+        mean: above 0 where the second arm is better.
+        error: standard error of the mean over seeds; 0 for one seed.
+        needed: what the mean must exceed.
+    """
+
+    mean: float
+    error: float
+    needed: float
+
+    @property
+    def verdict(self) -> str:
+        """'ahead of' or 'behind' the first arm, or '' where the two cannot be told apart."""
+        return "" if abs(self.mean) <= self.needed else "ahead of" if self.mean > 0 else "behind"
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.2f} ± {self.error:.2f}"
+
+
+def paired_difference(first: Sequence[float], second: Sequence[float], row: float) -> Difference:
+    """Compare two arms over the same seeds.
+
+    Args:
+        first: accuracy of each seed in percent.
+        second: of the same seeds.
+        row: the share of one test row in percent; a smaller error over seeds counts as that.
+    """
+    differences = [theirs - ours for ours, theirs in zip(first, second, strict=True)]
+    mean, count = statistics.mean(differences), len(differences)
+    if count == 1:
+        return Difference(mean, 0.0, math.inf)
+    error = statistics.stdev(differences) / math.sqrt(count)
+    return Difference(mean, error, errors_needed(count) * max(error, row / math.sqrt(count)))
+
+
+def errors_needed(seeds: int) -> float:
+    """Return how many errors a difference must exceed: Student's t for 95 %, at least 2."""
+    return max(2.0, float(stats.t.ppf(0.975, seeds - 1)))
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What an arm of a race has reached.
+
+    Attributes:
+        name: of the arm.
+        trials: the last row of each trial of its search by rate; {} where training diverged.
+        runs: at the best rate in full, one for each seed.
+    """
+
+    name: str
+    trials: Mapping[float, Row]
+    runs: Sequence[ReportedRun]
+
+    @property
+    def rate(self) -> float:
+        """The best learning rate of the search."""
+        return best_rate(self.trials)
+
+    @property
+    def accuracies(self) -> list[float]:
+        """Test accuracy of each seed in percent."""
+        return last([run.rows for run in self.runs], accuracy)
+
+    @property
+    def seconds(self) -> float:
+        """Training time of a run, the mean of the seeds."""
+        return statistics.mean(training_seconds(run.rows[-1]) for run in self.runs)
+
+    @property
+    def test_rows(self) -> int:
+        """Rows of the test set; 0 where there are too many classes to count them."""
+        confusion = self.runs[0].confusion
+        return int(confusion.counts.sum()) if confusion else 0
+
+    def difference(self, first: Contender) -> Difference:
+        """Return how far the arm is ahead of another one."""
+        row = 100 / self.test_rows if self.test_rows else 0.0
+        return paired_difference(first.accuracies, self.accuracies, row)
+
+
+def best_rate(trials: Mapping[float, Row]) -> float:
+    """Return the rate with the highest held-out accuracy; of equal ones, with the lowest loss."""
+
+    def key(rate: float) -> tuple[float, float]:
+        return trials[rate].get("val_accuracy", -1.0), -(trials[rate].get("val_loss") or 0.0)
+
+    return max(trials, key=key)
+
+
+def winner(arms: Sequence[Contender]) -> Contender:
+    """Return the best of the arms that are ahead of the first one, or else the first one."""
+    ahead = [arm for arm in arms if arm.difference(arms[0]).verdict == "ahead of"]
+    return max(ahead, key=lambda arm: statistics.mean(arm.accuracies), default=arms[0])
+
+
+def table(arms: Sequence[Contender]) -> list[str]:
+    """Return the lines of a table in Markdown, which a terminal shows aligned."""
+    titles = f"arm|rate|test accuracy|difference to {arms[0].name}|training time"
+    rows = [[*titles.split("|"), "device-hours of a run", "with its search"]]
+    for arm in arms:
+        hours = statistics.mean(device_hours(run.rows[-1]) for run in arm.runs)
+        searched = sum(device_hours(row) for row in arm.trials.values() if row)
+        difference = str(arm.difference(arms[0])) if arm is not arms[0] else ""
+        values = [arm.name, f"{arm.rate:g}", f"{mean_and_deviation(arm.accuracies)} %", difference]
+        rows.append([*values, f"{arm.seconds:.1f} s", f"{hours:.4f}", f"{hours + searched:.4f}"])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    rows.insert(1, ["-" * width for width in widths])
+    return [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
+
+
+def sentence(arms: Sequence[Contender]) -> str:
+    """Return the verdict in one sentence."""
+    first = arms[0]
+    if len(first.runs) == 1:
+        return "With one seed nothing can be concluded: chance may have ordered the arms."
+    clauses = []
+    for arm in arms[1:]:
+        difference, ratio = arm.difference(first), arm.seconds / first.seconds
+        verb = f"is {difference.verdict}" if difference.verdict else "cannot be told apart from"
+        clauses.append(
+            f"{arm.name} {verb} {first.name} ({difference} points) at {ratio:.2f} times its "
+            "training time"
+        )
+    return f"{'; '.join(clauses)}."
+
+
+def limits(arms: Sequence[Contender]) -> list[str]:
+    """Return what may not be concluded from accuracies and rates, a sentence each."""
+    seeds, rows, found = len(arms[0].runs), arms[0].test_rows, []
+    if seeds > 1:
+        found.append(
+            f"An arm is ahead or behind where the difference exceeds {errors_needed(seeds):.1f} of "
+            f"its standard errors, Student's t for {seeds} seeds and 95 % (an error below that of "
+            "one test row counts as that)."
+        )
+    if seeds < 3:
+        found.append("With fewer than 3 seeds the error is hardly known: small gains stay hidden.")
+    if rows:
+        share = statistics.mean(arms[0].accuracies) / 100
+        spread = 100 * math.sqrt(share * (1 - share) / rows)
+        found.append(
+            f"On other test rows than these {rows} an accuracy differs by {spread:.1f} points."
+        )
+    for arm in arms:
+        if arm.rate in (min(arm.trials), max(arm.trials)):
+            edge = "lowest" if arm.rate == min(arm.trials) else "highest"
+            found.append(
+                f"{arm.name}'s best rate is the {edge} it tried: one beyond may be better."
+            )
+    return found
+
+
+def write_verdict(arms: Sequence[Contender], out: Path, limits: Sequence[str]) -> str:
+    """Write verdict.md, verdict.png and report.html, and return the text of the first.
+
+    Args:
+        arms: what they have reached.
+        out: folder of the race.
+        limits: what may not be concluded.
+    """
+    first = arms[0].runs[0]
+    names = ", ".join(arm.name for arm in arms)
+    title = f"{names}: {subject(first)}, {len(first.rows)} epochs"
+    lines = [f"# {title}", "", *table(arms), "", f"**{sentence(arms)}**", ""]
+    text = "\n".join([*lines, *(f"- {limit}" for limit in limits)])
+    atomic_write_text(out / "verdict.md", f"{text}\n")
+    draw_race(arms, out / "verdict.png", title=title)
+    write_report([run for arm in arms for run in arm.runs], out / "report.html")
+    return text
+
+
+def draw_race(arms: Sequence[Contender], path: Path, *, title: str) -> None:
+    """Draw the search of each arm, and what its seeds reach in full over their training time."""
+    figure, axes = create_panels(1, 2, title)
+    searched, in_full = axes[0]
+    for arm, colour in zip(arms, itertools.cycle(COLOURS.values())):
+        shown = {rate: 100 * row["val_accuracy"] for rate, row in arm.trials.items() if row}
+        searched.plot(*zip(*sorted(shown.items())), "o-", color=colour, label=arm.name)
+        searched.plot(arm.rate, shown[arm.rate], "*", color=colour, markersize=14)
+        seconds = [training_seconds(run.rows[-1]) for run in arm.runs]
+        in_full.plot(seconds, arm.accuracies, "o", color=colour, alpha=0.5)
+        in_full.plot(arm.seconds, statistics.mean(arm.accuracies), "_", color=colour, markersize=20)
+    searched.set_xscale("log")
+    plain_log_ticks(searched.xaxis)
+    label_axes(searched, "learning rate", "held-out accuracy / %", title="search; star: best rate")
+    label_axes(in_full, "training time / s", "test accuracy / %", title="in full; bar: mean")
+    add_legend(figure, searched, title="a point for each trial and seed")
+    save(figure, path)

@@ -1,0 +1,127 @@
+"""An honest race on your own data: which optimizer, flag or recipe is ahead, and at what cost.
+
+python -m tuning.compare resnet50_test.py --dataset digits --optimizers sgd adamw ngd --minutes 10
+python -m tuning.compare transformer_test.py --vary label_smoothing=0,0.1 --seeds 5 --jobs 4
+python -m tuning.compare resnet50_test.py --vary recipe=best,my_flags.yaml --out races/recipes
+
+Each arm of the race gets the same number of trials, with learning rates around its own, on rows
+held out of the training set. Its best rate is then trained in full with every seed, and evaluated
+on the test set once. Flags that are not listed below go to the script in all runs. A race that was
+killed goes on when the same command is given again. It ends with verdict.md, verdict.png,
+report.html, and recipe.yaml of the winner.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from cli import flags
+from cli.flag_parser import Choice, FlagParser, file_path
+from errors import InputError, exit_code
+from tuning.config import Arm
+from tuning.sweep import SCRIPTS, check_optuna
+from tuning.target_script import TargetScript, script_parser
+
+IN_COMMON = ("epochs", "seed", "dataset", "data_dir")  # of all runs of a race
+
+
+def compare_parser() -> FlagParser:
+    """Return the parser of a race's own flags."""
+    usage = "SCRIPT (--optimizers NAME... | --vary FLAG=A,B) [flags]"
+    parser = FlagParser(__doc__, usage, foreign={"--output": "--out", "--output_dir": "--out"})
+    add = parser.group("race")
+    number = partial(add, metavar="N")
+    count = partial(number, type=flags.count)
+    add("script", type=Choice(SCRIPTS), metavar="SCRIPT", help=f"One of {', '.join(SCRIPTS)}.")
+    add("--optimizers", nargs="+", metavar="NAME", help="Short form of --vary optimizer=A,B.")
+    add("--vary", metavar="FLAG=A,B", help="Flag, or recipe, and its value in each arm.")
+    count("--seeds", default=3, help="Seeds of the runs in full (default %(default)s).")
+    help_of_minutes = "Time, for which trials and epochs are chosen (default %(default)g)."
+    number("--minutes", type=flags.positive, default=30.0, help=help_of_minutes)
+    help_of_held_out = "Held-out share of the training rows (default %(default)s)."
+    number("--val_fraction", type=flags.below_one, default=0.2, help=help_of_held_out)
+    count("--jobs", default=1, help="Runs at a time, each on a GPU or core (default %(default)s).")
+    count("--nproc", default=1, help="Processes of each run (default %(default)s).")
+    help_of_out = "Folder of the race (default races/SCRIPT-FLAG)."
+    add("--out", type=file_path, metavar="DIR", help=help_of_out)
+    return parser
+
+
+def read_arms(
+    shared: TargetScript, arguments: Sequence[str], *, flag: str, values: Sequence[str]
+) -> list[Arm]:
+    """Return an arm for each value of the flag that differs.
+
+    Args:
+        shared: the script with the flags that all arms share.
+        arguments: these flags.
+        flag: any spelling of the flag, without dashes; or recipe.
+        values: its value in each arm.
+
+    Raises:
+        InputError: a flag or value is wrong, or the arms cannot be compared.
+    """
+    parser, common = script_parser(shared.file), shared.flags({})
+    name = "recipe" if flag in ("recipe", "c") else shared.own_name(flag)
+    if name == "lr":
+        raise InputError("--vary lr: the race searches the rate of each arm; vary another flag")
+    if name in IN_COMMON:
+        raise InputError(f"--vary {name}: all runs of a race have the same; vary another flag")
+    if len(values) < 2 or not all(values):
+        raise InputError(f"--vary {name}={','.join(values)}: give two values or more, as in A,B")
+    own = {"recipe": "recipe", "optimizer": "lr"}.get(name, "seed")
+    if taken := parser.given(parser.translate(arguments)).keys() & {"seed", own}:
+        raise InputError(f"--{taken.pop()}: each run of the race has its own; leave it out")
+    if "test" not in shared.own_splits():
+        raise InputError(f"--data_dir {common['data_dir']}: has no test set, which a race needs")
+    arms: list[Arm] = []
+    for value in values:
+        words = ["--recipe", value, *arguments]
+        if name != "recipe":
+            several = value.split() if " " in value else value  # such as --betas 0.9 0.99
+            words = [*arguments, *shared.to_arguments({name: several})]
+        script = TargetScript.read(shared.file, words)
+        chosen = script.flags({})
+        rate = chosen["lr"] or parser.optimizers[chosen["optimizer"]].lr
+        if name == "optimizer" and value != common["optimizer"]:
+            rate = parser.optimizers[value].lr  # a recipe's rate is that of its own optimizer
+        for each in ("dataset", "epochs"):
+            if arms and chosen[each] != arms[0].script.flags({})[each]:
+                raise InputError(f"the recipes differ in {each}; give --{each} for all arms")
+        label = {"recipe": Path(value).stem, "optimizer": value}.get(name, f"{name}={value}")
+        label = re.sub(r"[^\w.+=-]+", "_", label)
+        copies = sum(arm.name.partition("#")[0] == label for arm in arms)
+        arms.append(Arm(f"{label}#{copies + 1}" if copies else label, script, rate))
+    return arms
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a race with flags of its own and of the script, by default those of this process.
+
+    Raises:
+        InputError: a flag is wrong, the race does not fit into its time, or a run failed.
+        Interrupted: Ctrl-C or SIGTERM; the same command goes on.
+    """
+    parser = compare_parser()
+    args, rest = parser.parse_known_args(parser.translate(sys.argv[1:] if argv is None else argv))
+    check_optuna()
+    from tuning import race  # imports Optuna
+
+    if (args.optimizers is None) == (args.vary is None):
+        raise InputError("give either --optimizers sgd adamw or --vary FLAG=A,B")
+    flag, _, values = (args.vary or f"optimizer={','.join(args.optimizers)}").partition("=")
+    script = TargetScript.read(args.script, rest, sweep_flags=parser.names())
+    arms = read_arms(script, rest, flag=flag.lstrip("-"), values=values.split(","))
+    read = {"script": script, "arms": arms, "out": args.out}
+    if args.out is None:
+        read["out"] = Path("races", f"{args.script.removesuffix('_test.py')}-{flag.lstrip('-')}")
+    own = {name: value for name, value in vars(args).items() if name not in ("optimizers", "vary")}
+    race.run_race(race.RaceConfig(**own | read))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,262 @@
+"""The runs of a race: what fits into its time, an equal search for each arm, then seeds in full.
+
+run_race(config)                            # a RaceConfig; the same call goes on with the race
+
+Both are sweeps whose trials are all known. A search begins with the arm's own learning rate, a
+third and three times of it. Two more rates follow at a time, on both sides of the best one:
+half-way, in logarithms, to the next rate that was tried, or three times beyond. The arms take
+turns, so that what slows the machine down slows all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import torch
+from optuna.trial import FrozenTrial, TrialState
+
+from errors import InputError
+from figures import verdict
+from figures.reported_run import ReportedRun, read_run
+from figures.run_logs import Row
+from figures.verdict import Contender, best_rate
+from training.atomic_file import atomic_write_text
+from training.time_estimate import in_words
+from tuning.config import Arm, Objective, Space, SweepConfig
+from tuning.results import training_command, write_recipe
+from tuning.search import finished_trials, run_sweep, trial_arguments
+from tuning.target_script import TargetScript
+from tuning.trials import TrialFailed, TrialRunner, complete_rows, gpu_slots
+
+STEP = 3.0  # between the first rates of a search
+TRIALS = (9, 7, 5, 3)  # of each arm; the most that fit
+FEWEST_EPOCHS = 3  # of a race that chooses its epochs
+MARGIN = 1.2  # of the planned time, for what slows the machine down
+IDLE, BUSY = 0.3, 1.3  # load of a core that is not worth a word, before a race and in it
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaceConfig(SweepConfig):
+    """What a race compares, and how: the flags of `compare_parser`."""
+
+    arms: Sequence[Arm]
+    seeds: int
+    minutes: float
+
+    @property
+    def wanted_epochs(self) -> int:
+        """Epochs of a run where there is time for them."""
+        return self.arms[0].script.flags({})["epochs"]
+
+    def sweep(self, epochs: int, *, in_full: bool = False) -> SweepConfig:
+        """Return the search, or the runs in full, as a sweep that has no trials yet."""
+        common = ["--epochs", str(epochs), "--eval_every", str(epochs)]  # a single evaluation
+        if not in_full:
+            common += ["--val_fraction", str(self.val_fraction), "--no-test"]
+        if "baseline" not in self.script.given:
+            common.append("--no-baseline")
+        arms = {arm.name: arm for arm in self.arms}
+        settings: dict[str, Any] = {"seeds": self.seeds, "minutes": self.minutes, "epochs": epochs}
+        settings |= {f"arm {name}": [arm.rate, arm.script.settings()] for name, arm in arms.items()}
+        space: Space = {
+            "arm": {"type": "categorical", "choices": list(arms)},
+            "lr": {"type": "float", "low": 0.0, "high": 1e9},
+            "seed": {"type": "int", "low": 0, "high": self.seeds},
+        }
+        script = RaceScript(self.script.file, [], settings, arms=arms, common=common)
+        out = self.out / ("in_full" if in_full else "search")
+        return replace(self, script=script, space=space, val_fraction=0.0, out=out, is_strict=True)
+
+
+@dataclass(frozen=True)
+class RaceScript(TargetScript):
+    """The entry script with a flag more: the arm, whose flags stand before those of all runs."""
+
+    arms: Mapping[str, Arm]
+    common: Sequence[str]
+
+    def to_arguments(self, params: Mapping[str, Any]) -> list[str]:
+        """Return the arguments of a run with these values of arm, lr and seed."""
+        own = ["--lr", str(params["lr"]), "--seed", str(params["seed"])]
+        return [*self.arms[params["arm"]].script.arguments, *own, *self.common]
+
+    def check(self, arguments: Sequence[str]) -> None:
+        """Raise InputError where the script would refuse an arm."""
+        for arm in self.arms.values():
+            values = {"arm": arm.name, "lr": arm.rate, "seed": 0}
+            arm.script.check([*arguments, *self.to_arguments(values)])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What fits into a race's time; the load is that of the machine before it, in processes."""
+
+    trials: int
+    epochs: int
+    load: float
+
+
+# -------------------------------------------------------------------- search and runs in full
+
+
+def run_race(config: RaceConfig) -> None:
+    """Run a race, or go on with it, in its folder; print and write its verdict.
+
+    Raises:
+        InputError: a flag is wrong, the race does not fit into its time, or a run failed.
+        Interrupted: Ctrl-C or SIGTERM.
+    """
+    file = config.out / "plan.json"
+    if not file.exists():
+        plan = make_plan(config)
+        atomic_write_text(file, json.dumps(asdict(plan)))
+    plan = Plan(**json.loads(file.read_text(encoding="utf-8")))
+    values: list[dict[str, Any]] = []
+    tried: dict[str, dict[float, Row]] = {arm.name: {} for arm in config.arms}
+    while len(values) < plan.trials * len(config.arms):
+        for rates in zip(*(next_rates(arm.rate, tried[arm.name]) for arm in config.arms)):
+            for name, rate in zip(tried, rates):
+                values.append({"arm": name, "lr": rate, "seed": config.seeds})
+        for trial in do_runs(config.sweep(plan.epochs), values):
+            is_complete = trial.state is TrialState.COMPLETE
+            row = complete_rows(Path(trial.user_attrs["folder"]))[-1] if is_complete else {}
+            tried[trial.params["arm"]][trial.params["lr"]] = row
+    values = [
+        {"arm": name, "lr": best_rate(rates), "seed": seed}
+        for seed in range(config.seeds)
+        for name, rates in tried.items()
+    ]
+    done = do_runs(config.sweep(plan.epochs, in_full=True), values)
+    runs: dict[str, list[ReportedRun]] = {name: [] for name in tried}
+    for trial in done:
+        name, title = trial.params["arm"], "{arm}-seed{seed}".format(**trial.params)
+        if trial.state is not TrialState.COMPLETE:
+            raise InputError(f"{title}: {trial.user_attrs['error']}")
+        runs[name].append(read_run(Path(trial.user_attrs["folder"]), title))
+    arms = [Contender(name, rates, runs[name]) for name, rates in tried.items()]
+    conclude(config, plan, arms, load=max(trial.user_attrs["load"] for trial in done))
+
+
+def do_runs(config: SweepConfig, values: Sequence[dict[str, Any]]) -> list[FrozenTrial]:
+    """Do the runs with these values that are not done yet; return all of them in this order."""
+    done = finished_trials(run_sweep(replace(config, trials=len(values)), first=values))
+    return [next(trial for trial in done if trial.params == each) for each in values]
+
+
+def next_rates(own: float, tried: Mapping[float, Row]) -> list[float]:
+    """Return the rates of three digits that follow those tried: the arm's own, and around it."""
+    rates = [own, own / STEP, own * STEP]
+    if tried:
+        ordered, best = sorted(tried), best_rate(tried)
+        place = ordered.index(best)
+        below = math.sqrt(ordered[place - 1] * best) if place else best / STEP
+        above = math.sqrt(ordered[place + 1] * best) if best < ordered[-1] else best * STEP
+        rates = [below, above]
+    return [float(f"{rate:.3g}") for rate in rates]
+
+
+# -------------------------------------------------------------------- what fits into the time
+
+
+def make_plan(config: RaceConfig) -> Plan:
+    """Time an epoch of each arm, and fit the race into its minutes.
+
+    Raises:
+        InputError: an equal search does not fit; the message says how many minutes do.
+    """
+    began, load, wanted = time.monotonic(), os.getloadavg()[0], config.wanted_epochs
+    config.sweep(wanted).script.check([])
+    config.out.mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    costs = [time_arm(config, arm, epochs=wanted) for arm in config.arms]
+    start, epoch = (statistics.mean(each) for each in zip(*costs))
+    taken = time.monotonic() - began
+    choices = [(trials, wanted) for trials in TRIALS]
+    if all("epochs" not in arm.script.given for arm in config.arms):
+        fewer = range(wanted - 1, FEWEST_EPOCHS - 1, -1)
+        choices += [(trials, epochs) for trials in TRIALS[-2:] for epochs in fewer]
+    for trials, epochs in choices:
+        rounds = [3, *[2] * (trials // 2 - 1)]
+        searched = sum(math.ceil(len(costs) * each / config.jobs) for each in rounds)
+        in_full = math.ceil(len(costs) * config.seeds / config.jobs)
+        steps = searched + in_full / (1 - config.val_fraction)  # times the epochs of a trial
+        seconds = taken + MARGIN * ((searched + in_full) * start + steps * epochs * epoch)
+        text = f"{len(costs)} arms x ({trials} trials + {config.seeds} seeds in full)"
+        if seconds <= 60 * config.minutes:
+            print(f"{text} of {epochs} epochs take about {in_words(seconds)}", flush=True)
+            return Plan(trials, epochs, load)
+    raise InputError(
+        f"--minutes {config.minutes:g}: {text} of {epochs} epochs need --minutes "
+        f"{math.ceil(seconds / 60)}; or give fewer arms, seeds or epochs"
+    )
+
+
+def time_arm(config: RaceConfig, arm: Arm, *, epochs: int) -> tuple[float, float]:
+    """Run the first epoch of an arm; return its seconds, after those to start and end a run.
+
+    Raises:
+        InputError: the run failed, or its first epoch takes too long.
+    """
+    gpus, limit = torch.cuda.device_count(), max(60, 30 * config.minutes / len(config.arms))
+    slots = gpu_slots(config.jobs, config.nproc, gpus=gpus)
+    first_epoch, sweep = Objective("first epoch", target=0.0), config.sweep(epochs)
+    with tempfile.TemporaryDirectory(dir=config.out) as scratch:
+        sweep = replace(sweep, objective=first_epoch, out=Path(scratch))
+        runner = TrialRunner(sweep, trial_arguments(sweep, gpus), slots)
+        timer, began = threading.Timer(limit, runner.stop.set), time.monotonic()
+        timer.start()
+        arguments = sweep.script.to_arguments({"arm": arm.name, "lr": arm.rate, "seed": 0})
+        try:
+            epoch = runner(optuna.create_study().ask(), [*arguments, "--eval_every", "1"])
+        except (TrialFailed, SystemExit) as ended:
+            if not runner.stop.is_set():
+                raise InputError(f"{arm.name}: {ended}") from None
+            runs = len(config.arms) * (TRIALS[-1] + config.seeds)
+            least = math.ceil(runs * min(epochs, FEWEST_EPOCHS) * limit / config.jobs / 60)
+            raise InputError(
+                f"--minutes {config.minutes:g}: the first epoch of {arm.name} is not over after "
+                f"{in_words(limit)}; the race needs more than --minutes {least}"
+            ) from None
+        finally:
+            timer.cancel()
+    start = time.monotonic() - began - epoch
+    print(f"{arm.name}: {start:.1f} s to start and end, {epoch:.2f} s an epoch", flush=True)
+    return start, epoch
+
+
+# -------------------------------------------------------------------- verdict
+
+
+def conclude(config: RaceConfig, plan: Plan, arms: Sequence[Contender], *, load: float) -> None:
+    """Write the verdict and the winner's recipe, and print its command and the verdict.
+
+    The load is that of the machine in the race, at most.
+    """
+    limits, cores = verdict.limits(arms), len(os.sched_getaffinity(0))
+    if plan.epochs < config.wanted_epochs:
+        limits.append(
+            f"There was time for {plan.epochs} of {config.wanted_epochs} epochs, no more."
+        )
+    if plan.load > IDLE * cores or load > BUSY * cores:
+        limits.append(
+            f"Other work made runs slower: the load of {cores} cores was {plan.load:.1f} before "
+            f"the race, and up to {load:.1f} in it."
+        )
+    best, text = verdict.winner(arms), verdict.write_verdict(arms, config.out, limits)
+    script = next(arm.script for arm in config.arms if arm.name == best.name)
+    of_best = replace(config, script=script)
+    comment = f"# {best.name}, by this verdict: {verdict.sentence(arms)}\n"
+    write_recipe(of_best, {"lr": best.rate, "epochs": plan.epochs}, comment=comment)
+    print(f"{config.out}: verdict.md, verdict.png, report.html, and recipe.yaml of {best.name}:")
+    print(f"{training_command(of_best)}\n\n{text}", flush=True)
