@@ -37,7 +37,6 @@ OPTIMIZERS = optimizer_choices(  # values of --optimizer, and their default lear
     lars=1.0,
     lamb=0.01,
     slamb=0.01,
-    demo=1e-3,
 )
 
 

@@ -37,7 +37,6 @@ OPTIMIZERS = optimizer_choices(  # values of --optimizer, and their default lear
     lars=1.0,
     lamb=4e-3,
     slamb=4e-3,
-    demo=3e-4,
 )
 
 

@@ -20,7 +20,7 @@ APEX = {"precision": ("apex_O1", "apex_O2")}
 SCALED = {"precision": ("fp16", *APEX["precision"])}
 NOT_TORCH = {"optimizer": Not(("sgd", "adamw"))}
 NOT_RECORDED = {"optimizer": Not(RECORDED_OPTIMIZERS)}
-OWN_EXCHANGE = {"optimizer": ("slamb", "demo")}
+OWN_EXCHANGE = {"optimizer": ("slamb",)}
 MEETING = {"sync": ("local", "diloco")}
 META = {"mixup": ("meta",)}
 CORRECTED = {"grad_compress": ("powersgd", *ROUNDED_BITS)}
@@ -33,8 +33,7 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     # ---- communication
     ([OWN_EXCHANGE], [{"sync": Not(("sync",))}],
      "the optimizer communicates by itself; leave it out"),
-    ([OWN_EXCHANGE], [COMPRESSED], "the optimizer communicates by itself; use --compress_ratio or "
-     "--opt_args topk"),
+    ([OWN_EXCHANGE], [COMPRESSED], "the optimizer communicates by itself; use --compress_ratio"),
     ([{"sync": ("lag",)}], [CORRECTED], "what compression left would come a step late; use fp16 or "
      "bf16"),
     ([MEETING], [COMPRESSED], "it sends weights, not gradients; leave --grad_compress out"),
@@ -43,7 +42,7 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     ([{"sync": ("lag",)}, {"grad_compress": tuple(ROUNDED_BITS)}], [SCALED],
      "what a step leaves to the next does not fit a loss scale that changes; use --precision bf16 "
      "or fp32"),
-    ([{"wire_dtype": tuple(WIRE_BITS)}], [{"optimizer": ("demo",)}, {"sync": ("diloco",)}],
+    ([{"wire_dtype": tuple(WIRE_BITS)}], [{"sync": ("diloco",)}],
      "only SLAMB keeps what rounding leaves; use --wire_dtype bf16, fp16 or fp32"),
     ([{"ema": ON}], [{"optimizer": ("slamb",)}, MEETING],
      "weights differ between the processes; leave one of them out"),

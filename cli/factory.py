@@ -272,9 +272,8 @@ def create_optimizer(
         groups = pretrained.decay_layers(model, groups, args.layer_decay)
     choice = optimizers[name]
     settings = {flag: getattr(args, flag) for flag in choice.flags}
-    if name in ("slamb", "demo"):
-        settings["wire_dtype"] = OWN_WIRE_DTYPES[args.wire_dtype]
     if name == "slamb":
+        settings["wire_dtype"] = OWN_WIRE_DTYPES[args.wire_dtype]
         settings["warmup"] = settings.pop("compress_warmup")
         settings["wire_bits"] = WIRE_BITS.get(args.wire_dtype, 0)
     with refused_as("--opt_args"):

@@ -56,7 +56,6 @@ FOREIGN = {
     "--larc": "--opt_args=clip=true",
     "--beta3": "--opt_args=beta3=",
     "--selection": "--opt_args=selection=",
-    "--demo_topk": "--opt_args=topk=",
     "--step_size": "--lr_args=step_size=",
     "--peak": "--lr_args=peak=",
     "--outer_momentum": "--sync_args=momentum=",

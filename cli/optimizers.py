@@ -12,7 +12,6 @@ from functools import partial
 from backends.nvidia_apex import create_optimizer
 from cli.flags import OptimizerChoice
 from ngd import NGD
-from optimizers.demo import DeMo
 from optimizers.kaldi_ngd import KaldiNGD
 from optimizers.lars import LARS
 from optimizers.muon import Muon
@@ -40,9 +39,6 @@ def optimizer_choices(**lr: float) -> dict[str, OptimizerChoice]:
         "lars": sgd(LARS, lr=lr["lars"], own=("trust_coefficient", "clip")),
         "lamb": lamb(LAMB, ADAM, lr=lr["lamb"]),
         "slamb": lamb(SLAMB, ADAM + COMPRESSION, lr=lr["slamb"], own=("beta3", "selection")),
-        "demo": OptimizerChoice(
-            DeMo, lr=lr["demo"], weight_decay=0.05, own=("topk", "chunk", "decay")
-        ),
         "apex_sgd": OptimizerChoice(
             partial(create_optimizer, "apex_sgd"), MOMENTUM, lr=0.02, weight_decay=5e-4
         ),

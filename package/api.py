@@ -24,7 +24,6 @@ from dynamic_batch import (
 )
 from mixup import MetaMixup
 from ngd import NGD
-from optimizers.demo import DeMo
 from optimizers.kaldi_ngd import KaldiNGD
 from optimizers.lamb import LAMB
 from optimizers.lars import LARS
@@ -40,7 +39,6 @@ __all__ = [
     "AllReduceHook",
     "ByLoss",
     "ByNoise",
-    "DeMo",
     "DelayedAllReduce",
     "DiLoCo",
     "DynamicBatchSampler",

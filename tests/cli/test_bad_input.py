@@ -43,7 +43,7 @@ BOTH = [
     ("--dynamic_batch increase --replace_decay --dynamic_lr sqrt", "lr: replace_decay"),
     ("--dynamic_batch noise --optimizer slamb", "averaged in every step"),
     ("--parallel fsdp --optimizer sgd --backend compile", "--backend compile"),
-    ("--wire_dtype int8 --optimizer demo", "only SLAMB keeps what rounding"),
+    ("--wire_dtype int8 --sync diloco", "only SLAMB keeps what rounding"),
     ("--sync diloco --precision fp16", "each process would skip steps of its own"),
     ("--mixup_weight 0.8 --mixup meta", "it has policy, lr, every"),
     ("--fuse --sync_bn", "--fuse"),

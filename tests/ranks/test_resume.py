@@ -35,7 +35,6 @@ WAYS = {  # name: number of ranks, command
     "sign": (2, f"{IMAGES} --bs 16 --ngd --grad_compress sign"),
     "local": (2, f"{IMAGES} --bs 16 --sync local --local_steps 3 --class_weights balanced"),
     "diloco": (2, f"{IMAGES} --bs 16 --sync diloco --local_steps 3"),
-    "demo": (2, f"{IMAGES} --bs 16 --optimizer demo"),
     "slamb": (2, f"{IMAGES} --bs 16 --optimizer slamb --lr 3e-3 --local_steps 3 --wire_dtype int8"),
     "fsdp": (2, f"{TEXTS} --parallel fsdp"),
     "copies": (2, f"{TEXTS} --parallel ddp --balanced_sampling --best_by macro_f1"),
@@ -177,7 +176,6 @@ def test_a_run_that_ends_at_any_point_goes_on_bit_for_bit(size, tmp_path):
     ("way", "size", "more"),
     [
         ("slamb", 1, "--bs 32"),
-        ("demo", 1, "--bs 32"),
         ("local", 1, "--bs 32"),
         ("diloco", 1, "--bs 32"),
         ("sign", 4, "--bs 8"),

@@ -15,11 +15,10 @@ from training import losses
 
 RUN = """resnet50_test.py --dataset digits --arch resnet8 --subset 0.5 --epochs 1 --threads 1
     --precision fp32 --seed 1 --out run"""
-OPTIMIZERS = ["sgd", "adamw", "ngd", "lars", "lamb", "slamb", "demo"]
+OPTIMIZERS = ["sgd", "adamw", "ngd", "lars", "lamb", "slamb"]
 WAYS = [
     "--optimizer slamb",
     "--optimizer lamb --sync local --local_steps 4 --dense_steps 2",
-    "--optimizer demo",
     "--optimizer lamb --sync diloco --local_steps 4 --dense_steps 2",
     "--sync lag --grad_compress bf16",
     "--grad_compress powersgd",

@@ -43,11 +43,11 @@ from training.trainer import LOG_INTERVAL, Trainer
 REASON = fake_cuda.unavailable_reason()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
-ON_RANKS = ["slamb", "slamb-random", "slamb-int8", "demo"]
+ON_RANKS = ["slamb", "slamb-random", "slamb-int8"]
 OPTIMIZERS = [*RECORDED_OPTIMIZERS, "kaldi_ngd", "muon", *ON_RANKS]
 # Memory that is laid out at an optimizer's first step, or after its state was loaded.
 LAYOUT = {"flat_buffer.__init__", "flat_buffer.element_indices", "flat_buffer.shuffled"}
-LAYOUT |= {"demo.__init__", "ngd.__init__", "slamb.__init__", "slamb.<dictcomp>"}
+LAYOUT |= {"ngd.__init__", "slamb.__init__", "slamb.<dictcomp>"}
 
 
 @pytest.fixture(autouse=True)

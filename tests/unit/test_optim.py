@@ -56,7 +56,7 @@ PEERS: dict[str, tuple[Callable[[torch.optim.Optimizer], peers.LRScheduler], dic
 BY_EPOCH = ("step", "multistep", "exponential", "inverse")  # change at whole epochs only
 
 HERE = [name for name in OPTIMIZERS if not name.startswith("apex")]  # apex has tests of its own
-OURS = ["ngd", "kaldi_ngd", "lamb", "lars", "slamb", "demo"]
+OURS = ["ngd", "kaldi_ngd", "lamb", "lars", "slamb"]
 EVERY_STEP = {"kaldi_ngd": {"update_period": 1}}  # whose periods count skipped steps as well
 # two alike, a convolution, biases, a scalar, three axes
 SHAPES: Shapes = [(40, 30), (40, 30), (20, 10, 3, 3), (7,), (7,), (), (30, 20, 4)]
@@ -237,7 +237,7 @@ def test_skipped_steps_leave_no_trace(name, skipped):
         assert_same(snapshot(optimizer), snapshot(peer))
 
 
-@each_of("name", [name for name in OURS if name != "demo"])
+@each_of("name", OURS)
 @each_of("bad", [False, True])
 def test_a_grad_scaler_unscales_and_skips(name, bad):
     """With amp_scaling=False it does so itself: Lightning refuses to clip gradients otherwise."""
