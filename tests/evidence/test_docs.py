@@ -116,7 +116,7 @@ def test_the_python_code_of_the_pages_runs(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)  # the package faster_training
     pages = [page for page in PAGES if "```python" in page.read_text()]
     names = {page.stem: run_python_blocks(page) for page in pages}["extending"]
-    _, choice = (row["lion"] for row in names["rows"])
+    [choice] = (row["lion"] for row in names["rows"])
     weight = nn.Parameter(torch.ones(3))
     optimizer = choice.make([weight], lr=0.1, betas=(0.9, 0.999))
     weight.grad = torch.tensor([2.0, -3.0, 0.0])
