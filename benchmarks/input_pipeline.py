@@ -16,6 +16,7 @@ import importlib.util
 import io
 import itertools
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from benchmarks import bench
 from cli.flag_parser import file_path
 from errors import exit_code
 from input_pipeline import image_batches
+from input_pipeline.augmentation import AUGMENTATIONS
 from input_pipeline.image_datasets import read_image_splits
 from input_pipeline.sampler import Sampler, batch_sizes
 
@@ -67,7 +69,7 @@ def ours(folder: str, workers: int) -> Iterator[int]:
     splits, _ = read_image_splits("folder", folder, image_size=SIZE, train_is_enough=True)
     train, decoder = splits["train"], image_batches.FileDecoder(workers)
     mean, std = image_batches.channel_statistics(train, decoder)
-    augmentation = image_batches.AUGMENTATIONS["folder"]
+    augmentation = AUGMENTATIONS["folder"]
     settings = {"device": torch.device("cpu"), "decoder": decoder, "resident": False}
     data = image_batches.ImageDataset(train, augmentation, mean=mean, std=std, **settings)
     sampler, sizes = Sampler(len(data), seed=0), batch_sizes(len(data), BATCH)
@@ -133,12 +135,14 @@ def memory(process: int, counted: set[int]) -> int:
 def turn(side: Callable, folder: str, seconds: float) -> tuple[float, float, float]:
     """Return seconds to the first batch, images/s after it, and MiB of memory."""
     remote = bench.Remote(opened, side, folder, num_cores())
+    assert remote.process.pid is not None
     try:
         first, rate = BATCH / remote.rate(0.0), remote.rate(seconds)  # one step, and more
-        assert remote.process.pid is not None
         return first, rate, memory(remote.process.pid, set()) / 2**20
     finally:
-        remote.kill()  # workers of a DataLoader that ends within an epoch report an abort
+        # Workers of a DataLoader that ends within an epoch report an abort.
+        os.killpg(remote.process.pid, signal.SIGKILL)
+        remote.process.join()
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ begin_with_weights(args, run, model, saved, classes=classes)
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,10 +37,17 @@ def read_saved_model(args: Namespace, run: Run) -> SavedModel | None:
         return None
     with local_main_first(run.world):
         if args.weights != "DEFAULT":
-            return pretrained.read_saved_model(Path(args.weights))
-        if "arch" not in args:
+            saved = pretrained.read_saved_model(Path(args.weights))
+        elif "arch" in args:
+            saved = SavedModel(image_models.default_weights(args.arch))
+        else:
             raise InputError("--weights DEFAULT: there are none for texts; give a run or a file")
-        return SavedModel(image_models.default_weights(args.arch))
+        if "arch" in args and not saved.preprocessing:
+            usual = image_models.usual_preprocessing(args.arch)
+            if args.weights != "DEFAULT":  # weights from elsewhere may be for any size
+                usual.pop("size", None)
+            saved = dataclasses.replace(saved, preprocessing=usual)
+        return saved
 
 
 def begin_with_weights(
@@ -70,5 +78,7 @@ def begin_with_weights(
         flags=", ".join(f"--{name}" for name in flags),
         kept=("prior", "prior_weight"),  # they are of the data
     )
+    if saved.preprocessing:
+        line += "; images are prepared as for them"
     if run.world.is_main:
         print(line, flush=True)

@@ -20,6 +20,11 @@ FOREIGN = {
     "--clip_grad": "--clip",
     "--max_grad_norm": "--clip",
     "--model": "--arch",
+    "--img_size": "--image_size",
+    "--auto_augment": "--augment",
+    "--aa": "--augment",
+    "--reprob": "--random_erasing",
+    "--color_jitter": "--augment_args=jitter=",
     # ---- optimizer and learning rate
     "--opt": "--optimizer",
     "--optim": "--optimizer",
@@ -76,6 +81,7 @@ FOREIGN = {
     "--crop_fill": "--augment_args=fill=",
     "--alternate_flip": "--augment_args=alternate=true",
     "--no_alternate_flip": "--augment_args=alternate=false",
+    "--small_epochs": "--augment_args=small_epochs=",
     "--small_size": "--augment_args=small_size=",
     "--small_stages": "--augment_args=small_stages=",
     # ---- without a counterpart

@@ -30,6 +30,7 @@ COUNTER = "num_batches_tracked"  # of BatchNorm; files of old versions of torch 
 PICKLED_OBJECT = re.compile(r"Unsupported (?:global: GLOBAL|class) ([\w.]+)")  # in torch's error
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")  # classifiers that torchvision has in training alone
 MAX_NAMES = 3  # in the message of weights that do not fit
+PREPROCESSING = ("mean", "std", "size", "interpolation")  # what weights expect of images
 KINDS = "give a run folder, a .pt file, or a .safetensors file"
 
 
@@ -41,6 +42,7 @@ class SavedModel:
     classes: Sequence[str] = ()  # in the order of its outputs; empty where they are not known
     tokenizer: str = ""  # of a text classifier, as JSON
     flags: Mapping[str, Any] = field(default_factory=dict)  # with which it was made, if known
+    preprocessing: Mapping[str, Any] = field(default_factory=dict)  # `PREPROCESSING`, if known
 
 
 def read_saved_model(path: Path) -> SavedModel:
@@ -63,11 +65,14 @@ def read_saved_model(path: Path) -> SavedModel:
     if not weights:
         raise InputError(f"--weights {path}: holds no weights by their names; {KINDS}")
     classes, tokenizer, flags = (about.get(name) for name in ("classes", "tokenizer", "flags"))
+    numbers = (about.get(name) for name in ("mean", "std"))
+    is_of_images = all(isinstance(each, list) and each for each in numbers)
     return SavedModel(
         weights,
         [str(name) for name in classes] if isinstance(classes, list) else (),
         tokenizer if isinstance(tokenizer, str) else "",
         flags if isinstance(flags, dict) else {},
+        {name: about[name] for name in PREPROCESSING if name in about} if is_of_images else {},
     )
 
 
