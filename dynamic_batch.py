@@ -384,6 +384,16 @@ class ByNoise(Rule):
         self.noise = state["noise"]
 
 
+RULES = {
+    "none": None,
+    "increase": Scheduled,
+    "decrease": Scheduled,
+    "loss": ByLoss,
+    "noise": ByNoise,
+}
+"""How the batch size of the next epoch is chosen, by the name of --dynamic_batch."""
+
+
 # -------------------------------------------------------------------- the noise scale
 
 

@@ -317,7 +317,12 @@ def _select_rows(x: Tensor, rows: Tensor, *, out: Tensor | None = None) -> Tenso
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, mix: Mix, label_smoothing: float = 0.0
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    mix: Mix,
+    label_smoothing: float = 0.0,
+    class_weights: Tensor | None = None,
 ) -> Tensor:
     """Mean cross-entropy to the mixed labels.
 
@@ -329,11 +334,14 @@ def cross_entropy(
         labels: (batch,) integers of the unmixed batch.
         mix: how the batch was mixed.
         label_smoothing: share of the label that is spread evenly over the classes.
+        class_weights: (classes,) factors of the losses to each class; None is 1.
 
     Returns:
         A scalar.
     """
     scores = logits.log_softmax(1)
+    if class_weights is not None:
+        scores = scores * class_weights
     partner_labels = labels.index_select(0, mix.partner)
     one_lambda = mix.weight.stride(0) == 0  # for the whole batch: the means can be taken first
     weight = (mix.weight[0] if one_lambda else mix.weight).to(scores.dtype)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 
+import dynamic_batch
 import mixup
 from cli import factory, fine_tuning, image_classification, options
 from cli.flag_parser import ScriptParser
@@ -21,7 +22,6 @@ from cli.flags import shared_parser
 from cli.optimizers import optimizer_choices
 from cli.start_checks import check_processes
 from distributed.world import TimeLimits, init_world
-from dynamic_batch import ByLoss, ByNoise, Scheduled
 from errors import exit_code
 from input_pipeline.augmentation import AUGMENTATIONS
 from mixup import MetaMixup
@@ -39,13 +39,6 @@ OPTIMIZERS = optimizer_choices(  # values of --optimizer, and their default lear
     slamb=0.01,
     demo=1e-3,
 )
-BATCH_RULES = {  # values of --dynamic_batch: how the batch size of the next epoch is chosen
-    "none": None,
-    "increase": Scheduled,
-    "decrease": Scheduled,
-    "loss": ByLoss,
-    "noise": ByNoise,
-}
 
 
 def parser() -> ScriptParser:
@@ -55,7 +48,7 @@ def parser() -> ScriptParser:
         datasets=list(AUGMENTATIONS),
         optimizers=OPTIMIZERS,
         mixing=mixup.KINDS,
-        batch_rules=BATCH_RULES,
+        batch_rules=dynamic_batch.RULES,
         add_own=image_classification.add_flags,
     )
 
@@ -86,7 +79,7 @@ def main() -> None:
         loss_fn, meta_learner = factory.create_loss(
             args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
         )
-        batches = factory.create_batch_sampler(args, run, data, BATCH_RULES)
+        batches = factory.create_batch_sampler(args, run, data, dynamic_batch.RULES)
         model = factory.prepare_model(args, run, model)  # fused, sharded, compiled
         optimizer = factory.create_optimizer(args, run, model, OPTIMIZERS)
         trainer = factory.create_trainer(

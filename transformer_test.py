@@ -1,6 +1,6 @@
 """Text classification: a Transformer encoder on AG News, the embedded headlines, or your own csv.
 
-python transformer_test.py                                       # AG News, 8 epochs
+python transformer_test.py                                       # AG News, 4 epochs
 python transformer_test.py --dataset headlines --epochs 10       # embedded data, seconds on a CPU
 python transformer_test.py --dataset csv --data_dir my_texts     # train.csv, test.csv: label, text
 bash run_distributed.sh transformer_test.py --bs 256             # all GPUs of this node
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 
+import dynamic_batch
 import mixup
 from cli import factory, fine_tuning, options, text_classification
 from cli.flag_parser import ScriptParser
@@ -21,7 +22,6 @@ from cli.flags import shared_parser
 from cli.optimizers import optimizer_choices
 from cli.start_checks import check_processes
 from distributed.world import TimeLimits, init_world
-from dynamic_batch import ByLoss, ByNoise, Scheduled
 from errors import exit_code
 from mixup import MetaMixup
 from training.epoch_report import report_result
@@ -38,13 +38,6 @@ OPTIMIZERS = optimizer_choices(  # values of --optimizer, and their default lear
     slamb=4e-3,
     demo=3e-4,
 )
-BATCH_RULES = {  # values of --dynamic_batch: how the batch size of the next epoch is chosen
-    "none": None,
-    "increase": Scheduled,
-    "decrease": Scheduled,
-    "loss": ByLoss,
-    "noise": ByNoise,
-}
 
 
 def parser() -> ScriptParser:
@@ -54,10 +47,10 @@ def parser() -> ScriptParser:
         datasets=["agnews", "headlines", "csv"],
         optimizers=OPTIMIZERS,
         mixing=mixup.TEXT_KINDS,
-        batch_rules=BATCH_RULES,
+        batch_rules=dynamic_batch.RULES,
         optimizer="adamw",
         lr_schedule="onecycle",
-        epochs=8,
+        epochs=4,
         add_own=text_classification.add_flags,
     )
 
@@ -88,7 +81,7 @@ def main() -> None:
         loss_fn, meta_learner = factory.create_loss(
             args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
         )
-        batches = factory.create_batch_sampler(args, run, data, BATCH_RULES)
+        batches = factory.create_batch_sampler(args, run, data, dynamic_batch.RULES)
         model = factory.prepare_model(args, run, model)  # fused, sharded, compiled
         optimizer = factory.create_optimizer(args, run, model, OPTIMIZERS)
         trainer = factory.create_trainer(

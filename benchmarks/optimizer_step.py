@@ -3,7 +3,8 @@
 python -m benchmarks.optimizer_step --quick                 # five minutes
 python -m benchmarks.optimizer_step --json optimizers.json  # more rounds, passes at the full batch
 
-On one CPU thread, for ResNet-50 on 32x32 images and for the Transformer with its default sizes.
+On one CPU thread, for ResNet-50 and ResNet-20 on 32x32 images and for the Transformer with its
+default sizes.
 Every optimizer has its own copy of the model and takes the same gradients, of several random
 batches in turn. After a warm-up the optimizers take turns: in a round each takes the steps of one
 update period of KaldiNGD, and their mean counts. Where the processor does not compute in bf16, the
@@ -35,12 +36,11 @@ from optimizers.kaldi_ngd import KaldiNGD
 from optimizers.muon import Muon
 from optimizers.param_groups import ngd_groups
 
-# Bars, both for ResNet-50.
-# NGD's step, of forward and backward at batch size 128 in fp32: a better direction must cost next
-# to nothing.
+# Bars of NGD's step: its share of forward and backward of ResNet-50 at batch size 128 in fp32, as a
+# better direction must cost next to nothing; and of the step of Muon, which is what people pay
+# today for a preconditioned direction.
 TRAINING_SHARE = 0.03
-# NGD's step, of Muon's, which is what people pay today for a preconditioned direction.
-MUON_SHARE = 0.3
+MUON_SHARES = {"ResNet-50": 0.3, "ResNet-20": 0.75, "Transformer": 1.3}
 
 OURS, MUON, PASS = "NGD", "Muon + AdamW", "forward + backward"
 LR, WEIGHT_DECAY = 1e-3, 5e-4
@@ -77,14 +77,15 @@ class Workload:
         return gradients
 
 
-def resnet_workload() -> Workload:
+def resnet_workload(name: str, gradient_batch: int) -> Workload:
     def batch(size: int) -> tuple[Tensor, Tensor]:
         images = torch.randn(size, 3, 32, 32).to(memory_format=torch.channels_last)
         return images, torch.randint(10, (size,))
 
-    model = image_models.create_model("resnet50", classes=10, channels=3, image_size=32)
+    arch = name.lower().replace("-", "")
+    model = image_models.create_model(arch, classes=10, channels=3, image_size=32)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return Workload("ResNet-50", model, batch, 8)
+    return Workload(name, model, batch, gradient_batch)
 
 
 def transformer_workload() -> Workload:
@@ -202,18 +203,27 @@ def main() -> int:
     torch.manual_seed(0)
     machine = bench.machine(torch.device("cpu"), ["torch"])
     print(machine)
-    budget = bench.Budget(args.quick, 2)
-    deadline = budget.next_deadline()
-    resnet = measure(resnet_workload(), args.quick, with_passes=True, deadline=deadline)
-    deadline = budget.next_deadline()
-    texts = measure(transformer_workload(), args.quick, with_passes=False, deadline=deadline)
-    print(f"\n{PASS} is of batch {BATCH}, with --quick measured at {QUICK_BATCH} and multiplied")
-    bars = [
-        bench.Bar(f"share of {name}", 1 / resnet[name].ratio, most, at_most=True)
-        for name, most in ((f"{PASS}, fp32", TRAINING_SHARE), (MUON, MUON_SHARE))
-        if name in resnet
+    workloads = [
+        resnet_workload("ResNet-50", 8),
+        resnet_workload("ResNet-20", 64),
+        transformer_workload(),
     ]
-    rows = [*resnet.values(), *texts.values()]
+    budget = bench.Budget(args.quick, len(workloads))
+    rows: list[bench.Row] = []
+    bars: list[bench.Bar] = []
+    for workload in workloads:
+        is_first = workload is workloads[0]
+        taken = measure(workload, args.quick, with_passes=is_first, deadline=budget.next_deadline())
+        rows += taken.values()
+        shares = [(MUON, f"NGD_of_Muon_{workload.name}", MUON_SHARES[workload.name])]
+        if is_first:
+            shares.append((f"{PASS}, fp32", "NGD_of_training_ResNet-50", TRAINING_SHARE))
+        bars += [
+            bench.Bar(bar, 1 / taken[name].ratio, most, at_most=True)
+            for name, bar, most in shares
+            if name in taken
+        ]
+    print(f"\n{PASS} is of batch {BATCH}, with --quick measured at {QUICK_BATCH} and multiplied")
     return bench.finish(args, bars, rows=rows, machine=machine)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import dynamic_batch
 import mixup
 import resnet50_test
 import transformer_test
@@ -79,7 +80,7 @@ def open_script(
     loss_fn, meta_learner = factory.create_loss(
         args, run, data, sample_mix=mixup.sample_mix, meta_mixup=mixup.MetaMixup
     )
-    batches = factory.create_batch_sampler(args, run, data, script.BATCH_RULES)
+    batches = factory.create_batch_sampler(args, run, data, dynamic_batch.RULES)
     model = factory.prepare_model(args, run, model)
     if create_optimizer is not None:
         optimizer = create_optimizer(model)

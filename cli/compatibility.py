@@ -66,6 +66,9 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
      "a CUDA graph cannot contain decisions of the host; use --backend compile, or --optimizer "
      "sgd, adamw, ngd, lamb or lars"),
     ([GRAPH], [{"processes": ON}], "collectives are not recorded; use --backend compile"),
+    # ---- classes of unequal size
+    ([{"class_weights": ("balanced",)}], [{"balanced_sampling": ON}],
+     "each of them gives all classes the same weight; leave one of them out"),
     # ---- precision and layers
     ([APEX], [META, *NOISE], "it needs torch's own loss scale; use --precision fp16"),
     ([{"backend": ("ort",)}], [{"precision": Not(("auto", "fp32"))}],

@@ -31,6 +31,7 @@ from cli.flags import WIRE_BITS, OptimizerChoice
 from cli.options import check_validation_set, create_lr_schedule, uses_trained_model
 from cli.settings import refused_as
 from cli.start_checks import check_data
+from cli.yaml_file import excerpt
 from distributed import ddp, fsdp, sharded_checkpoint
 from distributed.agreement import on_main
 from distributed.comm_hooks import (
@@ -45,7 +46,7 @@ from distributed.diloco import DiLoCo
 from distributed.worker import launcher_id
 from distributed.world import READ_SECONDS, World
 from dynamic_batch import WorkerBalancer
-from errors import InputError
+from errors import InputError, did_you_mean
 from input_pipeline import own_data
 from input_pipeline.baseline import Baseline
 from input_pipeline.dataset import BatchedDataset
@@ -62,6 +63,7 @@ from training.batch_sampler import MIN_RANK_ROWS, DynamicBatchSampler
 from training.epoch_report import EVAL_SET_NAMES, describe_checkpoint
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
 from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
+from training.progress import EarlyStop
 from training.run_folder import open_run_folder
 from training.run_segments import describe_last, next_segments
 from training.trainer import Trainer, TrainerConfig
@@ -102,12 +104,14 @@ class Data:
         eval_sets: 'test', or 'val' (own data, or --val_fraction), or both.
         metadata: plain values that a checkpoint keeps for inference: class names and what
             preprocessing needs.
+        labels: (rows,) class numbers of the training set.
         model_mixes: the model mixes hidden representations itself; see `MixedCrossEntropy`.
     """
 
     train: BatchedDataset
     eval_sets: Mapping[str, BatchedDataset]
     metadata: dict[str, Any]
+    labels: Tensor
     model_mixes: bool = False
 
 
@@ -291,6 +295,28 @@ def scaled_lr(args: Namespace, world: World) -> float:
 # -------------------------------------------------------------------- loss and mixing
 
 
+def class_weights(args: Namespace, run: Run, data: Data) -> Tensor | None:
+    """The factors of --class_weights, (classes,) of mean 1 over the training rows, or None.
+
+    Raises:
+        InputError: they name a class that the data does not have.
+    """
+    given, classes = args.class_weights, data.metadata["classes"]
+    if given is None:
+        return None
+    counts = data.labels.bincount(minlength=len(classes)).double()
+    weights = 1 / counts.clamp(min=1)
+    if given != "balanced":
+        if unknown := sorted(given.keys() - set(classes)):
+            raise InputError(
+                f"--class_weights: there is no class {excerpt(unknown[0])}; the classes are "
+                f"{own_data.list_names(classes)}{did_you_mean(unknown[0], classes)}"
+            )
+        weights = torch.tensor([given.get(name, 1.0) for name in classes]).double()
+    weights *= counts.sum() / (weights * counts).sum()
+    return weights.float().to(run.world.device)
+
+
 def create_loss(
     args: Namespace,
     run: Run,
@@ -305,11 +331,10 @@ def create_loss(
         sample_mix: how samples are mixed, as `mixup.sample_mix` does.
         meta_mixup: the class of a policy that learns how to mix.
     """
+    unmixed = CrossEntropy(args.label_smoothing, class_weights(args, run, data))
     if args.mixup == "none":
-        return CrossEntropy(args.label_smoothing), None
-    mixed = partial(
-        MixedCrossEntropy, model_mixes=data.model_mixes, label_smoothing=args.label_smoothing
-    )
+        return unmixed, None
+    mixed = partial(MixedCrossEntropy, model_mixes=data.model_mixes, unmixed=unmixed)
     settings = dict(args.mixup_args)
     if args.mixup != "meta":
         return mixed(partial(sample_mix, args.mixup, alpha=args.alpha, **settings)), None
@@ -346,6 +371,7 @@ def create_batch_sampler(
             balancer=WorkerBalancer() if args.balance_workers and world.size > 1 else None,
             seed=args.seed,
             lengths=data.train.lengths,
+            labels=data.labels if args.balanced_sampling else None,
             world=world,
             **change,
         )
@@ -451,6 +477,11 @@ def create_trainer(
         metadata={"script": run.script, "flags": vars(args), "segments": segments, **data.metadata},
         comm_hook=comm_hook,
         meta_learner=meta_learner,
+        early_stop=EarlyStop(
+            f"{'val' if 'val' in data.eval_sets else 'test'}_{args.best_by}",
+            args.patience,
+            args.stop_at,
+        ),
     )
 
 

@@ -9,6 +9,7 @@ docs/flags.md is written from here by `python -m figures.flags_page`.
 from __future__ import annotations
 
 import os
+from argparse import ArgumentTypeError
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -25,6 +26,7 @@ from cli.flag_parser import (
     ScriptParser,
     below_one,
     count,
+    file_path,
     fraction,
     natural,
     not_negative,
@@ -37,6 +39,7 @@ from cli.flag_parser import (
 )
 from cli.foreign_names import FOREIGN
 from cli.settings import own
+from cli.yaml_file import read_yaml
 from distributed import comm_hooks, fsdp
 from distributed.diloco import DiLoCo
 from distributed.world import TimeLimits
@@ -45,11 +48,22 @@ from mixup import MetaMixup, mixup
 from optimizers import schedules
 from optimizers.schedules import Schedule
 from training import export, predictions
+from training.evaluation import METRIC_NAMES
 from training.meta_mixup_step import MetaMixupStep
 from training.tracking import TRACKERS
 
 MAX_THREADS = 1024  # of a process; some thousands take minutes to start
 WIRE_BITS = {"int8": 8, "int4": 4}  # values of --wire_dtype for SLAMB alone
+
+
+def class_weights(text: str) -> str | dict[str, float]:
+    """An argparse type: 'balanced', or the weights in a YAML file of lines 'class: weight'."""
+    if text == "balanced":
+        return text
+    entries = read_yaml(file_path(text), f"--class_weights {text}", as_text=True)
+    if not isinstance(entries, dict):
+        raise ArgumentTypeError(f"{text} must hold lines of 'class: weight'")
+    return {str(name): positive(str(weight)) for name, weight in entries.items()}
 
 
 @dataclass(frozen=True)
@@ -137,6 +151,8 @@ def add_data(parser: ScriptParser, datasets: Sequence[str]) -> None:
         "the best epoch (default 0; 0.05 with --mixup meta)", metavar="F", common=True)
     add("--label_noise", below_one, 0.0, "share of the training rows of each class that get a "
         "wrong label", metavar="F")
+    add("--balanced_sampling", switch, False, "epochs that draw each class equally often, rows of "
+        "rare classes several times")
     add("--test", switch, True, "evaluation on the test set; --no-test leaves it alone, as a "
         "search should, and needs a validation set")
     add("--baseline", switch, None, "accuracy of a linear model before the first epoch, for "
@@ -154,6 +170,15 @@ def add_training(parser: ScriptParser) -> None:
     add("--accumulate", count, 1, "batches whose gradients are added up for a step", metavar="K")
     add("--label_smoothing", below_one, 0.0, "share of each label that is spread over all classes",
         metavar="F")
+    add("--class_weights", class_weights, None, "factors of the losses of each class: balanced "
+        "(all classes count alike), or a YAML file of lines 'class: weight' (default 1)",
+        metavar="balanced|FILE")
+    add("--best_by", Choice(METRIC_NAMES), "accuracy", "what chooses the best epoch, on the "
+        "validation set where there is one")
+    add("--patience", natural, 0, "epochs without a better one after which the run ends; 0 is off",
+        metavar="EPOCHS")
+    add("--stop_at", not_negative, 0.0, "value of --best_by, such as 0.9, at which the run ends; 0 "
+        "is off", metavar="VALUE")
     add("--ema", below_one, 0.0, "decay, such as 0.999, of a moving average of the weights, which "
         "is evaluated and kept; 0 is none", metavar="DECAY")
     add("--clip", not_negative, 0.0, "norm to which the gradient is clipped; 0 is off",

@@ -25,6 +25,8 @@ FOREIGN = {
     "--aa": "--augment",
     "--reprob": "--random_erasing",
     "--color_jitter": "--augment_args=jitter=",
+    "--metric_for_best_model": "--best_by",
+    "--early_stopping_patience": "--patience",
     # ---- optimizer and learning rate
     "--opt": "--optimizer",
     "--optim": "--optimizer",

@@ -138,7 +138,7 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
         )
         for name, split in chosen.items()
     }
-    return Data(sets.pop("train"), sets, metadata)
+    return Data(sets.pop("train"), sets, metadata, chosen["train"].labels)
 
 
 def of_channels(values: Sequence[float], channels: int) -> list[float]:

@@ -323,6 +323,8 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
     if args.distributed and not under_torchrun():
         raise InputError(f"--distributed needs torchrun: bash run_distributed.sh {script}.py ...")
     validate_inference(args, resumed)
+    if args.stop_at > 1 and args.best_by != "loss":
+        raise InputError(f"--stop_at {args.stop_at:g}: give a share of at most 1, such as 0.9")
     if args.dataset not in own_data.DATASETS:  # others may have a validation set: see load_data
         check_validation_set(args, has_val=bool(args.val_fraction))
     compatibility.check(args)

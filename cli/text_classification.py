@@ -105,7 +105,8 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
         size, classes = tokenizer.get_vocab_size(), len(metadata["classes"])
         prior = naive_bayes_scores(sets["train"], size, classes=classes)
     metadata |= {"tokenizer": tokenizer.to_str(), "max_len": args.max_len, "prior": prior}
-    return Data(sets.pop("train"), sets, metadata, model_mixes=True)
+    train = sets.pop("train")
+    return Data(train, sets, metadata, train.labels.cpu(), model_mixes=True)
 
 
 def read_splits(args: Namespace, run: Run) -> tuple[dict[str, TextSplit], dict[str, Any]]:

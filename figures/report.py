@@ -20,6 +20,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+import torch
 
 import resnet50_test
 import transformer_test
@@ -30,6 +31,7 @@ from figures.report_charts import Line, draw_chart
 from figures.reported_run import Confusion, ReportedRun, read_run
 from figures.run_logs import Row, device_hours
 from input_pipeline import own_data
+from training import evaluation
 from training.atomic_file import atomic_write
 from training.epoch_report import (
     EVAL_SET_NAMES,
@@ -42,6 +44,7 @@ from training.run_segments import describe_all
 from training.time_estimate import in_words
 
 SETS = {"train": "training", **EVAL_SET_NAMES}  # in the order of the charts
+QUANTITIES = {"loss": "loss", "accuracy": "accuracy / %", "macro_f1": "macro-F1 / %"}
 CHANGING = {  # columns of metrics.jsonl that are drawn if they change
     "lr": "learning rate of the last step",
     "batch_size": "global batch / samples",
@@ -134,19 +137,15 @@ def results_of(run: ReportedRun) -> dict[str, str]:
     """Return what a run has reached and cost; '' is not known."""
     row, flags, best = run.rows[-1], run.flags, run.best_result()
     last = epoch_result(run.rows, row["epoch"])
-    chosen = how_chosen(
-        len(run.rows),
-        sum(map(is_evaluated, run.rows)),
-        chosen_on=run.chosen_on,
-        meta_learned=flags.get("mixup") == "meta",
-    )
+    is_meta = flags.get("mixup") == "meta"
+    chosen = how_chosen(run.rows, chosen_by=run.chosen_by, meta_learned=is_meta)
     train_seconds = total(run, "train_seconds")
     return {
         "optimizer": str(flags.get("optimizer", "")),
         "mixup": str(flags.get("mixup", "")),
         "planned epochs": str(flags.get("epochs", "")),
         "last result": last.show(),
-        "averaged result": last.show_views() if last.over_views else "",
+        "averaged result": last.show_views(),
         "best result": f"{best.show()}, {chosen}" if best else "",
         "time": in_words(row["seconds"]) if "seconds" in row else "",
         "device-hours": f"{device_hours(row):.4g}" if "seconds" in row else "",
@@ -193,7 +192,7 @@ def curves(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
     """
     panels: dict[str, list[Column]] = {}  # by the title of the vertical axis
     for name, text in SETS.items():
-        for quantity, ylabel in (("loss", "loss"), ("accuracy", "accuracy / %")):
+        for quantity, ylabel in QUANTITIES.items():
             key = f"{name}_{quantity}"
             if len(runs) == 1:
                 panels.setdefault(ylabel, []).append(Column(text, runs[0], key))
@@ -232,7 +231,7 @@ def draw_section(
                 rows = [row for row in rows if "seconds" in row]
             if any(key in row for row in rows):
                 x = [training_seconds(row) / seconds if seconds else row["epoch"] for row in rows]
-                scale = 100 if key.endswith("accuracy") else 1
+                scale = 100 if ylabel.endswith("%") else 1
                 y = [scale * row.get(key, math.nan) for row in rows]
                 lines.append(Line(column.label, x, y, number))
         if lines:
@@ -289,15 +288,11 @@ def show_flag(value: Any) -> str:
 
 
 def class_scores(confusion: Confusion) -> Table:
-    """Return a row for each class and one for their means: scores in percent, and rows.
-
-    As in scikit-learn, a score without rows is 0.
-    """
-    correct = confusion.counts.diagonal()
-    rows, predicted = confusion.counts.sum(1), confusion.counts.sum(0)
-    parts = ((correct, predicted), (correct, rows), (2 * correct, rows + predicted))
-    scores = np.stack([100 * part / np.maximum(whole, 1) for part, whole in parts], axis=1)
-    lines = [*zip(confusion.classes, scores, rows), ("mean, sum", scores.mean(0), rows.sum())]
+    """Return a row for each class and one for their means: scores in percent, and rows."""
+    counts = torch.from_numpy(confusion.counts)
+    scores = (100 * evaluation.class_scores(counts)).tolist()
+    rows = [*counts.sum(1).tolist(), counts.sum().item()]
+    lines = zip([*confusion.classes, "mean, sum"], scores, rows)
     titles = ["class", "precision %", "recall %", "F1 %", "rows"]
     return [titles, *([name, *map("{:.2f}".format, each), str(n)] for name, each, n in lines)]
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from errors import InputError
 from figures.run_logs import Row, read_config, read_object, read_rows
-from training.epoch_report import EVAL_SET_NAMES, EpochResult, epoch_result
+from training.epoch_report import EVAL_SET_NAMES, METRIC_NAMES, EpochResult
+from training.progress import best_row
 from training.run_log import CONFUSION_FILE
 
 LARGEST = 1e100  # a number beyond it is as good as infinite, and is not drawn
@@ -59,17 +60,16 @@ class ReportedRun:
     policy: bytes
 
     @property
-    def chosen_on(self) -> str:
-        """The evaluation set that chooses the best epoch."""
-        return "val" if any("val_accuracy" in row for row in self.rows) else "test"
+    def chosen_by(self) -> str:
+        """The column of metrics.jsonl that chooses the best epoch."""
+        eval_set = "val" if any("val_accuracy" in row for row in self.rows) else "test"
+        metric = self.flags.get("best_by")
+        return f"{eval_set}_{metric if metric in METRIC_NAMES else 'accuracy'}"
 
     def best_result(self) -> EpochResult | None:
-        """The accuracies after the first of the best epochs; None where none was evaluated."""
-        key = f"{self.chosen_on}_accuracy"
-        evaluated = [row for row in self.rows if key in row]
-        if not evaluated:
-            return None
-        return epoch_result(self.rows, max(evaluated, key=lambda row: row[key])["epoch"])
+        """What the first of the best epochs reached; None where none was evaluated."""
+        row = best_row(self.rows, self.chosen_by)
+        return EpochResult(row["epoch"], row) if row else None
 
 
 def read_run(folder: Path, name: str = "") -> ReportedRun:

@@ -10,6 +10,7 @@ class_table(["cat", "dog"], {"train": [0, 0, 1], "test": [1]})     # lines for t
 from __future__ import annotations
 
 import os
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ SPLIT_NAMES = {
     "val": ("val", "valid", "validation", "dev"),
 }
 """The splits, and the names that their folder or file may have, in upper or lower case."""
+BETWEEN_LABELS = re.compile("[|;,+]")  # where a name joins several labels
+MANY = 0.1  # of the classes
 MAX_LISTED = 20  # classes of a table
 MAX_NAMED = 8  # classes or columns of a sentence
 LONGEST_NAME = 40  # characters of a name in a table or sentence
@@ -287,8 +290,8 @@ def class_table(classes: Sequence[str], labels: Mapping[str, Sequence[int]]) -> 
         classes: names of the classes.
         labels: the class number of each row, by the name of the split.
     Returns:
-        The lines of a table, shortened after 20 classes, and a line for each split that lacks some
-        of the classes.
+        The lines of a table, shortened after 20 classes; a line for each split that lacks some of
+        the classes; and one where many classes look like several labels.
     """
     counts = {split: Counter(labels[split]) for split in SPLIT_NAMES if split in labels}
     lines = [f"{'class':>20}" + "".join(f"{split:>10}" for split in counts)]
@@ -305,7 +308,23 @@ def class_table(classes: Sequence[str], labels: Mapping[str, Sequence[int]]) -> 
                 f"warning: the {split} split has no row of {len(missing)} of the {len(classes)} "
                 f"classes: {list_names(missing)}"
             )
+    if len(several := combined_labels(classes)) > MANY * len(classes):
+        lines.append(
+            f"warning: {len(several)} of the {len(classes)} classes look like several labels, such "
+            f"as {shorten(several[0])!r}; each combination is taken for a class of its own"
+        )
     return lines
+
+
+def combined_labels(classes: Sequence[str]) -> list[str]:
+    """Return the names that join others, as comedy|drama: each part is in another name as well."""
+    parts = {name: {part.strip() for part in BETWEEN_LABELS.split(name)} for name in classes}
+    names_with = Counter(part for each in parts.values() for part in each)
+    return [
+        name
+        for name, each in parts.items()
+        if len(each) > 1 and all(part and names_with[part] > 1 for part in each)
+    ]
 
 
 def shorten(name: str) -> str:

@@ -31,12 +31,22 @@ class Sampler:
         rows: number of samples in the training set.
         seed: seed of the order; the epoch number is mixed in.
         lengths: (rows,) number of tokens of each sample; None where all are equally long.
+        labels: (rows,) class numbers, to draw each class equally often (see `balanced_order`); None
+            where each row comes once.
     """
 
-    def __init__(self, rows: int, seed: int, *, lengths: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        rows: int,
+        seed: int,
+        *,
+        lengths: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> None:
         self.rows = rows
         self.seed = seed
         self.lengths = lengths
+        self.labels = labels
 
     def __len__(self) -> int:
         return self.rows
@@ -60,7 +70,7 @@ class Sampler:
         return torch.stack(self.epoch(epoch, [batch_size] * self.steps(batch_size)))
 
     def epoch(self, epoch: int, sizes: Sequence[int]) -> list[Tensor]:
-        """Draw the batches of one epoch, in which no row occurs twice.
+        """Draw the batches of one epoch, in which no row occurs twice unless classes are balanced.
 
         Args:
             epoch: number of the epoch.
@@ -70,7 +80,10 @@ class Sampler:
             Row numbers of each batch, (size,) int64.
         """
         generator = epoch_generator(self.seed, epoch)
-        order = torch.randperm(self.rows, generator=generator)[: sum(sizes)]
+        order = torch.randperm(self.rows, generator=generator)
+        if self.labels is not None:
+            order = balanced_order(order, self.labels, generator)
+        order = order[: sum(sizes)]
         if self.lengths is None:
             return list(order.split(list(sizes)))
         group = torch.arange(len(order)) // (BATCHES_PER_SORT * sizes[0])
@@ -78,6 +91,28 @@ class Sampler:
         sizes = _shuffle_last_group(sizes, generator)
         batches = order[torch.argsort(sort_key, stable=True)].split(sizes)
         return [batches[number] for number in torch.randperm(len(batches), generator=generator)]
+
+
+def balanced_order(order: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw as many rows as there are, equally many of each class, in random order.
+
+    Of a large class a part comes. Of a small one each row comes several times, as often as any
+    other of its class or once more. Classes drawn at random have one row more than others where the
+    number of rows is not divisible by that of the classes.
+
+    Args:
+        order: (rows,) a random permutation of the row numbers.
+        labels: (rows,) class number of each row.
+        generator: of further random numbers.
+    Returns:
+        (rows,) int64 row numbers.
+    """
+    counts = labels.bincount()
+    by_class = order[labels[order].argsort(stable=True)].split(counts[counts > 0].tolist())
+    each, rest = divmod(len(order), len(by_class))
+    sizes = each + (torch.randperm(len(by_class), generator=generator) < rest).long()
+    drawn = [rows.repeat(-(-n // len(rows)))[:n] for rows, n in zip(by_class, sizes.tolist())]
+    return torch.cat(drawn)[torch.randperm(len(order), generator=generator)]
 
 
 def _shuffle_last_group(sizes: Sequence[int], generator: torch.Generator) -> list[int]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from backends.torch_compat import supports_fused_optimizers
-from optimizers.base import foreach_scalar
+from optimizers.base import foreach_scalar, subtract_updates
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,8 @@ def adam_update_(
 
     Where torch has a fused kernel for the tensors, that takes one pass over memory. It is a step of
     AdamW at a rate of -1, which adds Adam's direction to the weights, with a decay of
-    `weight_decay` - 1, which multiplies them by `weight_decay` before. torch.optim's function
-    around the kernel would count the steps itself. In fp32 on a GPU, `weight_decay` - 1 is rounded
-    to 6e-8, so that of much smaller decays nothing is left.
+    `weight_decay` - 1, which multiplies them by `weight_decay` before. In fp32 on a GPU,
+    `weight_decay` - 1 is rounded to 6e-8, so that of much smaller decays nothing is left.
 
     Args:
         w: weights, dense, which become u; in a step that is skipped they are not u, but finite.
@@ -72,10 +71,48 @@ def adam_update_(
         grads: gradients; of a step that is skipped they may be non-finite.
         adam: of this step.
     """
-    if not _fits_fused_kernel(w, m, v, grads):
+    if _fits_fused_kernel(w, m, v, grads):
+        _fused_adamw_(w, m, v, grads, adam, lr=-1.0, weight_decay=adam.weight_decay - 1)
+    else:
         update_moments(m, v, grads=grads, adam=adam)
         weights_to_updates_(w, m, v, adam=adam)
+
+
+def adamw_step_(
+    w: list[Tensor],
+    m: list[Tensor],
+    v: list[Tensor],
+    *,
+    grads: list[Tensor],
+    adam: AdamStep,
+    lr: float | Tensor,
+) -> None:
+    """Takes AdamW's step: updates the moments, and subtracts lr u from the weights.
+
+    Args:
+        w, m, v, grads, adam: see `adam_update_`; in a step that is skipped the weights stay.
+        lr: learning rate, () if it is a tensor.
+    """
+    if _fits_fused_kernel(w, m, v, grads):
+        _fused_adamw_(w, m, v, grads, adam, lr=lr, weight_decay=adam.weight_decay)
         return
+    updates = adam_updates(w, m, v, grads=grads, adam=adam)
+    if adam.active is not None:
+        torch._foreach_mul_(updates, foreach_scalar(adam.active, updates))
+    subtract_updates(w, updates, lr=lr)
+
+
+def _fused_adamw_(
+    w: list[Tensor],
+    m: list[Tensor],
+    v: list[Tensor],
+    grads: list[Tensor],
+    adam: AdamStep,
+    *,
+    lr: float | Tensor,
+    weight_decay: float,
+) -> None:
+    """Takes a step of AdamW by torch's kernel, whose function would count the steps itself."""
     torch._fused_adamw_(
         w,
         grads,
@@ -84,10 +121,10 @@ def adam_update_(
         [],
         # On the tensors' device and in fp32, since a GPU's kernel reads them without a check.
         list(adam.steps.to(w[0].device, torch.float32).expand(len(w)).unbind()),
-        lr=-1.0,
+        lr=lr,
         beta1=adam.betas[0],
         beta2=adam.betas[1],
-        weight_decay=adam.weight_decay - 1,
+        weight_decay=weight_decay,
         eps=adam.eps,
         amsgrad=False,
         maximize=False,

@@ -43,7 +43,8 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
 
     Iterating yields this rank's rows of each step of the current epoch. Every row comes once an
     epoch, whether the size changes or not, and no batch is smaller than half of the size; see
-    `input_pipeline.sampler.batch_sizes`. The order is a function of (seed, epoch).
+    `input_pipeline.sampler.batch_sizes`. The order is a function of (seed, epoch). With `labels` an
+    epoch has as many rows, of each class equally many.
 
     With a data loader of its own, a loop has three duties: multiply each loss by `loss_weight`,
     since the ranks' shares may differ; multiply the learning rate by `lr_factor` where `lr_power`
@@ -61,6 +62,7 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         seed: of the order of the rows.
         lengths: (rows,) number of tokens of each sample, so that batches hold rows of similar
             length; None where all are equally long.
+        labels: (rows,) class numbers, to draw each class equally often; None to take each row once.
         world: the ranks; None is those of torch's default process group, or this process alone.
             They exchange a few numbers in `end_epoch`.
 
@@ -80,10 +82,12 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         balancer: WorkerBalancer | None = None,
         seed: int = 0,
         lengths: Tensor | None = None,
+        labels: Tensor | None = None,
         world: World | None = None,
     ) -> None:
         self.world = this_world() if world is None else world
-        self.order, self.base = Sampler(rows, seed, lengths=lengths), batch_size
+        self.order = Sampler(rows, seed, lengths=lengths, labels=labels)
+        self.base = batch_size
         self.rule, self.lr_power, self.balancer = rule, lr_power, balancer
         if not 0 < batch_size <= rows:
             raise ValueError(

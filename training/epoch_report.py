@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +13,24 @@ from distributed.world import World
 from errors import InputError
 from input_pipeline.baseline import Baseline
 from training.checkpoint import read_progress
-from training.evaluation import EVAL_SET_NAMES, Evaluation
+from training.evaluation import EVAL_SET_NAMES, METRIC_NAMES, TOP, Evaluation
 from training.progress import Progress
 from training.step_stats import StepTotals
 
 
 def epoch_columns(
-    evaluated: Mapping[str, Evaluation | None], suffix: str = ""
+    evaluated: Mapping[str, Evaluation | None], classes: int, *, suffix: str = ""
 ) -> dict[str, float | None]:
-    """Loss and accuracy on each evaluation set by their names in metrics.jsonl.
+    """The metrics on each evaluation set by their names in metrics.jsonl, for so many classes.
 
     They are None of a set that was not evaluated after the epoch.
     """
-    columns: dict[str, float | None] = {}
-    for name, result in evaluated.items():
-        columns[f"{name}_loss{suffix}"] = None if result is None else result.loss
-        columns[f"{name}_accuracy{suffix}"] = None if result is None else result.accuracy
-    return columns
+    metrics = ["loss", "accuracy", "macro_f1", *(["top5_accuracy"] if classes > TOP else [])]
+    return {
+        f"{name}_{metric}{suffix}": None if result is None else getattr(result, metric)
+        for name, result in evaluated.items()
+        for metric in metrics
+    }
 
 
 def is_evaluated(row: Mapping[str, Any]) -> bool:
@@ -94,97 +95,62 @@ class EpochResult:
     """What a run had reached after one of its epochs."""
 
     epoch: int  # its number, counted from 1; 0 is before the first one
-    accuracies: Mapping[str, float]  # in 0..1, by the name of the evaluation set
-    # The same of outputs that are averaged over views of each image; mostly empty.
-    over_views: Mapping[str, float] = field(default_factory=dict)
-    views: int = 1
+    row: Mapping[str, Any]  # of metrics.jsonl; empty before the first epoch
 
     def show(self) -> str:
-        """For example 'epoch 6, validation accuracy 95.00 %, test accuracy 94.00 %'."""
+        """For example 'epoch 6, test accuracy 94.00 %, macro-F1 93.71 %'."""
         epoch = f"epoch {self.epoch}" if self.epoch else "before the first epoch"
-        return ", ".join([epoch, *show_accuracies(self.accuracies)])
+        return ", ".join([epoch, *self._shares("")])
 
     def show_views(self) -> str:
-        """For example 'test accuracy 94.00 %, averaged over 6 views of each image'."""
-        accuracies = ", ".join(show_accuracies(self.over_views))
-        return f"{accuracies}, averaged over {self.views} views of each image"
+        """The same of outputs that are averaged over views of each image; '' without such."""
+        if "views" not in self.row:
+            return ""
+        shares = ", ".join(self._shares("_views"))
+        return f"{shares}, averaged over {self.row['views']} views of each image"
 
-
-def show_accuracies(accuracies: Mapping[str, float]) -> list[str]:
-    """Each accuracy in words; they are in 0..1, by the name of the evaluation set."""
-    return [
-        f"{EVAL_SET_NAMES[name]} accuracy {100 * accuracy:.2f} %"
-        for name, accuracy in accuracies.items()
-    ]
+    def _shares(self, suffix: str) -> list[str]:
+        """Accuracy and macro-F1 on each evaluation set in words, as far as the row has them."""
+        shares = []
+        for name, eval_set in EVAL_SET_NAMES.items():
+            for metric, text in (("accuracy", f"{eval_set} accuracy"), ("macro_f1", "macro-F1")):
+                if (share := self.row.get(f"{name}_{metric}{suffix}")) is not None:
+                    shares.append(f"{text} {100 * share:.2f} %")
+        return shares
 
 
 def epoch_result(rows: Sequence[Mapping[str, Any]], epoch: int) -> EpochResult:
     """The result of an epoch, counted from 1, from the rows of metrics.jsonl."""
-    row: Mapping[str, Any] = next((row for row in rows if row["epoch"] == epoch), {})
-
-    def accuracies(suffix: str) -> dict[str, float]:
-        keys = {name: f"{name}_accuracy{suffix}" for name in EVAL_SET_NAMES}
-        return {name: row[key] for name, key in keys.items() if row.get(key) is not None}
-
-    return EpochResult(epoch, accuracies(""), accuracies("_views"), row.get("views", 1))
+    return EpochResult(epoch, next((row for row in rows if row["epoch"] == epoch), {}))
 
 
 @dataclass(frozen=True)
 class RunSummary:
     """What a run has reached and what it took."""
 
-    last: EpochResult
-    best: EpochResult
-    how_chosen: str  # the best epoch, and what that means for its accuracy
+    progress: Progress
+    chosen_by: str  # column of metrics.jsonl that chose the best epoch
+    meta_learned: bool  # a mixing policy has learned from the rows of 'val'
     unsaved: Collection[str]  # of 'last' and 'best', what the last save failed to write
-    seconds: float  # of all epochs, those before the run was resumed included
-    samples_per_second: float  # of the training steps
-    peak_memory_bytes: int  # of this rank's device, or of its process on a CPU
-    device_hours: float
 
 
-def how_chosen(epochs: int, evaluations: int, *, chosen_on: str, meta_learned: bool) -> str:
-    """How the best of so many epochs was chosen, and what that means for its accuracy.
+def how_chosen(rows: Sequence[Mapping[str, Any]], *, chosen_by: str, meta_learned: bool) -> str:
+    """How the best of some epochs was chosen, and what that means for its result.
 
     Args:
-        evaluations: how many of them were evaluated.
-        chosen_on: name of the evaluation set that chose the best epoch, 'val' or 'test'.
-        meta_learned: whether a mixing policy learned from the rows of 'val'.
+        rows: of metrics.jsonl.
+        chosen_by, meta_learned: as of `RunSummary`.
     """
-    if epochs == 1:
+    if len(rows) == 1:
         return "the only epoch"
-    if evaluations == 1:
+    if sum(map(is_evaluated, rows)) == 1:
         return "the only epoch that was evaluated"
-    if chosen_on == "test":
-        return "chosen on the test set, so it is optimistic"
-    if meta_learned:
-        return "chosen by validation rows, from which the mixing policy learned as well"
-    return "chosen by validation rows"
-
-
-def run_summary(
-    progress: Progress,
-    world: World,
-    *,
-    chosen_on: str,
-    meta_learned: bool,
-    unsaved: Collection[str],
-) -> RunSummary:
-    """The summary of a run that is over; the arguments are those of `how_chosen`."""
-    train_seconds = sum(row["train_seconds"] for row in progress.rows)
-    evaluations = sum(map(is_evaluated, progress.rows))
-    return RunSummary(
-        last=epoch_result(progress.rows, progress.epoch),
-        best=epoch_result(progress.rows, progress.best["epoch"]),
-        how_chosen=how_chosen(
-            progress.epoch, evaluations, chosen_on=chosen_on, meta_learned=meta_learned
-        ),
-        unsaved=unsaved,
-        seconds=progress.seconds,
-        samples_per_second=progress.samples / max(train_seconds, 1e-9),
-        peak_memory_bytes=peak_memory(world.device),
-        device_hours=progress.seconds * world.devices / 3600,
-    )
+    eval_set, _, metric = chosen_by.partition("_")
+    by = "" if metric == "accuracy" else f"by {METRIC_NAMES[metric]} "
+    if eval_set == "test":
+        return f"chosen {by}on the test set, so it is optimistic"
+    learned = ", from which the mixing policy learned as well" if meta_learned else ""
+    return f"chosen {by}on validation rows{learned}"
 
 
 def report_result(
@@ -201,23 +167,28 @@ def report_result(
     """
     if not world.is_main:
         return
-    is_saved = "last" not in summary.unsaved
+    progress, is_saved = summary.progress, "last" not in summary.unsaved
+    rows, best_epoch = progress.rows, progress.best["epoch"]
     missing = "" if is_saved else "; this epoch is not in the file, which could not be written"
-    print(f"last.pt: {summary.last.show()}{missing}")
-    if summary.last.over_views:
-        print(f"last.pt: {summary.last.show_views()}")
-    if summary.best.epoch:
-        print(f"best.pt: {summary.best.show()} ({summary.how_chosen})")
+    last = epoch_result(rows, progress.epoch)
+    print(f"last.pt: {last.show()}{missing}")
+    if over_views := last.show_views():
+        print(f"last.pt: {over_views}")
+    if best_epoch:
+        chosen = how_chosen(rows, chosen_by=summary.chosen_by, meta_learned=summary.meta_learned)
+        print(f"best.pt: {epoch_result(rows, best_epoch).show()} ({chosen})")
     else:
         print("best.pt holds no epoch of this run, see above")
+    speed = progress.samples / max(sum(row["train_seconds"] for row in rows), 1e-9)
     print(
-        f"{summary.seconds:.1f} s, {summary.samples_per_second:.0f} samples/s, peak memory "
-        f"{summary.peak_memory_bytes / 2**30:.2f} GiB, {summary.device_hours:.4f} "
+        f"{progress.seconds:.1f} s, {speed:.0f} samples/s, peak memory "
+        f"{peak_memory(world.device) / 2**30:.2f} GiB, {progress.device_hours(world):.4f} "
         f"device-hours; run folder {folder}",
         flush=True,
     )
     found = dict(baseline)
-    if (accuracy := summary.last.accuracies.get(found.pop("eval_set", ""))) is not None:
+    accuracy = last.row.get(f"{found.pop('eval_set', '')}_accuracy")
+    if accuracy is not None:
         print(f"last.pt: {Baseline(**found).verdict(accuracy)}", flush=True)
     if not is_saved:
         raise InputError(

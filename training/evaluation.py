@@ -1,13 +1,13 @@
-"""What a trained model is good for: its accuracy, overall and of each class.
+"""What a trained model is good for: its accuracy and F1, overall and of each class.
 
 result = evaluate(model, test, precision=precision, world=world, batch_size=256)
 result.loss, result.accuracy                # with count_classes=10 its confusion as well, for
-print(class_table(result, classes))         # the accuracy of each class
+print(class_table(result, classes))         # the accuracy and F1 of each class
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,8 @@ from input_pipeline.sampler import rank_share
 from training.progress_bar import progress_bar
 
 EVAL_SET_NAMES = {"val": "validation", "test": "test"}  # in sentences
+METRIC_NAMES = {"accuracy": "accuracy", "macro_f1": "macro-F1", "loss": "loss"}  # in sentences
+TOP = 5  # most likely classes, of which one is to be right
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,15 @@ class Evaluation:
 
     loss: float  # mean cross-entropy
     accuracy: float  # in 0..1
+    top5_accuracy: float  # in 0..1; 1 for as many classes
     # (classes, classes) number of samples, by their class (row) and the predicted one (column);
     # None where it was not asked for.
     confusion: Tensor | None = None
+
+    @property
+    def macro_f1(self) -> float | None:
+        """The mean of the classes' F1, in 0..1; None without a confusion."""
+        return None if self.confusion is None else class_scores(self.confusion)[-1, 2].item()
 
 
 @torch.no_grad()  # in inference mode FSDP would make tensors that training cannot use
@@ -47,7 +55,7 @@ def evaluate(
     count_classes: int = 0,
     title: str = "",
 ) -> Evaluation:
-    """Loss and accuracy over a set, of which each rank takes a share; one read of the device.
+    """Evaluate a model on a set, of which each rank takes a share; one read of the device.
 
     The model runs eagerly, also where it is compiled for training.
 
@@ -63,7 +71,7 @@ def evaluate(
     if any(map(fsdp.is_sharded, model.modules())):
         # Every batch gathers weights from all ranks, so all ranks take part in as many batches.
         plan += [order[:1]] * (max(world.all_gather(mine)) - mine)
-    sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss, correct, samples
+    sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, correct, top 5, samples
     pairs = torch.zeros(count_classes**2, dtype=torch.float64, device=world.device)
     with progress_bar(title, total, is_main=world.is_main and bool(title)) as bar:
         for number, (inputs, labels) in enumerate(data.batches(plan)):
@@ -74,49 +82,44 @@ def evaluate(
             predicted = logits.argmax(1)
             sums[0] += F.cross_entropy(logits, labels, reduction="sum")
             sums[1] += (predicted == labels).sum()
-            sums[2] += len(labels)
+            likely = logits.topk(min(TOP, logits.shape[1])).indices
+            sums[2] += (likely == labels[:, None]).sum()
+            sums[3] += len(labels)
             if count_classes:
                 ones = torch.ones_like(labels, dtype=torch.float64)
                 pairs.index_add_(0, count_classes * labels + predicted, ones)
             bar.update(len(labels))
     totals = world.sum(torch.cat([sums, pairs])).cpu()
-    loss, num_correct, samples = totals[:3].tolist()
-    confusion = totals[3:].long().view(count_classes, count_classes) if count_classes else None
-    return Evaluation(loss / samples, num_correct / samples, confusion)
+    loss, *counts, samples = totals[:4].tolist()
+    confusion = totals[4:].long().view(count_classes, count_classes) if count_classes else None
+    accuracy, top5_accuracy = (count / samples for count in counts)
+    return Evaluation(loss / samples, accuracy, top5_accuracy, confusion)
 
 
-def evaluate_sets(
-    model: nn.Module,
-    eval_sets: Mapping[str, BatchedDataset],
-    *,
-    precision: Precision,
-    world: World,
-    batch_size: int,
-    count_classes: int = 0,
-) -> dict[str, Evaluation]:
-    """`evaluate` on each set, by its name."""
-    return {
-        name: evaluate(
-            model,
-            data,
-            precision=precision,
-            world=world,
-            batch_size=batch_size,
-            count_classes=count_classes,
-            title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
-        )
-        for name, data in eval_sets.items()
-    }
+def class_scores(confusion: Tensor) -> Tensor:
+    """Precision, recall and F1 of each class, and their means, in 0..1; as in scikit-learn.
+
+    A score without rows is 0. The means are over the classes that have rows or predictions; that of
+    F1 is the macro-F1.
+
+    Args:
+        confusion: (classes, classes), as of `Evaluation`.
+    Returns:
+        (classes + 1, 3) float64, the means last.
+    """
+    correct, rows, predicted = confusion.diag(), confusion.sum(1), confusion.sum(0)
+    parts = torch.stack([correct, correct, 2 * correct], dim=1).double()
+    scores = parts / torch.stack([predicted, rows, rows + predicted], dim=1).clamp(min=1)
+    return torch.cat([scores, scores[rows + predicted > 0].mean(0, keepdim=True)])
 
 
 def class_table(evaluation: Evaluation, classes: Sequence[str]) -> str:
-    """A table for the console: the accuracy of each class, from the confusion, and of all."""
+    """A table for the console: accuracy and F1 of each class, from the confusion, and of all."""
     assert evaluation.confusion is not None
-    num_correct, samples = evaluation.confusion.diag(), evaluation.confusion.sum(1)
-    shares = (num_correct / samples.clamp(min=1)).tolist()
+    scores, rows = class_scores(evaluation.confusion).tolist(), evaluation.confusion.sum(1).tolist()
     lines = [
-        f"{name:>20}  {100 * share:6.2f} %  of {number}"
-        for name, share, number in zip(classes, shares, samples.tolist())
+        f"{name:>20}  {100 * recall:6.2f} %  F1 {100 * f1:6.2f} %  of {number}"
+        for name, (_, recall, f1), number in zip(classes, scores, rows)
     ]
-    lines.append(f"{'all':>20}  {100 * evaluation.accuracy:6.2f} %  loss {evaluation.loss:.4f}")
-    return "\n".join(lines)
+    of_all = f"{100 * evaluation.accuracy:6.2f} %  F1 {100 * scores[-1][2]:6.2f} %"
+    return "\n".join([*lines, f"{'all':>20}  {of_all}  loss {evaluation.loss:.4f}"])

@@ -34,18 +34,25 @@ class LossFn(Protocol):
 
 
 class CrossEntropy:
-    """Cross-entropy in fp32 or wider.
+    """Cross-entropy in fp32 or wider: the mean over the rows of - sum over c of w_c q_c log p_c.
+
+    q is the label, p are the probabilities. As the mean is over rows, also with weights, it does
+    not matter how the rows of a step are shared out among micro-batches and ranks.
 
     Args:
         label_smoothing: weight of the uniform distribution in the labels.
+        class_weights: w, (classes,); None is 1.
     """
 
-    def __init__(self, label_smoothing: float = 0.0) -> None:
-        self.label_smoothing = label_smoothing
+    def __init__(self, label_smoothing: float = 0.0, class_weights: Tensor | None = None) -> None:
+        self.label_smoothing, self.class_weights = label_smoothing, class_weights
 
     def __call__(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> BatchLoss:
         logits = at_least_fp32(model(inputs))
-        loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+        weights = self.class_weights
+        loss = F.cross_entropy(logits, labels, weights, label_smoothing=self.label_smoothing)
+        if weights is not None:  # torch's mean is divided by the sum of the rows' weights
+            loss = loss * weights[labels].mean()
         return BatchLoss(loss, (logits.detach().argmax(1) == labels).sum())
 
 
@@ -57,7 +64,7 @@ class MixedCrossEntropy:
             the sizes mean nothing.
         model_mixes: the model mixes its hidden representation itself: it is called with the inputs,
             the partners and lambda.
-        label_smoothing: as of `CrossEntropy`.
+        unmixed: the loss of samples that are not mixed, whose settings hold for mixed ones too.
     """
 
     def __init__(
@@ -65,10 +72,10 @@ class MixedCrossEntropy:
         sample_mix: Callable[..., Mix],
         model_mixes: bool,
         *,
-        label_smoothing: float = 0.0,
+        unmixed: CrossEntropy | None = None,
     ) -> None:
         self.sample_mix, self.model_mixes = sample_mix, model_mixes
-        self.label_smoothing = label_smoothing
+        self.unmixed = unmixed or CrossEntropy()
 
     def __call__(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> BatchLoss:
         height, width = inputs.shape[-2:]
@@ -82,11 +89,15 @@ class MixedCrossEntropy:
         else:
             logits = model(mixup.blend(inputs, mix))
         logits = at_least_fp32(logits)
-        return BatchLoss(
-            mixup.cross_entropy(logits, labels, mix=mix, label_smoothing=self.label_smoothing),
-            mixup.num_correct(logits, labels, mix=mix),
-            mix.weight.detach().sum(),
+        loss = mixup.cross_entropy(
+            logits,
+            labels,
+            mix=mix,
+            label_smoothing=self.unmixed.label_smoothing,
+            class_weights=self.unmixed.class_weights,
         )
+        num_correct = mixup.num_correct(logits, labels, mix=mix)
+        return BatchLoss(loss, num_correct, mix.weight.detach().sum())
 
 
 def at_least_fp32(logits: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from errors import InputError
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.sampler import Sampler, rank_share
 from mixup import MetaMixup, Mix
-from training.losses import CrossEntropy, MixedCrossEntropy
+from training.losses import MixedCrossEntropy
 
 
 class HeldOutBatches:
@@ -72,7 +72,6 @@ class MetaMixupStep:
         every: int = 16,
     ) -> None:
         self.meta, self.loss_fn, self.held_out, self.every = meta, loss_fn, held_out, every
-        self.clean_loss_fn = CrossEntropy(loss_fn.label_smoothing)
         self.steps = 0
         self.batches: Iterator[tuple[Tensor, Tensor]] | None = None
 
@@ -108,7 +107,7 @@ class MetaMixupStep:
 
         def clean_loss() -> Tensor:
             with precision.autocast():
-                return self.clean_loss_fn(model, clean_inputs, clean_labels).loss
+                return self.loss_fn.unmixed(model, clean_inputs, clean_labels).loss
 
         # Asking the scaler for its number would make the host wait.
         scale = scaler.scale(torch.ones((), device=labels.device))

@@ -1,9 +1,57 @@
-"""Where a run is: what a checkpoint needs to go on from the next step."""
+"""Where a run is: what a checkpoint needs to go on; its best epoch, and whether it ends early."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from distributed.world import World
+from training.evaluation import EVAL_SET_NAMES, METRIC_NAMES
+
+Row = Mapping[str, Any]  # of metrics.jsonl
+
+
+def best_row(rows: Sequence[Row], column: str) -> Row | None:
+    """The first of the rows with the best value; None where no row has a finite one.
+
+    Args:
+        column: such as val_accuracy; of a loss less is better.
+    """
+    known = [row for row in rows if row.get(column) is not None and math.isfinite(row[column])]
+    sign = -1 if column.endswith("_loss") else 1
+    return max(known, key=lambda row: sign * row[column], default=None)
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """What ends a run before its last epoch. It looks at the rows alone, which a checkpoint holds.
+
+    Attributes:
+        chosen_by: column of metrics.jsonl that chooses the best epoch.
+        patience: epochs without a better one that end the run; 0 is no limit.
+        target: value that ends the run; 0 is none.
+    """
+
+    chosen_by: str = "test_accuracy"
+    patience: int = 0
+    target: float = 0.0
+
+    def reason(self, rows: Sequence[Row]) -> str:
+        """Why the run is over after the last of its rows; '' where it goes on."""
+        if not rows or (value := rows[-1].get(self.chosen_by)) is None:
+            return ""
+        eval_set, _, metric = self.chosen_by.partition("_")
+        name = f"{EVAL_SET_NAMES[eval_set]} {METRIC_NAMES[metric]}"
+        is_reached = value <= self.target if metric == "loss" else value >= self.target
+        if self.target and is_reached:
+            return f"the {name} of {value:.4f} has reached --stop_at {self.target:g}"
+        best = best_row(rows, self.chosen_by)
+        best_epoch = best["epoch"] if best else 0
+        if self.patience and rows[-1]["epoch"] - best_epoch >= self.patience:
+            return f"the best {name} is that of epoch {best_epoch} (--patience {self.patience})"
+        return ""
 
 
 @dataclass
@@ -20,15 +68,18 @@ class Progress:
     train_seconds: float = 0.0  # of this epoch's steps
     compile_seconds: float = 0.0  # of `seconds`, what was compiling
     eval_seconds: float = 0.0  # of `seconds`, what was evaluating
-    # The best epoch so far: its accuracy, its number, its test accuracy, and the name of the
-    # evaluation set that chose it.
-    best: dict[str, Any] = field(default_factory=lambda: {"accuracy": -1.0, "epoch": 0})
+    # The best epoch so far: its number, and the column of `rows` that chose it.
+    best: dict[str, Any] = field(default_factory=lambda: {"epoch": 0})
     rows: list[dict[str, Any]] = field(default_factory=list)  # the epochs' rows in metrics.jsonl
 
     @property
     def epoch_samples(self) -> int:
         """Samples of this epoch that are done."""
         return self.samples - (self.rows[-1]["samples"] if self.rows else 0)
+
+    def device_hours(self, world: World) -> float:
+        """What the run has cost: hours times GPUs, or nodes on CPUs."""
+        return self.seconds * world.devices / 3600
 
     def count_step(self, samples: int) -> None:
         """Count a step of so many samples of all ranks."""
@@ -40,26 +91,22 @@ class Progress:
         """Count the steps of this epoch in batches of another size."""
         self.step_in_epoch = self.step_in_epoch * old_batch_size // new_batch_size
 
-    def end_epoch(self, row: dict[str, Any], chosen_on: str) -> dict[str, Any] | None:
+    def end_epoch(self, row: dict[str, Any], chosen_by: str) -> dict[str, Any] | None:
         """Count an epoch as done; returns the best epoch before, or None if this is not the best.
 
         Args:
-            chosen_on: name of the evaluation set that chooses the best epoch. A resumed run with
-                other evaluation sets cannot compare its epochs with those before.
+            chosen_by: column of the row that chooses the best epoch. A resumed run with another one
+                does not compare its epochs with those before.
         """
+        best = self.best
+        # Older checkpoints name the evaluation set alone.
+        is_comparable = best.get("chosen_by", f"{best.get('chosen_on')}_accuracy") == chosen_by
+        rivals = self.rows[best["epoch"] - 1 : best["epoch"]] if is_comparable else []
         self.rows.append(row)
         self.epoch, self.step_in_epoch, self.train_seconds = self.epoch + 1, 0, 0.0
-        accuracy, best = row[f"{chosen_on}_accuracy"], self.best  # None without an evaluation
-        if best.get("chosen_on", chosen_on) != chosen_on:
-            best = Progress().best
-        if accuracy is None or accuracy <= best["accuracy"]:
+        if best_row([*rivals, row], chosen_by) is not row:
             return None
-        self.best = {
-            "chosen_on": chosen_on,
-            "accuracy": accuracy,
-            "epoch": row["epoch"],
-            "test_accuracy": row.get("test_accuracy"),
-        }
+        self.best = {"epoch": row["epoch"], "chosen_by": chosen_by}
         return best
 
     def state_dict(self) -> dict[str, Any]:

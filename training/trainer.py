@@ -5,7 +5,7 @@
     train_step        one optimizer step on this rank's share of a global batch
     forward_backward  gradients of the micro-batches
     optimizer_step    unscale, clip, skip what is not finite, step
-    evaluate          loss and accuracy on each evaluation set
+    evaluate          the metrics on each evaluation set
 
 A step's order is: learning rate, backward, unscale, clip, step, update of the loss scale, clear.
 Sums of loss and accuracy stay on the device: the host waits for a GPU every 20 steps, to read them.
@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,12 @@ from optimizers.schedules import Schedule
 from training import evaluation, recovery
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint_manager import CheckpointManager
-from training.epoch_report import RunSummary, epoch_columns, epoch_row, run_summary
+from training.epoch_report import RunSummary, epoch_columns, epoch_row
 from training.losses import LossFn
 from training.meta_mixup_step import MetaMixupStep
 from training.micro_batches import MicroBatches
 from training.probe import Probe
-from training.progress import Progress
+from training.progress import EarlyStop, Progress
 from training.recovery import MAX_SKIPPED_IN_A_ROW, Diverged
 from training.run_log import RunLog
 from training.step_stats import ComputeTimer, NoiseMeter, StepSums, TrainClock
@@ -89,7 +88,7 @@ class Trainer(TrainState):
     batches: DynamicBatchSampler  # which rows of the training set make a batch
     _: KW_ONLY
     train_set: BatchedDataset
-    eval_sets: Mapping[str, BatchedDataset]  # by name; 'val', else 'test', chooses the best epoch
+    eval_sets: Mapping[str, BatchedDataset]  # by name, 'val' and 'test'
     lr_schedule: Schedule  # (progress in epochs, one step in epochs) -> multiple of `config.lr`
     precision: Precision  # autocast and loss scaling
     world: World  # the ranks
@@ -99,12 +98,12 @@ class Trainer(TrainState):
     metadata: dict[str, Any]
     comm_hook: AllReduceHook  # what data parallelism sends
     meta_learner: MetaMixupStep | None = None  # learns beside the model
+    early_stop: EarlyStop = EarlyStop()  # what chooses the best epoch, and may end the run
 
     def __post_init__(self) -> None:
         world, config = self.world, self.config
         self.model, self.optimizer, self.scaler = self.precision.prepare(self.model, self.optimizer)
         self.parallel_model: nn.Module = self.model  # `wrap_model` wraps it
-        self.chosen_on = "val" if "val" in self.eval_sets else "test"
         self.communicating: CommunicatingOptimizer | None = None
         if isinstance(self.optimizer, CommunicatingOptimizer):
             self.communicating = self.optimizer
@@ -121,6 +120,7 @@ class Trainer(TrainState):
             self.model, self.forward_backward, self.micro_batches, world=world, log=self.log
         )
         self.progress = Progress()
+        self.num_classes = len(self.metadata["classes"])
         self.compute_timer = ComputeTimer(world.device) if config.time_compute else None
         self.clock = TrainClock(self.progress, self.compute_timer)
         measures_noise = config.measure_noise_scale
@@ -141,7 +141,7 @@ class Trainer(TrainState):
     # ---------------------------------------------------------------- the run
 
     def fit(self, checkpoint: dict[str, Any] | None = None) -> RunSummary:
-        """Train until the last epoch; returns the last and best epochs and the totals of the run.
+        """Train until the run is over; returns its last and best epochs and its totals.
 
         Args:
             checkpoint: a state to go on from, as `training.checkpoint.load` returns it; it is empty
@@ -152,7 +152,7 @@ class Trainer(TrainState):
         """
         self.begin(checkpoint)
         with contextlib.closing(self.log), recovery.caught_signals(self.log.info) as signals:
-            while self.progress.epoch < self.config.epochs:
+            while not self.is_over():
                 try:
                     stop = self.train_epoch(signals)
                 except Diverged:
@@ -161,15 +161,22 @@ class Trainer(TrainState):
                     continue
                 with self.world.waiting_at_most(self.world.limits.start):
                     self.finish_epoch()
-                if stop and self.progress.epoch < self.config.epochs:
+                if stop and not self.is_over():
                     self.interrupt()
-        return run_summary(
+            if reason := self.early_stop.reason(self.progress.rows):
+                hours = self.progress.device_hours(self.world)
+                self.log.info(f"the run has ended after {hours:.4f} device-hours: {reason}")
+        return RunSummary(
             self.progress,
-            self.world,
-            chosen_on=self.chosen_on,
+            self.early_stop.chosen_by,
             meta_learned=self.meta_learner is not None,
             unsaved=self.checkpoints.unsaved,
         )
+
+    def is_over(self, row: Mapping[str, Any] | None = None) -> bool:
+        """Whether all epochs are done or the run ends early, also if `row` is that of one more."""
+        rows = [*self.progress.rows, *([] if row is None else [row])]
+        return len(rows) >= self.config.epochs or bool(self.early_stop.reason(rows))
 
     def begin(self, checkpoint: dict[str, Any] | None) -> None:
         """Fit the first step into the memory, load the checkpoint, and write what a run has."""
@@ -427,7 +434,7 @@ class Trainer(TrainState):
             compute_seconds=timer.take_seconds() if timer is not None else None,
             noise=noise,
         )
-        previous_best = progress.end_epoch(row, self.chosen_on)
+        previous_best = progress.end_epoch(row, self.early_stop.chosen_by)
         self.world.bytes_sent = 0
         self.sums.start_epoch()
         self.checkpoints.save(progress, previous_best=previous_best)
@@ -442,33 +449,42 @@ class Trainer(TrainState):
             self.sync_replicas()  # after each epoch, so that evaluating changes no training
             if number % self.config.eval_every == 0 or number == self.config.epochs:
                 return self.evaluate()
-            return epoch_columns(dict.fromkeys(self.eval_sets))
+            return epoch_columns(dict.fromkeys(self.eval_sets), self.num_classes)
 
     def evaluate(self) -> dict[str, float | None]:
-        """Loss and accuracy on each evaluation set, after `sync_replicas`.
+        """The metrics on each evaluation set, after `sync_replicas`.
 
         They are those of the averaged weights where the run averages them. After the last epoch
         they are there over several views of each image as well, where the run has them. The log
         gets how often each class was taken for each.
         """
         model = self.model if self.average is None else self.average.model
-        evaluate_sets = partial(
-            evaluation.evaluate_sets,
-            eval_sets=self.eval_sets,
-            precision=self.precision,
-            world=self.world,
-            batch_size=self.config.eval_batch_size,
-        )
-        classes = self.metadata.get("classes", ())
-        is_counted = len(classes) <= MAX_COUNTED_CLASSES
-        evaluated = evaluate_sets(model, count_classes=len(classes) if is_counted else 0)
-        epoch = self.progress.epoch + 1
-        self.log.confusion(epoch, evaluated, classes)
-        columns = epoch_columns(evaluated)
-        if self.config.num_views > 1 and epoch == self.config.epochs:
-            over_views = evaluate_sets(AveragedViews(model, self.config.num_views))
-            columns |= {"views": self.config.num_views, **epoch_columns(over_views, "_views")}
+        evaluated, epoch = self.evaluate_on_sets(model), self.progress.epoch + 1
+        self.log.confusion(epoch, evaluated, self.metadata["classes"])
+        columns = epoch_columns(evaluated, self.num_classes)
+        if (views := self.config.num_views) > 1 and self.is_over({"epoch": epoch, **columns}):
+            evaluated = self.evaluate_on_sets(AveragedViews(model, views))
+            of_views = epoch_columns(evaluated, self.num_classes, suffix="_views")
+            columns |= {"views": views, **of_views}
         return columns
+
+    def evaluate_on_sets(self, model: nn.Module) -> dict[str, evaluation.Evaluation]:
+        """What a model reaches on each evaluation set."""
+        count_classes = self.num_classes
+        if count_classes > MAX_COUNTED_CLASSES and "macro_f1" not in self.early_stop.chosen_by:
+            count_classes = 0
+        return {
+            name: evaluation.evaluate(
+                model,
+                data,
+                precision=self.precision,
+                world=self.world,
+                batch_size=self.config.eval_batch_size,
+                count_classes=count_classes,
+                title=f"evaluating on the {evaluation.EVAL_SET_NAMES[name]} set",
+            )
+            for name, data in self.eval_sets.items()
+        }
 
     def sync_replicas(self) -> None:
         """Give all ranks the same weights and BatchNorm statistics; collective.

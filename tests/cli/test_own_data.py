@@ -20,6 +20,7 @@ import resnet50_test
 import transformer_test
 from cli import factory
 from conftest import SHORT, for_each
+from input_pipeline import own_data
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.image_datasets import SUFFIXES, read_image_splits
 from input_pipeline.own_data import expand_files
@@ -281,11 +282,12 @@ def test_a_validation_set_of_its_own_chooses_the_best_epoch(tmp_path, capsys, re
         assert run(*flags, "--val_fraction", 0.1, "--out", out) == 0
         console = capsys.readouterr().out
         assert "--val_fraction 0.1 is not used" in console
-        assert "by validation rows, from which the mixing policy learned as well" in console
+        assert "on validation rows, from which the mixing policy learned as well" in console
         assert "test accuracy" not in console
         rows = ranks.metrics(out)
         best = torch.load(out / "best.pt", weights_only=True)["progress"]["best"]
-        assert best["accuracy"] == max(row["val_accuracy"] for row in rows)
+        accuracies = [row["val_accuracy"] for row in rows]
+        assert accuracies[best["epoch"] - 1] == max(accuracies)
         assert "test_accuracy" not in rows[0]
         assert run("--resume", out, "--evaluate") == 0
         lines = capsys.readouterr().out.splitlines()
@@ -356,6 +358,28 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path):
         assert reason in splits["train"].notes[0]
     assert splits["test"].notes == ()
     assert len(expand_files(cat, SUFFIXES, what="images")[0]) == 12
+
+
+def test_classes_that_join_several_labels_are_named():
+    def warned(*names: str) -> bool:
+        line = own_data.class_table(names, {"train": range(len(names))})[-1]
+        return "look like several labels, such as" in line
+
+    assert warned("a", "b", "a|b")
+    assert warned("a; b", "b; c", "c; a")
+    for names in (("a|b", "c"), ("New York, NY", "Albany, NY", "x"), ("A", "A+", "B", "B+")):
+        assert not warned(*names), names
+    assert not warned("a|b", *map(str, range(20)), "a", "b"), "one of many"
+
+
+def test_the_file_of_weights_is_read_once(tmp_path, capsys):
+    data, weights = image_folder(tmp_path / "mine", "train", "test"), tmp_path / "weights.yaml"
+    weights.write_text("dog: 3")
+    words = ["--data_dir", data, "--out", tmp_path / "run", "--class_weights", weights]
+    assert run_images(*words) == 0
+    weights.unlink()
+    assert run_images("--resume", tmp_path / "run", "--epochs", 2, base="") == 0
+    assert "--class_weights" not in capsys.readouterr().out
 
 
 def test_names_in_two_forms_are_one_class(tmp_path):

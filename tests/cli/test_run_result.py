@@ -11,12 +11,15 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import ranks
 import resnet50_test
 from conftest import for_each
+from figures.reported_run import read_run
 from test_training import run
 from training import checkpoint, evaluation
+from training.progress import EarlyStop
 
 # A learning rate that is multiplied by 30 before the last epoch makes the last epoch a bad one.
 WORSE_AT_THE_END = """--dataset digits --arch resnet8 --bs 64 --lr 0.1 --lr_schedule step
@@ -54,8 +57,9 @@ def best_row(folder: Path) -> dict:
     return max(ranks.metrics(folder), key=lambda row: row["test_accuracy"])
 
 
-def percent(accuracy: float) -> str:
-    return f"{100 * accuracy:.2f} %"
+def reached(row: dict) -> str:
+    accuracy, macro_f1 = (100 * row[f"test_{metric}"] for metric in ("accuracy", "macro_f1"))
+    return f"epoch {row['epoch']}, test accuracy {accuracy:.2f} %, macro-F1 {macro_f1:.2f} %"
 
 
 def reported(console: str) -> dict[str, str]:
@@ -78,9 +82,8 @@ def test_two_ranks_report_their_last_and_their_best_epoch_as_evaluating_does(tmp
     last, best = ranks.metrics(run)[-1], best_row(run)
     assert best["epoch"] < 3, "the last epoch was to be a bad one"
     assert lines == {
-        "last": f"last.pt: epoch 3, test accuracy {percent(last['test_accuracy'])}",
-        "best": f"best.pt: epoch {best['epoch']}, test accuracy {percent(best['test_accuracy'])} "
-        "(chosen on the test set, so it is optimistic)",
+        "last": f"last.pt: {reached(last)}",
+        "best": f"best.pt: {reached(best)} (chosen on the test set, so it is optimistic)",
     }
     for name in ("last", "best"):
         words = ["--resume", "../train/run", "--checkpoint", name, "--evaluate"]
@@ -122,8 +125,58 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[Path], boo
 
 def accuracies_of(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
     """Let the evaluations of a run give these accuracies."""
-    given = [evaluation.Evaluation(1.0, accuracy) for accuracy in accuracies]
+    given = [evaluation.Evaluation(1.0, accuracy, 1.0) for accuracy in accuracies]
     monkeypatch.setattr(evaluation, "evaluate", mock.Mock(side_effect=given))
+
+
+def test_the_metric_of_the_flag_chooses_the_best_epoch(here, resnet, monkeypatch):
+    tables = [[[9, 0], [1, 0]], [[4, 1], [2, 3]], [[5, 0], [4, 1]]]
+    given = [
+        evaluation.Evaluation(loss, accuracy, 1.0, F.pad(torch.tensor(table), (0, 8, 0, 8)))
+        for loss, accuracy, table in zip((1.0, 0.7, 0.5), (0.9, 0.7, 0.6), tables)
+    ]
+    for epoch, metric in enumerate(("accuracy", "macro_f1", "loss"), 1):
+        monkeypatch.setattr(evaluation, "evaluate", mock.Mock(side_effect=given))
+        console = resnet(WORSE_AT_THE_END, f"--best_by {metric} --out {metric}")
+        line = reported(console)["best"]
+        assert line.startswith(f"best.pt: epoch {epoch}, ")
+        by = "" if metric == "accuracy" else f" by {evaluation.METRIC_NAMES[metric]}"
+        assert line.endswith(f"(chosen{by} on the test set, so it is optimistic)")
+        assert checkpoint.load(here / metric / "best.pt")["progress"]["epoch"] == epoch
+        assert read_run(here / metric).best_result().epoch == epoch, "also in a report"
+
+
+def test_what_ends_a_run():
+    nan, before = float("nan"), "the best test accuracy is that of epoch 1 (--patience 2)"
+    for column, values, target, reason in (
+        ("test_accuracy", [], 0.9, ""),
+        ("test_accuracy", [0.5, 0.4, 0.5], 0.9, before),
+        ("test_accuracy", [0.5, 0.4, 0.6], 0.9, ""),
+        ("test_accuracy", [0.5, None, None], 0.1, ""),  # the last epoch was not evaluated
+        ("test_accuracy", [0.5, None, None, 0.4], 0, before),
+        ("val_macro_f1", [0.5, 0.9], 0.9, "the validation macro-F1 of 0.9000 has reached"),
+        ("val_loss", [0.9, 0.4], 0.5, "the validation loss of 0.4000 has reached --stop_at 0.5"),
+        ("val_loss", [0.9, 0.6, 0.7, nan], 0.5, "the best validation loss is that of epoch 2"),
+        ("val_loss", [0.9, 0.6, nan, 0.5], 0, ""),
+    ):
+        rows = [{"epoch": epoch, column: value} for epoch, value in enumerate(values, 1)]
+        found = EarlyStop(column, 2, target).reason(rows)
+        assert found.startswith(reason), (found, reason)
+        assert bool(found) == bool(reason)
+
+
+def test_a_run_that_has_ended_stays_so_until_its_flags_change(here, resnet, monkeypatch):
+    accuracies_of(monkeypatch, 0.2, 0.9, 0.5, 0.5, 0.5, 0.95)
+    words = "--epochs 9 --lr 0.01 --patience 2 --out run"
+    line = "device-hours: the best test accuracy is that of epoch 2 (--patience 2)"
+    for flags in (f"{WORSE_AT_THE_END} {words}", "--resume run"):
+        console = resnet(flags)
+        assert line in console
+        assert reported(console)["best"].startswith("best.pt: epoch 2, test accuracy 90.00 %")
+        assert len(ranks.metrics(here / "run")) == 4
+    console = resnet("--resume run --patience 4 --stop_at 0.95")
+    assert "device-hours: the test accuracy of 0.9500 has reached --stop_at 0.95" in console
+    assert len(ranks.metrics(here / "run")) == 6
 
 
 def test_after_a_failed_save_the_best_is_the_best_that_is_on_the_disk(here, resnet, monkeypatch):
@@ -152,10 +205,7 @@ def test_a_run_whose_files_could_not_be_written_ends_with_2_and_says_so(resnet, 
 
 def test_inference_names_its_file_and_epoch_and_the_other_one(copied, resnet):
     rows = {"last": ranks.metrics(copied)[-1], "best": best_row(copied)}
-    shown = {
-        name: f"epoch {row['epoch']}, test accuracy {percent(row['test_accuracy'])}"
-        for name, row in rows.items()
-    }
+    shown = {name: reached(row) for name, row in rows.items()}
 
     def check(flags: str, file: str, other: str) -> None:
         assert resnet(flags, "--evaluate").splitlines()[0] == (

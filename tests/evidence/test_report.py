@@ -18,6 +18,7 @@ import markupsafe
 import matplotlib.image
 import numpy as np
 import pytest
+import sklearn.metrics
 import torch
 from torch import Tensor, nn
 
@@ -237,6 +238,14 @@ def check_confusion(world: World, size: int = 1) -> None:
     assert result.confusion is not None
     assert result.confusion.tolist() == [[2, 1, 1, 0], [0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0]]
     assert result.accuracy == 4 / 7
+    logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(world.size))
+    logits[:, 7] = -9.0  # neither a label nor predicted
+    labels = Labelled([int(row.argsort()[7 - n % 7]) for n, row in enumerate(logits)])
+    result = evaluate(nn.Embedding.from_pretrained(logits), labels, count_classes=8, **settings)
+    f1 = sklearn.metrics.f1_score(labels, logits.argmax(1), average="macro")
+    top5 = sklearn.metrics.top_k_accuracy_score(labels, logits, k=5, labels=range(8))
+    assert (result.macro_f1, result.top5_accuracy) == (pytest.approx(f1), top5)
+    assert 0.1 < result.accuracy < result.top5_accuracy < 0.9
 
 
 def test_confusion_counts_every_row_once():
@@ -251,7 +260,9 @@ def test_a_run_writes_what_a_report_shows(runs):
         accuracy = ranks.metrics(folder)[-1]["test_accuracy"]
         counts = run.confusion.counts
         assert np.trace(counts) / counts.sum() == pytest.approx(accuracy, abs=1e-12)
-        page = render(folder)
+        page, row = render(folder), ranks.metrics(folder)[-1]
+        assert f" {100 * row['test_macro_f1']:.2f} {counts.sum()} Rows are" in text_of(page)
+        assert ("test_top5_accuracy" in row) == (len(counts) > 5)
         assert "Classes" in titles(page)
         assert "precision fp32" in text_of(page)
         shown = re.findall(r'row">--(\w+)</th><td>(.*?)</td><td>(.*?)</td>', page)

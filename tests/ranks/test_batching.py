@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -23,6 +24,7 @@ from test_training import run
 from trainers import FP32, build_optimizer, make_trainer
 from training import step_stats
 from training.batch_sampler import DynamicBatchSampler
+from training.losses import CrossEntropy
 from training.micro_batches import MicroBatches
 from training.progress import Progress
 from training.step_stats import squared_norm
@@ -110,18 +112,23 @@ def noise_sums(trainer: Trainer) -> list[float]:
 
 
 def unequal_shares_have_the_gradient_of_the_whole_batch(world: World) -> None:
+    """Also with weights of the classes, of which the mean is over the rows."""
     inputs, labels = batch(41)
-    alone = image_model()
-    F.cross_entropy(alone(inputs), labels).backward()
-    for shares in ([30, 11], [2, 39]):
-        for micro_batch in (None, 7):
-            model = image_model()
-            trainer = trainer_of(model, world, micro_batch_size=micro_batch)
-            trainer.wrap_model()
-            mine, weight = row_owners(shares) == world.rank, shares[world.rank] * 2 / 41
-            trainer.forward_backward(trainer.parallel_model, inputs[mine], labels[mine], weight)
-            for expected, given in zip(alone.parameters(), model.parameters()):
-                torch.testing.assert_close(given.grad, expected.grad, rtol=1e-12, atol=1e-14)
+    weights = torch.tensor([0.1, 0.5, 1.0, 5.0]).double()
+    for loss_fn, (shares, micro_batch) in itertools.product(
+        (CrossEntropy(), CrossEntropy(0.1, weights)),
+        (([30, 11], None), ([30, 11], 7), ([2, 39], None), ([2, 39], 7)),
+    ):
+        alone, model = image_model(), image_model()
+        settings = {"weight": loss_fn.class_weights, "label_smoothing": loss_fn.label_smoothing}
+        loss = F.cross_entropy(alone(inputs), labels, reduction="sum", **settings) / 41
+        loss.backward()
+        trainer = trainer_of(model, world, micro_batch_size=micro_batch, loss_fn=loss_fn)
+        trainer.wrap_model()
+        mine, weight = row_owners(shares) == world.rank, shares[world.rank] * 2 / 41
+        trainer.forward_backward(trainer.parallel_model, inputs[mine], labels[mine], weight)
+        for expected, given in zip(alone.parameters(), model.parameters()):
+            torch.testing.assert_close(given.grad, expected.grad, rtol=1e-12, atol=1e-14)
 
 
 # -------------------------------------------------------------------- the noise scale

@@ -32,14 +32,14 @@ WAYS = {  # name: number of ranks, command
     "loss": (1, f"{TEXTS} {META} --dynamic_batch loss --loss_window 2 --batch_args threshold=80"),
     "augment": (2, f"{IMAGES} --bs 16 --workers 2 --augment auto --random_erasing 0.5"),
     "meta": (2, f"{IMAGES} --bs 16 --ngd --meta_learning --meta_every 2"),
-    "lag": (2, f"{IMAGES} --bs 16 --sync lag --grad_compress bf16"),
+    "lag": (2, f"{IMAGES} --bs 16 --sync lag --grad_compress bf16 --balanced_sampling"),
     "sign": (2, f"{IMAGES} --bs 16 --ngd --grad_compress sign"),
-    "local": (2, f"{IMAGES} --bs 16 --sync local --local_steps 3"),
+    "local": (2, f"{IMAGES} --bs 16 --sync local --local_steps 3 --class_weights balanced"),
     "diloco": (2, f"{IMAGES} --bs 16 --sync diloco --local_steps 3"),
     "demo": (2, f"{IMAGES} --bs 16 --optimizer demo"),
     "slamb": (2, f"{IMAGES} --bs 16 --optimizer slamb --lr 3e-3 --local_steps 3 --wire_dtype int8"),
     "fsdp": (2, f"{TEXTS} --parallel fsdp"),
-    "copies": (2, f"{TEXTS} --parallel ddp"),
+    "copies": (2, f"{TEXTS} --parallel ddp --balanced_sampling --best_by macro_f1"),
     "ddp-4": (4, f"{IMAGES} --bs 8"),  # a sum over four ranks depends on DDP's buckets
     "slamb-4": (4, f"{IMAGES} --bs 8 --optimizer slamb --lr 3e-3 --local_steps 3"),
 }

@@ -45,7 +45,8 @@ def test_a_run_reports_the_accuracy_over_views(here, monkeypatch):
     first, last = ranks.metrics(here / "run")
     assert "test_accuracy_views" not in first
     accuracy = f"{100 * last['test_accuracy_views']:.2f} %"
-    assert f"last.pt: test accuracy {accuracy}, averaged over 2 views of each image" in console
+    assert f"last.pt: test accuracy {accuracy}, macro-F1 " in console
+    assert " %, averaged over 2 views of each image\n" in console
     words = ["--checkpoint", "run", "--evaluate", "--test_views", "mirror"]
     console = run(resnet50_test, *words, monkeypatch=monkeypatch)
     assert "accuracy on the test set, averaged over 2 views of each image" in console

@@ -36,7 +36,7 @@ from models.residual import residual_blocks
 from trainers import build_optimizer, make_trainer
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import to_cpu
-from training.losses import MixedCrossEntropy
+from training.losses import CrossEntropy, MixedCrossEntropy
 from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
 from training.step_stats import NoiseMeter
 from training.trainer import LOG_INTERVAL, Trainer
@@ -206,13 +206,15 @@ def trainer_of(
 def test_mixing_waits_for_nothing(kind):
     with FakeGpu() as gpu:
         sample_mix = functools.partial(mixup.sample_mix, kind, alpha=0.3)
-        loss_fn = MixedCrossEntropy(sample_mix, False, label_smoothing=0.1)
+        unmixed = CrossEntropy(0.1, torch.ones(10, device=CUDA))
+        loss_fn = MixedCrossEntropy(sample_mix, False, unmixed=unmixed)
         model = gpu.model(network())
         inputs, labels = batch()
         for images in (inputs, inputs.contiguous(memory_format=torch.channels_last)):
             output = loss_fn(model, images, labels)
             assert output.loss.is_cuda
             assert output.mix_weight.is_cuda
+            assert unmixed(model, images, labels).loss.is_cuda
         for mix in (mixup.mixup(labels, 0.3, per_sample=True), mixup.intra(labels, 0.3)):
             assert mixup.blend(inputs, mix).is_cuda
 

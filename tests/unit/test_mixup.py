@@ -15,8 +15,10 @@ import mixup
 import transformer_test
 from cli import factory, options
 from conftest import each_of
+from distributed.world import World
+from errors import InputError
 from models.transformer import Transformer
-from training.losses import CrossEntropy, MixedCrossEntropy
+from training.losses import MixedCrossEntropy
 
 SIZE = (12, 10)
 
@@ -106,13 +108,15 @@ def test_the_area_of_the_rectangle_of_cutmix_follows_lambda(monkeypatch):
 
 @each_of("smoothing", [0.0, 0.1])
 @each_of("per_sample", [False, True])
-def test_the_loss_and_its_gradient_are_those_of_the_soft_label(smoothing, per_sample):
+@each_of("weights", [None, torch.tensor([0.1, 0.5, 1.0, 2.0, 5.0]).double()])
+def test_the_loss_and_its_gradient_are_those_of_the_soft_label(smoothing, per_sample, weights):
     labels, logits = labels_of(), torch.randn(64, 5, dtype=torch.float64, requires_grad=True)
     mix = mixup.mixup(labels, 1.0, per_sample=per_sample)
     mix.weight = mix.weight.double().expand(64)
-    ours = mixup.cross_entropy(logits, labels, mix=mix, label_smoothing=smoothing)
+    settings = {"mix": mix, "label_smoothing": smoothing, "class_weights": weights}
+    ours = mixup.cross_entropy(logits, labels, **settings)
     hot = mixup.blend(F.one_hot(labels, 5).double(), mix)
-    soft = F.cross_entropy(logits, hot, label_smoothing=smoothing)
+    soft = F.cross_entropy(logits, hot, weights, label_smoothing=smoothing)
     torch.testing.assert_close(ours, soft)
     torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (ours, soft)))
 
@@ -194,23 +198,39 @@ def test_mixed_tokens_attend_to_a_place_as_much_as_it_is_there():
     torch.testing.assert_close(model(tokens, torch.tensor([1, 0]), weight)[:1], expected)
 
 
-def test_the_flags_choose_the_loss():
+def test_the_flags_choose_the_loss(tmp_path):
     sample_mix = mock.Mock()
 
     def create(words: str, inside: bool = False) -> Any:
         args, _ = options.parse(transformer_test.parser(), "transformer_test", words.split())
-        data = factory.Data(None, {}, {"classes": ["class"] * 4}, model_mixes=inside)
+        classes = {"classes": ["a", "no", "1", "d"]}
+        data = factory.Data(None, {}, classes, torch.tensor([0, 1, 1, 3, 3]), model_mixes=inside)
         made = {"sample_mix": sample_mix, "meta_mixup": mixup.MetaMixup}
-        return factory.create_loss(args, None, data, **made)[0]
+        run = mock.Mock(world=World())
+        return factory.create_loss(args, run, data, **made)[0]
 
     for inside in (False, True):
         loss_fn = create("--mixup intra --mixup_weight 0.8 --label_smoothing 0.2", inside)
-        assert (loss_fn.model_mixes, loss_fn.label_smoothing) == (inside, 0.2)
+        assert (loss_fn.model_mixes, loss_fn.unmixed.label_smoothing) == (inside, 0.2)
         loss_fn.sample_mix(labels_of(), height=3, width=4)
         (kind, _), named = sample_mix.call_args
         assert (kind, named["alpha"], named["weight"]) == ("intra", 0.99, 0.8)
         assert (named["height"], named["width"]) == (3, 4)
-    assert isinstance(create(""), CrossEntropy)
+    assert create("").class_weights is None
+    balanced = create("--class_weights balanced --mixup mixup").unmixed.class_weights
+    torch.testing.assert_close(balanced[[0, 1, 3]], torch.tensor([5 / 3, 5 / 6, 5 / 6]))
+    path = tmp_path / "weights.yaml"
+    path.write_text("no: 3\n1: 0.5\n")
+    given = create(f"--class_weights {path}").class_weights
+    torch.testing.assert_close(given, torch.tensor([1, 3, 0.5, 1]) * 5 / 9)
+    for text, message in (
+        ("dd: 3", "there is no class 'dd'; the classes are a, no, 1, d"),
+        ("d: -1", "must be above 0, got -1"),
+        ("- d", "must hold lines of 'class: weight'"),
+    ):
+        path.write_text(text)
+        with pytest.raises(InputError, match=message):
+            create(f"--class_weights {path}")
 
 
 def test_the_loss_mixes_inputs_or_lets_the_model_do_it():

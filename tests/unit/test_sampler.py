@@ -87,6 +87,24 @@ def test_the_small_batches_do_not_always_get_the_longest_rows():
     assert max(means) > 60
 
 
+@WITH_AND_WITHOUT
+def test_balanced_epochs_draw_each_class_equally_often(lengths):
+    """The rows of an epoch are the same for every size of a batch, so for every number of ranks."""
+    labels = torch.tensor([4] * 900 + [1] * 100 + [2] * 3)[torch.arange(1003) * 7 % 1003]
+    sampler = Sampler(1003, 3, lengths=lengths, labels=labels)
+    drawn = torch.cat(sampler.epoch(2, batch_sizes(1003, 32))).sort().values
+    for size in (100, 1003):
+        again = Sampler(1003, 3, lengths=lengths, labels=labels)
+        assert torch.equal(torch.cat(again.epoch(2, batch_sizes(1003, size))).sort().values, drawn)
+    assert not torch.equal(torch.cat(sampler.epoch(3, [1003])).sort().values, drawn)
+    assert sorted(labels[drawn].bincount().tolist()) == [0, 0, 334, 334, 335]
+    times = drawn.bincount(minlength=1003)
+    for label, often in ((4, {0, 1}), (1, {3, 4}), (2, {111, 112})):
+        assert set(times[labels == label].tolist()) == often
+    halves = labels[sampler.epoch(2, [1003])[0]].split(502)
+    assert lengths is not None or all((half == 1).sum() > 100 for half in halves), "in random order"
+
+
 # -------------------------------------------------------------------- lengths
 
 

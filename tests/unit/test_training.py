@@ -116,10 +116,9 @@ def test_validation_rows_choose_and_the_test_set_changes_nothing(here, digits, m
     words = "--checkpoint without --evaluate --test".split()
     report = run(resnet50_test, *words, monkeypatch=monkeypatch)
     assert "accuracy on the test set" in report
-    for row in rows:
-        assert row.pop("test_accuracy")
-        assert row.pop("test_loss")
-    assert ranks.metrics(here / "without") == rows
+    without = [{name: x for name, x in row.items() if name[:5] != "test_"} for row in rows]
+    assert [len(row) for row in without] == [len(row) - 4 for row in rows]
+    assert ranks.metrics(here / "without") == without
 
 
 @pytest.fixture
@@ -134,7 +133,7 @@ def fail_in(monkeypatch) -> Callable[..., None]:
             is_bad = any(number in numbers for numbers in bad)
             return batch._replace(loss=batch.loss * math.nan) if is_bad else batch
 
-        monkeypatch.setattr("cli.factory.CrossEntropy", lambda smoothing: loss)
+        monkeypatch.setattr("cli.factory.CrossEntropy", lambda *settings: loss)
 
     return fail
 
