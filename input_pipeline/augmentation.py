@@ -165,6 +165,8 @@ class RowChanges:
             read_image: called with None, or with a function of the image that draws the (left, top,
                 right, bottom) of the part to be read.
         """
+        if not self.augmentation.by_row:
+            return self._crop(row, read_image(None))
         seed = np.random.SeedSequence((self.seed, self.epoch, row)).generate_state(1)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(int(seed[0]))

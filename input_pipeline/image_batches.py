@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -109,7 +110,13 @@ class ImageDataset:
             read = self._gathered_batches(self.images.pixels, row_batches, epoch)
         for rows, parts in read:
             shape = len(rows), full_size, full_size, self.images.channels
-            images, done = torch.empty(shape, device=self.device), 0
+            if (
+                self.device.type == "cpu"
+            ):  # glibc reuses this block; torch's aligned ones leave holes
+                images = torch.from_numpy(np.empty(shape, dtype=np.float32))
+            else:
+                images = torch.empty(shape, device=self.device)
+            done = 0
             for pixels in parts:
                 normalise(pixels, self.mean, std=self.std, out=images[done : done + len(pixels)])
                 done += len(pixels)
