@@ -23,7 +23,7 @@ from cli.optimizers import optimizer_choices
 from cli.start_checks import check_processes
 from distributed.world import TimeLimits, init_world
 from errors import exit_code
-from input_pipeline.image_batches import AUGMENTATIONS
+from input_pipeline.augmentation import AUGMENTATIONS
 from mixup import MetaMixup
 from training.epoch_report import report_result
 
@@ -64,13 +64,13 @@ def main() -> None:
         if checkpoint and args.export:
             return image_classification.export_model(args, run)
 
-        data = image_classification.load_data(args, run)
+        saved = None if checkpoint else fine_tuning.read_saved_model(args, run)
+        data = image_classification.load_data(args, run, saved)
         model = image_classification.create_model(args, run, data.metadata, images=data.train)
         if checkpoint and args.evaluate:
             model = factory.load_weights(args, run, model)
             return factory.evaluate_checkpoint(args, run, data, model)
 
-        saved = None if checkpoint else fine_tuning.read_saved_model(args, run)
         if saved is not None:
             fine_tuning.begin_with_weights(
                 args, run, model, saved, classes=data.metadata["classes"]

@@ -34,6 +34,7 @@ from benchmarks import bench
 from cli.flag_parser import file_path
 from errors import exit_code
 from input_pipeline import image_batches
+from input_pipeline.augmentation import AUGMENTATIONS
 from input_pipeline.image_datasets import read_image_splits
 from input_pipeline.sampler import Sampler, batch_sizes
 
@@ -68,7 +69,7 @@ def ours(folder: str, workers: int) -> Iterator[int]:
     splits, _ = read_image_splits("folder", folder, image_size=SIZE, train_is_enough=True)
     train, decoder = splits["train"], image_batches.FileDecoder(workers)
     mean, std = image_batches.channel_statistics(train, decoder)
-    augmentation = image_batches.AUGMENTATIONS["folder"]
+    augmentation = AUGMENTATIONS["folder"]
     settings = {"device": torch.device("cpu"), "decoder": decoder, "resident": False}
     data = image_batches.ImageDataset(train, augmentation, mean=mean, std=std, **settings)
     sampler, sizes = Sampler(len(data), seed=0), batch_sizes(len(data), BATCH)

@@ -27,7 +27,7 @@ from typing import Any
 
 from backends.device import keep_freed_memory
 from benchmarks import bench, slow_network, train_peer, trainers
-from cli import options
+from cli import options, settings
 from cli.flag_parser import file_path
 from distributed.world import World, init_world
 from errors import InputError, exit_code
@@ -95,7 +95,8 @@ def check_steps(folder: Path, given: Mapping[str, Any], flags: Mapping[str, Any]
     Raises:
         InputError: it does not, or they do not.
     """
-    today = json.loads(json.dumps(given))  # tuples become lists
+    today = settings.flat(json.loads(json.dumps(given)))  # tuples become lists
+    flags = settings.flat(flags)
     for name in sorted(flags.keys() & today.keys() - UNCOMPARED):
         if flags[name] != today[name]:
             raise InputError(
@@ -103,7 +104,7 @@ def check_steps(folder: Path, given: Mapping[str, Any], flags: Mapping[str, Any]
                 f"{today[name]} today; such a run cannot be measured"
             )
     varying = {
-        "--small_epochs": bool(today.get("small_epochs")),
+        "--small_epochs": bool(today.get("augment_args small_epochs")),
         "--dynamic_batch": today["dynamic_batch"] != "none",
         "--ema": bool(today["ema"]),
         "--compress_warmup": today["optimizer"] == "slamb" and bool(today["compress_warmup"]),

@@ -246,7 +246,8 @@ def prepare_model(args: Namespace, run: Run, model: nn.Module) -> nn.Module:
             wire_dtype=WIRE_DTYPES.get(args.grad_compress),
             compute_dtype=None if args.fuse else run.precision.dtype,
         )
-    sizes_of_images = getattr(args, "small_epochs", 0) > 0 and args.dynamic_batch == "none"
+    small_epochs = getattr(args, "augment_args", {}).get("small_epochs", 0)
+    sizes_of_images = small_epochs > 0 and args.dynamic_batch == "none"
     return execution.apply_backend(args.backend, model, few_shapes=sizes_of_images)
 
 

@@ -6,6 +6,7 @@ begin_with_weights(args, run, model, saved, classes=classes)
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,10 +41,17 @@ def read_saved_model(args: Namespace, run: Run) -> SavedModel | None:
         return None
     with local_main_first(run.world):
         if args.weights != "DEFAULT":
-            return pretrained.read_saved_model(Path(args.weights))
-        if "max_len" in args:
+            saved = pretrained.read_saved_model(Path(args.weights))
+        elif "max_len" in args:
             raise InputError("--weights DEFAULT: there are none for texts; use --arch hf:NAME")
-        return SavedModel(image_models.default_weights(args.arch))
+        else:
+            saved = SavedModel(image_models.default_weights(args.arch))
+        if "max_len" not in args and not saved.preprocessing:
+            usual = image_models.usual_preprocessing(args.arch)
+            if args.weights != "DEFAULT":  # weights from elsewhere may be for any size
+                usual.pop("size", None)
+            saved = dataclasses.replace(saved, preprocessing=usual)
+        return saved
 
 
 def begin_with_weights(
@@ -80,5 +88,7 @@ def begin_with_weights(
         flags=", ".join(f"--{name}" for name in flags),
         kept=("prior", "prior_weight"),  # they are of the data
     )
+    if saved.preprocessing:
+        line += "; images are prepared as for them"
     if run.world.is_main:
         print(line, flush=True)

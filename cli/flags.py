@@ -157,7 +157,7 @@ def add_data(parser: ScriptParser, datasets: Sequence[str]) -> None:
         "search should, and needs a validation set")
     add("--baseline", switch, None, "accuracy of a linear model before the first epoch, for "
         "comparison (default on for folder and csv)", scope=Scope.HOW)
-    add("--workers", natural, None, "processes that decode image files (default as many as "
+    add("--workers", natural, None, "processes that decode or augment images (default as many as "
         "--threads)", metavar="N", scope=Scope.NODE)
 
 

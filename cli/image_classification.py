@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,20 @@ from cli.factory import (
     report_baseline,
     report_predictions,
 )
-from cli.flag_parser import Choice, Scope, ScriptParser, natural, number, setting
+from cli.flag_parser import ON, Choice, Scope, ScriptParser, number, setting
 from cli.settings import own, refused_as
 from distributed.agreement import local_main_first, on_main
 from distributed.world import READ_SECONDS
 from errors import InputError
 from input_pipeline import image_batches, image_datasets, own_data
+from input_pipeline.augmentation import AUGMENTATIONS, POLICIES, Augmentation
 from input_pipeline.baseline import image_baseline
 from input_pipeline.dataset import BatchedDataset
-from input_pipeline.image_batches import AUGMENTATIONS, Augmentation, FileDecoder, ImageDataset
+from input_pipeline.image_batches import FileDecoder, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
 from models import image_models, pretrained
 from models.averaged_views import VIEWS
+from models.pretrained import SavedModel
 from models.vgg import VGG8
 from training import predictions
 from training.export import LARGEST_BATCH, export
@@ -40,25 +42,33 @@ from training.predictions import Sample
 
 WHITENING_ROWS = 1000  # images whose patches are enough for the first layer of VGG8
 LARGEST_IMAGE_SIZE = 4096  # pixels a side; a batch of larger images fits into no memory
+SMALL_IMAGE = 64  # pixels a side, above which images of one's own are cropped as photos are
+CROPS = ("auto", "resized", "pad", "center")
 
 
 # fmt: off
 def add_flags(parser: ScriptParser) -> None:
     """Declare the flags of images."""
     add = parser.group("images")
-    small = own(Augmentation, "small_size", "small_stages")
+    small = own(Augmentation, "small_epochs", "small_size", "small_stages")
+    changed = {"pad": None, **own(Augmentation, "fill", "alternate", "jitter"), **small}
     add("--arch", str, "resnet50", f"network: {', '.join(image_models.ARCHITECTURES)}, a "
         "classifier of torchvision, or timm:NAME", metavar="NAME", common=True)
     add("--image_size", number(int, 0, LARGEST_IMAGE_SIZE), 0, "pixels a side to which images are "
-        "scaled; 0 is the data set's own size, 32 for folder", metavar="PIXELS", common=True)
-    add("--augment", Choice(["standard", "none"]), "standard", "random crops and flips of training "
-        "images", common=True)
-    add("--small_epochs", natural, 0, "first epochs, with smaller images", metavar="N")
-    add("--augment_args", setting, {}, "pad, fill (black or reflect) and "
-        "alternate of crops and flips; small_size and small_stages of --small_epochs",
-        owner="augment", parts={
-            "standard": {"pad": None, **own(Augmentation, "fill", "alternate"), **small},
-            "none": small})
+        "scaled; 0 is the data set's own size, for folder that of --weights, else 32",
+        metavar="PIXELS", common=True)
+    add("--augment", Choice(["standard", "none", *POLICIES]), "standard", "random changes of "
+        "training images: crops and flips (standard), and besides the policies TrivialAugment, "
+        "RandAugment or AutoAugment", common=True)
+    add("--crop", Choice(CROPS), "auto", "part of a training image that is seen: one of random "
+        "size, decoded in each epoch (resized), all but some pixels (pad) or all (center); auto is "
+        f"pad, and resized for folder above {SMALL_IMAGE} pixels", only_with=[{"augment": ON}])
+    add("--random_erasing", number(float, 0, 1), 0.0, "probability that a rectangle of a training "
+        "image is erased", metavar="P")
+    add("--augment_args", setting, {}, "pad, fill (black or reflect) and alternate of crops and "
+        "flips; jitter of colours; in small_epochs first epochs images grow from small_size in "
+        "small_stages", owner="augment",
+        parts={**dict.fromkeys(["standard", *POLICIES], changed), "none": small})
     add("--test_views", Choice(VIEWS), "none", "views of a test image over which outputs are "
         "averaged at the end: itself and its mirror image, also shifted by a pixel")
     add("--resident", Choice(["auto", "yes", "no"]), "auto", "pixels on the device, or decoded in "
@@ -66,58 +76,74 @@ def add_flags(parser: ScriptParser) -> None:
 # fmt: on
 
 
-def load_data(args: Namespace, run: Run) -> Data:
-    """Training, validation and test images, with the statistics of the training pixels.
+def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Data:
+    """Training, validation and test images, prepared as for the weights that a run begins with.
 
-    The classes and statistics of a checkpoint are taken where the run has one.
+    The classes, size, interpolation, mean and standard deviation of a checkpoint are taken where
+    the run has one; all but the classes are those of `saved` where that has them; otherwise mean
+    and standard deviation are those of the training pixels.
 
+    Args:
+        saved: what --weights names.
     Raises:
         InputError: the data set is missing or broken.
     """
+    given = run.checkpoint or (saved.preprocessing if saved else {})
+    own_size = given.get("size", 0) if args.dataset == "folder" else 0
     with local_main_first(run.world):
         splits, classes = image_datasets.read_image_splits(
             args.dataset,
             args.data_dir,
-            image_size=args.image_size,
+            image_size=args.image_size or own_size,
+            interpolation=given.get("interpolation", "bilinear"),
             classes=run.checkpoint["classes"] if run.checkpoint else (),
             train_is_enough=bool(args.val_fraction),
         )
     chosen, fingerprint = choose_rows(args, run, splits, classes)
     train = chosen["train"]
-    decoder = FileDecoder(args.workers if train.files is not None else 0)
+    augmentation = create_augmentation(args, train.size)
+    if augmentation.by_row:
+        import torchvision.transforms.v2  # noqa: F401  before the workers, which share its memory
+    decoder = FileDecoder(args.workers if train.files is not None or augmentation.by_row else 0)
     with run.world.waiting_at_most(READ_SECONDS):
         for name, split in chosen.items():
-            keep = is_resident(args, run, split)
+            keep = is_resident(args, run, split) and not (name == "train" and augmentation.resized)
             chosen[name] = image_batches.decode_on_node(split, decoder, run.world, keep=keep)
         measure = partial(image_batches.channel_statistics, chosen["train"], decoder)
-        if run.checkpoint:
-            mean, std = run.checkpoint["mean"], run.checkpoint["std"]
-        else:
-            mean, std = on_main(run.world, measure)
+        mean, std = (given["mean"], given["std"]) if given else on_main(run.world, measure)
     metadata = {
         "classes": classes,
         "data": fingerprint,
         "baseline": report_baseline(args, run, chosen, image_baseline),
-        "mean": mean,
-        "std": std,
+        "mean": of_channels(mean, train.channels),
+        "std": of_channels(std, train.channels),
         "channels": train.channels,
         "size": train.size,
+        "interpolation": train.interpolation,
     }
-    augmentation = create_augmentation(args, train.size)
     sets = {
         name: ImageDataset(
             split,
             augmentation,
-            mean=mean,
-            std=std,
+            mean=metadata["mean"],
+            std=metadata["std"],
             device=run.world.device,
             seed=args.seed,
             decoder=decoder,
-            resident=split.pixels is not None and is_resident(args, run, split),
+            resident=(
+                split.pixels is not None
+                and is_resident(args, run, split)
+                and not (name == "train" and augmentation.by_row)
+            ),
         )
         for name, split in chosen.items()
     }
     return Data(sets.pop("train"), sets, metadata, chosen["train"].labels)
+
+
+def of_channels(values: Sequence[float], channels: int) -> list[float]:
+    """A value of each channel; their mean where weights are for another number of channels."""
+    return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
 
 
 def is_resident(args: Namespace, run: Run, split: ImageSplit) -> bool:
@@ -140,11 +166,22 @@ def create_augmentation(args: Namespace, size: int) -> Augmentation:
             f"--augment_args alternate and --test_views mirror images, and those of {args.dataset} "
             "mean something else then; leave them out"
         )
-    if args.augment == "none":
-        standard = Augmentation(pad=0, flip=False)
     given = {name: value for name, value in settings.items() if value is not None}
+    is_large = args.dataset == "folder" and size > SMALL_IMAGE
+    crop = args.crop
+    if crop == "auto":
+        is_padded = "pad" in given or given.get("fill") == "reflect"
+        crop = "resized" if is_large and not is_padded else "pad"
     with refused_as("--augment_args"):
-        augmentation = dataclasses.replace(standard, small_epochs=args.small_epochs, **given)
+        if args.augment == "none":
+            standard = Augmentation(pad=0, flip=False)
+        elif crop != "pad":
+            standard = dataclasses.replace(standard, pad=0, resized=crop == "resized")
+        if args.augment in POLICIES:
+            standard = dataclasses.replace(standard, policy=args.augment)
+        if is_large:
+            standard = dataclasses.replace(standard, learned_on="imagenet")
+        augmentation = dataclasses.replace(standard, erasing=args.random_erasing, **given)
         augmentation.check_size(size)
     return augmentation
 
@@ -165,9 +202,10 @@ def create_model(
         channels=metadata["channels"],
         image_size=metadata["size"],
     )
-    if images is not None:  # those of --small_epochs are smaller
+    if images is not None:  # those of small_epochs are smaller
         augmentation = create_augmentation(args, metadata["size"])
-        sizes = {augmentation.size_of_epoch(n, metadata["size"]) for n in range(args.small_epochs)}
+        epochs = range(augmentation.small_epochs)
+        sizes = {augmentation.size_of_epoch(number, metadata["size"]) for number in epochs}
         for size in sorted(sizes):
             image_models.checked(model, args.arch, channels=metadata["channels"], image_size=size)
     model = model.to(run.world.device)
@@ -190,8 +228,7 @@ def predict(args: Namespace, run: Run) -> None:
         ImageSplit(
             torch.zeros(len(files), dtype=torch.long),  # labels, which are not known
             files=image_datasets.paths_array(files),
-            size=checkpoint["size"],
-            channels=checkpoint["channels"],
+            **{name: checkpoint[name] for name in ("size", "channels", "interpolation")},
         ),
         Augmentation(pad=0, flip=False),
         mean=checkpoint["mean"],
@@ -218,7 +255,7 @@ def export_model(args: Namespace, run: Run) -> None:
     metadata = {
         "arch": args.arch,
         "input": "float32 (batch, channels, size, size): (pixel / 255 - mean) / std, RGB or grey",
-        **{name: checkpoint[name] for name in ("classes", "channels", "size", "mean", "std")},
+        **{name: checkpoint[name] for name in ("classes", "channels", *pretrained.PREPROCESSING)},
     }
     difference = export(
         load_weights(args, run, create_model(args, run, checkpoint)),

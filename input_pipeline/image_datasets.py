@@ -21,8 +21,10 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import get_worker_info
 
 from errors import InputError, first_line
+from input_pipeline.augmentation import RowChanges
 from input_pipeline.own_data import (
     LeftOut,
     class_name,
@@ -53,6 +55,7 @@ class ImageSplit:
         files: (rows,) paths as bytes, all of the same width, or None.
         size: pixels a side.
         channels: 3 for colour, 1 for grey.
+        interpolation: by which images are scaled: 'bilinear' or 'bicubic', both antialiased.
         notes: what a user should know of how it was read, a line each.
     """
 
@@ -62,6 +65,7 @@ class ImageSplit:
     files: np.ndarray | None = None
     size: int = 0
     channels: int = 3
+    interpolation: str = "bilinear"
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -80,14 +84,24 @@ class ImageSplit:
 
     def decode(self, rows: Tensor) -> Tensor:
         """Return the pixels of the given rows: (len(rows), height, width, channels) uint8."""
-        if self.pixels is not None:
-            return self.pixels[rows]
-        return self.reader(rows)()
+        return self.reader(rows)() if self.pixels is None else self.pixels[rows]
 
-    def reader(self, rows: Tensor) -> Callable[[], Tensor]:
-        """Return a function that decodes the files of the given rows, also in another process."""
-        assert self.files is not None
-        return partial(read_images, self.files[rows.numpy()], self.size, channels=self.channels)
+    def reader(self, rows: Tensor, changes: RowChanges | None = None) -> Callable[[], Tensor]:
+        """Return a function that reads images of the given rows, also in another process.
+
+        Args:
+            changes: random changes of these rows.
+        """
+        sources = np.asarray(self.files if self.pixels is None else self.pixels)
+        return partial(
+            read_images,
+            sources[rows.numpy()],
+            self.size,
+            channels=self.channels,
+            interpolation=self.interpolation,
+            rows=rows.tolist(),
+            changes=changes,
+        )
 
 
 def read_image_splits(
@@ -95,6 +109,7 @@ def read_image_splits(
     data_dir: str,
     *,
     image_size: int = 0,
+    interpolation: str = "bilinear",
     classes: Sequence[str] = (),
     train_is_enough: bool = False,
 ) -> tuple[dict[str, ImageSplit], list[str]]:
@@ -104,6 +119,7 @@ def read_image_splits(
         name: 'cifar10', 'mnist', 'digits' (embedded) or 'folder'.
         data_dir: folder with the data set in its standard format; for 'folder' see `read_folder`.
         image_size: pixels a side; 0 keeps the data set's own size (32 for 'folder').
+        interpolation: as of `ImageSplit`.
         classes: of 'folder': the classes of a trained model; empty to take those of the folders.
         train_is_enough: of 'folder': accept a training set alone.
     Returns:
@@ -114,15 +130,19 @@ def read_image_splits(
     """
     if name == "folder":
         size = image_size or FOLDER_IMAGE_SIZE
-        return read_folder(Path(data_dir), size, classes=classes, train_is_enough=train_is_enough)
-    dataset_splits, class_names = (
-        read_digits() if name == "digits" else read_torchvision(name, data_dir)
-    )
+        dataset_splits, class_names = read_folder(
+            Path(data_dir), size, classes=classes, train_is_enough=train_is_enough
+        )
+    else:
+        dataset_splits, class_names = (
+            read_digits() if name == "digits" else read_torchvision(name, data_dir)
+        )
     for split in dataset_splits.values():
-        assert split.pixels is not None
-        if image_size:
-            split.pixels = resize(split.pixels, image_size)
-        split.size, split.channels = split.pixels.shape[1], split.pixels.shape[-1]
+        split.interpolation = interpolation
+        if split.pixels is not None:
+            if image_size:
+                split.pixels = resize(split.pixels, image_size, interpolation=interpolation)
+            split.size, split.channels = split.pixels.shape[1], split.pixels.shape[-1]
     return dataset_splits, class_names
 
 
@@ -260,38 +280,78 @@ def paths_array(paths: Iterable[str | Path]) -> np.ndarray:
     return np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
 
 
-def read_images(paths: np.ndarray, size: int, *, channels: int) -> Tensor:
-    """Read image files as `read_image` does: (paths, size, size, channels) uint8."""
-    return torch.stack([read_image(os.fsdecode(path), size, channels=channels) for path in paths])
+def read_images(
+    sources: np.ndarray,
+    size: int,
+    *,
+    channels: int = 3,
+    interpolation: str = "bilinear",
+    rows: Sequence[int] = (),
+    changes: RowChanges | None = None,
+) -> Tensor:
+    """Read images as `read_image` does, and change them: (sources, size, size, channels) uint8.
+
+    Args:
+        sources: paths as bytes, or (rows, height, width, channels) pixels.
+        size, channels, interpolation: as of `read_image`.
+        rows: numbers of the images, on which random changes depend.
+        changes: random ones.
+    """
+    pixels = torch.empty(len(sources), size, size, channels, dtype=torch.uint8)
+    if get_worker_info() is not None:
+        pixels.share_memory_()  # with the training process
+    read_one = partial(read_image, size=size, channels=channels, interpolation=interpolation)
+    for place, source in enumerate(sources):
+        read = partial(read_one, source)
+        image = read(None) if changes is None else changes.read(rows[place], read)
+        pixels[place] = torch.from_numpy(np.array(image)).view_as(pixels[place])
+    return pixels
 
 
-def read_image(path: str | Path, size: int, *, channels: int = 3) -> Tensor:
-    """Read one image file, cut out the square in its centre and scale it to `size`.
+def open_image(source: bytes | np.ndarray) -> Image.Image:
+    """Open a file by its path as bytes, or take (height, width, channels) uint8 pixels."""
+    if isinstance(source, bytes):
+        return Image.open(os.fsdecode(source))
+    return Image.fromarray(source if source.shape[2] == 3 else source[:, :, 0])
+
+
+def read_image(
+    source: bytes | np.ndarray,
+    draw_part: Callable[[Image.Image], tuple[int, int, int, int]] | None,
+    *,
+    size: int,
+    channels: int,
+    interpolation: str,
+) -> Image.Image:
+    """Read one image, cut out a part and scale it to `size`.
 
     The orientation that a camera writes into a photo is applied. Grey pixels of 16 bits are scaled
     to 8 bits. A JPEG file is decoded at the smallest of its scales that has at least twice the
-    pixels a side.
+    pixels a side, or four times where a part is drawn, which is smaller.
 
     Args:
-        path: the image file, with pixels of 8 bits a channel, or of 16 bits.
+        source: path of a file, with pixels of 8 bits a channel, or of 16 bits; or (height, width,
+            channels) uint8.
+        draw_part: returns (left, top, right, bottom); None is the square in the centre.
         size: pixels a side of the result.
         channels: 3 for colour, 1 for grey.
-    Returns:
-        (size, size, channels) uint8.
+        interpolation: as of `ImageSplit`.
     Raises:
         InputError: the file cannot be read, or its pixels are floats or 32-bit integers.
     """
+    path = os.fsdecode(source) if isinstance(source, bytes) else "pixels"
     try:
-        with Image.open(path) as image:
-            image.draft(None, (2 * size, 2 * size))  # does nothing unless it is a JPEG file
+        with open_image(source) as image:
+            at_least = (2 if draw_part is None else 4) * size
+            image.draft(None, (at_least, at_least))  # does nothing unless it is a JPEG file
             ImageOps.exif_transpose(image, in_place=True)
             side = min(image.size)
             left, top = ((length - side) // 2 for length in image.size)
-            square = image.crop((left, top, left + side, top + side))
-            square = to_8_bits(square, path, file_format=image.format)
-            square = square.convert("RGB" if channels == 3 else "L")
-            square = square.resize((size, size), Image.Resampling.BILINEAR)
-            return torch.from_numpy(np.array(square)).view(size, size, channels)
+            square = left, top, left + side, top + side
+            part = image.crop(draw_part(image) if draw_part else square)
+            part = to_8_bits(part, path, file_format=image.format)
+            part = part.convert("RGB" if channels == 3 else "L")
+            return part.resize((size, size), Image.Resampling[interpolation.upper()])
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except InputError:
@@ -326,20 +386,20 @@ def to_8_bits(image: Image.Image, path: str | Path, *, file_format: str | None) 
     return image
 
 
-def resize(pixels: Tensor, size: int) -> Tensor:
-    """Resize images with antialiased bilinear interpolation.
+def resize(pixels: Tensor, size: int, *, interpolation: str) -> Tensor:
+    """Resize images with antialiased interpolation.
 
     Args:
         pixels: (rows, height, width, channels) uint8.
         size: pixels a side of the result.
+        interpolation: 'bilinear' or 'bicubic'.
     Returns:
         (rows, size, size, channels) uint8.
     """
     chunks = []
     for chunk in pixels.split(RESIZE_ROWS):
-        scaled = F.interpolate(
-            chunk.permute(0, 3, 1, 2).float(), size=(size, size), mode="bilinear", antialias=True
-        )
+        images = chunk.permute(0, 3, 1, 2).float()
+        scaled = F.interpolate(images, size=(size, size), mode=interpolation, antialias=True)
         scaled = scaled.round_().clamp_(0, 255).to(torch.uint8)
         chunks.append(scaled.permute(0, 2, 3, 1).contiguous())
     return torch.cat(chunks)

@@ -5,6 +5,8 @@ model = create_model("resnet50", classes=10, channels=3, image_size=32)
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -75,6 +77,33 @@ def default_weights(arch: str) -> dict[str, Tensor]:
         reason = getattr(error, "reason", first_line(error))
         line = f"--weights DEFAULT: --arch {arch} {problem} ({reason}); give a file"
         raise InputError(line) from None
+
+
+def usual_preprocessing(arch: str) -> dict[str, Any]:
+    """The mean, std, size and interpolation of images that pretrained weights expect.
+
+    It is what torchvision or timm says of its default weights of the architecture; {} where there
+    are none.
+    """
+    try:
+        if arch.startswith(TIMM):
+            import timm
+
+            known: Any = timm.get_pretrained_cfg(arch.removeprefix(TIMM), allow_unregistered=False)
+            config = timm.data.resolve_data_config(pretrained_cfg=known.to_dict())
+            mean, std, size = config["mean"], config["std"], config["input_size"][-1]
+            interpolation = config["interpolation"]
+        else:
+            from torchvision import models
+
+            known = models.get_model_weights(arch).DEFAULT.transforms()
+            mean, std, size = known.mean, known.std, known.crop_size[0]
+            interpolation = known.interpolation.value
+    except (ImportError, ValueError, RuntimeError, AttributeError):
+        return {}
+    if interpolation not in ("bilinear", "bicubic"):
+        interpolation = "bicubic"  # the nearest that tensors have
+    return {"mean": list(mean), "std": list(std), "size": size, "interpolation": interpolation}
 
 
 def _create_timm_model(arch: str, classes: int, *, channels: int, image_size: int) -> nn.Module:

@@ -30,6 +30,7 @@ COUNTER = "num_batches_tracked"  # of BatchNorm; files of old versions of torch 
 PICKLED_OBJECT = re.compile(r"Unsupported (?:global: GLOBAL|class) ([\w.]+)")  # in torch's error
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")  # classifiers that torchvision has in training alone
 MAX_NAMES = 3  # in the message of weights that do not fit
+PREPROCESSING = ("mean", "std", "size", "interpolation")  # what weights expect of images
 KINDS = "give a run folder, a .pt file, or a .safetensors file"
 
 
@@ -42,6 +43,7 @@ class SavedModel:
     tokenizer: str = ""  # of a text classifier, as JSON
     encoder: Mapping[str, Any] = field(default_factory=dict)  # arguments of hugging_face.Encoder
     flags: Mapping[str, Any] = field(default_factory=dict)  # with which it was made, if known
+    preprocessing: Mapping[str, Any] = field(default_factory=dict)  # `PREPROCESSING`, if known
 
 
 def read_saved_model(path: Path) -> SavedModel:
@@ -65,6 +67,8 @@ def read_saved_model(path: Path) -> SavedModel:
         raise InputError(f"--weights {path}: holds no weights by their names; {KINDS}")
     kinds = {"classes": list, "tokenizer": str, "encoder": dict, "flags": dict}
     known = {name: about[name] for name in kinds if isinstance(about.get(name), kinds[name])}
+    if all(isinstance(about.get(name), list) and about[name] for name in ("mean", "std")):
+        known["preprocessing"] = {name: about[name] for name in PREPROCESSING if name in about}
     return SavedModel(weights, **known)
 
 

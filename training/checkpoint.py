@@ -26,7 +26,7 @@ from errors import InputError, first_line
 from training.atomic_file import atomic_write
 
 FORMAT_NAME = "faster-training-"
-FORMAT = f"{FORMAT_NAME}6"
+FORMAT = f"{FORMAT_NAME}7"
 MAPPED = ("model", "optimizer", "ranks", "average")  # their tensors are read where they are used
 OLDER_NAME = re.compile(r"last-([1-9][0-9]*)\.pt")  # a checkpoint before last.pt
 SHARDS_NAME = re.compile(r"shards-[0-9]+")  # a sharded checkpoint's folder beside the file

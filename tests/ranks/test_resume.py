@@ -30,6 +30,7 @@ META = "--meta_learning --meta_policy beta --meta_every 3 --mix_at tokens"
 WAYS = {  # name: number of ranks, command
     "noise": (1, f"{IMAGES} --bs 32 --dynamic_batch noise --min_bs 16 --dynamic_lr sqrt --ema 0.9"),
     "loss": (1, f"{TEXTS} {META} --dynamic_batch loss --loss_window 2 --batch_args threshold=80"),
+    "augment": (2, f"{IMAGES} --bs 16 --workers 2 --augment auto --random_erasing 0.5"),
     "meta": (2, f"{IMAGES} --bs 16 --ngd --meta_learning --meta_every 2"),
     "lag": (2, f"{IMAGES} --bs 16 --sync lag --grad_compress bf16 --balanced_sampling"),
     "sign": (2, f"{IMAGES} --bs 16 --ngd --grad_compress sign"),

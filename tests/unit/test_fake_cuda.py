@@ -28,7 +28,8 @@ from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, Ro
 from distributed.diloco import DiLoCo
 from distributed.world import World
 from fake_cuda import CUDA, FakeGpu, HostWaits, Recording, fake_world
-from input_pipeline.image_batches import Augmentation, ImageDataset
+from input_pipeline.augmentation import Augmentation
+from input_pipeline.image_batches import ImageDataset
 from input_pipeline.image_datasets import ImageSplit
 from models import image_models
 from models.residual import residual_blocks
@@ -347,7 +348,7 @@ def test_batches_of_images_wait_for_nothing(resident, epoch):
         batches = data.batches(torch.arange(32).split(8), epoch)
         with gpu.waiting() as waits:  # offsets and flips of the whole epoch
             next(batches)
-        assert waits.keys() <= {"image_batches.draw_crops"}
+        assert waits.keys() <= {"image_batches._gathered_batches"}
         for images, labels in batches:
             assert images.shape == (8, 3, 8, 8)
             assert images.is_cuda
@@ -382,7 +383,7 @@ def test_an_epoch_waits_at_logging_intervals_and_at_its_end(name, size, settings
         with gpu.waiting() as waits:
             trainer.train_epoch([])
         assert waits == {
-            "image_batches.draw_crops": 2,  # once an epoch: offsets and flips
+            "image_batches._gathered_batches": 2,  # once an epoch: offsets and flips
             "step_stats.read": 2 + 1,  # two intervals, and the end
         }
         with gpu.waiting() as waits:

@@ -23,7 +23,7 @@ from backends.device import make_deterministic
 from backends.precision import Precision
 from conftest import each_of, needs_gpu
 from distributed.world import World
-from input_pipeline.image_batches import crop_flip
+from input_pipeline.augmentation import crop_flip
 from trainers import build_optimizer, make_trainer
 
 GPU = torch.device("cuda", 0)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,23 +14,21 @@ import pytest
 import torch
 from PIL import Image
 from torchvision import transforms
-from torchvision.transforms import functional
+from torchvision.transforms import functional, v2
 
 import resnet50_test
 from cli import image_classification, options
 from conftest import each_of, write_images
 from errors import InputError
+from input_pipeline.augmentation import POLICIES, Augmentation, crop_flip, draw_crops
 from input_pipeline.image_batches import (
-    AUGMENTATIONS,
-    Augmentation,
     FileDecoder,
     ImageDataset,
     channel_statistics,
-    crop_flip,
     fits_in_memory,
     normalise,
 )
-from input_pipeline.image_datasets import ImageSplit, read_image, read_image_splits
+from input_pipeline.image_datasets import ImageSplit, paths_array, read_image_splits, read_images
 
 CPU = torch.device("cpu")
 MEAN, STD = [0.49, 0.48, 0.45], [0.25, 0.24, 0.26]
@@ -37,6 +36,12 @@ MEAN, STD = [0.49, 0.48, 0.45], [0.25, 0.24, 0.26]
 
 def random_pixels(*shape: int) -> torch.Tensor:
     return torch.randint(256, shape, dtype=torch.uint8)
+
+
+def normalised(pixels: torch.Tensor) -> torch.Tensor:
+    images = torch.empty(pixels.shape)
+    normalise(pixels, torch.tensor(MEAN), std=torch.tensor(STD), out=images)
+    return images.permute(0, 3, 1, 2)
 
 
 @each_of(
@@ -56,20 +61,20 @@ def test_crop_flip_equals_torchvision(height, width, channels, pad, mode):
         assert torch.equal(image.permute(2, 0, 1).byte(), expected)
 
 
-def test_normalise_equals_torchvision_and_is_channels_last():
+def test_normalise_equals_torchvision():
     pixels = random_pixels(6, 16, 12, 3)
     peer = transforms.Compose([transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
-    ours = normalise(pixels, torch.tensor(MEAN), std=torch.tensor(STD))
     torch.testing.assert_close(
-        ours, torch.stack([peer(image.numpy()) for image in pixels]), rtol=0, atol=1e-6
+        normalised(pixels),
+        torch.stack([peer(image.numpy()) for image in pixels]),
+        rtol=0,
+        atol=1e-6,
     )
-    assert ours.dtype == torch.float32
-    assert ours.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_statistics_are_those_of_the_pixels():
     pixels = random_pixels(50, 8, 8, 3) // torch.tensor([1, 2, 5], dtype=torch.uint8)
-    mean, std = channel_statistics(ImageSplit(torch.zeros(50), pixels))
+    mean, std = channel_statistics(ImageSplit(torch.zeros(50), pixels, size=8))
     values = pixels.numpy().reshape(-1, 3).astype(np.float64) / 255
     assert mean == pytest.approx(values.mean(0))
     assert std == pytest.approx(values.std(0))
@@ -102,7 +107,7 @@ def test_pixels_outside_an_image_are_black_or_its_own(train, fill):
     words = ["--dataset", "cifar10", "--crop_pad", "2", "--crop_fill", fill]
     args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words)
     train.augmentation = image_classification.create_augmentation(args, size=12)
-    train.pixels = torch.full_like(train.images.pixels, 255)
+    train.images.pixels = torch.full_like(train.images.pixels, 255)
     white = by_row(train, [torch.arange(200)], epoch=None)
     cropped = by_row(train, [torch.arange(200)], epoch=0)
     assert torch.equal(cropped, white) is (fill == "reflect")
@@ -113,8 +118,7 @@ def test_augmentation_changes_with_epoch_and_seed_and_no_epoch_means_none(train)
     settings = {"mean": MEAN, "std": STD, "device": CPU}
     other_seed = ImageDataset(train.images, train.augmentation, seed=5, **settings)
     plain = by_row(train, rows, epoch=None)
-    expected = normalise(train.images.pixels, torch.tensor(MEAN), std=torch.tensor(STD))
-    assert torch.equal(plain, expected)
+    assert torch.equal(plain, normalised(train.images.pixels))
     first = by_row(train, rows, epoch=3)
     for second in (by_row(train, rows, epoch=4), by_row(other_seed, rows, epoch=3), plain):
         changed = (first != second).flatten(1).any(1)
@@ -122,11 +126,13 @@ def test_augmentation_changes_with_epoch_and_seed_and_no_epoch_means_none(train)
 
 
 def test_every_crop_and_flip_is_drawn_and_alternating_flips_in_two_epochs(train):
-    offsets, flips = (torch.cat(drawn) for drawn in zip(*map(train.draw_crops, range(10))))
+    draw = partial(draw_crops, rows=200, seed=4)
+    drawn = (draw(train.augmentation, epoch=epoch) for epoch in range(10))
+    offsets, flips = (torch.cat(of_epochs) for of_epochs in zip(*drawn))
     assert [column.unique().tolist() for column in offsets.unbind(1)] == [[0, 1, 2, 3, 4]] * 2
     assert flips.unique().tolist() == [0, 1]
-    train.augmentation = dataclasses.replace(train.augmentation, alternate=True)
-    first, second, third = (train.draw_crops(epoch)[1] for epoch in range(3))
+    alternate = dataclasses.replace(train.augmentation, alternate=True)
+    first, second, third = (draw(alternate, epoch=epoch)[1] for epoch in range(3))
     assert torch.equal(first + second, torch.ones_like(first))
     assert torch.equal(first, third)
     assert 0.3 < first.float().mean() < 0.7
@@ -166,17 +172,70 @@ def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder):
     row_batches = list(torch.randperm(40).split(9))
     settings = {"mean": MEAN, "std": STD, "device": CPU, "seed": 1}
     settings["decoder"] = FileDecoder(workers=2)
-    resident, streamed = (
-        ImageDataset(images, AUGMENTATIONS["folder"], resident=is_resident, **settings)
-        for is_resident in (True, False)
-    )
-    assert resident.pixels is not None
-    assert streamed.pixels is None
-    for epoch in (0, None):
+    for fill, epoch in (("black", 0), ("reflect", 0), ("black", None)):
+        resident, streamed = (
+            ImageDataset(
+                images, Augmentation(pad=4, flip=True, fill=fill), resident=is_resident, **settings
+            )
+            for is_resident in (True, False)
+        )
+        assert resident.images.pixels is not None
+        assert streamed.images.pixels is None
         both = (each.batches(row_batches, epoch) for each in (resident, streamed))
         for one, other in zip(*both, strict=True):
             assert all(map(torch.equal, one, other))
             assert other[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_changes_by_row_depend_on_seed_epoch_and_row_alone(folder):
+    """Not on the batch, the number of workers, or whether pixels are in memory."""
+    images = read_image_splits("folder", str(folder), image_size=12)[0]["train"]
+    with_pixels = dataclasses.replace(images, pixels=images.decode(torch.arange(40)))
+    state = torch.get_rng_state()
+    settings = {"mean": MEAN, "std": STD, "device": CPU, "resident": False}
+    sets = {
+        (workers, in_memory): partial(
+            ImageDataset,
+            with_pixels if in_memory else images,
+            decoder=FileDecoder(workers),
+            **settings,
+        )
+        for workers, in_memory in ((0, False), (2, False), (2, True))
+    }
+    standard = Augmentation(pad=2, flip=True)
+    plain = by_row(sets[0, False](standard), [torch.arange(40)], 3)
+    changes = [{"policy": policy} for policy in POLICIES] + [{"jitter": 0.5}, {"erasing": 1.0}]
+    for change in [*changes, {"resized": True, "pad": 0}]:
+        first, second, third = (
+            data(dataclasses.replace(standard, **change)) for data in sets.values()
+        )
+        expected = by_row(first, list(torch.arange(40).flip(0).split(9)), 3)
+        assert torch.equal(expected, by_row(second, [torch.arange(40)], 3)), change
+        if "resized" not in change:  # whose parts are those of files
+            assert torch.equal(expected, by_row(third, [torch.arange(40)], 3)), change
+        assert (expected != by_row(first, [torch.arange(40)], 4)).flatten(1).any(1).sum() > 30
+        assert (expected != plain).flatten(1).any(1).sum() > 10, change
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_part_of_random_size_is_that_of_torchvision(folder):
+    images = read_image_splits("folder", str(folder), image_size=12)[0]["train"]
+    augmentation = Augmentation(pad=0, flip=False, resized=True)
+    settings = {"mean": MEAN, "std": STD, "device": CPU, "resident": False}
+    data = ImageDataset(images, augmentation, seed=4, **settings)
+    torch.manual_seed(int(np.random.SeedSequence((4, 7, 25)).generate_state(1)[0]))
+    crop = v2.RandomResizedCrop(12)
+    peer = np.array(crop(Image.open(os.fsdecode(images.files[25]))))
+    found, _ = next(data.batches([torch.tensor([25])], 7))
+    assert torch.equal(found, normalised(torch.from_numpy(peer)[None]))
+
+
+def test_an_erased_rectangle_has_the_mean_colour(train):
+    train.augmentation = Augmentation(pad=0, flip=False, erasing=1.0)
+    train.images.pixels = torch.full_like(train.images.pixels, 255)
+    erased = by_row(train, [torch.arange(200)], epoch=0).abs().amax(1) < 0.01
+    shares = erased.float().mean((1, 2))
+    assert 0.01 < shares.min() < 0.1 < 0.2 < shares.max() < 0.4
 
 
 def test_workers_stay_over_epochs_and_two_sets_may_be_read_in_turns(folder: Path) -> None:
@@ -190,7 +249,7 @@ def test_workers_stay_over_epochs_and_two_sets_may_be_read_in_turns(folder: Path
         for split, (rows, pixels) in zip(
             itertools.cycle(splits.values()), itertools.chain.from_iterable(zip(train, test))
         ):
-            assert torch.equal(pixels, split.decode(rows))
+            assert torch.equal(torch.cat(pixels), split.decode(rows))
         train.close()  # within its epoch
         workers |= {child.pid for child in multiprocessing.active_children()}
     assert len(workers - others) == 4
@@ -210,6 +269,10 @@ def test_a_process_ends_although_its_workers_ignore_signals(folder: Path) -> Non
     process.start()
     process.join(30)
     assert process.exitcode == 0
+
+
+def read_image(path: Path, size: int, *, channels: int = 3) -> torch.Tensor:
+    return read_images(paths_array([path]), size, channels=channels)[0]
 
 
 @each_of("size", [(40, 20), (20, 40)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import urllib.error
 from collections.abc import Sequence
@@ -19,13 +20,15 @@ from torchvision import models
 import ranks
 import resnet50_test
 import transformer_test
-from conftest import call, each_of
+from cli import image_classification
+from conftest import call, each_of, write_images
 from errors import InputError
 from input_pipeline.text_datasets import read_headlines
 from models import image_models, pretrained
 from models.image_models import create_model
 from models.pretrained import SavedModel
 from test_training import run
+from training import checkpoint
 
 SOURCE = "--dataset digits --arch resnet8 --bs 64 --lr 0.1 --epochs 6 --threads 1 --ema 0.9".split()
 TUNE = "--dataset folder --data_dir small --image_size 8 --augment none --arch resnet8".split()
@@ -258,6 +261,44 @@ def test_a_run_logs_the_rate_of_the_last_layer(here, monkeypatch):
     groups = torch.load("run/last.pt", weights_only=True)["optimizer"]["param_groups"]
     assert max(group["lr"] for group in groups) == pytest.approx(0.002)
     assert min(group["lr"] for group in groups) < 0.0005
+
+
+def test_pretrained_weights_bring_their_preprocessing(here, monkeypatch):
+    """Into the run, its export and its predictions; a run resumed or tuned from there keeps it."""
+    safetensors = pytest.importorskip("safetensors")
+    write_images(here / "images", ("a", "b"), rows=3, size=40)
+    known = models.ResNet18_Weights.DEFAULT
+    cached = here / "hub" / "checkpoints" / Path(known.url).name
+    cached.parent.mkdir(parents=True)
+    torch.save(models.resnet18().state_dict(), cached)
+    monkeypatch.setenv("TORCH_HOME", str(here))
+    words = "--dataset folder --data_dir images --arch resnet18 --bs 3 --epochs 1 --threads 1"
+    tune = [*words.split(), "--no-baseline", "--weights"]
+    console = run(resnet50_test, *tune, "DEFAULT", "--out", "first", monkeypatch=monkeypatch)
+    assert "images are prepared as for them" in console
+    run(resnet50_test, *tune, "first", "--out", "tuned", monkeypatch=monkeypatch)
+    plain = [*tune, cached, "--image_size", "224", "--out", "plain"]
+    run(resnet50_test, *plain, monkeypatch=monkeypatch)
+    export = ["--checkpoint", "tuned", "--export", "x.safetensors"]
+    run(resnet50_test, *export, monkeypatch=monkeypatch)
+    with safetensors.safe_open("x.safetensors", "pt") as file:
+        exported = {name: json.loads(text) for name, text in file.metadata().items()}
+    expected = known.transforms()
+    for name in ("first", "tuned", "plain", "export"):
+        state = exported if name == "export" else checkpoint.load(here / name)
+        assert (state["mean"], state["std"]) == (expected.mean, expected.std), name
+        assert (state["size"], state["interpolation"]) == (224, "bilinear"), name
+    predict = ["--checkpoint", "tuned", "--predict", "images/test"]
+    assert "images/test/b/02.png: " in run(resnet50_test, *predict, monkeypatch=monkeypatch)
+
+
+def test_what_is_known_of_pretrained_weights():
+    assert image_models.usual_preprocessing("resnet8") == {}
+    assert image_classification.of_channels([0.2, 0.4, 0.6], 1) == pytest.approx([0.4])
+    pytest.importorskip("timm")
+    found = image_models.usual_preprocessing("timm:vit_tiny_patch16_224")
+    halves = [0.5, 0.5, 0.5]
+    assert found == {"mean": halves, "std": halves, "interpolation": "bicubic", "size": 224}
 
 
 def test_weights_that_need_a_network_are_refused_at_once_without_one(monkeypatch, tmp_path):
