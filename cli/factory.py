@@ -32,7 +32,7 @@ from cli.options import check_validation_set, create_lr_schedule, uses_trained_m
 from cli.settings import refused_as
 from cli.start_checks import check_data
 from cli.yaml_file import excerpt
-from distributed import ddp, fsdp, sharded_checkpoint
+from distributed import ddp, fsdp
 from distributed.agreement import on_main
 from distributed.comm_hooks import (
     ROUNDED_BITS,
@@ -549,12 +549,7 @@ def load_weights(args: Namespace, run: Run, model: nn.Module) -> nn.Module:
     holds the predictions alone.
     """
     state = run.checkpoint
-    if average := state.get("average"):
-        weights = average["weights"]
-    elif shards := state.get("shards"):
-        weights = sharded_checkpoint.load_whole_model(Path(shards))
-    else:
-        weights = state["model"]
+    weights = checkpoint.trained_weights(state)
     flag = "--resume" if args.checkpoint is None else "--checkpoint"
     checkpoint.load_into(model, weights, "model", flag=flag)
     if run.world.is_main:

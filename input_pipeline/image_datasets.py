@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -281,7 +282,7 @@ def paths_array(paths: Iterable[str | Path]) -> np.ndarray:
 
 
 def read_images(
-    sources: np.ndarray,
+    sources: Sequence[Any] | np.ndarray,
     size: int,
     *,
     channels: int = 3,
@@ -292,7 +293,7 @@ def read_images(
     """Read images as `read_image` does, and change them: (sources, size, size, channels) uint8.
 
     Args:
-        sources: paths as bytes, or (rows, height, width, channels) pixels.
+        sources: of each image the path as bytes, or (height, width, channels) uint8 pixels.
         size, channels, interpolation: as of `read_image`.
         rows: numbers of the images, on which random changes depend.
         changes: random ones.

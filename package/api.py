@@ -4,6 +4,11 @@ from faster_training import NGD, ngd_groups
 
 optimizer = NGD(ngd_groups(model, weight_decay=0.05), lr=0.08)
 
+And a trained run as a function:
+
+from faster_training import load
+
+load("runs/my-run").predict(["a text", "another one"])
 """
 
 from __future__ import annotations
@@ -30,6 +35,9 @@ from optimizers.lars import LARS
 from optimizers.param_groups import decay_groups, kaldi_ngd_groups, ngd_groups
 from slamb import SLAMB
 from training.batch_sampler import DynamicBatchSampler
+from training.classifier import load
+
+__version__ = "0.1.0"  # as in pyproject.toml
 
 __all__ = [
     "LAMB",
@@ -54,7 +62,13 @@ __all__ = [
     "every_epoch",
     "init_world",
     "kaldi_ngd_groups",
+    "load",
     "mixup",
     "ngd_groups",
     "replacing_decay",
 ]
+
+
+def __dir__() -> list[str]:
+    """What completion offers."""
+    return [*__all__, "__version__"]

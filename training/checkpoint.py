@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distributed import sharded_checkpoint
 from errors import InputError, first_line
@@ -176,6 +177,19 @@ def _load_file(path: Path, script: str, *, where: str) -> dict[str, Any]:
     return {name: v if name in MAPPED else copy.deepcopy(v) for name, v in state.items()}
 
 
+def trained_weights(state: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """The weights that are to be used of what `load` returned: averaged ones, if the run has them.
+
+    Raises:
+        InputError: shards cannot be read.
+    """
+    if average := state.get("average"):
+        return average["weights"]
+    if shards := state.get("shards"):
+        return sharded_checkpoint.load_whole_model(Path(shards))
+    return state["model"]
+
+
 def read_unchecked(path: Path) -> Any:
     """What torch reads from a file, with the tensors mapped into memory, which may be damaged."""
     with warnings.catch_warnings():
@@ -191,7 +205,7 @@ def read_progress(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def load_into(target: Any, state: dict[str, Any], what: str, *, flag: str = "--resume") -> None:
+def load_into(target: Any, state: Mapping[str, Any], what: str, *, flag: str = "--resume") -> None:
     """Call `target.load_state_dict(state)`.
 
     Args:

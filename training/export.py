@@ -3,8 +3,8 @@
 export(model, example_inputs, Path("model.onnx"), dynamic={0: ("batch", LARGEST_BATCH)},
        metadata={"classes": ["cat", "dog"], "mean": [0.5], ...})
 
-The file also says what its numbers mean. The metadata are strings of JSON, one for each name: in
-.onnx and .safetensors the file's own metadata, in .pt2 the extra file metadata.json.
+The file also says what its numbers mean: in .pt2 in the extra file metadata.json, in .onnx and
+.safetensors in the file's own metadata, which are strings of JSON, one for each name.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def export(
         for axis, (name, largest) in dynamic.items()
     }
     if path.suffix == ".pt2":
-        given = _export_pt2(model, example, path, sizes, texts)
+        given = _export_pt2(model, example, path, sizes, metadata)
     elif path.suffix == ".onnx":
         given = _export_onnx(model, example, path, sizes, texts)
     else:
@@ -70,11 +70,15 @@ def export(
 
 
 def _export_pt2(
-    model: nn.Module, example: Tensor, path: Path, sizes: Mapping[int, Any], texts: dict[str, str]
+    model: nn.Module,
+    example: Tensor,
+    path: Path,
+    sizes: Mapping[int, Any],
+    metadata: Mapping[str, Any],
 ) -> Tensor:
     """Write a program of torch.export; returns the logits that it computes when it is read."""
     program = torch.export.export(model, (example,), dynamic_shapes=(sizes,))
-    torch.export.save(program, path, extra_files={PT2_METADATA: json.dumps(texts)})
+    torch.export.save(program, path, extra_files={PT2_METADATA: json.dumps(metadata)})
     return torch.export.load(path).module()(example)
 
 
@@ -93,6 +97,8 @@ def _export_onnx(
         dynamo=True,
         dynamic_shapes=(sizes,),
         external_data=False,
+        input_names=["input"],
+        output_names=["logits"],
         verbose=False,
     )
     program = onnx.load(path)

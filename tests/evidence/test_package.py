@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import ranks
 from package import assemble
 from ranks import ROOT
 
@@ -64,6 +65,20 @@ def test_importing_it_imports_neither_the_loop_nor_large_libraries(site: Path) -
     for unwanted in ("matplotlib", "optuna", "sklearn", "torchvision", "yaml", "optimizers", "ngd"):
         assert unwanted not in modules
     assert "faster_training.training.trainer" not in modules
+
+
+def test_a_run_is_loaded_by_the_package_alone(site: Path, tmp_path: Path) -> None:
+    flags = "--dataset digits --arch resnet8 --epochs 1 --subset 0.2 --out run".split()
+    ranks.finish(ranks.start(ranks.script("resnet50_test.py", *flags), tmp_path), tmp_path)
+    metadata = (ROOT / "pyproject.toml").read_text()
+    code = f"""
+import numpy as np, faster_training as f
+[label] = f.load({str(tmp_path / "run")!r}).predict([np.zeros((30, 40), dtype=np.uint8)])
+assert label in "0123456789"
+assert f'version = "{{f.__version__}}"' in {metadata!r}
+assert not [name for name in dir(f) if name[:1] == "_" and name != "__version__"]
+"""
+    run_elsewhere(site, "-c", code)
 
 
 def test_modules_of_the_package_import_only_each_other(tmp_path: Path) -> None:

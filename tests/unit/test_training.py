@@ -35,6 +35,7 @@ import transformer_test
 from conftest import each_of
 from training import checkpoint, recovery
 from training.batch_sampler import DynamicBatchSampler
+from training.classifier import load
 from training.losses import CrossEntropy
 from training.trainer import Trainer
 
@@ -209,6 +210,14 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
 
     resumed("--predict", "zero.png", "--predict_out", "zero.jsonl")
     expected = json.loads(Path("zero.jsonl").read_text())["probabilities"]
+    classifier = load("run/last.pt")
+    image = Image.open("zero.png")
+    for samples in (["zero.png"] * 3, [Path("zero.png"), image, pixels, image.convert("RGB")]):
+        found = classifier.probabilities(samples, batch_size=2)
+        for row in found.tolist():
+            assert dict(zip(classifier.classes, row)) == pytest.approx(expected, abs=2e-6)
+    assert classifier.predict(["zero.png"]) == ["0"]
+    assert classifier.probabilities([]).shape == (0, 10)
     served = answer_of_the_example(Path("zero.png").read_bytes())
     assert served == pytest.approx(expected, abs=1e-4)
     assert "cannot identify" in answer_of_the_example(b"not an image")["error"]
@@ -223,14 +232,19 @@ def exported_metadata(script, monkeypatch) -> dict[str, Any]:
     onnxruntime = pytest.importorskip("onnxruntime")
     safetensors = pytest.importorskip("safetensors")
     session = onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
+    assert [each.name for each in (*session.get_inputs(), *session.get_outputs())] == [
+        "input",
+        "logits",
+    ]
     found = [dict(session.get_modelmeta().custom_metadata_map)]
     extra = {"metadata.json": ""}
     torch.export.load("model.pt2", extra_files=extra)
-    found.append(json.loads(extra["metadata.json"]))
+    plain = json.loads(extra["metadata.json"])
     with safetensors.safe_open("model.safetensors", framework="pt") as file:
         found.append(file.metadata())
-    assert found[0] == found[1] == found[2]
-    return {name: json.loads(value) for name, value in found[0].items()}
+    assert found[0] == found[1]
+    assert {name: json.loads(value) for name, value in found[0].items()} == plain
+    return plain
 
 
 def answer_of_the_example(content: bytes) -> dict[str, Any]:
@@ -255,6 +269,8 @@ def test_predict_and_export_of_texts(finished, monkeypatch):
     source, *lines = run(transformer_test, *words, monkeypatch=monkeypatch).splitlines()
     assert source.startswith("weights of run/last.pt: epoch 8, test accuracy ")
     assert [line.split(": ")[1].split()[0] for line in lines] == ["Sports", "Business"]
+    texts = Path("lines.txt").read_text().split("\n\n")
+    assert load("run").predict(texts) == ["Sports", "Business"]
     metadata = exported_metadata(transformer_test, monkeypatch)
     assert metadata["classes"] == ["World", "Sports", "Business", "Sci/Tech"]
     assert json.loads(metadata["tokenizer"])["model"]["vocab"]

@@ -1,0 +1,132 @@
+"""A trained run as a function of texts or images, without its data, flags or training loop.
+
+    classifier = load("runs/my-run")                     # or a .pt file
+    classifier.predict(["a text", "another one"])        # ["sports", "business"]
+    classifier.predict(["cat.png", image, array])        # paths, PIL images, uint8 arrays
+    classifier.probabilities(["a text"])                 # (1, classes)
+
+The probabilities are those of `--predict`. Images need Pillow and numpy, texts tokenizers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from training import checkpoint
+
+
+def load(path: str | Path, *, device: str | torch.device = "cpu") -> Classifier:
+    """Load the model of a run.
+
+    Args:
+        path: a run folder, whose last epoch counts, or a .pt file in it, such as best.pt.
+        device: where the model computes.
+    Raises:
+        InputError: there is no checkpoint, it is damaged, or a package is missing.
+    """
+    state, device = checkpoint.load(Path(path), flag="load"), torch.device(device)
+    make = _text_classifier if state["script"] == "transformer_test" else _image_classifier
+    model, prepare = make(state, device)
+    checkpoint.load_into(model, checkpoint.trained_weights(state), "model", flag="load")
+    return Classifier(model.to(device).eval(), state["classes"], prepare)
+
+
+class Classifier:
+    """A model with its classes and its preprocessing.
+
+    Attributes:
+        model: from what `prepare` returns to logits (batch, classes).
+        classes: their names, in the order of the outputs.
+        prepare: from a list of samples to the model's inputs, on its device.
+    """
+
+    def __init__(
+        self, model: nn.Module, classes: Sequence[str], prepare: Callable[[Sequence[Any]], Tensor]
+    ) -> None:
+        self.model, self.classes, self.prepare = model, list(classes), prepare
+
+    def predict(self, samples: Sequence[Any], *, batch_size: int = 64) -> list[str]:
+        """Return the most likely class of each sample.
+
+        Args:
+            samples: texts; or images, each a path, a PIL image, or a uint8 array (height, width)
+                or (height, width, 3).
+            batch_size: samples that are computed together.
+        Raises:
+            InputError: an image cannot be read.
+        """
+        likely = self.probabilities(samples, batch_size=batch_size).argmax(1)
+        return [self.classes[number] for number in likely.tolist()]
+
+    @torch.inference_mode()
+    def probabilities(self, samples: Sequence[Any], *, batch_size: int = 64) -> Tensor:
+        """Return the probability of each class, (samples, classes) float32 on the CPU.
+
+        Args, raises: see `predict`.
+        """
+        parts = [torch.empty(0, len(self.classes))]
+        for start in range(0, len(samples), batch_size):
+            logits = self.model(self.prepare(samples[start : start + batch_size]))
+            parts.append(logits.float().softmax(1).cpu())
+        return torch.cat(parts)
+
+
+def _text_classifier(
+    state: dict[str, Any], device: torch.device
+) -> tuple[nn.Module, Callable[[Sequence[str]], Tensor]]:
+    from input_pipeline import text_batches, tokenization
+    from models import hugging_face, transformer
+
+    tokenizer, classes = tokenization.load_tokenizer(state["tokenizer"]), len(state["classes"])
+    if state["encoder"]:
+        with hugging_face.refused(state["flags"]["arch"]):
+            model: nn.Module = hugging_face.Encoder(**state["encoder"], classes=classes)
+    else:
+        sizes = {"max_len": state["max_len"], "prior": state["prior"]}
+        sizes |= state["flags"]["model_args"]
+        model = transformer.Transformer(tokenizer.get_vocab_size(), classes, **sizes)
+
+    def prepare(texts: Sequence[str]) -> Tensor:
+        settings = {"max_len": state["max_len"], "pad": state["pad"]}
+        return text_batches.encode_texts(texts, tokenizer, **settings).to(device)
+
+    return model, prepare
+
+
+def _image_classifier(
+    state: dict[str, Any], device: torch.device
+) -> tuple[nn.Module, Callable[[Sequence[Any]], Tensor]]:
+    import numpy as np
+    from PIL import Image
+
+    from input_pipeline import image_datasets
+    from models import image_models
+
+    size, channels = state["size"], state["channels"]
+    mean, std = (torch.tensor(state[name], device=device) for name in ("mean", "std"))
+    model = image_models.create_model(
+        state["flags"]["arch"], classes=len(state["classes"]), channels=channels, image_size=size
+    )
+
+    def source(image: Any) -> Any:
+        if isinstance(image, str | os.PathLike):
+            return os.fsencode(image)
+        pixels = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image)
+        return pixels if pixels.ndim == 3 else pixels[:, :, None]
+
+    def prepare(images: Sequence[Any]) -> Tensor:
+        pixels = image_datasets.read_images(
+            [source(image) for image in images],
+            size,
+            channels=channels,
+            interpolation=state["interpolation"],
+        )
+        return ((pixels.to(device) / 255 - mean) / std).permute(0, 3, 1, 2)
+
+    return model, prepare
