@@ -19,6 +19,7 @@ from typing import Any
 
 from errors import InputError
 from training.epoch_report import is_evaluated
+from training.progress import EarlyStop
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "figures" / "logs"
@@ -137,9 +138,14 @@ def name_of(folder: Path) -> str:
 
 
 def finished(folder: Path) -> bool:
-    """Tell whether a run's log holds its last epoch."""
+    """Tell whether a run's log holds its last epoch, or one with which the run ended early."""
     try:
-        return json.loads(row_lines(folder)[-1])["epoch"] >= read_config(folder)["flags"]["epochs"]
+        flags, rows = read_config(folder)["flags"], [json.loads(line) for line in row_lines(folder)]
+        metric = flags.get("best_by", "accuracy")
+        eval_set = "val" if f"val_{metric}" in rows[-1] else "test"
+        limits = flags.get("patience", 0), flags.get("stop_at", 0.0)
+        ended_early = EarlyStop(f"{eval_set}_{metric}", *limits).reason(rows)
+        return rows[-1]["epoch"] >= flags["epochs"] or bool(ended_early)
     except (InputError, IndexError, KeyError, ValueError):
         return False
 

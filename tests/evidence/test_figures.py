@@ -300,8 +300,10 @@ def test_a_packed_run_reads_as_its_folder_did(tmp_path):
     }
     for seed, text in enumerate(('{"epoch": 2}\n', '{"epoch": 1}\n{"epo', "")):  # unfinished
         write_log(tmp_path / "two" / f"c-seed{seed}", text, flags={"epochs": 3})
+    row = '{"epoch": 1, "test_accuracy": 0.9}\n'
+    write_log(tmp_path / "two" / "ended-seed0", row, flags={"epochs": 3, "stop_at": 0.9})
     groups = run_logs.read_groups(tmp_path)
     assert groups["one"]["b"] == [[{"epoch": 1, "seconds": 2.0}]]
-    assert not groups.get("two")
+    assert groups["two"].keys() == {"ended"}
     with pytest.raises(InputError, match="no folder of a finished run"):
         pack_logs.pack(group / "a-seed0")
