@@ -35,7 +35,7 @@ def read_saved_model(args: Namespace, run: Run) -> SavedModel | None:
             return read_encoder(args.arch)
     if args.weights is None and args.freeze:
         raise InputError(
-            "--freeze needs --weights: without them all layers but the last would stay random"
+            "--freeze needs --weights or --arch hf:NAME: else all layers but the last stay random"
         )
     if args.weights is None:
         return None

@@ -8,6 +8,7 @@ docs/flags.md is written from here by `python -m figures.flags_page`.
 
 from __future__ import annotations
 
+import json
 import os
 from argparse import ArgumentTypeError
 from collections import defaultdict
@@ -56,11 +57,17 @@ MAX_THREADS = 1024  # of a process; some thousands take minutes to start
 WIRE_BITS = {"int8": 8, "int4": 4}  # values of --wire_dtype for SLAMB alone
 
 
-def class_weights(text: str) -> str | dict[str, float]:
-    """An argparse type: 'balanced', or the weights in a YAML file of lines 'class: weight'."""
-    if text == "balanced":
-        return text
-    entries = read_yaml(file_path(text), f"--class_weights {text}", as_text=True)
+def class_weights(text: str) -> str | dict[str, float] | None:
+    """An argparse type: balanced, none, or a YAML file of lines 'class: weight'.
+
+    A recipe holds the weights themselves, which come here as JSON.
+    """
+    if text in ("balanced", "none"):
+        return None if text == "none" else text
+    if text.startswith("{"):
+        entries: Any = json.loads(text)
+    else:
+        entries = read_yaml(file_path(text), f"--class_weights {text}", as_text=True)
     if not isinstance(entries, dict):
         raise ArgumentTypeError(f"{text} must hold lines of 'class: weight'")
     return {str(name): positive(str(weight)) for name, weight in entries.items()}
@@ -171,7 +178,7 @@ def add_training(parser: ScriptParser) -> None:
     add("--label_smoothing", below_one, 0.0, "share of each label that is spread over all classes",
         metavar="F")
     add("--class_weights", class_weights, None, "factors of the losses of each class: balanced "
-        "(all classes count alike), or a YAML file of lines 'class: weight' (default 1)",
+        "(all classes count alike), none, or a YAML file of lines 'class: weight'",
         metavar="balanced|FILE")
     add("--best_by", Choice(METRIC_NAMES), "accuracy", "what chooses the best epoch, on the "
         "validation set where there is one")

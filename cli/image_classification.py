@@ -60,9 +60,9 @@ def add_flags(parser: ScriptParser) -> None:
     add("--augment", Choice(["standard", "none", *POLICIES]), "standard", "random changes of "
         "training images: crops and flips (standard), and besides the policies TrivialAugment, "
         "RandAugment or AutoAugment", common=True)
-    add("--crop", Choice(CROPS), "auto", "part of a training image that is seen: one of random "
-        "size, decoded in each epoch (resized), all but some pixels (pad) or all (center); auto is "
-        f"pad, and resized for folder above {SMALL_IMAGE} pixels", only_with=[{"augment": ON}])
+    add("--crop", Choice(CROPS), "auto", "part of a training image: of random size, read "
+        "anew in each epoch (resized), shifted by some pixels (pad) or the centre (center); auto is pad, "
+        f"and resized for folder above {SMALL_IMAGE} pixels", only_with=[{"augment": ON}])
     add("--random_erasing", number(float, 0, 1), 0.0, "probability that a rectangle of a training "
         "image is erased", metavar="P")
     add("--augment_args", setting, {}, "pad, fill (black or reflect) and alternate of crops and "
@@ -102,6 +102,11 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
     chosen, fingerprint = choose_rows(args, run, splits, classes)
     train = chosen["train"]
     augmentation = create_augmentation(args, train.size)
+    if augmentation.by_row and args.resident == "yes":
+        raise InputError(
+            "--resident yes: random policies, erasing and crops of random size change each image "
+            "anew in every epoch; leave it out"
+        )
     if augmentation.by_row:
         import torchvision.transforms.v2  # noqa: F401  before the workers, which share its memory
     decoder = FileDecoder(args.workers if train.files is not None or augmentation.by_row else 0)
@@ -172,6 +177,8 @@ def create_augmentation(args: Namespace, size: int) -> Augmentation:
     if crop == "auto":
         is_padded = "pad" in given or given.get("fill") == "reflect"
         crop = "resized" if is_large and not is_padded else "pad"
+    elif crop != "pad" and (given.get("pad") or given.get("fill") == "reflect"):
+        raise InputError(f"--crop {crop}: pad and fill of --augment_args are for --crop pad")
     with refused_as("--augment_args"):
         if args.augment == "none":
             standard = Augmentation(pad=0, flip=False)

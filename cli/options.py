@@ -9,6 +9,7 @@ from the default.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from argparse import Namespace
@@ -18,7 +19,7 @@ from typing import Any
 
 from backends import torch_compat
 from cli import compatibility, settings
-from cli.flag_parser import Choice, Scope, ScriptParser, switch
+from cli.flag_parser import Choice, Scope, ScriptParser, setting, switch
 from cli.yaml_file import excerpt, read_yaml
 from distributed.worker import is_restarted, launcher_id
 from distributed.world import under_torchrun
@@ -303,6 +304,8 @@ def flag_arguments(name: str, value: Any, parser: ScriptParser) -> list[str]:
         raise InputError(f"{name}: a recipe cannot hold this flag; give it on the command line")
     if key:
         value = {key: value}
+    if isinstance(value, dict) and flag is not None and flag.type is not setting:
+        return [f"--{name}", json.dumps(value)]
     if isinstance(value, dict | list):
         values = value.values() if isinstance(value, dict) else value
         if any(isinstance(each, dict | list) for each in values):

@@ -71,8 +71,10 @@ def merged(
     """Flags with those that are given in their place; settings of the same part are added up."""
     result = {**values, **given}
     for flag in parser.settings():
-        is_same_part = result.get(flag.owner) == values.get(flag.owner)
-        before = values[flag.dest] if is_same_part else {}
+        old, new = values.get(flag.owner), result.get(flag.owner)
+        # Policies of --augment share what they set; names that optimizers share mean other things.
+        is_alike = flag.owner == "augment" and flag.parts.get(str(old)) == flag.parts.get(str(new))
+        before = values[flag.dest] if old == new or is_alike else {}
         result[flag.dest] = {**before, **given.get(flag.dest, {})}
     return result
 

@@ -50,8 +50,8 @@ def add_flags(parser: ScriptParser) -> None:
     ours = {"arch": ("transformer",)}
     new, of_csv = {"resume": OFF, "weights": OFF, **ours}, [{"dataset": ("csv",)}]
     add("--arch", arch, "transformer", "network: transformer; or hf:NAME or hf:FOLDER, an encoder "
-        "of Hugging Face with its tokenizer, whose --lr is by default 2e-5 for adamw, 0.001 for "
-        "ngd and else a tenth", metavar="NAME", common=True)
+        "of Hugging Face with its tokenizer, whose default --lr is 2e-5 with adamw, 0.001 with "
+        "ngd, and a tenth of the usual one with others", metavar="NAME", common=True)
     add("--tokenizer", Choice(tokenization.TOKENIZERS), "wordpiece",
         "how texts are split into tokens, learned on the training set", only_with=[new])
     add("--vocab_size", number(int, 300), 30_000, "most tokens that are told apart", metavar="N",
@@ -99,7 +99,7 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
     encoder: Mapping[str, Any] = {}
     if run.checkpoint:
         tokenizer = tokenization.load_tokenizer(run.checkpoint["tokenizer"])
-        encoder = run.checkpoint.get("encoder", {})
+        encoder = run.checkpoint["encoder"]
     elif saved is not None:
         encoder = saved.encoder
         try:
@@ -152,7 +152,7 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
     Raises:
         InputError: --model_args do not go together, or the encoder does not fit the flags.
     """
-    if encoder := metadata.get("encoder"):
+    if encoder := metadata["encoder"]:
         with refused(args.arch):
             wrapped = Encoder(**encoder, classes=len(metadata["classes"]), mix_at=args.mix_at)
         wrapped.check(encoding(metadata)(["a " * metadata["max_len"], "a"]))
@@ -176,7 +176,7 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
 
 def encoding(metadata: Mapping[str, Any]) -> Callable[[Sequence[str]], Tensor]:
     """`encode_texts` with what a checkpoint keeps of the data."""
-    tokenizer, pad = tokenization.load_tokenizer(metadata["tokenizer"]), metadata.get("pad", PAD)
+    tokenizer, pad = tokenization.load_tokenizer(metadata["tokenizer"]), metadata["pad"]
     return partial(encode_texts, tokenizer=tokenizer, max_len=metadata["max_len"], pad=pad)
 
 
@@ -218,8 +218,7 @@ def export_model(args: Namespace, run: Run) -> None:
     kept = ("classes", "max_len", "tokenizer", "encoder", "pad")
     metadata = {
         "input": "int32 (batch, length): a text's tokens, those of `pad` behind shorter texts",
-        "pad": PAD,
-        **{name: checkpoint[name] for name in kept if name in checkpoint},
+        **{name: checkpoint[name] for name in kept},
         "flags": {name: getattr(args, name) for name in MODEL_FLAGS},
     }
     difference = export(

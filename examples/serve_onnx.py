@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 
 session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
 stored = session.get_modelmeta().custom_metadata_map
-info = {name: json.loads(stored[name]) for name in ("classes", "channels", "size", "mean", "std")}
+info = {name: json.loads(value) for name, value in stored.items()}
 
 
 def classify(content: bytes) -> dict[str, float]:
@@ -28,7 +28,7 @@ def classify(content: bytes) -> dict[str, float]:
     scale = size / min(image.size)
     width, height = (max(size, round(side * scale)) for side in image.size)
     left, top = (width - size) // 2, (height - size) // 2
-    image = image.resize((width, height), Image.Resampling.BILINEAR)
+    image = image.resize((width, height), Image.Resampling[info["interpolation"].upper()])
     pixels = np.array(image.crop((left, top, left + size, top + size)), dtype=np.float32) / 255
     pixels = (pixels.reshape(size, size, -1) - info["mean"]) / info["std"]
     inputs = pixels.transpose(2, 0, 1)[None].astype(np.float32)

@@ -171,7 +171,7 @@ def limits(arms: Sequence[Contender]) -> list[str]:
         share = statistics.mean(arms[0].accuracies) / 100
         spread = 100 * math.sqrt(share * (1 - share) / rows)
         found.append(
-            f"On other test rows than these {rows} an accuracy differs by {spread:.1f} points."
+            f"Another test set of {rows} rows may change an accuracy by {spread:.1f} points."
         )
     for arm in arms:
         if arm.rate in (min(arm.trials), max(arm.trials)):

@@ -309,15 +309,20 @@ def read_images(
     return pixels
 
 
-def open_image(source: bytes | np.ndarray) -> Image.Image:
-    """Open a file by its path as bytes, or take (height, width, channels) uint8 pixels."""
+def open_image(source: bytes | np.ndarray | Image.Image) -> Image.Image:
+    """Open a file by its path as bytes, or take (height, width, channels) uint8 pixels.
+
+    An image is copied: what is opened here is closed, and its orientation applied in place.
+    """
+    if isinstance(source, Image.Image):
+        return source.copy()
     if isinstance(source, bytes):
         return Image.open(os.fsdecode(source))
     return Image.fromarray(source if source.shape[2] == 3 else source[:, :, 0])
 
 
 def read_image(
-    source: bytes | np.ndarray,
+    source: bytes | np.ndarray | Image.Image,
     draw_part: Callable[[Image.Image], tuple[int, int, int, int]] | None,
     *,
     size: int,
@@ -331,8 +336,8 @@ def read_image(
     pixels a side, or four times where a part is drawn, which is smaller.
 
     Args:
-        source: path of a file, with pixels of 8 bits a channel, or of 16 bits; or (height, width,
-            channels) uint8.
+        source: path of a file, with pixels of 8 bits a channel, or of 16 bits; such an image; or
+            (height, width, channels) uint8.
         draw_part: returns (left, top, right, bottom); None is the square in the centre.
         size: pixels a side of the result.
         channels: 3 for colour, 1 for grey.

@@ -84,7 +84,8 @@ class Sampler:
         if self.labels is not None:
             order = balanced_order(order, self.labels, generator)
         order = order[: sum(sizes)]
-        if self.lengths is None:
+        # Sorted by length, the copies of a rare row would lie in the same batch.
+        if self.lengths is None or self.labels is not None:
             return list(order.split(list(sizes)))
         group = torch.arange(len(order)) // (BATCHES_PER_SORT * sizes[0])
         sort_key = group * (int(self.lengths.max()) + 1) + self.lengths[order]

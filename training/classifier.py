@@ -11,6 +11,7 @@ The probabilities are those of `--predict`. Images need Pillow and numpy, texts 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from errors import InputError
 from training import checkpoint
 
 
@@ -29,8 +31,12 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Classifier:
         device: where the model computes.
     Raises:
         InputError: there is no checkpoint, it is damaged, or a package is missing.
+    Warns:
+        The last checkpoint of the folder is damaged, and the one before it is taken.
     """
     state, device = checkpoint.load(Path(path), flag="load"), torch.device(device)
+    if "warning" in state:
+        warnings.warn(state["warning"], stacklevel=2)
     make = _text_classifier if state["script"] == "transformer_test" else _image_classifier
     model, prepare = make(state, device)
     checkpoint.load_into(model, checkpoint.trained_weights(state), "model", flag="load")
@@ -56,10 +62,11 @@ class Classifier:
 
         Args:
             samples: texts; or images, each a path, a PIL image, or a uint8 array (height, width)
-                or (height, width, 3).
+                or (height, width, 3). A list, also of a single one.
             batch_size: samples that are computed together.
         Raises:
-            InputError: an image cannot be read.
+            InputError: an image cannot be read, or is another kind of array.
+            TypeError: the samples are a single text or path.
         """
         likely = self.probabilities(samples, batch_size=batch_size).argmax(1)
         return [self.classes[number] for number in likely.tolist()]
@@ -70,6 +77,8 @@ class Classifier:
 
         Args, raises: see `predict`.
         """
+        if isinstance(samples, str | os.PathLike):
+            raise TypeError("give a list of samples, also of a single one")
         parts = [torch.empty(0, len(self.classes))]
         for start in range(0, len(samples), batch_size):
             logits = self.model(self.prepare(samples[start : start + batch_size]))
@@ -117,8 +126,15 @@ def _image_classifier(
     def source(image: Any) -> Any:
         if isinstance(image, str | os.PathLike):
             return os.fsencode(image)
-        pixels = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image)
-        return pixels if pixels.ndim == 3 else pixels[:, :, None]
+        if isinstance(image, Image.Image):
+            return image
+        pixels = np.asarray(image)
+        if pixels.dtype != np.uint8 or pixels.shape[2:] not in ((), (1,), (3,)) or pixels.ndim < 2:
+            raise InputError(
+                f"an array of {pixels.dtype} {pixels.shape}: give uint8 of (height, width) or "
+                "(height, width, 3)"
+            )
+        return pixels.reshape(*pixels.shape[:2], -1)
 
     def prepare(images: Sequence[Any]) -> Tensor:
         pixels = image_datasets.read_images(

@@ -99,8 +99,7 @@ class Progress:
                 does not compare its epochs with those before.
         """
         best = self.best
-        # Older checkpoints name the evaluation set alone.
-        is_comparable = best.get("chosen_by", f"{best.get('chosen_on')}_accuracy") == chosen_by
+        is_comparable = best.get("chosen_by") == chosen_by
         rivals = self.rows[best["epoch"] - 1 : best["epoch"]] if is_comparable else []
         self.rows.append(row)
         self.epoch, self.step_in_epoch, self.train_seconds = self.epoch + 1, 0, 0.0

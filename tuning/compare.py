@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from cli import flags
+from cli import flags, options
 from cli.flag_parser import Choice, FlagParser, file_path
 from errors import InputError, exit_code
 from tuning.config import Arm
@@ -27,6 +27,7 @@ from tuning.sweep import SCRIPTS, check_optuna
 from tuning.target_script import TargetScript, script_parser
 
 IN_COMMON = ("epochs", "seed", "dataset", "data_dir")  # of all runs of a race
+NOT_IN_RACE = ("patience", "stop_at", "best_by")  # all runs end, and are judged by accuracy
 
 
 def compare_parser() -> FlagParser:
@@ -73,8 +74,11 @@ def read_arms(
         raise InputError(f"--vary {name}: all runs of a race have the same; vary another flag")
     if len(values) < 2 or not all(values):
         raise InputError(f"--vary {name}={','.join(values)}: give two values or more, as in A,B")
+    given = {name, *parser.given(parser.translate(arguments))}
+    if ends := [each for each in NOT_IN_RACE if each in given]:
+        raise InputError(f"--{ends[0]}: a race is by the accuracy of whole runs; leave it out")
     own = {"recipe": "recipe", "optimizer": "lr"}.get(name, "seed")
-    if taken := parser.given(parser.translate(arguments)).keys() & {"seed", own}:
+    if taken := given & {"seed", own} - {name}:
         raise InputError(f"--{taken.pop()}: each run of the race has its own; leave it out")
     if "test" not in shared.own_splits():
         raise InputError(f"--data_dir {common['data_dir']}: has no test set, which a race needs")
@@ -86,9 +90,9 @@ def read_arms(
             words = [*arguments, *shared.to_arguments({name: several})]
         script = TargetScript.read(shared.file, words)
         chosen = script.flags({})
-        rate = chosen["lr"] or parser.optimizers[chosen["optimizer"]].lr
-        if name == "optimizer" and value != common["optimizer"]:
-            rate = parser.optimizers[value].lr  # a recipe's rate is that of its own optimizer
+        usual = options.computed_defaults(chosen, parser)["lr"]
+        is_own = name == "optimizer" and value != common["optimizer"]
+        rate = usual if is_own else chosen["lr"] or usual  # a recipe's is of its own optimizer
         for each in ("dataset", "epochs"):
             if arms and chosen[each] != arms[0].script.flags({})[each]:
                 raise InputError(f"the recipes differ in {each}; give --{each} for all arms")
