@@ -60,9 +60,9 @@ def add_flags(parser: ScriptParser) -> None:
     add("--augment", Choice(["standard", "none", *POLICIES]), "standard", "random changes of "
         "training images: crops and flips (standard), and besides the policies TrivialAugment, "
         "RandAugment or AutoAugment", common=True)
-    add("--crop", Choice(CROPS), "auto", "part of a training image: of random size, read "
-        "anew in each epoch (resized), shifted by some pixels (pad) or the centre (center); auto is "
-        f"pad, and resized for folder above {SMALL_IMAGE} pixels", only_with=[{"augment": ON}])
+    add("--crop", Choice(CROPS), "auto", "part of a training image: of random size, read anew in "
+        "each epoch (resized), shifted by some pixels (pad) or the centre (center); auto is pad, "
+        f"and resized for folder above {SMALL_IMAGE} pixels", only_with=[{"augment": ON}])
     add("--random_erasing", number(float, 0, 1), 0.0, "probability that a rectangle of a training "
         "image is erased", metavar="P")
     add("--augment_args", setting, {}, "pad, fill (black or reflect) and alternate of crops and "
