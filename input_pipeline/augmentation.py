@@ -70,8 +70,6 @@ class Augmentation:
             raise ValueError(f"fill={self.fill} must be black or reflect")
         if not 0 <= self.pad <= LARGEST_PAD:
             raise ValueError(f"pad={self.pad} must be from 0 to {LARGEST_PAD}")
-        if self.pad and self.resized:
-            raise ValueError(f"pad={self.pad} moves images: it is for --crop pad")
         if not 0 <= self.jitter <= 1:
             raise ValueError(f"jitter={self.jitter} must be from 0 to 1")
         if self.small_size < 1 or not 1 <= self.small_stages <= MOST_SMALL_STAGES:

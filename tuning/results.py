@@ -125,7 +125,7 @@ def draw_pictures(study: optuna.Study, config: SweepConfig) -> None:
         "flags": lambda: visualization.plot_slice(study, target_name=objective),
         "importance": lambda: visualization.plot_param_importances(study),
     }
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), plt.rc_context():  # Optuna sets a style of its own
         warnings.simplefilter("ignore")
         for name, draw in pictures.items():
             try:

@@ -62,7 +62,7 @@ def test_a_run_reports_the_accuracy_over_views(here, monkeypatch):
         ("--small_epochs 1 --small_size 4 --small_stages 2", "small_stages=2 must be at most"),
         ("--augment none --crop_pad 2", "--augment none has no such setting"),
         ("--crop_pad 8 --crop_fill reflect", "pad=8 must be from 1 to 7"),
-        ("--crop resized --crop_pad 2", "pad=2 moves images: it is for --crop pad"),
+        ("--crop center --crop_pad 2", "are for --crop pad"),
         ("--augment_args jitter=2", "jitter=2 must be from 0"),
         ("--arch vgg8 --image_size 12 --small_epochs 1 --small_size 4", "cannot take 4x4 images"),
     ],
