@@ -6,10 +6,10 @@
 
 Each weight is a matrix, a convolution's one of (outputs, everything else). Its Nesterov momentum is
 multiplied by F^(-1/2), where F is the momentum's second moment along the shorter side (of this one
-momentum: no expectation, and so no Fisher matrix). F is known in the leading directions, and taken
-for a multiple of the identity in the others. Every step has the same length, which depends on the
-weight's shape alone, unless nearly no momentum is left. Embeddings, classifiers, biases and
-normalisation take the step of AdamW.
+momentum: no expectation, and so no Fisher matrix). F is known in the leading directions, which are
+followed from step to step, and taken for a multiple of the identity in the others. Every step has
+the same length, which depends on the weight's shape alone, unless nearly no momentum is left.
+Embeddings, classifiers, biases and normalisation take the step of AdamW.
 
 The symbols of the code, for one weight (everything in the code has a leading `batch` dimension, the
 weights of one shape, which are updated together):
@@ -18,7 +18,8 @@ weights of one shape, which are updated together):
     X       (D, N)        the Nesterov momentum, D <= N; where the weight has more rows than
                           columns, its transpose
     F       (D, D)        = XX', of which this is known: R'SR + rho (I - R'R)
-    R       (rank, D)     orthonormal rows, which span the leading eigenvectors of F, or nearly
+    R       (rank, D)     orthonormal rows, which span nearly the leading eigenvectors of F; all
+                          that is kept between steps
     H       (rank, N)     = R X
     J       (rank, D)     = H X' = R F, whose rows span those of the next R: one step of subspace
                           iteration
@@ -26,12 +27,11 @@ weights of one shape, which are updated together):
     rho     ()            = (|X|^2 - trace S) / (D - rank), the mean of F in other directions
     K       (rank, rank)  = I - (S / rho)^(-1/2), so that (F / rho)^(-1/2) X is X - R'K H
 
-So the leading singular values of X become the root mean square of the others. There are two ways to
-R. On a CPU, where D is at most 64, its rows are the leading eigenvectors of XX', which is
-decomposed in every step. Elsewhere R is kept between steps. A step takes R two iterations on, the
-first of them with every fourth column of X, and then uses it: H and J twice, H and R'K H with the
-last R, four thin matrix products and a quarter of two. That R has seen the newest gradient matters:
-with the R of the step before, the leading directions of the newest gradient would stay as they are.
+So the leading singular values of X become the root mean square of the others. In a step R is taken
+two iterations on, the first of them with every fourth column of X, and then used: H and J twice, H
+and R'K H with the last R, four thin matrix products and a quarter of two. That R has seen the
+newest gradient matters: with the R of the step before, the leading directions of the newest
+gradient would stay as they are.
 
 The form of F, a few directions and a multiple of the identity, followed online, is that of Povey,
 Zhang and Khudanpur (arXiv:1410.7455), whose own optimizer is [KaldiNGD](optimizers/kaldi_ngd.py).
@@ -51,16 +51,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from optimizers import matrix_functions
 from optimizers.adam import AdamStep, adamw_step_
 from optimizers.base import GradScalerOptimizer
 from optimizers.low_rank import project, row_norms, second_moment, subtract_projection
+from optimizers.matrix_functions import inverse_square_root
 from optimizers.param_groups import is_matrix
 
 CPU_BATCH_BYTES = 16 * 2**20  # of weights that are updated together: what a cache holds
 GPU_BATCH_BYTES = 2**28  # ... on other devices: few kernel launches
 ALONE_DEVICES = {"cpu"}  # on which a batch takes its step alone, in the cache
-EXACT_DIM = 64  # D up to which R is computed anew in every step, where nobody waits for that
 # Relative to |X|^2: the least second moment of a direction. fp32 knows of nothing below it.
 FLOOR = 1e-7
 # Relative to |X|: how much of the old R is in the new one, for directions in which X is nothing.
@@ -79,7 +78,7 @@ class NGD(GradScalerOptimizer):
 
     State of a matrix:
         momentum_buffer        its shape, in fp32 at least: the mean of the gradients.
-        directions             (rank, D), R, where it is followed and not computed anew.
+        directions             (rank, D), R.
     State of another parameter:
         exp_avg, exp_avg_sq    as of AdamW, in fp32 at least.
         step                   fp32 (), how many gradients it had, without those of skipped steps.
@@ -234,8 +233,7 @@ def make_batches(
             parameters = alike[start : start + size]
             batch = MatrixBatch(parameters, [state[p] for p in parameters], rank=group["rank"])
             alone = len(together) if batch.device.type in ALONE_DEVICES else None
-            rank_kept = None if batch.is_exact else batch.R.shape[1]
-            together[batch.device, batch.dtype, rank_kept, alone].append(batch)
+            together[batch.device, batch.dtype, batch.R.shape[1], alone].append(batch)
     return list(together.values())
 
 
@@ -270,27 +268,21 @@ class MatrixBatch:
             self.view_shape = (len(parameters), 1, rows, columns)
         else:
             self.view_shape = (len(parameters), rows, columns, 1)
-        self.rank = min((self.dim + 1) // 2, rank)
-        self.is_exact = self.dim <= EXACT_DIM and self.device.type in matrix_functions.EIGH_DEVICES
+        rank = min((self.dim + 1) // 2, rank)  # of parameters that are seen for the first time
         self.dims = torch.full(
             (len(parameters),), float(self.dim), dtype=torch.float64, device=self.device
         )
-        if any("momentum_buffer" not in state for state in states):
+        if any("directions" not in state for state in states):
+            directions = initial_directions(rank, self.dim).to(self.device, self.dtype)
             momentum = torch.zeros(first.shape, dtype=self.dtype, device=self.device)
             for state in states:
+                state.setdefault("directions", directions)
                 state.setdefault("momentum_buffer", momentum)
+        self.R = torch.stack([state["directions"] for state in states])  # (batch, rank, D)
         buffers = [state["momentum_buffer"].permute(self.axis_order) for state in states]
         self.momentum = torch.stack(buffers)  # (batch, permuted shape of a parameter)
-        for state, buffer in zip(states, self.momentum):
+        for state, buffer, row in zip(states, self.momentum, self.R):
             state["momentum_buffer"] = buffer.permute(self.inverse_order)
-        if self.is_exact:
-            return
-        if any("directions" not in state for state in states):
-            directions = initial_directions(self.rank, self.dim).to(self.device, self.dtype)
-            for state in states:
-                state.setdefault("directions", directions)
-        self.R = torch.stack([state["directions"] for state in states])  # (batch, rank, D)
-        for state, row in zip(states, self.R):
             state["directions"] = row
 
     @property
@@ -362,11 +354,7 @@ def step_together(
         active = (found_inf == 0).to(first.dtype)
     for batch in batches:
         batch.load_momentum(group, active=active, loss_scale=loss_scale, found_inf=found_inf)
-    if first.is_exact:
-        for batch in batches:
-            precondition_exactly(batch)
-    else:
-        precondition(batches, active=active)
+    precondition(batches, active=active)
     for batch in batches:
         batch.update(group, active=active)
 
@@ -409,21 +397,6 @@ def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
     K = torch.where(K.isfinite().flatten(1).all(1)[:, None, None], K, 0).to(stacked.dtype)
     for batch, H, part in zip(batches, projected, K.split(counts)):
         subtract_projection(batch.matrices, H, W=part @ batch.R)
-
-
-def precondition_exactly(batch: MatrixBatch) -> None:
-    """Multiplies X by F^(-1/2), where the rows of R are the leading eigenvectors of XX'."""
-    X = batch.matrices
-    F = second_moment(X.flatten(0, 1) if X.shape[3] > 1 else X.flatten(2), X).double()
-    F = torch.nan_to_num(F / row_norms(batch.X).square()[:, None, None], 0.0, 0.0, 0.0)
-    eigenvalues, vectors = torch.linalg.eigh(F)
-    S = eigenvalues[:, -batch.rank :].clamp(min=0)
-    rho = rest_of_trace(S.sum(1), dim=batch.dims, rank=batch.rank)
-    factors = torch.ones_like(eigenvalues)
-    factors[:, -batch.rank :] = (rho[:, None] / (S + FLOOR)).sqrt()
-    root = (vectors * factors[:, None]) @ vectors.mT
-    product = project(root.to(X.dtype), X, buffer=batch.buffer)
-    batch.X, batch.buffer = product.view(batch.X.shape), batch.X.view(-1)
 
 
 def cat_padded(tensors: Sequence[Tensor]) -> Tensor:
@@ -486,11 +459,7 @@ def flattening(S: Tensor, *, dim: Tensor) -> Tensor:
     """
     rank = S.shape[1]
     eye = torch.eye(rank, dtype=S.dtype, device=S.device)
-    rho = rest_of_trace(S.diagonal(dim1=1, dim2=2).sum(1), dim=dim, rank=rank)
-    root = matrix_functions.inverse_square_root(S + FLOOR * eye)
+    rest = 1 - S.diagonal(dim1=1, dim2=2).sum(1)
+    rho = (rest / (dim - rank).clamp(min=1)).clamp(min=FLOOR)
+    root = inverse_square_root(S + FLOOR * eye)
     return eye - rho.sqrt()[:, None, None] * root
-
-
-def rest_of_trace(trace: Tensor, *, dim: Tensor, rank: int) -> Tensor:
-    """Computes rho (batch,) from the trace of S (batch,), where the trace of F is 1."""
-    return ((1 - trace) / (dim - rank).clamp(min=1)).clamp(min=FLOOR)

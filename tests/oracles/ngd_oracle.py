@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FLOOR, KEPT, RIDGE, SAMPLE, EXACT_DIM = 1e-7, 1e-5, 1e-10, 4, 64
+FLOOR, KEPT, RIDGE, SAMPLE = 1e-7, 1e-5, 1e-10, 4
 
 
 class Oracle:
@@ -45,13 +45,7 @@ class Oracle:
         return -length * direction / direction.norm()
 
     def follow(self, X: Tensor) -> None:
-        """Leading left singular vectors, or two steps of subspace iteration towards them.
-
-        Directions in which X is nothing stay as they are in an iteration.
-        """
-        if self.D <= EXACT_DIM:
-            self.R = torch.linalg.svd(X)[0][:, : self.r].T
-            return
+        """Two steps of subspace iteration; directions in which X is nothing stay as they are."""
         step = max(1, min(SAMPLE, X.shape[1] // (2 * self.r)))
         for part in (X[:, ::step], X):
             G = self.R @ part @ part.T @ self.R.T

@@ -57,11 +57,10 @@ def as_matrix(tensor: Tensor) -> Tensor:
     [
         *(
             ([int(n) for n in case.split("x")], {})
-            for case in "40x9 30x500 2x9 9x4 32x16x3x3 8x16x1x1 300x70 170x133 80x32x3x3".split()
+            for case in "40x9 300x40 30x500 170x133 2x9 9x4 64x32x3x3 8x16x1x1".split()
         ),
         ([60, 80], {"rank": 5, "momentum": 0.5}),
-        ([70, 80], {"rank": 5, "momentum": 0.5}),
-        ([70, 80], {"nesterov": False}),
+        ([60, 80], {"nesterov": False}),
         ([100, 150], {"momentum": 0.0, "nesterov": False}),
     ],
 )
@@ -82,7 +81,7 @@ def test_fifty_steps_equal_the_oracle(shape, settings, dtype):
 
 
 def test_a_gpus_way_is_nearly_that_of_a_cpu(monkeypatch):
-    shapes = [(300, 70), (80, 32, 3, 3)]
+    shapes = [(300, 40), (64, 32, 3, 3)]
     gradients = list(zip(*(correlated(shape, 40, decay=2.0) for shape in shapes)))
     moved = []
     for devices in ({"cpu"}, set()):
@@ -97,46 +96,30 @@ def test_a_gpus_way_is_nearly_that_of_a_cpu(monkeypatch):
         assert distance(one, other) < 1e-3
 
 
-def test_directions_that_are_followed_come_to_those_of_a_decomposition(monkeypatch):
-    gradient = torch.randn(60, 60) @ torch.diag(0.9 ** torch.arange(60.0)) @ torch.randn(60, 80)
-    moved = []
-    for exact_dim in (64, 0):
-        monkeypatch.setattr(ngd, "EXACT_DIM", exact_dim)
-        p = nn.Parameter(torch.zeros(60, 80))
-        optimizer = NGD([p], lr=1.0, weight_decay=0.0)
-        for _ in range(60):
-            p.detach().zero_()
-            p.grad = gradient.clone()
-            optimizer.step()
-        assert ("directions" in optimizer.state[p]) == (exact_dim == 0)
-        moved.append(p.detach())
-    assert distance(*moved) < 1e-2, distance(*moved)
-
-
 def test_a_gradient_of_rank_one_or_zero_keeps_the_directions_orthonormal():
-    p = nn.Parameter(torch.zeros(70, 90))
+    p = nn.Parameter(torch.zeros(50, 70))
     optimizer = NGD([p], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0)
     for step in range(20):
         p.detach().zero_()
-        p.grad = torch.randn(70, 1) @ torch.randn(1, 90)
+        p.grad = torch.randn(50, 1) @ torch.randn(1, 70)
         if step % 3 == 2:
             p.grad.zero_()
         optimizer.step()
         R = optimizer.state[p]["directions"]
-        assert_same(R @ R.mT, torch.eye(32), 1e-3)
+        assert_same(R @ R.mT, torch.eye(25), 1e-3)
         if step % 3 == 2:
             assert not p.any()
         else:
-            assert distance(-p, p.grad * math.sqrt(70) / p.grad.norm()) < 5e-2
+            assert distance(-p, p.grad * math.sqrt(50) / p.grad.norm()) < 5e-2
 
 
 def test_dead_columns_do_not_stop_the_directions():
-    p = nn.Parameter(torch.zeros(80, 256))
+    p = nn.Parameter(torch.zeros(64, 256))
     optimizer = NGD([p], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0)
-    signal = 10 * torch.randn(80, 5) @ torch.randn(5, 256)
+    signal = 10 * torch.randn(64, 5) @ torch.randn(5, 256)
     for _ in range(9):
         p.detach().zero_()
-        p.grad = signal + torch.randn(80, 256)
+        p.grad = signal + torch.randn(64, 256)
         p.grad[:, ::4] = 0.0  # those that the first iteration samples
         optimizer.step()
     values = torch.linalg.svdvals(p.detach())
@@ -194,7 +177,7 @@ def test_embeddings_the_classifier_and_positions_are_not_under_ngd():
 
 
 def test_batches_that_step_together_step_as_alone(monkeypatch):
-    shapes = [*SHAPES, (80, 100), (110, 80), (90, 300)]
+    shapes = [*SHAPES, (50, 64), (70, 64), (90, 300)]
     alone = train(NGD(weights(shapes), lr=0.1), range(9))
     monkeypatch.setattr(ngd, "ALONE_DEVICES", set())
     together = NGD(weights(shapes), lr=0.1)
