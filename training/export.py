@@ -114,7 +114,7 @@ def _export_weights(model: nn.Module, example: Tensor, path: Path, texts: dict[s
     with needing("--export to .safetensors", "safetensors"):
         from safetensors import torch as safetensors
     weights = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
-    safetensors.save_file(weights, path, metadata=texts)
+    path.write_bytes(safetensors.save(weights, metadata=texts))  # save_file lets no other user read
     # Some buffers are no part of the state_dict.
     stored = {**dict(model.named_buffers()), **safetensors.load_file(path)}
     return functional_call(model, stored, example, strict=True).detach()

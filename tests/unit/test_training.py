@@ -229,6 +229,7 @@ def exported_metadata(script, monkeypatch) -> dict[str, Any]:
         console = run(script, "--resume", "run", "--export", name, monkeypatch=monkeypatch)
         assert "same probabilities" in console
         assert Path(name).stat().st_size > 100_000
+        assert Path(name).stat().st_mode == Path("run/config.json").stat().st_mode
     onnxruntime = pytest.importorskip("onnxruntime")
     safetensors = pytest.importorskip("safetensors")
     session = onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
