@@ -48,7 +48,7 @@ FIRST_BATCH_SECONDS = 10.0
 
 
 def make_files(folder: Path, files: int) -> None:
-    """Make FOLDER/CLASS/*.jpg."""
+    """Write JPEGs of 500 x 375 pixels as FOLDER/CLASS/NUMBER.jpg, spread over the classes."""
     generator = np.random.default_rng(0)
     for picture in range(PICTURES):
         coarse = Image.fromarray(generator.integers(0, 256, (12, 16, 3), dtype=np.uint8))

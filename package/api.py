@@ -70,5 +70,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What completion offers."""
+    """Names for completion: the public ones."""
     return [*__all__, "__version__"]

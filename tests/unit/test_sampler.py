@@ -102,7 +102,9 @@ def test_balanced_epochs_draw_each_class_equally_often(lengths):
     for label, often in ((4, {0, 1}), (1, {3, 4}), (2, {111, 112})):
         assert set(times[labels == label].tolist()) == often
     halves = labels[sampler.epoch(2, [1003])[0]].split(502)
-    assert lengths is not None or all((half == 1).sum() > 100 for half in halves), "in random order"
+    assert all((half == 1).sum() > 100 for half in halves), "in random order"
+    in_batches = [rows.bincount().max() for rows in sampler.epoch(2, batch_sizes(1003, 64))]
+    assert max(in_batches) < 16, "copies of a row do not come together"
 
 
 # -------------------------------------------------------------------- lengths
