@@ -54,11 +54,13 @@ from optimizers.base import global_norm, step_unless_skipped
 
 KINDS = ("none", "mixup", "intra", "attention", "cutmix", "meta")
 TEXT_KINDS = ("none", "mixup", "intra", "meta")  # those that need no height and width
-POLICIES = ("pair", "beta")  # of MetaMixup
+POLICIES = ("loss", "pair")  # of MetaMixup
 
 ATTENTION_GRID = 4  # side of the noise from which attention maps are interpolated
 ATTENTION_CONTRAST = 2.0  # standard deviation of that noise, on the logit of lambda
 FINITE_DIFFERENCE_STEP = 0.01  # |e v| relative to |theta|
+LEAST_SHARE = 1e-4  # of a mix, beyond which its logarithm says nothing
+LARGEST_EXCESS = 10.0  # of a row's loss
 
 
 @dataclass
@@ -384,11 +386,13 @@ def meta_gradient(
     mixed_loss: Callable[[Tensor], Tensor],
     clean_loss: Callable[[], Tensor],
     rate: float,
+    metric: list[Tensor] | None = None,
     scale: Tensor | float = 1.0,
 ) -> Tensor:
     """Gradient of the clean loss after a virtual SGD step on the mixed loss, to `weights`.
 
-    The equation stands at the top of this file. Parameters, buffers (the statistics of BatchNorm)
+    The equation stands at the top of this file. With a metric m the step is a m grad_theta L_mix,
+    and v becomes m v. Parameters, buffers (the statistics of BatchNorm)
     and random states are left unchanged, and no `.grad` is written. All passes see the same random
     numbers, so that dropout is part of the function that is differentiated.
 
@@ -398,6 +402,7 @@ def meta_gradient(
         mixed_loss: computes a scalar from `weights` by `model`.
         clean_loss: computes a scalar by `model`, on samples that are not mixed.
         rate: a, the learning rate of the virtual step.
+        metric: factors of the step, a tensor for each parameter that is trained; None is 1.
         scale: factor of the losses before each backward pass, for gradients in fp16.
 
     Returns:
@@ -415,9 +420,13 @@ def meta_gradient(
 
     with torch.no_grad(), restore_on_exit(parameters, list(model.buffers())) as start:
         step = gradient(lambda: mixed_loss(weights.detach()), parameters)
+        if metric:
+            torch._foreach_mul_(step, metric)
         torch._foreach_add_(parameters, step, alpha=-rate)
         del step  # frees a copy of the model
         direction = gradient(clean_loss, parameters)
+        if metric:
+            torch._foreach_mul_(direction, metric)
         epsilon = FINITE_DIFFERENCE_STEP * global_norm(start) / global_norm(direction)
         torch._foreach_mul_(direction, epsilon)
         leaf = weights.detach().requires_grad_()
@@ -449,28 +458,81 @@ def restore_on_exit(parameters: list[Tensor], buffers: list[Tensor]) -> Iterator
 # -------------------------------------------------------------------- meta-mixup
 
 
+class RowLosses:
+    """How much more than a blend's the loss of each training row was, in the epoch before.
+
+    In an epoch a row has a place in two mixes, its own and that of the row whose partner it is. A
+    network that sees both parts of a blend gives the label of a part its share w. The excess of a
+    row is the mean of log w - log p(label) over its places, weighted by w, in [-10, 10]: large
+    where the network doubts the label.
+
+    Attributes:
+        excess: (rows,) of the epoch before; 0 before the second epoch.
+        sums: (2, rows) of this epoch, on this rank: w times the excess, and w.
+    """
+
+    def __init__(self, rows: int, device: torch.device | None) -> None:
+        self.excess = torch.zeros(rows, device=device)
+        self.sums = torch.zeros(2, rows, device=device)
+
+    def add(self, rows: Tensor, logits: Tensor, *, labels: Tensor, mix: Mix) -> None:
+        """Count a mixed batch.
+
+        Args:
+            rows: (batch,) of the training set.
+            logits: (batch, classes) of the mixed batch.
+            labels: (batch,) of the unmixed batch.
+            mix: how it was mixed.
+        """
+        scores = logits.detach().float().log_softmax(1)
+        for place, share in (
+            (torch.arange(len(rows), device=rows.device), mix.weight),
+            (mix.partner, 1 - mix.weight),
+        ):
+            share = share.detach().float().clamp(min=LEAST_SHARE)
+            excess = share.log() - scores.gather(1, labels[place, None])[:, 0]
+            excess = torch.nan_to_num(excess, 0.0).clamp(-LARGEST_EXCESS, LARGEST_EXCESS)
+            self.sums.index_add_(1, rows[place], torch.stack([share * excess, share]))
+
+    def end_epoch(self) -> None:
+        """Turn what was counted into the excess; collective. Other rows keep theirs."""
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(self.sums)
+        mean = self.sums[0] / self.sums[1]
+        self.excess = torch.where(self.sums[1] > 0, mean, self.excess)
+        self.sums.zero_()
+
+
 class MetaMixup:
     """Mixup whose lambda follows the gradient of a clean loss through a virtual step.
 
     The idea is that of Mai et al. (arXiv:1908.10059). They learn online, with the training; here a
-    policy over pairs of classes remembers what it has learned from one batch to the next. Its use
-    stands at the top of this file.
+    policy remembers what it has learned from one batch to the next. Its use stands at the top of
+    this file. Partners are sampled as by `mixup`. Policies:
 
-    Partners are sampled as by `mixup`. A sample has the larger share in its own mix, lambda in
-    [0.5, 1]: the partner's row of the same batch stands for the other half. 1 is no mixing.
-    Policies, where C is the number of classes:
+    1. 'loss': two numbers, the slope k and the scale s. lambda0 ~ Beta(alpha, alpha) for each
+       sample, and with the excess of `RowLosses` in the epoch before
 
-    1. 'pair': lambda is a number for each unordered pair of classes, C (C + 1) / 2 in all. It
-       starts at 0.75, the mean of max(lambda, 1 - lambda) under Beta(1, 1).
-    2. 'beta': two numbers a and b for each pair; lambda ~ Beta(a, b), or 1 minus that if it is
-       larger. It starts at Beta(alpha, alpha).
+           logit lambda = s logit lambda0 + k (excess of the partner - excess of the sample).
+
+       So a row whose label the network doubts gives way to its partner. It starts as mixup, with
+       k = 0 and s = 1; a large s is no mixing. Weighting samples by their losses is that of
+       arXiv:1902.07379 and arXiv:1904.11238.
+    2. 'pair': lambda is a number for each unordered pair of the C classes, C (C + 1) / 2 in all.
+       It starts at 0.75, the mean of max(lambda, 1 - lambda) under Beta(1, 1). A sample has the
+       larger share in its own mix, lambda in [0.5, 1], where 1 is no mixing: the partner's row of
+       the same batch stands for the other half.
 
     Args:
         classes: C, the number of classes.
         policy: one of `POLICIES`.
-        alpha: of the Beta distribution at the start; 'pair' ignores it.
-        lr: learning rate of Adam on the logit of 2 lambda - 1, or on log a and log b.
+        rows: of the training set, for 'loss'.
+        alpha: of the Beta distribution of 'loss'.
+        lr: learning rate of Adam on k and log s, or on the logits of 2 lambda - 1.
         device: of the labels.
+
+    Attributes:
+        numbers: (2,) k and log s; or (C (C + 1) / 2,) differences of those logits from the start.
 
     Raises:
         ValueError: there is no such policy.
@@ -479,8 +541,9 @@ class MetaMixup:
     def __init__(
         self,
         classes: int,
-        policy: str = "pair",
+        policy: str = "loss",
         *,
+        rows: int = 0,
         alpha: float = 1.0,
         lr: float = 0.1,
         device: torch.device | None = None,
@@ -490,20 +553,22 @@ class MetaMixup:
         self.policy = policy
         self.alpha = alpha
         self.lr = lr
-        # (classes, classes): the column of the table of each pair of classes, in both orders
+        # (classes, classes): which number belongs to a pair of classes, in both orders
         pairs = classes * (classes + 1) // 2
         self.pair_index = torch.empty(classes, classes, dtype=torch.long, device=device)
         low, high = torch.triu_indices(classes, classes, device=device)
         self.pair_index[low, high] = torch.arange(pairs, device=device)
         self.pair_index[high, low] = torch.arange(pairs, device=device)
-        # Differences from the start: of a logit ('pair') or of two logarithms ('beta') a pair
-        shape = {"pair": (1, pairs), "beta": (2, pairs)}[policy]
-        self.table = torch.zeros(shape, device=device, requires_grad=True)
+        count = pairs if policy == "pair" else 2
+        self.numbers = torch.zeros(count, device=device, requires_grad=True)
         # Its epsilon is far below the gradients, which are as small as a learning rate divided by
         # the batch size and the number of pairs.
-        fused = torch_compat.supports_fused_optimizers([self.table])
-        self.adam = torch.optim.Adam([self.table], lr=lr, eps=1e-20, fused=fused)
+        fused = torch_compat.supports_fused_optimizers([self.numbers])
+        self.adam = torch.optim.Adam([self.numbers], lr=lr, eps=1e-20, fused=fused)
         self.learned_mix: Mix | None = None  # of the last call of `learn`, until `mix` returns it
+        self.row_losses = RowLosses(rows, device) if policy == "loss" else None
+        self.rows = torch.empty(0, dtype=torch.long, device=device)  # of the next batches
+        self.mixed_rows = self.rows  # of the last one
 
     def mix(self, labels: Tensor) -> Mix:
         """Sample the Mix of a batch by the policy.
@@ -511,30 +576,39 @@ class MetaMixup:
         The first call after `learn` returns the Mix on which the policy learned, corrected, if the
         batch has the same size: the paper orders the two steps in this way.
         """
+        self.mixed_rows, self.rows = self.rows.tensor_split([len(labels)])
         learned_mix, self.learned_mix = self.learned_mix, None
         if learned_mix is not None and len(learned_mix.weight) == len(labels):
             return learned_mix
         with torch.no_grad():
             partner = torch.randperm(len(labels), device=labels.device)
-            return Mix(partner, self.lambdas(self.table, labels, partner=partner))
+            weight = self.lambdas(self.numbers, labels, partner=partner, rows=self.mixed_rows)
+            return Mix(partner, weight)
 
-    def lambdas(self, table: Tensor, labels: Tensor, *, partner: Tensor) -> Tensor:
+    def observe(self, logits: Tensor, labels: Tensor, mix: Mix) -> None:
+        """Take note of what the model said of the last mixed batch, for policy 'loss'."""
+        if self.row_losses is not None:
+            self.row_losses.add(self.mixed_rows, logits, labels=labels, mix=mix)
+
+    def lambdas(self, numbers: Tensor, labels: Tensor, *, partner: Tensor, rows: Tensor) -> Tensor:
         """Compute lambda of each sample, differentiable with respect to the policy's numbers.
 
         Args:
-            table: the policy's numbers, of the shape of `self.table`.
+            numbers: the policy's, of the shape of `self.numbers`.
             labels: (batch,) integers.
-            partner: (batch,) rows.
+            partner: (batch,) rows of the batch.
+            rows: (batch,) rows of the training set, for 'loss'.
 
         Returns:
-            (batch,) numbers in [0.5, 1].
+            (batch,) numbers in [0.5, 1], of 'loss' in [0, 1].
         """
-        columns = table[:, self.pair_index[labels, labels[partner]]]
-        if self.policy == "pair":
-            return (1 + torch.sigmoid(columns[0])) / 2
-        a, b = self.alpha * columns.double().exp()
-        weight = torch.distributions.Beta(a, b, validate_args=False).rsample()
-        return torch.maximum(weight, 1 - weight).float()
+        if self.row_losses is None:
+            return (1 + torch.sigmoid(numbers[self.pair_index[labels, labels[partner]]])) / 2
+        slope, log_scale = numbers
+        excess = self.row_losses.excess[rows]
+        start = sample_beta(self.alpha, len(labels), device=labels.device)
+        logit = torch.logit(start, eps=LEAST_SHARE)
+        return torch.sigmoid(log_scale.exp() * logit + slope * (excess[partner] - excess))
 
     def learn(
         self,
@@ -544,6 +618,7 @@ class MetaMixup:
         mixed_loss: Callable[[Mix], Tensor],
         clean_loss: Callable[[], Tensor],
         rate: float,
+        metric: list[Tensor] | None = None,
         scale: Tensor | float = 1.0,
     ) -> None:
         """Take one step of Adam on the policy.
@@ -558,46 +633,49 @@ class MetaMixup:
             mixed_loss: computes the loss of that batch under a Mix.
             clean_loss: computes the loss of a batch that is not mixed.
             rate: learning rate of the virtual step.
-            scale: see `meta_gradient`.
+            metric, scale: see `meta_gradient`.
         """
         partner = torch.randperm(len(labels), device=labels.device)
-        weight = self.lambdas(self.table, labels, partner=partner)
+        rows = self.rows[: len(labels)]
+        weight = self.lambdas(self.numbers, labels, partner=partner, rows=rows)
         gradient = meta_gradient(
             model,
             weight,
             mixed_loss=lambda weight: mixed_loss(Mix(partner, weight)),
             clean_loss=clean_loss,
             rate=rate,
+            metric=metric,
             scale=scale,
         )
-        (table_gradient,) = torch.autograd.grad(weight, self.table, gradient)
+        (gradient,) = torch.autograd.grad(weight, self.numbers, gradient)
         if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(table_gradient)
-            table_gradient /= dist.get_world_size()
-        self.table.grad = table_gradient
-        step_unless_skipped(self.adam, (~torch.isfinite(table_gradient)).any())
-        with torch.no_grad():
-            if self.policy == "beta":  # the very samples by which the policy was judged
-                self.learned_mix = Mix(partner, weight.detach())
-            else:
-                self.learned_mix = Mix(partner, self.lambdas(self.table, labels, partner=partner))
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        self.numbers.grad, before = gradient, self.numbers.detach().clone()
+        step_unless_skipped(self.adam, (~torch.isfinite(gradient)).any())
+        with torch.no_grad():  # pairs that did not occur keep their numbers
+            self.numbers.copy_(torch.where(gradient == 0, before, self.numbers))
+            if self.policy == "pair":
+                weight = self.lambdas(self.numbers, labels, partner=partner, rows=rows)
+            # of 'loss': the very samples by which the policy was judged
+            self.learned_mix = Mix(partner, weight.detach())
 
     def tables(self) -> dict[str, Tensor]:
-        """Return symmetric (classes, classes) tables of what was learned, by name.
-
-        Policy 'pair' has 'lambda', and 'beta' has 'a' and 'b'.
-        """
+        """Return symmetric (classes, classes) tables of what was learned, by name: of 'pair'."""
+        if self.policy != "pair":
+            return {}
         with torch.no_grad():
-            if self.policy == "pair":
-                return {"lambda": (1 + torch.sigmoid(self.table[0, self.pair_index])) / 2}
-            return dict(zip("ab", self.alpha * self.table.exp()[:, self.pair_index]))
+            return {"lambda": (1 + torch.sigmoid(self.numbers[self.pair_index])) / 2}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the policy and the state of its optimizer as tensors and numbers."""
-        return {"table": self.table.detach(), "adam": self.adam.state_dict()}
+        state = {"numbers": self.numbers.detach(), "adam": self.adam.state_dict()}
+        return state if self.row_losses is None else {**state, "excess": self.row_losses.excess}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
         with torch.no_grad():
-            self.table.copy_(state["table"])
+            self.numbers.copy_(state["numbers"])
+            if self.row_losses is not None:
+                self.row_losses.excess.copy_(state["excess"])
         self.adam.load_state_dict(state["adam"])

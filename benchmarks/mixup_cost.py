@@ -37,8 +37,8 @@ from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
 
 # Share of a step: the batch is read twice, its activations hundreds of times.
 PLAIN_SHARE = 0.02
-# Share of a step with 16 steps between updates, the default: ten passes of a third of a step each.
-META_SHARE = 0.30
+# Share of a step with 16 steps between updates, the default
+META_SHARE = 0.15
 
 EVERY = 16  # steps between updates of the policy
 QUICK_STEPS = 4  # of a kind without a policy in a round of --quick
@@ -122,8 +122,10 @@ def step_of(model: Model, kind: str, batch: int) -> Callable[[], None]:
     loss_fn: LossFn = CrossEntropy()
     meta_learner = None
     if kind == "meta":
-        meta = mixup.MetaMixup(CLASSES)
-        loss_fn = mixed = MixedCrossEntropy(lambda labels, **size: meta.mix(labels), model.mixes)
+        meta = mixup.MetaMixup(CLASSES, rows=batch)
+        loss_fn = mixed = MixedCrossEntropy(
+            lambda labels, **size: meta.mix(labels), model.mixes, observe=meta.observe
+        )
         held_out = HeldOutBatches(RandomHeldOut(model.inputs), batch, seed=0, world=world)
         meta_learner = MetaMixupStep(meta, mixed, held_out=held_out, every=EVERY)
     elif kind == "mixup":
@@ -137,7 +139,7 @@ def step_of(model: Model, kind: str, batch: int) -> Callable[[], None]:
         meta_learner=meta_learner,
     )
     labels = torch.randint(CLASSES, (batch,))
-    return partial(trainer.train_step, model.inputs(batch), labels)
+    return partial(trainer.train_step, model.inputs(batch), labels, rows=torch.arange(batch))
 
 
 def repeated(call: Callable[[], object], times: int, *, warm_up: int = 1) -> Callable[[], float]:

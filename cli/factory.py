@@ -180,18 +180,47 @@ def choose_rows(
         labels = {name: torch.as_tensor(split.labels).tolist() for name, split in chosen.items()}
         print(*notes, *own_data.class_table(classes, labels), sep="\n")
     if args.label_noise:
-        chosen["train"] = add_label_noise(args, run, chosen["train"], classes=len(classes))
+        chosen["train"] = add_label_noise(args, run, chosen["train"], classes=classes)
     return chosen, fingerprint
 
 
-def add_label_noise(args: Namespace, run: Run, train: Any, *, classes: int) -> Any:
-    """The training split with wrong labels by the share of --label_noise."""
+def add_label_noise(args: Namespace, run: Run, train: Any, *, classes: Sequence[str]) -> Any:
+    """The training split with wrong labels by --label_noise.
+
+    Raises:
+        InputError: it names a class that the data does not have.
+    """
+    share, _, pairs = str(args.label_noise).partition(":")
+    wrong = torch.arange(len(classes))
+    for pair in pairs.split(",") if pairs else ():
+        a, b = (class_number("--label_noise", name, classes) for name in pair.split("="))
+        wrong[a], wrong[b] = b, a
     right = torch.as_tensor(train.labels)
-    noisy = with_noise(right, args.label_noise, classes=classes, seed=args.seed + NOISE_SEED)
+    noisy = with_noise(
+        right,
+        float(share),
+        classes=len(classes),
+        seed=args.seed + NOISE_SEED,
+        wrong=wrong if pairs else None,
+    )
     if run.world.is_main:
-        wrong = int((noisy != right).sum())
-        print(f"--label_noise: {wrong} of {len(right)} training labels are wrong", flush=True)
+        count = int((noisy != right).sum())
+        print(f"--label_noise: {count} of {len(right)} training labels are wrong", flush=True)
     return train.with_labels(noisy)
+
+
+def class_number(flag: str, name: str, classes: Sequence[str]) -> int:
+    """The number of the class that a flag names.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name in classes:
+        return classes.index(name)
+    raise InputError(
+        f"{flag}: there is no class {excerpt(name)}; the classes are "
+        f"{own_data.list_names(classes)}{did_you_mean(name, classes)}"
+    )
 
 
 def report_baseline(
@@ -306,11 +335,8 @@ def class_weights(args: Namespace, run: Run, data: Data) -> Tensor | None:
     counts = data.labels.bincount(minlength=len(classes)).double()
     weights = 1 / counts.clamp(min=1)
     if given != "balanced":
-        if unknown := sorted(given.keys() - set(classes)):
-            raise InputError(
-                f"--class_weights: there is no class {excerpt(unknown[0])}; the classes are "
-                f"{own_data.list_names(classes)}{did_you_mean(unknown[0], classes)}"
-            )
+        for name in given:
+            class_number("--class_weights", name, classes)
         weights = torch.tensor([given.get(name, 1.0) for name in classes]).double()
     weights *= counts.sum() / (weights * counts).sum()
     return weights.float().to(run.world.device)
@@ -339,8 +365,10 @@ def create_loss(
         return mixed(partial(sample_mix, args.mixup, alpha=args.alpha, **settings)), None
     classes, every = len(data.metadata["classes"]), settings.pop("every")
     with refused_as("--mixup_args"):
-        meta = meta_mixup(classes, alpha=args.alpha, device=run.world.device, **settings)
-    loss_fn = mixed(lambda labels, **size: meta.mix(labels))
+        meta = meta_mixup(
+            classes, alpha=args.alpha, rows=len(data.train), device=run.world.device, **settings
+        )
+    loss_fn = mixed(lambda labels, **size: meta.mix(labels), observe=meta.observe)
     held_out = HeldOutBatches(
         data.eval_sets["val"], args.batch_size, seed=args.seed + 2, world=run.world
     )

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 
-def with_noise(labels: Tensor, fraction: float, *, classes: int, seed: int) -> Tensor:
-    """Give rows of each class, chosen at random, a label of another class, each alike likely.
+def with_noise(
+    labels: Tensor, fraction: float, *, classes: int, seed: int, wrong: Tensor | None = None
+) -> Tensor:
+    """Give rows of each class, chosen at random, a label of another class.
 
     Args:
         labels: (rows,) class numbers.
@@ -18,6 +20,8 @@ def with_noise(labels: Tensor, fraction: float, *, classes: int, seed: int) -> T
             rows, and at least one row of each class keeps its label.
         classes: how many classes there are, two or more.
         seed: of the choice.
+        wrong: (classes,) the wrong label of each class, its own where its rows stay as they are;
+            None is any other class, each alike likely.
     Returns:
         (rows,) class numbers, as new memory.
     """
@@ -28,5 +32,6 @@ def with_noise(labels: Tensor, fraction: float, *, classes: int, seed: int) -> T
         rows_of_class = order[labels[order] == label]
         count = min(round(fraction * len(rows_of_class)), len(rows_of_class) - 1)
         offset = torch.randint(1, classes, (count,), generator=generator)
-        noisy[rows_of_class[:count]] = (label + offset) % classes
+        others = (label + offset) % classes
+        noisy[rows_of_class[:count]] = others if wrong is None else wrong[label]
     return noisy

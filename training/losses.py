@@ -65,6 +65,7 @@ class MixedCrossEntropy:
         model_mixes: the model mixes its hidden representation itself: it is called with the inputs,
             the partners and lambda.
         unmixed: the loss of samples that are not mixed, whose settings hold for mixed ones too.
+        observe: is called with the logits, the labels and the mix of each batch of training.
     """
 
     def __init__(
@@ -73,22 +74,28 @@ class MixedCrossEntropy:
         model_mixes: bool,
         *,
         unmixed: CrossEntropy | None = None,
+        observe: Callable[[Tensor, Tensor, Mix], None] = lambda logits, labels, mix: None,
     ) -> None:
-        self.sample_mix, self.model_mixes = sample_mix, model_mixes
+        self.sample_mix, self.model_mixes, self.observe = sample_mix, model_mixes, observe
         self.unmixed = unmixed or CrossEntropy()
 
     def __call__(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> BatchLoss:
         height, width = inputs.shape[-2:]
         mix = self.sample_mix(labels, height=height, width=width)
-        return self.with_mix(mix, model, inputs=inputs, labels=labels)
+        logits = self._logits(mix, model, inputs)
+        self.observe(logits, labels, mix)
+        return self._of_logits(logits, labels, mix)
 
     def with_mix(self, mix: Mix, model: nn.Module, *, inputs: Tensor, labels: Tensor) -> BatchLoss:
-        """The loss with the samples mixed in a given way."""
+        """The loss with the samples mixed in a given way, which is not observed."""
+        return self._of_logits(self._logits(mix, model, inputs), labels, mix)
+
+    def _logits(self, mix: Mix, model: nn.Module, inputs: Tensor) -> Tensor:
         if self.model_mixes:
-            logits = model(inputs, mix.partner, mix.weight)
-        else:
-            logits = model(mixup.blend(inputs, mix))
-        logits = at_least_fp32(logits)
+            return at_least_fp32(model(inputs, mix.partner, mix.weight))
+        return at_least_fp32(model(mixup.blend(inputs, mix)))
+
+    def _of_logits(self, logits: Tensor, labels: Tensor, mix: Mix) -> BatchLoss:
         loss = mixup.cross_entropy(
             logits,
             labels,

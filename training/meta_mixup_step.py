@@ -1,13 +1,14 @@
 """Meta-mixup in the training step: before some steps the policy learns from a held-out batch.
 
 meta = MetaMixup(classes=10, device=device)
-loss_fn = MixedCrossEntropy(lambda labels, **size: meta.mix(labels), model_mixes=False)
+loss_fn = MixedCrossEntropy(lambda labels, **size: meta.mix(labels), False, observe=meta.observe)
 held_out = HeldOutBatches(val, 128, seed=2, world=world)
 meta_learner = MetaMixupStep(meta, loss_fn, held_out=held_out, every=16)    # for a Trainer
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,6 +76,13 @@ class MetaMixupStep:
         self.steps = 0
         self.batches: Iterator[tuple[Tensor, Tensor]] | None = None
 
+    def begin_step(self, rows: Tensor) -> None:
+        """Called before the batches of a step are mixed: their (batch,) rows of the training set.
+
+        It is called again where they are mixed anew.
+        """
+        self.meta.rows = rows.to(self.meta.numbers.device, non_blocking=True)
+
     def before_step(
         self,
         model: nn.Module,
@@ -84,6 +92,7 @@ class MetaMixupStep:
         lr: float,
         precision: Precision,
         scaler: Any,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         """Called before each training step; at every `every`-th call the policy learns.
 
@@ -93,6 +102,7 @@ class MetaMixupStep:
             model: not wrapped for data parallelism.
             inputs, labels: the first micro-batch of the step on this rank.
             lr: the step's learning rate.
+            optimizer: in whose metric the virtual step is taken, if that is Adam's.
         """
         self.steps += 1
         if (self.steps - 1) % self.every:
@@ -112,8 +122,22 @@ class MetaMixupStep:
         # Asking the scaler for its number would make the host wait.
         scale = scaler.scale(torch.ones((), device=labels.device))
         self.meta.learn(
-            model, labels, mixed_loss=mixed_loss, clean_loss=clean_loss, rate=lr, scale=scale
+            model,
+            labels,
+            mixed_loss=mixed_loss,
+            clean_loss=clean_loss,
+            rate=lr,
+            metric=adam_metric(model, optimizer),
+            scale=scale,
         )
+
+    def end_epoch(self) -> dict[str, float]:
+        """Ends an epoch of the policy; collective. Returns what it adds to the epoch's row."""
+        if self.meta.row_losses is None:
+            return {}
+        self.meta.row_losses.end_epoch()
+        slope, log_scale = self.meta.numbers.tolist()
+        return {"mix_slope": slope, "mix_scale": math.exp(log_scale)}
 
     def tables(self) -> dict[str, Tensor]:
         """What the policy has learned: (classes, classes) tables by name."""
@@ -125,3 +149,30 @@ class MetaMixupStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.meta.load_state_dict(state)
         self.steps, self.batches = state["steps"], None
+
+    def rank_state_dict(self) -> dict[str, Tensor]:
+        """What is this rank's own; those of all ranks may be added up."""
+        losses = self.meta.row_losses
+        return {} if losses is None else {"sums": losses.sums.cpu()}
+
+    def load_rank_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what `rank_state_dict` returned."""
+        if self.meta.row_losses is not None:
+            self.meta.row_losses.sums.copy_(state["sums"])
+
+
+def adam_metric(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
+    """1 / (sqrt(v) + eps) of each parameter that is trained; None unless the optimizer is AdamW.
+
+    v is Adam's second moment, whose bias is corrected; before the first step there is none.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not isinstance(optimizer, torch.optim.AdamW) or len(optimizer.state) < len(parameters):
+        return None
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    metric = []
+    for p in parameters:
+        state, group = optimizer.state[p], groups[p]
+        corrected = state["exp_avg_sq"] / (1 - group["betas"][1] ** state["step"])
+        metric.append(1 / (corrected.sqrt() + group["eps"]))
+    return metric

@@ -87,13 +87,14 @@ class TrainState:
         """What is this rank's own."""
         buffers = [name for name, _ in self.model.named_buffers() if name in weights]
         own_names = weights if self.replicas_diverge else buffers
-        timer = self.compute_timer
+        timer, meta_learner = self.compute_timer, self.meta_learner
         return {
             "random": rng_states(self.world.device),
             "weights": {name: weights[name].cpu() for name in own_names},
             "average": self.average.own_state() if self.average is not None else {},
             "optimizer": to_cpu(optimizer) if self.replicas_diverge else None,
             "hook": self.comm_hook.rank_state_dict(self.parameters),
+            "learner": meta_learner.rank_state_dict() if meta_learner is not None else {},
             "sums": self.sums.values.cpu(),
             "bytes_sent": self.world.bytes_sent,
             "compute_seconds": timer.elapsed() if timer is not None else 0.0,
@@ -145,6 +146,13 @@ class TrainState:
             self.scaler.load_state_dict(state["scaler"])
         if self.meta_learner is not None and state["learner"]:
             load_into(self.meta_learner, state["learner"], "mixing policy")
+            parts = [rank["learner"] for rank in ranks]
+            if len(ranks) == self.world.size:
+                self.meta_learner.load_rank_state_dict(parts[self.world.rank])
+            elif self.world.is_main:
+                self.meta_learner.load_rank_state_dict(
+                    {name: sum(part[name] for part in parts) for name in parts[0]}
+                )
 
     def _load_sharded(self, state: dict[str, Any], buffers: dict[str, Any]) -> None:
         """Load weights and moments that are in shards; `buffers` are this rank's own."""

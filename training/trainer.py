@@ -226,7 +226,9 @@ class Trainer(TrainState):
             for (inputs, labels), planned in zip(data, plan):
                 self.set_lr(self.scheduled_lr())
                 with without_compilation(one_shape and planned.samples != self.batches.size):
-                    self.train_step(inputs, labels, planned.weight, samples=planned.samples)
+                    self.train_step(
+                        inputs, labels, planned.weight, samples=planned.samples, rows=planned.rows
+                    )
                 if self.average is not None:
                     self.average.update(self.model)
                 self.world.first_step_done()
@@ -247,7 +249,13 @@ class Trainer(TrainState):
     # ---------------------------------------------------------------- one step
 
     def train_step(
-        self, inputs: Tensor, labels: Tensor, weight: float = 1.0, *, samples: int | None = None
+        self,
+        inputs: Tensor,
+        labels: Tensor,
+        weight: float = 1.0,
+        *,
+        samples: int | None = None,
+        rows: Tensor | None = None,
     ) -> None:
         """One optimizer step. Micro-batches are halved while the GPU's memory runs out.
 
@@ -255,6 +263,7 @@ class Trainer(TrainState):
             inputs, labels: this rank's share of the global batch, (batch, ...) and (batch,).
             weight: of its mean loss in the mean over the ranks: share x ranks / global batch.
             samples: rows of the global batch; None is as many on every rank as on this one.
+            rows: (batch,) of the training set; None where no policy asks for them.
         Raises:
             InputError: the batch is too small for BatchNorm, or too large for the memory.
         """
@@ -267,6 +276,8 @@ class Trainer(TrainState):
                 if self.graph is not None:
                     self.graph(inputs, labels, weight=weight)
                     return
+                if self.meta_learner is not None and rows is not None:
+                    self.meta_learner.begin_step(rows)
                 if meta_learner is not None:
                     learner, meta_learner = meta_learner, None  # once, also if memory runs out
                     x, y = self.micro_batches.split(inputs, labels)[0]
@@ -277,6 +288,7 @@ class Trainer(TrainState):
                         lr=self.last_lr(),
                         precision=self.precision,
                         scaler=self.scaler,
+                        optimizer=self.optimizer,
                     )
                 step_sums = self.forward_backward(
                     self.parallel_model, inputs, labels, weight, num_micro_batches=number
@@ -421,6 +433,8 @@ class Trainer(TrainState):
         )
         if self.communicating is not None:
             row |= self.communicating.epoch_metrics()
+        if self.meta_learner is not None:
+            row |= self.meta_learner.end_epoch()
         row["skipped_steps"] = int(totals.skipped)
         if totals.skipped:
             recovery.warn_of_skipped(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -54,23 +55,28 @@ class Problem:
         logits = torch.func.functional_call(self.model, weights or {}, (self.clean_x,))
         return F.cross_entropy(logits, self.clean_labels)
 
-    def after_the_step(self, partner: Tensor, weight: Tensor) -> Tensor:
+    def after_the_step(
+        self, partner: Tensor, weight: Tensor, metric: list[Tensor] | None = None
+    ) -> Tensor:
         """The clean loss as a function of lambda; every pass starts at the current random state."""
         state, named = torch.get_rng_state(), dict(self.model.named_parameters())
         loss = self.loss_of(Mix(partner, weight))
-        gradients = torch.autograd.grad(loss, list(named.values()), create_graph=True)
+        steps = torch.autograd.grad(loss, list(named.values()), create_graph=True)
+        if metric is not None:
+            steps = [step * factor for step, factor in zip(steps, metric)]
         torch.set_rng_state(state)
-        value = self.clean_loss({n: p - RATE * g for (n, p), g in zip(named.items(), gradients)})
+        value = self.clean_loss({n: p - RATE * g for (n, p), g in zip(named.items(), steps)})
         torch.set_rng_state(state)
         return value
 
-    def gradient(self, scale: Tensor | float = 1.0) -> Tensor:
+    def gradient(self, scale: Tensor | float = 1.0, metric: list[Tensor] | None = None) -> Tensor:
         return meta_gradient(
             self.model,
             self.weight,
             mixed_loss=lambda weight: self.loss_of(Mix(self.partner, weight)),
             clean_loss=self.clean_loss,
             rate=RATE,
+            metric=metric,
             scale=scale,
         )
 
@@ -78,6 +84,7 @@ class Problem:
 @each_of("seed", range(3))
 def test_the_meta_gradient_is_that_of_double_backward_whatever_the_loss_scale(seed, monkeypatch):
     problem = Problem(seed)
+    metric = [0.1 + torch.rand_like(p) for p in problem.model.parameters()]
     weight = problem.weight.clone().requires_grad_()
     (exact,) = torch.autograd.grad(problem.after_the_step(problem.partner, weight), weight)
     default = problem.gradient()
@@ -85,6 +92,10 @@ def test_the_meta_gradient_is_that_of_double_backward_whatever_the_loss_scale(se
     with monkeypatch.context() as patch:
         patch.setattr(mixup, "FINITE_DIFFERENCE_STEP", 1e-4)
         torch.testing.assert_close(problem.gradient(), exact, rtol=1e-5, atol=1e-9)
+        scaled = problem.after_the_step(problem.partner, weight, metric)
+        (exact,) = torch.autograd.grad(scaled, weight)
+        given = problem.gradient(metric=metric)
+        torch.testing.assert_close(given, exact, rtol=1e-5, atol=1e-9)
     for scale in (2.0**14, torch.tensor(2.0**14)):
         torch.testing.assert_close(problem.gradient(scale=scale), default, rtol=1e-6, atol=1e-12)
 
@@ -118,65 +129,68 @@ def learn(meta: MetaMixup, problem: Problem, factor: float = 1.0) -> None:
     meta.learn(problem.model, problem.labels, **losses, rate=RATE)
 
 
-@each_of("policy", mixup.POLICIES)
-def test_a_policy_starts_as_mixup_with_the_larger_share_and_is_symmetric(policy):
-    meta, labels = MetaMixup(5, policy), torch.randint(5, (4000,))
-    mix, before = meta.mix(labels), meta.tables()
-    assert sorted(mix.partner.tolist()) == list(range(4000))
-    assert ((mix.weight >= 0.5) & (mix.weight <= 1)).all()
-    assert mix.weight.mean().item() == pytest.approx(0.75, abs=0.01)
-    with torch.no_grad():
-        meta.table += torch.randn_like(meta.table)
-    for name, table in meta.tables().items():
-        assert torch.equal(table, table.T)
-        assert (table != before[name]).all()
-    if policy == "pair":
-        mix = meta.mix(labels)
-        torch.testing.assert_close(mix.weight, meta.tables()["lambda"][labels, labels[mix.partner]])
-
-
-def test_beta_draws_from_the_parameters_of_the_pair():
-    meta, labels = MetaMixup(2, "beta", alpha=3.0), torch.arange(2).repeat(20_000)
-    with torch.no_grad():
-        meta.table[:, 1] = torch.tensor([1.0, -1.0])  # of the pair (0, 1)
+def test_a_policy_of_pairs_starts_as_mixup_with_the_larger_share_and_is_symmetric():
+    meta, labels = MetaMixup(5, "pair"), torch.randint(5, (4000,))
     mix = meta.mix(labels)
-    across = labels != labels[mix.partner]
-    for rows, a, b in ((across, 3 * torch.e, 3 / torch.e), (~across, 3.0, 3.0)):
-        draws = torch.distributions.Beta(a, b).sample((200_000,))
-        expected = torch.maximum(draws, 1 - draws).mean().item()
-        assert mix.weight[rows].mean().item() == pytest.approx(expected, abs=0.003)
+    assert sorted(mix.partner.tolist()) == list(range(4000))
+    assert (mix.weight == 0.75).all()
+    with torch.no_grad():
+        meta.numbers += torch.randn_like(meta.numbers)
+    mix, table = meta.mix(labels), meta.tables()["lambda"]
+    assert torch.equal(table, table.T)
+    assert ((table > 0.5) & (table < 1) & (table != 0.75)).all()
+    torch.testing.assert_close(mix.weight, table[labels, labels[mix.partner]])
 
 
 @each_of("policy", mixup.POLICIES)
 def test_learning_follows_the_exact_gradient_and_hands_its_batch_on_once(policy):
-    problem, meta = Problem(2, dropout=0.0), MetaMixup(3, policy, lr=0.5)
+    problem, meta = Problem(2, dropout=0.0), MetaMixup(3, policy, rows=40, lr=0.5)
     with torch.no_grad():
-        meta.table += 0.1 * torch.randn(meta.table.shape)
-    state = torch.get_rng_state()
+        meta.numbers += 0.1 * torch.randn(meta.numbers.shape)
+    if policy == "loss":
+        meta.row_losses.excess.normal_()
+        meta.rows = torch.randint(40, (10,))
+    rows, state = meta.rows, torch.get_rng_state()
     partner = torch.randperm(10)
-    table = meta.table.detach().clone().requires_grad_()
-    weight = meta.lambdas(table, problem.labels, partner=partner)
-    (exact,) = torch.autograd.grad(problem.after_the_step(partner, weight), table)
+    numbers = meta.numbers.detach().clone().requires_grad_()
+    weight = meta.lambdas(numbers, problem.labels, partner=partner, rows=rows)
+    (exact,) = torch.autograd.grad(problem.after_the_step(partner, weight), numbers)
     torch.set_rng_state(state)
     learn(meta, problem)
-    assert F.cosine_similarity(meta.table.grad.flatten(), exact.flatten(), dim=0) > 0.99
-    torch.testing.assert_close(table - meta.table, 0.5 * exact.sign())  # Adam's first step
+    assert F.cosine_similarity(meta.numbers.grad, exact, dim=0) > 0.99
+    torch.testing.assert_close(numbers - meta.numbers, 0.5 * exact.sign())  # Adam's first step
     mix = meta.mix(problem.labels)
     assert torch.equal(mix.partner, partner)
-    if policy == "beta":
+    if policy == "loss":
         assert torch.equal(mix.weight, weight), "the draw itself, which the policy was judged by"
+    meta.rows = rows
     assert not torch.equal(meta.mix(problem.labels).partner, partner)
+    meta.rows = rows
     learn(meta, problem)
+    meta.rows = rows[:4]
     assert len(meta.mix(problem.labels[:4]).weight) == 4, "another batch than the one learned from"
 
 
+def test_lambda_follows_the_losses_by_slope_and_scale():
+    meta, labels = MetaMixup(2, "loss", rows=4, alpha=0.7), torch.zeros(4, dtype=torch.long)
+    meta.row_losses.excess = torch.tensor([0.0, 1.0, -2.0, 5.0])
+    rows, partner = torch.tensor([3, 0, 1, 2]), torch.tensor([1, 0, 3, 2])
+    state = torch.get_rng_state()
+    weight = meta.lambdas(torch.tensor([0.4, 0.3]), labels, partner=partner, rows=rows)
+    torch.set_rng_state(state)
+    logit = torch.logit(mixup.sample_beta(0.7, 4).double())
+    shift = 0.4 * torch.tensor([-5.0, 5.0, -3.0, 3.0])
+    expected = torch.sigmoid(math.exp(0.3) * logit + shift).float()
+    torch.testing.assert_close(weight, expected, atol=1e-3, rtol=1e-3)
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing():
-    problem, meta = Problem(), MetaMixup(3)
+    problem, meta = Problem(), MetaMixup(3, "pair")
     learn(meta, problem, torch.nan)
-    assert (meta.table == 0).all()
+    assert (meta.numbers == 0).all()
     learn(meta, problem)
-    assert (meta.table != 0).any()
-    assert meta.table.isfinite().all()
+    assert (meta.numbers != 0).any()
+    assert meta.numbers.isfinite().all()
 
 
 CENTRES = torch.tensor([[-3.0, 0.0], [3.0, 0.0], [0.0, 0.0], [0.0, 8.0]])
@@ -189,11 +203,10 @@ def points(rows: int, noise: float) -> tuple[Tensor, Tensor]:
     return CENTRES[labels] + 0.6 * torch.randn(rows, 2), given
 
 
-@each_of("policy", mixup.POLICIES)
-def test_the_policy_mixes_within_noisy_classes_and_not_across_another_class(policy):
+def test_pairs_mix_within_noisy_classes_and_not_across_another_class():
     torch.manual_seed(0)
     layers = nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
-    model, meta = nn.Sequential(*layers), MetaMixup(4, policy, lr=0.05)
+    model, meta = nn.Sequential(*layers), MetaMixup(4, "pair", lr=0.05)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     held_x, held_labels = points(200, noise=0.0)
     for _ in range(400):
@@ -221,6 +234,65 @@ def test_the_policy_mixes_within_noisy_classes_and_not_across_another_class(poli
     assert mean(0, 1) > 0.95
     assert (mean(0, 2) + mean(1, 2)) / 2 < mean(0, 1) - 0.1
     assert sum(mean(i, i) for i in range(4)) / 4 < 0.7
+
+
+def test_a_pair_that_does_not_occur_keeps_its_number():
+    problem, meta = Problem(), MetaMixup(3, "pair", lr=0.5)
+    learn(meta, problem)
+    problem.labels.clamp_(max=1)  # no class 2
+    before = meta.tables()["lambda"]
+    learn(meta, problem)
+    assert torch.equal(meta.tables()["lambda"][2], before[2])
+    assert not torch.equal(meta.tables()["lambda"][0, 0], before[0, 0])
+
+
+def test_the_excess_of_a_row_is_the_mean_over_its_two_places():
+    losses, expected = mixup.RowLosses(8, None), torch.zeros(8)
+    rows, labels, logits = torch.tensor([5, 0, 3, 6]), torch.randint(3, (4,)), torch.randn(4, 3)
+    mix = Mix(torch.tensor([2, 3, 1, 0]), torch.tensor([0.9, 0.2, 0.6, 1.0]))
+    losses.add(rows, logits, labels=labels, mix=mix)
+    losses.end_epoch()
+    for row in range(4):
+        host = mix.partner.tolist().index(row)
+        own, other = mix.weight[row].item(), max(1 - mix.weight[host].item(), 1e-4)
+        scores = [logits[place].log_softmax(0)[labels[row]] for place in (row, host)]
+        parts = [share * (math.log(share) - x) for share, x in zip((own, other), scores)]
+        expected[rows[row]] = sum(parts) / (own + other)
+    torch.testing.assert_close(losses.excess, expected)
+
+
+def test_a_policy_of_losses_learns_to_doubt_wrong_labels():
+    torch.manual_seed(0)
+    layers = nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+    model, meta = nn.Sequential(*layers), MetaMixup(4, "loss", rows=512)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    (x, labels), (held_x, held_labels) = points(512, noise=0.0), points(200, noise=0.0)
+    is_wrong = torch.rand(512) < 0.4
+    labels = torch.where(is_wrong, (labels + 1) % 4, labels)
+
+    def clean_loss() -> Tensor:
+        return F.cross_entropy(model(held_x), held_labels)
+
+    for _ in range(20):
+        for rows in torch.randperm(512).split(64):
+            x_of, labels_of = x[rows], labels[rows]
+
+            def loss(mix: Mix, x: Tensor = x_of, labels: Tensor = labels_of) -> Tensor:
+                return mixup.cross_entropy(model(mixup.blend(x, mix)), labels, mix=mix)
+
+            meta.rows = rows
+            meta.learn(model, labels_of, mixed_loss=loss, clean_loss=clean_loss, rate=0.1)
+            mix = meta.mix(labels_of)
+            logits = model(mixup.blend(x_of, mix))
+            meta.observe(logits, labels_of, mix)
+            sgd.zero_grad()
+            mixup.cross_entropy(logits, labels_of, mix=mix).backward()
+            sgd.step()
+        meta.row_losses.end_epoch()
+    assert meta.numbers[0].item() > 0.5
+    meta.rows = torch.arange(512)
+    weight = meta.mix(labels).weight
+    assert weight[is_wrong].mean() < weight[~is_wrong].mean() - 0.1
 
 
 # -------------------------------------------------------------------- in the training step
@@ -270,8 +342,9 @@ class TextRun:
         sizes = {"width": 16, "depth": 1, "heads": 2, "mlp_width": 32, "max_len": 16}
         settings = {"dropout": 0.1, "mix_at": "tokens", **(model or {})}
         model = Transformer(80, 3, **sizes, **settings)
-        self.meta = MetaMixup(3, lr=0.05)
-        self.loss_fn = MixedCrossEntropy(lambda labels, **size: self.meta.mix(labels), True)
+        self.meta = MetaMixup(3, "pair", lr=0.05)
+        mix = lambda labels, **size: self.meta.mix(labels)  # noqa: E731
+        self.loss_fn = MixedCrossEntropy(mix, True, observe=self.meta.observe)
         held_out = HeldOutBatches(Texts(30), 8, seed=0, world=world)
         self.step = MetaMixupStep(self.meta, self.loss_fn, held_out=held_out, every=every)
         options |= {"loss_fn": self.loss_fn, "meta_learner": self.step}
@@ -281,10 +354,10 @@ class TextRun:
 
     def train(self, plan: Sequence[Tensor]) -> list[Tensor]:
         """Take a step on each batch; returns the policy's numbers at the start and after each."""
-        tables = [self.meta.table.detach().clone()]
+        tables = [self.meta.numbers.detach().clone()]
         for tokens, labels in Texts(64).batches(plan):
             self.trainer.train_step(tokens, labels)
-            tables.append(self.meta.table.detach().clone())
+            tables.append(self.meta.numbers.detach().clone())
         return tables
 
 
@@ -306,9 +379,9 @@ def test_the_step_learns_the_policy_now_and_then(precision, optimizer, mix_at):
 
 def test_micro_batches_bound_what_the_policy_learns_from():
     run = TextRun(accumulation_steps=4)
-    with mock.patch.object(run.loss_fn, "with_mix", wraps=run.loss_fn.with_mix) as noted:
+    with mock.patch.object(run.loss_fn, "_of_logits", wraps=run.loss_fn._of_logits) as noted:
         run.train([torch.arange(16)])
-    sizes = [len(call.kwargs["labels"]) for call in noted.call_args_list]
+    sizes = [len(call.args[1]) for call in noted.call_args_list]
     assert sizes == [4] * 7, "three of the policy, four of the step"
 
 
@@ -327,8 +400,8 @@ def test_a_compiled_model_learns_the_same():
 def all_ranks_learn_one_policy(world: World) -> None:
     run = TextRun(world=world, precision=BF16, optimizer="ngd", accumulation_steps=2)
     run.train(list(torch.arange(64).view(4, 16)[:, world.rank :: world.size]))
-    assert (run.meta.table != 0).any()
-    for values in (run.meta.table, run.meta.table.grad, *run.trainer.model.parameters()):
+    assert (run.meta.numbers != 0).any()
+    for values in (run.meta.numbers, run.meta.numbers.grad, *run.trainer.model.parameters()):
         total = world.sum(values.detach().clone())
         assert torch.equal(total, values * world.size), "ranks differ"
 
@@ -343,14 +416,15 @@ def test_all_ranks_learn_one_policy():
 def test_a_run_holds_rows_out_and_logs_its_policy(tmp_path):
     for script, words, policy, every in (
         (resnet50_test, "--dataset digits --arch resnet8 --subset 0.5 --bs 64 --ngd", "pair", 16),
-        (transformer_test, "--dataset headlines --bs 16 --width 32 --meta_every 4", "beta", 4),
+        (transformer_test, "--dataset headlines --bs 16 --width 32 --meta_every 4", "loss", 4),
     ):
         run = tmp_path / script.SCRIPT
         words = f"{words} --meta_policy {policy} --meta_learning --epochs 2 --threads 1 --out {run}"
         assert call(script, words.split()) == 0
         rows, state = ranks.metrics(run), torch.load(run / "last.pt", weights_only=True)
-        assert all(0.5 < row["mean_lambda"] < 1 and "val_accuracy" in row for row in rows)
-        assert (run / "policy.png").read_bytes().startswith(b"\x89PNG")
+        assert all(0 < row["mean_lambda"] < 1 and "val_accuracy" in row for row in rows)
+        assert (run / "policy.png").exists() == (policy == "pair")
+        assert all(("mix_slope" in row) == (policy == "loss") for row in rows)
         flags, learner = state["flags"], state["learner"]
         assert (flags["mixup"], flags["val_fraction"]) == ("meta", 0.05)
         assert flags["mixup_args"] == {"policy": policy, "lr": 0.1, "every": every}

@@ -83,6 +83,10 @@ def test_noise_gives_a_share_of_each_class_other_labels():
     assert torch.equal(noisy, with_noise(labels, 0.25, classes=4, seed=3))
     assert not torch.equal(noisy, with_noise(labels, 0.25, classes=4, seed=4))
     assert torch.equal(with_noise(torch.arange(4), 0.9, classes=4, seed=0), torch.arange(4))
+    pairs = with_noise(labels, 0.25, classes=4, seed=3, wrong=torch.tensor([3, 1, 2, 0]))
+    changed = pairs != labels
+    assert [int(changed[labels == label].sum()) for label in range(4)] == [250, 0, 0, 250]
+    assert torch.equal(pairs[changed], 3 - labels[changed])
     few = with_noise(labels, 1e-4, classes=4, seed=0)
     assert torch.equal(few, labels)
 
@@ -90,7 +94,7 @@ def test_noise_gives_a_share_of_each_class_other_labels():
 def test_only_training_rows_get_wrong_labels(here, monkeypatch):
     """With every label wrong, what is learned is wrong on the rows that are held out."""
     words = "--dataset digits --arch resnet8 --lr 0.1 --epochs 4 --bs 32 --threads 1 --out noisy"
-    words += " --val_fraction 0.2 --label_noise 0.99"
+    words += " --val_fraction 0.2 --label_noise 0.99:0=1,2=3,4=5,6=7,8=9"
     console = run(resnet50_test, *words.split(), monkeypatch=monkeypatch)
     assert "training labels are wrong" in console
     last = ranks.metrics(here / "noisy")[-1]

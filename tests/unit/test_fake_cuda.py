@@ -223,21 +223,23 @@ def test_mixing_waits_for_nothing(kind):
 def test_meta_mixup_waits_for_nothing(policy, size):
     with fake_world(size) as world, FakeGpu() as gpu:
         with gpu.waiting():
-            meta = mixup.MetaMixup(10, policy, device=CUDA)
+            meta = mixup.MetaMixup(10, policy, rows=32, device=CUDA)
             images = image_data()
-        loss_fn = MixedCrossEntropy(lambda labels, **size: meta.mix(labels), False)
+        loss_fn = MixedCrossEntropy(
+            lambda labels, **size: meta.mix(labels), False, observe=meta.observe
+        )
         held_out = HeldOutBatches(images, 8, seed=0, world=world)
         learner = MetaMixupStep(meta, loss_fn, held_out=held_out, every=2)
         settings = {"precision": "fp16", "loss_fn": loss_fn, "meta_learner": learner}
         trainer = trainer_of(gpu, world, **settings)
         inputs, labels = batch()
         for _ in range(2 if size > 1 else 4):  # before the second epoch of the held-out rows
-            trainer.train_step(inputs, labels)
+            trainer.train_step(inputs, labels, rows=torch.arange(len(labels)))
         with gpu.waiting() as waits:
             saved = to_cpu(learner.state_dict())
             learner.load_state_dict(saved)
         assert waits.keys() <= {"checkpoint.to_cpu", "mixup.load_state_dict"}
-        trainer.train_step(inputs, labels)
+        trainer.train_step(inputs, labels, rows=torch.arange(len(labels)))
         assert all(table.is_cuda for table in learner.tables().values())
 
 
