@@ -510,14 +510,13 @@ class MetaMixup:
     policy remembers what it has learned from one batch to the next. Its use stands at the top of
     this file. Partners are sampled as by `mixup`. Policies:
 
-    1. 'loss': two numbers, the slope k and the scale s. lambda0 ~ Beta(alpha, alpha) for each
-       sample, and with the excess of `RowLosses` in the epoch before
+    1. 'loss': one number, the slope k. lambda0 ~ Beta(alpha, alpha) for each sample, and with the
+       excess of `RowLosses` in the epoch before
 
-           logit lambda = s logit lambda0 + k (excess of the partner - excess of the sample).
+           logit lambda = logit lambda0 + k (excess of the partner - excess of the sample).
 
        So a row whose label the network doubts gives way to its partner. It starts as mixup, with
-       k = 0 and s = 1; a large s is no mixing. Weighting samples by their losses is that of
-       arXiv:1902.07379 and arXiv:1904.11238.
+       k = 0. Weighting samples by their losses is that of arXiv:1902.07379 and arXiv:1904.11238.
     2. 'pair': lambda is a number for each unordered pair of the C classes, C (C + 1) / 2 in all.
        It starts at 0.75, the mean of max(lambda, 1 - lambda) under Beta(1, 1). A sample has the
        larger share in its own mix, lambda in [0.5, 1], where 1 is no mixing: the partner's row of
@@ -528,11 +527,11 @@ class MetaMixup:
         policy: one of `POLICIES`.
         rows: of the training set, for 'loss'.
         alpha: of the Beta distribution of 'loss'.
-        lr: learning rate of Adam on k and log s, or on the logits of 2 lambda - 1.
+        lr: learning rate of Adam on k, or on the logits of 2 lambda - 1.
         device: of the labels.
 
     Attributes:
-        numbers: (2,) k and log s; or (C (C + 1) / 2,) differences of those logits from the start.
+        numbers: (1,) k; or (C (C + 1) / 2,) differences of those logits from the start.
 
     Raises:
         ValueError: there is no such policy.
@@ -559,7 +558,7 @@ class MetaMixup:
         low, high = torch.triu_indices(classes, classes, device=device)
         self.pair_index[low, high] = torch.arange(pairs, device=device)
         self.pair_index[high, low] = torch.arange(pairs, device=device)
-        count = pairs if policy == "pair" else 2
+        count = pairs if policy == "pair" else 1
         self.numbers = torch.zeros(count, device=device, requires_grad=True)
         # Its epsilon is far below the gradients, which are as small as a learning rate divided by
         # the batch size and the number of pairs.
@@ -604,11 +603,10 @@ class MetaMixup:
         """
         if self.row_losses is None:
             return (1 + torch.sigmoid(numbers[self.pair_index[labels, labels[partner]]])) / 2
-        slope, log_scale = numbers
         excess = self.row_losses.excess[rows]
         start = sample_beta(self.alpha, len(labels), device=labels.device)
         logit = torch.logit(start, eps=LEAST_SHARE)
-        return torch.sigmoid(log_scale.exp() * logit + slope * (excess[partner] - excess))
+        return torch.sigmoid(logit + numbers * (excess[partner] - excess))
 
     def learn(
         self,

@@ -1,6 +1,6 @@
 """How the methods look in all pictures: their labels, colours and markers, from pictures.yaml.
 
-    labels = labels_of("few_rows_agnews12k")     # {name of a run: label}
+    labels = labels_of("mixup_agnews6k")     # {name of a run: label}
     styles = line_styles(labels.values())        # {label: keyword arguments of Axes.plot}
 
 A label is the name of a method, or 'method, setting'. The settings of one method share its colour

@@ -8,7 +8,6 @@ meta_learner = MetaMixupStep(meta, loss_fn, held_out=held_out, every=16)    # fo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -136,8 +135,7 @@ class MetaMixupStep:
         if self.meta.row_losses is None:
             return {}
         self.meta.row_losses.end_epoch()
-        slope, log_scale = self.meta.numbers.tolist()
-        return {"mix_slope": slope, "mix_scale": math.exp(log_scale)}
+        return {"mix_slope": self.meta.numbers.item()}
 
     def tables(self) -> dict[str, Tensor]:
         """What the policy has learned: (classes, classes) tables by name."""

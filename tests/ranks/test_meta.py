@@ -171,16 +171,16 @@ def test_learning_follows_the_exact_gradient_and_hands_its_batch_on_once(policy)
     assert len(meta.mix(problem.labels[:4]).weight) == 4, "another batch than the one learned from"
 
 
-def test_lambda_follows_the_losses_by_slope_and_scale():
+def test_lambda_follows_the_losses_by_the_slope():
     meta, labels = MetaMixup(2, "loss", rows=4, alpha=0.7), torch.zeros(4, dtype=torch.long)
     meta.row_losses.excess = torch.tensor([0.0, 1.0, -2.0, 5.0])
     rows, partner = torch.tensor([3, 0, 1, 2]), torch.tensor([1, 0, 3, 2])
     state = torch.get_rng_state()
-    weight = meta.lambdas(torch.tensor([0.4, 0.3]), labels, partner=partner, rows=rows)
+    weight = meta.lambdas(torch.tensor([0.4]), labels, partner=partner, rows=rows)
     torch.set_rng_state(state)
     logit = torch.logit(mixup.sample_beta(0.7, 4).double())
     shift = 0.4 * torch.tensor([-5.0, 5.0, -3.0, 3.0])
-    expected = torch.sigmoid(math.exp(0.3) * logit + shift).float()
+    expected = torch.sigmoid(logit + shift).float()
     torch.testing.assert_close(weight, expected, atol=1e-3, rtol=1e-3)
 
 
@@ -289,10 +289,12 @@ def test_a_policy_of_losses_learns_to_doubt_wrong_labels():
             mixup.cross_entropy(logits, labels_of, mix=mix).backward()
             sgd.step()
         meta.row_losses.end_epoch()
-    assert meta.numbers[0].item() > 0.5
-    meta.rows = torch.arange(512)
-    weight = meta.mix(labels).weight
-    assert weight[is_wrong].mean() < weight[~is_wrong].mean() - 0.1
+    assert meta.numbers.item() > 0.5
+    weight = torch.zeros(512)
+    for _ in range(20):
+        meta.rows = torch.arange(512)
+        weight += meta.mix(labels).weight / 20
+    assert weight[is_wrong].mean() < weight[~is_wrong].mean() - 0.04
 
 
 # -------------------------------------------------------------------- in the training step
