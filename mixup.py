@@ -32,7 +32,7 @@ and backward passes, two of which need no gradient of the parameters.
 Meta-mixup. `MetaMixup` follows the meta-gradient while the model is trained (arXiv:1908.10059).
 
     meta = MetaMixup(classes=10)
-    meta.learn(model, labels, mixed_loss=mixed_loss, clean_loss=clean_loss, rate=lr)  # each 16th
+    meta.learn(model, labels, mixed_loss=mixed_loss, clean_loss=clean_loss, rate=lr)  # each 32nd
     mix = meta.mix(labels)                       # on every step; then as with any other mix
 """
 

@@ -1,4 +1,4 @@
-"""NGD: online natural gradient of the momentum's leading directions, and AdamW for the rest.
+"""NGD: momentum whitened along its leading directions, and AdamW for what is no matrix.
 
     optimizer = NGD(ngd_groups(model, weight_decay=0.05), lr=0.08)   # optimizers.param_groups
     loss.backward()
@@ -70,7 +70,7 @@ RIDGE = 1e-10  # relative to the trace of H H', added to its diagonal
 
 
 class NGD(GradScalerOptimizer):
-    """Natural gradient of the momentum's leading directions; AdamW for what is no matrix.
+    """Momentum whitened along its leading directions; AdamW for what is no matrix.
 
     A parameter without a gradient stays as it is. All hyper-parameters but `ngd` may change at any
     step; a new rank applies to parameters that are seen for the first time. Weights in bf16 lose

@@ -4,7 +4,7 @@ python -m benchmarks.mixup_cost --quick                  # at most five minutes 
 python -m benchmarks.mixup_cost --json mixup-cost.json   # larger batch, more rounds
 
 Steps: ResNet-18 on 32x32 images and the Transformer on 64 tokens, a training step without mixing,
-with mixup and with meta-mixup. They take turns; in a round each takes 16 steps (those without a
+with mixup and with meta-mixup. They take turns; in a round each takes 32 steps (those without a
 policy 4 with --quick), with one update of the policy of meta-mixup. Mixup costs less than rounds
 differ from each other, so its bar is the time of mixing and loss alone, without the model, over the
 median step.
@@ -37,10 +37,10 @@ from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
 
 # Share of a step: the batch is read twice, its activations hundreds of times.
 PLAIN_SHARE = 0.02
-# Share of a step with 16 steps between updates, the default
+# Share of a step with 32 steps between updates, the default
 META_SHARE = 0.15
 
-EVERY = 16  # steps between updates of the policy
+EVERY = 32  # steps between updates of the policy
 QUICK_STEPS = 4  # of a kind without a policy in a round of --quick
 CLASSES = 10
 WORDS = 30_000  # of the vocabulary

@@ -3,7 +3,7 @@
 meta = MetaMixup(classes=10, device=device)
 loss_fn = MixedCrossEntropy(lambda labels, **size: meta.mix(labels), False, observe=meta.observe)
 held_out = HeldOutBatches(val, 128, seed=2, world=world)
-meta_learner = MetaMixupStep(meta, loss_fn, held_out=held_out, every=16)    # for a Trainer
+meta_learner = MetaMixupStep(meta, loss_fn, held_out=held_out, every=32)    # for a Trainer
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class MetaMixupStep:
         loss_fn: MixedCrossEntropy,
         *,
         held_out: HeldOutBatches,
-        every: int = 16,
+        every: int = 32,
     ) -> None:
         self.meta, self.loss_fn, self.held_out, self.every = meta, loss_fn, held_out, every
         self.steps = 0

@@ -417,7 +417,7 @@ def test_all_ranks_learn_one_policy():
 
 def test_a_run_holds_rows_out_and_logs_its_policy(tmp_path):
     for script, words, policy, every in (
-        (resnet50_test, "--dataset digits --arch resnet8 --subset 0.5 --bs 64 --ngd", "pair", 16),
+        (resnet50_test, "--dataset digits --arch resnet8 --subset 0.5 --bs 64 --ngd", "pair", 32),
         (transformer_test, "--dataset headlines --bs 16 --width 32 --meta_every 4", "loss", 4),
     ):
         run = tmp_path / script.SCRIPT
