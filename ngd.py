@@ -31,7 +31,8 @@ So the leading singular values of X become the root mean square of the others. I
 two iterations on, the first of them with every fourth column of X, and then used: H and J twice, H
 and R'K H with the last R, four thin matrix products and a quarter of two. That R has seen the
 newest gradient matters: with the R of the step before, the leading directions of the newest
-gradient would stay as they are.
+gradient would stay as they are. On a CPU, where D is at most twice the rank, F itself costs no
+more: a product and a quarter of one for F, from which R, S and K follow, and one for F^(-1/2) X.
 
 The form of F, a few directions and a multiple of the identity, followed online, is that of Povey,
 Zhang and Khudanpur (arXiv:1410.7455), whose own optimizer is [KaldiNGD](optimizers/kaldi_ngd.py).
@@ -59,7 +60,8 @@ from optimizers.param_groups import is_matrix
 
 CPU_BATCH_BYTES = 16 * 2**20  # of weights that are updated together: what a cache holds
 GPU_BATCH_BYTES = 2**28  # ... on other devices: few kernel launches
-ALONE_DEVICES = {"cpu"}  # on which a batch takes its step alone, in the cache
+ALONE_DEVICES = {"cpu"}  # on which a large batch takes its step alone, in the cache
+TOGETHER_BYTES = 2**20  # of a batch up to which it takes its step with others all the same
 # Relative to |X|^2: the least second moment of a direction. fp32 knows of nothing below it.
 FLOOR = 1e-7
 # Relative to |X|: how much of the old R is in the new one, for directions in which X is nothing.
@@ -232,8 +234,10 @@ def make_batches(
         for start in range(0, len(alike), size):
             parameters = alike[start : start + size]
             batch = MatrixBatch(parameters, [state[p] for p in parameters], rank=group["rank"])
-            alone = len(together) if batch.device.type in ALONE_DEVICES else None
-            together[batch.device, batch.dtype, batch.R.shape[1], alone].append(batch)
+            is_alone = batch.device.type in ALONE_DEVICES and batch.bytes > TOGETHER_BYTES
+            alone = len(together) if is_alone else None
+            kind = batch.device, batch.dtype, batch.R.shape[1], batch.is_small, alone
+            together[kind].append(batch)
     return list(together.values())
 
 
@@ -258,6 +262,7 @@ class MatrixBatch:
         self.device = first.device
         self.dtype = torch.promote_types(first.dtype, torch.float32)  # of all but the parameters
         self.elements = len(parameters) * first.numel()
+        self.bytes = self.elements * self.dtype.itemsize
         # a convolution as (outputs, kernel, inputs), as channels_last has it in memory
         self.axis_order = [0, *range(2, first.ndim), 1]
         self.inverse_order = sorted(range(first.ndim), key=self.axis_order.__getitem__)
@@ -279,6 +284,8 @@ class MatrixBatch:
                 state.setdefault("directions", directions)
                 state.setdefault("momentum_buffer", momentum)
         self.R = torch.stack([state["directions"] for state in states])  # (batch, rank, D)
+        rank = self.R.shape[1]
+        self.is_small = self.device.type in ALONE_DEVICES and self.dim <= 2 * rank
         buffers = [state["momentum_buffer"].permute(self.axis_order) for state in states]
         self.momentum = torch.stack(buffers)  # (batch, permuted shape of a parameter)
         for state, buffer, row in zip(states, self.momentum, self.R):
@@ -318,6 +325,17 @@ class MatrixBatch:
         else:
             X.copy_(momentum)
 
+    def moment(self, *, is_sampled: bool) -> Tensor:
+        """Computes X X' (batch, D, D), float64, of all columns of X or of some."""
+        X = sample(self.matrices, rank=self.R.shape[1]) if is_sampled else self.matrices
+        X = X.double()
+        return second_moment(X.flatten(0, 1) if X.shape[3] > 1 else X[..., 0], X)
+
+    def multiply(self, W: Tensor) -> None:
+        """X becomes W X, for symmetric W (batch, D, D)."""
+        product = project(W, self.matrices, buffer=self.buffer)
+        self.X, self.buffer = product.view(self.X.shape), self.X.flatten()
+
     def update(self, group: dict[str, Any], *, active: Tensor) -> None:
         """Scales X to the length of a step, and updates the parameters along it."""
         X = self.X
@@ -354,7 +372,7 @@ def step_together(
         active = (found_inf == 0).to(first.dtype)
     for batch in batches:
         batch.load_momentum(group, active=active, loss_scale=loss_scale, found_inf=found_inf)
-    precondition(batches, active=active)
+    (precondition_small if first.is_small else precondition)(batches, active=active)
     for batch in batches:
         batch.update(group, active=active)
 
@@ -399,10 +417,32 @@ def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
         subtract_projection(batch.matrices, H, W=part @ batch.R)
 
 
-def cat_padded(tensors: Sequence[Tensor]) -> Tensor:
-    """Joins tensors (batch, rank, D), the shorter rows filled up with zeros."""
-    longest = max(tensor.shape[2] for tensor in tensors)
-    return torch.cat([functional.pad(tensor, (0, longest - tensor.shape[2])) for tensor in tensors])
+def precondition_small(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
+    """As `precondition`, from F itself, which costs less than H and J where D <= 2 rank."""
+    counts = [len(batch.X) for batch in batches]
+    square = torch.cat([row_norms(batch.X) for batch in batches]).square()[:, None, None]
+    R = old = cat_padded([batch.R for batch in batches]).double()
+    for is_sampled in (True, False):
+        moments = [batch.moment(is_sampled=is_sampled) for batch in batches]
+        F = cat_padded(moments, square=True) / square
+        J = R @ F
+        next_R = next_directions(J @ R.mT, J, R=R)
+        is_valid = next_R.isfinite().flatten(1).all(1)  # all sampled columns may be 0
+        R = torch.where(is_valid[:, None, None], next_R, R)
+    K = flattening(R @ F @ R.mT, dim=torch.cat([batch.dims for batch in batches]))
+    K = torch.where(K.isfinite().flatten(1).all(1)[:, None, None], K, 0)
+    W = torch.eye(R.shape[2], dtype=R.dtype, device=R.device) - R.mT @ K @ R
+    W, R = W.to(batches[0].dtype), torch.where(active > 0, R, old)
+    for batch, R_of, W_of in zip(batches, R.split(counts), W.split(counts)):
+        batch.R.copy_(R_of[:, :, : batch.dim])
+        batch.multiply(W_of[:, : batch.dim, : batch.dim])
+
+
+def cat_padded(tensors: Sequence[Tensor], *, square: bool = False) -> Tensor:
+    """Joins tensors (batch, rank, D), or (batch, D, D), the shorter ones filled up with zeros."""
+    missing = [max(tensor.shape[2] for tensor in tensors) - tensor.shape[2] for tensor in tensors]
+    padding = [(0, count, 0, count if square else 0) for count in missing]
+    return torch.cat([functional.pad(tensor, pad) for tensor, pad in zip(tensors, padding)])
 
 
 def initial_directions(rank: int, dim: int) -> Tensor:
