@@ -242,6 +242,12 @@ def finish(
     return console
 
 
+def run(words: str, folder: Path, size: int = 1, *, expected: int = 0, **more: Any) -> str:
+    """Run an entry script on so many ranks to its end; returns the console."""
+    command = (torchrun if size > 1 else script)(*words.split())
+    return finish(start(command, folder, NGPU=str(size), **more), folder, expected)
+
+
 def kill(process: subprocess.Popen[str] | WarmJob) -> None:
     """Send SIGKILL to a command and to all that it started, also outside its process group."""
     if isinstance(process, WarmJob):

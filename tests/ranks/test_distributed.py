@@ -253,9 +253,8 @@ def test_the_end_of_the_process_group_ends_its_threads() -> None:
 
 
 def test_a_run_of_two_ranks_counts_each_row_once_and_rank_0_alone_writes(tmp_path):
-    words = "--dataset digits --arch resnet8 --bs 50 --lr 0.1 --epochs 2 --out run".split()
-    job = ranks.start(ranks.torchrun("resnet50_test.py", *words), tmp_path, NGPU="2")
-    assert ranks.finish(job, tmp_path).count("best.pt: epoch") == 1
+    words = "--dataset digits --arch resnet8 --bs 50 --lr 0.1 --epochs 2 --out run"
+    assert ranks.run(f"resnet50_test.py {words}", tmp_path, 2).count("best.pt: epoch") == 1
     rows = ranks.metrics(tmp_path / "run")
     assert [(row["world_size"], row["batch_size"]) for row in rows] == [(2, 100)] * 2
     assert rows[0]["comm_bytes"] > 0

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-import conftest
 import ranks
 import transformer_test
+from conftest import run
 from distributed import comm_hooks, fsdp, sharded_checkpoint
 from distributed.world import World
 from errors import InputError
@@ -162,15 +162,12 @@ def test_two_ranks_train_with_shards_and_their_checkpoint_fits_any_number(tmp_pa
 
 def test_images_have_the_losses_of_data_parallelism(tmp_path):
     flags = "--dataset digits --arch resnet8 --bs 64 --lr 0.01 --epochs 1 --precision fp32"
-    flags = f"{flags} --threads 1 --accumulate 2 --fuse --optimizer sgd".split()
+    flags = f"{flags} --threads 1 --accumulate 2 --fuse --optimizer sgd"
     found = []
     for parallel in ("ddp", "fsdp"):
-        folder = tmp_path / parallel
-        command = ranks.torchrun(
-            "resnet50_test.py", *flags, "--parallel", parallel, "--out", folder / "run"
-        )
-        ranks.finish(ranks.start(command, folder, NGPU="2"), folder)
-        found.append([row["train_loss"] for row in ranks.metrics(folder / "run")])
+        words = f"resnet50_test.py {flags} --parallel {parallel} --out {parallel}"
+        ranks.run(words, tmp_path, 2)
+        found.append([row["train_loss"] for row in ranks.metrics(tmp_path / parallel)])
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
@@ -180,15 +177,11 @@ def test_ranks_that_are_not_several_nodes_cannot_share_out_what_one_node_holds()
             fsdp.device_mesh(World(size=size, local_size=2), "hsdp")
 
 
-def test_inference_reads_shards_and_another_optimizer_is_refused(tmp_path, refused, capsys):
-    flags = """--dataset headlines --subset 0.3 --bs 16 --epochs 1 --depth 1 --width 32
-        --vocab_size 800 --threads 1 --parallel fsdp --precision fp32 --out run""".split()
-    command = ranks.torchrun("transformer_test.py", *flags)
-    ranks.finish(ranks.start(command, tmp_path, NGPU="2"), tmp_path)
-    run = tmp_path / "run"
-    assert conftest.call(transformer_test, ["--resume", str(run), "--evaluate"]) == 0
-    accuracy = ranks.metrics(run)[-1]["test_accuracy"]
-    assert f"{100 * accuracy:.2f} %" in capsys.readouterr().out
-    export = ["--resume", f"{run}/best.pt", "--export", str(tmp_path / "model.safetensors")]
-    assert conftest.call(transformer_test, export) == 0
-    refused("texts", f"--resume {run} --epochs 3 --optimizer sgd", "not SGD", "")
+def test_inference_reads_shards_and_another_optimizer_is_refused(tmp_path, refused):
+    words = """transformer_test.py --dataset headlines --subset 0.3 --bs 16 --epochs 1 --depth 1
+        --width 32 --vocab_size 800 --threads 1 --parallel fsdp --precision fp32 --out run"""
+    ranks.run(words, tmp_path, 2)
+    accuracy = ranks.metrics(tmp_path / "run")[-1]["test_accuracy"]
+    assert f"{100 * accuracy:.2f} %" in run(transformer_test, "--resume run --evaluate")
+    run(transformer_test, "--resume run/best.pt --export model.safetensors")
+    refused("texts", "--resume run --epochs 3 --optimizer sgd", "not SGD", "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import warnings
@@ -322,20 +321,6 @@ def groups_have_their_own_settings(world: World) -> None:
         assert counts == [3, 3, 3]
 
 
-def a_resumed_run_equals_the_uninterrupted_one(world: World) -> None:
-    settings = {"compress_ratio": 0.2, "dense_steps": 4, "local_steps": 5}
-    for selection, at, dtype in (("random", 2, torch.float32), ("block", 7, torch.bfloat16)):
-        mine = parameters(dtype)
-        ours = train(SLAMB(mine, selection=selection, **settings), range(at), world.rank)
-        other, file = SLAMB(copied(mine), selection=selection, **settings), io.BytesIO()
-        torch.save(ours.state_dict(), file)
-        file.seek(0)
-        other.load_state_dict(torch.load(file, weights_only=True))
-        for resumed in (ours, other):
-            train(resumed, range(at, 12), world.rank)
-        assert same(mine, parameters_of(other))
-
-
 def merged_states_keep_the_mean_momentum(world: World) -> None:
     for selection in SELECTIONS:
         mine = parameters(torch.float32)
@@ -399,7 +384,6 @@ def all_small_ones(world: World) -> None:
     a_missing_gradient_is_zero(world)
     it_is_the_same_where_the_host_does_not_learn_of_it(world)
     groups_have_their_own_settings(world)
-    a_resumed_run_equals_the_uninterrupted_one(world)
     merged_states_keep_the_mean_momentum(world)
     the_step_clips_by_the_global_norm(world)
     assert torch.equal(torch.get_rng_state(), state), "the random state is left alone"

@@ -23,9 +23,6 @@ from trainers import build_optimizer, make_trainer
 from training.losses import CrossEntropy, MixedCrossEntropy
 from training.trainer import Trainer
 
-FP32 = Precision("fp32", "cpu")
-
-
 RATES = {"sgd": 0.1, "adamw": 1e-3, "ngd": 0.05, "lamb": 0.01, "lars": 1.0}
 
 
@@ -177,14 +174,6 @@ def test_it_needs_a_gpu_and_refuses_flags_that_it_does_not_support(refused, monk
     refused(
         "images", "--backend cudagraph", "--precision fp16", conftest.IMAGES.replace("fp32", "fp16")
     )
-
-
-def test_compile_compiles_in_place():
-    models = {name: torch.nn.Linear(1, 1) for name in ("eager", "compile")}
-    for name, model in models.items():
-        assert execution.apply_backend(name, model) is model
-    assert models["eager"]._compiled_call_impl is None
-    assert models["compile"]._compiled_call_impl is not None
 
 
 def test_images_of_two_sizes_are_compiled_for_each(monkeypatch):

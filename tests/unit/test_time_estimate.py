@@ -7,7 +7,8 @@ import re
 
 import ranks
 import resnet50_test
-from test_training import DIGITS, run
+from conftest import run
+from test_training import DIGITS
 from training.run_log import RunLog
 from training.time_estimate import in_words, seconds_left
 
@@ -23,8 +24,8 @@ def test_off_a_terminal_a_run_prints_its_progress(here, monkeypatch):
         """The lines of a run on a clock that goes on with every look at it."""
         clock = itertools.count(1000.0, step=seconds).__next__
         monkeypatch.setattr(RunLog, "clock", staticmethod(clock))
-        words = [*DIGITS, "--arch", "resnet8", "--log_every", log_every, "--out", log_every]
-        return run(resnet50_test, *words, monkeypatch=monkeypatch).splitlines()
+        more = f"--arch resnet8 --log_every {log_every} --out {log_every}"
+        return run(resnet50_test, DIGITS, more).splitlines()
 
     status = re.compile(
         r"epoch \d/2, step \d+ of 23: loss \d\.\d{4}, accuracy \d+\.\d\d %, \d{1,6} samples/s, "
