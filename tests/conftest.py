@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import inspect
 import io
@@ -25,6 +26,7 @@ import resnet50_test
 import transformer_test
 from backends import device
 from budget import COLD_STARTS
+from cli import options
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHORT = "--epochs 1 --bs 32 --device cpu --precision fp32 --threads 1"
@@ -79,6 +81,12 @@ def run(script: ModuleType, *texts: object, code: int = 0) -> str:
         found = call(script, " ".join(map(str, texts)).split())
     assert found == code, console.getvalue()
     return console.getvalue()
+
+
+def parsed(script: ModuleType, *texts: object) -> argparse.Namespace:
+    """The flags that a script reads from the words of some texts."""
+    words = " ".join(map(str, texts)).split()
+    return options.parse(script.parser(), script.SCRIPT, words)[0]
 
 
 def for_each(cases: Iterable[tuple[Any, ...]], check: Callable[..., object]) -> None:

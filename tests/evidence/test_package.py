@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import ranks
-from package import assemble
 from ranks import ROOT
 
 BUILD_TOOLS_MISSING = "Could not find a version that satisfies the requirement setuptools"
@@ -78,14 +77,6 @@ assert f'version = "{{f.__version__}}"' in {metadata!r}
 assert not [name for name in dir(f) if name[:1] == "_" and name != "__version__"]
 """
     run_elsewhere(site, "-c", code)
-
-
-def test_modules_of_the_package_import_only_each_other(tmp_path: Path) -> None:
-    assemble.assemble(tmp_path)
-    tops = {name.partition(".")[0] for name in assemble.needed_modules()}
-    for path in (tmp_path / assemble.PACKAGE).rglob("*.py"):
-        imported = {name.partition(".")[0] for name in assemble.imported_names(path.read_text())}
-        assert not imported & tops, path
 
 
 # -------------------------------------------------------------------- examples

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import pytest
 import torch
@@ -13,11 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import resnet50_test
-from cli import compatibility, options
+from cli import compatibility
+from conftest import parsed
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
 from distributed.world import World
 from errors import InputError
-from trainers import make_trainer
+from trainers import flat, make_trainer
 from training.trainer import Trainer
 
 
@@ -39,10 +39,6 @@ def trainer_of(world: World, hook: AllReduceHook, *, micro_batches: int = 1) -> 
     trainer = make_trainer(model, sgd, world, **options)
     trainer.wrap_model()
     return trainer
-
-
-def flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([each.detach().flatten() for each in tensors])
 
 
 def gradient(model: nn.Module, step: int, rank: int) -> Tensor:
@@ -191,7 +187,7 @@ def test_what_ranks_send_each_other() -> None:
 
 
 def test_processes_that_train_apart_are_refused_where_auto_has_chosen_fp16() -> None:
-    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", ["--sync", "local"])
+    args = parsed(resnet50_test, "--sync local")
     args.precision = "fp16"
     with pytest.raises(InputError, match="--sync local is not supported with --precision fp16"):
         compatibility.check(args)

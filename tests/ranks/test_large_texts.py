@@ -13,7 +13,8 @@ import torch
 
 import ranks
 import transformer_test
-from cli import factory, options, text_classification
+from cli import factory, text_classification
+from conftest import parsed
 from distributed.world import World
 from errors import InputError
 from input_pipeline import text_datasets
@@ -65,8 +66,7 @@ class Peak:
 
 def load(world: World, folder: Path) -> None:
     """Load the data as the script does; write the peak of memory and what was loaded."""
-    words = [*WORDS.split(), "--no-baseline", "--data_dir", str(folder)]
-    args, _ = options.parse(transformer_test.parser(), transformer_test.SCRIPT, words)
+    args = parsed(transformer_test, WORDS, "--no-baseline --data_dir", folder)
     run = factory.create_run(args, transformer_test.SCRIPT, world)
     if world.local_rank:
         text_datasets.read_text_splits = None  # the first process of the node reads for all

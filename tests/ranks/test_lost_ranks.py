@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 from multiprocessing import connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -49,9 +48,7 @@ sys.exit(errors.exit_code(main))
 
 
 @each_of(("how", "reason"), [("SIGSTOP", "no answer for 1 s"), ("SIGKILL", ""), ("error", "")])
-def test_a_rank_that_lost_another_one_ends_with_one_line(
-    how: str, reason: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_lost_another_one_ends_with_one_line(how, reason, tmp_path):
     folder = tmp_path / how
     folder.mkdir()
     (folder / "job.py").write_text(JOB)
@@ -67,7 +64,7 @@ def test_a_rank_that_lost_another_one_ends_with_one_line(
     assert "--resume" in own[0]
 
 
-def test_a_rank_whose_peer_never_starts_ends_in_time(tmp_path: Path) -> None:
+def test_a_rank_whose_peer_never_starts_ends_in_time(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     with ranks.rank_environments(2) as (environment, _):
         environment["TORCHELASTIC_RESTART_COUNT"] = "1"
@@ -79,7 +76,7 @@ def test_a_rank_whose_peer_never_starts_ends_in_time(tmp_path: Path) -> None:
     assert "Traceback" not in console
 
 
-def test_only_a_lost_connection_is_told_as_one() -> None:
+def test_only_a_lost_connection_is_told_as_one():
     for message, reason in (
         ("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:4", "Connection"),
         ("[gloo/unbound_buffer.cc:78] Timed out waiting 2000ms for recv", "no answer for 2 s"),
@@ -127,9 +124,7 @@ SIGNALLED = "--dataset digits --arch resnet8 --subset 0.2 --epochs 500 --threads
 
 
 @each_of(("number", "size"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
-def test_a_signal_writes_a_checkpoint_and_leaves_with_130(
-    number: int, size: int, tmp_path: Path
-) -> None:
+def test_a_signal_writes_a_checkpoint_and_leaves_with_130(number, size, tmp_path):
     folder = tmp_path / str(size)
     words = ["resnet50_test.py", *SIGNALLED.split(), "--bs", str(32 // size)]
     command = ranks.torchrun(*words) if size > 1 else ranks.script(*words)

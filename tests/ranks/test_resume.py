@@ -15,7 +15,6 @@ import torch
 
 import ranks
 from conftest import for_each
-from distributed import sharded_checkpoint
 from training import atomic_file, checkpoint
 from training.trainer import Trainer
 
@@ -59,22 +58,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return finish
 
 
-def weights(path: Path) -> dict[str, torch.Tensor]:
-    state = checkpoint.load(path)
-    if state["shards"]:
-        return sharded_checkpoint.load_whole_model(Path(state["shards"]))
-    return state["model"]
-
-
-def same_run(one: Path, other: Path) -> None:
-    """Assert equal metrics, and bit-identical weights in last.pt and best.pt."""
-    assert ranks.metrics(one) == ranks.metrics(other)
-    for name in ("last.pt", "best.pt"):
-        first, second = weights(one / name), weights(other / name)
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[key], second[key]) for key in first), name
-
-
 def test_every_way_to_train_goes_on_bit_for_bit(finished, tmp_path):
     """From a checkpoint within the second of three epochs, or after its last step."""
 
@@ -89,7 +72,7 @@ def test_every_way_to_train_goes_on_bit_for_bit(finished, tmp_path):
         for path in (whole / f"last-{number}.pt", *whole.glob("shards-*")):
             (folder / "run" / path.name).symlink_to(path)
         ranks.run(f"{script} --resume run/last-{number}.pt --out {folder}/resumed", folder, size)
-        same_run(whole, folder / "resumed")
+        ranks.same_run(whole, folder / "resumed")
 
     for_each([*((way, "middle") for way in WAYS), ("fsdp", "end")], goes_on)
 
@@ -156,7 +139,7 @@ def test_a_run_that_ends_at_any_point_goes_on_bit_for_bit(size, tmp_path):
         ranks.kill(job)
         console = ranks.run(f"{command} --resume", folder, size)
         assert "warning" not in console, "last.pt was complete"
-        same_run(tmp_path / "whole" / "run", folder / "run")
+        ranks.same_run(tmp_path / "whole" / "run", folder / "run")
 
     for_each([(point,) for point in POINTS], goes_on)
 

@@ -15,28 +15,15 @@ from distributed import comm_hooks, fsdp, sharded_checkpoint
 from distributed.world import World
 from errors import InputError
 from models.residual import residual_blocks
-from models.transformer import Transformer
-from trainers import build_optimizer, make_trainer
+from trainers import build_optimizer, flat, make_trainer, text_batch, text_model
 from training.losses import BatchLoss, CrossEntropy
 from training.trainer import Trainer
-
-
-def model() -> Transformer:
-    torch.manual_seed(1)
-    sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "max_len": 16}
-    return Transformer(50, 4, **sizes, dropout=0.0).double()
-
-
-def batch(rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(10 * rank + number)
-    inputs = torch.randint(3, 50, (6, 12), generator=generator)
-    return inputs, torch.randint(4, (6,), generator=generator)
 
 
 def trainer_of(
     world: World, parallel: str, name: str = "sgd", wire: str = "none", **options: Any
 ) -> Trainer:
-    net = model()
+    net = text_model(depth=2)
     if parallel != "ddp":
         wire_dtype = comm_hooks.WIRE_DTYPES.get(wire)
         blocks = residual_blocks(net)
@@ -51,7 +38,7 @@ def trained(world: World, parallel: str, name: str = "sgd", **options: Any) -> T
     trainer = trainer_of(world, parallel, name, **options)
     trainer.wrap_model()
     for number in range(5):
-        inputs, labels = batch(world.rank, number)
+        inputs, labels = text_batch(6, seed=10 * world.rank + number)
         trainer.loss_fn = not_a_number if number == 2 and world.rank == 1 else CrossEntropy()
         trainer.train_step(inputs, labels)
     return trainer
@@ -96,15 +83,15 @@ def shares_of_unequal_size_have_as_many_micro_batches(world):
     for parallel in ("ddp", "fsdp"):
         trainer = trainer_of(world, parallel, micro_batch_size=3)
         trainer.wrap_model()
-        inputs, labels = batch(world.rank, 0)
+        inputs, labels = text_batch(6, seed=world.rank)
         trainer.train_step(inputs[:share], labels[:share], share * 2 / 7, samples=7)
         results.append(whole_parameters(trainer))
     assert_close(*results)
 
 
 def bytes_and_precision_of_the_wire(world):
-    every = sum(parameter.numel() for parameter in model().parameters())
-    blocks = sum(parameter.numel() for parameter in model().blocks.parameters())
+    net = text_model(depth=2)
+    every, blocks = len(flat(net.parameters())), len(flat(net.blocks.parameters()))
     world.bytes_sent = 0
     exact = whole_parameters(trained(world, "fsdp", accumulation_steps=2))
     assert world.bytes_sent == 5 * 8 * (2 * (every + blocks) + every)
@@ -116,7 +103,7 @@ def a_full_disk_keeps_the_previous_shards(world, folder):
     trainer = trained(world, "fsdp", "adamw")
     sharded_checkpoint.save(folder / "shards-1", trainer.model, trainer.optimizer, world)
     before = whole_parameters(trainer)
-    trainer.train_step(*batch(world.rank, 9))
+    trainer.train_step(*text_batch(6, seed=world.rank))
     (folder / "shards-2").mkdir(exist_ok=True)
     if world.is_main:
         (folder / "shards-2" / "__1_0.distcp").mkdir()  # rank 1 cannot write there

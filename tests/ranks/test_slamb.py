@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ranks
 import resnet50_test
 import slamb
-from cli import factory, options
-from conftest import each_of
+from cli import factory
+from conftest import each_of, parsed
 from distributed.quantization import dequantize, quantize
 from distributed.world import World
 from optimizer_cases import assert_same, copied, parameters_of, snapshot
@@ -126,8 +126,7 @@ def test_bad_settings_are_refused():
 
 @each_of(("name", "bits"), [("fp32", 0), ("int4", 4)])
 def test_the_format_of_the_flags_reaches_the_optimizer(name, bits):
-    words = ["--optimizer", "slamb", "--wire_dtype", name]
-    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words)
+    args = parsed(resnet50_test, "--optimizer slamb --wire_dtype", name)
     run = factory.Run("x", World(), FP32)
     ours = factory.create_optimizer(args, run, nn.Linear(3, 4), resnet50_test.OPTIMIZERS)
     assert (ours.wire_bits, ours.wire_dtype == torch.float32) == (bits, not bits)

@@ -7,7 +7,7 @@ from torch import nn
 
 import ranks
 import resnet50_test
-from conftest import each_of, run, write_images
+from conftest import run, write_images
 from input_pipeline.label_noise import with_noise
 from models.averaged_views import AveragedViews
 
@@ -49,24 +49,6 @@ def test_a_run_reports_the_accuracy_over_views(here):
     console = run(resnet50_test, "--checkpoint run --evaluate --test_views mirror")
     assert "accuracy on the test set, averaged over 2 views of each image" in console
     assert f"all  {100 * last['test_accuracy_views']:6.2f} %" in console
-
-
-@each_of(
-    ("flags", "expected"),
-    [
-        ("--test_views mirror", "mirror images"),
-        ("--alternate_flip", "mirror images"),
-        ("--small_epochs 1 --small_size 9", "small_size=9 must be at most 8"),
-        ("--small_epochs 1 --small_size 4 --small_stages 2", "small_stages=2 must be at most"),
-        ("--augment none --crop_pad 2", "--augment none has no such setting"),
-        ("--crop_pad 8 --crop_fill reflect", "pad=8 must be from 1 to 7"),
-        ("--crop center --crop_pad 2", "are for --crop pad"),
-        ("--augment_args jitter=2", "jitter=2 must be from 0"),
-        ("--arch vgg8 --image_size 12 --small_epochs 1 --small_size 4", "cannot take 4x4 images"),
-    ],
-)
-def test_what_does_not_go_together_is_one_line(refused, flags, expected):
-    refused("images", f"--dataset digits {flags}", expected)
 
 
 def test_noise_gives_a_share_of_each_class_other_labels():

@@ -33,7 +33,7 @@ from input_pipeline.image_batches import ImageDataset
 from input_pipeline.image_datasets import ImageSplit
 from models import image_models
 from models.residual import residual_blocks
-from trainers import build_optimizer, make_trainer
+from trainers import build_optimizer, image_network, make_trainer
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import to_cpu
 from training.losses import CrossEntropy, MixedCrossEntropy
@@ -59,11 +59,7 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def network() -> nn.Module:
-    """A convolution, a BatchNorm and two matrices, one of which is large for SLAMB."""
-    return nn.Sequential(
-        *(nn.Conv2d(3, 18, 3, padding=1), nn.BatchNorm2d(18), nn.ReLU()),
-        *(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(72, 128), nn.Linear(128, 10)),
-    )
+    return image_network(nn.BatchNorm2d(18))
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:

@@ -24,7 +24,7 @@ from backends.precision import Precision
 from conftest import each_of, needs_gpu
 from distributed.world import World
 from input_pipeline.augmentation import crop_flip
-from trainers import build_optimizer, make_trainer
+from trainers import build_optimizer, flat, image_network, make_trainer
 
 GPU = torch.device("cuda", 0)
 FP32 = Precision("fp32", "cuda")
@@ -42,18 +42,6 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 18, 3, padding=1),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(72, 128),
-        nn.Linear(128, 10),
-    )
-
-
 def batch(step: int, rows: int = 8) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     images = torch.randn(rows, 3, 8, 8, generator=generator)
@@ -67,7 +55,7 @@ def set_gradients(model: nn.Module, generator: torch.Generator, place: Any) -> N
 
 
 def weights(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
+    return flat(model.parameters()).cpu()
 
 
 # -------------------------------------------------------------------- steps
@@ -76,7 +64,7 @@ def weights(model: nn.Module) -> Tensor:
 @needs_gpu
 @each_of("name", OPTIMIZERS)
 def test_steps_do_not_wait_for_the_gpu(name):
-    model = network().to(GPU)
+    model = image_network().to(GPU)
     settings = {"precision": FP32, "max_grad_norm": 1.0, "accumulation_steps": 2}
     optimizer = build_optimizer(model, name, 0.01, 1e-3)
     trainer = make_trainer(model, optimizer, World(device=GPU), **settings)
@@ -93,7 +81,7 @@ def test_steps_do_not_wait_for_the_gpu(name):
 @needs_gpu
 @each_of("name", OPTIMIZERS)
 def test_an_optimizer_does_what_it_does_on_the_cpu(name):
-    models = {"cpu": network(), "cuda": network().to(GPU)}
+    models = {"cpu": image_network(), "cuda": image_network().to(GPU)}
     for place, model in models.items():
         generator = torch.Generator().manual_seed(1)
         optimizer = build_optimizer(model, name, 0.01, 1e-3)
@@ -133,7 +121,7 @@ def test_crops_and_pasted_boxes_have_the_bytes_of_the_cpu(reflect):
 
 
 def slamb_goes_on_after_its_dense_steps(world: World) -> None:
-    model = network().to(world.device)
+    model = image_network().to(world.device)
     optimizer = build_optimizer(model, "slamb", 0.01, 1e-3, dense_steps=3, local_steps=4)
     generator = torch.Generator().manual_seed(world.rank)
     for _ in range(12):

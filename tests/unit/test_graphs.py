@@ -12,7 +12,6 @@ import torch
 import conftest
 import fake_cuda
 import mixup
-import resnet50_test
 from backends import cuda_graph, execution
 from backends.precision import Precision
 from conftest import each_of, needs_gpu
@@ -208,10 +207,3 @@ def test_each_replay_draws_its_own_mix():
         trainer.train_step(x, torch.randint(10, (8,), device="cuda"))
         seen.add(float(drawn[-1][0]))
     assert len(seen) == 8
-
-
-@needs_gpu
-@pytest.mark.parametrize("more", ["--lr 0.1", "--ngd"])
-def test_a_run_through_graphs_learns(more, tmp_path):
-    flags = f"--dataset digits --arch resnet20 --bs 64 {more} --epochs 3 --backend cudagraph"
-    assert conftest.call(resnet50_test, [*flags.split(), "--out", str(tmp_path / "run")]) == 0

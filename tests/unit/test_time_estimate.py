@@ -1,4 +1,4 @@
-"""What the console shows off a terminal, by a clock that the tests turn; and how long runs take."""
+"""What the console shows off a terminal, by a clock that the tests turn."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ import resnet50_test
 from conftest import run
 from test_training import DIGITS
 from training.run_log import RunLog
-from training.time_estimate import in_words, seconds_left
-
-
-def test_the_time_left_is_told_by_the_mean_of_the_epochs_that_are_done():
-    assert seconds_left(30.0, done=2.5, epochs=5) == 30.0
-    words = {45: "45 s", 1200: "20 min", 9000: "2.5 h", 57_000: "16 h", 276_480: "3.2 days"}
-    assert [in_words(seconds) for seconds in words] == list(words.values())
 
 
 def test_off_a_terminal_a_run_prints_its_progress(here, monkeypatch):

@@ -125,7 +125,9 @@ def fail_in(monkeypatch) -> Callable[..., None]:
 
 def test_bad_steps_are_skipped_and_ten_go_back_with_half_the_rate(here, digits, fail_in):
     fail_in(range(4, 7), range(30, 40))
-    assert "back to epoch 2, step 23" in digits("--lr_schedule constant")
+    console = digits("--lr_schedule constant")
+    assert "3 of 23 steps of epoch 1 were skipped, since a gradient was not finite" in console
+    assert "back to epoch 2, step 23" in console
     rows = ranks.metrics(here / "run")
     assert [row["skipped_steps"] for row in rows] == [3, 0]
     assert all(math.isfinite(row["train_loss"]) for row in rows)
