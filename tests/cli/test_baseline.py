@@ -17,10 +17,10 @@ from input_pipeline.image_datasets import ImageSplit
 from input_pipeline.text_datasets import TextSplit
 
 
-def test_a_run_says_what_the_baseline_reaches_and_how_it_compares(tmp_path, capsys):
+def test_a_run_says_what_the_baseline_reaches_and_how_it_compares(tmp_path):
     def lines(script: ModuleType, words: str) -> list[str]:
-        assert conftest.call(script, [*words.split(), "--out", str(tmp_path / "run")]) == 0
-        return [line for line in capsys.readouterr().out.splitlines() if "baseline" in line]
+        console = conftest.run(script, words, "--out", tmp_path / "run")
+        return [line for line in console.splitlines() if "baseline" in line]
 
     for script, words in (
         (resnet50_test, f"{conftest.IMAGES} --epochs 1"),

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import ranks
-import resnet50_test
-from cli import compatibility
-from conftest import parsed
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
 from distributed.world import World
-from errors import InputError
 from trainers import flat, make_trainer
 from training.trainer import Trainer
 
@@ -184,10 +179,3 @@ def all_of_it(world: World) -> None:
 
 def test_what_ranks_send_each_other() -> None:
     ranks.run_ranks(all_of_it, 2)
-
-
-def test_processes_that_train_apart_are_refused_where_auto_has_chosen_fp16() -> None:
-    args = parsed(resnet50_test, "--sync local")
-    args.precision = "fp16"
-    with pytest.raises(InputError, match="--sync local is not supported with --precision fp16"):
-        compatibility.check(args)

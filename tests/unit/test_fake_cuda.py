@@ -242,20 +242,13 @@ def test_meta_mixup_waits_for_nothing(policy, size):
 # -------------------------------------------------------------------- what the ranks exchange
 
 
-class Bucket:
+def bucket_of(parameters: list[Tensor]) -> mock.Mock:
     """A bucket of gradients, as DistributedDataParallel hands them to a hook."""
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self.flat = torch.empty(sum(p.numel() for p in parameters), device=CUDA)
-        self.parameters = lambda: parameters
-        self.buffer, self.index = lambda: self.flat, lambda: 0
-
-    def set_buffer(self, flat: Tensor) -> None:
-        self.flat = flat
-
-    def gradients(self) -> list[Tensor]:
-        sizes = [p.numel() for p in self.parameters()]
-        return [each.view(p.shape) for each, p in zip(self.flat.split(sizes), self.parameters())]
+    flat = torch.empty(sum(p.numel() for p in parameters), device=CUDA)
+    parts = flat.split([p.numel() for p in parameters])
+    gradients = [part.view(p.shape) for part, p in zip(parts, parameters)]
+    values = {"buffer": flat, "parameters": parameters, "gradients": gradients, "index": 0}
+    return mock.Mock(**{f"{name}.return_value": value for name, value in values.items()})
 
 
 HOOKS: dict[str, Callable[[World], AllReduceHook]] = {
@@ -280,7 +273,7 @@ def test_hooks_wait_for_nothing(name, monkeypatch):
         hook.start(parameters)
         meter = NoiseMeter(parameters, world)
         hook.observers.append(meter.add_bucket)
-        bucket = Bucket(parameters)
+        bucket = bucket_of(parameters)
         with gpu.waiting() as waits:  # the places of the parameters, at the first bucket
             hook.run(None, bucket)
         assert waits.keys() <= {"step_stats.add_bucket"}

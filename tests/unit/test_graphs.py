@@ -12,7 +12,7 @@ import torch
 import conftest
 import fake_cuda
 import mixup
-from backends import cuda_graph, execution
+from backends import cuda_graph
 from backends.precision import Precision
 from conftest import each_of, needs_gpu
 from distributed.world import World
@@ -173,14 +173,6 @@ def test_it_needs_a_gpu_and_refuses_flags_that_it_does_not_support(refused, monk
     refused(
         "images", "--backend cudagraph", "--precision fp16", conftest.IMAGES.replace("fp32", "fp16")
     )
-
-
-def test_images_of_two_sizes_are_compiled_for_each(monkeypatch):
-    given = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **each: given.append(each))
-    for few_shapes in (True, False):
-        execution.apply_backend("compile", torch.nn.Linear(1, 1), few_shapes=few_shapes)
-    assert given == [{"dynamic": False}, {"dynamic": None}]
 
 
 @needs_gpu
