@@ -274,9 +274,7 @@ def relatives(process: subprocess.Popen[str]) -> list[tuple[int, bytes]]:
 
 
 def wait_for(
-    condition: Callable[[], bool],
-    process: subprocess.Popen[str] | WarmJob,
-    seconds: float = 120,
+    condition: Callable[[], bool], process: subprocess.Popen[str] | WarmJob, seconds: float = 120
 ) -> None:
     """Until `condition` holds or the process has ended."""
     end = time.monotonic() + seconds

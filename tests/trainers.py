@@ -19,11 +19,7 @@ make_trainer = step_trainer
 
 
 def build_optimizer(
-    model: nn.Module,
-    name: str,
-    lr: float,
-    weight_decay: float = 0.0,
-    **settings: Any,
+    model: nn.Module, name: str, lr: float, weight_decay: float = 0.0, **settings: Any
 ) -> torch.optim.Optimizer:
     """The optimizer of that name over all parameters, as the entry scripts make it."""
     groups = optimizer_groups(name, model, weight_decay)

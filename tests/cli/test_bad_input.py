@@ -98,9 +98,8 @@ CASES = [(name, *case) for name in SCRIPTS for case in BOTH]
 CASES += [("images", *case) for case in IMAGES_ONLY] + [("texts", *case) for case in TEXTS_ONLY]
 
 
-def test_a_wrong_flag_is_named_in_one_line_and_nothing_is_written(refused, tmp_path):
+def test_a_wrong_flag_is_named_in_one_line(refused):
     for_each(CASES, refused)
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -117,6 +116,12 @@ def test_out_that_holds_a_run_is_left_alone(runs: dict[str, Path], refused: Refu
     before = (runs["images"] / "metrics.jsonl").read_bytes()
     refused("images", f"--out {runs['images']}", str(runs["images"]))
     assert (runs["images"] / "metrics.jsonl").read_bytes() == before
+
+
+def test_nothing_is_written_where_the_input_is_wrong(refused, tmp_path):
+    refused("images", "--bs 2000 --out made", "--bs 2000")
+    refused("texts", "--heads 3 --out made", "heads=3")
+    assert os.listdir(tmp_path) == []
 
 
 def test_real_process_ends_with_two_and_one_line(tmp_path: Path) -> None:

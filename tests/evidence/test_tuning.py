@@ -241,10 +241,7 @@ def written(words: list[str], params: dict[str, Any], folder: Path, nproc: int =
     """As much of a sweep's settings as its command needs, after its recipe is written."""
     script, *flags = words
     config = SimpleNamespace(
-        script=TargetScript.read(script, flags),
-        nproc=nproc,
-        val_fraction=0.1,
-        out=folder,
+        script=TargetScript.read(script, flags), nproc=nproc, val_fraction=0.1, out=folder
     )
     results.write_recipe(config, params, comment="# best\n")
     return config

@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 
 from conftest import each_of
-from input_pipeline.sampler import (
-    BATCHES_PER_SORT,
-    Sampler,
-    batch_sizes,
-    stratified_rows,
-)
+from input_pipeline.sampler import BATCHES_PER_SORT, Sampler, batch_sizes, stratified_rows
 
 LENGTHS = torch.arange(1003) % 97 + 1
 WITH_AND_WITHOUT = each_of("lengths", [None, LENGTHS])
