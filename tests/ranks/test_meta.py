@@ -210,16 +210,15 @@ class CloudRun:
         layers = nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
         self.meta, self.model = meta, nn.Sequential(*layers)
         self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.held_x, self.held_labels = points(200, noise=0.0)
 
-    def step(self, x: Tensor, labels: Tensor, held_out: Tensor | slice = slice(None)) -> None:
-        """Take a step of the policy, by these held-out rows, and one of the network."""
+    def step(self, x: Tensor, labels: Tensor, *, held_out: tuple[Tensor, Tensor]) -> None:
+        """Take a step of the policy, by held-out points, and one of the network."""
 
         def loss(mix: Mix) -> Tensor:
             return mixup.cross_entropy(self.model(mixup.blend(x, mix)), labels, mix=mix)
 
         def clean_loss() -> Tensor:
-            return F.cross_entropy(self.model(self.held_x[held_out]), self.held_labels[held_out])
+            return F.cross_entropy(self.model(held_out[0]), held_out[1])
 
         self.meta.learn(self.model, labels, mixed_loss=loss, clean_loss=clean_loss, rate=0.1)
         mix = self.meta.mix(labels)
@@ -233,9 +232,10 @@ class CloudRun:
 def test_pairs_mix_within_noisy_classes_and_not_across_another_class():
     torch.manual_seed(0)
     meta = MetaMixup(4, "pair", lr=0.05)
-    run = CloudRun(meta)
+    run, (held_x, held_labels) = CloudRun(meta), points(200, noise=0.0)
     for _ in range(400):
-        run.step(*points(64, noise=0.3), torch.randint(200, (64,)))
+        batch, rows = points(64, noise=0.3), torch.randint(200, (64,))
+        run.step(*batch, held_out=(held_x[rows], held_labels[rows]))
     labels = torch.randint(4, (20_000,))
     mix = meta.mix(labels)
 
@@ -278,11 +278,12 @@ def test_a_policy_of_losses_learns_to_doubt_wrong_labels():
     torch.manual_seed(0)
     meta = MetaMixup(4, "loss", rows=512)
     run, (x, labels) = CloudRun(meta), points(512, noise=0.0)
+    held_out = points(200, noise=0.0)
     is_wrong = torch.rand(512) < 0.4
     labels = torch.where(is_wrong, (labels + 1) % 4, labels)
     for _ in range(20):
         for meta.rows in torch.randperm(512).split(64):
-            run.step(x[meta.rows], labels[meta.rows])
+            run.step(x[meta.rows], labels[meta.rows], held_out=held_out)
         meta.row_losses.end_epoch()
     assert meta.numbers[0].item() > 0.5
     meta.rows = torch.arange(512)
