@@ -5,6 +5,7 @@ python -m figures.flags_page          # after a change of a flag; a test compare
 
 from __future__ import annotations
 
+import os
 import sys
 
 import resnet50_test
@@ -29,32 +30,38 @@ def page_with_flags(page: str) -> str:
     images = {flag.name: flag for flag in resnet50_test.parser().flags.values()}
     texts_parser = transformer_test.parser()
     texts = {flag.name: flag for flag in texts_parser.flags.values()}
-    rows = ["| group | flag | what it does | also understood |", "| --- | --- | --- | --- |"]
+    rows, group = ["| flag | what it does |", "| --- | --- |"], ""
     for name, flag in {**images, **{n: texts[n] for n in texts if n not in images}}.items():
         text, of_texts = flag.text(), texts.get(name, flag).text()
-        if text != of_texts:  # mostly from the default on
-            head, default, end = of_texts.rpartition("(default")
-            other = f"{default}{end}" if text.startswith(head) else of_texts
-            text = f"{text} *transformer_test.py:* {other}"
-        group = flag.group
+        if text != of_texts:  # mostly from the choices or the default on
+            alike = len(os.path.commonprefix([text, of_texts]))
+            start = max(of_texts.rfind(mark, 0, alike) for mark in (": ", "(default"))
+            text = f"{text} *transformer_test.py:* {of_texts[max(start, 0) :].removeprefix(': ')}"
+        title = flag.group
         if name not in images or name not in texts:
-            group += f" ({'images' if name in images else 'texts'} only)"
+            title += f" ({'images' if name in images else 'texts'} only)"
+        if title != group:
+            group = title
+            rows.append(f"| *{group}* | |")
         bold = "**" if flag.common else ""
         words = " ".join([", ".join(flag.names), flag.metavar]).strip().replace("|", r"\|")
-        signature = f"{bold}`{words}`{bold}"
         also = [
             f"`{foreign}`" + (f" (`{own.partition('=')[2]}`)" if "=" in own else "")
             for foreign, own in FOREIGN.items()
             if own.partition("=")[0] in flag.names
         ]
-        rows.append(f"| {group} | {signature} | {text} | {', '.join(also)} |")
-    rows += ["", "| settings of | with | names and defaults |", "| --- | --- | --- |"]
+        text += f"; also {', '.join(also)}" if also else ""
+        rows.append(f"| {bold}`{words}`{bold} | {text} |")
+    rows += ["", "| settings | names and defaults |", "| --- | --- |"]
     for flag in {**images, **texts}.values():
+        parts: dict[str, list[str]] = {}  # by what they share
         for part, settings in flag.parts.items():
+            named = (k if v is None else f"{k}={v}" for k, v in settings.items())
+            parts.setdefault(", ".join(named), []).append(part)
+        for settings, names in parts.items():
             if settings:
-                named = (k if v is None else f"{k}={v}" for k, v in settings.items())
-                chosen = f"`--{flag.owner} {part}`" if flag.owner else "the Transformer"
-                rows.append(f"| `{flag.name}` | {chosen} | {', '.join(named)} |")
+                chosen = f" with `--{flag.owner} {', '.join(names)}`" if flag.owner else ""
+                rows.append(f"| `{flag.name}`{chosen} | {settings} |")
     return replace_generated_section(page, BEGIN, END, content="\n".join(rows))
 
 

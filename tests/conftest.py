@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import inspect
+import io
 import itertools
 import os
 import sys
@@ -23,6 +26,7 @@ import resnet50_test
 import transformer_test
 from backends import device
 from budget import COLD_STARTS
+from cli import options
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHORT = "--epochs 1 --bs 32 --device cpu --precision fp32 --threads 1"
@@ -70,6 +74,21 @@ def call(script: ModuleType, words: list[str]) -> int:
         return errors.exit_code(script.main)
 
 
+def run(script: ModuleType, *texts: object, code: int = 0) -> str:
+    """Run a script with the words of some texts; returns stdout and stderr."""
+    console = io.StringIO()
+    with contextlib.redirect_stdout(console), contextlib.redirect_stderr(console):
+        found = call(script, " ".join(map(str, texts)).split())
+    assert found == code, console.getvalue()
+    return console.getvalue()
+
+
+def parsed(script: ModuleType, *texts: object) -> argparse.Namespace:
+    """The flags that a script reads from the words of some texts."""
+    words = " ".join(map(str, texts)).split()
+    return options.parse(script.parser(), script.SCRIPT, words)[0]
+
+
 def for_each(cases: Iterable[tuple[Any, ...]], check: Callable[..., object]) -> None:
     """Call a check with each case, and fail with a line for each case that fails."""
     failures = []
@@ -111,11 +130,13 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-def write_images(folder: Path, classes: tuple[str, ...], *, rows: int, size: int) -> Path:
+def write_images(
+    folder: Path, classes: Iterable[str], *, rows: int, size: int, parts: Any = ("train", "test")
+) -> Path:
     """PNGs of noise: train/CLASS/00.png and so on, as many in test."""
     generator = torch.Generator().manual_seed(0)
-    for part, name in itertools.product(("train", "test"), classes):
-        (folder / part / name).mkdir(parents=True)
+    for part, name in itertools.product(parts, classes):
+        (folder / part / name).mkdir(parents=True, exist_ok=True)
         for number in range(rows):
             pixels = torch.randint(256, (size, size, 3), generator=generator, dtype=torch.uint8)
             Image.fromarray(pixels.numpy()).save(folder / part / name / f"{number:02}.png")

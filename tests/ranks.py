@@ -26,6 +26,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from backends import device
+from distributed import sharded_checkpoint
+from training import checkpoint
 
 ROOT = Path(__file__).parent.parent
 TIMING = {  # fields of metrics.jsonl in which two equal runs may differ
@@ -242,6 +244,12 @@ def finish(
     return console
 
 
+def run(words: str, folder: Path, size: int = 1, *, expected: int = 0, **more: Any) -> str:
+    """Run an entry script on so many ranks to its end; returns the console."""
+    command = (torchrun if size > 1 else script)(*words.split())
+    return finish(start(command, folder, NGPU=str(size), **more), folder, expected)
+
+
 def kill(process: subprocess.Popen[str] | WarmJob) -> None:
     """Send SIGKILL to a command and to all that it started, also outside its process group."""
     if isinstance(process, WarmJob):
@@ -266,9 +274,7 @@ def relatives(process: subprocess.Popen[str]) -> list[tuple[int, bytes]]:
 
 
 def wait_for(
-    condition: Callable[[], bool],
-    process: subprocess.Popen[str] | WarmJob,
-    seconds: float = 120,
+    condition: Callable[[], bool], process: subprocess.Popen[str] | WarmJob, seconds: float = 120
 ) -> None:
     """Until `condition` holds or the process has ended."""
     end = time.monotonic() + seconds
@@ -283,15 +289,19 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key not in TIMING} for row in rows]
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Model tensors of last.pt."""
-    return torch.load(folder / "last.pt", weights_only=True)["model"]
+def weights(folder: Path, name: str = "last") -> dict[str, torch.Tensor]:
+    """Model tensors of last.pt, or of best.pt."""
+    state = checkpoint.load(folder / f"{name}.pt")
+    if state["shards"]:
+        return sharded_checkpoint.load_whole_model(Path(state["shards"]))
+    return state["model"]
 
 
 def same_run(one: Path, other: Path) -> None:
-    """Assert equal metrics and bit-identical weights."""
+    """Assert equal metrics, and bit-identical weights in last.pt and best.pt."""
     assert metrics(one) == metrics(other)
-    first, second = weights(one), weights(other)
-    assert first.keys() == second.keys()
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
+    for file in ("last", "best"):
+        first, second = weights(one, file), weights(other, file)
+        assert first.keys() == second.keys()
+        for name in first:
+            assert torch.equal(first[name], second[name]), (file, name)

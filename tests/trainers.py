@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import resnet50_test
-from benchmarks.trainers import FP32, NoData, step_trainer
+from benchmarks.trainers import FP32, step_trainer
+from models.transformer import Transformer
 from optimizers.param_groups import optimizer_groups
 
-__all__ = ["FP32", "NoData", "build_optimizer", "make_trainer"]
+__all__ = ["FP32", "build_optimizer", "make_trainer"]
 
 make_trainer = step_trainer
 
 
 def build_optimizer(
-    model: nn.Module,
-    name: str,
-    lr: float,
-    weight_decay: float = 0.0,
-    **settings: Any,
+    model: nn.Module, name: str, lr: float, weight_decay: float = 0.0, **settings: Any
 ) -> torch.optim.Optimizer:
     """The optimizer of that name over all parameters, as the entry scripts make it."""
     groups = optimizer_groups(name, model, weight_decay)
     return resnet50_test.OPTIMIZERS[name].make(groups, lr=lr, **settings)
+
+
+def text_model(depth: int = 1) -> nn.Module:
+    """A small Transformer in float64 without dropout."""
+    torch.manual_seed(1)
+    sizes = {"width": 16, "depth": depth, "heads": 2, "mlp_width": 32, "max_len": 16}
+    return Transformer(50, 4, **sizes, dropout=0.0).double()
+
+
+def text_batch(rows: int, seed: int = 2) -> tuple[Tensor, Tensor]:
+    """Tokens and labels for it."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randint(3, 50, (rows, 12), generator=generator)
+    return inputs, torch.randint(4, (rows,), generator=generator)
+
+
+def image_network(*norm: nn.Module) -> nn.Module:
+    """A convolution and two matrices, one of which is large for SLAMB."""
+    torch.manual_seed(0)
+    first = nn.Conv2d(3, 18, 3, padding=1), *norm, nn.ReLU(), nn.AdaptiveAvgPool2d(2)
+    return nn.Sequential(*first, nn.Flatten(), nn.Linear(72, 128), nn.Linear(128, 10))
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """The elements of tensors in one vector."""
+    return torch.cat([each.detach().flatten() for each in tensors])

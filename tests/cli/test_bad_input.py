@@ -70,6 +70,15 @@ IMAGES_ONLY = [
     ("--arch resnet51", "did you mean resnet5"),
     ("--arch alexnet --image_size 32", "--arch alexnet cannot take 32x32"),
     ("--arch resnet18 --bs 1", "--bs 1"),  # BatchNorm has one value a channel to train on
+    ("--test_views mirror", "mirror images"),
+    ("--alternate_flip", "mirror images"),
+    ("--small_epochs 1 --small_size 9", "small_size=9 must be at most 8"),
+    ("--small_epochs 1 --small_size 4 --small_stages 2", "small_stages=2 must be at most"),
+    ("--augment none --crop_pad 2", "--augment none has no such setting"),
+    ("--crop_pad 8 --crop_fill reflect", "pad=8 must be from 1 to 7"),
+    ("--crop center --crop_pad 2", "are for --crop pad"),
+    ("--augment_args jitter=2", "jitter=2 must be from 0"),
+    ("--arch vgg8 --image_size 12 --small_epochs 1 --small_size 4", "cannot take 4x4 images"),
     ("--resident maybe", "--resident"),
     ("--crop_fill green", "fill=green must be black or reflect"),
     ("--image_size 100000", "--image_size: must be at least 0 and at most 4096"),
@@ -89,7 +98,7 @@ CASES = [(name, *case) for name in SCRIPTS for case in BOTH]
 CASES += [("images", *case) for case in IMAGES_ONLY] + [("texts", *case) for case in TEXTS_ONLY]
 
 
-def test_a_wrong_flag_is_named_in_one_line(refused: Refused) -> None:
+def test_a_wrong_flag_is_named_in_one_line(refused):
     for_each(CASES, refused)
 
 
@@ -109,7 +118,7 @@ def test_out_that_holds_a_run_is_left_alone(runs: dict[str, Path], refused: Refu
     assert (runs["images"] / "metrics.jsonl").read_bytes() == before
 
 
-def test_nothing_is_written_where_the_input_is_wrong(refused: Refused, tmp_path: Path) -> None:
+def test_nothing_is_written_where_the_input_is_wrong(refused, tmp_path):
     refused("images", "--bs 2000 --out made", "--bs 2000")
     refused("texts", "--heads 3 --out made", "heads=3")
     assert os.listdir(tmp_path) == []

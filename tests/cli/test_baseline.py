@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -18,12 +17,10 @@ from input_pipeline.image_datasets import ImageSplit
 from input_pipeline.text_datasets import TextSplit
 
 
-def test_a_run_says_what_the_baseline_reaches_and_how_it_compares(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_what_the_baseline_reaches_and_how_it_compares(tmp_path):
     def lines(script: ModuleType, words: str) -> list[str]:
-        assert conftest.call(script, [*words.split(), "--out", str(tmp_path / "run")]) == 0
-        return [line for line in capsys.readouterr().out.splitlines() if "baseline" in line]
+        console = conftest.run(script, words, "--out", tmp_path / "run")
+        return [line for line in console.splitlines() if "baseline" in line]
 
     for script, words in (
         (resnet50_test, f"{conftest.IMAGES} --epochs 1"),
@@ -41,7 +38,7 @@ def test_a_run_says_what_the_baseline_reaches_and_how_it_compares(
         shutil.rmtree(tmp_path / "run")
 
 
-def test_baselines_find_what_a_linear_model_can() -> None:
+def test_baselines_find_what_a_linear_model_can():
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(200) % 2
     pixels = torch.randint(200, (200, 9, 9, 3), generator=generator, dtype=torch.uint8)

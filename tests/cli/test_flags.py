@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 import conftest
-import errors
 import resnet50_test
 import transformer_test
 from cli import options
 from cli.flag_parser import OFF, ScriptParser
 from cli.foreign_names import FOREIGN
-from conftest import each_of
+from conftest import each_of, parsed
 from errors import InputError
 
 SCRIPTS = {"resnet50_test": resnet50_test.parser, "transformer_test": transformer_test.parser}
@@ -43,7 +42,7 @@ def parse(arguments: str, parser: ScriptParser | None = None) -> dict[str, objec
 # -------------------------------------------------------------------- spellings
 
 
-def test_other_spellings_mean_the_same() -> None:
+def test_other_spellings_mean_the_same():
     def check(spelling: str, own: str) -> None:
         for script in SCRIPTS:
             parsed = parse(spelling, SCRIPTS[script]())
@@ -54,17 +53,17 @@ def test_other_spellings_mean_the_same() -> None:
     assert parse("--model resnet20") == parse("--arch resnet20")
 
 
-def test_a_foreign_name_without_a_counterpart_says_what_there_is() -> None:
+def test_a_foreign_name_without_a_counterpart_says_what_there_is():
     with pytest.raises(InputError, match="^--amp: there is no such flag; it is --precision"):
         parse("--amp")
 
 
-def test_values_keep_their_hyphens() -> None:
+def test_values_keep_their_hyphens():
     parsed = parse("--out my-run --data-dir=--odd-folder --predict cat-1.png")
     assert parsed == {"out": "my-run", "data_dir": "--odd-folder", "predict": ["cat-1.png"]}
 
 
-def test_the_later_of_two_spellings_counts() -> None:
+def test_the_later_of_two_spellings_counts():
     for arguments, name, value in (
         ("--lr 1 --learning-rate 2", "lr", 2.0),
         ("--learning-rate 2 --lr 1", "lr", 1.0),
@@ -76,22 +75,18 @@ def test_the_later_of_two_spellings_counts() -> None:
 
 @each_of("name", ["recipe", "checkpoint", "out", "data_dir", "resume", "ngd_rank"])
 @each_of("empty", [["--{}", ""], ["--{}="], ["--{}", " "]])
-def test_an_empty_value_is_refused(name: str, empty: list[str]) -> None:
+def test_an_empty_value_is_refused(name, empty):
     arguments = [word.format(name) for word in empty]
     with pytest.raises(InputError, match=f"^--{name}: the value is empty"):
         resnet50_test.parser().given(arguments)
 
 
-def test_an_empty_data_dir_of_the_environment_counts_as_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_empty_data_dir_of_the_environment_counts_as_none(monkeypatch):
     monkeypatch.setenv("DATA_DIR", "")
     assert resnet50_test.parser().defaults()["data_dir"] == "./data"
 
 
-def test_home_folders_are_expanded_in_every_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_home_folders_are_expanded_in_every_path(tmp_path, monkeypatch):
     """Of the command line, a recipe and the environment."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("DATA_DIR", "~/d")
@@ -105,7 +100,7 @@ def test_home_folders_are_expanded_in_every_path(
         given = parser.given([f"--{flag}=~/x y{suffix}"])[flag]
         assert given in (f"{tmp_path}/x y{suffix}", [f"{tmp_path}/x y"]), name
     (tmp_path / "mine.yaml").write_text("out: ~/r\ndata_dir: ~/e\n")
-    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", ["--recipe=~/mine.yaml"])
+    args = parsed(resnet50_test, "--recipe=~/mine.yaml")
     assert (args.out, args.data_dir) == (f"{tmp_path}/r", f"{tmp_path}/e")
 
 
@@ -118,7 +113,7 @@ def recipe_flags(text: str, folder: Path) -> dict[str, object]:
     return parser.given(options.recipe_arguments(str(folder / "mine.yaml"), parser))
 
 
-def test_a_recipe_may_have_any_spelling(tmp_path: Path) -> None:
+def test_a_recipe_may_have_any_spelling(tmp_path):
     given = recipe_flags(
         "model: resnet20\nlearning-rate: 0.3\nno-nesterov: true\ntorch_compile: true\n"
         "grad_checkpointing: false\nmilestones: [3, 4]\n",
@@ -128,15 +123,14 @@ def test_a_recipe_may_have_any_spelling(tmp_path: Path) -> None:
     assert given == parse(f"{own} --no-checkpoint_activations")
 
 
-def test_the_command_line_overrides_a_recipe_in_any_spelling(tmp_path: Path) -> None:
+def test_the_command_line_overrides_a_recipe_in_any_spelling(tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("lr: 0.3\nbs: 32\nfuse: true\n")
-    given = f"--config {recipe} --learning-rate 0.1 --no_fuse".split()
-    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", given)
+    args = parsed(resnet50_test, f"--config {recipe} --learning-rate 0.1 --no_fuse")
     assert (args.lr, args.batch_size, args.fuse) == (0.1, 32, False)
 
 
-def test_a_recipe_that_is_wrong_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_recipe_that_is_wrong_is_refused_in_one_line(tmp_path):
     for text, message in (
         ("nestrov: false\n", "did you mean --no-nesterov?"),
         ("evaluate: true\n", "a recipe cannot hold this flag"),
@@ -149,7 +143,7 @@ def test_a_recipe_that_is_wrong_is_refused_in_one_line(tmp_path: Path) -> None:
             recipe_flags(text, tmp_path)
 
 
-def test_yes_and_no_of_a_recipe_mean_what_they_say(tmp_path: Path) -> None:
+def test_yes_and_no_of_a_recipe_mean_what_they_say(tmp_path):
     for text, own in (
         ("resident: no", "--resident no"),
         ("no-nesterov: true", "--no-nesterov"),
@@ -162,12 +156,10 @@ def test_yes_and_no_of_a_recipe_mean_what_they_say(tmp_path: Path) -> None:
         assert recipe_flags(text, tmp_path) == parse(own), text
 
 
-def test_recipes_are_found_by_name_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipes_are_found_by_name_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("fast94", "fast94.yaml", str(options.RECIPES / "fast94.yaml")):
-        args, _ = options.parse(resnet50_test.parser(), "resnet50_test", ["--recipe", name])
+        args = parsed(resnet50_test, "--recipe", name)
         assert (args.lr_schedule, args.recipe) == ("polynomial", name)
     (tmp_path / "fast94").mkdir()  # a folder cannot be meant
     assert options.recipe_path("fast94") == options.RECIPES / "fast94.yaml"
@@ -175,12 +167,9 @@ def test_recipes_are_found_by_name_from_any_folder(
     assert options.recipe_arguments("best", resnet50_test.parser()) == ["--lr", "0.7"]
 
 
-def test_run_folders_and_resumed_runs_have_the_scripts_own_names(
-    runs: dict[str, Path], tmp_path: Path
-) -> None:
-    given = [*"--opt lamb --model resnet8 --num-train-epochs 1".split(), "--output_dir"]
-    words = [*conftest.IMAGES.split(), *given, str(tmp_path / "run")]
-    assert conftest.call(resnet50_test, words) == 0
+def test_run_folders_and_resumed_runs_have_the_scripts_own_names(runs, tmp_path):
+    given = f"--opt lamb --model resnet8 --num-train-epochs 1 --output_dir {tmp_path}/run"
+    conftest.run(resnet50_test, conftest.IMAGES, given)
     flags = json.loads((tmp_path / "run" / "config.json").read_text())["flags"]
     assert (flags["optimizer"], flags["arch"], flags["epochs"]) == ("lamb", "resnet8", 1)
     usual = json.loads((runs["images"] / "config.json").read_text())["flags"]
@@ -195,7 +184,7 @@ def test_run_folders_and_resumed_runs_have_the_scripts_own_names(
 # -------------------------------------------------------------------- --help
 
 
-def test_help_is_short_and_says_how_to_see_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_short_and_says_how_to_see_the_rest(capsys):
     def shown(script: str, *words: str) -> str:
         with pytest.raises(SystemExit) as ended:
             SCRIPTS[script]().given(words)
@@ -233,7 +222,7 @@ def unused(*words: str, script: str = "resnet50_test") -> list[str]:
 
 
 @each_of(("flags", "remedy", "message"), UNUSED)
-def test_a_flag_without_effect_is_named(flags: str, remedy: str, message: str) -> None:
+def test_a_flag_without_effect_is_named(flags, remedy, message):
     name = flags.split()[0].partition("=")[0]
     lines = unused(*flags.split())
     if message:
@@ -243,7 +232,7 @@ def test_a_flag_without_effect_is_named(flags: str, remedy: str, message: str) -
         assert not any(name in line for line in unused(*flags.split(), *remedy.split()))
 
 
-def test_every_condition_names_flags_and_values_that_there_are() -> None:
+def test_every_condition_names_flags_and_values_that_there_are():
     def check(script: str) -> None:
         flags = SCRIPTS[script]().flags
         for flag in flags.values():
@@ -257,7 +246,7 @@ def test_every_condition_names_flags_and_values_that_there_are() -> None:
     conftest.for_each([(script,) for script in SCRIPTS], check)
 
 
-def test_flags_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_several_processes(monkeypatch):
     flags = ["--grad_compress", "bf16", "--balance_workers"]
     for line, name in zip(unused(*flags), flags[::2], strict=True):
         assert line == f"{name} has no effect here: it is for several processes"
@@ -266,15 +255,13 @@ def test_flags_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unused(*flags) == []
 
 
-def test_values_of_a_recipe_are_not_named_and_the_first_rank_speaks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_of_a_recipe_are_not_named_and_the_first_rank_speaks(capsys, monkeypatch):
     assert unused("--recipe", "best", "--mixup", "none") == []
     assert len(unused("--recipe", "best", "--mixup", "none", "--alpha", "1")) == 1
     capsys.readouterr()
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        options.parse(transformer_test.parser(), "transformer_test", ["--mix-at", "tokens"])
+        parsed(transformer_test, "--mix-at tokens")
         line = "warning: --mix_at has no effect here: it is for --mixup\n"
         assert capsys.readouterr().err == (line if rank == "0" else "")
 
@@ -282,28 +269,13 @@ def test_values_of_a_recipe_are_not_named_and_the_first_rank_speaks(
 # -------------------------------------------------------------------- settings of parts
 
 
-def test_settings_reach_their_part_and_are_complete_in_the_run(tmp_path: Path) -> None:
-    words = "--ngd --opt-args rank=4 --opt_args adamw_ratio=1e-2 --ngd_rank 5".split()
-    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words)
+def test_settings_reach_their_part_and_are_complete_in_the_run(tmp_path):
+    words = "--ngd --opt-args rank=4 --opt_args adamw_ratio=1e-2 --ngd_rank 5"
+    args = parsed(resnet50_test, words)
     assert args.opt_args == {"rank": 5, "adamw_ratio": 0.01}
     (tmp_path / "a.yaml").write_text("ngd: true\nopt_args: {rank: 7}\nalternate_flip: true\n")
-    words = f"--recipe {tmp_path / 'a.yaml'} --opt_args adamw_ratio=0.5".split()
-    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words)
+    args = parsed(resnet50_test, f"--recipe {tmp_path}/a.yaml --opt_args adamw_ratio=0.5")
     assert args.opt_args == {"rank": 7, "adamw_ratio": 0.5}
     assert args.augment_args["alternate"] is True
-    words = f"--recipe {tmp_path / 'a.yaml'} --optimizer lars".split()
-    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words)
+    args = parsed(resnet50_test, f"--recipe {tmp_path}/a.yaml --optimizer lars")
     assert args.opt_args.keys() == {"trust_coefficient", "clip"}, "other optimizer, other settings"
-
-
-# -------------------------------------------------------------------- suggestions
-
-
-def test_did_you_mean() -> None:
-    for word, names, expected in (
-        ("sdg", ["sgd", "adamw"], "; did you mean sgd?"),
-        ("ResNet_18", ["resnet18", "resnet50"], "; did you mean resnet18?"),
-        ("cos", ["cosine", "cosine_restart", "step"], "; did you mean cosine or cosine_restart?"),
-        ("--modle", ["--max_len", "--mlp_width"], ""),
-    ):
-        assert errors.did_you_mean(word, names) == expected

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from PIL import Image
 
@@ -19,7 +18,7 @@ import ranks
 import resnet50_test
 import transformer_test
 from cli import factory
-from conftest import SHORT, for_each
+from conftest import SHORT, for_each, run, write_images
 from input_pipeline import own_data
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.image_datasets import SUFFIXES, read_image_splits
@@ -206,28 +205,18 @@ def test_wrong_files_are_refused(refused, tmp_path):
 # -------------------------------------------------------------------- what a run says and does
 
 
-def run_texts(*flags: object, base: str = TEXTS) -> int:
-    return conftest.call(transformer_test, [*base.split(), *map(str, flags)])
-
-
-def run_images(*flags: object, base: str = IMAGES) -> int:
-    return conftest.call(resnet50_test, [*base.split(), *map(str, flags)])
-
-
-def test_evaluation_reads_the_columns_and_classes_of_the_run(tmp_path, capsys):
+def test_evaluation_reads_the_columns_and_classes_of_the_run(tmp_path):
     """Also on other files, which lack a class: its number must not go to the next one."""
     rows = "".join(f"{row},word {row % 3},{'xyz'[row % 3]}\n" for row in range(60))
     folder = write(tmp_path / "mine", train__csv=rows, test__csv=rows)
-    flags = "--epochs 12 --label_column 3 --text_column 2 --dropout 0 --token_dropout 0".split()
-    assert run_texts("--data_dir", folder, *flags, "--out", tmp_path / "run") == 0
+    flags = "--epochs 12 --label_column 3 --text_column 2 --dropout 0 --token_dropout 0"
+    run(transformer_test, TEXTS, flags, "--data_dir", folder, "--out", tmp_path / "run")
     assert ranks.metrics(tmp_path / "run")[-1]["test_accuracy"] == 1
     lacking = "".join(line + "\n" for line in rows.splitlines() if not line.endswith("x"))
     other = write(tmp_path / "other", train__csv=lacking, test__csv=lacking)
     for data, accuracies in ((folder, ["100.00"] * 3), (other, ["0.00", "100.00", "100.00"])):
-        capsys.readouterr()
-        resume = ["--resume", tmp_path / "run", "--evaluate", "--data_dir", data]
-        assert run_texts(*resume, base="") == 0
-        lines = capsys.readouterr().out.splitlines()
+        resume = f"--resume {tmp_path}/run --evaluate --data_dir {data}"
+        lines = run(transformer_test, resume).splitlines()
         shown = dict(line.split()[:2] for line in lines[-4:-1])
         assert shown == dict(zip("xyz", accuracies))
 
@@ -237,13 +226,7 @@ def test_evaluation_reads_the_columns_and_classes_of_the_run(tmp_path, capsys):
 
 def image_folder(root: Path, *parts: str, classes: tuple[str, ...] = ("cat", "dog")) -> Path:
     """Write six images of each class into root/part/class for each part; "." is root itself."""
-    for part in parts:
-        for number, name in enumerate(classes):
-            (root / part / name).mkdir(parents=True, exist_ok=True)
-            for i in range(6):
-                pixels = np.full((16, 16, 3), 40 * i + 20 * number, dtype=np.uint8)
-                Image.fromarray(pixels).save(root / part / name / f"{i}.png")
-    return root
+    return write_images(root, classes, rows=6, size=16, parts=parts)
 
 
 def csv_folder(root: Path, *parts: str) -> Path:
@@ -251,7 +234,10 @@ def csv_folder(root: Path, *parts: str) -> Path:
     return write(root, **{f"{part}__csv": f"text,label\n{rows}" for part in parts})
 
 
-KINDS = [("texts", TEXTS, run_texts, csv_folder), ("images", IMAGES, run_images, image_folder)]
+KINDS = [  # name, script, flags, and what writes data
+    ("texts", transformer_test, TEXTS, csv_folder),
+    ("images", resnet50_test, IMAGES, image_folder),
+]
 
 
 def test_splits_are_found_by_several_names(tmp_path, refused):
@@ -265,7 +251,7 @@ def test_splits_are_found_by_several_names(tmp_path, refused):
     refused("images", f"--data_dir {data} --val_fraction 0.1", "mine/train is missing", IMAGES)
     os.mkfifo(write(tmp_path / "pipe") / "train.csv")  # which nobody writes to
     refused("texts", f"--data_dir {tmp_path / 'pipe'}", "train.csv is missing", TEXTS)
-    for name, base, _, make in KINDS:  # a broken link is not taken for a split that is not there
+    for name, _, base, make in KINDS:  # a broken link is not taken for a split that is not there
         data = make(tmp_path / name, "train", "val")
         (data / ("test" if name == "images" else "test.csv")).symlink_to("nowhere")
         refused(name, f"--data_dir {data}", "is a link to nothing", base)
@@ -274,13 +260,12 @@ def test_splits_are_found_by_several_names(tmp_path, refused):
     refused("images", f"--data_dir {data}", "more/val/emu: not one of the 2 classes", IMAGES)
 
 
-def test_a_validation_set_of_its_own_chooses_the_best_epoch(tmp_path, capsys, refused):
+def test_a_validation_set_of_its_own_chooses_the_best_epoch(tmp_path, refused):
     """It is what is measured where there is no test set, and what the mixing policy learns from."""
-    for name, base, run, make in KINDS:
+    for name, script, base, make in KINDS:
         data, out = make(tmp_path / name, "train", "val"), tmp_path / f"run-{name}"
-        flags = ["--data_dir", data, "--epochs", 2, "--bs", 4, "--meta_learning", "--meta_every", 1]
-        assert run(*flags, "--val_fraction", 0.1, "--out", out) == 0
-        console = capsys.readouterr().out
+        flags = f"--epochs 2 --bs 4 --meta_learning --meta_every 1 --val_fraction 0.1 --out {out}"
+        console = run(script, base, flags, "--data_dir", data)
         assert "--val_fraction 0.1 is not used" in console
         assert "on validation rows, from which the mixing policy learned as well" in console
         assert "test accuracy" not in console
@@ -289,8 +274,7 @@ def test_a_validation_set_of_its_own_chooses_the_best_epoch(tmp_path, capsys, re
         accuracies = [row["val_accuracy"] for row in rows]
         assert accuracies[best["epoch"] - 1] == max(accuracies)
         assert "test_accuracy" not in rows[0]
-        assert run("--resume", out, "--evaluate") == 0
-        lines = capsys.readouterr().out.splitlines()
+        lines = run(script, base, f"--resume {out} --evaluate").splitlines()
         assert "accuracy on the validation set, which also chose the best epoch" in lines
         assert f"{100 * rows[-1]['val_accuracy']:.2f} %" in lines[-1]
         data = make(tmp_path / f"without-{name}", "train", "test")
@@ -299,11 +283,11 @@ def test_a_validation_set_of_its_own_chooses_the_best_epoch(tmp_path, capsys, re
         refused(name, meta, "--mixup meta learns on held-out rows", base)
 
 
-def test_rows_are_held_out_of_a_training_set_alone(tmp_path, capsys, refused):
+def test_rows_are_held_out_of_a_training_set_alone(tmp_path, refused):
     """Others with another seed; a folder of class folders is a training set as well."""
     seeds, held_out = [], factory.held_out_rows
-    unsplit = ("images", IMAGES, run_images, lambda root, _: image_folder(root, "."))
-    for number, (name, base, run, make) in enumerate([*KINDS, unsplit]):
+    unsplit = ("images", resnet50_test, IMAGES, lambda root, _: image_folder(root, "."))
+    for number, (name, script, base, make) in enumerate([*KINDS, unsplit]):
         data, out = make(tmp_path / str(number), "train"), tmp_path / f"run-{number}"
         assert "--val_fraction 0.1" in refused(name, f"--data_dir {data}", "is missing", base)
         names = "--val_fraction: 0.99 leaves no training rows of 2 of the 2 classes"
@@ -311,10 +295,9 @@ def test_rows_are_held_out_of_a_training_set_alone(tmp_path, capsys, refused):
         if name == "images":
             (data / ".ipynb_checkpoints").mkdir()  # which is no class
         with mock.patch.object(factory, "held_out_rows", side_effect=held_out) as record:
-            flags = ["--data_dir", data, "--val_fraction", 0.25, "--seed", number]
-            assert run(*flags, "--out", out) == 0
+            flags = f"--data_dir {data} --val_fraction 0.25 --seed {number} --out {out}"
+            table = run(script, base, flags).splitlines()
         seeds += [called.kwargs["seed"] for called in record.call_args_list]
-        table = capsys.readouterr().out.splitlines()
         total = next(line.split()[-2:] for line in table if "all 2 classes" in line)
         assert total == (["18", "6"] if name == "texts" else ["8", "4"])
         assert "val_accuracy" in ranks.metrics(out)[-1]
@@ -332,13 +315,13 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path):
     (cat / "7.heic").write_bytes(b"of a phone")
     (cat / "folder.png").mkdir()
     os.mkfifo(cat / "pipe.png")
-    (data / "train" / "stray.png").write_bytes((cat / "2.png").read_bytes())
-    (cat / "0.png").unlink()
+    (data / "train" / "stray.png").write_bytes((cat / "02.png").read_bytes())
+    (cat / "00.png").unlink()
     for link, target in (
-        (cat / "0.png", "annex/objects/0.png"),
+        (cat / "00.png", "annex/objects/0.png"),
         (data / "train" / "bird", "nowhere"),
         (cat / "more", elsewhere / "cat"),
-        (cat / "6.png", elsewhere / "dog" / "0.png"),
+        (cat / "6.png", elsewhere / "dog" / "00.png"),
         (data / "train" / "fish", elsewhere / "dog"),
         (cat / "up", ".."),
         (data / "train" / "parent", data / "train"),
@@ -372,16 +355,6 @@ def test_classes_that_join_several_labels_are_named():
     assert not warned("a|b", *map(str, range(20)), "a", "b"), "one of many"
 
 
-def test_the_file_of_weights_is_read_once(tmp_path, capsys):
-    data, weights = image_folder(tmp_path / "mine", "train", "test"), tmp_path / "weights.yaml"
-    weights.write_text("dog: 3")
-    words = ["--data_dir", data, "--out", tmp_path / "run", "--class_weights", weights]
-    assert run_images(*words) == 0
-    weights.unlink()
-    assert run_images("--resume", tmp_path / "run", "--epochs", 2, base="") == 0
-    assert "--class_weights" not in capsys.readouterr().out
-
-
 def test_names_in_two_forms_are_one_class(tmp_path):
     """Composed and decomposed characters, as systems write them."""
     composed, decomposed = "caf\u00e9", "cafe\u0301"
@@ -405,7 +378,8 @@ def test_a_folder_of_images_is_classified_in_order(runs, tmp_path, capsys, refus
         Image.new("L", (8, 8), 6 * i).save(path)
 
     def predict(*words: object) -> str:
-        assert run_images("--resume", runs["images"], "--predict", *words, base="") == 0
+        flags = ["--resume", runs["images"], "--predict", *words]
+        assert conftest.call(resnet50_test, list(map(str, flags))) == 0
         console = capsys.readouterr()
         assert console.err.startswith(f"weights of {runs['images']}/last.pt: epoch ")
         return console.out
@@ -433,24 +407,22 @@ def test_a_folder_of_images_is_classified_in_order(runs, tmp_path, capsys, refus
         assert not (tmp_path / "new.csv").exists()
 
 
-def test_the_lines_of_a_folder_of_texts_are_classified(runs, tmp_path, capsys, refused):
+def test_the_lines_of_a_folder_of_texts_are_classified(runs, tmp_path, refused):
     folder, out = tmp_path / "texts", tmp_path / "out.csv"
     write(folder / "b", one__txt='\nHome team wins, "again"\n\n')
     write(folder, a__txt="Stocks rise\nOil down\n", empty__txt=" \n", notes__md="no text")
     write(folder / ".ipynb_checkpoints", a__txt="An older version\n")
-    resume = ["--resume", runs["texts"], "--predict", folder]
-    assert run_texts(*resume, "--predict_out", out, base="") == 0
+    resume = f"--resume {runs['texts']} --predict {folder}"
+    console = run(transformer_test, resume, "--predict_out", out)
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert [(row["name"], row["text"]) for row in rows] == [
         (f"{folder}/a.txt:1", "Stocks rise"),
         (f"{folder}/a.txt:2", "Oil down"),
         (f"{folder}/b/one.txt:2", 'Home team wins, "again"'),
     ]
-    errors = capsys.readouterr().err
-    assert "files of other types (1, such as notes.md), hidden files and folders (1" in errors
-    assert f"warning: {folder}/empty.txt: contains no text and is left out" in errors
-    assert run_texts(*resume, base="") == 0
-    printed = capsys.readouterr().out.splitlines()
+    assert "files of other types (1, such as notes.md), hidden files and folders (1" in console
+    assert f"warning: {folder}/empty.txt: contains no text and is left out" in console
+    printed = run(transformer_test, resume).splitlines()[-3:]
     assert [line.split(":")[0] for line in printed] == [row["text"] for row in rows]
     flags = f"--resume {runs['texts']} --predict {folder}/empty.txt"
     refused("texts", flags, "contains no text", "")
@@ -461,25 +433,14 @@ def test_names_that_are_not_utf8_are_written_with_escapes(tmp_path, capsys):
     name = os.fsdecode(b"caf\xe9")
     data = image_folder(tmp_path / "mine", "train", "test", classes=("cat", name))
     image_folder(data, "train", classes=("emu",))
-    assert run_images("--data_dir", data, "--out", tmp_path / "run") == 0
-    console = capsys.readouterr().out
+    words = f"{IMAGES} --data_dir {data} --out {tmp_path}/run"
+    assert conftest.call(resnet50_test, words.split()) == 0
+    console = capsys.readouterr().out  # a real stream
     assert "caf\\udce9         6         6" in console
     assert "warning: the test split has no row of 1 of the 3 classes: emu" in console
-    photo = shutil.copy(data / "train" / "cat" / "0.png", tmp_path / f"{name}.png")
+    photo = shutil.copy(data / "train" / "cat" / "00.png", tmp_path / f"{name}.png")
     for suffix in ("csv", "jsonl"):
         out = tmp_path / f"out.{suffix}"
-        flags = ["--resume", tmp_path / "run", "--predict", photo, "--predict_out", out]
-        assert run_images(*flags, base="") == 0
+        run(resnet50_test, f"--resume {tmp_path}/run --predict {photo} --predict_out {out}")
         assert f"{tmp_path}/caf\\udce9.png" in out.read_text(encoding="utf-8")
     assert json.loads(out.read_text(encoding="utf-8"))["name"] == str(photo)
-
-
-def test_wrong_predict_out_is_refused_before_anything_is_read(runs, refused, tmp_path):
-    (tmp_path / "in.csv").write_text("Stocks rise\n")
-    for flags, names in (
-        ("--predict a.png --predict_out out.txt", "out.txt: the name must end in .jsonl or .csv"),
-        ("--predict a.png --predict_out none/out.csv", "none/out.csv: the folder does not exist"),
-        ("--predict_out out.csv", "--predict_out needs something to classify"),
-        ("--predict in.csv --predict_out in.csv", "--predict_out: in.csv: is there already"),
-    ):
-        refused("images", f"--resume {runs['images']} {flags}", names, "")

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import resnet50_test
+from conftest import run
 from errors import InputError
-from test_training import run
 from training.run_folder import LOCK_FILE, latest_run, lock_run_folder, make_run_folder
 
-FLAGS = "--dataset digits --arch resnet8 --subset 0.2 --threads 1 --epochs 1".split()
+FLAGS = "--dataset digits --arch resnet8 --subset 0.2 --threads 1 --epochs 1"
 
 
 @contextlib.contextmanager
@@ -67,16 +67,15 @@ def test_the_lock_ends_with_the_process_though_its_children_live_on(tmp_path):
         lock_run_folder(tmp_path).close()
 
 
-def test_a_resume_that_is_refused_changes_no_file(here, monkeypatch):
+def test_a_resume_that_is_refused_changes_no_file(here):
     """Another process has the folder, or the checkpoint does not fit the flags."""
     folder = here / "run"
-    run(resnet50_test, *FLAGS, "--out", "run", monkeypatch=monkeypatch)
-    before, resume = contents(folder), ["--resume", "run", "--epochs", "3"]
+    run(resnet50_test, FLAGS, "--out run")
+    before, resume = contents(folder), "--resume run --epochs 3"
     with held_lock(folder) as process:
-        console = run(resnet50_test, *resume, monkeypatch=monkeypatch, code=2)
+        console = run(resnet50_test, resume, code=2)
     assert f"process {process}" in console.splitlines()[-1]
-    more = ["--arch", "resnet20", "--lr", "7"]
-    console = run(resnet50_test, *resume, *more, monkeypatch=monkeypatch, code=2)
+    console = run(resnet50_test, resume, "--arch resnet20 --lr 7", code=2)
     assert "does not fit" in console.splitlines()[-1]
     assert contents(folder) == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import shutil
@@ -15,35 +16,22 @@ from torch.nn import functional as F
 
 import ranks
 import resnet50_test
-from conftest import for_each
+from conftest import for_each, run
 from figures.reported_run import read_run
-from test_training import run
 from training import checkpoint, evaluation
 from training.progress import EarlyStop
 
 # A learning rate that is multiplied by 30 before the last epoch makes the last epoch a bad one.
 WORSE_AT_THE_END = """--dataset digits --arch resnet8 --bs 64 --lr 0.1 --lr_schedule step
     --step_size 2 --gamma 30 --epochs 3 --threads 1"""
-Resnet = Callable[..., str]
-
-
-@pytest.fixture
-def resnet(here: Path, monkeypatch: pytest.MonkeyPatch) -> Resnet:
-    """Run resnet50_test with the words of some texts in an empty folder; returns the console."""
-
-    def call(*texts: object, code: int = 0) -> str:
-        words = [word for text in texts for word in str(text).split()]
-        return run(resnet50_test, *words, monkeypatch=monkeypatch, code=code)
-
-    return call
+resnet = functools.partial(run, resnet50_test)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose last epoch is worse than its best one; tests take copies of it."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        run(resnet50_test, *WORSE_AT_THE_END.split(), "--out", folder, monkeypatch=patch)
+    resnet(WORSE_AT_THE_END, "--out", folder)
     return folder
 
 
@@ -72,12 +60,8 @@ def reported(console: str) -> dict[str, str]:
 
 @pytest.mark.process
 def test_two_ranks_report_their_last_and_their_best_epoch_as_evaluating_does(tmp_path):
-    def both(folder: Path, *words: str) -> str:
-        command = ranks.torchrun("resnet50_test.py", *words)
-        return ranks.finish(ranks.start(command, folder, NGPU="2"), folder)
-
-    flags = ["--bs", "32", "--precision", "bf16", "--out", "run"]
-    lines = reported(both(tmp_path / "train", *WORSE_AT_THE_END.split(), *flags))
+    flags = f"resnet50_test.py {WORSE_AT_THE_END} --bs 32 --precision bf16 --out run"
+    lines = reported(ranks.run(flags, tmp_path / "train", 2))
     run = tmp_path / "train" / "run"
     last, best = ranks.metrics(run)[-1], best_row(run)
     assert best["epoch"] < 3, "the last epoch was to be a bad one"
@@ -86,14 +70,14 @@ def test_two_ranks_report_their_last_and_their_best_epoch_as_evaluating_does(tmp
         "best": f"best.pt: {reached(best)} (chosen on the test set, so it is optimistic)",
     }
     for name in ("last", "best"):
-        words = ["--resume", "../train/run", "--checkpoint", name, "--evaluate"]
-        report = both(tmp_path / name, *words)
+        words = f"resnet50_test.py --resume ../train/run --checkpoint {name} --evaluate"
+        report = ranks.run(words, tmp_path / name, 2)
         (accuracy,) = re.findall(r"all +(\d+\.\d\d %)", report)
         assert f"test accuracy {accuracy}" in lines[name]
         assert report.count("weights of ../train/run/") == 1, "one rank speaks for all"
 
 
-def test_a_resumed_run_compares_its_epochs_with_all_that_are_comparable(finished, here, resnet):
+def test_a_resumed_run_compares_its_epochs_with_all_that_are_comparable(finished, here):
     """All of its folder, and neither of another folder nor of another set of rows."""
     for name, more, best in (
         ("same", "", f"epoch {best_row(finished)['epoch']}, test"),
@@ -129,7 +113,7 @@ def accuracies_of(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
     monkeypatch.setattr(evaluation, "evaluate", mock.Mock(side_effect=given))
 
 
-def test_the_metric_of_the_flag_chooses_the_best_epoch(here, resnet, monkeypatch):
+def test_the_metric_of_the_flag_chooses_the_best_epoch(here, monkeypatch):
     tables = [[[9, 0], [1, 0]], [[4, 1], [2, 3]], [[5, 0], [4, 1]]]
     given = [
         evaluation.Evaluation(loss, accuracy, 1.0, F.pad(torch.tensor(table), (0, 8, 0, 8)))
@@ -165,7 +149,7 @@ def test_what_ends_a_run():
         assert bool(found) == bool(reason)
 
 
-def test_a_run_that_has_ended_stays_so_until_its_flags_change(here, resnet, monkeypatch):
+def test_a_run_that_has_ended_stays_so_until_its_flags_change(here, monkeypatch):
     accuracies_of(monkeypatch, 0.2, 0.9, 0.5, 0.5, 0.5, 0.95)
     words = "--epochs 9 --lr 0.01 --patience 2 --out run"
     line = "device-hours: the best test accuracy is that of epoch 2 (--patience 2)"
@@ -179,7 +163,7 @@ def test_a_run_that_has_ended_stays_so_until_its_flags_change(here, resnet, monk
     assert len(ranks.metrics(here / "run")) == 6
 
 
-def test_after_a_failed_save_the_best_is_the_best_that_is_on_the_disk(here, resnet, monkeypatch):
+def test_after_a_failed_save_the_best_is_the_best_that_is_on_the_disk(here, monkeypatch):
     """And the first of two that are equal."""
     accuracies_of(monkeypatch, 0.2, 0.9, 0.5, 0.5)
     number = itertools.count(1)
@@ -189,7 +173,7 @@ def test_after_a_failed_save_the_best_is_the_best_that_is_on_the_disk(here, resn
     assert checkpoint.load(here / "run" / "best.pt", "resnet50_test")["progress"]["epoch"] == 3
 
 
-def test_a_run_whose_files_could_not_be_written_ends_with_2_and_says_so(resnet, monkeypatch):
+def test_a_run_whose_files_could_not_be_written_ends_with_2_and_says_so(here, monkeypatch):
     full = ["best.pt"]
     fill_the_disk(monkeypatch, lambda path: path.name in full)
     accuracies_of(monkeypatch, *2 * (0.2, 0.9, 0.1))
@@ -203,7 +187,7 @@ def test_a_run_whose_files_could_not_be_written_ends_with_2_and_says_so(resnet, 
 # -------------------------------------------------------------------- inference
 
 
-def test_inference_names_its_file_and_epoch_and_the_other_one(copied, resnet):
+def test_inference_names_its_file_and_epoch_and_the_other_one(copied):
     rows = {"last": ranks.metrics(copied)[-1], "best": best_row(copied)}
     shown = {name: reached(row) for name, row in rows.items()}
 
@@ -222,7 +206,7 @@ def test_inference_names_its_file_and_epoch_and_the_other_one(copied, resnet):
     for_each(cases, check)
 
 
-def test_first_layer_of_vgg8_is_made_from_the_training_images_and_kept(resnet):
+def test_first_layer_of_vgg8_is_made_from_the_training_images_and_kept(here):
     resnet("--arch vgg8 --dataset digits --image_size 12 --epochs 1 --threads 1 --out run")
     filters = ranks.weights(Path("run"))["filters"]
     torch.testing.assert_close(filters[4:], -filters[:4])  # as random ones would not be
@@ -231,7 +215,7 @@ def test_first_layer_of_vgg8_is_made_from_the_training_images_and_kept(resnet):
 # -------------------------------------------------------------------- training from a checkpoint
 
 
-def test_training_goes_on_from_the_best_checkpoint_in_a_folder_of_its_own(copied, resnet):
+def test_training_goes_on_from_the_best_checkpoint_in_a_folder_of_its_own(copied):
     best = checkpoint.load(copied / "best.pt")["progress"]["epoch"]
     first = ranks.metrics(copied)
     flags = f"--resume {copied} --checkpoint best --lr 0.01"
@@ -244,7 +228,7 @@ def test_training_goes_on_from_the_best_checkpoint_in_a_folder_of_its_own(copied
     assert "--out other already holds a run" in resnet(flags, "--out other", code=2)
 
 
-def test_a_checkpoint_that_cannot_be_used_is_refused(copied, resnet):
+def test_a_checkpoint_that_cannot_be_used_is_refused(copied):
     Path("new").mkdir()
     shutil.copy(copied / "last.pt", "new")
     for flags, message in (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import errors
 import resnet50_test
 from backends import machine
 from benchmarks import bench, time_to_target
-from conftest import call, for_each
+from conftest import run
 from figures import run_logs
 
 
@@ -57,27 +56,14 @@ def test_a_process_is_stopped_between_its_turns_and_its_end_is_one_line(capfd):
 SMALL_RUN = "--dataset digits --arch resnet8 --bs 64 --subset 0.5 --threads 1 --epochs 2 --lr 0.01"
 
 
-@pytest.fixture(scope="module")
-def small_logs(tmp_path_factory):
-    """A folder of logged runs: two seeds of NGD, one of SGD; it is not to be changed."""
-    logs = tmp_path_factory.mktemp("small") / "logs"
+def test_time_to_an_accuracy_of_logged_runs(tmp_path, capsys, monkeypatch):
+    logs, opened = tmp_path / "logs", []
     for name, flags in (
         ("ngd-seed0", "--ngd"),
         ("ngd-seed1", "--ngd --seed 1"),
         ("sgd-seed0", "--optimizer sgd"),
     ):
-        words = [*SMALL_RUN.split(), *flags.split(), "--out", str(logs / name)]
-        assert call(resnet50_test, words) == 0
-    return logs
-
-
-def run_time_to_target(monkeypatch, *words) -> None:
-    monkeypatch.setattr(sys, "argv", ["time_to_target.py", "--quick", *map(str, words)])
-    time_to_target.main()
-
-
-def test_time_to_an_accuracy_of_logged_runs(small_logs, tmp_path, capsys, monkeypatch):
-    opened = []
+        run(resnet50_test, SMALL_RUN, flags, "--out", logs / name)
     take_steps = time_to_target.samples_per_second
 
     def spy(trainer, steps):
@@ -86,7 +72,9 @@ def test_time_to_an_accuracy_of_logged_runs(small_logs, tmp_path, capsys, monkey
 
     monkeypatch.setattr(time_to_target, "samples_per_second", spy)
     capsys.readouterr()
-    run_time_to_target(monkeypatch, "--json", tmp_path / "times.json", small_logs)
+    words = f"time_to_target.py --quick --json {tmp_path}/times.json {logs}"
+    monkeypatch.setattr(sys, "argv", words.split())
+    time_to_target.main()
     assert opened.count("NGD") == opened.count("SGD") == 4  # to warm up, and three turns
     header, *rows = capsys.readouterr().out.strip().splitlines()[-5:-2]
     assert "samples/s" in header
@@ -97,29 +85,6 @@ def test_time_to_an_accuracy_of_logged_runs(small_logs, tmp_path, capsys, monkey
     assert machine.device_name(torch.device("cpu")) in written["machine"]
     assert written["samples_per_epoch"] == {"ngd": 719, "sgd": 719}
     assert [len(written["samples_per_second"][name]) for name in ("ngd", "sgd")] == [3, 3]
-
-
-def test_what_time_to_target_cannot_compare_is_one_line(small_logs, tmp_path, monkeypatch):
-    logs = shutil.copytree(small_logs, tmp_path / "logs")
-    path = logs / "sgd-seed0" / "config.json"
-    config = json.loads(path.read_text())
-
-    def check(match: str, words: list[object], **changes: object) -> None:
-        path.write_text(json.dumps(config | changes))
-        with pytest.raises(errors.InputError, match=match):
-            run_time_to_target(monkeypatch, *words)
-
-    cases = [
-        ("no finished run", [logs / "sgd-seed0" / "none"]),
-        ("as a folder before it", [logs, logs]),
-        ("is of 1 ranks; add --ranks 1", [logs, "--ranks", "2"]),
-        ("--only lamb: no folder holds", [logs, "--only", "sgd", "lamb"]),
-    ]
-    for_each(cases, check)
-    other_rate = [*config["command"], "--momentum", "0.5"]
-    check("momentum = 0.9, .* 0.5 today", [logs], command=other_rate)
-    check("is not the run of a script", [logs], command="python")
-    check("tune.py is no script", [logs], command=["tune.py"])
 
 
 def test_epochs_to_an_accuracy_are_counted_with_a_fraction():

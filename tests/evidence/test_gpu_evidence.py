@@ -109,17 +109,6 @@ def test_data_that_comes_in_pieces_is_the_data(packed, tmp_path, fake_python):
         assert planned.removeprefix("python ") in command
 
 
-def test_a_damaged_or_missing_piece_is_named(packed, tmp_path, fake_python):
-    shutil.copytree(packed[0], tmp_path / "pieces")
-    (tmp_path / "pieces" / "2" / "cifar10.tar.xz.1").write_bytes(b"damaged")
-    run_part(tmp_path, "B", "pieces/2", ONLY="compile-256")
-    printed = run_part(tmp_path, "C", "pieces/3", ONLY="join|profile", code=1)
-    assert "cifar10.tar.xz.0: No such file" in printed
-    assert "cifar10.tar.xz.1: FAILED" in printed
-    assert [line.split()[0] for line in summary(printed)] == ["failed", "ok"]
-    assert not (tmp_path / "work" / "data" / DATA_SET).exists()
-
-
 def test_a_step_that_fails_or_takes_too_long_is_reported(tmp_path, fake_python):
     """The others go on, as long as there is time."""
     printed = run_part(tmp_path, "B", ONLY="compile-256|eager-256|ngd-256", code=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import ranks
-from package import assemble
 from ranks import ROOT
 
 BUILD_TOOLS_MISSING = "Could not find a version that satisfies the requirement setuptools"
@@ -68,8 +66,8 @@ def test_importing_it_imports_neither_the_loop_nor_large_libraries(site: Path) -
 
 
 def test_a_run_is_loaded_by_the_package_alone(site: Path, tmp_path: Path) -> None:
-    flags = "--dataset digits --arch resnet8 --epochs 1 --subset 0.2 --out run".split()
-    ranks.finish(ranks.start(ranks.script("resnet50_test.py", *flags), tmp_path), tmp_path)
+    flags = "--dataset digits --arch resnet8 --epochs 1 --subset 0.2 --out run"
+    ranks.run(f"resnet50_test.py {flags}", tmp_path)
     metadata = (ROOT / "pyproject.toml").read_text()
     code = f"""
 import numpy as np, faster_training as f
@@ -79,21 +77,6 @@ assert f'version = "{{f.__version__}}"' in {metadata!r}
 assert not [name for name in dir(f) if name[:1] == "_" and name != "__version__"]
 """
     run_elsewhere(site, "-c", code)
-
-
-def test_modules_of_the_package_import_only_each_other(tmp_path: Path) -> None:
-    assemble.assemble(tmp_path)
-    tops = {name.partition(".")[0] for name in assemble.needed_modules()}
-    for path in (tmp_path / assemble.PACKAGE).rglob("*.py"):
-        imported = {name.partition(".")[0] for name in assemble.imported_names(path.read_text())}
-        assert not imported & tops, path
-
-
-@pytest.mark.process
-def test_loops_of_other_projects(site: Path) -> None:
-    found = json.loads(run_elsewhere(site, str(ROOT / "tests" / "foreign_loop.py")))
-    assert len(found) > 10
-    assert not {check: problem for check, problem in found.items() if problem}
 
 
 # -------------------------------------------------------------------- examples

@@ -1,4 +1,4 @@
-"""Reports: what a page says of run folders, what it leaves out, bad folders, and a real browser."""
+"""Reports: what a page says of run folders, what it leaves out, and bad folders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,13 +67,10 @@ def write_run(folder, lines=TWO, *, flags=None, config=CONFIG, confusion=CONFUSI
 def render(*folders: Path) -> str:
     """The report of some run folders, after a check that it loads nothing and runs nothing."""
     page = report.render([read_run(folder, folder.name) for folder in folders])
-
     assert not re.search(r"<(script|iframe|object)|<[^>]* on\w+=|@import|url\(|https?:", page)
     sources = re.findall(r'<[^>]* (?:src|href)="(.*?)"', page)
     assert all(source.startswith("data:") for source in sources)
-    assert re.search(
-        r"""<meta http-equiv="Content-Security-Policy"\s+content="default-src 'none';""", page
-    )
+    assert "default-src 'none';" in page
     return page
 
 
@@ -268,34 +264,3 @@ def test_a_run_writes_what_a_report_shows(runs):
         shown = re.findall(r'row">--(\w+)</th><td>(.*?)</td><td>(.*?)</td>', page)
         assert "dataset" in {flag for flag, _, _ in shown}
         assert all(value != default for _, value, default in shown)
-
-
-def test_a_browser_shows_the_page_at_two_widths_and_requests_nothing(tmp_path):
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no browser is installed")
-    run, page = write_run(tmp_path / "run", rows({}, {"lr": 0.2})), tmp_path / "report.html"
-    matplotlib.image.imsave(run / "policy.png", np.zeros((4, 4, 3)))
-    report.write_report([read_run(run)], page)
-
-    def open_page(*words: str) -> tuple[str, list[str]]:
-        """What the browser prints, and the messages of the page's console."""
-        switches = "--headless --no-sandbox --disable-gpu --no-first-run --enable-logging=stderr"
-        words = (*switches.split(), f"--user-data-dir={tmp_path}/profile", *words)
-        done = subprocess.run(
-            [browser, *words, page.as_uri()], capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-    dom, messages = open_page("--dump-dom")
-    assert messages == []
-    assert "<h1>resnet8 on 50 % of digits</h1>" in dom
-    for width in (400, 1200):
-        picture = tmp_path / f"{width}.png"
-        open_page(f"--screenshot={picture}", f"--window-size={width},2000", "--hide-scrollbars")
-        pixels = matplotlib.image.imread(picture)[..., :3]
-        assert pixels.shape[1] == width
-        assert 0.005 < np.mean(pixels.mean(2) < 0.9) < 0.5, "ink on paper"
-    page.write_text(page.read_text().replace('src="data:image/png', 'src="http://localhost:9/x'))
-    assert "Content Security Policy" in open_page("--dump-dom")[1][0], "requests are refused"

@@ -11,6 +11,7 @@ from optimizers.flat_buffer import FlatLayout, next_units, shuffled
 from slamb import BLOCK, LARGEST_TRUST, SMALLEST_LARGE
 
 SHAPES = [(20, 16, 6, 6), (30, 40), (7,), (96, 101), (20,), (5, 3, 2)]
+SETTINGS = {"lr": 0.01, "b1": 0.9, "b2": 0.999, "eps": 1e-6, "decay": 0.01, "bits": 0}
 
 
 def start(dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -22,46 +23,22 @@ def start(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     ]
 
 
-def gradient(step: int, rank: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def gradient(step: int, rank: int) -> list[Tensor]:
     """Returns the gradients of a rank at a step: a common part and the rank's own noise."""
-    common, own = (
-        torch.Generator().manual_seed(1000 + step),
-        torch.Generator().manual_seed(77 * step + rank + 5),
-    )
-    parts = []
-    for shape in SHAPES:
-        one, other = (torch.randn(shape, generator=g, dtype=torch.float64) for g in (common, own))
-        parts.append((0.02 * (one + other)).to(dtype))
-    return parts
+    seeds = (1000 + step, 77 * step + rank + 5)
+    both = [torch.Generator().manual_seed(seed) for seed in seeds]
+    return [
+        sum(0.02 * torch.randn(shape, generator=part, dtype=torch.float64) for part in both)
+        for shape in SHAPES
+    ]
 
 
 class Oracle:
     """The weights, moments and ages of every rank."""
 
-    def __init__(
-        self,
-        ranks: int,
-        k: float,
-        *,
-        selection: str = "block",
-        **settings: float,
-    ) -> None:
-        self.ranks = ranks
-        self.k = k
-        self.selection = selection
-        self.t = 0
-        self.settings = {
-            "lr": 0.01,
-            "b1": 0.9,
-            "b2": 0.999,
-            "eps": 1e-6,
-            "decay": 0.01,
-            "beta3": 0.99,
-            "local": 50,
-            "dense": 10,
-            "bits": 0,
-        }
-        self.settings |= settings
+    def __init__(self, ranks: int, k: float, *, selection: str, **settings: float) -> None:
+        self.ranks, self.k, self.selection, self.t = ranks, k, selection, 0
+        self.settings = SETTINGS | settings
         self.w = [start() for _ in range(ranks)]
         self.m, self.v = (
             [[torch.zeros_like(p) for p in start()] for _ in range(ranks)] for _ in range(2)

@@ -16,19 +16,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 import ranks
-from conftest import each_of
+from conftest import each_of, write_images
 from distributed.launch import launch
 
 RUN = """resnet50_test.py --dataset digits --arch resnet8 --subset 0.2 --lr 0.05 --mixup cutmix
     --epochs 12 --save_every 4 --threads 1 --precision fp32 --seed 3 --out run --resume auto"""
 
 
-def command(size: int) -> list[str]:
+def command(size: int) -> str:
     """The command of a run whose global batch is the same on any number of ranks."""
-    return f"{RUN} --bs {32 // size}".split()
+    return f"{RUN} --bs {32 // size}"
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +37,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     @functools.cache
     def finish(size: int) -> Path:
         folder = tmp_path_factory.mktemp("whole")
-        goes_on(folder, size, "--keep", "1")
+        ranks.run(f"{command(size)} --keep 1", folder, size)
         return folder / "run"
 
     return finish
 
 
-def goes_on(folder: Path, size: int, *more: str) -> None:
-    words = [*command(size), *more]
-    started = ranks.torchrun(*words) if size > 1 else ranks.script(*words)
-    ranks.finish(ranks.start(started, folder, NGPU=str(size)), folder)
-
-
 def start_launcher(folder: Path, size: int) -> subprocess.Popen[str]:
     words = ["-m", "distributed.launch", "--standalone", f"--nproc_per_node={size}"]
-    script, *flags = command(size)
+    script, *flags = command(size).split()
     words = [sys.executable, *words, str(ranks.ROOT / script), *flags]
     return ranks.start(words, folder, PYTHONPATH=str(ranks.ROOT))
 
@@ -73,14 +66,6 @@ def kill_rank(job: subprocess.Popen[str], rank: int) -> None:
 # -------------------------------------------------------------------- kills and signals
 
 
-def test_a_killed_process_goes_on_bit_for_bit(whole, tmp_path):
-    job = ranks.start(ranks.script(*command(1)), tmp_path)
-    wait_for_a_row(tmp_path, job)
-    ranks.kill(job)
-    goes_on(tmp_path, 1)
-    ranks.same_run(whole(1), tmp_path / "run")
-
-
 def test_two_ranks_end_with_a_killed_launcher_and_go_on_bit_for_bit(whole, tmp_path):
     job = start_launcher(tmp_path, 2)
     wait_for_a_row(tmp_path, job)
@@ -90,7 +75,7 @@ def test_two_ranks_end_with_a_killed_launcher_and_go_on_bit_for_bit(whole, tmp_p
     ranks.wait_for(lambda: not ranks.relatives(job), dead, seconds=30)
     dead.kill()
     dead.wait()
-    goes_on(tmp_path, 2)
+    ranks.run(command(2), tmp_path, 2)
     ranks.same_run(whole(2), tmp_path / "run")
 
 
@@ -100,7 +85,7 @@ def test_four_ranks_restart_once_and_end_with_one_of_them_and_go_on_bit_for_bit(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         variables = {"NGPU": "4", "MAX_RESTARTS": "1", "MASTER_PORT": str(taken.getsockname()[1])}
-        job = ranks.start(ranks.torchrun(*command(4)), tmp_path, **variables)
+        job = ranks.start(ranks.torchrun(*command(4).split()), tmp_path, **variables)
         wait_for_a_row(tmp_path, job)
     kill_rank(job, 2)
     console = tmp_path / "console.log"
@@ -116,17 +101,13 @@ def test_four_ranks_restart_once_and_end_with_one_of_them_and_go_on_bit_for_bit(
     assert "error: process 2 was ended by signal 9" in lines
     assert "Traceback" not in "".join(lines)
     assert not ranks.relatives(job)
-    goes_on(tmp_path, 4)
+    ranks.run(command(4), tmp_path, 4)
     ranks.same_run(whole(4), tmp_path / "run")
 
 
 def test_a_signal_to_the_whole_job_spares_the_processes_that_decode_images(tmp_path):
     """systemd and Slurm send it to every process of a job, and a terminal its Ctrl-C."""
-    for split, (number, name) in itertools.product(("train", "test"), enumerate(("cat", "dog"))):
-        folder = tmp_path / "mine" / split / name
-        folder.mkdir(parents=True)
-        for i in range(30):
-            Image.new("RGB", (64, 64), (8 * i, 90 * number, 9)).save(folder / f"{i}.png")
+    write_images(tmp_path / "mine", ("cat", "dog"), rows=30, size=64)
     flags = "--dataset folder --data_dir mine --resident no --arch resnet8 --bs 8 --out run"
     flags = f"{flags} --epochs 500 --threads 1 --workers 1".split()
     job = ranks.start(["setsid", *ranks.script("resnet50_test.py", *flags)], tmp_path)
@@ -172,7 +153,8 @@ def test_two_hosts_whose_own_name_is_a_loopback_address_train_and_restart(whole,
     probe = "unshare --net --uts --mount ip link add one type veth peer name two".split()
     if not shutil.which("unshare") or subprocess.run(probe, check=False).returncode:
         pytest.skip("network namespaces are not allowed here")
-    words = ["bash", "-ec", HOSTS, "hosts", f"v{os.getpid()}-", *ranks.torchrun(*command(2))]
+    torchrun = ranks.torchrun(*command(2).split())
+    words = ["bash", "-ec", HOSTS, "hosts", f"v{os.getpid()}-", *torchrun]
     variables = {"NNODES": "2", "NGPU": "1", "MAX_RESTARTS": "1", "MASTER_PORT": "29411"}
     job = ranks.start(words, tmp_path, cold=True, **variables)
     wait_for_a_row(tmp_path, job)

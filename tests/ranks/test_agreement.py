@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
-from PIL import Image
 
 import ranks
 import resnet50_test
-from conftest import for_each
+from conftest import for_each, run, write_images
 from distributed import agreement
 from distributed.world import World
 from errors import InputError, SharedInputError
-from test_training import run
 
-FLAGS = "--dataset digits --arch resnet8 --subset 0.2 --threads 1 --epochs 1".split()
+FLAGS = "--dataset digits --arch resnet8 --subset 0.2 --threads 1 --epochs 1"
 
 
 def ranks_agree_or_raise_together(world: World) -> None:
@@ -69,28 +65,16 @@ def add_flags_on_rank_1(flags: list[str]) -> None:
         sys.argv += flags
 
 
-def write_images(folder: Path, number: int) -> Path:
-    """A folder data set of two classes with so many training images each."""
-    for split, name in itertools.product(("train", "test"), "ab"):
-        target = folder / split / name
-        target.mkdir(parents=True)
-        for index in range(number):
-            Image.new("RGB", (8, 8), (index * 20, 0, 99)).save(target / f"{index}.png")
-    return folder
+def test_what_differs_on_one_rank_is_named_in_one_line(tmp_path):
+    run(resnet50_test, FLAGS, "--out", tmp_path / "done")
+    images = "--dataset folder --arch resnet8 --bs 4 --epochs 1 --threads 1 --data_dir"
+    fp16 = "--precision fp16"
+    one, other = (str(write_images(tmp_path / f"images-{n}", "ab", rows=n, size=8)) for n in (8, 7))
 
-
-def test_what_differs_on_one_rank_is_named_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run(resnet50_test, *FLAGS, "--out", "done", monkeypatch=monkeypatch)
-    images = "--dataset folder --arch resnet8 --bs 4 --epochs 1 --threads 1 --data_dir".split()
-    fp16 = ["--precision", "fp16"]
-    one, other = (str(write_images(tmp_path / f"images-{n}", n)) for n in (8, 7))
-
-    def is_named(flags: list[str], more: str, expected: str) -> None:
+    def is_named(flags: str, more: str, expected: str) -> None:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         first = functools.partial(add_flags_on_rank_1, more.split())
-        command = ranks.torchrun("resnet50_test.py", *flags)
-        console = ranks.finish(ranks.start(command, folder, first=first, NGPU="2"), folder, 2)
+        console = ranks.run(f"resnet50_test.py {flags}", folder, 2, expected=2, first=first)
         assert "Traceback" not in console
         (line,) = [line for line in console.splitlines() if line.startswith("error:")]
         assert expected in line
@@ -99,37 +83,26 @@ def test_what_differs_on_one_rank_is_named_in_one_line(tmp_path, monkeypatch):
     for_each(
         [
             (FLAGS, "--lr 0.01", "--lr is 0.08 on rank 0 and 0.01 on rank 1"),
-            ([*FLAGS, "--bs", "9999"], "", "--bs 9999"),  # on both
-            (
-                [*FLAGS, "--sync", "lag", *fp16],
-                "",
-                "--sync lag is not supported with --precision fp16",
-            ),
-            (
-                [*FLAGS, "--grad_compress", "sign", *fp16],
-                "",
-                "sign is not supported with --precision fp16",
-            ),
+            (f"{FLAGS} --bs 9999", "", "--bs 9999"),  # on both
+            (f"{FLAGS} --sync lag {fp16}", "", f"--sync lag is not supported with {fp16}"),
+            (f"{FLAGS} --grad_compress sign {fp16}", "", f"sign is not supported with {fp16}"),
             (FLAGS, "--optimizer sgd", "--optimizer is ngd on rank 0 and sgd on rank 1"),
             (FLAGS, f"--resume {tmp_path}/done", "the checkpoint is None on rank 0 and [3, "),
-            ([*images, one], f"--data_dir {other}", "the train split is {'rows': 16, "),
-            ([*images, one], "--data_dir nowhere", "nowhere"),
-            ([*images, "nowhere"], f"--data_dir {one}", "nowhere"),
+            (f"{images} {one}", f"--data_dir {other}", "the train split is {'rows': 16, "),
+            (f"{images} {one}", "--data_dir nowhere", "nowhere"),
+            (f"{images} nowhere", f"--data_dir {one}", "nowhere"),
         ],
         is_named,
     )
 
 
-def test_a_resume_with_other_data_is_reported_or_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    data = write_images(tmp_path / "data", 8)
-    flags = "--dataset folder --arch resnet8 --bs 4 --threads 1 --data_dir data --out run".split()
-    run(resnet50_test, *flags, "--epochs", "1", monkeypatch=monkeypatch)
-    (data / "train" / "a" / "0.png").unlink()
-    resume = ["--resume", "run", "--data_dir", "data", "--epochs", "2"]
-    console = run(resnet50_test, *resume, monkeypatch=monkeypatch)
+def test_a_resume_with_other_data_is_reported_or_refused(here):
+    data = write_images(here / "data", "ab", rows=8, size=8)
+    flags = "--dataset folder --arch resnet8 --bs 4 --threads 1 --data_dir data --out run"
+    run(resnet50_test, flags, "--epochs 1")
+    (data / "train" / "a" / "00.png").unlink()
+    console = run(resnet50_test, "--resume run --data_dir data --epochs 2")
     assert "not that of the checkpoint's run: the train split had {'rows': 16, " in console
     shutil.rmtree(data)
-    resume = ["--resume", "run", "--dataset", "digits"]
-    console = run(resnet50_test, *resume, monkeypatch=monkeypatch, code=2)
+    console = run(resnet50_test, "--resume run --dataset digits", code=2)
     assert "trained on other classes" in console

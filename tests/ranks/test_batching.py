@@ -16,11 +16,10 @@ import ranks
 import resnet50_test
 from backends.precision import Precision
 from benchmarks.trainers import open_script
-from conftest import each_of
+from conftest import each_of, run
 from distributed.world import World
 from dynamic_batch import ByLoss, ByNoise, Scheduled, WorkerBalancer, at_milestones
 from input_pipeline.sampler import row_owners
-from test_training import run
 from trainers import FP32, build_optimizer, make_trainer
 from training import step_stats
 from training.batch_sampler import DynamicBatchSampler
@@ -319,11 +318,11 @@ REPLACE = "increase --replace_decay --max_bs 256 --lr_schedule step --step_size 
         (REPLACE, [64, 128, 256], [0.1, 0.1, 0.1]),
     ],
 )
-def test_the_flags_choose_the_sizes_and_rates(words, sizes, rates, here, monkeypatch):
+def test_the_flags_choose_the_sizes_and_rates(words, sizes, rates, here):
     flags = "--dataset digits --arch resnet8 --subset 0.4 --bs 64 --lr 0.1 --epochs 3 --threads 1"
     flags = f"{flags} --warmup 0 --lr_schedule constant --dynamic_batch {words}"
     out = here / words.split()[-1]
-    run(resnet50_test, *flags.split(), "--out", out, monkeypatch=monkeypatch)
+    run(resnet50_test, flags, "--out", out)
     rows = ranks.metrics(out)
     assert [row["batch_size"] for row in rows] == sizes
     assert [row["lr"] for row in rows] == pytest.approx(rates)
@@ -347,19 +346,16 @@ def test_weights_are_the_same_on_every_rank_and_dropout_is_not(here):
 
 
 DIGITS = "--dataset digits --arch resnet8 --bs 32 --lr 0.05 --epochs 4 --threads 1 --warmup 1"
-DIGITS = f"{DIGITS} --lr_schedule step --step_size 2".split()
+DIGITS = f"{DIGITS} --lr_schedule step --step_size 2 --balance_workers --dynamic_batch increase"
 
 
 @pytest.mark.process
 def test_ranks_are_balanced_while_one_is_slow_and_go_on_as_one(tmp_path):
-    run, words = tmp_path / "run", [*DIGITS, "--balance_workers", "--dynamic_batch", "increase"]
-    command = ranks.torchrun("resnet50_test.py", *words, "--out", run)
-    ranks.finish(ranks.start(command, tmp_path, NGPU="2"), tmp_path)
-    rows = ranks.metrics(run)
+    ranks.run(f"resnet50_test.py {DIGITS} --out run", tmp_path, 2)
+    rows = ranks.metrics(tmp_path / "run")
     assert [row["samples"] for row in rows] == [1437 * epoch for epoch in range(1, 5)]
     assert all(sum(row["shares"]) == row["batch_size"] for row in rows)
-    command = ranks.script("resnet50_test.py", "--resume", run, "--epochs", "5")
-    ranks.finish(ranks.start(command, tmp_path), tmp_path)
-    rows = ranks.metrics(run)
+    ranks.run("resnet50_test.py --resume run --epochs 5", tmp_path)
+    rows = ranks.metrics(tmp_path / "run")
     assert [row["world_size"] for row in rows] == [2, 2, 2, 2, 1]
     assert rows[-1]["batch_size"] < rows[-2]["batch_size"]

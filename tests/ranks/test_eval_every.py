@@ -9,13 +9,13 @@ import pytest
 
 import ranks
 import resnet50_test
-from conftest import each_of
+from conftest import each_of, run
 from figures import report
-from test_training import DIGITS, run
+from test_training import DIGITS
 from training.epoch_report import is_evaluated
 from training.run_log import RunLog
 
-FLAGS = [*DIGITS, "--epochs", "5", "--lr", "0.05", "--seed", "3"]
+FLAGS = f"{DIGITS} --epochs 5 --lr 0.05 --seed 3"
 
 
 def same_weights(one: Path, other: Path) -> None:
@@ -23,11 +23,9 @@ def same_weights(one: Path, other: Path) -> None:
     assert all(first[name].equal(second[name]) for name in first)
 
 
-def test_evaluating_less_often_changes_no_weight(here, monkeypatch):
-    run(resnet50_test, *FLAGS, "--out", "each", monkeypatch=monkeypatch)
-    console = run(
-        resnet50_test, *FLAGS, "--eval_every", "2", "--out", "second", monkeypatch=monkeypatch
-    )
+def test_evaluating_less_often_changes_no_weight(here):
+    run(resnet50_test, FLAGS, "--out each")
+    console = run(resnet50_test, FLAGS, "--eval_every 2 --out second")
     each, second = ranks.metrics(here / "each"), ranks.metrics(here / "second")
     assert [is_evaluated(row) for row in each] == [True] * 5
     assert [is_evaluated(row) for row in second] == [False, True, False, True, True]
@@ -43,8 +41,7 @@ def test_evaluating_less_often_changes_no_weight(here, monkeypatch):
 
 
 def test_a_run_without_an_evaluation_by_now_can_be_resumed_and_reported(here, monkeypatch):
-    flags = [*FLAGS, "--eval_every", "9"]
-    whole = run(resnet50_test, *flags, "--out", "whole", monkeypatch=monkeypatch)
+    whole = run(resnet50_test, FLAGS, "--eval_every 9 --out whole")
     assert "(the only epoch that was evaluated)" in whole
 
     def stop_after_the_second(log, rows):
@@ -53,12 +50,12 @@ def test_a_run_without_an_evaluation_by_now_can_be_resumed_and_reported(here, mo
             signal.raise_signal(signal.SIGTERM)
 
     original = RunLog.epoch
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(RunLog, "epoch", stop_after_the_second)
-        run(resnet50_test, *flags, "--out", "cut", monkeypatch=monkeypatch, code=130)
+        run(resnet50_test, FLAGS, "--eval_every 9 --out cut", code=130)
     assert not any(map(is_evaluated, ranks.metrics(here / "cut")))
     report.main(["cut", "--out", "cut.html"])
-    run(resnet50_test, "--resume", "cut", monkeypatch=monkeypatch)
+    run(resnet50_test, "--resume cut")
     ranks.same_run(here / "whole", here / "cut")
 
 
@@ -67,8 +64,7 @@ def test_a_run_without_an_evaluation_by_now_can_be_resumed_and_reported(here, mo
 def test_ranks_agree_as_often_without_evaluating(more, tmp_path):
     one, other = (tmp_path / f"{more.split()[0]}-{eval_every}" for eval_every in (1, 4))
     for folder in (one, other):
-        words = [*DIGITS, "--epochs", "4", *more.split(), "--eval_every", folder.name[-1]]
-        command = ranks.torchrun("resnet50_test.py", *words, "--out", folder)
-        ranks.finish(ranks.start(command, tmp_path, NGPU="2"), tmp_path)
+        words = f"{DIGITS} --epochs 4 {more} --eval_every {folder.name[-1]} --out {folder}"
+        ranks.run(f"resnet50_test.py {words}", tmp_path, 2)
     same_weights(one, other)
     assert ranks.metrics(one)[-1] == ranks.metrics(other)[-1]

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from types import SimpleNamespace
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import ranks
-import resnet50_test
-from cli import compatibility, options
-from conftest import each_of
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
 from distributed.world import World
-from errors import InputError
-from trainers import make_trainer
+from trainers import flat, make_trainer
 from training.trainer import Trainer
 
 
@@ -41,10 +34,6 @@ def trainer_of(world: World, hook: AllReduceHook, *, micro_batches: int = 1) -> 
     trainer = make_trainer(model, sgd, world, **options)
     trainer.wrap_model()
     return trainer
-
-
-def flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([each.detach().flatten() for each in tensors])
 
 
 def gradient(model: nn.Module, step: int, rank: int) -> Tensor:
@@ -190,37 +179,3 @@ def all_of_it(world: World) -> None:
 
 def test_what_ranks_send_each_other() -> None:
     ranks.run_ranks(all_of_it, 2)
-
-
-def after(hook: AllReduceHook, parameters: list[Tensor], values: Tensor) -> Tensor:
-    """What a hook leaves of these gradients in a bucket as DDP would hand it over."""
-    buffer = values.clone()
-    parts = buffer.split([p.numel() for p in parameters])
-    gradients = [part.view(p.shape) for part, p in zip(parts, parameters)]
-    bucket = SimpleNamespace(
-        buffer=lambda: buffer, parameters=lambda: parameters, gradients=lambda: gradients
-    )
-    hook.run(None, bucket)
-    return buffer
-
-
-@each_of("name", ["int8", "int4", "sign"])
-def test_what_rounding_has_left_goes_on_from_a_state(name: str) -> None:
-    parameters = [torch.zeros(41, 25), torch.zeros(33, 32), torch.zeros(5)]
-    values = torch.randn(2, 1025 + 1056 + 5, generator=torch.Generator().manual_seed(0))
-    hook, resumed, fresh = (RoundedGradients(World(), name) for _ in range(3))
-    after(hook, parameters, values[0])
-    resumed.load_rank_state_dict(hook.rank_state_dict(parameters), parameters)
-    expected = after(hook, parameters, values[1])
-    assert torch.equal(after(resumed, parameters, values[1]), expected)
-    assert not torch.equal(after(fresh, parameters, values[1]), expected)
-    # one of 1,025 elements is alone in its row of 64, which the scale of signs is a mean of
-    ones, unused = torch.ones_like(values[0]), RoundedGradients(World(), name)
-    torch.testing.assert_close(after(unused, parameters, ones), ones, rtol=5e-3, atol=0)
-
-
-def test_processes_that_train_apart_are_refused_where_auto_has_chosen_fp16() -> None:
-    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", ["--sync", "local"])
-    args.precision = "fp16"
-    with pytest.raises(InputError, match="--sync local is not supported with --precision fp16"):
-        compatibility.check(args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,20 +11,18 @@ import pytest
 
 import ranks
 import resnet50_test
-from conftest import for_each
+from conftest import for_each, run
 from test_checkpoint import flip
-from test_training import run
 from training import checkpoint
 
-FLAGS = "--dataset digits --arch resnet8 --bs 64 --lr 0.02 --epochs 3 --threads 1 --seed 2".split()
+FLAGS = "--dataset digits --arch resnet8 --bs 64 --lr 0.02 --epochs 3 --threads 1 --seed 2"
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three epochs that kept three checkpoints; tests take copies of it."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        run(resnet50_test, *FLAGS, "--keep", "3", "--out", folder, monkeypatch=patch)
+    run(resnet50_test, FLAGS, "--keep 3 --out", folder)
     return folder
 
 
@@ -37,7 +35,7 @@ def epochs(folder: Path) -> dict[str, int]:
     return {path.name: checkpoint.load(path)["progress"]["epoch"] for path in folder.glob("*.pt")}
 
 
-def test_a_damaged_or_missing_last_checkpoint_is_passed_over(finished, copied, monkeypatch):
+def test_a_damaged_or_missing_last_checkpoint_is_passed_over(finished, copied):
     assert epochs(finished) == {"last.pt": 3, "last-1.pt": 2, "last-2.pt": 1, "best.pt": 3}
     for damage, names, used in (
         (Path.unlink, ["last.pt", "best.pt"], "last-1.pt"),
@@ -46,52 +44,37 @@ def test_a_damaged_or_missing_last_checkpoint_is_passed_over(finished, copied, m
         shutil.copytree(finished, copied, dirs_exist_ok=True)
         for name in names:
             damage(copied / name)
-        console = run(resnet50_test, "--resume", monkeypatch=monkeypatch)  # of the newest run
+        console = run(resnet50_test, "--resume")  # of the newest run
         [line] = [line for line in console.splitlines() if line.startswith("warning: runs")]
         assert f"{copied}/{used} is used instead, which was written after" in line
         ranks.same_run(finished, copied)
         assert epochs(copied)["best.pt"] == 3
 
 
-def test_where_all_are_damaged_the_run_is_refused_and_left_as_it_is(copied, monkeypatch):
-    for path in checkpoint.latest_files(copied):
-        os.truncate(path, 10)
-    before = {path: path.read_bytes() for path in copied.iterdir() if path.is_file()}
-    console = run(resnet50_test, "--resume", copied, monkeypatch=monkeypatch, code=2)
-    assert console.count(".pt is damaged") == 3
-    assert console.count("\n") == 1
-    assert {path: path.read_bytes() for path in copied.iterdir() if path.is_file()} == before
-
-
-def test_an_older_checkpoint_can_be_named_only_where_newer_ones_are_damaged(
-    finished, copied, monkeypatch
-):
-    flags = ["--resume", copied / "last-2.pt"]
-    console = run(resnet50_test, *flags, monkeypatch=monkeypatch, code=2)
-    assert "gone on to step 69 (last.pt)" in console
+def test_an_older_checkpoint_can_be_named_only_where_newer_ones_are_damaged(finished, copied):
+    resume = functools.partial(run, resnet50_test, f"--resume {copied}/last-2.pt")
+    assert "gone on to step 69 (last.pt)" in resume(code=2)
     flip(copied / "last.pt")
-    console = run(resnet50_test, *flags, monkeypatch=monkeypatch, code=2)
-    assert "gone on to step 46 (last-1.pt)" in console
+    assert "gone on to step 46 (last-1.pt)" in resume(code=2)
     (copied / "last-1.pt").unlink()
-    run(resnet50_test, *flags, monkeypatch=monkeypatch)
+    resume()
     ranks.same_run(finished, copied)
 
 
-def test_only_a_run_that_trains_there_changes_the_damaged_folder(finished, copied, monkeypatch):
+def test_only_a_run_that_trains_there_changes_the_damaged_folder(finished, copied):
     flip(copied / "last.pt")
     before = {path.name: path.read_bytes() for path in copied.glob("*.pt")}
-    flags = ["--checkpoint", "last", "--evaluate"]
-    console = run(resnet50_test, *flags, monkeypatch=monkeypatch)
+    console = run(resnet50_test, "--checkpoint last --evaluate")
     assert f"warning: {copied}/last.pt is damaged" in console
     assert f"weights of {copied}/last-1.pt: epoch 2" in console
-    run(resnet50_test, "--resume", copied, "--out", "other", monkeypatch=monkeypatch)
+    run(resnet50_test, "--resume", copied, "--out other")
     ranks.same_run(finished, Path("other"))
     assert {path.name: path.read_bytes() for path in copied.glob("*.pt")} == before
 
 
-def test_a_best_checkpoint_that_the_run_has_yet_to_reach_is_not_its_best(copied, monkeypatch):
+def test_a_best_checkpoint_that_the_run_has_yet_to_reach_is_not_its_best(copied):
     flip(copied / "last.pt")
-    console = run(resnet50_test, "--resume", copied, "--lr", "1e-9", monkeypatch=monkeypatch)
+    console = run(resnet50_test, "--resume", copied, "--lr 1e-9")
     assert f"best.pt of epoch 2 is not in {copied}: the best epoch is chosen" in console
     best, last = (checkpoint.load(copied / f"{name}.pt")["progress"] for name in ("best", "last"))
     assert best["best"] == last["best"]
@@ -101,23 +84,15 @@ def test_a_best_checkpoint_that_the_run_has_yet_to_reach_is_not_its_best(copied,
 # -------------------------------------------------------------------- in shards
 
 
-def flip_shard(folder: Path) -> None:
-    path = next(folder.glob("__1_*.distcp"))
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 255
-    path.write_bytes(content)
-
-
 def rename_an_entry(folder: Path) -> None:
     content = (folder / ".metadata").read_bytes()
     (folder / ".metadata").write_bytes(content.replace(b"model/", b"modem/"))
 
 
 def test_damaged_shards_fall_back_to_those_before(tmp_path, refused):
-    flags = """--dataset headlines --subset 0.3 --bs 16 --epochs 2 --depth 1 --width 32
-        --vocab_size 800 --threads 1 --parallel fsdp --out run""".split()
-    command = ranks.torchrun("transformer_test.py", *flags)
-    ranks.finish(ranks.start(command, tmp_path, NGPU="2"), tmp_path)
+    words = """transformer_test.py --dataset headlines --subset 0.3 --bs 16 --epochs 2 --depth 1
+        --width 32 --vocab_size 800 --threads 1 --parallel fsdp --out run"""
+    ranks.run(words, tmp_path, 2)
 
     def falls_back(damage: Callable[[Path], None], problem: str) -> None:
         copy = tmp_path / "copy"
@@ -131,7 +106,7 @@ def test_damaged_shards_fall_back_to_those_before(tmp_path, refused):
         refused("texts", f"--resume {copy} --evaluate", "is damaged", "")
 
     cases = [
-        (flip_shard, "distcp does not match its checksums"),
+        (lambda folder: flip(next(folder.glob("__1_*.distcp"))), "not match its checksums"),
         (lambda folder: next(folder.glob("__1_*.distcp")).unlink(), "No such file"),
         (rename_an_entry, ".metadata does not match its checksum"),
         (shutil.rmtree, "is missing"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ import torch
 
 import ranks
 import transformer_test
-from cli import factory, options, text_classification
+from cli import factory, text_classification
+from conftest import parsed
 from distributed.world import World
 from errors import InputError
 from input_pipeline import text_datasets
@@ -42,39 +45,34 @@ def own_memory() -> int:
     return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])
 
 
-class Peak:
-    """Watches the memory of this process in a thread."""
+@contextlib.contextmanager
+def memory_seen() -> Iterator[list[int]]:
+    """The memory of this process, as a thread sees it in the block again and again."""
+    seen, done = [], threading.Event()
 
-    def __init__(self) -> None:
-        self.peak, self.done = 0, threading.Event()
-        self.thread = threading.Thread(target=self.watch)
+    def watch() -> None:
+        while not done.wait(0.002):
+            seen.append(own_memory())
 
-    def watch(self) -> None:
-        while not self.done.wait(0.002):
-            self.peak = max(self.peak, own_memory())
-
-    def __enter__(self) -> Peak:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.done.set()
-        self.thread.join()
-        self.peak = max(self.peak, own_memory())
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield seen
+    done.set()
+    thread.join()
+    seen.append(own_memory())
 
 
 def load(world: World, folder: Path) -> None:
     """Load the data as the script does; write the peak of memory and what was loaded."""
-    words = [*WORDS.split(), "--no-baseline", "--data_dir", str(folder)]
-    args, _ = options.parse(transformer_test.parser(), transformer_test.SCRIPT, words)
+    args = parsed(transformer_test, WORDS, "--no-baseline --data_dir", folder)
     run = factory.create_run(args, transformer_test.SCRIPT, world)
     if world.local_rank:
         text_datasets.read_text_splits = None  # the first process of the node reads for all
-    with Peak() as memory:
+    with memory_seen() as memory:
         data = text_classification.load_data(args, run)
     file = data.train.token_file.file
     result = {
-        "peak": memory.peak,
+        "peak": max(memory),
         "file": os.fstat(file.fileno()).st_ino,
         "lengths": data.train.lengths,
         "batch": next(data.train.batches([torch.tensor([0, 5, len(data.train) - 1])])),

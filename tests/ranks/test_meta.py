@@ -203,26 +203,39 @@ def points(rows: int, noise: float) -> tuple[Tensor, Tensor]:
     return CENTRES[labels] + 0.6 * torch.randn(rows, 2), given
 
 
+class CloudRun:
+    """A network that learns the clouds by mixed batches, and the policy that learns with it."""
+
+    def __init__(self, meta: MetaMixup) -> None:
+        layers = nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+        self.meta, self.model = meta, nn.Sequential(*layers)
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(self, x: Tensor, labels: Tensor, *, held_out: tuple[Tensor, Tensor]) -> None:
+        """Take a step of the policy, by held-out points, and one of the network."""
+
+        def loss(mix: Mix) -> Tensor:
+            return mixup.cross_entropy(self.model(mixup.blend(x, mix)), labels, mix=mix)
+
+        def clean_loss() -> Tensor:
+            return F.cross_entropy(self.model(held_out[0]), held_out[1])
+
+        self.meta.learn(self.model, labels, mixed_loss=loss, clean_loss=clean_loss, rate=0.1)
+        mix = self.meta.mix(labels)
+        logits = self.model(mixup.blend(x, mix))
+        self.meta.observe(logits, labels, mix)
+        self.sgd.zero_grad()
+        mixup.cross_entropy(logits, labels, mix=mix).backward()
+        self.sgd.step()
+
+
 def test_pairs_mix_within_noisy_classes_and_not_across_another_class():
     torch.manual_seed(0)
-    layers = nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
-    model, meta = nn.Sequential(*layers), MetaMixup(4, "pair", lr=0.05)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    held_x, held_labels = points(200, noise=0.0)
+    meta = MetaMixup(4, "pair", lr=0.05)
+    run, (held_x, held_labels) = CloudRun(meta), points(200, noise=0.0)
     for _ in range(400):
-        x, labels = points(64, noise=0.3)
-        rows = torch.randint(200, (64,))
-
-        def loss(mix: Mix, x: Tensor = x, labels: Tensor = labels) -> Tensor:
-            return mixup.cross_entropy(model(mixup.blend(x, mix)), labels, mix=mix)
-
-        def clean_loss(rows: Tensor = rows) -> Tensor:
-            return F.cross_entropy(model(held_x[rows]), held_labels[rows])
-
-        meta.learn(model, labels, mixed_loss=loss, clean_loss=clean_loss, rate=0.1)
-        sgd.zero_grad()
-        loss(meta.mix(labels)).backward()
-        sgd.step()
+        batch, rows = points(64, noise=0.3), torch.randint(200, (64,))
+        run.step(*batch, held_out=(held_x[rows], held_labels[rows]))
     labels = torch.randint(4, (20_000,))
     mix = meta.mix(labels)
 
@@ -263,31 +276,14 @@ def test_the_excess_of_a_row_is_the_mean_over_its_two_places():
 
 def test_a_policy_of_losses_learns_to_doubt_wrong_labels():
     torch.manual_seed(0)
-    layers = nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
-    model, meta = nn.Sequential(*layers), MetaMixup(4, "loss", rows=512)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    (x, labels), (held_x, held_labels) = points(512, noise=0.0), points(200, noise=0.0)
+    meta = MetaMixup(4, "loss", rows=512)
+    run, (x, labels) = CloudRun(meta), points(512, noise=0.0)
+    held_out = points(200, noise=0.0)
     is_wrong = torch.rand(512) < 0.4
     labels = torch.where(is_wrong, (labels + 1) % 4, labels)
-
-    def clean_loss() -> Tensor:
-        return F.cross_entropy(model(held_x), held_labels)
-
     for _ in range(20):
-        for rows in torch.randperm(512).split(64):
-            x_of, labels_of = x[rows], labels[rows]
-
-            def loss(mix: Mix, x: Tensor = x_of, labels: Tensor = labels_of) -> Tensor:
-                return mixup.cross_entropy(model(mixup.blend(x, mix)), labels, mix=mix)
-
-            meta.rows = rows
-            meta.learn(model, labels_of, mixed_loss=loss, clean_loss=clean_loss, rate=0.1)
-            mix = meta.mix(labels_of)
-            logits = model(mixup.blend(x_of, mix))
-            meta.observe(logits, labels_of, mix)
-            sgd.zero_grad()
-            mixup.cross_entropy(logits, labels_of, mix=mix).backward()
-            sgd.step()
+        for meta.rows in torch.randperm(512).split(64):
+            run.step(x[meta.rows], labels[meta.rows], held_out=held_out)
         meta.row_losses.end_epoch()
     assert meta.numbers.item() > 0.5
     weight = torch.zeros(512)

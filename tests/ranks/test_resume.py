@@ -14,10 +14,7 @@ import pytest
 import torch
 
 import ranks
-import resnet50_test
 from conftest import for_each
-from distributed import sharded_checkpoint
-from test_training import run as in_this_process
 from training import atomic_file, checkpoint
 from training.trainer import Trainer
 
@@ -40,18 +37,11 @@ WAYS = {  # name: number of ranks, command
     "fsdp": (2, f"{TEXTS} --parallel fsdp"),
     "copies": (2, f"{TEXTS} --parallel ddp --balanced_sampling --best_by macro_f1"),
     "ddp-4": (4, f"{IMAGES} --bs 8"),  # a sum over four ranks depends on DDP's buckets
-    "slamb-4": (4, f"{IMAGES} --bs 8 --optimizer slamb --lr 3e-3 --local_steps 3"),
+    "slamb-4": (
+        4,
+        f"{IMAGES} --bs 8 --optimizer slamb --opt_args selection=random --lr 3e-3 --local_steps 3",
+    ),
 }
-
-
-def start(command: str, folder: Path, size: int, **more: Any) -> Any:
-    """Start a script on so many ranks."""
-    words = ranks.torchrun(*command.split()) if size > 1 else ranks.script(*command.split())
-    return ranks.start(words, folder, NGPU=str(size), **more)
-
-
-def run(command: str, folder: Path, size: int) -> str:
-    return ranks.finish(start(command, folder, size), folder)
 
 
 @pytest.fixture(scope="module")
@@ -62,26 +52,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def finish(way: str) -> Path:
         folder = tmp_path_factory.mktemp(way)
         size, command = WAYS[way]
-        run(f"{command} --out {folder}/run", folder, size)
+        ranks.run(f"{command} --out {folder}/run", folder, size)
         return folder / "run"
 
     return finish
-
-
-def weights(path: Path) -> dict[str, torch.Tensor]:
-    state = checkpoint.load(path)
-    if state["shards"]:
-        return sharded_checkpoint.load_whole_model(Path(state["shards"]))
-    return state["model"]
-
-
-def same_run(one: Path, other: Path) -> None:
-    """Assert equal metrics, and bit-identical weights in last.pt and best.pt."""
-    assert ranks.metrics(one) == ranks.metrics(other)
-    for name in ("last.pt", "best.pt"):
-        first, second = weights(one / name), weights(other / name)
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[key], second[key]) for key in first), name
 
 
 def test_every_way_to_train_goes_on_bit_for_bit(finished, tmp_path):
@@ -97,19 +71,18 @@ def test_every_way_to_train_goes_on_bit_for_bit(finished, tmp_path):
         (folder / "run").mkdir(parents=True)
         for path in (whole / f"last-{number}.pt", *whole.glob("shards-*")):
             (folder / "run" / path.name).symlink_to(path)
-        run(f"{script} --resume run/last-{number}.pt --out {folder}/resumed", folder, size)
-        same_run(whole, folder / "resumed")
+        ranks.run(f"{script} --resume run/last-{number}.pt --out {folder}/resumed", folder, size)
+        ranks.same_run(whole, folder / "resumed")
 
     for_each([*((way, "middle") for way in WAYS), ("fsdp", "end")], goes_on)
 
 
-def test_the_loss_scale_goes_on(here, monkeypatch):
-    flags = f"{IMAGES} --bs 32 --precision fp16 --epochs 1 --out run".split()[1:]
-    in_this_process(resnet50_test, *flags, monkeypatch=monkeypatch)
+def test_the_loss_scale_goes_on(here):
+    ranks.run(f"{IMAGES} --bs 32 --precision fp16 --epochs 1 --out run", here)
     state = torch.load("run/last.pt", weights_only=True)
     assert state["scaler"]["scale"] != 128.0
     torch.save({**state, "scaler": {**state["scaler"], "scale": 128.0}}, "run/last.pt")
-    in_this_process(resnet50_test, "--resume", "run", "--epochs", "2", monkeypatch=monkeypatch)
+    ranks.run("resnet50_test.py --resume run --epochs 2", here)
     assert checkpoint.load(here / "run")["scaler"]["scale"] == 128.0
 
 
@@ -155,17 +128,18 @@ def crash_at(point: str, rank: str = "0") -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_run_that_ends_at_any_point_goes_on_bit_for_bit(size, tmp_path):
     command = f"{KILLED} --bs {32 // size}"
-    run(command, tmp_path / "whole", size)
+    ranks.run(command, tmp_path / "whole", size)
 
     def goes_on(point: str) -> None:
-        folder = tmp_path / point
-        job = start(command, folder, size, first=functools.partial(crash_at, point))
+        folder, crash = tmp_path / point, functools.partial(crash_at, point)
+        words = (ranks.torchrun if size > 1 else ranks.script)(*command.split())
+        job = ranks.start(words, folder, first=crash, NGPU=str(size))
         connection.wait([job.processes[0].sentinel], timeout=120)
         assert job.processes[0].exitcode == CRASHED, (folder / "console.log").read_text()
         ranks.kill(job)
-        console = run(f"{command} --resume", folder, size)
+        console = ranks.run(f"{command} --resume", folder, size)
         assert "warning" not in console, "last.pt was complete"
-        same_run(tmp_path / "whole" / "run", folder / "run")
+        ranks.same_run(tmp_path / "whole" / "run", folder / "run")
 
     for_each([(point,) for point in POINTS], goes_on)
 
@@ -197,7 +171,7 @@ def test_a_run_goes_on_with_other_ranks_and_other_ways(way, size, more, finished
         assert not all(map(torch.equal, first, second)), "each rank has moments of its own"
     script = WAYS[way][1].split()[0]
     flags = f"--out run --resume auto --epochs 4 --lr_schedule constant --keep 1 {more}"
-    run(f"{script} {flags}", tmp_path, size)
+    ranks.run(f"{script} {flags}", tmp_path, size)
     rows = ranks.metrics(tmp_path / "run")
     assert rows[3]["train_loss"] < rows[2]["train_loss"]
     assert [row["world_size"] for row in rows] == [2, 2, 2, size]

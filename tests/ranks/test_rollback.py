@@ -50,10 +50,7 @@ def diverge() -> None:
 def test_a_run_goes_back_within_the_first_epoch(size, tmp_path):
     def goes_back(way: str) -> None:
         folder: Path = tmp_path / way.replace(" ", "")
-        words = f"{RUN} --bs {32 // size} {way}".split()
-        command = ranks.torchrun(*words) if size > 1 else ranks.script(*words)
-        job = ranks.start(command, folder, first=diverge, NGPU=str(size))
-        console = ranks.finish(job, folder)
+        console = ranks.run(f"{RUN} --bs {32 // size} {way}", folder, size, first=diverge)
         assert console.count("back to epoch 1, step 0, learning rate x 0.5") == 1, console
         [row] = ranks.metrics(folder / "run")
         assert row["samples"] == 719

@@ -8,35 +8,22 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-import conftest
 import ranks
 import transformer_test
+from conftest import run
 from distributed import comm_hooks, fsdp, sharded_checkpoint
 from distributed.world import World
 from errors import InputError
 from models.residual import residual_blocks
-from models.transformer import Transformer
-from trainers import build_optimizer, make_trainer
+from trainers import build_optimizer, flat, make_trainer, text_batch, text_model
 from training.losses import BatchLoss, CrossEntropy
 from training.trainer import Trainer
-
-
-def model() -> Transformer:
-    torch.manual_seed(1)
-    sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "max_len": 16}
-    return Transformer(50, 4, **sizes, dropout=0.0).double()
-
-
-def batch(rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(10 * rank + number)
-    inputs = torch.randint(3, 50, (6, 12), generator=generator)
-    return inputs, torch.randint(4, (6,), generator=generator)
 
 
 def trainer_of(
     world: World, parallel: str, name: str = "sgd", wire: str = "none", **options: Any
 ) -> Trainer:
-    net = model()
+    net = text_model(depth=2)
     if parallel != "ddp":
         wire_dtype = comm_hooks.WIRE_DTYPES.get(wire)
         blocks = residual_blocks(net)
@@ -51,7 +38,7 @@ def trained(world: World, parallel: str, name: str = "sgd", **options: Any) -> T
     trainer = trainer_of(world, parallel, name, **options)
     trainer.wrap_model()
     for number in range(5):
-        inputs, labels = batch(world.rank, number)
+        inputs, labels = text_batch(6, seed=10 * world.rank + number)
         trainer.loss_fn = not_a_number if number == 2 and world.rank == 1 else CrossEntropy()
         trainer.train_step(inputs, labels)
     return trainer
@@ -96,15 +83,15 @@ def shares_of_unequal_size_have_as_many_micro_batches(world):
     for parallel in ("ddp", "fsdp"):
         trainer = trainer_of(world, parallel, micro_batch_size=3)
         trainer.wrap_model()
-        inputs, labels = batch(world.rank, 0)
+        inputs, labels = text_batch(6, seed=world.rank)
         trainer.train_step(inputs[:share], labels[:share], share * 2 / 7, samples=7)
         results.append(whole_parameters(trainer))
     assert_close(*results)
 
 
 def bytes_and_precision_of_the_wire(world):
-    every = sum(parameter.numel() for parameter in model().parameters())
-    blocks = sum(parameter.numel() for parameter in model().blocks.parameters())
+    net = text_model(depth=2)
+    every, blocks = len(flat(net.parameters())), len(flat(net.blocks.parameters()))
     world.bytes_sent = 0
     exact = whole_parameters(trained(world, "fsdp", accumulation_steps=2))
     assert world.bytes_sent == 5 * 8 * (2 * (every + blocks) + every)
@@ -116,7 +103,7 @@ def a_full_disk_keeps_the_previous_shards(world, folder):
     trainer = trained(world, "fsdp", "adamw")
     sharded_checkpoint.save(folder / "shards-1", trainer.model, trainer.optimizer, world)
     before = whole_parameters(trainer)
-    trainer.train_step(*batch(world.rank, 9))
+    trainer.train_step(*text_batch(6, seed=world.rank))
     (folder / "shards-2").mkdir(exist_ok=True)
     if world.is_main:
         (folder / "shards-2" / "__1_0.distcp").mkdir()  # rank 1 cannot write there
@@ -162,15 +149,12 @@ def test_two_ranks_train_with_shards_and_their_checkpoint_fits_any_number(tmp_pa
 
 def test_images_have_the_losses_of_data_parallelism(tmp_path):
     flags = "--dataset digits --arch resnet8 --bs 64 --lr 0.01 --epochs 1 --precision fp32"
-    flags = f"{flags} --threads 1 --accumulate 2 --fuse --optimizer sgd".split()
+    flags = f"{flags} --threads 1 --accumulate 2 --fuse --optimizer sgd"
     found = []
     for parallel in ("ddp", "fsdp"):
-        folder = tmp_path / parallel
-        command = ranks.torchrun(
-            "resnet50_test.py", *flags, "--parallel", parallel, "--out", folder / "run"
-        )
-        ranks.finish(ranks.start(command, folder, NGPU="2"), folder)
-        found.append([row["train_loss"] for row in ranks.metrics(folder / "run")])
+        words = f"resnet50_test.py {flags} --parallel {parallel} --out {parallel}"
+        ranks.run(words, tmp_path, 2)
+        found.append([row["train_loss"] for row in ranks.metrics(tmp_path / parallel)])
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
@@ -180,15 +164,11 @@ def test_ranks_that_are_not_several_nodes_cannot_share_out_what_one_node_holds()
             fsdp.device_mesh(World(size=size, local_size=2), "hsdp")
 
 
-def test_inference_reads_shards_and_another_optimizer_is_refused(tmp_path, refused, capsys):
-    flags = """--dataset headlines --subset 0.3 --bs 16 --epochs 1 --depth 1 --width 32
-        --vocab_size 800 --threads 1 --parallel fsdp --precision fp32 --out run""".split()
-    command = ranks.torchrun("transformer_test.py", *flags)
-    ranks.finish(ranks.start(command, tmp_path, NGPU="2"), tmp_path)
-    run = tmp_path / "run"
-    assert conftest.call(transformer_test, ["--resume", str(run), "--evaluate"]) == 0
-    accuracy = ranks.metrics(run)[-1]["test_accuracy"]
-    assert f"{100 * accuracy:.2f} %" in capsys.readouterr().out
-    export = ["--resume", f"{run}/best.pt", "--export", str(tmp_path / "model.safetensors")]
-    assert conftest.call(transformer_test, export) == 0
-    refused("texts", f"--resume {run} --epochs 3 --optimizer sgd", "not SGD", "")
+def test_inference_reads_shards_and_another_optimizer_is_refused(tmp_path, refused):
+    words = """transformer_test.py --dataset headlines --subset 0.3 --bs 16 --epochs 1 --depth 1
+        --width 32 --vocab_size 800 --threads 1 --parallel fsdp --precision fp32 --out run"""
+    ranks.run(words, tmp_path, 2)
+    accuracy = ranks.metrics(tmp_path / "run")[-1]["test_accuracy"]
+    assert f"{100 * accuracy:.2f} %" in run(transformer_test, "--resume run --evaluate")
+    run(transformer_test, "--resume run/best.pt --export model.safetensors")
+    refused("texts", "--resume run --epochs 3 --optimizer sgd", "not SGD", "")

@@ -7,10 +7,9 @@ from torch import nn
 
 import ranks
 import resnet50_test
-from conftest import each_of, write_images
+from conftest import run, write_images
 from input_pipeline.label_noise import with_noise
 from models.averaged_views import AveragedViews
-from test_training import run
 
 
 def test_views_and_their_weights():
@@ -37,38 +36,19 @@ def test_views_and_their_weights():
         torch.testing.assert_close(AveragedViews(model, views)(images), logits)
 
 
-def test_a_run_reports_the_accuracy_over_views(here, monkeypatch):
+def test_a_run_reports_the_accuracy_over_views(here):
     write_images(here / "images", ("a", "b"), rows=20, size=8)
     flags = "--dataset folder --data_dir images --image_size 8 --arch resnet8 --bs 16 --epochs 2"
     flags += " --threads 1 --test_views mirror --alternate_flip --small_epochs 1 --small_size 6"
-    console = run(resnet50_test, *flags.split(), "--out", "run", monkeypatch=monkeypatch)
+    console = run(resnet50_test, flags, "--out run")
     first, last = ranks.metrics(here / "run")
     assert "test_accuracy_views" not in first
     accuracy = f"{100 * last['test_accuracy_views']:.2f} %"
     assert f"last.pt: test accuracy {accuracy}, macro-F1 " in console
     assert " %, averaged over 2 views of each image\n" in console
-    words = ["--checkpoint", "run", "--evaluate", "--test_views", "mirror"]
-    console = run(resnet50_test, *words, monkeypatch=monkeypatch)
+    console = run(resnet50_test, "--checkpoint run --evaluate --test_views mirror")
     assert "accuracy on the test set, averaged over 2 views of each image" in console
     assert f"all  {100 * last['test_accuracy_views']:6.2f} %" in console
-
-
-@each_of(
-    ("flags", "expected"),
-    [
-        ("--test_views mirror", "mirror images"),
-        ("--alternate_flip", "mirror images"),
-        ("--small_epochs 1 --small_size 9", "small_size=9 must be at most 8"),
-        ("--small_epochs 1 --small_size 4 --small_stages 2", "small_stages=2 must be at most"),
-        ("--augment none --crop_pad 2", "--augment none has no such setting"),
-        ("--crop_pad 8 --crop_fill reflect", "pad=8 must be from 1 to 7"),
-        ("--crop center --crop_pad 2", "are for --crop pad"),
-        ("--augment_args jitter=2", "jitter=2 must be from 0"),
-        ("--arch vgg8 --image_size 12 --small_epochs 1 --small_size 4", "cannot take 4x4 images"),
-    ],
-)
-def test_what_does_not_go_together_is_one_line(refused, flags, expected):
-    refused("images", f"--dataset digits {flags}", expected)
 
 
 def test_noise_gives_a_share_of_each_class_other_labels():
@@ -91,11 +71,10 @@ def test_noise_gives_a_share_of_each_class_other_labels():
     assert torch.equal(few, labels)
 
 
-def test_only_training_rows_get_wrong_labels(here, monkeypatch):
+def test_only_training_rows_get_wrong_labels(here):
     """With every label wrong, what is learned is wrong on the rows that are held out."""
     words = "--dataset digits --arch resnet8 --lr 0.1 --epochs 4 --bs 32 --threads 1 --out noisy"
     words += " --val_fraction 0.2 --label_noise 0.99:0=1,2=3,4=5,6=7,8=9"
-    console = run(resnet50_test, *words.split(), monkeypatch=monkeypatch)
-    assert "training labels are wrong" in console
+    assert "training labels are wrong" in run(resnet50_test, words)
     last = ranks.metrics(here / "noisy")[-1]
     assert last["train_accuracy"] > 2 * max(last["val_accuracy"], last["test_accuracy"])

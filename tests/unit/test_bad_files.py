@@ -12,8 +12,7 @@ from PIL import Image
 
 import conftest
 import resnet50_test
-from cli import options
-from conftest import SHORT, for_each, write_images
+from conftest import SHORT, for_each, parsed, run, write_images
 from input_pipeline import image_batches
 
 # -------------------------------------------------------------------- recipes and checkpoints
@@ -80,6 +79,10 @@ UNFIT = [
     ("texts", "--resume {texts} --predict nowhere.txt", "nowhere.txt"),
     ("texts", "--resume {texts} --predict image.txt", "image.txt"),
     ("texts", "--resume {texts} --predict empty.txt", "empty.txt"),
+    ("images", "--resume {images} --predict a.png --predict_out out.txt", "in .jsonl or .csv"),
+    ("images", "--resume {images} --predict a.png --predict_out none/out.csv", "does not exist"),
+    ("images", "--resume {images} --predict_out out.csv", "--predict_out needs something to"),
+    ("texts", "--resume {texts} --predict in.csv --predict_out in.csv", "is there already"),
     ("images", "--resume {images} --export model.txt", "model.txt"),
     ("images", "--resume {images} --export none/model.pt2", "none/model.pt2"),
 ]
@@ -88,6 +91,7 @@ UNFIT = [
 def test_checkpoint_that_does_not_match_the_flags_is_named(runs, refused, tmp_path):
     (tmp_path / "text.png").write_text("words")
     (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "in.csv").write_text("Stocks rise\n")
     Image.new("RGB", (8, 8), (200, 180, 255)).save(tmp_path / "image.png")
     (tmp_path / "image.png").rename(tmp_path / "image.txt")
     copies = {name: shutil.copytree(folder, tmp_path / name) for name, folder in runs.items()}
@@ -117,20 +121,17 @@ def test_value_of_a_checkpoint_that_is_not_known_is_named_and_can_be_replaced(
         assert "is not supported any more" in line
     shutil.copytree(runs["images"], tmp_path / "run", dirs_exist_ok=True)
     change_flags(tmp_path / "run" / "last.pt", mixup="sample", mixup_args={"width": 3})
-    words = f"--resume {tmp_path / 'run'} --epochs 2 --mixup cutmix"
-    args, _ = options.parse(resnet50_test.parser(), "resnet50_test", words.split())
+    args = parsed(resnet50_test, f"--resume {tmp_path}/run --epochs 2 --mixup cutmix")
     assert (args.mixup, args.arch) == ("cutmix", "resnet20")
 
 
-def test_value_that_inference_does_not_need_may_be_unknown(runs, refused, tmp_path, capsys):
+def test_value_that_inference_does_not_need_may_be_unknown(runs, refused, tmp_path):
     for name in ("images", "texts"):
         shutil.copytree(runs[name], tmp_path / name)
         change = {"optimizer": "adagrad", "mixup": "sample", "lr": "fast"}
         change_flags(tmp_path / name / "last.pt", **change)
-        script, _ = conftest.SCRIPTS[name]
         words = f"--checkpoint {tmp_path / name} --evaluate --device cpu --threads 1"
-        assert conftest.call(script, words.split()) == 0
-        assert "weights of" in capsys.readouterr().out
+        assert "weights of" in run(conftest.SCRIPTS[name][0], words)
     change_flags(tmp_path / "texts" / "last.pt", model_args={"pooling": "max"})
     refused("texts", "--checkpoint texts --evaluate", "pooling=max must be mean or cls", base="")
 

@@ -19,8 +19,8 @@ from errors import InputError
 from training import checkpoint
 
 
-def state_of(seed: int, rows: int = 100) -> dict[str, Any]:
-    tensor = torch.randn(rows, 100, generator=torch.Generator().manual_seed(seed))
+def state_of(seed: int) -> dict[str, Any]:
+    tensor = torch.randn(100, 100, generator=torch.Generator().manual_seed(seed))
     return {
         "script": "a_test",
         "model": {"w": tensor},
@@ -128,23 +128,6 @@ def test_load_runs_no_code_of_the_file(write, tmp_path):
     assert not trap.exists()
 
 
-def test_a_changed_byte_is_found_or_changes_nothing(tmp_path):
-    """Between the entries of the file there are bytes that mean nothing."""
-    path = tmp_path / "last.pt"
-    checkpoint.save(path, state_of(1, rows=2))
-    whole, found = path.read_bytes(), 0
-    for place in range(0, len(whole), 17):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
-        try:
-            state = checkpoint.load(path)
-        except InputError:
-            found += 1
-            continue
-        assert torch.equal(state["model"]["w"], state_of(1, rows=2)["model"]["w"]), place
-        assert state["progress"] == state_of(1)["progress"], place
-    assert found > len(whole) / 17 / 2
-
-
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
@@ -153,7 +136,6 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 255
     path.write_bytes(content)
-    torch.load(path, weights_only=True)  # does not notice
 
 
 @each_of(

@@ -135,18 +135,6 @@ def test_the_noise_scale_is_followed_no_faster_than_by_the_factor():
     assert sizes == [100, 200, 300, 150, 150]
 
 
-@each_of("make", [lambda: ByLoss("progress", window=3), lambda: ByLoss("score"), ByNoise])
-def test_a_rule_resumes_from_its_state(make):
-    losses, seconds, noise = [1.0, 0.7, 0.69, 0.4], [1.0, 3.0, 1.0, 1.0], [50.0, 70.0, 400.0, 300.0]
-    expected = walk(make(), losses, seconds=seconds, noise=noise)
-    first, second = make(), make()
-    walk(first, losses[:3], seconds=seconds, noise=noise)
-    second.load_state_dict(first.state_dict())
-    size = second.next_batch_size(3, expected[2])
-    second.observe(size, losses[3], seconds=seconds[3], noise=noise[3])
-    assert [size, second.next_batch_size(4, size)] == expected[3:]
-
-
 # -------------------------------------------------------------------- the noise scale
 
 

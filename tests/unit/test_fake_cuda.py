@@ -33,7 +33,7 @@ from input_pipeline.image_batches import ImageDataset
 from input_pipeline.image_datasets import ImageSplit
 from models import image_models
 from models.residual import residual_blocks
-from trainers import build_optimizer, make_trainer
+from trainers import build_optimizer, image_network, make_trainer
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import to_cpu
 from training.losses import CrossEntropy, MixedCrossEntropy
@@ -59,11 +59,7 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def network() -> nn.Module:
-    """A convolution, a BatchNorm and two matrices, one of which is large for SLAMB."""
-    return nn.Sequential(
-        *(nn.Conv2d(3, 18, 3, padding=1), nn.BatchNorm2d(18), nn.ReLU()),
-        *(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(72, 128), nn.Linear(128, 10)),
-    )
+    return image_network(nn.BatchNorm2d(18))
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -246,20 +242,13 @@ def test_meta_mixup_waits_for_nothing(policy, size):
 # -------------------------------------------------------------------- what the ranks exchange
 
 
-class Bucket:
+def bucket_of(parameters: list[Tensor]) -> mock.Mock:
     """A bucket of gradients, as DistributedDataParallel hands them to a hook."""
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self.flat = torch.empty(sum(p.numel() for p in parameters), device=CUDA)
-        self.parameters = lambda: parameters
-        self.buffer, self.index = lambda: self.flat, lambda: 0
-
-    def set_buffer(self, flat: Tensor) -> None:
-        self.flat = flat
-
-    def gradients(self) -> list[Tensor]:
-        sizes = [p.numel() for p in self.parameters()]
-        return [each.view(p.shape) for each, p in zip(self.flat.split(sizes), self.parameters())]
+    flat = torch.empty(sum(p.numel() for p in parameters), device=CUDA)
+    parts = flat.split([p.numel() for p in parameters])
+    gradients = [part.view(p.shape) for part, p in zip(parts, parameters)]
+    values = {"buffer": flat, "parameters": parameters, "gradients": gradients, "index": 0}
+    return mock.Mock(**{f"{name}.return_value": value for name, value in values.items()})
 
 
 HOOKS: dict[str, Callable[[World], AllReduceHook]] = {
@@ -284,7 +273,7 @@ def test_hooks_wait_for_nothing(name, monkeypatch):
         hook.start(parameters)
         meter = NoiseMeter(parameters, world)
         hook.observers.append(meter.add_bucket)
-        bucket = Bucket(parameters)
+        bucket = bucket_of(parameters)
         with gpu.waiting() as waits:  # the places of the parameters, at the first bucket
             hook.run(None, bucket)
         assert waits.keys() <= {"step_stats.add_bucket"}

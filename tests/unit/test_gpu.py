@@ -7,10 +7,7 @@ on a GPU that is not there.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
-from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +16,12 @@ import conftest
 import mixup
 import ranks
 import resnet50_test
-from backends.device import make_deterministic
 from backends.precision import Precision
 from conftest import each_of, needs_gpu
 from distributed.world import World
 from input_pipeline.augmentation import crop_flip
-from trainers import build_optimizer, make_trainer
+from optimizer_cases import set_gradients
+from trainers import build_optimizer, flat, image_network, make_trainer
 
 GPU = torch.device("cuda", 0)
 FP32 = Precision("fp32", "cuda")
@@ -42,32 +39,14 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 18, 3, padding=1),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(72, 128),
-        nn.Linear(128, 10),
-    )
-
-
 def batch(step: int, rows: int = 8) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     images = torch.randn(rows, 3, 8, 8, generator=generator)
     return images, torch.randint(10, (rows,), generator=generator)
 
 
-def set_gradients(model: nn.Module, generator: torch.Generator, place: Any) -> None:
-    for parameter in model.parameters():
-        gradient = torch.randn(parameter.shape, generator=generator)
-        parameter.grad = gradient.to(place)
-
-
 def weights(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
+    return flat(model.parameters()).cpu()
 
 
 # -------------------------------------------------------------------- steps
@@ -76,7 +55,7 @@ def weights(model: nn.Module) -> Tensor:
 @needs_gpu
 @each_of("name", OPTIMIZERS)
 def test_steps_do_not_wait_for_the_gpu(name):
-    model = network().to(GPU)
+    model = image_network().to(GPU)
     settings = {"precision": FP32, "max_grad_norm": 1.0, "accumulation_steps": 2}
     optimizer = build_optimizer(model, name, 0.01, 1e-3)
     trainer = make_trainer(model, optimizer, World(device=GPU), **settings)
@@ -93,12 +72,11 @@ def test_steps_do_not_wait_for_the_gpu(name):
 @needs_gpu
 @each_of("name", OPTIMIZERS)
 def test_an_optimizer_does_what_it_does_on_the_cpu(name):
-    models = {"cpu": network(), "cuda": network().to(GPU)}
+    models = {"cpu": image_network(), "cuda": image_network().to(GPU)}
     for place, model in models.items():
-        generator = torch.Generator().manual_seed(1)
         optimizer = build_optimizer(model, name, 0.01, 1e-3)
         for step in range(14):
-            set_gradients(model, generator, place)
+            set_gradients(list(model.parameters()), step)
             optimizer.found_inf = torch.tensor(float(step == 5), device=place)
             optimizer.step()
     tolerance = 1e-2 if "ngd" in name else 1e-4
@@ -133,11 +111,10 @@ def test_crops_and_pasted_boxes_have_the_bytes_of_the_cpu(reflect):
 
 
 def slamb_goes_on_after_its_dense_steps(world: World) -> None:
-    model = network().to(world.device)
+    model = image_network().to(world.device)
     optimizer = build_optimizer(model, "slamb", 0.01, 1e-3, dense_steps=3, local_steps=4)
-    generator = torch.Generator().manual_seed(world.rank)
-    for _ in range(12):
-        set_gradients(model, generator, world.device)
+    for step in range(12):
+        set_gradients(list(model.parameters()), 100 * world.rank + step)
         optimizer.step()
     ours = weights(model).double()
     assert torch.isfinite(ours).all()
@@ -166,17 +143,3 @@ def test_a_deterministic_run_gives_the_same_bits_when_resumed(tmp_path):
     finally:
         torch.use_deterministic_algorithms(False)
     ranks.same_run(whole, resumed)
-
-
-def test_deterministic_kernels_are_asked_for_on_gpus_alone(monkeypatch):
-    monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked := mock.Mock())
-    fills = torch.utils.deterministic
-    monkeypatch.setattr(fills, "fill_uninitialized_memory", fills.fill_uninitialized_memory)
-    make_deterministic(torch.device("cpu"))
-    assert not asked.called
-    make_deterministic(torch.device("cuda"))
-    assert asked.call_args.args == (True,)
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
-    assert not torch.backends.cudnn.benchmark

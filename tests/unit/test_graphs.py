@@ -12,8 +12,7 @@ import torch
 import conftest
 import fake_cuda
 import mixup
-import resnet50_test
-from backends import cuda_graph, execution
+from backends import cuda_graph
 from backends.precision import Precision
 from conftest import each_of, needs_gpu
 from distributed.world import World
@@ -22,9 +21,6 @@ from models.image_models import create_model
 from trainers import build_optimizer, make_trainer
 from training.losses import CrossEntropy, MixedCrossEntropy
 from training.trainer import Trainer
-
-FP32 = Precision("fp32", "cpu")
-
 
 RATES = {"sgd": 0.1, "adamw": 1e-3, "ngd": 0.05, "lamb": 0.01, "lars": 1.0}
 
@@ -179,22 +175,6 @@ def test_it_needs_a_gpu_and_refuses_flags_that_it_does_not_support(refused, monk
     )
 
 
-def test_compile_compiles_in_place():
-    models = {name: torch.nn.Linear(1, 1) for name in ("eager", "compile")}
-    for name, model in models.items():
-        assert execution.apply_backend(name, model) is model
-    assert models["eager"]._compiled_call_impl is None
-    assert models["compile"]._compiled_call_impl is not None
-
-
-def test_images_of_two_sizes_are_compiled_for_each(monkeypatch):
-    given = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **each: given.append(each))
-    for few_shapes in (True, False):
-        execution.apply_backend("compile", torch.nn.Linear(1, 1), few_shapes=few_shapes)
-    assert given == [{"dynamic": False}, {"dynamic": None}]
-
-
 @needs_gpu
 @pytest.mark.parametrize("name", cuda_graph.RECORDED_OPTIMIZERS)
 def test_graphs_are_the_steps(name):
@@ -219,10 +199,3 @@ def test_each_replay_draws_its_own_mix():
         trainer.train_step(x, torch.randint(10, (8,), device="cuda"))
         seen.add(float(drawn[-1][0]))
     assert len(seen) == 8
-
-
-@needs_gpu
-@pytest.mark.parametrize("more", ["--lr 0.1", "--ngd"])
-def test_a_run_through_graphs_learns(more, tmp_path):
-    flags = f"--dataset digits --arch resnet20 --bs 64 {more} --epochs 3 --backend cudagraph"
-    assert conftest.call(resnet50_test, [*flags.split(), "--out", str(tmp_path / "run")]) == 0

@@ -13,14 +13,13 @@ import torch
 import ranks
 import transformer_test
 from cli import options
-from conftest import call
+from conftest import call, run
 from input_pipeline.text_batches import encode_texts
 from input_pipeline.tokenization import load_tokenizer
 from models.hugging_face import Encoder, read_encoder
 from models.pretrained import decay_layers
 from optimizers.param_groups import ngd_groups
 from test_training import exported_metadata
-from test_training import run as in_this_process
 from training import checkpoint
 
 hf = pytest.importorskip("transformers", reason="needs transformers: the extra [hf]")
@@ -99,35 +98,24 @@ def test_groups_and_rates_of_layers(folders):
 
 
 @pytest.mark.ranks
-def test_two_ranks_resumed_and_used_without_the_folder(folders, here, monkeypatch):
-    def on_two_ranks(flags: str) -> str:
-        command = ranks.torchrun("transformer_test.py", *flags.split())
-        return ranks.finish(ranks.start(command, here, NGPU="2"), here)
-
+def test_two_ranks_resumed_and_used_without_the_folder(folders, here):
     copy = shutil.copytree(folders["bert"], here / "bert")
     base = f"{BASE} --arch hf:{copy} --max_len 12"
-    more = "--ngd --mixup mixup --mix_at tokens --save_every 2 --keep 99"
-    console = on_two_ranks(f"{base} {more} --out {here}/run")
+    more = "--ngd --mixup mixup --mix_at tokens --save_every 2 --keep 99 --out run"
+    console = ranks.run(f"transformer_test.py {base} {more}", here, 2)
     assert "begin anew: classifier.bias, classifier.weight" in console
-    found = {
-        checkpoint.load(p)["progress"]["step"]: p for p in checkpoint.latest_files(here / "run")
-    }
+    files = checkpoint.latest_files(here / "run")
+    found = {checkpoint.load(path)["progress"]["step"]: path for path in files}
     shutil.rmtree(copy)
-    on_two_ranks(f"--resume {found[8]} --out {here}/resumed")
+    ranks.run(f"transformer_test.py --resume {found[8]} --out resumed", here, 2)
     ranks.same_run(here / "run", here / "resumed")
     (here / "lines.txt").write_text("\n".join(TEXTS))
-    tuned = f"{base} --weights run --freeze --out tuned"
-    for words, expected in (
-        ("--checkpoint run --predict lines.txt", TEXTS[0]),
-        (tuned, "weights of"),
-    ):
-        assert expected in in_this_process(
-            transformer_test, *words.split(), monkeypatch=monkeypatch
-        )
+    assert TEXTS[0] in run(transformer_test, "--checkpoint run --predict lines.txt")
+    assert "weights of" in run(transformer_test, base, "--weights run --freeze --out tuned")
     first, second = ranks.weights(here / "run"), ranks.weights(here / "tuned")
     changed = {name for name in first if not torch.equal(first[name], second[name])}
     assert changed == {"model.classifier.weight", "model.classifier.bias"}
-    assert exported_metadata(transformer_test, monkeypatch)["pad"] == 0
+    assert exported_metadata(transformer_test)["pad"] == 0
 
 
 def test_what_does_not_fit_is_refused(folders, refused, monkeypatch):

@@ -17,8 +17,8 @@ from torchvision import transforms
 from torchvision.transforms import functional, v2
 
 import resnet50_test
-from cli import image_classification, options
-from conftest import each_of, write_images
+from cli import image_classification
+from conftest import each_of, parsed, write_images
 from errors import InputError
 from input_pipeline.augmentation import POLICIES, Augmentation, crop_flip, draw_crops
 from input_pipeline.image_batches import (
@@ -64,12 +64,8 @@ def test_crop_flip_equals_torchvision(height, width, channels, pad, mode):
 def test_normalise_equals_torchvision():
     pixels = random_pixels(6, 16, 12, 3)
     peer = transforms.Compose([transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
-    torch.testing.assert_close(
-        normalised(pixels),
-        torch.stack([peer(image.numpy()) for image in pixels]),
-        rtol=0,
-        atol=1e-6,
-    )
+    expected = torch.stack([peer(image.numpy()) for image in pixels])
+    torch.testing.assert_close(normalised(pixels), expected, rtol=0, atol=1e-6)
 
 
 def test_statistics_are_those_of_the_pixels():
@@ -104,8 +100,7 @@ def test_augmentation_of_a_sample_does_not_depend_on_batch_and_order(train):
 
 @each_of("fill", ["black", "reflect"])
 def test_pixels_outside_an_image_are_black_or_its_own(train, fill):
-    words = ["--dataset", "cifar10", "--crop_pad", "2", "--crop_fill", fill]
-    args, _ = options.parse(resnet50_test.parser(), resnet50_test.SCRIPT, words)
+    args = parsed(resnet50_test, "--dataset cifar10 --crop_pad 2 --crop_fill", fill)
     train.augmentation = image_classification.create_augmentation(args, size=12)
     train.images.pixels = torch.full_like(train.images.pixels, 255)
     white = by_row(train, [torch.arange(200)], epoch=None)
@@ -166,49 +161,31 @@ def test_folder_of_png_reads_as_it_was_written(folder):
     assert splits["train"].select_rows(torch.tensor([25, 3])).labels.tolist() == [1, 0]
 
 
-def test_streamed_folder_gives_the_same_batches_as_a_resident_one(folder):
-    images = read_image_splits("folder", str(folder), image_size=16)[0]["train"]
-    assert fits_in_memory(images, CPU)
-    row_batches = list(torch.randperm(40).split(9))
-    settings = {"mean": MEAN, "std": STD, "device": CPU, "seed": 1}
-    settings["decoder"] = FileDecoder(workers=2)
-    for fill, epoch in (("black", 0), ("reflect", 0), ("black", None)):
-        resident, streamed = (
-            ImageDataset(
-                images, Augmentation(pad=4, flip=True, fill=fill), resident=is_resident, **settings
-            )
-            for is_resident in (True, False)
-        )
-        assert resident.images.pixels is not None
-        assert streamed.images.pixels is None
-        both = (each.batches(row_batches, epoch) for each in (resident, streamed))
-        for one, other in zip(*both, strict=True):
-            assert all(map(torch.equal, one, other))
-            assert other[0].is_contiguous(memory_format=torch.channels_last)
-
-
 def test_changes_by_row_depend_on_seed_epoch_and_row_alone(folder):
     """Not on the batch, the number of workers, or whether pixels are in memory."""
     images = read_image_splits("folder", str(folder), image_size=12)[0]["train"]
+    assert fits_in_memory(images, CPU)
     with_pixels = dataclasses.replace(images, pixels=images.decode(torch.arange(40)))
     state = torch.get_rng_state()
-    settings = {"mean": MEAN, "std": STD, "device": CPU, "resident": False}
-    sets = {
-        (workers, in_memory): partial(
-            ImageDataset,
-            with_pixels if in_memory else images,
-            decoder=FileDecoder(workers),
-            **settings,
-        )
-        for workers, in_memory in ((0, False), (2, False), (2, True))
-    }
+    create = partial(ImageDataset, mean=MEAN, std=STD, device=CPU, decoder=FileDecoder(2))
+    resident = partial(create, images, resident=True)
+    streamed = partial(create, images, resident=False)
+    sets = (
+        partial(streamed, decoder=FileDecoder(0)),
+        streamed,
+        partial(create, with_pixels, resident=False),
+    )
     standard = Augmentation(pad=2, flip=True)
-    plain = by_row(sets[0, False](standard), [torch.arange(40)], 3)
+    reflecting = dataclasses.replace(standard, fill="reflect")
+    plain = by_row(streamed(standard), [torch.arange(40)], 3)
+    for augmentation, epoch in itertools.product((standard, reflecting), (3, None)):
+        one, other = (each(augmentation) for each in (resident, streamed))
+        assert (one.images.pixels is None, other.images.pixels is None) == (False, True)
+        both = (by_row(each, [torch.arange(40)], epoch) for each in (one, other))
+        assert torch.equal(*both)
     changes = [{"policy": policy} for policy in POLICIES] + [{"jitter": 0.5}, {"erasing": 1.0}]
     for change in [*changes, {"resized": True, "pad": 0}]:
-        first, second, third = (
-            data(dataclasses.replace(standard, **change)) for data in sets.values()
-        )
+        first, second, third = (data(dataclasses.replace(standard, **change)) for data in sets)
         expected = by_row(first, list(torch.arange(40).flip(0).split(9)), 3)
         assert torch.equal(expected, by_row(second, [torch.arange(40)], 3)), change
         if "resized" not in change:  # whose parts are those of files

@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-import conftest
 import errors
 import ranks
 import transformer_test
 from backends import nvidia_apex, onnx_runtime
 from backends.precision import choose_precision
-from conftest import each_of
+from conftest import each_of, run
 from input_pipeline import torchtext_tokenizer
 from models.transformer import Transformer
 from optimizer_cases import parameters_of
@@ -27,14 +26,10 @@ from training.trainer import Trainer
 ORT, TORCHTEXT = onnx_runtime.unavailable_reason(), torchtext_tokenizer.unavailable_reason()
 needs_ort = pytest.mark.skipif(bool(ORT), reason=ORT)
 needs_torchtext = pytest.mark.skipif(bool(TORCHTEXT), reason=TORCHTEXT)
-IMAGES = (
-    "--dataset digits --arch resnet20 --bs 64 --lr 0.05 --epochs 2 --subset 0.5 --threads 1 "
-    "--backend ort"
-).split()
-TEXTS = (
-    "--dataset headlines --bs 16 --lr 4e-4 --epochs 3 --threads 1 --depth 1 --width 64 "
-    "--backend ort --tokenizer torchtext"
-).split()
+IMAGES = """--dataset digits --arch resnet20 --bs 64 --lr 0.05 --epochs 2 --subset 0.5 --threads 1
+    --backend ort --save_every 3 --keep 99"""
+TEXTS = """--dataset headlines --bs 16 --lr 4e-4 --epochs 3 --threads 1 --depth 1 --width 64
+    --backend ort --tokenizer torchtext"""
 
 
 class Smooth(nn.Module):
@@ -134,40 +129,28 @@ def test_what_onnx_runtime_does_not_compute_is_refused():
 @needs_ort
 @each_of(
     ("size", "more"),
-    [(0, "--mixup cutmix"), (0, "--meta_learning --meta_every 3 --ngd"), (2, "--accumulate 2")],
+    [(1, "--mixup cutmix"), (1, "--meta_learning --meta_every 3 --ngd"), (2, "--accumulate 2")],
 )
 def test_images_through_ort_learn_and_resume_bit_for_bit(size, more, tmp_path):
     folder = tmp_path / more.replace(" ", "")
-    folder.mkdir()
-    whole, cut = folder / "whole", folder / "cut"
-
-    def start(*words: object) -> ranks.WarmJob:
-        job = ranks.torchrun if size else ranks.script
-        flags = [*IMAGES, *more.split(), "--save_every", "3", "--out", *words]
-        return ranks.start(job("resnet50_test.py", *flags), folder, NGPU="2")
-
-    assert "fp32, ort" in ranks.finish(start(whole), folder)
-    assert ranks.metrics(whole)[-1]["train_loss"] < ranks.metrics(whole)[0]["train_loss"]
-    process, log = start(cut), cut / "metrics.jsonl"
-    ranks.wait_for(lambda: log.exists() and len(ranks.metrics(cut)) == 1, process)
-    ranks.kill(process)
-    ranks.finish(start(cut, "--resume"), folder)
-    ranks.same_run(whole, cut)
+    console = ranks.run(f"resnet50_test.py {IMAGES} {more} --out whole", folder, size)
+    assert "fp32, ort" in console
+    first, last = ranks.metrics(folder / "whole")
+    assert last["train_loss"] < first["train_loss"]
+    words = "resnet50_test.py --resume whole/last-2.pt --out resumed"
+    ranks.run(words, folder, size)
+    ranks.same_run(folder / "whole", folder / "resumed")
 
 
 @needs_ort
 @needs_torchtext
-def test_texts_through_ort_and_torchtext_learn_and_predict(tmp_path, capsys):
-    run = tmp_path / "run"
-    assert conftest.call(transformer_test, [*TEXTS, "--out", str(run)]) == 0
-    assert ranks.metrics(run)[-1]["test_accuracy"] > 0.5
-    lines = tmp_path / "lines.txt"
-    lines.write_text("Striker scores twice as United win the final\n")
-    accuracy = f"{100 * ranks.metrics(run)[-1]['test_accuracy']:.2f} %"
-    for words, shown in ((["--predict", str(lines)], "Striker"), (["--evaluate"], accuracy)):
-        capsys.readouterr()
-        assert conftest.call(transformer_test, ["--resume", str(run), *words]) == 0
-        assert shown in capsys.readouterr().out
+def test_texts_through_ort_and_torchtext_learn_and_predict(here):
+    run(transformer_test, TEXTS, "--out run")
+    accuracy = ranks.metrics(here / "run")[-1]["test_accuracy"]
+    assert accuracy > 0.5
+    (here / "lines.txt").write_text("Striker scores twice as United win the final\n")
+    assert "Striker" in run(transformer_test, "--resume run --predict lines.txt")
+    assert f"{100 * accuracy:.2f} %" in run(transformer_test, "--resume run --evaluate")
 
 
 @needs_torchtext

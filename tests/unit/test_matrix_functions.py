@@ -7,12 +7,7 @@ import torch
 from torch import Tensor
 
 from optimizers import matrix_functions
-from optimizers.matrix_functions import (
-    MAX_ERROR,
-    absolute_value,
-    inverse_square_root,
-    square_root,
-)
+from optimizers.matrix_functions import MAX_ERROR, absolute_value, inverse_square_root, square_root
 
 
 def with_eigenvalues(eigenvalues: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import mixup
 import transformer_test
-from cli import factory, options
-from conftest import each_of
+from cli import factory
+from conftest import each_of, parsed
 from distributed.world import World
 from errors import InputError
 from models.transformer import Transformer
@@ -202,7 +202,7 @@ def test_the_flags_choose_the_loss(tmp_path):
     sample_mix = mock.Mock()
 
     def create(words: str, inside: bool = False) -> Any:
-        args, _ = options.parse(transformer_test.parser(), "transformer_test", words.split())
+        args = parsed(transformer_test, words)
         classes = {"classes": ["a", "no", "1", "d"]}
         data = factory.Data(None, {}, classes, torch.tensor([0, 1, 1, 3, 3]), model_mixes=inside)
         made = {"sample_mix": sample_mix, "meta_mixup": mixup.MetaMixup}

@@ -21,30 +21,28 @@ import ranks
 import resnet50_test
 import transformer_test
 from cli import image_classification
-from conftest import call, each_of, write_images
+from conftest import each_of, run, write_images
 from errors import InputError
 from input_pipeline.text_datasets import read_headlines
 from models import image_models, pretrained
 from models.image_models import create_model
 from models.pretrained import SavedModel
-from test_training import run
 from training import checkpoint
 
-SOURCE = "--dataset digits --arch resnet8 --bs 64 --lr 0.1 --epochs 6 --threads 1 --ema 0.9".split()
-TUNE = "--dataset folder --data_dir small --image_size 8 --augment none --arch resnet8".split()
-TUNE += "--optimizer sgd --bs 25 --lr 0.02 --epochs 3 --threads 1 --warmup 0".split()
-
+SOURCE = "--dataset digits --arch resnet8 --bs 64 --lr 0.1 --epochs 6 --threads 1 --ema 0.9"
+TUNE = """--dataset folder --data_dir small --image_size 8 --augment none --arch resnet8
+    --optimizer sgd --bs 25 --lr 0.02 --epochs 3 --threads 1 --warmup 0"""
 TEXT_SIZES = "--width 32 --depth 1 --heads 2 --mlp_width 64"
-TEXT_SOURCE = f"--dataset headlines {TEXT_SIZES} --bs 32".split()
-TEXT_SOURCE += "--epochs 12 --lr 5e-3 --dropout 0 --token_dropout 0.2 --threads 1".split()
-TEXT_TUNE = [*TEXT_SOURCE, *"--dataset csv --data_dir few --bs 8 --lr 2e-3 --epochs 6".split()]
+TEXT_SOURCE = f"""--dataset headlines {TEXT_SIZES} --bs 32 --epochs 12 --lr 5e-3 --dropout 0
+    --token_dropout 0.2 --threads 1"""
+TEXT_TUNE = f"{TEXT_SOURCE} --dataset csv --data_dir few --bs 8 --lr 2e-3 --epochs 6"
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on the digits, with averaged weights."""
     folder = tmp_path_factory.mktemp("images") / "run"
-    assert call(resnet50_test, [*SOURCE, "--out", str(folder)]) == 0
+    run(resnet50_test, SOURCE, "--out", folder)
     return folder
 
 
@@ -52,7 +50,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on the embedded headlines."""
     folder = tmp_path_factory.mktemp("texts") / "run"
-    assert call(transformer_test, [*TEXT_SOURCE, "--out", str(folder)]) == 0
+    run(transformer_test, TEXT_SOURCE, "--out", folder)
     return folder
 
 
@@ -69,26 +67,25 @@ def small(here: Path) -> Path:
     return here / "small"
 
 
-def test_fine_tuning_beats_training_from_scratch(source, small, monkeypatch):
-    run(resnet50_test, *TUNE, "--out", "scratch", monkeypatch=monkeypatch)
-    words = [*TUNE, "--weights", source, "--out", "tuned"]
-    assert "fc (5 x 64) begins anew" in run(resnet50_test, *words, monkeypatch=monkeypatch)
+def test_fine_tuning_beats_training_from_scratch(source, small):
+    run(resnet50_test, TUNE, "--out scratch")
+    console = run(resnet50_test, TUNE, "--weights", source, "--out tuned")
+    assert "fc (5 x 64) begins anew" in console
     tuned, scratch = (
         ranks.metrics(Path(each))[-1]["test_accuracy"] for each in ("tuned", "scratch")
     )
     assert tuned > scratch + 0.2  # over four seeds the lead is 0.31 to 0.52
 
 
-def test_frozen_weights_stay_and_resuming_leaves_weights_alone(source, small, here, monkeypatch):
-    flags = [*TUNE, "--weights", source / "best.pt", "--freeze", "--out", "run"]
-    run(resnet50_test, *flags, monkeypatch=monkeypatch)
+def test_frozen_weights_stay_and_resuming_leaves_weights_alone(source, small):
+    run(resnet50_test, TUNE, f"--weights {source}/best.pt --freeze --out run")
     first = torch.load(source / "best.pt", weights_only=True)["average"]["weights"]
     tuned = torch.load("run/last.pt", weights_only=True)["model"]
     first["conv1.weight"] = first["conv1.weight"].expand(-1, 3, -1, -1) / 3  # grey to colours
     same = {name for name in first if torch.equal(first[name], tuned[name])}
     trained = {name for name, _ in create_named().named_parameters()} - same
     assert trained == {"fc.weight", "fc.bias"}
-    run(resnet50_test, "--resume", "run", "--epochs", "4", monkeypatch=monkeypatch)
+    run(resnet50_test, "--resume run --epochs 4")
     resumed = torch.load("run/last.pt", weights_only=True)["model"]
     assert torch.equal(resumed["conv1.weight"], tuned["conv1.weight"])
     assert not torch.equal(resumed["fc.weight"], tuned["fc.weight"])
@@ -106,12 +103,11 @@ def few_texts(here: Path) -> None:
         (here / "few" / f"{split}.csv").write_text("\n".join(["label,text", *part]) + "\n")
 
 
-def test_an_exported_classifier_is_tuned_with_its_tokenizer(text_source, few_texts, monkeypatch):
+def test_an_exported_classifier_is_tuned_with_its_tokenizer(text_source, few_texts):
     pytest.importorskip("safetensors")
-    words = ["--checkpoint", text_source, "--export", "text.safetensors"]
-    run(transformer_test, *words, monkeypatch=monkeypatch)
-    words = [*TEXT_TUNE, "--weights", "text.safetensors", "--freeze", "--prior", "naive_bayes"]
-    console = run(transformer_test, *words, "--out", "tuned", monkeypatch=monkeypatch)
+    run(transformer_test, "--checkpoint", text_source, "--export text.safetensors")
+    words = "--weights text.safetensors --freeze --prior naive_bayes --out tuned"
+    console = run(transformer_test, TEXT_TUNE, words)
     assert "head (2 x 32) begins anew" in console
     first = torch.load(text_source / "last.pt", weights_only=True)
     tuned = torch.load("tuned/last.pt", weights_only=True)
@@ -252,10 +248,10 @@ def test_rates_fall_towards_the_input():
     assert found == {p: (scale, p.ndim) for layer, scale in scales for p in layer.parameters()}
 
 
-def test_a_run_logs_the_rate_of_the_last_layer(here, monkeypatch):
-    flags = "--dataset digits --arch resnet8 --epochs 1 --lr_schedule constant --warmup 0".split()
-    flags += "--optimizer adamw --lr 0.002 --layer_decay 0.5 --threads 1 --out run".split()
-    run(resnet50_test, *flags, monkeypatch=monkeypatch)
+def test_a_run_logs_the_rate_of_the_last_layer(here):
+    flags = "--dataset digits --arch resnet8 --epochs 1 --lr_schedule constant --warmup 0"
+    more = "--optimizer adamw --lr 0.002 --layer_decay 0.5 --threads 1 --out run"
+    run(resnet50_test, flags, more)
     [row] = ranks.metrics(here / "run")
     assert row["lr"] == pytest.approx(0.002)
     groups = torch.load("run/last.pt", weights_only=True)["optimizer"]["param_groups"]
@@ -272,15 +268,13 @@ def test_pretrained_weights_bring_their_preprocessing(here, monkeypatch):
     cached.parent.mkdir(parents=True)
     torch.save(models.resnet18().state_dict(), cached)
     monkeypatch.setenv("TORCH_HOME", str(here))
-    words = "--dataset folder --data_dir images --arch resnet18 --bs 3 --epochs 1 --threads 1"
-    tune = [*words.split(), "--no-baseline", "--weights"]
-    console = run(resnet50_test, *tune, "DEFAULT", "--out", "first", monkeypatch=monkeypatch)
+    tune = "--dataset folder --data_dir images --arch resnet18 --bs 3 --epochs 1 --threads 1"
+    tune = f"{tune} --no-baseline --weights"
+    console = run(resnet50_test, tune, "DEFAULT --out first")
     assert "images are prepared as for them" in console
-    run(resnet50_test, *tune, "first", "--out", "tuned", monkeypatch=monkeypatch)
-    plain = [*tune, cached, "--image_size", "224", "--out", "plain"]
-    run(resnet50_test, *plain, monkeypatch=monkeypatch)
-    export = ["--checkpoint", "tuned", "--export", "x.safetensors"]
-    run(resnet50_test, *export, monkeypatch=monkeypatch)
+    run(resnet50_test, tune, "first --out tuned")
+    run(resnet50_test, tune, cached, "--image_size 224 --out plain")
+    run(resnet50_test, "--checkpoint tuned --export x.safetensors")
     with safetensors.safe_open("x.safetensors", "pt") as file:
         exported = {name: json.loads(text) for name, text in file.metadata().items()}
     expected = known.transforms()
@@ -288,8 +282,8 @@ def test_pretrained_weights_bring_their_preprocessing(here, monkeypatch):
         state = exported if name == "export" else checkpoint.load(here / name)
         assert (state["mean"], state["std"]) == (expected.mean, expected.std), name
         assert (state["size"], state["interpolation"]) == (224, "bilinear"), name
-    predict = ["--checkpoint", "tuned", "--predict", "images/test"]
-    assert "images/test/b/02.png: " in run(resnet50_test, *predict, monkeypatch=monkeypatch)
+    predicted = run(resnet50_test, "--checkpoint tuned --predict images/test")
+    assert "images/test/b/02.png: " in predicted
 
 
 def test_what_is_known_of_pretrained_weights():

@@ -8,10 +8,10 @@ from typing import Any
 
 import resnet50_test
 from backends import machine
-from test_training import run
+from conftest import run
 from training.run_segments import describe_all
 
-FLAGS = "--dataset digits --arch resnet8 --subset 0.2 --bs 64 --lr 0.02 --threads 1".split()
+FLAGS = "--dataset digits --arch resnet8 --subset 0.2 --bs 64 --lr 0.02 --threads 1 --epochs 1"
 GOES_ON = "the run goes on with "
 
 
@@ -28,18 +28,16 @@ def line_of(console: str) -> str:
 
 def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(here, monkeypatch):
     monkeypatch.setattr(machine, "commit_or_none", lambda: "aaa")
-    console = run(resnet50_test, *FLAGS, "--epochs", "1", "--out", "a", monkeypatch=monkeypatch)
-    assert line_of(console) == ""
+    assert line_of(run(resnet50_test, FLAGS, "--out a")) == ""
     assert "segments" not in config_of("a")
 
-    flags = ["--epochs", "2", "--label_noise", "0.5", "--no-nesterov", "--keep", "3"]
-    console = run(resnet50_test, "--resume", "a", *flags, monkeypatch=monkeypatch)
+    flags = "--epochs 2 --label_noise 0.5 --no-nesterov --keep 3"
+    console = run(resnet50_test, "--resume a", flags)
     changes = "--label_noise 0.5 (was 0.0), --epoch 2 (was 1), --nesterov off (was on)"
     assert line_of(console) == changes
 
     monkeypatch.setattr(machine, "commit_or_none", lambda: "bbb")
-    more = ["--out", "b", "--epochs", "3"]
-    console = run(resnet50_test, "--resume", "a", *more, monkeypatch=monkeypatch)
+    console = run(resnet50_test, "--resume a --out b --epochs 3")
     assert line_of(console) == "--epoch 3 (was 2), commit bbb (was aaa)"
     segments = config_of("b")["segments"]
     assert [segment["changed"] for segment in segments] == [
@@ -58,10 +56,10 @@ def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(here, 
     assert len(config_of("a")["segments"]) == 2, "the run that b began from stays as it is"
 
 
-def test_a_run_that_goes_on_as_it_was_has_one_segment(here, monkeypatch):
+def test_a_run_that_goes_on_as_it_was_has_one_segment(here):
     """Also where known data lie elsewhere, or where a flag changes that changes no result."""
-    run(resnet50_test, *FLAGS, "--epochs", "1", "--out", "a", monkeypatch=monkeypatch)
-    more = ["--out", "b", "--data_dir", str(here / "elsewhere"), "--keep", "1", "--workers", "1"]
-    console = run(resnet50_test, "--resume", "a", *more, monkeypatch=monkeypatch)
+    run(resnet50_test, FLAGS, "--out a")
+    more = f"--out b --data_dir {here}/elsewhere --keep 1 --workers 1"
+    console = run(resnet50_test, "--resume a", more)
     assert line_of(console) == ""
     assert "segments" not in config_of("b")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,39 +40,31 @@ def refused_everywhere(folder: Path, message: str) -> None:
         sharded_checkpoint.load(folder, model, torch.optim.AdamW(model.parameters()), World())
 
 
-def rewrite(folder: Path, change: Callable[[Any], None]) -> None:
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    change(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+def test_a_description_of_more_than_tensors_in_the_folder_is_refused(shards, tmp_path):
+    """Code in it, an entry that torch would unpickle, and files outside."""
+    trap, description = Trap(tmp_path / "sprung"), shards / ".metadata"
+    sound, unpickled = description.read_bytes(), {"model/weight": BytesStorageMetadata()}
 
-
-@each_of("place", ["planner_data", "storage_data", "whole"])
-def test_code_in_the_description_does_not_run(place, shards, tmp_path):
-    trap, sound = Trap(tmp_path / "sprung"), (shards / ".metadata").read_bytes()
-    if place == "whole":
-        (shards / ".metadata").write_bytes(pickle.dumps(trap))
-    else:
-        rewrite(shards, lambda metadata: setattr(metadata, place, {"x": trap}))
-    refused_everywhere(shards, "which does not belong in a checkpoint")
-    assert not (tmp_path / "sprung").exists()
-    (shards / ".metadata").write_bytes(sound)
-
-
-def test_an_entry_that_torch_would_unpickle_is_refused(shards):
-    entry = {"model/weight": BytesStorageMetadata()}
-    rewrite(shards, lambda metadata: metadata.state_dict_metadata.update(entry))
-    refused_everywhere(shards, "BytesStorageMetadata, which does not belong")
-
-
-@each_of("name", ["../elsewhere/__0_0.distcp", "/etc/passwd", "weights.bin"])
-def test_a_file_outside_the_folder_is_refused(name, shards):
-    def elsewhere(metadata: Any) -> None:
-        index = next(iter(metadata.storage_data))
-        part = metadata.storage_data[index]
+    def elsewhere(metadata: Any, name: str) -> None:
+        index, part = next(iter(metadata.storage_data.items()))
         metadata.storage_data[index] = dataclasses.replace(part, relative_path=name)
 
-    rewrite(shards, elsewhere)
-    refused_everywhere(shards, "refers to a file")
+    changes = [
+        (lambda it: setattr(it, "planner_data", {"x": trap}), "does not belong in a checkpoint"),
+        (lambda it: setattr(it, "storage_data", {"x": trap}), "does not belong in a checkpoint"),
+        (lambda it: it.state_dict_metadata.update(unpickled), "BytesStorageMetadata, which does"),
+        (lambda it: elsewhere(it, "../elsewhere/__0_0.distcp"), "refers to a file"),
+        (lambda it: elsewhere(it, "/etc/passwd"), "refers to a file"),
+        (lambda it: elsewhere(it, "weights.bin"), "refers to a file"),
+    ]
+    for change, message in changes:
+        metadata = pickle.loads(sound)
+        change(metadata)
+        description.write_bytes(pickle.dumps(metadata))
+        refused_everywhere(shards, message)
+    description.write_bytes(pickle.dumps(trap))
+    refused_everywhere(shards, "does not belong in a checkpoint")
+    assert not (tmp_path / "sprung").exists()
 
 
 @each_of("name", ["../elsewhere", "/tmp/shards-1", "shards-1/../../x", "shards-x"])

@@ -9,13 +9,13 @@ from torch import nn
 
 import ranks
 import resnet50_test
+from conftest import run
 from distributed.averaging import RankAverager
 from distributed.world import World
-from test_training import run
 from trainers import make_trainer
 from training.weight_average import WeightAverage
 
-FLAGS = "--dataset digits --arch resnet8 --bs 64 --lr 0.1 --epochs 2 --threads 1 --ema 0.9".split()
+FLAGS = "--dataset digits --arch resnet8 --bs 64 --lr 0.1 --epochs 2 --threads 1 --ema 0.9"
 
 
 def network() -> nn.Module:
@@ -67,9 +67,9 @@ def test_the_average_has_the_mean_statistics_of_all_ranks(monkeypatch):
         torch.testing.assert_close(norm.running_mean, mean, rtol=1e-6, atol=1e-6)
 
 
-def test_the_average_is_evaluated_kept_and_used(here, monkeypatch):
-    run(resnet50_test, *FLAGS, "--out", "run", monkeypatch=monkeypatch)
-    run(resnet50_test, *FLAGS, "--ema", "0", "--out", "plain", monkeypatch=monkeypatch)
+def test_the_average_is_evaluated_kept_and_used(here):
+    run(resnet50_test, FLAGS, "--out run")
+    run(resnet50_test, FLAGS, "--ema 0 --out plain")
     state = torch.load("run/last.pt", weights_only=True)
     plain = torch.load("plain/last.pt", weights_only=True)
     assert all(torch.equal(p, q) for p, q in zip(state["model"].values(), plain["model"].values()))
@@ -78,14 +78,9 @@ def test_the_average_is_evaluated_kept_and_used(here, monkeypatch):
     averaged, own = (ranks.metrics(here / name)[-1] for name in ("run", "plain"))
     assert averaged["train_loss"] == own["train_loss"]
     assert averaged["test_loss"] != own["test_loss"]
-    words = ["--checkpoint", "run", "--evaluate"]
-    report = run(resnet50_test, *words, monkeypatch=monkeypatch)
+    report = run(resnet50_test, "--checkpoint run --evaluate")
     assert re.search(rf"all +{100 * averaged['test_accuracy']:.2f} %", report)
 
-
-def test_a_run_without_an_average_gets_one_when_it_is_resumed(here, monkeypatch):
-    run(resnet50_test, *FLAGS, "--ema", "0", "--out", "run", monkeypatch=monkeypatch)
-    more = ["--resume", "run", "--ema", "0.9", "--epochs", "3"]
-    run(resnet50_test, *more, monkeypatch=monkeypatch)
-    state = torch.load("run/last.pt", weights_only=True)
+    run(resnet50_test, "--resume plain --ema 0.9 --epochs 3")
+    state = torch.load("plain/last.pt", weights_only=True)
     assert state["average"]["steps"] == -(-1437 // 64)  # of the third epoch
