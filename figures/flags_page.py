@@ -58,10 +58,10 @@ def page_with_flags(page: str) -> str:
         for part, settings in flag.parts.items():
             named = (k if v is None else f"{k}={v}" for k, v in settings.items())
             parts.setdefault(", ".join(named), []).append(part)
-        for settings, names in parts.items():
-            if settings:
+        for text, names in parts.items():
+            if text:
                 chosen = f" with `--{flag.owner} {', '.join(names)}`" if flag.owner else ""
-                rows.append(f"| `{flag.name}`{chosen} | {settings} |")
+                rows.append(f"| `{flag.name}`{chosen} | {text} |")
     return replace_generated_section(page, BEGIN, END, content="\n".join(rows))
 
 
