@@ -1,9 +1,8 @@
 """What all benchmarks share: sides that take turns, tables of ratios, bars, a JSON file.
 
-    sides = {"plain": partial(bench.Remote, plain), "training": partial(bench.Remote, ours)}
+    sides = {"plain": partial(bench.Remote, plain), "ours": partial(bench.Remote, ours)}
     rows, _ = bench.compare(sides, "resnet50", rounds=9, seconds=4, budget=budget)
-    print(bench.table(rows.values(), "plain"))
-    return bench.finish(args, [bench.Bar("resnet50 training", rows["training"].ratio, 2.7)], ...)
+    return bench.finish(args, [bench.Bar("resnet50", rows["ours"].ratio, 2.7)], ...)
 
 With --quick the number of rounds follows the speed of the machine: see `Budget` and `take_turns`.
 """
@@ -20,7 +19,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -207,18 +206,13 @@ class Budget:
 
 
 def take_turns(
-    sides: Mapping[Name, Callable[[], Value]],
-    rounds: int,
-    slow: Collection[Name] = (),
-    *,
-    deadline: float = math.inf,
+    sides: Mapping[Name, Callable[[], Value]], rounds: int, *, deadline: float = math.inf
 ) -> dict[Name, list[Value]]:
     """Call each side in each round and return its values, one per round.
 
     Args:
         sides: by name; a different one comes first in each round.
         rounds: largest number of rounds.
-        slow: names of sides that take part in the first few rounds only.
         deadline: value of time.perf_counter(); after `MIN_BLOCKS` rounds, none starts that would
             pass it if it took as long as the one before.
     """
@@ -228,8 +222,7 @@ def take_turns(
     for turn in range(rounds):
         start = turn % len(names)
         for name in names[start:] + names[:start]:
-            if turn < MIN_BLOCKS or name not in slow:
-                values[name].append(sides[name]())
+            values[name].append(sides[name]())
         before, now = now, time.perf_counter()
         if turn + 1 >= MIN_BLOCKS and now + (now - before) > deadline:
             break
@@ -341,9 +334,9 @@ def spread(values: Iterable[float], digits: int = 2) -> str:
     return f"{min(values):.{digits}f}..{max(values):.{digits}f}"
 
 
-def table(rows: Iterable[Row], peer: str, unit: str = "samples/s") -> str:
+def table(rows: Iterable[Row], peer: str) -> str:
     """Write a line for each pair: median rates, ratios (median, smallest, largest), rounds."""
-    lines = [["pair", f"ours {unit}", f"{peer} {unit}", "ratio", "spread", "rounds"]]
+    lines = [["pair", "ours samples/s", f"{peer} samples/s", "ratio", "spread", "rounds"]]
     for row in rows:
         rates = [f"{statistics.median(each):.1f}" for each in (row.ours, row.peer)]
         ratios = [f"{row.ratio:.2f}", spread(row.ratios), str(len(row.ratios))]

@@ -8,7 +8,7 @@
 #                                                       every method
 #   bash benchmarks/gpu_evidence.sh B runs/pieces/2     speed of ResNet-50's step by setting
 #   bash benchmarks/gpu_evidence.sh C runs/pieces/3     joins the data; recipe fast94, three seeds,
-#                                                       and the search of its rival; profile
+#                                                       and the search of its rival
 #   bash benchmarks/gpu_evidence.sh D [FLAG...]         recipe best with these flags, such as
 #                                                       --optimizer kaldi_ngd; D again goes on with
 #                                                       it; algebra of KaldiNGD
@@ -229,8 +229,6 @@ part_C() { # what only has an accuracy beside one another; one through the compi
     wait_for_all
     fast94 step gpu_fast94/ngd-compile-seed0 --ngd --backend compile --seed 0
     accuracies
-    step profile 100 "$python" -m benchmarks.profile_step --only resnet50 --more --bs 256 \
-        --backend compile "${small_data[@]}"
 }
 
 part_D() {

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import bench, trainers
-from benchmarks.throughput import Recipe
+from benchmarks.plain_training import Recipe
 from errors import exit_code
 from input_pipeline import image_datasets
 from input_pipeline.image_datasets import ImageSplit
@@ -98,7 +98,7 @@ def plain_steps(opened: trainers.Opened) -> Iterator[int]:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = False
-    for inputs, labels in trainers.all_batches(opened.trainer, opened.trainer.batches.size):
+    for _, inputs, labels in trainers.all_batches(opened.trainer):
         F.cross_entropy(recipe.model(inputs.contiguous()), labels).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -179,9 +179,8 @@ def measure(
     """
     calls: dict[str, Callable[[], float]] = dict(build_sides(workload))
     slow = passes(workload, quick) if with_passes else {}
-    seconds = bench.take_turns(
-        calls | slow, QUICK_ROUNDS if quick else ROUNDS, slow, deadline=deadline
-    )
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    seconds = bench.take_turns(calls | slow, rounds, deadline=deadline)
     ours = seconds[OURS]
     lines = [[f"{workload.name}, {len(ours)} rounds", "ms/step", "x ours", "spread"]]
     rows = {}

@@ -3,16 +3,16 @@
 python -m benchmarks.step --quick                    # without compiled sides; five minutes
 python -m benchmarks.step --json step.json           # all; a quarter of an hour on two cores
 python -m benchmarks.step --only resnet50            # one script
-python -m benchmarks.step --sides "ours, fp32" "ours, fp32, compile" ours "ours, compile"
+python -m benchmarks.step --sides plain "plain, our allocator" ours
+python -m benchmarks.step --sides ours "ours, mixup" "ours, meta-mixup"
 
 Every side is a process of its own and trains on the real data, input pipeline included; the sides
-take turns. 'plain' is the baseline of throughput.py (fp32, eager, NCHW, DataLoader workers),
-'compiled' the same under torch.compile. 'as timm' does what timm's train.py does with
+take turns. 'plain' is the baseline of plain_training.py (fp32, eager, NCHW, DataLoader workers),
+'plain, our allocator' the same with memory kept for the next step as ours does, and 'compiled' the
+same under torch.compile. 'as timm' does what timm's train.py does with
 --amp --channels-last --torchcompile: autocast, channels_last, compiled model, timm's optimizer
-factory. The utilisation ('of peak') is three times the floating-point operations of the forward
-pass, over what a large matrix product reaches on this machine, in bf16 if it computes in bf16. With
---quick the batch is a quarter; the tables name it. With --sides the first one is the baseline, and
-no side has a target.
+factory. With --quick the batch is a quarter; the tables name it. With --sides the first one is the
+baseline, and no side has a target.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
-from backends.device import has_bf16
-from benchmarks import bench, throughput, trainers
-from benchmarks.throughput import PLAIN, Recipe
+from backends.device import has_bf16, keep_freed_memory
+from benchmarks import bench, plain_training, trainers
+from benchmarks.plain_training import Recipe
 from benchmarks.trainers import BATCHES
 from errors import exit_code
 
+PLAIN, SAME_ALLOCATOR = "plain", "plain, our allocator"
 # Speed-up over plain on two cores with AMX; bf16, channels_last and compile give ResNet-50 3.0.
 BARS = {"resnet50": 5.0, "transformer": 2.5}
 OURS = {
@@ -43,20 +43,25 @@ OURS = {
     "ours, fp32": "--precision fp32",
     "ours, compile, fuse": "--backend compile --fuse",
     "ours, fp32, compile": "--precision fp32 --backend compile",
+}
+BY_SIDES = {  # further ones of ours, measured only where --sides names them
     "ours, fp32, ort": "--precision fp32 --backend ort",  # in the legacy stack
+    "ours, mixup": "--mixup mixup",
+    "ours, meta-mixup": "--mixup meta",
 }
 PEERS = ("compiled", "as timm")  # besides plain; both compile
 # Rounds, and seconds of each side in a round; with --quick and without.
 SIZES = {True: (3, 4.0), False: (5, 8.0)}
-MATRIX_SIZE = 4096  # of the matrix product that utilisation is relative to
 
 
 def peer_steps(side: str, recipe: Recipe, data_dir: str, batch: int) -> Iterator[int]:
     """Take training steps of a peer without end; yield the number of samples of each."""
+    if side == SAME_ALLOCATOR:
+        keep_freed_memory()
     if side == "compiled":
         recipe.model.compile()
     if side != "as timm":
-        yield from throughput.plain_training(recipe, data_dir, batch)
+        yield from plain_training.train(recipe, data_dir, batch)
     import timm.optim  # which the legacy stack has not
 
     device = bench.DEVICE
@@ -66,7 +71,7 @@ def peer_steps(side: str, recipe: Recipe, data_dir: str, batch: int) -> Iterator
         model, lr=recipe.lr, weight_decay=recipe.weight_decay, **kind
     )
     model.compile()
-    for inputs, labels in throughput.plain_batches(recipe, data_dir, batch):
+    for inputs, labels in plain_training.read_batches(recipe, data_dir, batch):
         inputs, labels = inputs.to(device), labels.to(device)
         if not recipe.texts:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
@@ -78,37 +83,14 @@ def peer_steps(side: str, recipe: Recipe, data_dir: str, batch: int) -> Iterator
         yield len(labels)
 
 
-def inspect_script(name: str, data_dir: str) -> tuple[Recipe, float]:
-    """Return what a script trains, and the floating-point operations of a step per sample."""
-    flags = ["--data_dir", data_dir, "--bs", "16", "--precision", "fp32"]
-    with trainers.ready(name, flags) as opened:
-        recipe, trainer = Recipe.of(opened), opened.trainer
-        inputs, _ = next(trainers.all_batches(trainer, 16))
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            trainer.model(inputs)
-    return recipe, 3 * counter.get_total_flops() / 16
-
-
-def peak_flops(dtype: torch.dtype) -> float:
-    """Return the floating-point operations per second of a large matrix product."""
-    square = torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=bench.DEVICE, dtype=dtype)
-
-    def product() -> None:
-        _ = square @ square
-        bench.wait_for_device()
-
-    bench.wait_for_device()
-    return 2 * MATRIX_SIZE**3 / min(bench.clock(product) for _ in range(3))
-
-
 def default_sides(quick: bool) -> list[str]:
-    """Return plain and the sides that are compared with it, without those of the legacy stack.
+    """Return plain and the sides that are compared with it.
 
     Where the device does not compute in bf16, the default precision on a processor is fp32, so that
     the sides of ours in fp32 would be measured twice.
     """
     twice = not has_bf16(bench.DEVICE) and not torch.cuda.is_available()
-    ours = [side for side in OURS if "ort" not in side and not (twice and "fp32" in side)]
+    ours = [side for side in OURS if not (twice and "fp32" in side)]
     every = [*ours[:2], *PEERS, *ours[2:]]  # peers take turns with what they are compared with
     if quick:
         every = [side for side in ours if "compile" not in side]
@@ -116,7 +98,7 @@ def default_sides(quick: bool) -> list[str]:
 
 
 def measure_script(
-    name: str, sides: list[str], data_dir: str, *, quick: bool, peak: float, budget: bench.Budget
+    name: str, sides: list[str], data_dir: str, *, quick: bool, budget: bench.Budget
 ) -> tuple[dict[str, bench.Row], dict[str, int], int]:
     """Measure the sides of a script over the first one and print their table.
 
@@ -125,23 +107,23 @@ def measure_script(
     """
     rounds, seconds = SIZES[quick]
     batch = BATCHES[name] // (4 if quick else 1)
-    recipe, flops = inspect_script(name, data_dir)
     flags = ["--data_dir", data_dir, "--bs", str(batch)]
-    starts = {}
+    with trainers.ready(name, flags) as opened:
+        recipe = Recipe.of(opened)
+    starts, ours = {}, OURS | BY_SIDES
     for side in sides:
-        if side in OURS:
-            work = trainers.train_steps, name, [*flags, *OURS[side].split()]
+        if side in ours:
+            work = trainers.train_steps, name, [*flags, *ours[side].split()]
         else:
             work = peer_steps, side, recipe, data_dir, batch
         starts[side] = partial(bench.Remote, *work)
     rows, memory = bench.compare(starts, name, rounds=rounds, seconds=seconds, budget=budget)
-    columns = ["samples/s", f"x {sides[0]}", "spread", "peak GiB", "of peak", "rounds"]
+    columns = ["samples/s", f"x {sides[0]}", "spread", "peak GiB", "rounds"]
     lines = [[f"{name}, batch {batch}", *columns]]
     for side, row in rows.items():
-        rate = statistics.median(row.ours)
-        sizes = [f"{memory[side] / 2**30:.2f}", f"{100 * rate * flops / peak:.1f}%"]
         ratios = [f"{row.ratio:.2f}", bench.spread(row.ratios)]
-        lines.append([side, f"{rate:.1f}", *ratios, *sizes, str(len(row.ours))])
+        cells = [*ratios, f"{memory[side] / 2**30:.2f}", str(len(row.ours))]
+        lines.append([side, f"{statistics.median(row.ours):.1f}", *cells])
     print("\n" + bench.aligned(lines), flush=True)
     return rows, memory, batch
 
@@ -159,15 +141,13 @@ def create_bars(name: str, measured: dict[str, bench.Row]) -> list[bench.Bar]:
 def main() -> int:
     parser = bench.parser(__doc__, reads_data=True)
     parser.add_argument("--only", choices=list(trainers.SCRIPTS), help="measure one script only")
-    every = [PLAIN, *PEERS, *OURS]
+    every = [PLAIN, SAME_ALLOCATOR, *PEERS, *OURS, *BY_SIDES]
     parser.add_argument("--sides", nargs="+", choices=every, metavar="SIDE", help="two or more")
     args = parser.parse_args()
     sides = args.sides or default_sides(args.quick)
     timm = ["timm"] if "as timm" in sides else []
     machine = bench.machine(bench.DEVICE, ["torch", "torchvision", *timm])
-    precision = "bf16" if has_bf16(bench.DEVICE) else "fp32"
-    peak = peak_flops(torch.bfloat16 if precision == "bf16" else torch.float32)
-    print(f"{machine}; peak of {MATRIX_SIZE} rows {peak / 1e9:.0f} in {precision}")
+    print(machine)
     rows: list[bench.Row] = []
     bars: list[bench.Bar] = []
     memories: dict[str, Any] = {}
@@ -176,21 +156,12 @@ def main() -> int:
     budget = bench.Budget(args.quick, len(names) * len(bench.groups_of(sides[1:])))
     for name in names:
         measured, memories[name], batches[name] = measure_script(
-            name, sides, args.data_dir, quick=args.quick, peak=peak, budget=budget
+            name, sides, args.data_dir, quick=args.quick, budget=budget
         )
         rows += measured.values()
         if not args.sides:
             bars += create_bars(name, measured)
-    return bench.finish(
-        args,
-        bars,
-        rows=rows,
-        machine=machine,
-        peak=peak,
-        peak_precision=precision,
-        batches=batches,
-        memory=memories,
-    )
+    return bench.finish(args, bars, rows=rows, machine=machine, batches=batches, memory=memories)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ in the first. Evaluations are not counted. Runs of several ranks are measured wi
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -124,25 +125,11 @@ def steps_of_turn(flags: Mapping[str, Any], at_least: int) -> int:
     return math.ceil(at_least / period) * period
 
 
-def samples_per_second(trainer: Trainer, steps: int) -> float:
-    """Take steps of the first epoch, again and again if it has fewer; return all ranks' rate."""
-    trainer.batches.start_epoch(0)
-    trainer.progress.epoch = 0
-    if trainer.communicating is not None:
-        trainer.communicating.start_epoch(0)
-    samples = 0
-    start = time_together(trainer.world)
-    while steps:
-        trainer.progress.step_in_epoch = 0
-        plan = trainer.batches.plan(0, 0)[:steps]
-        data = trainer.train_set.batches([planned.rows for planned in plan], 0)
-        for (inputs, labels), planned in zip(data, plan):
-            trainer.set_lr(trainer.scheduled_lr())
-            trainer.train_step(inputs, labels, planned.weight, samples=planned.samples)
-            trainer.progress.step_in_epoch += 1
-            samples += planned.samples
-        steps -= len(plan)
-    return samples / (time_together(trainer.world) - start)
+def samples_per_second(world: World, steps: Iterator[int], count: int) -> float:
+    """Take so many steps; return all ranks' rate."""
+    start = time_together(world)
+    samples = sum(itertools.islice(steps, count))
+    return samples / (time_together(world) - start)
 
 
 def time_together(world: World) -> float:
@@ -166,9 +153,10 @@ def measure_rank(
         sides = {}
         for name, folder in runs.items():
             trainer, args = open_run(Path(folder), world, out=Path(scratch) / name)
-            samples_per_second(trainer, args.dense_steps + 2)  # past the first, dense steps
-            taken = steps_of_turn(vars(args), steps)
-            sides[name] = partial(samples_per_second, trainer, taken)
+            taken = trainers.steps_of(trainer)
+            samples_per_second(world, taken, args.dense_steps + 2)  # past the first, dense steps
+            count = steps_of_turn(vars(args), steps)
+            sides[name] = partial(samples_per_second, world, taken, count)
         return bench.take_turns(sides, turns)
 
 

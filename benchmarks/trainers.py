@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from cli import factory, image_classification, options, text_classification
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World, init_world
 from optimizers.schedules import Schedule
-from training.batch_sampler import DynamicBatchSampler
+from training.batch_sampler import DynamicBatchSampler, RankBatch
 from training.losses import CrossEntropy, LossFn
 from training.meta_mixup_step import MetaMixupStep
 from training.run_log import RunLog
@@ -115,21 +114,29 @@ def ready(name: str, flags: Sequence[str]) -> Iterator[Opened]:
         yield opened
 
 
-def all_batches(trainer: Trainer, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the batches of all epochs, as `Trainer.train_epoch` reads them."""
-    for epoch in itertools.count():
-        trainer.progress.epoch, trainer.progress.step_in_epoch = epoch, 0
-        row_batches = list(trainer.batches.order.full_batches(epoch, batch_size))
-        yield from trainer.train_set.batches(row_batches, epoch)
+def all_batches(trainer: Trainer) -> Iterator[tuple[RankBatch, Tensor, Tensor]]:
+    """Yield the full batches of the first epoch again and again: its plan, inputs and labels."""
+    trainer.batches.start_epoch(0)
+    if trainer.communicating is not None:
+        trainer.communicating.start_epoch(0)
+    every = trainer.batches.plan(0, 0)
+    plan = [each for each in every if each.samples == trainer.batches.size] or every
+    while True:
+        trainer.progress.step_in_epoch = 0
+        data = trainer.train_set.batches([planned.rows for planned in plan], 0)
+        for planned, (inputs, labels) in zip(plan, data):
+            yield planned, inputs, labels
 
 
 def steps_of(trainer: Trainer) -> Iterator[int]:
     """Take training steps as `Trainer.train_epoch` does; yield the samples of each."""
-    for inputs, labels in all_batches(trainer, trainer.batches.size):
+    for planned, inputs, labels in all_batches(trainer):
         trainer.set_lr(trainer.scheduled_lr())
-        trainer.train_step(inputs, labels)
+        trainer.train_step(
+            inputs, labels, planned.weight, samples=planned.samples, rows=planned.rows
+        )
         trainer.progress.step_in_epoch += 1
-        yield len(labels)
+        yield planned.samples
 
 
 def train_steps(name: str, flags: Sequence[str]) -> Iterator[int]:

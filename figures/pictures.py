@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -30,10 +29,8 @@ from figures.panels import (
 )
 from figures.run_logs import (
     ROOT,
-    Row,
     Runs,
     accuracy,
-    device_hours,
     epochs_to,
     last,
     read_flags,
@@ -213,46 +210,6 @@ def fit_critical_batch(batches: np.ndarray, samples: np.ndarray) -> tuple[float,
     return float(np.exp(least[best].mean())), float(critical[best])
 
 
-# -------------------------------------------------------------------- slow networks
-
-
-def draw_slow_network(
-    groups: Groups, title: str, *, search: str, in_full: str, compressions: Sequence[Sequence[str]]
-) -> Figure:
-    """Draw accuracy against the bytes of a step in the search, and over epochs in full."""
-    found, labels = best_of_search(groups[search]), labels_of(search)
-    named_runs = labelled(groups, in_full)
-    figure, (panels,) = create_panels(1, 2, title)
-    styles = line_styles([label for name, label in labels.items() if name in found])
-    points = {}
-    for name, rows in found.items():
-        kilobytes = sum(row["comm_bytes"] for row in rows) / rows[-1]["step"] / 1e3
-        points[name] = kilobytes, accuracy(rows[-1])
-    for name, label in labels.items():
-        if name in found:
-            style = {**styles[label], "linestyle": "", "markersize": 8}
-            panels[0].plot(*points[name], label=label, **style)
-    for names in compressions:
-        colour = styles[labels[names[0]]]["color"]
-        line = zip(*(points[name] for name in names))
-        panels[0].plot(*line, color=colour, linewidth=1, zorder=0)
-    panels[0].set_xscale("log")
-    plain_log_ticks(panels[0].xaxis)
-    xlabel, ylabel = "sent by each rank in a step / kB", "held-out accuracy / %"
-    label_axes(panels[0], xlabel, ylabel, title="search: one seed, a tenth held out")
-    draw_panel(panels[1], named_runs, "epoch", "accuracy", title="in full")
-    add_legend(figure, panels[0], title=f"right, {describe_seeds(named_runs)}")
-    return figure
-
-
-def best_of_search(named_runs: Mapping[str, Runs]) -> dict[str, list[Row]]:
-    """Return the run METHOD-lrRATE with the lowest last validation loss, by METHOD."""
-    best: dict[str, list[Row]] = {}
-    for name, (rows,) in sorted(named_runs.items(), key=lambda run: run[1][0][-1]["val_loss"]):
-        best.setdefault(name.partition("-lr")[0], rows)
-    return best
-
-
 # -------------------------------------------------------------------- time on a free machine
 
 
@@ -359,38 +316,6 @@ def best_settings(curves: Mapping[str, Mapping[float, float]]) -> dict[str, tupl
     for loss, label, rate in sorted(points):
         best.setdefault(method_of(label), (label, (rate, loss)))
     return dict(best[method] for method in dict.fromkeys(map(method_of, curves)))
-
-
-# -------------------------------------------------------------------- device-hours
-
-
-def draw_pareto(groups: Groups, title: str, *, problems: Mapping[str, str]) -> Figure:
-    """Draw device-hours against test accuracy after the last epoch, a panel for each problem."""
-    figure = plt.figure(figsize=(8, 4.9), layout="constrained")
-    figure.suptitle(title, fontsize=11)
-    subfigures = figure.subfigures(1, len(problems), squeeze=False).flat
-    for subfigure, (title, group) in zip(subfigures, problems.items()):
-        axes = subfigure.subplots()
-        named_runs = labelled(groups, group)
-        styles, front = line_styles(named_runs), []
-        for label, runs in named_runs.items():
-            points = [(device_hours(rows[-1]), accuracy(rows[-1])) for rows in runs]
-            axes.plot(*zip(*points), label=label, **{**styles[label], "linestyle": ""})
-            front += points
-        ring = {"markersize": 11, "markerfacecolor": "none", "label": "none is cheaper and better"}
-        axes.plot(*zip(*pareto_front(front)), "o-", color=GREY, linewidth=1, zorder=0, **ring)
-        label_axes(axes, "device-hours", "test accuracy / %", title=title)
-        subfigure.legend(loc="outside lower center", fontsize=8, handlelength=1.5)
-    return figure
-
-
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points (cost, value) that no other point beats in both, the cheapest first."""
-    front: list[tuple[float, float]] = []
-    for cost, value in sorted(points, key=lambda point: (point[0], -point[1])):
-        if not front or value > front[-1][1]:
-            front.append((cost, value))
-    return front
 
 
 # -------------------------------------------------------------------- scaling

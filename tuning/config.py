@@ -95,6 +95,5 @@ class SweepConfig:
     pruner: str = "none"
     jobs: int
     nproc: int
-    storage: str | None = None
     out: Path
     is_strict: bool = False  # a trial that fails, but for divergence, ends all

@@ -1,4 +1,4 @@
-"""The trials of a sweep by Optuna: its study in a data base, sampler, pruner, several at a time.
+"""The trials of a sweep by Optuna: its study in a file, sampler, pruner, several at a time.
 
 run_sweep(config)
 """
@@ -6,45 +6,28 @@ run_sweep(config)
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-import re
 import signal
 import sys
-import threading
-import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import optuna
 import torch
-from optuna.distributions import BaseDistribution
-from optuna.exceptions import ExperimentalWarning
-from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback, fail_stale_trials
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy.engine import URL, make_url
 from tqdm import tqdm
 
-from errors import INTERRUPTED, InputError, Interrupted, first_line
+from errors import INTERRUPTED, InputError, Interrupted
 from tuning import results, space
 from tuning.config import SweepConfig
 from tuning.trials import TrialFailed, TrialRunner, gpu_slots
 
-HEARTBEAT_SECONDS = 2  # between two signs of life of a trial in the storage
 MEDIAN_TRIALS = 4  # complete ones before the median pruner judges any, after its first epoch
-GRACE_SECONDS = 10  # without one, after which a trial counts as killed
-
-
-class Study(optuna.Study):
-    """A study of which several threads may run trials: with SQLite, two could get the same one."""
-
-    asking = threading.Lock()
-
-    def ask(self, fixed_distributions: dict[str, BaseDistribution] | None = None) -> optuna.Trial:
-        with self.asking:
-            return super().ask(fixed_distributions)
 
 
 def run_sweep(config: SweepConfig, first: Sequence[dict[str, Any]] = ()) -> optuna.Study:
@@ -55,7 +38,7 @@ def run_sweep(config: SweepConfig, first: Sequence[dict[str, Any]] = ()) -> optu
         first: values of its first trials, in this order; the sampler has those of the others.
 
     Raises:
-        InputError: a flag, the space or the storage is wrong.
+        InputError: a flag or the space is wrong, or the folder is another sweep's.
         Interrupted: Ctrl-C or SIGTERM; the same command resumes the sweep.
     """
     gpus = torch.cuda.device_count()
@@ -63,21 +46,37 @@ def run_sweep(config: SweepConfig, first: Sequence[dict[str, Any]] = ()) -> optu
     config.script.check(arguments)
     runner = TrialRunner(config, arguments, gpu_slots(config.jobs, config.nproc, gpus=gpus))
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    warnings.simplefilter("ignore", ExperimentalWarning)
-    study = open_study(config)
-    retry_killed_trials(study)
-    num_finished = len(finished_trials(study))
-    num_resumed = len(study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
-    for values in first[num_finished + num_resumed :]:
-        study.enqueue_trial(values)
-    print(
-        f"{config.trials} trials of {config.script.file} in {config.out}: "
-        f"{num_finished} finished, {num_resumed} resumed",
-        flush=True,
-    )
-    if num_finished < config.trials:
-        run_trials(study, config, runner)
+    config.out.mkdir(parents=True, exist_ok=True)
+    with alone_in(config.out):
+        study = open_study(config)
+        enqueue_killed_trials(study)
+        num_finished = len(finished_trials(study))
+        num_resumed = len(study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+        for values in first[num_finished + num_resumed :]:
+            study.enqueue_trial(values)
+        print(
+            f"{config.trials} trials of {config.script.file} in {config.out}: "
+            f"{num_finished} finished, {num_resumed} resumed",
+            flush=True,
+        )
+        if num_finished < config.trials:
+            run_trials(study, config, runner)
     return study
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Lock a folder.
+
+    Raises:
+        InputError: another process has locked it.
+    """
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"--out {folder}: another sweep is running there") from None
+        yield
 
 
 def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) -> None:
@@ -110,8 +109,6 @@ def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) ->
         params = results.format_params(trial.params)
         tqdm.write(f"trial {num_finished} of {config.trials}: {params}: {result}")
         sys.stdout.flush()
-        if num_finished >= config.trials:  # other machines may share the study
-            study.stop()
 
     try:
         study.optimize(
@@ -143,33 +140,18 @@ def trial_arguments(config: SweepConfig, gpus: int) -> list[str]:
 # -------------------------------------------------------------------- the study
 
 
-def open_study(config: SweepConfig) -> Study:
-    """Create the study in its storage, or load it to resume the sweep.
+def open_study(config: SweepConfig) -> optuna.Study:
+    """Create the study in its file, or load it to resume the sweep.
 
     Raises:
-        InputError: the storage cannot be used, or holds a sweep whose trials cannot be compared
-            with these.
+        InputError: the file holds a sweep whose trials cannot be compared with these.
     """
-    config.out.mkdir(parents=True, exist_ok=True)
-    url = config.storage or sqlite_url(config.out.resolve() / "study.db")
-    name = config.script.file.removesuffix(".py")
-    try:
-        storage = RDBStorage(
-            url,
-            heartbeat_interval=HEARTBEAT_SECONDS,
-            grace_period=GRACE_SECONDS,
-            heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
-        )
-        optuna.create_study(
-            study_name=name,
-            storage=storage,
-            direction=config.objective.direction,
-            load_if_exists=True,
-        )
-        study = Study(study_name=name, storage=storage)
-    except Exception as error:  # its type depends on the database and its driver
-        reason = first_line(error).replace(url, without_password(url))
-        raise InputError(f"--storage {without_password(url)}: {reason}") from None
+    study = optuna.create_study(
+        study_name=config.script.file.removesuffix(".py"),
+        storage=JournalStorage(JournalFileBackend(str(config.out / "study.log"))),
+        direction=config.objective.direction,
+        load_if_exists=True,
+    )
     check_settings(study, config)
     study.sampler = create_sampler(config, num_trials=len(study.get_trials(deepcopy=False)))
     # Several jobs are threads with one sampler, so that Optuna need not seed it anew in each.
@@ -180,25 +162,6 @@ def open_study(config: SweepConfig) -> Study:
         "none": optuna.pruners.NopPruner(),
     }[config.pruner]
     return study
-
-
-def sqlite_url(path: Path) -> str:
-    """Return the URL of a database file.
-
-    Raises:
-        InputError: the path has a character that a URL of the installed SQLAlchemy cannot have.
-    """
-    with contextlib.suppress(UnicodeEncodeError):
-        url = URL.create("sqlite", database=str(path)).render_as_string(hide_password=False)
-        if make_url(url).database == str(path):
-            return url
-    raise InputError(f"--out {path.parent}: choose a folder whose name is of plain letters")
-
-
-def without_password(storage: str) -> str:
-    """Return the URL of a storage for a message: its password, if it has one, is now ***."""
-    masked = re.sub(r"(//[^:/@]*:).*@", r"\1***@", storage)
-    return re.sub(r"((password|passwd|pwd)=)[^&]*", r"\1***", masked, flags=re.IGNORECASE)
 
 
 def check_settings(study: optuna.Study, config: SweepConfig) -> None:
@@ -231,19 +194,25 @@ def create_sampler(config: SweepConfig, *, num_trials: int) -> optuna.samplers.B
     return optuna.samplers.RandomSampler(seed)
 
 
-def retry_killed_trials(study: optuna.Study) -> None:
-    """Let Optuna enqueue the trials of a killed sweep again, with their values and folders."""
-    fail_stale_trials(study)
-    if running := study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        seconds = GRACE_SECONDS + 2  # clocks of data bases have whole seconds
-        print(f"seeing in {seconds} s which of {len(running)} trials still run", flush=True)
-        time.sleep(seconds)
-        fail_stale_trials(study)
+def enqueue_killed_trials(study: optuna.Study) -> None:
+    """Enqueue the trials of a killed sweep again, with their values and folders."""
+    for trial in study.get_trials(states=(TrialState.RUNNING,)):
+        study.tell(trial.number, state=TrialState.FAIL)
+        again = optuna.trial.create_trial(
+            state=TrialState.WAITING,
+            params=trial.params,
+            distributions=trial.distributions,
+            user_attrs=trial.user_attrs,
+            system_attrs=trial.system_attrs,
+        )
+        study.add_trial(again)
 
 
 def finished_trials(study: optuna.Study) -> list[FrozenTrial]:
-    """Return the trials that have ended, without those that another trial resumes."""
-    trials = study.get_trials(deepcopy=False)
-    history = RetryHeartbeatStaleTrialCallback.retry_history
-    resumed = {number for trial in trials for number in history(trial)}
-    return [trial for trial in trials if trial.state.is_finished() and trial.number not in resumed]
+    """Return the trials that have ended; one that was killed has failed without an error."""
+    return [
+        trial
+        for trial in study.get_trials(deepcopy=False)
+        if trial.state.is_finished()
+        and (trial.state is not TrialState.FAIL or "error" in trial.user_attrs)
+    ]

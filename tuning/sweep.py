@@ -6,8 +6,8 @@ python -m tuning.sweep --script transformer_test.py --space my_space.yaml --epoc
 
 Flags that are not listed below are passed to the script. The objective is measured on rows held out
 of the training set, never on the test set. A sweep that was killed resumes when the same command is
-run again with the same --out; several machines share one sweep through --storage. It ends with a
-table, trials.csv, pictures, and a recipe for the script's --recipe.
+run again with the same --out. It ends with a table, trials.csv, pictures, and a recipe for the
+script's --recipe.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ def sweep_parser(script: str) -> FlagParser:
     natural("--sweep_seed", default=0, help="Seed of the sampler (default %(default)s).")
     count("--jobs", default=1, help="Trials at a time, each on a GPU or core (%(default)s).")
     count("--nproc", default=1, help="Processes of each trial (default %(default)s).")
-    add("--storage", metavar="URL", help="Storage of Optuna (default a file in --out).")
     help_of_out = "Folder of the sweep (default runs/tuning-SCRIPT)."
     add("--out", type=file_path, metavar="DIR", help=help_of_out)
     return parser
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a sweep with flags of its own and of the script, by default those of this process.
 
     Raises:
-        InputError: Optuna is missing, or a flag, the space or the storage is wrong.
+        InputError: Optuna is missing, or a flag or the space is wrong.
         Interrupted: Ctrl-C or SIGTERM; the same command resumes the sweep.
     """
     parser = sweep_parser(SCRIPTS[0])

@@ -7,6 +7,7 @@ value = runner(trial, ["--lr", "0.1"])    # raises optuna.TrialPruned or TrialFa
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import math
 import os
@@ -88,16 +89,20 @@ class TrialRunner:
     ) -> subprocess.Popen[str]:
         """Start the script; it resumes from the folder's checkpoint if there is one."""
         folder.mkdir(parents=True, exist_ok=True)
-        resume = ["--resume", str(folder)] if (folder / "last.pt").exists() else []
-        if not resume:  # the trial may have been stopped before its first checkpoint
-            (folder / "metrics.jsonl").unlink(missing_ok=True)
-        command = [str(ROOT / self.config.script.file), *self.arguments, *arguments, *resume]
+        command = [str(ROOT / self.config.script.file), *self.arguments, *arguments]
         if self.config.nproc > 1:
             launch = f"-m distributed.launch --standalone --nproc_per_node={self.config.nproc}"
             command = [*launch.split(), *command]
         command = [sys.executable, *command, "--out", str(folder)]
         env = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
         with open(folder / "console.log", "a", encoding="utf-8") as log:
+            # The process holds the lock as long as it writes here: one whose sweep was killed may
+            # still be saving its checkpoint.
+            fcntl.flock(log, fcntl.LOCK_EX)
+            if (folder / "last.pt").exists():
+                command += ["--resume", str(folder)]
+            else:  # it may have been stopped before its first checkpoint
+                (folder / "metrics.jsonl").unlink(missing_ok=True)
             return subprocess.Popen(
                 command, stdout=log, stderr=log, text=True, env=env, preexec_fn=die_with_parent
             )

@@ -167,18 +167,17 @@ def test_what_is_missing_is_left_out(tmp_path):
 
 def test_what_another_version_wrote_is_no_error(tmp_path):
     flags = {"optimizer": "unknown", "epochs": "many", "subset": None, "unknown": [1]}
-    run = write_run(tmp_path / "run", flags=flags, confusion={**CONFUSION, "epoch": [2]})
-    losses = ("1.0", "NaN", "Infinity", "1e300", f"1{'0' * 400}", "true", "2.0")
+    run = write_run(tmp_path / "run", flags=flags)
+    losses = ("1.0", "NaN", "Infinity", "true", "2.0")
     lines = [f'{{"epoch": {n}, "train_loss": {x}}}\n' for n, x in enumerate(losses, 1)]
     (run / "metrics.jsonl").write_text("".join(lines))
-    assert [row.get("train_loss") for row in read_run(run).rows] == [1.0, *[None] * 5, 2.0]
+    assert [row.get("train_loss") for row in read_run(run).rows] == [1.0, *[None] * 3, 2.0]
     page = render(write_run(tmp_path / "b"), run)
     assert "--optimizer ngd unknown" in text_of(page)
     assert "loss|" in text_of_charts(page)
 
 
 LINE = json.dumps(TWO[0])
-RAGGED, WORDS = ({**CONFUSION, "test": table} for table in ([[1, 2], [3]], [["<"] * 3] * 3))
 
 
 def test_a_damaged_run_folder_or_a_wrong_command_is_one_line(here, capsys):
@@ -192,7 +191,7 @@ def test_a_damaged_run_folder_or_a_wrong_command_is_one_line(here, capsys):
         assert message in line
         assert [path.name for path in here.iterdir()] == ["run"], "nothing is written"
 
-    log, not_whole, not_square = "metrics.jsonl", "is not a whole row", "are not a square table"
+    log, not_whole = "metrics.jsonl", "is not a whole row"
     cases = [
         ("run", "run holds no metrics.jsonl; give run folders", log, "none"),
         ("run", "metrics.jsonl is empty: the run has not finished an epoch", log, ""),
@@ -201,8 +200,6 @@ def test_a_damaged_run_folder_or_a_wrong_command_is_one_line(here, capsys):
         ("run", f"metrics.jsonl, line 1: {not_whole}", log, "[" * 100_000),
         ("run", "config.json: holds no JSON object", "config.json", "[]"),
         ("run", "confusion.json: holds no JSON object", "confusion.json", '{"epoch"'),
-        ("run", not_square, "confusion.json", json.dumps(RAGGED)),
-        ("run", not_square, "confusion.json", json.dumps(WORDS)),
         ("run nowhere", "nowhere is no folder; give run folders"),
         ("run --out report.txt", "--out report.txt: the name must end in .html"),
         ("run --out run/metrics.jsonl/a.html", "cannot be written"),

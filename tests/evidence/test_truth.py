@@ -1,4 +1,4 @@
-"""What a run says is so: skipped steps, numbers that are not finite, learning rates, passwords."""
+"""What a run says is so: skipped steps, numbers that are not finite, learning rates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 import ranks
 from dynamic_batch import ByLoss
-from errors import exit_code
 from training.run_log import RunLog
 
 ROW = {"seconds": 1.0, "epoch": 1, "step": 3, "lr": 0.1}
@@ -77,25 +76,3 @@ def test_lines_that_nobody_reads_do_not_stop_a_run_and_end_predictions_quietly(t
     errors = errors_of("transformer_test.py", *flags, expected=141)
     assert "Traceback" not in errors
     assert "BrokenPipe" not in errors
-
-
-def test_a_password_is_not_printed(tmp_path, capfd, monkeypatch):
-    pytest.importorskip("optuna")
-    from tuning.search import without_password
-    from tuning.sweep import main
-
-    for url, secrets in (
-        ("postgresql://optuna:S3cretPw@host/db", ["S3cretPw"]),
-        ("mysql+pymysql://u@host/db?password=S3cretPw&x=1", ["S3cretPw"]),
-        ("journal://user:S3cret@Pw@host", ["S3cret", "Pw@"]),
-        ("sqlite:////nowhere/study.db", []),
-    ):
-        masked = without_password(url)
-        assert all(secret not in masked for secret in secrets)
-        assert ("***" in masked) == bool(secrets)
-    words = ["--out", str(tmp_path / "sweep"), "--dataset", "digits"]
-    words += ["--storage", "postgresql://optuna:S3cretPw@nohost/db"]
-    assert exit_code(lambda: main(words)) == 2
-    printed = capfd.readouterr()
-    assert "S3cretPw" not in printed.out + printed.err
-    assert printed.err.startswith("error: --storage postgresql://optuna:***@nohost/db:")

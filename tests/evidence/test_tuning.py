@@ -119,7 +119,6 @@ def test_a_wrong_space_or_flag_is_one_line(run_sweep, tmp_path, monkeypatch):
         assert not (tmp_path / "sweep").exists()
 
     for_each(cases, check)
-    assert "error: --storage nonsense://x: " in run_sweep(None, "--storage", "nonsense://x")[2]
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.8.0")
     assert run_sweep(None)[::2] == (2, "error: a sweep needs Optuna: pip install 'optuna>=5'\n")
 
@@ -160,26 +159,12 @@ def test_objectives():
         assert runner.should_prune(study.ask(), rows[0]) == expected
 
 
-def test_no_two_threads_run_the_same_enqueued_trial(tmp_path, monkeypatch):
-    storage = optuna.storages.RDBStorage(search.sqlite_url(tmp_path / "study.db"))
-    optuna.create_study(storage=storage, study_name="s")
-    study = search.Study(study_name="s", storage=storage)
-    for value in range(4):
-        study.enqueue_trial({"x": value})
-    check = type(storage).check_trial_is_updatable
-
-    def check_slowly(*words: Any) -> None:  # between the read of a trial's state and its write
-        check(*words)
-        time.sleep(0.05)
-
-    monkeypatch.setattr(type(storage), "check_trial_is_updatable", check_slowly)
-    study.optimize(lambda trial: trial.suggest_int("x", 0, 9), n_trials=4, n_jobs=2)
-    assert sorted(trial.value for trial in study.trials) == [0, 1, 2, 3]
-
-
-def short_grace() -> None:
-    """Let a sweep see within 3 s that a trial was killed."""
-    search.GRACE_SECONDS = search.HEARTBEAT_SECONDS = 1
+def test_a_folder_has_one_sweep_at_a_time(tmp_path):
+    another = pytest.raises(errors.InputError, match="another sweep is running there")
+    with search.alone_in(tmp_path), another, search.alone_in(tmp_path):
+        pass
+    with search.alone_in(tmp_path):
+        pass
 
 
 @pytest.mark.process
@@ -187,11 +172,11 @@ def test_a_killed_sweep_resumes_its_trial(tmp_path):
     command = ranks.script("tuning/sweep.py", "--script", "resnet50_test.py", *DIGITS)
     command += ["--trials", "1", "--epochs", "8", "--out", "a sweep's?#"]
     trial = tmp_path / "a sweep's?#" / "trials" / "0000"
-    process = ranks.start(command, tmp_path, first=short_grace)
+    process = ranks.start(command, tmp_path)
     ranks.wait_for(lambda: len(trials.complete_rows(trial)) > 1, process)
     os.kill(process.pid, signal.SIGKILL)  # the sweep alone: its trial is to end by itself
     process.wait()
-    done = ranks.finish(ranks.start(command, tmp_path, first=short_grace), tmp_path)
+    done = ranks.finish(ranks.start(command, tmp_path), tmp_path)
     assert "0 finished, 1 resumed" in done
     (row,) = table(trial.parents[1])
     assert (row["state"], row["folder"], row["epochs"]) == ("COMPLETE", "0000", "8")
@@ -350,8 +335,6 @@ def test_a_wrong_race_is_one_line(run_sweep, here):
 def test_a_race_that_is_interrupted_finds_a_planted_difference(run_sweep, tmp_path, monkeypatch):
     """And a copy of the first arm, equal bit for bit, is not ahead; too little time is refused."""
     monkeypatch.setattr(race, "TRIALS", (3,))
-    for name in ("GRACE_SECONDS", "HEARTBEAT_SECONDS"):
-        monkeypatch.setattr(search, name, 1)
     (tmp_path / "a.yaml").write_text("momentum: 0.8\n")
     (tmp_path / "b.yaml").write_text("label_noise: 0.9\n")
     words = ["resnet50_test.py", "--vary", "recipe=a.yaml,a.yaml,b.yaml", *DIGITS, "--epochs", "3"]
