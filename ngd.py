@@ -102,8 +102,9 @@ class NGD(GradScalerOptimizer):
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
-        RuntimeError: a gradient is sparse (in `step`).
     """
+
+    own_ranges = {"rank": lambda rank: rank >= 1, "adamw_ratio": lambda ratio: ratio >= 0}
 
     def __init__(
         self,
@@ -137,17 +138,6 @@ class NGD(GradScalerOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.batches = {}
-
-    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {
-            "lr": group["lr"] >= 0,
-            "momentum": 0 <= group["momentum"] < 1,
-            "weight_decay": group["weight_decay"] >= 0,
-            "rank": group["rank"] >= 1,
-            "adamw_ratio": group["adamw_ratio"] >= 0,
-            "betas": all(0 <= beta < 1 for beta in group["betas"]),
-            "eps": group["eps"] > 0,
-        }
 
     def _apply_step(self) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]

@@ -111,6 +111,11 @@ class SLAMB(CommunicatingOptimizer):
         ValueError: a hyper-parameter is out of its range.
     """
 
+    own_ranges = {
+        "compress_ratio": lambda ratio: 0 < ratio <= 1,
+        "beta3": lambda beta3: 0 <= beta3 <= 1,
+    }
+
     def __init__(
         self,
         params: Any,
@@ -165,16 +170,6 @@ class SLAMB(CommunicatingOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.buffers, self.trained = None, []
-
-    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {
-            "lr": group["lr"] >= 0,
-            "betas": all(0 <= beta < 1 for beta in group["betas"]),
-            "eps": group["eps"] >= 0,
-            "weight_decay": group["weight_decay"] >= 0,
-            "compress_ratio": 0 < group["compress_ratio"] <= 1,
-            "beta3": 0 <= group["beta3"] <= 1,
-        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

@@ -4,9 +4,6 @@ class PlainSGD(GradScalerOptimizer):
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
 
-    def check_hyperparameters(self, group):
-        return {"lr": group["lr"] >= 0}
-
     def _apply_step(self):
         for group in self.param_groups:
             parameters, grads, active = self.unscaled_grads(group)  # zeros in a skipped step
@@ -24,40 +21,36 @@ import torch
 from torch import Tensor
 
 
-class CheckedOptimizer(torch.optim.Optimizer):
-    """An optimizer that checks its hyper-parameters, parameters and gradients.
+RANGES: dict[str, Callable[[Any], bool]] = {
+    "lr": lambda lr: lr >= 0,
+    "momentum": lambda momentum: 0 <= momentum < 1,
+    "betas": lambda betas: all(0 <= beta < 1 for beta in betas),
+    "eps": lambda eps: eps > 0,
+    "weight_decay": lambda decay: decay >= 0,
+}
+"""Whether a value is in the range of a hyper-parameter that several optimizers have."""
 
-    Subclasses implement `check_hyperparameters` and `_apply_step`.
+
+class CheckedOptimizer(torch.optim.Optimizer):
+    """An optimizer that checks its hyper-parameters; subclasses implement `_apply_step`.
 
     Raises:
-        ValueError: a hyper-parameter of a group is out of its range, or a parameter is complex or
-            twice in a group.
-        RuntimeError: a gradient is sparse (in `step`).
+        ValueError: a hyper-parameter of a group is out of its range.
     """
 
-    @abstractmethod
-    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        """Returns for each hyper-parameter of a group whether it is in its range."""
+    own_ranges: dict[str, Callable[[Any], bool]] = {}  # as `RANGES`, of its own hyper-parameters
 
     @abstractmethod
     def _apply_step(self) -> None:
         """Updates all parameters; called without gradient tracking."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group, name = self.defaults | param_group, type(self).__name__
-        for setting, in_range in self.check_hyperparameters(group).items():
-            if not in_range:
+        group = self.defaults | param_group
+        for setting, is_in_range in (RANGES | self.own_ranges).items():
+            if setting in group and not is_in_range(group[setting]):
+                name = type(self).__name__
                 raise ValueError(f"{name}: {setting}={group[setting]} is out of its range")
         super().add_param_group(param_group)
-        parameters = self.param_groups[-1]["params"]  # which torch has made a list
-        problem = ""
-        if any(p.is_complex() for p in parameters):
-            problem = f"{name} does not take complex parameters"
-        elif len(set(parameters)) < len(parameters):
-            problem = f"{name}: a parameter is in the same group twice"
-        if problem:
-            del self.param_groups[-1]
-            raise ValueError(problem)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -65,17 +58,11 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: computes the loss and its gradients anew; its loss is returned.
-
-        Raises:
-            RuntimeError: a gradient is sparse.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads = (p.grad for group in self.param_groups for p in group["params"])
-        if any(grad is not None and grad.is_sparse for grad in grads):
-            raise RuntimeError(f"{type(self).__name__} does not take sparse gradients")
         self._apply_step()
         return loss
 

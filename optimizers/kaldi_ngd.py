@@ -93,8 +93,15 @@ class KaldiNGD(GradScalerOptimizer):
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
-        RuntimeError: a gradient is sparse (in `step`).
     """
+
+    own_ranges = {
+        "rank": lambda rank: rank >= 1,
+        "alpha": lambda alpha: alpha > 0,
+        "eta": lambda eta: 0 < eta < 1,
+        "update_period": lambda period: period >= 1,
+        "max_dim": lambda dim: dim >= 1,
+    }
 
     def __init__(
         self,
@@ -125,19 +132,6 @@ class KaldiNGD(GradScalerOptimizer):
             "max_dim": max_dim,
         }
         super().__init__(params, defaults, amp_scaling=amp_scaling)
-
-    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {
-            "lr": group["lr"] >= 0,
-            "momentum": 0 <= group["momentum"] < 1,
-            "weight_decay": group["weight_decay"] >= 0,
-            "nesterov": group["momentum"] > 0 or not group["nesterov"],
-            "rank": group["rank"] >= 1,
-            "alpha": group["alpha"] > 0,
-            "eta": 0 < group["eta"] < 1,
-            "update_period": group["update_period"] >= 1,
-            "max_dim": group["max_dim"] >= 1,
-        }
 
     def _apply_step(self) -> None:
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):

@@ -45,7 +45,6 @@ class LAMB(GradScalerOptimizer):
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
-        RuntimeError: a gradient is sparse (in `step`).
     """
 
     def __init__(
@@ -60,14 +59,6 @@ class LAMB(GradScalerOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, amp_scaling=amp_scaling)
-
-    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {
-            "lr": group["lr"] >= 0,
-            "betas": all(0 <= beta < 1 for beta in group["betas"]),
-            "eps": group["eps"] >= 0,
-            "weight_decay": group["weight_decay"] >= 0,
-        }
 
     def _apply_step(self) -> None:
         for group in self.param_groups:

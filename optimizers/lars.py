@@ -51,8 +51,9 @@ class LARS(GradScalerOptimizer):
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
-        RuntimeError: a gradient is sparse (in `step`).
     """
+
+    own_ranges = {"trust_coefficient": lambda coefficient: coefficient > 0}
 
     def __init__(
         self,
@@ -77,16 +78,6 @@ class LARS(GradScalerOptimizer):
             "clip": clip,
         }
         super().__init__(params, defaults, amp_scaling=amp_scaling)
-
-    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {
-            "lr": group["lr"] >= 0,
-            "momentum": 0 <= group["momentum"] < 1,
-            "weight_decay": group["weight_decay"] >= 0,
-            "nesterov": group["momentum"] > 0 or not group["nesterov"],
-            "trust_coefficient": group["trust_coefficient"] > 0,
-            "eps": group["eps"] >= 0,
-        }
 
     def _apply_step(self) -> None:
         for group in self.param_groups:

@@ -31,10 +31,10 @@ class Muon(CheckedOptimizer):
         ngd: False puts this group's matrices under AdamW, as in the groups of `ngd_groups`.
 
     Raises:
-        ValueError: a hyper-parameter is out of its range, or a parameter is complex or twice in a
-            group.
-        RuntimeError: a gradient is sparse (in `step`).
+        ValueError: a hyper-parameter is out of its range.
     """
+
+    own_ranges = {"adamw_ratio": lambda ratio: ratio >= 0}
 
     def __init__(
         self,
@@ -59,14 +59,6 @@ class Muon(CheckedOptimizer):
         }
         super().__init__(params, defaults)
         self.layout: Any = None
-
-    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {
-            "lr": group["lr"] >= 0,
-            "momentum": 0 <= group["momentum"] < 1,
-            "weight_decay": group["weight_decay"] >= 0,
-            "adamw_ratio": group["adamw_ratio"] >= 0,
-        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

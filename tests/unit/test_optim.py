@@ -167,26 +167,6 @@ def test_unusual_groups_and_parameters_are_taken_as_by_torch(name):
             optimizer.add_param_group({"params": [weight(5, 6)]})
 
 
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-@each_of("name", HERE)
-def test_parameters_and_gradients_of_another_kind_are_refused_in_one_line(name):
-    make, is_torchs = OPTIMIZERS[name].make, name in ("sgd", "adamw")
-    complex_one, twice = nn.Parameter(torch.ones(4, 3, dtype=torch.complex64)), weight(4, 3)
-    for bad in [] if is_torchs else ([complex_one], [twice, twice]):
-        with pytest.raises(ValueError, match="complex parameters|in the same group twice"):
-            make([{"params": bad}], lr=0.1)
-        optimizer = make([{"params": [weight(4, 3)]}], lr=0.1)
-        with pytest.raises(ValueError, match="complex parameters|in the same group twice"):
-            optimizer.add_param_group({"params": bad})
-        assert len(optimizer.param_groups) == 1
-    embedding = nn.Embedding(5, 3, sparse=True)
-    optimizer = make([{"params": list(embedding.parameters())}], lr=0.1)
-    embedding(torch.tensor([1, 2])).sum().backward()
-    if name != "sgd":
-        with pytest.raises(RuntimeError, match="sparse gradients"):
-            optimizer.step()
-
-
 @each_of("name", HERE)
 def test_weights_without_a_gradient_stay_as_they_are(name):
     mine = [weight(*shape) for shape in ((40, 60), (40, 60), (7,), (7,), (), (3, 3))]
