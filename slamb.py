@@ -400,8 +400,8 @@ class ParamGroupBuffers:
         self.scratch = torch.empty_like(self.freshness)
 
         large = self.large
-        units = large.element_indices() if self.selects_elements else large.row_numbers()
-        self.order = shuffled(units, seed)
+        rows = torch.arange(large.rows, device=large.device)
+        self.order = shuffled(large.element_indices() if self.selects_elements else rows, seed)
         self.row_tensors = {layout: layout.tensor_of_row() for layout in self.layouts}
         # whether a small tensor has a trust ratio, (tensors,)
         adapts = [p.ndim > 1 for p in self.small.tensors]
@@ -496,7 +496,9 @@ class ParamGroupBuffers:
                 self.group["cursor"] = (self.group["cursor"] + len(units)) % len(self.order)
                 self.mask.zero_().view(-1).index_fill_(0, units, 1.0)
             weight_norms = self._tensor_norms(layout, units)
-            changes = self._rows_that_change(part)
+            changes: Tensor | None = None  # (rows, 1), whether a row's tensor has a gradient
+            if part.has_gradient is not None:
+                changes = part.has_gradient.index_select(0, self.row_tensors[layout])[:, None]
             moments = self.m[layout], self.v[layout]
             before = [each.clone() for each in moments] if changes is not None else []
             if units is not None:
@@ -518,15 +520,6 @@ class ParamGroupBuffers:
             has_selected = (weight_norms[0] > 0) & (update_norms[0] > 0)
             trust = torch.where(has_selected, selected, others), others
             self._update_large(trust, active, ranks=ranks, is_whole=units is None)
-
-    def _rows_that_change(self, part: Part) -> Tensor | None:
-        """Returns for each row of a layout (rows, 1) whether its tensor has a gradient.
-
-        None: all tensors have one.
-        """
-        if part.has_gradient is None:
-            return None
-        return part.has_gradient.index_select(0, self.row_tensors[part.layout])[:, None]
 
     def _tensor_norms(self, layout: FlatLayout, units: Tensor | None) -> tuple[Tensor, Tensor]:
         """Computes norms of what the buffer of u holds: weights, then updates.

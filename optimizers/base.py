@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 RANGES: dict[str, Callable[[Any], bool]] = {
     "lr": lambda lr: lr >= 0,
     "momentum": lambda momentum: 0 <= momentum < 1,

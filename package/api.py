@@ -24,7 +24,6 @@ from dynamic_batch import (
     Scheduled,
     WorkerBalancer,
     at_milestones,
-    every_epoch,
     replacing_decay,
 )
 from mixup import MetaMixup
@@ -59,7 +58,6 @@ __all__ = [
     "World",
     "at_milestones",
     "decay_groups",
-    "every_epoch",
     "init_world",
     "kaldi_ngd_groups",
     "load",
