@@ -28,13 +28,13 @@ from errors import InputError, first_line
 from input_pipeline.augmentation import RowChanges
 from input_pipeline.own_data import (
     LeftOut,
-    class_name,
     find_splits,
     is_hidden,
+    is_used,
     list_files,
-    list_folders,
     needed_splits,
     normal_form,
+    utf8_name,
 )
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -234,11 +234,17 @@ def class_folders(folder: Path, left_out: LeftOut) -> dict[str, list[Path]]:
 
     Args:
         folder: of a split.
-        left_out: counts hidden folders and links to a folder above.
+        left_out: counts other folders, images beside the folders and links to nothing.
     """
     by_class: dict[str, list[Path]] = {}
-    for path in list_folders(folder, left_out):
-        by_class.setdefault(class_name(path), []).append(path)
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            if is_used(path, left_out):
+                by_class.setdefault(normal_form(utf8_name(path.name)), []).append(path)
+        elif not is_hidden(path.name) and not path.exists():
+            left_out.add("dangling links", path)
+        elif not is_hidden(path.name) and path.suffix.lower() in SUFFIXES:
+            left_out.add("images outside the folders of the classes", path)
     return by_class
 
 
@@ -268,12 +274,8 @@ def list_split(folder: Path, classes: Sequence[str], *, size: int) -> ImageSplit
             )
     if not any(map(len, files)):
         raise InputError(f"{folder} contains no images: it needs a folder for each class")
-    for path in sorted(folder.iterdir()):
-        if path.suffix.lower() in SUFFIXES and os.path.isfile(path) and not is_hidden(path):
-            left_out.add("images outside the folders of the classes", path)
-    notes = (left_out.line(),) if left_out.paths else ()
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor(list(map(len, files))))
-    return ImageSplit(labels, files=np.concatenate(files), size=size, notes=notes)
+    return ImageSplit(labels, files=np.concatenate(files), size=size, notes=tuple(left_out.notes()))
 
 
 def paths_array(paths: Iterable[str | Path]) -> np.ndarray:

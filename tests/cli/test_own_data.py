@@ -20,7 +20,6 @@ import resnet50_test
 import transformer_test
 from cli import factory
 from conftest import SHORT, for_each
-from input_pipeline import own_data
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.image_datasets import SUFFIXES, read_image_splits
 from input_pipeline.own_data import expand_files
@@ -358,18 +357,6 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path):
         assert reason in splits["train"].notes[0]
     assert splits["test"].notes == ()
     assert len(expand_files(cat, SUFFIXES, what="images")[0]) == 12
-
-
-def test_classes_that_join_several_labels_are_named():
-    def warned(*names: str) -> bool:
-        line = own_data.class_table(names, {"train": range(len(names))})[-1]
-        return "look like several labels, such as" in line
-
-    assert warned("a", "b", "a|b")
-    assert warned("a; b", "b; c", "c; a")
-    for names in (("a|b", "c"), ("New York, NY", "Albany, NY", "x"), ("A", "A+", "B", "B+")):
-        assert not warned(*names), names
-    assert not warned("a|b", *map(str, range(20)), "a", "b"), "one of many"
 
 
 def test_the_file_of_weights_is_read_once(tmp_path, capsys):
