@@ -79,7 +79,6 @@ FOREIGN = {
     "--depth": "--model_args=depth=",
     "--heads": "--model_args=heads=",
     "--mlp_width": "--model_args=mlp_width=",
-    "--positions": "--model_args=positions=",
     "--crop_pad": "--augment_args=pad=",
     "--crop_fill": "--augment_args=fill=",
     "--alternate_flip": "--augment_args=alternate=true",

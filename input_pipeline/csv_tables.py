@@ -31,8 +31,6 @@ SUFFIXES = (".csv", ".tsv", ".jsonl")
 SEPARATORS = {".csv": re.compile(r"[,;\t|]"), ".tsv": re.compile(r"\t")}  # the first one in a file
 LONGEST_CELL = 10**8  # characters: a quote that is never closed does not fill the memory
 LONGEST_NUMBER = 640  # digits, which Python converts under every setting of its limit
-NO_LABEL = re.compile(r"[\s:|+]*[-=_]{3,}[\s:|+=_-]*|sep=.?", re.IGNORECASE)
-"""A part of a line that is drawn, or of one that names the separator for a spreadsheet."""
 LABEL_NAMES = frozenset(
     """label labels class classes class_index class_name category categories target targets
     sentiment topic intent y""".split()
@@ -77,8 +75,8 @@ class CsvTable:
         """Yield the number in the file, from 1 on, and the columns of each row of data.
 
         Raises:
-            InputError: there is none, or a row is broken or would become a class of its own: a
-                header within the file, a drawn line or 'sep=;'.
+            InputError: there is none, or a row is broken or is a header within the file, which
+                would become a class of its own.
         """
         rows, number = self.read(), 0
         if self.header:
@@ -86,10 +84,9 @@ class CsvTable:
         names = sorted(map(normalise, self.header))
         known = names or LABEL_NAMES | TEXT_NAMES
         for number, row in rows:
-            label = row[self.label]
-            cells = sorted(map(normalise, row)) if normalise(label) in known else []
-            is_header_again = cells == names if names else has_both_names(cells)
-            if is_header_again or NO_LABEL.fullmatch(label):
+            is_known = normalise(row[self.label]) in known
+            cells = sorted(map(normalise, row)) if is_known else []
+            if cells and (cells == names if names else has_both_names(cells)):
                 raise InputError(
                     f"{self.path}, row {number} ({list_names(row)}): is no data; the header must "
                     "be the first row and the only one, so delete this row or those above it"
@@ -148,7 +145,7 @@ def open_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = Non
         separator = next((match[0] for match in found if match), ",")
         has_quotes = separator != "\t" or quotes_pair(path)
         read = partial(read_rows, path, separator, has_quotes=has_quotes)
-        has_header = bool(train.header) if train else is_header(read(), choice)
+        has_header = bool(train.header) if train else is_header(next(read())[1], choice)
     _, first = next(read())
     header = first if has_header else []
     if train and train.header and header:
@@ -297,22 +294,14 @@ def has_both_names(cells: Sequence[str]) -> bool:
     return bool(LABEL_NAMES.intersection(cells) and TEXT_NAMES.intersection(cells))
 
 
-def is_header(rows: Rows, choice: ColumnChoice) -> bool:
+def is_header(first: Sequence[str], choice: ColumnChoice) -> bool:
     """Tell whether the first row names the columns.
 
-    It does if it has a name that the user chose, the usual names of both a label and a text, or one
-    usual name that no other row has in that column.
+    It does if it has a name that the user chose, or the usual names of both a label and a text.
     """
-    cells = [normalise(cell) for cell in next(rows)[1]]
+    cells = [normalise(cell) for cell in first]
     chosen = [*choice.texts, *([] if choice.label is None else [choice.label])]
-    if has_both_names(cells) or any(normalise(n) in cells for n in chosen if not is_number(n)):
-        return True
-    names = {i: name for i, name in enumerate(cells) if name in LABEL_NAMES | TEXT_NAMES}
-    for _, row in rows:
-        names = {i: name for i, name in names.items() if normalise(row[i]) != name}
-        if not names:
-            break
-    return bool(names)
+    return has_both_names(cells) or any(normalise(n) in cells for n in chosen if not is_number(n))
 
 
 def find_columns(

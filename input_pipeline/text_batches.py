@@ -97,12 +97,6 @@ class TextDataset:
         longest = int(self.lengths[rows].max())
         return min(-(-longest // multiple) * multiple, self.max_len)
 
-    def padding(self, row_batches: Sequence[Tensor]) -> float:
-        """Return the number of padding tokens in these batches over the number of real tokens."""
-        padded = sum(self.padded_length(rows) * len(rows) for rows in row_batches)
-        real = sum(int(self.lengths[rows].sum()) for rows in row_batches)
-        return padded / real - 1
-
     def padded_tokens(self, rows: Tensor, length: int) -> Tensor:
         """Gather the tokens of `rows` and pad them to `length`: (len(rows), length) int32."""
         column = torch.arange(length, device=self.device)

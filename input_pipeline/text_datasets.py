@@ -248,18 +248,13 @@ def name_classes(labels: Sequence[str], table: CsvTable) -> list[str]:
             f"classes (such as {shorten(labels[0])!r}); choose the column of the label with "
             "--label_column"
         )
-    if not table.header:
-        rows = zip(labels, table.rows())
-        different = {hash(tuple(row)): label for label, (_, row) in rows}
-        num_different = Counter(different.values())  # rows of each label, copies once
-        if num_different[labels[0]] == 1 < max(num_different.values()):
-            number, first = next(table.rows())
-            raise InputError(
-                f"{table.path}, row {number}: no other row has the label {shorten(labels[0])!r}; "
-                f"if this row is a header ({list_names(first)}), name its columns with "
-                "--label_column and --text_column; if it is data, put a header row such as "
-                "label,text above it"
-            )
+    if not table.header and counts[labels[0]] == 1 < max(counts.values()):
+        number, first = next(table.rows())
+        raise InputError(
+            f"{table.path}, row {number}: no other row has the label {shorten(labels[0])!r}; if "
+            f"this row is a header ({list_names(first)}), name its columns with --label_column and "
+            "--text_column; if it is data, put a header row such as label,text above it"
+        )
     return sorted(
         counts, key=lambda name: (0, int(name), name) if is_number(name) else (1, 0, name)
     )

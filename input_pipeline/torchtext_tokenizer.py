@@ -9,7 +9,6 @@ not load beside a current torch.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,17 +19,6 @@ from errors import InputError, first_line
 
 INSTALL_HINT = "bash setup_venv.sh requirements-legacy.txt makes .venv-legacy, which has it"
 UNKNOWN, CLS = 1, 2  # ids of two special tokens
-
-
-def unavailable_reason() -> str:
-    """Return why torchtext cannot be used and how to install it, or '' where it can be used."""
-    if importlib.util.find_spec("torchtext") is None:
-        return f"torchtext is not installed: {INSTALL_HINT}"
-    try:
-        _import_torchtext()
-    except (OSError, ImportError, AttributeError) as error:  # a build for another torch: OSError
-        return f"torchtext does not load ({first_line(error)}): {INSTALL_HINT}"
-    return ""
 
 
 class Encoding(NamedTuple):
@@ -99,18 +87,20 @@ def train(
 
 
 def _require_torchtext() -> ModuleType:
-    """Return the torchtext module or raise the InputError that says how to install it."""
-    if reason := unavailable_reason():
-        raise InputError(f"--tokenizer torchtext: {reason}; or use --tokenizer wordpiece")
-    return _import_torchtext()
+    """Import torchtext, without its notice that it is no longer developed.
 
+    Raises:
+        InputError: it is not there, or is built for another torch; the message says what to do.
+    """
+    try:
+        import torchtext
 
-def _import_torchtext() -> ModuleType:
-    """Import torchtext without its notice that it is no longer developed."""
-    import torchtext
-
-    torchtext.disable_torchtext_deprecation_warning()
-    import torchtext.data
-    import torchtext.vocab
-
+        torchtext.disable_torchtext_deprecation_warning()
+        import torchtext.data
+        import torchtext.vocab
+    except (OSError, ImportError, AttributeError) as error:  # a build for another torch: OSError
+        raise InputError(
+            f"--tokenizer torchtext: torchtext does not load ({first_line(error)}): "
+            f"{INSTALL_HINT}; or use --tokenizer wordpiece"
+        ) from None
     return torchtext

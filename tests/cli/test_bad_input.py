@@ -81,7 +81,6 @@ IMAGES_ONLY = [
 TEXTS_ONLY = [
     ("--heads 3", "width=8 must be even and divisible by heads=3"),
     ("--mixup cutmix", "--mixup"),
-    ("--positions none", "positions=none must be"),
     ("--dataset agnews --data_dir none", "none/ag_news_csv/train.csv is missing"),
     ("--dataset csv --data_dir none", "none/train.csv is missing"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import sys
 import types
 
@@ -24,7 +25,8 @@ from optimizer_cases import parameters_of
 from trainers import build_optimizer, make_trainer
 from training.trainer import Trainer
 
-ORT, TORCHTEXT = onnx_runtime.unavailable_reason(), torchtext_tokenizer.unavailable_reason()
+ORT = onnx_runtime.unavailable_reason()
+TORCHTEXT = "" if importlib.util.find_spec("torchtext") else "torchtext is not installed"
 needs_ort = pytest.mark.skipif(bool(ORT), reason=ORT)
 needs_torchtext = pytest.mark.skipif(bool(TORCHTEXT), reason=TORCHTEXT)
 IMAGES = (

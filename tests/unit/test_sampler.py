@@ -12,7 +12,6 @@ from input_pipeline.sampler import (
     BATCHES_PER_SORT,
     Sampler,
     batch_sizes,
-    rank_share,
     stratified_rows,
 )
 
@@ -31,14 +30,6 @@ def test_order_is_a_function_of_seed_and_epoch(lengths):
     assert torch.equal(before, torch.get_rng_state())
     assert not torch.equal(first, Sampler(1003, 3, lengths=lengths).full_batches(6, 32))
     assert not torch.equal(first, Sampler(1003, 4, lengths=lengths).full_batches(5, 32))
-
-
-@each_of("world_size", [1, 2, 4])
-def test_ranks_share_one_global_batch(world_size):
-    batch = Sampler(1003, 3).full_batches(1, 64)[0]
-    shares = [rank_share(batch, rank, world_size=world_size) for rank in range(world_size)]
-    assert {len(rows) for rows in shares} == {64 // world_size}
-    assert torch.equal(torch.cat(shares).sort().values, batch.sort().values)
 
 
 # -------------------------------------------------------------------- every row once
