@@ -98,7 +98,6 @@ class NGD(GradScalerOptimizer):
         adamw_ratio: the learning rate of AdamW is lr * adamw_ratio.
         betas, eps: of AdamW.
         ngd: whether this group's matrices are under NGD.
-        amp_scaling: see `optimizers.base.GradScalerOptimizer`.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
@@ -119,7 +118,6 @@ class NGD(GradScalerOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         ngd: bool = True,
-        amp_scaling: bool = True,
     ) -> None:
         self.batches: dict[tuple[bool, ...], list[list[list[MatrixBatch]]]] = {}
         defaults = {
@@ -133,7 +131,7 @@ class NGD(GradScalerOptimizer):
             "eps": eps,
             "ngd": ngd,
         }
-        super().__init__(params, defaults, amp_scaling=amp_scaling)
+        super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -29,7 +29,6 @@ stays what it is, as for what was not sent, and no error adds up.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +40,7 @@ from torch import Tensor
 from distributed.averaging import RankAverager, average_tensors
 from distributed.quantization import dequantize, quantize
 from optimizers.adam import AdamStep, adam_update_, update_moments, weights_to_updates_
-from optimizers.base import CommunicatingOptimizer, global_norm, subtract_updates
+from optimizers.base import CommunicatingOptimizer, subtract_updates
 from optimizers.flat_buffer import FlatLayout, next_units, shuffled
 from optimizers.lamb import LAMB, lamb_trust_ratios
 
@@ -58,7 +57,6 @@ SETTINGS = (  # attributes of the optimizer that belong to no parameter group
     "warmup",
     "final_ratios",
     "averager",
-    "checks_gradients",
 )
 LARGEST_TRUST = 1000.0  # the largest trust ratio of tensors that are exchanged in parts
 
@@ -104,8 +102,6 @@ class SLAMB(CommunicatingOptimizer):
             way, which saves bytes for two or three ranks (8) and for up to seven (4). 0: it is sent
             in `wire_dtype`, as gradients always are.
         warmup: k of the first epochs, where it is above `compress_ratio`; see `start_epoch`.
-        amp_scaling: see `optimizers.base.GradScalerOptimizer`. With False, a GradScaler would skip
-            a step on one rank alone, which then misses the collectives: only for bf16 and fp32.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
@@ -132,7 +128,6 @@ class SLAMB(CommunicatingOptimizer):
         wire_dtype: torch.dtype = torch.bfloat16,
         wire_bits: int = 0,
         warmup: Sequence[float] = (),
-        amp_scaling: bool = True,
     ) -> None:
         if selection not in ("block", "random"):
             raise ValueError(f"SLAMB: selection={selection} must be block or random")
@@ -151,7 +146,6 @@ class SLAMB(CommunicatingOptimizer):
         self.averager = RankAverager()
         self.buffers: list[ParamGroupBuffers] | None = None  # of each group
         self.trained: list[bool] = []  # which parameters are in them
-        self.checks_gradients = self.averager.size > 1  # until a step has compared them
         self.final_ratios: list[float] = []  # of each group, after the warm-up
         defaults = {
             "lr": lr,
@@ -161,7 +155,7 @@ class SLAMB(CommunicatingOptimizer):
             "compress_ratio": compress_ratio,
             "beta3": beta3,
         }
-        super().__init__(params, defaults, amp_scaling=amp_scaling)
+        super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         settings = {name: getattr(self, name) for name in SETTINGS}
@@ -203,8 +197,6 @@ class SLAMB(CommunicatingOptimizer):
             return
         for buffers in self.buffers:
             buffers.load(self.loss_scale)
-        if self.checks_gradients:
-            self._warn_if_gradients_are_averaged(self.buffers)
         of_groups = [buffers.parts_to_average(self._is_dense(buffers)) for buffers in self.buffers]
         parts = [part for of_group in of_groups for part in of_group]
         flags = self._exchange(parts, self._own_flags(weights))
@@ -231,27 +223,6 @@ class SLAMB(CommunicatingOptimizer):
             ParamGroupBuffers(group, self.state, selection=self.selection, seed=seed)
             for seed, group in enumerate(self.param_groups)
         ]
-
-    def _warn_if_gradients_are_averaged(self, group_buffers: list[ParamGroupBuffers]) -> None:
-        """Compares the norms of the ranks' gradients, once, at the first step that has any.
-
-        Equal norms mean that something, such as DistributedDataParallel, has averaged the gradients
-        already, so that SLAMB saves no communication.
-        """
-        grads = [buffers.g[layout] for buffers in group_buffers for layout in buffers.layouts]
-        norm = global_norm(grads).double()
-        norm = torch.where(torch.isfinite(norm), norm, 0.0)
-        extremes = torch.stack([norm, -norm])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-        largest, negated_smallest = extremes.tolist()
-        smallest = -negated_smallest
-        self.checks_gradients = largest == 0  # the same on all ranks
-        if largest == smallest and largest > 0:
-            warnings.warn(
-                "SLAMB: all ranks have the same gradients, so they have been averaged already; "
-                "SLAMB communicates itself: do not wrap the model in DistributedDataParallel",
-                stacklevel=2,
-            )
 
     def _own_flags(self, weights: list[Tensor]) -> Tensor:
         """Returns what this rank tells the others beside its gradients; they get the mean.

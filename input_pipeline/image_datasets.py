@@ -357,8 +357,6 @@ def read_image(
             part = to_8_bits(part, path, file_format=image.format)
             part = part.convert("RGB" if channels == 3 else "L")
             return part.resize((size, size), Image.Resampling[interpolation.upper()])
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
     except InputError:
         raise
     except Exception as error:  # Pillow raises nearly all of them for damaged files

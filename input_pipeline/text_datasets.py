@@ -198,30 +198,18 @@ def read_own_csv(
             texts.append(clean_text(" ".join(row[i] for i in table.texts)))
             if not texts.sizes[-1]:
                 empty.append(number)
+        if len(empty) == len(labels):
+            raise InputError(f"{path}: no row has a text; choose its column with --text_column")
+        notes = [table.describe()]
+        if empty:
+            notes.append(
+                f"warning: {path}: {len(empty)} of {len(labels)} rows have no text (the first is "
+                f"row {empty[0]}); they are kept, and count like the others"
+            )
         names = names or name_classes(labels, table)
         numbers = {normal_form(name): number for number, name in enumerate(names)}
-        splits[split] = TextSplit(
-            [numbers[label] for label in labels],
-            texts,
-            notes=(table.describe(), *check_texts(empty, table, num_rows=len(labels))),
-        )
+        splits[split] = TextSplit([numbers[label] for label in labels], texts, tuple(notes))
     return splits, names
-
-
-def check_texts(empty: Sequence[int], table: CsvTable, *, num_rows: int) -> list[str]:
-    """Return a warning where some of the rows have no text; `empty` has their numbers.
-
-    Raises:
-        InputError: no row has a text.
-    """
-    if len(empty) == num_rows:
-        raise InputError(f"{table.path}: no row has a text; choose its column with --text_column")
-    if not empty:
-        return []
-    return [
-        f"warning: {table.path}: {len(empty)} of {num_rows} rows have no text (the first is row "
-        f"{empty[0]}); they are kept, and count like the others"
-    ]
 
 
 def name_classes(labels: Sequence[str], table: CsvTable) -> list[str]:

@@ -1,7 +1,8 @@
 """`--tokenizer torchtext`: whole words, with torchtext's basic_english tokenizer and vocabulary.
 
     tokenizer = train(texts, vocab_size=30_000, special_tokens=["[PAD]", "[UNK]", "[CLS]"])
-    ids = tokenizer.encode("Stocks rise").ids            # starts with [CLS]; rare words are [UNK]
+    [found] = tokenizer.encode_batch_fast(["Stocks rise"])
+    found.ids                                            # starts with [CLS]; rare words are [UNK]
 
 torchtext belongs to the legacy stack of requirements-legacy.txt: it is no longer developed and does
 not load beside a current torch.
@@ -57,13 +58,9 @@ class TorchtextTokenizer:
         """Return the number of tokens, special tokens included."""
         return len(self.vocab)
 
-    def encode(self, text: str) -> Encoding:
-        """Encode one text as [CLS] and the ids of its words."""
-        return Encoding([CLS, *self.vocab.lookup_indices(self.split(text))])
-
     def encode_batch_fast(self, texts: Sequence[str]) -> list[Encoding]:
-        """Encode each text; the name is that of `tokenizers.Tokenizer`."""
-        return [self.encode(text) for text in texts]
+        """Encode each text as [CLS] and the ids of its words."""
+        return [Encoding([CLS, *self.vocab.lookup_indices(self.split(text))]) for text in texts]
 
 
 def train(

@@ -70,30 +70,15 @@ class GradScalerOptimizer(CheckedOptimizer):
     """An optimizer that skips a step with non-finite gradients on the device, without a host read.
 
     A GradScaler (and `step_unless_skipped`) sets `found_inf` and `grad_scale` instead of reading
-    them on the host, as it does for torch's fused optimizers.
-
-    Args:
-        params: parameters or parameter groups.
-        defaults: of the hyper-parameters.
-        amp_scaling: take scaled gradients from a GradScaler, so that nothing waits for the device.
-            With False the optimizer is to the GradScaler as any plain one, which unscales the
-            gradients and reads on the host whether to call `step`. Lightning refuses to clip
-            gradients in mixed precision for optimizers that scale by themselves, and needs False.
+    them on the host, as it does for torch's fused optimizers. Where `_step_supports_amp_scaling` is
+    set to False on an optimizer, a GradScaler unscales its gradients and reads on the host whether
+    to call `step`, as of any plain one.
     """
 
     # torch's GradScaler reads the first; it sets the others before `step` and deletes them after it
     _step_supports_amp_scaling = True
     found_inf: Tensor | None = None  # (), greater than 0 where the step must be skipped
     grad_scale: Tensor | float | None = 1.0  # (); a GradScaler multiplies this default by its scale
-
-    def __init__(self, params: Any, defaults: dict[str, Any], *, amp_scaling: bool = True) -> None:
-        super().__init__(params, defaults)
-        self._step_supports_amp_scaling = amp_scaling
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns what pickle and deepcopy keep: torch's own choice leaves out other attributes."""
-        state = super().__getstate__()
-        return {**state, "_step_supports_amp_scaling": self._step_supports_amp_scaling}
 
     @property
     def loss_scale(self) -> Tensor | None:

@@ -47,7 +47,6 @@ class LARS(GradScalerOptimizer):
         trust_coefficient: a layer's rate is about lr times this times |w| / |g|.
         eps: added to the denominator of the trust ratio.
         clip: cap the layers' rates at lr (LARC).
-        amp_scaling: see `optimizers.base.GradScalerOptimizer`.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
@@ -66,7 +65,6 @@ class LARS(GradScalerOptimizer):
         trust_coefficient: float = 1e-3,
         eps: float = 1e-8,
         clip: bool = False,
-        amp_scaling: bool = True,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -77,7 +75,7 @@ class LARS(GradScalerOptimizer):
             "eps": eps,
             "clip": clip,
         }
-        super().__init__(params, defaults, amp_scaling=amp_scaling)
+        super().__init__(params, defaults)
 
     def _apply_step(self) -> None:
         for group in self.param_groups:

@@ -31,7 +31,7 @@ from ngd import NGD
 from optimizers.kaldi_ngd import KaldiNGD
 from optimizers.lamb import LAMB
 from optimizers.lars import LARS
-from optimizers.param_groups import decay_groups, kaldi_ngd_groups, ngd_groups
+from optimizers.param_groups import decay_groups, ngd_groups
 from slamb import SLAMB
 from training.batch_sampler import DynamicBatchSampler
 from training.classifier import load
@@ -59,7 +59,6 @@ __all__ = [
     "at_milestones",
     "decay_groups",
     "init_world",
-    "kaldi_ngd_groups",
     "load",
     "mixup",
     "ngd_groups",

@@ -56,7 +56,8 @@ def one_cycle(make: type[torch.optim.Optimizer]) -> None:
 
 
 def grad_scaler_with_clipping(make: type[torch.optim.Optimizer]) -> None:
-    loop, scaler = Loop(make, amp_scaling=False), torch.amp.GradScaler("cpu")
+    loop, scaler = Loop(make), torch.amp.GradScaler("cpu")
+    loop.optimizer._step_supports_amp_scaling = False
     for step in range(8):
         loop.optimizer.zero_grad()
         scaler.scale(loop.loss()).backward()
