@@ -163,7 +163,6 @@ def schedule_growth(
     lr_schedule: Callable[[float], float],
     grows: bool,
     factor: float = 2.0,
-    growth: float | None = None,
     replace_decay: bool = False,
 ) -> Callable[[int], float]:
     """The multiple of increase and decrease.
@@ -175,22 +174,16 @@ def schedule_growth(
         lr_schedule: maps the progress in epochs to the multiple of the learning rate.
         grows: whether the batch grows.
         factor: of a change at a milestone, above 1.
-        growth: factor of a change after each epoch, in place of milestones.
         replace_decay: the batch grows where `lr_schedule` would fall, in place of milestones.
     Raises:
-        ValueError: a factor is not above 1, or several settings say when the batch changes.
+        ValueError: the factor is not above 1, or two settings say when the batch changes.
     """
-    if not min(factor, growth or factor) > 1:
-        raise ValueError("factor and growth must be above 1")
-    if (milestones is not None) + (growth is not None) + replace_decay > 1:
-        raise ValueError(
-            "milestones, growth and replace_decay each say when the batch changes; choose one"
-        )
+    if not factor > 1:
+        raise ValueError("factor must be above 1")
+    if milestones is not None and replace_decay:
+        raise ValueError("milestones and replace_decay both say when the batch changes; choose one")
     if replace_decay:
         return replacing_decay(lr_schedule)
-    if growth is not None:
-        each = growth if grows else 1 / growth
-        return lambda epoch: each**epoch
     default = [-(-epochs // 2), -(-3 * epochs // 4)]
     return at_milestones(factor if grows else 1 / factor, milestones or default)
 

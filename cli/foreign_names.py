@@ -65,7 +65,6 @@ FOREIGN = {
     "--peak": "--lr_args=peak=",
     "--outer_momentum": "--sync_args=momentum=",
     "--batch_factor": "--batch_args=factor=",
-    "--batch_growth": "--batch_args=growth=",
     "--dynamic_lr": "--batch_args=lr=",
     "--loss_rule": "--batch_args=kind=",
     "--loss_window": "--batch_args=window=",

@@ -41,7 +41,6 @@ SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", "
 TORCHVISION_FOLDERS = {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}  # below --data_dir
 READ_ERRORS = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
 FOLDER_IMAGE_SIZE = 32  # pixels a side where --image_size is not given
-GREY_16_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 FORMATS_OF_16_BITS = ("PNG", "PPM")  # have at most 16 bits, also where Pillow's mode is I
 RESIZE_ROWS = 4096  # images resized at a time, to keep memory low
 
@@ -375,9 +374,8 @@ def to_8_bits(image: Image.Image, path: str | Path, *, file_format: str | None) 
     Raises:
         InputError: the pixels are floats or 32-bit integers, which have no common range.
     """
-    is_16_bit = image.mode in GREY_16_MODES
-    is_16_bit |= image.mode == "I" and file_format in FORMATS_OF_16_BITS
-    if is_16_bit:
+    is_16_bit = image.mode == "I" and file_format in FORMATS_OF_16_BITS
+    if is_16_bit or image.mode.startswith("I;16"):
         pixels = np.asarray(image).astype(np.float64)
         return Image.fromarray((pixels / 257).round().clip(0, 255).astype(np.uint8))
     if image.mode in ("I", "F"):

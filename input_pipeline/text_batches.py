@@ -45,7 +45,6 @@ class TextDataset:
             CPU maps the file.
         starts: (rows,) int64 on the device, position of each row's first token in `tokens`.
         labels: (rows,) int64 on the device.
-        longest: number of tokens of the longest row.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class TextDataset:
             self.token_file.write(ids)
             lengths.append(len(ids))
         self.lengths = torch.frombuffer(lengths, dtype=torch.int64)
-        self.longest = int(self.lengths.max())
         self.labels = torch.tensor(split.labels)
 
     def to(self, device: torch.device) -> TextDataset:

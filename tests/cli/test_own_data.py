@@ -132,15 +132,13 @@ def test_columns_are_chosen_by_name_or_number(tmp_path):
     assert (classes, splits["train"].texts) == (["x", "y"], ["a", "b"])
 
 
-def test_stray_quotes_in_tab_separated_files_are_text(tmp_path):
+def test_quotes_in_tab_separated_files_are_text(tmp_path):
     """Those that do not pair, and those that would swallow the rows between them."""
     train = 'label\ttext\nham\t"no" he said\nspam\tthe "best\n'
     test = 'label\ttext\nham\t"no he said\nspam\twin\nham\tthe end"\nspam\tnow\n'
-    quoted = 'label\ttext\nham\t"two\nlines"\n'
-    splits, _ = read(write(tmp_path, train__tsv=train, test__tsv=test, val__tsv=quoted))
+    splits, _ = read(write(tmp_path, train__tsv=train, test__tsv=test))
     assert splits["train"].texts == ['"no" he said', 'the "best']
     assert splits["test"].texts == ['"no he said', "win", 'the end"', "now"]
-    assert splits["val"].texts == ["two lines"]
 
 
 def test_long_texts_are_read_and_labels_sorted_as_numbers_or_words(tmp_path):

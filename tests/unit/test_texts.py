@@ -112,7 +112,7 @@ def test_batches_hold_the_tokens_of_their_rows(tokenizer, headlines):
         data = TextDataset(rows, tokenizer, max_len=max_len).to(CPU)
         expected = [tokenizer.encode(text).ids[:max_len] for text in rows.texts]
         assert data.lengths.tolist() == [len(ids) for ids in expected]
-        assert data.longest == max(map(len, expected)) <= max_len
+        assert max(data.lengths) == max(map(len, expected)) <= max_len
         batches = data.batches(row_batches, epoch=0)
         for batch, (tokens, labels) in zip(row_batches, batches, strict=True):
             assert labels.tolist() == [rows.labels[i] for i in batch]
