@@ -145,9 +145,7 @@ class NGD(GradScalerOptimizer):
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             for group, together in zip(self.param_groups, self.batches[has_grad]):
                 for batches in together:
-                    step_together(
-                        batches, group, loss_scale=self.loss_scale, found_inf=self.found_inf
-                    )
+                    self._matrix_step(batches, group)
                 self._adamw_step(group)
 
     def _make_batches(self) -> list[list[list[MatrixBatch]]]:
@@ -167,6 +165,20 @@ class NGD(GradScalerOptimizer):
                 batch.X = X.view(len(batch.parameters), -1)
                 rest = rest[:, batch.elements :]
         return groups
+
+    def _matrix_step(self, batches: Sequence[MatrixBatch], group: dict[str, Any]) -> None:
+        """Takes NGD's step with the parameters of batches of one rank and device."""
+        first = batches[0]
+        active = torch.ones((), dtype=first.dtype, device=first.device)
+        if self.found_inf is not None:
+            active = (self.found_inf == 0).to(first.dtype)
+        for batch in batches:
+            batch.load_momentum(
+                group, active=active, loss_scale=self.loss_scale, found_inf=self.found_inf
+            )
+        precondition(batches, active=active)
+        for batch in batches:
+            batch.update(group, active=active)
 
     def _adamw_step(self, group: dict[str, Any]) -> None:
         """Takes AdamW's step with the parameters of a group that are no matrices."""
@@ -291,7 +303,8 @@ class MatrixBatch:
         Args:
             group: the hyper-parameters of this step.
             active: 0 where the step is skipped, else 1 ().
-            loss_scale, found_inf: as of `step_together`.
+            loss_scale: the factor by which the gradients are too large (); None is 1.
+            found_inf: other than 0 where the step must be skipped (); None is 0.
         """
         X, momentum = self.X, self.momentum.view(self.X.shape)
         grads = [p.grad.permute(self.axis_order) for p in self.parameters if p.grad is not None]
@@ -319,32 +332,6 @@ class MatrixBatch:
         """Returns the rows of X (batch, elements) in the shape of the parameters."""
         permuted = X.view(self.momentum.shape).permute(0, *(1 + a for a in self.inverse_order))
         return list(permuted.unbind())
-
-
-def step_together(
-    batches: Sequence[MatrixBatch],
-    group: dict[str, Any],
-    *,
-    loss_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    """Updates the parameters of batches of one rank by their gradients.
-
-    Args:
-        batches: on one device.
-        group: the hyper-parameters of this step.
-        loss_scale: the factor by which the gradients are too large (); None is 1.
-        found_inf: other than 0 where the step must be skipped (); None is 0.
-    """
-    first = batches[0]
-    active = torch.ones((), dtype=first.dtype, device=first.device)
-    if found_inf is not None:
-        active = (found_inf == 0).to(first.dtype)
-    for batch in batches:
-        batch.load_momentum(group, active=active, loss_scale=loss_scale, found_inf=found_inf)
-    precondition(batches, active=active)
-    for batch in batches:
-        batch.update(group, active=active)
 
 
 def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:

@@ -380,14 +380,11 @@ class ParamGroupBuffers:
         for layout in self.layouts:
             _share_state(state, "exp_avg", layout.tensors, views=layout.views(self.m[layout]))
             _share_state(state, "exp_avg_sq", layout.tensors, views=layout.views(self.v[layout]))
-        _share_state(state, "fresh", self.large.tensors, views=self._freshness_views())
-
-    def _freshness_views(self) -> list[Tensor]:
         if self.selects_elements:
-            return self.large.views(self.freshness)
-        return [
-            self.freshness[self.large.rows_of(index), 0] for index in range(len(self.large.tensors))
-        ]
+            fresh = large.views(self.freshness)
+        else:
+            fresh = [self.freshness[large.rows_of(i), 0] for i in range(len(large.tensors))]
+        _share_state(state, "fresh", large.tensors, views=fresh)
 
     def load(self, loss_scale: Tensor | None) -> None:
         """Copies gradients and weights into the buffers; a missing gradient is zero."""
@@ -483,14 +480,17 @@ class ParamGroupBuffers:
                 self.u[layout].masked_fill_(~changes, 0.0)
             update_norms = self._tensor_norms(layout, units)
             if layout is self.small:
-                self._update_small(lamb_trust_ratios(weight_norms[0], update_norms[0]), active)
+                trust = lamb_trust_ratios(weight_norms[0], update_norms[0])
+                rates = torch.where(self.adapts, trust, 1.0) * (self.group["lr"] * active)
+                self.u[layout].mul_(rates.to(layout.dtype)[self.row_tensors[layout], None])
+                subtract_updates(layout.tensors, self.u_views[layout], lr=1.0)
                 continue
             self._update_freshness(units, active if changes is None else active * changes)
             selected, others = map(lamb_trust_ratios, weight_norms, update_norms)
             # At a small k a step may select nothing of a tensor, which then has one ratio only.
             has_selected = (weight_norms[0] > 0) & (update_norms[0] > 0)
-            trust = torch.where(has_selected, selected, others), others
-            self._update_large(trust, active, ranks=ranks, is_whole=units is None)
+            ratios = torch.where(has_selected, selected, others), others
+            self._update_large(ratios, active, ranks=ranks, is_whole=units is None)
 
     def _tensor_norms(self, layout: FlatLayout, units: Tensor | None) -> tuple[Tensor, Tensor]:
         """Computes norms of what the buffer of u holds: weights, then updates.
@@ -537,13 +537,6 @@ class ParamGroupBuffers:
         weights_to_updates_([of_units], [means], [self.gather_units(v, units)], adam=adam)
         self.scatter_units(m, units, values=means)
         self.scatter_units(u, units, values=of_units)
-
-    def _update_small(self, ratios: Tensor, active: Tensor) -> None:
-        """Takes LAMB's step of the small tensors, by their trust ratios (tensors,)."""
-        layout, u = self.small, self.u[self.small]
-        rates = torch.where(self.adapts, ratios, 1.0) * (self.group["lr"] * active)
-        u.mul_(rates.to(layout.dtype)[self.row_tensors[layout], None])
-        subtract_updates(layout.tensors, self.u_views[layout], lr=1.0)
 
     def _update_freshness(self, units: Tensor | None, active: Tensor) -> None:
         """Makes all units a step older but for those that were exchanged.

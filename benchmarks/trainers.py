@@ -119,7 +119,8 @@ def all_batches(trainer: Trainer, batch_size: int) -> Iterator[tuple[Tensor, Ten
     """Yield the batches of all epochs, as `Trainer.train_epoch` reads them."""
     for epoch in itertools.count():
         trainer.progress.epoch, trainer.progress.step_in_epoch = epoch, 0
-        row_batches = list(trainer.batches.order.full_batches(epoch, batch_size))
+        order = trainer.batches.order
+        row_batches = order.epoch(epoch, [batch_size] * (len(order) // batch_size))
         yield from trainer.train_set.batches(row_batches, epoch)
 
 

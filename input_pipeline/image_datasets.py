@@ -28,7 +28,6 @@ from errors import InputError, first_line
 from input_pipeline.augmentation import RowChanges
 from input_pipeline.own_data import (
     LeftOut,
-    find_splits,
     is_hidden,
     is_used,
     list_files,
@@ -209,10 +208,7 @@ def read_folder(
     Raises:
         InputError: a folder is missing or empty, or test/ or val/ has a class that train/ lacks.
     """
-    if train_is_enough and root.is_dir() and not find_splits(root):
-        paths = {"train": root}
-    else:
-        paths = needed_splits(root, form="/CLASS/*", train_is_enough=train_is_enough)
+    paths = needed_splits(root, train_is_enough=train_is_enough)
     names = list(classes)
     if not names:
         names = sorted(class_folders(paths["train"], LeftOut(paths["train"])))

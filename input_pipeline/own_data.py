@@ -115,18 +115,20 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
 
 
 def needed_splits(
-    root: Path, suffixes: Sequence[str] = ("",), *, form: str, train_is_enough: bool
+    root: Path, suffixes: Sequence[str] = ("",), *, train_is_enough: bool
 ) -> dict[str, Path]:
     """Find the splits as `find_splits` does, and check that there are those that a run needs.
 
     Args:
         root, suffixes: as of `find_splits`.
-        form: what stands behind the name of a split, for the error message, such as '.csv'.
-        train_is_enough: accept a training set alone.
+        train_is_enough: accept a training set alone; it may be `root` itself, without any split,
+            where splits are folders.
     Raises:
         InputError: the training set is missing, or both others are.
     """
-    paths = find_splits(root, suffixes)
+    paths, form = find_splits(root, suffixes), suffixes[0] or "/CLASS/*"
+    if train_is_enough and not paths and "" in suffixes and root.is_dir():
+        return {"train": root}
     if "train" in paths and (train_is_enough or len(paths) > 1):
         return paths
     missing = root / f"{'test' if 'train' in paths else 'train'}{suffixes[0]}"

@@ -51,24 +51,6 @@ class Sampler:
     def __len__(self) -> int:
         return self.rows
 
-    def steps(self, batch_size: int) -> int:
-        """Return the number of full batches in an epoch."""
-        return self.rows // batch_size
-
-    def full_batches(self, epoch: int, batch_size: int) -> Tensor:
-        """Draw the full batches of one epoch and leave out the rows that do not fill another one.
-
-        Every epoch leaves out other rows. This is for streams of batches without an end; an epoch
-        of training takes every row, see `epoch`.
-
-        Args:
-            epoch: number of the epoch.
-            batch_size: rows of a global batch.
-        Returns:
-            (steps, batch_size) int64 row numbers.
-        """
-        return torch.stack(self.epoch(epoch, [batch_size] * self.steps(batch_size)))
-
     def epoch(self, epoch: int, sizes: Sequence[int]) -> list[Tensor]:
         """Draw the batches of one epoch, in which no row occurs twice unless classes are balanced.
 

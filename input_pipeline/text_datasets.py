@@ -176,7 +176,7 @@ def read_own_csv(
     Raises:
         InputError: a file is missing or broken, a column is not there, a label is empty or unknown.
     """
-    paths = needed_splits(folder, SUFFIXES, form=".csv", train_is_enough=train_is_enough)
+    paths = needed_splits(folder, SUFFIXES, train_is_enough=train_is_enough)
     splits: dict[str, TextSplit] = {}
     names = list(classes)
     train: CsvTable | None = None

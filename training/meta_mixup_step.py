@@ -47,9 +47,10 @@ class HeldOutBatches:
     def start(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(inputs, labels), beginning with the batch of this number."""
         batch_size = self.rows * self.world.size
-        epoch, skip = divmod(number, self.sampler.steps(batch_size))
+        sizes = [batch_size] * (len(self.sampler) // batch_size)
+        epoch, skip = divmod(number, len(sizes))
         while True:
-            batches = self.sampler.full_batches(epoch, batch_size)[skip:]
+            batches = self.sampler.epoch(epoch, sizes)[skip:]  # the rows left over differ by epoch
             yield from self.data.batches(
                 [rows[self.world.rank :: self.world.size] for rows in batches]
             )
