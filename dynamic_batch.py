@@ -21,11 +21,7 @@ LOSS_RULES = ("progress", "score")  # of ByLoss
 LOSS_SHARE = 0.8  # weight of the loss in 'score'; the rest is the weight of the time
 JUST_BEFORE = 1e-6  # epochs
 SMOOTHING = 0.5  # weight of earlier epochs in the noise scale
-
-
-def clamp(value: float, low: float, high: float) -> float:
-    """Return the number nearest to `value` in [low, high]."""
-    return min(max(value, low), high)
+MIN_GAIN = 0.03  # share of a step that other shares of the workers must save
 
 
 # -------------------------------------------------------------------- sizes and shares
@@ -54,29 +50,21 @@ def nearest_batch_size(target: float, base: int, *, low: int, high: int, unit: i
                 sizes.add(size)
     if not sizes:
         sizes = {max(limit // unit, 1) * unit for limit in (low, high)}
-    target = clamp(target, low, high)
+    target = min(max(target, low), high)
     return min(sorted(sizes), key=lambda size: abs(math.log(size / target)))
 
 
-def apportion(
-    total: int, weights: Sequence[float], *, minimum: int = 0, unit: int = 1
-) -> list[int]:
+def apportion(total: int, weights: Sequence[float], *, minimum: int = 0) -> list[int]:
     """Split a total into integers in proportion to weights, by largest remainders.
 
-    1. The total is counted in whole units, and the minimum is rounded up to whole units.
-    2. Exact shares below the minimum become the minimum; the others split what is left.
-    3. Every share is rounded down. The units that are left go one by one to the largest remainders,
-       of equal ones to the first.
-    4. What is left of the total below one unit goes to the largest share.
-
-    Where no share is below the minimum, every result is within one unit of its proportional share,
-    plus in one place the rest of step 4.
+    Exact shares below the minimum become the minimum; the others split what is left. Every share is
+    rounded down. What is left of the total goes one by one to the largest remainders, of equal ones
+    to the first.
 
     Args:
         total: a non-negative integer.
         weights: a positive number for each share.
         minimum: of all shares.
-        unit: shares are multiples of it, except for the rest of step 4.
 
     Returns:
         As many integers as there are weights; their sum is `total`.
@@ -84,26 +72,22 @@ def apportion(
     Raises:
         ValueError: the total is too small for the minimum.
     """
-    units, rest = divmod(total, unit)
-    lowest = -(-minimum // unit)
-    if lowest * len(weights) > units:
+    if minimum * len(weights) > total:
         raise ValueError(f"{total} cannot be shared out: at least {minimum} each")
-    exact = _proportions(units, [Fraction(weight) for weight in weights], lowest=lowest)
-    whole = [math.floor(share) for share in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])
-    for i in by_remainder[: units - sum(whole)]:
-        whole[i] += 1
-    shares = [share * unit for share in whole]
-    shares[max(range(len(exact)), key=lambda i: exact[i])] += rest
+    exact = _proportions(total, [Fraction(weight) for weight in weights], lowest=minimum)
+    shares = [math.floor(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])
+    for i in by_remainder[: total - sum(shares)]:
+        shares[i] += 1
     return shares
 
 
-def _proportions(units: int, weights: Sequence[Fraction], *, lowest: int) -> list[Fraction]:
-    """Split `units` exactly in proportion to weights, with at least `lowest` for each."""
+def _proportions(total: int, weights: Sequence[Fraction], *, lowest: int) -> list[Fraction]:
+    """Split a total exactly in proportion to weights, with at least `lowest` for each."""
     at_lowest: set[int] = set()
     while True:
         others = [i for i in range(len(weights)) if i not in at_lowest]
-        left = Fraction(units - lowest * len(at_lowest))
+        left = Fraction(total - lowest * len(at_lowest))
         level = left / sum(weights[i] for i in others) if others else Fraction(0)
         below = {i for i in others if level * weights[i] < lowest}
         if not below:
@@ -179,7 +163,6 @@ def schedule_growth(
     lr_schedule: Callable[[float], float],
     grows: bool,
     factor: float = 2.0,
-    growth: float | None = None,
     replace_decay: bool = False,
 ) -> Callable[[int], float]:
     """The multiple of increase and decrease.
@@ -191,21 +174,16 @@ def schedule_growth(
         lr_schedule: maps the progress in epochs to the multiple of the learning rate.
         grows: whether the batch grows.
         factor: of a change at a milestone, above 1.
-        growth: factor of a change after each epoch, in place of milestones.
         replace_decay: the batch grows where `lr_schedule` would fall, in place of milestones.
     Raises:
-        ValueError: a factor is not above 1, or several settings say when the batch changes.
+        ValueError: the factor is not above 1, or two settings say when the batch changes.
     """
-    if not min(factor, growth or factor) > 1:
-        raise ValueError("factor and growth must be above 1")
-    if (milestones is not None) + (growth is not None) + replace_decay > 1:
-        raise ValueError(
-            "milestones, growth and replace_decay each say when the batch changes; choose one"
-        )
+    if not factor > 1:
+        raise ValueError("factor must be above 1")
+    if milestones is not None and replace_decay:
+        raise ValueError("milestones and replace_decay both say when the batch changes; choose one")
     if replace_decay:
         return replacing_decay(lr_schedule)
-    if growth is not None:
-        return every_epoch(growth if grows else 1 / growth)
     default = [-(-epochs // 2), -(-3 * epochs // 4)]
     return at_milestones(factor if grows else 1 / factor, milestones or default)
 
@@ -250,11 +228,6 @@ def lr_power(lr: str = "none", *, replace_decay: bool = False) -> float:
     if replace_decay and lr != "none":
         raise ValueError("lr: replace_decay scales the rate itself; leave it out")
     return 1.0 if replace_decay else powers[lr]
-
-
-def every_epoch(factor: float) -> Callable[[int], float]:
-    """Return the multiple factor ** epoch."""
-    return lambda epoch: factor**epoch
 
 
 def replacing_decay(schedule: Callable[[float], float]) -> Callable[[int], float]:
@@ -372,7 +345,7 @@ class ByNoise(Rule):
     def next_batch_size(self, epoch: int, size: int) -> float:
         if self.noise is None:
             return size
-        return clamp(self.noise, size / self.factor, size * self.factor)
+        return min(max(self.noise, size / self.factor), size * self.factor)
 
     def observe(self, size: int, loss: float, *, seconds: float, noise: float | None) -> None:
         self.noise = noise
@@ -397,33 +370,12 @@ RULES = {
 # -------------------------------------------------------------------- the noise scale
 
 
-def noise_scale(
-    small_square: float, big_square: float, *, inverse_small: float, inverse_big: float
-) -> tuple[float, float]:
-    """Estimate numerator and denominator of the gradient noise scale, both without bias.
-
-    The mean gradient G_b of b samples has E |G_b|**2 = |G|**2 + tr(Sigma) / b (arXiv:1812.06162,
-    appendix A). Two batch sizes give two equations for tr(Sigma) and |G|**2, whose ratio is the
-    noise scale. All arguments are means over the same steps.
-
-    Args:
-        small_square: squared norm of the mean gradient of few samples.
-        big_square: squared norm of the mean gradient of many samples.
-        inverse_small: 1 / (number of the few samples).
-        inverse_big: 1 / (number of the many samples).
-
-    Returns:
-        The trace of the covariance of a sample's gradient, and the squared norm of the true
-        gradient.
-    """
-    trace = (small_square - big_square) / (inverse_small - inverse_big)
-    return trace, big_square - trace * inverse_big
-
-
 class NoiseScale:
     """Estimate of the gradient noise scale, smoothed over the epochs.
 
-    Numerator and denominator are each an exponential moving average, since the mean of their ratios
+    The mean gradient G_b of b samples has E |G_b|**2 = |G|**2 + tr(Sigma) / b (arXiv:1812.06162,
+    appendix A). Two batch sizes give two equations for tr(Sigma) and |G|**2, whose ratio is the
+    noise scale. Each of the two is an exponential moving average, since the mean of their ratios
     would be biased.
     """
 
@@ -434,24 +386,27 @@ class NoiseScale:
     def observe(
         self, small_square: float, big_square: float, *, inverse_small: float, inverse_big: float
     ) -> float | None:
-        """Take note of an epoch; the arguments are those of `noise_scale`, means over its steps.
+        """Take note of an epoch; all arguments are means over its steps.
+
+        Args:
+            small_square: squared norm of the mean gradient of few samples.
+            big_square: squared norm of the mean gradient of many samples.
+            inverse_small: 1 / (number of the few samples).
+            inverse_big: 1 / (number of the many samples).
 
         Returns:
             The noise scale in samples, or None while the true gradient cannot be told from zero.
         """
-        trace, square = noise_scale(
-            small_square, big_square, inverse_small=inverse_small, inverse_big=inverse_big
-        )
+        trace = (small_square - big_square) / (inverse_small - inverse_big)
+        square = big_square - trace * inverse_big
         self.trace = SMOOTHING * self.trace + (1 - SMOOTHING) * trace
         self.square = SMOOTHING * self.square + (1 - SMOOTHING) * square
         return max(self.trace, 0.0) / self.square if self.square > 0 else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the two numbers."""
         return {"trace": self.trace, "square": self.square}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
         self.trace = state["trace"]
         self.square = state["square"]
 
@@ -463,15 +418,12 @@ class WorkerBalancer:
     """Dynamic batch size of each worker (DBS, arXiv:2007.11831).
 
     The share of rank i is batch x speed_i / sum_j speed_j. Speeds are samples/s of the last epoch,
-    without the time in which a rank waits for others.
-
-    Args:
-        min_gain: shares are kept unless the step of the slowest rank becomes shorter by more than
-            this part, since every new size may have to be compiled.
+    without the time in which a rank waits for others. Shares are kept unless the step of the
+    slowest rank becomes shorter by more than `MIN_GAIN`, since every new size may have to be
+    compiled.
     """
 
-    def __init__(self, min_gain: float = 0.03) -> None:
-        self.min_gain = min_gain
+    def __init__(self) -> None:
         self.speeds: list[float] = []  # samples/s of each rank; empty while they are not known
 
     def observe(self, samples: Sequence[float], seconds: Sequence[float]) -> None:
@@ -484,13 +436,7 @@ class WorkerBalancer:
         is_measured = min(seconds) > 0 and min(samples) > 0
         self.speeds = [n / s for n, s in zip(samples, seconds)] if is_measured else []
 
-    def shares(
-        self,
-        total: int,
-        current: Sequence[int],
-        *,
-        minimum: int,
-    ) -> list[int]:
+    def shares(self, total: int, current: Sequence[int], *, minimum: int) -> list[int]:
         """Split a global batch among the ranks.
 
         Args:
@@ -507,23 +453,16 @@ class WorkerBalancer:
         ranks = len(current)
         if len(self.speeds) != ranks:
             return apportion(total, [1.0] * ranks, minimum=minimum)
-        # Units of up to 8 samples, but of at most 1/32 of a mean share: rounding costs little.
-        unit = min(8, 2 ** int(math.log2(max(total / (32 * ranks), 1))))
-        try:
-            balanced = apportion(total, self.speeds, minimum=minimum, unit=unit)
-        except ValueError:
-            balanced = apportion(total, self.speeds, minimum=minimum)
+        balanced = apportion(total, self.speeds, minimum=minimum)
         kept = apportion(total, [float(share) for share in current], minimum=minimum)
-        if self._step_seconds(balanced) < (1 - self.min_gain) * self._step_seconds(kept):
+        if self._step_seconds(balanced) < (1 - MIN_GAIN) * self._step_seconds(kept):
             return balanced
         return kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the speeds that were measured last."""
         return {"speeds": list(self.speeds)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
         self.speeds = list(state["speeds"])
 
     def _step_seconds(self, shares: Sequence[int]) -> float:

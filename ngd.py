@@ -100,12 +100,12 @@ class NGD(GradScalerOptimizer):
         adamw_ratio: the learning rate of AdamW is lr * adamw_ratio.
         betas, eps: of AdamW.
         ngd: whether this group's matrices are under NGD.
-        amp_scaling: see `optimizers.base.GradScalerOptimizer`.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
-        RuntimeError: a gradient is sparse (in `step`).
     """
+
+    own_ranges = {"rank": lambda rank: rank >= 1, "adamw_ratio": lambda ratio: ratio >= 0}
 
     def __init__(
         self,
@@ -120,7 +120,6 @@ class NGD(GradScalerOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         ngd: bool = True,
-        amp_scaling: bool = True,
     ) -> None:
         self.batches: dict[tuple[bool, ...], list[list[list[MatrixBatch]]]] = {}
         defaults = {
@@ -134,22 +133,11 @@ class NGD(GradScalerOptimizer):
             "eps": eps,
             "ngd": ngd,
         }
-        super().__init__(params, defaults, amp_scaling=amp_scaling)
+        super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.batches = {}
-
-    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {
-            "lr": group["lr"] >= 0,
-            "momentum": 0 <= group["momentum"] < 1,
-            "weight_decay": group["weight_decay"] >= 0,
-            "rank": group["rank"] >= 1,
-            "adamw_ratio": group["adamw_ratio"] >= 0,
-            "betas": all(0 <= beta < 1 for beta in group["betas"]),
-            "eps": group["eps"] > 0,
-        }
 
     def _apply_step(self) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -159,9 +147,7 @@ class NGD(GradScalerOptimizer):
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             for group, together in zip(self.param_groups, self.batches[has_grad]):
                 for batches in together:
-                    step_together(
-                        batches, group, loss_scale=self.loss_scale, found_inf=self.found_inf
-                    )
+                    self._matrix_step(batches, group)
                 self._adamw_step(group)
 
     def _make_batches(self) -> list[list[list[MatrixBatch]]]:
@@ -181,6 +167,20 @@ class NGD(GradScalerOptimizer):
                 batch.X = X.view(len(batch.parameters), -1)
                 rest = rest[:, batch.elements :]
         return groups
+
+    def _matrix_step(self, batches: Sequence[MatrixBatch], group: dict[str, Any]) -> None:
+        """Takes NGD's step with the parameters of batches of one rank and device."""
+        first = batches[0]
+        active = torch.ones((), dtype=first.dtype, device=first.device)
+        if self.found_inf is not None:
+            active = (self.found_inf == 0).to(first.dtype)
+        for batch in batches:
+            batch.load_momentum(
+                group, active=active, loss_scale=self.loss_scale, found_inf=self.found_inf
+            )
+        (precondition_small if first.is_small else precondition)(batches, active=active)
+        for batch in batches:
+            batch.update(group, active=active)
 
     def _adamw_step(self, group: dict[str, Any]) -> None:
         """Takes AdamW's step with the parameters of a group that are no matrices."""
@@ -310,7 +310,8 @@ class MatrixBatch:
         Args:
             group: the hyper-parameters of this step.
             active: 0 where the step is skipped, else 1 ().
-            loss_scale, found_inf: as of `step_together`.
+            loss_scale: the factor by which the gradients are too large (); None is 1.
+            found_inf: other than 0 where the step must be skipped (); None is 0.
         """
         X, momentum = self.X, self.momentum.view(self.X.shape)
         grads = [p.grad.permute(self.axis_order) for p in self.parameters if p.grad is not None]
@@ -349,32 +350,6 @@ class MatrixBatch:
         """Returns the rows of X (batch, elements) in the shape of the parameters."""
         permuted = X.view(self.momentum.shape).permute(0, *(1 + a for a in self.inverse_order))
         return list(permuted.unbind())
-
-
-def step_together(
-    batches: Sequence[MatrixBatch],
-    group: dict[str, Any],
-    *,
-    loss_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    """Updates the parameters of batches of one rank by their gradients.
-
-    Args:
-        batches: on one device.
-        group: the hyper-parameters of this step.
-        loss_scale: the factor by which the gradients are too large (); None is 1.
-        found_inf: other than 0 where the step must be skipped (); None is 0.
-    """
-    first = batches[0]
-    active = torch.ones((), dtype=first.dtype, device=first.device)
-    if found_inf is not None:
-        active = (found_inf == 0).to(first.dtype)
-    for batch in batches:
-        batch.load_momentum(group, active=active, loss_scale=loss_scale, found_inf=found_inf)
-    (precondition_small if first.is_small else precondition)(batches, active=active)
-    for batch in batches:
-        batch.update(group, active=active)
 
 
 def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:

@@ -29,7 +29,6 @@ stays what it is, as for what was not sent, and no error adds up.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +40,7 @@ from torch import Tensor
 from distributed.averaging import RankAverager, average_tensors
 from distributed.quantization import dequantize, quantize
 from optimizers.adam import AdamStep, adam_update_, update_moments, weights_to_updates_
-from optimizers.base import CommunicatingOptimizer, global_norm, subtract_updates
+from optimizers.base import CommunicatingOptimizer, subtract_updates
 from optimizers.flat_buffer import FlatLayout, next_units, shuffled
 from optimizers.lamb import LAMB, lamb_trust_ratios
 
@@ -58,7 +57,6 @@ SETTINGS = (  # attributes of the optimizer that belong to no parameter group
     "warmup",
     "final_ratios",
     "averager",
-    "checks_gradients",
 )
 LARGEST_TRUST = 1000.0  # the largest trust ratio of tensors that are exchanged in parts
 
@@ -104,12 +102,15 @@ class SLAMB(CommunicatingOptimizer):
             way, which saves bytes for two or three ranks (8) and for up to seven (4). 0: it is sent
             in `wire_dtype`, as gradients always are.
         warmup: k of the first epochs, where it is above `compress_ratio`; see `start_epoch`.
-        amp_scaling: see `optimizers.base.GradScalerOptimizer`. With False, a GradScaler would skip
-            a step on one rank alone, which then misses the collectives: only for bf16 and fp32.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
     """
+
+    own_ranges = {
+        "compress_ratio": lambda ratio: 0 < ratio <= 1,
+        "beta3": lambda beta3: 0 <= beta3 <= 1,
+    }
 
     def __init__(
         self,
@@ -127,7 +128,6 @@ class SLAMB(CommunicatingOptimizer):
         wire_dtype: torch.dtype = torch.bfloat16,
         wire_bits: int = 0,
         warmup: Sequence[float] = (),
-        amp_scaling: bool = True,
     ) -> None:
         if selection not in ("block", "random"):
             raise ValueError(f"SLAMB: selection={selection} must be block or random")
@@ -146,7 +146,6 @@ class SLAMB(CommunicatingOptimizer):
         self.averager = RankAverager()
         self.buffers: list[ParamGroupBuffers] | None = None  # of each group
         self.trained: list[bool] = []  # which parameters are in them
-        self.checks_gradients = self.averager.size > 1  # until a step has compared them
         self.final_ratios: list[float] = []  # of each group, after the warm-up
         defaults = {
             "lr": lr,
@@ -156,7 +155,7 @@ class SLAMB(CommunicatingOptimizer):
             "compress_ratio": compress_ratio,
             "beta3": beta3,
         }
-        super().__init__(params, defaults, amp_scaling=amp_scaling)
+        super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         settings = {name: getattr(self, name) for name in SETTINGS}
@@ -165,16 +164,6 @@ class SLAMB(CommunicatingOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.buffers, self.trained = None, []
-
-    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {
-            "lr": group["lr"] >= 0,
-            "betas": all(0 <= beta < 1 for beta in group["betas"]),
-            "eps": group["eps"] >= 0,
-            "weight_decay": group["weight_decay"] >= 0,
-            "compress_ratio": 0 < group["compress_ratio"] <= 1,
-            "beta3": 0 <= group["beta3"] <= 1,
-        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -208,8 +197,6 @@ class SLAMB(CommunicatingOptimizer):
             return
         for buffers in self.buffers:
             buffers.load(self.loss_scale)
-        if self.checks_gradients:
-            self._warn_if_gradients_are_averaged(self.buffers)
         of_groups = [buffers.parts_to_average(self._is_dense(buffers)) for buffers in self.buffers]
         parts = [part for of_group in of_groups for part in of_group]
         flags = self._exchange(parts, self._own_flags(weights))
@@ -236,27 +223,6 @@ class SLAMB(CommunicatingOptimizer):
             ParamGroupBuffers(group, self.state, selection=self.selection, seed=seed)
             for seed, group in enumerate(self.param_groups)
         ]
-
-    def _warn_if_gradients_are_averaged(self, group_buffers: list[ParamGroupBuffers]) -> None:
-        """Compares the norms of the ranks' gradients, once, at the first step that has any.
-
-        Equal norms mean that something, such as DistributedDataParallel, has averaged the gradients
-        already, so that SLAMB saves no communication.
-        """
-        grads = [buffers.g[layout] for buffers in group_buffers for layout in buffers.layouts]
-        norm = global_norm(grads).double()
-        norm = torch.where(torch.isfinite(norm), norm, 0.0)
-        extremes = torch.stack([norm, -norm])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-        largest, negated_smallest = extremes.tolist()
-        smallest = -negated_smallest
-        self.checks_gradients = largest == 0  # the same on all ranks
-        if largest == smallest and largest > 0:
-            warnings.warn(
-                "SLAMB: all ranks have the same gradients, so they have been averaged already; "
-                "SLAMB communicates itself: do not wrap the model in DistributedDataParallel",
-                stacklevel=2,
-            )
 
     def _own_flags(self, weights: list[Tensor]) -> Tensor:
         """Returns what this rank tells the others beside its gradients; they get the mean.
@@ -405,8 +371,8 @@ class ParamGroupBuffers:
         self.scratch = torch.empty_like(self.freshness)
 
         large = self.large
-        units = large.element_indices() if self.selects_elements else large.row_numbers()
-        self.order = shuffled(units, seed)
+        rows = torch.arange(large.rows, device=large.device)
+        self.order = shuffled(large.element_indices() if self.selects_elements else rows, seed)
         self.row_tensors = {layout: layout.tensor_of_row() for layout in self.layouts}
         # whether a small tensor has a trust ratio, (tensors,)
         adapts = [p.ndim > 1 for p in self.small.tensors]
@@ -414,14 +380,11 @@ class ParamGroupBuffers:
         for layout in self.layouts:
             _share_state(state, "exp_avg", layout.tensors, views=layout.views(self.m[layout]))
             _share_state(state, "exp_avg_sq", layout.tensors, views=layout.views(self.v[layout]))
-        _share_state(state, "fresh", self.large.tensors, views=self._freshness_views())
-
-    def _freshness_views(self) -> list[Tensor]:
         if self.selects_elements:
-            return self.large.views(self.freshness)
-        return [
-            self.freshness[self.large.rows_of(index), 0] for index in range(len(self.large.tensors))
-        ]
+            fresh = large.views(self.freshness)
+        else:
+            fresh = [self.freshness[large.rows_of(i), 0] for i in range(len(large.tensors))]
+        _share_state(state, "fresh", large.tensors, views=fresh)
 
     def load(self, loss_scale: Tensor | None) -> None:
         """Copies gradients and weights into the buffers; a missing gradient is zero."""
@@ -501,7 +464,9 @@ class ParamGroupBuffers:
                 self.group["cursor"] = (self.group["cursor"] + len(units)) % len(self.order)
                 self.mask.zero_().view(-1).index_fill_(0, units, 1.0)
             weight_norms = self._tensor_norms(layout, units)
-            changes = self._rows_that_change(part)
+            changes: Tensor | None = None  # (rows, 1), whether a row's tensor has a gradient
+            if part.has_gradient is not None:
+                changes = part.has_gradient.index_select(0, self.row_tensors[layout])[:, None]
             moments = self.m[layout], self.v[layout]
             before = [each.clone() for each in moments] if changes is not None else []
             if units is not None:
@@ -515,23 +480,17 @@ class ParamGroupBuffers:
                 self.u[layout].masked_fill_(~changes, 0.0)
             update_norms = self._tensor_norms(layout, units)
             if layout is self.small:
-                self._update_small(lamb_trust_ratios(weight_norms[0], update_norms[0]), active)
+                trust = lamb_trust_ratios(weight_norms[0], update_norms[0])
+                rates = torch.where(self.adapts, trust, 1.0) * (self.group["lr"] * active)
+                self.u[layout].mul_(rates.to(layout.dtype)[self.row_tensors[layout], None])
+                subtract_updates(layout.tensors, self.u_views[layout], lr=1.0)
                 continue
             self._update_freshness(units, active if changes is None else active * changes)
             selected, others = map(lamb_trust_ratios, weight_norms, update_norms)
             # At a small k a step may select nothing of a tensor, which then has one ratio only.
             has_selected = (weight_norms[0] > 0) & (update_norms[0] > 0)
-            trust = torch.where(has_selected, selected, others), others
-            self._update_large(trust, active, ranks=ranks, is_whole=units is None)
-
-    def _rows_that_change(self, part: Part) -> Tensor | None:
-        """Returns for each row of a layout (rows, 1) whether its tensor has a gradient.
-
-        None: all tensors have one.
-        """
-        if part.has_gradient is None:
-            return None
-        return part.has_gradient.index_select(0, self.row_tensors[part.layout])[:, None]
+            ratios = torch.where(has_selected, selected, others), others
+            self._update_large(ratios, active, ranks=ranks, is_whole=units is None)
 
     def _tensor_norms(self, layout: FlatLayout, units: Tensor | None) -> tuple[Tensor, Tensor]:
         """Computes norms of what the buffer of u holds: weights, then updates.
@@ -578,13 +537,6 @@ class ParamGroupBuffers:
         weights_to_updates_([of_units], [means], [self.gather_units(v, units)], adam=adam)
         self.scatter_units(m, units, values=means)
         self.scatter_units(u, units, values=of_units)
-
-    def _update_small(self, ratios: Tensor, active: Tensor) -> None:
-        """Takes LAMB's step of the small tensors, by their trust ratios (tensors,)."""
-        layout, u = self.small, self.u[self.small]
-        rates = torch.where(self.adapts, ratios, 1.0) * (self.group["lr"] * active)
-        u.mul_(rates.to(layout.dtype)[self.row_tensors[layout], None])
-        subtract_updates(layout.tensors, self.u_views[layout], lr=1.0)
 
     def _update_freshness(self, units: Tensor | None, active: Tensor) -> None:
         """Makes all units a step older but for those that were exchanged.

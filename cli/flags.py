@@ -347,7 +347,7 @@ def add_batches(parser: ScriptParser, batch_rules: Collection[str]) -> None:
     add("--batch_milestones", count, None, "epochs of the changes (default one half and three "
         "quarters of the run)", nargs="+", metavar="EPOCH")
     common = {**own(lr_power, "lr"), "min": None, "max": None}
-    scheduled = common | own(schedule_growth, "factor", "growth")
+    scheduled = common | own(schedule_growth, "factor")
     add("--batch_args", setting, {},
         "further settings of the rule, such as max=4096, factor=1.5 or lr=sqrt; "
         "replace_decay=true lets the batch grow where --lr_schedule would lower the rate",

@@ -64,10 +64,8 @@ def add_flags(parser: ScriptParser) -> None:
         "others)", nargs="+", metavar="COLUMN", only_with=of_csv, common=True)
 
     add = parser.group("Transformer")
-    add("--model_args", setting, {}, "width, depth, heads, mlp_width, "
-        "positions (learned or sinusoidal) and pooling (mean or cls)", parts={"": own(
-            Transformer, "width", "depth", "heads", "mlp_width", "positions", "pooling")},
-        only_with=[ours])
+    add("--model_args", setting, {}, "width, depth, heads and mlp_width",
+        parts={"": own(Transformer, "width", "depth", "heads", "mlp_width")}, only_with=[ours])
     add("--dropout", below_one, 0.3, "share of embeddings and outputs of blocks that is dropped",
         metavar="F", only_with=[ours])
     add("--token_dropout", below_one, 0.5, "share of the tokens that is hidden", metavar="F",

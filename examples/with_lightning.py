@@ -1,7 +1,7 @@
 """NGD in Lightning, in mixed precision with clipped gradients. Needs lightning.
 
 Lightning refuses to clip gradients in mixed precision for optimizers that take scaled gradients by
-themselves, as ours do to avoid waiting for the GPU; `amp_scaling=False` turns that off.
+themselves, as ours do to avoid waiting for the GPU; an attribute that torch reads turns that off.
 """
 
 import lightning
@@ -25,7 +25,9 @@ class Classifier(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        return NGD(ngd_groups(self, weight_decay=0.01), lr=0.05, amp_scaling=False)
+        optimizer = NGD(ngd_groups(self, weight_decay=0.01), lr=0.05)
+        optimizer._step_supports_amp_scaling = False
+        return optimizer
 
 
 torch.manual_seed(0)

@@ -236,7 +236,10 @@ def crop_flip(
     """
     batch, height, width, channels = pixels.shape
     if reflect:
-        rows, columns = (reflected_indices(size, pad, pixels.device) for size in (height, width))
+        rows, columns = (
+            torch.from_numpy(np.pad(np.arange(size), pad, mode="reflect")).to(pixels.device)
+            for size in (height, width)
+        )
         padded = pixels.index_select(1, rows).index_select(2, columns)
     else:
         padded = F.pad(pixels, (0, 0, pad, pad, pad, pad))
@@ -253,9 +256,3 @@ def crop_flip(
     # A view whose i-th entry is the `row_bytes` bytes that start at byte i.
     windows = both.flatten().as_strided((both.numel() - row_bytes + 1, row_bytes), (1, 1))
     return windows.index_select(0, starts.flatten()).view(pixels.shape)
-
-
-def reflected_indices(size: int, pad: int, device: torch.device) -> Tensor:
-    """Return pad, ..., 1, 0, 1, ..., size - 1, size - 2, ..., size - 1 - pad: int64."""
-    position = torch.arange(-pad, size + pad, device=device).abs()
-    return torch.where(position < size, position, 2 * (size - 1) - position)

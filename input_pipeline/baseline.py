@@ -61,17 +61,15 @@ def text_baseline(train: TextSplit, evaluated: TextSplit) -> Baseline:
     vectorizer = TfidfVectorizer(
         token_pattern=r"\w+|[^\w\s]", ngram_range=(1, 2), sublinear_tf=True, max_features=MOST_WORDS
     )
-    rows = [spread(len(split), MOST_TEXTS) for split in (train, evaluated)]
-    texts, eval_texts = (
-        [split.texts[row] for row in of_split]
-        for split, of_split in zip((train, evaluated), rows, strict=True)
+    train, evaluated = (
+        split.select_rows(spread(len(split), MOST_TEXTS)) for split in (train, evaluated)
     )
     return fit(
         "TF-IDF",
-        vectorizer.fit_transform(texts),
-        [train.labels[row] for row in rows[0]],
-        eval_inputs=vectorizer.transform(eval_texts),
-        eval_labels=[evaluated.labels[row] for row in rows[1]],
+        vectorizer.fit_transform(train.texts),
+        train.labels,
+        eval_inputs=vectorizer.transform(evaluated.texts),
+        eval_labels=evaluated.labels,
         strength=10,
     )
 
@@ -79,18 +77,15 @@ def text_baseline(train: TextSplit, evaluated: TextSplit) -> Baseline:
 def image_baseline(train: ImageSplit, evaluated: ImageSplit) -> Baseline:
     """Logistic regression on pixels of 16 a side, of some thousand images of each split."""
     most = MOST_IMAGES if train.files is None else MOST_FILES
-    rows, eval_rows = (torch.tensor(spread(len(each), most)) for each in (train, evaluated))
-    inputs, eval_inputs = (
-        small_pixels(train.decode(rows)),
-        small_pixels(evaluated.decode(eval_rows)),
-    )
+    train, evaluated = (split.select_rows(spread(len(split), most)) for split in (train, evaluated))
+    inputs, eval_inputs = small_pixels(train), small_pixels(evaluated)
     mean, std = inputs.mean(0), inputs.std(0).clamp(min=0.01)
     return fit(
         "small images",
         ((inputs - mean) / std).numpy(),
-        train.labels[rows].tolist(),
+        train.labels.tolist(),
         eval_inputs=((eval_inputs - mean) / std).numpy(),
-        eval_labels=evaluated.labels[eval_rows].tolist(),
+        eval_labels=evaluated.labels.tolist(),
         strength=0.01,
     )
 
@@ -119,12 +114,12 @@ def fit(
     )
 
 
-def small_pixels(pixels: Tensor) -> Tensor:
-    """(rows, height, width, channels) uint8 as (rows, channels x 256) fp32 in 0..1."""
-    images = pixels.permute(0, 3, 1, 2).float().div_(255)
+def small_pixels(split: ImageSplit) -> Tensor:
+    """The images of a split as (rows, channels x 256) fp32 in 0..1."""
+    images = split.decode(torch.arange(len(split))).permute(0, 3, 1, 2).float().div_(255)
     return F.adaptive_avg_pool2d(images, SIDE).flatten(1)
 
 
-def spread(rows: int, most: int) -> list[int]:
+def spread(rows: int, most: int) -> Tensor:
     """Row numbers: all of them, or so many, spread evenly."""
-    return torch.linspace(0, rows - 1, min(rows, most)).long().tolist()
+    return torch.linspace(0, rows - 1, min(rows, most)).long()

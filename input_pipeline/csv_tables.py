@@ -11,7 +11,6 @@ jsonl file is an object such as {"label": "spam", "text": "Win now"}.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
@@ -88,7 +87,7 @@ class CsvTable:
         for number, row in rows:
             label = row[self.label]
             cells = sorted(map(normalise, row)) if normalise(label) in known else []
-            is_header_again = cells == names if names else has_both_names(cells)
+            is_header_again = cells and (cells == names if names else has_both_names(cells))
             if is_header_again or NO_LABEL.fullmatch(label):
                 raise InputError(
                     f"{self.path}, row {number} ({list_names(row)}): is no data; the header must "
@@ -146,8 +145,7 @@ def open_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = Non
     else:
         found = map(SEPARATORS[path.suffix.lower()].search, utf8_lines(path))
         separator = next((match[0] for match in found if match), ",")
-        has_quotes = separator != "\t" or quotes_pair(path)
-        read = partial(read_rows, path, separator, has_quotes=has_quotes)
+        read = partial(read_rows, path, separator)
         has_header = bool(train.header) if train else is_header(read(), choice)
     _, first = next(read())
     header = first if has_header else []
@@ -183,66 +181,47 @@ def utf8_lines(path: Path) -> Iterator[str]:
         ) from None
 
 
-def quotes_pair(path: Path) -> bool:
-    """Tell whether the quotes of a tab-separated file enclose cells.
+def read_rows(path: Path, separator: str = ",", *, columns: int = 0) -> Rows:
+    """Yield the rows of a csv file that are not blank.
 
-    Many such files do not quote their texts, so that a quote is an ordinary character. They are
-    recognised by quotes that do not pair, or that have both a tab and a line break between them.
-    """
-    with contextlib.suppress(InputError):
-        rows = parse_csv(path, "\t", has_quotes=True)
-        return not any("\t" in cell and "\n" in cell for _, row in rows for cell in row)
-    return False
+    Quotes enclose cells, but where tabs separate them: such files mostly do not quote their texts,
+    and there a quote is an ordinary character.
 
-
-def parse_csv(path: Path, separator: str, *, has_quotes: bool) -> Rows:
-    """Yield the rows that are not blank.
-
+    Args:
+        path: the file.
+        separator: of the columns.
+        columns: that each row must have; 0 is as many as the first row, at least 2.
     Raises:
-        InputError: the file cannot be read or is not csv.
+        InputError: the file is missing, empty or broken, or a row has another number of columns.
     """
     csv.field_size_limit(LONGEST_CELL)
     reader = csv.reader(
         utf8_lines(path),
         delimiter=separator,
-        quoting=csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE,
+        quoting=csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL,
         strict=True,
         skipinitialspace=True,
     )
+    is_empty = True
     try:
         for number, row in enumerate(reader, 1):
-            if any(cell.strip() for cell in row):
-                yield number, row
+            if not any(cell.strip() for cell in row):
+                continue
+            columns = columns or max(2, len(row))
+            if len(row) != columns:
+                raise InputError(
+                    f"{path}, row {number}: {len(row)} columns, expected {columns}; correct or "
+                    "delete the row (a text that contains the separator needs double quotes, and "
+                    "no tabs as separators)"
+                )
+            is_empty = False
+            yield number, row
     except csv.Error as error:
         raise InputError(
             f"{path} cannot be read as UTF-8 csv: {error} in line {reader.line_num}; "
             "correct the line, or export the file again"
         ) from None
-
-
-def read_rows(
-    path: Path, separator: str = ",", *, has_quotes: bool = True, columns: int = 0
-) -> Rows:
-    """Yield the rows of a csv file that are not blank.
-
-    Args:
-        path: the file.
-        separator: of the columns.
-        has_quotes: quotes enclose cells; otherwise they are ordinary characters.
-        columns: that each row must have; 0 is as many as the first row, at least 2.
-    Raises:
-        InputError: the file is missing, empty or broken, or a row has another number of columns.
-    """
-    number = 0
-    for number, row in parse_csv(path, separator, has_quotes=has_quotes):
-        columns = columns or max(2, len(row))
-        if len(row) != columns:
-            raise InputError(
-                f"{path}, row {number}: {len(row)} columns, expected {columns}; correct or delete "
-                "the row (a text that contains the separator needs double quotes)"
-            )
-        yield number, row
-    if not number:
+    if is_empty:
         raise InputError(f"{path} is empty: it needs at least one row of label, text...")
 
 

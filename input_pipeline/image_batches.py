@@ -110,9 +110,8 @@ class ImageDataset:
             read = self._gathered_batches(self.images.pixels, row_batches, epoch)
         for rows, parts in read:
             shape = len(rows), full_size, full_size, self.images.channels
-            if (
-                self.device.type == "cpu"
-            ):  # glibc reuses this block; torch's aligned ones leave holes
+            if self.device.type == "cpu":
+                # glibc reuses this block; torch's aligned ones leave holes
                 images = torch.from_numpy(np.empty(shape, dtype=np.float32))
             else:
                 images = torch.empty(shape, device=self.device)

@@ -28,20 +28,18 @@ from errors import InputError, first_line
 from input_pipeline.augmentation import RowChanges
 from input_pipeline.own_data import (
     LeftOut,
-    class_name,
-    find_splits,
     is_hidden,
+    is_used,
     list_files,
-    list_folders,
     needed_splits,
     normal_form,
+    utf8_name,
 )
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 TORCHVISION_FOLDERS = {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}  # below --data_dir
 READ_ERRORS = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
 FOLDER_IMAGE_SIZE = 32  # pixels a side where --image_size is not given
-GREY_16_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 FORMATS_OF_16_BITS = ("PNG", "PPM")  # have at most 16 bits, also where Pillow's mode is I
 RESIZE_ROWS = 4096  # images resized at a time, to keep memory low
 
@@ -165,9 +163,6 @@ def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], l
             pixels = torch.as_tensor(np.ascontiguousarray(data.data))  # a transposed view
             labels = torch.as_tensor(data.targets)
             classes = list(data.classes)
-            in_range = 0 <= int(labels.min()) <= int(labels.max()) < len(classes)
-            if len(labels) != len(pixels) or not in_range:
-                raise ValueError("labels do not match the images")
         except READ_ERRORS as error:
             state = "is missing and could not be downloaded" if is_missing else "is damaged"
             raise InputError(
@@ -213,10 +208,7 @@ def read_folder(
     Raises:
         InputError: a folder is missing or empty, or test/ or val/ has a class that train/ lacks.
     """
-    if train_is_enough and root.is_dir() and not find_splits(root):
-        paths = {"train": root}
-    else:
-        paths = needed_splits(root, form="/CLASS/*", train_is_enough=train_is_enough)
+    paths = needed_splits(root, train_is_enough=train_is_enough)
     names = list(classes)
     if not names:
         names = sorted(class_folders(paths["train"], LeftOut(paths["train"])))
@@ -234,11 +226,17 @@ def class_folders(folder: Path, left_out: LeftOut) -> dict[str, list[Path]]:
 
     Args:
         folder: of a split.
-        left_out: counts hidden folders and links to a folder above.
+        left_out: counts other folders, images beside the folders and links to nothing.
     """
     by_class: dict[str, list[Path]] = {}
-    for path in list_folders(folder, left_out):
-        by_class.setdefault(class_name(path), []).append(path)
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            if is_used(path, left_out):
+                by_class.setdefault(normal_form(utf8_name(path.name)), []).append(path)
+        elif not is_hidden(path.name) and not path.exists():
+            left_out.add("dangling links", path)
+        elif not is_hidden(path.name) and path.suffix.lower() in SUFFIXES:
+            left_out.add("images outside the folders of the classes", path)
     return by_class
 
 
@@ -268,12 +266,8 @@ def list_split(folder: Path, classes: Sequence[str], *, size: int) -> ImageSplit
             )
     if not any(map(len, files)):
         raise InputError(f"{folder} contains no images: it needs a folder for each class")
-    for path in sorted(folder.iterdir()):
-        if path.suffix.lower() in SUFFIXES and os.path.isfile(path) and not is_hidden(path):
-            left_out.add("images outside the folders of the classes", path)
-    notes = (left_out.line(),) if left_out.paths else ()
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor(list(map(len, files))))
-    return ImageSplit(labels, files=np.concatenate(files), size=size, notes=notes)
+    return ImageSplit(labels, files=np.concatenate(files), size=size, notes=tuple(left_out.notes()))
 
 
 def paths_array(paths: Iterable[str | Path]) -> np.ndarray:
@@ -358,8 +352,6 @@ def read_image(
             part = to_8_bits(part, path, file_format=image.format)
             part = part.convert("RGB" if channels == 3 else "L")
             return part.resize((size, size), Image.Resampling[interpolation.upper()])
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
     except InputError:
         raise
     except Exception as error:  # Pillow raises nearly all of them for damaged files
@@ -378,9 +370,8 @@ def to_8_bits(image: Image.Image, path: str | Path, *, file_format: str | None) 
     Raises:
         InputError: the pixels are floats or 32-bit integers, which have no common range.
     """
-    is_16_bit = image.mode in GREY_16_MODES
-    is_16_bit |= image.mode == "I" and file_format in FORMATS_OF_16_BITS
-    if is_16_bit:
+    is_16_bit = image.mode == "I" and file_format in FORMATS_OF_16_BITS
+    if is_16_bit or image.mode.startswith("I;16"):
         pixels = np.asarray(image).astype(np.float64)
         return Image.fromarray((pixels / 257).round().clip(0, 255).astype(np.uint8))
     if image.mode in ("I", "F"):

@@ -3,7 +3,7 @@
 paths = find_splits(Path("my_images"))             # {"train": Path(...), "test": Path(...)}
 left_out = LeftOut(paths["train"])
 files = list_files(paths["train"], {".png"}, left_out)
-print(left_out.line())                             # '' where every file is used
+print(*left_out.notes())                           # nothing where every file is used
 class_table(["cat", "dog"], {"train": [0, 0, 1], "test": [1]})     # lines for the console
 """
 
@@ -13,7 +13,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,9 +73,9 @@ class LeftOut:
         ]
         return f"left out: {', '.join(reasons)}" if reasons else ""
 
-    def line(self) -> str:
-        """Return the summary as a line for the console, or ''."""
-        return f"warning: {self.root}: {self.summary()}" if self.paths else ""
+    def notes(self) -> list[str]:
+        """Return the summary as a line for the console, if there is something to say."""
+        return [f"warning: {self.root}: {self.summary()}"] if self.paths else []
 
     def hint(self) -> str:
         """Return the summary as the end of an error message, or ''."""
@@ -91,17 +91,11 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
     Returns:
         The paths of 'train', 'test' and 'val', as far as they are there, in this order.
     Raises:
-        InputError: a split is there twice or is a dangling link, or `root` is a file or cannot be
-            read.
+        InputError: a split is there twice or is a dangling link, or `root` is a file.
     """
     if root.is_file():
         raise InputError(f"--data_dir {root}: is a file; give the folder that contains it")
-    try:
-        entries = sorted(root.iterdir()) if root.is_dir() else []
-    except OSError as error:
-        raise InputError(
-            f"--data_dir {root}: cannot be read ({error.strerror}); give a folder that you may read"
-        ) from None
+    entries = sorted(root.iterdir()) if root.is_dir() else []
     is_wanted = Path.is_dir if "" in suffixes else Path.is_file  # a pipe would be waited for
     paths = {}
     for split, names in SPLIT_NAMES.items():
@@ -124,18 +118,20 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
 
 
 def needed_splits(
-    root: Path, suffixes: Sequence[str] = ("",), *, form: str, train_is_enough: bool
+    root: Path, suffixes: Sequence[str] = ("",), *, train_is_enough: bool
 ) -> dict[str, Path]:
     """Find the splits as `find_splits` does, and check that there are those that a run needs.
 
     Args:
         root, suffixes: as of `find_splits`.
-        form: what stands behind the name of a split, for the error message, such as '.csv'.
-        train_is_enough: accept a training set alone.
+        train_is_enough: accept a training set alone; it may be `root` itself, without any split,
+            where splits are folders.
     Raises:
         InputError: the training set is missing, or both others are.
     """
-    paths = find_splits(root, suffixes)
+    paths, form = find_splits(root, suffixes), suffixes[0] or "/CLASS/*"
+    if train_is_enough and not paths and "" in suffixes and root.is_dir():
+        return {"train": root}
     if "train" in paths and (train_is_enough or len(paths) > 1):
         return paths
     missing = root / f"{'test' if 'train' in paths else 'train'}{suffixes[0]}"
@@ -155,7 +151,41 @@ def list_files(folder: Path, suffixes: Collection[str], left_out: LeftOut) -> li
         suffixes: in lower case, with their dots.
         left_out: counts all other files, but for hidden ones of other suffixes.
     """
-    return list(_walk(folder, suffixes, left_out, above=(left_out.root.resolve(),)))
+    files: list[str] = []
+    for parent, folders, names in os.walk(
+        folder,
+        onerror=lambda error: left_out.add("unreadable folders", Path(error.filename)),
+        followlinks=True,
+    ):
+        for name in sorted(names):
+            path = os.path.join(parent, name)
+            has_suffix = os.path.splitext(name)[1].lower() in suffixes
+            if is_hidden(name):
+                if has_suffix:
+                    left_out.add("hidden files and folders", Path(path))
+            elif has_suffix and os.path.isfile(path) and os.access(path, os.R_OK):
+                files.append(path)
+            elif not os.path.exists(path):
+                left_out.add("dangling links", Path(path))
+            elif not has_suffix:
+                left_out.add("files of other types", Path(path))
+            else:
+                left_out.add("unreadable files", Path(path))
+        folders[:] = [name for name in sorted(folders) if is_used(Path(parent, name), left_out)]
+    return sorted(files, key=lambda file: file.replace(os.sep, "\0"))  # folder by folder
+
+
+def is_used(folder: Path, left_out: LeftOut) -> bool:
+    """Return whether a folder is neither hidden nor a link to a folder above it; else count it."""
+    if is_hidden(folder.name):
+        left_out.add("hidden files and folders", folder)
+        return False
+    if folder.is_symlink():
+        target = folder.resolve()
+        if any(parent.resolve().is_relative_to(target) for parent in folder.absolute().parents):
+            left_out.add("links to a folder above", folder)
+            return False
+    return True
 
 
 def expand_files(
@@ -180,91 +210,12 @@ def expand_files(
     files = [Path(file) for file in list_files(path, suffixes, left_out)]
     if not files:
         raise InputError(f"{path}: contains no {what}{left_out.hint()}")
-    return files, [left_out.line()] if left_out.paths else []
+    return files, left_out.notes()
 
 
-def list_folders(folder: Path, left_out: LeftOut) -> list[Path]:
-    """Return the folders in a folder, sorted by name.
-
-    Args:
-        folder: of a split.
-        left_out: counts folders that are hidden or above, and links to nothing.
-    """
-    folders, real = [], folder.resolve()
-    for entry in _entries(folder, left_out):
-        path = Path(entry)
-        if os.path.isdir(path):
-            if _is_used(path, (real,), left_out):
-                folders.append(path)
-        elif not os.path.exists(path) and not is_hidden(path):
-            left_out.add("dangling links", path)
-    return folders
-
-
-def _walk(
-    folder: Path,
-    suffixes: Collection[str],
-    left_out: LeftOut,
-    *,
-    above: tuple[Path, ...],
-) -> Iterator[str]:
-    """Yield the files of `list_files`; `above` are the real paths of the folders above."""
-    above = (*above, folder.resolve())
-    for entry in _entries(folder, left_out):
-        dot, is_link = entry.name.rfind("."), entry.is_symlink()
-        has_suffix = dot > 0 and entry.name[dot:].lower() in suffixes
-        if os.path.isdir(entry) if is_link else entry.is_dir():
-            if _is_used(Path(entry), above, left_out):
-                yield from _walk(Path(entry), suffixes, left_out, above=above)
-        elif is_hidden(entry):
-            if has_suffix:
-                left_out.add("hidden files and folders", Path(entry))
-        elif is_link and not os.path.exists(entry):
-            left_out.add("dangling links", Path(entry))
-        elif not has_suffix:
-            left_out.add("files of other types", Path(entry))
-        elif entry.is_file() and os.access(entry, os.R_OK):
-            yield entry.path
-        else:
-            left_out.add("unreadable files", Path(entry))
-
-
-def _entries(folder: Path, left_out: LeftOut) -> list[os.DirEntry[str]]:
-    """Return what is in a folder, sorted by name; a folder that cannot be read is left out."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except OSError:
-        left_out.add("unreadable folders", folder)
-        return []
-
-
-def _is_used(folder: Path, above: Sequence[Path], left_out: LeftOut) -> bool:
-    """Return whether a folder is neither hidden nor a link to a folder above it.
-
-    Args:
-        folder: below all of `above`.
-        above: real paths of the folders that it was reached through.
-        left_out: counts the folder if it is not used.
-    """
-    if is_hidden(folder):
-        left_out.add("hidden files and folders", folder)
-        return False
-    target = folder.resolve()
-    if any(target == each or target in each.parents for each in above):
-        left_out.add("links to a folder above", folder)
-        return False
-    return True
-
-
-def is_hidden(path: Path | os.DirEntry[str]) -> bool:
+def is_hidden(name: str) -> bool:
     """Return whether a file or folder is hidden, or a folder that a system has added."""
-    return path.name.startswith(".") or path.name in SYSTEM_FOLDERS
-
-
-def class_name(folder: Path) -> str:
-    """Return the class that a folder holds: its name in the form in which names are compared."""
-    return normal_form(utf8_name(folder.name))
+    return name.startswith(".") or name in SYSTEM_FOLDERS
 
 
 def utf8_name(path: Path | str) -> str:
@@ -290,8 +241,8 @@ def class_table(classes: Sequence[str], labels: Mapping[str, Sequence[int]]) -> 
         classes: names of the classes.
         labels: the class number of each row, by the name of the split.
     Returns:
-        The lines of a table, shortened after 20 classes; a line for each split that lacks some of
-        the classes; and one where many classes look like several labels.
+        The lines of a table, shortened after 20 classes; and a line for each split that lacks some
+        of the classes; and one where many names look like several labels.
     """
     counts = {split: Counter(labels[split]) for split in SPLIT_NAMES if split in labels}
     lines = [f"{'class':>20}" + "".join(f"{split:>10}" for split in counts)]

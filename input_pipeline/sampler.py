@@ -3,7 +3,7 @@
     sampler = Sampler(rows=50_000, seed=0)
     sizes = batch_sizes(50_000, 512)                           # 96 of 512, then two of 424
     for batch in sampler.epoch(3, sizes):                      # global batches, equal on all ranks
-        local_rows = rank_share(batch, rank=1, world_size=4)   # the rows that this rank computes
+        local_rows = batch[row_owners([128] * 4) == 1]         # the rows that rank 1 computes
 
 The order is a function of (seed, epoch) alone. There is no random state to save, a run can resume
 at any step of any epoch without communication, and W ranks of b rows draw the same global batch as
@@ -50,24 +50,6 @@ class Sampler:
 
     def __len__(self) -> int:
         return self.rows
-
-    def steps(self, batch_size: int) -> int:
-        """Return the number of full batches in an epoch."""
-        return self.rows // batch_size
-
-    def full_batches(self, epoch: int, batch_size: int) -> Tensor:
-        """Draw the full batches of one epoch and leave out the rows that do not fill another one.
-
-        Every epoch leaves out other rows. This is for streams of batches without an end; an epoch
-        of training takes every row, see `epoch`.
-
-        Args:
-            epoch: number of the epoch.
-            batch_size: rows of a global batch.
-        Returns:
-            (steps, batch_size) int64 row numbers.
-        """
-        return torch.stack(self.epoch(epoch, [batch_size] * self.steps(batch_size)))
 
     def epoch(self, epoch: int, sizes: Sequence[int]) -> list[Tensor]:
         """Draw the batches of one epoch, in which no row occurs twice unless classes are balanced.
@@ -162,19 +144,11 @@ def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
 
 
-def rank_share(batch: Tensor, rank: int, *, world_size: int) -> Tensor:
-    """Return one rank's rows of a global batch.
-
-    A rank takes every `world_size`-th row, so that long and short rows are spread evenly.
-    """
-    return batch[rank::world_size]
-
-
 def row_owners(shares: Sequence[int]) -> Tensor:
     """Assign each row of a global batch to a rank, for ranks that take shares of unequal size.
 
-    The rows of each rank are spread evenly over the batch. Equal shares give 0, 1, ..., 0, 1, ...,
-    as in `rank_share`.
+    The rows of each rank are spread evenly over the batch, so that all get long and short ones.
+    Equal shares give 0, 1, ..., 0, 1, ....
 
     Args:
         shares: number of rows of each rank; their sum is the global batch.

@@ -45,7 +45,6 @@ class TextDataset:
             CPU maps the file.
         starts: (rows,) int64 on the device, position of each row's first token in `tokens`.
         labels: (rows,) int64 on the device.
-        longest: number of tokens of the longest row.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class TextDataset:
             self.token_file.write(ids)
             lengths.append(len(ids))
         self.lengths = torch.frombuffer(lengths, dtype=torch.int64)
-        self.longest = int(self.lengths.max())
         self.labels = torch.tensor(split.labels)
 
     def to(self, device: torch.device) -> TextDataset:
@@ -96,12 +94,6 @@ class TextDataset:
         multiple = LENGTH_MULTIPLE[self.device.type]
         longest = int(self.lengths[rows].max())
         return min(-(-longest // multiple) * multiple, self.max_len)
-
-    def padding(self, row_batches: Sequence[Tensor]) -> float:
-        """Return the number of padding tokens in these batches over the number of real tokens."""
-        padded = sum(self.padded_length(rows) * len(rows) for rows in row_batches)
-        real = sum(int(self.lengths[rows].sum()) for rows in row_batches)
-        return padded / real - 1
 
     def padded_tokens(self, rows: Tensor, length: int) -> Tensor:
         """Gather the tokens of `rows` and pad them to `length`: (len(rows), length) int32."""

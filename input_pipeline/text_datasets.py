@@ -176,7 +176,7 @@ def read_own_csv(
     Raises:
         InputError: a file is missing or broken, a column is not there, a label is empty or unknown.
     """
-    paths = needed_splits(folder, SUFFIXES, form=".csv", train_is_enough=train_is_enough)
+    paths = needed_splits(folder, SUFFIXES, train_is_enough=train_is_enough)
     splits: dict[str, TextSplit] = {}
     names = list(classes)
     train: CsvTable | None = None
@@ -198,30 +198,18 @@ def read_own_csv(
             texts.append(clean_text(" ".join(row[i] for i in table.texts)))
             if not texts.sizes[-1]:
                 empty.append(number)
+        if len(empty) == len(labels):
+            raise InputError(f"{path}: no row has a text; choose its column with --text_column")
+        notes = [table.describe()]
+        if empty:
+            notes.append(
+                f"warning: {path}: {len(empty)} of {len(labels)} rows have no text (the first is "
+                f"row {empty[0]}); they are kept, and count like the others"
+            )
         names = names or name_classes(labels, table)
         numbers = {normal_form(name): number for number, name in enumerate(names)}
-        splits[split] = TextSplit(
-            [numbers[label] for label in labels],
-            texts,
-            notes=(table.describe(), *check_texts(empty, table, num_rows=len(labels))),
-        )
+        splits[split] = TextSplit([numbers[label] for label in labels], texts, tuple(notes))
     return splits, names
-
-
-def check_texts(empty: Sequence[int], table: CsvTable, *, num_rows: int) -> list[str]:
-    """Return a warning where some of the rows have no text; `empty` has their numbers.
-
-    Raises:
-        InputError: no row has a text.
-    """
-    if len(empty) == num_rows:
-        raise InputError(f"{table.path}: no row has a text; choose its column with --text_column")
-    if not empty:
-        return []
-    return [
-        f"warning: {table.path}: {len(empty)} of {num_rows} rows have no text (the first is row "
-        f"{empty[0]}); they are kept, and count like the others"
-    ]
 
 
 def name_classes(labels: Sequence[str], table: CsvTable) -> list[str]:
@@ -248,18 +236,13 @@ def name_classes(labels: Sequence[str], table: CsvTable) -> list[str]:
             f"classes (such as {shorten(labels[0])!r}); choose the column of the label with "
             "--label_column"
         )
-    if not table.header:
-        rows = zip(labels, table.rows())
-        different = {hash(tuple(row)): label for label, (_, row) in rows}
-        num_different = Counter(different.values())  # rows of each label, copies once
-        if num_different[labels[0]] == 1 < max(num_different.values()):
-            number, first = next(table.rows())
-            raise InputError(
-                f"{table.path}, row {number}: no other row has the label {shorten(labels[0])!r}; "
-                f"if this row is a header ({list_names(first)}), name its columns with "
-                "--label_column and --text_column; if it is data, put a header row such as "
-                "label,text above it"
-            )
+    if not table.header and counts[labels[0]] == 1 < max(counts.values()):
+        number, first = next(table.rows())
+        raise InputError(
+            f"{table.path}, row {number}: no other row has the label {shorten(labels[0])!r}; if "
+            f"this row is a header ({list_names(first)}), name its columns with --label_column and "
+            "--text_column; if it is data, put a header row such as label,text above it"
+        )
     return sorted(
         counts, key=lambda name: (0, int(name), name) if is_number(name) else (1, 0, name)
     )

@@ -1,7 +1,8 @@
 """`--tokenizer torchtext`: whole words, with torchtext's basic_english tokenizer and vocabulary.
 
     tokenizer = train(texts, vocab_size=30_000, special_tokens=["[PAD]", "[UNK]", "[CLS]"])
-    ids = tokenizer.encode("Stocks rise").ids            # starts with [CLS]; rare words are [UNK]
+    [found] = tokenizer.encode_batch_fast(["Stocks rise"])
+    found.ids                                            # starts with [CLS]; rare words are [UNK]
 
 torchtext belongs to the legacy stack of requirements-legacy.txt: it is no longer developed and does
 not load beside a current torch.
@@ -9,7 +10,6 @@ not load beside a current torch.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,17 +20,6 @@ from errors import InputError, first_line
 
 INSTALL_HINT = "bash setup_venv.sh requirements-legacy.txt makes .venv-legacy, which has it"
 UNKNOWN, CLS = 1, 2  # ids of two special tokens
-
-
-def unavailable_reason() -> str:
-    """Return why torchtext cannot be used and how to install it, or '' where it can be used."""
-    if importlib.util.find_spec("torchtext") is None:
-        return f"torchtext is not installed: {INSTALL_HINT}"
-    try:
-        _import_torchtext()
-    except (OSError, ImportError, AttributeError) as error:  # a build for another torch: OSError
-        return f"torchtext does not load ({first_line(error)}): {INSTALL_HINT}"
-    return ""
 
 
 class Encoding(NamedTuple):
@@ -69,13 +58,9 @@ class TorchtextTokenizer:
         """Return the number of tokens, special tokens included."""
         return len(self.vocab)
 
-    def encode(self, text: str) -> Encoding:
-        """Encode one text as [CLS] and the ids of its words."""
-        return Encoding([CLS, *self.vocab.lookup_indices(self.split(text))])
-
     def encode_batch_fast(self, texts: Sequence[str]) -> list[Encoding]:
-        """Encode each text; the name is that of `tokenizers.Tokenizer`."""
-        return [self.encode(text) for text in texts]
+        """Encode each text as [CLS] and the ids of its words."""
+        return [Encoding([CLS, *self.vocab.lookup_indices(self.split(text))]) for text in texts]
 
 
 def train(
@@ -99,18 +84,20 @@ def train(
 
 
 def _require_torchtext() -> ModuleType:
-    """Return the torchtext module or raise the InputError that says how to install it."""
-    if reason := unavailable_reason():
-        raise InputError(f"--tokenizer torchtext: {reason}; or use --tokenizer wordpiece")
-    return _import_torchtext()
+    """Import torchtext, without its notice that it is no longer developed.
 
+    Raises:
+        InputError: it is not there, or is built for another torch; the message says what to do.
+    """
+    try:
+        import torchtext
 
-def _import_torchtext() -> ModuleType:
-    """Import torchtext without its notice that it is no longer developed."""
-    import torchtext
-
-    torchtext.disable_torchtext_deprecation_warning()
-    import torchtext.data
-    import torchtext.vocab
-
+        torchtext.disable_torchtext_deprecation_warning()
+        import torchtext.data
+        import torchtext.vocab
+    except (OSError, ImportError, AttributeError) as error:  # a build for another torch: OSError
+        raise InputError(
+            f"--tokenizer torchtext: torchtext does not load ({first_line(error)}): "
+            f"{INSTALL_HINT}; or use --tokenizer wordpiece"
+        ) from None
     return torchtext

@@ -22,14 +22,12 @@ from torch import Tensor, nn
 
 from distributed import sharded_checkpoint
 from errors import InputError, first_line, needing
-from input_pipeline.own_data import normal_form
+from input_pipeline.own_data import list_names, normal_form
 
 NESTED = ("state_dict", "model", "model_state_dict")  # where other projects keep the weights
 COMPILED = "_orig_mod."  # in names of a model, or a part of one, that torch.compile has wrapped
-COUNTER = "num_batches_tracked"  # of BatchNorm; files of old versions of torch lack it
 PICKLED_OBJECT = re.compile(r"Unsupported (?:global: GLOBAL|class) ([\w.]+)")  # in torch's error
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")  # classifiers that torchvision has in training alone
-MAX_NAMES = 3  # in the message of weights that do not fit
 PREPROCESSING = ("mean", "std", "size", "interpolation")  # what weights expect of images
 KINDS = "give a run folder, a .pt file, or a .safetensors file"
 
@@ -148,7 +146,7 @@ def match_names(
     if len(best) > 1:
         raise InputError(
             f"--weights {source}: holds weights of several models that fit, whose names begin "
-            f"with {' and '.join(sorted(best)[:MAX_NAMES])}; save the state_dict of one alone"
+            f"with {list_names(sorted(best))}; save the state_dict of one alone"
         )
     return {
         name.removeprefix(best[0]): value
@@ -190,17 +188,13 @@ def load_pretrained(
     Raises:
         InputError: other weights than the classifier's are missing, unknown or of another shape.
     """
-    classifier = classifier_names(model)
-    own = {name: value for name, value in model.state_dict().items() if name not in kept}
+    classifier, state = classifier_names(model), model.state_dict()
+    own = {name: value for name, value in state.items() if name not in kept}
     weights = {
         name: fit_channels(value, own.get(name))
         for name, value in match_names(saved.weights, own, source=source).items()
-        if name not in kept
+        if name not in kept and not name.startswith(AUXILIARY)
     }
-    counters = {name: value for name, value in own.items() if name.endswith(COUNTER)}
-    weights = counters | weights
-    if wrong := misfits(weights, own, classifier=classifier):
-        raise InputError(f"--weights {source}: not of this model ({flags}): {first_of(wrong)}")
     rows = _matching_rows(
         {name: own[name] for name in classifier},
         {name: weights[name] for name in classifier if name in weights},
@@ -212,7 +206,14 @@ def load_pretrained(
         for row, saved_row in rows.items():
             anew[row] = weights[name][saved_row]
         weights[name] = anew
-    model.load_state_dict({name: weights[name] for name in own}, strict=False)
+    try:
+        model.load_state_dict(weights | {name: state[name] for name in kept if name in state})
+    except RuntimeError as error:  # whose first line is a heading
+        reason = " ".join(str(error).splitlines()[1:2]).strip()
+        raise InputError(f"--weights {source}: not of this model ({flags}): {reason}") from None
+    for name, value in model.state_dict().items():
+        if not value.isfinite().all():
+            raise InputError(f"--weights {source}: {name} holds numbers that are not finite")
     layer, num_outputs = classifier[0].rpartition(".")[0], len(own[classifier[0]])
     if not rows:
         shape = " x ".join(map(str, own[classifier[0]].shape))
@@ -222,39 +223,7 @@ def load_pretrained(
     if len(rows) == num_outputs:
         return line
     new = [name for number, name in enumerate(classes) if number not in rows]
-    return f"{line}; in {layer} begin anew: {first_of(new)}"
-
-
-def first_of(names: Sequence[str]) -> str:
-    """The first names of many: 'a, b, c and 4 more'."""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
-
-
-def misfits(
-    weights: Mapping[str, Tensor], own: Mapping[str, Tensor], *, classifier: Collection[str]
-) -> list[str]:
-    """Say of each weight that a model lacks, or has in another shape, what is wrong with it.
-
-    Args:
-        weights: of a file.
-        classifier: names of its classifier's weights, which may be wrong.
-    """
-    wrong = []
-    for name, value in own.items():
-        if name not in classifier and name not in weights:
-            wrong.append(f"it has no {name}")
-        elif name not in classifier and weights[name].shape != value.shape:
-            shapes = (" x ".join(map(str, each[name].shape)) or "one" for each in (weights, own))
-            wrong.append(f"its {name} has {' and not '.join(shapes)} values")
-        elif (
-            name in weights
-            and value.is_floating_point()
-            and not (weights[name].is_floating_point() and weights[name].isfinite().all())
-        ):
-            wrong.append(f"its {name} holds no finite floating-point numbers")
-    unknown = [name for name in weights if name not in own and not name.startswith(AUXILIARY)]
-    return wrong + [f"its {name} is unknown" for name in unknown]
+    return f"{line}; in {layer} begin anew: {list_names(new)}"
 
 
 def _matching_rows(
@@ -270,9 +239,9 @@ def _matching_rows(
         saved: the same of the saved model; some may be missing.
         saved_classes: names of the saved classes; empty where they are not known.
     """
-    if saved.keys() != own.keys():
-        return {}
-    if any(saved[name].shape[1:] != value.shape[1:] for name, value in own.items()):
+    if saved.keys() != own.keys() or any(
+        saved[name].shape[1:] != value.shape[1:] for name, value in own.items()
+    ):
         return {}
     outputs, saved_outputs = ({len(value) for value in each.values()} for each in (own, saved))
     if outputs != {len(classes)} or saved_outputs != {len(saved_classes)}:
@@ -291,8 +260,6 @@ def fit_channels(weight: Tensor, own: Tensor | None) -> Tensor:
         own: the model's weight of that name, if there is one.
     """
     if own is None or weight.ndim != 4 or own.ndim != 4:
-        return weight
-    if weight.shape[2:] != own.shape[2:]:
         return weight
     if (weight.shape[1], own.shape[1]) == (1, 3):
         return weight.expand(-1, 3, -1, -1) / 3

@@ -92,12 +92,12 @@ class Block(ResidualBlock):
 
 
 class Transformer(nn.Module):
-    """Encoder with a linear classifier.
+    """Encoder with learned positions, and a linear classifier of the mean of a text's tokens.
 
     Args:
         vocab_size: number of token ids; ids 0, 1 and 2 are padding, unknown and [CLS].
         classes: number of outputs.
-        width: features of a token; even, and divisible by `heads`.
+        width: features of a token, divisible by `heads`.
         depth: number of blocks.
         heads: attention heads of a block.
         mlp_width: hidden units of the MLP of a block.
@@ -105,8 +105,6 @@ class Transformer(nn.Module):
         dropout: probability, on embeddings and on both branches of a block.
         token_dropout: share of input tokens that are replaced by unknown in training
             (arXiv:1512.05287, section 5).
-        positions: 'learned' or 'sinusoidal' (arXiv:1706.03762, section 3.5).
-        pooling: 'mean' over the tokens that are not padding, or 'cls', the first token.
         prior: (vocab_size, classes) scores of each token, such as those of naive Bayes. Their sum
             over the tokens of a text, divided by the square root of the number of tokens, is added
             to the logits with a learned weight: the encoder only learns what a bag of words cannot
@@ -127,18 +125,12 @@ class Transformer(nn.Module):
         max_len: int = 128,
         dropout: float = 0.1,
         token_dropout: float = 0.0,
-        positions: str = "learned",
-        pooling: str = "mean",
         prior: Tensor | None = None,
         mix_at: str = "pooled",
     ) -> None:
         super().__init__()
-        if positions not in ("learned", "sinusoidal"):
-            raise ValueError(f"positions={positions} must be learned or sinusoidal")
-        if pooling not in ("mean", "cls"):
-            raise ValueError(f"pooling={pooling} must be mean or cls")
-        if width < 1 or heads < 1 or width % heads or width % 2:
-            raise ValueError(f"width={width} must be even and divisible by heads={heads}")
+        if width < 1 or heads < 1 or width % heads:
+            raise ValueError(f"width={width} must be divisible by heads={heads}")
         if depth < 1 or mlp_width < 1:
             raise ValueError(f"depth={depth} and mlp_width={mlp_width} must be at least 1")
         self.mix_at = mix_at
@@ -147,13 +139,8 @@ class Transformer(nn.Module):
         if prior is not None:
             self.prior_weight = nn.Parameter(torch.tensor([PRIOR_WEIGHT]))
         self.token_dropout = token_dropout
-        self.pooling = pooling
         self.embed = nn.Embedding(vocab_size, width, padding_idx=PAD)
-        table = sinusoids(max_len, width)
-        if positions == "learned":
-            self.positions = nn.Parameter(torch.zeros_like(table))
-        else:
-            self.register_buffer("positions", table, persistent=False)
+        self.positions = nn.Parameter(torch.zeros(max_len, width))
         self.dropout = Dropout(dropout)
         self.blocks = nn.ModuleList(
             Block(width, heads, mlp_width=mlp_width, dropout=dropout) for _ in range(depth)
@@ -209,11 +196,8 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x, mask[:, None, None, :])
         x = self.norm(x)
-        if self.pooling == "cls":
-            pooled = x[:, 0]
-        else:
-            weights = present.unsqueeze(-1).to(x.dtype)
-            pooled = (x * weights).sum(1) / weights.sum(1).clamp(min=1)
+        weights = present.unsqueeze(-1).to(x.dtype)
+        pooled = (x * weights).sum(1) / weights.sum(1).clamp(min=1)
         if self.mix_at == "pooled":
             pooled = mix_rows(pooled, partner, weight)
         logits = self.head(pooled)
@@ -240,10 +224,3 @@ def mix_rows(x: Tensor, partner: Tensor | None, weight: Tensor | None) -> Tensor
     if partner is None or weight is None:
         return x
     return torch.lerp(x[partner], x, weight.view(-1, *[1] * (x.ndim - 1)).to(x.dtype))
-
-
-def sinusoids(length: int, width: int) -> Tensor:
-    """Return the (length, width) table of sine and cosine positions."""
-    rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10000.0) / width))
-    angles = torch.arange(length)[:, None] * rates
-    return torch.stack([angles.sin(), angles.cos()], dim=-1).reshape(length, -1)[:, :width]

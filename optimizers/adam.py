@@ -42,14 +42,11 @@ def adam_updates(
     """Updates the moments and returns u for each parameter, in the dtype of the moments.
 
     Args:
-        parameters: w; they stay what they are, and without weight decay are not read.
+        parameters: w; they stay what they are.
         m, v, grads, adam: see `adam_update_`.
     """
     updates = [torch.empty_like(each) for each in m]
-    if adam.weight_decay:
-        torch._foreach_copy_(updates, parameters)
-    else:
-        torch._foreach_zero_(updates)
+    torch._foreach_copy_(updates, parameters)
     adam_update_(updates, m, v, grads=grads, adam=adam)
     return updates
 

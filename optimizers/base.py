@@ -4,9 +4,6 @@ class PlainSGD(GradScalerOptimizer):
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
 
-    def check_hyperparameters(self, group):
-        return {"lr": group["lr"] >= 0}
-
     def _apply_step(self):
         for group in self.param_groups:
             parameters, grads, active = self.unscaled_grads(group)  # zeros in a skipped step
@@ -23,41 +20,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+RANGES: dict[str, Callable[[Any], bool]] = {
+    "lr": lambda lr: lr >= 0,
+    "momentum": lambda momentum: 0 <= momentum < 1,
+    "betas": lambda betas: all(0 <= beta < 1 for beta in betas),
+    "eps": lambda eps: eps > 0,
+    "weight_decay": lambda decay: decay >= 0,
+}
+"""Whether a value is in the range of a hyper-parameter that several optimizers have."""
+
 
 class CheckedOptimizer(torch.optim.Optimizer):
-    """An optimizer that checks its hyper-parameters, parameters and gradients.
-
-    Subclasses implement `check_hyperparameters` and `_apply_step`.
+    """An optimizer that checks its hyper-parameters; subclasses implement `_apply_step`.
 
     Raises:
-        ValueError: a hyper-parameter of a group is out of its range, or a parameter is complex or
-            twice in a group.
-        RuntimeError: a gradient is sparse (in `step`).
+        ValueError: a hyper-parameter of a group is out of its range.
     """
 
-    @abstractmethod
-    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        """Returns for each hyper-parameter of a group whether it is in its range."""
+    own_ranges: dict[str, Callable[[Any], bool]] = {}  # as `RANGES`, of its own hyper-parameters
 
     @abstractmethod
     def _apply_step(self) -> None:
         """Updates all parameters; called without gradient tracking."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group, name = self.defaults | param_group, type(self).__name__
-        for setting, in_range in self.check_hyperparameters(group).items():
-            if not in_range:
+        group = self.defaults | param_group
+        for setting, is_in_range in (RANGES | self.own_ranges).items():
+            if setting in group and not is_in_range(group[setting]):
+                name = type(self).__name__
                 raise ValueError(f"{name}: {setting}={group[setting]} is out of its range")
         super().add_param_group(param_group)
-        parameters = self.param_groups[-1]["params"]  # which torch has made a list
-        problem = ""
-        if any(p.is_complex() for p in parameters):
-            problem = f"{name} does not take complex parameters"
-        elif len(set(parameters)) < len(parameters):
-            problem = f"{name}: a parameter is in the same group twice"
-        if problem:
-            del self.param_groups[-1]
-            raise ValueError(problem)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -65,17 +57,11 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: computes the loss and its gradients anew; its loss is returned.
-
-        Raises:
-            RuntimeError: a gradient is sparse.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads = (p.grad for group in self.param_groups for p in group["params"])
-        if any(grad is not None and grad.is_sparse for grad in grads):
-            raise RuntimeError(f"{type(self).__name__} does not take sparse gradients")
         self._apply_step()
         return loss
 
@@ -84,30 +70,15 @@ class GradScalerOptimizer(CheckedOptimizer):
     """An optimizer that skips a step with non-finite gradients on the device, without a host read.
 
     A GradScaler (and `step_unless_skipped`) sets `found_inf` and `grad_scale` instead of reading
-    them on the host, as it does for torch's fused optimizers.
-
-    Args:
-        params: parameters or parameter groups.
-        defaults: of the hyper-parameters.
-        amp_scaling: take scaled gradients from a GradScaler, so that nothing waits for the device.
-            With False the optimizer is to the GradScaler as any plain one, which unscales the
-            gradients and reads on the host whether to call `step`. Lightning refuses to clip
-            gradients in mixed precision for optimizers that scale by themselves, and needs False.
+    them on the host, as it does for torch's fused optimizers. Where `_step_supports_amp_scaling` is
+    set to False on an optimizer, a GradScaler unscales its gradients and reads on the host whether
+    to call `step`, as of any plain one.
     """
 
     # torch's GradScaler reads the first; it sets the others before `step` and deletes them after it
     _step_supports_amp_scaling = True
     found_inf: Tensor | None = None  # (), greater than 0 where the step must be skipped
     grad_scale: Tensor | float | None = 1.0  # (); a GradScaler multiplies this default by its scale
-
-    def __init__(self, params: Any, defaults: dict[str, Any], *, amp_scaling: bool = True) -> None:
-        super().__init__(params, defaults)
-        self._step_supports_amp_scaling = amp_scaling
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns what pickle and deepcopy keep: torch's own choice leaves out other attributes."""
-        state = super().__getstate__()
-        return {**state, "_step_supports_amp_scaling": self._step_supports_amp_scaling}
 
     @property
     def loss_scale(self) -> Tensor | None:

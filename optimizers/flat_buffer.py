@@ -3,7 +3,7 @@
 layout = FlatLayout(parameters, width=64)
 buffer = layout.new_buffer()                      # (rows, 64), zeros
 torch._foreach_copy_(layout.views(buffer), gradients)
-order = shuffled(layout.row_numbers(), seed=0)
+order = shuffled(torch.arange(layout.rows), seed=0)
 units = next_units(order, cursor, 0.1)            # the next tenth of the row numbers
 """
 
@@ -68,10 +68,6 @@ class FlatLayout:
         ]
         none = torch.zeros(0, dtype=torch.long)
         return (torch.cat(indices) if indices else none).to(self.device)
-
-    def row_numbers(self) -> Tensor:
-        """Returns 0, 1, ... (rows,) on the device."""
-        return torch.arange(self.rows, device=self.device)
 
     def tensor_of_row(self) -> Tensor:
         """Returns for each row the index of the tensor it belongs to, shape (rows,)."""

@@ -1,6 +1,6 @@
 """KaldiNGD: SGD along the natural gradient as Kaldi estimates it, online.
 
-    optimizer = KaldiNGD(kaldi_ngd_groups(model, weight_decay=5e-4), lr=0.1, momentum=0.9)
+    optimizer = KaldiNGD(decay_groups(model, weight_decay=5e-4), lr=0.1, momentum=0.9)
     loss.backward()
     optimizer.step()
 
@@ -78,23 +78,28 @@ class KaldiNGD(GradScalerOptimizer):
                          the estimate of axis n, for each preconditioned axis; see `Estimate`.
 
     Args:
-        params: parameters or parameter groups. A group with `ngd=False` takes plain SGD.
+        params: parameters or parameter groups.
         lr: learning rate; as for SGD, since the direction has the gradient's norm.
         momentum, nesterov: as of torch.optim.SGD.
         weight_decay: added to the direction after the preconditioning; p.grad is never written.
-        ngd: whether this group is preconditioned.
         rank: rows of R, at most half the length of the axis.
         alpha: smoothing of the estimate towards a multiple of the identity; larger values are
             closer to SGD.
         eta: weight of a new gradient in the running estimate.
         update_period: steps between updates of an estimate; the first ten steps update all.
         max_dim: longer axes are not preconditioned (vocabularies).
-        amp_scaling: see `optimizers.base.GradScalerOptimizer`.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
-        RuntimeError: a gradient is sparse (in `step`).
     """
+
+    own_ranges = {
+        "rank": lambda rank: rank >= 1,
+        "alpha": lambda alpha: alpha > 0,
+        "eta": lambda eta: 0 < eta < 1,
+        "update_period": lambda period: period >= 1,
+        "max_dim": lambda dim: dim >= 1,
+    }
 
     def __init__(
         self,
@@ -104,40 +109,24 @@ class KaldiNGD(GradScalerOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        ngd: bool = True,
         rank: int = 32,
         alpha: float = 4.0,
         eta: float = 0.1,
         update_period: int = 4,
         max_dim: int = 4096,
-        amp_scaling: bool = True,
     ) -> None:
         defaults = {
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
             "nesterov": nesterov,
-            "ngd": ngd,
             "rank": rank,
             "alpha": alpha,
             "eta": eta,
             "update_period": update_period,
             "max_dim": max_dim,
         }
-        super().__init__(params, defaults, amp_scaling=amp_scaling)
-
-    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {
-            "lr": group["lr"] >= 0,
-            "momentum": 0 <= group["momentum"] < 1,
-            "weight_decay": group["weight_decay"] >= 0,
-            "nesterov": group["momentum"] > 0 or not group["nesterov"],
-            "rank": group["rank"] >= 1,
-            "alpha": group["alpha"] > 0,
-            "eta": 0 < group["eta"] < 1,
-            "update_period": group["update_period"] >= 1,
-            "max_dim": group["max_dim"] >= 1,
-        }
+        super().__init__(params, defaults)
 
     def _apply_step(self) -> None:
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
@@ -175,7 +164,7 @@ class KaldiNGD(GradScalerOptimizer):
         """Yields the indices of matrices of one shape, dtype, device and number of gradients."""
         by_kind: dict[Any, list[int]] = defaultdict(list)
         for index, (p, grad) in enumerate(zip(parameters, grads)):
-            if group["ngd"] and p.ndim >= 2 and p.numel():
+            if p.ndim >= 2 and p.numel():
                 step = self.state[p].get("step", 0)
                 by_kind[p.shape, grad.dtype, p.device, step].append(index)
         for alike in by_kind.values():

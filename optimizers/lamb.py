@@ -41,11 +41,9 @@ class LAMB(GradScalerOptimizer):
         betas: decay rates of the two moments.
         eps: added to the denominator.
         weight_decay: within the update, so that the trust ratio holds for both together.
-        amp_scaling: see `optimizers.base.GradScalerOptimizer`.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
-        RuntimeError: a gradient is sparse (in `step`).
     """
 
     def __init__(
@@ -56,18 +54,9 @@ class LAMB(GradScalerOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
-        amp_scaling: bool = True,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, amp_scaling=amp_scaling)
-
-    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {
-            "lr": group["lr"] >= 0,
-            "betas": all(0 <= beta < 1 for beta in group["betas"]),
-            "eps": group["eps"] >= 0,
-            "weight_decay": group["weight_decay"] >= 0,
-        }
+        super().__init__(params, defaults)
 
     def _apply_step(self) -> None:
         for group in self.param_groups:

@@ -47,12 +47,12 @@ class LARS(GradScalerOptimizer):
         trust_coefficient: a layer's rate is about lr times this times |w| / |g|.
         eps: added to the denominator of the trust ratio.
         clip: cap the layers' rates at lr (LARC).
-        amp_scaling: see `optimizers.base.GradScalerOptimizer`.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
-        RuntimeError: a gradient is sparse (in `step`).
     """
+
+    own_ranges = {"trust_coefficient": lambda coefficient: coefficient > 0}
 
     def __init__(
         self,
@@ -65,7 +65,6 @@ class LARS(GradScalerOptimizer):
         trust_coefficient: float = 1e-3,
         eps: float = 1e-8,
         clip: bool = False,
-        amp_scaling: bool = True,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -76,17 +75,7 @@ class LARS(GradScalerOptimizer):
             "eps": eps,
             "clip": clip,
         }
-        super().__init__(params, defaults, amp_scaling=amp_scaling)
-
-    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {
-            "lr": group["lr"] >= 0,
-            "momentum": 0 <= group["momentum"] < 1,
-            "weight_decay": group["weight_decay"] >= 0,
-            "nesterov": group["momentum"] > 0 or not group["nesterov"],
-            "trust_coefficient": group["trust_coefficient"] > 0,
-            "eps": group["eps"] >= 0,
-        }
+        super().__init__(params, defaults)
 
     def _apply_step(self) -> None:
         for group in self.param_groups:

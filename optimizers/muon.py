@@ -31,10 +31,10 @@ class Muon(CheckedOptimizer):
         ngd: False puts this group's matrices under AdamW, as in the groups of `ngd_groups`.
 
     Raises:
-        ValueError: a hyper-parameter is out of its range, or a parameter is complex or twice in a
-            group.
-        RuntimeError: a gradient is sparse (in `step`).
+        ValueError: a hyper-parameter is out of its range.
     """
+
+    own_ranges = {"adamw_ratio": lambda ratio: ratio >= 0}
 
     def __init__(
         self,
@@ -60,14 +60,6 @@ class Muon(CheckedOptimizer):
         super().__init__(params, defaults)
         self.layout: Any = None
 
-    def check_hyperparameters(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {
-            "lr": group["lr"] >= 0,
-            "momentum": 0 <= group["momentum"] < 1,
-            "weight_decay": group["weight_decay"] >= 0,
-            "adamw_ratio": group["adamw_ratio"] >= 0,
-        }
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.layout = None
@@ -87,7 +79,7 @@ class Muon(CheckedOptimizer):
             if pairs:
                 muon = torch.optim.Muon([matrix for _, matrix in pairs])
                 for p, matrix in pairs:
-                    muon.state[matrix] = self._state_of_matrix(p)
+                    muon.state[matrix] = self.state[p]
                 parts.append(muon)
             if others:
                 adamw = torch.optim.AdamW(others, fused=True)
@@ -98,21 +90,6 @@ class Muon(CheckedOptimizer):
                 parts.append(adamw)
             self.matrices.append(pairs)
             self.parts.append(parts)
-
-    def _state_of_matrix(self, p: Tensor) -> dict[str, Any]:
-        """Returns the state of a weight, its momentum in the order of the weight's memory."""
-        state = self.state[p]
-        is_channels_last = not p.is_contiguous()
-        if "momentum_buffer" in state and state["is_channels_last"] != is_channels_last:
-            outputs, inputs, *kernel = p.shape
-            if is_channels_last:
-                buffer = state["momentum_buffer"].view(p.shape)
-                buffer = buffer.permute(0, *range(2, p.ndim), 1)
-            else:
-                buffer = state["momentum_buffer"].view(outputs, *kernel, inputs).movedim(-1, 1)
-            state["momentum_buffer"] = buffer.reshape(outputs, -1)
-        state["is_channels_last"] = is_channels_last
-        return state
 
     def _apply_step(self) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]

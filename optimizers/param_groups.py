@@ -2,7 +2,6 @@
 
 optimizer = torch.optim.AdamW(decay_groups(model, 0.01), lr=1e-3)
 optimizer = NGD(ngd_groups(model, 0.05), lr=0.08)
-optimizer = KaldiNGD(kaldi_ngd_groups(model, 5e-4), lr=0.1)
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ def optimizer_groups(name: str, model: nn.Module, weight_decay: float) -> list[d
     """
     if name in ("ngd", "muon"):
         return ngd_groups(model, weight_decay)
-    if name == "kaldi_ngd":
-        return kaldi_ngd_groups(model, weight_decay)
     return decay_groups(model, weight_decay)
 
 
@@ -66,11 +63,6 @@ def ngd_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
             if parameters:
                 groups.append({**group, "params": parameters, "ngd": ngd})
     return groups
-
-
-def kaldi_ngd_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The groups of `decay_groups`, all of which KaldiNGD preconditions where it can."""
-    return [{**group, "ngd": True} for group in decay_groups(model, weight_decay)]
 
 
 def is_matrix(parameter: Tensor, group: dict[str, Any]) -> bool:

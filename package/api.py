@@ -24,7 +24,6 @@ from dynamic_batch import (
     Scheduled,
     WorkerBalancer,
     at_milestones,
-    every_epoch,
     replacing_decay,
 )
 from mixup import MetaMixup
@@ -32,7 +31,7 @@ from ngd import NGD
 from optimizers.kaldi_ngd import KaldiNGD
 from optimizers.lamb import LAMB
 from optimizers.lars import LARS
-from optimizers.param_groups import decay_groups, kaldi_ngd_groups, ngd_groups
+from optimizers.param_groups import decay_groups, ngd_groups
 from slamb import SLAMB
 from training.batch_sampler import DynamicBatchSampler
 from training.classifier import load
@@ -59,9 +58,7 @@ __all__ = [
     "World",
     "at_milestones",
     "decay_groups",
-    "every_epoch",
     "init_world",
-    "kaldi_ngd_groups",
     "load",
     "mixup",
     "ngd_groups",

@@ -19,7 +19,6 @@ from backends.precision import Precision
 from distributed import fsdp
 from distributed.world import World
 from input_pipeline.dataset import BatchedDataset
-from input_pipeline.sampler import rank_share
 from training.progress_bar import progress_bar
 
 EVAL_SET_NAMES = {"val": "validation", "test": "test"}  # in sentences
@@ -66,7 +65,7 @@ def evaluate(
     model.eval()
     lengths = data.lengths
     order = torch.arange(len(data)) if lengths is None else torch.argsort(lengths, stable=True)
-    plan = list(rank_share(order, world.rank, world_size=world.size).split(batch_size))
+    plan = list(order[world.rank :: world.size].split(batch_size))
     mine, total = len(plan), sum(map(len, plan))
     if any(map(fsdp.is_sharded, model.modules())):
         # Every batch gathers weights from all ranks, so all ranks take part in as many batches.

@@ -18,7 +18,7 @@ from backends.precision import Precision
 from distributed.world import World
 from errors import InputError
 from input_pipeline.dataset import BatchedDataset
-from input_pipeline.sampler import Sampler, rank_share
+from input_pipeline.sampler import Sampler
 from mixup import MetaMixup, Mix
 from training.losses import MixedCrossEntropy
 
@@ -46,11 +46,12 @@ class HeldOutBatches:
     def start(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(inputs, labels), beginning with the batch of this number."""
         batch_size = self.rows * self.world.size
-        epoch, skip = divmod(number, self.sampler.steps(batch_size))
+        sizes = [batch_size] * (len(self.sampler) // batch_size)
+        epoch, skip = divmod(number, len(sizes))
         while True:
-            batches = self.sampler.full_batches(epoch, batch_size)[skip:]
+            batches = self.sampler.epoch(epoch, sizes)[skip:]  # the rows left over differ by epoch
             yield from self.data.batches(
-                [rank_share(rows, self.world.rank, world_size=self.world.size) for rows in batches]
+                [rows[self.world.rank :: self.world.size] for rows in batches]
             )
             epoch, skip = epoch + 1, 0
 

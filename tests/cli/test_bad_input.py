@@ -38,8 +38,8 @@ BOTH = [
     ("--dynamic_batch increase --max_bs 16", "from 32 to 16 samples"),
     ("--dynamic_batch increase --max_bs 100000", "training samples"),
     ("--dynamic_batch noise --batch_factor 1", "factor=1 must be above 1"),
-    ("--batch_growth 1.1", "--dynamic_batch none has no such setting"),
-    ("--dynamic_batch increase --batch_growth 1.1 --batch_milestones 1", "choose one"),
+    ("--batch_factor 1.1", "--dynamic_batch none has no such setting"),
+    ("--dynamic_batch increase --replace_decay --batch_milestones 1", "choose one"),
     ("--dynamic_batch increase --replace_decay --dynamic_lr sqrt", "lr: replace_decay"),
     ("--dynamic_batch noise --optimizer slamb", "averaged in every step"),
     ("--parallel fsdp --optimizer sgd --backend compile", "--backend compile"),
@@ -90,7 +90,6 @@ IMAGES_ONLY = [
 TEXTS_ONLY = [
     ("--heads 3", "width=8 must be even and divisible by heads=3"),
     ("--mixup cutmix", "--mixup"),
-    ("--positions none", "positions=none must be"),
     ("--dataset agnews --data_dir none", "none/ag_news_csv/train.csv is missing"),
     ("--dataset csv --data_dir none", "none/train.csv is missing"),
 ]

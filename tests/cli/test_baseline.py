@@ -14,6 +14,7 @@ import resnet50_test
 import transformer_test
 from input_pipeline.baseline import image_baseline, text_baseline
 from input_pipeline.image_datasets import ImageSplit
+from input_pipeline.stored_texts import StoredTexts
 from input_pipeline.text_datasets import TextSplit
 
 
@@ -47,7 +48,10 @@ def test_baselines_find_what_a_linear_model_can():
     found = image_baseline(images, images.select_rows(torch.arange(101)))
     assert found.accuracy > 0.95
     assert found.largest_class == 51 / 101
-    texts = TextSplit([0, 1, 1] * 20, ["oil up", "goal, late", "a goal"] * 20)
+    stored = StoredTexts()
+    for text in ["oil up", "goal, late", "a goal"] * 20:
+        stored.append(text)
+    texts = TextSplit([0, 1, 1] * 20, stored)
     assert text_baseline(texts, texts).accuracy == 1.0
-    one_class = TextSplit([1, 1], ["a", "b"])
+    one_class = texts.select_rows([1, 2])
     assert text_baseline(one_class, texts).accuracy == pytest.approx(2 / 3)

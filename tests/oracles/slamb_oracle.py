@@ -49,7 +49,7 @@ class Oracle:
         ]
         self.layout = FlatLayout([start()[number] for number in self.large], BLOCK)
         layout = self.layout
-        units = layout.element_indices() if selection == "random" else layout.row_numbers()
+        units = layout.element_indices() if selection == "random" else torch.arange(layout.rows)
         self.order, self.cursor = shuffled(units, 0), 0
         self.units = units  # that are exchanged in this step
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import resnet50_test
@@ -357,25 +355,6 @@ def the_step_clips_by_the_global_norm(world: World) -> None:
         assert agree(world, mine)
 
 
-def averaged_gradients_are_warned_of(world: World) -> None:
-    """At the first step whose gradients are not zero, and once."""
-    generator = torch.Generator().manual_seed(world.rank)
-    for wrap, expected in ((DistributedDataParallel, [0, 1, 0]), (nn.Sequential, [0, 0, 0])):
-        model = nn.Linear(100, 100)
-        parallel = wrap(model)
-        ours, found = SLAMB(model.parameters()), []
-        for step in range(3):
-            ours.zero_grad()
-            loss = parallel(torch.randn(2, 100, generator=generator)).square().sum()
-            (loss * (step > 0)).backward()
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                ours.step()
-            lines = [str(warning.message) for warning in caught]
-            found.append(sum("do not wrap the model in Distributed" in line for line in lines))
-        assert found == expected
-
-
 def all_small_ones(world: World) -> None:
     state = torch.get_rng_state()
     bytes_are_as_documented(world)
@@ -386,7 +365,6 @@ def all_small_ones(world: World) -> None:
     merged_states_keep_the_mean_momentum(world)
     the_step_clips_by_the_global_norm(world)
     assert torch.equal(torch.get_rng_state(), state), "the random state is left alone"
-    averaged_gradients_are_warned_of(world)  # it creates a model
 
 
 def test_what_ranks_do_together():

@@ -132,8 +132,8 @@ def test_value_that_inference_does_not_need_may_be_unknown(runs, refused, tmp_pa
         change_flags(tmp_path / name / "last.pt", **change)
         words = f"--checkpoint {tmp_path / name} --evaluate --device cpu --threads 1"
         assert "weights of" in run(conftest.SCRIPTS[name][0], words)
-    change_flags(tmp_path / "texts" / "last.pt", model_args={"pooling": "max"})
-    refused("texts", "--checkpoint texts --evaluate", "pooling=max must be mean or cls", base="")
+    change_flags(tmp_path / "texts" / "last.pt", model_args={"heads": 3})
+    refused("texts", "--checkpoint texts --evaluate", "must be divisible by heads=3", base="")
 
 
 # -------------------------------------------------------------------- data

@@ -126,7 +126,7 @@ def test_momentum_decay_and_rate_come_after_the_preconditioning():
 def test_parameters_without_preconditioning_take_the_step_of_sgd(more, decay):
     bare = weights([(7,), (), (0, 3)])  # the last one has no elements
     settings = {"lr": 0.1, "weight_decay": decay, **more}
-    optimizer = KaldiNGD([{"params": weights(SHAPES), "ngd": False}, {"params": bare}], **settings)
+    optimizer = KaldiNGD(bare, **settings)
     peer = torch.optim.SGD(copied(parameters_of(optimizer)), **settings)
     train(optimizer, range(8))
     assert_same(parameters_of(optimizer), parameters_of(train(peer, range(8))), 1e-6)

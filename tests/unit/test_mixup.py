@@ -166,9 +166,8 @@ def test_the_transformer_mixes_pooled_texts_and_their_prior():
     torch.testing.assert_close(model(tokens, partner, weight), expected)
 
 
-@each_of("pooling", ["mean", "cls"])
-def test_the_transformer_mixes_token_embeddings_with_padding_as_absence(pooling):
-    model = transformer(depth=2, pooling=pooling, mix_at="tokens")
+def test_the_transformer_mixes_token_embeddings_with_padding_as_absence():
+    model = transformer(depth=2, mix_at="tokens")
     torch.nn.init.normal_(model.positions)
     tokens = torch.randint(3, 50, (6, 9))
     tokens[2, 4:] = tokens[3, 7:] = 0

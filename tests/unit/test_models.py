@@ -9,7 +9,7 @@ from torchvision import models
 
 from conftest import each_of
 from models.image_models import create_model
-from models.transformer import PAD, UNKNOWN, Dropout, Transformer, sinusoids
+from models.transformer import PAD, UNKNOWN, Dropout, Transformer
 from models.vgg import patch_filters
 
 
@@ -99,10 +99,6 @@ def test_compiled_vgg8_has_finite_gradients_in_bf16():
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
 
 
-VARIANTS = each_of(
-    ("positions", "pooling"),
-    [("learned", "mean"), ("learned", "cls"), ("sinusoidal", "mean"), ("sinusoidal", "cls")],
-)
 SIZES = {"width": 16, "depth": 2, "heads": 4, "mlp_width": 32, "max_len": 24, "dropout": 0.0}
 
 
@@ -121,9 +117,8 @@ def some_tokens(length: int) -> torch.Tensor:
     return tokens
 
 
-@VARIANTS
-def test_padding_does_not_change_the_logits_but_the_order_does(positions, pooling):
-    model = small(positions=positions, pooling=pooling).eval()
+def test_padding_does_not_change_the_logits_but_the_order_does():
+    model = small().eval()
     tokens = some_tokens(9)
     padded = nn.functional.pad(tokens, (0, 15))
     with torch.no_grad():
@@ -135,21 +130,12 @@ def test_padding_does_not_change_the_logits_but_the_order_does(positions, poolin
         torch.testing.assert_close(model(tokens)[0], model(tokens[:1, :5])[0], rtol=1e-5, atol=1e-5)
 
 
-def test_pooling_is_the_first_token_or_the_mean_of_all_that_are_no_padding():
+def test_the_classifier_sees_the_mean_of_all_that_are_no_padding():
     tokens = nn.functional.pad(some_tokens(6), (0, 2))
-    for pooling in ("cls", "mean"):
-        model, kept = small(pooling=pooling).eval(), []
-        model.norm.register_forward_hook(lambda _m, _i, out, kept=kept: kept.append(out))
-        with torch.no_grad():
-            logits = model(tokens)
-            pooled = kept[0][:, 0] if pooling == "cls" else kept[0][:, :6].mean(1)
-            torch.testing.assert_close(logits, model.head(pooled))
-
-
-def test_sinusoids_equal_their_formula():
-    angles = torch.arange(11.0)[:, None] / 10_000 ** (torch.tensor([0.0, 2.0, 4.0]) / 6)
-    expected = torch.stack([angles.sin(), angles.cos()], 2).flatten(1)
-    torch.testing.assert_close(sinusoids(11, 6), expected, rtol=0, atol=1e-5)
+    model, kept = small().eval(), []
+    model.norm.register_forward_hook(lambda _m, _i, out: kept.append(out))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), model.head(kept[0][:, :6].mean(1)))
 
 
 def test_token_dropout_hides_tokens_in_training_only():

@@ -28,7 +28,7 @@ from optimizer_cases import (
 )
 from optimizers import matrix_functions
 from optimizers.muon import Muon
-from optimizers.param_groups import kaldi_ngd_groups, ngd_groups
+from optimizers.param_groups import ngd_groups
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -164,13 +164,10 @@ def test_embeddings_the_classifier_and_positions_are_not_under_ngd():
     model.register_parameter("pos_embed", nn.Parameter(torch.zeros(5, 4)))
     names = {p: name for name, p in model.named_parameters()}
 
-    def under_ngd(split: Any) -> set[str]:
-        groups = split(model, 0.1)
-        assert sorted(names[p] for g in groups for p in g["params"]) == sorted(names.values())
-        return {names[p] for g in groups if g["ngd"] for p in g["params"] if p.ndim > 1}
-
-    assert under_ngd(ngd_groups) == {"conv.weight", "mlp.weight"}
-    assert {"embed.weight", "head.weight", "mlp.weight"} < under_ngd(kaldi_ngd_groups)
+    groups = ngd_groups(model, 0.1)
+    assert sorted(names[p] for g in groups for p in g["params"]) == sorted(names.values())
+    under_ngd = {names[p] for g in groups if g["ngd"] for p in g["params"] if p.ndim > 1}
+    assert under_ngd == {"conv.weight", "mlp.weight"}
 
 
 # ------------------------------------------------------------ batches, and Muon
