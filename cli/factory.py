@@ -571,7 +571,7 @@ def create_comm_hook(args: Namespace, run: Run) -> AllReduceHook:
 
 
 def load_weights(args: Namespace, run: Run, model: nn.Module) -> nn.Module:
-    """The model with the weights of the checkpoint, also of one in shards.
+    """The model with the weights of the checkpoint.
 
     One line says which file and epoch they are of. With --predict it goes to stderr, so that stdout
     holds the predictions alone.

@@ -7,21 +7,17 @@ manager.restore(manager.load_last())
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 from pathlib import Path
 from typing import Any
 
-from distributed import fsdp, sharded_checkpoint
 from training import checkpoint
-from training.atomic_file import sync_folder
 from training.progress import Progress
 from training.run_log import RunLog
 from training.train_state import TrainState
 
 
 class CheckpointManager:
-    """Writes last.pt and best.pt, and beside them the weights of a sharded model.
+    """Writes last.pt and best.pt.
 
     Args:
         metadata: plain values at the top of every checkpoint: script, flags, what inference needs.
@@ -49,12 +45,9 @@ class CheckpointManager:
             **self.metadata,
             **self.train_state.state_dict(),
             "progress": progress.state_dict(),
-            "shards": "",
         }
         unsaved = {"last", "best"} if is_best else {"last"}
         try:
-            if fsdp.is_sharded(self.train_state.model):
-                content |= self._save_shards()
             if world.is_main:
                 if is_best:
                     checkpoint.save(folder / "best.pt", content)
@@ -63,39 +56,9 @@ class CheckpointManager:
                 unsaved.discard("last")
         except OSError as error:
             self.log.info(f"warning: {error}; the previous checkpoint is kept and the run goes on")
-        if world.is_main:
-            self._delete_unused_shards()
         self.unsaved = world.broadcast(unsaved)
         if previous_best is not None and "best" in self.unsaved:
             progress.best = previous_best
-
-    def _save_shards(self) -> dict[str, Any]:
-        """Write a new folder of shards; returns the entries of last.pt that name it. Collective.
-
-        Raises:
-            OSError: a rank could not write; on every rank.
-        """
-        state = self.train_state
-        numbers = [int(old.name.partition("-")[2]) for old in self._shards()]
-        folder = self.log.folder / f"shards-{state.world.broadcast(max(numbers, default=0)) + 1}"
-        checksum = sharded_checkpoint.save(folder, state.model, state.optimizer, state.world)
-        sync_folder(folder)
-        return {"shards": folder.name, "shards_checksum": checksum}
-
-    def _shards(self) -> list[Path]:
-        """The folders of shards in the run folder."""
-        folders = self.log.folder.glob("shards-*")
-        return [path for path in folders if checkpoint.SHARDS_NAME.fullmatch(path.name)]
-
-    def _delete_unused_shards(self) -> None:
-        """Delete the shards that no .pt file of the folder names; all stay if one is damaged."""
-        if shards := self._shards():
-            with contextlib.suppress(Exception):  # of many types for many kinds of damage
-                files = map(checkpoint.read_unchecked, self.log.folder.glob("*.pt"))
-                used = {str(state.get("shards")) for state in files}
-                for path in shards:
-                    if path.name not in used:
-                        shutil.rmtree(path, ignore_errors=True)
 
     # ---------------------------------------------------------------- restoring
 

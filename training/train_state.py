@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distributed import fsdp, sharded_checkpoint
+from distributed import fsdp
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
 from errors import InputError
@@ -63,16 +62,16 @@ class TrainState:
 
         Saving in the middle of an epoch leaves the run as it is: each rank's BatchNorm statistics,
         and where replicas diverge its weights and optimizer, are kept as they are. The entry
-        `model`, for inference, holds rank 0's weights; those of a sharded model are written by
-        `sharded_checkpoint.save`.
+        `model`, for inference, holds rank 0's weights; those of a sharded model are put together.
         """
         weights, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-        is_sharded = fsdp.is_sharded(self.model)
         meta_learner = self.meta_learner
-        if is_sharded:  # the moments are in the shards
-            optimizer = {**optimizer, "state": {}}
+        if fsdp.is_sharded(self.model):
+            weights, optimizer = (
+                fsdp.gather(each, keep=self.world.is_main) for each in (weights, optimizer)
+            )
         return {
-            "model": {} if is_sharded else weights,
+            "model": weights,
             "optimizer": None if self.replicas_diverge else optimizer,
             "optimizer_kind": type(self.optimizer).__name__,
             "hook": self.comm_hook.state_dict(self.parameters),
@@ -130,13 +129,10 @@ class TrainState:
         else:
             of_hook = _mean_tensors([rank["hook"] for rank in ranks])
             self.sums.load_merged([rank["sums"] for rank in ranks], self.world)
-            if optimizer is None and not state.get("shards"):
+            if optimizer is None:
                 weights = _mean_tensors([rank["weights"] for rank in ranks])
                 optimizer = merge_optimizer_states([rank["optimizer"] for rank in ranks])
-        if state.get("shards"):
-            self._load_sharded(state, weights)
-        else:
-            self._load_whole(weights, optimizer)
+        self._load_weights(weights, optimizer)
         if self.average is not None and average:
             self.average.load_state_dict(average)
         self.comm_hook.load_state_dict(state["hook"], self.parameters)
@@ -154,18 +150,8 @@ class TrainState:
                     {name: sum(part[name] for part in parts) for name in parts[0]}
                 )
 
-    def _load_sharded(self, state: dict[str, Any], buffers: dict[str, Any]) -> None:
-        """Load weights and moments that are in shards; `buffers` are this rank's own."""
-        folder = Path(state["shards"])
-        sharded_checkpoint.load(folder, self.model, self.optimizer, self.world)
-        if state["optimizer"]:
-            stored = state["optimizer"]["param_groups"]
-            for group, before in zip(self.optimizer.param_groups, stored):
-                group["lr"] = before["lr"]  # which an epoch's row tells, also without a step
-        self.model.load_state_dict(buffers, strict=False)
-
-    def _load_whole(self, weights: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        """Load what is in one piece, and cut it into shards where the model is sharded."""
+    def _load_weights(self, weights: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        """Load weights and moments, and cut them into shards where the model is sharded."""
         if not fsdp.is_sharded(self.model):
             load_into(self.model, weights, "model")
             # A copy, since torch keeps the tensors themselves.
