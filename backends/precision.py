@@ -80,7 +80,7 @@ def choose_precision(name: str, device: torch.device) -> Precision:
     """
     if name == "auto":
         name = "bf16" if has_bf16(device) else "fp16" if device.type == "cuda" else "fp32"
-    if reason := nvidia_apex.unavailable_reason(name):
+    if name in nvidia_apex.LEVELS and (reason := nvidia_apex.unavailable_reason()):
         raise InputError(
             f"--precision {name}: {reason}; --precision fp16 is torch's own mixed precision"
         )

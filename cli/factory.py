@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import dynamic_batch
 import mixup
-from backends import device, execution, nvidia_apex, onnx_runtime, torch_compat
+from backends import device, execution, onnx_runtime, torch_compat
 from backends.machine import describe_machine, device_name
 from backends.precision import Precision, choose_precision
 from cli import compatibility
@@ -289,12 +289,9 @@ def create_optimizer(
     """The optimizer of --optimizer over all parameters of the model.
 
     Raises:
-        InputError: it is apex's, and apex is not there.
+        InputError: this torch has no Muon, or --opt_args do not go together.
     """
     name = args.optimizer
-    if reason := nvidia_apex.unavailable_reason(name):
-        ours = name.removeprefix("apex_").replace("larc", "lars")
-        raise InputError(f"--optimizer {name}: {reason}; ours is --optimizer {ours}")
     if name == "muon" and (reason := torch_compat.unavailable_reason("muon")):
         raise InputError(f"--optimizer muon {reason}; ours is --optimizer ngd")
     groups = optimizer_groups(name, model, args.weight_decay)

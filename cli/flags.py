@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from backends import execution, nvidia_apex, precision
+from backends import execution, precision
 from cli.flag_parser import (
     OFF,
     ON,
@@ -107,8 +107,7 @@ def by_optimizer(optimizers: Mapping[str, OptimizerChoice], name: str) -> str:
     """Write a default of each optimizer, for example '0.02 for sgd, ngd; 1 for lars'."""
     names = defaultdict(list)
     for optimizer, choice in optimizers.items():
-        has_it = name in ("lr", "weight_decay", *choice.flags)
-        if has_it and optimizer not in nvidia_apex.OPTIMIZERS:
+        if name in ("lr", "weight_decay", *choice.flags):
             names[getattr(choice, name)].append(optimizer)
     return "; ".join(f"{value:g} for {', '.join(group)}" for value, group in names.items())
 
