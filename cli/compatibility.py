@@ -78,8 +78,6 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
      "torch's compiler fails on the recomputation; use --fuse, or --backend eager"),
     ([{"fuse": ON}], [{"sync_bn": ON}],
      "batch-norm over all processes cannot be fused; leave one of them out"),
-    ([{"freeze": ON}], [{"layer_decay": Not((1.0,))}],
-     "one layer is trained, and has the whole rate; leave one of them out"),
     ([{"nesterov": ON}], [{"momentum": (0,)}],
      "there is no momentum to look ahead along; give --momentum above 0"),
 )  # fmt: skip

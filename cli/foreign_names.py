@@ -57,8 +57,6 @@ FOREIGN = {
     # ---- settings of a part, which were flags
     "--ngd_rank": "--opt_args=rank=",
     "--ngd_alpha": "--opt_args=alpha=",
-    "--adamw_ratio": "--opt_args=adamw_ratio=",
-    "--larc": "--opt_args=clip=true",
     "--beta3": "--opt_args=beta3=",
     "--selection": "--opt_args=selection=",
     "--step_size": "--lr_args=step_size=",
@@ -67,7 +65,6 @@ FOREIGN = {
     "--batch_factor": "--batch_args=factor=",
     "--batch_growth": "--batch_args=growth=",
     "--dynamic_lr": "--batch_args=lr=",
-    "--loss_rule": "--batch_args=kind=",
     "--loss_window": "--batch_args=window=",
     "--mixup_weight": "--mixup_args=weight=",
     "--meta_policy": "--mixup_args=policy=",

@@ -15,7 +15,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -46,7 +45,6 @@ class Column(NamedTuple):
         return "" if value is None else self.format.format(value).rstrip("%")
 
 
-MAX_WIDTH = 80  # characters of a line of the table
 GAP = "  "  # between two columns
 COLUMNS = (
     Column("epoch", "epoch", 5, "{:d}"),
@@ -59,19 +57,8 @@ COLUMNS = (
     Column("seconds", "seconds", 7, "{:.1f}"),
     Column("left", "left", 6),
     Column("batch", "batch_size", 6, "{:d}"),
-    Column("lambda", "mean_lambda", 6, "{:.3f}"),
-    Column("noise", "noise_scale", 6, "{:.0f}"),
 )
-"""The columns of the console, as many of them as there is room for."""
-
-
-def fitting_columns(row: Mapping[str, Any]) -> list[Column]:
-    """The columns of a row, as far as they fit into a line."""
-    present = [column for column in COLUMNS if column.key in row]
-    ends = accumulate(len(GAP) + column.width for column in present)
-    return [column for column, end in zip(present, ends) if end - len(GAP) <= MAX_WIDTH]
-
-
+"""The columns of the console, of which a run may have no validation or no test set."""
 TITLES_EVERY = 20  # rows
 CONFUSION_FILE = "confusion.json"  # of a run folder
 MAX_NAMED_CLASSES = 40  # of a drawn table: more names would not be readable
@@ -106,8 +93,7 @@ class RunLog:
         if track != "none" and is_main:
             self.tracked = TrackedRun(track, folder, warn=self.info)
         self.epochs = 1  # of the run
-        self.shown = 0  # rows on the console since the titles
-        self.columns: list[Column] = []  # of the row above
+        self.shown = 0  # rows on the console
         self.last_line = self.clock()  # when it was printed
 
     # ---------------------------------------------------------------- files
@@ -212,11 +198,10 @@ class RunLog:
 
     def _show(self, row: Mapping[str, Any]) -> None:
         """Print a row of the table, with the titles above it now and then."""
-        columns = fitting_columns(row)
-        if self.shown % TITLES_EVERY == 0 or columns != self.columns:
+        columns = [column for column in COLUMNS if column.key in row]
+        if self.shown % TITLES_EVERY == 0:
             self.info(GAP.join(f"{column.title:>{column.width}}" for column in columns))
-            self.shown = 0
-        self.shown, self.columns = self.shown + 1, columns
+        self.shown += 1
         self.info(GAP.join(f"{column.show(row):>{column.width}}" for column in columns))
 
     def bar(self, epoch: int, *, total: int, done: int) -> tqdm:

@@ -372,16 +372,6 @@ def test_classes_that_join_several_labels_are_named():
     assert not warned("a|b", *map(str, range(20)), "a", "b"), "one of many"
 
 
-def test_the_file_of_weights_is_read_once(tmp_path, capsys):
-    data, weights = image_folder(tmp_path / "mine", "train", "test"), tmp_path / "weights.yaml"
-    weights.write_text("dog: 3")
-    words = ["--data_dir", data, "--out", tmp_path / "run", "--class_weights", weights]
-    assert run_images(*words) == 0
-    weights.unlink()
-    assert run_images("--resume", tmp_path / "run", "--epochs", 2, base="") == 0
-    assert "--class_weights" not in capsys.readouterr().out
-
-
 def test_names_in_two_forms_are_one_class(tmp_path):
     """Composed and decomposed characters, as systems write them."""
     composed, decomposed = "caf\u00e9", "cafe\u0301"
