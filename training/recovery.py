@@ -54,15 +54,10 @@ def caught_signals(say: Callable[[str], None]) -> Iterator[list[int]]:
 
 def interruption(progress: Progress, folder: Path, unsaved: Collection[str]) -> Interrupted:
     """The error of a run that a signal has stopped: where it is, and how to go on."""
-    where = f"epoch {progress.epoch + 1}, step {progress.step}"
-    if unsaved:
-        return Interrupted(
-            f"interrupted in {where}; last.pt could not be written, so that --resume "
-            f"{folder} would go on from the save before, if there is one"
-        )
+    written = "could not be written, the save before it is kept" if unsaved else "is written"
     return Interrupted(
-        f"interrupted in {where}; last.pt is written, go on with --resume "
-        f"{shlex.quote(str(folder))}"
+        f"interrupted in epoch {progress.epoch + 1}, step {progress.step}; last.pt {written}, go "
+        f"on with --resume {shlex.quote(str(folder))}"
     )
 
 

@@ -25,7 +25,6 @@ from errors import InputError, discard_stdout
 from training.atomic_file import atomic_write, atomic_write_text
 from training.evaluation import Evaluation
 from training.progress import Progress
-from training.progress_bar import progress_bar
 from training.step_stats import StepTotals
 from training.time_estimate import in_words, seconds_left
 from training.tracking import TrackedRun
@@ -203,11 +202,6 @@ class RunLog:
             self.info(GAP.join(f"{column.title:>{column.width}}" for column in columns))
         self.shown += 1
         self.info(GAP.join(f"{column.show(row):>{column.width}}" for column in columns))
-
-    def bar(self, epoch: int, *, total: int, done: int) -> tqdm:
-        """A progress bar over the samples of an epoch; hidden where stderr is not a terminal."""
-        title = f"epoch {epoch}/{self.epochs}"
-        return progress_bar(title, total, is_main=self.is_main, done=done)
 
     def status(self, bar: tqdm, progress: Progress, totals: StepTotals, *, steps: int) -> None:
         """Show how far the epoch is on its bar, or in a line where there is none and one is due.

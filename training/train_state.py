@@ -2,12 +2,14 @@
 
 state = trainer.state_dict()           # collective; plain tensors, numbers, lists and dicts
 trainer.load_state_dict(state)         # bit for bit on as many ranks; on others parts are merged
+trainer.save()                         # collective; last.pt of the run folder, and best.pt
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +19,12 @@ from distributed import fsdp
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
 from errors import InputError
+from training import checkpoint
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import load_into, rng_states, set_rng_states, to_cpu
 from training.meta_mixup_step import MetaMixupStep
+from training.progress import Progress
+from training.run_log import RunLog
 from training.step_stats import ComputeTimer, StepSums
 from training.weight_average import WeightAverage
 
@@ -36,6 +41,10 @@ class TrainState:
             ranks.
         compute_timer, meta_learner, average: None where the run has none.
         replicas_diverge: each rank has weights and optimizer of its own between averagings.
+        progress, metadata: what checkpoints hold beside all of that; see `Trainer`.
+        log: of the run folder.
+        keep: how many checkpoints stay; those before last.pt are last-1.pt, last-2.pt and so on.
+        unsaved: of 'last' and 'best', what the last save failed to write; the same on all ranks.
     """
 
     model: nn.Module
@@ -49,6 +58,11 @@ class TrainState:
     meta_learner: MetaMixupStep | None
     replicas_diverge: bool
     average: WeightAverage | None
+    progress: Progress
+    metadata: dict[str, Any]
+    log: RunLog
+    keep: int
+    unsaved: set[str]
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -173,6 +187,65 @@ class TrainState:
             if number < len(parameters)
         }
         load_into(self.optimizer, {**optimizer, "state": moments}, "optimizer")
+
+    # ---------------------------------------------------------------- files
+
+    def save(self, *, previous_best: dict[str, Any] | None = None) -> None:
+        """Write last.pt, and before it best.pt if it is the best; collective.
+
+        Where that fails, as on a full disk, it is reported and the run goes on; `unsaved` then
+        names the files.
+
+        Args:
+            previous_best: the best epoch before, if this one is the best. It becomes that of the
+                progress again if best.pt cannot be written, so that a later epoch can be the best.
+        """
+        is_best = previous_best is not None
+        unsaved = {"last", "best"} if is_best else {"last"}
+        with self.world.waiting_at_most(self.world.limits.start):
+            content = {
+                **self.metadata,
+                **self.state_dict(),
+                "progress": self.progress.state_dict(),
+            }
+            try:
+                if self.world.is_main:
+                    if is_best:
+                        checkpoint.save(self.log.folder / "best.pt", content)
+                        unsaved.discard("best")
+                    checkpoint.save_last(self.log.folder, content, keep=self.keep)
+                    unsaved.discard("last")
+            except OSError as error:
+                self.log.info(
+                    f"warning: {error}; the previous checkpoint is kept and the run goes on"
+                )
+            self.unsaved = self.world.broadcast(unsaved)
+        if previous_best is not None and "best" in self.unsaved:
+            self.progress.best = previous_best
+
+    def settle_files(self, path: Path) -> None:
+        """Settle last.pt and best.pt after a resume; collective.
+
+        An older checkpoint takes the name of last.pt, which is damaged. The best epoch is chosen
+        anew if best.pt does not hold it: in another run folder, or where best.pt is damaged or of
+        an epoch that the lost last.pt had reached.
+
+        Args:
+            path: the checkpoint that was loaded, on every rank.
+        """
+        folder, progress, epoch = self.log.folder, self.progress, self.progress.best["epoch"]
+        is_older = checkpoint.OLDER_NAME.fullmatch(path.name)
+        if self.world.is_main and is_older and path.resolve().parent == folder.resolve():
+            path.replace(folder / "last.pt")
+        if self.world.is_main and epoch:
+            stored = checkpoint.read_progress(folder / "best.pt")
+            if stored is None or stored["best"]["epoch"] != epoch:
+                self.log.info(
+                    f"best.pt of epoch {epoch} is not in {folder}: "
+                    "the best epoch is chosen from here on"
+                )
+                progress.best = Progress().best
+        progress.best = self.world.broadcast(progress.best)
 
 
 def merge_optimizer_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
