@@ -68,8 +68,6 @@ class OrtForward:
 
     Args:
         model: the model, whose `forward` is still its own.
-    Raises:
-        InputError: the model has a batch-norm layer that ONNX does not support.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -79,10 +77,6 @@ class OrtForward:
         # forward, which ORTModule exports, while the model's is replaced by this object.
         self.graph = _import_ortmodule()(copy.copy(model).train())
         self.batch_norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-        if any(norm.momentum is None for norm in self.batch_norms):
-            raise InputError(
-                "--backend ort: ONNX's batch-norm has no cumulative average (momentum=None)"
-            )
         self.exported_arities: set[int] = set()  # numbers of inputs for which a graph exists
 
     def __call__(self, *inputs: Tensor) -> Tensor:

@@ -324,7 +324,8 @@ def add_batches(parser: ScriptParser, batch_rules: Collection[str]) -> None:
     add("--micro_bs", count, None, "most samples at once on a device (default --bs on CPUs, what "
         "fits on GPUs)", metavar="N")
     add("--batch_milestones", count, None, "epochs of the changes (default one half and three "
-        "quarters of the run)", nargs="+", metavar="EPOCH")
+        "quarters of the run)", nargs="+", metavar="EPOCH",
+        only_with=[{"dynamic_batch": ("increase", "decrease")}])
     common = {**own(lr_power, "lr"), "min": None, "max": None}
     scheduled = common | own(schedule_growth, "factor", "growth")
     add("--batch_args", setting, {},

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 from pathlib import Path
 
 LAUNCHER = "FASTER_TRAINING_LAUNCHER"  # environment variable: the launcher's process number
@@ -21,10 +20,8 @@ def end_with_launcher() -> None:
 
     A launcher that is killed, as by the kernel when memory runs out, cannot stop its workers. They
     would go on writing to a run folder that a resumed run writes to as well, or wait for each other
-    and hold memory. Only Linux can do this; elsewhere nothing happens.
+    and hold memory.
     """
-    if not sys.platform.startswith("linux"):
-        return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = os.environ.get(LAUNCHER)
     if launcher and int(launcher) != os.getppid():  # it ended before the call

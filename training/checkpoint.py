@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from errors import InputError, first_line
+from errors import InputError, first_line, last_line
 from training.atomic_file import atomic_write
 
 FORMAT_NAME = "faster-training-"
@@ -193,13 +193,9 @@ def load_into(target: Any, state: Mapping[str, Any], what: str, *, flag: str = "
     try:
         target.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError) as error:
-        # The first line of torch's message is a heading where it lists several differences.
-        lines = str(error).strip().splitlines()
-        is_heading = len(lines) > 1 and lines[0].endswith(":")
-        reason = first_line(ValueError(lines[1])) if is_heading else first_line(error)
         raise InputError(
             f"{flag}: the checkpoint's {what} does not fit the one these flags describe "
-            f"({reason}); use the flags of the first run"
+            f"({last_line(error)}); use the flags of the first run"
         ) from None
 
 

@@ -26,7 +26,7 @@ from training.atomic_file import atomic_write, atomic_write_text
 from training.evaluation import Evaluation
 from training.progress import Progress
 from training.step_stats import StepTotals
-from training.time_estimate import in_words, seconds_left
+from training.time_estimate import time_left
 from training.tracking import TrackedRun
 
 
@@ -135,8 +135,8 @@ class RunLog:
             return
         self.write_rows(rows)
         seconds, done = rows[-1]["seconds"], rows[-1]["epoch"]
-        left = in_words(seconds_left(seconds, done=done, epochs=self.epochs)).replace("days", "d")
-        self._show({**rows[-1], "left": left})
+        left = time_left(seconds, done=done, epochs=self.epochs)
+        self._show({**rows[-1], "left": left.replace("days", "d")})
         if self.tracked is not None:
             self.tracked.send(rows[-1])
 
@@ -217,11 +217,11 @@ class RunLog:
             speed = progress.epoch_samples / max(progress.train_seconds, 1e-9)
             before = progress.rows[-1]["seconds"] if progress.rows else 0.0
             seconds, done = before + progress.train_seconds, progress.step_in_epoch / steps
-            left = seconds_left(seconds, done=progress.epoch + done, epochs=self.epochs)
+            left = time_left(seconds, done=progress.epoch + done, epochs=self.epochs)
             self.info(
                 f"epoch {progress.epoch + 1}/{self.epochs}, "
                 f"step {progress.step_in_epoch} of {steps}: loss {loss:.4f}, "
-                f"accuracy {100 * accuracy:.2f} %, {speed:.0f} samples/s, {in_words(left)} left"
+                f"accuracy {100 * accuracy:.2f} %, {speed:.0f} samples/s, {left} left"
             )
 
     def close(self) -> None:

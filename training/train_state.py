@@ -253,14 +253,12 @@ def merge_optimizer_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Each rank takes it, so that the mean of the ranks' moments stays as it was.
     """
-    merged = {
-        **states[0],
-        "state": {number: dict(values) for number, values in states[0]["state"].items()},
-    }
-    for number, values in merged["state"].items():
-        for name in values.keys() & MOMENTS:
-            values[name] = torch.stack([state["state"][number][name] for state in states]).mean(0)
-    return merged
+    merged = {}
+    for number, first in states[0]["state"].items():
+        of_ranks = [state["state"][number] for state in states]
+        moments = [{name: each[name] for name in first if name in MOMENTS} for each in of_ranks]
+        merged[number] = {**first, **_mean_tensors(moments)}
+    return {**states[0], "state": merged}
 
 
 def _mean_tensors(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -9,11 +9,11 @@ import ranks
 import resnet50_test
 from test_training import DIGITS, run
 from training.run_log import RunLog
-from training.time_estimate import in_words, seconds_left
+from training.time_estimate import in_words, time_left
 
 
 def test_the_time_left_is_told_by_the_mean_of_the_epochs_that_are_done():
-    assert seconds_left(30.0, done=2.5, epochs=5) == 30.0
+    assert time_left(30.0, done=2.5, epochs=5) == "30 s"
     words = {45: "45 s", 1200: "20 min", 9000: "2.5 h", 57_000: "16 h", 276_480: "3.2 days"}
     assert [in_words(seconds) for seconds in words] == list(words.values())
 
