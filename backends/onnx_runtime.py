@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import os
 import sys
 import warnings
@@ -42,11 +41,6 @@ def silence_onnxruntime_notice() -> None:
 
 def unavailable_reason() -> str:
     """Return why ORTModule cannot be used and how to install it, or '' where it can be used."""
-    if (
-        importlib.util.find_spec("onnxruntime") is None
-        or importlib.util.find_spec("onnxruntime.training") is None
-    ):
-        return f"onnxruntime-training is not installed: {INSTALL_HINT}"
     try:
         _import_ortmodule()
     except Exception as error:  # which type it is depends on versions and machine

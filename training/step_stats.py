@@ -49,6 +49,7 @@ class StepSums:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Tensor: ...
+        def __setattr__(self, name: str, value: Tensor) -> None: ...
 
     def __init__(self, device: torch.device) -> None:
         self.values = torch.zeros(len(StepTotals._fields), dtype=torch.float64, device=device)
