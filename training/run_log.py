@@ -87,10 +87,8 @@ class RunLog:
         lock: IO[str] | None = None,
     ) -> None:
         self.folder, self.is_main, self.log_every = folder, is_main, log_every
-        self.config, self.lock = config or {}, lock
+        self.config, self.track, self.lock = config or {}, track, lock
         self.tracked: TrackedRun | None = None
-        if track != "none" and is_main:
-            self.tracked = TrackedRun(track, folder, warn=self.info)
         self.epochs = 1  # of the run
         self.shown = 0  # rows on the console
         self.last_line = self.clock()  # when it was printed
@@ -114,8 +112,8 @@ class RunLog:
                 f"--out {self.folder}: cannot be written ({error.strerror}); choose another folder"
             ) from None
         self.write_rows(rows)
-        if self.tracked is not None:
-            self.tracked.begin(self.config)
+        if self.track != "none":
+            self.tracked = TrackedRun(self.track, self.folder, self.config, warn=self.info)
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Make metrics.jsonl hold exactly these rows: those that the checkpoint knows.
