@@ -139,7 +139,7 @@ def changed_flags(
     changed = {}
     for name in parser.of_scope(Scope.RESULT, Scope.PLACE):
         flag = parser.flags[name]
-        pair = [before.get(name, flag.default), getattr(args, name)]
+        pair = [flag.default if before.get(name) is None else before[name], getattr(args, name)]
         if flag.scope is Scope.PLACE:
             if args.dataset not in own_data.DATASETS:
                 continue  # the same data in another place
