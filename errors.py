@@ -118,13 +118,9 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text, cut to a length that fits into a message of ours."""
-    return _lines(error)[0][:LINE_LIMIT]
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:LINE_LIMIT]
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of an exception's text, which is where tracebacks of several ranks end."""
-    return _lines(error)[-1][:LINE_LIMIT]
-
-
-def _lines(error: BaseException) -> list[str]:
-    return (str(error).strip() or type(error).__name__).splitlines()
+    """The last line, which tells most where an exception's text begins with a heading."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()[:LINE_LIMIT]

@@ -9,8 +9,7 @@ compile_seconds()                             # that this process has spent on c
 from __future__ import annotations
 
 import contextlib
-import time
-from typing import Any
+import sys
 
 import torch
 from torch import nn
@@ -40,7 +39,6 @@ def apply_backend(name: str, model: nn.Module, *, few_shapes: bool = False) -> n
     if name == "cudagraph" and next(model.parameters()).device.type != "cuda":
         raise InputError("--backend cudagraph needs a GPU; use --backend eager or compile")
     if name in ("compile", "cudagraph"):
-        _compile_clock.install()
         # In place: the state_dict gets no `_orig_mod.` prefix.
         model.compile(dynamic=False if few_shapes else None)
     if name == "ort":
@@ -50,42 +48,14 @@ def apply_backend(name: str, model: nn.Module, *, few_shapes: bool = False) -> n
     return model
 
 
-class CompileClock:
-    """Adds up the time in which this process compiles, as torch.compile tells of it.
-
-    That is the tracing and the making of kernels, of the backward pass as well; the host does
-    nothing else meanwhile.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.started: float | None = None
-
-    def install(self) -> None:
-        """Let torch call this clock, from now on; a second call changes nothing."""
-        from torch._dynamo.callback import callback_handler  # takes seconds to import
-
-        if self.start not in callback_handler.start_callbacks:
-            callback_handler.register_start_callback(self.start)
-            callback_handler.register_end_callback(self.stop)
-
-    def start(self, _: Any = None) -> None:
-        """Note that compiling begins."""
-        self.started = time.perf_counter()
-
-    def stop(self, _: Any = None) -> None:
-        """Note that compiling ends."""
-        if self.started is not None:
-            self.seconds += time.perf_counter() - self.started
-            self.started = None
-
-
-_compile_clock = CompileClock()
-
-
 def compile_seconds() -> float:
-    """Return the seconds that this process has spent on compiling models so far."""
-    return _compile_clock.seconds
+    """Return the seconds that this process has spent on compiling models so far.
+
+    That is torch's own account of tracing and of making kernels, of the backward pass as well.
+    """
+    dynamo = sys.modules.get("torch._dynamo.utils")  # it is loaded where a model is compiled
+    spent = dynamo.calculate_time_spent() if dynamo is not None else {}
+    return spent.get("entire_frame_compile", 0.0) + spent.get("entire_backward_compile", 0.0)
 
 
 def without_compilation(condition: bool = True) -> contextlib.AbstractContextManager[None]:

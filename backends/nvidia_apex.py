@@ -1,12 +1,10 @@
-"""NVIDIA apex, where it is installed: mixed precision O1 and O2, FusedSGD, FusedLAMB and LARC.
+"""NVIDIA apex, where it is installed: mixed precision O1 and O2.
 
-    optimizer = create_optimizer("apex_lamb", groups, lr=4e-3)
     model, optimizer, scaler = prepare("apex_O1", model, optimizer=optimizer)
 
-Apex has no releases, and its parts come and go: amp and parallel (with LARC) were removed in May
-2025, and the others need its CUDA extensions. Each part is therefore looked up by itself. The
-package named apex on the package registry is another project. The code follows apex's documented
-interface and has not been run on it.
+Apex has no releases, and its amp was removed in May 2025. The package named apex on the package
+registry is another project. The code follows apex's documented interface and has not been run on
+it.
 """
 
 from __future__ import annotations
@@ -20,63 +18,23 @@ import torch
 from torch import Tensor, nn
 
 LEVELS = ("apex_O1", "apex_O2")
-OPTIMIZERS = ("apex_sgd", "apex_lamb", "apex_larc")
-MODULES = {
-    **dict.fromkeys(LEVELS, "apex.amp"),  # left in May 2025, as did LARC
-    **dict.fromkeys(("apex_sgd", "apex_lamb"), "amp_C"),  # the CUDA extensions
-    "apex_larc": "apex.parallel.LARC",
-}
-"""The module of apex that each choice needs."""
 INSTALL_HINT = (
     "build github.com/NVIDIA/apex, as of before May 2025, with --cpp_ext --cuda_ext "
     "(the apex of package registries is another)"
 )
 
 
-def unavailable_reason(name: str) -> str:
-    """Return why one of `MODULES` cannot be used and how to get it, or '', also for other names."""
-    if name not in MODULES:
-        return ""
+def unavailable_reason() -> str:
+    """Return why apex.amp cannot be used and how to get it, or ''."""
     if importlib.util.find_spec("apex") is None:
         return f"apex is not installed: {INSTALL_HINT}"
     if not torch.cuda.is_available():
         return "apex needs a GPU"
     try:
-        importlib.import_module(MODULES[name])
+        importlib.import_module("apex.amp")
     except Exception:  # another package of that name, or a build for another torch
-        return f"this apex has no {MODULES[name]}: {INSTALL_HINT}"
+        return f"this apex has no apex.amp: {INSTALL_HINT}"
     return ""
-
-
-def create_optimizer(
-    name: str,
-    groups: list[dict[str, Any]],
-    *,
-    lr: float,
-    momentum: float = 0.9,
-    nesterov: bool = False,
-    betas: tuple[float, float] = (0.9, 0.999),
-    trust_coefficient: float = 0.001,
-) -> torch.optim.Optimizer:
-    """Create an apex optimizer, whose `unavailable_reason` is ''.
-
-    Args:
-        name: 'apex_sgd' is FusedSGD, 'apex_lamb' is FusedLAMB (arXiv:1904.00962), and 'apex_larc'
-            is LARC (arXiv:1708.03888, with clipping) around torch's SGD.
-        groups: parameter groups.
-        lr: learning rate.
-        momentum: of SGD, FusedSGD and LARC.
-        nesterov: Nesterov momentum of SGD, FusedSGD and LARC.
-        betas: of FusedLAMB.
-        trust_coefficient: of LARC.
-    """
-    if name == "apex_lamb":
-        return _submodule("optimizers").FusedLAMB(groups, lr=lr, betas=betas)
-    if name == "apex_sgd":
-        fused_sgd = _submodule("optimizers").FusedSGD
-        return fused_sgd(groups, lr=lr, momentum=momentum, nesterov=nesterov)
-    sgd = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov)
-    return _submodule("parallel.LARC").LARC(sgd, trust_coefficient=trust_coefficient)
 
 
 def prepare(
@@ -93,7 +51,7 @@ def prepare(
         model: on its GPU, not yet wrapped for data parallelism.
         optimizer: over the parameters of `model`.
     """
-    amp = _submodule("amp")
+    amp = importlib.import_module("apex.amp")
     model, optimizer = amp.initialize(
         model, optimizer, opt_level=level.removeprefix("apex_"), verbosity=0
     )
@@ -150,8 +108,3 @@ class ScaledLoss:
         """Add the unscaled gradients of the loss to those of the parameters."""
         with self.scaler.amp.scale_loss(self.loss, self.scaler.optimizer) as scaled:
             scaled.backward()
-
-
-def _submodule(name: str) -> Any:
-    """Import a submodule of apex."""
-    return importlib.import_module(f"apex.{name}")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import os
 import sys
 import warnings
@@ -42,11 +41,6 @@ def silence_onnxruntime_notice() -> None:
 
 def unavailable_reason() -> str:
     """Return why ORTModule cannot be used and how to install it, or '' where it can be used."""
-    if (
-        importlib.util.find_spec("onnxruntime") is None
-        or importlib.util.find_spec("onnxruntime.training") is None
-    ):
-        return f"onnxruntime-training is not installed: {INSTALL_HINT}"
     try:
         _import_ortmodule()
     except Exception as error:  # which type it is depends on versions and machine
@@ -68,8 +62,6 @@ class OrtForward:
 
     Args:
         model: the model, whose `forward` is still its own.
-    Raises:
-        InputError: the model has a batch-norm layer that ONNX does not support.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -79,10 +71,6 @@ class OrtForward:
         # forward, which ORTModule exports, while the model's is replaced by this object.
         self.graph = _import_ortmodule()(copy.copy(model).train())
         self.batch_norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-        if any(norm.momentum is None for norm in self.batch_norms):
-            raise InputError(
-                "--backend ort: ONNX's batch-norm has no cumulative average (momentum=None)"
-            )
         self.exported_arities: set[int] = set()  # numbers of inputs for which a graph exists
 
     def __call__(self, *inputs: Tensor) -> Tensor:

@@ -39,11 +39,6 @@ class Precision:
     device_type: str
     dtype: torch.dtype | None = None
 
-    @property
-    def uses_grad_scaler(self) -> bool:
-        """Whether gradients can underflow, so that the loss is scaled by a torch.amp.GradScaler."""
-        return self.dtype is torch.float16
-
     def autocast(self) -> contextlib.AbstractContextManager:
         """Return the context in which the forward pass and the loss are computed."""
         if self.dtype is None:
@@ -61,7 +56,7 @@ class Precision:
         """
         if self.name in nvidia_apex.LEVELS:
             return nvidia_apex.prepare(self.name, model, optimizer=optimizer)
-        scaler = torch.amp.GradScaler(self.device_type, enabled=self.uses_grad_scaler)
+        scaler = torch.amp.GradScaler(self.device_type, enabled=self.dtype is torch.float16)
         return model, optimizer, scaler
 
 
@@ -80,7 +75,7 @@ def choose_precision(name: str, device: torch.device) -> Precision:
     """
     if name == "auto":
         name = "bf16" if has_bf16(device) else "fp16" if device.type == "cuda" else "fp32"
-    if reason := nvidia_apex.unavailable_reason(name):
+    if name in nvidia_apex.LEVELS and (reason := nvidia_apex.unavailable_reason()):
         raise InputError(
             f"--precision {name}: {reason}; --precision fp16 is torch's own mixed precision"
         )

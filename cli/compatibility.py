@@ -51,8 +51,6 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
      "it needs gradients that are averaged in every step; leave one of them out"),
     (NOISE, [CORRECTED],
      "it needs the gradients as they are; use --grad_compress none, fp16 or bf16"),
-    ([{"batch_milestones": ON}], [{"dynamic_batch": Not(("increase", "decrease"))}],
-     "they say when a batch changes; use --dynamic_batch increase or decrease"),
     # ---- weights in shards
     ([SHARDED], [NOT_TORCH, {"sync": Not(("sync",))}, CORRECTED, META, *NOISE, {"ema": ON}],
      "each process holds only a part of every layer; use --parallel ddp, or --optimizer sgd or "
@@ -78,8 +76,6 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
      "torch's compiler fails on the recomputation; use --fuse, or --backend eager"),
     ([{"fuse": ON}], [{"sync_bn": ON}],
      "batch-norm over all processes cannot be fused; leave one of them out"),
-    ([{"freeze": ON}], [{"layer_decay": Not((1.0,))}],
-     "one layer is trained, and has the whole rate; leave one of them out"),
     ([{"nesterov": ON}], [{"momentum": (0,)}],
      "there is no momentum to look ahead along; give --momentum above 0"),
 )  # fmt: skip

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import dynamic_batch
 import mixup
-from backends import device, execution, nvidia_apex, onnx_runtime, torch_compat
+from backends import device, execution, onnx_runtime, torch_compat
 from backends.machine import describe_machine, device_name
 from backends.precision import Precision, choose_precision
 from cli import compatibility
@@ -193,7 +193,7 @@ def add_label_noise(args: Namespace, run: Run, train: Any, *, classes: Sequence[
     share, _, pairs = str(args.label_noise).partition(":")
     wrong = torch.arange(len(classes))
     for pair in pairs.split(",") if pairs else ():
-        a, b = (class_number("--label_noise", name, classes) for name in pair.split("="))
+        a, b = (class_number(name, classes) for name in pair.split("="))
         wrong[a], wrong[b] = b, a
     right = torch.as_tensor(train.labels)
     noisy = with_noise(
@@ -209,8 +209,8 @@ def add_label_noise(args: Namespace, run: Run, train: Any, *, classes: Sequence[
     return train.with_labels(noisy)
 
 
-def class_number(flag: str, name: str, classes: Sequence[str]) -> int:
-    """The number of the class that a flag names.
+def class_number(name: str, classes: Sequence[str]) -> int:
+    """The number of a class that --label_noise names.
 
     Raises:
         InputError: there is none.
@@ -218,7 +218,7 @@ def class_number(flag: str, name: str, classes: Sequence[str]) -> int:
     if name in classes:
         return classes.index(name)
     raise InputError(
-        f"{flag}: there is no class {excerpt(name)}; the classes are "
+        f"--label_noise: there is no class {excerpt(name)}; the classes are "
         f"{own_data.list_names(classes)}{did_you_mean(name, classes)}"
     )
 
@@ -289,12 +289,9 @@ def create_optimizer(
     """The optimizer of --optimizer over all parameters of the model.
 
     Raises:
-        InputError: it is apex's, and apex is not there.
+        InputError: this torch has no Muon, or --opt_args do not go together.
     """
     name = args.optimizer
-    if reason := nvidia_apex.unavailable_reason(name):
-        ours = name.removeprefix("apex_").replace("larc", "lars")
-        raise InputError(f"--optimizer {name}: {reason}; ours is --optimizer {ours}")
     if name == "muon" and (reason := torch_compat.unavailable_reason("muon")):
         raise InputError(f"--optimizer muon {reason}; ours is --optimizer ngd")
     groups = optimizer_groups(name, model, args.weight_decay)
@@ -324,20 +321,11 @@ def scaled_lr(args: Namespace, world: World) -> float:
 
 
 def class_weights(args: Namespace, run: Run, data: Data) -> Tensor | None:
-    """The factors of --class_weights, (classes,) of mean 1 over the training rows, or None.
-
-    Raises:
-        InputError: they name a class that the data does not have.
-    """
-    given, classes = args.class_weights, data.metadata["classes"]
-    if given is None:
+    """The factors of --class_weights, (classes,) of mean 1 over the training rows, or None."""
+    if args.class_weights == "none":
         return None
-    counts = data.labels.bincount(minlength=len(classes)).double()
+    counts = data.labels.bincount(minlength=len(data.metadata["classes"])).double()
     weights = 1 / counts.clamp(min=1)
-    if given != "balanced":
-        for name in given:
-            class_number("--class_weights", name, classes)
-        weights = torch.tensor([given.get(name, 1.0) for name in classes]).double()
     weights *= counts.sum() / (weights * counts).sum()
     return weights.float().to(run.world.device)
 
@@ -571,7 +559,7 @@ def create_comm_hook(args: Namespace, run: Run) -> AllReduceHook:
 
 
 def load_weights(args: Namespace, run: Run, model: nn.Module) -> nn.Module:
-    """The model with the weights of the checkpoint, also of one in shards.
+    """The model with the weights of the checkpoint.
 
     One line says which file and epoch they are of. With --predict it goes to stderr, so that stdout
     holds the predictions alone.

@@ -8,7 +8,6 @@ docs/flags.md is written from here by `python -m figures.flags_page`.
 
 from __future__ import annotations
 
-import json
 import os
 from argparse import ArgumentTypeError
 from collections import defaultdict
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from backends import execution, nvidia_apex, precision
+from backends import execution, precision
 from cli.flag_parser import (
     OFF,
     ON,
@@ -27,7 +26,6 @@ from cli.flag_parser import (
     ScriptParser,
     below_one,
     count,
-    file_path,
     fraction,
     natural,
     not_negative,
@@ -40,7 +38,6 @@ from cli.flag_parser import (
 )
 from cli.foreign_names import FOREIGN
 from cli.settings import own
-from cli.yaml_file import read_yaml
 from distributed import comm_hooks, fsdp
 from distributed.diloco import DiLoCo
 from distributed.world import TimeLimits
@@ -55,22 +52,6 @@ from training.tracking import TRACKERS
 
 MAX_THREADS = 1024  # of a process; some thousands take minutes to start
 WIRE_BITS = {"int8": 8, "int4": 4}  # values of --wire_dtype for SLAMB alone
-
-
-def class_weights(text: str) -> str | dict[str, float] | None:
-    """An argparse type: balanced, none, or a YAML file of lines 'class: weight'.
-
-    A recipe holds the weights themselves, which come here as JSON.
-    """
-    if text in ("balanced", "none"):
-        return None if text == "none" else text
-    if text.startswith("{"):
-        entries: Any = json.loads(text)
-    else:
-        entries = read_yaml(file_path(text), f"--class_weights {text}", as_text=True)
-    if not isinstance(entries, dict):
-        raise ArgumentTypeError(f"{text} must hold lines of 'class: weight'")
-    return {str(name): positive(str(weight)) for name, weight in entries.items()}
 
 
 def label_noise(text: str) -> float | str:
@@ -107,8 +88,7 @@ def by_optimizer(optimizers: Mapping[str, OptimizerChoice], name: str) -> str:
     """Write a default of each optimizer, for example '0.02 for sgd, ngd; 1 for lars'."""
     names = defaultdict(list)
     for optimizer, choice in optimizers.items():
-        has_it = name in ("lr", "weight_decay", *choice.flags)
-        if has_it and optimizer not in nvidia_apex.OPTIMIZERS:
+        if name in ("lr", "weight_decay", *choice.flags):
             names[getattr(choice, name)].append(optimizer)
     return "; ".join(f"{value:g} for {', '.join(group)}" for value, group in names.items())
 
@@ -186,9 +166,8 @@ def add_training(parser: ScriptParser) -> None:
     add("--accumulate", count, 1, "batches whose gradients are added up for a step", metavar="K")
     add("--label_smoothing", below_one, 0.0, "share of each label that is spread over all classes",
         metavar="F")
-    add("--class_weights", class_weights, None, "factors of the losses of each class: balanced "
-        "(all classes count alike), none, or a YAML file of lines 'class: weight'",
-        metavar="balanced|FILE")
+    add("--class_weights", Choice(["none", "balanced"]), "none", "factors of the losses of each "
+        "class; with balanced all classes count alike")
     add("--best_by", Choice(METRIC_NAMES), "accuracy", "what chooses the best epoch, on the "
         "validation set where there is one")
     add("--patience", natural, 0, "epochs without a better one after which the run ends; 0 is off",
@@ -345,7 +324,8 @@ def add_batches(parser: ScriptParser, batch_rules: Collection[str]) -> None:
     add("--micro_bs", count, None, "most samples at once on a device (default --bs on CPUs, what "
         "fits on GPUs)", metavar="N")
     add("--batch_milestones", count, None, "epochs of the changes (default one half and three "
-        "quarters of the run)", nargs="+", metavar="EPOCH")
+        "quarters of the run)", nargs="+", metavar="EPOCH",
+        only_with=[{"dynamic_batch": ("increase", "decrease")}])
     common = {**own(lr_power, "lr"), "min": None, "max": None}
     scheduled = common | own(schedule_growth, "factor")
     add("--batch_args", setting, {},

@@ -57,8 +57,6 @@ FOREIGN = {
     # ---- settings of a part, which were flags
     "--ngd_rank": "--opt_args=rank=",
     "--ngd_alpha": "--opt_args=alpha=",
-    "--adamw_ratio": "--opt_args=adamw_ratio=",
-    "--larc": "--opt_args=clip=true",
     "--beta3": "--opt_args=beta3=",
     "--selection": "--opt_args=selection=",
     "--step_size": "--lr_args=step_size=",
@@ -66,7 +64,6 @@ FOREIGN = {
     "--outer_momentum": "--sync_args=momentum=",
     "--batch_factor": "--batch_args=factor=",
     "--dynamic_lr": "--batch_args=lr=",
-    "--loss_rule": "--batch_args=kind=",
     "--loss_window": "--batch_args=window=",
     "--mixup_weight": "--mixup_args=weight=",
     "--meta_policy": "--mixup_args=policy=",

@@ -1,15 +1,12 @@
 """The values of --optimizer: how each is made, and its defaults but for the learning rate.
 
 OPTIMIZERS = optimizer_choices(sgd=0.1, adamw=3e-3, ngd=0.08, ...)      # docs/recipes.md has more
-
-NVIDIA apex's are part of the legacy stack.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
-from backends.nvidia_apex import create_optimizer
 from cli.flags import OptimizerChoice
 from ngd import NGD
 from optimizers.kaldi_ngd import KaldiNGD
@@ -39,11 +36,4 @@ def optimizer_choices(**lr: float) -> dict[str, OptimizerChoice]:
         "lars": sgd(LARS, lr=lr["lars"], own=("trust_coefficient", "clip")),
         "lamb": lamb(LAMB, ADAM, lr=lr["lamb"]),
         "slamb": lamb(SLAMB, ADAM + COMPRESSION, lr=lr["slamb"], own=("beta3", "selection")),
-        "apex_sgd": OptimizerChoice(
-            partial(create_optimizer, "apex_sgd"), MOMENTUM, lr=0.02, weight_decay=5e-4
-        ),
-        "apex_lamb": lamb(partial(create_optimizer, "apex_lamb"), ADAM, lr=4e-3),
-        "apex_larc": OptimizerChoice(
-            partial(create_optimizer, "apex_larc"), MOMENTUM, lr=1.0, weight_decay=5e-4
-        ),
     }

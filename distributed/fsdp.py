@@ -5,8 +5,8 @@
 
 Through torch's `fully_shard` (FSDP, arXiv:2304.11277; ZeRO, arXiv:1910.02054). Weights are gathered
 block by block just before they are needed, and again in the backward pass; gradients are averaged
-into shards. With 'hsdp' the ranks of a node hold the shards, and every node a copy of them. See
-sharded_checkpoint.py for files.
+into shards. With 'hsdp' the ranks of a node hold the shards, and every node a copy of them.
+Checkpoints hold whole tensors: see `gather` and `distribute_like`.
 """
 
 from __future__ import annotations
@@ -103,6 +103,22 @@ def is_sharded(module: nn.Module) -> bool:
     # Importing torch's module takes most of a second, and `shard` has done so where it was called.
     torch_fsdp = sys.modules.get("torch.distributed.fsdp")
     return isinstance(module, getattr(torch_fsdp, "FSDPModule", ()))
+
+
+def gather(value: Any, *, keep: bool) -> Any:
+    """A state_dict with whole tensors in the host's memory in place of shards; collective.
+
+    Args:
+        keep: whether this rank needs them; it gets None for each otherwise.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, DTensor):
+        whole = value.full_tensor()
+        return whole.cpu() if keep else None
+    if isinstance(value, dict):
+        return {name: gather(each, keep=keep) for name, each in value.items()}
+    return value
 
 
 def distribute_like(value: Any, like: Tensor) -> Any:

@@ -10,11 +10,11 @@ Ubuntu, and NCCL that of the first interface that it finds.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import os
 import socket
 import struct
-import sys
 from pathlib import Path
 
 SIOCGIFADDR = 0x8915  # of netdevice(7): the IPv4 address of an interface
@@ -39,11 +39,7 @@ def use_interface_of(address: str) -> None:
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has an address; '' where it is not found, or not on Linux."""
-    if not sys.platform.startswith("linux"):
-        return ""
-    import fcntl
-
+    """The name of the interface that has an address; '' where it is not found."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
     if wanted.version == 6:
         lines = Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines()

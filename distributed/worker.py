@@ -9,11 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 from pathlib import Path
 
 LAUNCHER = "FASTER_TRAINING_LAUNCHER"  # environment variable: the launcher's process number
-FAILURE = "FASTER_TRAINING_FAILURE"  # another: the local rank that failed last, and its exit code
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
@@ -22,10 +20,8 @@ def end_with_launcher() -> None:
 
     A launcher that is killed, as by the kernel when memory runs out, cannot stop its workers. They
     would go on writing to a run folder that a resumed run writes to as well, or wait for each other
-    and hold memory. Only Linux can do this; elsewhere nothing happens.
+    and hold memory.
     """
-    if not sys.platform.startswith("linux"):
-        return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = os.environ.get(LAUNCHER)
     if launcher and int(launcher) != os.getppid():  # it ended before the call
@@ -51,11 +47,3 @@ def launcher_id() -> str:
 def is_restarted() -> bool:
     """Whether torchrun starts this process anew because the one before it failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-
-
-def last_failure() -> tuple[int, int] | None:
-    """Rank and exit code, or minus a signal, of the process of this node that failed last."""
-    if not is_restarted() or FAILURE not in os.environ:
-        return None
-    local_rank, code = map(int, os.environ[FAILURE].split())
-    return int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"]) + local_rank, code

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distributed import sharded_checkpoint
 from errors import InputError, first_line, needing
 from input_pipeline.own_data import list_names, normal_form
 
@@ -101,11 +100,9 @@ def _read_torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         raise InputError(f"--weights {path}: is no readable file of weights; {KINDS}") from None
     if not isinstance(state, Mapping):
         return {}, {}
-    average, shards = state.get("average"), state.get("shards")
+    average = state.get("average")
     if isinstance(average, Mapping) and isinstance(average.get("weights"), Mapping):
         return average["weights"], state
-    if shards and isinstance(shards, str) and isinstance(state.get("flags"), Mapping):
-        return sharded_checkpoint.load_whole_model(path.parent / Path(shards).name), state
     # A state_dict maps names such as conv1.weight to tensors; the state of an optimizer does not.
     nested = {
         str(name): value

@@ -26,7 +26,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from backends import device
-from distributed import sharded_checkpoint
 from training import checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -291,10 +290,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 def weights(folder: Path, name: str = "last") -> dict[str, torch.Tensor]:
     """Model tensors of last.pt, or of best.pt."""
-    state = checkpoint.load(folder / f"{name}.pt")
-    if state["shards"]:
-        return sharded_checkpoint.load_whole_model(Path(state["shards"]))
-    return state["model"]
+    return checkpoint.load(folder / f"{name}.pt")["model"]
 
 
 def same_run(one: Path, other: Path) -> None:

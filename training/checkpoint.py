@@ -22,15 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed import sharded_checkpoint
-from errors import InputError, first_line
+from errors import InputError, first_line, last_line
 from training.atomic_file import atomic_write
 
 FORMAT_NAME = "faster-training-"
 FORMAT = f"{FORMAT_NAME}7"
 MAPPED = ("model", "optimizer", "ranks", "average")  # their tensors are read where they are used
 OLDER_NAME = re.compile(r"last-([1-9][0-9]*)\.pt")  # a checkpoint before last.pt
-SHARDS_NAME = re.compile(r"shards-[0-9]+")  # a sharded checkpoint's folder beside the file
 
 
 # -------------------------------------------------------------------- writing
@@ -100,8 +98,8 @@ def load(path: Path, script: str = "", *, flag: str = "--resume") -> dict[str, A
     entry 'warning' is a line that says so. A file that is named is read or refused.
 
     The tensors of the entries `MAPPED` stay in the file until they are used, so that a rank reads
-    its own part alone; the file may get another name meanwhile. The entry 'shards' names the folder
-    of a sharded checkpoint, and the entry 'file' the path that was read.
+    its own part alone; the file may get another name meanwhile. The entry 'file' is the path that
+    was read.
 
     Args:
         path: a checkpoint or a run folder.
@@ -146,7 +144,9 @@ def _load_file(path: Path, script: str, *, where: str) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             changed = archive.testzip()  # by its checksums, which torch does not read
-        state = read_unchecked(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of many types for many kinds of damage
         if isinstance(error, OSError) and error.errno != errno.EIO:
             raise InputError(f"{where}: cannot be read ({error.strerror})") from None
@@ -163,38 +163,14 @@ def _load_file(path: Path, script: str, *, where: str) -> dict[str, Any]:
         raise InputError(
             f"{where}: written by {state['script']}.py, not {script}.py; use it with its own script"
         )
-    if shards := state["shards"]:
-        if not SHARDS_NAME.fullmatch(str(shards)):
-            raise InputError(
-                f"{where}: its weights are said to lie in {str(shards)[:80]!r}, "
-                "which is not a name such as shards-1; do not use this file"
-            )
-        state["shards"] = str(path.parent / shards)
-        problem = sharded_checkpoint.find_damage(path.parent / shards, state["shards_checksum"])
-        if problem:
-            raise _Damage(problem)
     state["file"] = str(path)
     return {name: v if name in MAPPED else copy.deepcopy(v) for name, v in state.items()}
 
 
 def trained_weights(state: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """The weights that are to be used of what `load` returned: averaged ones, if the run has them.
-
-    Raises:
-        InputError: shards cannot be read.
-    """
-    if average := state.get("average"):
-        return average["weights"]
-    if shards := state.get("shards"):
-        return sharded_checkpoint.load_whole_model(Path(shards))
-    return state["model"]
-
-
-def read_unchecked(path: Path) -> Any:
-    """What torch reads from a file, with the tensors mapped into memory, which may be damaged."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+    """The weights to use of what `load` returned: averaged ones, if the run has them."""
+    average = state.get("average")
+    return average["weights"] if average else state["model"]
 
 
 def read_progress(path: Path) -> dict[str, Any] | None:
@@ -217,13 +193,9 @@ def load_into(target: Any, state: Mapping[str, Any], what: str, *, flag: str = "
     try:
         target.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError) as error:
-        # The first line of torch's message is a heading where it lists several differences.
-        lines = str(error).strip().splitlines()
-        is_heading = len(lines) > 1 and lines[0].endswith(":")
-        reason = first_line(ValueError(lines[1])) if is_heading else first_line(error)
         raise InputError(
             f"{flag}: the checkpoint's {what} does not fit the one these flags describe "
-            f"({reason}); use the flags of the first run"
+            f"({last_line(error)}); use the flags of the first run"
         ) from None
 
 

@@ -6,8 +6,6 @@ with progress_bar("evaluating on the test set", total=10_000, is_main=world.is_m
 
 from __future__ import annotations
 
-import sys
-
 from tqdm import tqdm
 
 FORMAT = "{desc} {percentage:3.0f}%|{bar}| {remaining}, {rate_fmt}{postfix}"
@@ -30,5 +28,5 @@ def progress_bar(title: str, total: int, *, is_main: bool, done: int = 0) -> tqd
         leave=False,
         dynamic_ncols=True,
         bar_format=FORMAT,
-        disable=not is_main or not sys.stderr.isatty(),
+        disable=None if is_main else True,  # None: unless stderr is a terminal
     )

@@ -12,8 +12,6 @@ import contextlib
 import fcntl
 import itertools
 import json
-import os
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +23,7 @@ from distributed.world import World
 from errors import InputError
 from training.checkpoint import latest_files, read_progress
 
-LOCK_FILE = ".lock"  # says which process writes to the folder, or wrote to it last
+LOCK_FILE = ".lock"  # of a run folder
 
 
 def new_run_folder(script: str) -> Path:
@@ -114,8 +112,7 @@ def lock_run_folder(folder: Path) -> IO[str]:
     """
     path = folder / LOCK_FILE
     try:
-        # It stays open as long as the run.
-        file = open(path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        file = open(path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
     except OSError as error:
         raise InputError(
             f"--out {folder}: cannot be written ({error.strerror}); choose another folder"
@@ -123,26 +120,14 @@ def lock_run_folder(folder: Path) -> IO[str]:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        file.seek(0)
-        owner = file.read().strip() or "another process"
         file.close()
         raise InputError(
-            f"{folder}: {owner} is writing to this run folder; wait until it has ended, stop it, "
-            "or choose another folder with --out"
+            f"{folder}: another process is writing to this run folder; wait until it has ended, "
+            "stop it, or choose another folder with --out"
         ) from None
     except OSError:  # the file system has no locks
-        return file
-    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
-        file.truncate(0)
-        file.write(f"{describe_process()}\n")
-        file.flush()
+        pass
     return file
-
-
-def describe_process() -> str:
-    """This process in words: 'process 1234 on node7, which began 2026-11-22 07:41:14,'."""
-    began = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"process {os.getpid()} on {socket.gethostname()}, which began {began},"
 
 
 def open_run_folder(

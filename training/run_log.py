@@ -15,7 +15,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -26,9 +25,8 @@ from errors import InputError, discard_stdout
 from training.atomic_file import atomic_write, atomic_write_text
 from training.evaluation import Evaluation
 from training.progress import Progress
-from training.progress_bar import progress_bar
 from training.step_stats import StepTotals
-from training.time_estimate import in_words, seconds_left
+from training.time_estimate import time_left
 from training.tracking import TrackedRun
 
 
@@ -46,7 +44,6 @@ class Column(NamedTuple):
         return "" if value is None else self.format.format(value).rstrip("%")
 
 
-MAX_WIDTH = 80  # characters of a line of the table
 GAP = "  "  # between two columns
 COLUMNS = (
     Column("epoch", "epoch", 5, "{:d}"),
@@ -59,19 +56,8 @@ COLUMNS = (
     Column("seconds", "seconds", 7, "{:.1f}"),
     Column("left", "left", 6),
     Column("batch", "batch_size", 6, "{:d}"),
-    Column("lambda", "mean_lambda", 6, "{:.3f}"),
-    Column("noise", "noise_scale", 6, "{:.0f}"),
 )
-"""The columns of the console, as many of them as there is room for."""
-
-
-def fitting_columns(row: Mapping[str, Any]) -> list[Column]:
-    """The columns of a row, as far as they fit into a line."""
-    present = [column for column in COLUMNS if column.key in row]
-    ends = accumulate(len(GAP) + column.width for column in present)
-    return [column for column, end in zip(present, ends) if end - len(GAP) <= MAX_WIDTH]
-
-
+"""The columns of the console, of which a run may have no validation or no test set."""
 TITLES_EVERY = 20  # rows
 CONFUSION_FILE = "confusion.json"  # of a run folder
 MAX_NAMED_CLASSES = 40  # of a drawn table: more names would not be readable
@@ -101,13 +87,10 @@ class RunLog:
         lock: IO[str] | None = None,
     ) -> None:
         self.folder, self.is_main, self.log_every = folder, is_main, log_every
-        self.config, self.lock = config or {}, lock
+        self.config, self.track, self.lock = config or {}, track, lock
         self.tracked: TrackedRun | None = None
-        if track != "none" and is_main:
-            self.tracked = TrackedRun(track, folder, warn=self.info)
         self.epochs = 1  # of the run
-        self.shown = 0  # rows on the console since the titles
-        self.columns: list[Column] = []  # of the row above
+        self.shown = 0  # rows on the console
         self.last_line = self.clock()  # when it was printed
 
     # ---------------------------------------------------------------- files
@@ -129,8 +112,8 @@ class RunLog:
                 f"--out {self.folder}: cannot be written ({error.strerror}); choose another folder"
             ) from None
         self.write_rows(rows)
-        if self.tracked is not None:
-            self.tracked.begin(self.config)
+        if self.track != "none":
+            self.tracked = TrackedRun(self.track, self.folder, self.config, warn=self.info)
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Make metrics.jsonl hold exactly these rows: those that the checkpoint knows.
@@ -150,8 +133,8 @@ class RunLog:
             return
         self.write_rows(rows)
         seconds, done = rows[-1]["seconds"], rows[-1]["epoch"]
-        left = in_words(seconds_left(seconds, done=done, epochs=self.epochs)).replace("days", "d")
-        self._show({**rows[-1], "left": left})
+        left = time_left(seconds, done=done, epochs=self.epochs)
+        self._show({**rows[-1], "left": left.replace("days", "d")})
         if self.tracked is not None:
             self.tracked.send(rows[-1])
 
@@ -212,17 +195,11 @@ class RunLog:
 
     def _show(self, row: Mapping[str, Any]) -> None:
         """Print a row of the table, with the titles above it now and then."""
-        columns = fitting_columns(row)
-        if self.shown % TITLES_EVERY == 0 or columns != self.columns:
+        columns = [column for column in COLUMNS if column.key in row]
+        if self.shown % TITLES_EVERY == 0:
             self.info(GAP.join(f"{column.title:>{column.width}}" for column in columns))
-            self.shown = 0
-        self.shown, self.columns = self.shown + 1, columns
+        self.shown += 1
         self.info(GAP.join(f"{column.show(row):>{column.width}}" for column in columns))
-
-    def bar(self, epoch: int, *, total: int, done: int) -> tqdm:
-        """A progress bar over the samples of an epoch; hidden where stderr is not a terminal."""
-        title = f"epoch {epoch}/{self.epochs}"
-        return progress_bar(title, total, is_main=self.is_main, done=done)
 
     def status(self, bar: tqdm, progress: Progress, totals: StepTotals, *, steps: int) -> None:
         """Show how far the epoch is on its bar, or in a line where there is none and one is due.
@@ -238,11 +215,11 @@ class RunLog:
             speed = progress.epoch_samples / max(progress.train_seconds, 1e-9)
             before = progress.rows[-1]["seconds"] if progress.rows else 0.0
             seconds, done = before + progress.train_seconds, progress.step_in_epoch / steps
-            left = seconds_left(seconds, done=progress.epoch + done, epochs=self.epochs)
+            left = time_left(seconds, done=progress.epoch + done, epochs=self.epochs)
             self.info(
                 f"epoch {progress.epoch + 1}/{self.epochs}, "
                 f"step {progress.step_in_epoch} of {steps}: loss {loss:.4f}, "
-                f"accuracy {100 * accuracy:.2f} %, {speed:.0f} samples/s, {in_words(left)} left"
+                f"accuracy {100 * accuracy:.2f} %, {speed:.0f} samples/s, {left} left"
             )
 
     def close(self) -> None:

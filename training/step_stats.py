@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,16 +46,10 @@ class StepSums:
     Each field is an attribute too, a view () of the tensor.
     """
 
-    loss: Tensor
-    num_correct: Tensor
-    mix_weight: Tensor
-    samples: Tensor
-    small_square: Tensor
-    inverse_small: Tensor
-    big_square: Tensor
-    inverse_big: Tensor
-    skipped: Tensor
-    skipped_in_a_row: Tensor
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor: ...
+        def __setattr__(self, name: str, value: Tensor) -> None: ...
 
     def __init__(self, device: torch.device) -> None:
         self.values = torch.zeros(len(StepTotals._fields), dtype=torch.float64, device=device)

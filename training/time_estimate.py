@@ -1,7 +1,7 @@
 """How long a run still takes, in words.
 
-seconds_left(5_000, done=12.5, epochs=50)       # as if all epochs took the same time
-in_words(72_000)                   # '20 h'
+time_left(5_000, done=12.5, epochs=50)     # '4.2 h', as if all epochs took the same time
+in_words(72_000)                           # '20 h'
 """
 
 from __future__ import annotations
@@ -16,6 +16,6 @@ def in_words(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days".replace(".0 ", " ")
 
 
-def seconds_left(seconds: float, *, done: float, epochs: int) -> float:
-    """Seconds to the end of a run that took `seconds` for its first `done` epochs."""
-    return seconds / done * (epochs - done)
+def time_left(seconds: float, *, done: float, epochs: int) -> str:
+    """The time to the end of a run that took `seconds` for its first `done` epochs, in words."""
+    return in_words(seconds / done * (epochs - done))

@@ -1,8 +1,7 @@
 """Rows of a run's metrics, sent to an experiment tracker as well: TensorBoard or wandb.
 
 check_tracker("wandb")                                # before anything else: is it installed?
-tracked = TrackedRun("wandb", folder, warn=print)
-tracked.begin(config)
+tracked = TrackedRun("wandb", folder, config, warn=print)
 tracked.send({"epoch": 1, "step": 390, "test_accuracy": 0.43})
 tracked.close()
 
@@ -105,23 +104,19 @@ class TrackedRun:
 
     Args:
         name: one of `LIBRARIES`.
+        config: flags, versions, device, commit.
     """
 
-    def __init__(self, name: str, folder: Path, *, warn: Callable[[str], None]) -> None:
-        self.name, self.folder, self.warn = name, folder, warn
+    def __init__(
+        self, name: str, folder: Path, config: Mapping[str, Any], *, warn: Callable[[str], None]
+    ) -> None:
+        self.name, self.warn = name, warn
         self.opened: tuple[Log, Close] | None = None
-
-    def begin(self, config: Mapping[str, Any]) -> None:
-        """Open the run.
-
-        Args:
-            config: flags, versions, device, commit.
-        """
         machine = json.loads(json.dumps(config, default=str))
         settings = {**machine.pop("flags", {}), "machine": machine}
-        module, open_tracker = LIBRARIES[self.name]
+        module, open_tracker = LIBRARIES[name]
         with self._no_disturbance():
-            self.opened = open_tracker(importlib.import_module(module), self.folder, settings)
+            self.opened = open_tracker(importlib.import_module(module), folder, settings)
 
     def send(self, row: Mapping[str, Any]) -> None:
         """Send the finite numbers of an epoch's row, under their names in metrics.jsonl."""

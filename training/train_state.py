@@ -2,6 +2,7 @@
 
 state = trainer.state_dict()           # collective; plain tensors, numbers, lists and dicts
 trainer.load_state_dict(state)         # bit for bit on as many ranks; on others parts are merged
+trainer.save()                         # collective; last.pt of the run folder, and best.pt
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distributed import fsdp, sharded_checkpoint
+from distributed import fsdp
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
 from errors import InputError
+from training import checkpoint
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import load_into, rng_states, set_rng_states, to_cpu
 from training.meta_mixup_step import MetaMixupStep
+from training.progress import Progress
+from training.run_log import RunLog
 from training.step_stats import ComputeTimer, StepSums
 from training.weight_average import WeightAverage
 
@@ -37,6 +41,10 @@ class TrainState:
             ranks.
         compute_timer, meta_learner, average: None where the run has none.
         replicas_diverge: each rank has weights and optimizer of its own between averagings.
+        progress, metadata: what checkpoints hold beside all of that; see `Trainer`.
+        log: of the run folder.
+        keep: how many checkpoints stay; those before last.pt are last-1.pt, last-2.pt and so on.
+        unsaved: of 'last' and 'best', what the last save failed to write; the same on all ranks.
     """
 
     model: nn.Module
@@ -50,6 +58,11 @@ class TrainState:
     meta_learner: MetaMixupStep | None
     replicas_diverge: bool
     average: WeightAverage | None
+    progress: Progress
+    metadata: dict[str, Any]
+    log: RunLog
+    keep: int
+    unsaved: set[str]
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -63,16 +76,16 @@ class TrainState:
 
         Saving in the middle of an epoch leaves the run as it is: each rank's BatchNorm statistics,
         and where replicas diverge its weights and optimizer, are kept as they are. The entry
-        `model`, for inference, holds rank 0's weights; those of a sharded model are written by
-        `sharded_checkpoint.save`.
+        `model`, for inference, holds rank 0's weights; those of a sharded model are put together.
         """
         weights, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-        is_sharded = fsdp.is_sharded(self.model)
         meta_learner = self.meta_learner
-        if is_sharded:  # the moments are in the shards
-            optimizer = {**optimizer, "state": {}}
+        if fsdp.is_sharded(self.model):
+            weights, optimizer = (
+                fsdp.gather(each, keep=self.world.is_main) for each in (weights, optimizer)
+            )
         return {
-            "model": {} if is_sharded else weights,
+            "model": weights,
             "optimizer": None if self.replicas_diverge else optimizer,
             "optimizer_kind": type(self.optimizer).__name__,
             "hook": self.comm_hook.state_dict(self.parameters),
@@ -130,13 +143,10 @@ class TrainState:
         else:
             of_hook = _mean_tensors([rank["hook"] for rank in ranks])
             self.sums.load_merged([rank["sums"] for rank in ranks], self.world)
-            if optimizer is None and not state.get("shards"):
+            if optimizer is None:
                 weights = _mean_tensors([rank["weights"] for rank in ranks])
                 optimizer = merge_optimizer_states([rank["optimizer"] for rank in ranks])
-        if state.get("shards"):
-            self._load_sharded(state, weights)
-        else:
-            self._load_whole(weights, optimizer)
+        self._load_weights(weights, optimizer)
         if self.average is not None and average:
             self.average.load_state_dict(average)
         self.comm_hook.load_state_dict(state["hook"], self.parameters)
@@ -154,18 +164,8 @@ class TrainState:
                     {name: sum(part[name] for part in parts) for name in parts[0]}
                 )
 
-    def _load_sharded(self, state: dict[str, Any], buffers: dict[str, Any]) -> None:
-        """Load weights and moments that are in shards; `buffers` are this rank's own."""
-        folder = Path(state["shards"])
-        sharded_checkpoint.load(folder, self.model, self.optimizer, self.world)
-        if state["optimizer"]:
-            stored = state["optimizer"]["param_groups"]
-            for group, before in zip(self.optimizer.param_groups, stored):
-                group["lr"] = before["lr"]  # which an epoch's row tells, also without a step
-        self.model.load_state_dict(buffers, strict=False)
-
-    def _load_whole(self, weights: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        """Load what is in one piece, and cut it into shards where the model is sharded."""
+    def _load_weights(self, weights: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        """Load weights and moments, and cut them into shards where the model is sharded."""
         if not fsdp.is_sharded(self.model):
             load_into(self.model, weights, "model")
             # A copy, since torch keeps the tensors themselves.
@@ -188,20 +188,77 @@ class TrainState:
         }
         load_into(self.optimizer, {**optimizer, "state": moments}, "optimizer")
 
+    # ---------------------------------------------------------------- files
+
+    def save(self, *, previous_best: dict[str, Any] | None = None) -> None:
+        """Write last.pt, and before it best.pt if it is the best; collective.
+
+        Where that fails, as on a full disk, it is reported and the run goes on; `unsaved` then
+        names the files.
+
+        Args:
+            previous_best: the best epoch before, if this one is the best. It becomes that of the
+                progress again if best.pt cannot be written, so that a later epoch can be the best.
+        """
+        is_best = previous_best is not None
+        unsaved = {"last", "best"} if is_best else {"last"}
+        with self.world.waiting_at_most(self.world.limits.start):
+            content = {
+                **self.metadata,
+                **self.state_dict(),
+                "progress": self.progress.state_dict(),
+            }
+            try:
+                if self.world.is_main:
+                    if is_best:
+                        checkpoint.save(self.log.folder / "best.pt", content)
+                        unsaved.discard("best")
+                    checkpoint.save_last(self.log.folder, content, keep=self.keep)
+                    unsaved.discard("last")
+            except OSError as error:
+                self.log.info(
+                    f"warning: {error}; the previous checkpoint is kept and the run goes on"
+                )
+            self.unsaved = self.world.broadcast(unsaved)
+        if previous_best is not None and "best" in self.unsaved:
+            self.progress.best = previous_best
+
+    def settle_files(self, path: Path) -> None:
+        """Settle last.pt and best.pt after a resume; collective.
+
+        An older checkpoint takes the name of last.pt, which is damaged. The best epoch is chosen
+        anew if best.pt does not hold it: in another run folder, or where best.pt is damaged or of
+        an epoch that the lost last.pt had reached.
+
+        Args:
+            path: the checkpoint that was loaded, on every rank.
+        """
+        folder, progress, epoch = self.log.folder, self.progress, self.progress.best["epoch"]
+        is_older = checkpoint.OLDER_NAME.fullmatch(path.name)
+        if self.world.is_main and is_older and path.resolve().parent == folder.resolve():
+            path.replace(folder / "last.pt")
+        if self.world.is_main and epoch:
+            stored = checkpoint.read_progress(folder / "best.pt")
+            if stored is None or stored["best"]["epoch"] != epoch:
+                self.log.info(
+                    f"best.pt of epoch {epoch} is not in {folder}: "
+                    "the best epoch is chosen from here on"
+                )
+                progress.best = Progress().best
+        progress.best = self.world.broadcast(progress.best)
+
 
 def merge_optimizer_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One optimizer state_dict of those of all ranks, for another number of ranks to go on from.
 
     Each rank takes it, so that the mean of the ranks' moments stays as it was.
     """
-    merged = {
-        **states[0],
-        "state": {number: dict(values) for number, values in states[0]["state"].items()},
-    }
-    for number, values in merged["state"].items():
-        for name in values.keys() & MOMENTS:
-            values[name] = torch.stack([state["state"][number][name] for state in states]).mean(0)
-    return merged
+    merged = {}
+    for number, first in states[0]["state"].items():
+        of_ranks = [state["state"][number] for state in states]
+        moments = [{name: each[name] for name in first if name in MOMENTS} for each in of_ranks]
+        merged[number] = {**first, **_mean_tensors(moments)}
+    return {**states[0], "state": merged}
 
 
 def _mean_tensors(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -36,15 +36,15 @@ from input_pipeline.dataset import BatchedDataset
 from models.averaged_views import AveragedViews
 from optimizers.base import CommunicatingOptimizer, global_norm, step_unless_skipped
 from optimizers.schedules import Schedule
-from training import evaluation, recovery
+from training import checkpoint, evaluation, recovery
 from training.batch_sampler import DynamicBatchSampler
-from training.checkpoint_manager import CheckpointManager
 from training.epoch_report import RunSummary, epoch_columns, epoch_row
 from training.losses import LossFn
 from training.meta_mixup_step import MetaMixupStep
 from training.micro_batches import MicroBatches
 from training.probe import Probe
 from training.progress import EarlyStop, Progress
+from training.progress_bar import progress_bar
 from training.recovery import MAX_SKIPPED_IN_A_ROW, Diverged
 from training.run_log import RunLog
 from training.step_stats import ComputeTimer, NoiseMeter, StepSums, TrainClock
@@ -136,7 +136,7 @@ class Trainer(TrainState):
         decay = config.average_decay
         self.average = WeightAverage(self.model, decay) if decay else None
         self.vote = StopVote(world)
-        self.checkpoints = CheckpointManager(self, self.log, self.metadata, keep=config.keep)
+        self.keep, self.unsaved = config.keep, set()
 
     # ---------------------------------------------------------------- the run
 
@@ -170,7 +170,7 @@ class Trainer(TrainState):
             self.progress,
             self.early_stop.chosen_by,
             meta_learned=self.meta_learner is not None,
-            unsaved=self.checkpoints.unsaved,
+            unsaved=self.unsaved,
         )
 
     def is_over(self, row: Mapping[str, Any] | None = None) -> bool:
@@ -195,7 +195,7 @@ class Trainer(TrainState):
             )
             self.restore(checkpoint)
             path = Path(checkpoint["file"])
-            self.checkpoints.resume_from(path, self.progress)
+            self.settle_files(path)
             if path.resolve().parent != self.log.folder.resolve():
                 self.save()
             checkpoint.clear()  # it would keep its file on the disk when another takes the name
@@ -218,7 +218,8 @@ class Trainer(TrainState):
         plan = self.batches.plan(progress.epoch, progress.step_in_epoch)
         total = len(self.train_set)
         done = total - sum(planned.samples for planned in plan)
-        bar = self.log.bar(progress.epoch + 1, total=total, done=done)
+        title = f"epoch {progress.epoch + 1}/{self.config.epochs}"
+        bar = progress_bar(title, total, is_main=self.world.is_main, done=done)
         data = self.train_set.batches([planned.rows for planned in plan], progress.epoch)
         one_shape = self.train_set.lengths is None  # but for the last batches of an epoch
         self.clock.start()
@@ -451,7 +452,7 @@ class Trainer(TrainState):
         previous_best = progress.end_epoch(row, self.early_stop.chosen_by)
         self.world.bytes_sent = 0
         self.sums.start_epoch()
-        self.checkpoints.save(progress, previous_best=previous_best)
+        self.save(previous_best=previous_best)
         self.log.epoch(progress.rows)
         if self.meta_learner is not None:
             self.log.tables("policy", self.meta_learner.tables(), self.metadata["classes"])
@@ -546,12 +547,7 @@ class Trainer(TrainState):
         )
         self.comm_hook.start(self.parameters)
 
-    # ---------------------------------------------------------------- saving and recovering
-
-    def save(self) -> None:
-        """Write a new last.pt; collective."""
-        with self.world.waiting_at_most(self.world.limits.start):
-            self.checkpoints.save(self.progress)
+    # ---------------------------------------------------------------- recovering
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Go on from a checkpoint; with another batch size at about the same place in the epoch."""
@@ -565,7 +561,10 @@ class Trainer(TrainState):
     def restore_last(self) -> None:
         """Return to the last checkpoint."""
         self.vote.finish()
-        self.restore(self.checkpoints.load_last())
+        content = checkpoint.load(self.log.folder, self.metadata["script"])
+        if "warning" in content:
+            self.log.info(content["warning"])
+        self.restore(content)
         self.sums.skipped_in_a_row.zero_()
 
     def interrupt(self) -> None:
@@ -575,4 +574,4 @@ class Trainer(TrainState):
             Interrupted: always.
         """
         self.save()
-        raise recovery.interruption(self.progress, self.log.folder, self.checkpoints.unsaved)
+        raise recovery.interruption(self.progress, self.log.folder, self.unsaved)

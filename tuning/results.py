@@ -24,7 +24,7 @@ from tuning.config import SweepConfig
 from tuning.trials import ROOT
 
 RECIPE = "recipe.yaml"  # in --out
-LINEAR_SCALING = ("sgd", "kaldi_ngd", "lars", "apex_sgd", "apex_larc")
+LINEAR_SCALING = ("sgd", "kaldi_ngd", "lars")
 """Optimizers whose learning rate scales with the batch size; that of others with its root."""
 
 

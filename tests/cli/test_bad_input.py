@@ -23,7 +23,6 @@ BOTH = [
     ("--no-nestrov", "did you mean --no-nesterov?"),
     ("stray", "stray: this is neither a flag nor the value of one"),
     ("--optimizer sdg", "did you mean sgd?"),
-    ("--optimizer apex_sgd", "apex"),
     ("--torch_compile --parallel fsdp --optimizer sgd", "--backend compile"),
     ("--dataset imagenet", "imagenet"),
     (f"--out {'x' * 300}", "File name too long"),

@@ -60,7 +60,7 @@ def test_a_default_name_that_is_taken_gets_a_number(tmp_path):
 
 def test_the_lock_ends_with_the_process_though_its_children_live_on(tmp_path):
     with held_lock(tmp_path) as process:
-        with pytest.raises(InputError, match=f"process {process} on .* is writing to this run"):
+        with pytest.raises(InputError, match="another process is writing to this run"):
             lock_run_folder(tmp_path)
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
@@ -72,9 +72,9 @@ def test_a_resume_that_is_refused_changes_no_file(here):
     folder = here / "run"
     run(resnet50_test, FLAGS, "--out run")
     before, resume = contents(folder), "--resume run --epochs 3"
-    with held_lock(folder) as process:
+    with held_lock(folder):
         console = run(resnet50_test, resume, code=2)
-    assert f"process {process}" in console.splitlines()[-1]
+    assert "another process is writing" in console.splitlines()[-1]
     console = run(resnet50_test, resume, "--arch resnet20 --lr 7", code=2)
     assert "does not fit" in console.splitlines()[-1]
     assert contents(folder) == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 import torch
@@ -155,22 +154,6 @@ def all_of_it(world):
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.process)])
 def test_ranks_do_together_what_one_process_does_and_decide_together(size):
     ranks.run_ranks(all_of_it, size)
-
-
-def test_many_ranks_vote_at_some_steps_alone(monkeypatch):
-    collectives = []
-
-    def all_reduce(box, op, group, async_op):
-        collectives.append(int(box))
-        return mock.Mock()
-
-    monkeypatch.setattr("torch.distributed.all_reduce", all_reduce)
-    for size, expected in ((16, 32), (17, 2)):
-        vote = StopVote(World(size=size))
-        collectives.clear()
-        answers = [vote.ask(step >= 3) for step in range(32)]
-        assert len(collectives) == expected
-        assert answers.index(True) == (4 if size == 16 else 16)
 
 
 def test_processes_that_share_a_gpu_speak_gloo_and_device_hours_count_gpus_or_nodes(monkeypatch):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import ranks
 import resnet50_test
-from conftest import for_each, run
+from conftest import run
 from test_checkpoint import flip
 from training import checkpoint
 
@@ -79,36 +78,3 @@ def test_a_best_checkpoint_that_the_run_has_yet_to_reach_is_not_its_best(copied)
     best, last = (checkpoint.load(copied / f"{name}.pt")["progress"] for name in ("best", "last"))
     assert best["best"] == last["best"]
     assert best["rows"] == last["rows"][: best["epoch"]]
-
-
-# -------------------------------------------------------------------- in shards
-
-
-def rename_an_entry(folder: Path) -> None:
-    content = (folder / ".metadata").read_bytes()
-    (folder / ".metadata").write_bytes(content.replace(b"model/", b"modem/"))
-
-
-def test_damaged_shards_fall_back_to_those_before(tmp_path, refused):
-    words = """transformer_test.py --dataset headlines --subset 0.3 --bs 16 --epochs 2 --depth 1
-        --width 32 --vocab_size 800 --threads 1 --parallel fsdp --out run"""
-    ranks.run(words, tmp_path, 2)
-
-    def falls_back(damage: Callable[[Path], None], problem: str) -> None:
-        copy = tmp_path / "copy"
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(tmp_path / "run", copy)
-        damage(Path(checkpoint.load(copy)["shards"]))
-        warning = checkpoint.load(copy)["warning"]
-        assert problem in warning
-        assert "last-1.pt is used instead" in warning
-        (copy / "last-1.pt").unlink()
-        refused("texts", f"--resume {copy} --evaluate", "is damaged", "")
-
-    cases = [
-        (lambda folder: flip(next(folder.glob("__1_*.distcp"))), "not match its checksums"),
-        (lambda folder: next(folder.glob("__1_*.distcp")).unlink(), "No such file"),
-        (rename_an_entry, ".metadata does not match its checksum"),
-        (shutil.rmtree, "is missing"),
-    ]
-    for_each(cases, falls_back)

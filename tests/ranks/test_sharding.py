@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import ranks
 import transformer_test
 from conftest import run
-from distributed import comm_hooks, fsdp, sharded_checkpoint
+from distributed import comm_hooks, fsdp
 from distributed.world import World
 from errors import InputError
 from models.residual import residual_blocks
@@ -99,45 +100,27 @@ def bytes_and_precision_of_the_wire(world):
     assert 1e-7 < (rounded - exact).norm() / exact.norm() < 1e-2
 
 
-def a_full_disk_keeps_the_previous_shards(world, folder):
-    trainer = trained(world, "fsdp", "adamw")
-    sharded_checkpoint.save(folder / "shards-1", trainer.model, trainer.optimizer, world)
-    before = whole_parameters(trainer)
-    trainer.train_step(*text_batch(6, seed=world.rank))
-    (folder / "shards-2").mkdir(exist_ok=True)
-    if world.is_main:
-        (folder / "shards-2" / "__1_0.distcp").mkdir()  # rank 1 cannot write there
-    world.all_gather(0)
-    with pytest.raises(OSError, match="could not be written"):
-        sharded_checkpoint.save(folder / "shards-2", trainer.model, trainer.optimizer, world)
-    assert not torch.equal(whole_parameters(trainer), before)
-    sharded_checkpoint.load(folder / "shards-1", trainer.model, trainer.optimizer, world)
-    assert torch.equal(whole_parameters(trainer), before)
-    assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {4.0}
-
-
-def whole_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
-    named = sharded_checkpoint.named_tensors(trainer.model, trainer.optimizer)
-    return {name: whole(value) for name, value in named.items()}
-
-
 def two_ranks(world, folder):
     shards_train_as_copies_do(world, "fsdp", 2)
     shares_of_unequal_size_have_as_many_micro_batches(world)
     bytes_and_precision_of_the_wire(world)
-    a_full_disk_keeps_the_previous_shards(world, folder)
-    tensors = whole_tensors(trained(world, "fsdp", "adamw"))
+    trainer = trained(world, "fsdp", "adamw")
+    state, parameters = trainer.state_dict(), whole_parameters(trainer)
     if world.is_main:
-        torch.save(tensors, folder / "whole.pt")
+        torch.save((state, parameters), folder / "state.pt")
 
 
 def a_checkpoint_fits_any_ranks(world, folder, parallel):
-    """Weights and moments, bit for bit; `folder` holds shards and the whole tensors."""
-    trainer, expected = trainer_of(world, parallel, "adamw"), torch.load(folder / "whole.pt")
-    sharded_checkpoint.load(folder / "shards-1", trainer.model, trainer.optimizer, world)
-    found = whole_tensors(trainer)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    """Weights and moments, bit for bit; they are of two ranks with shards."""
+    trainer = trainer_of(world, parallel, "adamw")
+    expected, parameters = torch.load(folder / "state.pt")
+    trainer.load_state_dict(copy.deepcopy(expected))
+    assert torch.equal(whole_parameters(trainer), parameters)
+    found = trainer.state_dict()
+    if world.is_main:
+        torch.testing.assert_close(found["model"], expected["model"], rtol=0, atol=0)
+        moments, before = (each["optimizer"]["state"] for each in (found, expected))
+        torch.testing.assert_close(moments, before, rtol=0, atol=0)
 
 
 def test_two_ranks_train_with_shards_and_their_checkpoint_fits_any_number(tmp_path):

@@ -26,7 +26,6 @@ def state_of(seed: int) -> dict[str, Any]:
         "model": {"w": tensor},
         "flags": {"dataset": "digits", "lr": 0.1, "betas": [0.9, 0.99], "out": None},
         "progress": {"epoch": 1, "step": 10, "best": {"accuracy": 0.5, "epoch": 1}},
-        "shards": "",
         "seed": seed,
     }
 

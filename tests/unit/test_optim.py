@@ -55,7 +55,6 @@ PEERS: dict[str, tuple[Callable[[torch.optim.Optimizer], peers.LRScheduler], dic
 }
 BY_EPOCH = ("step", "multistep", "exponential", "inverse")  # change at whole epochs only
 
-HERE = [name for name in OPTIMIZERS if not name.startswith("apex")]  # apex has tests of its own
 OURS = ["ngd", "kaldi_ngd", "lamb", "lars", "slamb"]
 EVERY_STEP = {"kaldi_ngd": {"update_period": 1}}  # whose periods count skipped steps as well
 # two alike, a convolution, biases, a scalar, three axes
@@ -140,7 +139,7 @@ def weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape))
 
 
-@each_of("name", HERE)
+@each_of("name", OPTIMIZERS)
 def test_unusual_groups_and_parameters_are_taken_as_by_torch(name):
     frozen = weight(4, 3).requires_grad_(False)
     for groups in (
@@ -167,7 +166,7 @@ def test_unusual_groups_and_parameters_are_taken_as_by_torch(name):
             optimizer.add_param_group({"params": [weight(5, 6)]})
 
 
-@each_of("name", HERE)
+@each_of("name", OPTIMIZERS)
 def test_weights_without_a_gradient_stay_as_they_are(name):
     mine = [weight(*shape) for shape in ((40, 60), (40, 60), (7,), (7,), (), (3, 3))]
     optimizer = OPTIMIZERS[name].make([{"params": mine, "weight_decay": 0.1}], lr=0.01)
@@ -194,7 +193,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@each_of("name", HERE)
+@each_of("name", OPTIMIZERS)
 @each_of("skipped", [(0, 1), (1, 9)])
 def test_skipped_steps_leave_no_trace(name, skipped):
     optimizer, peer = (create(name, **EVERY_STEP.get(name, {})) for _ in range(2))
@@ -251,7 +250,7 @@ def test_a_grad_scaler_unscales_and_skips(name, bad):
 WAYS = [through_a_file, copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))]
 
 
-@each_of("name", HERE)
+@each_of("name", OPTIMIZERS)
 @each_of("way", WAYS)
 @each_of("steps", [0, 13])
 @each_of("dtype", [torch.float32, torch.bfloat16])
@@ -264,7 +263,7 @@ def test_a_resumed_or_copied_one_goes_on_bit_for_bit(name, way, steps, dtype):
         assert all(value.dtype in (torch.float32, torch.float64) for value in values)
 
 
-@each_of("name", HERE)
+@each_of("name", OPTIMIZERS)
 def test_channels_last_and_batches_of_any_size_take_the_same_step(name, monkeypatch):
     shapes = [(20, 10, 3, 3), (10, 3, 9, 9), (20, 10, 3, 3)]
     plain = train(create(name, weights(shapes)), range(12))
