@@ -9,10 +9,19 @@ import logging
 import os
 import sys
 
-from distributed.worker import LAUNCHER
+from distributed.worker import FAILURE, LAUNCHER
 from errors import INTERRUPTED, LOST_PEER, first_line
 
 SHUTDOWN_SECONDS = "110"  # from SIGTERM to SIGKILL: time to write a checkpoint
+
+
+class FailureHandler(logging.Handler):
+    """Hands on to the processes of a restart which one failed before them: torch logs it alone."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if str(record.msg).startswith("failed (exitcode") and isinstance(record.args, tuple):
+            code, local_rank, *_ = record.args
+            os.environ[FAILURE] = f"{local_rank} {code}"
 
 
 def launch(arguments: list[str]) -> int:
@@ -25,14 +34,17 @@ def launch(arguments: list[str]) -> int:
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack of C++ for a closed connection
-    level = os.environ.setdefault("LOGLEVEL", "CRITICAL")  # the script says what went wrong
-    logging.getLogger("torch.distributed.elastic").setLevel(level)
+    is_quiet = "LOGLEVEL" not in os.environ  # the script's own line says what went wrong
+    os.environ.setdefault("LOGLEVEL", "CRITICAL")
     # These load torch, which reads the variables.
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    log = logging.getLogger("torch.distributed.elastic")
+    log.addHandler(FailureHandler())
+    log.propagate = not is_quiet
     try:
         run.run(run.parse_args(arguments))
     except ChildFailedError as error:

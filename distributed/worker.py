@@ -12,6 +12,7 @@ import signal
 from pathlib import Path
 
 LAUNCHER = "FASTER_TRAINING_LAUNCHER"  # environment variable: the launcher's process number
+FAILURE = "FASTER_TRAINING_FAILURE"  # another: the local rank that failed last, and its exit code
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
@@ -47,3 +48,11 @@ def launcher_id() -> str:
 def is_restarted() -> bool:
     """Whether torchrun starts this process anew because the one before it failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+def last_failure() -> tuple[int, int] | None:
+    """Rank and exit code, or minus a signal, of the process of this node that failed last."""
+    if not is_restarted() or FAILURE not in os.environ:
+        return None
+    local_rank, code = map(int, os.environ[FAILURE].split())
+    return int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"]) + local_rank, code

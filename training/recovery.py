@@ -6,10 +6,10 @@ import contextlib
 import os
 import shlex
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 from distributed.world import under_torchrun
 from errors import INTERRUPTED, Interrupted, NonFiniteLoss
@@ -19,6 +19,7 @@ from training.run_log import RunLog
 MAX_SKIPPED_IN_A_ROW = 10  # non-finite steps before the run goes back to its last checkpoint
 MAX_ROLLBACKS = 3
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+END = b"\0"  # no signal: what ends the thread that answers them
 SAME_SIGNAL_SECONDS = 1.0  # a sweep, which gets the terminal's Ctrl-C too, repeats it to its run
 
 
@@ -29,27 +30,39 @@ SAME_SIGNAL_SECONDS = 1.0  # a sweep, which gets the terminal's Ctrl-C too, repe
 def caught_signals(say: Callable[[str], None]) -> Iterator[list[int]]:
     """Note SIGINT and SIGTERM in a list; a second one ends the process at once, with exit code 130.
 
-    Under torchrun it is the launcher that a second signal ends, and with it the ranks: the launcher
-    repeats the first one, which all processes of a job may have got as well.
+    A thread answers, since Python calls a handler only after the operation of torch that is being
+    computed. Under torchrun it is the launcher that a second signal ends, and with it the ranks:
+    the launcher repeats the first one, which all processes of a job may have got as well.
     """
     caught: list[int] = []
-    first = 0.0
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
 
-    def answer(number: int, _: Any) -> None:
-        nonlocal first
-        if not caught:
-            first = time.monotonic()
-            say("stopping after this step; again ends at once")
-        elif time.monotonic() - first > SAME_SIGNAL_SECONDS and not under_torchrun():
-            os._exit(INTERRUPTED)
-        caught.append(number)
+    def answer() -> None:
+        first = 0.0
+        while (number := os.read(reader, 1)) != END:
+            if number[0] not in SIGNALS:  # such as SIGCHLD, of which a data loader learns
+                continue
+            if not first:
+                first = time.monotonic()
+                say("stopping after this step; again ends at once")
+            elif time.monotonic() - first > SAME_SIGNAL_SECONDS and not under_torchrun():
+                os._exit(INTERRUPTED)
 
-    handlers = {number: signal.signal(number, answer) for number in SIGNALS}
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    handlers = {n: signal.signal(n, lambda number, _: caught.append(number)) for n in SIGNALS}
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield caught
     finally:
+        signal.set_wakeup_fd(wakeup)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        os.write(writer, END)
+        thread.join()
+        os.close(reader)
+        os.close(writer)
 
 
 def interruption(progress: Progress, folder: Path, unsaved: Collection[str]) -> Interrupted:

@@ -94,7 +94,9 @@ def test_four_ranks_restart_once_and_end_with_one_of_them_and_go_on_bit_for_bit(
     lines = ranks.finish(job, tmp_path, expected=128 + signal.SIGKILL).splitlines()
     [restart] = [line for line in lines if line.startswith("restart")]
     rows = len(ranks.metrics(tmp_path / "run"))
-    assert re.fullmatch(r"restart 1 of 1, from epoch \d+", restart)
+    assert re.fullmatch(
+        r"restart 1 of 1 after process 2 ended by signal 9, from epoch \d+", restart
+    )
     assert 2 <= int(restart.split()[-1]) <= rows + 1
     assert "error: process 2 was ended by signal 9" in lines
     assert "Traceback" not in "".join(lines)
@@ -163,7 +165,9 @@ def test_two_hosts_whose_own_name_is_a_loopback_address_train_and_restart(whole,
     )
     [lost] = [line for line in first if line.startswith("error:")]
     assert re.match(r"error: rank 0 has lost another process \(.*\[192\.168\.77\.11\]", lost), lost
-    assert any(line.startswith("restart 1 of 1, from epoch") for line in first)
+    assert any(
+        line.startswith("restart 1 of 1 after process 1 ended by signal 9") for line in first
+    )
     assert "run folder run" in first[-1]
     assert second == []
     rows = [{**row, "devices": 2} for row in ranks.metrics(whole(2))]  # on CPUs that is nodes
