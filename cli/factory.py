@@ -193,7 +193,7 @@ def add_label_noise(args: Namespace, run: Run, train: Any, *, classes: Sequence[
     share, _, pairs = str(args.label_noise).partition(":")
     wrong = torch.arange(len(classes))
     for pair in pairs.split(",") if pairs else ():
-        a, b = (class_number(name, classes) for name in pair.split("="))
+        a, b = (class_number("--label_noise", name, classes) for name in pair.split("="))
         wrong[a], wrong[b] = b, a
     right = torch.as_tensor(train.labels)
     noisy = with_noise(
@@ -209,8 +209,8 @@ def add_label_noise(args: Namespace, run: Run, train: Any, *, classes: Sequence[
     return train.with_labels(noisy)
 
 
-def class_number(name: str, classes: Sequence[str]) -> int:
-    """The number of a class that --label_noise names.
+def class_number(flag: str, name: str, classes: Sequence[str]) -> int:
+    """The number of the class that a flag names.
 
     Raises:
         InputError: there is none.
@@ -218,7 +218,7 @@ def class_number(name: str, classes: Sequence[str]) -> int:
     if name in classes:
         return classes.index(name)
     raise InputError(
-        f"--label_noise: there is no class {excerpt(name)}; the classes are "
+        f"{flag}: there is no class {excerpt(name)}; the classes are "
         f"{own_data.list_names(classes)}{did_you_mean(name, classes)}"
     )
 
@@ -321,11 +321,20 @@ def scaled_lr(args: Namespace, world: World) -> float:
 
 
 def class_weights(args: Namespace, run: Run, data: Data) -> Tensor | None:
-    """The factors of --class_weights, (classes,) of mean 1 over the training rows, or None."""
-    if args.class_weights == "none":
+    """The factors of --class_weights, (classes,) of mean 1 over the training rows, or None.
+
+    Raises:
+        InputError: they name a class that the data does not have.
+    """
+    given, classes = args.class_weights, data.metadata["classes"]
+    if given is None:
         return None
-    counts = data.labels.bincount(minlength=len(data.metadata["classes"])).double()
+    counts = data.labels.bincount(minlength=len(classes)).double()
     weights = 1 / counts.clamp(min=1)
+    if given != "balanced":
+        for name in given:
+            class_number("--class_weights", name, classes)
+        weights = torch.tensor([given.get(name, 1.0) for name in classes]).double()
     weights *= counts.sum() / (weights * counts).sum()
     return weights.float().to(run.world.device)
 

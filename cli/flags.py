@@ -8,6 +8,7 @@ docs/flags.md is written from here by `python -m figures.flags_page`.
 
 from __future__ import annotations
 
+import json
 import os
 from argparse import ArgumentTypeError
 from collections import defaultdict
@@ -26,6 +27,7 @@ from cli.flag_parser import (
     ScriptParser,
     below_one,
     count,
+    file_path,
     fraction,
     natural,
     not_negative,
@@ -38,6 +40,7 @@ from cli.flag_parser import (
 )
 from cli.foreign_names import FOREIGN
 from cli.settings import own
+from cli.yaml_file import read_yaml
 from distributed import comm_hooks, fsdp
 from distributed.diloco import DiLoCo
 from distributed.world import TimeLimits
@@ -52,6 +55,22 @@ from training.tracking import TRACKERS
 
 MAX_THREADS = 1024  # of a process; some thousands take minutes to start
 WIRE_BITS = {"int8": 8, "int4": 4}  # values of --wire_dtype for SLAMB alone
+
+
+def class_weights(text: str) -> str | dict[str, float] | None:
+    """An argparse type: balanced, none, or a YAML file of lines 'class: weight'.
+
+    A recipe holds the weights themselves, which come here as JSON.
+    """
+    if text in ("balanced", "none"):
+        return None if text == "none" else text
+    if text.startswith("{"):
+        entries: Any = json.loads(text)
+    else:
+        entries = read_yaml(file_path(text), f"--class_weights {text}", as_text=True)
+    if not isinstance(entries, dict):
+        raise ArgumentTypeError(f"{text} must hold lines of 'class: weight'")
+    return {str(name): positive(str(weight)) for name, weight in entries.items()}
 
 
 def label_noise(text: str) -> float | str:
@@ -166,8 +185,9 @@ def add_training(parser: ScriptParser) -> None:
     add("--accumulate", count, 1, "batches whose gradients are added up for a step", metavar="K")
     add("--label_smoothing", below_one, 0.0, "share of each label that is spread over all classes",
         metavar="F")
-    add("--class_weights", Choice(["none", "balanced"]), "none", "factors of the losses of each "
-        "class; with balanced all classes count alike")
+    add("--class_weights", class_weights, None, "factors of the losses of each class: balanced "
+        "(all classes count alike), none, or a YAML file of lines 'class: weight'",
+        metavar="balanced|FILE")
     add("--best_by", Choice(METRIC_NAMES), "accuracy", "what chooses the best epoch, on the "
         "validation set where there is one")
     add("--patience", natural, 0, "epochs without a better one after which the run ends; 0 is off",

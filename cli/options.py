@@ -9,6 +9,7 @@ from the default.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from argparse import Namespace
@@ -18,7 +19,7 @@ from typing import Any
 
 from backends import torch_compat
 from cli import compatibility, settings
-from cli.flag_parser import Choice, Scope, ScriptParser, switch
+from cli.flag_parser import Choice, Scope, ScriptParser, setting, switch
 from cli.yaml_file import excerpt, read_yaml
 from distributed.worker import is_restarted, launcher_id
 from distributed.world import under_torchrun
@@ -112,9 +113,7 @@ def restored_flags(
     scopes = [Scope.RESULT, Scope.HOW, Scope.NODE]
     if not os.environ.get("DATA_DIR") or flags["dataset"] in own_data.DATASETS:
         scopes.append(Scope.PLACE)
-    restored = {
-        name: flags[name] for name in parser.of_scope(*scopes) if flags.get(name) is not None
-    }
+    restored = {name: flags[name] for name in parser.of_scope(*scopes) if name in flags}
     for flag in parser.flags.values():
         value = restored.get(flag.dest, flag.default)
         if flag.dest in given or not isinstance(flag.type, Choice) or value in flag.type.names:
@@ -305,6 +304,8 @@ def flag_arguments(name: str, value: Any, parser: ScriptParser) -> list[str]:
         raise InputError(f"{name}: a recipe cannot hold this flag; give it on the command line")
     if key:
         value = {key: value}
+    if isinstance(value, dict) and flag is not None and flag.type is not setting:
+        return [f"--{name}", json.dumps(value)]
     if isinstance(value, dict | list):
         values = value.values() if isinstance(value, dict) else value
         if any(isinstance(each, dict | list) for each in values):

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import ipaddress
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from backends.torch_compat import (
 )
 from distributed.averaging import RankAverager, average_tensors
 from distributed.interface import own_address, use_interface_of
-from distributed.worker import end_with_launcher
+from distributed.worker import end_with_launcher, is_restarted
 from errors import LINE_LIMIT, InputError, LostPeer
 
 if dist.is_available():
@@ -43,6 +44,7 @@ if dist.is_available():
     import torch.distributed.nn.functional  # noqa: F401
 
 READ_SECONDS = 7200.0  # for what one process does for all of a node or of the job: to download
+RESTART_SECONDS = 20.0  # in which the processes of a restarted job come back, if they do
 LOST_PEER_SIGNS = (  # in messages of gloo, of nccl and of the store in which the ranks meet
     "closed by peer",
     "reset by peer",
@@ -314,7 +316,7 @@ def _meet(store: dist.Store, world: World) -> dist.Store:
     store.set(f"arrived/{world.rank}", arrival)
     if world.is_main:
         keys = [f"arrived/{rank}" for rank in range(world.size)]
-        store.wait(keys, timedelta(seconds=world.limits.start))
+        _wait_for_all(store, keys, world.limits.start)
         arrivals = [store.get(key).decode() for key in keys]
         for key, each in zip(keys, arrivals):
             store.delete_key(key)
@@ -325,3 +327,13 @@ def _meet(store: dist.Store, world: World) -> dist.Store:
         is_loopback = ipaddress.ip_address(mine.partition("%")[0]).is_loopback
         use_interface_of(own_address(start.split()[0]) if is_loopback else mine)
     return dist.PrefixStore(start, store)
+
+
+def _wait_for_all(store: dist.Store, keys: list[str], seconds: float) -> None:
+    """Wait until a store has all keys, and say so where a restarted job waits for long."""
+    if is_restarted():
+        with contextlib.suppress(RuntimeError):  # the time is over
+            store.wait(keys, timedelta(seconds=min(RESTART_SECONDS, seconds)))
+        if not store.check(keys):
+            print(f"waiting up to {seconds:g} s for a lost node", file=sys.stderr, flush=True)
+    store.wait(keys, timedelta(seconds=seconds))

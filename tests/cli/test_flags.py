@@ -150,6 +150,7 @@ def test_yes_and_no_of_a_recipe_mean_what_they_say(tmp_path):
         ("fuse: off", "--no-fuse"),
         ("fuse: yes", "--fuse"),
         ("compress_warmup: []", "--compress_warmup"),
+        ("class_weights: {a: 3}", '--class_weights {"a":"3"}'),
         ("class_weights: none", "--class_weights none"),
     ):
         assert recipe_flags(text, tmp_path) == parse(own), text

@@ -66,9 +66,11 @@ def test_a_rank_that_lost_another_one_ends_with_one_line(how, reason, tmp_path):
 def test_a_rank_whose_peer_never_starts_ends_in_time(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     with ranks.rank_environments(2) as (environment, _):
+        environment["TORCHELASTIC_RESTART_COUNT"] = "1"
         command = ranks.script(str(tmp_path / "job.py"), "error")
         job = ranks.start(command, tmp_path, **environment)
         console = ranks.finish(job, tmp_path, expected=1)
+    assert "waiting up to 3 s for a lost node" in console.splitlines()
     assert "(no answer for 3 s, see --timeout)" in console.splitlines()[-1], console
     assert "Traceback" not in console
 

@@ -16,6 +16,7 @@ import transformer_test
 from cli import factory
 from conftest import each_of, parsed
 from distributed.world import World
+from errors import InputError
 from models.transformer import Transformer
 from training.losses import MixedCrossEntropy
 
@@ -196,7 +197,7 @@ def test_mixed_tokens_attend_to_a_place_as_much_as_it_is_there():
     torch.testing.assert_close(model(tokens, torch.tensor([1, 0]), weight)[:1], expected)
 
 
-def test_the_flags_choose_the_loss():
+def test_the_flags_choose_the_loss(tmp_path):
     sample_mix = mock.Mock()
 
     def create(words: str, inside: bool = False) -> Any:
@@ -217,6 +218,18 @@ def test_the_flags_choose_the_loss():
     assert create("").class_weights is None
     balanced = create("--class_weights balanced --mixup mixup").unmixed.class_weights
     torch.testing.assert_close(balanced[[0, 1, 3]], torch.tensor([5 / 3, 5 / 6, 5 / 6]))
+    path = tmp_path / "weights.yaml"
+    path.write_text("no: 3\n1: 0.5\n")
+    given = create(f"--class_weights {path}").class_weights
+    torch.testing.assert_close(given, torch.tensor([1, 3, 0.5, 1]) * 5 / 9)
+    for text, message in (
+        ("dd: 3", "there is no class 'dd'; the classes are a, no, 1, d"),
+        ("d: -1", "must be above 0, got -1"),
+        ("- d", "must hold lines of 'class: weight'"),
+    ):
+        path.write_text(text)
+        with pytest.raises(InputError, match=message):
+            create(f"--class_weights {path}")
 
 
 def test_the_loss_mixes_inputs_or_lets_the_model_do_it():
