@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import http.client
-import http.server
 import itertools
 import json
 import math
@@ -13,7 +11,6 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -203,9 +200,9 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
             assert dict(zip(classifier.classes, row)) == pytest.approx(expected, abs=2e-6)
     assert classifier.predict(["zero.png"]) == ["0"]
     assert classifier.probabilities([]).shape == (0, 10)
-    served = answer_of_the_example(Path("zero.png").read_bytes())
-    assert served == pytest.approx(expected, abs=1e-4)
-    assert "cannot identify" in answer_of_the_example(b"not an image")["error"]
+    with mock.patch.object(sys, "argv", ["classify_onnx.py", "model.onnx"]):
+        example = runpy.run_path(str(ranks.ROOT / "examples" / "classify_onnx.py"))
+    assert example["classify"]("zero.png") == pytest.approx(expected, abs=1e-4)
 
 
 def exported_metadata(script) -> dict[str, Any]:
@@ -228,17 +225,6 @@ def exported_metadata(script) -> dict[str, Any]:
     assert found[0] == found[1]
     assert {name: json.loads(value) for name, value in found[0].items()} == plain
     return plain
-
-
-def answer_of_the_example(content: bytes) -> dict[str, Any]:
-    """What examples/serve_onnx.py answers to an upload."""
-    with mock.patch.object(sys, "argv", ["serve_onnx.py", "model.onnx"]):
-        example = runpy.run_path(str(ranks.ROOT / "examples" / "serve_onnx.py"))
-    with http.server.HTTPServer(("127.0.0.1", 0), example["Handler"]) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        connection = http.client.HTTPConnection(*server.server_address)
-        connection.request("POST", "/", content)
-        return json.loads(connection.getresponse().read())
 
 
 @pytest.mark.process

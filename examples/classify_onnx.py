@@ -1,0 +1,39 @@
+"""Classify images by an exported model: python classify_onnx.py model.onnx cat.png ...
+
+It prints the probability of each class, and needs onnxruntime, numpy and Pillow, and nothing of this
+project: what the numbers mean is in the file.
+"""
+
+import json
+import sys
+
+import numpy as np
+import onnxruntime
+from PIL import Image, ImageOps
+
+session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+stored = session.get_modelmeta().custom_metadata_map
+info = {name: json.loads(value) for name, value in stored.items()}
+
+
+def classify(path: str) -> dict[str, float]:
+    """The probability of each class for an image file, as --predict computes it."""
+    size = info["size"]
+    image = ImageOps.exif_transpose(Image.open(path))
+    image = image.convert("RGB" if info["channels"] == 3 else "L")
+    scale = size / min(image.size)
+    width, height = (max(size, round(side * scale)) for side in image.size)
+    left, top = (width - size) // 2, (height - size) // 2
+    image = image.resize((width, height), Image.Resampling[info["interpolation"].upper()])
+    pixels = np.array(image.crop((left, top, left + size, top + size)), dtype=np.float32) / 255
+    pixels = (pixels.reshape(size, size, -1) - info["mean"]) / info["std"]
+    inputs = pixels.transpose(2, 0, 1)[None].astype(np.float32)
+    [logits] = session.run(None, {session.get_inputs()[0].name: inputs})
+    probabilities = np.exp(logits[0] - logits[0].max())
+    probabilities /= probabilities.sum()
+    return {name: float(p) for name, p in zip(info["classes"], probabilities)}
+
+
+if __name__ == "__main__":
+    for path in sys.argv[2:]:
+        print(path, classify(path))
