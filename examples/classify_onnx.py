@@ -1,6 +1,6 @@
 """Classify images by an exported model: python classify_onnx.py model.onnx cat.png ...
 
-It prints the probability of each class, and needs onnxruntime, numpy and Pillow, and nothing of this
+It prints the probability of each class, and needs onnxruntime, numpy and Pillow, but not this
 project: what the numbers mean is in the file.
 """
 

@@ -1,20 +1,13 @@
-"""What config.json says of the commit and the processor, and where either cannot be told."""
+"""What config.json says of the commit, and where it cannot be told."""
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-import conftest
 from backends import machine
-from benchmarks import bench
-
-needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -44,7 +37,6 @@ def clone(project: Path) -> Path:
     return project
 
 
-@needs_git
 def test_changed_code_makes_a_commit_dirty_and_changed_results_do_not(clone, monkeypatch):
     monkeypatch.setenv("COMMIT", "another")
     commit = git(clone, "describe", "--always").strip()
@@ -66,7 +58,6 @@ def test_changed_code_makes_a_commit_dirty_and_changed_results_do_not(clone, mon
     assert len(machine.untracked_files(ignored=Path("elsewhere"))) == 2
 
 
-@needs_git
 def test_a_copy_does_not_get_the_commit_of_a_folder_above_but_what_it_is_told(project, monkeypatch):
     (project.parent / "other").write_text("")
     git(project.parent, "init", "-q")
@@ -80,19 +71,3 @@ def test_a_copy_does_not_get_the_commit_of_a_folder_above_but_what_it_is_told(pr
     assert machine.commit_or_none() == "abcdef0-dirty"
     with pytest.raises(machine.CommitUnknown, match="not a git repository"):
         machine.modified_files()
-
-
-CPU = torch.device("cpu")
-
-
-def test_without_git_a_run_and_a_benchmark_name_the_processor(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("COMMIT", raising=False)
-    script, flags = conftest.SCRIPTS["images"]
-    assert conftest.call(script, [*flags.split(), "--out", str(tmp_path / "run")]) == 0
-    named = machine.device_name(CPU)
-    assert f" of {named}, fp32" in capsys.readouterr().out
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["commit"] is None
-    assert config["processor"] == machine.cpu_name()
-    assert named in bench.machine(CPU, ("torch",))
