@@ -31,9 +31,12 @@ and backward passes, two of which need no gradient of the parameters.
 
 Meta-mixup. `MetaMixup` follows the meta-gradient while the model is trained (arXiv:1908.10059).
 
-    meta = MetaMixup(classes=10)
+    meta = MetaMixup(classes=10, rows=len(training_set))
+    meta.rows = rows                             # of the batch, before each step
     meta.learn(model, labels, mixed_loss=mixed_loss, clean_loss=clean_loss, rate=lr)  # each 32nd
     mix = meta.mix(labels)                       # on every step; then as with any other mix
+    meta.observe(logits, labels, mix)            # what the model said of the mixed batch
+    meta.row_losses.end_epoch()
 """
 
 from __future__ import annotations
@@ -534,7 +537,7 @@ class MetaMixup:
         numbers: (1,) k; or (C (C + 1) / 2,) differences of those logits from the start.
 
     Raises:
-        ValueError: there is no such policy.
+        ValueError: there is no such policy, or 'loss' has no rows.
     """
 
     def __init__(
@@ -549,6 +552,8 @@ class MetaMixup:
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"unknown policy {policy}: choose one of {', '.join(POLICIES)}")
+        if policy == "loss" and not rows:
+            raise ValueError("policy loss needs the number of training rows")
         self.policy = policy
         self.alpha = alpha
         self.lr = lr
@@ -565,7 +570,7 @@ class MetaMixup:
         fused = torch_compat.supports_fused_optimizers([self.numbers])
         self.adam = torch.optim.Adam([self.numbers], lr=lr, eps=1e-20, fused=fused)
         self.learned_mix: Mix | None = None  # of the last call of `learn`, until `mix` returns it
-        self.row_losses = RowLosses(rows, device) if policy == "loss" else None
+        self.row_losses = RowLosses(rows, device)
         self.rows = torch.empty(0, dtype=torch.long, device=device)  # of the next batches
         self.mixed_rows = self.rows  # of the last one
 
@@ -586,7 +591,7 @@ class MetaMixup:
 
     def observe(self, logits: Tensor, labels: Tensor, mix: Mix) -> None:
         """Take note of what the model said of the last mixed batch, for policy 'loss'."""
-        if self.row_losses is not None:
+        if self.policy == "loss":
             self.row_losses.add(self.mixed_rows, logits, labels=labels, mix=mix)
 
     def lambdas(self, numbers: Tensor, labels: Tensor, *, partner: Tensor, rows: Tensor) -> Tensor:
@@ -601,7 +606,7 @@ class MetaMixup:
         Returns:
             (batch,) numbers in [0.5, 1], of 'loss' in [0, 1].
         """
-        if self.row_losses is None:
+        if self.policy == "pair":
             return (1 + torch.sigmoid(numbers[self.pair_index[labels, labels[partner]]])) / 2
         excess = self.row_losses.excess[rows]
         start = sample_beta(self.alpha, len(labels), device=labels.device)
@@ -667,13 +672,15 @@ class MetaMixup:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the policy and the state of its optimizer as tensors and numbers."""
-        state = {"numbers": self.numbers.detach(), "adam": self.adam.state_dict()}
-        return state if self.row_losses is None else {**state, "excess": self.row_losses.excess}
+        return {
+            "numbers": self.numbers.detach(),
+            "adam": self.adam.state_dict(),
+            "excess": self.row_losses.excess,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
         with torch.no_grad():
             self.numbers.copy_(state["numbers"])
-            if self.row_losses is not None:
-                self.row_losses.excess.copy_(state["excess"])
+            self.row_losses.excess.copy_(state["excess"])
         self.adam.load_state_dict(state["adam"])

@@ -22,7 +22,7 @@ torch.manual_seed(0)
 digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
 labels = torch.tensor(digits.target)
-train = TensorDataset(images[:1400], labels[:1400])
+train = TensorDataset(images[:1400], labels[:1400], torch.arange(1400))
 clean, clean_labels = images[1400:1500], labels[1400:1500]  # what the mixing is learned on
 test, test_labels = images[1500:], labels[1500:]
 
@@ -33,10 +33,10 @@ model = nn.Sequential(
 )  # fmt: skip
 optimizer = NGD(ngd_groups(model, weight_decay=0.05), lr=0.05)
 sampler = DynamicBatchSampler(len(train), 32, rule=Scheduled(32, at_milestones(2.0, [4, 6])))
-meta = MetaMixup(classes=10)
+meta = MetaMixup(classes=10, rows=len(train))
 for epoch in range(EPOCHS):
     start, losses = time.perf_counter(), []
-    for step, (x, y) in enumerate(DataLoader(train, batch_sampler=sampler)):
+    for step, (x, y, meta.rows) in enumerate(DataLoader(train, batch_sampler=sampler)):
 
         def mixed_loss(mix, x=x, y=y):
             return mixup.cross_entropy(model(mixup.blend(x, mix)), y, mix=mix)
@@ -46,7 +46,10 @@ for epoch in range(EPOCHS):
                 model, y, mixed_loss=mixed_loss, rate=0.05,
                 clean_loss=lambda: F.cross_entropy(model(clean), clean_labels),
             )  # fmt: skip
-        loss = sampler.loss_weight(step) * mixed_loss(meta.mix(y))
+        mix = meta.mix(y)
+        logits = model(mixup.blend(x, mix))
+        meta.observe(logits, y, mix)
+        loss = sampler.loss_weight(step) * mixup.cross_entropy(logits, y, mix=mix)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -54,6 +57,7 @@ for epoch in range(EPOCHS):
     mean_loss = sum(losses) / len(losses)
     size = sampler.size
     sampler.end_epoch(mean_loss, time.perf_counter() - start)
+    meta.row_losses.end_epoch()
     model.eval()
     with torch.no_grad():
         accuracy = (model(test).argmax(1) == test_labels).float().mean().item()

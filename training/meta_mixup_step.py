@@ -133,10 +133,8 @@ class MetaMixupStep:
 
     def end_epoch(self) -> dict[str, float]:
         """Ends an epoch of the policy; collective. Returns what it adds to the epoch's row."""
-        if self.meta.row_losses is None:
-            return {}
         self.meta.row_losses.end_epoch()
-        return {"mix_slope": self.meta.numbers.item()}
+        return {"mix_slope": self.meta.numbers.item()} if self.meta.policy == "loss" else {}
 
     def tables(self) -> dict[str, Tensor]:
         """What the policy has learned: (classes, classes) tables by name."""
@@ -151,13 +149,11 @@ class MetaMixupStep:
 
     def rank_state_dict(self) -> dict[str, Tensor]:
         """What is this rank's own; those of all ranks may be added up."""
-        losses = self.meta.row_losses
-        return {} if losses is None else {"sums": losses.sums.cpu()}
+        return {"sums": self.meta.row_losses.sums.cpu()}
 
     def load_rank_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what `rank_state_dict` returned."""
-        if self.meta.row_losses is not None:
-            self.meta.row_losses.sums.copy_(state["sums"])
+        self.meta.row_losses.sums.copy_(state["sums"])
 
 
 def adam_metric(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
