@@ -56,6 +56,7 @@ FOREIGN = {
     "--log_wandb": "--track=wandb",
     # ---- settings of a part, which were flags
     "--ngd_rank": "--opt_args=rank=",
+    "--adamw_ratio": "--opt_args=adamw_ratio=",
     "--ngd_alpha": "--opt_args=alpha=",
     "--beta3": "--opt_args=beta3=",
     "--selection": "--opt_args=selection=",

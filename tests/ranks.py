@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -293,10 +293,10 @@ def weights(folder: Path, name: str = "last") -> dict[str, torch.Tensor]:
     return checkpoint.load(folder / f"{name}.pt")["model"]
 
 
-def same_run(one: Path, other: Path) -> None:
+def same_run(one: Path, other: Path, files: Sequence[str] = ("last", "best")) -> None:
     """Assert equal metrics, and bit-identical weights in last.pt and best.pt."""
     assert metrics(one) == metrics(other)
-    for file in ("last", "best"):
+    for file in files:
         first, second = weights(one, file), weights(other, file)
         assert first.keys() == second.keys()
         for name in first:

@@ -87,7 +87,7 @@ IMAGES_ONLY = [
     ("--dataset folder --data_dir none", "none/train is missing"),
 ]
 TEXTS_ONLY = [
-    ("--heads 3", "width=8 must be even and divisible by heads=3"),
+    ("--heads 3", "width=8 must be divisible by heads=3"),
     ("--mixup cutmix", "--mixup"),
     ("--dataset agnews --data_dir none", "none/ag_news_csv/train.csv is missing"),
     ("--dataset csv --data_dir none", "none/train.csv is missing"),

@@ -358,7 +358,7 @@ SETTINGS = [
 @each_of("name", ["sgd", "ngd", "slamb"])
 @each_of(("size", "settings"), SETTINGS)
 def test_an_epoch_waits_at_logging_intervals_and_at_its_end(name, size, settings, monkeypatch):
-    monkeypatch.setattr("dynamic_batch.noise_scale", mock.Mock(return_value=(1.0, 1.0)))
+    monkeypatch.setattr("dynamic_batch.NoiseScale.observe", lambda self, *squares, **sizes: 1.0)
     rows = 8 * 2 * LOG_INTERVAL["cuda"]
     with fake_world(size) as world, FakeGpu() as gpu:
         trainer = trainer_of(gpu, world, name, epochs=2, **settings)
