@@ -395,9 +395,9 @@ def meta_gradient(
     """Gradient of the clean loss after a virtual SGD step on the mixed loss, to `weights`.
 
     The equation stands at the top of this file. With a metric m the step is a m grad_theta L_mix,
-    and v becomes m v. Parameters, buffers (the statistics of BatchNorm)
-    and random states are left unchanged, and no `.grad` is written. All passes see the same random
-    numbers, so that dropout is part of the function that is differentiated.
+    and m v stands for v. Parameters, buffers (the statistics of BatchNorm) and random states are
+    left unchanged, and no `.grad` is written. All passes see the same random numbers, so that
+    dropout is part of the function that is differentiated.
 
     Args:
         model: its parameters take the virtual step; not wrapped for data parallelism.
@@ -462,7 +462,7 @@ def restore_on_exit(parameters: list[Tensor], buffers: list[Tensor]) -> Iterator
 
 
 class RowLosses:
-    """How much more than a blend's the loss of each training row was, in the epoch before.
+    """How much larger the loss of each training row was than a blend explains, an epoch ago.
 
     In an epoch a row has a place in two mixes, its own and that of the row whose partner it is. A
     network that sees both parts of a blend gives the label of a part its share w. The excess of a
@@ -591,7 +591,7 @@ class MetaMixup:
 
     def observe(self, logits: Tensor, labels: Tensor, mix: Mix) -> None:
         """Take note of what the model said of the last mixed batch, for policy 'loss'."""
-        if self.policy == "loss":
+        if self.policy == "loss" and len(self.mixed_rows) == len(labels):
             self.row_losses.add(self.mixed_rows, logits, labels=labels, mix=mix)
 
     def lambdas(self, numbers: Tensor, labels: Tensor, *, partner: Tensor, rows: Tensor) -> Tensor:
@@ -601,14 +601,17 @@ class MetaMixup:
             numbers: the policy's, of the shape of `self.numbers`.
             labels: (batch,) integers.
             partner: (batch,) rows of the batch.
-            rows: (batch,) rows of the training set, for 'loss'.
+            rows: (batch,) rows of the training set, for 'loss'; without them, (0,), the slope has
+                no effect.
 
         Returns:
             (batch,) numbers in [0.5, 1], of 'loss' in [0, 1].
         """
         if self.policy == "pair":
             return (1 + torch.sigmoid(numbers[self.pair_index[labels, labels[partner]]])) / 2
-        excess = self.row_losses.excess[rows]
+        excess = torch.zeros_like(labels, dtype=torch.float32)
+        if len(rows) == len(labels):  # else it is not said which rows they are
+            excess = self.row_losses.excess[rows]
         start = sample_beta(self.alpha, len(labels), device=labels.device)
         logit = torch.logit(start, eps=LEAST_SHARE)
         return torch.sigmoid(logit + numbers * (excess[partner] - excess))
@@ -679,7 +682,14 @@ class MetaMixup:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load what `state_dict` returned.
+
+        Raises:
+            ValueError: it is of another policy, or of other data.
+        """
+        of_this = self.state_dict()
+        if any(state[name].shape != of_this[name].shape for name in ("numbers", "excess")):
+            raise ValueError("a policy of another kind, or of other data")
         with torch.no_grad():
             self.numbers.copy_(state["numbers"])
             self.row_losses.excess.copy_(state["excess"])

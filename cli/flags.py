@@ -74,12 +74,14 @@ def class_weights(text: str) -> str | dict[str, float] | None:
 
 
 def label_noise(text: str) -> float | str:
-    """An argparse type: a share below 1, alone or as in 0.4:cat=dog,truck=bus."""
-    share, _, pairs = text.partition(":")
+    """An argparse type: a share below 1, alone or as in 0.4:cat=dog,deer=horse."""
+    share, colon, pairs = text.partition(":")
     value = below_one(share)
-    if pairs and not all(pair.count("=") == 1 for pair in pairs.split(",")):
-        raise ArgumentTypeError("must be as 0.4 or 0.4:cat=dog,truck=bus")
-    return f"{value:g}:{pairs}" if pairs else value
+    named = [name for pair in pairs.split(",") for name in pair.split("=")]
+    is_paired = all(pair.count("=") == 1 for pair in pairs.split(","))
+    if colon and not (is_paired and len(set(named)) == len(named)):
+        raise ArgumentTypeError("must be as 0.4 or 0.4:cat=dog,deer=horse, each class once")
+    return f"{value!r}:{pairs}" if pairs else value
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ def add_data(parser: ScriptParser, datasets: Sequence[str]) -> None:
     add("--val_fraction", below_one, None, "share of the training set that is held out to choose "
         "the best epoch (default 0; 0.05 with --mixup meta)", metavar="F", common=True)
     add("--label_noise", label_noise, 0.0, "share of the training rows of each class that get a "
-        "wrong label; 0.4:cat=dog,truck=bus exchanges the labels of these pairs alone", metavar="F")
+        "wrong label; 0.4:cat=dog,deer=horse exchanges the labels of these pairs alone",
+        metavar="F")
     add("--balanced_sampling", switch, False, "epochs that draw each class equally often, rows of "
         "rare classes several times")
     add("--test", switch, True, "evaluation on the test set; --no-test leaves it alone, as a "

@@ -130,7 +130,7 @@ def distribute_like(value: Any, like: Tensor) -> Any:
 
     if not (isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape):
         return value
-    whole = value.to(like.device)
+    whole = value.to(like.device, copy=True)  # the file is not kept open
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 

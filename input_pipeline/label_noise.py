@@ -20,8 +20,8 @@ def with_noise(
             rows, and at least one row of each class keeps its label.
         classes: how many classes there are, two or more.
         seed: of the choice.
-        wrong: (classes,) the wrong label of each class, its own where its rows stay as they are;
-            None is any other class, each alike likely.
+        wrong: (classes,) the wrong label of each class; a class whose own number stands there keeps
+            its rows. None: any other class, all equally likely.
     Returns:
         (rows,) class numbers, as new memory.
     """

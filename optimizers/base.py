@@ -24,7 +24,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "lr": lambda lr: lr >= 0,
     "momentum": lambda momentum: 0 <= momentum < 1,
     "betas": lambda betas: all(0 <= beta < 1 for beta in betas),
-    "eps": lambda eps: eps > 0,
+    "eps": lambda eps: eps >= 0,
     "weight_decay": lambda decay: decay >= 0,
 }
 """Whether a value is in the range of a hyper-parameter that several optimizers have."""

@@ -94,7 +94,7 @@ class Muon(CheckedOptimizer):
     def _apply_step(self) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
         layout = [(p.data_ptr(), p.stride()) for p in parameters]
-        if self.layout != layout:  # at the first step, after loading, with a new group or format
+        if self.layout != layout:  # at the first step, after loading, with a new group
             self._create_parts()
             self.layout = layout
         for group, parts, pairs in zip(self.param_groups, self.parts, self.matrices):

@@ -67,7 +67,9 @@ def caught_signals(say: Callable[[str], None]) -> Iterator[list[int]]:
 
 def interruption(progress: Progress, folder: Path, unsaved: Collection[str]) -> Interrupted:
     """The error of a run that a signal has stopped: where it is, and how to go on."""
-    written = "could not be written, the save before it is kept" if unsaved else "is written"
+    written = (
+        "could not be written, an older one is kept, if there is one" if unsaved else "is written"
+    )
     return Interrupted(
         f"interrupted in epoch {progress.epoch + 1}, step {progress.step}; last.pt {written}, go "
         f"on with --resume {shlex.quote(str(folder))}"

@@ -182,6 +182,10 @@ def test_lambda_follows_the_losses_by_the_slope():
     shift = 0.4 * torch.tensor([-5.0, 5.0, -3.0, 3.0])
     expected = torch.sigmoid(logit + shift).float()
     torch.testing.assert_close(weight, expected, atol=1e-3, rtol=1e-3)
+    meta.observe(torch.randn(4, 2), labels, meta.mix(labels))  # nobody said which rows these are
+    assert not meta.row_losses.sums.any()
+    with pytest.raises(ValueError, match="of another kind"):
+        MetaMixup(2, "pair", rows=4).load_state_dict(meta.state_dict())
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():

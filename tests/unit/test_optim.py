@@ -324,7 +324,7 @@ def test_a_closure_and_a_rate_in_a_tensor_take_the_same_step(name):
 
 MOMENTUM = {"momentum": 1.0}
 OUT_OF_RANGE: dict[str, dict[str, Any]] = {
-    "ngd": {"rank": 0, "adamw_ratio": -1.0, "betas": (0.9, 1.0), "eps": 0.0, **MOMENTUM},
+    "ngd": {"rank": 0, "adamw_ratio": -1.0, "betas": (0.9, 1.0), "eps": -1.0, **MOMENTUM},
     "kaldi_ngd": {"rank": 0, "alpha": 0.0, "eta": 1.0, "update_period": 0, **MOMENTUM},
     "lamb": {"eps": -1.0},
     "lars": MOMENTUM,
