@@ -112,7 +112,8 @@ def draw_mixing(groups: Groups, title: str, *, search: str, in_full: str, note: 
             for name, runs in groups[search].items()
             if name.partition("-lr")[0] == kind
         )
-        rates, highest, at_end = zip(*points)
+        # A control has the rate of another kind, and no search of its own.
+        rates, highest, at_end = zip(*points) if points else ([], [], [])
         tried.update(rates)
         axes[0, 0].plot(rates, highest, label=label, **styles[label])
         axes[0, 1].plot(rates, at_end, **styles[label])
