@@ -4,7 +4,6 @@ python -m benchmarks.step --quick                    # without compiled sides; f
 python -m benchmarks.step --json step.json           # all; a quarter of an hour on two cores
 python -m benchmarks.step --only resnet50            # one script
 python -m benchmarks.step --sides plain "plain, our allocator" ours
-python -m benchmarks.step --sides ours "ours, mixup" "ours, meta-mixup"
 
 Every side is a process of its own and trains on the real data, input pipeline included; the sides
 take turns. 'plain' is the baseline of plain_training.py (fp32, eager, NCHW, DataLoader workers),
@@ -46,8 +45,6 @@ OURS = {
 }
 BY_SIDES = {  # further ones of ours, measured only where --sides names them
     "ours, fp32, ort": "--precision fp32 --backend ort",  # in the legacy stack
-    "ours, mixup": "--mixup mixup",
-    "ours, meta-mixup": "--mixup meta",
 }
 PEERS = ("compiled", "as timm")  # besides plain; both compile
 # Rounds, and seconds of each side in a round; with --quick and without.

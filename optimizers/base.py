@@ -1,13 +1,6 @@
 """Base classes of our optimizers, and the small operations on lists of tensors that they share.
 
-class PlainSGD(GradScalerOptimizer):
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    def _apply_step(self):
-        for group in self.param_groups:
-            parameters, grads, active = self.unscaled_grads(group)  # zeros in a skipped step
-            subtract_updates(parameters, grads, lr=group["lr"])
+A subclass of GradScalerOptimizer implements `_apply_step`; see docs/extending.md.
 """
 
 from __future__ import annotations
