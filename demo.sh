@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What this project is for, on small embedded data, in three minutes on two cores:
-#   1. ResNet-20 on digits, trained with SGD and with the natural gradient (NGD), in one picture;
-#   2. meta-mixup, which learns how much to mix each pair of classes, and the table it has learned;
+#   1. ResNet-20 on digits, trained with SGD and with NGD, in one picture;
+#   2. meta-mixup, which learns from held-out digits how samples are mixed;
 #   3. the Transformer on headlines.
 # No download but the Python packages (5.8 GB with CUDA; setup_venv.sh says how to do without).
 #   bash demo.sh [FOLDER]        runs and pictures go there (default runs/demo-<time>)
@@ -27,7 +27,7 @@ echo
 echo "== The same with the natural gradient: --ngd"
 "$python" resnet50_test.py "${digits[@]}" --ngd --out "$out/ngd"
 echo
-echo "== Meta-mixup learns how much to mix each pair of digits: --ngd --meta_learning"
+echo "== Meta-mixup learns from held-out rows how samples are mixed: --ngd --meta_learning"
 "$python" resnet50_test.py "${digits[@]}" --ngd --meta_learning --meta_every 4 \
     --out "$out/meta_mixup"
 echo
