@@ -51,10 +51,11 @@ def apply_backend(name: str, model: nn.Module, *, few_shapes: bool = False) -> n
 def compile_seconds() -> float:
     """Return the seconds that this process has spent on compiling models so far.
 
-    That is torch's own account of tracing and of making kernels, of the backward pass as well.
+    That is torch's own account of tracing and of making kernels, of the backward pass as well;
+    torch 2.3 has none.
     """
     dynamo = sys.modules.get("torch._dynamo.utils")  # it is loaded where a model is compiled
-    spent = dynamo.calculate_time_spent() if dynamo is not None else {}
+    spent: dict[str, float] = getattr(dynamo, "calculate_time_spent", dict)()
     return spent.get("entire_frame_compile", 0.0) + spent.get("entire_backward_compile", 0.0)
 
 
