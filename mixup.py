@@ -245,9 +245,9 @@ def sample_mix(
     labels: Tensor,
     *,
     alpha: float,
-    weight: float | None = None,
     height: int,
     width: int,
+    **settings: Any,
 ) -> Mix:
     """Sample a Mix of a kind that is named by a string.
 
@@ -255,18 +255,18 @@ def sample_mix(
         kind: one of `KINDS` except 'none' and 'meta'.
         labels: (batch,) integers.
         alpha: parameter of the Beta distribution of lambda.
-        weight: lambda of mixup and intra, if it is not to be sampled.
         height: of the images, in pixels; kinds of `TEXT_KINDS` ignore it.
         width: of the images, in pixels; kinds of `TEXT_KINDS` ignore it.
+        settings: others of that kind: `weight`, and `per_sample` of mixup.
 
     Raises:
         ValueError: there is no such kind.
     """
     match kind:
         case "mixup":
-            return mixup(labels, alpha, weight=weight)
+            return mixup(labels, alpha, **settings)
         case "intra":
-            return intra(labels, alpha, weight=weight)
+            return intra(labels, alpha, **settings)
         case "attention":
             return attention(labels, alpha, height=height, width=width)
         case "cutmix":

@@ -224,8 +224,8 @@ def add_mixing(parser: ScriptParser, mixing: Sequence[str]) -> None:
     add("--alpha", positive, 0.99, "strength: weights are drawn from Beta(A, A)", metavar="A",
         only_with=[{"mixup": ON}], common=True)
     add("--mixup_args", setting, {}, "how samples are mixed: weight of "
-        "mixup and intra; policy, every and lr of meta", owner="mixup", parts={
-            "mixup": own(mixup, "weight"), "intra": own(mixup, "weight"),
+        "mixup and intra; per_sample of mixup; policy, every and lr of meta", owner="mixup", parts={
+            "mixup": own(mixup, "weight", "per_sample"), "intra": own(mixup, "weight"),
             "meta": own(MetaMixup, "policy", "lr") | own(MetaMixupStep, "every")})
 
 
