@@ -12,6 +12,7 @@ Rules follow the epoch (`Scheduled`), the training loss (`ByLoss`) or the gradie
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -57,9 +58,9 @@ def nearest_batch_size(target: float, base: int, *, low: int, high: int, unit: i
 def apportion(total: int, weights: Sequence[float], *, minimum: int = 0) -> list[int]:
     """Split a total into integers in proportion to weights, by largest remainders.
 
-    Exact shares below the minimum become the minimum; the others split what is left. Every share is
-    rounded down. What is left of the total goes one by one to the largest remainders, of equal ones
-    to the first.
+    Exact shares below the minimum become the minimum; the others split the rest. Every share is
+    rounded down. The units that remain go one by one to the largest remainders; the first of equal
+    remainders wins.
 
     Args:
         total: a non-negative integer.
@@ -99,8 +100,9 @@ def _proportions(total: int, weights: Sequence[Fraction], *, lowest: int) -> lis
 
 
 class Rule:
-    """Decides which batch size an epoch should have; this one has no memory."""
+    """Decides the batch size of each epoch; a rule with a memory overrides the other methods."""
 
+    @abstractmethod
     def next_batch_size(self, epoch: int, size: int) -> float:
         """Return the number of samples that the global batch of an epoch should have.
 
@@ -110,7 +112,6 @@ class Rule:
             epoch: 0 is the first.
             size: samples of the global batch of the epoch before.
         """
-        raise NotImplementedError
 
     def observe(self, size: int, loss: float, *, seconds: float, noise: float | None) -> None:
         """Take note of an epoch.

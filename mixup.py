@@ -471,11 +471,13 @@ class RowLosses:
 
     Attributes:
         excess: (rows,) of the epoch before; 0 before the second epoch.
+        is_known: whether there is an epoch before.
         sums: (2, rows) of this epoch, on this rank: w times the excess, and w.
     """
 
     def __init__(self, rows: int, device: torch.device | None) -> None:
         self.excess = torch.zeros(rows, device=device)
+        self.is_known = False
         self.sums = torch.zeros(2, rows, device=device)
 
     def add(self, rows: Tensor, logits: Tensor, *, labels: Tensor, mix: Mix) -> None:
@@ -503,6 +505,7 @@ class RowLosses:
             dist.all_reduce(self.sums)
         mean = self.sums[0] / self.sums[1]
         self.excess = torch.where(self.sums[1] > 0, mean, self.excess)
+        self.is_known = True
         self.sums.zero_()
 
 
@@ -556,7 +559,6 @@ class MetaMixup:
             raise ValueError("policy loss needs the number of training rows")
         self.policy = policy
         self.alpha = alpha
-        self.lr = lr
         # (classes, classes): which number belongs to a pair of classes, in both orders
         pairs = classes * (classes + 1) // 2
         self.pair_index = torch.empty(classes, classes, dtype=torch.long, device=device)
@@ -644,16 +646,18 @@ class MetaMixup:
         partner = torch.randperm(len(labels), device=labels.device)
         rows = self.rows[: len(labels)]
         weight = self.lambdas(self.numbers, labels, partner=partner, rows=rows)
-        gradient = meta_gradient(
-            model,
-            weight,
-            mixed_loss=lambda weight: mixed_loss(Mix(partner, weight)),
-            clean_loss=clean_loss,
-            rate=rate,
-            metric=metric,
-            scale=scale,
-        )
-        (gradient,) = torch.autograd.grad(weight, self.numbers, gradient)
+        gradient = torch.zeros_like(self.numbers)  # of the slope, until a row has an excess
+        if self.policy == "pair" or self.row_losses.is_known:
+            of_weight = meta_gradient(
+                model,
+                weight,
+                mixed_loss=lambda weight: mixed_loss(Mix(partner, weight)),
+                clean_loss=clean_loss,
+                rate=rate,
+                metric=metric,
+                scale=scale,
+            )
+            (gradient,) = torch.autograd.grad(weight, self.numbers, of_weight)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(gradient)
             gradient /= dist.get_world_size()
@@ -693,4 +697,5 @@ class MetaMixup:
         with torch.no_grad():
             self.numbers.copy_(state["numbers"])
             self.row_losses.excess.copy_(state["excess"])
+        self.row_losses.is_known = bool(state["excess"].any())
         self.adam.load_state_dict(state["adam"])

@@ -1,4 +1,4 @@
-"""NGD: momentum whitened along its leading directions, and AdamW for what is no matrix.
+"""NGD: momentum whitened along its leading directions for matrices, AdamW for the rest.
 
     optimizer = NGD(ngd_groups(model, weight_decay=0.05), lr=0.08)   # optimizers.param_groups
     loss.backward()
@@ -67,16 +67,16 @@ FLOOR = 1e-7
 # Relative to |X|: how much of the old R is in the new one, for directions in which X is nothing.
 KEPT = 1e-5
 SMALLEST = 1e-10  # norm of F^(-1/2) X whose step has the full length
-SAMPLE = 4  # the first of two iterations takes every so many columns of X
+SAMPLE = 4  # the first of two iterations takes every fourth column of X
 RIDGE = 1e-10  # relative to the trace of H H', added to its diagonal
 
 
 class NGD(GradScalerOptimizer):
-    """Momentum whitened along its leading directions; AdamW for what is no matrix.
+    """Momentum whitened along its leading directions for matrices; AdamW for the rest.
 
-    A parameter without a gradient stays as it is. All hyper-parameters but `ngd` may change at any
-    step; a new rank applies to parameters that are seen for the first time. Weights in bf16 lose
-    most of the small steps to rounding: keep them in fp32, and compute in bf16 by autocast.
+    A parameter without a gradient does not change. All hyper-parameters but `ngd` may change at any
+    step; a new rank applies to parameters whose first gradient comes later. Rounding removes most
+    small steps of bf16 weights: keep weights in fp32, and compute in bf16 by autocast.
 
     State of a matrix:
         momentum_buffer        its shape, in fp32 at least: the mean of the gradients.

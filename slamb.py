@@ -21,9 +21,9 @@ hundred times LAMB's, and k = 1 is not LAMB. `SLAMB` averages the gradients of s
 of their momentum (as many bytes), and all gradients in the first `dense_steps` and wherever k = 1;
 then every rank does what LAMB does.
 
-With `wire_bits` 8 or 4 each rank sends its momentum in M rounded to so many bits, and keeps what
-rounding left, e, in its own: m[M] <- mean of the rounded m[M] + e. So the mean of m over the ranks
-stays what it is, as for what was not sent, and no error adds up.
+With `wire_bits` 8 or 4 each rank rounds the momentum that it sends, m[M], to 8 or 4 bits, and keeps
+the rounding error e: m[M] <- mean of the rounded m[M] + e. So rounding does not change the mean of
+m over the ranks, and no error adds up.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class SLAMB(CommunicatingOptimizer):
         dense_steps: first steps, in which all gradients are averaged.
         selection: what the units are: 'block', rows of 64 elements, or 'random', elements.
         wire_dtype: dtype of what is sent.
-        wire_bits: 8 or 4: the momentum of large tensors is sent in so many bits, and two more
-            bytes for every 64 elements. It is gathered from all ranks instead of reduced on the
-            way, which saves bytes for two or three ranks (8) and for up to seven (4). 0: it is sent
-            in `wire_dtype`, as gradients always are.
+        wire_bits: 8 or 4: bits of each element when the momentum of large tensors is sent; every
+            64 elements take two bytes more. All ranks gather it (nothing is reduced on the way),
+            which saves bytes for two or three ranks (8) and for up to seven (4). 0: momentum is
+            sent in `wire_dtype`, as gradients always are.
         warmup: k of the first epochs, where it is above `compress_ratio`; see `start_epoch`.
 
     Raises:
@@ -404,7 +404,7 @@ class ParamGroupBuffers:
     # -------------------------------------------------------- what is exchanged
 
     def gather_units(self, buffer: Tensor, units: Tensor) -> Tensor:
-        """Returns the elements of these units of a buffer of the large tensors, flat."""
+        """Returns the elements of some units, flat, from a buffer of the large tensors."""
         if self.selects_elements:
             return buffer.view(-1).index_select(0, units)
         return buffer.index_select(0, units).view(-1)

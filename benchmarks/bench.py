@@ -145,15 +145,15 @@ class Remote:
         return answer
 
     def _send(self, name: str) -> None:
-        """Send a signal to the process and its workers, if the system has it (Windows has not)."""
-        if hasattr(signal, name) and self.process.pid is not None:
+        """Send a signal to the process and its workers; Windows has no such signals."""
+        if sys.platform != "win32" and self.process.pid is not None:
             with contextlib.suppress(ProcessLookupError):  # no group yet, or no longer
-                os.killpg(self.process.pid, getattr(signal, name))
+                os.killpg(self.process.pid, signal.Signals[name])
 
 
 def serve(pipe: Any, make: Callable[..., Iterator[int]], arguments: tuple[Any, ...]) -> None:
     """Serve the requests of a `Remote`, in its process."""
-    if hasattr(os, "setpgrp"):
+    if sys.platform != "win32":
         os.setpgrp()  # a group of stopped processes ends with the one that started it
     steps = make(*arguments)
     with contextlib.suppress(EOFError):

@@ -126,7 +126,7 @@ def steps_of_turn(flags: Mapping[str, Any], at_least: int) -> int:
 
 
 def samples_per_second(world: World, steps: Iterator[int], count: int) -> float:
-    """Take so many steps; return all ranks' rate."""
+    """Take `count` steps; return the samples per second of all ranks."""
     start = time_together(world)
     samples = sum(itertools.islice(steps, count))
     return samples / (time_together(world) - start)
@@ -175,13 +175,13 @@ def find_runs(
 
     Args:
         groups: folders that hold folders NAME-seedN, or packed files of them.
-        ranks: of which every run must be.
+        ranks: number of ranks of every run.
         only: names of the runs to take; None is all.
     Returns:
         The rows of each seed, and the folder of the first one, by name.
     Raises:
-        InputError: a folder holds no finished run, two hold the same name, none holds a run of one
-            of these names, or a run had another number of ranks.
+        InputError: a folder holds no finished run, two folders hold the same name, a name has no
+            run, or a run had another number of ranks.
     """
     runs: dict[str, run_logs.Runs] = {}
     first: dict[str, Path] = {}

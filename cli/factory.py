@@ -448,7 +448,7 @@ def create_trainer(
     meta_learner: MetaMixupStep | None,
     batches: DynamicBatchSampler,
 ) -> Trainer:
-    """The trainer of these parts; from here on the run folder exists.
+    """The trainer of these parts; this creates the run folder.
 
     Args:
         model, optimizer, loss_fn, meta_learner, batches: as of `Trainer`.

@@ -167,7 +167,7 @@ def add_data(parser: ScriptParser, datasets: Sequence[str]) -> None:
     add("--val_fraction", below_one, None, "share of the training set that is held out to choose "
         "the best epoch (default 0; 0.05 with --mixup meta)", metavar="F", common=True)
     add("--label_noise", label_noise, 0.0, "share of the training rows of each class that get a "
-        "wrong label; 0.4:cat=dog,deer=horse exchanges the labels of these pairs alone",
+        "wrong label; 0.4:cat=dog,deer=horse swaps labels within these pairs only",
         metavar="F")
     add("--balanced_sampling", switch, False, "epochs that draw each class equally often, rows of "
         "rare classes several times")

@@ -124,7 +124,7 @@ def gather(value: Any, *, keep: bool) -> Any:
 def distribute_like(value: Any, like: Tensor) -> Any:
     """Cut a whole tensor, the same on all ranks, into the shards that `like` has.
 
-    What is no tensor of the shape of `like`, or where `like` is not sharded, is returned as it is.
+    If `like` is not sharded, or the value is no tensor of its shape, the value itself is returned.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 

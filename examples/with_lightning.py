@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Classifier(lightning.LightningModule):
-    """Two linear layers."""
+    """Trained by the optimizer that `configure_optimizers` returns."""
 
     def __init__(self):
         super().__init__()

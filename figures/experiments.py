@@ -121,7 +121,7 @@ def execute(run: PlannedRun, deadline: float, variables: Mapping[str, str]) -> s
 
 
 def wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Return the exit code of a process, or None if it is still running after so many seconds."""
+    """Return the exit code of a process, or None if it still runs after these seconds."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:

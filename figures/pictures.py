@@ -52,7 +52,7 @@ def draw_picture(name: str, groups: Groups) -> Figure:
 
 
 def labelled(groups: Groups, *names: str) -> dict[str, Runs]:
-    """Return the runs of these groups that have a label, by their labels and in that order."""
+    """Return the labelled runs of these groups, by label, in the order of the labels."""
     return {
         label: with_columns(groups[name][run])
         for name in names
@@ -247,7 +247,7 @@ def with_minutes(
     """Add the minutes of training to each row, at the speed that time_to_target measured.
 
     The batch of these runs does not change, so that all epochs of a run take the same time.
-    Methods that time_to_target, whose json is `results`, has not measured are left out.
+    Methods that are not in `results`, the json of time_to_target, are left out.
     """
     timed: dict[str, Runs] = {}
     for name, label in labels.items():

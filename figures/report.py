@@ -53,7 +53,7 @@ CHANGING = {  # columns of metrics.jsonl that are drawn if they change
 }
 RECORDED = ("command", "commit", "torch", "python", "device", "processor", "precision")
 MISSING = "–"  # a value that is not known
-MAX_CLASSES = 40  # of a confusion matrix that can be read, else so many mistakes are listed
+MAX_CLASSES = 40  # of a readable confusion matrix, and mistakes in the list beyond it
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def draw_section(
 ) -> dict[str, Any]:
     """Return title, legend, and a chart for each title of a vertical axis that has values.
 
-    They are over epochs, or over the training time in units of so many seconds.
+    They are over epochs, or over the training time in units of `seconds`.
     """
     charts: list[dict[str, str]] = []
     legend: dict[str, Line] = {}

@@ -70,7 +70,7 @@ class ReportedRun:
 
 
 def read_run(folder: Path, name: str = "") -> ReportedRun:
-    """Read a run folder, which the report calls by a name, or as it is called here.
+    """Read a run folder; the name that the report gives the run is by default the folder's.
 
     Raises:
         InputError: it is no run folder, or a file in it is damaged.

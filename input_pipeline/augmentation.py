@@ -46,10 +46,10 @@ class Augmentation:
         learned_on: of AutoAugment's policies, that for 'cifar10', 'imagenet' or 'svhn'.
         jitter: brightness, contrast and saturation are multiplied by 1 - jitter to 1 + jitter.
         erasing: probability that a rectangle gets the mean colour (arXiv:1708.04896).
-        small_epochs: in so many first epochs images are scaled down.
-        small_size: pixels a side of those.
-        small_stages: those epochs are divided into so many stages, whose images grow evenly from
-            `small_size` towards their own size, which they have after the last stage.
+        small_epochs: number of first epochs with images that are scaled down.
+        small_size: side of these images in the first stage, in pixels.
+        small_stages: number of stages of these epochs. From stage to stage the side grows evenly;
+            after the last stage images have their own size.
     """
 
     pad: int
@@ -89,7 +89,7 @@ class Augmentation:
         return crop_flip(pixels, offsets, flips=flips, pad=self.pad, reflect=reflect)
 
     def check_size(self, size: int) -> None:
-        """Raise ValueError where images of so many pixels a side are too small for the settings."""
+        """Raise ValueError where images of `size` pixels a side are too small for the settings."""
         if self.fill == "reflect" and not 0 < self.pad < size:
             raise ValueError(f"fill=reflect: pad={self.pad} must be from 1 to {size - 1}")
         if self.small_epochs and self.small_size > size:

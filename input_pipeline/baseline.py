@@ -121,5 +121,5 @@ def small_pixels(split: ImageSplit) -> Tensor:
 
 
 def spread(rows: int, most: int) -> Tensor:
-    """Row numbers: all of them, or so many, spread evenly."""
+    """Row numbers, `most` of them at most, spread evenly."""
     return torch.linspace(0, rows - 1, min(rows, most)).long()

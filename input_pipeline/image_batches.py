@@ -332,12 +332,12 @@ def decode_on_node(
     """Decode all files into memory that the processes of a node share, each a part; collective.
 
     Args:
-        images: the split; where its pixels are in memory, nothing is done.
+        images: the split; pixels that are in memory already are left alone.
         decoder: decodes this process's part.
         world: the ranks.
-        keep: whether it is to be done; the node's first process decides.
+        keep: whether to decode; the value of the node's first process counts.
     Returns:
-        The split with its pixels, or as it is.
+        The split, with its pixels if they were decoded.
     Raises:
         InputError: a file cannot be read; on every rank.
     """

@@ -89,7 +89,7 @@ class ImageSplit:
         """Return a function that reads images of the given rows, also in another process.
 
         Args:
-            changes: random changes of these rows.
+            changes: how each row is augmented.
         """
         sources = np.asarray(self.files if self.pixels is None else self.pixels)
         return partial(
@@ -195,8 +195,8 @@ def read_folder(
 ) -> tuple[dict[str, ImageSplit], list[str]]:
     """List the images of a folder, which are decoded later.
 
-    They are root/train/CLASS/* and, in the same way, those of test/ and of val/ or validation/. A
-    folder with none of these holds root/CLASS/*, which is a training set alone.
+    The images are root/train/CLASS/*, and likewise below test/ and below val/ or validation/. A
+    folder without these three holds root/CLASS/*: a training set alone.
 
     Args:
         root: the folder.

@@ -95,7 +95,10 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
     """
     if root.is_file():
         raise InputError(f"--data_dir {root}: is a file; give the folder that contains it")
-    entries = sorted(root.iterdir()) if root.is_dir() else []
+    try:
+        entries = sorted(root.iterdir())
+    except FileNotFoundError:
+        entries = []
     is_wanted = Path.is_dir if "" in suffixes else Path.is_file  # a pipe would be waited for
     paths = {}
     for split, names in SPLIT_NAMES.items():

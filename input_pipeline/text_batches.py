@@ -90,7 +90,7 @@ class TextDataset:
             yield self.padded_tokens(device_rows, length), self.labels[device_rows]
 
     def padded_length(self, rows: Tensor) -> int:
-        """Return the length to which a batch of these rows is padded."""
+        """Return the padded length of a batch of these rows."""
         multiple = LENGTH_MULTIPLE[self.device.type]
         longest = int(self.lengths[rows].max())
         return min(-(-longest // multiple) * multiple, self.max_len)

@@ -47,7 +47,7 @@ from optimizers.base import GradScalerOptimizer
 from optimizers.low_rank import project, row_norms, second_moment, subtract_projection
 from optimizers.matrix_functions import absolute_value, inverse, square_root
 
-FIRST_UPDATES = 10  # at so many first steps all estimates are updated
+FIRST_UPDATES = 10  # steps at the start that update all estimates
 BATCH_BYTES = 16 * 2**20  # of gradients that are worked on together: what a CPU's cache holds
 # The smallest eigenvalue that an estimate may have, relative to the root of the sum of the squares
 # of all (Kaldi's delta, which there is relative to the largest). Relative to the mean eigenvalue of

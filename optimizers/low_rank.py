@@ -55,5 +55,5 @@ def row_norms(X: Tensor) -> Tensor:
 
 
 def _repeat(W: Tensor, times: int) -> Tensor:
-    """Returns each matrix of W (batch, rank, D) so many times in a row, (batch times, rank, D)."""
+    """Returns each matrix of W (batch, rank, D) `times` times in a row, (batch times, rank, D)."""
     return W[:, None].expand(-1, times, -1, -1).reshape(-1, *W.shape[1:])

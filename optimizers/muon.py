@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from optimizers.base import CheckedOptimizer
 from optimizers.param_groups import is_matrix
+from optimizers.torch_fused import laid_out_like
 
 
 class Muon(CheckedOptimizer):
@@ -79,7 +80,9 @@ class Muon(CheckedOptimizer):
             if pairs:
                 muon = torch.optim.Muon([matrix for _, matrix in pairs])
                 for p, matrix in pairs:
-                    muon.state[matrix] = self.state[p]
+                    buffer = self.state[p].get("momentum_buffer", torch.zeros_like(p))
+                    self.state[p]["momentum_buffer"] = buffer = laid_out_like(buffer, p)
+                    muon.state[matrix]["momentum_buffer"] = as_matrix(buffer)
                 parts.append(muon)
             if others:
                 adamw = torch.optim.AdamW(others, fused=True)

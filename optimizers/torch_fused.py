@@ -33,6 +33,7 @@ def fused_sgd(
         nesterov=nesterov,
         fused=supports_fused_optimizers(parameters) and not any(map(_is_sharded, parameters)),
     )
+    optimizer.register_load_state_dict_post_hook(_lay_out_states)
     if momentum:  # torch would leave the buffer uninitialised if the very first step is skipped
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -50,12 +51,24 @@ def fused_adamw(
         betas: decay rates of the two moments.
     """
     parameters = [parameter for group in groups for parameter in group["params"]]
-    return torch.optim.AdamW(
-        groups,
-        lr=lr,
-        betas=betas,
-        fused=supports_fused_optimizers(parameters),
-    )
+    fused = supports_fused_optimizers(parameters)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused)
+    optimizer.register_load_state_dict_post_hook(_lay_out_states)
+    return optimizer
+
+
+def laid_out_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """Returns a tensor of a parameter's shape in the parameter's memory format."""
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _lay_out_states(optimizer: torch.optim.Optimizer) -> None:
+    """Gives states the memory format of their parameters, which the fused kernels rely on."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            is_tensor = isinstance(value, Tensor) and value.shape == parameter.shape
+            if is_tensor and value.stride() != parameter.stride():
+                state[name] = laid_out_like(value, parameter)
 
 
 def _is_sharded(parameter: Tensor) -> bool:

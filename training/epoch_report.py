@@ -21,9 +21,9 @@ from training.step_stats import StepTotals
 def epoch_columns(
     evaluated: Mapping[str, Evaluation | None], classes: int, *, suffix: str = ""
 ) -> dict[str, float | None]:
-    """The metrics on each evaluation set by their names in metrics.jsonl, for so many classes.
+    """The metrics on each evaluation set by their names in metrics.jsonl.
 
-    They are None of a set that was not evaluated after the epoch.
+    `classes` is the number of classes. The metrics of a set that was not evaluated are None.
     """
     metrics = ["loss", "accuracy", "macro_f1", *(["top5_accuracy"] if classes > TOP else [])]
     return {

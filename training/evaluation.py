@@ -59,7 +59,7 @@ def evaluate(
     The model runs eagerly, also where it is compiled for training.
 
     Args:
-        count_classes: count the confusion of so many classes as well; 0 is none.
+        count_classes: number of classes whose confusion is counted; 0 counts none.
         title: with one, rank 0 shows a progress bar over its share.
     """
     model.eval()

@@ -29,7 +29,7 @@ class HeldOutBatches:
     `start(n)` begins with what would come after n batches.
 
     Args:
-        batch_size: rows of one rank; fewer where the set does not hold so many for each.
+        batch_size: rows of one rank; fewer where the set is too small.
     Raises:
         InputError: the set is too small for BatchNorm.
     """
@@ -76,12 +76,14 @@ class MetaMixupStep:
         self.steps = 0
         self.batches: Iterator[tuple[Tensor, Tensor]] | None = None
 
-    def begin_step(self, rows: Tensor) -> None:
+    def begin_step(self, rows: Tensor, *, again: bool) -> None:
         """Called before the batches of a step are mixed: their (batch,) rows of the training set.
 
-        It is called again where they are mixed anew.
+        It is called again where memory ran out, and drops what was counted of the rows by then.
         """
         self.meta.rows = rows.to(self.meta.numbers.device, non_blocking=True)
+        if again:
+            self.meta.row_losses.sums[:, self.meta.rows] = 0
 
     def before_step(
         self,
@@ -135,10 +137,6 @@ class MetaMixupStep:
         """Ends an epoch of the policy; collective. Returns what it adds to the epoch's row."""
         self.meta.row_losses.end_epoch()
         return {"mix_slope": self.meta.numbers.item()} if self.meta.policy == "loss" else {}
-
-    def tables(self) -> dict[str, Tensor]:
-        """What the policy has learned: (classes, classes) tables by name."""
-        return self.meta.tables()
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, **self.meta.state_dict()}

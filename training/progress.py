@@ -82,7 +82,7 @@ class Progress:
         return self.seconds * world.devices / 3600
 
     def count_step(self, samples: int) -> None:
-        """Count a step of so many samples of all ranks."""
+        """Count a step; the samples are those of all ranks."""
         self.step += 1
         self.step_in_epoch += 1
         self.samples += samples

@@ -74,9 +74,9 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks, complete on rank 0; collective.
 
-        Saving in the middle of an epoch leaves the run as it is: each rank's BatchNorm statistics,
-        and where replicas diverge its weights and optimizer, are kept as they are. The entry
-        `model`, for inference, holds rank 0's weights; those of a sharded model are put together.
+        Saving in the middle of an epoch does not change the run: each rank stores BatchNorm
+        statistics of its own, and where replicas diverge also weights and optimizer. The entry
+        `model`, for inference, holds rank 0's weights, or the whole weights of a sharded model.
         """
         weights, optimizer = self.model.state_dict(), self.optimizer.state_dict()
         meta_learner = self.meta_learner

@@ -4,7 +4,7 @@
     train_epoch       the steps of an epoch
     train_step        one optimizer step on this rank's share of a global batch
     forward_backward  gradients of the micro-batches
-    optimizer_step    unscale, clip, skip what is not finite, step
+    optimizer_step    unscale, clip, step unless a gradient is not finite
     evaluate          the metrics on each evaluation set
 
 A step's order is: learning rate, backward, unscale, clip, step, update of the loss scale, clear.
@@ -278,7 +278,7 @@ class Trainer(TrainState):
                     self.graph(inputs, labels, weight=weight)
                     return
                 if self.meta_learner is not None and rows is not None:
-                    self.meta_learner.begin_step(rows)
+                    self.meta_learner.begin_step(rows, again=meta_learner is None)
                 if meta_learner is not None:
                     learner, meta_learner = meta_learner, None  # once, also if memory runs out
                     x, y = self.micro_batches.split(inputs, labels)[0]
@@ -455,7 +455,7 @@ class Trainer(TrainState):
         self.save(previous_best=previous_best)
         self.log.epoch(progress.rows)
         if self.meta_learner is not None:
-            self.log.tables("policy", self.meta_learner.tables(), self.metadata["classes"])
+            self.log.tables("policy", self.meta_learner.meta.tables(), self.metadata["classes"])
 
     def evaluate_if_due(self) -> dict[str, float | None]:
         """`evaluate` after every `eval_every`-th epoch and the last one, else columns of None."""
@@ -532,8 +532,8 @@ class Trainer(TrainState):
     def wrap_model(self) -> None:
         """Wrap the model for data parallelism; collective.
 
-        It comes once it is known whether there are micro-batches. A sharded model stays as it is,
-        and so does one whose optimizer communicates by itself.
+        Called once it is known whether a step has several micro-batches. A sharded model is not
+        wrapped, nor is one whose optimizer communicates by itself.
         """
         if self.communicating is not None or self.is_sharded:
             return

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from training.checkpoint import load_into, to_cpu
 
-FIRST_STEPS = 10  # after so many steps the decay is a half at most
+FIRST_STEPS = 10  # steps after which the decay is a half at most
 
 
 class WeightAverage:

@@ -245,9 +245,7 @@ def conclude(config: RaceConfig, plan: Plan, arms: Sequence[Contender], *, load:
     """
     limits, cores = verdict.limits(arms), len(os.sched_getaffinity(0))
     if plan.epochs < config.wanted_epochs:
-        limits.append(
-            f"There was time for {plan.epochs} of {config.wanted_epochs} epochs, no more."
-        )
+        limits.append(f"There was time for {plan.epochs} of {config.wanted_epochs} epochs.")
     if plan.load > IDLE * cores or load > BUSY * cores:
         limits.append(
             f"Other work made runs slower: the load of {cores} cores was {plan.load:.1f} before "

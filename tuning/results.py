@@ -158,14 +158,15 @@ def write_recipe(config: SweepConfig, params: Mapping[str, Any], *, comment: str
 def training_command(config: SweepConfig) -> str:
     """Return the command line that trains in full with the recipe, from any folder, quoted.
 
-    It names the folder of the data, which the recipe leaves out, and rows to hold out where own
-    data is nothing but a training set.
+    It names the folder of the data, which the recipe leaves out, the file of --weights, and rows to
+    hold out where own data is nothing but a training set.
     """
-    script = config.script
+    script, flags = config.script, config.script.flags({})
     words = [sys.executable, str(ROOT / script.file)]
     words += ["--recipe", str(config.out.resolve() / RECIPE)]
-    if (data_dir := Path(script.flags({})["data_dir"])).is_dir():
-        words += ["--data_dir", str(data_dir.resolve())]
+    for name in ("data_dir", "weights"):
+        if flags[name] and (path := Path(flags[name])).exists():
+            words += [f"--{name}", str(path.resolve())]
     if len(script.own_splits()) < 2:
         words += ["--val_fraction", str(config.val_fraction)]
     return shlex.join(words)

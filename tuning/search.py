@@ -5,13 +5,10 @@ run_sweep(config)
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -23,6 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
 from errors import INTERRUPTED, InputError, Interrupted
+from training.run_folder import lock_run_folder, make_run_folder
 from tuning import results, space
 from tuning.config import SweepConfig
 from tuning.trials import TrialFailed, TrialRunner, gpu_slots
@@ -46,14 +44,18 @@ def run_sweep(config: SweepConfig, first: Sequence[dict[str, Any]] = ()) -> optu
     config.script.check(arguments)
     runner = TrialRunner(config, arguments, gpu_slots(config.jobs, config.nproc, gpus=gpus))
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    config.out.mkdir(parents=True, exist_ok=True)
-    with alone_in(config.out):
+    with lock_run_folder(make_run_folder(config.out, is_default=False)):
         study = open_study(config)
-        enqueue_killed_trials(study)
-        num_finished = len(finished_trials(study))
-        num_resumed = len(study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
-        for values in first[num_finished + num_resumed :]:
-            study.enqueue_trial(values)
+        finished = finished_trials(study)
+        waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        known = [trial.system_attrs.get("fixed_params") for trial in [*finished, *waiting]]
+        for values in first:
+            if values in known:
+                known.remove(values)
+            else:
+                study.enqueue_trial(values)
+        num_finished = len(finished)
+        num_resumed = sum("folder" in trial.user_attrs for trial in waiting)
         print(
             f"{config.trials} trials of {config.script.file} in {config.out}: "
             f"{num_finished} finished, {num_resumed} resumed",
@@ -62,21 +64,6 @@ def run_sweep(config: SweepConfig, first: Sequence[dict[str, Any]] = ()) -> optu
         if num_finished < config.trials:
             run_trials(study, config, runner)
     return study
-
-
-@contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Lock a folder.
-
-    Raises:
-        InputError: another process has locked it.
-    """
-    with open(folder / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"--out {folder}: another sweep is running there") from None
-        yield
 
 
 def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) -> None:
@@ -141,18 +128,24 @@ def trial_arguments(config: SweepConfig, gpus: int) -> list[str]:
 
 
 def open_study(config: SweepConfig) -> optuna.Study:
-    """Create the study in its file, or load it to resume the sweep.
+    """Create the study in its file, or load it to resume the sweep, whose killed trials wait again.
 
     Raises:
-        InputError: the file holds a sweep whose trials cannot be compared with these.
+        InputError: the file is missing, or its trials cannot be compared with these.
     """
+    file = config.out / "study.log"
+    if (config.out / "trials").exists() and not file.exists():
+        raise InputError(f"--out {config.out}: trials without {file.name}; choose another folder")
+    storage = JournalStorage(JournalFileBackend(str(file)))
     study = optuna.create_study(
         study_name=config.script.file.removesuffix(".py"),
-        storage=JournalStorage(JournalFileBackend(str(config.out / "study.log"))),
+        storage=storage,
         direction=config.objective.direction,
         load_if_exists=True,
     )
     check_settings(study, config)
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
     study.sampler = create_sampler(config, num_trials=len(study.get_trials(deepcopy=False)))
     # Several jobs are threads with one sampler, so that Optuna need not seed it anew in each.
     study.sampler.reseed_rng = lambda: None  # type: ignore[method-assign]
@@ -178,34 +171,19 @@ def check_settings(study: optuna.Study, config: SweepConfig) -> None:
     names = sorted(stored.keys() | settings)
     if different := [name for name in names if stored.get(name) != settings.get(name)]:
         raise InputError(
-            f"--out {config.out} holds trials with another {', '.join(different)}; "
-            "choose another folder"
+            f"--out {config.out}: trials with another {', '.join(different)}; choose another folder"
         )
     study.set_user_attr("settings", settings)
 
 
 def create_sampler(config: SweepConfig, *, num_trials: int) -> optuna.samplers.BaseSampler:
-    """Return Optuna's sampler of --sampler for a study that has so many trials."""
+    """Return Optuna's sampler of --sampler for a study with this number of trials."""
     if config.sampler == "grid":  # its seed is the order of the grid
         return optuna.samplers.GridSampler(space.grid(config.space), seed=config.sweep_seed)
     seed = config.sweep_seed + num_trials  # else a resumed sweep would sample the same values again
     if config.sampler == "tpe":
         return optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(4, config.trials // 4))
     return optuna.samplers.RandomSampler(seed)
-
-
-def enqueue_killed_trials(study: optuna.Study) -> None:
-    """Enqueue the trials of a killed sweep again, with their values and folders."""
-    for trial in study.get_trials(states=(TrialState.RUNNING,)):
-        study.tell(trial.number, state=TrialState.FAIL)
-        again = optuna.trial.create_trial(
-            state=TrialState.WAITING,
-            params=trial.params,
-            distributions=trial.distributions,
-            user_attrs=trial.user_attrs,
-            system_attrs=trial.system_attrs,
-        )
-        study.add_trial(again)
 
 
 def finished_trials(study: optuna.Study) -> list[FrozenTrial]:

@@ -62,7 +62,7 @@ class TrialRunner:
         """Run one trial and return its value of the objective.
 
         Args:
-            trial: its user attributes get its folder, or have that of a killed one to resume.
+            trial: its user attributes get its folder, from whose checkpoint a killed one resumes.
             arguments: the searched flags.
 
         Raises:
@@ -70,8 +70,7 @@ class TrialRunner:
             TrialFailed: the script failed.
             SystemExit: the sweep was interrupted; or, with a message, a strict one failed.
         """
-        new = self.config.out.resolve() / "trials" / f"{trial.number:04d}"
-        folder = Path(trial.user_attrs.get("folder", new))
+        folder = self.config.out.resolve() / "trials" / f"{trial.number:04d}"
         trial.set_user_attr("folder", str(folder))
         gpus = self.gpu_slots.get()
         try:
@@ -110,6 +109,7 @@ class TrialRunner:
     def follow(self, trial: optuna.Trial, folder: Path, *, process: subprocess.Popen[str]) -> float:
         """Report each epoch to Optuna; end the process if it is pruned or reaches the target."""
         objective, num_reported = self.config.objective, 0
+        before = trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values
         try:
             while True:
                 ended = process.poll() is not None  # asked first: then the rows are all there
@@ -117,7 +117,8 @@ class TrialRunner:
                 if any(map(objective.is_reached, rows)):
                     break
                 for row in filter(is_evaluated, rows[num_reported:]):
-                    trial.report(objective.intermediate_value(row), row["epoch"])
+                    if row["epoch"] not in before:
+                        trial.report(objective.intermediate_value(row), row["epoch"])
                     if self.should_prune(trial, row):
                         raise optuna.TrialPruned
                 num_reported = len(rows)

@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import os
 import queue
+import re
 import shlex
 import signal
 import subprocess
@@ -159,14 +160,6 @@ def test_objectives():
         assert runner.should_prune(study.ask(), rows[0]) == expected
 
 
-def test_a_folder_has_one_sweep_at_a_time(tmp_path):
-    another = pytest.raises(errors.InputError, match="another sweep is running there")
-    with search.alone_in(tmp_path), another, search.alone_in(tmp_path):
-        pass
-    with search.alone_in(tmp_path):
-        pass
-
-
 @pytest.mark.process
 def test_a_killed_sweep_resumes_its_trial(tmp_path):
     command = ranks.script("tuning/sweep.py", "--script", "resnet50_test.py", *DIGITS)
@@ -211,6 +204,9 @@ def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(
         code, _, error = run_sweep(text, *grid, *words)
         assert (code, error.count("\n"), message in error) == (2, 1, True), error
     assert "3 finished, 0 resumed" in run_sweep(searched, *grid)[1]
+    (tmp_path / "sweep" / "study.log").rename(tmp_path / "study.db")
+    code, _, error = run_sweep(searched, *grid)
+    assert (code, error.count("\n"), "trials without study.log" in error) == (2, 1, True), error
 
 
 def test_a_target_that_no_trial_reaches_makes_no_recipe(run_sweep, tmp_path):
@@ -241,10 +237,12 @@ def test_the_printed_command_trains_on_the_same_data(tmp_path, monkeypatch, caps
     for split in ("train", "test"):  # what is there by then
         (data / f"{split}.csv").write_text(texts)
         flags = "transformer_test.py --dataset csv --width 8 --heads 2 --bs 4 --epochs 1".split()
+        flags += ["--weights", "run-train"] if split == "test" else []
         config = written([*flags, "--data_dir", data.name], {}, tmp_path)
         _, name, *arguments = shlex.split(results.training_command(config))
         assert Path(name) == ROOT / "transformer_test.py"
         assert ("--val_fraction" in arguments) == (split == "train")
+        assert (str(tmp_path / "run-train") in arguments) == (split == "test")
         arguments += ["--epochs", "1", "--out", f"run-{split}", "--threads", "1"]
         assert conftest.call(transformer_test, arguments) == 0, capsys.readouterr().err
 
@@ -356,6 +354,7 @@ def test_a_race_that_is_interrupted_finds_a_planted_difference(run_sweep, tmp_pa
     before = [path.stat().st_mtime for path in trial.glob("*/console.log")]
     code, out, error = run()
     assert code == 0, error
+    assert re.search("in_full: . finished, [12] resumed", out), out
     assert [path.stat().st_mtime for path in trial.glob("*/console.log")] == before
     assert "recipe.yaml of a:\n" in out
     assert "a#2 cannot be told apart from a (+0.00 ± 0.00 points)" in out
