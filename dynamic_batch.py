@@ -58,9 +58,8 @@ def nearest_batch_size(target: float, base: int, *, low: int, high: int, unit: i
 def apportion(total: int, weights: Sequence[float], *, minimum: int = 0) -> list[int]:
     """Split a total into integers in proportion to weights, by largest remainders.
 
-    Exact shares below the minimum become the minimum; the others split the rest. Every share is
-    rounded down. The units that remain go one by one to the largest remainders; the first of equal
-    remainders wins.
+    Exact shares below the minimum become the minimum; the others split the rest. All are rounded
+    down. The units that remain go one each to the largest remainders, of equal ones to the first.
 
     Args:
         total: a non-negative integer.

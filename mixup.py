@@ -470,8 +470,7 @@ class RowLosses:
     where the network doubts the label.
 
     Attributes:
-        excess: (rows,) of the epoch before; 0 before the second epoch.
-        is_known: whether there is an epoch before.
+        excess: (rows,) of the epoch before; 0 before the second epoch, when `is_known` is False.
         sums: (2, rows) of this epoch, on this rank: w times the excess, and w.
     """
 

@@ -33,7 +33,7 @@ def fused_sgd(
         nesterov=nesterov,
         fused=supports_fused_optimizers(parameters) and not any(map(_is_sharded, parameters)),
     )
-    optimizer.register_load_state_dict_post_hook(_lay_out_states)
+    optimizer.register_load_state_dict_post_hook(_fit_kernels)
     if momentum:  # torch would leave the buffer uninitialised if the very first step is skipped
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -53,7 +53,7 @@ def fused_adamw(
     parameters = [parameter for group in groups for parameter in group["params"]]
     fused = supports_fused_optimizers(parameters)
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused)
-    optimizer.register_load_state_dict_post_hook(_lay_out_states)
+    optimizer.register_load_state_dict_post_hook(_fit_kernels)
     return optimizer
 
 
@@ -62,8 +62,10 @@ def laid_out_like(value: Tensor, parameter: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _lay_out_states(optimizer: torch.optim.Optimizer) -> None:
-    """Gives states the memory format of their parameters, which the fused kernels rely on."""
+def _fit_kernels(optimizer: torch.optim.Optimizer) -> None:
+    """Makes a loaded state fit these kernels, of which fused ones read it in the weights' order."""
+    for group in optimizer.param_groups:
+        group["fused"] = optimizer.defaults["fused"]  # sharded parameters have other kernels
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             is_tensor = isinstance(value, Tensor) and value.shape == parameter.shape

@@ -54,14 +54,13 @@ def run_sweep(config: SweepConfig, first: Sequence[dict[str, Any]] = ()) -> optu
                 known.remove(values)
             else:
                 study.enqueue_trial(values)
-        num_finished = len(finished)
         num_resumed = sum("folder" in trial.user_attrs for trial in waiting)
         print(
             f"{config.trials} trials of {config.script.file} in {config.out}: "
-            f"{num_finished} finished, {num_resumed} resumed",
+            f"{len(finished)} finished, {num_resumed} resumed",
             flush=True,
         )
-        if num_finished < config.trials:
+        if len(finished) < config.trials:
             run_trials(study, config, runner)
     return study
 
@@ -187,7 +186,7 @@ def create_sampler(config: SweepConfig, *, num_trials: int) -> optuna.samplers.B
 
 
 def finished_trials(study: optuna.Study) -> list[FrozenTrial]:
-    """Return the trials that have ended; one that was killed has failed without an error."""
+    """Return the trials that have ended; a failed one counts if its script gave the reason."""
     return [
         trial
         for trial in study.get_trials(deepcopy=False)

@@ -57,7 +57,7 @@ def read_space(path: Path, script: TargetScript) -> Space:
             space[name] = entry = read_entry(entry)
             ends = [entry[end] for end in ("low", "high") if end in entry]
             for value in [*ends, *entry.get("choices", [])]:
-                script.check_value(name, value)
+                script.flags({name: value})
         except InputError as error:
             raise InputError(f"{source}, {spelling}: {error}") from None
     return space

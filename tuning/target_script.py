@@ -83,12 +83,8 @@ class TargetScript:
         words = (options.flag_arguments(name, value, parser) for name, value in params.items())
         return [word for each in words for word in each]
 
-    def check_value(self, name: str, value: Any) -> None:
-        """Raise InputError where the script would refuse a value of a searched flag."""
-        script_parser(self.file).given(self.to_arguments({name: value}))
-
     def flags(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of all flags of a trial with these values of the searched flags."""
+        """Return all flags of a trial with these searched ones; InputError where one is refused."""
         parser = script_parser(self.file)
         return parser.defaults() | parser.given([*self.arguments, *self.to_arguments(params)])
 

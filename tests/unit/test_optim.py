@@ -273,8 +273,8 @@ def test_channels_last_and_batches_of_any_size_take_the_same_step(name, monkeypa
     monkeypatch.setattr(kaldi_ngd, "BATCH_BYTES", 1)
     resumed = create(name, last)
     resumed.load_state_dict(copy.deepcopy(plain.state_dict()))
-    train(resumed, range(6, 12))
-    train(plain, range(6, 12))
+    for optimizer in (resumed, plain):
+        train(optimizer, range(6, 12))
     assert all(p.is_contiguous(memory_format=torch.channels_last) for p in last)
     # Muon's polynomial is in bf16
     tolerance = 0.02 if name == "muon" else 1e-5
