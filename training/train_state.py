@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed import fsdp
+from distributed.averaging import Traffic
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
 from errors import InputError
@@ -109,7 +110,8 @@ class TrainState:
             "hook": self.comm_hook.rank_state_dict(self.parameters),
             "learner": meta_learner.rank_state_dict() if meta_learner is not None else {},
             "sums": self.sums.values.cpu(),
-            "bytes_sent": self.world.bytes_sent,
+            "bytes_sent": self.world.traffic.payload,
+            "wire_bytes": self.world.traffic.wire,
             "compute_seconds": timer.elapsed() if timer is not None else 0.0,
         }
 
@@ -136,7 +138,7 @@ class TrainState:
             weights, optimizer = {**weights, **mine["weights"]}, optimizer or mine["optimizer"]
             set_rng_states(mine["random"], self.world.device)
             self.sums.values.copy_(mine["sums"])
-            self.world.bytes_sent = mine["bytes_sent"]
+            self.world.traffic = Traffic(mine["bytes_sent"], mine.get("wire_bytes", 0.0))
             if self.compute_timer is not None:
                 self.compute_timer.seconds = mine["compute_seconds"]
             of_hook = mine["hook"]
