@@ -94,7 +94,6 @@ def main() -> None:
             meta_learner=meta_learner,
             batches=batches,
         )
-        text_classification.write_tokenizer(trainer.log, data.metadata)
         summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py
         baseline = data.metadata["baseline"]
         report_result(world, summary, folder=trainer.log.folder, baseline=baseline)

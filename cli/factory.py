@@ -29,9 +29,7 @@ from backends.precision import Precision, choose_precision
 from cli import compatibility
 from cli.flags import WIRE_BITS, OptimizerChoice
 from cli.options import check_validation_set, create_lr_schedule, uses_trained_model
-from cli.settings import refused_as
 from cli.start_checks import check_data
-from cli.yaml_file import excerpt
 from distributed import ddp, fsdp
 from distributed.agreement import on_main
 from distributed.comm_hooks import (
@@ -46,7 +44,7 @@ from distributed.diloco import DiLoCo
 from distributed.worker import launcher_id
 from distributed.world import READ_SECONDS, World
 from dynamic_batch import WorkerBalancer
-from errors import InputError, did_you_mean
+from errors import InputError, did_you_mean, excerpt, refused_as
 from input_pipeline import own_data
 from input_pipeline.baseline import Baseline
 from input_pipeline.dataset import BatchedDataset
@@ -303,18 +301,10 @@ def create_optimizer(
         settings["wire_dtype"] = OWN_WIRE_DTYPES[args.wire_dtype]
         settings["warmup"] = settings.pop("compress_warmup")
         settings["wire_bits"] = WIRE_BITS.get(args.wire_dtype, 0)
+    batch_size = global_batch_size(args, run.world)
+    lr = scale_lr(args.lr, args.lr_scaling, batch_size=batch_size, base_batch_size=args.base_bs)
     with refused_as("--opt_args"):
-        return choice.make(groups, lr=scaled_lr(args, run.world), **settings, **args.opt_args)
-
-
-def scaled_lr(args: Namespace, world: World) -> float:
-    """--lr, scaled with the global batch by --lr_scaling."""
-    return scale_lr(
-        args.lr,
-        args.lr_scaling,
-        batch_size=global_batch_size(args, world),
-        base_batch_size=args.base_bs,
-    )
+        return choice.make(groups, lr=lr, **settings, **args.opt_args)
 
 
 # -------------------------------------------------------------------- loss and mixing
@@ -383,11 +373,30 @@ def create_batch_sampler(
     Raises:
         InputError: the batch, or its limits, do not fit the training set.
     """
-    world, base = run.world, global_batch_size(args, run.world)
-    rows = len(data.train)
-    rule, change = rules[args.dynamic_batch], {}
-    if rule is not None:
-        change = change_of_batch(args, rule, base, smallest=MIN_RANK_ROWS * world.size, rows=rows)
+    world, kind, settings = run.world, args.dynamic_batch, dict(args.batch_args)
+    base, rows, change = global_batch_size(args, world), len(data.train), {}
+    if (rule := rules[kind]) is not None:
+        with refused_as("--batch_args"):
+            low, high = dynamic_batch.batch_limits(
+                base,
+                low=settings.pop("min"),
+                high=settings.pop("max"),
+                smallest=MIN_RANK_ROWS * world.size,
+                rows=rows,
+                shrinks=kind == "decrease",
+            )
+            replaces_decay = settings.get("replace_decay", False)
+            power = dynamic_batch.lr_power(settings.pop("lr"), replace_decay=replaces_decay)
+            if rule is dynamic_batch.Scheduled:
+                growth = dynamic_batch.schedule_growth(
+                    args.batch_milestones,
+                    epochs=args.epochs,
+                    lr_schedule=create_lr_schedule(args),
+                    grows=kind == "increase",
+                    **settings,
+                )
+                settings = {"base": base, "multiple": growth}
+            change = {"rule": rule(**settings), "low": low, "high": high, "lr_power": power}
     with refused_as(f"--bs {args.batch_size}"):
         return DynamicBatchSampler(
             rows,
@@ -399,39 +408,6 @@ def create_batch_sampler(
             world=world,
             **change,
         )
-
-
-def change_of_batch(
-    args: Namespace, rule: Callable[..., dynamic_batch.Rule], base: int, *, smallest: int, rows: int
-) -> dict[str, Any]:
-    """How the batch changes: arguments of `DynamicBatchSampler`.
-
-    Args:
-        rule: the class of --dynamic_batch.
-        base, smallest, rows: as of `dynamic_batch.batch_limits`.
-    """
-    kind, settings = args.dynamic_batch, dict(args.batch_args)
-    with refused_as("--batch_args"):
-        low, high = dynamic_batch.batch_limits(
-            base,
-            low=settings.pop("min"),
-            high=settings.pop("max"),
-            smallest=smallest,
-            rows=rows,
-            shrinks=kind == "decrease",
-        )
-        replaces_decay = settings.get("replace_decay", False)
-        power = dynamic_batch.lr_power(settings.pop("lr"), replace_decay=replaces_decay)
-        if kind in ("loss", "noise"):
-            return {"rule": rule(**settings), "low": low, "high": high, "lr_power": power}
-        growth = dynamic_batch.schedule_growth(
-            args.batch_milestones,
-            epochs=args.epochs,
-            lr_schedule=create_lr_schedule(args),
-            grows=kind == "increase",
-            **settings,
-        )
-    return {"rule": rule(base, growth), "low": low, "high": high, "lr_power": power}
 
 
 # -------------------------------------------------------------------- trainer
@@ -523,7 +499,6 @@ def create_trainer_config(args: Namespace, run: Run, batches: DynamicBatchSample
             micro_batch_size = args.batch_size * (2 if args.balance_workers else 1)
     return TrainerConfig(
         epochs=args.epochs,
-        lr=scaled_lr(args, run.world),
         eval_batch_size=max(MIN_EVAL_BATCH, args.batch_size),
         accumulation_steps=accumulation_steps,
         micro_batch_size=micro_batch_size,
@@ -610,10 +585,18 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
         print(evaluation.class_table(result, classes))
 
 
-def report_predictions(args: Namespace, run: Run, found: Iterable[predictions.Prediction]) -> None:
-    """--predict: print the predictions, or write them to the file of --predict_out (rank 0)."""
+def report_predictions(
+    args: Namespace, run: Run, found: Iterable[predictions.Prediction], *, notes: Sequence[str]
+) -> None:
+    """--predict: print the predictions, or write them to the file of --predict_out (rank 0).
+
+    Args:
+        notes: what was left out, for stderr.
+    """
     if not run.world.is_main:
         return
+    for note in notes:
+        print(note, file=sys.stderr)
     classes = run.checkpoint["classes"]
     if not args.predict_out:
         predictions.print_predictions(found, classes)

@@ -33,13 +33,13 @@ from cli.flag_parser import (
     not_negative,
     number,
     output_file,
+    own,
     path_text,
     positive,
     setting,
     switch,
 )
 from cli.foreign_names import FOREIGN
-from cli.settings import own
 from cli.yaml_file import read_yaml
 from distributed import comm_hooks, fsdp
 from distributed.diloco import DiLoCo

@@ -9,8 +9,6 @@ All of it is collective, and what one process finds ends all of them with one li
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,10 +19,9 @@ from torch import Tensor
 
 from backends.machine import commit_or_none
 from cli.flag_parser import Scope, ScriptParser
-from distributed.agreement import check_equal, on_main
-from distributed.worker import is_restarted, last_failure
+from distributed.agreement import check_equal, on_main, report_restart
 from distributed.world import World
-from errors import LOST_PEER, SharedInputError
+from errors import SharedInputError
 from training.tracking import check_tracker
 
 DIGITS = 16  # of a SHA-256 in hexadecimal
@@ -42,7 +39,7 @@ def check_processes(
         InputError: they differ in a flag, in the code, in torch, or in where they go on from; or
             the tracker is not installed.
     """
-    report_restart(world, state)
+    report_restart(world, 1 if state is None else state["progress"]["epoch"] + 1)
     on_main(world, lambda: check_tracker(args.track))
     if world.size == 1:
         return
@@ -59,26 +56,6 @@ def check_processes(
         },
         advice="start every process with the same flags, code and checkpoint",
     )
-
-
-def report_restart(world: World, state: Mapping[str, Any] | None) -> None:
-    """Say on rank 0 why torchrun has started the job again, and where it goes on; collective.
-
-    Args:
-        state: the checkpoint that the run goes on from, or None.
-    """
-    failures = [failure for failure in world.gather(last_failure()) if failure]
-    if not (world.is_main and is_restarted()):
-        return
-    count = "{TORCHELASTIC_RESTART_COUNT} of {TORCHELASTIC_MAX_RESTARTS}".format_map(os.environ)
-    reason = ""
-    if failures:
-        # A process that has lost another one ends as well, later and with that code.
-        rank, code = min(failures, key=lambda failure: failure[1] == LOST_PEER)
-        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        reason = f" after process {rank} ended {how}"
-    epoch = 1 if state is None else state["progress"]["epoch"] + 1
-    print(f"restart {count}{reason}, from epoch {epoch}", file=sys.stderr, flush=True)
 
 
 def check_data(

@@ -34,8 +34,7 @@ from backends import machine
 from cli import flags
 from cli.flag_parser import FlagParser, file_path
 from errors import InputError, Interrupted, exit_code
-from figures.pack_logs import pack
-from figures.run_logs import LOGS, ROOT, finished, read_rows
+from figures.run_logs import LOGS, ROOT, finished, pack, read_rows
 
 PLAN = ROOT / "figures" / "experiments.yaml"
 SEEDS = (0, 1, 2)

@@ -24,12 +24,10 @@ import torch
 
 import resnet50_test
 import transformer_test
-from cli import options, settings
-from cli.flag_parser import FlagParser, Scope, file_path, format_default
+from cli.flag_parser import FlagParser, Scope, file_path, flat, format_default
 from errors import InputError, exit_code
 from figures.report_charts import Line, draw_chart
-from figures.reported_run import Confusion, ReportedRun, read_run
-from figures.run_logs import Row, device_hours
+from figures.run_logs import Confusion, ReportedRun, Row, device_hours, read_run
 from input_pipeline import own_data
 from training import evaluation
 from training.atomic_file import atomic_write
@@ -101,7 +99,7 @@ def render(runs: Sequence[ReportedRun]) -> str:
         results=table_of_facts(runs, results_of),
         curves=curves(runs),
         policies=[(run.name, base64.b64encode(run.policy).decode()) for run in runs if run.policy],
-        flags=flags_that_differ(runs),
+        flags=table_of_flags(runs),
         class_scores=class_scores,
         max_classes=MAX_CLASSES,
         most_frequent_mistakes=most_frequent_mistakes,
@@ -235,7 +233,7 @@ def draw_section(
                 y = [scale * row.get(key, math.nan) for row in rows]
                 lines.append(Line(column.label, x, y, number))
         if lines:
-            charts.append(draw_chart(lines, xlabel, ylabel, cut_outliers="loss" in ylabel))
+            charts.append(draw_chart(lines, xlabel, ylabel, is_loss="loss" in ylabel))
         legend |= {line.label: line for line in lines}
     shown = list(legend.values()) if len(legend) > 1 else []
     return {"title": title, "legend": shown, "charts": charts}
@@ -244,20 +242,18 @@ def draw_section(
 # -------------------------------------------------------------------- flags
 
 
-def flags_that_differ(runs: Sequence[ReportedRun]) -> Table:
-    """Return the flags in which runs differ, or one run from the defaults.
+def table_of_flags(runs: Sequence[ReportedRun]) -> Table:
+    """Return the flags in which runs differ, or all of one run.
 
     A flag that a run does not know is no difference.
     """
-    columns, titles = list(map(compared_flags, runs)), [run.name for run in runs]
-    if len(runs) == 1:
-        columns, titles = [*columns, default_flags(runs[0])], ["value", "default"]
+    columns = list(map(compared_flags, runs))
     rows = []
-    for name in dict.fromkeys(name for run in runs for name in compared_flags(run)):
+    for name in dict.fromkeys(name for flags in columns for name in flags):
         shown = [show_flag(flags[name]) if name in flags else MISSING for flags in columns]
-        if len({*shown} - {MISSING}) > 1:
+        if len(runs) == 1 or len({*shown} - {MISSING}) > 1:
             rows.append([f"--{name}", *shown])
-    return [["flag", *titles], *rows]
+    return [["flag", *(run.name for run in runs)], *rows]
 
 
 def compared_flags(run: ReportedRun) -> dict[str, Any]:
@@ -267,16 +263,7 @@ def compared_flags(run: ReportedRun) -> dict[str, Any]:
         scopes.append(Scope.PLACE)
     scripts = (resnet50_test, transformer_test)
     names = {name for script in scripts for name in script.parser().of_scope(*scopes)}
-    return settings.flat({name: value for name, value in run.flags.items() if name in names})
-
-
-def default_flags(run: ReportedRun) -> dict[str, Any]:
-    """Return the defaults of the script that the run is of; {} where that is not known."""
-    command = str(run.config.get("command"))
-    for script in (resnet50_test, transformer_test):
-        if f"{script.SCRIPT}.py" in command and isinstance(run.flags.get("epochs"), int):
-            return settings.flat(options.defaults_for(script.parser(), run.flags))
-    return {}
+    return flat({name: value for name, value in run.flags.items() if name in names})
 
 
 def show_flag(value: Any) -> str:
