@@ -1,5 +1,6 @@
 """From flags to objects: one function for each part of a run that both entry scripts name.
 
+check_processes(args, parser, world, checkpoint)             # all were started alike
 run = create_run(args, "resnet50_test", world, checkpoint)
 optimizer = create_optimizer(args, run, model, OPTIMIZERS)
 loss_fn, meta_learner = create_loss(args, run, data)
@@ -24,14 +25,14 @@ from torch import Tensor, nn
 import dynamic_batch
 import mixup
 from backends import device, execution, onnx_runtime, torch_compat
-from backends.machine import describe_machine, device_name
+from backends.machine import commit_or_none, describe_machine, device_name
 from backends.precision import Precision, choose_precision
 from cli import compatibility
+from cli.flag_parser import Scope, ScriptParser
 from cli.flags import WIRE_BITS, OptimizerChoice
 from cli.options import check_validation_set, create_lr_schedule, uses_trained_model
-from cli.start_checks import check_data
 from distributed import ddp, fsdp
-from distributed.agreement import on_main
+from distributed.agreement import check_equal, on_main, report_restart
 from distributed.comm_hooks import (
     ROUNDED_BITS,
     WIRE_DTYPES,
@@ -48,6 +49,7 @@ from errors import InputError, did_you_mean, excerpt, refused_as
 from input_pipeline import own_data
 from input_pipeline.baseline import Baseline
 from input_pipeline.dataset import BatchedDataset
+from input_pipeline.fingerprint import check_data
 from input_pipeline.label_noise import with_noise
 from input_pipeline.sampler import held_out_rows, stratified_rows
 from mixup import MetaMixup
@@ -64,6 +66,7 @@ from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
 from training.progress import EarlyStop
 from training.run_folder import open_run_folder
 from training.run_segments import describe_last, next_segments
+from training.tracking import check_tracker
 from training.trainer import Trainer, TrainerConfig
 
 MIN_EVAL_BATCH = 64  # samples of one process in a batch of an evaluation, also where --bs is less
@@ -111,6 +114,37 @@ class Data:
     metadata: dict[str, Any]
     labels: Tensor
     model_mixes: bool = False
+
+
+def check_processes(
+    args: Namespace, parser: ScriptParser, world: World, state: Mapping[str, Any] | None
+) -> None:
+    """Check that all processes of a job were started alike; collective.
+
+    Args:
+        parser: of the script. Paths, and what a node has, may differ.
+        state: the checkpoint that the run goes on from, or None.
+    Raises:
+        InputError: they differ in a flag, in the code, in torch, or in where they go on from; or
+            the tracker is not installed.
+    """
+    report_restart(world, 1 if state is None else state["progress"]["epoch"] + 1)
+    on_main(world, lambda: check_tracker(args.track))
+    if world.size == 1:
+        return
+    started = {name: bool(getattr(args, name)) for name in parser.of_scope(Scope.START)}
+    values = {name: getattr(args, name) for name in parser.of_scope(Scope.RESULT, Scope.HOW)}
+    check_equal(
+        world,
+        {
+            **{f"--{name}": value for name, value in values.items()},
+            "the version of the code": commit_or_none(),
+            "the version of torch": torch.__version__,
+            "the checkpoint": state and [state["progress"][key] for key in ("step", "seconds")],
+            **{f"--{name}": value for name, value in started.items()},
+        },
+        advice="start every process with the same flags, code and checkpoint",
+    )
 
 
 def create_run(args: Namespace, script: str, world: World, checkpoint: Any = None) -> Run:
@@ -164,8 +198,14 @@ def choose_rows(
         The splits, 'val' among them with --val_fraction, whose training labels are wrong by the
         share of --label_noise; and what a checkpoint keeps of the data to know it again.
     """
-    labels = {name: split.labels for name, split in splits.items()}
-    fingerprint = check_data(args, run.world, classes, labels=labels, state=run.checkpoint)
+    used = [name for name in splits if name != "train" or not args.evaluate]
+    fingerprint = check_data(
+        run.world,
+        classes,
+        labels={name: splits[name].labels for name in used},
+        state=run.checkpoint,
+        source=f"--data_dir {args.data_dir}",
+    )
     unused = {"train"} if args.test else {"train", "test"}
     chosen = {name: split for name, split in splits.items() if name not in unused}
     train, has_val = splits["train"], "val" in splits

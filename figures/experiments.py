@@ -136,10 +136,7 @@ def check_committed(logs: Path) -> None:
     try:
         changed = machine.modified_files() + machine.untracked_files(ignored=logs)
     except machine.CommitUnknown as reason:
-        raise InputError(
-            f"the commit of this code is unknown ({reason}), and a log without one is no evidence; "
-            "use a git clone, or --allow_dirty with --logs FOLDER"
-        ) from None
+        changed = [f"this code ({reason})"]
     if changed:
         more = ", ..." if len(changed) > MAX_NAMED_FILES else ""
         raise InputError(

@@ -27,7 +27,7 @@ import transformer_test
 from cli.flag_parser import FlagParser, Scope, file_path, flat, format_default
 from errors import InputError, exit_code
 from figures.report_charts import Line, draw_chart
-from figures.run_logs import Confusion, ReportedRun, Row, device_hours, read_run
+from figures.run_logs import Confusion, ReportedRun, Row, chosen_by, device_hours, read_run
 from input_pipeline import own_data
 from training import evaluation
 from training.atomic_file import atomic_write
@@ -136,7 +136,7 @@ def results_of(run: ReportedRun) -> dict[str, str]:
     row, flags, best = run.rows[-1], run.flags, run.best_result()
     last = epoch_result(run.rows, row["epoch"])
     is_meta = flags.get("mixup") == "meta"
-    chosen = how_chosen(run.rows, chosen_by=run.chosen_by, meta_learned=is_meta)
+    chosen = how_chosen(run.rows, chosen_by=chosen_by(flags, run.rows), meta_learned=is_meta)
     train_seconds = total(run, "train_seconds")
     return {
         "optimizer": str(flags.get("optimizer", "")),
@@ -165,9 +165,8 @@ def show(row: Row, key: str, form: str, scale: float = 1.0) -> str:
 def environment_of(run: ReportedRun) -> dict[str, str]:
     """Return command, commit, versions, device, processes, times and bytes; '' is not known."""
     row, command = run.rows[-1], run.config.get("command")
-    recorded = {**run.flags, **run.config, "command": command}
-    if isinstance(command, list):
-        recorded["command"] = " ".join(map(str, command))
+    words = command if isinstance(command, list) else [command or ""]
+    recorded = {**run.flags, **run.config, "command": " ".join(map(str, words))}
     return {
         **{name: str(recorded.get(name) or "") for name in RECORDED},
         "changes during the run": describe_all(run.config.get("segments") or []),
@@ -296,19 +295,14 @@ def most_frequent_mistakes(confusion: Confusion) -> Table:
 # -------------------------------------------------------------------- command line
 
 
-def report_parser() -> FlagParser:
-    """Return the parser of the command line."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the report that the command line asks for."""
     parser = FlagParser(__doc__, usage="RUN... [flags]")
     add = parser.group("flags")
     add("runs", nargs="+", type=file_path, metavar="RUN", help="Folders of the runs.")
     help_of_out = "File for the report, whose name ends in .html (default %(default)s)."
     add("--out", type=file_path, default=Path("report.html"), metavar="FILE", help=help_of_out)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Write the report that the command line asks for."""
-    args = report_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     if args.out.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out {args.out}: the name must end in .html")
     folders = [folder.resolve() for folder in args.runs]

@@ -18,7 +18,7 @@ import json
 import math
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,26 +151,18 @@ def finished(folder: Path) -> bool:
     """Tell whether a run's log holds its last epoch, or one with which the run ended early."""
     try:
         flags, rows = read_config(folder)["flags"], [json.loads(line) for line in row_lines(folder)]
-        metric = flags.get("best_by", "accuracy")
-        eval_set = "val" if f"val_{metric}" in rows[-1] else "test"
         limits = flags.get("patience", 0), flags.get("stop_at", 0.0)
-        ended_early = EarlyStop(f"{eval_set}_{metric}", *limits).reason(rows)
+        ended_early = EarlyStop(chosen_by(flags, rows), *limits).reason(rows)
         return rows[-1]["epoch"] >= flags["epochs"] or bool(ended_early)
     except (InputError, IndexError, KeyError, ValueError):
         return False
 
 
 def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
-    """Return the finished runs below a folder of groups; unfinished runs are named and left out."""
+    """Return the finished runs below a folder of groups."""
     groups: dict[str, dict[str, Runs]] = {}
     for name in sorted({path.stem for path in logs.iterdir() if path.suffix in ("", ".jsonl")}):
-        done = []
-        for folder in run_folders(logs / name):
-            if finished(folder):
-                done.append(folder)
-            else:
-                print(f"{folder}: not finished, left out")
-        if done:
+        if done := list(filter(finished, run_folders(logs / name))):
             groups[name] = by_name(done)
     return groups
 
@@ -258,16 +250,9 @@ class ReportedRun:
     confusion: Confusion | None
     policy: bytes
 
-    @property
-    def chosen_by(self) -> str:
-        """The column of metrics.jsonl that chooses the best epoch."""
-        eval_set = "val" if any("val_accuracy" in row for row in self.rows) else "test"
-        metric = self.flags.get("best_by")
-        return f"{eval_set}_{metric if metric in METRIC_NAMES else 'accuracy'}"
-
     def best_result(self) -> EpochResult | None:
         """What the first of the best epochs reached; None where none was evaluated."""
-        row = best_row(self.rows, self.chosen_by)
+        row = best_row(self.rows, chosen_by(self.flags, self.rows))
         return EpochResult(row["epoch"], row) if row else None
 
 
@@ -317,6 +302,13 @@ def accuracy(row: Row) -> float:
     """Return the accuracy in percent on the test set, or on held-out rows if it was not used."""
     fraction = row["test_accuracy" if "test_accuracy" in row else "val_accuracy"]
     return round(100 * fraction, 9)  # 58, where 100 * 0.58 is 57.99999999999999
+
+
+def chosen_by(flags: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """Return the column that chooses the best epoch of a run."""
+    eval_set = "val" if any("val_accuracy" in row for row in rows) else "test"
+    metric = flags.get("best_by")
+    return f"{eval_set}_{metric if metric in METRIC_NAMES else 'accuracy'}"
 
 
 def epochs_to(target: float, rows: Sequence[Row]) -> float:

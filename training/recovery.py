@@ -107,12 +107,3 @@ def roll_back(progress: Progress, restore_last: Callable[[], None], log: RunLog)
         f"{progress.epoch + 1}, step {progress.step}, learning rate x {lr_factor:g} "
         f"(return {rollbacks} of {MAX_ROLLBACKS})"
     )
-
-
-def warn_of_skipped(skipped: int, progress: Progress, *, is_fp16: bool, log: RunLog) -> None:
-    """Say how many steps of the epoch that is over were skipped."""
-    why = ", as some are while fp16 finds its scale" if is_fp16 else ""
-    log.info(
-        f"warning: {skipped} of {progress.step_in_epoch} steps of epoch "
-        f"{progress.epoch + 1} were skipped, since a gradient was not finite{why}"
-    )

@@ -443,8 +443,10 @@ class Trainer:
             row |= self.meta_learner.end_epoch()
         row["skipped_steps"] = int(totals.skipped)
         if totals.skipped:
-            recovery.warn_of_skipped(
-                int(totals.skipped), progress, is_fp16=self.scaler.is_enabled(), log=self.log
+            why = ", as some are while fp16 finds its scale" if self.scaler.is_enabled() else ""
+            self.log.info(
+                f"warning: {int(totals.skipped)} of {progress.step_in_epoch} steps of epoch "
+                f"{row['epoch']} were skipped, since a gradient was not finite{why}"
             )
         meter, timer = self.noise_meter, self.compute_timer
         noise = meter.means(totals, progress.step_in_epoch) if meter is not None else None
@@ -561,7 +563,8 @@ class Trainer:
             self.graph.invalidate()  # what the recorded step works on may lie elsewhere now
             make_capturable(self.optimizer)  # also with the checkpoint of a run without graphs
         self.progress.load_state_dict(checkpoint["progress"])
-        self.progress.rescale_epoch(checkpoint["batching"]["size"], self.batches.size)
+        self.progress.step_in_epoch *= checkpoint["batching"]["size"]
+        self.progress.step_in_epoch //= self.batches.size
 
     def restore_last(self) -> None:
         """Return to the last checkpoint."""
