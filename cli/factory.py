@@ -414,7 +414,8 @@ def create_batch_sampler(
         InputError: the batch, or its limits, do not fit the training set.
     """
     world, kind, settings = run.world, args.dynamic_batch, dict(args.batch_args)
-    base, rows, change = global_batch_size(args, world), len(data.train), {}
+    base, rows = global_batch_size(args, world), len(data.train)
+    change: dict[str, Any] = {}
     if (rule := rules[kind]) is not None:
         with refused_as("--batch_args"):
             low, high = dynamic_batch.batch_limits(

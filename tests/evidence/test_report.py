@@ -101,7 +101,7 @@ def test_a_run_is_described(tmp_path):
         "best result epoch 2, test accuracy 50.00 %, chosen on the test set, so it is optimistic",
         "time 6 s device-hours 0.003333 samples/s 320 peak memory 1.00 GiB",  # on 2 devices
         "command resnet50_test.py --ngd commit abc1234",
-        "all 7 flags flag my-run --dataset digits --arch resnet8 --optimizer ngd --lr 0.1",
+        "all 6 flags flag my-run --dataset digits --arch resnet8 --optimizer ngd --lr 0.1",
         "cat 88.89 80.00 84.21 10",  # 8 of 9 taken for cats, 8 of 10 cats
         "cow 0.00 0.00 0.00 5 mean, sum 48.38 56.67 51.15 25",
         "cat dog cow cat 8 2 dog 1 9 cow 5",  # the matrix
