@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 from distributed.world import under_torchrun
-from errors import INTERRUPTED, Interrupted, NonFiniteLoss
+from errors import INTERRUPTED, NonFiniteLoss
 from training.progress import Progress
 from training.run_log import RunLog
 
@@ -63,17 +61,6 @@ def caught_signals(say: Callable[[str], None]) -> Iterator[list[int]]:
         thread.join()
         os.close(reader)
         os.close(writer)
-
-
-def interruption(progress: Progress, folder: Path, unsaved: Collection[str]) -> Interrupted:
-    """The error of a run that a signal has stopped: where it is, and how to go on."""
-    written = (
-        "could not be written, an older one is kept, if there is one" if unsaved else "is written"
-    )
-    return Interrupted(
-        f"interrupted in epoch {progress.epoch + 1}, step {progress.step}; last.pt {written}, go "
-        f"on with --resume {shlex.quote(str(folder))}"
-    )
 
 
 # -------------------------------------------------------------------- steps that are not finite

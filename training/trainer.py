@@ -17,6 +17,7 @@ Sums of loss and accuracy stay on the device: the host waits for a GPU every 20 
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from backends.precision import Precision
 from distributed import ddp, fsdp
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import StopVote, World
-from errors import InputError
+from errors import InputError, Interrupted
 from input_pipeline.dataset import BatchedDataset
 from models.averaged_views import AveragedViews
 from optimizers.base import CommunicatingOptimizer, global_norm, step_unless_skipped
@@ -582,4 +583,9 @@ class Trainer:
             Interrupted: always.
         """
         train_state.save(self)
-        raise recovery.interruption(self.progress, self.log.folder, self.unsaved)
+        kept = "could not be written, an older one is kept, if there is one"
+        raise Interrupted(
+            f"interrupted in epoch {self.progress.epoch + 1}, step {self.progress.step}; last.pt "
+            f"{kept if self.unsaved else 'is written'}, go on with --resume "
+            f"{shlex.quote(str(self.log.folder))}"
+        )
