@@ -69,6 +69,7 @@ KEPT = 1e-5
 SMALLEST = 1e-10  # norm of F^(-1/2) X whose step has the full length
 SAMPLE = 4  # the first of two iterations takes every so many columns of X
 RIDGE = 1e-10  # relative to the trace of H H', added to its diagonal
+RIDGE_OF_FP32 = 1e-6  # the same where H H' = R F R' comes from an F that was computed in fp32
 
 
 class NGD(GradScalerOptimizer):
@@ -327,9 +328,8 @@ class MatrixBatch:
             X.copy_(momentum)
 
     def moment(self, *, is_sampled: bool) -> Tensor:
-        """Computes X X' (batch, D, D), float64, of all columns of X or of some."""
+        """Computes X X' (batch, D, D) of all columns of X or of some."""
         X = sample(self.matrices, rank=self.R.shape[1]) if is_sampled else self.matrices
-        X = X.double()
         return second_moment(X.flatten(0, 1) if X.shape[3] > 1 else X[..., 0], X)
 
     def multiply(self, W: Tensor) -> None:
@@ -397,11 +397,12 @@ def precondition_small(batches: Sequence[MatrixBatch], *, active: Tensor) -> Non
     counts = [len(batch.X) for batch in batches]
     square = torch.cat([row_norms(batch.X) for batch in batches]).square()[:, None, None]
     R = old = cat_padded([batch.R for batch in batches]).double()
+    ridge = RIDGE if batches[0].dtype == torch.float64 else RIDGE_OF_FP32
     for is_sampled in (True, False):
         moments = [batch.moment(is_sampled=is_sampled) for batch in batches]
-        F = cat_padded(moments, square=True) / square
+        F = cat_padded(moments, square=True).double() / square
         J = R @ F
-        next_R = next_directions(J @ R.mT, J, R=R)
+        next_R = next_directions(J @ R.mT, J, R=R, ridge=ridge)
         is_valid = next_R.isfinite().flatten(1).all(1)  # all sampled columns may be 0
         R = torch.where(is_valid[:, None, None], next_R, R)
     K = flattening(R @ F @ R.mT, dim=torch.cat([batch.dims for batch in batches]))
@@ -442,20 +443,21 @@ def gram(H: Tensor, X: Tensor) -> Tensor:
     return H.mT @ H if X.shape[3] == 1 else H @ H.mT
 
 
-def next_directions(G: Tensor, J: Tensor, *, R: Tensor) -> Tensor:
+def next_directions(G: Tensor, J: Tensor, *, R: Tensor, ridge: float = RIDGE) -> Tensor:
     """Computes the next R: orthonormal rows (batch, rank, D), float64, that span those of R F.
 
     Args:
         G: H H' (batch, rank, rank) with H = R X and |X| = 1.
         J: H X' (batch, rank, D), = R F.
         R: (batch, rank, D).
+        ridge: added to the diagonal of G, relative to its trace.
 
     Returns:
         R, not finite where X is 0 or not finite.
     """
     trace = G.diagonal(dim1=1, dim2=2).sum(1)
     eye = torch.eye(G.shape[1], dtype=G.dtype, device=G.device)
-    C, _ = torch.linalg.cholesky_ex(G + (RIDGE * trace)[:, None, None] * eye)
+    C, _ = torch.linalg.cholesky_ex(G + (ridge * trace)[:, None, None] * eye)
     Y = torch.linalg.solve_triangular(C, J, upper=False)  # rows of J differ in length far more
     Y = Y + KEPT * R
     L, _ = torch.linalg.cholesky_ex(Y @ Y.mT)

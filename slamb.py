@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed.averaging import RankAverager, average_tensors
+from distributed.averaging import RankAverager, Traffic, average_tensors
 from distributed.quantization import dequantize, quantize
 from optimizers.adam import AdamStep, adam_update_, update_moments, weights_to_updates_
 from optimizers.base import CommunicatingOptimizer, subtract_updates
@@ -180,8 +180,8 @@ class SLAMB(CommunicatingOptimizer):
     def epoch_metrics(self) -> dict[str, float]:
         return {"compress_ratio": self.param_groups[0]["compress_ratio"]}
 
-    def take_bytes(self) -> int:
-        return self.averager.take_bytes()
+    def take_traffic(self) -> Traffic:
+        return self.averager.take_traffic()
 
     def average_weights(self) -> None:
         weights = [p for group in self.param_groups for p in group["params"] if p.requires_grad]

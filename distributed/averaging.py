@@ -7,20 +7,44 @@ gradients = averager.mean(gradients)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank puts into collectives (payload), and those that it then sends (wire).
+
+    W ranks in a ring send 2 (W - 1) / W bytes for each byte that is reduced, and W - 1 for each
+    that is gathered.
+    """
+
+    payload: int = 0
+    wire: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.payload + other.payload, self.wire + other.wire)
+
+    @classmethod
+    def reduced(cls, payload: int, size: int) -> Traffic:
+        return cls(payload, 2 * (size - 1) / size * payload)
+
+    @classmethod
+    def gathered(cls, payload: int, size: int) -> Traffic:
+        return cls(payload, (size - 1) * payload)
+
+
 class RankAverager:
-    """Means over the ranks, and tensors of all of them; counts the bytes that this rank puts in.
+    """Means over the ranks, and tensors of all of them; counts what this rank sends.
 
     The ranks are those of torch's default process group, or this process alone without one.
     """
 
     def __init__(self) -> None:
-        self.bytes_sent = 0
+        self.traffic = Traffic()
 
     @property
     def size(self) -> int:
@@ -29,7 +53,7 @@ class RankAverager:
     def mean(self, values: Tensor) -> Tensor:
         """Replace values by their mean over the ranks."""
         if self.size > 1:
-            self.bytes_sent += values.nbytes
+            self.traffic += Traffic.reduced(values.nbytes, self.size)
             dist.all_reduce(values)
             values.div_(self.size)
         return values
@@ -47,7 +71,7 @@ class RankAverager:
         mine = torch.cat([piece.flatten().view(torch.uint8) for piece in pieces])
         everything = mine.new_empty(self.size * len(mine))
         dist.all_gather_into_tensor(everything, mine)
-        self.bytes_sent += mine.nbytes
+        self.traffic += Traffic.gathered(mine.nbytes, self.size)
         sizes = [piece.nbytes for piece in pieces]
         return [
             [
@@ -57,9 +81,9 @@ class RankAverager:
             for of_rank in everything.split(len(mine))
         ]
 
-    def take_bytes(self) -> int:
-        """This rank's payload in bytes since the last call."""
-        sent, self.bytes_sent = self.bytes_sent, 0
+    def take_traffic(self) -> Traffic:
+        """This rank's traffic since the last call."""
+        sent, self.traffic = self.traffic, Traffic()
         return sent
 
 

@@ -3,7 +3,7 @@
     hook = DelayedAllReduce(world)       # or AllReduceHook(world, "bf16"), LocalSGD(world, every=8)
     wrapped.register_comm_hook(None, hook.run)     # wrapped: a DistributedDataParallel
 
-Each hook counts its payload into `world.bytes_sent`; its `state_dict` holds what a resumed run
+Each hook counts its payload into `world.traffic`; its `state_dict` holds what a resumed run
 needs. To add one, subclass `AllReduceHook`: it declares everything that the training loop asks of a
 hook.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 
-from distributed.averaging import RankAverager, average_tensors
+from distributed.averaging import RankAverager, Traffic, average_tensors
 from distributed.quantization import dequantize, quantize
 from distributed.world import World
 
@@ -72,13 +72,16 @@ class AllReduceHook:
             return self._power_sgd(bucket)
         buffer = bucket.buffer()
         wire_dtype = WIRE_DTYPES.get(self.compression, buffer.dtype)
-        self.world.bytes_sent += buffer.numel() * wire_dtype.itemsize
+        self._count(buffer.numel() * wire_dtype.itemsize)
         send = {
             "none": default_hooks.allreduce_hook,
             "fp16": default_hooks.fp16_compress_hook,
             "bf16": default_hooks.bf16_compress_hook,
         }[self.compression]
         return send(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+    def _count(self, payload: int) -> None:
+        self.world.traffic += Traffic.reduced(payload, self.world.size)
 
     def _power_sgd(self, bucket: dist.GradBucket) -> Future[Tensor]:
         power_sgd, buffer = self.power_sgd, bucket.buffer()
@@ -88,7 +91,7 @@ class AllReduceHook:
         uncompressed = power_sgd.iter < POWER_SGD_START
         future = powerSGD_hook.powerSGD_hook(power_sgd, bucket)
         sent = power_sgd.total_numel_after_compression - before
-        self.world.bytes_sent += (buffer.numel() if uncompressed else sent) * buffer.element_size()
+        self._count((buffer.numel() if uncompressed else sent) * buffer.element_size())
         return future
 
     def start(self, parameters: Sequence[Tensor]) -> None:
@@ -159,7 +162,7 @@ class RoundedGradients(AllReduceHook):
         others = torch.cat([g.flatten() for g in whole]).bfloat16()
         decode = partial(dequantize, bits=self.bits, like=rounded)
         received = self.averager.gather([codes, scales, others])
-        self.world.bytes_sent += self.averager.take_bytes()
+        self.world.traffic += self.averager.take_traffic()
         for p, g, sent in zip(matrices, rounded, decode(codes, scales)):
             self.errors[p] = (g - sent).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         buffer.zero_()
@@ -196,7 +199,7 @@ class DelayedAllReduce(AllReduceHook):
         buffer = bucket.buffer()
         wire_dtype = WIRE_DTYPES.get(self.compression, buffer.dtype)
         sent = buffer.to(wire_dtype, copy=True).div_(self.world.size)
-        self.world.bytes_sent += sent.nbytes
+        self._count(sent.nbytes)
         work = dist.all_reduce(sent, async_op=True)
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
             previous = self.in_flight.get(parameter)
@@ -256,7 +259,7 @@ class LocalSGD(AllReduceHook):
     def sync_replicas(self, parameters: Sequence[Tensor]) -> None:
         """Replace the weights by their mean over the ranks."""
         average_tensors(parameters, self.averager)
-        self.world.bytes_sent += self.averager.take_bytes()
+        self.world.traffic += self.averager.take_traffic()
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
         return {"steps": self.steps}

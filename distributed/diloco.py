@@ -70,7 +70,7 @@ class DiLoCo(LocalSGD):
         """Take the outer step: one collective, of one number of `wire_dtype` a weight."""
         changes = [(a - p).flatten() for a, p in zip(self.common, parameters)]
         mean_changes = self.averager.mean(torch.cat(changes).to(self.wire_dtype))
-        self.world.bytes_sent += self.averager.take_bytes()
+        self.world.traffic += self.averager.take_traffic()
         received = mean_changes.split([len(change) for change in changes])
         for p, a, b, mean in zip(parameters, self.common, self.momenta, received):
             d = mean.view(a.shape).to(a.dtype)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from backends import torch_compat
+from distributed.averaging import Traffic
 from distributed.world import World
 from errors import InputError
 
@@ -72,8 +73,15 @@ def shard(
     # Blocks and their norms are gathered a second time, in the backward pass.
     gathered = own_dtype.itemsize * (whole - in_blocks + 2 * in_norms)
     gathered += (compute_dtype or own_dtype).itemsize * 2 * (in_blocks - in_norms)
-    sent = gathered, own_dtype.itemsize * whole
-    model.bytes_per_micro_batch = sent  # type: ignore[assignment]
+    averaged = (wire_dtype or own_dtype).itemsize * whole
+    shards = world.size if kind == "fsdp" else world.local_size
+    nodes = world.size // shards
+    # Gathering shards, or reducing gradients to them, sends half as much as an all-reduce.
+    weights = Traffic(gathered, Traffic.reduced(gathered, shards).wire / 2)
+    gradients = Traffic(averaged, Traffic.reduced(averaged, shards).wire / 2)
+    between_nodes = Traffic(0, Traffic.reduced(averaged // shards, nodes).wire)
+    sent = weights, weights + gradients + between_nodes
+    model.traffic_per_micro_batch = sent  # type: ignore[assignment]
     if compute_dtype is not None and norms:
         cut(norms, mp_policy=own)
     for block in blocks:
@@ -134,6 +142,6 @@ def distribute_like(value: Any, like: Tensor) -> Any:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def bytes_per_micro_batch(model: nn.Module) -> tuple[int, int]:
-    """Bytes of weights that a micro-batch gathers, and of gradients where they are averaged."""
-    return model.bytes_per_micro_batch  # type: ignore[return-value]
+def traffic_per_micro_batch(model: nn.Module) -> tuple[Traffic, Traffic]:
+    """A micro-batch's traffic of this rank, and that of a step's last one, with the gradients'."""
+    return model.traffic_per_micro_batch  # type: ignore[return-value]

@@ -31,7 +31,7 @@ from backends.torch_compat import (
     set_group_timeouts,
     unavailable_reason,
 )
-from distributed.averaging import RankAverager, average_tensors
+from distributed.averaging import RankAverager, Traffic, average_tensors
 from distributed.interface import own_address, use_interface_of
 from distributed.worker import end_with_launcher, is_restarted
 from errors import LINE_LIMIT, InputError, LostPeer
@@ -82,8 +82,7 @@ class World:
         device: where this process computes.
         control: a gloo group for agreements between the hosts, which never touch the device; None
             in a single process.
-        bytes_sent: payload that this rank has put into collectives since the epoch began; whoever
-            sends adds to it.
+        traffic: of this rank since the epoch began; whoever sends adds to it.
         shares_gpu: whether all processes of a node share one GPU.
         limits: how long processes wait for each other; `time_limit` says which holds now, in
             seconds.
@@ -95,7 +94,7 @@ class World:
     local_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     control: dist.ProcessGroup | None = None
-    bytes_sent: int = 0
+    traffic: Traffic = Traffic()
     shares_gpu: bool = False
     limits: TimeLimits = TimeLimits()
     time_limit: float = TimeLimits.start

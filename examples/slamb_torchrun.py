@@ -23,7 +23,7 @@ for step in range(1, 61):
     loss.backward()
     optimizer.step()
     if step % 20 == 0 and dist.get_rank() == 0:
-        kilobytes = optimizer.take_bytes() / 20 / 1000
+        kilobytes = optimizer.take_traffic().payload / 20 / 1000
         print(f"step {step}: loss {loss.item():.3f}, {kilobytes:.0f} kB sent a step", flush=True)
 optimizer.average_weights()  # before an evaluation, or before weights are saved for later use
 dist.barrier()  # gloo may abort where one process leaves while another is still sending

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distributed.averaging import Traffic
+
 RANGES: dict[str, Callable[[Any], bool]] = {
     "lr": lambda lr: lr >= 0,
     "momentum": lambda momentum: 0 <= momentum < 1,
@@ -167,8 +169,8 @@ class CommunicatingOptimizer(GradScalerOptimizer):
         """Replaces the weights by their mean over the ranks, a collective; here they are equal."""
 
     @abstractmethod
-    def take_bytes(self) -> int:
-        """Returns this rank's payload, in bytes, in all collectives since the last call."""
+    def take_traffic(self) -> Traffic:
+        """Returns this rank's traffic in all collectives since the last call."""
 
     def start_epoch(self, epoch: int) -> None:
         """Applies what is scheduled by epochs, counted from 0; here nothing is."""

@@ -54,7 +54,7 @@ def epoch_row(
             loss and accuracy are not a number.
         evaluated: what `epoch_columns` returned.
         batch_size: the global batch.
-        world: the ranks; their `bytes_sent` is the epoch's.
+        world: the ranks; their `traffic` is the epoch's.
     """
     row = {
         "epoch": progress.epoch + 1,
@@ -77,7 +77,8 @@ def epoch_row(
         "world_size": world.size,
         "devices": world.devices,
         "peak_memory_bytes": peak_memory(world.device),
-        "comm_bytes": world.bytes_sent,
+        "comm_bytes": world.traffic.payload,
+        "wire_bytes": round(world.traffic.wire),
     }
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from backends.execution import without_compilation
+from distributed.averaging import Traffic
 from distributed.world import World
 from input_pipeline.dataset import BatchedDataset
 from training.batch_sampler import DynamicBatchSampler
@@ -96,7 +97,7 @@ class Probe:
         rows = torch.arange(min(share, len(train_set)))
         for inputs, labels in train_set.batches([rows] * min(steps, 2), epoch=0):
             self.try_batch(parallel_model, inputs, labels)
-        self.world.bytes_sent = 0
+        self.world.traffic = Traffic()
 
     def try_batch(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
         """Halve this rank's micro-batch until a batch fits.

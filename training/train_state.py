@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from distributed import fsdp
+from distributed.averaging import Traffic
 from errors import InputError
 from training import checkpoint
 from training.checkpoint import load_into, rng_states, set_rng_states, to_cpu
@@ -71,7 +72,8 @@ def _rank_state(
         "hook": trainer.comm_hook.rank_state_dict(trainer.parameters),
         "learner": meta_learner.rank_state_dict() if meta_learner is not None else {},
         "sums": trainer.sums.values.cpu(),
-        "bytes_sent": trainer.world.bytes_sent,
+        "bytes_sent": trainer.world.traffic.payload,
+        "wire_bytes": trainer.world.traffic.wire,
         "compute_seconds": timer.elapsed() if timer is not None else 0.0,
     }
 
@@ -100,7 +102,7 @@ def load_state_dict(trainer: Trainer, state: dict[str, Any]) -> None:
         weights, optimizer = {**weights, **mine["weights"]}, optimizer or mine["optimizer"]
         set_rng_states(mine["random"], trainer.world.device)
         trainer.sums.values.copy_(mine["sums"])
-        trainer.world.bytes_sent = mine["bytes_sent"]
+        trainer.world.traffic = Traffic(mine["bytes_sent"], mine.get("wire_bytes", 0.0))
         if trainer.compute_timer is not None:
             trainer.compute_timer.seconds = mine["compute_seconds"]
         of_hook = mine["hook"]

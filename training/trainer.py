@@ -30,6 +30,7 @@ from backends.cuda_graph import CudaGraphRunner, make_capturable
 from backends.execution import without_compilation
 from backends.precision import Precision
 from distributed import ddp, fsdp
+from distributed.averaging import Traffic
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import StopVote, World
 from errors import InputError, Interrupted
@@ -110,7 +111,9 @@ class Trainer:
         # Each rank has weights and optimizer of its own between averagings.
         self.replicas_diverge = self.communicating is not None or self.comm_hook.replicas_diverge
         self.is_sharded = fsdp.is_sharded(self.model)
-        self.sharded_bytes = fsdp.bytes_per_micro_batch(self.model) if self.is_sharded else (0, 0)
+        self.sharded_traffic = (Traffic(), Traffic())  # of a micro-batch, and of the last of a step
+        if self.is_sharded:
+            self.sharded_traffic = fsdp.traffic_per_micro_batch(self.model)
         self.sums = StepSums(world.device)
         # The noise scale compares two micro-batches where there are no other ranks.
         least = 2 if config.measure_noise_scale and world.size == 1 else 1
@@ -347,8 +350,7 @@ class Trainer:
                 output = self.loss_fn(model, x, y)
             share = weight * len(y) / len(labels)
             self.scaler.scale(output.loss * share).backward()
-            weight_bytes, gradient_bytes = self.sharded_bytes
-            self.world.bytes_sent += weight_bytes + (gradient_bytes if is_last else 0)
+            self.world.traffic += self.sharded_traffic[is_last]
             sums.loss += output.loss.detach() * len(y)
             sums.num_correct += output.num_correct
             if output.mix_weight is not None:
@@ -392,7 +394,7 @@ class Trainer:
             step_unless_skipped(self.optimizer, skip)
         if self.communicating is not None:
             skip = self.communicating.skipped > 0
-            self.world.bytes_sent += self.communicating.take_bytes()
+            self.world.traffic += self.communicating.take_traffic()
         if self.noise_meter is not None:
             step_sums.big_square.copy_(norm.square())
         self.comm_hook.after_step(self.parameters)
@@ -458,7 +460,7 @@ class Trainer:
             noise=noise,
         )
         previous_best = progress.end_epoch(row, self.early_stop.chosen_by)
-        self.world.bytes_sent = 0
+        self.world.traffic = Traffic()
         self.sums.start_epoch()
         train_state.save(self, previous_best=previous_best)
         self.log.epoch(progress.rows)
@@ -519,7 +521,7 @@ class Trainer:
             self.world.average_buffers(self.average.model)
         if self.communicating is not None:
             self.communicating.average_weights()
-            self.world.bytes_sent += self.communicating.take_bytes()
+            self.world.traffic += self.communicating.take_traffic()
         else:
             self.comm_hook.sync_replicas(self.parameters)
 

@@ -69,9 +69,9 @@ def follows_the_oracle(world: World) -> None:
 
 
 def its_bytes_are_counted(world: World) -> None:
-    mine, before = parameters(), world.bytes_sent
+    mine, before = parameters(), world.traffic.payload
     train(world, started(world, mine, 3), mine, range(1, 8))
-    assert world.bytes_sent - before == 2 * 2 * sum(p.numel() for p in mine)  # twice, in bf16
+    assert world.traffic.payload - before == 2 * 2 * sum(p.numel() for p in mine)  # twice, in bf16
 
 
 def an_average_in_between_leaves_the_mean_change_of_given_steps(world: World) -> None:
@@ -110,4 +110,4 @@ def test_what_ranks_do_together() -> None:
     ranks.run_ranks(all_of_it, 2)
     world = World()  # one process takes outer steps as well
     follows_the_oracle(world)
-    assert world.bytes_sent == 0
+    assert world.traffic.payload == 0

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import ranks
 from distributed import world
+from distributed.averaging import Traffic
 from distributed.world import StopVote, World
 from trainers import build_optimizer, flat, make_trainer, text_batch, text_model
 from training.losses import BatchLoss, CrossEntropy
@@ -135,11 +136,11 @@ def sums_and_votes(world):
 
 
 def bytes_are_counted(world):
-    model, world.bytes_sent = text_model().float(), 0
+    model, world.traffic = text_model().float(), Traffic()
     trainer = trainer_of(model, world)
     for _ in range(2):
         trainer.train_step(*text_batch(8))
-    assert world.bytes_sent == 2 * 4 * len(flat(model.parameters()))
+    assert world.traffic.payload == 2 * 4 * len(flat(model.parameters()))
 
 
 def all_of_it(world):

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import ranks
+from distributed.averaging import RankAverager, Traffic
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
 from distributed.world import World
 from trainers import flat, make_trainer
@@ -56,12 +57,12 @@ def the_wire_has_what_it_says(world: World) -> None:
     for name, tolerance in (("none", 1e-6), ("bf16", 0.02), ("fp16", 2e-3)):
         hook = AllReduceHook(world, name)
         trainer = trainer_of(world, hook)
-        before, world.bytes_sent = flat(trainer.parameters), 0
+        before, world.traffic = flat(trainer.parameters), Traffic()
         expected = -0.5 * mean_gradient(trainer.model, 0, world.size)
         trainer.train_step(*batch(0, world.rank))
         moved = flat(trainer.parameters) - before
         assert (moved - expected).norm() < tolerance * expected.norm(), name
-        assert world.bytes_sent == len(before) * (4 if name == "none" else 2)
+        assert world.traffic.payload == len(before) * (4 if name == "none" else 2)
         assert_ranks_agree(world, trainer)
 
 
@@ -69,9 +70,9 @@ def power_sgd_sends_little(world: World) -> None:
     trainer = trainer_of(world, AllReduceHook(world, "powersgd", rank=2))
     sent = []
     for _ in range(4):
-        world.bytes_sent = 0
+        world.traffic = Traffic()
         trainer.train_step(*batch(0, world.rank))
-        sent.append(world.bytes_sent)
+        sent.append(world.traffic.payload)
     assert sent[0] == 4 * len(flat(trainer.parameters))
     # two columns of P and Q for each large matrix; the small one and the vectors as they are
     assert sent[-1] == 4 * (2 * (40 + 60) + 2 * (60 + 50) + 60 + 50 + 4 + 50 * 4)
@@ -101,7 +102,7 @@ def few_bits_follow_the_equations(world: World) -> None:
         for step in range(6):
             gradients = [gradient(model, step, rank).split(sizes) for rank in range(world.size)]
             model.zero_grad()
-            world.bytes_sent = 0
+            world.traffic = Traffic()
             x, y = batch(step, world.rank)
             F.cross_entropy(parallel(x.double()), y).backward()
             for number, p in enumerate(parameters):
@@ -117,7 +118,7 @@ def few_bits_follow_the_equations(world: World) -> None:
                     torch.testing.assert_close(kept, errors[world.rank][number])
                 torch.testing.assert_close(p.grad.flatten(), sum(sent) / world.size)
             rows = math.ceil(40 * 60 / 64) + math.ceil(60 * 50 / 64)
-            assert world.bytes_sent == rows * (64 * bits // 8 + 2) + 2 * (60 + 50 + 4 * 50 + 4)
+            assert world.traffic.payload == rows * (64 * bits // 8 + 2) + 2 * (60 + 50 + 4 * 50 + 4)
             with torch.no_grad():
                 for p in parameters:
                     p -= 0.5 * p.grad
@@ -138,13 +139,13 @@ def a_lagged_step_takes_the_gradient_before(world: World) -> None:
 def local_steps_average_weights_now_and_then(world: World) -> None:
     trainer = trainer_of(world, LocalSGD(world, every=3, after=2))
     for number in range(1, 13):
-        world.bytes_sent = 0
+        world.traffic = Traffic()
         trainer.train_step(*batch(number, world.rank))
         weights = flat(trainer.parameters)
         mean = world.sum(weights.clone()) / world.size
         averaged = number <= 2 or (number - 2) % 3 == 0
         assert torch.allclose(weights, mean, atol=1e-6) == averaged, number
-        assert world.bytes_sent == (4 * len(weights) if averaged else 0), number
+        assert world.traffic.payload == (4 * len(weights) if averaged else 0), number
     trainer.sync_replicas()
     torch.testing.assert_close(flat(trainer.parameters), mean)
 
@@ -179,3 +180,14 @@ def all_of_it(world: World) -> None:
 
 def test_what_ranks_send_each_other() -> None:
     ranks.run_ranks(all_of_it, 2)
+
+
+def test_four_ranks_send_more_of_what_is_gathered_than_of_what_is_reduced(monkeypatch):
+    monkeypatch.setattr(RankAverager, "size", 4)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda values: None)
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", lambda everything, mine: None)
+    averager = RankAverager()
+    averager.mean(torch.zeros(10))
+    assert averager.take_traffic() == Traffic(40, 2 * 3 / 4 * 40)
+    averager.gather([torch.zeros(10)])
+    assert averager.take_traffic() == Traffic(40, 3 * 40)

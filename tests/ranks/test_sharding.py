@@ -13,6 +13,7 @@ import ranks
 import transformer_test
 from conftest import run
 from distributed import comm_hooks, fsdp
+from distributed.averaging import Traffic
 from distributed.world import World
 from errors import InputError
 from models.residual import residual_blocks
@@ -94,9 +95,10 @@ def shares_of_unequal_size_have_as_many_micro_batches(world):
 def bytes_and_precision_of_the_wire(world):
     net = text_model(depth=2)
     every, blocks = len(flat(net.parameters())), len(flat(net.blocks.parameters()))
-    world.bytes_sent = 0
+    world.traffic = Traffic()
     exact = whole_parameters(trained(world, "fsdp", accumulation_steps=2))
-    assert world.bytes_sent == 5 * 8 * (2 * (every + blocks) + every)
+    assert world.traffic.payload == 5 * 8 * (2 * (every + blocks) + every)
+    assert world.traffic.wire == world.traffic.payload / 2
     rounded = whole_parameters(trained(world, "fsdp", accumulation_steps=2, wire="bf16"))
     assert 1e-7 < (rounded - exact).norm() / exact.norm() < 1e-2
 

@@ -110,7 +110,7 @@ def test_one_process_equals_lamb_and_sends_nothing(selection, dtype, tolerance):
             torch.testing.assert_close(ours.state[p][name], lamb.state[q][name])
         assert ours.state[p]["exp_avg"].dtype == torch.promote_types(dtype, torch.float32)
     assert ours.param_groups[0]["steps"] == lamb.param_groups[0]["steps"] == 19
-    assert ours.take_bytes() == 0
+    assert ours.take_traffic().payload == 0
 
 
 def test_bad_settings_are_refused():
@@ -224,7 +224,7 @@ def bytes_are_as_documented(world: World) -> None:
         ours = SLAMB(mine, dense_steps=1, local_steps=4, **settings)
         for step in range(5):
             train(ours, range(step, step + 1), world.rank)
-            sent.append(ours.take_bytes())
+            sent.append(ours.take_traffic().payload)
             assert agree(world, mine) == (step in (0, 3))
         elements = unit * math.ceil(k * count - 1e-9)
         large = math.ceil(elements / BLOCK) * (BLOCK * bits // 8 + 2) if bits else 2 * elements
@@ -288,11 +288,11 @@ def a_missing_gradient_is_zero(world: World, on_device: bool = False) -> None:
             stay = [is_as_before(p, ours.state[p], b) for p, b in zip(mine, before)]
             assert stay == [number in unused for number in range(len(mine))], (settings, step)
             assert agree(world, [mine[2], mine[5]])  # small ones, whose gradients are averaged
-            sent = ours.take_bytes()
+            sent = ours.take_traffic().payload
         runs.append(copied(mine))
         train(ours, range(8, 9), world.rank)  # it sends as much, but for 2 bytes for each weight
         saved = 0 if on_device else 2 * len(mine)
-        assert ours.take_bytes() == sent - saved, "no flags where no gradient is missing"
+        assert ours.take_traffic().payload == sent - saved, "no flags where no gradient is missing"
     assert all(map(same, runs[::2], runs[1::2]))
 
 
