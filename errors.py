@@ -12,15 +12,18 @@ import difflib
 import errno
 import io
 import os
+import reprlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 LOST_PEER, BAD_INPUT, NON_FINITE, INTERRUPTED = 1, 2, 3, 130
 BROKEN_PIPE = 141  # what a shell reports of a process that SIGPIPE ended
 GRACE_SECONDS = 3.0  # that rank 0 has to report first
 LOST_PEER_SECONDS = 5.0  # that the process which ended first has to report why
 LINE_LIMIT = 160  # characters of another library's message within ours
+LONGEST_EXCERPT = 60  # characters of a value within a message
 SHORTEST_BEGINNING = 3  # letters of an abbreviated name that are enough for a guess
 # of a path that nobody can use, whatever lies there
 UNUSABLE_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR}
@@ -55,6 +58,15 @@ def needing(what: str, packages: str) -> Iterator[None]:
         yield
     except ImportError:
         raise InputError(f"{what} needs a package: pip install {packages}") from None
+
+
+@contextlib.contextmanager
+def refused_as(flag: str) -> Iterator[None]:
+    """Turn a part's refusal of its settings into the line of the flag that gave them."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(f"{flag}: {error}") from None
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
@@ -115,6 +127,11 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
         guesses = difflib.get_close_matches(word, by_key, n=1, cutoff=SIMILAR)
     meant = " or ".join(by_key[key] for key in guesses)
     return f"; did you mean {meant}?" if meant else ""
+
+
+def excerpt(value: Any) -> str:
+    """A value as a message quotes it: the beginning of one that is long or deeply nested."""
+    return reprlib.repr(value)[:LONGEST_EXCERPT]
 
 
 def first_line(error: BaseException) -> str:

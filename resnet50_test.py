@@ -20,7 +20,6 @@ from cli import factory, fine_tuning, image_classification, options
 from cli.flag_parser import ScriptParser
 from cli.flags import shared_parser
 from cli.optimizers import optimizer_choices
-from cli.start_checks import check_processes
 from distributed.world import TimeLimits, init_world
 from errors import exit_code
 from input_pipeline.augmentation import AUGMENTATIONS
@@ -47,7 +46,6 @@ def parser() -> ScriptParser:
         datasets=list(AUGMENTATIONS),
         optimizers=OPTIMIZERS,
         mixing=mixup.KINDS,
-        batch_rules=dynamic_batch.RULES,
         add_own=image_classification.add_flags,
     )
 
@@ -57,7 +55,7 @@ def main() -> None:
     script_parser = parser()
     args, checkpoint = options.parse(script_parser, SCRIPT)
     with init_world(args.device, TimeLimits(*args.timeout)) as world:
-        check_processes(args, script_parser, world, checkpoint)
+        factory.check_processes(args, script_parser, world, checkpoint)
         run = factory.create_run(args, SCRIPT, world, checkpoint)
         if checkpoint and args.predict:
             return image_classification.predict(args, run)

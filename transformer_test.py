@@ -21,7 +21,6 @@ from cli import factory, fine_tuning, options, text_classification
 from cli.flag_parser import ScriptParser
 from cli.flags import shared_parser
 from cli.optimizers import optimizer_choices
-from cli.start_checks import check_processes
 from distributed.world import TimeLimits, init_world
 from errors import exit_code
 from mixup import MetaMixup
@@ -47,7 +46,6 @@ def parser() -> ScriptParser:
         datasets=["agnews", "headlines", "csv"],
         optimizers=OPTIMIZERS,
         mixing=mixup.TEXT_KINDS,
-        batch_rules=dynamic_batch.RULES,
         optimizer="adamw",
         lr_schedule="onecycle",
         epochs=4,
@@ -60,7 +58,7 @@ def main() -> None:
     script_parser = parser()
     args, checkpoint = options.parse(script_parser, SCRIPT)
     with init_world(args.device, TimeLimits(*args.timeout)) as world:
-        check_processes(args, script_parser, world, checkpoint)
+        factory.check_processes(args, script_parser, world, checkpoint)
         run = factory.create_run(args, SCRIPT, world, checkpoint)
         if checkpoint and args.predict:
             return text_classification.predict(args, run)
@@ -94,7 +92,6 @@ def main() -> None:
             meta_learner=meta_learner,
             batches=batches,
         )
-        text_classification.write_tokenizer(trainer.log, data.metadata)
         summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py
         baseline = data.metadata["baseline"]
         report_result(world, summary, folder=trainer.log.folder, baseline=baseline)

@@ -28,8 +28,8 @@ from typing import Any
 
 from backends.device import keep_freed_memory
 from benchmarks import bench, slow_network, train_peer, trainers
-from cli import options, settings
-from cli.flag_parser import file_path
+from cli import options
+from cli.flag_parser import file_path, flat
 from distributed.world import World, init_world
 from errors import InputError, exit_code
 from figures import run_logs
@@ -96,8 +96,8 @@ def check_steps(folder: Path, given: Mapping[str, Any], flags: Mapping[str, Any]
     Raises:
         InputError: it does not, or they do not.
     """
-    today = settings.flat(json.loads(json.dumps(given)))  # tuples become lists
-    flags = settings.flat(flags)
+    today = flat(json.loads(json.dumps(given)))  # tuples become lists
+    flags = flat(flags)
     for name in sorted(flags.keys() & today.keys() - UNCOMPARED):
         if flags[name] != today[name]:
             raise InputError(

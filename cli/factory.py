@@ -1,5 +1,6 @@
 """From flags to objects: one function for each part of a run that both entry scripts name.
 
+check_processes(args, parser, world, checkpoint)             # all were started alike
 run = create_run(args, "resnet50_test", world, checkpoint)
 optimizer = create_optimizer(args, run, model, OPTIMIZERS)
 loss_fn, meta_learner = create_loss(args, run, data)
@@ -24,16 +25,14 @@ from torch import Tensor, nn
 import dynamic_batch
 import mixup
 from backends import device, execution, onnx_runtime, torch_compat
-from backends.machine import describe_machine, device_name
+from backends.machine import commit_or_none, describe_machine, device_name
 from backends.precision import Precision, choose_precision
 from cli import compatibility
+from cli.flag_parser import Scope, ScriptParser
 from cli.flags import WIRE_BITS, OptimizerChoice
 from cli.options import check_validation_set, create_lr_schedule, uses_trained_model
-from cli.settings import refused_as
-from cli.start_checks import check_data
-from cli.yaml_file import excerpt
 from distributed import ddp, fsdp
-from distributed.agreement import on_main
+from distributed.agreement import check_equal, on_main, report_restart
 from distributed.comm_hooks import (
     ROUNDED_BITS,
     WIRE_DTYPES,
@@ -46,10 +45,11 @@ from distributed.diloco import DiLoCo
 from distributed.worker import launcher_id
 from distributed.world import READ_SECONDS, World
 from dynamic_batch import WorkerBalancer
-from errors import InputError, did_you_mean
+from errors import InputError, did_you_mean, excerpt, refused_as
 from input_pipeline import own_data
 from input_pipeline.baseline import Baseline
 from input_pipeline.dataset import BatchedDataset
+from input_pipeline.fingerprint import check_data
 from input_pipeline.label_noise import with_noise
 from input_pipeline.sampler import held_out_rows, stratified_rows
 from mixup import MetaMixup
@@ -66,6 +66,7 @@ from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
 from training.progress import EarlyStop
 from training.run_folder import open_run_folder
 from training.run_segments import describe_last, next_segments
+from training.tracking import check_tracker
 from training.trainer import Trainer, TrainerConfig
 
 MIN_EVAL_BATCH = 64  # samples of one process in a batch of an evaluation, also where --bs is less
@@ -113,6 +114,37 @@ class Data:
     metadata: dict[str, Any]
     labels: Tensor
     model_mixes: bool = False
+
+
+def check_processes(
+    args: Namespace, parser: ScriptParser, world: World, state: Mapping[str, Any] | None
+) -> None:
+    """Check that all processes of a job were started alike; collective.
+
+    Args:
+        parser: of the script. Paths, and what a node has, may differ.
+        state: the checkpoint that the run goes on from, or None.
+    Raises:
+        InputError: they differ in a flag, in the code, in torch, or in where they go on from; or
+            the tracker is not installed.
+    """
+    report_restart(world, 1 if state is None else state["progress"]["epoch"] + 1)
+    on_main(world, lambda: check_tracker(args.track))
+    if world.size == 1:
+        return
+    started = {name: bool(getattr(args, name)) for name in parser.of_scope(Scope.START)}
+    values = {name: getattr(args, name) for name in parser.of_scope(Scope.RESULT, Scope.HOW)}
+    check_equal(
+        world,
+        {
+            **{f"--{name}": value for name, value in values.items()},
+            "the version of the code": commit_or_none(),
+            "the version of torch": torch.__version__,
+            "the checkpoint": state and [state["progress"][key] for key in ("step", "seconds")],
+            **{f"--{name}": value for name, value in started.items()},
+        },
+        advice="start every process with the same flags, code and checkpoint",
+    )
 
 
 def create_run(args: Namespace, script: str, world: World, checkpoint: Any = None) -> Run:
@@ -166,8 +198,14 @@ def choose_rows(
         The splits, 'val' among them with --val_fraction, whose training labels are wrong by the
         share of --label_noise; and what a checkpoint keeps of the data to know it again.
     """
-    labels = {name: split.labels for name, split in splits.items()}
-    fingerprint = check_data(args, run.world, classes, labels=labels, state=run.checkpoint)
+    used = [name for name in splits if name != "train" or not args.evaluate]
+    fingerprint = check_data(
+        run.world,
+        classes,
+        labels={name: splits[name].labels for name in used},
+        state=run.checkpoint,
+        source=f"--data_dir {args.data_dir}",
+    )
     unused = {"train"} if args.test else {"train", "test"}
     chosen = {name: split for name, split in splits.items() if name not in unused}
     train, has_val = splits["train"], "val" in splits
@@ -303,18 +341,10 @@ def create_optimizer(
         settings["wire_dtype"] = OWN_WIRE_DTYPES[args.wire_dtype]
         settings["warmup"] = settings.pop("compress_warmup")
         settings["wire_bits"] = WIRE_BITS.get(args.wire_dtype, 0)
+    batch_size = global_batch_size(args, run.world)
+    lr = scale_lr(args.lr, args.lr_scaling, batch_size=batch_size, base_batch_size=args.base_bs)
     with refused_as("--opt_args"):
-        return choice.make(groups, lr=scaled_lr(args, run.world), **settings, **args.opt_args)
-
-
-def scaled_lr(args: Namespace, world: World) -> float:
-    """--lr, scaled with the global batch by --lr_scaling."""
-    return scale_lr(
-        args.lr,
-        args.lr_scaling,
-        batch_size=global_batch_size(args, world),
-        base_batch_size=args.base_bs,
-    )
+        return choice.make(groups, lr=lr, **settings, **args.opt_args)
 
 
 # -------------------------------------------------------------------- loss and mixing
@@ -383,11 +413,31 @@ def create_batch_sampler(
     Raises:
         InputError: the batch, or its limits, do not fit the training set.
     """
-    world, base = run.world, global_batch_size(args, run.world)
-    rows = len(data.train)
-    rule, change = rules[args.dynamic_batch], {}
-    if rule is not None:
-        change = change_of_batch(args, rule, base, smallest=MIN_RANK_ROWS * world.size, rows=rows)
+    world, kind, settings = run.world, args.dynamic_batch, dict(args.batch_args)
+    base, rows = global_batch_size(args, world), len(data.train)
+    change: dict[str, Any] = {}
+    if (rule := rules[kind]) is not None:
+        with refused_as("--batch_args"):
+            low, high = dynamic_batch.batch_limits(
+                base,
+                low=settings.pop("min"),
+                high=settings.pop("max"),
+                smallest=MIN_RANK_ROWS * world.size,
+                rows=rows,
+                shrinks=kind == "decrease",
+            )
+            replaces_decay = settings.get("replace_decay", False)
+            power = dynamic_batch.lr_power(settings.pop("lr"), replace_decay=replaces_decay)
+            if rule is dynamic_batch.Scheduled:
+                growth = dynamic_batch.schedule_growth(
+                    args.batch_milestones,
+                    epochs=args.epochs,
+                    lr_schedule=create_lr_schedule(args),
+                    grows=kind == "increase",
+                    **settings,
+                )
+                settings = {"base": base, "multiple": growth}
+            change = {"rule": rule(**settings), "low": low, "high": high, "lr_power": power}
     with refused_as(f"--bs {args.batch_size}"):
         return DynamicBatchSampler(
             rows,
@@ -399,39 +449,6 @@ def create_batch_sampler(
             world=world,
             **change,
         )
-
-
-def change_of_batch(
-    args: Namespace, rule: Callable[..., dynamic_batch.Rule], base: int, *, smallest: int, rows: int
-) -> dict[str, Any]:
-    """How the batch changes: arguments of `DynamicBatchSampler`.
-
-    Args:
-        rule: the class of --dynamic_batch.
-        base, smallest, rows: as of `dynamic_batch.batch_limits`.
-    """
-    kind, settings = args.dynamic_batch, dict(args.batch_args)
-    with refused_as("--batch_args"):
-        low, high = dynamic_batch.batch_limits(
-            base,
-            low=settings.pop("min"),
-            high=settings.pop("max"),
-            smallest=smallest,
-            rows=rows,
-            shrinks=kind == "decrease",
-        )
-        replaces_decay = settings.get("replace_decay", False)
-        power = dynamic_batch.lr_power(settings.pop("lr"), replace_decay=replaces_decay)
-        if kind in ("loss", "noise"):
-            return {"rule": rule(**settings), "low": low, "high": high, "lr_power": power}
-        growth = dynamic_batch.schedule_growth(
-            args.batch_milestones,
-            epochs=args.epochs,
-            lr_schedule=create_lr_schedule(args),
-            grows=kind == "increase",
-            **settings,
-        )
-    return {"rule": rule(base, growth), "low": low, "high": high, "lr_power": power}
 
 
 # -------------------------------------------------------------------- trainer
@@ -523,7 +540,6 @@ def create_trainer_config(args: Namespace, run: Run, batches: DynamicBatchSample
             micro_batch_size = args.batch_size * (2 if args.balance_workers else 1)
     return TrainerConfig(
         epochs=args.epochs,
-        lr=scaled_lr(args, run.world),
         eval_batch_size=max(MIN_EVAL_BATCH, args.batch_size),
         accumulation_steps=accumulation_steps,
         micro_batch_size=micro_batch_size,
@@ -610,10 +626,18 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
         print(evaluation.class_table(result, classes))
 
 
-def report_predictions(args: Namespace, run: Run, found: Iterable[predictions.Prediction]) -> None:
-    """--predict: print the predictions, or write them to the file of --predict_out (rank 0)."""
+def report_predictions(
+    args: Namespace, run: Run, found: Iterable[predictions.Prediction], *, notes: Sequence[str]
+) -> None:
+    """--predict: print the predictions, or write them to the file of --predict_out (rank 0).
+
+    Args:
+        notes: what was left out, for stderr.
+    """
     if not run.world.is_main:
         return
+    for note in notes:
+        print(note, file=sys.stderr)
     classes = run.checkpoint["classes"]
     if not args.predict_out:
         predictions.print_predictions(found, classes)

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import nn
 
 from cli.factory import Run
-from cli.settings import flat
+from cli.flag_parser import flat
 from distributed.agreement import local_main_first
 from errors import InputError
 from models import image_models, pretrained

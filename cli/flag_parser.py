@@ -10,7 +10,8 @@ A declaration also says to what a flag belongs (`Scope`) and with which others i
 (`only_with`): what a resumed run restores, what the processes of a job compare, what a recipe may
 hold, warnings, --help and docs/flags.md follow from it. Hyphens are read as underscores, names of
 timm and Hugging Face are replaced by ours, and a flag or value that does not exist gets a
-suggestion.
+suggestion. --opt_args rank=16 sets a parameter of the part that another flag chooses; the part
+documents and checks it, and `own` reads its default from there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import contextlib
 import dataclasses
 import enum
+import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -119,6 +121,29 @@ def setting(text: str) -> tuple[str, Any]:
         with contextlib.suppress(ValueError):
             return name.replace("-", "_"), convert(value)
     return name.replace("-", "_"), {"true": True, "false": False}.get(value.lower(), value)
+
+
+def own(part: Callable[..., Any], *names: str) -> dict[str, Any]:
+    """The defaults of some parameters of a part, for the `parts` of a flag that sets them."""
+    parameters = inspect.signature(part).parameters
+    return {name: parameters[name].default for name in names}
+
+
+def fits(value: Any, default: Any) -> bool:
+    """Whether a value is of the kind of a default; where that is None, a number or None."""
+    if value is None or isinstance(value, bool):
+        return type(value) is type(default)
+    kinds = {int: int, str: str}.get(type(default), int | float)
+    return isinstance(value, kinds) and not isinstance(default, bool)
+
+
+def flat(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags with each setting of a part, such as 'opt_args rank', as one of them."""
+    result: dict[str, Any] = {}
+    for name, value in flags.items():
+        parts = value if isinstance(value, dict) else {"": value}
+        result |= {f"{name} {key}".strip(): each for key, each in parts.items()}
+    return result
 
 
 def switch(text: str) -> bool:
@@ -449,6 +474,40 @@ class ScriptParser(FlagParser):
             flag.dest: dict(given[flag.dest]) for flag in self.settings() if flag.dest in given
         }
 
+    def merged(self, values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Flags with those that are given in their place; settings of a part are added up."""
+        result = {**values, **given}
+        for flag in self.settings():
+            old, new = str(values.get(flag.owner)), str(result.get(flag.owner))
+            # Policies of --augment share what they set; optimizers mean other things by a name.
+            is_alike = flag.owner == "augment" and flag.parts.get(old) == flag.parts.get(new)
+            before = values[flag.dest] if old == new or is_alike else {}
+            result[flag.dest] = {**before, **given.get(flag.dest, {})}
+        return result
+
+    def complete(self, args: argparse.Namespace) -> None:
+        """Check the settings that were given, and add the defaults of the others, in place.
+
+        Raises:
+            InputError: a part has no such setting, or the value is of another kind.
+        """
+        for flag in self.settings():
+            settings = flag.parts.get(getattr(args, flag.owner, ""), {})
+            given = getattr(args, flag.dest)
+            for key, value in given.items():
+                problem = f"{flag.name} {key}={value}"
+                if key not in settings:
+                    chosen = getattr(args, flag.owner, "")
+                    part = f"--{flag.owner} {chosen}" if flag.owner else "the model"
+                    raise InputError(
+                        f"{problem}: {part} has no such setting; it has "
+                        f"{', '.join(settings) or 'none'}{did_you_mean(key, settings)}"
+                    )
+                if not fits(value, settings[key]):
+                    kind = "a number" if settings[key] is None else f"like {settings[key]}"
+                    raise InputError(f"{problem}: must be {kind}")
+            setattr(args, flag.dest, {**settings, **given})
+
     def find(self, name: str) -> Flag | None:
         """The flag of any spelling, without dashes in front; None if there is none."""
         own = self.own_name(f"--{name}").partition("=")[0].replace("--no-", "--")
@@ -466,13 +525,9 @@ class ScriptParser(FlagParser):
                 checkpoint are not named: who gives --mixup none beside a recipe knows that the
                 recipe's --alpha is then of no use.
         """
-        unused = (
-            self.flags[name]
-            for name in given
-            if getattr(args, name) is not False and not self.flags[name].has_effect(args)
-        )
-        return [
-            f"{flag.name} has no effect here: it is for {' or '.join(map(in_words, each))}"
-            for flag in unused
-            if (each := flag.only_with)
-        ]
+        lines = []
+        for flag in map(self.flags.__getitem__, given):
+            if getattr(args, flag.dest) is not False and not flag.has_effect(args):
+                meant = " or ".join(map(in_words, flag.only_with))
+                lines.append(f"{flag.name} has no effect here: it is for {meant}")
+        return lines

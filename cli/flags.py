@@ -12,7 +12,7 @@ import json
 import os
 from argparse import ArgumentTypeError
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -33,18 +33,18 @@ from cli.flag_parser import (
     not_negative,
     number,
     output_file,
+    own,
     path_text,
     positive,
     setting,
     switch,
 )
 from cli.foreign_names import FOREIGN
-from cli.settings import own
 from cli.yaml_file import read_yaml
 from distributed import comm_hooks, fsdp
 from distributed.diloco import DiLoCo
 from distributed.world import TimeLimits
-from dynamic_batch import ByLoss, ByNoise, lr_power, schedule_growth
+from dynamic_batch import RULES, ByLoss, ByNoise, lr_power, schedule_growth
 from mixup import MetaMixup, mixup
 from optimizers import schedules
 from optimizers.schedules import Schedule
@@ -120,7 +120,6 @@ def shared_parser(
     *,
     optimizers: Mapping[str, OptimizerChoice],
     mixing: Sequence[str],
-    batch_rules: Collection[str],
     add_own: Callable[[ScriptParser], None],
     **defaults: Any,
 ) -> ScriptParser:
@@ -131,7 +130,6 @@ def shared_parser(
         datasets: values of --dataset, the default first.
         optimizers: values of --optimizer.
         mixing: values of --mixup.
-        batch_rules: values of --dynamic_batch.
         add_own: declares the flags of this script alone.
         defaults: of other flags in which the scripts differ.
     """
@@ -146,7 +144,7 @@ def shared_parser(
     add_schedule(parser)
     add_speed(parser)
     add_communication(parser)
-    add_batches(parser, batch_rules)
+    add_batches(parser)
     add_run(parser)
     parser.set_defaults(**defaults)
     return parser
@@ -336,10 +334,10 @@ def add_communication(parser: ScriptParser) -> None:
         owner="sync", parts={"diloco": own(DiLoCo, "lr", "momentum")})
 
 
-def add_batches(parser: ScriptParser, batch_rules: Collection[str]) -> None:
-    """Declare the flags of batches that change; `batch_rules` are the values of --dynamic_batch."""
+def add_batches(parser: ScriptParser) -> None:
+    """Declare the flags of batches that change."""
     add = parser.group("batches that change (sizes over all processes)")
-    add("--dynamic_batch", Choice(batch_rules), "none", "rule by which the batch changes from "
+    add("--dynamic_batch", Choice(RULES), "none", "rule by which the batch changes from "
         "epoch to epoch", common=True)
     add("--noise_scale", switch, False, "log of the gradient noise scale after each epoch")
     add("--balance_workers", switch, False, "shares of the batch in proportion to speed",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,19 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from cli.factory import (
-    Data,
-    Run,
-    choose_rows,
-    load_weights,
-    report_baseline,
-    report_predictions,
-)
-from cli.flag_parser import ON, Choice, Scope, ScriptParser, number, setting
-from cli.settings import own, refused_as
+from cli.factory import Data, Run, choose_rows, load_weights, report_baseline, report_predictions
+from cli.flag_parser import ON, Choice, Scope, ScriptParser, number, own, setting
 from distributed.agreement import local_main_first, on_main
 from distributed.world import READ_SECONDS
-from errors import InputError
+from errors import InputError, refused_as
 from input_pipeline import image_batches, image_datasets, own_data
 from input_pipeline.augmentation import AUGMENTATIONS, POLICIES, Augmentation
 from input_pipeline.baseline import image_baseline
@@ -250,10 +241,7 @@ def predict(args: Namespace, run: Run) -> None:
         [Sample(own_data.utf8_name(file)) for file in files],
         (inputs for inputs, _ in images.batches(rows)),
     )
-    report_predictions(args, run, found)
-    if run.world.is_main:
-        for note in (note for _, notes in found_in for note in notes):
-            print(note, file=sys.stderr)
+    report_predictions(args, run, found, notes=[note for _, notes in found_in for note in notes])
 
 
 def export_model(args: Namespace, run: Run) -> None:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from backends import torch_compat
-from cli import compatibility, settings
+from cli import compatibility
 from cli.flag_parser import Choice, Scope, ScriptParser, setting, switch
-from cli.yaml_file import excerpt, read_yaml
+from cli.yaml_file import read_yaml
 from distributed.worker import is_restarted, launcher_id
 from distributed.world import under_torchrun
-from errors import InputError, did_you_mean
+from errors import InputError, did_you_mean, excerpt, refused_as
 from input_pipeline import own_data
 from models.hugging_face import HF
 from optimizers.schedules import Schedule
@@ -68,12 +68,12 @@ def parse(
         if "warning" in state:
             print_once(state["warning"])
         values |= restored_flags(state["flags"], parser, given=given, source=f"{source} {path}")
-    values = settings.merged(values, recipe, parser)
-    args = Namespace(**settings.merged(values, given, parser))
+    values = parser.merged(values, recipe)
+    args = Namespace(**parser.merged(values, given))
     for name, value in computed_defaults(vars(args), parser).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    settings.complete(args, parser)
+    parser.complete(args)
     if path is not None and args.out is None:
         args.out = str(path if path.is_dir() else path.parent)
     validate(args, script, resumed=state is not None)
@@ -168,20 +168,6 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser) -> dict[s
         "warmup": warmup,
         "val_fraction": META_VAL_FRACTION if chosen["mixup"] == "meta" else 0.0,
     }
-
-
-def defaults_for(parser: ScriptParser, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run with these flags would have had for each flag that was not given, by name.
-
-    Args:
-        flags: of the run, which another version may have had.
-    """
-    defaults = parser.defaults()
-    chosen = {**defaults, **flags}
-    if chosen["optimizer"] not in parser.optimizers:
-        return defaults
-    parts = {flag.dest: settings.defaults_of(flag, chosen) for flag in parser.settings()}
-    return defaults | computed_defaults(chosen, parser) | parts
 
 
 def uses_trained_model(args: Namespace) -> bool:
@@ -341,7 +327,7 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
 
 def create_lr_schedule(args: Namespace) -> Schedule:
     """The learning rate over the run, as a multiple of --lr."""
-    with settings.refused_as("--lr_args"):
+    with refused_as("--lr_args"):
         return Schedule(
             args.lr_schedule,
             args.epochs,

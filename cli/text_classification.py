@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,20 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cli.factory import (
-    Data,
-    Run,
-    choose_rows,
-    load_weights,
-    report_baseline,
-    report_predictions,
-)
+from cli.factory import Data, Run, choose_rows, load_weights, report_baseline, report_predictions
 from cli.fine_tuning import MODEL_FLAGS
-from cli.flag_parser import OFF, ON, Choice, ScriptParser, below_one, number, setting
-from cli.settings import own, refused_as
+from cli.flag_parser import OFF, ON, Choice, ScriptParser, below_one, number, own, setting
 from distributed.agreement import once_a_node
 from distributed.world import READ_SECONDS
-from errors import InputError
+from errors import InputError, refused_as
 from input_pipeline import own_data, text_datasets, tokenization
 from input_pipeline.baseline import text_baseline
 from input_pipeline.csv_tables import ColumnChoice
@@ -37,10 +27,8 @@ from models.hugging_face import HF, Encoder, refused
 from models.pretrained import SavedModel
 from models.transformer import Transformer
 from training import predictions
-from training.atomic_file import atomic_write_text
 from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
-from training.run_log import RunLog
 
 
 # fmt: off
@@ -178,25 +166,14 @@ def encoding(metadata: Mapping[str, Any]) -> Callable[[Sequence[str]], Tensor]:
     return partial(encode_texts, tokenizer=tokenizer, max_len=metadata["max_len"], pad=pad)
 
 
-def write_tokenizer(log: RunLog, metadata: Mapping[str, Any]) -> None:
-    """Write tokenizer.json into the run folder (rank 0), for use outside this project.
-
-    The run does without it where the disk is full: its checkpoints hold the tokenizer as well.
-    """
-    if log.is_main:
-        with contextlib.suppress(OSError):
-            atomic_write_text(log.folder / "tokenizer.json", metadata["tokenizer"])
-
-
 def predict(args: Namespace, run: Run) -> None:
     """Classify every line of the text files of --predict, and of those below its folders."""
     lines: list[Sample] = []
+    notes: list[str] = []
     checkpoint = run.checkpoint
     for path in args.predict:
-        lines_of_files, notes = text_datasets.read_text_files(Path(path))
-        if run.world.is_main:
-            for note in notes:
-                print(note, file=sys.stderr)
+        lines_of_files, notes_of_path = text_datasets.read_text_files(Path(path))
+        notes += notes_of_path
         for file, texts_of_file in lines_of_files.items():
             name = own_data.utf8_name(file)
             lines += [Sample(f"{name}:{number}", line) for number, line in texts_of_file.items()]
@@ -206,7 +183,7 @@ def predict(args: Namespace, run: Run) -> None:
         for start in range(0, len(texts), args.batch_size)
     )
     model = load_weights(args, run, create_model(args, run, checkpoint))
-    report_predictions(args, run, predictions.predict(model, lines, batches))
+    report_predictions(args, run, predictions.predict(model, lines, batches), notes=notes)
 
 
 def export_model(args: Namespace, run: Run) -> None:

@@ -5,21 +5,12 @@ entries = read_yaml(Path("recipes/best.yaml"), "--recipe best")     # {"dataset"
 
 from __future__ import annotations
 
-import reprlib
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from errors import InputError, first_line
-
-LONGEST_EXCERPT = 60  # characters of a value within a message
-
-
-class _TextLoader(yaml.SafeLoader):
-    """Leaves every value as it is written: `no`, 1e-5 and 2026-01-01 are text."""
-
-    yaml_implicit_resolvers = {}  # noqa: RUF012
 
 
 def read_yaml(path: Path, source: str, *, as_text: bool = False) -> Any:
@@ -28,20 +19,16 @@ def read_yaml(path: Path, source: str, *, as_text: bool = False) -> Any:
     Args:
         path: the file.
         source: how the user named it, which messages begin with.
-        as_text: leave values as they are written, for a caller that converts them.
+        as_text: leave values as they are written, for a caller that converts them: `no`, 1e-5 and
+            2026-01-01 are text.
     Raises:
         InputError: the file cannot be read, or is not YAML.
     """
     try:
-        loader = _TextLoader if as_text else yaml.SafeLoader
+        loader = yaml.BaseLoader if as_text else yaml.SafeLoader
         return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
     except OSError as error:
         raise InputError(f"{source}: {error.strerror}; give the path of a YAML file") from None
     # Beside YAMLError, impossible dates, wrong tags and deep nesting raise errors of many types.
     except Exception as error:
         raise InputError(f"{source}: not YAML ({first_line(error)})") from None
-
-
-def excerpt(value: Any) -> str:
-    """A value as a message quotes it: the beginning of one that is long or deeply nested."""
-    return reprlib.repr(value)[:LONGEST_EXCERPT]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -23,8 +24,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from distributed.worker import is_restarted, last_failure
 from distributed.world import READ_SECONDS, World
-from errors import InputError, SharedInputError
+from errors import LOST_PEER, InputError, SharedInputError
 
 Result = TypeVar("Result")
 LONGEST_VALUE = 60  # characters of a value in a message
@@ -49,6 +51,21 @@ def check_equal(world: World, values: Mapping[str, Any], *, advice: str) -> None
                     f"the processes do not agree: {name} is {expected[:LONGEST_VALUE]} on rank 0 "
                     f"and {found[:LONGEST_VALUE]} on rank {rank}; {advice}"
                 )
+
+
+def report_restart(world: World, epoch: int) -> None:
+    """Say on rank 0 why torchrun has started the job again, and in which epoch it goes on."""
+    failures = [failure for failure in world.gather(last_failure()) if failure]
+    if not (world.is_main and is_restarted()):
+        return
+    count = "{TORCHELASTIC_RESTART_COUNT} of {TORCHELASTIC_MAX_RESTARTS}".format_map(os.environ)
+    reason = ""
+    if failures:
+        # A process that has lost another one ends as well, later and with that code.
+        rank, code = min(failures, key=lambda failure: failure[1] == LOST_PEER)
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        reason = f" after process {rank} ended {how}"
+    print(f"restart {count}{reason}, from epoch {epoch}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ from cli.flag_parser import FlagParser
 from errors import exit_code
 from figures import run_logs
 from figures.experiments import PLAN
-from figures.generated_section import replace_generated_section
 from figures.methods import read_pictures
 from figures.pictures import draw_picture
 from figures.run_logs import LOGS, ROOT, Runs, accuracy, last, mean_and_deviation
@@ -81,6 +80,17 @@ def page_with_results(
         rows.append(f"| {method} | {entry['accuracy']} | | | {entry['source']} |")
     content = "\n\n".join(["\n".join(rows), *paragraphs])
     return replace_generated_section(page, BEGIN, END, content=content)
+
+
+def replace_generated_section(page: str, begin: str, end: str, content: str) -> str:
+    """Return a page with `content` between two markers, which stay.
+
+    Raises:
+        ValueError: the page does not have each marker exactly once, in this order.
+    """
+    before, generated = page.split(begin)
+    _, after = generated.split(end)
+    return f"{before}{begin}\n{content}\n{end}{after}"
 
 
 def measurements(runs: Runs, *, timed: int | None) -> list[str]:

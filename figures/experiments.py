@@ -34,8 +34,7 @@ from backends import machine
 from cli import flags
 from cli.flag_parser import FlagParser, file_path
 from errors import InputError, Interrupted, exit_code
-from figures.pack_logs import pack
-from figures.run_logs import LOGS, ROOT, finished, read_rows
+from figures.run_logs import LOGS, ROOT, finished, pack, read_rows
 
 PLAN = ROOT / "figures" / "experiments.yaml"
 SEEDS = (0, 1, 2)
@@ -137,10 +136,7 @@ def check_committed(logs: Path) -> None:
     try:
         changed = machine.modified_files() + machine.untracked_files(ignored=logs)
     except machine.CommitUnknown as reason:
-        raise InputError(
-            f"the commit of this code is unknown ({reason}), and a log without one is no evidence; "
-            "use a git clone, or --allow_dirty with --logs FOLDER"
-        ) from None
+        changed = [f"this code ({reason})"]
     if changed:
         more = ", ..." if len(changed) > MAX_NAMED_FILES else ""
         raise InputError(

@@ -12,7 +12,7 @@ import resnet50_test
 import transformer_test
 from cli.foreign_names import FOREIGN
 from errors import exit_code
-from figures.generated_section import replace_generated_section
+from figures.draw import replace_generated_section
 from figures.run_logs import ROOT
 from training.atomic_file import atomic_write_text
 
@@ -28,8 +28,7 @@ def page_with_flags(page: str) -> str:
         ValueError: the page does not have each marker exactly once.
     """
     images = {flag.name: flag for flag in resnet50_test.parser().flags.values()}
-    texts_parser = transformer_test.parser()
-    texts = {flag.name: flag for flag in texts_parser.flags.values()}
+    texts = {flag.name: flag for flag in transformer_test.parser().flags.values()}
     rows, group = ["| flag | what it does |", "| --- | --- |"], ""
     for name, flag in {**images, **{n: texts[n] for n in texts if n not in images}}.items():
         text, of_texts = flag.text(), texts.get(name, flag).text()

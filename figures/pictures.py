@@ -27,14 +27,7 @@ from figures.panels import (
     plain_log_ticks,
     with_columns,
 )
-from figures.run_logs import (
-    ROOT,
-    Runs,
-    accuracy,
-    epochs_to,
-    last,
-    read_flags,
-)
+from figures.run_logs import ROOT, Runs, accuracy, epochs_to, last, read_flags
 
 Groups = Mapping[str, Mapping[str, Runs]]
 """The runs of all logs, by group and name."""

@@ -24,12 +24,10 @@ import torch
 
 import resnet50_test
 import transformer_test
-from cli import options, settings
-from cli.flag_parser import FlagParser, Scope, file_path, format_default
+from cli.flag_parser import FlagParser, Scope, file_path, flat, format_default
 from errors import InputError, exit_code
 from figures.report_charts import Line, draw_chart
-from figures.reported_run import Confusion, ReportedRun, read_run
-from figures.run_logs import Row, device_hours
+from figures.run_logs import Confusion, ReportedRun, Row, chosen_by, device_hours, read_run
 from input_pipeline import own_data
 from training import evaluation
 from training.atomic_file import atomic_write
@@ -101,7 +99,7 @@ def render(runs: Sequence[ReportedRun]) -> str:
         results=table_of_facts(runs, results_of),
         curves=curves(runs),
         policies=[(run.name, base64.b64encode(run.policy).decode()) for run in runs if run.policy],
-        flags=flags_that_differ(runs),
+        flags=table_of_flags(runs),
         class_scores=class_scores,
         max_classes=MAX_CLASSES,
         most_frequent_mistakes=most_frequent_mistakes,
@@ -138,7 +136,7 @@ def results_of(run: ReportedRun) -> dict[str, str]:
     row, flags, best = run.rows[-1], run.flags, run.best_result()
     last = epoch_result(run.rows, row["epoch"])
     is_meta = flags.get("mixup") == "meta"
-    chosen = how_chosen(run.rows, chosen_by=run.chosen_by, meta_learned=is_meta)
+    chosen = how_chosen(run.rows, chosen_by=chosen_by(flags, run.rows), meta_learned=is_meta)
     train_seconds = total(run, "train_seconds")
     return {
         "optimizer": str(flags.get("optimizer", "")),
@@ -167,9 +165,8 @@ def show(row: Row, key: str, form: str, scale: float = 1.0) -> str:
 def environment_of(run: ReportedRun) -> dict[str, str]:
     """Return command, commit, versions, device, processes, times and bytes; '' is not known."""
     row, command = run.rows[-1], run.config.get("command")
-    recorded = {**run.flags, **run.config, "command": command}
-    if isinstance(command, list):
-        recorded["command"] = " ".join(map(str, command))
+    words = command if isinstance(command, list) else [command or ""]
+    recorded = {**run.flags, **run.config, "command": " ".join(map(str, words))}
     sent = total(run, "wire_bytes") or total(run, "comm_bytes")  # of older logs
     return {
         **{name: str(recorded.get(name) or "") for name in RECORDED},
@@ -236,7 +233,7 @@ def draw_section(
                 y = [scale * row.get(key, math.nan) for row in rows]
                 lines.append(Line(column.label, x, y, number))
         if lines:
-            charts.append(draw_chart(lines, xlabel, ylabel, cut_outliers="loss" in ylabel))
+            charts.append(draw_chart(lines, xlabel, ylabel, is_loss="loss" in ylabel))
         legend |= {line.label: line for line in lines}
     shown = list(legend.values()) if len(legend) > 1 else []
     return {"title": title, "legend": shown, "charts": charts}
@@ -245,20 +242,18 @@ def draw_section(
 # -------------------------------------------------------------------- flags
 
 
-def flags_that_differ(runs: Sequence[ReportedRun]) -> Table:
-    """Return the flags in which runs differ, or one run from the defaults.
+def table_of_flags(runs: Sequence[ReportedRun]) -> Table:
+    """Return the flags in which runs differ, or all of one run.
 
     A flag that a run does not know is no difference.
     """
-    columns, titles = list(map(compared_flags, runs)), [run.name for run in runs]
-    if len(runs) == 1:
-        columns, titles = [*columns, default_flags(runs[0])], ["value", "default"]
+    columns = list(map(compared_flags, runs))
     rows = []
-    for name in dict.fromkeys(name for run in runs for name in compared_flags(run)):
+    for name in dict.fromkeys(name for flags in columns for name in flags):
         shown = [show_flag(flags[name]) if name in flags else MISSING for flags in columns]
-        if len({*shown} - {MISSING}) > 1:
+        if len(runs) == 1 or len({*shown} - {MISSING}) > 1:
             rows.append([f"--{name}", *shown])
-    return [["flag", *titles], *rows]
+    return [["flag", *(run.name for run in runs)], *rows]
 
 
 def compared_flags(run: ReportedRun) -> dict[str, Any]:
@@ -268,16 +263,7 @@ def compared_flags(run: ReportedRun) -> dict[str, Any]:
         scopes.append(Scope.PLACE)
     scripts = (resnet50_test, transformer_test)
     names = {name for script in scripts for name in script.parser().of_scope(*scopes)}
-    return settings.flat({name: value for name, value in run.flags.items() if name in names})
-
-
-def default_flags(run: ReportedRun) -> dict[str, Any]:
-    """Return the defaults of the script that the run is of; {} where that is not known."""
-    command = str(run.config.get("command"))
-    for script in (resnet50_test, transformer_test):
-        if f"{script.SCRIPT}.py" in command and isinstance(run.flags.get("epochs"), int):
-            return settings.flat(options.defaults_for(script.parser(), run.flags))
-    return {}
+    return flat({name: value for name, value in run.flags.items() if name in names})
 
 
 def show_flag(value: Any) -> str:
@@ -310,19 +296,14 @@ def most_frequent_mistakes(confusion: Confusion) -> Table:
 # -------------------------------------------------------------------- command line
 
 
-def report_parser() -> FlagParser:
-    """Return the parser of the command line."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the report that the command line asks for."""
     parser = FlagParser(__doc__, usage="RUN... [flags]")
     add = parser.group("flags")
     add("runs", nargs="+", type=file_path, metavar="RUN", help="Folders of the runs.")
     help_of_out = "File for the report, whose name ends in .html (default %(default)s)."
     add("--out", type=file_path, default=Path("report.html"), metavar="FILE", help=help_of_out)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Write the report that the command line asks for."""
-    args = report_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     if args.out.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out {args.out}: the name must end in .html")
     folders = [folder.resolve() for folder in args.runs]

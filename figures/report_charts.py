@@ -12,12 +12,10 @@ from __future__ import annotations
 import base64
 import io
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -25,8 +23,7 @@ from figures.methods import COLOURS
 
 STYLES = [*itertools.product(("solid", "dashed", "dotted"), COLOURS.values())]
 MAX_MARKED = 60  # points of a line that are marked one by one
-SET_ASIDE = 0.1  # share of a line's values that may be outliers
-SQUASHED = 10.0  # times the range of all other values that an outlier needs to be cut off
+SQUASHED = 10.0  # times the lowest value from which on the highest one needs a logarithmic axis
 
 
 @dataclass(frozen=True)
@@ -51,12 +48,12 @@ class Line:
 
 
 def draw_chart(
-    lines: Sequence[Line], xlabel: str, ylabel: str, *, cut_outliers: bool = False
+    lines: Sequence[Line], xlabel: str, ylabel: str, *, is_loss: bool = False
 ) -> dict[str, str]:
     """Draw lines; return what they show in words, and the SVG as a data URI.
 
-    Each line has a value. Epochs are whole numbers, and a time begins at 0. With `cut_outliers`, a
-    few values beyond the others do not squash them.
+    Each line has a value. Epochs are whole numbers, and a time begins at 0. The axis of a loss that
+    changes much is logarithmic, so that one bad epoch does not squash the others.
     """
     figure = Figure(figsize=(4.8, 2.9), layout="constrained")
     axes = figure.subplots()
@@ -66,13 +63,15 @@ def draw_chart(
         axes.plot(line.x, line.y, linestyle=kind, color=colour, marker=marker, markersize=3)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.grid(alpha=0.3)
+    losses = [y for line in lines for y in line.y if y > 0] if is_loss else []
+    if losses and max(losses) > SQUASHED * min(losses):
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter("")
     axes.yaxis.set_major_formatter("{x:g}")  # 2e-05, without an offset
     if xlabel == "epoch":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     else:
         axes.set_xlim(left=0)
-    if cut_outliers:
-        cut_off_outliers(axes, lines)
     content = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "report", "svg.fonttype": "none"}):
         metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -80,16 +79,3 @@ def draw_chart(
     data = base64.b64encode(content.getvalue()).decode()
     alt = f"{ylabel} over {xlabel}: {', '.join(line.label for line in lines)}"
     return {"alt": alt, "source": f"data:image/svg+xml;base64,{data}"}
-
-
-def cut_off_outliers(axes: Axes, lines: Sequence[Line]) -> None:
-    """End the vertical axis below outliers, and write the highest value at its end."""
-    values = [sorted(y for y in line.y if not math.isnan(y)) for line in lines]
-    usual = [each[: -math.ceil(SET_ASIDE * len(each))] or each for each in values]
-    low, high = min(each[0] for each in values), max(each[-1] for each in usual)
-    bound, highest = low + SQUASHED * (high - low), max(each[-1] for each in values)
-    if low < high and bound < highest:
-        top = max(value for each in values for value in each if value <= bound)
-        axes.set_ylim(low - 0.05 * (top - low), top + 0.1 * (top - low))
-        note = f"cut off: up to {highest:.3g}"
-        axes.text(0.99, 0.98, note, ha="right", va="top", fontsize=9, transform=axes.transAxes)

@@ -3,8 +3,12 @@
 groups = read_groups(LOGS)                # {group: {name: [rows of each seed]}}
 [[row["epoch"] for row in rows] for rows in groups["optimizers_vgg8"]["ngd"]]
 
-A log is a run folder, LOGS/GROUP/NAME-seedN, or is packed into the file LOGS/GROUP.jsonl, see
-`figures.pack_logs`. The path of the folder names both.
+run = read_run(Path("runs/my-run"))       # what a report shows of a run folder
+pack(LOGS / "GROUP" / "NAME-seed0")       # into LOGS / "GROUP.jsonl"
+
+A log is a run folder, LOGS/GROUP/NAME-seedN, or is packed into the file LOGS/GROUP.jsonl: a run is
+one line, {"run": "NAME-seed0", "flags": {...}, "commit": ..., ...}, which is its config.json, and
+behind it the lines of its metrics.jsonl as they are. The path of the folder names both.
 """
 
 from __future__ import annotations
@@ -12,14 +16,20 @@ from __future__ import annotations
 import functools
 import json
 import math
+import shutil
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from errors import InputError
-from training.epoch_report import is_evaluated
-from training.progress import EarlyStop
+from training.atomic_file import atomic_write_text
+from training.epoch_report import EVAL_SET_NAMES, METRIC_NAMES, EpochResult, is_evaluated
+from training.progress import EarlyStop, best_row
+from training.run_log import CONFUSION_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "figures" / "logs"
@@ -141,26 +151,18 @@ def finished(folder: Path) -> bool:
     """Tell whether a run's log holds its last epoch, or one with which the run ended early."""
     try:
         flags, rows = read_config(folder)["flags"], [json.loads(line) for line in row_lines(folder)]
-        metric = flags.get("best_by", "accuracy")
-        eval_set = "val" if f"val_{metric}" in rows[-1] else "test"
         limits = flags.get("patience", 0), flags.get("stop_at", 0.0)
-        ended_early = EarlyStop(f"{eval_set}_{metric}", *limits).reason(rows)
+        ended_early = EarlyStop(chosen_by(flags, rows), *limits).reason(rows)
         return rows[-1]["epoch"] >= flags["epochs"] or bool(ended_early)
     except (InputError, IndexError, KeyError, ValueError):
         return False
 
 
 def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
-    """Return the finished runs below a folder of groups; unfinished runs are named and left out."""
+    """Return the finished runs below a folder of groups."""
     groups: dict[str, dict[str, Runs]] = {}
     for name in sorted({path.stem for path in logs.iterdir() if path.suffix in ("", ".jsonl")}):
-        done = []
-        for folder in run_folders(logs / name):
-            if finished(folder):
-                done.append(folder)
-            else:
-                print(f"{folder}: not finished, left out")
-        if done:
+        if done := list(filter(finished, run_folders(logs / name))):
             groups[name] = by_name(done)
     return groups
 
@@ -171,6 +173,128 @@ def read_flags(group: str, name: str) -> dict[str, Any]:
     return read_config(next(f for f in folders if name_of(f) == name))["flags"]
 
 
+# -------------------------------------------------------------------- packing
+
+
+def pack(folder: Path) -> None:
+    """Move the log of a finished run from LOGS/GROUP/NAME-seedN into LOGS/GROUP.jsonl.
+
+    A run of the same name that is there already is replaced.
+
+    Raises:
+        InputError: the run is not finished.
+    """
+    if not folder.is_dir() or not finished(folder):
+        raise InputError(f"{folder}: is no folder of a finished run")
+    config = read_config(folder)
+    config.pop("launchers", None)  # processes of the machine
+    head = json.dumps({"run": folder.name, **without_places(config)})
+    path = packed_file(folder)
+    runs = {**packed_runs(path), folder.name: [head, *row_lines(folder)]}
+    lines = [line for name in sorted(runs) for line in runs[name]]
+    atomic_write_text(path, "\n".join(lines) + "\n")
+    shutil.rmtree(folder)
+    if not any(folder.parent.iterdir()):
+        folder.parent.rmdir()
+
+
+def without_places(value: Any) -> Any:
+    """Return a value of config.json in which the name of a file stands for its absolute path."""
+    if isinstance(value, dict):
+        return {name: without_places(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [without_places(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    flag, equals, path = value.partition("=") if value.startswith("--") else ("", "", value)
+    return f"{flag}{equals}{Path(path).name}" if path.startswith(("/", "../")) else value
+
+
+# -------------------------------------------------------------------- for a report
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """How often each class was taken for each.
+
+    Attributes:
+        epoch: after which the rows were counted.
+        eval_set: 'test' or 'validation'.
+        classes: names.
+        counts: (classes, classes) rows by their class and the predicted one.
+    """
+
+    epoch: int
+    eval_set: str
+    classes: list[str]
+    counts: np.ndarray
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """What a run folder holds for a report.
+
+    Attributes:
+        name: by which the report calls the run.
+        rows: the numbers of each epoch: of a row of metrics.jsonl those that are finite.
+        config: content of config.json; empty where that is missing.
+        flags: the run's flags by name; empty where they are not known.
+        confusion: None where it was not counted.
+        policy: the picture of the learned mixing policy, or b"".
+    """
+
+    name: str
+    rows: list[Row]
+    config: dict[str, Any]
+    flags: dict[str, Any]
+    confusion: Confusion | None
+    policy: bytes
+
+    def best_result(self) -> EpochResult | None:
+        """What the first of the best epochs reached; None where none was evaluated."""
+        row = best_row(self.rows, chosen_by(self.flags, self.rows))
+        return EpochResult(row["epoch"], row) if row else None
+
+
+def read_run(folder: Path, name: str = "") -> ReportedRun:
+    """Read a run folder; the name that the report gives the run is by default the folder's.
+
+    Raises:
+        InputError: it is no run folder, or a file in it is damaged.
+    """
+    rows = [
+        {key: x for key, x in row.items() if type(x) in (int, float) and math.isfinite(x)}
+        for row in read_rows(folder)
+    ]
+    config = read_config(folder)
+    picture = folder / "policy.png"
+    return ReportedRun(
+        name=name or str(folder),
+        rows=rows,
+        config=config,
+        flags=config.get("flags", {}),
+        confusion=read_confusion(folder / CONFUSION_FILE, {row["epoch"] for row in rows}),
+        policy=picture.read_bytes() if picture.is_file() else b"",
+    )
+
+
+def read_confusion(path: Path, epochs: set[int]) -> Confusion | None:
+    """Return the confusion on the test set, or else on the validation set.
+
+    It is None where the file is missing, or is of an epoch whose row is not there any more.
+
+    Raises:
+        InputError: the file holds no JSON object.
+    """
+    content = read_object(path)
+    name = next((name for name in ("test", "val") if name in content), "")
+    if not name or content["epoch"] not in epochs:
+        return None
+    return Confusion(
+        content["epoch"], EVAL_SET_NAMES[name], content["classes"], np.array(content[name])
+    )
+
+
 # -------------------------------------------------------------------- values
 
 
@@ -178,6 +302,13 @@ def accuracy(row: Row) -> float:
     """Return the accuracy in percent on the test set, or on held-out rows if it was not used."""
     fraction = row["test_accuracy" if "test_accuracy" in row else "val_accuracy"]
     return round(100 * fraction, 9)  # 58, where 100 * 0.58 is 57.99999999999999
+
+
+def chosen_by(flags: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """Return the column that chooses the best epoch of a run."""
+    eval_set = "val" if any("val_accuracy" in row for row in rows) else "test"
+    metric = flags.get("best_by")
+    return f"{eval_set}_{metric if metric in METRIC_NAMES else 'accuracy'}"
 
 
 def epochs_to(target: float, rows: Sequence[Row]) -> float:

@@ -19,8 +19,7 @@ from figures.draw import save
 from figures.methods import COLOURS
 from figures.panels import add_legend, create_panels, label_axes, plain_log_ticks
 from figures.report import subject, write_report
-from figures.reported_run import ReportedRun
-from figures.run_logs import Row, accuracy, device_hours, last, mean_and_deviation
+from figures.run_logs import ReportedRun, Row, accuracy, device_hours, last, mean_and_deviation
 from training.atomic_file import atomic_write_text
 from training.epoch_report import training_seconds
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 from distributed.world import under_torchrun
-from errors import INTERRUPTED, Interrupted, NonFiniteLoss
+from errors import INTERRUPTED, NonFiniteLoss
 from training.progress import Progress
 from training.run_log import RunLog
 
@@ -65,17 +63,6 @@ def caught_signals(say: Callable[[str], None]) -> Iterator[list[int]]:
         os.close(writer)
 
 
-def interruption(progress: Progress, folder: Path, unsaved: Collection[str]) -> Interrupted:
-    """The error of a run that a signal has stopped: where it is, and how to go on."""
-    written = (
-        "could not be written, an older one is kept, if there is one" if unsaved else "is written"
-    )
-    return Interrupted(
-        f"interrupted in epoch {progress.epoch + 1}, step {progress.step}; last.pt {written}, go "
-        f"on with --resume {shlex.quote(str(folder))}"
-    )
-
-
 # -------------------------------------------------------------------- steps that are not finite
 
 
@@ -106,13 +93,4 @@ def roll_back(progress: Progress, restore_last: Callable[[], None], log: RunLog)
         f"{MAX_SKIPPED_IN_A_ROW} steps in a row were not finite at {where}: back to epoch "
         f"{progress.epoch + 1}, step {progress.step}, learning rate x {lr_factor:g} "
         f"(return {rollbacks} of {MAX_ROLLBACKS})"
-    )
-
-
-def warn_of_skipped(skipped: int, progress: Progress, *, is_fp16: bool, log: RunLog) -> None:
-    """Say how many steps of the epoch that is over were skipped."""
-    why = ", as some are while fp16 finds its scale" if is_fp16 else ""
-    log.info(
-        f"warning: {skipped} of {progress.step_in_epoch} steps of epoch "
-        f"{progress.epoch + 1} were skipped, since a gradient was not finite{why}"
     )

@@ -1,6 +1,6 @@
 """The folder of a run: its name, how it is found again, and who may write to it.
 
-    folder = make_run_folder(Path("runs/resnet50_test-20261122-074114"), is_default=True)
+    folder = make_run_folder(None, "resnet50_test")     # runs/resnet50_test-20261122-074114
     lock = lock_run_folder(folder)         # another process that tries this ends with exit code 2
 
 The system releases the lock when the process ends, however that ends.
@@ -24,11 +24,6 @@ from errors import InputError
 from training.checkpoint import latest_files, read_progress
 
 LOCK_FILE = ".lock"  # of a run folder
-
-
-def new_run_folder(script: str) -> Path:
-    """runs/<script>-<time>, not yet made."""
-    return Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def latest_run(script: str, launcher: str | None = None) -> Path | None:
@@ -72,20 +67,17 @@ def read_config(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def make_run_folder(folder: Path, *, is_default: bool) -> Path:
-    """Make the folder of a run.
+def make_run_folder(out: str | None, script: str) -> Path:
+    """Make the folder of a run: `out`, which may be there already, or runs/<script>-<time>.
 
-    Args:
-        folder: its path. It may be there already, but for a default name.
-        is_default: the name was not chosen by the user, and a number is added to it where another
-            run, as one of the same second, has taken it.
-    Returns:
-        The path that was made.
+    A number is added to the latter where another run, as one of the same second, has taken it.
+
     Raises:
         InputError: the folder cannot be made.
     """
+    folder = Path(out or f"runs/{script}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
-        if not is_default:
+        if out:
             folder.mkdir(parents=True, exist_ok=True)
             return folder
         for number in itertools.count(1):
@@ -146,7 +138,7 @@ def open_run_folder(
     locks: list[IO[str]] = []  # of rank 0
 
     def reserve() -> Path:
-        folder = make_run_folder(Path(out or new_run_folder(script)), is_default=not out)
+        folder = make_run_folder(out, script)
         locks.append(lock_run_folder(folder))
         check_overwritten(out, state)  # again: another run may have ended in the meantime
         return folder

@@ -17,6 +17,7 @@ Sums of loss and accuracy stay on the device: the host waits for a GPU every 20 
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -32,12 +33,12 @@ from distributed import ddp, fsdp
 from distributed.averaging import Traffic
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import StopVote, World
-from errors import InputError
+from errors import InputError, Interrupted
 from input_pipeline.dataset import BatchedDataset
 from models.averaged_views import AveragedViews
 from optimizers.base import CommunicatingOptimizer, global_norm, step_unless_skipped
 from optimizers.schedules import Schedule
-from training import checkpoint, evaluation, recovery
+from training import checkpoint, evaluation, recovery, train_state
 from training.batch_sampler import DynamicBatchSampler
 from training.epoch_report import RunSummary, epoch_columns, epoch_row
 from training.losses import LossFn
@@ -49,7 +50,6 @@ from training.progress_bar import progress_bar
 from training.recovery import MAX_SKIPPED_IN_A_ROW, Diverged
 from training.run_log import RunLog
 from training.step_stats import ComputeTimer, NoiseMeter, StepSums, TrainClock
-from training.train_state import TrainState
 from training.weight_average import WeightAverage
 
 MAX_COUNTED_CLASSES = 1000  # of a confusion matrix: 8 MB, which the ranks add up
@@ -61,7 +61,6 @@ class TrainerConfig:
     """Named values of a run."""
 
     epochs: int = 1  # length of the run
-    lr: float = 0.1  # the learning rate that the schedule multiplies
     eval_batch_size: int = 128  # of one process in evaluation
     accumulation_steps: int = 1  # micro-batches of a step, at least
     micro_batch_size: int | None = None  # samples of one at most; None is no limit
@@ -78,7 +77,7 @@ class TrainerConfig:
 
 
 @dataclass(eq=False, repr=False)
-class Trainer(TrainState):
+class Trainer:
     """Fits a model to a training set and evaluates it between epochs."""
 
     model: nn.Module  # on its device, not wrapped for data parallelism
@@ -90,7 +89,8 @@ class Trainer(TrainState):
     _: KW_ONLY
     train_set: BatchedDataset
     eval_sets: Mapping[str, BatchedDataset]  # by name, 'val' and 'test'
-    lr_schedule: Schedule  # (progress in epochs, one step in epochs) -> multiple of `config.lr`
+    # (progress in epochs, one step in epochs) -> multiple of the rate the optimizer was made with.
+    lr_schedule: Schedule
     precision: Precision  # autocast and loss scaling
     world: World  # the ranks
     log: RunLog  # the run folder and the console
@@ -108,6 +108,7 @@ class Trainer(TrainState):
         self.communicating: CommunicatingOptimizer | None = None
         if isinstance(self.optimizer, CommunicatingOptimizer):
             self.communicating = self.optimizer
+        # Each rank has weights and optimizer of its own between averagings.
         self.replicas_diverge = self.communicating is not None or self.comm_hook.replicas_diverge
         self.is_sharded = fsdp.is_sharded(self.model)
         self.sharded_traffic = (Traffic(), Traffic())  # of a micro-batch, and of the last of a step
@@ -139,7 +140,12 @@ class Trainer(TrainState):
         decay = config.average_decay
         self.average = WeightAverage(self.model, decay) if decay else None
         self.vote = StopVote(world)
-        self.keep, self.unsaved = config.keep, set()
+        self.unsaved: set[str] = set()  # of 'last' and 'best', what the last save failed to write
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The optimizer's parameters, in the order in which its state numbers them."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     # ---------------------------------------------------------------- the run
 
@@ -160,7 +166,7 @@ class Trainer(TrainState):
                     stop = self.train_epoch(signals)
                 except Diverged:
                     recovery.roll_back(self.progress, self.restore_last, self.log)
-                    self.save()
+                    train_state.save(self)
                     continue
                 with self.world.waiting_at_most(self.world.limits.start):
                     self.finish_epoch()
@@ -188,7 +194,7 @@ class Trainer(TrainState):
         self.wrap_model()
         self.world.set_time_limit(self.world.limits.start)  # by now all process groups are made
         if checkpoint is None:
-            self.save()  # first, so that every run that has a log can be resumed
+            train_state.save(self)  # first, so that every run that has a log can be resumed
         else:  # after wrapping, which gives every rank the buffers of rank 0
             self.probe.lay_out_buckets(
                 self.parallel_model,
@@ -198,9 +204,9 @@ class Trainer(TrainState):
             )
             self.restore(checkpoint)
             path = Path(checkpoint["file"])
-            self.settle_files(path)
+            train_state.settle_files(self, path)
             if path.resolve().parent != self.log.folder.resolve():
-                self.save()
+                train_state.save(self)
             checkpoint.clear()  # it would keep its file on the disk when another takes the name
         self.log.begin(self.progress.rows, epochs=self.config.epochs)
 
@@ -242,7 +248,7 @@ class Trainer(TrainState):
                 if progress.step % LOG_INTERVAL[self.world.device.type] == 0:
                     self.log_progress(bar)
                 if self.config.save_every and progress.step % self.config.save_every == 0:
-                    self.save()
+                    train_state.save(self)
                     self.clock.start()
                 if self.vote.ask(bool(signals)):
                     self.interrupt()
@@ -403,8 +409,8 @@ class Trainer(TrainState):
         """The learning rate of the step about to be done."""
         one_step = 1 / self.batches.steps()
         epochs_done = self.progress.epoch + self.progress.step_in_epoch * one_step
-        factor = self.lr_schedule(epochs_done, one_step)
-        return self.config.lr * (factor * self.progress.lr_factor * self.batches.lr_factor)
+        factor = self.lr_schedule(epochs_done, one_step) * self.progress.lr_factor
+        return self.optimizer.defaults["lr"] * (factor * self.batches.lr_factor)
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of all parameters; a recorded step reads it from a tensor."""
@@ -440,8 +446,10 @@ class Trainer(TrainState):
             row |= self.meta_learner.end_epoch()
         row["skipped_steps"] = int(totals.skipped)
         if totals.skipped:
-            recovery.warn_of_skipped(
-                int(totals.skipped), progress, is_fp16=self.scaler.is_enabled(), log=self.log
+            why = ", as some are while fp16 finds its scale" if self.scaler.is_enabled() else ""
+            self.log.info(
+                f"warning: {int(totals.skipped)} of {progress.step_in_epoch} steps of epoch "
+                f"{row['epoch']} were skipped, since a gradient was not finite{why}"
             )
         meter, timer = self.noise_meter, self.compute_timer
         noise = meter.means(totals, progress.step_in_epoch) if meter is not None else None
@@ -454,7 +462,7 @@ class Trainer(TrainState):
         previous_best = progress.end_epoch(row, self.early_stop.chosen_by)
         self.world.traffic = Traffic()
         self.sums.start_epoch()
-        self.save(previous_best=previous_best)
+        train_state.save(self, previous_best=previous_best)
         self.log.epoch(progress.rows)
         if self.meta_learner is not None:
             self.log.tables("policy", self.meta_learner.meta.tables(), self.metadata["classes"])
@@ -553,12 +561,13 @@ class Trainer(TrainState):
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Go on from a checkpoint; with another batch size at about the same place in the epoch."""
-        self.load_state_dict(checkpoint)
+        train_state.load_state_dict(self, checkpoint)
         if self.graph is not None:
             self.graph.invalidate()  # what the recorded step works on may lie elsewhere now
             make_capturable(self.optimizer)  # also with the checkpoint of a run without graphs
         self.progress.load_state_dict(checkpoint["progress"])
-        self.progress.rescale_epoch(checkpoint["batching"]["size"], self.batches.size)
+        self.progress.step_in_epoch *= checkpoint["batching"]["size"]
+        self.progress.step_in_epoch //= self.batches.size
 
     def restore_last(self) -> None:
         """Return to the last checkpoint."""
@@ -575,5 +584,10 @@ class Trainer(TrainState):
         Raises:
             Interrupted: always.
         """
-        self.save()
-        raise recovery.interruption(self.progress, self.log.folder, self.unsaved)
+        train_state.save(self)
+        kept = "could not be written, an older one is kept, if there is one"
+        raise Interrupted(
+            f"interrupted in epoch {self.progress.epoch + 1}, step {self.progress.step}; last.pt "
+            f"{kept if self.unsaved else 'is written'}, go on with --resume "
+            f"{shlex.quote(str(self.log.folder))}"
+        )

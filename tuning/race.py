@@ -28,8 +28,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from errors import InputError
 from figures import verdict
-from figures.reported_run import ReportedRun, read_run
-from figures.run_logs import Row
+from figures.run_logs import ReportedRun, Row, read_run
 from figures.verdict import Contender, best_rate
 from training.atomic_file import atomic_write_text
 from training.time_estimate import in_words

@@ -17,8 +17,8 @@ from typing import Any
 import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from cli.yaml_file import excerpt, read_yaml
-from errors import InputError, first_line
+from cli.yaml_file import read_yaml
+from errors import InputError, excerpt, first_line
 from tuning.config import Space
 from tuning.target_script import TargetScript
 

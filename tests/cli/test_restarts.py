@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import resnet50_test
-from cli import options, start_checks
+from cli import options
+from distributed.agreement import report_restart
 from distributed.worker import FAILURE, launcher_id
 from distributed.world import World
 from errors import InputError
@@ -113,5 +114,5 @@ def test_a_restart_is_told_by_the_process_that_failed_first(restarted, monkeypat
         ([(0, 1), None, (7, 3)], "after process 7 ended with exit code 3"),
     ]:
         monkeypatch.setattr(World, "gather", lambda _, own, others=others: others or [own])
-        start_checks.report_restart(World(), {"progress": {"epoch": 2}})
+        report_restart(World(), 3)
         assert capsys.readouterr().err == f"restart 1 of 3 {reason}, from epoch 3\n"

@@ -48,14 +48,14 @@ def contents(folder):
     return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-def test_a_default_name_that_is_taken_gets_a_number(tmp_path):
-    name = tmp_path / "runs" / "a-20260101-000000"
-    made = [make_run_folder(name, is_default=True).name for _ in range(3)]
-    assert made == [name.name, f"{name.name}-2", f"{name.name}-3"]
-    assert make_run_folder(name, is_default=False) == name  # the user may give one that is there
-    (tmp_path / "file").write_text("")
+def test_a_default_name_that_is_taken_gets_a_number(here, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    made = [make_run_folder(None, "a").name for _ in range(3)]
+    assert made == ["a-20260101-000000", "a-20260101-000000-2", "a-20260101-000000-3"]
+    assert make_run_folder("mine", "a") == make_run_folder("mine", "a")  # it may be there
+    (here / "file").write_text("")
     with pytest.raises(InputError, match="cannot be made"):
-        make_run_folder(tmp_path / "file" / "run", is_default=True)
+        make_run_folder("file/run", "a")
 
 
 def test_the_lock_ends_with_the_process_though_its_children_live_on(tmp_path):

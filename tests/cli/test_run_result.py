@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import ranks
 import resnet50_test
 from conftest import for_each, run
-from figures.reported_run import read_run
+from figures.run_logs import read_run
 from training import checkpoint, evaluation
 from training.progress import EarlyStop
 

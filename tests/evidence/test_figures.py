@@ -29,10 +29,11 @@ import resnet50_test
 import transformer_test
 from backends import machine
 from benchmarks import airbench
-from cli import options, settings
+from cli import options
+from cli.flag_parser import flat as flat_flags
 from cli.foreign_names import FOREIGN
 from errors import InputError
-from figures import draw, experiments, methods, pack_logs, pictures, run_logs
+from figures import draw, experiments, methods, pictures, run_logs
 
 ROOT = ranks.ROOT
 
@@ -66,7 +67,7 @@ LOGGED = [
 
 def with_settings(flags: dict[str, Any]) -> dict[str, Any]:
     """Flags, and settings of parts by names of their own; in some logs they are flags."""
-    flat = settings.flat(flags)
+    flat = flat_flags(flags)
     for former, own in FOREIGN.items():
         part, _, key = own.removeprefix("--").partition("=")
         if former[2:] in flat and key.partition("=")[2] in ("", "true") and "=" in key:
@@ -286,7 +287,7 @@ def test_a_packed_run_reads_as_its_folder_did(tmp_path):
             "command": ["resnet50_test.py", "--data_dir=/home/me/data", "--lr", "0.1"],
             "launchers": ["a-boot"],
         }
-        pack_logs.pack(write_log(group / name, row.format(seconds), **config))
+        run_logs.pack(write_log(group / name, row.format(seconds), **config))
     assert not group.exists()
     assert [folder.name for folder in run_logs.run_folders(group)] == ["a-seed0", "b-seed1"]
     assert run_logs.row_lines(group / "a-seed0") == ['{"epoch": 1,  "seconds": 3.0}']
@@ -303,4 +304,4 @@ def test_a_packed_run_reads_as_its_folder_did(tmp_path):
     assert groups["one"]["b"] == [[{"epoch": 1, "seconds": 2.0}]]
     assert groups["two"].keys() == {"ended"}
     with pytest.raises(InputError, match="no folder of a finished run"):
-        pack_logs.pack(group / "a-seed0")
+        run_logs.pack(group / "a-seed0")

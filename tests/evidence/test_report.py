@@ -26,7 +26,7 @@ import ranks
 from conftest import for_each
 from distributed.world import World
 from figures import report
-from figures.reported_run import read_run
+from figures.run_logs import read_run
 from trainers import FP32
 from training.evaluation import evaluate
 
@@ -101,8 +101,7 @@ def test_a_run_is_described(tmp_path):
         "best result epoch 2, test accuracy 50.00 %, chosen on the test set, so it is optimistic",
         "time 6 s device-hours 0.003333 samples/s 320 peak memory 1.00 GiB",  # on 2 devices
         "command resnet50_test.py --ngd commit abc1234",
-        "flag value default --dataset digits cifar10",
-        "--lr 0.1 0.08 --subset 0.5 1",
+        "all 6 flags flag my-run --dataset digits --arch resnet8 --optimizer ngd --lr 0.1",
         "cat 88.89 80.00 84.21 10",  # 8 of 9 taken for cats, 8 of 10 cats
         "cow 0.00 0.00 0.00 5 mean, sum 48.38 56.67 51.15 25",
         "cat dog cow cat 8 2 dog 1 9 cow 5",  # the matrix
@@ -149,11 +148,11 @@ def test_what_changes_is_drawn_and_one_bad_epoch_does_not_flatten_a_loss(tmp_pat
     assert "global batch / samples" in texts
     assert "gradient noise scale / samples" in texts
     assert "learning rate" not in texts, "it is constant"
-    assert "cut off" not in texts
+    assert "|10000|" not in texts
     assert page.count('src="data:image/png;base64,') == 1
     changes[5]["train_loss"], changes[7]["train_loss"] = 3e4, math.nan
     bad = render(write_run(tmp_path / "bad", rows(*changes)))
-    assert "|loss|cut off: up to 3e+04|" in text_of_charts(bad)
+    assert "|10000|" in text_of_charts(bad)
 
 
 def test_what_is_missing_is_left_out(tmp_path):
@@ -258,6 +257,4 @@ def test_a_run_writes_what_a_report_shows(runs):
         assert ("test_top5_accuracy" in row) == (len(counts) > 5)
         assert "Classes" in titles(page)
         assert "precision fp32" in text_of(page)
-        shown = re.findall(r'row">--(\w+)</th><td>(.*?)</td><td>(.*?)</td>', page)
-        assert "dataset" in {flag for flag, _, _ in shown}
-        assert all(value != default for _, value, default in shown)
+        assert re.search(r'row">--dataset</th><td>\w+</td>', page)

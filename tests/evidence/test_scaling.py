@@ -9,11 +9,6 @@ from benchmarks.scaling import Network, step_seconds
 LINE = Network(latency=0.001, seconds_per_byte=1e-6)
 
 
-def test_a_ring_sends_each_part_twice_except_its_own() -> None:
-    assert LINE.all_reduce(1000, 2) == pytest.approx(2 * (0.001 + 0.0005))
-    assert LINE.all_reduce(1000, 4) == pytest.approx(6 * (0.001 + 0.00025))
-
-
 def test_the_fit_recovers_latency_and_bandwidth() -> None:
     for ranks in (2, 4):
         taken = {size: LINE.all_reduce(size, ranks) for size in (4, 1 << 16, 1 << 22)}

@@ -25,7 +25,6 @@ from training import step_stats
 from training.batch_sampler import DynamicBatchSampler
 from training.losses import CrossEntropy
 from training.micro_batches import MicroBatches
-from training.progress import Progress
 from training.step_stats import squared_norm
 from training.trainer import Trainer
 
@@ -46,12 +45,6 @@ def rows_of(sampler: DynamicBatchSampler, epoch: int, done: int = 0) -> list[lis
 
 
 # -------------------------------------------------------------------- rows
-
-
-def test_owners_are_as_many_as_their_shares_and_spread_evenly():
-    owners = row_owners([40, 20, 4])
-    for part in owners.split(16):
-        assert part.bincount(minlength=3).tolist() == [10, 5, 1]
 
 
 @each_of("with_lengths", [False, True])
@@ -326,12 +319,6 @@ def test_the_flags_choose_the_sizes_and_rates(words, sizes, rates, here):
     rows = ranks.metrics(out)
     assert [row["batch_size"] for row in rows] == sizes
     assert [row["lr"] for row in rows] == pytest.approx(rates)
-
-
-def test_an_epoch_goes_on_at_the_same_place_in_batches_of_another_size():
-    progress = Progress(step_in_epoch=30)
-    progress.rescale_epoch(64, 128)
-    assert progress.step_in_epoch == 15
 
 
 def test_weights_are_the_same_on_every_rank_and_dropout_is_not(here):

@@ -18,6 +18,7 @@ from distributed.world import World
 from errors import InputError
 from models.residual import residual_blocks
 from trainers import build_optimizer, flat, make_trainer, text_batch, text_model
+from training import train_state
 from training.losses import BatchLoss, CrossEntropy
 from training.trainer import Trainer
 
@@ -107,7 +108,7 @@ def two_ranks(world, folder):
     shares_of_unequal_size_have_as_many_micro_batches(world)
     bytes_and_precision_of_the_wire(world)
     trainer = trained(world, "fsdp", "adamw")
-    state, parameters = trainer.state_dict(), whole_parameters(trainer)
+    state, parameters = train_state.state_dict(trainer), whole_parameters(trainer)
     if world.is_main:
         torch.save((state, parameters), folder / "state.pt")
 
@@ -116,9 +117,9 @@ def a_checkpoint_fits_any_ranks(world, folder, parallel):
     """Weights and moments, bit for bit; they are of two ranks with shards."""
     trainer = trainer_of(world, parallel, "adamw")
     expected, parameters = torch.load(folder / "state.pt")
-    trainer.load_state_dict(copy.deepcopy(expected))
+    train_state.load_state_dict(trainer, copy.deepcopy(expected))
     assert torch.equal(whole_parameters(trainer), parameters)
-    found = trainer.state_dict()
+    found = train_state.state_dict(trainer)
     if world.is_main:
         torch.testing.assert_close(found["model"], expected["model"], rtol=0, atol=0)
         moments, before = (each["optimizer"]["state"] for each in (found, expected))

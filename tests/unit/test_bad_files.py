@@ -31,7 +31,7 @@ WRONG_RECIPES = [
     (b"lr:", "--lr"),
     (b"\xff\xfe\x00binary", "not YAML"),
     (b"lr: 2024-13-45", "must be a number, got '2024-13-45'"),
-    (b"lr: !!int abc", "not YAML"),
+    (b"lr: !!int abc", "must be a number, got 'abc'"),
     (b"[" * 3000, "not YAML"),
     (ALIAS_BOMB, "is neither a value nor a list"),
     (b"augment: yes", "--augment: 'yes' is not one of standard, none"),

@@ -34,6 +34,7 @@ from input_pipeline.image_datasets import ImageSplit
 from models import image_models
 from models.residual import residual_blocks
 from trainers import build_optimizer, image_network, make_trainer
+from training import train_state
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import to_cpu
 from training.losses import CrossEntropy, MixedCrossEntropy
@@ -366,7 +367,7 @@ def test_an_epoch_waits_at_logging_intervals_and_at_its_end(name, size, settings
             trainer.train_set = data = image_data(rows)
         trainer.eval_sets = {"test": data}
         trainer.batches = DynamicBatchSampler(rows, 8, world=world)
-        trainer.save = lambda **how: None  # type: ignore[method-assign]
+        monkeypatch.setattr("training.train_state.save", lambda *trainer, **how: None)
         with gpu.waiting():
             trainer.train_epoch([])
             trainer.finish_epoch()
@@ -392,7 +393,7 @@ def test_a_resumed_run_through_graphs_reads_its_learning_rate_on_the_gpu(name):
         plain = trainer_of(gpu, world, name)
         with gpu.waiting():
             plain.train_step(*batch())
-            saved = to_cpu(plain.state_dict())
+            saved = to_cpu(train_state.state_dict(plain))
             for group in saved["optimizer"]["param_groups"]:
                 group["lr"] = torch.tensor(0.1)  # as a run through graphs has it
             recorded = trainer_of(gpu, world, name, record_cuda_graph=True)

@@ -19,6 +19,7 @@ from distributed.world import World
 from errors import InputError
 from models.image_models import create_model
 from trainers import build_optimizer, make_trainer
+from training import train_state
 from training.losses import CrossEntropy, MixedCrossEntropy
 from training.trainer import Trainer
 
@@ -61,7 +62,6 @@ def make(name: str, device: str = "cpu", *, loss_fn=None, graph: bool = False) -
         World(device=torch.device(device)),
         loss_fn=loss_fn or CrossEntropy(0.1),
         precision=precision,
-        lr=RATES[name],
         accumulation_steps=2,
         max_grad_norm=1.0,
         record_cuda_graph=graph,
@@ -71,7 +71,7 @@ def make(name: str, device: str = "cpu", *, loss_fn=None, graph: bool = False) -
 def run(trainer: Trainer, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and sums after steps at a falling rate; the gradients of two are not finite."""
     for number, (x, y) in enumerate(batches(device)):
-        trainer.set_lr(trainer.config.lr / (1 + number))
+        trainer.set_lr(trainer.optimizer.defaults["lr"] / (1 + number))
         trainer.train_step(x * float("nan") if number in (1, 9) else x, y)
     weights = torch.cat([p.detach().flatten() for p in trainer.parameters])
     return weights.cpu(), trainer.sums.values.cpu()
@@ -152,7 +152,7 @@ def test_loading_a_state_invalidates_the_graphs(monkeypatch):
     run(trainer)
     assert trainer.graph is not None
     assert trainer.graph.recorded
-    state = copy.deepcopy(other.state_dict())
+    state = copy.deepcopy(train_state.state_dict(other))
     file = str(trainer.log.folder / "last.pt")
     trainer.restore({**state, "progress": other.progress.state_dict(), "file": file})
     assert not trainer.graph.recorded

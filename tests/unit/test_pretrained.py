@@ -20,7 +20,6 @@ from torchvision import models
 import ranks
 import resnet50_test
 import transformer_test
-from cli import image_classification
 from conftest import each_of, run, write_images
 from errors import InputError
 from input_pipeline.text_datasets import read_headlines
@@ -287,7 +286,6 @@ def test_pretrained_weights_bring_their_preprocessing(here, monkeypatch):
 
 def test_what_is_known_of_pretrained_weights():
     assert image_models.usual_preprocessing("resnet8") == {}
-    assert image_classification.of_channels([0.2, 0.4, 0.6], 1) == pytest.approx([0.4])
     pytest.importorskip("timm")
     found = image_models.usual_preprocessing("timm:vit_tiny_patch16_224")
     halves = [0.5, 0.5, 0.5]
