@@ -12,7 +12,7 @@ Rules follow the epoch (`Scheduled`), the training loss (`ByLoss`) or the gradie
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -98,7 +98,7 @@ def _proportions(total: int, weights: Sequence[Fraction], *, lowest: int) -> lis
 # -------------------------------------------------------------------- over time
 
 
-class Rule(ABC):
+class Rule:
     """Decides the batch size of each epoch; a rule with a memory overrides the other methods."""
 
     @abstractmethod

@@ -44,7 +44,7 @@ def run_sweep(config: SweepConfig, first: Sequence[dict[str, Any]] = ()) -> optu
     config.script.check(arguments)
     runner = TrialRunner(config, arguments, gpu_slots(config.jobs, config.nproc, gpus=gpus))
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    with lock_run_folder(make_run_folder(config.out, is_default=False)):
+    with lock_run_folder(make_run_folder(str(config.out), config.script.file)):
         study = open_study(config)
         finished = finished_trials(study)
         waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
