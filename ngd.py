@@ -67,6 +67,8 @@ FLOOR = 1e-7
 # Relative to |X|: how much of the old R is in the new one, for directions in which X is nothing.
 KEPT = 1e-5
 SMALLEST = 1e-10  # norm of F^(-1/2) X whose step has the full length
+SECOND_MOMENTS = ("none", "elements", "factors", "rows", "coordinates")
+SECOND_MOMENT_DECAY = 0.95
 SAMPLE = 4  # the first of two iterations takes every so many columns of X
 RIDGE = 1e-10  # relative to the trace of H H', added to its diagonal
 
@@ -99,13 +101,21 @@ class NGD(GradScalerOptimizer):
             shorter side.
         adamw_ratio: the learning rate of AdamW is lr * adamw_ratio.
         betas, eps: of AdamW.
+        second_moment: what the whitened step is divided by before it is scaled to its length, by
+            the root of running means of squares: of its elements, of rows times columns (factors),
+            of the rows of the weight; coordinates: instead of whitening, the momentum's components
+            along the rows of R and the rest are divided so (Adam in the coordinates of R).
         ngd: whether this group's matrices are under NGD.
 
     Raises:
         ValueError: a hyper-parameter is out of its range.
     """
 
-    own_ranges = {"rank": lambda rank: rank >= 1, "adamw_ratio": lambda ratio: ratio >= 0}
+    own_ranges = {
+        "rank": lambda rank: rank >= 1,
+        "adamw_ratio": lambda ratio: ratio >= 0,
+        "second_moment": SECOND_MOMENTS.__contains__,
+    }
 
     def __init__(
         self,
@@ -119,6 +129,7 @@ class NGD(GradScalerOptimizer):
         adamw_ratio: float = 0.075,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        second_moment: str = "none",
         ngd: bool = True,
     ) -> None:
         self.batches: dict[tuple[bool, ...], list[list[list[MatrixBatch]]]] = {}
@@ -131,6 +142,7 @@ class NGD(GradScalerOptimizer):
             "adamw_ratio": adamw_ratio,
             "betas": betas,
             "eps": eps,
+            "second_moment": second_moment,
             "ngd": ngd,
         }
         super().__init__(params, defaults)
@@ -178,7 +190,10 @@ class NGD(GradScalerOptimizer):
             batch.load_momentum(
                 group, active=active, loss_scale=self.loss_scale, found_inf=self.found_inf
             )
-        (precondition_small if first.is_small else precondition)(batches, active=active)
+        whiten = group["second_moment"] != "coordinates"
+        (precondition_small if first.is_small else precondition)(
+            batches, active=active, whiten=whiten
+        )
         for batch in batches:
             batch.update(group, active=active)
 
@@ -283,6 +298,8 @@ class MatrixBatch:
             for state in states:
                 state.setdefault("directions", directions)
                 state.setdefault("momentum_buffer", momentum)
+        self.means: dict[str, Tensor] = {}
+        self.mean_steps: dict[str, int] = {}
         self.R = torch.stack([state["directions"] for state in states])  # (batch, rank, D)
         rank = self.R.shape[1]
         self.is_small = self.device.type in ALONE_DEVICES and self.dim <= 2 * rank
@@ -339,6 +356,10 @@ class MatrixBatch:
 
     def update(self, group: dict[str, Any], *, active: Tensor) -> None:
         """Scales X to the length of a step, and updates the parameters along it."""
+        if group["second_moment"] == "coordinates":
+            self.divide_coordinates()
+        elif group["second_moment"] != "none":
+            self.divide_step(group["second_moment"])
         X = self.X
         X.mul_((self.length / row_norms(X).clamp(min=SMALLEST)).to(X.dtype)[:, None])
         if decay := group["weight_decay"]:
@@ -346,13 +367,50 @@ class MatrixBatch:
         X.mul_(active * -group["lr"])
         torch._foreach_add_(self.parameters, self._as_parameters(X))
 
+    def mean_square(self, name: str, square: Tensor) -> Tensor:
+        """The running mean of a square, kept under a name; corrected for its start."""
+        if name not in self.means:
+            self.means[name] = torch.zeros_like(square)
+        self.means[name].lerp_(square, 1 - SECOND_MOMENT_DECAY)
+        steps = self.mean_steps[name] = self.mean_steps.get(name, 0) + 1
+        return self.means[name] / (1 - SECOND_MOMENT_DECAY**steps)
+
+    def divide_step(self, kind: str) -> None:
+        """Divides X by the root of the running mean of its square."""
+        shape = self.momentum.shape
+        X = self.X.view(shape[0], shape[1], -1)
+        square = X / row_norms(self.X).clamp(min=SMALLEST).to(X.dtype)[:, None, None]
+        square = square.square()
+        if kind == "elements":
+            mean = self.mean_square("elements", square)
+        else:
+            mean = self.mean_square("rows", square.mean(2, keepdim=True))
+            if kind == "factors":
+                columns = self.mean_square("columns", square.mean(1, keepdim=True))
+                mean = mean * columns / columns.mean(2, keepdim=True)
+        X.div_(mean.sqrt() + 1e-8)
+
+    def divide_coordinates(self) -> None:
+        """Divides the components of X along R, and the rest, by the roots of their mean squares."""
+        X = self.matrices
+        X.div_(row_norms(self.X).clamp(min=SMALLEST).to(X.dtype)[:, None, None, None])
+        H = project(self.R, X)
+        subtract_projection(X, H, W=self.R)
+        free = (self.dim - self.R.shape[1]) * (self.X.shape[1] // self.dim)
+        rest = self.mean_square("rest", (X.square().sum((1, 2, 3), keepdim=True) / free))
+        X.div_(rest.sqrt() + 1e-8)
+        H = H / (self.mean_square("H", H.square()).sqrt() + 1e-8)
+        subtract_projection(X, -H, W=self.R)
+
     def _as_parameters(self, X: Tensor) -> list[Tensor]:
         """Returns the rows of X (batch, elements) in the shape of the parameters."""
         permuted = X.view(self.momentum.shape).permute(0, *(1 + a for a in self.inverse_order))
         return list(permuted.unbind())
 
 
-def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
+def precondition(
+    batches: Sequence[MatrixBatch], *, active: Tensor, whiten: bool = True
+) -> None:
     """Takes R of the batches on, and multiplies their X by F^(-1/2) in place.
 
     The algebra of small matrices is one computation for all batches, of X / |X| instead of X.
@@ -381,6 +439,8 @@ def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
     is_valid = stacked.isfinite().flatten(1).all(1) & (active > 0)
     for batch, R, valid in zip(batches, directions, is_valid.split(counts)):
         batch.R.copy_(torch.where(valid[:, None, None], R, batch.R))
+    if not whiten:
+        return
     projected = [
         project(batch.R * scale, batch.matrices, buffer=batch.buffer)
         for batch, scale in zip(batches, scales)
@@ -392,7 +452,9 @@ def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
         subtract_projection(batch.matrices, H, W=part @ batch.R)
 
 
-def precondition_small(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
+def precondition_small(
+    batches: Sequence[MatrixBatch], *, active: Tensor, whiten: bool = True
+) -> None:
     """As `precondition`, from F itself, which costs less than H and J where D <= 2 rank."""
     counts = [len(batch.X) for batch in batches]
     square = torch.cat([row_norms(batch.X) for batch in batches]).square()[:, None, None]
@@ -410,7 +472,8 @@ def precondition_small(batches: Sequence[MatrixBatch], *, active: Tensor) -> Non
     W, R = W.to(batches[0].dtype), torch.where(active > 0, R, old)
     for batch, R_of, W_of in zip(batches, R.split(counts), W.split(counts)):
         batch.R.copy_(R_of[:, :, : batch.dim])
-        batch.multiply(W_of[:, : batch.dim, : batch.dim])
+        if whiten:
+            batch.multiply(W_of[:, : batch.dim, : batch.dim])
 
 
 def cat_padded(tensors: Sequence[Tensor], *, square: bool = False) -> Tensor:

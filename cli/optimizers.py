@@ -30,7 +30,7 @@ def optimizer_choices(**lr: float) -> dict[str, OptimizerChoice]:
     return {
         "sgd": sgd(fused_sgd, lr=lr["sgd"]),
         "adamw": OptimizerChoice(fused_adamw, ADAM, lr=lr["adamw"], weight_decay=0.05),
-        "ngd": whitened(NGD, lr=lr["ngd"], own=("rank", "adamw_ratio")),
+        "ngd": whitened(NGD, lr=lr["ngd"], own=("rank", "adamw_ratio", "second_moment")),
         "kaldi_ngd": sgd(KaldiNGD, lr=lr["kaldi_ngd"], own=kaldi),
         "muon": whitened(Muon, lr=lr["muon"], own=("adamw_ratio",)),
         "lars": sgd(LARS, lr=lr["lars"], own=("trust_coefficient", "clip")),
