@@ -69,7 +69,10 @@ KEPT = 1e-5
 SMALLEST = 1e-10  # norm of F^(-1/2) X whose step has the full length
 SAMPLE = 4  # the first of two iterations takes every fourth column of X
 RIDGE = 1e-10  # relative to the trace of H H', added to its diagonal
-RIDGE_OF_FP32 = 1e-6  # the same where H H' = R F R' comes from an F that was computed in fp32
+# F of small weights is computed in fp32 where R sees at least this share of its trace, and fp32's
+# rounding is lifted by a ridge, relative to that trace.
+SEEN = 0.1
+RIDGE_OF_FP32 = 1e-6
 
 
 class NGD(GradScalerOptimizer):
@@ -327,9 +330,10 @@ class MatrixBatch:
         else:
             X.copy_(momentum)
 
-    def moment(self, *, is_sampled: bool) -> Tensor:
-        """Computes X X' (batch, D, D) of all columns of X or of some."""
+    def moment(self, dtype: torch.dtype, *, is_sampled: bool) -> Tensor:
+        """Computes X X' (batch, D, D) in a dtype, of all columns of X or of some."""
         X = sample(self.matrices, rank=self.R.shape[1]) if is_sampled else self.matrices
+        X = X.to(dtype)
         return second_moment(X.flatten(0, 1) if X.shape[3] > 1 else X[..., 0], X)
 
     def multiply(self, W: Tensor) -> None:
@@ -369,9 +373,9 @@ def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
             grams.append(gram(H, X))
             products.append(second_moment(H, X) * scale)
         old = cat_padded(directions)
-        stacked = next_directions(
-            torch.cat(grams), cat_padded(products).double(), R=old.double()
-        ).to(old.dtype)
+        G, J = torch.cat(grams), cat_padded(products).double()
+        ridge = RIDGE * traces(G)
+        stacked = next_directions(G, J, R=old.double(), ridge=ridge).to(old.dtype)
         if is_sampled:  # all sampled columns may be 0
             is_valid = stacked.isfinite().flatten(1).all(1)
             stacked = torch.where(is_valid[:, None, None], stacked, old)
@@ -393,16 +397,24 @@ def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
 
 
 def precondition_small(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
-    """As `precondition`, from F itself, which costs less than H and J where D <= 2 rank."""
+    """As `precondition`, from F itself, which costs less than H and J where D <= 2 rank.
+
+    The host reads whether fp32 will do for F: it is that of a CPU.
+    """
     counts = [len(batch.X) for batch in batches]
     square = torch.cat([row_norms(batch.X) for batch in batches]).square()[:, None, None]
     R = old = cat_padded([batch.R for batch in batches]).double()
-    ridge = RIDGE if batches[0].dtype == torch.float64 else RIDGE_OF_FP32
     for is_sampled in (True, False):
-        moments = [batch.moment(is_sampled=is_sampled) for batch in batches]
-        F = cat_padded(moments, square=True).double() / square
-        J = R @ F
-        next_R = next_directions(J @ R.mT, J, R=R, ridge=ridge)
+        for dtype in (batches[0].dtype, torch.float64):
+            moments = [batch.moment(dtype, is_sampled=is_sampled) for batch in batches]
+            F = cat_padded(moments, square=True).double() / square
+            J = R @ F
+            G = J @ R.mT
+            seen, total = traces(G), traces(F)
+            if dtype == torch.float64 or not (seen < SEEN * total).any():
+                break
+        ridge = RIDGE * seen if dtype == torch.float64 else RIDGE_OF_FP32 * total
+        next_R = next_directions(G, J, R=R, ridge=ridge)
         is_valid = next_R.isfinite().flatten(1).all(1)  # all sampled columns may be 0
         R = torch.where(is_valid[:, None, None], next_R, R)
     K = flattening(R @ F @ R.mT, dim=torch.cat([batch.dims for batch in batches]))
@@ -443,21 +455,25 @@ def gram(H: Tensor, X: Tensor) -> Tensor:
     return H.mT @ H if X.shape[3] == 1 else H @ H.mT
 
 
-def next_directions(G: Tensor, J: Tensor, *, R: Tensor, ridge: float = RIDGE) -> Tensor:
+def traces(A: Tensor) -> Tensor:
+    """Returns the traces (batch,) of matrices (batch, n, n)."""
+    return A.diagonal(dim1=1, dim2=2).sum(1)
+
+
+def next_directions(G: Tensor, J: Tensor, *, R: Tensor, ridge: Tensor) -> Tensor:
     """Computes the next R: orthonormal rows (batch, rank, D), float64, that span those of R F.
 
     Args:
         G: H H' (batch, rank, rank) with H = R X and |X| = 1.
         J: H X' (batch, rank, D), = R F.
         R: (batch, rank, D).
-        ridge: added to the diagonal of G, relative to its trace.
+        ridge: (batch,), added to the diagonal of G.
 
     Returns:
         R, not finite where X is 0 or not finite.
     """
-    trace = G.diagonal(dim1=1, dim2=2).sum(1)
     eye = torch.eye(G.shape[1], dtype=G.dtype, device=G.device)
-    C, _ = torch.linalg.cholesky_ex(G + (ridge * trace)[:, None, None] * eye)
+    C, _ = torch.linalg.cholesky_ex(G + ridge[:, None, None] * eye)
     Y = torch.linalg.solve_triangular(C, J, upper=False)  # rows of J differ in length far more
     Y = Y + KEPT * R
     L, _ = torch.linalg.cholesky_ex(Y @ Y.mT)
@@ -476,7 +492,7 @@ def flattening(S: Tensor, *, dim: Tensor) -> Tensor:
     """
     rank = S.shape[1]
     eye = torch.eye(rank, dtype=S.dtype, device=S.device)
-    rest = 1 - S.diagonal(dim1=1, dim2=2).sum(1)
+    rest = 1 - traces(S)
     rho = (rest / (dim - rank).clamp(min=1)).clamp(min=FLOOR)
     root = inverse_square_root(S + FLOOR * eye)
     return eye - rho.sqrt()[:, None, None] * root

@@ -113,6 +113,25 @@ def test_a_gradient_of_rank_one_or_zero_keeps_the_directions_orthonormal():
             assert distance(-p, p.grad * math.sqrt(50) / p.grad.norm()) < 5e-2
 
 
+def test_directions_are_found_to_which_the_first_ones_are_nearly_orthogonal():
+    """As in the softmax of two classes, whose rows have opposite gradients."""
+    for seed in range(6):
+        torch.manual_seed(seed)
+        unseen = torch.linalg.svd(Oracle((64, 576)).R)[2][32:]  # of R_0
+        wide = unseen.mT.float() @ torch.randn(32, 576) + 1e-4 * torch.randn(64, 576)
+        two = torch.randn(1, 300) * torch.tensor([[1.0], [-1.0]]) + 1e-6 * torch.randn(2, 300)
+        for gradient in (wide, two):
+            p = nn.Parameter(torch.zeros_like(gradient))
+            settings = {"momentum": 0.0, "nesterov": False}
+            optimizer = NGD([p], lr=1.0, weight_decay=0.0, **settings)
+            oracle = Oracle(tuple(gradient.shape), **settings)
+            for _ in range(3):
+                p.detach().zero_()
+                p.grad = gradient.clone()
+                optimizer.step()
+                assert distance(p.detach(), oracle(gradient)) < 1e-3
+
+
 def test_dead_columns_do_not_stop_the_directions():
     p = nn.Parameter(torch.zeros(64, 256))
     optimizer = NGD([p], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0)
