@@ -12,7 +12,6 @@ Rules follow the epoch (`Scheduled`), the training loss (`ByLoss`) or the gradie
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -101,7 +100,6 @@ def _proportions(total: int, weights: Sequence[Fraction], *, lowest: int) -> lis
 class Rule:
     """Decides the batch size of each epoch; a rule with a memory overrides the other methods."""
 
-    @abstractmethod
     def next_batch_size(self, epoch: int, size: int) -> float:
         """Return the number of samples that the global batch of an epoch should have.
 
@@ -111,6 +109,7 @@ class Rule:
             epoch: 0 is the first.
             size: samples of the global batch of the epoch before.
         """
+        raise NotImplementedError
 
     def observe(self, size: int, loss: float, *, seconds: float, noise: float | None) -> None:
         """Take note of an epoch.

@@ -7,7 +7,7 @@ the line that refuses them.
 
 from __future__ import annotations
 
-NAMES = {  # by the flag of ours that they stand for, by its value, or by a setting of a part
+NAMES = {  # our flag, value or setting: its foreign names
     "--optimizer=ngd": "--ngd",
     "--mixup=meta": "--meta_learning",
     # ---- training

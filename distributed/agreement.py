@@ -54,7 +54,7 @@ def check_equal(world: World, values: Mapping[str, Any], *, advice: str) -> None
 
 
 def report_restart(world: World, epoch: int) -> None:
-    """Say on rank 0 why torchrun has started the job again, and in which epoch it goes on."""
+    """Say on rank 0 why torchrun restarted the job, and from which epoch it goes on; collective."""
     failures = [failure for failure in world.gather(last_failure()) if failure]
     if not (world.is_main and is_restarted()):
         return

@@ -120,7 +120,7 @@ def execute(run: PlannedRun, deadline: float, variables: Mapping[str, str]) -> s
 
 
 def wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Return the exit code of a process, or None if it still runs after these seconds."""
+    """Return the exit code of a process, or None if it still runs after `seconds`."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -141,8 +141,8 @@ def check_committed(logs: Path) -> None:
         more = ", ..." if len(changed) > MAX_NAMED_FILES else ""
         raise InputError(
             f"not committed: {', '.join(changed[:MAX_NAMED_FILES])}{more}; a log's commit would "
-            "not be the code that made it: commit or stash them first, or use --allow_dirty with "
-            "--logs FOLDER"
+            "not be the code that made it: commit or stash them first, in a git clone, or use "
+            "--allow_dirty with --logs FOLDER"
         )
 
 

@@ -167,7 +167,6 @@ def environment_of(run: ReportedRun) -> dict[str, str]:
     row, command = run.rows[-1], run.config.get("command")
     words = command if isinstance(command, list) else [command or ""]
     recorded = {**run.flags, **run.config, "command": " ".join(map(str, words))}
-    sent = total(run, "wire_bytes") or total(run, "comm_bytes")  # of older logs
     return {
         **{name: str(recorded.get(name) or "") for name in RECORDED},
         "changes during the run": describe_all(run.config.get("segments") or []),
@@ -175,7 +174,7 @@ def environment_of(run: ReportedRun) -> dict[str, str]:
         "devices": show(row, "devices", "{:g}"),
         "time of evaluation": show(row, "eval_seconds", "{:.0f} s"),
         "time of compilation": show(row, "compile_seconds", "{:.0f} s"),
-        "sent by each process": show({"sent": sent}, "sent", "{:.1f} MB", 1e-6),
+        "sent by each process": show({"sent": total(run, "wire_bytes")}, "sent", "{:.1f} MB", 1e-6),
         "run": run.name,
     }
 

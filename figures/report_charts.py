@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from figures.methods import COLOURS
 
 STYLES = [*itertools.product(("solid", "dashed", "dotted"), COLOURS.values())]
 MAX_MARKED = 60  # points of a line that are marked one by one
-SQUASHED = 10.0  # times the lowest value from which on the highest one needs a logarithmic axis
+SQUASHED = 10.0  # highest loss over lowest above which the axis is logarithmic
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ def draw_chart(
     losses = [y for line in lines for y in line.y if y > 0] if is_loss else []
     if losses and max(losses) > SQUASHED * min(losses):
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_minor_formatter("")
     axes.yaxis.set_major_formatter("{x:g}")  # 2e-05, without an offset
     if xlabel == "epoch":

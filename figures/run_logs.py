@@ -162,7 +162,11 @@ def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
     """Return the finished runs below a folder of groups."""
     groups: dict[str, dict[str, Runs]] = {}
     for name in sorted({path.stem for path in logs.iterdir() if path.suffix in ("", ".jsonl")}):
-        if done := list(filter(finished, run_folders(logs / name))):
+        folders = run_folders(logs / name)
+        done = list(filter(finished, folders))
+        for folder in (each for each in folders if each not in done):
+            print(f"{folder}: not finished, left out")
+        if done:
             groups[name] = by_name(done)
     return groups
 

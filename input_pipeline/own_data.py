@@ -97,7 +97,7 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
         raise InputError(f"--data_dir {root}: is a file; give the folder that contains it")
     try:
         entries = sorted(root.iterdir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         entries = []
     is_wanted = Path.is_dir if "" in suffixes else Path.is_file  # a pipe would be waited for
     paths = {}

@@ -87,6 +87,10 @@ class Progress:
         self.step_in_epoch += 1
         self.samples += samples
 
+    def rescale_epoch(self, old_batch_size: int, new_batch_size: int) -> None:
+        """Count the steps of this epoch in batches of another size."""
+        self.step_in_epoch = self.step_in_epoch * old_batch_size // new_batch_size
+
     def end_epoch(self, row: dict[str, Any], chosen_by: str) -> dict[str, Any] | None:
         """Count an epoch as done; returns the best epoch before, or None if this is not the best.
 

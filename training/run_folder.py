@@ -114,7 +114,7 @@ def lock_run_folder(folder: Path) -> IO[str]:
     except (BlockingIOError, PermissionError):
         file.close()
         raise InputError(
-            f"{folder}: another process is writing to this run folder; wait until it has ended, "
+            f"{folder}: another process is writing to this folder; wait until it has ended, "
             "stop it, or choose another folder with --out"
         ) from None
     except OSError:  # the file system has no locks

@@ -566,8 +566,7 @@ class Trainer:
             self.graph.invalidate()  # what the recorded step works on may lie elsewhere now
             make_capturable(self.optimizer)  # also with the checkpoint of a run without graphs
         self.progress.load_state_dict(checkpoint["progress"])
-        self.progress.step_in_epoch *= checkpoint["batching"]["size"]
-        self.progress.step_in_epoch //= self.batches.size
+        self.progress.rescale_epoch(checkpoint["batching"]["size"], self.batches.size)
 
     def restore_last(self) -> None:
         """Return to the last checkpoint."""

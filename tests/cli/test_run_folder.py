@@ -60,7 +60,7 @@ def test_a_default_name_that_is_taken_gets_a_number(here, monkeypatch):
 
 def test_the_lock_ends_with_the_process_though_its_children_live_on(tmp_path):
     with held_lock(tmp_path) as process:
-        with pytest.raises(InputError, match="another process is writing to this run"):
+        with pytest.raises(InputError, match="another process is writing to this folder"):
             lock_run_folder(tmp_path)
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import functools
 import importlib.metadata
 import os
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import optuna
 import pytest
@@ -205,6 +207,8 @@ def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(
     assert "3 finished, 0 resumed" in run_sweep(searched, *grid)[1]
     (tmp_path / "sweep" / "study.log").rename(tmp_path / "study.db")
     assert "trials without study.log" in run_sweep(searched, *grid)[2]
+    monkeypatch.setattr(fcntl, "lockf", mock.Mock(side_effect=BlockingIOError))
+    assert "another process is writing to this folder" in run_sweep(searched, *grid)[2]
 
 
 def test_a_target_that_no_trial_reaches_makes_no_recipe(run_sweep, tmp_path):

@@ -98,7 +98,7 @@ def bytes_and_precision_of_the_wire(world):
     world.traffic = Traffic()
     exact = whole_parameters(trained(world, "fsdp", accumulation_steps=2))
     assert world.traffic.payload == 5 * 8 * (2 * (every + blocks) + every)
-    assert world.traffic.wire == world.traffic.payload / 2
+    assert world.traffic.wire == world.traffic.payload / 2, "half of an all-reduce"
     rounded = whole_parameters(trained(world, "fsdp", accumulation_steps=2, wire="bf16"))
     assert 1e-7 < (rounded - exact).norm() / exact.norm() < 1e-2
 

@@ -47,6 +47,12 @@ def test_the_clock_tells_compiling_apart_and_goes_on_after_a_resume(monkeypatch)
     assert progress.seconds == 20.0
 
 
+def test_an_epoch_goes_on_at_the_same_place_in_batches_of_another_size():
+    progress = Progress(step_in_epoch=30)
+    progress.rescale_epoch(64, 128)
+    assert progress.step_in_epoch == 15
+
+
 def test_rows_say_what_was_training(runs):
     for folder in runs.values():
         for line in (folder / "metrics.jsonl").read_text().splitlines():

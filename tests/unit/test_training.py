@@ -29,8 +29,10 @@ import resnet50_test
 import transformer_test
 from conftest import each_of, run
 from training import checkpoint, recovery
+from training.batch_sampler import DynamicBatchSampler
 from training.classifier import load
 from training.losses import CrossEntropy
+from training.trainer import Trainer
 
 DIGITS = "--dataset digits --arch resnet20 --bs 64 --lr 0.1 --epochs 2 --threads 1"
 LINES = "--dataset headlines --bs 16 --lr 4e-4 --epochs 8 --threads 1"
@@ -280,3 +282,15 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_the_run_goes_on(here, dig
     assert "No space left on device" in digits("--epochs 3")
     assert [row["epoch"] for row in ranks.metrics(here / "run")] == [1, 2, 3]
     assert checkpoint.load(here / "run", "resnet50_test")["progress"]["epoch"] == 3
+
+
+def test_the_step_gets_the_weight_of_its_share(digits, monkeypatch):
+    plan, train_step = DynamicBatchSampler.plan, Trainer.train_step
+
+    def half_weights(*args):
+        return [part._replace(weight=0.5) for part in plan(*args)]
+
+    monkeypatch.setattr(DynamicBatchSampler, "plan", half_weights)
+    with mock.patch.object(Trainer, "train_step", autospec=True, side_effect=train_step) as spy:
+        digits("--epochs 1")
+    assert {call.args[3] for call in spy.call_args_list} == {0.5}
