@@ -79,7 +79,7 @@ def shard(
     # Gathering shards, or reducing gradients to them, sends half as much as an all-reduce.
     weights = Traffic(gathered, Traffic.reduced(gathered, shards).wire / 2)
     gradients = Traffic(averaged, Traffic.reduced(averaged, shards).wire / 2)
-    between_nodes = Traffic.reduced(averaged // shards, nodes)
+    between_nodes = Traffic.reduced(averaged // shards, nodes) if nodes > 1 else Traffic()
     sent = weights, weights + gradients + between_nodes
     model.traffic_per_micro_batch = sent  # type: ignore[assignment]
     if compute_dtype is not None and norms:
