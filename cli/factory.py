@@ -465,7 +465,7 @@ def create_trainer(
     meta_learner: MetaMixupStep | None,
     batches: DynamicBatchSampler,
 ) -> Trainer:
-    """The trainer of these parts; this creates the run folder.
+    """Make the trainer of these parts, and the run folder.
 
     Args:
         model, optimizer, loss_fn, meta_learner, batches: as of `Trainer`.

@@ -194,7 +194,7 @@ Values = Mapping[str, Sequence[Any]]  # by name of a flag, those of its values t
 
 
 def holds(args: argparse.Namespace, name: str, values: Sequence[Any]) -> bool:
-    """Whether a flag has one of these values; `processes` stands for those of the job."""
+    """Whether a flag has one of these values; `processes` is whether the job has several."""
     if name == "processes":
         value: Any = int(os.environ.get("WORLD_SIZE", 1)) > 1
     else:
@@ -235,7 +235,7 @@ class Flag:
         nargs: as of argparse.
         scope: what it belongs to.
         only_with: it has an effect where all values of one of these hold.
-        owner: of NAME=VALUE, the flag that chooses the part whose settings they are; '' if none.
+        owner: the flag that chooses the part to which NAME=VALUE settings belong; '' if none.
         parts: the settings of each part with their defaults, by the value of that flag.
     """
 
@@ -514,7 +514,7 @@ class ScriptParser(FlagParser):
         return next((flag for flag in self.flags.values() if own in flag.names), None)
 
     def of_scope(self, *scopes: Scope) -> Collection[str]:
-        """The attributes of the flags that belong to one of these."""
+        """The attributes of the flags that belong to one of these scopes."""
         return [name for name, flag in self.flags.items() if flag.scope in scopes]
 
     def unused(self, given: Iterable[str], args: argparse.Namespace) -> list[str]:

@@ -150,7 +150,7 @@ class RoundedGradients(AllReduceHook):
 
     @torch.no_grad()
     def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Send this step's gradients with what was left before, and keep what is left now."""
+        """Send this step's gradients plus the last rounding error, and keep the new error."""
         gradients, buffer = dict(zip(bucket.parameters(), bucket.gradients())), bucket.buffer()
         matrices = [p for p in gradients if p.ndim > 1 and p.numel() >= SMALLEST_ROUNDED]
         rounded = [gradients.pop(p) for p in matrices] or [buffer[:0]]  # also without a matrix

@@ -61,7 +61,7 @@ class PlannedRun:
 
     @property
     def title(self) -> str:
-        """GROUP/NAME-seedN."""
+        """What messages call the run: GROUP/NAME-seedN."""
         return f"{self.folder.parent.name}/{self.folder.name}"
 
     def arguments(self) -> list[str]:

@@ -46,7 +46,7 @@ class Augmentation:
         learned_on: of AutoAugment's policies, that for 'cifar10', 'imagenet' or 'svhn'.
         jitter: brightness, contrast and saturation are multiplied by 1 - jitter to 1 + jitter.
         erasing: probability that a rectangle gets the mean colour (arXiv:1708.04896).
-        small_epochs: number of first epochs with images that are scaled down.
+        small_epochs: number of epochs at the start whose images are scaled down.
         small_size: side of these images in the first stage, in pixels.
         small_stages: number of stages of these epochs. From stage to stage the side grows evenly;
             after the last stage images have their own size.

@@ -85,8 +85,8 @@ def epoch_row(
 def training_seconds(row: Mapping[str, Any]) -> float:
     """The time that a run took to reach this row of metrics.jsonl: the clock of every comparison.
 
-    It counts the training steps with their data, and what they need; neither compiling nor
-    evaluating. Rows of older logs do not tell these apart: of them it is all.
+    Training steps and their data count; compiling and evaluating do not. Rows of older logs do not
+    have these apart, so that everything counts.
     """
     return row["seconds"] - row.get("compile_seconds", 0.0) - row.get("eval_seconds", 0.0)
 

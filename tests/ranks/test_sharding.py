@@ -73,6 +73,10 @@ def shards_train_as_copies_do(world, parallel, local_size):
         held = sum(parameter.to_local().numel() for parameter in shards.parameters)
         assert held <= sum(parameter.numel() for parameter in shards.parameters) / local_size * 1.1
         assert [fsdp.is_sharded(each.model) for each in (copies, shards)] == [False, True]
+    weights, all_of_it = fsdp.traffic_per_micro_batch(shards.model)
+    size, nodes = 8 * len(flat(copies.parameters)), world.size // local_size
+    within, between = 1 - 1 / local_size, 2 * (1 - 1 / nodes) / local_size  # nodes
+    assert all_of_it.wire - weights.wire == (within + between) * size
 
 
 @pytest.mark.parametrize(("parallel", "size", "local_size"), [("hsdp", 2, 1), ("hsdp", 4, 2)])
