@@ -15,6 +15,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
@@ -44,6 +45,8 @@ PRELOADED = [
 ]
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(PRELOADED)
+# A start asks all processes for their exit codes; the second of two threads that ask reads 255.
+ASKING = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -118,12 +121,13 @@ class WarmJob:
             for own in ranks
         ]
         for process in self.processes:
-            process.start()
+            with ASKING:
+                process.start()
         self.pid = self.processes[0].pid
 
     def poll(self) -> int | None:
         """The exit code, or None while a process runs; a failed one ends the others."""
-        codes = [process.exitcode for process in self.processes]
+        codes = self._exit_codes()
         if any(codes) and None in codes:
             self.terminate()
         if self.returncode is None and None not in codes:
@@ -137,15 +141,19 @@ class WarmJob:
         while self.poll() is None:
             if time.monotonic() > end:
                 raise subprocess.TimeoutExpired("a warm job", timeout or 0)
-            running = [p.sentinel for p in self.processes if p.exitcode is None]
-            connection.wait(running, timeout=0.2)
+            pairs = zip(self.processes, self._exit_codes())
+            connection.wait([p.sentinel for p, code in pairs if code is None], timeout=0.2)
         assert self.returncode is not None
         return self.returncode
 
+    def _exit_codes(self) -> list[int | None]:
+        with ASKING:
+            return [process.exitcode for process in self.processes]
+
     def send_signal(self, number: int) -> None:
         """Send a signal to each process."""
-        for process in self.processes:
-            if process.exitcode is None:
+        for process, code in zip(self.processes, self._exit_codes()):
+            if code is None:
                 with contextlib.suppress(ProcessLookupError):  # ended, its exit code not yet read
                     os.kill(process.pid, number)
 

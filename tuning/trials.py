@@ -125,7 +125,7 @@ class TrialRunner:
                 if self.stop.is_set() or process.returncode == errors.INTERRUPTED:
                     raise SystemExit(errors.INTERRUPTED)
                 if ended and (process.returncode or not rows):
-                    reason = error_line(folder) or f"exit code {process.returncode}"
+                    reason = how_it_failed(folder, process.returncode or 0)
                     if self.config.is_strict and process.returncode != errors.NON_FINITE:
                         raise SystemExit(f"{folder}: {reason}")  # so that it can be resumed
                     raise TrialFailed(reason)
@@ -159,12 +159,15 @@ def complete_rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def error_line(folder: Path) -> str:
-    """Return the script's error line from its console, else the console's last line."""
+def how_it_failed(folder: Path, code: int) -> str:
+    """Return the script's error line from its console, else its exit code and the last line."""
     console = (folder / "console.log").read_text(encoding="utf-8", errors="replace")
     lines = [line for line in console.splitlines() if line.strip()]
-    error_lines = [line for line in lines if line.startswith("error: ")]
-    return (error_lines or lines or [""])[-1][:300]
+    said = [line for line in lines if line.startswith("error: ")]
+    if code >= 0 and said:
+        return said[-1][:300]
+    ended = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"{ended} after: {(lines or ['no line'])[-1][:300]}"
 
 
 def terminate(process: subprocess.Popen[str]) -> None:

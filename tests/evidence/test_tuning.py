@@ -132,6 +132,13 @@ def test_the_shell_script_starts_from_any_folder(tmp_path):
     assert "error: --space none.yaml" in ranks.finish(process, tmp_path, expected=2)
 
 
+def test_a_failed_trial_says_why(tmp_path):
+    """A signal, as of the kernel that ran out of memory, comes before an earlier start's error."""
+    (tmp_path / "console.log").write_text("error: interrupted\nepoch 1\n")
+    assert trials.how_it_failed(tmp_path, 2) == "error: interrupted"
+    assert trials.how_it_failed(tmp_path, -9) == "ended by SIGKILL after: epoch 1"
+
+
 def test_gpus_are_divided_among_trials(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     slots = trials.gpu_slots(2, 2, gpus=4)
