@@ -17,7 +17,6 @@ import hashlib
 import math
 import os
 import sys
-import time
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -28,16 +27,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from backends.device import keep_freed_memory, peak_memory
-from backends.machine import describe_machine
+from backends.device import keep_freed_memory
+from benchmarks.peer_log import PeerLog
 from cli.flag_parser import file_path, path_text
 from cli.flags import count, natural
 from errors import InputError, exit_code, first_line
 from input_pipeline.image_datasets import ImageSplit, read_image_splits
 from models.averaged_views import VIEWS
-from training.run_log import RunLog
 
-CPU = torch.device("cpu")
 NEEDED = (
     "CifarNet Muon zeropower_via_newtonschulz5 CifarLoader CIFAR_MEAN CIFAR_STD T infer".split()
 )
@@ -53,7 +50,6 @@ WEIGHT_DECAY = 2e-6 * BATCH_SIZE
 SGD_MOMENTUM = 0.85
 MUON_MOMENTUM = 0.6
 LABEL_SMOOTHING = 0.2
-FOLDERS = ("source", "out", "data_dir")  # of this machine, which no log names
 ALL_VIEWS = 2  # its number for the six views
 
 
@@ -124,76 +120,61 @@ def accuracy(source: ModuleType, net: torch.nn.Module, loader: Any, views: int) 
     return float((logits.argmax(1) == loader.labels).float().mean())
 
 
-def train(settings: argparse.Namespace, source: ModuleType, log: RunLog) -> None:
+def train(args: argparse.Namespace, source: ModuleType, log: PeerLog) -> None:
     """Train with one seed, as the flags say; a row of the log for each epoch."""
-    splits, _ = read_image_splits("cifar10", settings.data_dir, image_size=0)
+    splits, _ = read_image_splits("cifar10", args.data_dir, image_size=0)
     loader, test_loader = (
         create_loader(source, splits[name], train=name == "train") for name in ("train", "test")
     )
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(args.seed)
     net = source.CifarNet().float().to(memory_format=torch.channels_last)
     net.reset()
     optimizers = create_optimizers(source, net)
     autocast = torch.autocast("cpu", torch.bfloat16)
-    forward = torch.compile(net) if settings.compile else net
-    steps = settings.epochs * len(loader)
-    start = time.perf_counter()
-    net.init_whiten(loader.normalize(loader.images[:WHITENING_ROWS]))
-    train_seconds, eval_seconds = time.perf_counter() - start, 0.0
-    compile_seconds = warm_up(source, net, forward, loader, autocast)
-    rows: list[dict[str, Any]] = []
-    for epoch in range(settings.epochs):
-        net.train()
-        loss_sum, num_correct, first_step = 0.0, 0, epoch * len(loader)
-        epoch_start = time.perf_counter()
-        for step, (inputs, labels) in enumerate(loader, first_step):
-            set_rates(optimizers, step, steps)
-            with autocast:
-                outputs = forward(inputs, whiten_bias_grad=step < bias_steps(steps))
-            loss = F.cross_entropy(
-                outputs.float(), labels, label_smoothing=LABEL_SMOOTHING, reduction="sum"
-            )
-            loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            net.zero_grad(set_to_none=True)
-            loss_sum += loss.item()
-            num_correct += int((outputs.argmax(1) == labels).sum())
-        eval_start = time.perf_counter()
-        train_seconds += eval_start - epoch_start
+    forward = torch.compile(net) if args.compile else net
+    steps = args.epochs * len(loader)
+    with log.clock("train"):
+        net.init_whiten(loader.normalize(loader.images[:WHITENING_ROWS]))
+    with log.clock("compile"):
+        warm_up(source, net, forward, loader, autocast)
+
+    def evaluate() -> dict[str, Any]:
         with autocast:
             results = {"test_accuracy": accuracy(source, net, test_loader, 0)}
-            if epoch + 1 == settings.epochs:
+            if epoch + 1 == args.epochs:
                 results["test_accuracy_views"] = accuracy(source, net, test_loader, ALL_VIEWS)
                 results["views"] = VIEWS["mirror_shift"]
-        eval_seconds += time.perf_counter() - eval_start
-        epochs = epoch + 1
-        samples = len(loader) * loader.batch_size
-        rows.append(
-            {
-                "epoch": epochs,
-                "step": epochs * len(loader),
-                "samples": epochs * samples,
-                "seconds": train_seconds + compile_seconds + eval_seconds,
-                "train_seconds": train_seconds,
-                "compile_seconds": compile_seconds,
-                "eval_seconds": eval_seconds,
-                "samples_per_second": epochs * samples / train_seconds,
-                "train_loss": loss_sum / samples,
-                "train_accuracy": num_correct / samples,
-                **results,
-                "lr": optimizers[1].param_groups[0]["lr"],
-                "batch_size": loader.batch_size,
-                "devices": 1,
-                "peak_memory_bytes": peak_memory(CPU),
-            }
+        return results
+
+    for epoch in range(args.epochs):
+        net.train()
+        loss_sum, num_correct, first_step = 0.0, 0, epoch * len(loader)
+        with log.clock("train"):
+            for step, (inputs, labels) in enumerate(loader, first_step):
+                set_rates(optimizers, step, steps)
+                with autocast:
+                    outputs = forward(inputs, whiten_bias_grad=step < bias_steps(steps))
+                loss = F.cross_entropy(
+                    outputs.float(), labels, label_smoothing=LABEL_SMOOTHING, reduction="sum"
+                )
+                loss.backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                net.zero_grad(set_to_none=True)
+                loss_sum += loss.item()
+                num_correct += int((outputs.argmax(1) == labels).sum())
+        log.end_epoch(
+            steps=len(loader),
+            batch_size=loader.batch_size,
+            loss_sum=loss_sum,
+            num_correct=num_correct,
+            lr=optimizers[1].param_groups[0]["lr"],
+            evaluate=evaluate,
         )
-        log.epoch(rows)
 
 
-def warm_up(source: ModuleType, net: Any, forward: Any, loader: Any, autocast: Any) -> float:
-    """Let what is compiled be compiled, without a step; returns the seconds it took."""
-    start = time.perf_counter()
+def warm_up(source: ModuleType, net: Any, forward: Any, loader: Any, autocast: Any) -> None:
+    """Let what is compiled be compiled, without a step."""
     for weight in net.parameters():
         if weight.ndim == 4 and weight.requires_grad:  # the file compiles what Muon calls
             source.zeropower_via_newtonschulz5(torch.randn_like(weight).flatten(1))
@@ -204,7 +185,6 @@ def warm_up(source: ModuleType, net: Any, forward: Any, loader: Any, autocast: A
                 outputs = forward(inputs, whiten_bias_grad=whiten_bias_grad)
             F.cross_entropy(outputs.float(), loader.labels[: loader.batch_size]).backward()
         net.zero_grad(set_to_none=True)
-    return time.perf_counter() - start
 
 
 def parser() -> argparse.ArgumentParser:
@@ -226,25 +206,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line says."""
     args = parser().parse_args(arguments)
     keep_freed_memory()  # as the entry scripts do
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    if (args.out / "metrics.jsonl").exists():
-        raise InputError(f"--out {args.out}: holds the log of a run; give a new folder")
     source = load_source(args.source)
-    args.out.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(args.source.read_bytes()).hexdigest()[:12]
-    config = {
-        "flags": {name: each for name, each in vars(args).items() if name not in FOLDERS},
-        "peer": f"cifar10-airbench {args.source.name}, sha256 {digest}",
-        **describe_machine(CPU),
-        "threads": torch.get_num_threads(),
-        "precision": "bf16",
-        "command": f"python -m benchmarks.airbench, {args.source.name}",
-    }
-    log = RunLog(args.out, True, config=config)
-    log.begin([])
-    train(args, source, log)
-    log.close()
+    peer = f"cifar10-airbench {args.source.name}, sha256 {digest}"
+    command = f"python -m benchmarks.airbench, {args.source.name}"
+    train(args, source, PeerLog(args, peer, precision="bf16", command=command))
 
 
 if __name__ == "__main__":

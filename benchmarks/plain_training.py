@@ -1,17 +1,25 @@
 """The peer that people write first: a plain training loop of the same model and batch as ours.
 
 for samples in train(Recipe.of(opened), "data", batch_size=64):     # a step each
+python -m benchmarks.plain_training --arch vgg8 --bs 128 --lr 0.1 --epochs 16 --out runs/plain
 
 torchvision transforms on PIL images or a tokenizing collate function, DataLoader workers, fp32,
 eager, NCHW, and torch's optimizers with their defaults. It starts from the weights of ours.
+
+The command trains on all of CIFAR-10 to the end, with SGD and a cosine. Its flags are those of
+resnet50_test.py; with --val_fraction it evaluates on the last rows of the training set alone.
+Momentum and decay are those of the entry script's SGD.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +27,20 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
 from benchmarks import bench, trainers
+from benchmarks.peer_log import PeerLog
+from cli.flag_parser import file_path, path_text
+from cli.flags import below_one, count, natural, positive
+from errors import exit_code
 from input_pipeline import text_datasets
 
 WORKERS = 2  # of the DataLoader: one per core
+CIFAR_ROWS = 50_000
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -75,8 +90,16 @@ class Collate:
         return pad_sequence(ids, batch_first=True), torch.tensor([label for _, label in rows])
 
 
-def read_batches(recipe: Recipe, data_dir: str, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Load CIFAR-10 or AG News in the usual way; yield the batches of all epochs."""
+def create_loader(
+    recipe: Recipe,
+    data_dir: str,
+    batch_size: int,
+    *,
+    rows: slice = ALL,
+    train: bool = True,
+    test_set: bool = False,
+) -> DataLoader[Any]:
+    """Load rows of CIFAR-10 or AG News in the usual way, to train on them or to evaluate."""
     # Without it tokenizers warns in every forked worker.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     metadata, collate = recipe.metadata, None
@@ -87,16 +110,23 @@ def read_batches(recipe: Recipe, data_dir: str, batch_size: int) -> Iterator[tup
     else:
         augment = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
         scale = [transforms.ToTensor(), transforms.Normalize(metadata["mean"], metadata["std"])]
-        data = datasets.CIFAR10(data_dir, transform=transforms.Compose([*augment, *scale]))
-    batches = DataLoader(
+        transform = transforms.Compose([*augment, *scale] if train else scale)
+        data = datasets.CIFAR10(data_dir, train=not test_set, transform=transform)
+        data.data, data.targets = data.data[rows], data.targets[rows]
+    return DataLoader(
         data,
         batch_size,
-        shuffle=True,
+        shuffle=train,
         num_workers=WORKERS,
         collate_fn=collate,
-        drop_last=True,
+        drop_last=train,
         persistent_workers=True,  # so that starting them does not count
     )
+
+
+def read_batches(recipe: Recipe, data_dir: str, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of all epochs."""
+    batches = create_loader(recipe, data_dir, batch_size)
     while True:
         yield from batches
 
@@ -112,3 +142,82 @@ def train(recipe: Recipe, data_dir: str, batch_size: int) -> Iterator[int]:
         loss.backward()
         optimizer.step()
         yield len(labels)
+
+
+# -------------------------------------------------------------------- to the end
+
+
+def train_to_the_end(recipe: Recipe, args: argparse.Namespace, log: PeerLog) -> None:
+    """Train images for --epochs, with a cosine to 0; a row of the log for each epoch."""
+    load, model = partial(create_loader, recipe, args.data_dir, args.bs), recipe.model
+    held_out = round(args.val_fraction * CIFAR_ROWS)
+    batches = load(rows=slice(CIFAR_ROWS - held_out))
+    if held_out:
+        name, evaluated = "val_accuracy", load(rows=slice(-held_out, None), train=False)
+    else:
+        name, evaluated = "test_accuracy", load(train=False, test_set=True)
+    optimizer = recipe.optimizer()
+    schedule = CosineAnnealingLR(optimizer, args.epochs * len(batches))
+
+    @torch.no_grad()
+    def evaluate() -> dict[str, float]:
+        model.eval()
+        correct = (int((model(inputs).argmax(1) == labels).sum()) for inputs, labels in evaluated)
+        return {name: sum(correct) / len(evaluated.dataset)}  # type: ignore[arg-type]
+
+    for _ in range(args.epochs):
+        model.train()
+        loss_sum, num_correct = 0.0, 0
+        with log.clock("train"):
+            for inputs, labels in batches:
+                optimizer.zero_grad()
+                outputs = model(inputs)
+                loss = F.cross_entropy(outputs, labels)
+                loss.backward()
+                optimizer.step()
+                lr = float(schedule.get_last_lr()[0])
+                schedule.step()
+                loss_sum += loss.item() * len(labels)
+                num_correct += int((outputs.argmax(1) == labels).sum())
+        log.end_epoch(
+            steps=len(batches),
+            batch_size=args.bs,
+            loss_sum=loss_sum,
+            num_correct=num_correct,
+            lr=lr,
+            evaluate=evaluate,
+        )
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    flags = argparse.ArgumentParser(prog="python -m benchmarks.plain_training", description=__doc__)
+    add = flags.add_argument
+    add("--out", type=file_path, required=True, help="a new folder for the log")
+    add("--data_dir", type=path_text, default=os.environ.get("DATA_DIR") or "./data")
+    add("--arch", default="resnet50")
+    add("--bs", type=count, default=128)
+    add("--lr", type=positive, default=0.1)
+    add("--epochs", type=count, default=50)
+    add("--val_fraction", type=below_one, default=0.0, help="last rows of the training set")
+    add("--seed", type=natural, default=0)
+    add("--threads", type=natural, default=0, help="0 is torch's own choice")
+    return flags
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as the command line says."""
+    args = parser().parse_args(arguments)
+    same = {name: getattr(args, name) for name in ("arch", "bs", "lr", "seed", "data_dir")}
+    words = [word for name, each in same.items() for word in (f"--{name}", str(each))]
+    with trainers.ready("resnet50", words) as opened:
+        recipe = Recipe.of(opened)
+    args.momentum, args.weight_decay = recipe.momentum, recipe.weight_decay  # for the log
+    command = "python -m benchmarks.plain_training"
+    log = PeerLog(args, f"plain PyTorch {torch.__version__}", precision="fp32", command=command)
+    torch.manual_seed(args.seed)
+    train_to_the_end(recipe, args, log)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -28,7 +28,7 @@ import ranks
 import resnet50_test
 import transformer_test
 from backends import machine
-from benchmarks import airbench
+from benchmarks import airbench, plain_training
 from cli import options
 from cli.flag_parser import flat as flat_flags
 from cli.foreign_names import FOREIGN
@@ -37,7 +37,7 @@ from figures import draw, experiments, methods, pictures, run_logs
 
 ROOT = ranks.ROOT
 
-AIRBENCH = "benchmarks.airbench"
+PEERS = {"benchmarks.airbench": airbench, "benchmarks.plain_training": plain_training}
 SCRIPTS = {"resnet50_test.py": resnet50_test, "transformer_test.py": transformer_test}
 PLANS = [experiments.read_plan(experiments.PLAN, name, run_logs.LOGS) for name in ("cpu", "gpu")]
 PLANNED = [run for plan in PLANS for run in plan]
@@ -51,8 +51,8 @@ def flags_of(run: experiments.PlannedRun, logs: Path) -> argparse.Namespace:
     """Parse the flags of a run as its script does; `logs` is an empty folder."""
     folder = logs / run.folder.parent.name / run.folder.name
     arguments = dataclasses.replace(run, folder=folder).arguments()
-    if AIRBENCH in arguments:  # the peer, which is no script of ours
-        return airbench.parser().parse_args(arguments[arguments.index(AIRBENCH) + 1 :])
+    for name in PEERS.keys() & set(arguments):  # which are no scripts of ours
+        return PEERS[name].parser().parse_args(arguments[arguments.index(name) + 1 :])
     name = next(argument for argument in arguments if argument in SCRIPTS)
     script, arguments = SCRIPTS[name], arguments[arguments.index(name) + 1 :]
     return options.parse(script.parser(), script.SCRIPT, arguments)[0]

@@ -1,0 +1,109 @@
+"""The log of a peer that has a loop of its own: files and rows as of the entry scripts.
+
+log = PeerLog(args, "plain PyTorch", precision="fp32", command="python -m ...")
+log.end_epoch(steps=390, batch_size=128, loss=0.4, accuracy=0.9, lr=0.1, evaluate=evaluate)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from backends.device import peak_memory
+from backends.machine import describe_machine
+from errors import InputError
+from training.run_log import RunLog
+
+CPU = torch.device("cpu")
+FOLDERS = ("source", "out", "data_dir")  # of this machine, which no log names
+
+
+class PeerLog:
+    """Writes config.json, and metrics.jsonl with a row an epoch, of one process on a CPU.
+
+    Args:
+        args: the command line, with `out`, `threads` (0 is torch's own choice) and `epochs`.
+        peer: what is trained, with its version.
+        precision: of matrix products.
+        command: what config.json names.
+
+    Raises:
+        InputError: the folder holds a log already.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, peer: str, *, precision: str, command: str
+    ) -> None:
+        folder: Path = args.out
+        if (folder / "metrics.jsonl").exists():
+            raise InputError(f"--out {folder}: holds the log of a run; give a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        config = {
+            "flags": {name: each for name, each in vars(args).items() if name not in FOLDERS},
+            "peer": peer,
+            **describe_machine(CPU),
+            "threads": torch.get_num_threads(),
+            "precision": precision,
+            "command": command,
+        }
+        self.rows: list[dict[str, Any]] = []
+        self.seconds = dict.fromkeys(("train", "compile", "eval"), 0.0)
+        self.log = RunLog(folder, True, config=config)
+        self.log.begin([], epochs=args.epochs)
+
+    @contextlib.contextmanager
+    def clock(self, what: str) -> Iterator[None]:
+        """Add the time of a block to 'train', 'compile' or 'eval'."""
+        start = time.perf_counter()
+        yield
+        self.seconds[what] += time.perf_counter() - start
+
+    def end_epoch(
+        self,
+        *,
+        steps: int,
+        batch_size: int,
+        loss_sum: float,
+        num_correct: int,
+        lr: float,
+        evaluate: Callable[[], dict[str, Any]],
+    ) -> None:
+        """Evaluate, and write the row of an epoch.
+
+        Args:
+            steps: of this epoch, each of `batch_size` samples.
+            loss_sum: over the epoch's samples.
+            num_correct: of the epoch's samples.
+            lr: rate of the last step.
+            evaluate: returns the results, such as test_accuracy in 0..1.
+        """
+        with self.clock("eval"):
+            results = evaluate()
+        epoch, samples = len(self.rows) + 1, steps * batch_size
+        row = {
+            "epoch": epoch,
+            "step": epoch * steps,
+            "samples": epoch * samples,
+            "seconds": sum(self.seconds.values()),
+            "train_seconds": self.seconds["train"],
+            "compile_seconds": self.seconds["compile"],
+            "eval_seconds": self.seconds["eval"],
+            "samples_per_second": epoch * samples / self.seconds["train"],
+            "train_loss": loss_sum / samples,
+            "train_accuracy": num_correct / samples,
+            **results,
+            "lr": lr,
+            "batch_size": batch_size,
+            "devices": 1,
+            "peak_memory_bytes": peak_memory(CPU),
+        }
+        self.rows.append(row)
+        self.log.epoch(self.rows)
