@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +140,7 @@ class WarmJob:
         while self.poll() is None:
             if time.monotonic() > end:
                 raise subprocess.TimeoutExpired("a warm job", timeout or 0)
-            pairs = zip(self.processes, self._exit_codes())
-            connection.wait([p.sentinel for p, code in pairs if code is None], timeout=0.2)
+            time.sleep(0.01)
         assert self.returncode is not None
         return self.returncode
 
