@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
-import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
@@ -28,9 +27,8 @@ import torch
 from torch.nn import functional as F
 
 from backends.device import keep_freed_memory
-from benchmarks.peer_log import PeerLog
-from cli.flag_parser import file_path, path_text
-from cli.flags import count, natural
+from benchmarks.peer_log import PeerLog, peer_parser
+from cli.flag_parser import file_path
 from errors import InputError, exit_code, first_line
 from input_pipeline.image_datasets import ImageSplit, read_image_splits
 from models.averaged_views import VIEWS
@@ -189,15 +187,9 @@ def warm_up(source: ModuleType, net: Any, forward: Any, loader: Any, autocast: A
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    flags = argparse.ArgumentParser(prog="python -m benchmarks.airbench", description=__doc__)
+    flags = peer_parser(__doc__, epochs=EPOCHS)
     add = flags.add_argument
     add("--source", type=file_path, required=True, help="airbench94_muon.py of a clone")
-    add("--out", type=file_path, required=True, help="a new folder for the log")
-    data_dir = os.environ.get("DATA_DIR") or "./data"
-    add("--data_dir", type=path_text, default=data_dir, help="as of the entry scripts")
-    add("--epochs", type=count, default=EPOCHS)
-    add("--seed", type=natural, default=0)
-    add("--threads", type=natural, default=0, help="0 is torch's own choice")
     add("--compile", action="store_true", help="compile the network, as the peer")
     return flags
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +18,26 @@ import torch
 
 from backends.device import peak_memory
 from backends.machine import describe_machine
+from cli.flag_parser import file_path, path_text
+from cli.flags import count, natural
 from errors import InputError
 from training.run_log import RunLog
 
 CPU = torch.device("cpu")
 FOLDERS = ("source", "out", "data_dir")  # of this machine, which no log names
+
+
+def peer_parser(doc: str | None, *, epochs: int) -> argparse.ArgumentParser:
+    """Return a parser of the flags that all peers have; `epochs` is the default of --epochs."""
+    parser = argparse.ArgumentParser(description=doc)
+    add = parser.add_argument
+    add("--out", type=file_path, required=True, help="a new folder for the log")
+    data_dir = os.environ.get("DATA_DIR") or "./data"
+    add("--data_dir", type=path_text, default=data_dir, help="as of the entry scripts")
+    add("--epochs", type=count, default=epochs)
+    add("--seed", type=natural, default=0)
+    add("--threads", type=natural, default=0, help="0 is torch's own choice")
+    return parser
 
 
 class PeerLog:

@@ -32,9 +32,8 @@ from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
 from benchmarks import bench, trainers
-from benchmarks.peer_log import PeerLog
-from cli.flag_parser import file_path, path_text
-from cli.flags import below_one, count, natural, positive
+from benchmarks.peer_log import PeerLog, peer_parser
+from cli.flags import below_one, count, positive
 from errors import exit_code
 from input_pipeline import text_datasets
 
@@ -191,17 +190,12 @@ def train_to_the_end(recipe: Recipe, args: argparse.Namespace, log: PeerLog) -> 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    flags = argparse.ArgumentParser(prog="python -m benchmarks.plain_training", description=__doc__)
+    flags = peer_parser(__doc__, epochs=50)
     add = flags.add_argument
-    add("--out", type=file_path, required=True, help="a new folder for the log")
-    add("--data_dir", type=path_text, default=os.environ.get("DATA_DIR") or "./data")
     add("--arch", default="resnet50")
     add("--bs", type=count, default=128)
     add("--lr", type=positive, default=0.1)
-    add("--epochs", type=count, default=50)
     add("--val_fraction", type=below_one, default=0.0, help="last rows of the training set")
-    add("--seed", type=natural, default=0)
-    add("--threads", type=natural, default=0, help="0 is torch's own choice")
     return flags
 
 
