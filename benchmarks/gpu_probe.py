@@ -18,10 +18,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
-from benchmarks import bench, trainers
-from benchmarks.plain_training import Recipe
+from benchmarks import bench, plain_training, trainers
 from errors import exit_code
 from input_pipeline import image_datasets
 from input_pipeline.image_datasets import ImageSplit
@@ -93,16 +91,12 @@ def measure_steps(what: str, flags: list[str], quick: bool) -> Iterator[dict[str
 
 def plain_steps(opened: trainers.Opened) -> Iterator[int]:
     """Take steps in fp32 and NCHW with torch's defaults; yield the number of samples of each."""
-    recipe = Recipe.of(opened)
-    optimizer = recipe.optimizer()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = False
-    for _, inputs, labels in trainers.all_batches(opened.trainer):
-        F.cross_entropy(recipe.model(inputs.contiguous()), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield len(labels)
+    every = trainers.all_batches(opened.trainer)
+    batches = ((inputs.contiguous(), labels) for _, inputs, labels in every)
+    return plain_training.train(plain_training.Recipe.of(opened), batches)
 
 
 def time_steps(steps: Iterator[int], warm_up: int, block: int, blocks: int) -> dict[str, Any]:

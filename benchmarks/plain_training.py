@@ -1,6 +1,7 @@
 """The peer that people write first: a plain training loop of the same model and batch as ours.
 
-for samples in train(Recipe.of(opened), "data", batch_size=64):     # a step each
+recipe = Recipe.of(opened)
+for samples in train(recipe, read_batches(recipe, "data", batch_size=64)):     # a step each
 python -m benchmarks.plain_training --arch vgg8 --bs 128 --lr 0.1 --epochs 16 --out runs/plain
 
 torchvision transforms on PIL images or a tokenizing collate function, DataLoader workers, fp32,
@@ -17,7 +18,7 @@ import argparse
 import copy
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -130,11 +131,11 @@ def read_batches(recipe: Recipe, data_dir: str, batch_size: int) -> Iterator[tup
         yield from batches
 
 
-def train(recipe: Recipe, data_dir: str, batch_size: int) -> Iterator[int]:
+def train(recipe: Recipe, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[int]:
     """Run the training loop of a tutorial; yield the samples of each step."""
     model = recipe.model.to(bench.DEVICE)
     optimizer = recipe.optimizer()
-    for inputs, labels in read_batches(recipe, data_dir, batch_size):
+    for inputs, labels in batches:
         inputs, labels = inputs.to(bench.DEVICE), labels.to(bench.DEVICE)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs), labels)

@@ -57,8 +57,9 @@ def peer_steps(side: str, recipe: Recipe, data_dir: str, batch: int) -> Iterator
         keep_freed_memory()
     if side == "compiled":
         recipe.model.compile()
+    batches = plain_training.read_batches(recipe, data_dir, batch)
     if side != "as timm":
-        yield from plain_training.train(recipe, data_dir, batch)
+        yield from plain_training.train(recipe, batches)
     import timm.optim  # which the legacy stack has not
 
     device = bench.DEVICE
@@ -68,7 +69,7 @@ def peer_steps(side: str, recipe: Recipe, data_dir: str, batch: int) -> Iterator
         model, lr=recipe.lr, weight_decay=recipe.weight_decay, **kind
     )
     model.compile()
-    for inputs, labels in plain_training.read_batches(recipe, data_dir, batch):
+    for inputs, labels in batches:
         inputs, labels = inputs.to(device), labels.to(device)
         if not recipe.texts:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
