@@ -327,7 +327,7 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
 
 def create_lr_schedule(args: Namespace) -> Schedule:
     """The learning rate over the run, as a multiple of --lr."""
-    with refused_as("--lr_args"):
+    with refused_as("--lr_args or --warmup"):
         return Schedule(
             args.lr_schedule,
             args.epochs,

@@ -315,7 +315,9 @@ def read_lines(path: Path) -> dict[int, str]:
     Returns:
         The text of each line by its number, from 1 on.
     Raises:
-        InputError: the file cannot be read.
+        InputError: the file cannot be read, or is a table.
     """
+    if path.suffix.lower() in SUFFIXES:
+        raise InputError(f"{path}: is a table; save its texts as a .txt file, one text a line")
     stripped = [line.strip() for line in utf8_lines(path)]
     return {number: line for number, line in enumerate(stripped, 1) if line}

@@ -91,7 +91,8 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         self.rule, self.lr_power, self.balancer = rule, lr_power, balancer
         if not 0 < batch_size <= rows:
             raise ValueError(
-                f"a global batch of {batch_size} samples must be from 1 to the {rows} rows"
+                f"a global batch of {batch_size} samples must be from 1 to the {rows} rows; give "
+                "a smaller one, such as an eighth of the rows"
             )
         fewest = min(MIN_RANK_ROWS * self.world.size, batch_size)
         self.low = max(batch_size // 16, fewest) if low is None else low

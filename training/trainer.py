@@ -584,9 +584,10 @@ class Trainer:
             Interrupted: always.
         """
         train_state.save(self)
+        epoch, step = self.progress.epoch + 1, self.progress.step_in_epoch
         kept = "could not be written, an older one is kept, if there is one"
         raise Interrupted(
-            f"interrupted in epoch {self.progress.epoch + 1}, step {self.progress.step}; last.pt "
+            f"interrupted in epoch {epoch}, step {step}; last.pt "
             f"{kept if self.unsaved else 'is written'}, go on with --resume "
             f"{shlex.quote(str(self.log.folder))}"
         )

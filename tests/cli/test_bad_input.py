@@ -41,7 +41,7 @@ BOTH = [
     ("--no-test", "--val_fraction"),
     ("--checkpoint none/mine.pt --evaluate", "--checkpoint none/mine.pt: no such checkpoint"),
     ("--warmup 7 --epochs 5", "warmup=7"),
-    ("--lr_schedule cosine --lr_args end=2", "--lr_args: end=2 must be"),
+    ("--lr_schedule cosine --lr_args end=2", "end=2 must be"),
     ("--gamma 1e9 --lr_schedule step --step_size 1 --epochs 3", "gamma=1e+09"),
     ("--distributed", "torchrun"),
     ("--device toaster", "--device toaster"),
