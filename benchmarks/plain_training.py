@@ -7,7 +7,7 @@ python -m benchmarks.plain_training --arch vgg8 --bs 128 --lr 0.1 --epochs 16 --
 torchvision transforms on PIL images or a tokenizing collate function, DataLoader workers, fp32,
 eager, NCHW, and torch's optimizers with their defaults. It starts from the weights of ours.
 
-The command trains on all of CIFAR-10 to the end, with SGD and a cosine. Its flags are those of
+The command trains on all of CIFAR-10 to the end, with SGD and a cosine. Its flags are named as in
 resnet50_test.py; with --val_fraction it evaluates on the last rows of the training set alone.
 Momentum and decay are those of the entry script's SGD.
 """
@@ -19,8 +19,10 @@ import copy
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -200,13 +202,20 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
+def make_recipe(words: Sequence[str]) -> Recipe:
+    """Return the recipe of resnet50_test.py with these flags."""
+    with trainers.ready("resnet50", words) as opened:
+        return Recipe.of(opened)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line says."""
     args = parser().parse_args(arguments)
     same = {name: getattr(args, name) for name in ("arch", "bs", "lr", "seed", "data_dir")}
     words = [word for name, each in same.items() for word in (f"--{name}", str(each))]
-    with trainers.ready("resnet50", words) as opened:
-        recipe = Recipe.of(opened)
+    # In a process of its own: a script's start changes the allocator and the threads.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        recipe = pool.submit(make_recipe, words).result()
     args.momentum, args.weight_decay = recipe.momentum, recipe.weight_decay  # for the log
     command = "python -m benchmarks.plain_training"
     log = PeerLog(args, f"plain PyTorch {torch.__version__}", precision="fp32", command=command)
