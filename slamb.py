@@ -6,8 +6,8 @@
 
 Xu et al., "SLAMB: Accelerated Large Batch Training with Sparse Communication", ICML 2023. On each
 of W ranks, with g the local gradient and k the compress ratio:
-    M    the units whose turn it is, in a fixed random order, a share k at each step; together with
-         all of every small tensor
+    M    the units (rows of 64 elements) whose turn it is, in a fixed random order, a share k at
+         each step; together with all of every small tensor
     age  the steps since a unit's last turn
     m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,  m[M] <- mean of m[M] over the ranks
     u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w,  r = beta3^age
@@ -39,19 +39,18 @@ from torch import Tensor
 
 from distributed.averaging import RankAverager, Traffic, average_tensors
 from distributed.quantization import dequantize, quantize
-from optimizers.adam import AdamStep, adam_update_, update_moments, weights_to_updates_
+from optimizers.adam import AdamStep, adam_update_, weights_to_updates_
 from optimizers.base import CommunicatingOptimizer, subtract_updates
 from optimizers.flat_buffer import FlatLayout, next_units, shuffled
 from optimizers.lamb import LAMB, lamb_trust_ratios
 
 __all__ = ["LAMB", "SLAMB"]
 
-BLOCK = 64  # elements of a unit of the selection 'block'
+BLOCK = 64  # elements of a unit
 SMALLEST_LARGE = 1024  # elements of a tensor of which parts are exchanged
 SETTINGS = (  # attributes of the optimizer that belong to no parameter group
     "local_steps",
     "dense_steps",
-    "selection",
     "wire_dtype",
     "wire_bits",
     "warmup",
@@ -82,7 +81,7 @@ class SLAMB(CommunicatingOptimizer):
     State of a parameter, each rank its own:
         exp_avg      the shape of the parameter, m, in fp32 at least.
         exp_avg_sq   the same, v.
-        fresh        beta3^age: of each element, or of each row of 64 elements (rows,).
+        fresh        beta3^age of each unit (rows,).
     State of a group:
         steps        (), t, float64.
         calls        int, all calls of `step`, without those that the host knows to be skipped.
@@ -95,7 +94,6 @@ class SLAMB(CommunicatingOptimizer):
         beta3: how fast trust in a unit's momentum fades with its age.
         local_steps: steps between averagings of the weights, which are sent in their own dtype.
         dense_steps: first steps, in which all gradients are averaged.
-        selection: what the units are: 'block', rows of 64 elements, or 'random', elements.
         wire_dtype: dtype of what is sent.
         wire_bits: 8 or 4: bits of each element when the momentum of large tensors is sent; every
             64 elements take two bytes more. All ranks gather it (nothing is reduced on the way),
@@ -124,13 +122,10 @@ class SLAMB(CommunicatingOptimizer):
         beta3: float = 0.99,
         local_steps: int = 50,
         dense_steps: int = 10,
-        selection: str = "block",
         wire_dtype: torch.dtype = torch.bfloat16,
         wire_bits: int = 0,
         warmup: Sequence[float] = (),
     ) -> None:
-        if selection not in ("block", "random"):
-            raise ValueError(f"SLAMB: selection={selection} must be block or random")
         if local_steps < 1:
             raise ValueError(f"SLAMB: local_steps={local_steps} must be at least 1")
         if dense_steps < 0:
@@ -139,7 +134,6 @@ class SLAMB(CommunicatingOptimizer):
             raise ValueError(f"SLAMB: wire_bits={wire_bits} must be 0, 4 or 8")
         self.local_steps = local_steps
         self.dense_steps = dense_steps
-        self.selection = selection
         self.wire_dtype = wire_dtype
         self.wire_bits = wire_bits
         self.warmup = list(warmup)
@@ -220,7 +214,7 @@ class SLAMB(CommunicatingOptimizer):
             group.setdefault("calls", 0)
             group.setdefault("cursor", 0)
         return [
-            ParamGroupBuffers(group, self.state, selection=self.selection, seed=seed)
+            ParamGroupBuffers(group, self.state, seed=seed)
             for seed, group in enumerate(self.param_groups)
         ]
 
@@ -335,22 +329,15 @@ class ParamGroupBuffers:
         group: the parameter group.
         state: the optimizer's state, by parameter; what is there is taken over, and from then on
             it consists of views of the buffers.
-        selection: 'block' or 'random'.
         seed: seed of the order of the units.
     """
 
     def __init__(
-        self,
-        group: dict[str, Any],
-        state: dict[Tensor, dict[str, Any]],
-        *,
-        selection: str,
-        seed: int,
+        self, group: dict[str, Any], state: dict[Tensor, dict[str, Any]], *, seed: int
     ) -> None:
         parameters = [p for p in group["params"] if p.requires_grad and p.numel()]
         is_small = [p.ndim < 2 or p.numel() < SMALLEST_LARGE for p in parameters]
         self.group = group
-        self.selects_elements = selection == "random"
         self.small = FlatLayout([p for p, small in zip(parameters, is_small) if small], 1)
         self.large = FlatLayout([p for p, small in zip(parameters, is_small) if not small], BLOCK)
         self.layouts = [layout for layout in (self.small, self.large) if layout.rows]
@@ -363,16 +350,14 @@ class ParamGroupBuffers:
         self.g_views = {layout: layout.views(self.g[layout]) for layout in self.layouts}
         self.u_views = {layout: layout.views(self.u[layout]) for layout in self.layouts}
 
-        # of the large tensors, (rows, BLOCK) of elements or (rows, 1) of blocks
-        buffer = self.large.new_buffer()
-        self.freshness = torch.ones_like(buffer if self.selects_elements else buffer[:, :1])
+        # of the units, (rows, 1)
+        self.freshness = torch.ones_like(self.large.new_buffer()[:, :1])
         # 1 where this step exchanges, else 0; at its end memory for rates, as scratch is
         self.mask = torch.empty_like(self.freshness)
         self.scratch = torch.empty_like(self.freshness)
 
         large = self.large
-        rows = torch.arange(large.rows, device=large.device)
-        self.order = shuffled(large.element_indices() if self.selects_elements else rows, seed)
+        self.order = shuffled(torch.arange(large.rows, device=large.device), seed)
         self.row_tensors = {layout: layout.tensor_of_row() for layout in self.layouts}
         # whether a small tensor has a trust ratio, (tensors,)
         adapts = [p.ndim > 1 for p in self.small.tensors]
@@ -380,10 +365,7 @@ class ParamGroupBuffers:
         for layout in self.layouts:
             _share_state(state, "exp_avg", layout.tensors, views=layout.views(self.m[layout]))
             _share_state(state, "exp_avg_sq", layout.tensors, views=layout.views(self.v[layout]))
-        if self.selects_elements:
-            fresh = large.views(self.freshness)
-        else:
-            fresh = [self.freshness[large.rows_of(i), 0] for i in range(len(large.tensors))]
+        fresh = [self.freshness[large.rows_of(i), 0] for i in range(len(large.tensors))]
         _share_state(state, "fresh", large.tensors, views=fresh)
 
     def load(self, loss_scale: Tensor | None) -> None:
@@ -403,19 +385,6 @@ class ParamGroupBuffers:
 
     # -------------------------------------------------------- what is exchanged
 
-    def gather_units(self, buffer: Tensor, units: Tensor) -> Tensor:
-        """Returns the elements of some units, flat, from a buffer of the large tensors."""
-        if self.selects_elements:
-            return buffer.view(-1).index_select(0, units)
-        return buffer.index_select(0, units).view(-1)
-
-    def scatter_units(self, buffer: Tensor, units: Tensor, *, values: Tensor) -> None:
-        """Inverse of `gather_units`: writes flat values to these units of a buffer."""
-        if self.selects_elements:
-            buffer.view(-1).index_copy_(0, units, values)
-        else:
-            buffer.index_copy_(0, units, values.view(len(units), BLOCK))
-
     def parts_to_average(self, is_dense: bool) -> list[Part]:
         """Returns what is averaged over the ranks.
 
@@ -429,10 +398,9 @@ class ParamGroupBuffers:
             values = self.g[layout].view(-1)
             if layout is self.large and not is_dense:
                 units = next_units(self.order, self.group["cursor"], self.group["compress_ratio"])
-                if not self.selects_elements:
-                    units = units.sort().values  # in the order of memory, which is fastest
-                values = self.gather_units(self.m[layout], units)
-                values.lerp_(self.gather_units(self.g[layout], units), 1 - self.group["betas"][0])
+                units = units.sort().values  # in the order of memory, which is fastest
+                m, g = (each[layout].index_select(0, units) for each in (self.m, self.g))
+                values = m.lerp_(g, 1 - self.group["betas"][0]).view(-1)
             parts.append(Part(layout, values, units))
         return parts
 
@@ -462,7 +430,7 @@ class ParamGroupBuffers:
             layout, units = part.layout, part.units
             if units is not None:
                 self.group["cursor"] = (self.group["cursor"] + len(units)) % len(self.order)
-                self.mask.zero_().view(-1).index_fill_(0, units, 1.0)
+                self.mask.zero_().index_fill_(0, units, 1.0)
             weight_norms = self._tensor_norms(layout, units)
             changes: Tensor | None = None  # (rows, 1), whether a row's tensor has a gradient
             if part.has_gradient is not None:
@@ -499,16 +467,11 @@ class ParamGroupBuffers:
             Of each tensor (tensors,) the norm of its selected elements, and that of the others;
             without units the norms of all elements, and zeros.
         """
-        values = self.u[layout]
-        squares = torch.linalg.vector_norm(values, dim=1).square()  # of each row
+        squares = torch.linalg.vector_norm(self.u[layout], dim=1).square()  # of each row
         if units is None:
             of_tensors = layout.sum_per_tensor(squares).sqrt()
             return of_tensors, torch.zeros_like(of_tensors)
-        if self.selects_elements:
-            values = torch.mul(values, self.mask, out=self.scratch)
-            selected = torch.linalg.vector_norm(values, dim=1).square()
-        else:
-            selected = squares * self.mask[:, 0]
+        selected = squares * self.mask[:, 0]
         others = (squares - selected).clamp(min=0)
         return layout.sum_per_tensor(selected).sqrt(), layout.sum_per_tensor(others).sqrt()
 
@@ -516,8 +479,7 @@ class ParamGroupBuffers:
         """Computes moments and u of the large tensors, of which some units were exchanged.
 
         All elements move by this rank's own gradients, and those of the units then get the mean
-        momentum. Units of rows also get a new u, from the weights before this step, which are
-        therefore read first. Single elements are slower to read than all of them in their order.
+        momentum and a new u, from the weights before this step, which are therefore read first.
 
         Args:
             units: what was exchanged.
@@ -525,18 +487,14 @@ class ParamGroupBuffers:
             adam: of this step.
         """
         m, v, u = self.m[self.large], self.v[self.large], self.u[self.large]
+        means = means.view(len(units), BLOCK)
         if adam.active is not None:
-            means = torch.where(adam.active > 0, means, self.gather_units(m, units))
-        if self.selects_elements:
-            update_moments([m], [v], grads=[self.g[self.large]], adam=adam)
-            self.scatter_units(m, units, values=means)
-            weights_to_updates_([u], [m], [v], adam=adam)
-            return
-        of_units = self.gather_units(u, units)
+            means = torch.where(adam.active > 0, means, m.index_select(0, units))
+        of_units = u.index_select(0, units)
         adam_update_([u], [m], [v], grads=[self.g[self.large]], adam=adam)
-        weights_to_updates_([of_units], [means], [self.gather_units(v, units)], adam=adam)
-        self.scatter_units(m, units, values=means)
-        self.scatter_units(u, units, values=of_units)
+        weights_to_updates_([of_units], [means], [v.index_select(0, units)], adam=adam)
+        m.index_copy_(0, units, means)
+        u.index_copy_(0, units, of_units)
 
     def _update_freshness(self, units: Tensor | None, active: Tensor) -> None:
         """Makes all units a step older but for those that were exchanged.

@@ -64,7 +64,7 @@ NAMES = {  # our flag, value or setting: its foreign names
     "--augment_args=alternate=false": "--no_alternate_flip",
 }
 SETTINGS = {  # that were flags of the same name
-    "--opt_args": "adamw_ratio beta3 selection",
+    "--opt_args": "adamw_ratio beta3",
     "--lr_args": "step_size peak",
     "--model_args": "width depth heads mlp_width",
     "--augment_args": "small_epochs small_size small_stages",

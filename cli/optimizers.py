@@ -35,5 +35,5 @@ def optimizer_choices(**lr: float) -> dict[str, OptimizerChoice]:
         "muon": whitened(Muon, lr=lr["muon"], own=("adamw_ratio",)),
         "lars": sgd(LARS, lr=lr["lars"], own=("trust_coefficient", "clip")),
         "lamb": lamb(LAMB, ADAM, lr=lr["lamb"]),
-        "slamb": lamb(SLAMB, ADAM + COMPRESSION, lr=lr["slamb"], own=("beta3", "selection")),
+        "slamb": lamb(SLAMB, ADAM + COMPRESSION, lr=lr["slamb"], own=("beta3",)),
     }

@@ -60,15 +60,6 @@ class FlatLayout:
         """Returns the rows of the tensor with this index."""
         return slice(self.starts[index], self.starts[index] + self.counts[index])
 
-    def element_indices(self) -> Tensor:
-        """Returns the indices (elements,) into the flattened buffer that are not padding."""
-        indices = [
-            torch.arange(start * self.width, start * self.width + tensor.numel())
-            for tensor, start in zip(self.tensors, self.starts)
-        ]
-        none = torch.zeros(0, dtype=torch.long)
-        return (torch.cat(indices) if indices else none).to(self.device)
-
     def tensor_of_row(self) -> Tensor:
         """Returns for each row the index of the tensor it belongs to, shape (rows,)."""
         indices = torch.arange(len(self.tensors), device=self.device)

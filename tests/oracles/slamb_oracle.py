@@ -36,8 +36,8 @@ def gradient(step: int, rank: int) -> list[Tensor]:
 class Oracle:
     """The weights, moments and ages of every rank."""
 
-    def __init__(self, ranks: int, k: float, *, selection: str, **settings: float) -> None:
-        self.ranks, self.k, self.selection, self.t = ranks, k, selection, 0
+    def __init__(self, ranks: int, k: float, **settings: float) -> None:
+        self.ranks, self.k, self.t = ranks, k, 0
         self.settings = SETTINGS | settings
         self.w = [start() for _ in range(ranks)]
         self.m, self.v = (
@@ -48,10 +48,8 @@ class Oracle:
             number for number, p in enumerate(start()) if p.ndim > 1 and p.numel() >= SMALLEST_LARGE
         ]
         self.layout = FlatLayout([start()[number] for number in self.large], BLOCK)
-        layout = self.layout
-        units = layout.element_indices() if selection == "random" else torch.arange(layout.rows)
-        self.order, self.cursor = shuffled(units, 0), 0
-        self.units = units  # that are exchanged in this step
+        self.units = torch.arange(self.layout.rows)  # that are exchanged in this step
+        self.order, self.cursor = shuffled(self.units, 0), 0
 
     def masks(self, dense: bool) -> list[Tensor]:
         """Returns a mask of each tensor: the elements that are exchanged in this step."""
@@ -61,7 +59,7 @@ class Oracle:
         self.units = next_units(self.order, self.cursor, self.k)
         self.cursor = (self.cursor + len(self.units)) % len(self.order)
         buffer = torch.zeros(self.layout.rows, BLOCK, dtype=torch.float64)
-        (buffer.view(-1) if self.selection == "random" else buffer)[self.units] = 1
+        buffer[self.units] = 1
         for number, view in zip(self.large, self.layout.views(buffer)):
             masks[number] = view.clone() > 0
         return masks
@@ -126,13 +124,12 @@ class Oracle:
         buffer = self.layout.new_buffer()
         for number, view in zip(self.large, self.layout.views(buffer)):
             view.copy_(momenta[number])
-        units = buffer.view(-1, 1) if self.selection == "random" else buffer
-        sent, most = units[self.units].flatten(), 2 ** (bits - 1) - 1
+        sent, most = buffer[self.units].flatten(), 2 ** (bits - 1) - 1
         for block in sent.split(BLOCK):
             scale = (block.abs().max() / most).bfloat16().double()
             if scale > 0:
                 block.copy_((block / scale).round().clamp(-most, most) * scale)
-        units[self.units] = sent.view(-1, units.shape[1])
+        buffer[self.units] = sent.view(-1, BLOCK)
         rounded = list(momenta)
         for number, view in zip(self.large, self.layout.views(buffer)):
             rounded[number] = view.clone()

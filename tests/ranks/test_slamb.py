@@ -34,7 +34,6 @@ ELEMENTS = sum(math.prod(shape) for shape in SHAPES)
 LARGE = [n for n in map(math.prod, SHAPES) if n >= SMALLEST_LARGE]
 SMALL_ELEMENTS = ELEMENTS - sum(LARGE)
 LARGE_ROWS = sum(-(-elements // BLOCK) for elements in LARGE)
-SELECTIONS = ("block", "random")
 
 
 def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
@@ -90,13 +89,12 @@ def test_a_step_takes_the_given_share_and_every_unit_has_its_turn(shares):
 # ------------------------------------------------------------ in one process
 
 
-@each_of("selection", SELECTIONS)
 @each_of(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 )
-def test_one_process_equals_lamb_and_sends_nothing(selection, dtype, tolerance):
+def test_one_process_equals_lamb_and_sends_nothing(dtype, tolerance):
     one, other = parameters(dtype), parameters(dtype)
-    ours, lamb = SLAMB(one, 0.01, selection=selection), LAMB(other, 0.01)
+    ours, lamb = SLAMB(one, 0.01), LAMB(other, 0.01)
     for step in range(20):
         for mine, optimizer in ((one, ours), (other, lamb)):
             set_gradients(mine, step, 0)
@@ -115,7 +113,7 @@ def test_one_process_equals_lamb_and_sends_nothing(selection, dtype, tolerance):
 
 def test_bad_settings_are_refused():
     for name, value in (
-        *(("selection", "top"), ("wire_bits", 3), ("local_steps", 0)),
+        *(("wire_bits", 3), ("local_steps", 0)),
         *(("compress_ratio", 0.0), ("compress_ratio", 1.5), ("lr", -1.0), ("beta3", 2.0)),
     ):
         with pytest.raises(ValueError, match=f"SLAMB: {name}="):
@@ -159,11 +157,10 @@ def test_zeros_count_in_no_scale_and_what_is_not_finite_shows(bits):
 
 STEPS = 12  # beyond the dense steps and two averages of the weights
 OF_TWO: list[dict[str, Any]] = [  # 0.004: nothing of some tensors
-    *({"k": k, "selection": name} for k in (0.004, 0.3) for name in SELECTIONS),
-    *({"k": 0.3, "selection": name, "bits": 8} for name in SELECTIONS),
-    {"k": 1.0, "selection": "block"},
+    *({"k": k} for k in (0.004, 0.3, 1.0)),
+    {"k": 0.3, "bits": 8},
 ]
-OF_THREE = [{"k": 0.3, "selection": "block", "bits": 4}, {"k": 0.1, "selection": "random"}]
+OF_THREE = [{"k": 0.3, "bits": 4}, {"k": 0.1}]
 
 
 def expectations(settings: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
@@ -185,8 +182,7 @@ def follows_the_oracle(world: World, case: dict[str, Any]) -> None:
     """The weights are the oracle's; the mean momentum is that of the mean gradients."""
     mine = parameters()
     settings = {"dense_steps": 4, "local_steps": 5, "beta3": 0.9, "wire_dtype": torch.float64}
-    settings |= {"compress_ratio": case["k"], "selection": case["selection"]}
-    settings |= {"wire_bits": case.get("bits", 0)}
+    settings |= {"compress_ratio": case["k"], "wire_bits": case.get("bits", 0)}
     ours = train(SLAMB(mine, 0.01, **settings), range(1, STEPS + 1), world.rank)
     assert_same([p.detach() for p in mine], case["weights"][world.rank], 1e-8)
     for p, expected in zip(mine, case["momentum"]):
@@ -215,19 +211,14 @@ def test_it_follows_the_equations_and_the_mean_momentum_is_the_dense_one(size, s
 
 
 def bytes_are_as_documented(world: World) -> None:
-    units = {"block": (BLOCK, LARGE_ROWS), "random": (1, ELEMENTS - SMALL_ELEMENTS)}
-    for (selection, (unit, count)), k, bits in itertools.product(
-        units.items(), (0.01, 0.3, 0.9), (0, 8, 4)
-    ):
+    for k, bits in itertools.product((0.01, 0.3, 0.9), (0, 8, 4)):
         mine, sent = parameters(torch.float32), []
-        settings = {"compress_ratio": k, "selection": selection, "wire_bits": bits}
-        ours = SLAMB(mine, dense_steps=1, local_steps=4, **settings)
+        ours = SLAMB(mine, dense_steps=1, local_steps=4, compress_ratio=k, wire_bits=bits)
         for step in range(5):
             train(ours, range(step, step + 1), world.rank)
             sent.append(ours.take_traffic().payload)
             assert agree(world, mine) == (step in (0, 3))
-        elements = unit * math.ceil(k * count - 1e-9)
-        large = math.ceil(elements / BLOCK) * (BLOCK * bits // 8 + 2) if bits else 2 * elements
+        large = math.ceil(k * LARGE_ROWS - 1e-9) * (BLOCK * bits // 8 + 2 if bits else 2 * BLOCK)
         sparse = 2 * (SMALL_ELEMENTS + 1) + large
         assert sent[1] == sent[2] == sent[4] == sparse
         assert sent[3] == sparse + 4 * ELEMENTS
@@ -235,9 +226,9 @@ def bytes_are_as_documented(world: World) -> None:
 
 
 def a_bad_step_on_one_rank_is_skipped_by_all(world: World, on_device: bool = False) -> None:
-    for selection, bits in (("block", 0), ("random", 0), ("block", 8)):
-        settings = {"compress_ratio": 0.2, "dense_steps": 2, "selection": selection}
-        settings |= {"wire_bits": bits, "local_steps": 100 if on_device else 5}
+    for bits in (0, 8):
+        settings = {"compress_ratio": 0.2, "dense_steps": 2, "wire_bits": bits}
+        settings |= {"local_steps": 100 if on_device else 5}
         mine = parameters(torch.float32)
         ours = SLAMB(mine, **settings)
         for step in range(9):
@@ -269,7 +260,7 @@ def a_missing_gradient_is_zero(world: World, on_device: bool = False) -> None:
 
     Two heads are used in turn, and some of their gradients are there on rank 0 alone.
     """
-    ways = [{"dense_steps": 100}, {}, {"selection": "random"}, {"wire_bits": 8}]
+    ways = [{"dense_steps": 100}, {}, {"wire_bits": 8}]
     runs = []
     for settings, is_missing in itertools.product(ways, (True, False)):
         settings = {"dense_steps": 0, "compress_ratio": 0.3, "local_steps": 100, **settings}
@@ -319,18 +310,17 @@ def groups_have_their_own_settings(world: World) -> None:
 
 
 def merged_states_keep_the_mean_momentum(world: World) -> None:
-    for selection in SELECTIONS:
-        mine = parameters(torch.float32)
-        ours = train(SLAMB(mine, dense_steps=2, selection=selection), range(7), world.rank)
-        momenta = [world.sum(ours.state[p]["exp_avg"].clone()) / world.size for p in mine]
-        box: list[Any] = [None] * world.size
-        dist.all_gather_object(box, ours.state_dict())
-        assert not torch.equal(box[0]["state"][0]["exp_avg"], box[1]["state"][0]["exp_avg"])
-        other = SLAMB(parameters(torch.float32), selection=selection)
-        other.load_state_dict(merge_optimizer_states(box))
-        for p, expected in zip(other.param_groups[0]["params"], momenta):
-            torch.testing.assert_close(other.state[p]["exp_avg"], expected)
-        assert other.param_groups[0]["calls"] == 7
+    mine = parameters(torch.float32)
+    ours = train(SLAMB(mine, dense_steps=2), range(7), world.rank)
+    momenta = [world.sum(ours.state[p]["exp_avg"].clone()) / world.size for p in mine]
+    box: list[Any] = [None] * world.size
+    dist.all_gather_object(box, ours.state_dict())
+    assert not torch.equal(box[0]["state"][0]["exp_avg"], box[1]["state"][0]["exp_avg"])
+    other = SLAMB(parameters(torch.float32))
+    other.load_state_dict(merge_optimizer_states(box))
+    for p, expected in zip(other.param_groups[0]["params"], momenta):
+        torch.testing.assert_close(other.state[p]["exp_avg"], expected)
+    assert other.param_groups[0]["calls"] == 7
 
 
 def the_step_clips_by_the_global_norm(world: World) -> None:
