@@ -334,6 +334,8 @@ def find_columns(
     if not texts:
         others = [i for i in range(num_columns) if i not in labels]
         texts = [i for i in others if names[i] in TEXT_NAMES] if header else others
-    if not texts or labels[0] in texts:
+    if not texts:
         raise refusal("no column is known to be the text", "--text_column")
+    if labels[0] in texts:
+        raise refusal("the label's column is one of the texts' as well", "--text_column")
     return labels[0], tuple(texts)

@@ -138,9 +138,10 @@ def needed_splits(
     if "train" in paths and (train_is_enough or len(paths) > 1):
         return paths
     missing = root / f"{'test' if 'train' in paths else 'train'}{suffixes[0]}"
+    source = f"{root}{form}" if "" in suffixes and not paths else f"train{form}"
     raise InputError(
         f"{missing} is missing: a run needs {root}/train{form}, and test{form} or val{form}, or "
-        f"--val_fraction 0.1 to hold out a tenth of train{form}"
+        f"--val_fraction 0.1 to hold out a tenth of {source}"
     )
 
 

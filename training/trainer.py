@@ -160,6 +160,8 @@ class Trainer:
             NonFiniteLoss: the loss stayed non-finite.
         """
         self.begin(checkpoint)
+        if self.is_over():
+            self.log.info("nothing is left to train; --epochs makes a run longer")
         with contextlib.closing(self.log), recovery.caught_signals(self.log.info) as signals:
             while not self.is_over():
                 try:
