@@ -1,7 +1,7 @@
 """The log of a peer that has a loop of its own: files and rows as of the entry scripts.
 
 log = PeerLog(args, "plain PyTorch", precision="fp32", command="python -m ...")
-log.end_epoch(steps=390, batch_size=128, loss=0.4, accuracy=0.9, lr=0.1, evaluate=evaluate)
+log.end_epoch(steps=390, batch_size=128, loss_sum=2e4, num_correct=9, lr=0.1, evaluate=f)
 """
 
 from __future__ import annotations
