@@ -384,7 +384,7 @@ def add_run(parser: ScriptParser) -> None:
         "is printed; 0 is never", metavar="SECONDS", scope=Scope.NODE)
     add("--evaluate", switch, False, "accuracy of --checkpoint on the test set, in all and of each "
         "class", common=True, **start)
-    add("--predict", path_text, None, "images, text files or folders to classify by --checkpoint",
+    add("--predict", path_text, None, "images, texts (a line or a row each) or folders to classify",
         nargs="+", metavar="PATH", common=True, **start)
     add("--predict_out", output_file(predictions.SUFFIXES, overwrite=False), None, ".jsonl or .csv "
         "file for the predictions and probabilities", metavar="FILE", common=True, **start)

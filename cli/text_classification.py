@@ -167,12 +167,12 @@ def encoding(metadata: Mapping[str, Any]) -> Callable[[Sequence[str]], Tensor]:
 
 
 def predict(args: Namespace, run: Run) -> None:
-    """Classify every line of the text files of --predict, and of those below its folders."""
+    """Classify every line or row of the files of --predict, and of .txt files below its folders."""
     lines: list[Sample] = []
     notes: list[str] = []
     checkpoint = run.checkpoint
     for path in args.predict:
-        lines_of_files, notes_of_path = text_datasets.read_text_files(Path(path))
+        lines_of_files, notes_of_path = text_datasets.read_text_files(Path(path), args.text_column)
         notes += notes_of_path
         for file, texts_of_file in lines_of_files.items():
             name = own_data.utf8_name(file)

@@ -128,7 +128,9 @@ def is_number(name: str) -> bool:
     return name.isdecimal() and len(name) <= LONGEST_NUMBER
 
 
-def open_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = None) -> CsvTable:
+def open_table(
+    path: Path, choice: ColumnChoice, *, train: CsvTable | None = None, has_label: bool = True
+) -> CsvTable:
     """Find the columns of a file of own data.
 
     Args:
@@ -136,6 +138,7 @@ def open_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = Non
             first comma, semicolon, tab or vertical bar. A line of a .jsonl file is an object.
         choice: the columns that the user named.
         train: the training file, whose columns another file must have.
+        has_label: False for texts to classify, of which `label` may then be -1.
     Raises:
         InputError: the file is missing, empty or broken, or it is not clear which of its columns
             are label and text.
@@ -145,14 +148,14 @@ def open_table(path: Path, choice: ColumnChoice, *, train: CsvTable | None = Non
     else:
         found = map(SEPARATORS[path.suffix.lower()].search, utf8_lines(path))
         separator = next((match[0] for match in found if match), ",")
-        read = partial(read_rows, path, separator)
+        read = partial(read_rows, path, separator, least=1 + has_label)
         has_header = bool(train.header) if train else is_header(read(), choice)
     _, first = next(read())
     header = first if has_header else []
     if train and train.header and header:
         names = [train.header[position] for position in train.texts]
         choice = ColumnChoice(train.header[train.label], tuple(names))
-    label, texts = find_columns(path, header, choice, num_columns=len(first))
+    label, texts = find_columns(path, header, choice, num_columns=len(first), has_label=has_label)
     return CsvTable(path, header, label, texts, read)
 
 
@@ -181,7 +184,7 @@ def utf8_lines(path: Path) -> Iterator[str]:
         ) from None
 
 
-def read_rows(path: Path, separator: str = ",", *, columns: int = 0) -> Rows:
+def read_rows(path: Path, separator: str = ",", *, columns: int = 0, least: int = 2) -> Rows:
     """Yield the rows of a csv file that are not blank.
 
     Quotes enclose cells, but where tabs separate them: such files mostly do not quote their texts,
@@ -190,7 +193,7 @@ def read_rows(path: Path, separator: str = ",", *, columns: int = 0) -> Rows:
     Args:
         path: the file.
         separator: of the columns.
-        columns: that each row must have; 0 is as many as the first row, at least 2.
+        columns: that each row must have; 0 is as many as the first row, at least `least`.
     Raises:
         InputError: the file is missing, empty or broken, or a row has another number of columns.
     """
@@ -207,7 +210,7 @@ def read_rows(path: Path, separator: str = ",", *, columns: int = 0) -> Rows:
         for number, row in enumerate(reader, 1):
             if not any(cell.strip() for cell in row):
                 continue
-            columns = columns or max(2, len(row))
+            columns = columns or max(least, len(row))
             if len(row) != columns:
                 raise InputError(
                     f"{path}, row {number}: {len(row)} columns, expected {columns}; correct or "
@@ -295,11 +298,17 @@ def is_header(rows: Rows, choice: ColumnChoice) -> bool:
 
 
 def find_columns(
-    path: Path, header: Sequence[str], choice: ColumnChoice, *, num_columns: int
+    path: Path,
+    header: Sequence[str],
+    choice: ColumnChoice,
+    *,
+    num_columns: int,
+    has_label: bool = True,
 ) -> tuple[int, tuple[int, ...]]:
     """Return the positions of the label and of the texts: the chosen ones, else by usual names.
 
-    Without a header the label is the first column and all others are texts.
+    Without a header the label is the first column and all others are texts. A file that needs no
+    label (-1 where none is known) needs a header or a choice.
 
     Raises:
         InputError: a column is not there, or it is not clear which one is meant.
@@ -326,16 +335,16 @@ def find_columns(
     labels = [i for i, name in enumerate(names) if name in LABEL_NAMES and i not in texts]
     if choice.label is not None:
         labels = [position(choice.label, "--label_column")]
-    elif not header:
+    elif has_label and not header:
         labels = [0]
-    if len(labels) != 1:
+    if has_label and len(labels) != 1:
         which = "several columns may be" if labels else "no column is known to be"
         raise refusal(f"{which} the label", "--label_column")
-    if not texts:
+    if not texts and (header or has_label):
         others = [i for i in range(num_columns) if i not in labels]
         texts = [i for i in others if names[i] in TEXT_NAMES] if header else others
     if not texts:
         raise refusal("no column is known to be the text", "--text_column")
-    if labels[0] in texts:
+    if set(labels).intersection(texts):
         raise refusal("the label's column is one of the texts' as well", "--text_column")
-    return labels[0], tuple(texts)
+    return labels[0] if labels else -1, tuple(texts)

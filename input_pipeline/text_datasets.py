@@ -19,6 +19,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -290,9 +291,13 @@ def download_agnews(folder: Path, file: str) -> None:
         ) from None
 
 
-def read_text_files(path: Path) -> tuple[dict[Path, dict[int, str]], list[str]]:
-    """Return the lines of a text file, or of all .txt files below a folder.
+def read_text_files(
+    path: Path, columns: Sequence[str] = ()
+) -> tuple[dict[Path, dict[int, str]], list[str]]:
+    """Return the texts of a file, or of all .txt files below a folder.
 
+    Args:
+        columns: the texts' columns of a table that the user chose; empty to find them.
     Returns:
         What `read_lines` returns of each file, in sorted order; and warnings of what was left out
         of a folder, files without text among them.
@@ -300,7 +305,7 @@ def read_text_files(path: Path) -> tuple[dict[Path, dict[int, str]], list[str]]:
         InputError: a file cannot be read, or there is no text at all.
     """
     files, notes = expand_files(path, TEXT_SUFFIXES, what=".txt files with one text a line")
-    lines = {file: read_lines(file) for file in files}
+    lines = {file: read_lines(file, columns) for file in files}
     notes += [
         f"warning: {file}: contains no text and is left out" for file in files if not lines[file]
     ]
@@ -309,15 +314,21 @@ def read_text_files(path: Path) -> tuple[dict[Path, dict[int, str]], list[str]]:
     return lines, notes
 
 
-def read_lines(path: Path) -> dict[int, str]:
+def read_lines(path: Path, columns: Sequence[str] = ()) -> dict[int, str]:
     """Return the lines of a text file that are not blank, without white space at their ends.
 
+    Of a table they are the rows, as `read_own_csv` joins them.
+
+    Args:
+        columns: see `read_text_files`.
     Returns:
-        The text of each line by its number, from 1 on.
+        The text of each line or row by its number, from 1 on.
     Raises:
-        InputError: the file cannot be read, or is a table.
+        InputError: the file cannot be read, or a table's columns of the texts are not known.
     """
     if path.suffix.lower() in SUFFIXES:
-        raise InputError(f"{path}: is a table; save its texts as a .txt file, one text a line")
+        table = open_table(path, ColumnChoice(texts=tuple(columns)), has_label=False)
+        rows = islice(table.read(), bool(table.header), None)
+        return {number: " ".join(row[i] for i in table.texts) for number, row in rows}
     stripped = [line.strip() for line in utf8_lines(path)]
     return {number: line for number, line in enumerate(stripped, 1) if line}

@@ -407,7 +407,7 @@ def test_a_folder_of_images_is_classified_in_order(runs, tmp_path, capsys, refus
         assert not (tmp_path / "new.csv").exists()
 
 
-def test_the_lines_of_a_folder_of_texts_are_classified(runs, tmp_path, refused):
+def test_the_lines_of_a_folder_and_the_rows_of_tables_are_classified(runs, tmp_path, refused):
     folder, out = tmp_path / "texts", tmp_path / "out.csv"
     write(folder / "b", one__txt='\nHome team wins, "again"\n\n')
     write(folder, a__txt="Stocks rise\nOil down\n", empty__txt=" \n", notes__md="no text")
@@ -424,6 +424,15 @@ def test_the_lines_of_a_folder_of_texts_are_classified(runs, tmp_path, refused):
     assert f"warning: {folder}/empty.txt: contains no text and is left out" in console
     printed = run(transformer_test, resume).splitlines()[-3:]
     assert [line.split(":")[0] for line in printed] == [row["text"] for row in rows]
+    write(folder, new__csv="id,text,label\n1,Stocks rise,\n2,,x\n", one__csv="text\nStocks rise\n")
+    write(folder, new__jsonl='{"other": "Oil down"}\n', bare__tsv="1\tOil down\n")
+    tables = f"--predict {folder}/new.csv {folder}/one.csv"
+    printed += run(transformer_test, f"--resume {runs['texts']} {tables}").splitlines()[-3:]
+    for file, column in (("new.jsonl", "other"), ("bare.tsv", "2")):
+        flags = f"--resume {runs['texts']} --predict {folder}/{file} --text_column {column}"
+        printed += run(transformer_test, flags).splitlines()[-1:]
+    assert printed[3:] == [printed[0], printed[4], printed[0], printed[1], printed[1]]
+    assert printed[4].startswith(": ")
     flags = f"--resume {runs['texts']} --predict {folder}/empty.txt"
     refused("texts", flags, "contains no text", "")
 

@@ -77,7 +77,11 @@ UNFIT = [
     ("images", "--resume {images} --predict {images}", "contains no images"),
     ("texts", "--resume {texts} --predict {texts}", "contains no .txt files"),
     ("texts", "--resume {texts} --predict nowhere.txt", "nowhere.txt"),
-    ("texts", "--resume {texts} --predict in.csv", "in.csv: is a table"),
+    (
+        "texts",
+        "--resume {texts} --predict in.csv",
+        "in.csv: no column is known to be the text (col",
+    ),
     ("texts", "--resume {texts} --predict image.txt", "image.txt"),
     ("texts", "--resume {texts} --predict empty.txt", "empty.txt"),
     ("images", "--resume {images} --predict a.png --predict_out out.txt", "in .jsonl or .csv"),
