@@ -63,24 +63,24 @@ def draw_panels(
     *,
     names: Sequence[str],
     panels: Sequence[str],
+    labels: Sequence[str] = (),
     enlarged: bool = False,
     columns: int = 3,
 ) -> Figure:
     """Draw panels side by side: columns over epochs, or 'over time'.
 
-    With `enlarged` there is a second row of panels, of their highest accuracies.
+    With `labels` they show these alone, with `enlarged` the highest accuracies alone.
     """
     named_runs = labelled(groups, *names)
-    figure, axes = create_panels(1 + enlarged, len(panels), title)
-    for row in axes:
-        for panel, shown in zip(row, panels):
-            y, _, x = shown.partition(" over ")
-            draw_panel(panel, named_runs, x or "epoch", y)
-    for panel in axes[1] if enlarged else ():
-        enlarge_highest(panel, named_runs)
-        panel.set_title("the highest accuracies, enlarged", fontsize=10)
+    named_runs = {label: named_runs[label] for label in labels or named_runs}
+    figure, (axes,) = create_panels(1, len(panels), title)
+    for panel, shown in zip(axes, panels):
+        y, _, x = shown.partition(" over ")
+        draw_panel(panel, named_runs, x or "epoch", y)
+        if enlarged and y == "accuracy":
+            enlarge_highest(panel, named_runs)
     band = "band, and bar of times" if "accuracy over time" in panels else "band"
-    add_legend(figure, axes[0, 0], title=describe_seeds(named_runs, band=band), columns=columns)
+    add_legend(figure, axes[0], title=describe_seeds(named_runs, band=band), columns=columns)
     return figure
 
 
