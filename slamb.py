@@ -1,6 +1,6 @@
 """SLAMB: LAMB whose ranks exchange a share of the momentum at each step. `LAMB` is here as well.
 
-    optimizer = SLAMB(model.parameters(), lr=2e-3, compress_ratio=0.1)  # the model is NOT wrapped
+    optimizer = SLAMB(model.parameters(), lr=0.01, compress_ratio=0.1)  # the model is NOT wrapped
     loss.backward()                                                     # in DDP
     optimizer.step()    # one collective of a tenth of the model, and of all of it every 50 steps
 

@@ -76,8 +76,10 @@ def draw_panels(
     figure, (axes,) = create_panels(1, len(panels), title)
     for panel, shown in zip(axes, panels):
         y, _, x = shown.partition(" over ")
-        draw_panel(panel, named_runs, x or "epoch", y)
-        if enlarged and y == "accuracy":
+        is_cut = enlarged and y == "accuracy"
+        cut = "the highest accuracies" if is_cut else ""
+        draw_panel(panel, named_runs, x or "epoch", y, title=cut)
+        if is_cut:
             enlarge_highest(panel, named_runs)
     band = "band, and bar of times" if "accuracy over time" in panels else "band"
     add_legend(figure, axes[0], title=describe_seeds(named_runs, band=band), columns=columns)

@@ -105,8 +105,8 @@ class CsvTable:
         if self.path.suffix.lower() == ".jsonl":
             header = "an object a line"
         texts = " and ".join(self.describe_column(position) for position in self.texts)
-        label = self.describe_column(self.label)
-        return f"{self.path}: {header}; the label is {label}, the text {texts}"
+        label = f"the label is {self.describe_column(self.label)}, " if self.label >= 0 else ""
+        return f"{self.path}: {header}; {label}the text {texts}"
 
     def describe_column(self, position: int) -> str:
         """Name a column by its number from 1 on and by its name in the header."""
@@ -225,7 +225,7 @@ def read_rows(path: Path, separator: str = ",", *, columns: int = 0, least: int 
             "correct the line, or export the file again"
         ) from None
     if is_empty:
-        raise InputError(f"{path} is empty: it needs at least one row of label, text...")
+        raise InputError(f"{path} is empty: it needs at least one row")
 
 
 def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -242,7 +242,7 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}, row {number}: is not JSON ({error}); correct it") from None
         if not isinstance(value, dict):
-            raise InputError(f"{path}, row {number}: is not a JSON object with label and text")
+            raise InputError(f"{path}, row {number}: is not a JSON object")
         yield number, value
 
 
@@ -250,7 +250,7 @@ def names_of_objects(path: Path) -> list[str]:
     """Return the names in the objects of a jsonl file, in the order in which they appear."""
     names = list(dict.fromkeys(name for _, value in read_objects(path) for name in value))
     if not names:
-        raise InputError(f"{path} is empty: it needs at least one object with label and text")
+        raise InputError(f"{path} is empty: it needs at least one object")
     return names
 
 
@@ -307,8 +307,8 @@ def find_columns(
 ) -> tuple[int, tuple[int, ...]]:
     """Return the positions of the label and of the texts: the chosen ones, else by usual names.
 
-    Without a header the label is the first column and all others are texts. A file that needs no
-    label (-1 where none is known) needs a header or a choice.
+    Without a header the label is the first column and all others are texts. Of texts to classify
+    the label may be -1, and without a header their column is chosen or the only one.
 
     Raises:
         InputError: a column is not there, or it is not clear which one is meant.
@@ -340,7 +340,7 @@ def find_columns(
     if has_label and len(labels) != 1:
         which = "several columns may be" if labels else "no column is known to be"
         raise refusal(f"{which} the label", "--label_column")
-    if not texts and (header or has_label):
+    if not texts and (header or has_label or num_columns == 1):
         others = [i for i in range(num_columns) if i not in labels]
         texts = [i for i in others if names[i] in TEXT_NAMES] if header else others
     if not texts:

@@ -304,31 +304,36 @@ def read_text_files(
     Raises:
         InputError: a file cannot be read, or there is no text at all.
     """
-    files, notes = expand_files(path, TEXT_SUFFIXES, what=".txt files with one text a line")
-    lines = {file: read_lines(file, columns) for file in files}
-    notes += [
-        f"warning: {file}: contains no text and is left out" for file in files if not lines[file]
-    ]
-    if not any(lines.values()):
-        raise InputError(f"{path}: contains no text; give text files with one text a line")
-    return lines, notes
+    what = ".txt files with one text a line; name tables themselves"
+    files, notes = expand_files(path, TEXT_SUFFIXES, what=what)
+    texts = {}
+    for file in files:
+        if file.suffix.lower() in SUFFIXES:
+            table = open_table(file, ColumnChoice(texts=tuple(columns)), has_label=False)
+            notes.append(table.describe())
+            rows = islice(table.read(), bool(table.header), None)
+            lines = {number: " ".join(row[i] for i in table.texts) for number, row in rows}
+        else:
+            lines = read_lines(file)
+        blank = sum(not line.strip() for line in lines.values())
+        if blank < len(lines):
+            texts[file] = lines
+        else:
+            notes.append(f"warning: {file}: contains no text and is left out")
+        if 0 < blank < len(lines):
+            notes.append(f"warning: {file}: {blank} of {len(lines)} rows have no text")
+    if not texts:
+        raise InputError(f"{path}: contains no text")
+    return texts, notes
 
 
-def read_lines(path: Path, columns: Sequence[str] = ()) -> dict[int, str]:
+def read_lines(path: Path) -> dict[int, str]:
     """Return the lines of a text file that are not blank, without white space at their ends.
 
-    Of a table they are the rows, as `read_own_csv` joins them.
-
-    Args:
-        columns: see `read_text_files`.
     Returns:
-        The text of each line or row by its number, from 1 on.
+        The text of each line by its number, from 1 on.
     Raises:
-        InputError: the file cannot be read, or a table's columns of the texts are not known.
+        InputError: the file cannot be read.
     """
-    if path.suffix.lower() in SUFFIXES:
-        table = open_table(path, ColumnChoice(texts=tuple(columns)), has_label=False)
-        rows = islice(table.read(), bool(table.header), None)
-        return {number: " ".join(row[i] for i in table.texts) for number, row in rows}
     stripped = [line.strip() for line in utf8_lines(path)]
     return {number: line for number, line in enumerate(stripped, 1) if line}

@@ -160,7 +160,7 @@ class Trainer:
             NonFiniteLoss: the loss stayed non-finite.
         """
         self.begin(checkpoint)
-        if self.is_over():
+        if len(self.progress.rows) >= self.config.epochs:
             self.log.info("nothing is left to train; --epochs makes a run longer")
         with contextlib.closing(self.log), recovery.caught_signals(self.log.info) as signals:
             while not self.is_over():

@@ -427,7 +427,12 @@ def test_the_lines_of_a_folder_and_the_rows_of_tables_are_classified(runs, tmp_p
     write(folder, new__csv="id,text,label\n1,Stocks rise,\n2,,x\n", one__csv="text\nStocks rise\n")
     write(folder, new__jsonl='{"other": "Oil down"}\n', bare__tsv="1\tOil down\n")
     tables = f"--predict {folder}/new.csv {folder}/one.csv"
-    printed += run(transformer_test, f"--resume {runs['texts']} {tables}").splitlines()[-3:]
+    console = run(transformer_test, f"--resume {runs['texts']} {tables}")
+    assert (
+        "new.csv: row 1 is the header; the label is column 3 (label), the text column 2" in console
+    )
+    assert f"warning: {folder}/new.csv: 1 of 2 rows have no text" in console
+    printed += console.splitlines()[-3:]
     for file, column in (("new.jsonl", "other"), ("bare.tsv", "2")):
         flags = f"--resume {runs['texts']} --predict {folder}/{file} --text_column {column}"
         printed += run(transformer_test, flags).splitlines()[-1:]
