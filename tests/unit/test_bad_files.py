@@ -96,7 +96,7 @@ UNFIT = [
 def test_checkpoint_that_does_not_match_the_flags_is_named(runs, refused, tmp_path):
     (tmp_path / "text.png").write_text("words")
     (tmp_path / "empty.txt").write_text(" \n")
-    (tmp_path / "in.csv").write_text("Stocks rise\n")
+    (tmp_path / "in.csv").write_text("Stocks rise,today\n")
     Image.new("RGB", (8, 8), (200, 180, 255)).save(tmp_path / "image.png")
     (tmp_path / "image.png").rename(tmp_path / "image.txt")
     copies = {name: shutil.copytree(folder, tmp_path / name) for name, folder in runs.items()}
