@@ -320,7 +320,7 @@ class ByLoss(Rule):
         return {"losses": list(self.losses), "seconds": list(self.seconds)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses = list(state["losses"])
+        self.losses = list(state["losses"])[-self.window :]
         self.seconds = list(state["seconds"])
 
 

@@ -697,4 +697,5 @@ class MetaMixup:
             self.numbers.copy_(state["numbers"])
             self.row_losses.excess.copy_(state["excess"])
         self.row_losses.is_known = bool(state["excess"].any())
-        self.adam.load_state_dict(state["adam"])
+        own = self.adam.state_dict()["param_groups"]  # whose rate may be another one
+        self.adam.load_state_dict({**state["adam"], "param_groups": own})

@@ -79,8 +79,8 @@ class NGD(GradScalerOptimizer):
     """Momentum whitened along its leading directions for matrices; AdamW for the rest.
 
     A parameter without a gradient does not change. All hyper-parameters but `ngd` may change at any
-    step; a new rank applies to parameters whose first gradient comes later. Rounding removes most
-    small steps of bf16 weights: keep weights in fp32, and compute in bf16 by autocast.
+    step; with a new rank the directions begin anew. Rounding removes most small steps of bf16
+    weights: keep weights in fp32, and compute in bf16 by autocast.
 
     State of a matrix:
         momentum_buffer        its shape, in fp32 at least: the mean of the gradients.
@@ -125,7 +125,7 @@ class NGD(GradScalerOptimizer):
         eps: float = 1e-8,
         ngd: bool = True,
     ) -> None:
-        self.batches: dict[tuple[bool, ...], list[list[list[MatrixBatch]]]] = {}
+        self.batches: dict[tuple[int, ...], list[list[list[MatrixBatch]]]] = {}
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -145,11 +145,12 @@ class NGD(GradScalerOptimizer):
 
     def _apply_step(self) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
-        has_grad = tuple(p.grad is not None for p in parameters)
-        if has_grad not in self.batches:  # the states are views of the batches made last
-            self.batches = {has_grad: self._make_batches()}
+        ranks = (group["rank"] for group in self.param_groups)
+        made_for = (*(p.grad is not None for p in parameters), *ranks)
+        if made_for not in self.batches:  # the states are views of the batches made last
+            self.batches = {made_for: self._make_batches()}
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            for group, together in zip(self.param_groups, self.batches[has_grad]):
+            for group, together in zip(self.param_groups, self.batches[made_for]):
                 for batches in together:
                     self._matrix_step(batches, group)
                 self._adamw_step(group)
@@ -229,8 +230,7 @@ def make_batches(
     by_kind: dict[Any, list[Tensor]] = defaultdict(list)
     for p in group["params"]:
         if p.grad is not None and is_matrix(p, group):
-            known = state[p].get("directions")
-            by_kind[p.shape, p.dtype, p.device, None if known is None else len(known)].append(p)
+            by_kind[p.shape, p.dtype, p.device].append(p)
     together: dict[Any, list[MatrixBatch]] = defaultdict(list)
     for alike in by_kind.values():
         limit = CPU_BATCH_BYTES if alike[0].device.type == "cpu" else GPU_BATCH_BYTES
@@ -277,18 +277,17 @@ class MatrixBatch:
             self.view_shape = (len(parameters), 1, rows, columns)
         else:
             self.view_shape = (len(parameters), rows, columns, 1)
-        rank = min((self.dim + 1) // 2, rank)  # of parameters that are seen for the first time
+        rank = min((self.dim + 1) // 2, rank)
         self.dims = torch.full(
             (len(parameters),), float(self.dim), dtype=torch.float64, device=self.device
         )
-        if any("directions" not in state for state in states):
-            directions = initial_directions(rank, self.dim).to(self.device, self.dtype)
-            momentum = torch.zeros(first.shape, dtype=self.dtype, device=self.device)
-            for state in states:
-                state.setdefault("directions", directions)
-                state.setdefault("momentum_buffer", momentum)
+        directions = initial_directions(rank, self.dim).to(self.device, self.dtype)
+        momentum = torch.zeros(first.shape, dtype=self.dtype, device=self.device)
+        for state in states:
+            if len(state.get("directions", ())) != rank:  # missing, or of another rank
+                state["directions"] = directions
+            state.setdefault("momentum_buffer", momentum)
         self.R = torch.stack([state["directions"] for state in states])  # (batch, rank, D)
-        rank = self.R.shape[1]
         self.is_small = self.device.type in ALONE_DEVICES and self.dim <= 2 * rank
         buffers = [state["momentum_buffer"].permute(self.axis_order) for state in states]
         self.momentum = torch.stack(buffers)  # (batch, permuted shape of a parameter)

@@ -217,6 +217,11 @@ def choose_rows(
             notes.append(f"--val_fraction {args.val_fraction:g} is not used: the data has val rows")
         labels = {name: torch.as_tensor(split.labels).tolist() for name, split in chosen.items()}
         print(*notes, *own_data.class_table(classes, labels), sep="\n")
+    changed = run.checkpoint["changed"] if run.checkpoint else {}
+    redrawn = sorted({"--val_fraction", "--subset", "--seed"}.intersection(changed))
+    if redrawn and "val" in chosen and not has_val and run.world.is_main:
+        names = " and ".join(redrawn)
+        print(f"warning: {names} changed: the run has trained on some of the rows now held out")
     if args.label_noise:
         chosen["train"] = add_label_noise(args, run, chosen["train"], classes=classes)
     return chosen, fingerprint

@@ -265,7 +265,7 @@ class LocalSGD(AllReduceHook):
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        self.steps = state["steps"]
+        self.steps = state.get("steps", 0)  # 0 after a run without this hook
 
 
 def _replace_non_finite(power_sgd: powerSGD_hook.PowerSGDState) -> None:

@@ -88,6 +88,9 @@ class DiLoCo(LocalSGD):
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         super().load_state_dict(state, parameters)
+        if "common" not in state:  # of a run without this hook
+            self.start(parameters)
+            return
         devices = [p.device for p in parameters]
         self.common = [a.to(on, copy=True) for a, on in zip(state["common"], devices)]
         self.momenta = [b.to(on, copy=True) for b, on in zip(state["momenta"], devices)]

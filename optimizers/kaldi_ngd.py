@@ -292,17 +292,18 @@ def _trace(matrices: Tensor) -> Tensor:
 def load_estimate(
     states: Sequence[dict[str, Any]], axis: int, dim: int, *, rank: int, like: Tensor
 ) -> Estimate:
-    """Returns the estimate of an axis of all parameters, which is created where it is missing.
+    """Returns the estimate of an axis of all parameters, anew where its rank is not this one.
 
     Args:
         states: of each parameter.
         axis: its number.
         dim: its length.
-        rank: of a new estimate, at most.
+        rank: of the estimate, at most.
         like: a tensor of the dtype and on the device of R.
     """
-    if f"axis{axis}_R" not in states[0]:
-        R = initial_directions(min((dim + 1) // 2, rank), dim, like=like)
+    rank = min((dim + 1) // 2, rank)
+    if len(states[0].get(f"axis{axis}_R", ())) != rank:
+        R = initial_directions(rank, dim, like=like)
         zeros = torch.zeros(len(R), len(R), dtype=torch.float64, device=R.device)
         for state in states:
             for name, initial in zip(Estimate._fields, (R, zeros, zeros, zeros[0, 0])):

@@ -82,7 +82,9 @@ def _rank_state(
 
 
 def load_state_dict(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Inverse of `state_dict`; collective. With another number of ranks their parts are merged.
+    """Inverse of `state_dict`; collective.
+
+    The parts of ranks are merged for another number of them, and where replicas diverge no more.
 
     Raises:
         InputError: the state does not fit the flags.
@@ -95,7 +97,8 @@ def load_state_dict(trainer: Trainer, state: dict[str, Any]) -> None:
         )
     ranks, weights, optimizer = state["ranks"], state["model"], state["optimizer"]
     average = state.get("average")
-    if len(ranks) == trainer.world.size:
+    had_diverged = optimizer is None
+    if len(ranks) == trainer.world.size and had_diverged <= trainer.replicas_diverge:
         mine = copy.deepcopy(ranks[trainer.world.rank])  # so that nothing of it stays in the file
         if average:
             average["weights"] = {**average["weights"], **mine["average"]}
@@ -136,7 +139,7 @@ def _load_weights(trainer: Trainer, weights: dict[str, Any], optimizer: dict[str
     if not fsdp.is_sharded(trainer.model):
         load_into(trainer.model, weights, "model")
         # A copy, since torch keeps the tensors themselves.
-        load_into(trainer.optimizer, copy.deepcopy(optimizer), "optimizer")
+        _load_optimizer(trainer.optimizer, copy.deepcopy(optimizer))
         return
     own = trainer.model.state_dict()
     weights = {
@@ -151,7 +154,16 @@ def _load_weights(trainer: Trainer, weights: dict[str, Any], optimizer: dict[str
         for number, values in optimizer["state"].items()
         if number < len(parameters)
     }
-    load_into(trainer.optimizer, {**optimizer, "state": moments}, "optimizer")
+    _load_optimizer(trainer.optimizer, {**optimizer, "state": moments})
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load moments, counters and the last rate; all other settings stay those of the flags."""
+    names = {*optimizer.defaults, "lr_scale"} - {"lr"}
+    settings = [{name: g[name] for name in names if name in g} for g in optimizer.param_groups]
+    load_into(optimizer, state, "optimizer")
+    for group, own in zip(optimizer.param_groups, settings):
+        group.update(own)
 
 
 # -------------------------------------------------------------------- files

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 import ranks
 from distributed.averaging import RankAverager, Traffic
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
+from distributed.diloco import DiLoCo
 from distributed.world import World
 from trainers import flat, make_trainer
+from training import train_state
 from training.trainer import Trainer
 
 
@@ -169,6 +174,21 @@ def training_goes_on_after_a_bad_step_which_all_skip(world: World) -> None:
         assert_ranks_agree(world, trainer)
 
 
+def a_run_goes_on_with_another_hook(world: World) -> None:
+    """Whatever the ranks did before, and whether they had gone apart."""
+    hooks = (AllReduceHook, DelayedAllReduce, partial(LocalSGD, every=3), partial(DiLoCo, every=3))
+    for before, after in itertools.product(hooks, repeat=2):
+        trainer, other = (trainer_of(world, hook(world)) for hook in (before, after))
+        for number in range(4):
+            trainer.train_step(*batch(number, world.rank))
+        state = world.broadcast(train_state.state_dict(trainer))
+        train_state.load_state_dict(other, copy.deepcopy(state))
+        other.train_step(*batch(4, world.rank))
+        if not other.replicas_diverge:
+            assert_ranks_agree(world, other)
+        assert (flat(other.parameters) - flat(trainer.parameters)).norm() < 1
+
+
 def all_of_it(world: World) -> None:
     the_wire_has_what_it_says(world)
     power_sgd_sends_little(world)
@@ -176,6 +196,7 @@ def all_of_it(world: World) -> None:
     a_lagged_step_takes_the_gradient_before(world)
     local_steps_average_weights_now_and_then(world)
     training_goes_on_after_a_bad_step_which_all_skip(world)
+    a_run_goes_on_with_another_hook(world)
 
 
 def test_what_ranks_send_each_other() -> None:

@@ -185,6 +185,9 @@ def test_lambda_follows_the_losses_by_the_slope():
     torch.testing.assert_close(weight, expected, atol=1e-3, rtol=1e-3)
     meta.observe(torch.randn(4, 2), labels, meta.mix(labels))  # nobody said which rows these are
     assert not meta.row_losses.sums.any()
+    faster = MetaMixup(2, "loss", rows=4, lr=0.3)
+    faster.load_state_dict(meta.state_dict())
+    assert faster.adam.param_groups[0]["lr"] == 0.3
     with pytest.raises(ValueError, match="of another kind"):
         MetaMixup(2, "pair", rows=4).load_state_dict(meta.state_dict())
 

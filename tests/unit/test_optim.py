@@ -283,6 +283,18 @@ def test_channels_last_and_batches_of_any_size_take_the_same_step(name, monkeypa
 
 
 @each_of("name", ["ngd", "kaldi_ngd"])
+def test_a_new_rank_holds_from_the_next_step(name):
+    optimizer = train(create(name), range(3))
+    for group in optimizer.param_groups:
+        group["rank"] = 2
+    new, old = parameters_of(train(create(name, rank=2), range(6)))[0], parameters_of(optimizer)[0]
+    train(optimizer, range(3, 6))
+    key = "directions" if name == "ngd" else "axis1_R"
+    assert optimizer.state[old][key].shape == (2, 30)
+    assert distance(old.detach(), new.detach()) < 0.5
+
+
+@each_of("name", ["ngd", "kaldi_ngd"])
 def test_a_parameter_that_gets_gradients_later_is_trained_as_from_its_start(name):
     optimizer, peer = (create(name, **EVERY_STEP.get(name, {})) for _ in range(2))
     late = (1, 2, 4)

@@ -9,6 +9,7 @@ from typing import Any
 import resnet50_test
 from backends import machine
 from conftest import run
+from training import checkpoint
 from training.run_segments import describe_all
 
 FLAGS = "--dataset digits --arch resnet8 --subset 0.2 --bs 64 --lr 0.02 --threads 1 --epochs 1"
@@ -35,6 +36,8 @@ def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(here, 
     console = run(resnet50_test, "--resume a", flags)
     changes = "--label_noise 0.5 (was 0.0), --epoch 2 (was 1), --nesterov off (was on)"
     assert line_of(console) == changes
+    groups = checkpoint.load(here / "a")["optimizer"]["param_groups"]
+    assert not any(group["nesterov"] for group in groups), "and what it says is so"
 
     monkeypatch.setattr(machine, "commit_or_none", lambda: "bbb")
     console = run(resnet50_test, "--resume a --out b --epochs 3")
@@ -54,6 +57,9 @@ def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(here, 
         f"from step {steps[2] + 1} on: --epoch 3 (was 2), commit bbb (was aaa)"
     )
     assert len(config_of("a")["segments"]) == 2, "the run that b began from stays as it is"
+
+    console = run(resnet50_test, "--resume b --epochs 4 --val_fraction 0.2")
+    assert "--val_fraction changed: the run has trained on some of the rows now held out" in console
 
 
 def test_a_run_that_goes_on_as_it_was_has_one_segment(here):
