@@ -129,7 +129,8 @@ def read_splits(args: Namespace, run: Run) -> tuple[dict[str, TextSplit], dict[s
     )
     chosen, fingerprint = choose_rows(args, run, splits, classes)
     baseline = report_baseline(args, run, chosen, text_baseline)
-    return chosen, {"classes": classes, "data": fingerprint, "baseline": baseline}
+    kept = {"classes": classes, "data": fingerprint, "columns": splits["train"].columns}
+    return chosen, {**kept, "baseline": baseline}
 
 
 def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.Module:
@@ -172,7 +173,9 @@ def predict(args: Namespace, run: Run) -> None:
     notes: list[str] = []
     checkpoint = run.checkpoint
     for path in args.predict:
-        lines_of_files, notes_of_path = text_datasets.read_text_files(Path(path), args.text_column)
+        lines_of_files, notes_of_path = text_datasets.read_text_files(
+            Path(path), args.text_column, trained=checkpoint.get("columns", ())
+        )
         notes += notes_of_path
         for file, texts_of_file in lines_of_files.items():
             name = own_data.utf8_name(file)

@@ -99,6 +99,11 @@ class CsvTable:
                 f"{self.path} has a header row only: it needs at least one row below it"
             )
 
+    def names_among(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return those of some names that the header has."""
+        own = set(map(normalise, self.header))
+        return tuple(name for name in names if normalise(name) in own)
+
     def describe(self) -> str:
         """Say in one line which columns are read as what."""
         header = "row 1 is the header" if self.header else "no header row"

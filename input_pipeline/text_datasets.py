@@ -70,11 +70,13 @@ class TextSplit:
         labels: the class number of each row.
         texts: the cleaned text of each row.
         notes: what a user should know of how the file was read, a line each.
+        columns: names of the text's columns, where the file has a header.
     """
 
     labels: list[int]
     texts: StoredTexts
     notes: tuple[str, ...] = field(default=(), compare=False)
+    columns: tuple[str, ...] = field(default=(), compare=False)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -209,7 +211,9 @@ def read_own_csv(
             )
         names = names or name_classes(labels, table)
         numbers = {normal_form(name): number for number, name in enumerate(names)}
-        splits[split] = TextSplit([numbers[label] for label in labels], texts, tuple(notes))
+        columns = tuple(table.header[position] for position in table.texts if table.header)
+        numbered = [numbers[label] for label in labels]
+        splits[split] = TextSplit(numbered, texts, tuple(notes), columns)
     return splits, names
 
 
@@ -292,12 +296,13 @@ def download_agnews(folder: Path, file: str) -> None:
 
 
 def read_text_files(
-    path: Path, columns: Sequence[str] = ()
+    path: Path, columns: Sequence[str] = (), *, trained: Sequence[str] = ()
 ) -> tuple[dict[Path, dict[int, str]], list[str]]:
     """Return the texts of a file, or of all .txt files below a folder.
 
     Args:
         columns: the texts' columns of a table that the user chose; empty to find them.
+        trained: names of those in training: a table that has some of them is read by these alone.
     Returns:
         What `read_lines` returns of each file, in sorted order; and warnings of what was left out
         of a folder, files without text among them.
@@ -310,6 +315,8 @@ def read_text_files(
     for file in files:
         if file.suffix.lower() in SUFFIXES:
             table = open_table(file, ColumnChoice(texts=tuple(columns)), has_label=False)
+            if not columns and (known := table.names_among(trained)):
+                table = open_table(file, ColumnChoice(texts=known), has_label=False)
             notes.append(table.describe())
             rows = islice(table.read(), bool(table.header), None)
             lines = {number: " ".join(row[i] for i in table.texts) for number, row in rows}
