@@ -18,14 +18,15 @@ info = {name: json.loads(value) for name, value in stored.items()}
 
 def classify(path: str) -> dict[str, float]:
     """The probability of each class for an image file, as --predict computes it."""
-    size = info["size"]
-    image = ImageOps.exif_transpose(Image.open(path))
+    size, image = info["size"], ImageOps.exif_transpose(Image.open(path))
+    side = min(image.size)
+    left, top = ((length - side) // 2 for length in image.size)
+    image = image.crop((left, top, left + side, top + side))
+    if image.mode.startswith("I"):  # grey of 16 bits
+        image = Image.fromarray((np.array(image) / 257).round().astype(np.uint8))
     image = image.convert("RGB" if info["channels"] == 3 else "L")
-    scale = size / min(image.size)
-    width, height = (max(size, round(side * scale)) for side in image.size)
-    left, top = (width - size) // 2, (height - size) // 2
-    image = image.resize((width, height), Image.Resampling[info["interpolation"].upper()])
-    pixels = np.array(image.crop((left, top, left + size, top + size)), dtype=np.float32) / 255
+    image = image.resize((size, size), Image.Resampling[info["interpolation"].upper()])
+    pixels = np.array(image, dtype=np.float32) / 255
     pixels = (pixels.reshape(size, size, -1) - info["mean"]) / info["std"]
     inputs = pixels.transpose(2, 0, 1)[None].astype(np.float32)
     [logits] = session.run(None, {session.get_inputs()[0].name: inputs})

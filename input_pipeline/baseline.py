@@ -50,8 +50,9 @@ class Baseline:
     def verdict(self, accuracy: float) -> str:
         """How an accuracy on the same evaluation set compares."""
         points = 100 * (accuracy - self.accuracy)
-        side = "ahead of" if points >= 0 else "behind"
-        return f"{abs(points):.2f} points {side} the baseline of {100 * self.accuracy:.2f} %"
+        side = "ahead of" if points > 0 else "behind"
+        distance = f"{abs(points):.2f} points {side}" if points else "level with"
+        return f"{distance} the baseline of {100 * self.accuracy:.2f} %"
 
 
 def text_baseline(train: TextSplit, evaluated: TextSplit) -> Baseline:

@@ -201,7 +201,9 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
     assert classifier.probabilities([]).shape == (0, 10)
     with mock.patch.object(sys, "argv", ["classify_onnx.py", "model.onnx"]):
         example = runpy.run_path(str(ranks.ROOT / "examples" / "classify_onnx.py"))
-    assert example["classify"]("zero.png") == pytest.approx(expected, abs=1e-4)
+    Image.fromarray(257 * pixels.astype("uint16")).save("deep.png")
+    for path in ("zero.png", "deep.png"):
+        assert example["classify"](path) == pytest.approx(expected, abs=1e-4)
 
 
 def exported_metadata(script) -> dict[str, Any]:
