@@ -124,7 +124,7 @@ def draw_mixing(groups: Groups, title: str, *, search: str, in_full: str, note: 
         panel.set_xticks(ticks, [f"{rate / unit:g}" for rate in ticks])
         panel.minorticks_off()
         label_axes(panel, f"learning rate{of_unit}", "held-out accuracy / %", title=title)
-    axes[0, 2].set_xticks(range(len(kinds)), kinds, rotation=45, ha="right", fontsize=8)
+    axes[0, 2].set_xticks([])
     axes[0, 2].axhline(0, color=GREY, linewidth=1, zorder=0)
     label_axes(axes[0, 2], "kind of mixing", "gain in test accuracy", title="in full, last epoch")
     legend = f"search: one seed each; in full: a marker for each seed{note}"
