@@ -217,14 +217,21 @@ def choose_rows(
             notes.append(f"--val_fraction {args.val_fraction:g} is not used: the data has val rows")
         labels = {name: torch.as_tensor(split.labels).tolist() for name, split in chosen.items()}
         print(*notes, *own_data.class_table(classes, labels), sep="\n")
-    changed = run.checkpoint["changed"] if run.checkpoint else {}
-    redrawn = sorted({"--val_fraction", "--subset", "--seed"}.intersection(changed))
-    if redrawn and "val" in chosen and not has_val and run.world.is_main:
+    redrawn = redrawn_by(run)
+    before, now = redrawn.get("--val_fraction", (0, args.val_fraction))
+    has_fewer = list(redrawn) == ["--val_fraction"] and now < before  # of the same rows
+    if redrawn and not has_fewer and "val" in chosen and not has_val and run.world.is_main:
         names = " and ".join(redrawn)
         print(f"warning: {names} changed: the run has trained on some of the rows now held out")
     if args.label_noise:
         chosen["train"] = add_label_noise(args, run, chosen["train"], classes=classes)
     return chosen, fingerprint
+
+
+def redrawn_by(run: Run) -> dict[str, Any]:
+    """Which flags, changed since the checkpoint, choose other rows; each as [before, now]."""
+    changed = run.checkpoint.get("changed", {}) if run.checkpoint else {}
+    return {n: changed[n] for n in ("--seed", "--subset", "--val_fraction") if n in changed}
 
 
 def add_label_noise(args: Namespace, run: Run, train: Any, *, classes: Sequence[str]) -> Any:
@@ -275,7 +282,7 @@ def report_baseline(
         splits: as of `choose_rows`.
         measure: fits the model to a training split, and evaluates it on another.
     """
-    if run.checkpoint is not None:
+    if run.checkpoint is not None and not redrawn_by(run):
         return run.checkpoint.get("baseline", {})
     if not (args.dataset in own_data.DATASETS if args.baseline is None else args.baseline):
         return {}

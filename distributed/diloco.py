@@ -89,6 +89,7 @@ class DiLoCo(LocalSGD):
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         super().load_state_dict(state, parameters)
         if "common" not in state:  # of a run without this hook
+            self.sync_replicas(parameters)
             self.start(parameters)
             return
         devices = [p.device for p in parameters]

@@ -17,7 +17,7 @@ info = {name: json.loads(value) for name, value in stored.items()}
 
 
 def classify(path: str) -> dict[str, float]:
-    """The probability of each class for an image file, as --predict computes it."""
+    """The probability of each class for an image of 8 or 16 bits, as --predict computes it."""
     size, image = info["size"], ImageOps.exif_transpose(Image.open(path))
     side = min(image.size)
     left, top = ((length - side) // 2 for length in image.size)

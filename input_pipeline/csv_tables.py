@@ -100,9 +100,9 @@ class CsvTable:
             )
 
     def names_among(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return those of some names that the header has."""
-        own = set(map(normalise, self.header))
-        return tuple(name for name in names if normalise(name) in own)
+        """Return those of some names that the header has once."""
+        own = list(map(normalise, self.header))
+        return tuple(name for name in names if own.count(normalise(name)) == 1)
 
     def describe(self) -> str:
         """Say in one line which columns are read as what."""

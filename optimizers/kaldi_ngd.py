@@ -68,8 +68,8 @@ class KaldiNGD(GradScalerOptimizer):
     """SGD with momentum along the natural gradient, estimated online (arXiv:1410.7455).
 
     Parameters with fewer than two axes take plain SGD. A gradient of zeros does not change the
-    estimates, nor does a step that is skipped, which counts as a step all the same. A new rank
-    applies to parameters that are seen for the first time; all else may change at any step.
+    estimates, nor does a step that is skipped, which counts as a step all the same. All settings
+    may change at any step; with a new rank the estimates begin anew.
 
     State of a parameter:
         momentum_buffer  the shape of the parameter, in fp32 at least.
@@ -302,10 +302,10 @@ def load_estimate(
         like: a tensor of the dtype and on the device of R.
     """
     rank = min((dim + 1) // 2, rank)
-    if len(states[0].get(f"axis{axis}_R", ())) != rank:
+    if missing := [s for s in states if len(s.get(f"axis{axis}_R", ())) != rank]:
         R = initial_directions(rank, dim, like=like)
         zeros = torch.zeros(len(R), len(R), dtype=torch.float64, device=R.device)
-        for state in states:
+        for state in missing:
             for name, initial in zip(Estimate._fields, (R, zeros, zeros, zeros[0, 0])):
                 state[f"axis{axis}_{name}"] = initial.clone()
     rows = [[state[f"axis{axis}_{name}"] for state in states] for name in Estimate._fields]

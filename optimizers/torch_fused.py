@@ -34,9 +34,7 @@ def fused_sgd(
         fused=supports_fused_optimizers(parameters) and not any(map(_is_sharded, parameters)),
     )
     optimizer.register_load_state_dict_post_hook(_fit_kernels)
-    if momentum:  # torch would leave the buffer uninitialised if the very first step is skipped
-        for parameter in parameters:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    _start_momentum(optimizer)
     return optimizer
 
 
@@ -57,6 +55,14 @@ def fused_adamw(
     return optimizer
 
 
+def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Gives SGD buffers, which torch leaves uninitialised if the very first step is skipped."""
+    if optimizer.defaults.get("momentum"):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            zeros = torch.zeros_like(parameter)
+            optimizer.state[parameter].setdefault("momentum_buffer", zeros)
+
+
 def laid_out_like(value: Tensor, parameter: Tensor) -> Tensor:
     """Returns a tensor of a parameter's shape in the parameter's memory format."""
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
@@ -66,6 +72,7 @@ def _fit_kernels(optimizer: torch.optim.Optimizer) -> None:
     """Makes a loaded state fit these kernels, of which fused ones read it in the weights' order."""
     for group in optimizer.param_groups:
         group["fused"] = optimizer.defaults["fused"]  # sharded parameters have other kernels
+    _start_momentum(optimizer)
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             is_tensor = isinstance(value, Tensor) and value.shape == parameter.shape

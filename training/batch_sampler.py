@@ -286,7 +286,7 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         same_ranks = state["base"] == self.base and len(state["shares"]) == self.world.size
         if rule is None:
             self.size = self.base
-        elif same_ranks:
+        elif same_ranks and self.low <= state["size"] <= self.high:
             self.size = state["size"]
         else:
             self.size = self._nearest(self.base * state["size"] / state["base"])

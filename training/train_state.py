@@ -1,7 +1,7 @@
 """Everything of a run that a checkpoint holds, each part through the `state_dict` of its owner.
 
 state = state_dict(trainer)            # collective; plain tensors, numbers, lists and dicts
-load_state_dict(trainer, state)        # bit for bit on as many ranks; on others parts are merged
+load_state_dict(trainer, state)        # bit for bit with the same flags on as many ranks
 save(trainer)                          # collective; last.pt of the run folder, and best.pt
 """
 

@@ -202,8 +202,12 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
     with mock.patch.object(sys, "argv", ["classify_onnx.py", "model.onnx"]):
         example = runpy.run_path(str(ranks.ROOT / "examples" / "classify_onnx.py"))
     Image.fromarray(257 * pixels.astype("uint16")).save("deep.png")
-    for path in ("zero.png", "deep.png"):
-        assert example["classify"](path) == pytest.approx(expected, abs=1e-4)
+    Image.fromarray(pixels.repeat(5, 0).repeat(3, 1)).save("tall.png")
+    for path, row in zip(
+        paths := ["zero.png", "deep.png", "tall.png"], classifier.probabilities(paths)
+    ):
+        wanted = dict(zip(classifier.classes, row.tolist()))
+        assert example["classify"](path) == pytest.approx(wanted, abs=1e-4)
 
 
 def exported_metadata(script) -> dict[str, Any]:
