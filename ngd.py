@@ -281,12 +281,12 @@ class MatrixBatch:
         self.dims = torch.full(
             (len(parameters),), float(self.dim), dtype=torch.float64, device=self.device
         )
-        directions = initial_directions(rank, self.dim).to(self.device, self.dtype)
-        momentum = torch.zeros(first.shape, dtype=self.dtype, device=self.device)
-        for state in states:
-            if len(state.get("directions", ())) != rank:  # missing, or of another rank
+        if missing := [state for state in states if len(state.get("directions", ())) != rank]:
+            directions = initial_directions(rank, self.dim).to(self.device, self.dtype)
+            momentum = torch.zeros(first.shape, dtype=self.dtype, device=self.device)
+            for state in missing:
                 state["directions"] = directions
-            state.setdefault("momentum_buffer", momentum)
+                state.setdefault("momentum_buffer", momentum)
         self.R = torch.stack([state["directions"] for state in states])  # (batch, rank, D)
         self.is_small = self.device.type in ALONE_DEVICES and self.dim <= 2 * rank
         buffers = [state["momentum_buffer"].permute(self.axis_order) for state in states]
