@@ -97,8 +97,8 @@ def load_state_dict(trainer: Trainer, state: dict[str, Any]) -> None:
         )
     ranks, weights, optimizer = state["ranks"], state["model"], state["optimizer"]
     average = state.get("average")
-    had_diverged = optimizer is None
-    if len(ranks) == trainer.world.size and had_diverged <= trainer.replicas_diverge:
+    come_together = optimizer is None and not trainer.replicas_diverge
+    if len(ranks) == trainer.world.size and not come_together:
         mine = copy.deepcopy(ranks[trainer.world.rank])  # so that nothing of it stays in the file
         if average:
             average["weights"] = {**average["weights"], **mine["average"]}
