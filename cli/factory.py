@@ -282,8 +282,8 @@ def report_baseline(
         splits: as of `choose_rows`.
         measure: fits the model to a training split, and evaluates it on another.
     """
-    if run.checkpoint is not None and not redrawn_by(run):
-        return run.checkpoint.get("baseline", {})
+    if run.checkpoint and not redrawn_by(run) and (known := run.checkpoint.get("baseline")):
+        return known
     if not (args.dataset in own_data.DATASETS if args.baseline is None else args.baseline):
         return {}
     name = "test" if "test" in splits else "val"

@@ -172,9 +172,10 @@ def predict(args: Namespace, run: Run) -> None:
     lines: list[Sample] = []
     notes: list[str] = []
     checkpoint = run.checkpoint
+    trained = () if "--text_column" in checkpoint["changed"] else checkpoint.get("columns", ())
     for path in args.predict:
         lines_of_files, notes_of_path = text_datasets.read_text_files(
-            Path(path), args.text_column, trained=checkpoint.get("columns", ())
+            Path(path), args.text_column, trained=trained
         )
         notes += notes_of_path
         for file, texts_of_file in lines_of_files.items():

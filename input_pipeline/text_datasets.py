@@ -302,7 +302,7 @@ def read_text_files(
 
     Args:
         columns: the texts' columns of a table that the user chose; empty to find them.
-        trained: names of those in training: a table that has some of them is read by these alone.
+        trained: names of those in training, with which a table that has some of them is read.
     Returns:
         What `read_lines` returns of each file, in sorted order; and warnings of what was left out
         of a folder, files without text among them.
@@ -315,7 +315,7 @@ def read_text_files(
     for file in files:
         if file.suffix.lower() in SUFFIXES:
             table = open_table(file, ColumnChoice(texts=tuple(columns)), has_label=False)
-            if not columns and (known := table.names_among(trained)):
+            if known := table.names_among(trained):
                 table = open_table(file, ColumnChoice(texts=known), has_label=False)
             notes.append(table.describe())
             rows = islice(table.read(), bool(table.header), None)

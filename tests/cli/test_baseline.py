@@ -36,6 +36,7 @@ def test_a_run_says_what_the_baseline_reaches_and_how_it_compares(tmp_path):
         assert f"baseline of {accuracy[1]} %" in again, "it is not measured again"
         shutil.rmtree(tmp_path / "run")
         assert lines(script, words) == [], "data of the project itself"
+        assert len(lines(script, f"--resume {tmp_path / 'run'} --epochs 2 --baseline")) == 2
         shutil.rmtree(tmp_path / "run")
 
 

@@ -220,14 +220,17 @@ def test_evaluation_reads_the_columns_and_classes_of_the_run(tmp_path):
 
 
 def test_a_table_is_classified_by_the_columns_of_training(tmp_path):
-    """Not by the label, where its column has a usual name of texts."""
+    """Not by the label, where its column has a usual name of texts; nor by another's number."""
     rows = "".join(f"{row},word {row % 3},{'xyz'[row % 3]}\n" for row in range(60))
     table = f"id,text,subject\n{rows}"
     folder = write(tmp_path / "mine", train__csv=table, test__csv=table)
-    flags = f"--epochs 1 --label_column subject --data_dir {folder} --out {tmp_path}/run"
-    run(transformer_test, TEXTS, flags)
-    predict = f"--checkpoint {tmp_path}/run --predict {folder}/test.csv"
-    assert run(transformer_test, predict).splitlines()[2].startswith("word 0: ")
+    write(folder, moved__csv="text,id,subject\nword 0,1,x\n")
+    for out, flags in (("named", ""), ("numbered", "--text_column 2")):
+        data = f"--label_column subject --data_dir {folder} --out {tmp_path}/{out} {flags}"
+        run(transformer_test, TEXTS, "--epochs 1", data)
+        for file in ("test", "moved"):
+            predict = f"--checkpoint {tmp_path}/{out} --predict {folder}/{file}.csv"
+            assert run(transformer_test, predict).splitlines()[2].startswith("word 0: ")
 
 
 # -------------------------------------------------------------------- validation sets

@@ -33,6 +33,7 @@ WRONG_RECIPES = [
     (b"lr: 2024-13-45", "must be a number, got '2024-13-45'"),
     (b"lr: !!int abc", "must be a number, got 'abc'"),
     (b"[" * 3000, "not YAML"),
+    (b"lr: 0.1\nepochs: 2\nlr: 0.2\n", "lr is given twice"),
     (ALIAS_BOMB, "is neither a value nor a list"),
     (b"augment: yes", "--augment: 'yes' is not one of standard, none"),
     (b"betas: [no, 0.9]", "--betas: must be a number, got 'no'"),
