@@ -395,9 +395,12 @@ class NoiseScale:
 
         Returns:
             The noise scale in samples, or None while the true gradient cannot be told from zero.
+            An epoch without finite gradients leaves no trace.
         """
         trace = (small_square - big_square) / (inverse_small - inverse_big)
         square = big_square - trace * inverse_big
+        if not math.isfinite(trace + square):
+            return None
         self.trace = SMOOTHING * self.trace + (1 - SMOOTHING) * trace
         self.square = SMOOTHING * self.square + (1 - SMOOTHING) * square
         return max(self.trace, 0.0) / self.square if self.square > 0 else None

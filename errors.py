@@ -77,6 +77,9 @@ def exit_code(main: Callable[[], int | None]) -> int:
     failed too. A path that nobody can use, such as one that is too long, is bad input. Names that
     stdout cannot encode are printed with backslash escapes, as on stderr.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started the process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -100,13 +100,14 @@ def sample_beta(
 ) -> Tensor:
     """Samples from Beta(alpha, alpha), or `weight` if given, as a float32 tensor (count,).
 
-    They are ratios of float64 gammas: in float32 both gammas underflow to zero when alpha is small.
+    They are ratios of float64 gammas: in float32 both gammas underflow when alpha is small. Where
+    they do so in float64 too, as for alpha 0, lambda is 1.
     """
     if weight is not None:
         return torch.full((count,), weight, device=device)
     alphas = torch.full((2, count), alpha, dtype=torch.float64, device=device)
     own, other = torch._standard_gamma(alphas, generator=generator)
-    return (own / (own + other)).float()
+    return torch.where(own == other, 1.0, own / (own + other)).float()
 
 
 def mixup(
@@ -336,7 +337,7 @@ def cross_entropy(
 
     Args:
         logits: (batch, classes) of the mixed batch.
-        labels: (batch,) integers of the unmixed batch.
+        labels: (batch,) integers of the unmixed batch; or (batch, ...), as of pixels.
         mix: how the batch was mixed.
         label_smoothing: share of the label that is spread evenly over the classes.
         class_weights: (classes,) factors of the losses to each class; None is 1.
@@ -349,7 +350,8 @@ def cross_entropy(
         scores = scores * class_weights
     partner_labels = labels.index_select(0, mix.partner)
     one_lambda = mix.weight.stride(0) == 0  # for the whole batch: the means can be taken first
-    weight = (mix.weight[0] if one_lambda else mix.weight).to(scores.dtype)
+    per_label = mix.weight.view(-1, *[1] * (labels.ndim - 1))
+    weight = (mix.weight[0] if one_lambda else per_label).to(scores.dtype)
     reduction = "mean" if one_lambda else "none"
     own = F.nll_loss(scores, labels, reduction=reduction)
     other = F.nll_loss(scores, partner_labels, reduction=reduction)

@@ -53,7 +53,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from optimizers.adam import AdamStep, adamw_step_
-from optimizers.base import GradScalerOptimizer
+from optimizers.base import GradScalerOptimizer, are_same
 from optimizers.low_rank import project, row_norms, second_moment, subtract_projection
 from optimizers.matrix_functions import inverse_square_root
 from optimizers.param_groups import is_matrix
@@ -95,7 +95,8 @@ class NGD(GradScalerOptimizer):
             the groups of a model; embeddings and the classifier belong under AdamW.
         lr: learning rate of the matrices. A step has the Frobenius norm lr sqrt(min(m, n))
             sqrt(max(1, m / n)) for m outputs and n inputs, as Muon's has.
-        momentum: decay rate of the mean of the gradients, which is taken before F^(-1/2).
+        momentum: decay rate of the mean of the gradients, which is taken before F^(-1/2). torch's
+            OneCycleLR and CyclicLR would change `betas` alone: give them cycle_momentum=False.
         nesterov: use the mean that the next step would have if its gradient were the same.
         weight_decay: decoupled (arXiv:1711.05101): weights shrink by lr * weight_decay, those
             under AdamW by AdamW's learning rate * weight_decay.
@@ -125,7 +126,8 @@ class NGD(GradScalerOptimizer):
         eps: float = 1e-8,
         ngd: bool = True,
     ) -> None:
-        self.batches: dict[tuple[int, ...], list[list[list[MatrixBatch]]]] = {}
+        self.batches: list[list[list[MatrixBatch]]] = []
+        self.made_of: list[Any] = []
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -141,19 +143,23 @@ class NGD(GradScalerOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.batches = {}
+        self.made_of = []
 
     def _apply_step(self) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        ranks = (group["rank"] for group in self.param_groups)
-        made_for = (*(p.grad is not None for p in parameters), *ranks)
-        if made_for not in self.batches:  # the states are views of the batches made last
-            self.batches = {made_for: self._make_batches()}
+        if not are_same(self._made_of(), self.made_of):
+            self.batches = self._make_batches()
+            self.made_of = self._made_of()  # the states are views of the batches by now
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            for group, together in zip(self.param_groups, self.batches[made_for]):
+            for group, together in zip(self.param_groups, self.batches):
                 for batches in together:
                     self._matrix_step(batches, group)
                 self._adamw_step(group)
+
+    def _made_of(self) -> list[Any]:
+        """What the batches depend on."""
+        held = self.held("momentum_buffer")
+        has_gradient = [p.grad is not None for p in held[::2]]
+        return [*held, *has_gradient, *(group["rank"] for group in self.param_groups)]
 
     def _make_batches(self) -> list[list[list[MatrixBatch]]]:
         """Returns what `make_batches` gives for each group, with memory to work in."""

@@ -34,8 +34,9 @@ if [ -z "$root" ]; then
     exit 2
 fi
 
-case " $* " in
-*" --evaluate"* | *" --predict"* | *" --export"* | "  ") ;;
+flags=" $* "
+case ${flags/ --resume auto/} in
+*" --evaluate"* | *" --predict"* | *" --export"* | *" --resume"* | *" -r "* | "  ") ;;
 *) # flags that the user gives come later and win
     script=$1
     shift

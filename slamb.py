@@ -40,7 +40,7 @@ from torch import Tensor
 from distributed.averaging import RankAverager, Traffic, average_tensors
 from distributed.quantization import dequantize, quantize
 from optimizers.adam import AdamStep, adam_update_, weights_to_updates_
-from optimizers.base import CommunicatingOptimizer, subtract_updates
+from optimizers.base import CommunicatingOptimizer, are_same, subtract_updates
 from optimizers.flat_buffer import FlatLayout, next_units, shuffled
 from optimizers.lamb import LAMB, lamb_trust_ratios
 
@@ -138,8 +138,8 @@ class SLAMB(CommunicatingOptimizer):
         self.wire_bits = wire_bits
         self.warmup = list(warmup)
         self.averager = RankAverager()
-        self.buffers: list[ParamGroupBuffers] | None = None  # of each group
-        self.trained: list[bool] = []  # which parameters are in them
+        self.buffers: list[ParamGroupBuffers] = []  # of each group
+        self.made_of: list[Any] = []
         self.final_ratios: list[float] = []  # of each group, after the warm-up
         defaults = {
             "lr": lr,
@@ -157,12 +157,11 @@ class SLAMB(CommunicatingOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.buffers, self.trained = None, []
+        self.made_of = []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         self.final_ratios.append(self.param_groups[-1]["compress_ratio"])
-        self.buffers = None
 
     def start_epoch(self, epoch: int) -> None:
         """Sets every group's compress ratio for an epoch, counted from 0: the warm-up."""
@@ -182,9 +181,9 @@ class SLAMB(CommunicatingOptimizer):
         average_tensors(weights, self.averager)
 
     def _apply_step(self) -> None:
-        trained = [p.requires_grad for group in self.param_groups for p in group["params"]]
-        if self.buffers is None or trained != self.trained:
-            self.buffers, self.trained = self._create_buffers(), trained
+        if not are_same(self._made_of(), self.made_of):
+            self.buffers = self._create_buffers()
+            self.made_of = self._made_of()  # the states are views of the buffers by now
         weights = [p for each in self.buffers for layout in each.layouts for p in layout.tensors]
         if not weights:  # all are frozen, on all ranks
             self.skipped = torch.zeros((), dtype=torch.float64)
@@ -204,6 +203,11 @@ class SLAMB(CommunicatingOptimizer):
         calls = self.buffers[0].group["calls"]
         if self.averager.size > 1 and calls % self.local_steps == 0:
             self.average_weights()
+
+    def _made_of(self) -> list[Any]:
+        """What the buffers depend on."""
+        held = self.held("exp_avg")
+        return [*held, *(p.requires_grad for p in held[::2]), len(self.param_groups)]
 
     def _create_buffers(self) -> list[ParamGroupBuffers]:
         """Lays all groups out: at first, and after a change of groups, state or frozen weights."""

@@ -315,9 +315,10 @@ def add_speed(parser: ScriptParser) -> None:
 def add_communication(parser: ScriptParser) -> None:
     """Declare the flags of what processes send."""
     add = parser.group("communication")
+    forms = [*comm_hooks.AllReduceHook.compressions, *comm_hooks.ROUNDED_BITS]
     several, diloco = {"processes": ON}, {"sync": ("diloco",)}
     slamb, meeting = {"optimizer": ("slamb",)}, {"sync": ("local", "diloco")}
-    add("--grad_compress", Choice(comm_hooks.COMPRESSIONS), "none", "form in which gradients are "
+    add("--grad_compress", Choice(forms), "none", "form in which gradients are "
         "sent; powersgd, int8, int4 and sign correct what they lose", only_with=[several])
     add("--powersgd_rank", count, 2, "rank of what powersgd sends", metavar="N",
         only_with=[{"grad_compress": ("powersgd",)}])

@@ -78,7 +78,7 @@ def parse(
         args.out = str(path if path.is_dir() else path.parent)
     validate(args, script, resumed=state is not None)
     if state is not None:
-        if command_line.lr is not None:  # the user's own remedy replaces those so far
+        if args.lr != state["flags"]["lr"]:  # the user's own remedy replaces those so far
             state["flags"]["lr"] *= state["progress"].get("lr_factor", 1.0)
             state["progress"] |= {"rollbacks": 0, "lr_factor": 1.0}
         state["changed"] = changed_flags(state["flags"], args, parser)

@@ -92,6 +92,7 @@ class RankAverager:
 @torch.no_grad()
 def average_tensors(tensors: Sequence[Tensor], averager: RankAverager) -> None:
     """Replace tensors by their mean over the ranks; one collective for all of them."""
+    tensors = list(tensors)  # it may be model.parameters(), which is gone through once
     if averager.size == 1 or not tensors:
         return
     flat = averager.mean(torch.cat([tensor.flatten() for tensor in tensors]))

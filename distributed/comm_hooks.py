@@ -24,7 +24,6 @@ from distributed.averaging import RankAverager, Traffic, average_tensors
 from distributed.quantization import dequantize, quantize
 from distributed.world import World
 
-COMPRESSIONS = ("none", "fp16", "bf16", "powersgd", "int8", "int4", "sign")
 ROUNDED_BITS = {"int8": 8, "int4": 4, "sign": 1}  # of the compressions of `RoundedGradients`
 SMALLEST_ROUNDED = 1024  # elements of a matrix; what is smaller is a small part of a model's bytes
 SYNCS = ("sync", "lag", "local", "diloco")
@@ -36,9 +35,12 @@ class AllReduceHook:
     """Gradients averaged over the ranks, through torch's own hooks; the base class of all hooks.
 
     Args:
-        compression: one of `COMPRESSIONS`.
+        compression: one of `compressions`.
         rank: of PowerSGD's approximation (arXiv:1905.13727). Its error feedback is not saved: a
             resumed run starts without it.
+
+    Raises:
+        ValueError: the hook does not have this compression.
 
     Attributes:
         replicas_diverge: whether the ranks' weights differ between two averagings.
@@ -46,8 +48,11 @@ class AllReduceHook:
     """
 
     replicas_diverge = False
+    compressions: Sequence[str] = ("none", "fp16", "bf16", "powersgd")
 
     def __init__(self, world: World, compression: str = "none", *, rank: int = 2) -> None:
+        if compression not in self.compressions:
+            raise ValueError(f"compression={compression} is not one of {self.compressions}")
         self.world, self.compression = world, compression
         self.observers: list[Callable[[dist.GradBucket], None]] = []
         self.rank = rank
@@ -141,6 +146,8 @@ class RoundedGradients(AllReduceHook):
         compression: a key of `ROUNDED_BITS`.
     """
 
+    compressions = tuple(ROUNDED_BITS)
+
     def __init__(self, world: World, compression: str) -> None:
         super().__init__(world, compression)
         self.bits = ROUNDED_BITS[compression]
@@ -187,6 +194,8 @@ class DelayedAllReduce(AllReduceHook):
     Sending then overlaps a whole step. The first step takes zeros. One more copy of the gradients
     is kept.
     """
+
+    compressions = ("none", "fp16", "bf16")
 
     def __init__(self, world: World, compression: str = "none") -> None:
         super().__init__(world, compression)

@@ -68,6 +68,7 @@ class DiLoCo(LocalSGD):
     @torch.no_grad()
     def outer_step(self, parameters: Sequence[Tensor]) -> None:
         """Take the outer step: one collective, of one number of `wire_dtype` a weight."""
+        parameters = list(parameters)  # it may be model.parameters(), which is gone through once
         changes = [(a - p).flatten() for a, p in zip(self.common, parameters)]
         mean_changes = self.averager.mean(torch.cat(changes).to(self.wire_dtype))
         self.world.traffic += self.averager.take_traffic()

@@ -27,7 +27,7 @@ import transformer_test
 from cli.flag_parser import FlagParser, Scope, file_path, flat, format_default
 from errors import InputError, exit_code
 from figures.report_charts import Line, draw_chart
-from figures.run_logs import Confusion, ReportedRun, Row, chosen_by, device_hours, read_run
+from figures.run_logs import Confusion, ReportedRun, Row, chosen_by, read_run
 from input_pipeline import own_data
 from training import evaluation
 from training.atomic_file import atomic_write
@@ -38,6 +38,7 @@ from training.epoch_report import (
     is_evaluated,
     training_seconds,
 )
+from training.progress import device_hours
 from training.run_segments import describe_all
 from training.time_estimate import in_words
 
@@ -146,7 +147,7 @@ def results_of(run: ReportedRun) -> dict[str, str]:
         "averaged result": last.show_views(),
         "best result": f"{best.show()}, {chosen}" if best else "",
         "time": in_words(row["seconds"]) if "seconds" in row else "",
-        "device-hours": f"{device_hours(row):.4g}" if "seconds" in row else "",
+        "device-hours": f"{device_hours(run.rows):.4g}" if "seconds" in row else "",
         "samples/s": show(row, "samples", "{:.0f}", 1 / train_seconds if train_seconds else 0),
         "peak memory": show(row, "peak_memory_bytes", "{:.2f} GiB", 2**-30),
     }
@@ -305,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.out.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out {args.out}: the name must end in .html")
-    folders = [folder.resolve() for folder in args.runs]
+    folders = [folder.absolute() for folder in args.runs]  # links keep their names
     parent = os.path.commonpath([folder.parent for folder in folders])
     runs = [read_run(folder, os.path.relpath(folder, parent)) for folder in folders]
     write_report(runs, args.out)

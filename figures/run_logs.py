@@ -330,11 +330,6 @@ def epochs_to(target: float, rows: Sequence[Row]) -> float:
     return math.inf
 
 
-def device_hours(row: Row) -> float:
-    """Return hours times GPUs (or nodes, on CPUs), with compilation and evaluation."""
-    return row["seconds"] * row.get("devices", 1) / 3600  # the oldest logs are of one CPU node
-
-
 def last(runs: Runs, value: Callable[[Row], float]) -> list[float]:
     """Return a value after the last epoch, for each seed."""
     return [value(rows[-1]) for rows in runs]

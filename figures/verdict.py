@@ -19,9 +19,10 @@ from figures.draw import save
 from figures.methods import COLOURS
 from figures.panels import add_legend, create_panels, label_axes, plain_log_ticks
 from figures.report import subject, write_report
-from figures.run_logs import ReportedRun, Row, accuracy, device_hours, last, mean_and_deviation
+from figures.run_logs import ReportedRun, Row, accuracy, last, mean_and_deviation
 from training.atomic_file import atomic_write_text
 from training.epoch_report import training_seconds
+from training.progress import device_hours
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ def paired_difference(first: Sequence[float], second: Sequence[float], row: floa
     mean, count = statistics.mean(differences), len(differences)
     if count == 1:
         return Difference(mean, 0.0, math.inf)
-    error = statistics.stdev(differences) / math.sqrt(count)
-    return Difference(mean, error, errors_needed(count) * max(error, row / math.sqrt(count)))
+    error = max(statistics.stdev(differences), row) / math.sqrt(count)
+    return Difference(mean, error, errors_needed(count) * error)
 
 
 def errors_needed(seeds: int) -> float:
@@ -113,7 +114,8 @@ def best_rate(trials: Mapping[float, Row]) -> float:
     """Return the rate with the highest held-out accuracy; of equal ones, with the lowest loss."""
 
     def key(rate: float) -> tuple[float, float]:
-        return trials[rate].get("val_accuracy", -1.0), -(trials[rate].get("val_loss") or 0.0)
+        loss = trials[rate].get("val_loss")
+        return trials[rate].get("val_accuracy", -1.0), -math.inf if loss is None else -loss
 
     return max(trials, key=key)
 
@@ -129,8 +131,8 @@ def table(arms: Sequence[Contender]) -> list[str]:
     titles = f"arm|rate|test accuracy|difference to {arms[0].name}|training time"
     rows = [[*titles.split("|"), "device-hours of a run", "with its search"]]
     for arm in arms:
-        hours = statistics.mean(device_hours(run.rows[-1]) for run in arm.runs)
-        searched = sum(device_hours(row) for row in arm.trials.values() if row)
+        hours = statistics.mean(device_hours(run.rows) for run in arm.runs)
+        searched = sum(device_hours([row]) for row in arm.trials.values() if row)
         difference = str(arm.difference(arms[0])) if arm is not arms[0] else ""
         values = [arm.name, f"{arm.rate:g}", f"{mean_and_deviation(arm.accuracies)} %", difference]
         rows.append([*values, f"{arm.seconds:.1f} s", f"{hours:.4f}", f"{hours + searched:.4f}"])

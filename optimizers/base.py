@@ -6,8 +6,9 @@ A subclass of GradScalerOptimizer implements `_apply_step`; see docs/extending.m
 from __future__ import annotations
 
 import functools
+import operator
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,11 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 name = type(self).__name__
                 raise ValueError(f"{name}: {setting}={group[setting]} is out of its range")
         super().add_param_group(param_group)
+
+    def held(self, name: str) -> list[Any]:
+        """Every parameter and its state of this name; None where there is none yet."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return [each for p in parameters for each in (p, self.state.get(p, {}).get(name))]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -83,11 +89,25 @@ class GradScalerOptimizer(CheckedOptimizer):
 
         torch would cast the states of floating-point parameters to the parameters' dtype.
         """
-        super().load_state_dict(state_dict)
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        loaded: dict[str, Any] = {}  # what the user's hooks before loading make of it
+        hooks = (
+            self.register_load_state_dict_pre_hook(lambda _, given: loaded.update(given)),
+            self.register_load_state_dict_post_hook(
+                lambda _: self._restore_precision(loaded), prepend=True
+            ),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _restore_precision(self, loaded: dict[str, Any]) -> None:
+        """Replaces state tensors by those of a state_dict, in their own precision."""
+        numbers = [number for group in loaded["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(numbers, parameters):
-            for name, value in state_dict["state"].get(number, {}).items():
+            for name, value in loaded["state"].get(number, {}).items():
                 if isinstance(value, Tensor):
                     self.state[parameter][name] = value.to(parameter.device)
         for group in self.param_groups:
@@ -188,6 +208,11 @@ def step_unless_skipped(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
         optimizer.step()
     elif not skip:
         optimizer.step()
+
+
+def are_same(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether two lists hold the same objects: users may put others into groups and states."""
+    return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
 def foreach_scalar(value: Tensor, tensors: list[Tensor]) -> Tensor:

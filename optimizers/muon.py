@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optimizers.base import CheckedOptimizer
+from optimizers.base import CheckedOptimizer, are_same
 from optimizers.param_groups import is_matrix
 from optimizers.torch_fused import laid_out_like
 
@@ -60,6 +60,7 @@ class Muon(CheckedOptimizer):
         }
         super().__init__(params, defaults)
         self.layout: Any = None
+        self.made_of: list[Any] = []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -95,11 +96,11 @@ class Muon(CheckedOptimizer):
             self.parts.append(parts)
 
     def _apply_step(self) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        layout = [(p.data_ptr(), p.stride()) for p in parameters]
-        if self.layout != layout:  # at the first step, after loading, with a new group
+        held = self.held("momentum_buffer")
+        layout = [(p.data_ptr(), p.stride()) for p in held[::2]]
+        if self.layout != layout or not are_same(held, self.made_of):
             self._create_parts()
-            self.layout = layout
+            self.layout, self.made_of = layout, self.held("momentum_buffer")
         for group, parts, pairs in zip(self.param_groups, self.parts, self.matrices):
             for p, matrix in pairs:
                 matrix.grad = None if p.grad is None else as_matrix(p.grad, like=p)

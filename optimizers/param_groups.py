@@ -76,4 +76,5 @@ def is_matrix(parameter: Tensor, group: dict[str, Any]) -> bool:
 
 def is_position(name: str) -> bool:
     """Whether this is the name of positions: positions, pos_embedding, ..."""
-    return any(word.startswith("pos") for word in name.rpartition(".")[2].split("_"))
+    words = name.rpartition(".")[2].split("_")
+    return not {"pos", "position", "positions", "positional"}.isdisjoint(words)

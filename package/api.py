@@ -14,7 +14,7 @@ load("runs/my-run").predict(["a text", "another one"])
 from __future__ import annotations
 
 import mixup
-from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD
+from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
 from distributed.diloco import DiLoCo
 from distributed.world import World, init_world
 from dynamic_batch import (
@@ -53,6 +53,7 @@ __all__ = [
     "LocalSGD",
     "MetaMixup",
     "NoiseScale",
+    "RoundedGradients",
     "Scheduled",
     "WorkerBalancer",
     "World",

@@ -150,6 +150,7 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
     @property
     def lr_factor(self) -> float:
         """The factor by which the batch size changes the learning rate."""
+        self.start_epoch(max(self.decided - 1, 0))
         return (self.size / self.base) ** self.lr_power
 
     # ---------------------------------------------------------------- an epoch

@@ -10,6 +10,7 @@ The file also says what its numbers mean: in .pt2 in the extra file metadata.jso
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def export(
     Returns:
         The largest difference of a probability.
     Raises:
-        InputError: a package is missing, or the outputs differ.
+        InputError: a package is missing, the outputs differ, or the file cannot be written.
     """
     model = model.cpu().float().eval()
     expected = model(example).softmax(1).detach()
@@ -54,18 +55,26 @@ def export(
         axis: torch.export.Dim(name, min=1, max=largest)
         for axis, (name, largest) in dynamic.items()
     }
-    if path.suffix == ".pt2":
-        given = _export_pt2(model, example, path, sizes, metadata)
-    elif path.suffix == ".onnx":
-        given = _export_onnx(model, example, path, sizes, texts)
-    else:
-        given = _export_weights(model, example, path, texts)
-    difference = (given.softmax(1) - expected).abs().max().item()
-    if not difference <= TOLERANCE:
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            file = Path(folder) / path.name
+            if path.suffix == ".pt2":
+                given = _export_pt2(model, example, file, sizes, metadata)
+            elif path.suffix == ".onnx":
+                given = _export_onnx(model, example, file, sizes, texts)
+            else:
+                given = _export_weights(model, example, file, texts)
+            difference = (given.softmax(1) - expected).abs().max().item()
+            if not difference <= TOLERANCE:
+                raise InputError(
+                    f"--export {path}: not written, as its probabilities would differ from the "
+                    f"model's by {difference:.2g}"
+                )
+            file.replace(path)
+    except OSError as error:
         raise InputError(
-            f"--export {path}: its probabilities differ from the model's by {difference:.2g}; "
-            "do not use the file"
-        )
+            f"--export {path}: cannot be written ({error.strerror}); choose another file"
+        ) from None
     return difference
 
 

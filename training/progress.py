@@ -54,6 +54,13 @@ class EarlyStop:
         return ""
 
 
+def device_hours(rows: Sequence[Row]) -> float:
+    """What epochs have cost: hours times GPUs, or nodes on CPUs, which may change on the way."""
+    ends = [row["seconds"] for row in rows]
+    spans = zip(rows, ends, [0.0, *ends])
+    return sum((end - start) * row.get("devices", 1) for row, end, start in spans) / 3600
+
+
 @dataclass
 class Progress:
     """Where a run is."""
@@ -78,8 +85,8 @@ class Progress:
         return self.samples - (self.rows[-1]["samples"] if self.rows else 0)
 
     def device_hours(self, world: World) -> float:
-        """What the run has cost: hours times GPUs, or nodes on CPUs."""
-        return self.seconds * world.devices / 3600
+        """What the run has cost until now."""
+        return device_hours([*self.rows, {"seconds": self.seconds, "devices": world.devices}])
 
     def count_step(self, samples: int) -> None:
         """Count a step; the samples are those of all ranks."""

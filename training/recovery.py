@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from distributed.world import under_torchrun
 from errors import INTERRUPTED, NonFiniteLoss
-from training.progress import Progress
+from training.progress import Progress, Row
 from training.run_log import RunLog
 
 MAX_SKIPPED_IN_A_ROW = 10  # non-finite steps before the run goes back to its last checkpoint
 MAX_ROLLBACKS = 3
+REMEDIES = "lower --lr, add --clip 1 or --warmup 1, or use --precision fp32"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 END = b"\0"  # no signal: what ends the thread that answers them
 SAME_SIGNAL_SECONDS = 1.0  # a sweep, which gets the terminal's Ctrl-C too, repeats it to its run
@@ -70,6 +72,16 @@ class Diverged(Exception):
     """Too many steps in a row were not finite."""
 
 
+def check_last_epoch(rows: Sequence[Row]) -> None:
+    """Check that the last epoch has trained something.
+
+    Raises:
+        NonFiniteLoss: none of its steps was finite; they were fewer than what `roll_back` answers.
+    """
+    if rows and not math.isfinite(rows[-1]["train_loss"]):
+        raise NonFiniteLoss(f"no step of epoch {rows[-1]['epoch']} had a finite loss; {REMEDIES}")
+
+
 def roll_back(progress: Progress, restore_last: Callable[[], None], log: RunLog) -> None:
     """Return to the last checkpoint with half the learning rate.
 
@@ -83,8 +95,7 @@ def roll_back(progress: Progress, restore_last: Callable[[], None], log: RunLog)
     if rollbacks > MAX_ROLLBACKS:
         raise NonFiniteLoss(
             f"the loss was not finite at {where}, after {MAX_ROLLBACKS} returns to the last "
-            "checkpoint with half the learning rate each; lower --lr, add --clip 1 or "
-            "--warmup 1, or use --precision fp32"
+            f"checkpoint with half the learning rate each; {REMEDIES}"
         )
     restore_last()
     progress.rollbacks, progress.lr_factor = rollbacks, lr_factor

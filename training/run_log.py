@@ -183,13 +183,13 @@ class RunLog:
     # ---------------------------------------------------------------- console
 
     def info(self, line: str) -> None:
-        """Print one line above the progress bar; the run goes on where nobody reads it any more."""
+        """Print one line above the progress bar; the run goes on where that is not possible."""
         if not self.is_main:
             return
         try:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
-        except BrokenPipeError:
+        except OSError:  # nobody reads it any more, or its disk is full
             discard_stdout()
         self.last_line = self.clock()
 

@@ -30,6 +30,7 @@ from backends.cuda_graph import CudaGraphRunner, make_capturable
 from backends.execution import without_compilation
 from backends.precision import Precision
 from distributed import ddp, fsdp
+from distributed.agreement import on_main
 from distributed.averaging import Traffic
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import StopVote, World
@@ -174,6 +175,7 @@ class Trainer:
                     self.finish_epoch()
                 if stop and not self.is_over():
                     self.interrupt()
+            recovery.check_last_epoch(self.progress.rows)
             if reason := self.early_stop.reason(self.progress.rows):
                 hours = self.progress.device_hours(self.world)
                 self.log.info(f"the run has ended after {hours:.4f} device-hours: {reason}")
@@ -571,9 +573,11 @@ class Trainer:
         self.progress.rescale_epoch(checkpoint["batching"]["size"], self.batches.size)
 
     def restore_last(self) -> None:
-        """Return to the last checkpoint."""
+        """Return to the last checkpoint, which other nodes need not have."""
         self.vote.finish()
-        content = checkpoint.load(self.log.folder, self.metadata["script"])
+        content = on_main(
+            self.world, lambda: checkpoint.load(self.log.folder, self.metadata["script"])
+        )
         if "warning" in content:
             self.log.info(content["warning"])
         self.restore(content)

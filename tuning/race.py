@@ -31,6 +31,7 @@ from figures import verdict
 from figures.run_logs import ReportedRun, Row, read_run
 from figures.verdict import Contender, best_rate
 from training.atomic_file import atomic_write_text
+from training.run_folder import lock_run_folder, make_run_folder
 from training.time_estimate import in_words
 from tuning.config import Arm, Objective, Space, SweepConfig
 from tuning.results import training_command, write_recipe
@@ -116,6 +117,13 @@ def run_race(config: RaceConfig) -> None:
         InputError: a flag is wrong, the race does not fit into its time, or a run failed.
         Interrupted: Ctrl-C or SIGTERM.
     """
+    config.sweep(config.wanted_epochs).script.check([])
+    with lock_run_folder(make_run_folder(str(config.out), "race")):
+        run_arms(config)
+
+
+def run_arms(config: RaceConfig) -> None:
+    """Search the rate of each arm, run it in full with each seed, and conclude."""
     file = config.out / "plan.json"
     if not file.exists():
         plan = make_plan(config)
@@ -175,8 +183,6 @@ def make_plan(config: RaceConfig) -> Plan:
         InputError: an equal search does not fit; the message says how many minutes do.
     """
     began, load, wanted = time.monotonic(), os.getloadavg()[0], config.wanted_epochs
-    config.sweep(wanted).script.check([])
-    config.out.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     costs = [time_arm(config, arm, epochs=wanted) for arm in config.arms]
     start, epoch = (statistics.mean(each) for each in zip(*costs))

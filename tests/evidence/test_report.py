@@ -126,7 +126,9 @@ def test_text_from_files_is_escaped(tmp_path):
 
 def test_several_runs_are_compared(here, capsys):
     write_run(here / "one" / "run", flags={"lr": 0.1, "out": "x", "ema": 0.9})
-    write_run(here / "two" / "run", rows({"lr": 0.2}), flags={"lr": 0.2})
+    write_run(here / "stamped", rows({"lr": 0.2}), flags={"lr": 0.2})
+    (here / "two").mkdir()
+    (here / "two" / "run").symlink_to(here / "stamped")
     report.main(["one/run", "two/run", "--out", "pages/a.html"])
     assert capsys.readouterr().out == "pages/a.html\n"
     page = (here / "pages" / "a.html").read_text(encoding="utf-8")

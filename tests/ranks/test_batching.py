@@ -199,9 +199,11 @@ def a_slow_rank_is_seen_to_be_slow(world: World) -> None:
 
 
 def test_a_data_loader_takes_every_row_once_and_batches_grow_between_epochs():
-    sampler = DynamicBatchSampler(1000, 64, rule=Scheduled(64, at_milestones(2.0, [1, 2])))
+    rule = Scheduled(64, at_milestones(2.0, [0, 1]))
+    sampler = DynamicBatchSampler(1000, 64, rule=rule, lr_power=1.0)
     data = TensorDataset(torch.arange(1000))
-    for epoch, (size, steps) in enumerate(((64, 16), (128, 8), (256, 4))):
+    for epoch, (size, steps) in enumerate(((128, 8), (256, 4), (256, 4))):
+        assert sampler.lr_factor == size / 64
         loader = DataLoader(data, batch_sampler=sampler, num_workers=epoch % 2)
         batches = [rows for (rows,) in loader]
         assert len(batches) == len(loader) == steps

@@ -63,7 +63,7 @@ def follows_the_oracle(world: World) -> None:
         before = [p + 1 for p in mine] if dense_steps else mine  # parting is from `mine`
         hook = started(world, before, 4, after=dense_steps, wire_dtype=torch.float64)
         for _ in range(dense_steps):
-            hook.after_step(mine)
+            hook.after_step(iter(mine))  # as model.parameters() is
         train(world, hook, mine, range(1, 14))
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
 

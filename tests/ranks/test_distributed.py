@@ -16,6 +16,7 @@ from distributed.averaging import Traffic
 from distributed.world import StopVote, World
 from trainers import build_optimizer, flat, make_trainer, text_batch, text_model
 from training.losses import BatchLoss, CrossEntropy
+from training.progress import device_hours
 from training.step_stats import StepSums
 from training.trainer import Trainer
 
@@ -178,6 +179,8 @@ def test_processes_that_share_a_gpu_speak_gloo_and_device_hours_count_gpus_or_no
     assert World(size=4, local_size=2, device=cpu).devices == 2
     assert World(size=4, local_size=2, device=gpu).devices == 4
     assert World(size=4, local_size=4, device=gpu, shares_gpu=True).devices == 1
+    rows = [{"seconds": 3600.0, "devices": 8}, {"seconds": 7200.0, "devices": 1}]
+    assert device_hours(rows) == 9
 
 
 NO_THREADS_LEFT = """

@@ -141,6 +141,7 @@ def test_noise_scale_is_exact_for_the_expected_norms_and_smoothed():
     first, second = NoiseScale(), NoiseScale()
     assert first.observe(*norms(3.0, 50.0), **INVERSES) == pytest.approx(50 / 3)
     second.load_state_dict(first.state_dict())
+    assert second.observe(math.inf, math.inf, **INVERSES) is None, "it leaves no trace"
     values = [each.observe(*norms(1.0, 90.0), **INVERSES) for each in (first, second)]
     assert values[0] == values[1] == pytest.approx((0.25 * 50 + 0.5 * 90) / (0.25 * 3 + 0.5 * 1))
     # the true gradient cannot be told from zero

@@ -71,6 +71,8 @@ def test_lambda_follows_the_beta_distribution():
         weight = mixup.sample_beta(alpha, 20_000, generator=generator)
         assert weight.mean().item() == pytest.approx(0.5, abs=0.01)
         assert weight.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.03)
+    assert set(mixup.sample_beta(1e-5, 1000).tolist()) <= {0.0, 1.0}
+    assert set(mixup.sample_beta(0.0, 1000).tolist()) == {1.0}
 
 
 def test_mixup_permutes_and_draws_one_lambda_or_one_each_and_intra_leaves_the_class():
@@ -119,6 +121,9 @@ def test_the_loss_and_its_gradient_are_those_of_the_soft_label(smoothing, per_sa
     soft = F.cross_entropy(logits, hot, weights, label_smoothing=smoothing)
     torch.testing.assert_close(ours, soft)
     torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (ours, soft)))
+    pixels = logits.unsqueeze(-1).expand(-1, -1, 64), labels.unsqueeze(-1).expand(-1, 64)
+    if weights is None:
+        torch.testing.assert_close(mixup.cross_entropy(*pixels, **settings), soft)
 
 
 def test_correct_predictions_weigh_both_labels():

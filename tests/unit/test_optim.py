@@ -127,6 +127,7 @@ def test_decay_groups_hold_each_trained_parameter_once_and_decay_matrices_but_po
     model = nn.Sequential(nn.BatchNorm2d(4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
     model.append(Transformer(50, 3, width=8, depth=1, heads=2, mlp_width=8, max_len=16))
     model[2].weight = model[1].weight  # tied
+    model.register_parameter("post_mix", weight(4, 4))
     model[0].bias.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim > 1 and p is not model[3].positions]
@@ -292,6 +293,35 @@ def test_a_new_rank_holds_from_the_next_step(name):
     key = "directions" if name == "ngd" else "axis1_R"
     assert optimizer.state[old][key].shape == (2, 30)
     assert distance(old.detach(), new.detach()) < 0.5
+
+
+@each_of("name", OPTIMIZERS)
+def test_a_parameter_that_another_replaces_and_a_state_that_is_cleared_have_no_part_any_more(name):
+    old, new = weight(40, 30), weight(40, 30)
+    optimizer = OPTIMIZERS[name].make([{"params": [old], "weight_decay": 0.0}], lr=0.01)
+    old.grad = torch.randn_like(old)
+    optimizer.step()
+    optimizer.param_groups[0]["params"][0] = new
+    optimizer.state[new], new.grad = optimizer.state.pop(old), old.grad
+    before = [old.clone(), new.clone()]
+    optimizer.step()
+    assert [torch.equal(*pair) for pair in zip(before, (old, new))] == [True, False]
+    optimizer.state.clear()
+    new.grad, before = torch.zeros_like(new), new.clone()
+    optimizer.step()
+    assert torch.equal(new, before)
+    assert list(optimizer.state) == [new]
+
+
+@each_of("name", OURS)
+def test_a_users_hooks_at_loading_have_the_last_word(name):
+    first, second = train(create(name), range(3)), create(name)
+    zeros = {"state": {0: {"mine": torch.zeros(3, dtype=torch.float64)}}}
+    second.register_load_state_dict_pre_hook(lambda _, state: {**state, **zeros})
+    second.register_load_state_dict_post_hook(lambda own: own.param_groups[0].update(lr=7.0))
+    second.load_state_dict(first.state_dict())
+    torch.testing.assert_close(list(second.state.values()), [zeros["state"][0]])
+    assert second.param_groups[0]["lr"] == 7.0
 
 
 @each_of("name", ["ngd", "kaldi_ngd"])

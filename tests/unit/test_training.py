@@ -23,6 +23,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
+import conftest
 import errors
 import ranks
 import resnet50_test
@@ -130,6 +131,10 @@ def test_bad_steps_are_skipped_and_ten_go_back_with_half_the_rate(here, digits, 
     assert [row["lr"] for row in rows] == [0.1, 0.05]
     assert [row["step"] for row in rows] == [23, 46]
     assert rows[-1]["test_accuracy"] > 0.3
+    digits("--lr_schedule constant --lr 0.1 --epochs 3 --resume run")  # the same command again
+    assert ranks.metrics(here / "run")[-1]["lr"] == 0.05
+    digits("--lr_schedule constant --lr 0.2 --epochs 4 --resume run")
+    assert ranks.metrics(here / "run")[-1]["lr"] == 0.2
 
 
 def test_a_loss_that_stays_bad_ends_with_exit_code_3(here, digits, fail_in):
@@ -140,6 +145,11 @@ def test_a_loss_that_stays_bad_ends_with_exit_code_3(here, digits, fail_in):
     assert console.splitlines()[-1].startswith("error:")
     state = checkpoint.load(here / "run", "resnet50_test")
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
+
+
+def test_an_epoch_of_bad_steps_alone_at_the_end_is_exit_code_3(here, digits, fail_in):
+    fail_in(range(10**9))
+    assert "no step of epoch 1 had a finite loss" in digits("--epochs 1 --bs 400", code=3)
 
 
 def one_long_operation(lines: Connection) -> None:
@@ -216,6 +226,9 @@ def exported_metadata(script) -> dict[str, Any]:
         assert "same probabilities" in run(script, "--resume run --export", name)
         assert Path(name).stat().st_size > 100_000
         assert Path(name).stat().st_mode == Path("run/config.json").stat().st_mode
+    with mock.patch("torch.export.save", side_effect=OSError(28, "No space left on device")):
+        line = run(script, "--resume run --export model.pt2", code=2).splitlines()[-1]
+    assert "model.pt2: cannot be written (No space left on device)" in line, "the old one stays"
     onnxruntime = pytest.importorskip("onnxruntime")
     safetensors = pytest.importorskip("safetensors")
     session = onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
@@ -288,6 +301,15 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_the_run_goes_on(here, dig
     assert "No space left on device" in digits("--epochs 3")
     assert [row["epoch"] for row in ranks.metrics(here / "run")] == [1, 2, 3]
     assert checkpoint.load(here / "run", "resnet50_test")["progress"]["epoch"] == 3
+
+
+def test_a_run_goes_on_where_stdout_is_closed_or_on_a_full_disk(here, monkeypatch):
+    with open("/dev/full", "w") as full:
+        for out, stdout in (("closed", None), ("full", full)):
+            monkeypatch.setattr(sys, "stdout", stdout)
+            words = f"{DIGITS} --arch resnet8 --epochs 1 --out {out}"
+            assert conftest.call(resnet50_test, words.split()) == 0
+            assert len(ranks.metrics(here / out)) == 1
 
 
 def test_the_step_gets_the_weight_of_its_share(digits, monkeypatch):
