@@ -13,25 +13,6 @@ import yaml
 from errors import InputError, first_line
 
 
-class UniqueKeys:
-    """Part of a loader: refuses a mapping with a key twice, of which YAML would take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse, or convert to a dict."""
-        keys = [key.value for key, _ in node.value]
-        if twice := next((key for key in keys if keys.count(key) > 1), None):
-            raise ValueError(f"{twice} is given twice")
-        return super().construct_mapping(node, deep)  # type: ignore[misc]
-
-
-class TextLoader(UniqueKeys, yaml.BaseLoader):
-    """Leaves values as they are written."""
-
-
-class ValueLoader(UniqueKeys, yaml.SafeLoader):
-    """Converts values."""
-
-
 def read_yaml(path: Path, source: str, *, as_text: bool = False) -> Any:
     """The content of a YAML file: plain values, lists and dicts.
 
@@ -44,8 +25,13 @@ def read_yaml(path: Path, source: str, *, as_text: bool = False) -> Any:
         InputError: the file cannot be read, is not YAML, or has a key twice.
     """
     try:
-        loader = TextLoader if as_text else ValueLoader
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+        loader = yaml.BaseLoader if as_text else yaml.SafeLoader
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=loader)
+        keys = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise ValueError(f"{twice} is given twice")  # YAML would take the last
+        return yaml.load(text, Loader=loader)
     except OSError as error:
         raise InputError(f"{source}: {error.strerror}; give the path of a YAML file") from None
     # Beside YAMLError, impossible dates, wrong tags and deep nesting raise errors of many types.

@@ -6,7 +6,6 @@ import copy
 import itertools
 import math
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -176,17 +175,6 @@ def training_goes_on_after_a_bad_step_which_all_skip(world: World) -> None:
         assert_ranks_agree(world, trainer)
 
 
-def a_return_asks_rank_0_alone_for_its_checkpoint(world: World) -> None:
-    trainer = trainer_of(world, AllReduceHook(world))
-    trainer.metadata["script"], progress = "", trainer.progress.state_dict()
-    states = [copy.deepcopy(train_state.state_dict(trainer)) | {"progress": progress}]
-    for step in range(2):
-        trainer.train_step(*batch(step, world.rank))
-    with mock.patch("training.checkpoint.load", side_effect=states[world.rank :]):
-        trainer.restore_last()
-    assert torch.equal(flat(trainer.parameters), flat(network().parameters()))
-
-
 def what_a_hook_does_not_know_is_refused(world: World) -> None:
     for hook, name in ((AllReduceHook, "int8"), (DelayedAllReduce, "powersgd")):
         with pytest.raises(ValueError, match="is not one of"):
@@ -217,7 +205,6 @@ def all_of_it(world: World) -> None:
     a_lagged_step_takes_the_gradient_before(world)
     local_steps_average_weights_now_and_then(world)
     training_goes_on_after_a_bad_step_which_all_skip(world)
-    a_return_asks_rank_0_alone_for_its_checkpoint(world)
     what_a_hook_does_not_know_is_refused(world)
     a_run_goes_on_with_another_hook(world)
 
