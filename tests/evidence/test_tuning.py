@@ -322,7 +322,6 @@ def test_a_wrong_race_is_one_line(run_sweep, here):
         ("--vary mixup=none,mixupp", "did you mean mixup?"),
         ("--vary lr=1,2", "searches the rate"),
         ("--vary ngd=true,false", "stands for --optimizer ngd; write --vary optimizer="),
-        ("--optimizers sgd adamw --out a.yaml", "cannot be made"),
         ("--vary seed=1,2", "all runs of a race have the same"),
         ("--vary recipe=a.yaml,b.yaml", "differ in epochs"),
         ("--vary recipe=a.yaml,c.yaml", "this is no file"),
@@ -369,7 +368,7 @@ def test_a_race_that_is_interrupted_finds_a_planted_difference(run_sweep, tmp_pa
     assert "1 resumed" in out or "2 resumed" in out, "what only waits has not begun"
     assert [path.stat().st_mtime for path in trial.glob("*/console.log")] == before
     assert "recipe.yaml of a:\n" in out
-    assert "a#2 cannot be told apart from a (+0.00 ± 0.00 points)" in out
+    assert "a#2 cannot be told apart from a (+0.00 ± 0.20 points)" in out
     assert "b is behind a (-" in out
     assert out.endswith((tmp_path / "sweep" / "verdict.md").read_text())
     for name in ("verdict.png", "report.html", "recipe.yaml"):

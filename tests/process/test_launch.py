@@ -199,18 +199,18 @@ def test_a_slurm_job_hands_on_its_cores_and_goes_on_with_its_run_from_any_folder
         "SLURM_SUBMIT_DIR": str(tmp_path),
         "SLURM_CPUS_PER_TASK": "8",
     }
-    default = "--out runs/resnet50_test-77 --resume auto "
-    for given, added in (("--bs 256 --out mine", default), ("--bs 256 --resume runs/a", "")):
-        words = ["bash", str(spooled), "resnet50_test.py", *given.split()]
-        console = ranks.finish(ranks.start(words, tmp_path, cold=True, **variables), tmp_path)
-        for rank, line in enumerate(console.splitlines()):
-            torchrun, flags = line.split(f" {ranks.ROOT}/resnet50_test.py ")
-            assert torchrun == (
-                f"8 -m distributed.launch --nnodes 2 --node_rank {rank} --master_addr n7 "
-                "--master_port 20077 --nproc_per_node 4 --max_restarts 0"
-            )
-            assert flags == added + given
-        assert rank == 1
+    given = "--bs 256 --out mine", "--bs 256 --resume runs/a"
+    both = "; ".join(f'bash "$0" resnet50_test.py {flags}' for flags in given)
+    words = ["bash", "-c", both, str(spooled)]
+    console = ranks.finish(ranks.start(words, tmp_path, cold=True, **variables), tmp_path)
+    first = f"--out runs/resnet50_test-77 --resume auto {given[0]}"
+    expected = [(0, first), (1, first), (0, given[1]), (1, given[1])]
+    for (rank, flags), line in zip(expected, console.splitlines(), strict=True):
+        assert line == (
+            f"8 -m distributed.launch --nnodes 2 --node_rank {rank} --master_addr n7 "
+            "--master_port 20077 --nproc_per_node 4 --max_restarts 0 "
+            f"{ranks.ROOT}/resnet50_test.py {flags}"
+        )
 
 
 # -------------------------------------------------------------------- torchrun
