@@ -12,20 +12,6 @@ from models import activation_checkpointing, fusion
 from models.image_models import create_model
 from models.transformer import Transformer
 
-LAYERS = [
-    {"kernel_size": 1},
-    {"kernel_size": 3, "padding": 1},
-    {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 0)},
-]
-
-
-def layers(settings: dict, **norm) -> tuple[nn.Conv2d, nn.BatchNorm2d, Tensor]:
-    torch.manual_seed(1)
-    conv, bn = nn.Conv2d(4, 8, bias=False, **settings).double(), nn.BatchNorm2d(8, **norm).double()
-    for parameter in bn.parameters():
-        nn.init.normal_(parameter)
-    return conv, bn, torch.randn(3, 4, 7, 6, dtype=torch.float64, requires_grad=True)
-
 
 def outcome(run, x: Tensor, modules: list[nn.Module]) -> list[Tensor]:
     """Output, gradients of the input and of all parameters, buffers."""
@@ -41,27 +27,6 @@ def assert_same(run, x: Tensor, modules: list[nn.Module], *, other) -> None:
     expected, found = outcome(run, x, modules), outcome(other[0], x, other[1])
     for one, two in zip(expected, found, strict=True):
         torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-9)
-
-
-@each_of("settings", LAYERS)
-@each_of("norm", [{}, {"eps": 0.1, "momentum": 0.3}])
-@each_of("relu", [False, True])
-def test_conv_batch_norm_equals_the_modules_over_several_steps(settings, norm, relu):
-    conv, bn, x = layers(settings, **norm)
-    conv2, bn2 = copy.deepcopy(conv), copy.deepcopy(bn)
-
-    def modules(x: Tensor) -> Tensor:
-        return torch.relu(bn(conv(x))) if relu else bn(conv(x))
-
-    def fused(x: Tensor) -> Tensor:
-        return fusion.conv_batch_norm(x, conv2, norm=bn2, relu=relu)
-
-    for step in range(3):
-        x = (torch.randn_like(x) * (step + 1)).requires_grad_()
-        assert_same(modules, x, [conv, bn], other=(fused, [conv2, bn2]))
-    bn.eval()
-    bn2.eval()
-    torch.testing.assert_close(fused(x), modules(x), rtol=1e-9, atol=1e-11)
 
 
 def stored_bytes(run) -> int:
