@@ -61,10 +61,13 @@ def reported(console: str) -> dict[str, str]:
 @pytest.mark.process
 def test_two_ranks_report_their_last_and_their_best_epoch_as_evaluating_does(tmp_path):
     flags = f"resnet50_test.py {WORSE_AT_THE_END} --bs 32 --precision bf16 --out run"
-    lines = reported(ranks.run(flags, tmp_path / "train", 2))
+    console = ranks.run(flags, tmp_path / "train", 2)
+    lines = reported(console)
+    assert console.count("best.pt: epoch") == 1, "rank 0 alone speaks"
     run = tmp_path / "train" / "run"
     last, best = ranks.metrics(run)[-1], best_row(run)
     assert best["epoch"] < 3, "the last epoch was to be a bad one"
+    assert best["comm_bytes"] > 0
     assert lines == {
         "last": f"last.pt: {reached(last)}",
         "best": f"best.pt: {reached(best)} (chosen on the test set, so it is optimistic)",

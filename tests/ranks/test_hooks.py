@@ -158,6 +158,7 @@ def local_steps_average_weights_now_and_then(world: World) -> None:
 
 def training_goes_on_after_a_bad_step_which_all_skip(world: World) -> None:
     for hook in (
+        AllReduceHook(world),
         DelayedAllReduce(world),
         LocalSGD(world, every=3),
         AllReduceHook(world, "powersgd", rank=2),
@@ -170,6 +171,7 @@ def training_goes_on_after_a_bad_step_which_all_skip(world: World) -> None:
             trainer.sums.values.zero_()
             trainer.train_step(x * (math.nan if number == 6 and world.rank == 1 else 1), y)
             assert trainer.sums.skipped == (number == skipped_at)
+            assert trainer.sums.samples == 0 or number != skipped_at
             losses.append(trainer.sums.loss.item())
         assert losses[-1] < losses[5] / 2
         assert_ranks_agree(world, trainer)
