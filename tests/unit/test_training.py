@@ -289,20 +289,6 @@ def test_the_smaller_last_batches_are_not_compiled_for(more, digits, monkeypatch
     assert len(shapes) == 1, "one graph for training, and none for evaluation"
 
 
-def test_a_full_disk_keeps_the_previous_checkpoint_and_the_run_goes_on(here, digits, monkeypatch):
-    real, calls = checkpoint.torch.save, itertools.count()
-
-    def full(*arguments: object) -> None:
-        if next(calls) in (2, 3):  # the start, epoch 1, and then epoch 2 fails, also a second time
-            raise OSError(28, "No space left on device")
-        real(*arguments)
-
-    monkeypatch.setattr(checkpoint.torch, "save", full)
-    assert "No space left on device" in digits("--epochs 3")
-    assert [row["epoch"] for row in ranks.metrics(here / "run")] == [1, 2, 3]
-    assert checkpoint.load(here / "run", "resnet50_test")["progress"]["epoch"] == 3
-
-
 def test_a_run_goes_on_where_stdout_is_closed_or_on_a_full_disk(here, monkeypatch):
     with open("/dev/full", "w") as full:
         for out, stdout in (("closed", None), ("full", full)):
