@@ -84,7 +84,6 @@ UNFIT = [
         "in.csv: no column is known to be the text (col",
     ),
     ("texts", "--resume {texts} --predict image.txt", "image.txt"),
-    ("texts", "--resume {texts} --predict empty.txt", "empty.txt"),
     ("images", "--resume {images} --predict a.png --predict_out out.txt", "in .jsonl or .csv"),
     ("images", "--resume {images} --predict a.png --predict_out none/out.csv", "does not exist"),
     ("images", "--resume {images} --predict_out out.csv", "--predict_out needs something to"),
@@ -96,7 +95,6 @@ UNFIT = [
 
 def test_checkpoint_that_does_not_match_the_flags_is_named(runs, refused, tmp_path):
     (tmp_path / "text.png").write_text("words")
-    (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "in.csv").write_text("Stocks rise,today\n")
     Image.new("RGB", (8, 8), (200, 180, 255)).save(tmp_path / "image.png")
     (tmp_path / "image.png").rename(tmp_path / "image.txt")
