@@ -33,6 +33,19 @@ def gradient(step: int, rank: int) -> list[Tensor]:
     ]
 
 
+def rounded(values: Tensor, bits: int) -> Tensor:
+    """What is sent of values: whole multiples of a scale, or signs, for each BLOCK elements."""
+    sent, most = values.clone(), 2 ** (bits - 1) - 1
+    for block in sent.split(BLOCK):
+        if bits == 1:
+            scale = block.abs().mean().bfloat16().double()
+            block.copy_(torch.where(block >= 0, scale, -scale))
+        elif block.any():
+            scale = (block.abs().max() / most).bfloat16().double()
+            block.copy_((block / scale).round().clamp(-most, most) * scale)
+    return sent
+
+
 class Oracle:
     """The weights, moments and ages of every rank."""
 
@@ -80,7 +93,7 @@ class Oracle:
                 g = gradients[rank][number]
                 self.m[rank][number] = s["b1"] * self.m[rank][number] + (1 - s["b1"]) * g
                 self.v[rank][number] = s["b2"] * self.v[rank][number] + (1 - s["b2"]) * g**2
-        all_sent = [m if dense else self.rounded(m) for m in self.m]
+        all_sent = [m if dense else self.as_sent(m) for m in self.m]
         for number, mask in enumerate(masks):
             if not dense and number in self.large:
                 own = [self.m[rank][number] for rank in range(W)]
@@ -112,28 +125,19 @@ class Oracle:
                 for rank in range(W):
                     self.w[rank][number] = mean
 
-    def rounded(self, momenta: list[Tensor]) -> list[Tensor]:
-        """Returns a rank's momenta as they are sent.
-
-        The units of this step, one after the other, are rounded to whole multiples of a scale for
-        each BLOCK elements of them.
-        """
+    def as_sent(self, momenta: list[Tensor]) -> list[Tensor]:
+        """Returns a rank's momenta as they are sent: the units of this step, one after another."""
         bits = self.settings["bits"]
         if not bits:
             return momenta
         buffer = self.layout.new_buffer()
         for number, view in zip(self.large, self.layout.views(buffer)):
             view.copy_(momenta[number])
-        sent, most = buffer[self.units].flatten(), 2 ** (bits - 1) - 1
-        for block in sent.split(BLOCK):
-            scale = (block.abs().max() / most).bfloat16().double()
-            if scale > 0:
-                block.copy_((block / scale).round().clamp(-most, most) * scale)
-        buffer[self.units] = sent.view(-1, BLOCK)
-        rounded = list(momenta)
+        buffer[self.units] = rounded(buffer[self.units].flatten(), bits).view(-1, BLOCK)
+        sent = list(momenta)
         for number, view in zip(self.large, self.layout.views(buffer)):
-            rounded[number] = view.clone()
-        return rounded
+            sent[number] = view.clone()
+        return sent
 
     @staticmethod
     def ratio(w: Tensor, u: Tensor) -> Tensor | float:

@@ -18,6 +18,7 @@ from distributed.averaging import RankAverager, Traffic
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
 from distributed.diloco import DiLoCo
 from distributed.world import World
+from slamb_oracle import rounded
 from trainers import flat, make_trainer
 from training import train_state
 from training.trainer import Trainer
@@ -82,19 +83,6 @@ def power_sgd_sends_little(world: World) -> None:
     assert sent[0] == 4 * len(flat(trainer.parameters))
     # two columns of P and Q for each large matrix; the small one and the vectors as they are
     assert sent[-1] == 4 * (2 * (40 + 60) + 2 * (60 + 50) + 60 + 50 + 4 + 50 * 4)
-
-
-def rounded(values: Tensor, bits: int) -> Tensor:
-    """What is sent of a gradient: whole multiples of a scale, or signs, for each 64 elements."""
-    sent, most = values.clone(), 2 ** (bits - 1) - 1
-    for row in sent.split(64):
-        if bits == 1:
-            scale = row.abs().mean().bfloat16().double()
-            row.copy_(torch.where(row >= 0, scale, -scale))
-        else:
-            scale = (row.abs().max() / most).bfloat16().double()
-            row.copy_((row / scale).round().clamp(-most, most) * scale)
-    return sent
 
 
 def few_bits_follow_the_equations(world: World) -> None:
