@@ -26,11 +26,11 @@ def build_optimizer(
     return resnet50_test.OPTIMIZERS[name].make(groups, lr=lr, **settings)
 
 
-def text_model(depth: int = 1) -> nn.Module:
-    """A small Transformer in float64 without dropout."""
+def text_model(depth: int = 1, **settings: Any) -> nn.Module:
+    """A small Transformer in float64, without dropout unless it is given."""
     torch.manual_seed(1)
     sizes = {"width": 16, "depth": depth, "heads": 2, "mlp_width": 32, "max_len": 16}
-    return Transformer(50, 4, **sizes, dropout=0.0).double()
+    return Transformer(50, 4, **sizes, **{"dropout": 0.0, **settings}).double()
 
 
 def text_batch(rows: int, seed: int = 2) -> tuple[Tensor, Tensor]:

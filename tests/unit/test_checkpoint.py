@@ -62,17 +62,14 @@ def test_another_version_and_another_script_are_refused_in_one_line(tmp_path):
 # -------------------------------------------------------------------- writing
 
 
-def full_disk(*_: object, **__: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 @each_of(("broken", "before"), [("os.fsync", 0), ("os.fsync", 1), ("torch.save", 1)])
 def test_a_save_that_fails_keeps_the_previous_file_and_leaves_nothing(broken, before, tmp_path):
     folder = tmp_path / f"{broken}-{before}"
     folder.mkdir()
     save(folder, *range(before))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(broken, full_disk)
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(broken, mock.Mock(side_effect=full))
         with pytest.raises(OSError, match=r"last\.pt could not be written .*No space left"):
             save(folder, 2)
     assert kept(folder) == ({"last.pt": 0} if before else {})

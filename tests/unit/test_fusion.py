@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from conftest import each_of
 from models import activation_checkpointing, fusion
 from models.image_models import create_model
-from models.transformer import Transformer
+from trainers import text_model
 
 
 def outcome(run, x: Tensor, modules: list[nn.Module]) -> list[Tensor]:
@@ -92,9 +92,7 @@ def test_a_fused_resnet_has_the_same_gradients_names_and_statistics(arch):
     [(fusion.fuse, 0.0), (activation_checkpointing.checkpoint_activations, 0.3)],
 )
 def test_a_changed_transformer_has_the_same_gradients_names_and_dropout(method, dropout):
-    torch.manual_seed(5)
-    sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "max_len": 16}
-    model = Transformer(50, 4, dropout=dropout, **sizes).double()
+    model = text_model(depth=2, dropout=dropout)
     other, tokens = copy.deepcopy(model), torch.randint(3, 50, (6, 9))
     assert method(other) == 2
     for each in (model, other):

@@ -19,9 +19,8 @@ from backends import nvidia_apex, onnx_runtime
 from backends.precision import choose_precision
 from conftest import each_of, run
 from input_pipeline import torchtext_tokenizer
-from models.transformer import Transformer
 from optimizer_cases import parameters_of
-from trainers import build_optimizer, make_trainer
+from trainers import build_optimizer, make_trainer, text_model
 from training.trainer import Trainer
 
 ORT = onnx_runtime.unavailable_reason()
@@ -65,8 +64,7 @@ def mixed_texts(rows: int) -> tuple[torch.Tensor, ...]:
 
 
 def transformer(**settings: object) -> nn.Module:
-    sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "max_len": 16, "dropout": 0.0}
-    return Transformer(50, 4, **sizes | settings)
+    return text_model(depth=2, **settings).float()
 
 
 @needs_ort

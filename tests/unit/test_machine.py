@@ -28,41 +28,38 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture
-def clone(project: Path) -> Path:
-    """The same as a repository of one commit."""
-    git(project, "init", "-q")
-    git(project, "add", ".")
-    git(project, "commit", "-q", "-m", "all")
-    return project
+def commit(folder: Path, *names: str) -> None:
+    """Make a folder a repository, whose one commit has these files."""
+    git(folder, "init", "-q")
+    git(folder, "add", *names)
+    git(folder, "commit", "-q", "-m", "all")
 
 
-def test_changed_code_makes_a_commit_dirty_and_changed_results_do_not(clone, monkeypatch):
+def test_changed_code_makes_a_commit_dirty_and_changed_results_do_not(project, monkeypatch):
+    commit(project, ".")
     monkeypatch.setenv("COMMIT", "another")
-    commit = git(clone, "describe", "--always").strip()
-    (clone / "figures" / "time.png").write_text("drawn again")
-    (clone / "figures" / "logs" / "group").mkdir(parents=True)
-    (clone / "figures" / "logs" / "group" / "metrics.jsonl").write_text("{}")
-    assert (machine.commit_or_none(), machine.modified_files()) == (commit, [])
-    assert machine.untracked_files(ignored=clone) == []
-    (clone / "ngd.py").write_text("second")
-    assert machine.commit_or_none() == f"{commit}-dirty"
-    git(clone, "add", "ngd.py")
+    known = git(project, "describe", "--always").strip()
+    (project / "figures" / "time.png").write_text("drawn again")
+    (project / "figures" / "logs" / "group").mkdir(parents=True)
+    (project / "figures" / "logs" / "group" / "metrics.jsonl").write_text("{}")
+    assert (machine.commit_or_none(), machine.modified_files()) == (known, [])
+    assert machine.untracked_files(ignored=project) == []
+    (project / "ngd.py").write_text("second")
+    assert machine.commit_or_none() == f"{known}-dirty"
+    git(project, "add", "ngd.py")
     assert machine.modified_files() == ["ngd.py"], "staged is not committed"
-    (clone / "ngd.py").unlink()
+    (project / "ngd.py").unlink()
     assert machine.modified_files() == ["ngd.py"]
     for name in ("new method.py", "my_logs/config.json"):
-        (clone / name).parent.mkdir(exist_ok=True)
-        (clone / name).write_text("")
-    assert machine.untracked_files(ignored=clone / "my_logs") == ["new method.py"]
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text("")
+    assert machine.untracked_files(ignored=project / "my_logs") == ["new method.py"]
     assert len(machine.untracked_files(ignored=Path("elsewhere"))) == 2
 
 
 def test_a_copy_does_not_get_the_commit_of_a_folder_above_but_what_it_is_told(project, monkeypatch):
     (project.parent / "other").write_text("")
-    git(project.parent, "init", "-q")
-    git(project.parent, "add", "other")
-    git(project.parent, "commit", "-q", "-m", "other")
+    commit(project.parent, "other")
     assert machine.commit_or_none() is None
     with pytest.raises(machine.CommitUnknown, match="git ls-files: .*machine.py"):
         machine.modified_files()
