@@ -9,7 +9,6 @@ figures/report.html.j2.
 
 from __future__ import annotations
 
-import base64
 import math
 import os
 import sys
@@ -99,7 +98,6 @@ def render(runs: Sequence[ReportedRun]) -> str:
         runs=runs,
         results=table_of_facts(runs, results_of),
         curves=curves(runs),
-        policies=[(run.name, base64.b64encode(run.policy).decode()) for run in runs if run.policy],
         flags=table_of_flags(runs),
         class_scores=class_scores,
         max_classes=MAX_CLASSES,

@@ -244,7 +244,6 @@ class ReportedRun:
         config: content of config.json; empty where that is missing.
         flags: the run's flags by name; empty where they are not known.
         confusion: None where it was not counted.
-        policy: the picture of the learned mixing policy, or b"".
     """
 
     name: str
@@ -252,7 +251,6 @@ class ReportedRun:
     config: dict[str, Any]
     flags: dict[str, Any]
     confusion: Confusion | None
-    policy: bytes
 
     def best_result(self) -> EpochResult | None:
         """What the first of the best epochs reached; None where none was evaluated."""
@@ -271,14 +269,12 @@ def read_run(folder: Path, name: str = "") -> ReportedRun:
         for row in read_rows(folder)
     ]
     config = read_config(folder)
-    picture = folder / "policy.png"
     return ReportedRun(
         name=name or str(folder),
         rows=rows,
         config=config,
         flags=config.get("flags", {}),
         confusion=read_confusion(folder / CONFUSION_FILE, {row["epoch"] for row in rows}),
-        policy=picture.read_bytes() if picture.is_file() else b"",
     )
 
 

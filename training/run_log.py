@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from torch import Tensor
 from tqdm import tqdm
 
 from errors import InputError, discard_stdout
-from training.atomic_file import atomic_write, atomic_write_text
+from training.atomic_file import atomic_write_text
 from training.evaluation import Evaluation
 from training.progress import Progress
 from training.step_stats import StepTotals
@@ -60,7 +59,6 @@ COLUMNS = (
 """The columns of the console, of which a run may have no validation or no test set."""
 TITLES_EVERY = 20  # rows
 CONFUSION_FILE = "confusion.json"  # of a run folder
-MAX_NAMED_CLASSES = 40  # of a drawn table: more names would not be readable
 
 
 class RunLog:
@@ -137,25 +135,6 @@ class RunLog:
         self._show({**rows[-1], "left": left.replace("days", "d")})
         if self.tracked is not None:
             self.tracked.send(rows[-1])
-
-    def tables(self, name: str, tables: Mapping[str, Tensor], classes: Sequence[str]) -> None:
-        """Draw (classes, classes) tables side by side as <name>.png, if there are any."""
-        if not self.is_main or not tables:
-            return
-        from matplotlib.figure import Figure  # only for runs that learn a table
-
-        side = 2 + 0.35 * min(len(classes), MAX_NAMED_CLASSES)
-        figure = Figure(figsize=((side + 1) * len(tables), side), layout="constrained")
-        axes = figure.subplots(1, len(tables), squeeze=False)[0]
-        for axis, (title, table) in zip(axes, tables.items()):
-            figure.colorbar(axis.imshow(table.cpu()), ax=axis, shrink=0.8)
-            axis.set_title(f"learned {title} of each pair of classes")
-            if len(classes) <= MAX_NAMED_CLASSES:
-                axis.set_xticks(range(len(classes)), classes, rotation=90)
-                axis.set_yticks(range(len(classes)), classes)
-        path = self.folder / f"{name}.png"
-        with self._warning_of_a_full_disk(path), atomic_write(path) as temporary:
-            figure.savefig(temporary, dpi=100, format="png")
 
     def confusion(
         self, epoch: int, evaluated: Mapping[str, Evaluation], classes: Sequence[str]

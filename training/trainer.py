@@ -468,8 +468,6 @@ class Trainer:
         self.sums.start_epoch()
         train_state.save(self, previous_best=previous_best)
         self.log.epoch(progress.rows)
-        if self.meta_learner is not None:
-            self.log.tables("policy", self.meta_learner.meta.tables(), self.metadata["classes"])
 
     def evaluate_if_due(self) -> dict[str, float | None]:
         """`evaluate` after every `eval_every`-th epoch and the last one, else columns of None."""

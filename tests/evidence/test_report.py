@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import markupsafe
-import matplotlib.image
 import numpy as np
 import pytest
 import sklearn.metrics
@@ -143,9 +142,8 @@ def test_what_changes_is_drawn_and_one_bad_epoch_does_not_flatten_a_loss(tmp_pat
     changes = [{"batch_size": size, "noise_scale": size, "mean_lambda": 0.8} for size in (64, 128)]
     changes += [{"train_loss": 2.0 * 0.8**epoch} for epoch in range(9)]
     run = write_run(tmp_path / "run", rows(*changes))
-    matplotlib.image.imsave(run / "policy.png", np.zeros((4, 4, 3)))
     page = render(run)
-    assert {"Settings that change", "Mixing of samples"} <= set(titles(page))
+    assert "Settings that change" in titles(page)
     texts = text_of_charts(page)
     assert "global batch / samples" in texts
     assert "gradient noise scale / samples" in texts

@@ -404,7 +404,6 @@ def test_a_run_holds_rows_out_and_logs_its_policy(tmp_path):
         assert call(script, words.split()) == 0
         rows, state = ranks.metrics(run), torch.load(run / "last.pt", weights_only=True)
         assert all(0 < row["mean_lambda"] < 1 and "val_accuracy" in row for row in rows)
-        assert (run / "policy.png").exists() == (policy == "pair")
         assert all(("mix_slope" in row) == (policy == "loss") for row in rows)
         flags, learner = state["flags"], state["learner"]
         assert (flags["mixup"], flags["val_fraction"]) == ("meta", 0.05)
