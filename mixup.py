@@ -336,8 +336,8 @@ def cross_entropy(
     lambda one_hot(own) + (1 - lambda) one_hot(partner's), which is never built.
 
     Args:
-        logits: (batch, classes) of the mixed batch.
-        labels: (batch,) integers of the unmixed batch; or (batch, ...), as of pixels.
+        logits: (batch, classes) of the mixed batch, or (batch, classes, ...), as of pixels.
+        labels: (batch,) or (batch, ...) integers of the unmixed batch.
         mix: how the batch was mixed.
         label_smoothing: share of the label that is spread evenly over the classes.
         class_weights: (classes,) factors of the losses to each class; None is 1.
@@ -347,7 +347,7 @@ def cross_entropy(
     """
     scores = logits.log_softmax(1)
     if class_weights is not None:
-        scores = scores * class_weights
+        scores = scores * class_weights.view(-1, *[1] * (scores.ndim - 2))
     partner_labels = labels.index_select(0, mix.partner)
     one_lambda = mix.weight.stride(0) == 0  # for the whole batch: the means can be taken first
     per_label = mix.weight.view(-1, *[1] * (labels.ndim - 1))

@@ -157,9 +157,9 @@ class NGD(GradScalerOptimizer):
 
     def _made_of(self) -> list[Any]:
         """What the batches depend on."""
-        held = self.held("momentum_buffer")
-        has_gradient = [p.grad is not None for p in held[::2]]
-        return [*held, *has_gradient, *(group["rank"] for group in self.param_groups)]
+        has_gradient = [p.grad is not None for group in self.param_groups for p in group["params"]]
+        ranks = [group["rank"] for group in self.param_groups]
+        return [*self.held("momentum_buffer", "directions"), *has_gradient, *ranks]
 
     def _make_batches(self) -> list[list[list[MatrixBatch]]]:
         """Returns what `make_batches` gives for each group, with memory to work in."""

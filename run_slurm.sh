@@ -35,7 +35,8 @@ if [ -z "$root" ]; then
 fi
 
 flags=" $* "
-case ${flags/ --resume auto/} in
+flags=${flags/ --resume[= ]auto / }
+case ${flags/ -r auto / } in
 *" --evaluate"* | *" --predict"* | *" --export"* | *" --resume"* | *" -r "* | "  ") ;;
 *) # flags that the user gives come later and win
     script=$1

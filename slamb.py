@@ -206,8 +206,9 @@ class SLAMB(CommunicatingOptimizer):
 
     def _made_of(self) -> list[Any]:
         """What the buffers depend on."""
-        held = self.held("exp_avg")
-        return [*held, *(p.requires_grad for p in held[::2]), len(self.param_groups)]
+        trained = [p.requires_grad for group in self.param_groups for p in group["params"]]
+        held = self.held("exp_avg", "exp_avg_sq", "fresh")
+        return [*held, *trained, len(self.param_groups)]
 
     def _create_buffers(self) -> list[ParamGroupBuffers]:
         """Lays all groups out: at first, and after a change of groups, state or frozen weights."""

@@ -88,6 +88,7 @@ class DiLoCo(LocalSGD):
         }
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        parameters = list(parameters)
         super().load_state_dict(state, parameters)
         if "common" not in state:  # of a run without this hook
             self.sync_replicas(parameters)

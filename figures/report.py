@@ -304,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.out.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out {args.out}: the name must end in .html")
-    folders = [folder.absolute() for folder in args.runs]  # links keep their names
+    folders = [Path(os.path.abspath(folder)) for folder in args.runs]  # links keep their names
     parent = os.path.commonpath([folder.parent for folder in folders])
     runs = [read_run(folder, os.path.relpath(folder, parent)) for folder in folders]
     write_report(runs, args.out)

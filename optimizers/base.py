@@ -6,7 +6,6 @@ A subclass of GradScalerOptimizer implements `_apply_step`; see docs/extending.m
 from __future__ import annotations
 
 import functools
-import operator
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,10 +44,11 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name}: {setting}={group[setting]} is out of its range")
         super().add_param_group(param_group)
 
-    def held(self, name: str) -> list[Any]:
-        """Every parameter and its state of this name; None where there is none yet."""
+    def held(self, *names: str) -> list[Any]:
+        """All parameters, and their states of these names; None where there is none yet."""
         parameters = [p for group in self.param_groups for p in group["params"]]
-        return [each for p in parameters for each in (p, self.state.get(p, {}).get(name))]
+        states = [self.state.get(p, {}) for p in parameters]
+        return [*parameters, *(state.get(name) for name in names for state in states)]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -211,8 +211,13 @@ def step_unless_skipped(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
 
 
 def are_same(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether two lists hold the same objects: users may put others into groups and states."""
-    return len(first) == len(second) and all(map(operator.is_, first, second))
+    """Whether two lists hold the same objects, and equal whole numbers.
+
+    Users may put other parameters into groups, and other tensors into states.
+    """
+    pairs = zip(first, second)
+    is_same = all(a is b or (isinstance(a, int) and a == b) for a, b in pairs)
+    return len(first) == len(second) and is_same
 
 
 def foreach_scalar(value: Tensor, tensors: list[Tensor]) -> Tensor:

@@ -96,11 +96,13 @@ class Muon(CheckedOptimizer):
             self.parts.append(parts)
 
     def _apply_step(self) -> None:
-        held = self.held("momentum_buffer")
-        layout = [(p.data_ptr(), p.stride()) for p in held[::2]]
-        if self.layout != layout or not are_same(held, self.made_of):
+        layout = [
+            (p.data_ptr(), p.stride()) for group in self.param_groups for p in group["params"]
+        ]
+        names = "momentum_buffer", "exp_avg", "exp_avg_sq"
+        if self.layout != layout or not are_same(self.held(*names), self.made_of):
             self._create_parts()
-            self.layout, self.made_of = layout, self.held("momentum_buffer")
+            self.layout, self.made_of = layout, self.held(*names)
         for group, parts, pairs in zip(self.param_groups, self.parts, self.matrices):
             for p, matrix in pairs:
                 matrix.grad = None if p.grad is None else as_matrix(p.grad, like=p)

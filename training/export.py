@@ -9,6 +9,7 @@ The file also says what its numbers mean: in .pt2 in the extra file metadata.jso
 
 from __future__ import annotations
 
+import io
 import json
 import tempfile
 from collections.abc import Mapping
@@ -87,7 +88,9 @@ def _export_pt2(
 ) -> Tensor:
     """Write a program of torch.export; returns the logits that it computes when it is read."""
     program = torch.export.export(model, (example,), dynamic_shapes=(sizes,))
-    torch.export.save(program, path, extra_files={PT2_METADATA: json.dumps(metadata)})
+    content = io.BytesIO()  # torch's own writer ends the process on a full disk
+    torch.export.save(program, content, extra_files={PT2_METADATA: json.dumps(metadata)})
+    path.write_bytes(content.getvalue())
     return torch.export.load(path).module()(example)
 
 

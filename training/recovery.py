@@ -76,10 +76,12 @@ def check_last_epoch(rows: Sequence[Row]) -> None:
     """Check that the last epoch has trained something.
 
     Raises:
-        NonFiniteLoss: none of its steps was finite; they were fewer than what `roll_back` answers.
+        NonFiniteLoss: none of its steps was finite; they were fewer than lead to `roll_back`.
     """
     if rows and not math.isfinite(rows[-1]["train_loss"]):
-        raise NonFiniteLoss(f"no step of epoch {rows[-1]['epoch']} had a finite loss; {REMEDIES}")
+        raise NonFiniteLoss(
+            f"no step of epoch {rows[-1]['epoch']} had finite gradients; {REMEDIES}"
+        )
 
 
 def roll_back(progress: Progress, restore_last: Callable[[], None], log: RunLog) -> None:

@@ -161,7 +161,8 @@ class Trainer:
             NonFiniteLoss: the loss stayed non-finite.
         """
         self.begin(checkpoint)
-        if len(self.progress.rows) >= self.config.epochs:
+        before = len(self.progress.rows)
+        if before >= self.config.epochs:
             self.log.info("nothing is left to train; --epochs makes a run longer")
         with contextlib.closing(self.log), recovery.caught_signals(self.log.info) as signals:
             while not self.is_over():
@@ -175,7 +176,8 @@ class Trainer:
                     self.finish_epoch()
                 if stop and not self.is_over():
                     self.interrupt()
-            recovery.check_last_epoch(self.progress.rows)
+            if len(self.progress.rows) > before and not self.scaler.is_enabled():
+                recovery.check_last_epoch(self.progress.rows)
             if reason := self.early_stop.reason(self.progress.rows):
                 hours = self.progress.device_hours(self.world)
                 self.log.info(f"the run has ended after {hours:.4f} device-hours: {reason}")
@@ -571,11 +573,14 @@ class Trainer:
         self.progress.rescale_epoch(checkpoint["batching"]["size"], self.batches.size)
 
     def restore_last(self) -> None:
-        """Return to the last checkpoint, which other nodes need not have."""
+        """Return to the last checkpoint; rank 0 sends it where not all nodes have it."""
         self.vote.finish()
-        content = on_main(
-            self.world, lambda: checkpoint.load(self.log.folder, self.metadata["script"])
-        )
+        folder, script = self.log.folder, self.metadata["script"]
+        with self.world.waiting_at_most(self.world.limits.start):
+            if all(self.world.all_gather(bool(checkpoint.latest_files(folder)))):
+                content = checkpoint.load(folder, script)
+            else:
+                content = on_main(self.world, lambda: checkpoint.load(folder, script))
         if "warning" in content:
             self.log.info(content["warning"])
         self.restore(content)

@@ -296,8 +296,9 @@ def test_a_new_rank_holds_from_the_next_step(name):
 
 
 @each_of("name", OPTIMIZERS)
-def test_a_parameter_that_another_replaces_and_a_state_that_is_cleared_have_no_part_any_more(name):
-    old, new = weight(40, 30), weight(40, 30)
+@each_of("shape", [(40, 30), (7,)])
+def test_a_parameter_that_is_replaced_and_a_state_that_is_cleared_have_no_part(name, shape):
+    old, new = weight(*shape), weight(*shape)
     optimizer = OPTIMIZERS[name].make([{"params": [old], "weight_decay": 0.0}], lr=0.01)
     old.grad = torch.randn_like(old)
     optimizer.step()
