@@ -23,7 +23,7 @@ from optimizer_cases import (
 )
 from optimizers.kaldi_ngd import KaldiNGD
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = pytest.mark.filterwarnings("error", "ignore::ResourceWarning")  # of others, collected
 
 # two alike, a convolution, biases, a scalar, a 3-d one laid out as a convolution, and one whose
 # middle axis lies between two others

@@ -30,7 +30,7 @@ from optimizers import matrix_functions
 from optimizers.muon import Muon
 from optimizers.param_groups import ngd_groups
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = pytest.mark.filterwarnings("error", "ignore::ResourceWarning")  # of others, collected
 
 # two alike, a taller one, convolutions, a kernel as large as a matrix, what is no matrix
 SHAPES: Shapes = [(40, 30), (40, 30), (20, 50), (20, 10, 3, 3), (7, 5, 1, 1), (7,), (7,), ()]
