@@ -67,10 +67,12 @@ def read_arms(
         InputError: a flag or value is wrong, or the arms cannot be compared.
     """
     parser, common = script_parser(shared.file), shared.flags({})
-    own, is_value, value = parser.own_name(f"--{flag}").partition("=")
-    if is_value:
-        meant = f"stands for {own} {value}; write --vary {own[2:]}=..."
-        raise InputError(f"--vary {flag}: {meant}")
+    meant = parser.own_name(f"--{flag}")
+    if "=" in meant and not meant.endswith("="):  # a value of another flag, not a setting
+        meant = meant.replace("=", " ")
+        raise InputError(
+            f"--vary {flag}: stands for {meant}; write --vary {meant.split()[0][2:]}=..."
+        )
     name = "recipe" if flag in ("recipe", "c") else shared.own_name(flag)
     if name == "lr":
         raise InputError("--vary lr: the race searches the rate of each arm; vary another flag")
