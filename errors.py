@@ -28,6 +28,7 @@ SHORTEST_BEGINNING = 3  # letters of an abbreviated name that are enough for a g
 # of a path that nobody can use, whatever lies there
 UNUSABLE_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR}
 UNUSABLE_PATH |= {errno.EIO, errno.ESTALE, errno.ENOTCONN}  # of a disk or file server that fails
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 SIMILAR = 0.6  # share of letters, from 0 to 1, that two similar names have in common
 
 
@@ -105,9 +106,14 @@ def exit_code(main: Callable[[], int | None]) -> int:
         discard_stdout()
         return BROKEN_PIPE
     except OSError as error:
-        if error.errno not in UNUSABLE_PATH or error.filename is None:
+        is_full = error.errno in FULL_DISK
+        if not is_full and (error.errno not in UNUSABLE_PATH or error.filename is None):
             raise
-        print(f"error: {error.filename}: {error.strerror}; give another path", file=sys.stderr)
+        where, advice = error.filename, "make room on the disk" if is_full else "give another path"
+        if where is None:  # as of stdout, which would be written again at the very end
+            where = "the output"
+            discard_stdout()
+        print(f"error: {where}: {error.strerror}; {advice}", file=sys.stderr)
         return BAD_INPUT
 
 

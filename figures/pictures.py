@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from figures.methods import GREY, labels_of, line_styles, method_of, read_pictures
+from figures.methods import GREY, labels_of, line_styles, read_pictures
 from figures.panels import (
     add_legend,
     create_panels,
@@ -33,7 +33,6 @@ Groups = Mapping[str, Mapping[str, Runs]]
 """The runs of all logs, by group and name."""
 
 RESULTS = ROOT / "benchmarks" / "results"
-SEARCH_RANGE = 0.3  # of losses in the enlarged panel of a search, as a part of the lowest
 ACCURACY_RANGE = 6  # points of accuracy below the highest that an enlarged panel shows
 
 
@@ -256,62 +255,6 @@ def with_minutes(
             for rows in named_runs[label]
         ]
     return timed
-
-
-# -------------------------------------------------------------------- searches
-
-
-def draw_optimizer_search(groups: Groups, title: str, *, names: Sequence[str]) -> Figure:
-    """Draw the loss on held-out rows over the learning rate, a curve for each momentum."""
-    curves = search_curves(names, groups)
-    title = f"Search of the learning rates: held-out loss\n{title}"
-    figure, (panels,) = create_panels(1, 2, title)
-    styles, best = line_styles(curves), best_settings(curves)
-    for panel, title in zip(panels, ("all settings", "the lowest losses, enlarged")):
-        for label, losses in curves.items():
-            panel.plot(*zip(*sorted(losses.items())), label=label, **styles[label])
-        for label, point in best.items():
-            colour = styles[label]["color"]
-            panel.plot(*point, "o", markersize=14, markerfacecolor="none", color=colour)
-        panel.set_xscale("log")
-        plain_log_ticks(panel.xaxis)
-        label_axes(panel, "learning rate", "validation loss (cross-entropy)", title=title)
-    lowest = min(loss for _, loss in best.values())
-    panels[1].set_ylim((1 - 0.1 * SEARCH_RANGE) * lowest, (1 + SEARCH_RANGE) * lowest)
-    note = "one seed each; ring: the best setting of an optimizer"
-    add_legend(figure, panels[0], title=note, columns=2)
-    return figure
-
-
-def search_curves(names: Sequence[str], groups: Groups) -> dict[str, dict[float, float]]:
-    """Return the last validation losses of runs OPTIMIZER-lrRATE by optimizer and setting."""
-    curves: dict[str, dict[float, float]] = {}
-    for optimizer, method in labels_of("optimizers_cifar10").items():
-        for group in names:
-            for run, (rows,) in groups[group].items():
-                if run.partition("-lr")[0] == optimizer:
-                    flags = read_flags(group, run)
-                    curve = curves.setdefault(f"{method}, {setting_of(flags)}", {})
-                    curve[flags["lr"]] = rows[-1]["val_loss"]
-    return curves
-
-
-def setting_of(flags: Mapping[str, Any]) -> str:
-    """Describe the momentum of an optimizer from the flags of a run, as in 'momentum 0.6'."""
-    if flags["optimizer"] == "adamw":  # also of SOAP, which takes AdamW's place
-        return "betas {:g} and {:g}".format(*flags["betas"])
-    if flags["optimizer"] == "kaldi_ngd":
-        return f"alpha {flags['ngd_alpha']:g}"
-    return f"momentum {flags['momentum']:g}"
-
-
-def best_settings(curves: Mapping[str, Mapping[float, float]]) -> dict[str, tuple[float, float]]:
-    """Return rate and loss of each optimizer's best setting, by the label of its curve."""
-    best: dict[str, tuple[str, tuple[float, float]]] = {}
-    points = ((loss, label, rate) for label in curves for rate, loss in curves[label].items())
-    for loss, label, rate in sorted(points):
-        best.setdefault(method_of(label), (label, (rate, loss)))
-    return dict(best[method] for method in dict.fromkeys(map(method_of, curves)))
 
 
 # -------------------------------------------------------------------- scaling

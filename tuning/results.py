@@ -20,6 +20,7 @@ import yaml
 from optuna.trial import FrozenTrial, TrialState
 
 from errors import InputError, first_line
+from training.atomic_file import atomic_write, atomic_write_text
 from tuning.config import SweepConfig
 from tuning.trials import ROOT
 
@@ -91,7 +92,7 @@ def write_csv(path: Path, ranking: Sequence[FrozenTrial]) -> None:
     """Write a row for each trial, the best first."""
     names = sorted({name for trial in ranking for name in trial.params})
     columns = ["rank", "trial", "state", "value", "epochs", "seconds", *names, "folder", "error"]
-    with open(path, "w", encoding="utf-8", newline="") as file:
+    with atomic_write(path) as part, open(part, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         for rank, trial in enumerate(ranking, 1):
@@ -151,8 +152,7 @@ def write_recipe(config: SweepConfig, params: Mapping[str, Any], *, comment: str
             rule = "linear" if flags["optimizer"] in LINEAR_SCALING else "sqrt"
             base_bs = flags["batch_size"] * flags["accumulate"] * config.nproc
         values |= {"lr_scaling": rule, "base_bs": base_bs}
-    text = comment + yaml.safe_dump(values, sort_keys=False)
-    (config.out / RECIPE).write_text(text, encoding="utf-8")
+    atomic_write_text(config.out / RECIPE, comment + yaml.safe_dump(values, sort_keys=False))
 
 
 def training_command(config: SweepConfig) -> str:

@@ -296,6 +296,8 @@ def test_a_run_goes_on_where_stdout_is_closed_or_on_a_full_disk(here, monkeypatc
             words = f"{DIGITS} --arch resnet8 --epochs 1 --out {out}"
             assert conftest.call(resnet50_test, words.split()) == 0
             assert len(ranks.metrics(here / out)) == 1
+    with open("/dev/full", "w") as full, mock.patch("sys.stdout", full):  # before it trains
+        assert conftest.call(resnet50_test, f"{words}-noisy --label_noise 0.1".split()) == 2
 
 
 def test_the_step_gets_the_weight_of_its_share(digits, monkeypatch):
