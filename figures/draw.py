@@ -100,9 +100,10 @@ def measurements(runs: Runs, *, timed: int | None) -> list[str]:
     many of the first seeds ran without much other work beside them; None is all.
     """
     rows = [each[-1] for each in runs]
+    seconds = [training_seconds(row) for row in rows[:timed]]
     return [
         f"{mean_and_deviation(last(runs, accuracy))} ({len(runs)})",
-        f"{statistics.mean(map(training_seconds, rows[:timed])):.0f}",
+        f"{statistics.mean(seconds):.0f}" if seconds else "",
         f"{max(row['peak_memory_bytes'] for row in rows) / 2**30:.2f}",
     ]
 
