@@ -21,6 +21,7 @@ LOSS_RULES = ("progress", "score")  # of ByLoss
 LOSS_SHARE = 0.8  # weight of the loss in 'score'; the rest is the weight of the time
 JUST_BEFORE = 1e-6  # epochs
 SMOOTHING = 0.5  # weight of earlier epochs in the noise scale
+SMALLEST_FACTOR = 1.25  # of a change: sizes are 1, 1.5, 2, 3 ... times the first
 MIN_GAIN = 0.03  # share of a step that other shares of the workers must save
 
 
@@ -289,8 +290,10 @@ class ByLoss(Rule):
     ) -> None:
         if kind not in LOSS_RULES:
             raise ValueError(f"kind={kind} must be one of {', '.join(LOSS_RULES)}")
-        if not (factor > 1 and threshold >= 0 and window >= 2):
-            raise ValueError("factor must be above 1, threshold at least 0, window at least 2")
+        if not (factor >= SMALLEST_FACTOR and threshold >= 0 and window >= 2):
+            raise ValueError(
+                "factor must be at least 1.25, threshold at least 0, window at least 2"
+            )
         self.kind = kind
         self.factor = factor
         self.threshold = threshold
@@ -336,8 +339,8 @@ class ByNoise(Rule):
     """
 
     def __init__(self, factor: float = 2.0) -> None:
-        if not factor > 1:
-            raise ValueError(f"factor={factor} must be above 1")
+        if not factor >= SMALLEST_FACTOR:
+            raise ValueError(f"factor={factor} must be at least {SMALLEST_FACTOR}")
         self.factor = factor
         self.noise: float | None = None
 

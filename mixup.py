@@ -104,6 +104,8 @@ def sample_beta(
     they do so in float64 too, as for alpha 0, lambda is 1.
     """
     if weight is not None:
+        if not 0 <= weight <= 1:
+            raise ValueError(f"weight={weight} must be between 0 and 1")
         return torch.full((count,), weight, device=device)
     alphas = torch.full((2, count), alpha, dtype=torch.float64, device=device)
     own, other = torch._standard_gamma(alphas, generator=generator)

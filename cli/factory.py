@@ -206,6 +206,11 @@ def choose_rows(
         state=run.checkpoint,
         source=f"--data_dir {args.data_dir}",
     )
+    if run.checkpoint and (now := fingerprint["splits"].get("train")):
+        before = run.checkpoint["data"]["splits"].get("train")
+        if before and before != now:  # other rows are held out, and a baseline is another
+            pair = [f"{split['rows']} rows" for split in (before, now)]
+            run.checkpoint.setdefault("changed", {})["the data"] = pair
     unused = {"train"} if args.test else {"train", "test"}
     chosen = {name: split for name, split in splits.items() if name not in unused}
     train, has_val = splits["train"], "val" in splits
@@ -229,9 +234,10 @@ def choose_rows(
 
 
 def redrawn_by(run: Run) -> dict[str, Any]:
-    """Which flags, changed since the checkpoint, choose other rows; each as [before, now]."""
+    """What, changed since the checkpoint, chooses other rows; each as [before, now]."""
     changed = run.checkpoint.get("changed", {}) if run.checkpoint else {}
-    return {n: changed[n] for n in ("--seed", "--subset", "--val_fraction") if n in changed}
+    names = ("--seed", "--subset", "--val_fraction", "the data")
+    return {name: changed[name] for name in names if name in changed}
 
 
 def add_label_noise(args: Namespace, run: Run, train: Any, *, classes: Sequence[str]) -> Any:
@@ -401,6 +407,8 @@ def create_loss(
     mixed = partial(MixedCrossEntropy, model_mixes=data.model_mixes, unmixed=unmixed)
     settings = dict(args.mixup_args)
     if args.mixup != "meta":
+        with refused_as("--mixup_args"):
+            mixup.sample_beta(args.alpha, 0, weight=settings.get("weight"))
         return mixed(partial(sample_mix, args.mixup, alpha=args.alpha, **settings)), None
     classes, every = len(data.metadata["classes"]), settings.pop("every")
     with refused_as("--mixup_args"):
@@ -411,7 +419,8 @@ def create_loss(
     held_out = HeldOutBatches(
         data.eval_sets["val"], args.batch_size, seed=args.seed + 2, world=run.world
     )
-    return loss_fn, MetaMixupStep(meta, loss_fn, held_out=held_out, every=every)
+    with refused_as("--mixup_args"):
+        return loss_fn, MetaMixupStep(meta, loss_fn, held_out=held_out, every=every)
 
 
 # -------------------------------------------------------------------- batches
@@ -582,13 +591,9 @@ def create_comm_hook(args: Namespace, run: Run) -> AllReduceHook:
     if args.sync == "local":
         return LocalSGD(run.world, args.local_steps, after=args.dense_steps)
     if args.sync == "diloco":
-        return DiLoCo(
-            run.world,
-            args.local_steps,
-            after=args.dense_steps,
-            wire_dtype=OWN_WIRE_DTYPES[args.wire_dtype],
-            **args.sync_args,
-        )
+        settings = {"after": args.dense_steps, "wire_dtype": OWN_WIRE_DTYPES[args.wire_dtype]}
+        with refused_as("--sync_args"):
+            return DiLoCo(run.world, args.local_steps, **settings, **args.sync_args)
     return AllReduceHook(run.world, args.grad_compress, rank=args.powersgd_rank)
 
 

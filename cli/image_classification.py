@@ -32,6 +32,7 @@ from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
 
 WHITENING_ROWS = 1000  # images whose patches are enough for the first layer of VGG8
+WHITENING_PIXELS = WHITENING_ROWS * 32**2  # of these images at most, for the memory
 LARGEST_IMAGE_SIZE = 4096  # pixels a side; a batch of larger images fits into no memory
 SMALL_IMAGE = 64  # pixels a side, above which images of one's own are cropped as photos are
 CROPS = ("auto", "resized", "pad", "center")
@@ -210,7 +211,8 @@ def create_model(
     if args.freeze:
         pretrained.freeze_all_but_classifier(model)
     if images is not None and isinstance(model, VGG8):
-        rows = torch.linspace(0, len(images) - 1, min(len(images), WHITENING_ROWS)).long().unique()
+        most = min(len(images), WHITENING_ROWS, max(1, WHITENING_PIXELS // metadata["size"] ** 2))
+        rows = torch.linspace(0, len(images) - 1, most).long().unique()
         model.set_whitening(next(images.batches([rows]))[0])
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from backends import torch_compat
 from cli import compatibility
-from cli.flag_parser import Choice, Scope, ScriptParser, setting, switch
+from cli.flag_parser import Scope, ScriptParser, setting, switch
 from cli.yaml_file import read_yaml
 from distributed.worker import is_restarted, launcher_id
 from distributed.world import under_torchrun
@@ -67,7 +67,7 @@ def parse(
         state = checkpoint.load(path, script, flag=source)
         if "warning" in state:
             print_once(state["warning"])
-        values |= restored_flags(state["flags"], parser, given=given, source=f"{source} {path}")
+        values |= restored_flags(state["flags"], parser)
     values = parser.merged(values, recipe)
     args = Namespace(**parser.merged(values, given))
     for name, value in computed_defaults(vars(args), parser).items():
@@ -95,36 +95,15 @@ def print_once(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def restored_flags(
-    flags: Mapping[str, Any], parser: ScriptParser, *, given: Mapping[str, Any], source: str
-) -> dict[str, Any]:
+def restored_flags(flags: Mapping[str, Any], parser: ScriptParser) -> dict[str, Any]:
     """The flags of a checkpoint that another start of its script takes over.
 
-    Known data sets may lie elsewhere on this machine, where DATA_DIR says so. A choice that this
-    version does not know matters for training alone: what says how a model is made checks itself.
-
-    Args:
-        flags: of the checkpoint.
-        given: the flags of the command line.
-        source: how the user named the checkpoint.
-    Raises:
-        InputError: this version does not know a choice.
+    Known data sets may lie elsewhere on this machine, where DATA_DIR says so.
     """
     scopes = [Scope.RESULT, Scope.HOW, Scope.NODE]
     if not os.environ.get("DATA_DIR") or flags["dataset"] in own_data.DATASETS:
         scopes.append(Scope.PLACE)
-    restored = {name: flags[name] for name in parser.of_scope(*scopes) if name in flags}
-    for flag in parser.flags.values():
-        value = restored.get(flag.dest, flag.default)
-        if flag.dest in given or not isinstance(flag.type, Choice) or value in flag.type.names:
-            continue
-        if not any(given.get(each) for each in INFERENCE):
-            raise InputError(
-                f"{source}: the checkpoint's {flag.name} {excerpt(value)} is not supported any "
-                "more; give another value on the command line"
-            )
-        del restored[flag.dest]
-    return restored
+    return {name: flags[name] for name in parser.of_scope(*scopes) if name in flags}
 
 
 def changed_flags(

@@ -53,6 +53,8 @@ class DiLoCo(LocalSGD):
         wire_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__(world, every, after=after)
+        if not (lr > 0 and 0 <= momentum < 1):
+            raise ValueError(f"lr={lr} must be above 0, and momentum={momentum} within [0, 1)")
         self.lr, self.momentum, self.wire_dtype = lr, momentum, wire_dtype
         self.common: list[Tensor] = []
         self.momenta: list[Tensor] = []

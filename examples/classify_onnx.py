@@ -18,12 +18,17 @@ info = {name: json.loads(value) for name, value in stored.items()}
 
 def classify(path: str) -> dict[str, float]:
     """The probability of each class for an image of 8 or 16 bits, as --predict computes it."""
-    size, image = info["size"], ImageOps.exif_transpose(Image.open(path))
+    size, image = info["size"], Image.open(path)
+    image.draft(None, (2 * size, 2 * size))  # decodes a JPEG file at a smaller scale
+    image = ImageOps.exif_transpose(image)
     side = min(image.size)
     left, top = ((length - side) // 2 for length in image.size)
     image = image.crop((left, top, left + side, top + side))
     if image.mode.startswith("I"):  # grey of 16 bits
         image = Image.fromarray((np.array(image) / 257).round().astype(np.uint8))
+    if image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
     image = image.convert("RGB" if info["channels"] == 3 else "L")
     image = image.resize((size, size), Image.Resampling[info["interpolation"].upper()])
     pixels = np.array(image, dtype=np.float32) / 255

@@ -23,6 +23,7 @@ from input_pipeline.text_datasets import TextSplit
 MOST_TEXTS, MOST_IMAGES = 20_000, 10_000  # rows of a split that are used
 MOST_FILES = 2_000  # images of a split that are decoded for it
 MOST_WORDS = 50_000  # words and pairs of words, the most frequent ones
+LONGEST_TEXT = 5_000  # characters, beyond which a text is cut
 SIDE = 16  # pixels
 
 
@@ -67,9 +68,9 @@ def text_baseline(train: TextSplit, evaluated: TextSplit) -> Baseline:
     )
     return fit(
         "TF-IDF",
-        vectorizer.fit_transform(train.texts),
+        vectorizer.fit_transform(text[:LONGEST_TEXT] for text in train.texts),
         train.labels,
-        eval_inputs=vectorizer.transform(evaluated.texts),
+        eval_inputs=vectorizer.transform(text[:LONGEST_TEXT] for text in evaluated.texts),
         eval_labels=evaluated.labels,
         strength=10,
     )
@@ -117,10 +118,11 @@ def fit(
 
 def small_pixels(split: ImageSplit) -> Tensor:
     """The images of a split as (rows, channels x 256) fp32 in 0..1."""
-    images = split.decode(torch.arange(len(split))).permute(0, 3, 1, 2).float().div_(255)
-    return F.adaptive_avg_pool2d(images, SIDE).flatten(1)
+    parts = (split.decode(rows) for rows in torch.arange(len(split)).split(64))
+    images = (part.permute(0, 3, 1, 2).float().div_(255) for part in parts)
+    return torch.cat([F.adaptive_avg_pool2d(part, SIDE).flatten(1) for part in images])
 
 
 def spread(rows: int, most: int) -> Tensor:
     """Row numbers, `most` of them at most, spread evenly."""
-    return torch.linspace(0, rows - 1, min(rows, most)).long()
+    return torch.linspace(0, rows - 1, min(rows, most), dtype=torch.float64).long()

@@ -100,8 +100,8 @@ class CsvTable:
             )
 
     def names_among(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return those of some names that the header has once."""
-        own = list(map(normalise, self.header))
+        """Return those of some names that the first row, the header or not, has once."""
+        own = list(map(normalise, next(self.read())[1]))
         return tuple(name for name in names if own.count(normalise(name)) == 1)
 
     def describe(self) -> str:
@@ -160,6 +160,13 @@ def open_table(
     if train and train.header and header:
         names = [train.header[position] for position in train.texts]
         choice = ColumnChoice(train.header[train.label], tuple(names))
+        own = set(map(normalise, header))
+        if normalise(str(choice.label)) not in own and own.issuperset(map(normalise, names)):
+            raise InputError(
+                f"{path}: has no column {choice.label}, the label of {train.path}; where rows have "
+                "no labels, move the file away, give --val_fraction 0.1, and classify it with "
+                "--predict"
+            )
     label, texts = find_columns(path, header, choice, num_columns=len(first), has_label=has_label)
     return CsvTable(path, header, label, texts, read)
 

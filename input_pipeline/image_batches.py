@@ -188,8 +188,8 @@ def channel_statistics(
         decoder: decodes files; None decodes them in this process.
     """
     most = STATISTICS_ROWS if images.files is None else STATISTICS_FILES
-    rows = torch.linspace(0, len(images) - 1, min(len(images), most)).long().unique()
-    parts = rows.split(max(1, STATISTICS_PIXELS // images.size**2))
+    rows = torch.linspace(0, len(images) - 1, min(len(images), most), dtype=torch.float64)
+    parts = rows.long().unique().split(max(1, STATISTICS_PIXELS // images.size**2))
     tasks = (partial(count_values, images.reader(part)) for part in parts)
     counts = sum((decoder or FileDecoder(workers=0)).run(tasks), torch.tensor(0)).double()
     values = torch.arange(256, dtype=torch.float64) / 255

@@ -8,6 +8,7 @@ A missing CIFAR-10 or MNIST is downloaded by torchvision, which verifies checksu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -325,9 +326,10 @@ def read_image(
 ) -> Image.Image:
     """Read one image, cut out a part and scale it to `size`.
 
-    The orientation that a camera writes into a photo is applied. Grey pixels of 16 bits are scaled
-    to 8 bits. A JPEG file is decoded at the smallest of its scales that has at least twice the
-    pixels a side, or four times where a part is drawn, which is smaller.
+    The orientation that a camera writes into a photo is applied. What is transparent becomes white.
+    Grey pixels of 16 bits are scaled to 8 bits. A JPEG file is decoded at the smallest of its
+    scales that has at least twice the pixels a side, or four times where a part is drawn, which is
+    smaller.
 
     Args:
         source: path of a file, with pixels of 8 bits a channel, or of 16 bits; such an image; or
@@ -344,12 +346,17 @@ def read_image(
         with open_image(source) as image:
             at_least = (2 if draw_part is None else 4) * size
             image.draft(None, (at_least, at_least))  # does nothing unless it is a JPEG file
-            ImageOps.exif_transpose(image, in_place=True)
+            image.load()
+            with contextlib.suppress(Exception):  # of damaged metadata beside sound pixels
+                ImageOps.exif_transpose(image, in_place=True)
             side = min(image.size)
             left, top = ((length - side) // 2 for length in image.size)
             square = left, top, left + side, top + side
             part = image.crop(draw_part(image) if draw_part else square)
             part = to_8_bits(part, path, file_format=image.format)
+            if part.has_transparency_data:
+                white = Image.new("RGBA", part.size, "white")
+                part = Image.alpha_composite(white, part.convert("RGBA"))
             part = part.convert("RGB" if channels == 3 else "L")
             return part.resize((size, size), Image.Resampling[interpolation.upper()])
     except InputError:

@@ -52,7 +52,7 @@ class TextDataset:
     ) -> None:
         self.max_len, self.pad = max_len, pad
         self.token_file, lengths = NodeFile(), array("q")
-        for ids in encode_rows(split.texts, tokenizer, max_len=max_len):
+        for ids in encode_rows(split.texts, tokenizer, max_len=max_len, pad=pad):
             self.token_file.write(ids)
             lengths.append(len(ids))
         self.lengths = torch.frombuffer(lengths, dtype=torch.int64)
@@ -106,15 +106,15 @@ class TextDataset:
 
 
 def encode_rows(
-    texts: Sequence[str], tokenizer: AnyTokenizer, *, max_len: int
+    texts: Sequence[str], tokenizer: AnyTokenizer, *, max_len: int, pad: int
 ) -> Iterator[array[int]]:
-    """Yield the token ids of each text, as int32."""
+    """Yield the token ids of each text, as int32; of one without any, `pad`."""
     tokenizer.encode_special_tokens = True  # "[PAD]" in a text is ordinary text
     if isinstance(tokenizer, Tokenizer):
         tokenizer.enable_truncation(max_len)  # before a [SEP] is added
     for start in range(0, len(texts), CHUNK_ROWS):
         for encoding in tokenizer.encode_batch_fast(texts[start : start + CHUNK_ROWS]):
-            yield array("i", encoding.ids[:max_len])
+            yield array("i", encoding.ids[:max_len] or [pad])
 
 
 def encode_texts(
@@ -131,6 +131,6 @@ def encode_texts(
         (len(texts), length) int32 on the CPU.
     """
     cleaned = [clean_text(text) for text in texts]
-    ids = encode_rows(cleaned, tokenizer, max_len=max_len)
+    ids = encode_rows(cleaned, tokenizer, max_len=max_len, pad=pad)
     rows = [torch.frombuffer(row, dtype=torch.int32) for row in ids]
     return pad_sequence(rows, batch_first=True, padding_value=pad)

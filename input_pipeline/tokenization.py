@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 
 from tokenizers import (
@@ -73,12 +74,15 @@ def _train_wordpiece(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
     The trainer of `tokenizers` breaks ties by token number, and numbers the continuations ##x in
     the order of a hash table, which differs from run to run. All letters and their continuations
-    are therefore given to it as special tokens, which are numbered in the order given. The result
-    is a new tokenizer with that vocabulary, in which letters are ordinary tokens.
+    are therefore given to it as special tokens, which are numbered in the order given: a quarter of
+    the vocabulary each at most, of the most frequent ones. The result is a new tokenizer with that
+    vocabulary, in which letters are ordinary tokens.
     """
     normalizer = _normalizer(texts)
-    characters = {letter for text in texts for letter in normalizer.normalize_str(text)}
-    letters = sorted(letter for letter in characters if not letter.isspace())
+    counts = Counter(letter for text in texts for letter in normalizer.normalize_str(text))
+    frequent = sorted(counts, key=lambda letter: (letter.isspace(), -counts[letter], letter))
+    letters = sorted(each for each in frequent[: vocab_size // 4] if not each.isspace())
+    rare = {ord(letter): " " for letter in frequent[vocab_size // 4 :]}
     continuations = [f"##{letter}" for letter in letters]
     trained = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     trained.normalizer = normalizer
@@ -93,7 +97,8 @@ def _train_wordpiece(texts: Sequence[str], vocab_size: int) -> Tokenizer:
         special_tokens=[*SPECIAL_TOKENS, *letters, *continuations],
         show_progress=False,
     )
-    trained.train_from_iterator(texts, trainer)
+    words = (normalizer.normalize_str(text).translate(rare) for text in texts)
+    trained.train_from_iterator(words, trainer)
     model = models.WordPiece(
         vocab=trained.get_vocab(), unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD
     )

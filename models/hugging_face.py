@@ -78,7 +78,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.pad, self.mix_at = pad, mix_at
         known = AutoConfig.for_model(**json.loads(config))
-        known.num_labels = classes
+        known.num_labels, known.pad_token_id = classes, pad  # by which decoders find the last token
         self.model = AutoModelForSequenceClassification.from_config(known, dtype=torch.float32)
         for name, child in list(self.model.named_children()):
             if child is not self.model.base_model:  # the classifier last, as most models have it

@@ -15,6 +15,7 @@ from models import resnet, vgg
 
 ARCHITECTURES = (*resnet.STAGES, "vgg8")
 """The names of our own networks."""
+INCEPTIONS = ("googlenet", "inception_v3")
 TIMM = "timm:"  # in front of the name of a model of timm
 
 
@@ -98,6 +99,8 @@ def usual_preprocessing(arch: str) -> dict[str, Any]:
 
             known = models.get_model_weights(arch).DEFAULT.transforms()
             mean, std, size = known.mean, known.std, known.crop_size[0]
+            if arch in INCEPTIONS:  # which torchvision makes with weights scale their inputs again
+                mean = std = [0.5] * 3
             interpolation = known.interpolation.value
     except (ImportError, ValueError, RuntimeError, AttributeError):
         return {}
@@ -131,7 +134,7 @@ def _create_torchvision_model(
             "or a torchvision model such as swin_t"
             f"{did_you_mean(arch, [*ARCHITECTURES, *torchvision_models])}"
         )
-    options = {"aux_logits": False} if arch in ("googlenet", "inception_v3") else {}
+    options = {"aux_logits": False} if arch in INCEPTIONS else {}
     model = models.get_model(arch, weights=None, num_classes=classes, **options)
     if channels == 1:
         model = nn.Sequential(GreyToColour(), model)

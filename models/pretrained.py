@@ -101,7 +101,7 @@ def _read_torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     if not isinstance(state, Mapping):
         return {}, {}
     average = state.get("average")
-    if isinstance(average, Mapping) and isinstance(average.get("weights"), Mapping):
+    if isinstance(average, Mapping) and average.get("weights") and average.get("steps"):
         return average["weights"], state
     # A state_dict maps names such as conv1.weight to tensors; the state of an optimizer does not.
     nested = {

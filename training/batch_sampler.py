@@ -174,7 +174,8 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         """A batch among the ranks."""
         if self.balancer is None:
             return dynamic_batch.apportion(size, [1.0] * self.world.size)
-        return self.balancer.shares(size, self.shares, minimum=MIN_RANK_ROWS)
+        minimum = min(MIN_RANK_ROWS, size // self.world.size)
+        return self.balancer.shares(size, self.shares, minimum=minimum)
 
     def _sizes(self, size: int) -> list[int]:
         """The sizes of the global batches of an epoch of batches of `size` rows."""

@@ -26,7 +26,7 @@ from errors import InputError, first_line, last_line
 from training.atomic_file import atomic_write
 
 FORMAT_NAME = "faster-training-"
-FORMAT = f"{FORMAT_NAME}10"
+FORMAT = f"{FORMAT_NAME}10"  # the next one also where a value of a flag goes
 MAPPED = ("model", "optimizer", "ranks", "average")  # their tensors are read where they are used
 OLDER_NAME = re.compile(r"last-([1-9][0-9]*)\.pt")  # a checkpoint before last.pt
 
@@ -170,7 +170,7 @@ def _load_file(path: Path, script: str, *, where: str) -> dict[str, Any]:
 def trained_weights(state: Mapping[str, Any]) -> Mapping[str, Tensor]:
     """The weights to use of what `load` returned: averaged ones, if the run has them."""
     average = state.get("average")
-    return average["weights"] if average else state["model"]
+    return average["weights"] if average and average["steps"] else state["model"]
 
 
 def read_progress(path: Path) -> dict[str, Any] | None:
@@ -200,9 +200,9 @@ def load_into(target: Any, state: Mapping[str, Any], what: str, *, flag: str = "
 
 
 def to_cpu(state: Any) -> Any:
-    """Nested dicts and lists with all tensors copied to the CPU."""
+    """Nested dicts and lists with all tensors copied to the CPU, so that views keep no buffer."""
     if isinstance(state, torch.Tensor):
-        return state.detach().cpu()
+        return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
         return {name: to_cpu(value) for name, value in state.items()}
     return [to_cpu(value) for value in state] if isinstance(state, list | tuple) else state

@@ -65,7 +65,7 @@ def evaluate(
     model.eval()
     lengths = data.lengths
     order = torch.arange(len(data)) if lengths is None else torch.argsort(lengths, stable=True)
-    plan = list(order[world.rank :: world.size].split(batch_size))
+    plan = [rows for rows in order[world.rank :: world.size].split(batch_size) if len(rows)]
     mine, total = len(plan), sum(map(len, plan))
     if any(map(fsdp.is_sharded, model.modules())):
         # Every batch gathers weights from all ranks, so all ranks take part in as many batches.

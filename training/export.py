@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from errors import InputError, needing
+from errors import InputError, first_line, needing
 
 SUFFIXES = (".onnx", ".pt2", ".safetensors")
 PT2_METADATA = "metadata.json"  # the name of the extra file
@@ -75,6 +75,13 @@ def export(
     except OSError as error:
         raise InputError(
             f"--export {path}: cannot be written ({error.strerror}); choose another file"
+        ) from None
+    except InputError:
+        raise
+    except Exception as error:  # of many types, as for a model of more than 2 GiB
+        raise InputError(
+            f"--export {path}: the model cannot be exported ({first_line(error)}); try another of "
+            f"{', '.join(SUFFIXES)}"
         ) from None
     return difference
 

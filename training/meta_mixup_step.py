@@ -72,6 +72,8 @@ class MetaMixupStep:
         held_out: HeldOutBatches,
         every: int = 32,
     ) -> None:
+        if every < 1:
+            raise ValueError(f"every={every} must be at least 1")
         self.meta, self.loss_fn, self.held_out, self.every = meta, loss_fn, held_out, every
         self.steps = 0
         self.batches: Iterator[tuple[Tensor, Tensor]] | None = None

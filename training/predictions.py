@@ -34,7 +34,7 @@ class Sample:
 
     def show(self) -> str:
         """The text, or the name where there is none, cut to fit on a line."""
-        shown = self.name if self.text is None else self.text
+        shown = self.name if self.text is None else " ".join(self.text.split())
         is_long = self.text is not None and len(shown) > LONGEST_TEXT
         return shown[: LONGEST_TEXT - 3] + "..." if is_long else shown
 

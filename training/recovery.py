@@ -99,7 +99,9 @@ def roll_back(progress: Progress, restore_last: Callable[[], None], log: RunLog)
             f"the loss was not finite at {where}, after {MAX_ROLLBACKS} returns to the last "
             f"checkpoint with half the learning rate each; {REMEDIES}"
         )
+    spent = progress.seconds, progress.compile_seconds, progress.eval_seconds
     restore_last()
+    progress.seconds, progress.compile_seconds, progress.eval_seconds = spent
     progress.rollbacks, progress.lr_factor = rollbacks, lr_factor
     log.write_rows(progress.rows)
     log.info(

@@ -75,6 +75,7 @@ def _rank_state(
         "bytes_sent": trainer.world.traffic.payload,
         "wire_bytes": trainer.world.traffic.wire,
         "compute_seconds": timer.elapsed() if timer is not None else 0.0,
+        "scaler": trainer.scaler.state_dict(),
     }
 
 
@@ -96,7 +97,7 @@ def load_state_dict(trainer: Trainer, state: dict[str, Any]) -> None:
             "use the flags of the first run"
         )
     ranks, weights, optimizer = state["ranks"], state["model"], state["optimizer"]
-    average = state.get("average")
+    average, scaler = state.get("average"), state["scaler"]
     come_together = optimizer is None and not trainer.replicas_diverge
     if len(ranks) == trainer.world.size and not come_together:
         mine = copy.deepcopy(ranks[trainer.world.rank])  # so that nothing of it stays in the file
@@ -108,7 +109,8 @@ def load_state_dict(trainer: Trainer, state: dict[str, Any]) -> None:
         trainer.world.traffic = Traffic(mine["bytes_sent"], mine.get("wire_bytes", 0.0))
         if trainer.compute_timer is not None:
             trainer.compute_timer.seconds = mine["compute_seconds"]
-        of_hook = mine["hook"]
+            trainer.compute_timer.spans.clear()
+        of_hook, scaler = mine["hook"], mine.get("scaler", scaler)
     else:
         of_hook = _mean_tensors([rank["hook"] for rank in ranks])
         trainer.sums.load_merged([rank["sums"] for rank in ranks], trainer.world)
@@ -121,8 +123,8 @@ def load_state_dict(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.comm_hook.load_state_dict(state["hook"], trainer.parameters)
     trainer.comm_hook.load_rank_state_dict(of_hook, trainer.parameters)
     trainer.batches.load_state_dict(state["batching"])
-    if trainer.scaler.is_enabled() and state["scaler"]:
-        trainer.scaler.load_state_dict(state["scaler"])
+    if trainer.scaler.is_enabled() and scaler:
+        trainer.scaler.load_state_dict(scaler)
     if trainer.meta_learner is not None and state["learner"]:
         load_into(trainer.meta_learner, state["learner"], "mixing policy")
         parts = [rank["learner"] for rank in ranks]

@@ -197,6 +197,8 @@ class Trainer:
         """Fit the first step into the memory, load the checkpoint, and write what a run has."""
         if self.world.device.type == "cuda" and not self.is_sharded:
             self.probe.fit_memory(self.train_set, self.batches, with_graphs=self.graph is not None)
+            limits = self.world.all_gather(self.micro_batches.limit)
+            self.micro_batches.limit = min(filter(None, limits), default=None)
         self.wrap_model()
         self.world.set_time_limit(self.world.limits.start)  # by now all process groups are made
         if checkpoint is None:
@@ -254,7 +256,10 @@ class Trainer:
                 if progress.step % LOG_INTERVAL[self.world.device.type] == 0:
                     self.log_progress(bar)
                 if self.config.save_every and progress.step % self.config.save_every == 0:
-                    train_state.save(self)
+                    skips = self.sums.read().skipped_in_a_row  # a GPU has done its steps
+                    self.clock.add_elapsed()
+                    if not skips:  # else a return would find the weights that have diverged
+                        train_state.save(self)
                     self.clock.start()
                 if self.vote.ask(bool(signals)):
                     self.interrupt()
@@ -285,7 +290,7 @@ class Trainer:
         """
         meta_learner = self.meta_learner
         number = None
-        if self.is_sharded and samples is not None:
+        if (self.is_sharded or self.config.sync_batch_norm) and samples is not None:
             number = self.micro_batches.number_on_all_ranks(samples, self.world.size)
         while True:
             try:
@@ -438,10 +443,16 @@ class Trainer:
         """Evaluate if it is due, decide the next epoch's batches, save, write the epoch's row."""
         progress = self.progress
         totals = self.sums.totals(self.world)
+        try:
+            evaluated = self.evaluate_if_due()
+        except InputError:  # a broken file of the evaluation set costs no epoch
+            if self.world.size == 1:
+                train_state.save(self)
+            raise
         row = epoch_row(
             progress,
             totals,
-            evaluated=self.evaluate_if_due(),
+            evaluated=evaluated,
             lr=self.last_lr(),
             batch_size=self.batches.size,
             world=self.world,

@@ -15,11 +15,12 @@ statistics are averaged in the same way.
 
 from __future__ import annotations
 
+import copy
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from training.checkpoint import load_into, to_cpu
 
@@ -27,37 +28,33 @@ FIRST_STEPS = 10  # steps after which the decay is a half at most
 
 
 class WeightAverage:
-    """torch.optim.swa_utils.AveragedModel with a decay that rises from 0.
+    """torch's AveragedModel with a decay that rises from 0, and without its waiting for the GPU.
 
     Args:
         model: whose weights are averaged; a copy of it is made.
         decay: the weight of the average in the next one, in the long run.
+
+    Attributes:
+        model: the model with the averaged weights.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay, self.steps = decay, 0
-        self.averaged = AveragedModel(model, multi_avg_fn=self._move, use_buffers=True)
-        self.averaged.requires_grad_(False)
-        self.averaged.n_averaged = self.averaged.n_averaged.cpu()  # else the host waits to read it
-
-    @property
-    def model(self) -> nn.Module:
-        """The model with the averaged weights."""
-        return self.averaged.module
-
-    def update(self, model: nn.Module) -> None:
-        """Take a step's weights into the average."""
-        self.steps += 1
-        self.averaged.update_parameters(model)
+        self.model = copy.deepcopy(model).requires_grad_(False)
 
     @torch.no_grad()
-    def _move(self, averages: Any, values: Any, _: Tensor | int) -> None:
-        """Move averages of one dtype towards new values."""
-        if not averages[0].is_floating_point():  # numbers of batches
-            torch._foreach_copy_(averages, values)
-            return
-        decay = min(self.decay, self.steps / (self.steps + FIRST_STEPS))
-        torch._foreach_lerp_(averages, values, 1 - decay)
+    def update(self, model: nn.Module) -> None:
+        """Take a step's weights into the average; those of the first step are the average."""
+        self.steps += 1
+        decay = min(self.decay, self.steps / (self.steps + FIRST_STEPS)) if self.steps > 1 else 0.0
+        floats: list[tuple[Tensor, Tensor]] = []
+        counts: list[tuple[Tensor, Tensor]] = []  # of batches
+        averages, values = (chain(m.parameters(), m.buffers()) for m in (self.model, model))
+        for pair in zip(averages, values):
+            (floats if pair[0].is_floating_point() else counts).append(pair)
+        torch._foreach_lerp_([each for each, _ in floats], [v for _, v in floats], 1 - decay)
+        if counts:
+            torch._foreach_copy_([each for each, _ in counts], [v for _, v in counts])
 
     def state_dict(self) -> dict[str, Any]:
         """The averaged weights, and the number of steps that they are of."""
@@ -72,4 +69,3 @@ class WeightAverage:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_into(self.model, state["weights"], "averaged model")
         self.steps = state["steps"]
-        self.averaged.n_averaged.fill_(self.steps)

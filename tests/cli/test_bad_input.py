@@ -31,7 +31,7 @@ BOTH = [
     ("--ngd --opt_args rank=x", "--opt_args rank=x: must be like 32"),
     ("--dynamic_batch increase --max_bs 16", "from 32 to 16 samples"),
     ("--dynamic_batch increase --max_bs 100000", "training samples"),
-    ("--dynamic_batch noise --batch_factor 1", "factor=1 must be above 1"),
+    ("--dynamic_batch noise --batch_factor 1.2", "factor=1.2 must be at least 1.25"),
     ("--dynamic_batch increase --replace_decay --batch_milestones 1", "choose one"),
     ("--dynamic_batch increase --replace_decay --dynamic_lr sqrt", "lr: replace_decay"),
     ("--parallel fsdp --optimizer sgd --backend compile", "--backend compile"),

@@ -231,6 +231,12 @@ def test_a_table_is_classified_by_the_columns_of_training(tmp_path):
         for file in ("test", "moved"):
             predict = f"--checkpoint {tmp_path}/{out} --predict {folder}/{file}.csv"
             assert run(transformer_test, predict).splitlines()[2].startswith("word 0: ")
+    table, new = table.replace("text,subject", "opinion,label"), "opinion,id\nword 0,1\n"
+    folder = write(tmp_path / "unusual", train__csv=table, test__csv=table, new__csv=new)
+    data = f"--data_dir {folder} --text_column 2 --epochs 1 --out {tmp_path}/opinions"
+    run(transformer_test, TEXTS, data)
+    predict = f"--checkpoint {tmp_path}/opinions --predict {folder}/new.csv"
+    assert run(transformer_test, predict).splitlines()[2].startswith("word 0: ")
 
 
 # -------------------------------------------------------------------- validation sets

@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-import conftest
-import resnet50_test
-from conftest import SHORT, for_each, parsed, run, write_images
+from conftest import SHORT, for_each, write_images
 from input_pipeline import image_batches
 
 # -------------------------------------------------------------------- recipes and checkpoints
@@ -108,34 +106,8 @@ def change_flags(path: Path, **values: object) -> None:
     torch.save({**state, "flags": state["flags"] | values}, path)
 
 
-UNKNOWN = [
-    ("images", "mixup", "sample", "give another value"),
-    ("texts", "prior", "max", "give another value"),
-]
-
-
-def test_value_of_a_checkpoint_that_is_not_known_is_named_and_can_be_replaced(
-    runs, refused, tmp_path
-):
-    for name, flag, value, advice in UNKNOWN:
-        shutil.copytree(runs[name], tmp_path / "run", dirs_exist_ok=True)
-        change_flags(tmp_path / "run" / "last.pt", **{flag: value})
-        line = refused(name, "--resume run --epochs 2", advice, base="")
-        assert f"the checkpoint's --{flag} " in line
-        assert "is not supported any more" in line
-    shutil.copytree(runs["images"], tmp_path / "run", dirs_exist_ok=True)
-    change_flags(tmp_path / "run" / "last.pt", mixup="sample", mixup_args={"width": 3})
-    args = parsed(resnet50_test, f"--resume {tmp_path}/run --epochs 2 --mixup cutmix")
-    assert (args.mixup, args.arch) == ("cutmix", "resnet20")
-
-
-def test_value_that_inference_does_not_need_may_be_unknown(runs, refused, tmp_path):
-    for name in ("images", "texts"):
-        shutil.copytree(runs[name], tmp_path / name)
-        change = {"optimizer": "adagrad", "mixup": "sample", "lr": "fast"}
-        change_flags(tmp_path / name / "last.pt", **change)
-        words = f"--checkpoint {tmp_path / name} --evaluate --device cpu --threads 1"
-        assert "weights of" in run(conftest.SCRIPTS[name][0], words)
+def test_settings_of_a_checkpoint_that_do_not_go_together_are_named(runs, refused, tmp_path):
+    shutil.copytree(runs["texts"], tmp_path / "texts")
     change_flags(tmp_path / "texts" / "last.pt", model_args={"heads": 3})
     refused("texts", "--checkpoint texts --evaluate", "must be divisible by heads=3", base="")
 

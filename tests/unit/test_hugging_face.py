@@ -37,9 +37,9 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     tokenizer = hf.AutoTokenizer.from_pretrained(folder / "bert", **inputs)
     tokenizer.backend_tokenizer.enable_padding(length=50)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"vocab_size": len(tokenizer), "pad_token_id": 1, "initializer_range": 0.5}
-    for kind in (hf.XLMRobertaConfig, hf.GPT2Config):
-        config = kind(**sizes, num_labels=4)
+    sizes |= {"vocab_size": len(tokenizer), "initializer_range": 0.5}
+    for kind, pad in ((hf.XLMRobertaConfig, 1), (hf.GPT2Config, None)):
+        config = kind(**sizes, pad_token_id=pad, num_labels=4)
         model = hf.AutoModelForSequenceClassification.from_config(config)
         model.save_pretrained(folder / config.model_type)
         tokenizer.save_pretrained(folder / config.model_type)

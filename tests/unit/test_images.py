@@ -266,6 +266,13 @@ def test_image_file_of_any_mode_is_scaled_and_cut_to_the_centre(mode, size, tmp_
     assert colour.min() == grey.min() == 255
 
 
+@each_of("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_white_and_broken_metadata_does_no_harm(mode, tmp_path):
+    clear = Image.new("RGBA", (4, 4), (0, 0, 0, 0)).convert(mode)
+    clear.save(tmp_path / "clear.png", exif=b"Exif\0\0broken")
+    assert read_image(tmp_path / "clear.png", 4).min() == 255
+
+
 def test_a_photo_is_scaled_as_its_pixels_are(tmp_path):
     """The smaller scale of a JPEG, the cut and the camera's orientation keep every part's place."""
     generator = torch.Generator().manual_seed(3)

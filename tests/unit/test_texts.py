@@ -92,6 +92,10 @@ def test_a_text_without_spaces_is_no_unknown_word(kind):
     texts = ["\u65e5\u672c\u8a9e\u306e\u6587" * 60, "\u4e2d\u6587\u7684\u53e5\u5b50" * 60]
     tokenizer = train_tokenizer(texts, kind, vocab_size=600)
     assert all(1 not in tokenizer.encode(text).ids for text in texts)
+    many = [" ".join(map(chr, range(0x4E00, 0x4E00 + 500))), *["words"] * 50]
+    tokenizer = train_tokenizer(many, kind, vocab_size=400)
+    assert tokenizer.get_vocab_size() <= 400
+    assert len(tokenizer.encode("words", add_special_tokens=False).ids) == 1
     assert clean_text("https://a.example/b?c=1\u3092\u898b\u308b") == "\u3092\u898b\u308b"
 
 
